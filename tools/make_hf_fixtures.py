@@ -3,7 +3,7 @@
 Needs torch and transformers, which this package does not; run it in an environment of its own:
 
     python -m venv .venv-hf && .venv-hf/bin/pip install torch transformers msgspec ml_dtypes
-    PYTHONPATH=src:tests/model .venv-hf/bin/python tools/make_hf_fixtures.py
+    PYTHONPATH=src:tests/model .venv-hf/bin/python tools/make_hf_fixtures.py [NAME ...]
 
 float32 on the CPU, eager attention, eager experts. A fixture is refused if float64 would choose other tokens
 or if its logits are too flat or its routing too regular to tell a wrong implementation from a right one.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import tempfile
 from pathlib import Path
 
@@ -20,13 +21,13 @@ import numpy as np
 import torch
 import transformers
 from hf_fixtures import DIRECTORY, NUM_GREEDY_TOKENS, ROPE_POSITIONS, Fixture, fixtures
-from transformers import DeepseekV3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
 
-def load(directory: Path, dtype: torch.dtype) -> DeepseekV3ForCausalLM:
+def load(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The checkpoint as transformers loads it; a tensor it misses, or an unknown one, is an error."""
-    model, info = DeepseekV3ForCausalLM.from_pretrained(
+    model, info = AutoModelForCausalLM.from_pretrained(
         directory,
         dtype=dtype,
         attn_implementation="eager",
@@ -41,7 +42,7 @@ def load(directory: Path, dtype: torch.dtype) -> DeepseekV3ForCausalLM:
 
 
 @torch.no_grad()
-def greedy(model: DeepseekV3ForCausalLM, prompt: list[int]) -> tuple[np.ndarray, list[int], float]:
+def greedy(model: PreTrainedModel, prompt: list[int]) -> tuple[np.ndarray, list[int], float]:
     """Logits of the prompt's last position, the greedy tokens, and the least lead of a chosen token."""
     ids, logits, leads = list(prompt), [], []
     for _ in range(NUM_GREEDY_TOKENS):
@@ -53,11 +54,15 @@ def greedy(model: DeepseekV3ForCausalLM, prompt: list[int]) -> tuple[np.ndarray,
 
 
 @torch.no_grad()
-def mtp_logits(model: DeepseekV3ForCausalLM, prompt: list[int], first_token: int) -> np.ndarray:
+def mtp_logits(model: PreTrainedModel, prompt: list[int], first_token: int) -> np.ndarray:
     """The draft logits of transformers' own MTP layer after the prompt and one token."""
     # transformers finds MTP tensors by a pattern that knows only the published model's layer 61.
     layer = re.escape(f"model.layers.{model.config.num_hidden_layers}.")
     model._keys_to_ignore_on_load_unexpected = [f"{layer}.*"]
+    config = model.config
+    if config.model_type == "glm4_moe_lite":  # transformers counts MTP layers of DeepSeek's class alone
+        config.num_mtp_layers = config.num_nextn_predict_layers
+        config.mtp_mlp_layer_types = ["sparse"] * config.num_mtp_layers
     mtp = MtpModel.from_pretrained(model).eval()
     hidden = model.model(torch.tensor([prompt]), use_cache=False).last_hidden_state
     positions = torch.arange(1, len(prompt) + 1)[None]
@@ -67,7 +72,7 @@ def mtp_logits(model: DeepseekV3ForCausalLM, prompt: list[int], first_token: int
 
 
 @torch.no_grad()
-def experts_used(model: DeepseekV3ForCausalLM, prompt: list[int]) -> int:
+def experts_used(model: PreTrainedModel, prompt: list[int]) -> int:
     """The least number of distinct experts that any MoE layer chooses over a prompt."""
     used: list[int] = []
     hooks = [
@@ -83,8 +88,9 @@ def experts_used(model: DeepseekV3ForCausalLM, prompt: list[int]) -> int:
 
 def expected(fixture: Fixture, directory: Path) -> dict[str, np.ndarray]:
     config_path = directory / "config.json"
-    # transformers reads Kimi K2 with remote code only; the architecture is the same.
-    config_path.write_text(json.dumps(fixture.config | {"model_type": "deepseek_v3"}))
+    if fixture.config["model_type"] == "kimi_k2":
+        # transformers reads Kimi K2 with remote code only; the architecture is the same.
+        config_path.write_text(json.dumps(fixture.config | {"model_type": "deepseek_v3"}))
     model, exact = load(directory, torch.float32), load(directory, torch.float64)
     runs = [greedy(model, prompt) for prompt in fixture.prompts]
     worst = 0.0
@@ -96,12 +102,12 @@ def expected(fixture: Fixture, directory: Path) -> dict[str, np.ndarray]:
         assert logits.std() > 1.0, f"{fixture.name}: logits are flat"
         assert len(set(tokens)) > 4, f"{fixture.name}: greedy tokens {tokens} are monotonous"
     num_used = experts_used(model, fixture.prompts[-1])
-    assert num_used > fixture.config["n_routed_experts"] * 0.7, (
+    assert num_used > model.config.num_local_experts * 0.7, (
         f"{fixture.name}: only {num_used} experts are used"
     )
     assert worst < 2e-4, f"{fixture.name}: float32 and float64 differ by {worst}"
     cos, sin = model.model.rotary_emb(torch.zeros(1), torch.tensor([ROPE_POSITIONS]))
-    half = fixture.config["qk_rope_head_dim"] // 2
+    half = cos.shape[-1] // 2
     arrays = {
         "logits": np.stack([logits for logits, _, _ in runs]),
         "tokens": np.array([tokens for _, tokens, _ in runs], dtype=np.int32),
@@ -109,7 +115,7 @@ def expected(fixture: Fixture, directory: Path) -> dict[str, np.ndarray]:
         "sin": sin[0, :, :half].numpy(),
         "softmax_scale": np.float64(model.model.layers[0].self_attn.scaling),
     }
-    if fixture.config["num_nextn_predict_layers"]:
+    if fixture.config.get("num_nextn_predict_layers"):
         pairs = zip(fixture.prompts, runs, strict=True)
         arrays["mtp_logits"] = np.stack(
             [mtp_logits(model, prompt, tokens[0]) for prompt, (_, tokens, _) in pairs]
@@ -124,7 +130,10 @@ def expected(fixture: Fixture, directory: Path) -> dict[str, np.ndarray]:
 def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    wanted = sys.argv[1:]
     for fixture in fixtures():
+        if wanted and fixture.name not in wanted:
+            continue
         with tempfile.TemporaryDirectory() as directory:
             arrays = expected(fixture, fixture.checkpoint_dir(Path(directory)))
         np.savez(DIRECTORY / f"{fixture.name}.npz", **arrays)

@@ -51,6 +51,7 @@ def tokenizer_with(
         ("", ("</think>",), OutputFormats(reasoning=True)),
         (TOOLS, (), OutputFormats(shows_tools=True)),
         (TOOLS + "<tool_call>", (), OutputFormats(tools="hermes", shows_tools=True)),
+        (TOOLS + "<tool_call>", ("<arg_key>",), OutputFormats(shows_tools=True)),
         ("```json", ("<｜tool▁calls▁begin｜>",), OutputFormats(tools="deepseek")),
         ("", ("<｜tool▁calls▁begin｜>",), OutputFormats(tools="deepseek_v31")),
         (TOOLS, ("<|tool_calls_section_begin|>",), OutputFormats(tools="kimi", shows_tools=True)),

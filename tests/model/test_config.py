@@ -2,6 +2,10 @@
 
 import json
 import math
+import os
+import re
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -105,6 +109,110 @@ def test_kimi_k2_is_the_same_architecture(load) -> None:
     assert load(model_type="kimi_k2", n_group=1, topk_group=1).n_group == 1
 
 
+def test_defaults_of_glm_are_its_own(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "glm4_moe_lite"}')
+    config = load_config(tmp_path)
+    assert (config.hidden_size, config.num_hidden_layers, config.n_routed_experts) == (2048, 47, 64)
+    assert (config.qk_nope_head_dim, config.v_head_dim, config.rms_norm_eps) == (192, 256, 1e-5)
+    assert [config.is_moe(i) for i in range(3)] == [False, True, True]
+    assert config.num_nextn_predict_layers == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["dense", "sparse", "sparse", "sparse"], [False, True, True, True, True]),
+        (["sparse", "dense", "sparse", "dense"], [True, False, True, False, True]),
+        (["dense", "dense", "sparse", "dense"], [False, False, True, False, True]),
+        (["dense"] * 4, [False, False, False, False, True]),
+        (None, [False, True, True, True, True]),
+    ],
+)
+def test_glm_lists_its_dense_layers_and_mtp_has_experts(load, words: Any, expected: list[bool]) -> None:
+    config = load("first_k_dense_replace", model_type="glm4_moe_lite", mlp_layer_types=words)
+    assert [config.is_moe(i) for i in range(5)] == expected
+    assert config.num_moe_layers == sum(expected[:4])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["dense", "sparse"], 'mlp_layer_types must be "dense" or "sparse" for each of 4 layers'),
+        (["dense", "sparse", "moe", 1], "mlp_layer_types must be"),
+        ("dense", "mlp_layer_types must be"),
+        (["dense", "dense", "sparse", "sparse"], "first_k_dense_replace is not 2, as mlp_layer_types says"),
+    ],
+)
+def test_lists_of_layers_that_are_refused(load, words: Any, message: str) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        load(model_type="glm4_moe_lite", mlp_layer_types=words, first_k_dense_replace=1)
+
+
+QWEN: dict[str, Any] = {"model_type": "qwen3_moe", "scoring_func": "softmax", "n_group": 1, "topk_group": 1}
+
+
+def test_qwen_has_keys_and_values_of_groups_of_heads(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "num_experts": 8}
+    layers = {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"} | sizes | layers))
+    config = load_config(tmp_path)
+    assert (config.attention, config.scoring, config.rope_interleave) == ("gqa", "softmax", False)
+    assert (config.num_key_value_heads, config.qk_head_dim, config.v_head_dim) == (3, 16, 16)
+    assert (config.key_columns, config.value_columns, config.kv_columns) == (16, 16, 96)
+    assert (config.n_routed_experts, config.n_shared_experts, config.norm_topk_prob) == (8, 0, False)
+    assert [config.is_moe(i) for i in range(6)] == [False, True, False, False, False, True]
+    assert (config.bos_token_id, config.eos_token_ids, config.num_nextn_predict_layers) == (None, (), 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_key_value_heads": 3}, "num_key_value_heads (3) must divide num_attention_heads (8)"),
+        ({"head_dim": 15}, "head_dim must be even, found 15"),
+        ({"num_experts": 0}, "num_experts must be an integer >= 1, found 0"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step must be an integer >= 1, found 0"),
+        ({"mlp_only_layers": [-1]}, "mlp_only_layers must be a list of layer numbers"),
+        ({"scoring_func": "sigmoid"}, 'scoring_func "sigmoid" is not supported (only "softmax" is)'),
+        ({"use_sliding_window": True}, "use_sliding_window true is not supported"),
+        ({"attention_bias": True}, "attention_bias true is not supported"),
+        ({INT8_ATTENTION: [1]}, f"{INT8_ATTENTION} is for MLA, and this is GQA"),
+    ],
+)
+def test_what_is_refused_of_qwen(load, changes: dict[str, Any], message: str) -> None:
+    without = ("n_routed_experts", "first_k_dense_replace") if "num_experts" in changes else ()
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        load(*without, **(QWEN | {"num_key_value_heads": 4} | changes))
+
+
+GLM: dict[str, Any] = {"model_type": "glm4_moe", "num_key_value_heads": 2, "head_dim": 24}
+
+
+@pytest.mark.parametrize(
+    ("changes", "rotated"),
+    [
+        ({}, 12),
+        ({"partial_rotary_factor": 0.25}, 6),
+        ({"partial_rotary_factor": 1.0}, 24),
+        ({"rope_scaling": None, "rope_parameters": {"partial_rotary_factor": 0.75}}, 18),
+    ],
+)
+def test_glm_rotates_a_part_of_each_head(load, changes: dict[str, Any], rotated: int) -> None:
+    config = load(**(GLM | {"attention_bias": True} | changes))
+    assert (config.qk_rope_head_dim, config.qk_nope_head_dim, config.qk_head_dim) == (
+        rotated,
+        24 - rotated,
+        24,
+    )
+    assert (config.key_columns, config.value_columns, config.kv_columns) == (24, 24, 96)
+    assert (config.attention_bias, config.use_qk_norm, config.scoring) == (True, False, "sigmoid")
+
+
+@pytest.mark.parametrize("factor", [0.3, 0.01])
+def test_parts_of_a_head_that_are_no_pairs(load, factor: float) -> None:
+    with pytest.raises(CheckpointError, match="head_dim x partial_rotary_factor must be even, found"):
+        load(**(GLM | {"partial_rotary_factor": factor}))
+
+
 def test_mtp_layers_by_their_new_name(load) -> None:
     assert load("num_nextn_predict_layers", num_mtp_layers=2).num_nextn_predict_layers == 2
 
@@ -123,7 +231,12 @@ def test_generation_config_wins_where_it_speaks(load) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "llama"}, 'model_type "llama" is not supported (supported: deepseek_v3, kimi_k2)'),
+        (
+            {"model_type": "llama"},
+            'model_type "llama" is not supported '
+            "(supported: deepseek_v3, kimi_k2, glm4_moe_lite, qwen3_moe, glm4_moe)",
+        ),
+        ({"model_type": ["kimi_k2"]}, 'model_type ["kimi_k2"] is not supported'),
         ({"model_type": None}, "model_type is missing"),
         ({"hidden_act": "gelu"}, 'hidden_act "gelu" is not supported (only "silu" is)'),
         ({"scoring_func": "softmax"}, 'scoring_func "softmax"'),
@@ -191,6 +304,10 @@ def test_every_number_has_a_limit(load, key: str) -> None:
             changes: dict[str, Any] = {"rope_scaling": {"type": "yarn", **YARN, key: value}}
         else:
             changes = {key: value}
+        if key in ("num_key_value_heads", "head_dim", "decoder_sparse_step"):
+            changes["model_type"] = "qwen3_moe"
+        if key == "partial_rotary_factor":
+            changes["model_type"] = "glm4_moe"
         without = ("num_nextn_predict_layers",) if key == "num_mtp_layers" else ()
         with pytest.raises(CheckpointError) as caught:
             load(*without, **changes)
@@ -325,3 +442,27 @@ def test_any_json_is_a_config_or_one_line(changes: dict[str, Any]) -> None:
             assert math.isfinite(config.softmax_scale)
             assert all(np.isfinite(table).all() for table in rope_tables(config, 3))
         assert "\n" not in message
+
+
+def test_a_checkpoints_digest_is_the_same_in_every_process() -> None:
+    """Names of layers that stay in float are a set, whose order differs from process to process."""
+    code = (
+        "import msgspec\n"
+        "from xdeepserve.model.presets import resolve_model\n"
+        "model = resolve_model('tiny-random')\n"
+        "names = frozenset(f'model.layers.{i}.mlp.gate_proj' for i in range(9))\n"
+        "model.config = msgspec.structs.replace(model.config, kept_float=names)\n"
+        "model.names = list\n"
+        "print(model.digest())\n"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert len(found) == 1

@@ -97,7 +97,7 @@ def test_gate(experts: int, n_group: int, topk_group: int, top_k: int, norm: boo
     bias = normal(2, experts, scale=2.0)
     bias[: experts // 2] = 0
     idx, weights = np.empty((60, top_k), np.int32), np.empty((60, top_k), F32)
-    k.gate(idx, weights, logits, bias, n_group, topk_group, norm, 2.5)
+    k.gate(idx, weights, logits, bias, n_group, topk_group, norm, 2.5, False)
     expected_idx, expected_weights = c.gate(scores, bias, n_group, topk_group, top_k, norm, 2.5)
     assert_same_bits(idx, expected_idx)
     assert_same_bits(weights, expected_weights)

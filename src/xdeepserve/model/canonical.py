@@ -236,6 +236,27 @@ def attention(
     return matmul_exact(factors(p * c_scale), c.astype(F32)) / total[:, None]
 
 
+def grouped_attention(q: Array, k: Array, v: Array, v_scale: Array | None, softmax_scale: float) -> Array:
+    """GQA (arXiv:2305.13245) of one token: the queries that share a head of keys and values.
+
+    q [H, D]; k [S, D]; v [S, V] float32, or int8 with v_scale [S] -> [H, V]. With INT8 values both products
+    are exact ones, as those of MLA's RoPE part and of its latents: see `attention`.
+    """
+    scores = matmul(q, k.T) if v_scale is None else matmul_exact(factors(q), factors(k).T)
+    scores = scores * F32(softmax_scale)
+    p = exp(scores - scores.max(axis=-1, keepdims=True))
+    total = lane_sum(p)
+    if v_scale is None:
+        return matmul(p, v) / total[:, None]
+    return matmul_exact(factors(p * v_scale), v.astype(F32)) / total[:, None]
+
+
+def softmax(x: Array) -> Array:
+    """exp(x - max) / sum over the last axis."""
+    p = exp(x - x.max(axis=-1, keepdims=True))
+    return p / lane_sum(p)[..., None]
+
+
 def gate(
     scores: Array,
     bias: Array,
@@ -245,13 +266,13 @@ def gate(
     norm_topk_prob: bool,
     routed_scaling_factor: float,
 ) -> tuple[Array, Array]:
-    """Group-limited routing (DeepSeek-V3, section 2.1.2): scores = sigmoid(x @ Wg) [T, E].
+    """Group-limited routing (DeepSeek-V3, section 2.1.2): scores = sigmoid(x @ Wg) [T, E], or softmax of it.
 
-    The bias only selects; weights are the unbiased scores. Groups that lose are masked with -inf.
-    Ties go to the lower index. Returns topk_idx int32 [T, K] (best first) and topk_weights [T, K].
+    The bias, if there is one, only selects; weights are the unbiased scores. Groups that lose are masked with
+    -inf. Ties go to the lower index. Returns topk_idx int32 [T, K] (best first) and topk_weights [T, K].
     """
     num_tokens, num_experts = scores.shape
-    choice = scores + bias
+    choice = scores + bias if bias.size else scores
     grouped = choice.reshape(num_tokens, n_group, num_experts // n_group)
     best = -np.sort(-grouped, axis=-1)
     group_score = best[..., 0] + best[..., 1] if best.shape[-1] > 1 else best[..., 0]

@@ -65,7 +65,7 @@ class Checkpoint(ABC):
 
     def digest(self) -> str:
         """A digest of all that decides about the model's numbers, whatever it is called."""
-        sha = hashlib.blake2b(repr(self.config).encode(), digest_size=16)
+        sha = hashlib.blake2b(self.config.to_bytes(), digest_size=16)
         for name in self.names():
             sha.update(name.encode())
             sha.update(self.tensor(name).data)
@@ -117,7 +117,7 @@ class DirectoryCheckpoint(Checkpoint):
 
     def digest(self) -> str:
         """A digest of the config and of the files, as they are stored."""
-        sha = hashlib.blake2b(repr(self.config).encode(), digest_size=16)
+        sha = hashlib.blake2b(self.config.to_bytes(), digest_size=16)
         for path in sorted({file.path for file in self._stored.values()}):
             with path.open("rb") as file:
                 while chunk := file.read(1 << 22):

@@ -1,8 +1,9 @@
 """The shape of a DeepSeek-V3 model, read from a Hugging Face `config.json`.
 
-Both spellings are understood: `rope_scaling` + `rope_theta` (DeepSeek's own), and transformers 5's
-`rope_parameters`. A missing key means what it means to transformers' `DeepseekV3Config`. What this package
-does not compute (other activations, other quantisations, ...) is refused, with everything wrong in one error.
+Other families are read in its terms: families.py says what their keys mean. Both spellings of RoPE are
+understood: `rope_scaling` + `rope_theta` (DeepSeek's own), and transformers 5's `rope_parameters`. A missing
+key means what it means to transformers' config class of the model type. What this package does not compute
+(other activations, other quantisations, ...) is refused, with everything wrong in one error.
 
 The multi-token-prediction layers are `model.layers.N`, N = num_hidden_layers and up (DeepSeek-V3 report,
 section 2.2). Layer N's input for position i is
@@ -24,11 +25,12 @@ from typing import Any
 import msgspec
 
 from ..errors import CheckpointError
-from .config_limits import LIMITS, MAX_END_TOKENS, MAX_EXPERTS, MAX_JSON_BYTES
+from .config_limits import MAX_EXPERTS, MAX_JSON_BYTES
+from .config_reader import Reader, abridged
+from .families import FAMILIES, HEAD_SIZES, AttentionKind, Scoring
 from .quant_config import QuantConfig, parse_quant_config
 from .rope import RopeConfig, YarnConfig
 
-SUPPORTED_MODEL_TYPES = ("deepseek_v3", "kimi_k2")
 INT8_ATTENTION = "xdeepserve_int8_attention"  # this package's own key: layer numbers, written by quantize
 
 
@@ -42,7 +44,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_hidden_layers: int  # without the MTP layers
     num_attention_heads: int
     q_lora_rank: int | None  # None: queries are projected directly by `q_proj`
-    kv_lora_rank: int
+    kv_lora_rank: int  # 0 without latents
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
@@ -52,6 +54,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     n_group: int
     topk_group: int
     first_k_dense_replace: int
+    other_dense_layers: frozenset[int] = frozenset()  # behind these
     norm_topk_prob: bool
     routed_scaling_factor: float
     rms_norm_eps: float  # not of the q_a and kv_a norms, which always use 1e-6
@@ -62,12 +65,21 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     rope_interleave: bool  # pair i is (x[2i], x[2i+1]) if true, else (x[i], x[i + rope_dim/2])
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    attention: AttentionKind = "mla"
+    scoring: Scoring = "sigmoid"
+    attention_bias: bool = False  # of queries, keys and values in GQA
+    use_qk_norm: bool = False  # of each head's query and key in GQA
+    num_key_value_heads: int = 1  # of the KV cache; latents are one that all others share
     quantization: QuantConfig | None = None  # how the files store linear layers; None: in floating point
     # Linear layers that an INT8 checkpoint keeps in floating point though the int8 recipe quantises such:
     # names as "model.layers.3.self_attn.o_proj". Known once the files have been looked at.
     kept_float: frozenset[str] = frozenset()
     int8_attention: frozenset[int] = frozenset()  # layers with INT8 attention throughout in the int8 recipe
     int8_answers: bool = False  # experts' outputs are INT8 on their way back in the int8 recipe, not BF16
+
+    def to_bytes(self) -> bytes:
+        """All fields, the same in every process: what a set prints as differs from one to the next."""
+        return msgspec.json.encode(self, order="deterministic")
 
     @property
     def qk_head_dim(self) -> int:
@@ -76,9 +88,24 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def softmax_scale(self) -> float:
-        """qk_head_dim^-0.5 x m(mscale_all_dim)^2."""
-        mscale = self.rope.yarn.softmax_mscale if self.rope.yarn else 1.0
+        """qk_head_dim^-0.5 x m(mscale_all_dim)^2, the latter in MLA."""
+        mscale = self.rope.yarn.softmax_mscale if self.rope.yarn and self.attention == "mla" else 1.0
         return mscale * mscale / math.sqrt(self.qk_head_dim)
+
+    @property
+    def key_columns(self) -> int:
+        """What queries are compared with in each head of the KV cache: a RoPE key, or a whole one."""
+        return self.qk_rope_head_dim if self.attention == "mla" else self.qk_head_dim
+
+    @property
+    def value_columns(self) -> int:
+        """What is added up by weight in each head of the KV cache: a latent, or a value."""
+        return self.kv_lora_rank if self.attention == "mla" else self.v_head_dim
+
+    @property
+    def kv_columns(self) -> int:
+        """All numbers of a position in one layer's KV cache."""
+        return self.num_key_value_heads * (self.key_columns + self.value_columns)
 
     @property
     def num_layers_with_mtp(self) -> int:
@@ -97,6 +124,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def is_moe(self, layer_idx: int) -> bool:
         """Whether a layer has routed experts. MTP layers, from num_hidden_layers on, always do."""
+        if layer_idx in self.other_dense_layers:
+            return False
         return layer_idx >= min(self.first_k_dense_replace, self.num_hidden_layers)
 
 
@@ -105,14 +134,14 @@ def load_config(directory: Path) -> ModelConfig:
 
     Raises CheckpointError with one line that names everything that is wrong.
     """
-    reader = _Reader(read_json_object(directory / "config.json"))
+    reader = _ConfigReader(read_json_object(directory / "config.json"))
     reader.check_supported()
     config = reader.model_config()
     if reader.problems:
         raise CheckpointError(f"{directory / 'config.json'}: {'; '.join(reader.problems)}")
     if not (directory / "generation_config.json").is_file():
         return config
-    generation = _Reader(read_json_object(directory / "generation_config.json"))
+    generation = Reader(read_json_object(directory / "generation_config.json"))
     bos, eos = generation.token_ids("bos_token_id"), generation.token_ids("eos_token_id")
     if generation.problems:
         raise CheckpointError(f"{directory / 'generation_config.json'}: {'; '.join(generation.problems)}")
@@ -140,101 +169,50 @@ def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, A
     return value
 
 
-class _Reader:
-    """Takes typed values out of a JSON object and collects what is wrong with them."""
+class _ConfigReader(Reader):
+    """Makes a ModelConfig of a config.json, in the terms of its family."""
 
-    def __init__(self, raw: dict[str, Any], prefix: str = "", problems: list[str] | None = None) -> None:
-        self.raw = raw
-        self.prefix = prefix
-        self.problems: list[str] = [] if problems is None else problems
-
-    def integer(self, key: str, default: int, minimum: int = 1) -> int:
-        value, limit = self.raw.get(key, default), LIMITS[key]
-        if type(value) is int and minimum <= value <= limit:
-            return value
-        bound = f"<= {limit}" if type(value) is int and value > limit else f">= {minimum}"
-        self.problems.append(f"{self.prefix}{key} must be an integer {bound}, found {_abridged(value)}")
-        return default
-
-    def number(self, key: str, default: float, above: float = -math.inf) -> float:
-        value, limit = self.raw.get(key, default), LIMITS[key]
-        # An integer may be too large for a float: it is compared as it is.
-        if type(value) in (int, float) and above < value and -limit <= value <= limit:
-            return float(value)
-        bound = f" > {above:g}" if math.isfinite(above) else ""
-        if type(value) in (int, float) and not -limit <= value <= limit:
-            bound = f" between {max(above, -limit):g} and {limit:g}"
-        self.problems.append(f"{self.prefix}{key} must be a number{bound}, found {_abridged(value)}")
-        return default
-
-    def boolean(self, key: str, default: bool) -> bool:
-        value = self.raw.get(key, default)
-        if value is None or isinstance(value, bool):
-            return bool(value)
-        self.problems.append(f"{self.prefix}{key} must be true or false, found {_abridged(value)}")
-        return default
-
-    def token_ids(self, key: str, default: int | None = None) -> tuple[int, ...]:
-        value = self.raw.get(key, default)
-        ids = [] if value is None else value if isinstance(value, list) else [value]
-        last = LIMITS["vocab_size"] - 1
-        if len(ids) <= MAX_END_TOKENS and all(type(i) is int and 0 <= i <= last for i in ids):
-            return tuple(ids)
-        self.problems.append(
-            f"{self.prefix}{key} must be a token id up to {last}, a list of {MAX_END_TOKENS} at most "
-            f"or null, found {_abridged(value)}"
-        )
-        return ()
-
-    def layer_numbers(self, key: str) -> frozenset[int]:
-        value = self.raw.get(key, [])
-        if isinstance(value, list) and all(type(layer_idx) is int and layer_idx >= 0 for layer_idx in value):
-            return frozenset(value)
-        self.problems.append(f"{self.prefix}{key} must be a list of layer numbers, found {_abridged(value)}")
-        return frozenset()
-
-    def only(self, key: str, supported: object, default: object) -> None:
-        """Refuse any value but the supported one; null counts as absent."""
-        value = self.raw.get(key)
-        value = default if value is None else value
-        if value != supported:
-            self.problems.append(
-                f"{self.prefix}{key} {_abridged(value)} is not supported (only {_abridged(supported)} is)"
-            )
+    family = FAMILIES["deepseek_v3"]
 
     def check_supported(self) -> None:
         """Refuse architectures that this package does not compute."""
         model_type = self.raw.get("model_type")
-        if model_type not in SUPPORTED_MODEL_TYPES:
-            found = "is missing" if model_type is None else f"{_abridged(model_type)} is not supported"
-            self.problems.append(f"model_type {found} (supported: {', '.join(SUPPORTED_MODEL_TYPES)})")
+        if not isinstance(model_type, str) or model_type not in FAMILIES:
+            found = "is missing" if model_type is None else f"{abridged(model_type)} is not supported"
+            self.problems.append(f"model_type {found} (supported: {', '.join(FAMILIES)})")
+        else:
+            self.family = FAMILIES[model_type]
+        self.own = {ours: key for key, ours in self.family.names.items() if key in self.raw}
+        renamed = {self.family.names.get(key, key): value for key, value in self.raw.items()}
+        self.raw = {**self.family.defaults, **renamed}
         self.only("hidden_act", "silu", default="silu")
-        self.only("scoring_func", "sigmoid", default="sigmoid")
+        self.only("scoring_func", self.family.scoring, default="sigmoid")
         self.only("topk_method", "noaux_tc", default="noaux_tc")
         self.only("moe_layer_freq", 1, default=1)
-        self.only("attention_bias", False, default=False)
-        heads = self.raw.get("num_attention_heads", 128)
-        self.only("num_key_value_heads", heads, default=heads)
+        if not self.family.has_biases:
+            self.only("attention_bias", False, default=False)
+        self.only("use_sliding_window", False, default=False)
 
     def model_config(self) -> ModelConfig:
-        """Every field, with the defaults of transformers' DeepseekV3Config."""
+        """Every field of what `check_supported` has read, with defaults of transformers' config class."""
         bos = self.token_ids("bos_token_id", 0)
         max_position_embeddings = self.integer("max_position_embeddings", 4096)
         quantization, problems = parse_quant_config(self.raw.get("quantization_config"))
         self.problems += problems
+        num_layers = self.integer("num_hidden_layers", 61)
+        heads, hidden = self.integer("num_attention_heads", 128), self.integer("hidden_size", 7168)
+        first_moe, other_dense = self.family.dense_layers(self, num_layers)
         mtp_key = "num_mtp_layers" if "num_mtp_layers" in self.raw else "num_nextn_predict_layers"
         config = ModelConfig(
             vocab_size=self.integer("vocab_size", 129280),
-            hidden_size=self.integer("hidden_size", 7168),
+            hidden_size=hidden,
             intermediate_size=self.integer("intermediate_size", 18432),
             moe_intermediate_size=self.integer("moe_intermediate_size", 2048),
-            num_hidden_layers=self.integer("num_hidden_layers", 61),
-            num_attention_heads=self.integer("num_attention_heads", 128),
-            q_lora_rank=None if self.is_null("q_lora_rank") else self.integer("q_lora_rank", 1536),
-            kv_lora_rank=self.integer("kv_lora_rank", 512),
-            qk_nope_head_dim=self.integer("qk_nope_head_dim", 128),
-            qk_rope_head_dim=self.integer("qk_rope_head_dim", 64, minimum=2),
-            v_head_dim=self.integer("v_head_dim", 128),
+            num_hidden_layers=num_layers,
+            num_attention_heads=heads,
+            **HEAD_SIZES[self.family.attention](self, self.family, heads, hidden),
+            attention=self.family.attention,
+            scoring=self.family.scoring,
             n_routed_experts=self.integer("n_routed_experts", 256),
             n_shared_experts=0
             if self.is_null("n_shared_experts")
@@ -242,7 +220,8 @@ class _Reader:
             num_experts_per_tok=self.integer("num_experts_per_tok", 8),
             n_group=self.integer("n_group", 8),
             topk_group=self.integer("topk_group", 4),
-            first_k_dense_replace=self.integer("first_k_dense_replace", 3, minimum=0),
+            first_k_dense_replace=first_moe,
+            other_dense_layers=other_dense,
             norm_topk_prob=self.boolean("norm_topk_prob", True),
             routed_scaling_factor=self.number("routed_scaling_factor", 2.5),
             rms_norm_eps=self.number("rms_norm_eps", 1e-6, above=0),
@@ -260,32 +239,29 @@ class _Reader:
             self.problems += _inconsistencies(config)
         return config
 
-    def is_null(self, key: str) -> bool:
-        return key in self.raw and self.raw[key] is None
-
     def rope_config(self, max_position_embeddings: int) -> RopeConfig:
         """RoPE in either spelling; `rope_scaling` wins over `rope_parameters`, as in transformers."""
         name = "rope_scaling" if self.raw.get("rope_scaling") else "rope_parameters"
         raw = self.raw.get(name) or {}
         if not isinstance(raw, dict):
-            self.problems.append(f"{name} must be an object or null, found {_abridged(raw)}")
+            self.problems.append(f"{name} must be an object or null, found {abridged(raw)}")
             return RopeConfig(theta=10000.0)
-        rope = _Reader(raw, f"{name}.", self.problems)
+        rope = Reader(raw, f"{name}.", self.problems)
         theta_owner = rope if raw.get("rope_theta") is not None else self
         theta = theta_owner.number("rope_theta", 10000.0, above=1)
-        for owner in (self, rope):
+        for owner in (self, rope) if self.family.partial_rotary is None else ():
             owner.only("partial_rotary_factor", 1.0, default=1.0)
         kind = raw.get("rope_type", raw.get("type", "default"))
         if kind == "default":
             return RopeConfig(theta=theta)
         if kind != "yarn":
             self.problems.append(
-                f"{name}.rope_type {_abridged(kind)} is not supported (only default and yarn are)"
+                f"{name}.rope_type {abridged(kind)} is not supported (only default and yarn are)"
             )
             return RopeConfig(theta=theta)
         return RopeConfig(theta=theta, yarn=self.yarn_config(rope, max_position_embeddings))
 
-    def yarn_config(self, rope: _Reader, max_position_embeddings: int) -> YarnConfig:
+    def yarn_config(self, rope: Reader, max_position_embeddings: int) -> YarnConfig:
         """YaRN's numbers; the original context may stand outside the RoPE object, where it wins."""
         key = "original_max_position_embeddings"
         original = (self if key in self.raw else rope).integer(key, max_position_embeddings)
@@ -295,7 +271,7 @@ class _Reader:
                 del given[name]
         if "factor" not in rope.raw:
             self.problems.append(f"{rope.prefix}factor is missing")
-        optional = _Reader(given, rope.prefix, self.problems)
+        optional = Reader(given, rope.prefix, self.problems)
         return YarnConfig(
             factor=optional.number("factor", max(max_position_embeddings / original, 1e-9), above=0),
             original_max_position_embeddings=original,
@@ -308,15 +284,6 @@ class _Reader:
             else None,
             truncate=rope.boolean("truncate", True),
         )
-
-
-def _abridged(value: object) -> str:
-    """A value as JSON, not at full length if it is long."""
-    try:
-        text = json.dumps(value)
-    except RecursionError:
-        return f"a {type(value).__name__} that is nested too deeply"
-    return text if len(text) <= 80 else f"{text[:80]}... ({len(text)} characters)"
 
 
 def _inconsistencies(config: ModelConfig) -> list[str]:
@@ -335,6 +302,8 @@ def _inconsistencies(config: ModelConfig) -> list[str]:
             f"{INT8_ATTENTION} names layer {max(config.int8_attention)}, "
             f"but there are {config.num_layers_with_mtp} layers with MTP's"
         )
+    if config.int8_attention and config.attention != "mla":
+        problems.append(f"{INT8_ATTENTION} is for MLA, and this is {config.attention.upper()}")
     if not any(config.is_moe(layer_idx) for layer_idx in range(config.num_layers_with_mtp)):
         return problems
     if config.n_routed_experts % config.n_group:

@@ -20,8 +20,9 @@ from xdeepserve.bf16 import round_bf16
 from xdeepserve.model import canonical as c
 from xdeepserve.model.canonical import F32, Array
 from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.families import AttentionKind
 from xdeepserve.model.tensors import MTP, Layer, Linear, ModelWeights, find
-from xdeepserve.model.weights import Recipe, TensorSource, load_weights
+from xdeepserve.model.weights import NO_BIAS, Recipe, TensorSource, load_weights
 
 LATENT_NORM_EPS = 1e-6  # q_norm and kv_norm do not follow rms_norm_eps
 
@@ -37,9 +38,14 @@ class Arithmetic(Protocol):
 
     def has(self, name: str) -> bool: ...
     def norm(self, x: Array, name: str, eps: float) -> Array: ...
+    def plus(self, x: Array, name: str) -> Array: ...  # x and a bias, if there is one
     def linear(self, x: Array, name: str, expert: int | None = None) -> Array: ...  # x [T, K] -> [T, N]
     def row_parallel(self, x: Array, name: str) -> Array: ...  # tensor parallelism may cut this one along K
-    def rope(self, x: Array) -> Array: ...  # x [T, R] or [T, N, R], by positions
+    def rope(
+        self, x: Array
+    ) -> Array: ...  # x [T, R] or [T, N, R] or more, of which R are turned, by positions
+    # q [T, N, D], k and v [T, G, D], whose heads are shared by N / G queries each -> [T, N * D]: causal
+    def attend_grouped(self, q: Array, k: Array, v: Array) -> Array: ...
     # q [T, N, nope], q_pe [T, N, R], latent [T, C], k_pe [T, R] -> [T, N * V]: causal, with w_uk and w_uv
     def attend(self, q: Array, q_pe: Array, latent: Array, k_pe: Array) -> Array: ...
     def swiglu(self, gate_up: Array) -> Array: ...  # [T, 2I] -> silu(gate) * up [T, I]
@@ -51,7 +57,7 @@ class Arithmetic(Protocol):
 def block(m: Arithmetic, h: Array) -> Array:
     """One transformer layer, h [T, H] -> [T, H]."""
     eps = m.config.rms_norm_eps
-    h = h + mla(m, m.norm(h, "attn_norm", eps))
+    h = h + ATTENTION[m.config.attention](m, m.norm(h, "attn_norm", eps))
     x = m.norm(h, "ffn_norm", eps)
     return h + (moe(m, x) if m.has("gate") else mlp(m, x, "mlp"))
 
@@ -61,6 +67,22 @@ def mla(m: Arithmetic, x: Array) -> Array:
     kv = m.linear(x, "wkv_a")
     query = m.norm(m.linear(x, "wq_a"), "q_norm", LATENT_NORM_EPS) if m.has("wq_a") else x
     return m.row_parallel(attention(m, m.linear(query, "wq_b"), kv), "wo")
+
+
+def gqa(m: Arithmetic, x: Array) -> Array:
+    """Grouped-query attention, x [T, H] -> [T, H]; perhaps with biases, and norms of each query and key."""
+    c, kv = m.config, np.split(m.linear(x, "wkv_a"), 2, axis=1)
+    q = m.plus(m.linear(x, "wq_b"), "bq").reshape(len(x), c.num_attention_heads, -1)
+    k, v = (
+        m.plus(*each).reshape(len(x), c.num_key_value_heads, -1)
+        for each in zip(kv, ("bk", "bv"), strict=True)
+    )
+    if c.use_qk_norm:
+        q, k = m.norm(q, "q_norm", c.rms_norm_eps), m.norm(k, "kv_norm", c.rms_norm_eps)
+    return m.row_parallel(m.attend_grouped(m.rope(q), m.rope(k), v), "wo")
+
+
+ATTENTION: dict[AttentionKind, Callable[[Arithmetic, Array], Array]] = {"mla": mla, "gqa": gqa}
 
 
 def attention(m: Arithmetic, q: Array, kv: Array) -> Array:
@@ -141,6 +163,10 @@ class Canonical:
     def has(self, name: str) -> bool:
         return find(self.weights, name) is not None
 
+    def plus(self, x: Array, name: str) -> Array:
+        bias = find(self.weights, name)
+        return x if bias is None else x + bias
+
     def norm(self, x: Array, name: str, eps: float) -> Array:
         return c.rms_norm(x, find(self.weights, name), eps)
 
@@ -161,9 +187,10 @@ class Canonical:
         return c.matmul_blocked(x, layer.w)
 
     def rope(self, x: Array) -> Array:
-        if x.ndim == 2:
-            return c.rope(x, self.cos, self.sin)
-        return c.rope(x, self.cos[:, None], self.sin[:, None])
+        """The last columns are turned."""
+        cos, sin = (self.cos, self.sin) if x.ndim == 2 else (self.cos[:, None], self.sin[:, None])
+        still, turned = np.split(x, [x.shape[-1] - 2 * cos.shape[-1]], axis=-1)
+        return np.concatenate([still, c.rope(turned, cos, sin)], axis=-1)
 
     def attend(self, q: Array, q_pe: Array, latent: Array, k_pe: Array) -> Array:
         layer, scale = self.weights, None
@@ -186,12 +213,26 @@ class Canonical:
         o = product(self.recipe, o_lat.transpose(1, 0, 2), layer.w_uv).transpose(1, 0, 2)  # [T, N, V]
         return np.ascontiguousarray(o).reshape(len(q), -1)
 
+    def attend_grouped(self, q: Array, k: Array, v: Array) -> Array:
+        scale: Array | None = None
+        if self.is_int8:  # the values of the KV cache are INT8
+            v, scale = c.quantize_rows(v)
+        shared, out = q.shape[1] // k.shape[1], np.empty_like(q)
+        for t, g in np.ndindex(len(q), k.shape[1]):
+            heads, seen = slice(g * shared, (g + 1) * shared), (slice(0, t + 1), g)
+            v_scale = None if scale is None else scale[seen]
+            out[t, heads] = c.grouped_attention(
+                q[t, heads], k[seen], v[seen], v_scale, self.config.softmax_scale
+            )
+        return out.reshape(len(q), -1)
+
     def swiglu(self, gate_up: Array) -> Array:
         return c.swiglu(gate_up)
 
     def route(self, x: Array) -> tuple[Array, Array]:
         gate, bias = find(self.weights, "gate"), find(self.weights, "bias")
-        return route(self.config, c.sigmoid(c.matmul(x, gate)), bias)
+        scores = {"sigmoid": c.sigmoid, "softmax": c.softmax}[self.config.scoring]
+        return route(self.config, scores(c.matmul(x, gate)), NO_BIAS if bias is None else bias)
 
     def combine(self, outputs: Outputs, topk_weights: Array, shared: Array | None) -> Array:
         """In top-k slot order. INT8: outputs cross the pod as BF16 (CloudMatrix 4.2.1), and so does the

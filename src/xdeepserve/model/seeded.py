@@ -65,8 +65,8 @@ class SeededCheckpoint(Checkpoint):
 
     def digest(self) -> str:
         """A digest of what the tensors are computed from."""
-        source = f"{type(self).__qualname__} {self.seed} {self.config!r}"
-        return hashlib.blake2b(source.encode(), digest_size=16).hexdigest()
+        source = f"{type(self).__qualname__} {self.seed} ".encode() + self.config.to_bytes()
+        return hashlib.blake2b(source, digest_size=16).hexdigest()
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         if name not in self._rows:

@@ -29,11 +29,12 @@ from xdeepserve.model.tp import ShardMode
 if TYPE_CHECKING:
     from xdeepserve.model.weights import ArraySpec
 
-CUT = [row for row in (*ATTENTION, *DENSE, *MOE) if row.cut != "whole"]
+HEADS = [row for rows in ATTENTION.values() for row in rows]
+CUT = [row for row in (*HEADS, *DENSE, *MOE) if row.cut != "whole"]
 CUT_BY: dict[ShardMode, list[Tensor]] = {
     "tp": CUT,
     "sp-tp-sp": [row for row in CUT if row.cut == "heads"],
-    "o-proj": [row for row in ATTENTION if row.cut == "inputs"],
+    "o-proj": [row for row in HEADS if row.cut == "inputs"],
 }
 
 

@@ -35,9 +35,9 @@ How to add a weight, in three places:
 All else follows. One that `xdeepserve quantize` is to round stands in quant/layer_quantizer.py, too, with its
 inputs.
 
-How to add a model family: a table of its own beside `ATTENTION` (grouped-query attention: `wq`, `wk`, `wv`
-and `wo`, with `parameter="bias"` in rows of their biases), fields of `Layer` for what is new, the choice in
-`layer_tensors`, its rows in `sharding.CUT`, and in reference.py a function like `mla`.
+How to add a model family: a row in families.py. A kind of attention that no other has needs a table of its
+own in `ATTENTION` (with `parameter="bias"` in rows of biases), fields of `Layer` for what is new, in
+reference.py a function like `mla`, and its operations in step/layer.py.
 """
 
 from __future__ import annotations
@@ -45,13 +45,14 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.families import AttentionKind
 
 Kind: TypeAlias = Literal["int8", "linear", "matrix", "router", "plain"]
 Cut: TypeAlias = Literal["whole", "heads", "outputs", "inputs"]
@@ -77,7 +78,12 @@ def sizes(c: ModelConfig) -> dict[str, int]:
         "N(P+R)": heads * (nope + rope),
         "N(P+V)": heads * (nope + c.v_head_dim),
         "NV": heads * c.v_head_dim,
+        "GK": c.num_key_value_heads * c.key_columns,  # keys, and values that are as wide
+        "K": c.key_columns if c.use_qk_norm else 0,
+        "NKb": heads * c.qk_head_dim if c.attention_bias else 0,
+        "GKb": c.num_key_value_heads * c.key_columns if c.attention_bias else 0,
         "E": c.n_routed_experts,
+        "B": c.n_routed_experts if c.scoring == "sigmoid" else 0,
         "I": c.intermediate_size,
         "M": c.moe_intermediate_size,
         "S": c.n_shared_experts * c.moe_intermediate_size,
@@ -153,6 +159,20 @@ def _values(c: ModelConfig, w: Array) -> Array:
     return w.reshape(c.num_attention_heads, -1, c.kv_lora_rank)[:, c.qk_nope_head_dim :]
 
 
+def _grouped(c: ModelConfig, w: Array) -> Array:
+    """Rows of queries or keys of GQA, or a norm's or a bias's elements: what RoPE turns is put last."""
+    by_head = w.reshape(-1, c.key_columns, *w.shape[1:])
+    by_head = by_head[..., None] if w.ndim == 1 else by_head
+    turned, still = np.split(by_head, [c.qk_rope_head_dim], axis=1)
+    return np.concatenate([still, _interleaved(c, turned)], axis=1).reshape(w.shape)
+
+
+def _keys_values(c: ModelConfig, w: Array) -> Array:
+    """All heads' keys above all heads' values."""
+    keys, values = np.split(w, 2)
+    return np.concatenate([_grouped(c, keys), values])
+
+
 # ---- the tables ----------------------------------------------------------------------------------------
 
 
@@ -162,7 +182,7 @@ def _gate_up(mlp: str) -> tuple[str, str]:
 
 # The halves of kv_b_proj are two rows: keys are absorbed into queries, values come out of what was attended.
 _KV_B = ("self_attn.kv_b_proj",)
-ATTENTION = (
+MLA = (
     Tensor("attn_norm", ("input_layernorm",), "H"),
     Tensor("wq_a", ("self_attn.q_a_proj",), "Q H", "int8"),
     Tensor("q_norm", ("self_attn.q_a_layernorm",), "Q"),
@@ -175,13 +195,26 @@ ATTENTION = (
     Tensor("wo", ("self_attn.o_proj",), "H NV", "int8", "inputs"),
     Tensor("ffn_norm", ("post_attention_layernorm",), "H"),
 )
+GQA = (
+    Tensor("attn_norm", ("input_layernorm",), "H"),
+    Tensor("wq_b", ("self_attn.q_proj",), "N(P+R) H", "int8", "heads", _grouped, gain=1.5),
+    Tensor("bq", ("self_attn.q_proj",), "NKb", "plain", "heads", _grouped, parameter="bias", gain=3.0),
+    Tensor("q_norm", ("self_attn.q_norm",), "K", arrange=_grouped),
+    Tensor("wkv_a", ("self_attn.k_proj", "self_attn.v_proj"), "GK H", "int8", arrange=_keys_values),
+    Tensor("bk", ("self_attn.k_proj",), "GKb", arrange=_grouped, parameter="bias", gain=3.0),
+    Tensor("bv", ("self_attn.v_proj",), "GKb", parameter="bias", gain=3.0),
+    Tensor("kv_norm", ("self_attn.k_norm",), "K", arrange=_grouped),
+    Tensor("wo", ("self_attn.o_proj",), "H NV", "int8", "inputs"),
+    Tensor("ffn_norm", ("post_attention_layernorm",), "H"),
+)
+ATTENTION: dict[AttentionKind, tuple[Tensor, ...]] = {"mla": MLA, "gqa": GQA}
 DENSE = (
     Tensor("mlp.w13", _gate_up("mlp"), "I H", "int8", "outputs"),
     Tensor("mlp.w2", ("mlp.down_proj",), "H I", "int8", "inputs"),
 )
 MOE = (
     Tensor("gate", ("mlp.gate",), "E H", "router", gain=1.5),
-    Tensor("bias", ("mlp.gate",), "E", parameter="e_score_correction_bias"),
+    Tensor("bias", ("mlp.gate",), "B", parameter="e_score_correction_bias"),
     Tensor("experts.w13", _gate_up("mlp.experts.{}"), "M H", "int8"),
     Tensor("experts.w2", ("mlp.experts.{}.down_proj",), "H M", "int8"),
     Tensor("shared.w13", _gate_up("mlp.shared_experts"), "S H", "int8"),
@@ -202,7 +235,11 @@ HEAD = (Tensor("norm", ("model.norm",), "H"), Tensor("head", ("lm_head",), "voca
 @functools.lru_cache(maxsize=64)
 def layer_tensors(config: ModelConfig, is_moe: bool) -> tuple[Tensor, ...]:
     """The rows of a decoder layer that are there."""
-    return tuple(row for row in (*ATTENTION, *(MOE if is_moe else DENSE)) if all(row.stored_shape(config)))
+    return tuple(
+        row
+        for row in (*ATTENTION[config.attention], *(MOE if is_moe else DENSE))
+        if all(row.stored_shape(config))
+    )
 
 
 class Section(NamedTuple):
@@ -259,6 +296,10 @@ def stored_tensors(config: ModelConfig) -> dict[str, Tensor]:
 # ---- prepared arrays in their structure ----------------------------------------------------------------
 
 
+def _no_heads() -> Array:
+    return np.empty((0, 0, 0), np.float32)
+
+
 class Linear(NamedTuple):
     """A linear layer from k to n features; `scale` is None where it is not quantised.
 
@@ -280,7 +321,7 @@ class MLP:
 @dataclass(frozen=True)
 class MoE:
     gate: Array  # [H, E]
-    bias: Array  # [E], selects but does not weigh
+    bias: Array  # [E], selects but does not weigh; [0] without one
     experts: MLP | None  # stacked; None on a die that holds none
     shared: MLP | None
 
@@ -295,14 +336,18 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
+    attention: AttentionKind
     attn_norm: Array
     wq_a: Linear | None = None
-    q_norm: Array | None = None
+    q_norm: Array | None = None  # of the query's latent; in GQA of each head's query
     wq_b: Linear  # the whole query projection if there is no wq_a
-    wkv_a: Linear
-    kv_norm: Array
-    w_uk: Array  # [heads, nope, C]: absorbed into the query
-    w_uv: Array  # [heads, C, V]: applied to the attended latent
+    wkv_a: Linear  # what the cache is made of: a latent and a RoPE key; or all heads' keys, then their values
+    kv_norm: Array | None = None  # of the latent, which always has one; in GQA of each head's key
+    bq: Array | None = None  # biases of GQA's queries, keys and values
+    bk: Array | None = None
+    bv: Array | None = None
+    w_uk: Array = field(default_factory=_no_heads)  # MLA's [heads, nope, C]: absorbed into the query
+    w_uv: Array = field(default_factory=_no_heads)  # MLA's [heads, C, V]: applied to the attended latent
     wo: Linear
     ffn_norm: Array
     mlp: MLP | None

@@ -14,7 +14,7 @@ TP_SIZES = (1, 2, 4, 8)  # divisors of canonical.TP_BLOCKS
 
 def tp_sizes(config: ModelConfig, mode: TPMode) -> list[int]:
     """The sizes of groups that the model's heads, and where they are cut its dense layers, allow."""
-    cuts_mlp = mode == "tp" and not config.is_moe(0)
+    cuts_mlp = mode == "tp" and config.num_moe_layers < config.num_hidden_layers
     return [
         tp
         for tp in TP_SIZES

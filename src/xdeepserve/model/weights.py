@@ -158,6 +158,7 @@ def weight_specs(
     return specs
 
 
+NO_BIAS = np.empty(0, F32)
 Prepared = tuple[str, int | None, Array]  # name, routed expert (None: not an expert's), array
 
 
@@ -189,7 +190,7 @@ class _Preparer:
         """What a row becomes: "" or ".scale", and the array."""
         c, modules = self.c, row.sources(source, expert)
         if row.kind == "plain":
-            yield "", self.tensor(f"{modules[0]}.{row.parameter}")
+            yield "", row.arrange(c, self.tensor(f"{modules[0]}.{row.parameter}"))
         elif row.kind != "int8" or not self.is_int8 or _is_kept_float(c, row, source):
             w = row.arrange(c, self.stacked(modules)).swapaxes(-1, -2)
             yield "", np.ascontiguousarray(factors(w) if self.is_int8 and row.kind != "router" else w)
@@ -301,8 +302,9 @@ def assemble(
             return MLP(found.pop(f"{name}.w13"), found.pop(f"{name}.w2"))
 
         dense, experts, shared = mlp("mlp"), mlp("experts"), mlp("shared")
-        moe = None if dense else MoE(found.pop("gate"), found.pop("bias"), experts, shared)
-        return Layer(**found, mlp=dense, moe=moe, int8_attention=layer_idx in config.int8_attention)
+        moe = None if dense else MoE(found.pop("gate"), found.pop("bias", NO_BIAS), experts, shared)
+        int8_attention = layer_idx in config.int8_attention
+        return Layer(**found, attention=config.attention, mlp=dense, moe=moe, int8_attention=int8_attention)
 
     num_main = config.num_hidden_layers
     depths = [depth for depth in range(config.num_nextn_predict_layers) if f"mtp.{depth}.embed" in arrays]

@@ -22,7 +22,7 @@ from xdeepserve.hw.accelerators import Accelerator
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.weights import Part, select, weight_specs
 from xdeepserve.planner.decode_run import DecodeRun, decode_iteration
-from xdeepserve.planner.moe_shape import MoEShape
+from xdeepserve.planner.moe_shape import MoEShape, require_mla
 from xdeepserve.planner.performance import Curve
 from xdeepserve.planner.search import NodeKind
 from xdeepserve.step.attention import KV_NBYTES
@@ -139,6 +139,7 @@ class PodProfile:
     def __init__(self, checkpoint: Checkpoint, demand: Demand) -> None:
         self.checkpoint, self.demand, self.config = checkpoint, demand, checkpoint.config
         c = self.config
+        require_mla(c)
         self.num_moe = c.num_moe_layers
         self.num_dense = c.num_hidden_layers - self.num_moe
         self.has_shared = c.n_shared_experts > 0
@@ -149,7 +150,8 @@ class PodProfile:
     def run(self, deployment: Deployment, requests: int, timing: TimingConfig) -> DecodeRun:
         """A step of the dense layers and one with experts."""
         shallow = copy.copy(self.checkpoint)
-        shallow.config = msgspec.structs.replace(self.config, num_hidden_layers=self.num_dense + 1)
+        layers = {"num_hidden_layers": self.num_dense + 1, "first_k_dense_replace": self.num_dense}
+        shallow.config = msgspec.structs.replace(self.config, **layers, other_dense_layers=frozenset())
         return decode_iteration(shallow, deployment, self.demand.context, requests, timing)
 
     def _stages(self, num_dies: int) -> dict[str, Curve]:
@@ -223,7 +225,7 @@ class PodProfile:
     def kv_nbytes(self) -> int:
         """Bytes of a request of full length."""
         c = self.config
-        width = KV_NBYTES * (c.kv_lora_rank + c.qk_rope_head_dim)
+        width = KV_NBYTES * c.kv_columns
         return -(-self.demand.max_len // BLOCK) * BLOCK * width * c.num_hidden_layers
 
     def _prefill_rate(self, num_dies: int) -> float:

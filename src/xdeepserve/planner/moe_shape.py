@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from xdeepserve.errors import InputError
 from xdeepserve.hw.work import Work
 from xdeepserve.model.config import ModelConfig
 
@@ -140,8 +141,15 @@ PUBLISHED = {
 }
 
 
+def require_mla(c: ModelConfig) -> None:
+    """InputError if nothing was fitted for the model's attention."""
+    if c.attention != "mla":
+        raise InputError(f"plan has times of MLA's stages, not of the model's {c.attention.upper()}")
+
+
 def shape_of(name: str, c: ModelConfig) -> MoEShape:
     """A DeepSeek model's: its layers with experts, the shared one not counted."""
+    require_mla(c)
     return MoEShape(
         name=name,
         layers=c.num_moe_layers,

@@ -1,4 +1,5 @@
-"""The operations of MLA, absorbed (CloudMatrix 4.2.2): what each computes on a die, and what it costs.
+"""The operations of MLA, absorbed (CloudMatrix 4.2.2): what each computes on a die, and what it costs. The
+first and the last are those of any attention.
 
 down_proj      norm; the query's and the cache's latents of each row
 up_proj        the cache's entry of each row; queries of the die's heads, with RoPE and absorbed
@@ -67,8 +68,8 @@ def query_input(f: Frame, rows: int) -> Array:
 
 
 def latent(f: Frame, rows: int) -> Array:
-    """The cache's latents of rows, and their RoPE keys: kv [T, C + R]."""
-    return f.take("kv", rows, f.config.kv_lora_rank + f.config.qk_rope_head_dim)
+    """What the cache is made of: kv [T, C + R], the rows' latents and RoPE keys; or keys and values."""
+    return f.take("kv", rows, f.config.kv_columns)
 
 
 def _down_proj(f: Frame) -> None:
@@ -83,6 +84,7 @@ def _down_proj(f: Frame) -> None:
 
 def _up_proj(f: Frame) -> None:
     c, b, heads = f.config, f.batch, f.num_heads
+    assert f.layer.kv_norm is not None
     rows, layer, rope = b.num_tokens, f.layer, (b.positions, f.cos, f.sin)
     k.append_kv(*f.cache, b.slots, latent(f, rows), layer.kv_norm, LATENT_NORM_EPS, *rope)
     q = f.take("q", rows, heads * c.qk_head_dim)
@@ -144,8 +146,7 @@ def _up_work(model: Model, layer: Layer, n: Counts) -> Work:
 def _attend_work(model: Model, layer: Layer, n: Counts) -> Work:
     c = model.config
     products = model.heads * (2 * c.kv_lora_rank + c.qk_rope_head_dim)
-    entry = KV_NBYTES * (c.kv_lora_rank + c.qk_rope_head_dim)
-    return Work(attention=2.0 * n.context * products, cache=float(n.kv_tokens * entry))
+    return Work(attention=2.0 * n.context * products, cache=float(n.kv_tokens * KV_NBYTES * c.kv_columns))
 
 
 def _head_work(model: Model, layer: Layer, n: Counts) -> Work:

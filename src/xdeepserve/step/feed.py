@@ -76,7 +76,7 @@ def _gate(f: Frame) -> None:
     logits = f.take("gate_logits", rows, c.n_routed_experts)
     f.linears.gate(logits, f.take("x", *f.h.shape), moe.gate)
     routing = (moe.bias, c.n_group, c.topk_group, c.norm_topk_prob, c.routed_scaling_factor)
-    k.gate(f.topk_idx, f.topk_weights, logits, *routing)
+    k.gate(f.topk_idx, f.topk_weights, logits, *routing, c.scoring == "softmax")
 
 
 def _collect(f: Frame) -> None:

@@ -21,7 +21,8 @@ Ends: TypeAlias = ModelWeights | MTP
 
 
 class KVCache(NamedTuple):
-    """One layer's paged latents, tiled (kernels/mla.py). `scale` is empty unless the latents are INT8."""
+    """One layer's paged latents, tiled (kernels/mla.py). `scale` is empty unless the latents are INT8. In GQA
+    these are values, `k_pe` keys, of all its heads (step/grouped.py)."""
 
     latent: Array
     scale: Array
@@ -149,7 +150,7 @@ class Frame:
         self.linears = Linears(buffers, threads, model.is_int8)
         self.cos, self.sin = tables
         self.slots, self.replicas, self.arrivals = slots, replicas, arrivals
-        self.scratch_size = scratch_size(max_model_len, c.kv_lora_rank, c.qk_rope_head_dim)
+        self.scratch_size = scratch_size(max_model_len, c.value_columns, c.key_columns)
         self.event = 0  # of the layer's exchange
         self.group_rank, self.group_size = 0, 1
 

@@ -1,6 +1,6 @@
 """A decoder layer of DeepSeek-V3, from top to bottom: what every runner runs (xDeepServe Figure 10).
 
-attention   MLAProlog -> MLA -> output projection
+attention   MLAProlog -> MLA -> output projection; or with keys and values of groups of heads, GQA
 feed        an MLP, or gate -> dispatch -> experts -> combine -> shared expert
 """
 
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, TypeAlias
 
+from xdeepserve.model.families import AttentionKind
 from xdeepserve.model.tensors import Layer
-from xdeepserve.step.attention import attend, down_proj, head_outputs, out_proj, up_proj
+from xdeepserve.step import attention as mla
+from xdeepserve.step import grouped as gqa
 from xdeepserve.step.feed import (
     add_answers,
     add_outputs,
@@ -57,12 +59,21 @@ class Where(NamedTuple):
 
 def decoder_layer(layer: Layer, where: Where) -> LayerProgram:
     """On one die, or on each die of a group in which every die has its own rows."""
-    attention = (
-        Stage("MLAProlog", (down_proj, up_proj)),
-        Stage("MLA", (attend,), attends=True),
-        Stage("OProj", (head_outputs, out_proj)),
-    )
-    return LayerProgram(attention, dense() if layer.moe is None else moe(where))
+    return LayerProgram(ATTENTION[layer.attention], dense() if layer.moe is None else moe(where))
+
+
+ATTENTION: dict[AttentionKind, Program] = {
+    "mla": (
+        Stage("MLAProlog", (mla.down_proj, mla.up_proj)),
+        Stage("MLA", (mla.attend,), attends=True),
+        Stage("OProj", (mla.head_outputs, mla.out_proj)),
+    ),
+    "gqa": (
+        Stage("QKVProlog", (mla.down_proj, gqa.up_proj)),
+        Stage("GQA", (gqa.attend,), attends=True),
+        Stage("OProj", (gqa.head_outputs, mla.out_proj)),
+    ),
+}
 
 
 def dense() -> Program:

@@ -47,7 +47,7 @@ def reasons_against(d: Deployment, config: ModelConfig) -> list[str]:
     return [
         *_against_cache(d, config),
         *_against_steps(d),
-        *_against_runs(d),
+        *_against_runs(d, config),
         *_against_pipeline(d),
         *_against_drafts(d, config),
         *_against_health(d),
@@ -93,13 +93,13 @@ def _against_steps(d: Deployment) -> list[str]:
     return reasons
 
 
-def _against_runs(d: Deployment) -> list[str]:
+def _against_runs(d: Deployment, config: ModelConfig) -> list[str]:
     """How steps run and are launched, and KV goes from TE to TE."""
     reasons = []
     if d.dataflow and not any(row.is_apart for row in DEPLOYMENTS[d.kind]):
         reasons.append(f"dataflow is for pods with dies for experts alone, not for {d.kind}")
     if d.lockstep:
-        reasons += reasons_against_lockstep(d)
+        reasons += reasons_against_lockstep(d, config)
     if d.dataflow and d.exchange == "push":
         reasons.append(
             "exchange=push waits for a flag of every die, and dataflow hears from those alone that have sent "
@@ -130,9 +130,11 @@ def _against_send_receive(d: Deployment) -> list[str]:
     return reasons
 
 
-def reasons_against_lockstep(d: Deployment) -> list[str]:
+def reasons_against_lockstep(d: Deployment, config: ModelConfig) -> list[str]:
     """Why no dies of a deployment can run as one, in lockstep."""
     row, reasons = in_lockstep(d.kind), []
+    if config.attention != "mla":
+        reasons.append(f"lockstep has kernels for MLA, not for the model's {config.attention.upper()}")
     if row is None:
         kinds = ", ".join(kind for kind in DEPLOYMENTS if in_lockstep(kind))
         reasons.append(f"lockstep is for {kinds}, not for {d.kind}")

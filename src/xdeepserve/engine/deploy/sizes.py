@@ -285,7 +285,7 @@ def _is_lockstep(d: Deployment, row: TEKind, config: ModelConfig) -> bool:
     """
     if d.lockstep is not None:
         return d.lockstep and row.lockstep != "never"
-    is_possible = row.lockstep == "large" and not refusals.reasons_against_lockstep(d)
+    is_possible = row.lockstep == "large" and not refusals.reasons_against_lockstep(d, config)
     if row.is_single and d.execution is not None:
         is_possible = False  # a step on one die is one call, and has no launches that would cost something
     return is_possible and num_parameters(config) >= LARGE_MODEL

@@ -98,12 +98,13 @@ class DieMemory:
 
     @property
     def _cache_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Shapes of a layer's latents, their scales, and RoPE keys."""
+        """Shapes of a layer's latents, their scales, and RoPE keys; a block has those of all its heads."""
         c, s = self.config, self.sizes
+        num_blocks = s.num_blocks * c.num_key_value_heads
         return (
-            cache_shape(s.num_blocks, s.block_size, c.kv_lora_rank),
-            (s.num_blocks, s.block_size) if self.recipe == "int8" else (0, 0),
-            cache_shape(s.num_blocks, s.block_size, c.qk_rope_head_dim),
+            cache_shape(num_blocks, s.block_size, c.value_columns),
+            (num_blocks, s.block_size) if self.recipe == "int8" else (0, 0),
+            cache_shape(num_blocks, s.block_size, c.key_columns),
         )
 
     def _plan_cache(self) -> None:
@@ -158,9 +159,9 @@ class DieMemory:
             plan(name, F32, t, hidden)
         plan("q_a", F32, t, c.q_lora_rank or 1)
         plan("q", F32, t, q_width)
-        plan("kv", F32, t, c.kv_lora_rank + c.qk_rope_head_dim)
-        plan("q_lat", F32, t, heads * c.kv_lora_rank)
-        plan("o_lat", F32, t, heads * c.kv_lora_rank)
+        plan("kv", F32, t, c.kv_columns)
+        plan("q_lat", F32, t, max(heads * c.value_columns, c.num_key_value_heads * c.key_columns))
+        plan("o_lat", F32, t, heads * c.value_columns)
         plan("o", F32, t, o_width)
         plan("gate_up", F32, 2 * act)
         plan("act", F32, act)
@@ -202,7 +203,7 @@ class DieMemory:
             plan("maxima", F32, t)
             plan("sums", I32, t, c.hidden_size)
         else:
-            plan("latents", F32, n, (c.q_lora_rank or c.hidden_size) + c.kv_lora_rank + c.qk_rope_head_dim)
+            plan("latents", F32, n, (c.q_lora_rank or c.hidden_size) + c.kv_columns)
             plan("o_slice", F32, n, c.num_attention_heads * c.v_head_dim)
 
     def _plan_shared_out_proj(self, prefix: str) -> None:
@@ -262,12 +263,12 @@ class DieMemory:
         return [*parts, rest]
 
     def _layer_parts(self, layer: int) -> list[tuple[str, int]]:
-        c, size = self.config, self.sizes.block_size
+        c, size = self.config, self.sizes.block_size * self.config.num_key_value_heads
         is_int8 = self.recipe == "int8"
-        parts = [(f"kv/{layer}/latent", size * cache_width(c.kv_lora_rank) * (1 if is_int8 else 4))]
+        parts = [(f"kv/{layer}/latent", size * cache_width(c.value_columns) * (1 if is_int8 else 4))]
         if is_int8:
             parts.append((f"kv/{layer}/scale", size * 4))
-        return [*parts, (f"kv/{layer}/k_pe", size * cache_width(c.qk_rope_head_dim) * 4)]
+        return [*parts, (f"kv/{layer}/k_pe", size * cache_width(c.key_columns) * 4)]
 
     @property
     def block_parts(self) -> list[tuple[str, int]]:

@@ -133,8 +133,8 @@ class ModelShapes:
         """Any layer's: BF16 latents and RoPE keys (CM 4.2.2)."""
         c, s = self.config, self.sizes
         latent, k_pe = (
-            shape_only(np.uint16, s.num_blocks, s.block_size, width)
-            for width in (c.kv_lora_rank, c.qk_rope_head_dim)
+            shape_only(np.uint16, s.num_blocks * c.num_key_value_heads, s.block_size, width)
+            for width in (c.value_columns, c.key_columns)
         )
         return KVCache(latent, shape_only(np.float32, 0, 0), k_pe)
 
@@ -175,8 +175,7 @@ class ShapeMemory(DieMemory):
     @property
     def _nbytes_by_layer(self) -> int:
         """Bytes of a KV block in one layer."""
-        c = self.config
-        return self.sizes.block_size * KV_NBYTES * (c.kv_lora_rank + c.qk_rope_head_dim)
+        return self.sizes.block_size * KV_NBYTES * self.config.kv_columns
 
     @property
     def piece_weight(self) -> float:

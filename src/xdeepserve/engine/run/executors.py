@@ -103,7 +103,9 @@ def programs(net: Net, mem: DieMemory, weights: ModelWeights) -> list[LayerProgr
     kinds: dict[tuple[object, ...], LayerProgram] = {}
     result = []
     for layer in [*weights.layers, *(mtp.layer for mtp in weights.mtp)]:
-        found = [find(layer, row.name) for row in (*ATTENTION, *DENSE, *MOE) if row.kind == "int8"]
+        found = [
+            find(layer, row.name) for row in (*ATTENTION[layer.attention], *DENSE, *MOE) if row.kind == "int8"
+        ]
         kind = layer.moe is None, *(isinstance(w, Linear) and w.scale is not None for w in found)
         if kind not in kinds:
             kinds[kind] = layer_program(net, mem, layer)

@@ -158,7 +158,7 @@ class ProtocolNet:
         """What ranks that share projections exchange: rows of hidden states, of latents, or of head
         outputs."""
         c, sizes, size = self.team.config, self.team.sizes, self.team.sizes.num_sharing
-        latents = (c.q_lora_rank or c.hidden_size) + c.kv_lora_rank + c.qk_rope_head_dim
+        latents = (c.q_lora_rank or c.hidden_size) + c.kv_columns
         heads = c.num_attention_heads * c.v_head_dim
         widest = max(c.hidden_size * size, latents * size, heads)
         nbytes = sizes.max_slice * widest * 4

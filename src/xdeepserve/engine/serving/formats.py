@@ -28,7 +28,7 @@ def output_formats(config: OutputConfig, tokenizer: Tokenizer | None) -> OutputF
         tools = "deepseek" if "```json" in tokenizer.template_source else "deepseek_v31"
     elif knows(KIMI_CALLS):
         tools = "kimi"
-    elif knows("<tool_call>"):
+    elif knows("<tool_call>") and not knows("<arg_key>"):  # GLM's calls are not JSON, and stay text
         tools = "hermes"
     return OutputFormats(
         reasoning=config.reasoning == "deepseek" or (config.reasoning == "auto" and knows(THINK_END)),

@@ -29,7 +29,7 @@ from xdeepserve.model.kernels.gemm import (
     num_groups,
 )
 from xdeepserve.model.kernels.gemm_exact import matmul_exact, matmul_exact_blocked, matmul_exact_heads
-from xdeepserve.model.kernels.latent_cache import append_kv, rope_heads
+from xdeepserve.model.kernels.latent_cache import append_heads, append_kv, rope_heads
 from xdeepserve.model.kernels.mla import attention
 from xdeepserve.model.kernels.moe import add_sums, combine, gate, gather_tokens, group_rows
 from xdeepserve.model.kernels.rows import (
@@ -51,6 +51,7 @@ from xdeepserve.model.kernels.sampling import sample, uniform
 __all__ = [
     "add",
     "add_sums",
+    "append_heads",
     "append_kv",
     "attention",
     "combine",

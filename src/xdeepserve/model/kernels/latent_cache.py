@@ -1,4 +1,4 @@
-"""What precedes attention in MLA, per token: query heads are rotated; a latent is normalised and stored."""
+"""What precedes attention, per token: heads are rotated; a latent, or keys and values, are stored."""
 
 from __future__ import annotations
 
@@ -68,3 +68,30 @@ def append_kv(c_cache, s_cache, pe_cache, slots, kv, norm, eps, positions, cos, 
         for i in range(0, pe_width, LANES):
             rotated = load(pe, i)
             store(pe_cache, to + i * TILE, factor(rotated) if s_cache.size > 0 else rotated)
+
+
+@kernel
+def append_heads(v_cache, s_cache, k_cache, slots, keys, kv, heads):
+    """Store keys [T, heads * D], and the values behind as many columns of kv [T, heads * (D + V)].
+
+    Caches are those of append_kv, of `heads` blocks for each block of slots: block * heads + head.
+    """
+    size, width, k_width = k_cache.shape[1] * TILE, v_cache.shape[2] * TILE, k_cache.shape[2] * TILE
+    depth, columns = keys.shape[1] // heads, (kv.shape[1] - keys.shape[1]) // heads
+    quantized = np.zeros(width, np.uint8)
+    for t in range(slots.size):
+        for head in range(heads):
+            block, offset = slots[t] // size * heads + head, slots[t] % size
+            start = t * kv.shape[1] + keys.shape[1] + head * columns
+            to = _slot_start(block * size + offset, size, width)
+            if s_cache.size > 0:
+                s_cache[block, offset] = quantize_row(quantized, 0, kv, start, columns)
+                for i in range(0, width, LANES):
+                    store(v_cache, to + i * TILE, load(quantized, i))
+            else:
+                for i in range(0, width, LANES):
+                    store(v_cache, to + i * TILE, take(kv, start + i, columns - i))
+            start, to = (t * heads + head) * depth, _slot_start(block * size + offset, size, k_width)
+            for i in range(0, k_width, LANES):
+                key = take(keys, start + i, depth - i)
+                store(k_cache, to + i * TILE, factor(key) if s_cache.size > 0 else key)

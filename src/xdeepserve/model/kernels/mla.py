@@ -39,13 +39,14 @@ MINUS_INFINITY = np.float32(-np.inf)
 @part
 def _load_queries(
     scratch, query, query_pe, q_scale, start, spare, lane0, num_lanes, lanes,
-    q_lat, rank, q, rope_dim, q_width, is_int8,
+    q_lat, rank, width, q, rope_dim, q_width, is_int8,
 ):  # fmt: skip
     """Lanes side by side: their latent parts [lanes / 16, k, 16], or INT8 [lanes / 16, k / 4, 16, 4] with a
-    scale and -128 times the sum for each; and the RoPE parts [lanes / 16, k, 16]. Idle lanes are zero.
+    scale and -128 times the sum for each, with zeros up to `width`; and the RoPE parts [lanes / 16, k, 16].
+    Idle lanes are zero. GQA has no latent parts.
 
     spare: where scratch memory for a query in INT8 is."""
-    width, words = (rank + TILE - 1) // TILE * TILE, (rank + DEPTH - 1) // DEPTH
+    words = (rank + DEPTH - 1) // DEPTH
     scratch[query : query + lanes // LANES * (width * DEPTH if is_int8 else rank * LANES)] = ZERO
     scratch[query_pe : query_pe + lanes * rope_dim] = ZERO
     scratch[spare : spare + words] = ZERO
@@ -141,7 +142,7 @@ def _attend(
     c_cache, s_cache, pe_cache, softmax_scale, int8_weights, scratch, tiles, unit,
 ):  # fmt: skip
     """Lanes lane0, ... (counted over all rows), all of one sequence; tiles, unit: scratch."""
-    rank, is_int8 = q_lat.shape[1] // heads, s_cache.size > 0
+    rank, depth, is_int8 = o_lat.shape[1] // heads, q_lat.shape[1] // heads, s_cache.size > 0
     size, width, pe_width = pe_cache.shape[1] * TILE, c_cache.shape[2] * TILE, pe_cache.shape[2] * TILE
     lanes = (num_lanes + LANES - 1) // LANES * LANES
     length = positions[(lane0 + num_lanes - 1) // heads] + 1
@@ -161,14 +162,14 @@ def _attend(
 
     _load_queries(
         scratch, query, query_pe, q_scale, start, result, lane0, num_lanes, lanes,
-        q_lat, rank, q, rope_dim, q.shape[1] // heads, is_int8,
+        q_lat, depth, width, q, rope_dim, q.shape[1] // heads, is_int8,
     )  # fmt: skip
     if is_int8:
         for p in range(length):
             scratch[c_scale + p] = s_cache[table[p // size], p % size]
 
     score_positions(
-        scratch, scores, lanes, num_lanes, length, table, size, c_cache, width, rank, pe_cache, pe_width,
+        scratch, scores, lanes, num_lanes, length, table, size, c_cache, width, depth, pe_cache, pe_width,
         rope_dim, query, query_pe, q_scale, start, c_scale, softmax_scale, values, unit,
     )  # fmt: skip
     _hide_future(scratch, scores, lanes, lane0, num_lanes, heads, positions, length, MINUS_INFINITY)
@@ -210,6 +211,9 @@ def attention(
     softmax_scale, int8_weights, scratch, worker, num_workers,
 ):  # fmt: skip
     """Absorbed MLA over a paged latent cache; see canonical.attention.
+
+    Or GQA over a paged cache of values and keys, of heads that share them: q_lat [T, 0], without latents to
+    compare, o_lat [T, heads * V], rope_dim that of a whole query; see canonical.grouped_attention.
 
     o_lat, q_lat [T, heads * C]; q [T, heads * (nope + R)], each head's tail is q_pe; c_cache, pe_cache as in
     cache_shape, c_cache float32, or uint8 with scales in s_cache [blocks, size] (size 0 if float32);

@@ -7,8 +7,8 @@ import numpy as np
 from xdeepserve.jit.compiling import kernel, part
 from xdeepserve.model import canonical as c
 from xdeepserve.model.kernels.codegen import LANES
-from xdeepserve.model.kernels.simd import round_bf16, splat
-from xdeepserve.model.kernels.vector_math import put, sigmoid, take
+from xdeepserve.model.kernels.simd import round_bf16, splat, tree_sum
+from xdeepserve.model.kernels.vector_math import exp, put, sigmoid, take
 
 GATE_EPS = c.GATE_EPS
 ZERO, INFINITY = np.float32(0.0), np.float32(np.inf)
@@ -24,10 +24,28 @@ def _best_of(choice, start, size):
     return start + best
 
 
+@part
+def _softmax(scores, logits, start, size):
+    """scores [size] = canonical.softmax of logits[start : start + size]."""
+    top = logits[start // size, 0]
+    for e in range(1, size):
+        top = max(top, logits[start // size, e])
+    lanes = splat(ZERO)
+    for e in range(0, size, LANES):
+        put(scores, e, exp(take(logits, start + e, size - e) - splat(top)), size - e)
+        lanes = lanes + take(scores, e, size - e)
+    total = splat(tree_sum(lanes))
+    for e in range(0, size, LANES):
+        put(scores, e, take(scores, e, size - e) / total, size - e)
+
+
 @kernel
-def gate(topk_idx, topk_weights, logits, bias, n_group, topk_group, norm_topk_prob, routed_scaling_factor):
+def gate(
+    topk_idx, topk_weights, logits, bias, n_group, topk_group, norm_topk_prob, routed_scaling_factor,
+    is_softmax,
+):  # fmt: skip
     """topk_idx int32 [T, K], topk_weights [T, K] from logits [T, E] = x @ Wg, of which canonical.gate takes
-    the sigmoid."""
+    the sigmoid, or the softmax. bias [E], or [0] for none."""
     num_experts, top_k = logits.shape[1], topk_idx.shape[1]
     per_group = num_experts // n_group
     scores = np.empty(num_experts, np.float32)
@@ -35,13 +53,16 @@ def gate(topk_idx, topk_weights, logits, bias, n_group, topk_group, norm_topk_pr
     group_score = np.empty(n_group, np.float32)
     group_best = np.empty(n_group, np.int64)  # of those that are left, which is why a slot looks at few
     for t in range(logits.shape[0]):
-        for e in range(0, num_experts, LANES):
-            left = num_experts - e
-            put(scores, e, sigmoid(take(logits, t * num_experts + e, left)), left)
+        if is_softmax:
+            _softmax(scores, logits, t * num_experts, num_experts)
+        else:
+            for e in range(0, num_experts, LANES):
+                left = num_experts - e
+                put(scores, e, sigmoid(take(logits, t * num_experts + e, left)), left)
         for g in range(n_group):
             first, second, best = -INFINITY, -INFINITY, g * per_group
             for e in range(g * per_group, (g + 1) * per_group):
-                choice[e] = scores[e] + bias[e]
+                choice[e] = scores[e] + bias[e] if bias.size > 0 else scores[e]
                 if choice[e] > first:
                     first, second, best = choice[e], first, e
                 elif choice[e] > second:

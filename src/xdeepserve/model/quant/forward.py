@@ -20,6 +20,7 @@ from ..config import ModelConfig
 from ..reference import Outputs
 from ..rope import rope_tables
 from ..tensors import MTP_LAYER, layer_tensors
+from ..weights import NO_BIAS
 from .rounding import dequantize, quantized_rows
 
 
@@ -129,6 +130,9 @@ class FastLayer:
     def norm(self, x: Array, name: str, eps: float) -> Array:
         return rms_norm(x, self.get(name), eps)
 
+    def plus(self, x: Array, name: str) -> Array:
+        return x + self.get(name) if self.has(name) else x
+
     def linear(self, x: Array, name: str, expert: int | None = None) -> Array:
         outputs = [self.weights.apply(module, x) for module in self.rows[name].sources("", expert)]
         return outputs[0] if len(outputs) == 1 else np.concatenate(outputs, axis=-1)
@@ -137,11 +141,13 @@ class FastLayer:
         return self.linear(x, name)
 
     def rope(self, x: Array) -> Array:
-        """The result's order is the same for queries and keys, so scores do not depend on it."""
+        """The result's order is the same for queries and keys, so scores do not depend on it. What is turned
+        comes first in files; MLA gives that alone."""
+        x, still = np.split(x, [2 * self.cos.shape[-1]], axis=-1)
         cos, sin = (self.cos, self.sin) if x.ndim == 2 else (self.cos[:, None], self.sin[:, None])
         half = x.shape[-1] // 2
         a, b = (x[..., 0::2], x[..., 1::2]) if self.config.rope_interleave else (x[..., :half], x[..., half:])
-        return np.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+        return np.concatenate([a * cos - b * sin, a * sin + b * cos, still], axis=-1)
 
     def attend(self, q: Array, q_pe: Array, latent: Array, k_pe: Array) -> Array:
         """With `int8_attention`, weights are rounded as canonical.attention does; latents stay float."""
@@ -154,14 +160,19 @@ class FastLayer:
             scores = (
                 scores + np.einsum("thr,sr->hts", q_pe[rows], k_pe[rows], optimize=True)
             ) * c.softmax_scale
-            length = scores.shape[-1]
-            scores[:, np.triu(np.ones((length, length), bool), 1)] = -np.inf
-            p = np.exp(scores - scores.max(-1, keepdims=True))
-            p /= p.sum(-1, keepdims=True)
+            length, p = scores.shape[-1], causal_softmax(scores)
             if self.weights.int8_attention:
                 scale = quantize_rows(latent[rows])[1]
                 p = dequantize(*quantize_rows((p * scale).reshape(-1, length))).reshape(p.shape) / scale
             out[rows] = np.einsum("hts,shv->thv", p, v, optimize=True)
+        return out.reshape(len(q), -1)
+
+    def attend_grouped(self, q: Array, k: Array, v: Array) -> Array:
+        shared = q.shape[1] // k.shape[1]
+        k, v, out = np.repeat(k, shared, axis=1), np.repeat(v, shared, axis=1), np.empty_like(q)
+        for rows in segments(self.lengths):
+            scores = np.einsum("thd,shd->hts", q[rows], k[rows], optimize=True) * self.config.softmax_scale
+            out[rows] = np.einsum("hts,shv->thv", causal_softmax(scores), v[rows], optimize=True)
         return out.reshape(len(q), -1)
 
     def swiglu(self, gate_up: Array) -> Array:
@@ -169,7 +180,8 @@ class FastLayer:
         return silu(gate) * up
 
     def route(self, x: Array) -> tuple[Array, Array]:
-        self.topk_idx, topk_weights = route(self.config, x, self.get("gate"), self.get("bias"))
+        bias = self.get("bias") if self.has("bias") else NO_BIAS
+        self.topk_idx, topk_weights = route(self.config, x, self.get("gate"), bias)
         return self.topk_idx, topk_weights
 
     def combine(self, outputs: Outputs, topk_weights: Array, shared: Array | None) -> Array:
@@ -183,10 +195,23 @@ class FastLayer:
         return out
 
 
+def causal_softmax(scores: Array) -> Array:
+    """Weights of the positions up to each row's own, from scores [heads, T, T], which it overwrites."""
+    scores[:, np.triu(np.ones(scores.shape[1:], bool), 1)] = -np.inf
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    return p
+
+
 def route(config: ModelConfig, x: Array, weight: Array, bias: Array) -> tuple[Array, Array]:
     """topk_idx and topk_weights, [T, K]."""
     with np.errstate(over="ignore"):
-        scores = 1 / (1 + np.exp(-(x @ weight.T)))
+        logits = x @ weight.T
+        if config.scoring == "softmax":
+            scores = np.exp(logits - logits.max(-1, keepdims=True))
+            scores /= scores.sum(-1, keepdims=True)
+        else:
+            scores = 1 / (1 + np.exp(-logits))
     return reference.route(config, scores.astype(np.float32), bias)
 
 

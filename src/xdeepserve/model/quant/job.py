@@ -128,6 +128,11 @@ class _Quantization:
         name, stored = self.checkpoint.name, self.config.quantization
         if stored is not None and stored.kind == "int8":
             raise errors.CheckpointError(f"{name}: already quantised to INT8; quantise the original instead")
+        if self.config.attention != "mla":
+            kind = self.config.attention.upper()
+            raise errors.CheckpointError(
+                f"{name}: quantize knows layers of MLA, not of {kind}; --precision int8 rounds as it loads"
+            )
         if self.destination.exists() or self.destination.is_symlink():
             raise errors.InputError(f"{self.destination}: exists already; choose a new directory")
         if not self.destination.parent.is_dir():

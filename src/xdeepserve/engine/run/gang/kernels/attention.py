@@ -255,7 +255,7 @@ def gate(s, ws, weights, rows, first, last):
     bias = f32_flat(weights[BIAS], s.experts)
     k.gate(
         topk_idx[first:last], topk_weights[first:last], logits, bias,
-        s.groups, s.top_groups, s.is_norm, s.scaling,
+        s.groups, s.top_groups, s.is_norm, s.scaling, False,
     )  # fmt: skip
     if ws[TOPK_PHYSICAL]:
         find_physical(s, ws, weights, topk_idx[first:last], first)

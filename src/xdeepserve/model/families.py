@@ -1,0 +1,198 @@
+"""Model families: what a `model_type` of a config.json means, in DeepSeek-V3's terms.
+
+How to add one: a row of FAMILIES. Where its attention or its router is of a kind that no other has, that kind
+has a table of tensors (tensors.py), an equation (reference.py) and operations (step/) of its own; what a die
+holds, how parallelism cuts it and what moves between dies follows from these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from .config_reader import Reader
+
+AttentionKind: TypeAlias = Literal["mla", "gqa"]
+Scoring: TypeAlias = Literal["sigmoid", "softmax"]
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+def _first_dense(reader: Reader, num_layers: int) -> tuple[int, frozenset[int]]:
+    """DeepSeek's: the first layers."""
+    return reader.integer("first_k_dense_replace", 3, minimum=0), frozenset()
+
+
+def _listed(reader: Reader, num_layers: int) -> tuple[int, frozenset[int]]:
+    """GLM's: a word for each layer; without them, what DeepSeek's key says."""
+    words = reader.raw.get("mlp_layer_types")
+    if words is None:
+        return reader.integer("first_k_dense_replace", 1, minimum=0), frozenset()
+    if not isinstance(words, list) or len(words) != num_layers or {*map(str, words)} - {"dense", "sparse"}:
+        reader.problems.append(f'mlp_layer_types must be "dense" or "sparse" for each of {num_layers} layers')
+        return 0, frozenset()
+    first = words.index("sparse") if "sparse" in words else num_layers
+    if reader.raw.get("first_k_dense_replace", first) != first:
+        reader.problems.append(f"first_k_dense_replace is not {first}, as mlp_layer_types says")
+    return first, frozenset(i for i, word in enumerate(words) if word == "dense" and i > first)
+
+
+def _sparse_steps(reader: Reader, num_layers: int) -> tuple[int, frozenset[int]]:
+    """Qwen's: experts in every n-th layer, but for those that are named."""
+    step, dense = reader.integer("decoder_sparse_step", 1), reader.layer_numbers("mlp_only_layers")
+    return 0, frozenset(i for i in range(num_layers) if (i + 1) % step or i in dense)
+
+
+class Family(NamedTuple):
+    """A row of FAMILIES.
+
+    attention     what its layers attend with, and what the KV cache has: `mla`, latents that all heads share;
+                  `gqa`, a key and a value for each group of heads
+    scoring       how a router's logits become scores: each by itself, or all experts' together
+    names         keys that it calls otherwise: its name -> DeepSeek-V3's
+    defaults      of keys that are absent, where transformers' config class has others than DeepseekV3Config
+    dense_layers  from a config.json and its number of layers: how many layers are dense before the first with
+                  experts, and which of the later ones are
+    has_biases    whether `attention_bias` may be true
+    partial_rotary  the default of `partial_rotary_factor`; without one, all of a head is rotated
+    """
+
+    attention: AttentionKind = "mla"
+    scoring: Scoring = "sigmoid"
+    names: Mapping[str, str] = NOTHING
+    defaults: Mapping[str, Any] = NOTHING
+    dense_layers: Callable[[Reader, int], tuple[int, frozenset[int]]] = _first_dense
+    has_biases: bool = False
+    partial_rotary: float | None = None
+
+
+def _mla_sizes(reader: Reader, family: Family, heads: int, hidden: int) -> dict[str, Any]:
+    reader.only("num_key_value_heads", reader.raw.get("num_attention_heads", heads), default=heads)
+    return {
+        "q_lora_rank": None if reader.is_null("q_lora_rank") else reader.integer("q_lora_rank", 1536),
+        "kv_lora_rank": reader.integer("kv_lora_rank", 512),
+        "qk_nope_head_dim": reader.integer("qk_nope_head_dim", 128),
+        "qk_rope_head_dim": reader.integer("qk_rope_head_dim", 64, minimum=2),
+        "v_head_dim": reader.integer("v_head_dim", 128),
+    }
+
+
+def _gqa_sizes(reader: Reader, family: Family, heads: int, hidden: int) -> dict[str, Any]:
+    kv_heads = reader.integer("num_key_value_heads", 1)
+    if heads % kv_heads:
+        reader.problems.append(f"num_key_value_heads ({kv_heads}) must divide num_attention_heads ({heads})")
+    default = max(2, hidden // heads)
+    head_dim = default if reader.is_null("head_dim") else reader.integer("head_dim", default, minimum=2)
+    turned = _rotated(reader, family, head_dim)
+    return {
+        "q_lora_rank": None,
+        "kv_lora_rank": 0,
+        "qk_nope_head_dim": head_dim - turned,
+        "qk_rope_head_dim": turned,
+        "v_head_dim": head_dim,
+        "num_key_value_heads": kv_heads,
+        "attention_bias": reader.boolean("attention_bias", False),
+        "use_qk_norm": reader.boolean("use_qk_norm", False),
+    }
+
+
+def _rotated(reader: Reader, family: Family, head_dim: int) -> int:
+    """How many columns of a head RoPE turns: an even number, if what is wrong is to be found together."""
+    owner, factor, turned = reader, 1.0, head_dim
+    if family.partial_rotary is not None:
+        rope = reader.raw.get("rope_scaling") or reader.raw.get("rope_parameters")
+        if isinstance(rope, dict) and "partial_rotary_factor" in rope:
+            owner = Reader(rope, "rope_parameters.", reader.problems)
+        factor = owner.number("partial_rotary_factor", family.partial_rotary, above=0)
+        turned = int(head_dim * factor)
+    if 0 < turned <= head_dim and turned % 2 == 0:
+        return turned
+    what = "head_dim" if family.partial_rotary is None else "head_dim x partial_rotary_factor"
+    reader.problems.append(f"{what} must be even, found {turned}")
+    return 2
+
+
+HEAD_SIZES: dict[AttentionKind, Callable[[Reader, Family, int, int], dict[str, Any]]] = {
+    "mla": _mla_sizes,
+    "gqa": _gqa_sizes,
+}
+"""Fields of a ModelConfig that tell of heads, from a config.json, the number of heads and the hidden size."""
+
+FAMILIES: dict[str, Family] = {
+    "deepseek_v3": Family(),
+    "kimi_k2": Family(),
+    "glm4_moe_lite": Family(
+        defaults={
+            "vocab_size": 154880,
+            "hidden_size": 2048,
+            "intermediate_size": 10240,
+            "moe_intermediate_size": 1536,
+            "num_hidden_layers": 47,
+            "num_attention_heads": 20,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.8,
+            "max_position_embeddings": 202752,
+            "rms_norm_eps": 1e-5,
+            "num_nextn_predict_layers": 0,
+        },
+        dense_layers=_listed,
+    ),
+    "qwen3_moe": Family(
+        attention="gqa",
+        scoring="softmax",
+        names={"num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts"},
+        defaults={
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 128,
+            "n_shared_experts": 0,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+            "scoring_func": "softmax",
+            "max_position_embeddings": 32768,
+            "num_nextn_predict_layers": 0,
+            "rope_interleave": False,
+            "use_qk_norm": True,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        },
+        dense_layers=_sparse_steps,
+    ),
+    "glm4_moe": Family(
+        attention="gqa",
+        defaults={
+            "vocab_size": 151552,
+            "hidden_size": 4096,
+            "intermediate_size": 10944,
+            "moe_intermediate_size": 1408,
+            "num_hidden_layers": 46,
+            "num_attention_heads": 96,
+            "num_key_value_heads": 8,
+            "n_routed_experts": 128,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.0,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_interleave": False,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        },
+        has_biases=True,
+        partial_rotary=0.5,
+    ),
+}
