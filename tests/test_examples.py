@@ -310,7 +310,7 @@ PROMISES = {
         "key 0 = H(key before, 128 tokens): ",
         " -> server-00, s00.host",
         "in the HBM of die 0            67584 bytes, ba7d94e0306836fb... = e3e2e655",
-        "in DRAM at (770, 0)            67584 bytes, ba7d94e0306836fb... = e3e2e655",
+        "in DRAM at (768, 0)            67584 bytes, ba7d94e0306836fb... = e3e2e655",
         "in server-02.sqlite            67584 bytes, ba7d94e0306836fb... = e3e2e655",
         "{'dram values': 0, 'dram bytes': 0, 'volume values': 2, 'volume bytes': 135168}",
         "256 tokens from caches, 44 computed",

@@ -151,13 +151,11 @@ def test_only_one_side_plans_ahead_and_the_tokens_are_the_same() -> None:
         ),
         ("pd", "execution.prefill.mode=eager", "execution.prefill.mode=eager"),
         ("pd", "execution.prefill.depth=2", "execution.prefill.depth=2"),
-        ("transformerless", "execution.decode.overlap=true", "dataflow and execution.overlap exclude"),
     ],
 )
 def test_settings_of_a_role_that_cannot_be_are_refused(deployment: str, override: str, reason: str) -> None:
-    dataflow = ["dataflow=true"] if "dataflow" in reason else []
     with pytest.raises(DeploymentError, match=reason):
-        fit(resolve(deployment, [override, *dataflow]), resolve_model("tiny").config)
+        fit(resolve(deployment, [override]), resolve_model("tiny").config)
 
 
 def test_prefill_may_plan_ahead_of_a_decode_where_tokens_flow() -> None:
