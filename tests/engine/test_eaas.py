@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from xdeepserve import LLM, SamplingParams
+from xdeepserve.api.engine_metrics import EngineCollector
 from xdeepserve.engine.deploy.expert_services import declustered
 from xdeepserve.engine.deploy.no_effect import without_effect
 from xdeepserve.engine.deploy.resolve import resolve
@@ -248,6 +249,26 @@ def test_random_faults_of_servers(seed: int) -> None:
     found = served("int8", "experts.copies=2", f"mtp={seed % 2}", *ways, faults=faults, seed=seed)
     assert found.digest == expected("int8")
     assert found.end_ns < 100_000_000
+
+
+def test_who_asks_hears_which_servers_are_lost() -> None:
+    """In `/health`, and in `/metrics`, which say nothing of servers where there are none."""
+
+    def told(deployment: str, *settings: str, faults: Sequence[Fault] = ()) -> tuple[Any, dict[str, float]]:
+        overrides = ["max_model_len=64", *settings]
+        with LLM("tiny-random", deployment, overrides=overrides, faults=faults) as llm:
+            llm.generate(PROMPTS, PARAMS)
+            stats, (te,) = llm.engine.stats(), llm.engine.health()
+            metrics = EngineCollector("m", lambda: stats).collect()
+            samples = [sample for metric in metrics for sample in metric.samples]
+            found = {s.labels["state"]: s.value for s in samples if s.name == "xdeepserve:expert_servers"}
+            return te, found
+
+    te, found = told("eaas", COPIES, "services.heartbeat_ms=0.2", faults=[Fault(900.0, 5, "lost")])
+    assert te.lost_servers == (5 - FIRST_SERVER,)
+    assert found == {"healthy": 5, "lost": 1}
+    te, found = told("colocated")
+    assert (te.num_servers, te.lost_servers, found) == (0, (), {})
 
 
 def test_a_client_that_is_lost_takes_its_te_and_another_te_comes() -> None:

@@ -42,6 +42,7 @@ class EngineCollector(Collector):
         yield self._counter("vllm:prefix_cache_hits", "Tokens found.", stats.prefix_cache_hits)
         yield self._cache_config(stats)
         yield self._health(stats)
+        yield from self._servers(stats)
         yield self._lives(stats)
         yield self._recoveries(stats)
         keys = "xdeepserve:cache_key"
@@ -102,6 +103,21 @@ class EngineCollector(Collector):
             ):
                 family.add_metric([self._model_name, te.name, state], number)
         return family
+
+    def _servers(self, stats: EngineStats) -> Iterator[Metric]:
+        """Where experts are services."""
+        family = GaugeMetricFamily(
+            "xdeepserve:expert_servers",
+            "Expert servers by TE and state: healthy or lost.",
+            labels=["model_name", "te", "state"],
+        )
+        for te in stats.health:
+            num_lost = len(te.lost_servers)
+            for state, number in (("healthy", te.num_servers - num_lost), ("lost", num_lost)):
+                if te.num_servers:
+                    family.add_metric([self._model_name, te.name, state], number)
+        if family.samples:
+            yield family
 
     def _lives(self, stats: EngineStats) -> Metric:
         family = GaugeMetricFamily(

@@ -18,6 +18,8 @@ from xdeepserve.model.config import ModelConfig
 
 SMALL = ("max_model_len=64", "scheduler.max_num_seqs=3", "scheduler.max_num_batched_tokens=24")
 APART = ("attention.domains=2", "attention.dies=1", "experts.routed_dies=2", "experts.shared_dies=1")
+SERVED = ("attention.dies=2", "experts.routed_dies=3", "experts.shared_dies=2")
+IMPATIENT = ("services.heartbeat_ms=0.1", "services.answer_timeout_ms=0.3", "services.batch_clients=2")
 TES = ("prefill.dies=2", "prefill.tp=2", "decode.dies=2")
 PODS: Mapping[str, Sequence[tuple[str, ...]]] = {
     "monolithic": [()],
@@ -33,6 +35,7 @@ PODS: Mapping[str, Sequence[tuple[str, ...]]] = {
         (*APART, "prefill.dies=2", "prefill.tp=1"),
         (*APART, "prefill.dies=2", "prefill.tp=1", "prefill.count=2"),
     ],
+    "eaas": [SERVED, (*SERVED, "experts.copies=1"), (*SERVED, "experts.copies=1", *IMPATIENT)],
 }
 POOL = ("ems.servers=2", "ems.block_size=16", "ems.dram_mb=1", "ems.volume_mb=1")
 POOL_KNOBS: Sequence[tuple[str, ...]] = (("ems.decode_blocks=true",), ("ems.fabric=vpc",))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import count
 
 from xdeepserve.engine.build import PodPlan
@@ -16,7 +16,7 @@ from xdeepserve.hw.faults import Fault
 # What an error must tell: who is lost, or who waits for whom.
 NAMED = re.compile(
     r"die \d+ .*is lost|cannot reach|waits for peer|no .* (can be reached|is left)|heartbeat|silent"
-    r"|die \d+ reports|are not those that were sent"
+    r"|die \d+ reports|are not those that were sent|no replica of"
 )
 
 
@@ -31,9 +31,9 @@ def permits_errors(faults: Sequence[Fault], plan: PodPlan) -> bool:
     They may if those TEs that lose no die, and no link between dies of theirs, could not serve between them;
     or if from one of them that prefills no whole way leads to one that decodes. What is stalled, slow, late
     or blocked is no reason: that is over before any deadline. Neither is a glitch after which a TE runs its
-    steps again; others cost it all of its dies. Nor is a page of memory that is lost, where KV is
-    recomputed, if it had no metadata. Nor is what breaks of the memory pool: who gets
-    no answer there computes.
+    steps again; others cost it all of its dies. Nor is a page of memory that is lost, where KV is recomputed,
+    if it had no metadata. Nor are expert servers that are lost, if others have their experts. Nor is what
+    breaks of the memory pool: who gets no answer there computes.
 
     With failover they may only if the dies that are left are not enough for a TE of each role; or if a link
     is down, by which KV may have to go then.
@@ -71,8 +71,27 @@ def _is_broken(te: TEPlan, faults: Sequence[Fault]) -> bool:
     lost = {fault.die for fault in faults if fault.kind == "lost" or _is_lasting(fault)}
     lost |= {fault.die for fault in faults if fault.page is not None and _holds_metadata(fault, te)}
     hosts = {fault.host for fault in faults if fault.kind == "lost"}
+    if all(fault.kind not in ("glitch", "bad-page") for fault in faults):  # a rollback needs every die
+        lost -= _missed_by_nobody(te, lost)
     loses = any(die in lost or te.pod.topology.server_of(die) in hosts for die in te.every_die)
     return loses or _is_cut(te, te, faults)
+
+
+def _missed_by_nobody(te: TEPlan, lost: Collection[int | None]) -> set[int]:
+    """Expert servers that may all be lost of which some are: the others have their experts, too."""
+    sizes, found = te.sizes, set[int]()
+    if sizes.services is None:
+        return found
+    num_routed = len(sizes.experts_of) - sizes.num_shared_dies
+    routed, shared = sizes.expert_dies[:num_routed], sizes.expert_dies[num_routed:]
+    own = [*map(set, sizes.experts_of[:num_routed])]
+    have = [held | copies for held, copies in zip(own, map(set, sizes.copies_of), strict=False)] or own
+    left = [held for die, held in zip(routed, have, strict=True) if die not in lost]
+    if set().union(*left) == set().union(*own):
+        found |= set(routed)
+    if not set(shared) <= set(lost):
+        found |= set(shared)
+    return found
 
 
 def _holds_metadata(fault: Fault, te: TEPlan) -> bool:

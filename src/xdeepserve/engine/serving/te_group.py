@@ -108,6 +108,8 @@ class TEGroup:
                 life=te.life,
                 num_rollbacks=te.recovery.count,
                 recovering=te.recovery.reason and f"stage 3: {te.recovery.reason}",
+                num_servers=te.monitor.num_servers,
+                lost_servers=tuple(sorted(te.monitor.masked)),
                 links=self._je.links.troubles(te),
             )
             for te in self._je.tes

@@ -19,6 +19,8 @@ class TEHealth(msgspec.Struct, frozen=True, kw_only=True):
     reason: str | None = None  # why it is lost
     num_rollbacks: int = 0  # how often it has run steps again
     recovering: str | None = None  # the stage of recovery that it is at, and why
+    num_servers: int = 0  # expert servers, where experts are services
+    lost_servers: tuple[int, ...] = ()  # of these, which clients leave out
     links: tuple[str, ...] = ()  # that have failed: to which TE, and what became of the latest dummy payload
 
 

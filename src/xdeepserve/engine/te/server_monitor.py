@@ -42,6 +42,10 @@ class ServerMonitor:
         self._steps, self._num_quiet = 0, 0  # that had ended at the latest look; looks since one has
 
     @property
+    def num_servers(self) -> int:
+        return len(self._dies)
+
+    @property
     def next_ns(self) -> int:
         """When to look again."""
         return self._next_ns if self._dies else NEVER_NS
