@@ -13,7 +13,8 @@ test: $(READY)
 	$(BIN)/python -m pytest -n auto --maxprocesses 4
 
 campaign: $(READY)
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m campaign --share $(SHARE) --durations=10
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m 'campaign and not idle' --share $(SHARE) --durations=10
+	$(BIN)/python -m pytest -m 'campaign and idle' --share $(SHARE)
 
 lint: $(READY)
 	$(BIN)/ruff check .

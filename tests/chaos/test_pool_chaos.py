@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import msgspec
@@ -20,13 +21,19 @@ from xdeepserve.model.presets import resolve_model
 
 FILLED = FaultSchedule("colocated", (*SMALL, "dies=2", *POOL), num_requests=4, pool="filled")
 
-PARTS = 40  # of all faults at all phases
+PARTS = 80  # of all faults at all phases
 
 
 @pytest.fixture(scope="module")
 def judge() -> Iterator[Judge]:
     with Judge(resolve_model("tiny-random")) as judge:
         yield judge
+
+
+@functools.cache
+def phases(deployment: str) -> list[tuple[str, FaultSchedule]]:
+    """To find the phases takes longer than one part of them."""
+    return every_phase(deployment, resolve_model("tiny-random"))
 
 
 def pooled(judge: Judge, num: int, seed: int) -> list[Trial]:
@@ -88,7 +95,6 @@ def test_many_schedules_with_a_pool(judge: Judge, seed: int) -> None:
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("deployment", ["colocated", "pd"])
 def test_every_fault_at_every_phase(judge: Judge, deployment: str, part: int) -> None:
-    schedules = list(every_phase(deployment, judge.checkpoint))[part::PARTS]
-    trials = [Trial(schedule, operation) for operation, schedule in schedules]
+    trials = [Trial(schedule, operation) for operation, schedule in phases(deployment)[part::PARTS]]
     counts = tried(judge, trials).tally
     assert counts.equal == counts.schedules
