@@ -37,11 +37,12 @@ class Brought(NamedTuple):
 class ExchangeHub:
     """Dispatch and combine between all ranks of a colocated group.
 
-    With more dies than routed experts the rest hold copies of the shared expert, to which each token sends a
-    copy too, and redundant slots spread the routed copies over all dies (XDS 7.1). `config.of_dies` bills as
-    if the ranks were a sample of so many; else `held` says how many experts each has. Microbatches have hubs
-    of their own, with a `stream` of routing. `placed` knows where experts and their replicas are, where that
-    is said: then each die has the shared expert for itself, and `num_primary` dies have experts of their own.
+    The last `num_shared` ranks hold copies of the shared expert, to which each token sends a copy too. If
+    that is not said, those do that are more than the routed experts, and redundant slots spread the routed
+    copies over all dies (XDS 7.1). `config.of_dies` bills as if the ranks were a sample of so many; else
+    `held` says how many experts each has. Microbatches have hubs of their own, with a `stream` of routing.
+    `placed` knows where experts and their replicas are, where that is said: then, if it is not said who has
+    copies of the shared expert, each die has it for itself, and `num_primary` dies have experts of their own.
     """
 
     def __init__(
@@ -56,21 +57,22 @@ class ExchangeHub:
         held: Sequence[int] = (),
         placed: PlacedRouting | None = None,
         num_primary: int = 0,
+        num_shared: int = 0,
     ) -> None:
         self.clock, self.cost, self.model, self.dies, self.stream = clock, cost, model, dies, stream
         self.num_ranks, self.timeout_ns = len(dies), timeout_ns
         self.num_dies = config.of_dies or self.num_ranks
         # Routed experts by rank, as far as these ranks are all that there are.
         self.held = held if config.of_dies is None and any(held) else ()
-        self.num_routed = min(self.num_dies, config.routed_dies or self.num_dies)
+        self.num_routed = min(self.num_dies, config.routed_dies or self.num_dies - num_shared)
         num_others = self.num_dies - (config.routed_dies or model.n_routed_experts)
-        self.num_shared = max(0, num_others) if model.n_shared_experts else 0
-        self.copies = model.num_experts_per_tok + (self.num_shared > 0)
+        self.num_shared = num_shared or (max(0, num_others) if model.n_shared_experts else 0)
         self._num_sharing = self.num_routed  # dies that a token's copies are spread over on average
         self.routing: Routing | PlacedRouting = Routing(self.num_routed, config.skew, config.seed)
         if placed is not None:
-            self.num_routed, self.num_shared, self.copies = self.num_ranks, 0, model.num_experts_per_tok
+            self.num_routed, self.num_shared = self.num_ranks, num_shared
             self.routing, self._num_sharing = placed, num_primary
+        self.copies = model.num_experts_per_tok + (self.num_shared > 0)
         # Of the latest events: last arrival at the dispatch - first arrival.
         self.spreads_ns: dict[int, int] = {}
         self._meetings: dict[tuple[str, int], Meeting[Brought]] = {}
