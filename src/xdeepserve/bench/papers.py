@@ -232,6 +232,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
             axes.plot(*zip(*points, strict=True), "o", color=colour, label=kind, markersize=4)
     axes.axvspan(-WITHIN, WITHIN, color="tab:blue", alpha=0.08)
     axes.axvline(0, color="black", linewidth=0.5)
+    axes.margins(y=0.01)
     axes.set_yticks([-place for place in range(len(some))], [row.name for row in some], fontsize=5)
     axes.set_xlabel("off the published value, percent")
     axes.legend(loc="upper right", fontsize=7)
