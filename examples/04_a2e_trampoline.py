@@ -98,7 +98,10 @@ def watch(side: Any, name: str) -> None:
             show_row(side, LAYOUT.tokens, *routing, ("scale", "<f4", 1), ("int8", "<i1", LAYOUT.hidden))
         elif (op, step) == ("A2E'", 4):
             counts = side.xccl.sent.counts.tolist()
-            print(f"{now:6d} ns  {name}: A2E' steps 1-4: forwards {counts} copies to expert dies 0..4")
+            says = f"forwards {counts} copies to expert dies 0..4"
+            if not any(counts):
+                says = "serves nobody, posts 'nothing for you' at expert dies 0..4"
+            print(f"{now:6d} ns  {name}: A2E' steps 1-4: {says}")
         elif (op, step) == ("A2E'", 7):
             print(f"{now:6d} ns  {name}: A2E' steps 5-7: has pulled the copies for its experts")
             if not side.is_trampoline:

@@ -47,17 +47,22 @@ or an engine.
 
 
 def timeline(spans: list[TraceSpan], node: int, lanes: tuple[str, ...], start: int, stop: int) -> None:
-    """What a die does between two moments, one line for each run of equal names."""
-    lines: list[tuple[str, str, int, int]] = []
+    """What a die does between two moments, one line for each run of equal names in one layer."""
+    lines: list[tuple[tuple[str, str, str], int, int]] = []
     for span in sorted((s for s in spans if s.node == node), key=lambda s: (s.start_ns, s.end_ns)):
         if span.lane not in lanes or not start <= span.start_ns < stop or span.start_ns == span.end_ns:
             continue
-        if lines and lines[-1][:2] == (span.lane, span.name):
-            lines[-1] = (span.lane, span.name, lines[-1][2], span.end_ns)
+        args = span.args or {}
+        places = [key for key in ("layer", "microbatch") if key in args and key not in span.name]
+        where = " ".join(f"{key} {args[key]}" for key in places)
+        key = span.lane, where, span.name
+        if lines and lines[-1][0] == key:
+            lines[-1] = (key, lines[-1][1], span.end_ns)
         else:
-            lines.append((span.lane, span.name, span.start_ns, span.end_ns))
-    for lane, name, begin, end in lines:
-        print(f"  {(begin - start) / 1000:8.1f} .. {(end - start) / 1000:8.1f} us  {lane:<11} {name}")
+            lines.append((key, span.start_ns, span.end_ns))
+    for (lane, where, name), begin, end in lines:
+        times = f"{(begin - start) / 1000:8.1f} .. {(end - start) / 1000:8.1f} us"
+        print(f"  {times}  {lane:<11} {where} {name}")
 
 
 def main() -> None:
@@ -76,7 +81,7 @@ def main() -> None:
         spans = llm.engine.plan.pod.trace.spans
         starts = sorted(s.start_ns for s in spans if s.node == plan.dies[0] and s.name == "Embed")
         layer = sorted(s.start_ns for s in spans if s.node == plan.dies[0] and s.name == "MLAProlog")
-        begin = next(t for t in layer if t > starts[-1])
+        begin = next(t for t in layer if t >= starts[-1])
         after = [t for t in layer if t > begin]
         print("\n--- the first two layers of the last step on attention die 0: two microbatches in turn")
         timeline(spans, plan.dies[0], KERNELS, begin, after[3] if len(after) > 3 else begin + 300_000)
@@ -108,7 +113,7 @@ def main() -> None:
             ends = [output.metrics.last_token_ns or 0 for output in outputs if output.metrics is not None]
             mean_ms = sum(ends) / len(ends) / 1e6
             print(f"  launches {launches:<15} {mode:<15} a request takes {mean_ms:6.1f} ms")
-    print(f"  different digests: {len(digests)}")
+    print(f"  all digests the same: {len(digests) == 1}")
 
 
 if __name__ == "__main__":

@@ -217,7 +217,31 @@ def test_servers_start(command: str) -> None:
                 assert b"decode" in listed.read()
 
 
-PYTHON = [(page, text) for page, texts in blocks("python").items() for text in texts]
+OF_A_TOKEN = "life-of-a-token.md"
+
+
+def test_the_script_of_a_token_prints_every_stop(tmp_path: Path) -> None:
+    """Those of the page's table, when and for how long the table says."""
+    (script,) = blocks("python")[OF_A_TOKEN]
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=True, cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    line = re.compile(r" *(-?[\d.]+) us +([\d.]+) us  (.{30}) (.*?) ?(?:waits)?")
+    spans: dict[tuple[str, str], tuple[float, float]] = {}
+    for begin, takes, die, name in (line.fullmatch(each).groups() for each in done.stdout.splitlines()):
+        spans[die.strip(), name.strip()] = float(begin), float(takes)
+    _, _, table = (ROOT / "docs" / OF_A_TOKEN).read_text().partition("<!-- times -->")
+    rows = re.findall(r"^\| \d+ \| (.*) \| (.*) \| ([\d.]+) \| ([\d.]+) \|$", table, re.MULTILINE)
+    assert len(rows) == 13
+    for die, names, begins, takes in rows:
+        first, last = names.split(" .. ")[0], names.split(" .. ")[-1]
+        end = sum(spans[die, last])
+        assert spans[die, first][0] == pytest.approx(float(begins), abs=0.02), names
+        assert end - spans[die, first][0] == pytest.approx(float(takes), abs=0.02), names
+    assert ("experts 0 (routed)", "A2E 5") in spans  # a wait that has begun in an earlier step
+
+
+PYTHON = [(page, text) for page, texts in blocks("python").items() for text in texts if page != OF_A_TOKEN]
 
 
 @pytest.mark.parametrize(("page", "text"), PYTHON, ids=[f"{page}-{i}" for i, (page, _) in enumerate(PYTHON)])

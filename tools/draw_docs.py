@@ -1,4 +1,4 @@
-"""Draw the pictures of `docs/pictures/`, and write the times of `docs/life-of-a-token.md`, from real runs.
+"""Draw the pictures of `docs/pictures/`, and write the tables of `docs/life-of-a-token.md`, from real runs.
 
     python tools/draw_docs.py [DIRECTORY]
 
@@ -8,16 +8,26 @@ Times are virtual: the same run, the same bytes, on any computer. tests/test_doc
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 from xml.sax.saxutils import escape
 
+from token_page import (
+    ATTENTION_DIE,
+    handed_over_ns,
+    page,
+    prices,
+    routings,
+    sizes,
+    spans_of_the_token,
+    stops,
+    times,
+    wire,
+)
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.comm.trampoline.layout import Sides
 from xdeepserve.hw.gantt import Bar, gantt, steps_of
-from xdeepserve.hw.spec import Spec
-from xdeepserve.hw.trace import Trace, TraceSpan
+from xdeepserve.hw.trace import Trace
 from xdeepserve.llm import build_engine
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -29,33 +39,6 @@ GREY, INK, PALE, PAPER = "#c9ced6", "#20242b", "#e9ecf1", "#ffffff"
 WIDTH, MARGIN, ROW = 1000, 210, 17  # of a picture, of the names at its left, of a row, in pixels
 FONT = 'font-family="Helvetica,Arial,sans-serif"'
 NUDGED = {3: -10, 6: 10, 8: -9, 9: 10, 13: -10}  # numbers that would touch others, in pixels
-LAYER, ATTENTION_DIE = 1, 0  # whose token is followed: of the last step's first layer with experts
-
-
-# Prices that hold for a model of any size: a parameter of the table, and where it is met.
-PRICES = (
-    (
-        "small_kernels",
-        "norms, residuals and other small kernels of a layer: half in MLAProlog, half in OProj",
-    ),
-    ("gate", "Gate"),
-    ("kernel_overhead", "a kernel without its work: step 1 of A2E, A2E', E2A"),
-    (
-        "exchange_fixed",
-        "an exchange without its tokens: step 1, the rows and fields after it, the looks at the last field",
-    ),
-    ("poll_latency", "a look at a field: what a wait that is over at once takes"),
-    ("pass_overhead", "host, norm and head of a step: the grey end of the second picture"),
-)
-
-
-class Stop(NamedTuple):
-    """A place on the token's way: its number in the text, and on a die the spans from `first` to `name`."""
-
-    number: int
-    node: int
-    first: str
-    name: str
 
 
 class Svg:
@@ -156,85 +139,6 @@ def joined(bars: Sequence[Bar], scale: Scale, start_ns: int, end_ns: int) -> lis
             left, right = found[-1][0], max(right, found.pop()[1])
         found.append((left, right, shade(bar)))
     return found
-
-
-def spans_of_the_token(trace: Trace, start_ns: int) -> list[TraceSpan]:
-    """What happens to the rows of microbatch 0 of domain 0 in the layer that is drawn, in the last step."""
-    lanes = {"AIC", "AIV", "XCCL", "A2E receive: steps", "E2A send: steps"}
-    wanted = {"layer": LAYER, "microbatch": 0, "domain": 0}
-    found = [
-        span
-        for span in trace.spans
-        if span.lane in lanes
-        and span.start_ns >= start_ns
-        and {key: (span.args or {}).get(key) for key in wanted} == wanted
-    ]
-    others = {node for node, name in trace.node_names.items() if "attention die" in name} - {ATTENTION_DIE}
-    return [span for span in found if span.node not in others and span.end_ns > span.start_ns]
-
-
-def stops(trace: Trace, spans: Sequence[TraceSpan]) -> Iterator[tuple[Stop, TraceSpan, TraceSpan]]:
-    """The numbered places of the text, each with its first and its last span."""
-    trampoline = next(node for node, name in trace.node_names.items() if name.startswith("experts 0"))
-    other = next(node for node, name in trace.node_names.items() if name.startswith("experts 1"))
-    listed = (
-        Stop(1, ATTENTION_DIE, "MLAProlog", "MLAProlog"),
-        Stop(2, ATTENTION_DIE, "OProj", "OProj"),
-        Stop(3, ATTENTION_DIE, "Gate", "Gate"),
-        Stop(4, ATTENTION_DIE, "A2E 1", "A2E 1"),
-        Stop(5, ATTENTION_DIE, "A2E 4", "A2E 4"),
-        Stop(6, trampoline, "A2E 6-7", "A2E 6-7"),
-        Stop(7, trampoline, "A2E' 1", "A2E' 4"),
-        Stop(8, other, "A2E' 5", "A2E' 6-7"),
-        Stop(9, other, "Experts", "Experts"),
-        Stop(10, other, "E2A 1", "E2A 4"),
-        Stop(11, trampoline, "E2A 5", "E2A 6-7"),
-        Stop(12, trampoline, "E2A' 2", "E2A' 4"),
-        Stop(13, ATTENTION_DIE, "E2A' 5", "E2A' 6-7"),
-    )
-    for stop in listed:
-        here = {span.name: span for span in reversed(spans) if span.node == stop.node}
-        yield stop, here[stop.first], here[stop.name]
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of Markdown."""
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
-
-
-def times(trace: Trace, start_ns: int) -> str:
-    """When the token is at each stop, and for how long, in microseconds from the first."""
-    spans = spans_of_the_token(trace, start_ns)
-    begin = min(span.start_ns for span in spans if span.node == ATTENTION_DIE)
-    rows = [
-        (
-            str(stop.number),
-            trace.node_names[stop.node],
-            stop.name if stop.first == stop.name else f"{stop.first} .. {stop.name}",
-            f"{(first.start_ns - begin) / 1000:.2f}",
-            f"{(last.end_ns - first.start_ns) / 1000:.2f}",
-        )
-        for stop, first, last in stops(trace, spans)
-    ]
-    return table(("stop", "die", "in a trace", "begins at, us", "takes, us"), rows)
-
-
-def prices() -> str:
-    """The parameters that such small a model's times are made of."""
-    rows = []
-    for name, where in PRICES:
-        param = getattr(Spec(), name)
-        rows.append((f"{param.value * 1e6:g}", f"`{name}`", where, param.source.split(":")[0].split(",")[0]))
-    return table(("us", "in `hw/spec.py`", "where", "fitted or assumed"), rows)
-
-
-def page(text: str, tables: Mapping[str, str]) -> str:
-    """A page with tables put between their marks."""
-    for name, rows in tables.items():
-        head, begin, rest = text.partition(f"<!-- {name} -->\n")
-        _, end, tail = rest.partition(f"<!-- end of {name} -->\n")
-        text = f"{head}{begin}\n{rows}\n\n{end}{tail}"
-    return text
 
 
 def token(trace: Trace, start_ns: int, served: Mapping[int, str]) -> Svg:
@@ -360,18 +264,25 @@ def main() -> None:
     pictures = directory / "pictures"
     pictures.mkdir(parents=True, exist_ok=True)
     with LLM("tiny", "moe-attention", trace=True) as llm:
+        routed = routings(llm)
         llm.generate(PROMPTS, PARAMS)
         trace, (te,) = llm.engine.plan.pod.trace, llm.engine.plan.tes
-        sides = te.net.a2e[0][0].sides
-    start_ns, end_ns = steps_of(trace)[-1]
+        layout = te.net.a2e[0][0]
+        start_ns, end_ns = steps_of(trace)[-1]
+        experts = routed[handed_over_ns(trace, start_ns)]
+        tables = {
+            "sizes": sizes(llm, experts),
+            "wire": wire(layout),
+            "times": times(trace, start_ns),
+            "prices": prices(),
+        }
     drawn = {
         "pod": pod("tiny", "transformerless"),
         "step": step(trace, start_ns, end_ns),
-        "token": token(trace, start_ns, served(sides, trace)),
+        "token": token(trace, start_ns, served(layout.sides, trace)),
     }
     for name, svg in drawn.items():
         (pictures / f"{name}.svg").write_text(str(svg), encoding="utf-8")
-    tables = {"times": times(trace, start_ns), "prices": prices()}
     (directory / PAGE).write_text(page((DOCS / PAGE).read_text(), tables), encoding="utf-8")
 
 
