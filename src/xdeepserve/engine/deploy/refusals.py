@@ -259,7 +259,10 @@ def reasons_against_timing(d: Deployment) -> list[str]:
     if d.dataflow:
         reasons.append("timing-only runs have exchanges that wait for all dies, and no dataflow")
     if has_services(d.kind):
-        reasons.append("timing-only runs have exchanges that wait for all dies, and no expert services")
+        reasons.append(
+            "there are no timing-only runs of it: in these every exchange waits for all dies, and its "
+            "servers wait for none; moe-attention, on the same dies, has them"
+        )
     if experts.shared_dies is not None and DEPLOYMENTS[d.kind][0].can_share:
         reasons.append(
             "timing-only runs put the shared expert on the dies that are more than the routed experts, and "
