@@ -177,8 +177,7 @@ def swept() -> dict[str, list[str]]:
 
 
 def test_the_table_of_sweeps_is_what_they_find() -> None:
-    """Two cells, which show that another context has another best number. All are looked at where the commands
-    run."""
+    """Two cells, which show that another context has another best number. The commands look at all."""
     of_dies = [
         Point("deepseek-r1", "colocated", ("dies=64", f"pipeline.microbatches={m}"), 96, 2048) for m in (1, 2)
     ]
