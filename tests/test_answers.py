@@ -1,7 +1,5 @@
 """Commands answer at once: progress without a terminal, notes, nearest names, summaries, time-only runs."""
 
-import csv
-import io
 import json
 import signal
 import time
@@ -13,14 +11,12 @@ import pytest
 from tests.model.hf_fixtures import fixtures
 from xdeepserve.bench.meanings import MEANINGS
 from xdeepserve.bench.report import Row, group_of, print_summary, published
-from xdeepserve.bench.sweep import Point, SweepResult, bound_of, measure, points, sweep
 from xdeepserve.cli import main, status
 from xdeepserve.cli.bench import OPTIONS, SUITES
-from xdeepserve.cli.sweep import Labels
 from xdeepserve.engine.deploy.no_effect import RULES, without_effect
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.deploy.settings import settings
-from xdeepserve.errors import DeploymentError, InputError
+from xdeepserve.errors import InputError
 from xdeepserve.hw.gantt import gantt, in_terminal, steps_of
 from xdeepserve.hw.trace import Trace
 from xdeepserve.verify.matrix import MatrixRow
@@ -340,92 +336,3 @@ def test_the_summary_has_a_sentence_for_each_group(capsys: Capture) -> None:
     assert "21.00 us" in out
     assert {group_of(name) for name in published()} <= MEANINGS.keys()
     assert group_of("engine/pd/gain/ub/handoff") == "engine/pd"
-
-
-# ---- sweep ------------------------------------------------------------------------------------------
-
-
-def test_a_sweep_has_every_combination(tmp_path: Path, capsys: Capture) -> None:
-    table = tmp_path / "sweep.csv"
-    args = ["--model", "tiny-r1", "--deployment", "colocated", "--set", "dies=2,999", "--batch", "2,4"]
-    args += ["--context", "256", "--processes", "1"]
-    assert main(["sweep", *args, "--csv", str(table)]) == 0
-    captured = capsys.readouterr()
-    assert captured.err.count("sweep: ") == 4
-    assert "tiny-r1, colocated: context 256\n" in captured.out
-    assert captured.out.count("a SuperPod has 768 dies") == 1
-    assert "refused: dies=999, batch 2; dies=999, batch 4: " in captured.out
-    assert captured.err.count("a SuperPod has 768 dies") == 1
-    assert "dies=999, batch 4: refused for the same reason\n" in captured.err
-    assert "most tokens per second of a chip: dies=2, batch 4\n" in captured.out
-    rows = list(csv.DictReader(io.StringIO(table.read_text())))
-    assert [(row["dies"], row["batch"]) for row in rows][:2] == [("2", "2"), ("2", "4")]
-    assert float(rows[0]["tpot_ms"]) > 0
-    assert "a SuperPod has 768 dies" in rows[2]["refusal"]
-    assert rows[0]["dies_in_all"] == "2"
-
-
-def test_what_a_sweep_says_adds_up() -> None:
-    (point,) = points("tiny-r1", "colocated", {"dies": ["2"], "mtp": ["1"]}, [4], [256], acceptance=0.5)
-    assert point == Point("tiny-r1", "colocated", ("dies=2", "mtp=1"), 4, 256, 0.5)
-    result = measure(point)
-    assert not result.refusal
-    # 4 requests on each of 2 dies, which are one chip, get 1.5 tokens each from an iteration.
-    assert result.tokens_per_s_chip == pytest.approx(1000 * 8 / result.tpot_ms)
-    assert result.tpot_ms * 1.5 > result.iteration_ms > result.tpot_ms
-    assert 90 < sum(result.shares.values()) < 110
-    assert result == measure(point) == next(sweep([point]))
-    assert bound_of({"MLA": 30, "MLAProlog": 20, "Experts": 45}) == "attention"
-    assert not result.experts_busy
-    assert "several TEs" in measure(Point("tiny-r1", "pd", (), 2, 256)).refusal
-    large = measure(Point("deepseek-r1", "colocated", ("dies=64",), batch=999))
-    assert "KV of the fullest die take" in large.refusal
-    assert "give a smaller --batch or --context" in large.refusal
-    assert "--batch" not in measure(Point("deepseek-r1", "colocated", ("dies=4",))).refusal
-    long = measure(Point("deepseek-r1", "colocated", ("dies=64",), context=200_000))
-    assert "163840, found 200064 (the context and 64 new positions): give a smaller --context" in long.refusal
-    with pytest.raises(InputError):
-        points("tiny-r1", "colocated", {}, [])
-    with pytest.raises(InputError, match="acceptance must be from 0 to 1, found 2"):
-        points("tiny-r1", "colocated", {}, acceptance=2)
-    assert len(points("tiny-r1", "colocated", {"mtp": ["0", "0"]}, [1, 1], [256])) == 1
-    with pytest.raises(DeploymentError):
-        resolve("colocated", ["no_such=1"])
-
-
-@pytest.mark.parametrize(("routed", "bound"), [(16, "experts"), (64, "attention")])
-def test_who_computes_most_of_the_time_is_the_bound(routed: int, bound: str) -> None:
-    settings = (
-        "attention.domains=2",
-        "attention.dies=12",
-        f"experts.routed_dies={routed}",
-        "attention.microbatches=2",
-    )
-    result = measure(Point("deepseek-r1", "moe-attention", settings, 48, 4096))
-    assert result.bound == bound
-    assert (result.experts_busy > result.attention_busy) == (bound == "experts")
-    assert max(result.experts_busy, result.attention_busy) > 80
-    # What is not an exchange is computing, so both are shares of the same iteration.
-    waits = sum(result.shares.get(name, 0) for name in ("A2E", "E2A"))
-    assert result.attention_busy + waits == pytest.approx(100, abs=10)
-
-
-def test_labels_of_a_plot_and_a_table_have_what_varies() -> None:
-    todo = points("tiny-r1", "colocated", {"dies": ["2", "4"], "mtp": ["1"]}, [4, 8], [256])
-    labels = Labels(todo)
-    assert labels.common == ["mtp=1", "context 256"]
-    assert [labels(SweepResult(point)) for point in todo][:2] == ["dies=2, batch 4", "dies=2, batch 8"]
-    assert labels(SweepResult(todo[0]), "batch ") == "dies=2"
-    assert Labels(todo[:1])(SweepResult(todo[0])) == "as above"
-
-
-def test_what_a_model_without_weights_would_take(capsys: Capture) -> None:
-    sizes = ("attention.domains=2", "attention.dies=15", "experts.routed_dies=32", "experts.shared_dies=2")
-    given = [word for each in sizes for word in ("--set", each)]
-    assert main(["describe", "--model", "deepseek-r1", "--deployment", "moe-attention", *given]) == 0
-    shown = capsys.readouterr().out
-    (line,) = (line for line in shown.splitlines() if line.lstrip().startswith("30..61"))
-    weights = float(line.split()[5])
-    assert 19_000 < weights < 20_000  # MiB: 8 of 256 experts in each of 58 layers, and the MTP layer's
-    assert f"the fullest die would use {weights:.2f} of its 65536 MiB" in shown
-    assert min(float(word) for word in line.split()[5:]) >= 0

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from xdeepserve.bench.sweep import Point, measure
+
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", *DOCUMENTS]
@@ -23,6 +25,17 @@ LINK = re.compile(r"\]\((?!http)([^)#]+)(?:#([\w-]+))?\)")
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 IDS = [path.name for path in DOCUMENTS]
 
+# By the row of the table in costs.md that is its outcome.
+MOE = (
+    "xdeepserve sweep --set attention.domains={} --set attention.dies={} --set experts.routed_dies=32 "
+    "--set experts.shared_dies=2 --set attention.microbatches=1,2,3 --batch 32,96 --context 2048,4096"
+)
+SWEEPS = {
+    MOE.format(2, 15) + " --csv sweep.csv": "2 x 15 + 32 + 2",
+    MOE.format(1, 30): "1 x 30 + 32 + 2",
+    "xdeepserve sweep --set dies=64 --set pipeline.microbatches=1,2 --deployment colocated --batch 32,96 "
+    "--context 2048,4096": "`colocated`",
+}
 # Minutes each: for `make campaign`.
 SLOW = {
     "xdeepserve verify",
@@ -43,12 +56,7 @@ SLOW = {
     "xdeepserve quantize tiny OUT --method rtn",
     "xdeepserve golden write DIR",
     "xdeepserve golden check DIR",
-    "xdeepserve sweep --deployment moe-attention --set attention.domains=2 --set attention.dies=15 "
-    "--set experts.routed_dies=32 --set experts.shared_dies=2 --set attention.microbatches=1,2,3,4 "
-    "--batch 96 --csv sweep.csv",
-    "xdeepserve sweep --deployment moe-attention --set attention.domains=1,2 --set attention.dies=15 "
-    "--set experts.routed_dies=32 --set experts.shared_dies=2 --set attention.microbatches=1,2,3,4 "
-    "--batch 32,64,96 --csv sweeps.csv",
+    *SWEEPS,
 }
 
 
@@ -154,7 +162,29 @@ def test_commands(command: str, scratch: Path) -> None:
         if name in command.split() and command != maker and not (scratch / name).exists():
             xdeepserve(maker, scratch)
     (scratch / "faults.toml").write_text(blocks("toml")["faults.md"][0])
-    assert xdeepserve(command, scratch).strip()
+    printed = xdeepserve(command, scratch)
+    assert printed.strip()
+    if command in SWEEPS:
+        best = re.findall(r"^best at .*microbatches=(\d): .* (\d+) tokens/s per chip$", printed, re.MULTILINE)
+        assert swept()[SWEEPS[command]] == [f"{m}: {tokens}" for m, tokens in best]
+
+
+def swept() -> dict[str, list[str]]:
+    """The table of best numbers of microbatches and their tokens per second, by its first column."""
+    lines = (ROOT / "docs" / "costs.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    return {name: cells for name, *cells in rows if name in SWEEPS.values()}
+
+
+def test_the_table_of_sweeps_is_what_they_find() -> None:
+    """Two cells, which show that another context has another best number. The commands look at all."""
+    of_dies = [
+        Point("deepseek-r1", "colocated", ("dies=64", f"pipeline.microbatches={m}"), 96, 2048) for m in (1, 2)
+    ]
+    one, two = (measure(point).tokens_per_s_chip for point in of_dies)
+    assert one > two
+    assert swept()["`colocated`"][2] == f"1: {one:.0f}"
+    assert swept()["`colocated`"][3].startswith("2: ")
 
 
 def xdeepserve(command: str, directory: Path) -> str:

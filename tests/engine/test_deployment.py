@@ -215,3 +215,30 @@ def test_a_pod_that_this_computer_cannot_hold_is_refused_with_its_sum(
     monkeypatch.setattr("xdeepserve.engine.build.physical_memory", lambda: 10_000_000)
     with pytest.raises(DeploymentError, match="add up to"):
         PodPlan(tiny, resolve("colocated"), "int8")
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "hint"),
+    [
+        ("moe-attention", TWO, "; for pipeline.microbatches it has attention.microbatches"),
+        (
+            "moe-attention",
+            "pipeline.microbatches=1",
+            "; for pipeline.microbatches it has attention.microbatches",
+        ),
+        (
+            "colocated",
+            "attention.microbatches=3",
+            "; for attention.microbatches it has pipeline.microbatches",
+        ),
+        ("pd", "dies=2", "; for dies it has prefill.dies and decode.dies"),
+        ("monolithic", "attention.dies=3", "which is one die"),
+        ("eaas", "tp=2", "which has attention, experts, services"),
+    ],
+)
+def test_a_setting_of_another_deployment_names_the_own_one(
+    name: str, override: str, hint: str, tiny_config: ModelConfig
+) -> None:
+    with pytest.raises(DeploymentError) as refused:
+        fit(resolve(name, [override]), tiny_config)
+    assert str(refused.value).endswith(hint)

@@ -4,7 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from xdeepserve.bench.sweep import Point, measure
 from xdeepserve.cli import main
+from xdeepserve.model.presets import resolve_model
+from xdeepserve.planner.fit import Demand, PodProfile
+from xdeepserve.planner.layouts import PodLayout, sized
 
 TINY = ["plan", "--model", "tiny", "--slo-ms", "2", "--dies", "4", "--prompt", "40", "--output", "24"]
 
@@ -85,3 +89,23 @@ def test_bad_input_is_refused_in_one_line(
 def test_options_of_bench_plan_belong_together(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *args]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_throughput_is_that_of_sweep_and_words_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(TINY) == 0
+    out = capsys.readouterr().out
+    head, row = out.splitlines()[2:4]
+    assert head.split()[3:6] == ["T_iter", "TPOT", "tok/s"]
+    t_iter, tpot = (float(part) for part in row.replace(" ms", "").split()[-5:-3])
+    assert tpot == pytest.approx(t_iter + 2)
+    for promised in ("T_a, attention", "T_e,", "T_c,", "b_a", "b_e", "scheduler's gap of 2 ms", "m is 1"):
+        assert promised in out
+
+
+def test_tokens_per_second_are_those_that_sweep_measures() -> None:
+    profile = PodProfile(resolve_model("tiny"), Demand(200, 112))
+    layout = PodLayout(kind="colocated", dies=4)
+    plan = sized(profile, layout, 2e6, False, 64 * 2**30)
+    assert plan is not None
+    point = Point("tiny", "colocated", ("dies=4",), plan.requests, profile.demand.context)
+    assert 2 * plan.throughput / 4 == pytest.approx(measure(point).tokens_per_s_chip, rel=0.05)

@@ -19,6 +19,7 @@ import msgspec
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Deployment
 from xdeepserve.engine.deploy.resolve import resolve
+from xdeepserve.engine.deploy.roles import decode_alone
 from xdeepserve.engine.description import lack
 from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.errors import DeploymentError, InputError, RequestError
@@ -27,6 +28,7 @@ from xdeepserve.model.presets import resolve_model
 from xdeepserve.planner.decode_run import DecodeRun, decode_iteration
 
 DIES_PER_CHIP = 2
+MORE_THAN_ALL = 105.0  # percent: more than rounding makes of 100
 NEW_POSITIONS = 64  # for which there is room behind the context
 ATTENTION = ("MLAProlog", "MLA", "QKVProlog", "GQA", "OProj")
 FEED = ("Gate", "Experts", "MLP", "SharedExpert")
@@ -38,7 +40,8 @@ BOUNDS = {  # what a stage's time is the fault of, by its name
 
 
 class Point(msgspec.Struct, frozen=True):
-    """A combination: settings, `batch` requests on each DP group, `context` positions of each request."""
+    """A combination: settings, `batch` requests on each DP group, `context` positions of each request.
+    With `dies` it is refused unless the pod has so many in all."""
 
     model: str
     deployment: str
@@ -46,6 +49,7 @@ class Point(msgspec.Struct, frozen=True):
     batch: int = 32
     context: int = 4096
     acceptance: float = 0.9
+    dies: int | None = None
 
 
 class SweepResult(msgspec.Struct, frozen=True):
@@ -56,10 +60,10 @@ class SweepResult(msgspec.Struct, frozen=True):
     tokens_per_s_chip   of all chips of the pod, two dies each
     shares              of each stage and exchange, in percent of the iteration, waiting included, on
                         the dies with attention
-    attention_busy      percent of the iteration that these dies compute, if experts are on others
-    experts_busy        percent that the busiest of those others computes
+    attention_busy      percent of the iteration that these dies compute; None unless experts are on others
+    experts_busy        percent that the busiest of those others computes; None alike
     bound               attention or experts: the busier of the two, if they are on dies of their own;
-                        else where most of the time goes: attention, experts, exchange or other
+                        else what most of the time goes to: "mostly attention", experts, exchange or other
     """
 
     point: Point
@@ -68,10 +72,15 @@ class SweepResult(msgspec.Struct, frozen=True):
     tpot_ms: float = 0.0
     tokens_per_s_chip: float = 0.0
     shares: dict[str, float] = {}
-    attention_busy: float = 0.0
-    experts_busy: float = 0.0
+    attention_busy: float | None = None
+    experts_busy: float | None = None
     bound: str = ""
     refusal: str = ""
+
+    @property
+    def overlaps(self) -> bool:
+        """Stages go on at the same time on a die, so that their shares are more than the iteration."""
+        return sum(self.shares.values()) > MORE_THAN_ALL
 
 
 def points(
@@ -81,6 +90,7 @@ def points(
     batches: Sequence[int] = (32,),
     contexts: Sequence[int] = (4096,),
     acceptance: float = 0.9,
+    dies: int | None = None,
 ) -> list[Point]:
     """Every combination, once, the last choice changing first. InputError for what no run could have."""
     for name, numbers in (("batch", batches), ("context", contexts)):
@@ -88,9 +98,11 @@ def points(
             raise InputError(f"{name} must be 1 or more, found {','.join(map(str, numbers)) or 'none'}")
     if not 0 <= acceptance <= 1:
         raise InputError(f"acceptance must be from 0 to 1, found {acceptance:g}")
+    if dies is not None and dies < 1:
+        raise InputError(f"dies must be at least 1, found {dies}")
     settings = [[f"{key}={value}" for value in dict.fromkeys(values)] for key, values in choices.items()]
     return [
-        Point(model, deployment, overrides, batch, context, acceptance)
+        Point(model, deployment, overrides, batch, context, acceptance, dies)
         for overrides in itertools.product(*settings)
         for batch in dict.fromkeys(batches)
         for context in dict.fromkeys(contexts)
@@ -105,9 +117,11 @@ def measure(point: Point) -> SweepResult:
         timing = TimingConfig(acceptance=point.acceptance)
         plan = PodPlan(checkpoint, deployment, timing=timing)
         if len(plan.tes) > 1:
-            raise RequestError(f"sweep times decode alone, and {point.deployment} has several TEs")
-        check_fits(plan)
+            raise RequestError(f"sweep times decode alone, and {point.deployment} {several(plan)}")
         dies = len(plan.tes[0].every_die)
+        if point.dies not in (None, dies):
+            raise DeploymentError(f"{dies} dies in all, not {point.dies}")
+        check_fits(plan)
         run = decode_iteration(checkpoint, deployment, point.context, point.batch, timing)
     except InputError as error:
         refusal = " ".join(str(error).split())
@@ -140,8 +154,10 @@ def _result(point: Point, run: DecodeRun, mtp: int, dies: int) -> SweepResult:
     tokens = sum(point.acceptance**drafts for drafts in range(mtp + 1))  # of a request, expected
     tpot = (iteration + gap) / tokens
     shares = {name: run.share(name) for name in sorted(run.spent_ns, key=lambda n: -run.spent_ns[n])}
-    attention_busy, experts_busy, bound = 0.0, 100 * run.experts_ns / run.iteration_ns, bound_of(shares)
-    if experts_busy:
+    attention_busy = experts_busy = None
+    bound = f"mostly {bound_of(shares)}"
+    if run.experts_ns:
+        experts_busy = 100 * run.experts_ns / run.iteration_ns
         attention_busy = run.share(*(name for name in shares if name not in BOUNDS["exchange"]))
         bound = "attention" if attention_busy >= experts_busy else "experts"
     return SweepResult(
@@ -155,6 +171,24 @@ def _result(point: Point, run: DecodeRun, mtp: int, dies: int) -> SweepResult:
         experts_busy,
         bound,
     )
+
+
+def several(plan: PodPlan) -> str:
+    """That there are several TEs, and what to sweep in their place: the decode half of prefill and decode."""
+    first = next(te.sizes for te in plan.tes if te.sizes.role != "prefill")
+    half = decode_alone(plan.deployment.kind)
+    if half is None:
+        return "has several TEs"
+    sizes = {"dies": first.num_dies, "tp": first.tp}
+    if first.experts == "away":
+        sizes = {
+            "attention.domains": first.num_domains,
+            "attention.dies": first.num_dies // first.num_domains,
+            "experts.routed_dies": len(first.experts_of) - first.num_shared_dies,
+            "experts.shared_dies": first.num_shared_dies,
+        }
+    given = " ".join(f"--set {key}={value}" for key, value in sizes.items() if (key, value) != ("tp", 1))
+    return f"has prefill beside it: what decodes there is --deployment {half} {given}"
 
 
 def check_fits(plan: PodPlan) -> None:
@@ -196,8 +230,8 @@ COLUMNS: dict[str, Callable[[SweepResult], object]] = {
     "iteration_ms": lambda r: round(r.iteration_ms, 3),
     "tpot_ms": lambda r: round(r.tpot_ms, 3),
     "tokens_per_s_chip": lambda r: round(r.tokens_per_s_chip, 1),
-    "attention_busy_pct": lambda r: round(r.attention_busy, 1),
-    "experts_busy_pct": lambda r: round(r.experts_busy, 1),
+    "attention_busy_pct": lambda r: "" if r.attention_busy is None else round(r.attention_busy, 1),
+    "experts_busy_pct": lambda r: "" if r.experts_busy is None else round(r.experts_busy, 1),
     "bound": lambda r: r.bound,
 }
 

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from xdeepserve.bench.sweep import Point, SweepResult
 
 SHOWN_STAGES = 5  # of a row, for people
+BATCHES = ("batch ", "context ")  # of a row's parts, what is no setting
+OVERLAP = (
+    "Shares add up to more than 100 % where two microbatches overlap: each has a part of the die's cores, "
+    "and both go on at once."
+)
 SHARED = "as above"  # a row that differs from others in nothing
 
 
@@ -47,6 +52,7 @@ def add_options(parser: Parser) -> None:
     )
     option("--batch", type=numbers, default=[32], metavar="N,N", help="requests of a DP group; default 32")
     option("--context", type=numbers, default=[4096], metavar="N,N", help="positions of each; default 4096")
+    option("--dies", type=int, metavar="N", help="leave out combinations that have not N dies in all")
     option("--acceptance", type=float, default=0.9, metavar="P", help="of a draft, with mtp; default 0.9")
     option("--processes", type=int, metavar="N", help="how many at a time; default one for each core")
     option("--csv", type=Path, metavar="FILE", help="write the table, with the share of every stage")
@@ -73,7 +79,9 @@ def run(args: argparse.Namespace) -> int:
     for key in choices:
         if key not in known:  # said once, and before the first combination is begun
             raise InputError(f"unknown setting {key}{nearest(key)}")
-    todo = sweep.points(args.model, args.deployment, choices, args.batch, args.context, args.acceptance)
+    todo = sweep.points(
+        args.model, args.deployment, choices, args.batch, args.context, args.acceptance, args.dies
+    )
     results: list[SweepResult] = []
     labels, refused = Labels(todo), Refusals()
     with working("sweep") as status:
@@ -120,7 +128,8 @@ def said(result: SweepResult, refused: Refusals) -> str:
         return refused(result.refusal)
     return (
         f"TPOT {result.tpot_ms:.2f} ms, {result.tokens_per_s_chip:.0f} tokens/s per chip, "
-        f"bound by {result.bound}"
+        + ("bound by " if result.attention_busy is not None else "")
+        + result.bound
     )
 
 
@@ -148,23 +157,61 @@ def _print(results: Sequence[SweepResult], labels: Labels) -> None:
     print(f"{point.model}, {point.deployment}: {', '.join(labels.common)}")
     if good:
         print("TPOT: a step and the scheduler's gap, by the tokens that a request gets; a chip is two dies.")
-        print(f"{'dies':>5} {'step ms':>9} {'TPOT ms':>9} {'tok/s/chip':>11}  {'bound':<10} settings")
+        if any(r.overlaps for r in good):
+            print(OVERLAP)
+        print(f"{'dies':>5} {'step ms':>9} {'TPOT ms':>9} {'tok/s/chip':>11}  {'bound':<16} settings")
     for r in good:
         print(
             f"{r.dies:>5} {r.iteration_ms:>9.2f} {r.tpot_ms:>9.2f} {r.tokens_per_s_chip:>11.0f}  "
-            f"{r.bound:<10} {labels(r)}"
+            f"{r.bound:<16} {labels(r)}"
         )
         shown = [f"{name} {share:.0f} %" for name, share in list(r.shares.items())[:SHOWN_STAGES]]
-        if r.experts_busy:
+        if r.experts_busy is not None:
             busy = f"attention dies compute {r.attention_busy:.0f} %, expert dies {r.experts_busy:.0f} %"
             print(f"{'':>39}{busy}")
         print(f"{'':>39}{', '.join(shown)}")
+    for line in (*refused_lines(results, labels), *best_lines(results, labels)):
+        print(line)
+
+
+def refused_lines(results: Sequence[SweepResult], labels: Labels) -> list[str]:
+    """A line for each reason; settings that have it at every batch and context are named without these."""
+    reasons: dict[tuple[str, ...], set[str]] = {}
+    for r in results:
+        reasons.setdefault(r.point.overrides, set()).add(r.refusal)
+    lines = []
     for reason in dict.fromkeys(r.refusal for r in results if r.refusal):
-        alike = [labels(r) for r in results if r.refusal == reason]
-        which = "" if alike == [SHARED] else f"{'; '.join(alike)}: "
-        print(f"refused: {which}{reason}")
-    if len(good) > 1:
-        print(f"most tokens per second of a chip: {labels(good[0])}")
+        alike = dict.fromkeys(
+            labels(r, *(BATCHES if reasons[r.point.overrides] == {reason} else ()))
+            for r in results
+            if r.refusal == reason
+        )
+        which = "" if [*alike] == [SHARED] else f"{'; '.join(alike)}: "
+        lines.append(f"refused: {which}{reason}")
+    return lines
+
+
+def best_lines(results: Sequence[SweepResult], labels: Labels) -> list[str]:
+    """Which settings have most tokens per second of a chip: for each batch and context, since other ones may
+    have others, or in all if the settings are the same everywhere. With the dies, if they are not."""
+    good = [r for r in results if not r.refusal]
+    if len(good) < 2:
+        return []
+    is_one = len({r.point.overrides for r in results}) == 1
+    groups: dict[tuple[int, int], list[SweepResult]] = {}
+    for r in good:
+        groups.setdefault((0, 0) if is_one else (r.point.batch, r.point.context), []).append(r)
+    differ = len({r.dies for r in good}) > 1
+    lines = []
+    for (batch, context), rows in groups.items():
+        top = max(rows, key=lambda r: r.tokens_per_s_chip)
+        at = "" if is_one else f" at batch {batch}, context {context}"
+        costs = f"TPOT {top.tpot_ms:.2f} ms, {top.tokens_per_s_chip:.0f} tokens/s per chip"
+        dies = f", of {top.dies} dies" if differ else ""
+        lines.append(f"best{at}: {labels(top, *(() if is_one else BATCHES))}: {costs}{dies}")
+    if differ:
+        lines.append("Their dies are not equally many: --dies N leaves those with N.")
+    return lines
 
 
 def plot(results: Sequence[SweepResult], labels: Labels, path: Path) -> None:

@@ -15,6 +15,10 @@ from xdeepserve.planner.moe_shape import BF16, MoEShape
 from xdeepserve.planner.performance import Curve, Times, util
 
 EXTRAPOLATED = "extrapolated"
+WORDS = (
+    "T_iter: a decode iteration. Of a microbatch in a layer: T_a, attention for its b_a rows; T_e,",
+    "experts for its b_e token copies; T_c, its way to them, or back; T_f, the slower of T_a and T_e",
+)
 BOUNDS = {
     "SLO": "one more request would break the SLO (equation 7)",
     "memory": "one more request would not fit in memory (equation 8)",
@@ -55,16 +59,20 @@ def conditions(times: Times, m: int, layers: int) -> list[str]:
 def pod_table(plans: Sequence[LayoutPlan]) -> list[str]:
     """A line for each plan."""
     lines = [
-        f"{'deployment':39} {'dies':>4} {'batch':>6} {'T_iter':>9} {'tok/s':>10} {'per die':>8} "
+        f"{'deployment':39} {'dies':>4} {'batch':>6} {'T_iter':>9} {'TPOT':>9} {'tok/s':>10} "
         f"{'per chip':>8}  bound"
     ]
     for plan in plans:
         lines.append(
             f"{plan.layout.title():39} {plan.layout.total:4} {plan.requests * plan.layout.microbatches:6} "
-            f"{plan.iteration_ns / 1e6:6.2f} ms {plan.throughput:10,.0f} "
-            f"{plan.throughput / plan.layout.total:8,.0f} {2 * plan.throughput / plan.layout.total:8,.0f}"
+            f"{plan.iteration_ns / 1e6:6.2f} ms {plan.tpot_ns / 1e6:6.2f} ms {plan.throughput:10,.0f} "
+            f"{2 * plan.throughput / plan.layout.total:8,.0f}"
             f"  {plan.bound}" + (f"  {EXTRAPOLATED}: {', '.join(plan.notes)}" if plan.notes else "")
         )
+    gap_ms = 1e3 * Spec().scheduler_gap.value
+    lines.append(f"TPOT: T_iter and the scheduler's gap of {gap_ms:g} ms; tok/s by TPOT, as in sweep")
+    if any(not plan.layout.routed for plan in plans):
+        lines.append("m is 1 where it is not said: pipeline.microbatches=2 is not planned; sweep times it")
     return lines
 
 
@@ -78,6 +86,7 @@ def pod_reasons(profile: PodProfile, plan: LayoutPlan, slo_ns: float) -> list[st
     copies = tuple(rows * top_k for rows in ROWS)
     experts = Curve(copies, tuple(profile.other(dies, "Experts", rows) for rows in ROWS))
     return [
+        *WORDS,
         lines_of(attention, experts),
         *lines,
         f"(7) T_iter = {plan.iteration_ns / 1e6:.2f} ms <= {slo_ns / 1e6:g} ms",
@@ -157,6 +166,7 @@ def device_reasons(shape: MoEShape, best: Pairing, context: float, slo_ns: float
     out = util(plan.attention.message, best.attention.network.value, sent)
     into = util(plan.experts.message, best.experts.network.value, received)
     return [
+        *WORDS,
         lines_of(plan.attention.time, plan.experts.time),
         f"k1 E / (k3 K) = {balanced:.1f} attention nodes balance {shape.experts} expert nodes; "
         f"{plan.n_a} were best",

@@ -139,10 +139,15 @@ class LayoutPlan(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()  # what about it was not calibrated
 
     @property
+    def tpot_ns(self) -> float:
+        """From one token of a request to its next: an iteration and the scheduler's gap, as in `sweep`."""
+        return self.iteration_ns + 1e9 * Spec().scheduler_gap.value
+
+    @property
     def throughput(self) -> float:
-        """Generated tokens per second, of all dies."""
+        """Generated tokens per second, of all dies, at that TPOT."""
         batch = self.requests * self.layout.microbatches * self.layout.groups
-        return batch / self.iteration_ns * 1e9
+        return batch / self.tpot_ns * 1e9
 
 
 def times_apart(profile: PodProfile, layout: PodLayout, rows: float) -> Times:

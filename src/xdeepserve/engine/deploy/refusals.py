@@ -259,7 +259,10 @@ def reasons_against_timing(d: Deployment) -> list[str]:
     if d.dataflow:
         reasons.append("timing-only runs have exchanges that wait for all dies, and no dataflow")
     if has_services(d.kind):
-        reasons.append("timing-only runs have exchanges that wait for all dies, and no expert services")
+        reasons.append(
+            "there are no timing-only runs of it: in these every exchange waits for all dies, and its "
+            "servers wait for none; moe-attention, on the same dies, has them"
+        )
     return reasons
 
 

@@ -104,6 +104,14 @@ def has_services(kind: Kind) -> bool:
     return any(row.has_services for row in DEPLOYMENTS[kind])
 
 
+def decode_alone(kind: Kind) -> Kind | None:
+    """The deployment that is what decodes in one with prefill apart, if there is such a deployment."""
+    row = next((row for row in DEPLOYMENTS[kind] if row.role == "decode"), None)
+    if row is None or kind == "mixed":
+        return None
+    return "moe-attention" if row.is_apart else "colocated"
+
+
 def in_lockstep(kind: Kind) -> TEKind | None:
     """The TEs whose dies can run as one, if there are some."""
     return next((row for row in DEPLOYMENTS[kind] if row.lockstep != "never"), None)

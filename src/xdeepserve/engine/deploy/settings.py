@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from difflib import SequenceMatcher
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
@@ -79,6 +79,23 @@ def nearest(key: str) -> str:
 
     known = sorted((each.key for each in settings()), key=likeness, reverse=True)
     return f"; the nearest are {', '.join(known[:3])}" if likeness(known[0]) >= LIKE else ""
+
+
+def instead(section: str, value: Any, known: Container[str]) -> str:
+    """What to add to the refusal of a section, or of a setting in none, that a deployment does not have: the
+    settings of its own sections, `known`, that are called as what `value` sets."""
+    names = [section]
+    if isinstance(value, msgspec.Struct):
+        fields, usual = value.__struct_fields__, type(value)()
+        names = [name for name in fields if getattr(value, name) != getattr(usual, name)] or list(fields)
+    own: dict[str, list[str]] = {}
+    for each in settings():
+        head, name = each.key.partition(".")[0], each.key.rpartition(".")[2]
+        if head in known and name in names and each.key.count(".") < 2:
+            own.setdefault(name, []).append(each.key)
+    theirs = [section if name == section else f"{section}.{name}" for name in own]
+    pairs = (f"for {key} it has {' and '.join(keys)}" for key, keys in zip(theirs, own.values(), strict=True))
+    return f"; {', '.join(pairs)}" if own else ""
 
 
 def help_text(key: str | None = None) -> str:

@@ -10,6 +10,7 @@ import msgspec
 from xdeepserve.engine.deploy.deployment import AttentionConfig, Deployment, ExpertConfig, TEConfig
 from xdeepserve.engine.deploy.expert_services import reasons_against_services
 from xdeepserve.engine.deploy.roles import DEPLOYMENTS, TEKind, sections
+from xdeepserve.engine.deploy.settings import instead
 from xdeepserve.hw.atlas import NPUS_PER_SERVER
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.tp import TP_SIZES, tp_sizes
@@ -81,11 +82,13 @@ class Teams:
     def tes(self) -> list[TEDies]:
         """All TEs, in the order of the rows that the deployment is made of."""
         known = sections(self.d.kind)
-        has = "is one die" if known == {"dies"} else f"has {', '.join(sorted(known))}"
+        is_one = known == {"dies"}
+        has = "is one die" if is_one else f"has {', '.join(sorted(known))}"
+        own = () if is_one else known
         self.reasons += [
-            f"{each} is no setting of {self.d.kind}, which {has}"
+            f"{each} is no setting of {self.d.kind}, which {has}{instead(each, value, own)}"
             for each in OF_DIES
-            if getattr(self.d, each) is not None and each not in known
+            if (value := getattr(self.d, each)) is not None and each not in known
         ]
         if self.d.kind == "mixed":
             return self._listed()
