@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from xdeepserve.model import tensors as t
+from xdeepserve.model.attention_tables import ATTENTION
 from xdeepserve.model.canonical import factors
 from xdeepserve.model.checkpoint import expected_tensors
 from xdeepserve.model.config import load_config
@@ -63,7 +64,7 @@ def test_each_row_lies_in_a_field(recipe: Recipe, changes: dict[str, object], ma
                 array = array.w if array.scale is None else array.w.swapaxes(-1, -2)
             assert array.shape == (*stack, *row.shape(config)), row.name
         names = {row.name for row in rows}
-        absent = {row.name for row in (*t.ATTENTION[config.attention], *t.DENSE, *t.MOE)} - names
+        absent = {row.name for row in (*ATTENTION[config.attention], *t.DENSE, *t.MOE)} - names
         found_here = [t.find(layer, name) for name in absent]
         assert all(each is None or not each.size for each in found_here)
     for mtp in model.mtp:
