@@ -36,6 +36,18 @@ WAYS: dict[str, list[tuple[str, list[str]]]] = {
         ("moe-attention", ["mtp=1"]),
         ("transformerless", []),
     ],
+    "minimax-rotary-dim": [
+        ("monolithic", []),
+        ("colocated", ["tp=4", "dies=4", "pipeline.microbatches=2"]),
+        ("colocated", ["dies=4", "o_proj_tp=2"]),
+        ("pd", ["prefill.tp=4", "prefill.tp_mode=sp-tp-sp", "transfer=layer"]),
+        ("moe-attention", []),
+        ("transformerless", []),
+    ],
+    "minimax-odd-heads": [
+        ("colocated", ["tp=2", "dies=2", "exchange=push"]),
+        ("moe-attention", ["dataflow=true"]),
+    ],
     "glm-norms-groups": [("colocated", ["dies=2"]), ("moe-attention", ["dataflow=true"])],
     "qwen-every-layer-of-experts": [
         ("monolithic", []),

@@ -28,6 +28,8 @@ VARIANTS = [
     | {"model_type": "qwen3_moe", "scoring_func": "softmax", "num_key_value_heads": 4, "head_dim": 24},
     {"model_type": "glm4_moe", "rope_interleave": False, "num_key_value_heads": 2, "head_dim": 24}
     | {"attention_bias": True},
+    {"model_type": "minimax_m2", "num_nextn_predict_layers": 0, "rope_interleave": False}
+    | {"num_key_value_heads": 2, "head_dim": 24, "n_shared_experts": 0, "first_k_dense_replace": 0},
 ]
 IDS = [5, 90, 17, 300, 41, 7, 260, 33, 12, 5]
 

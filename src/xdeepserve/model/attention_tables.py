@@ -73,13 +73,16 @@ MLA = (
 )
 GQA = (
     Tensor("attn_norm", ("input_layernorm",), "H"),
-    Tensor("wq_b", ("self_attn.q_proj",), "N(P+R) H", "int8", "heads", _grouped, gain=1.5),
+    Tensor("wq_a", ("self_attn.q_proj",), "NKa H", "int8", arrange=_grouped),
+    Tensor("q_norm", ("self_attn.q_norm",), "NKa", arrange=_grouped),
+    Tensor("wq_b", ("self_attn.q_proj",), "NKd H", "int8", "heads", _grouped, gain=1.5),
     Tensor("bq", ("self_attn.q_proj",), "NKb", "plain", "heads", _grouped, parameter="bias", gain=3.0),
-    Tensor("q_norm", ("self_attn.q_norm",), "K", arrange=_grouped),
+    Tensor("q_norm", ("self_attn.q_norm",), "Kh", arrange=_grouped),
     Tensor("wkv_a", ("self_attn.k_proj", "self_attn.v_proj"), "GK H", "int8", arrange=_keys_values),
     Tensor("bk", ("self_attn.k_proj",), "GKb", arrange=_grouped, parameter="bias", gain=3.0),
     Tensor("bv", ("self_attn.v_proj",), "GKb", parameter="bias", gain=3.0),
-    Tensor("kv_norm", ("self_attn.k_norm",), "K", arrange=_grouped),
+    Tensor("kv_norm", ("self_attn.k_norm",), "Kh", arrange=_grouped),
+    Tensor("kv_norm", ("self_attn.k_norm",), "GKa", arrange=_grouped),
     Tensor("wo", ("self_attn.o_proj",), "H NV", "int8", "inputs"),
     Tensor("ffn_norm", ("post_attention_layernorm",), "H"),
 )

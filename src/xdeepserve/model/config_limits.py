@@ -16,6 +16,7 @@ LIMITS: dict[str, float] = {  # by key; negative numbers may be as large
     "num_key_value_heads": 2**12,
     "head_dim": 2**12,
     "partial_rotary_factor": 1.0,
+    "rotary_dim": 2**12,
     "decoder_sparse_step": 2**10,
     "q_lora_rank": 2**16,
     "kv_lora_rank": 2**16,

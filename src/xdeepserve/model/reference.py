@@ -19,13 +19,10 @@ import numpy as np
 from xdeepserve.bf16 import round_bf16
 from xdeepserve.model import canonical as c
 from xdeepserve.model.canonical import F32, Array
-from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.config import LATENT_NORM_EPS, ModelConfig
 from xdeepserve.model.families import AttentionKind
 from xdeepserve.model.tensors import MTP, Layer, Linear, ModelWeights, find
 from xdeepserve.model.weights import NO_BIAS, Recipe, TensorSource, load_weights
-
-LATENT_NORM_EPS = 1e-6  # q_norm and kv_norm do not follow rms_norm_eps
-
 
 # Of each expert: the tokens [n] and slots [n] that chose it, and what it made of them [n, H].
 Outputs = Iterator[tuple[Array, Array, Array]]
@@ -70,15 +67,17 @@ def mla(m: Arithmetic, x: Array) -> Array:
 
 
 def gqa(m: Arithmetic, x: Array) -> Array:
-    """Grouped-query attention, x [T, H] -> [T, H]; perhaps with biases, and norms of each query and key."""
-    c, kv = m.config, np.split(m.linear(x, "wkv_a"), 2, axis=1)
-    q = m.plus(m.linear(x, "wq_b"), "bq").reshape(len(x), c.num_attention_heads, -1)
-    k, v = (
-        m.plus(*each).reshape(len(x), c.num_key_value_heads, -1)
-        for each in zip(kv, ("bk", "bv"), strict=True)
-    )
-    if c.use_qk_norm:
-        q, k = m.norm(q, "q_norm", c.rms_norm_eps), m.norm(k, "kv_norm", c.rms_norm_eps)
+    """Grouped-query attention, x [T, H] -> [T, H]; perhaps with biases, and norms of each head or of all."""
+    c, eps = m.config, m.config.rms_norm_eps
+    k, v = np.split(m.linear(x, "wkv_a"), 2, axis=1)
+    if c.qk_norm == "all":
+        q, k = m.norm(m.linear(x, "wq_a"), "q_norm", eps), m.norm(k, "kv_norm", eps)
+    else:
+        q, k, v = m.plus(m.linear(x, "wq_b"), "bq"), m.plus(k, "bk"), m.plus(v, "bv")
+    q = q.reshape(len(x), c.num_attention_heads, -1)
+    k, v = (each.reshape(len(x), c.num_key_value_heads, -1) for each in (k, v))
+    if c.qk_norm == "head":
+        q, k = m.norm(q, "q_norm", eps), m.norm(k, "kv_norm", eps)
     return m.row_parallel(m.attend_grouped(m.rope(q), m.rope(k), v), "wo")
 
 

@@ -34,7 +34,10 @@ def sizes(c: ModelConfig) -> dict[str, int]:
         "N(P+V)": heads * (nope + c.v_head_dim),
         "NV": heads * c.v_head_dim,
         "GK": c.num_key_value_heads * c.key_columns,  # keys, and values that are as wide
-        "K": c.key_columns if c.use_qk_norm else 0,
+        "Kh": c.key_columns if c.qk_norm == "head" else 0,
+        "NKa": heads * c.qk_head_dim if c.qk_norm == "all" else 0,
+        "GKa": c.num_key_value_heads * c.key_columns if c.qk_norm == "all" else 0,
+        "NKd": heads * c.qk_head_dim if c.qk_norm != "all" else 0,
         "NKb": heads * c.qk_head_dim if c.attention_bias else 0,
         "GKb": c.num_key_value_heads * c.key_columns if c.attention_bias else 0,
         "E": c.n_routed_experts,

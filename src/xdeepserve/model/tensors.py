@@ -54,7 +54,7 @@ import numpy as np
 from xdeepserve.model.attention_tables import ATTENTION
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
-from xdeepserve.model.families import AttentionKind
+from xdeepserve.model.families import AttentionKind, ExpertNames
 from xdeepserve.model.tensor_row import Tensor
 
 
@@ -74,6 +74,18 @@ MOE = (
     Tensor("shared.w13", _gate_up("mlp.shared_experts"), "S H", "int8"),
     Tensor("shared.w2", ("mlp.shared_experts.down_proj",), "H S", "int8"),
 )
+MIXTRAL_MOE = (
+    Tensor("gate", ("block_sparse_moe.gate",), "E H", "router", gain=1.5),
+    Tensor("bias", ("block_sparse_moe",), "B", parameter="e_score_correction_bias"),
+    Tensor(
+        "experts.w13",
+        ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
+        "M H",
+        "int8",
+    ),
+    Tensor("experts.w2", ("block_sparse_moe.experts.{}.w2",), "H M", "int8"),
+)
+EXPERTS: dict[ExpertNames, tuple[Tensor, ...]] = {"deepseek": MOE, "mixtral": MIXTRAL_MOE}
 MTP_LAYER = (  # what an MTP layer has behind its decoder layer
     Tensor("embed", ("embed_tokens",), "vocab H"),
     Tensor("enorm", ("enorm",), "H"),
@@ -91,7 +103,7 @@ def layer_tensors(config: ModelConfig, is_moe: bool) -> tuple[Tensor, ...]:
     """The rows of a decoder layer that are there."""
     return tuple(
         row
-        for row in (*ATTENTION[config.attention], *(MOE if is_moe else DENSE))
+        for row in (*ATTENTION[config.attention], *(EXPERTS[config.expert_names] if is_moe else DENSE))
         if all(row.stored_shape(config))
     )
 
@@ -193,10 +205,10 @@ class Layer:
     attention: AttentionKind
     attn_norm: Array
     wq_a: Linear | None = None
-    q_norm: Array | None = None  # of the query's latent; in GQA of each head's query
-    wq_b: Linear  # the whole query projection if there is no wq_a
+    q_norm: Array | None = None  # of the query's latent; in GQA of each head's query, or of wq_a's outputs
+    wq_b: Linear | None = None  # the whole query projection if there is no wq_a; one of them there is
     wkv_a: Linear  # what the cache is made of: a latent and a RoPE key; or all heads' keys, then their values
-    kv_norm: Array | None = None  # of the latent, which always has one; in GQA of each head's key
+    kv_norm: Array | None = None  # of the latent, which always has one; in GQA of each head's key, or of all
     bq: Array | None = None  # biases of GQA's queries, keys and values
     bk: Array | None = None
     bv: Array | None = None

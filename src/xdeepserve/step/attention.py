@@ -16,7 +16,7 @@ from typing import NamedTuple
 from xdeepserve.hw.work import Work
 from xdeepserve.model import kernels as k
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.reference import LATENT_NORM_EPS
+from xdeepserve.model.config import LATENT_NORM_EPS
 from xdeepserve.model.tensors import Layer, Linear
 from xdeepserve.step.frame import Frame, Model
 from xdeepserve.step.linear import Rows
@@ -79,13 +79,14 @@ def _down_proj(f: Frame) -> None:
     if layer.wq_a is not None and layer.q_norm is not None:
         q_a = query_input(f, rows)
         linears.apply(q_a, f.source, layer.wq_a)
-        f.source = linears.norm(q_a, q_a, layer.q_norm, LATENT_NORM_EPS)
+        f.source = linears.norm(q_a, q_a, layer.q_norm, c.query_norm_eps)
 
 
 def _up_proj(f: Frame) -> None:
     c, b, heads = f.config, f.batch, f.num_heads
-    assert f.layer.kv_norm is not None
     rows, layer, rope = b.num_tokens, f.layer, (b.positions, f.cos, f.sin)
+    assert layer.kv_norm is not None
+    assert layer.wq_b is not None
     k.append_kv(*f.cache, b.slots, latent(f, rows), layer.kv_norm, LATENT_NORM_EPS, *rope)
     q = f.take("q", rows, heads * c.qk_head_dim)
     f.linears.apply(q, f.source, layer.wq_b)
@@ -140,6 +141,7 @@ def _down_work(model: Model, layer: Layer, n: Counts) -> Work:
 
 
 def _up_work(model: Model, layer: Layer, n: Counts) -> Work:
+    assert layer.wq_b is not None
     return linear_work(n.rows, layer.wq_b) + _per_head(model, n.rows, model.config.qk_nope_head_dim)
 
 
