@@ -39,7 +39,7 @@ SLOW = {
     "xdeepserve bench comm",
     "xdeepserve bench comm --full",
     "xdeepserve eval --samples 4",
-    "xdeepserve verify --deployments monolithic",
+    "xdeepserve bench papers",
     "xdeepserve quantize tiny OUT --method rtn",
     "xdeepserve golden write DIR",
     "xdeepserve golden check DIR",

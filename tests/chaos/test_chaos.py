@@ -15,10 +15,15 @@ from xdeepserve.chaos.judge import Judge
 from xdeepserve.chaos.shrink import shrink
 from xdeepserve.chaos.single_faults import every_step
 from xdeepserve.cli import main
+from xdeepserve.comm.exchange.handle import XCCL
 from xdeepserve.comm.trampoline.side import Side
+from xdeepserve.engine.dp.handover import Handover
+from xdeepserve.engine.dp.rtc import RTC
+from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.recovery.rollback import Rollback
 from xdeepserve.engine.recovery.rollback_watch import RollbackWatch
 from xdeepserve.engine.run.ends import RankExchange
+from xdeepserve.engine.walk import group_end
 from xdeepserve.errors import InputError
 from xdeepserve.hw.address_space import AddressSpace
 from xdeepserve.hw.fault_kinds import KINDS
@@ -274,6 +279,45 @@ def test_a_rollback_with_a_bug_is_found(
 ) -> None:
     monkeypatch.setattr(owner, name, put_back)
     assert any(judge.judge(schedule).is_bug for schedule in glitches(judge, 120))
+
+
+def keep_claim(self: Handover, seq: Sequence) -> None:
+    """`Handover.drop`, but the blocks that were to receive a sequence stay taken."""
+    place = self.places.of(seq)
+    if place in ("reserved", "receiving"):
+        self.rtc.finish(self.places.ticket_of(seq.seq_id))
+        self.reserved.pop(seq.seq_id, None)
+    if place == "receiving":
+        seq.leave_blocks()
+    if place != "elsewhere":
+        self.places.move(seq, "get lost")
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    ("owner", "name", "put_back"),
+    [
+        (XCCL, "reset", lambda self: None),
+        (Side, "reset", lambda self: None),
+        (group_end, "first_event", lambda epoch: 0),
+        (Handover, "drop", keep_claim),
+        (RTC, "lose", lambda self, slots, holdings: None),
+    ],
+    ids=[
+        "dispatch is not reset",
+        "A2E is not reset",
+        "collectives ignore the epoch",
+        "a claim kept",
+        "KV kept",
+    ],
+)
+def test_a_bug_in_any_protocol_is_found_within_500_schedules(
+    judge: Judge, monkeypatch: pytest.MonkeyPatch, owner: object, name: str, put_back: object
+) -> None:
+    """With all kinds of faults, which hide each other."""
+    monkeypatch.setattr(owner, name, put_back)
+    trials = campaign.random_trials(judge, list(PODS), 500, seed=0)
+    assert any(judge.judge(trial.schedule).is_bug for trial in trials)
 
 
 def test_single_faults_are_at_every_operation(judge: Judge) -> None:

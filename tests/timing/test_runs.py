@@ -14,7 +14,7 @@ from xdeepserve.bench.decode_formula import EP320, SPLITS, LayerCost, Load
 from xdeepserve.cli import main
 from xdeepserve.comm.cost import CommCost
 from xdeepserve.engine.build import PodPlan
-from xdeepserve.engine.deploy.deployment import Deployment
+from xdeepserve.engine.deploy.deployment import Deployment, ExpertConfig
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.run.clock import exchange_hub
@@ -98,6 +98,22 @@ def test_moe_attention_runs_its_streams(small_r1: Checkpoint) -> None:
     assert "dispatch" not in run.spent_ns
     one = decode(small_r1, superpod.disaggregated_deployment(1, 5, 8, 1, 20))
     assert one.iteration_ns <= run.iteration_ns
+
+
+def test_dies_for_the_shared_expert_are_those_that_are_said(small_r1: Checkpoint) -> None:
+    """As if so many dies held routed experts; and with replicas, each die of these reads more experts."""
+    deployment = superpod.colocated_deployment(288, 20)
+    apart = msgspec.structs.replace(deployment, experts=ExpertConfig(shared_dies=32))
+    said, meant = decode(small_r1, apart), decode(small_r1, deployment, routed_dies=256)
+    assert said.iteration_ns == meant.iteration_ns
+    assert {name: ns for name, ns in said.spent_ns.items() if ns} == {
+        name: ns for name, ns in meant.spent_ns.items() if ns
+    }
+    assert said.iteration_ns != decode(small_r1, deployment).iteration_ns
+    replicas = msgspec.structs.replace(apart, experts=ExpertConfig(shared_dies=32, redundant_slots=1))
+    assert decode(small_r1, replicas).spent_ns["Experts"] > said.spent_ns["Experts"]
+    with pytest.raises(DeploymentError, match=r"of_dies and experts\.shared_dies exclude each other"):
+        decode(small_r1, apart, of_dies=320)
 
 
 def test_as_a_sample_of_a_pod_the_exchanges_cost_what_they_do_there(small_r1: Checkpoint) -> None:

@@ -253,18 +253,13 @@ def reasons_against_replicas(d: Deployment, num_experts: int) -> list[str]:
 
 def reasons_against_timing(d: Deployment) -> list[str]:
     """What a run that only takes time lacks."""
-    experts, reasons = d.experts or ExpertConfig(), []
+    reasons = []
     if d.ems.path is not None:
         reasons.append("timing-only runs compute no KV that a memory pool (ems.path) could keep")
     if d.dataflow:
         reasons.append("timing-only runs have exchanges that wait for all dies, and no dataflow")
     if has_services(d.kind):
         reasons.append("timing-only runs have exchanges that wait for all dies, and no expert services")
-    if experts.shared_dies is not None and DEPLOYMENTS[d.kind][0].can_share:
-        reasons.append(
-            "timing-only runs put the shared expert on the dies that are more than the routed experts, and "
-            f"have no experts.shared_dies in {d.kind}"
-        )
     return reasons
 
 

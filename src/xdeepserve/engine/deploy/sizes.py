@@ -154,6 +154,11 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
         return self.every_die[self.num_dies :]
 
     @property
+    def routed_dies(self) -> tuple[int, ...]:
+        """Of these the ones with routed experts."""
+        return self.expert_dies[: self.num_expert_dies - self.num_shared_dies]
+
+    @property
     def num_groups(self) -> int:
         """DP groups."""
         return self.num_dies // self.tp
@@ -309,6 +314,14 @@ def _spread(num_experts: int, te: TEDies, counts: Sequence[int] | None) -> tuple
     return (*shares, *[range(num_experts, num_experts)] * (te.num_holders - first))
 
 
+def _copies(experts: ExpertConfig, te: TEDies, experts_of: Sequence[range]) -> tuple[tuple[int, ...], ...]:
+    """The experts of which each server has copies from the start; fewer of each where fewer dies are left."""
+    copies = min(experts.copies, te.num_routed_dies - 1)
+    if not te.kind.has_services or copies <= 0:
+        return ()
+    return declustered(experts_of, te.num_routed_dies, copies)
+
+
 def size(
     d: Deployment, config: ModelConfig, te: TEDies, first_die: int = 0, is_timing_only: bool = False
 ) -> Sizes:
@@ -321,12 +334,8 @@ def size(
     max_model_len = refusals.context_of(d, config)
     max_tokens = given.max_num_batched_tokens or d.scheduler.max_num_batched_tokens
     max_seqs = given.max_num_seqs or d.scheduler.max_num_seqs
-    experts_of, redundant_slots = _spread(num_experts, te, experts.counts), experts.redundant_slots
-    copies_of: tuple[tuple[int, ...], ...] = ()
-    copies = min(experts.copies, te.num_routed_dies - 1)  # fewer, where fewer dies are left
-    if row.has_services and copies > 0:
-        copies_of = declustered(experts_of, te.num_routed_dies, copies)
-        redundant_slots = max(map(len, copies_of))
+    experts_of = _spread(num_experts, te, experts.counts)
+    copies_of = _copies(experts, te, experts_of)
     num_blocks = d.cache.num_blocks
     if num_blocks is None:
         num_blocks = -(-max(max_model_len, refusals.DEFAULT_MODEL_LEN) // d.cache.block_size)
@@ -345,7 +354,7 @@ def size(
         turns=turns,
         attention_cores=pipeline.attention_cores if turns == "overlap" and overlap == "cores" else 0,
         num_shared_dies=te.num_shared_dies,
-        redundant_slots=redundant_slots,
+        redundant_slots=max(map(len, copies_of), default=experts.redundant_slots),
         copies_of=copies_of,
         services=(d.services or ServiceConfig()) if row.has_services else None,
         balance_interval_ns=0 if copies_of else math.ceil(1e9 * experts.balance_interval),

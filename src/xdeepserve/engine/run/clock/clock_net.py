@@ -55,11 +55,11 @@ class MadeUp:
         out[:] = DUMMY_TOKEN
 
 
-def _check_placed(timing: TimingConfig) -> None:
+def _check_placed(timing: TimingConfig, setting: str) -> None:
     """DeploymentError if these dies are not all there are: then nobody knows where experts are."""
     for key in ("of_dies", "routed_dies"):
         if getattr(timing, key) is not None:
-            raise DeploymentError(f"timing: {key} and experts.redundant_slots exclude each other")
+            raise DeploymentError(f"timing: {key} and experts.{setting} exclude each other")
 
 
 class ClockNet:
@@ -78,12 +78,17 @@ class ClockNet:
         timeout_ns, held = sizes.exchange_timeout_ns, [len(own) for own in sizes.slots_of]
         self._placed: list[PlacedRouting] = []  # of each domain, where there are redundant slots
         if sizes.redundant_slots:
-            _check_placed(timing)
+            _check_placed(timing, "redundant_slots")
             self._placed = [PlacedRouting(config, sizes, timing) for _ in range(sizes.num_domains)]
         placed = self._placed[0] if self._placed else None
         primary = sizes.num_primary_dies
+        shared = sizes.num_shared_dies if sizes.experts == "among" else 0
+        if shared:
+            _check_placed(timing, "shared_dies")
         self.hubs = [
-            ExchangeHub(pod.clock, cost, config, team.dies, timing, timeout_ns, m, held, placed, primary)
+            ExchangeHub(
+                pod.clock, cost, config, team.dies, timing, timeout_ns, m, held, placed, primary, shared
+            )
             for m in range(sizes.num_parts)
         ]
         self.has_shared = not (sizes.experts == "among" and self.hubs[0].num_shared)
@@ -102,7 +107,7 @@ class ClockNet:
                     config,
                     team.domain(d),
                     team.expert_dies,
-                    len(sizes.experts_of) - sizes.num_shared_dies,
+                    len(sizes.routed_dies),
                     m * sizes.num_domains + d,
                     timing,
                     timeout_ns,

@@ -37,11 +37,12 @@ class Brought(NamedTuple):
 class ExchangeHub:
     """Dispatch and combine between all ranks of a colocated group.
 
-    With more dies than routed experts the rest hold copies of the shared expert, to which each token sends a
-    copy too, and redundant slots spread the routed copies over all dies (XDS 7.1). `config.of_dies` bills as
-    if the ranks were a sample of so many; else `held` says how many experts each has. Microbatches have hubs
-    of their own, with a `stream` of routing. `placed` knows where experts and their replicas are, where that
-    is said: then each die has the shared expert for itself, and `num_primary` dies have experts of their own.
+    The last `num_shared` ranks hold copies of the shared expert, to which each token sends a copy too. If
+    that is not said, those do that are more than the routed experts, and redundant slots spread the routed
+    copies over all dies (XDS 7.1). `config.of_dies` bills as if the ranks were a sample of so many; else
+    `held` says how many experts each has. Microbatches have hubs of their own, with a `stream` of routing.
+    `placed` knows where experts and their replicas are, where that is said: then, if it is not said who has
+    copies of the shared expert, each die has it for itself, and `num_primary` dies have experts of their own.
     """
 
     def __init__(
@@ -56,21 +57,23 @@ class ExchangeHub:
         held: Sequence[int] = (),
         placed: PlacedRouting | None = None,
         num_primary: int = 0,
+        num_shared: int = 0,
     ) -> None:
         self.clock, self.cost, self.model, self.dies, self.stream = clock, cost, model, dies, stream
         self.num_ranks, self.timeout_ns = len(dies), timeout_ns
         self.num_dies = config.of_dies or self.num_ranks
         # Routed experts by rank, as far as these ranks are all that there are.
         self.held = held if config.of_dies is None and any(held) else ()
-        self.num_routed = min(self.num_dies, config.routed_dies or self.num_dies)
+        self.num_routed = min(self.num_dies, config.routed_dies or self.num_dies - num_shared)
         num_others = self.num_dies - (config.routed_dies or model.n_routed_experts)
-        self.num_shared = max(0, num_others) if model.n_shared_experts else 0
-        self.copies = model.num_experts_per_tok + (self.num_shared > 0)
+        self.num_shared = num_shared or (max(0, num_others) if model.n_shared_experts else 0)
+        self.has_copies = num_shared > 0  # dies whose programs know of a copy, and not of one expert more
         self._num_sharing = self.num_routed  # dies that a token's copies are spread over on average
         self.routing: Routing | PlacedRouting = Routing(self.num_routed, config.skew, config.seed)
         if placed is not None:
-            self.num_routed, self.num_shared, self.copies = self.num_ranks, 0, model.num_experts_per_tok
+            self.num_routed, self.num_shared = self.num_ranks, num_shared
             self.routing, self._num_sharing = placed, num_primary
+        self.copies = model.num_experts_per_tok + (self.num_shared > 0)
         # Of the latest events: last arrival at the dispatch - first arrival.
         self.spreads_ns: dict[int, int] = {}
         self._meetings: dict[tuple[str, int], Meeting[Brought]] = {}
@@ -123,9 +126,8 @@ class ClockExchange:
         """x [T, H]; the rows that came for this rank's experts, without their bytes."""
         self._num_tokens = len(x)
         self.load = await self._meet("dispatch", event_id)
-        is_routed = self.rank < self.hub.num_routed
-        num_rows = int(self.load.routed[self.rank]) if is_routed else math.ceil(self.load.shared)
-        return received(num_rows, x.shape[1])
+        routed, shared = self._rows(self.load)
+        return received(routed + math.ceil(shared), x.shape[1])
 
     async def combine(self, expert_out: Array, topk_weights: Array, event_id: int) -> Array:
         """[T, K, H], as a shape; if fused, [T, H]."""
@@ -141,17 +143,26 @@ class ClockExchange:
         """A meeting that was not ended has a number of its own."""
 
     def bill(self, received: int) -> tuple[float, float, float]:
-        """Copies of routed experts, stretched, or of a copy of the shared one, or whichever is
-        hotter where a die may have both: billed as those of a routed expert."""
+        """Copies of routed experts, stretched, how many of these have rows, and rows for a copy of the shared
+        one. Where no die is said to have such copies, they are billed as those of a routed expert, or
+        whichever is hotter where a die may have both."""
         hub, load = self.hub, self.load
         assert load is not None
+        routed, shared = self._rows(load)
         if self.rank >= hub.num_routed:
-            return load.shared, 1, 0
+            return (0, 0, shared) if hub.has_copies else (shared, 1, 0)
         held = hub.held[self.rank] if hub.held else max(1.0, hub.model.n_routed_experts / hub.num_dies)
-        copies = hub.cost.spec.billed_copies(float(received), load.mean)
-        if self.rank >= hub.num_dies - hub.num_shared:
+        copies = hub.cost.spec.billed_copies(float(routed), load.mean)
+        if not hub.has_copies and self.rank >= hub.num_dies - hub.num_shared:
             copies = max(copies, load.shared)
-        return copies, min(received, held), 0
+        return copies, min(routed, held), shared
+
+    def _rows(self, load: Brought) -> tuple[int, float]:
+        """For routed experts here, and for a copy of the shared one."""
+        hub = self.hub
+        routed = int(load.routed[self.rank]) if self.rank < hub.num_routed else 0
+        first = hub.num_dies - hub.num_shared if hub.has_copies else hub.num_routed
+        return routed, load.shared if self.rank >= first else 0.0
 
     async def _meet(self, op: str, event_id: int) -> Brought:
         start = await self.timeline.catch_up()
