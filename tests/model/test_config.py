@@ -249,6 +249,35 @@ def test_what_is_refused_of_minimax(load, key: str, value: Any) -> None:
         load(**(MINIMAX | {key: value}))
 
 
+SPARSE: dict[str, Any] = {"model_type": "deepseek_v32"}
+
+
+def test_sparse_attention_has_an_indexer(load, tmp_path: Path) -> None:
+    config = load(**SPARSE, index_topk=9, index_n_heads=3, index_head_dim=24)
+    assert (config.index_topk, config.index_n_heads, config.index_head_dim) == (9, 3, 24)
+    assert (config.kv_columns, config.cache_columns) == (80, 104)
+    (tmp_path / "config.json").write_text(json.dumps(SPARSE))
+    config = load_config(tmp_path)
+    assert (config.index_topk, config.index_n_heads, config.index_head_dim) == (2048, 64, 128)
+    assert (config.first_k_dense_replace, config.num_nextn_predict_layers) == (3, 0)
+    assert config.max_position_embeddings == 163840
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"index_topk": 0}, "index_topk must be an integer >= 1, found 0"),
+        ({"index_head_dim": 8}, "index_head_dim (8) must not be less than qk_rope_head_dim (16)"),
+        ({"q_lora_rank": None}, "q_lora_rank must not be null: the indexer reads the query's latent"),
+        ({"rope_interleave": False}, "rope_interleave false is not supported (only true is)"),
+        ({INT8_ATTENTION: [1]}, f"{INT8_ATTENTION} is for MLA, and this is DSA"),
+    ],
+)
+def test_what_is_refused_of_sparse_attention(load, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        load(**(SPARSE | changes))
+
+
 def test_mtp_layers_by_their_new_name(load) -> None:
     assert load("num_nextn_predict_layers", num_mtp_layers=2).num_nextn_predict_layers == 2
 
@@ -270,7 +299,7 @@ def test_generation_config_wins_where_it_speaks(load) -> None:
         (
             {"model_type": "llama"},
             'model_type "llama" is not supported '
-            "(supported: deepseek_v3, kimi_k2, glm4_moe_lite, qwen3_moe, glm4_moe, minimax_m2)",
+            "(supported: deepseek_v3, kimi_k2, deepseek_v32, glm4_moe_lite, qwen3_moe, glm4_moe, minimax_m2)",
         ),
         ({"model_type": ["kimi_k2"]}, 'model_type ["kimi_k2"] is not supported'),
         ({"model_type": None}, "model_type is missing"),
@@ -346,6 +375,8 @@ def test_every_number_has_a_limit(load, key: str) -> None:
             changes["model_type"] = "glm4_moe"
         if key == "rotary_dim":
             changes |= MINIMAX
+        if key.startswith("index_"):
+            changes |= SPARSE
     if key == "rotary_dim":
         changes |= MINIMAX
         without = ("num_nextn_predict_layers",) if key == "num_mtp_layers" else ()

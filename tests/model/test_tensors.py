@@ -31,6 +31,9 @@ VARIANTS = [
     {"model_type": "minimax_m2", "num_nextn_predict_layers": 0, "rope_interleave": False}
     | {"num_key_value_heads": 2, "head_dim": 24, "n_shared_experts": 0, "first_k_dense_replace": 0},
 ]
+INDEXED = [
+    {"model_type": "deepseek_v32", "index_n_heads": 3, "index_head_dim": 24}
+]  # reference and kernels only
 IDS = [5, 90, 17, 300, 41, 7, 260, 33, 12, 5]
 
 Make = Callable[..., SeededCheckpoint]
@@ -47,7 +50,7 @@ def make(tmp_path: Path) -> Make:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("changes", VARIANTS)
+@pytest.mark.parametrize("changes", [*VARIANTS, *INDEXED])
 def test_each_row_lies_in_a_field(recipe: Recipe, changes: dict[str, object], make: Make) -> None:
     source = make(**changes)
     config, model = source.config, Reference(source, recipe, 16).weights
@@ -74,7 +77,7 @@ def test_each_row_lies_in_a_field(recipe: Recipe, changes: dict[str, object], ma
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("changes", VARIANTS)
+@pytest.mark.parametrize("changes", [*VARIANTS, *INDEXED])
 def test_what_is_prepared_is_what_specs_say(recipe: Recipe, changes: dict[str, object], make: Make) -> None:
     """Each tensor of the checkpoint is read, and each array comes once, of its spec's shape and dtype."""
     source, read = make(**changes), set()

@@ -12,12 +12,15 @@ from xdeepserve.model.tensor_row import Tensor
 # ---- rows in the order of the kernels ------------------------------------------------------------------
 
 
-def _interleaved(c: ModelConfig, w: Array) -> Array:
-    """RoPE rows w [..., R, K] of a half-split checkpoint, put into neighbouring pairs."""
-    if c.rope_interleave:
-        return w
+def _in_pairs(w: Array) -> Array:
+    """RoPE rows w [..., R, K], whose halves are pairs, put into neighbouring pairs."""
     half = w.shape[-2] // 2
     return np.stack([w[..., :half, :], w[..., half:, :]], axis=-2).reshape(w.shape)
+
+
+def _interleaved(c: ModelConfig, w: Array) -> Array:
+    """RoPE rows w [..., R, K] of any checkpoint, in neighbouring pairs."""
+    return w if c.rope_interleave else _in_pairs(w)
 
 
 def _queries(c: ModelConfig, w: Array) -> Array:
@@ -46,6 +49,15 @@ def _grouped(c: ModelConfig, w: Array) -> Array:
     by_head = by_head[..., None] if w.ndim == 1 else by_head
     turned, still = np.split(by_head, [c.qk_rope_head_dim], axis=1)
     return np.concatenate([still, _interleaved(c, turned)], axis=1).reshape(w.shape)
+
+
+def _indexed(c: ModelConfig, w: Array) -> Array:
+    """Rows of the indexer's queries or keys, or a norm's elements: the first of each head are turned, halves
+    with halves whatever attention does."""
+    by_head = w.reshape(-1, c.index_head_dim, *w.shape[1:])
+    by_head = by_head[..., None] if w.ndim == 1 else by_head
+    turned, still = np.split(by_head, [c.qk_rope_head_dim], axis=1)
+    return np.concatenate([still, _in_pairs(turned)], axis=1).reshape(w.shape)
 
 
 def _keys_values(c: ModelConfig, w: Array) -> Array:
@@ -86,4 +98,13 @@ GQA = (
     Tensor("wo", ("self_attn.o_proj",), "H NV", "int8", "inputs"),
     Tensor("ffn_norm", ("post_attention_layernorm",), "H"),
 )
-ATTENTION: dict[AttentionKind, tuple[Tensor, ...]] = {"mla": MLA, "gqa": GQA}
+_INDEXER = "self_attn.indexer."
+DSA = (
+    *MLA,
+    Tensor("index_wq", (f"{_INDEXER}wq_b",), "NX Q", "matrix", arrange=_indexed),
+    Tensor("index_wk", (f"{_INDEXER}wk",), "X H", "matrix", arrange=_indexed),
+    Tensor("index_norm", (f"{_INDEXER}k_norm",), "X", arrange=_indexed),
+    Tensor("index_bias", (f"{_INDEXER}k_norm",), "X", arrange=_indexed, parameter="bias"),
+    Tensor("index_gate", (f"{_INDEXER}weights_proj",), "NI H", "router"),
+)
+ATTENTION: dict[AttentionKind, tuple[Tensor, ...]] = {"mla": MLA, "gqa": GQA, "dsa": DSA}

@@ -8,12 +8,13 @@ holds, how parallelism cuts it and what moves between dies follows from these.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from .config_reader import Reader
 
-AttentionKind: TypeAlias = Literal["mla", "gqa"]
+AttentionKind: TypeAlias = Literal["mla", "gqa", "dsa"]
 QKNorm: TypeAlias = Literal["none", "head", "all"]
 ExpertNames: TypeAlias = Literal["deepseek", "mixtral"]
 Scoring: TypeAlias = Literal["sigmoid", "softmax"]
@@ -25,11 +26,11 @@ def _first_dense(reader: Reader, num_layers: int) -> tuple[int, frozenset[int]]:
     return reader.integer("first_k_dense_replace", 3, minimum=0), frozenset()
 
 
-def _listed(reader: Reader, num_layers: int) -> tuple[int, frozenset[int]]:
+def _listed(reader: Reader, num_layers: int, default: int = 1) -> tuple[int, frozenset[int]]:
     """GLM's: a word for each layer; without them, what DeepSeek's key says."""
     words = reader.raw.get("mlp_layer_types")
     if words is None:
-        return reader.integer("first_k_dense_replace", 1, minimum=0), frozenset()
+        return reader.integer("first_k_dense_replace", default, minimum=0), frozenset()
     if not isinstance(words, list) or len(words) != num_layers or {*map(str, words)} - {"dense", "sparse"}:
         reader.problems.append(f'mlp_layer_types must be "dense" or "sparse" for each of {num_layers} layers')
         return 0, frozenset()
@@ -49,7 +50,8 @@ class Family(NamedTuple):
     """A row of FAMILIES.
 
     attention     what its layers attend with, and what the KV cache has: `mla`, latents that all heads share;
-                  `gqa`, a key and a value for each group of heads
+                  `gqa`, a key and a value for each group of heads; `dsa`, those of latents that an indexer
+                  has chosen, whose keys are in the cache, too
     scoring       how a router's logits become scores: each by itself, or all experts' together
     names         keys that it calls otherwise: its name -> DeepSeek-V3's
     defaults      of keys that are absent, where transformers' config class has others than DeepseekV3Config
@@ -82,6 +84,23 @@ def _mla_sizes(reader: Reader, family: Family, heads: int, hidden: int) -> dict[
         "qk_nope_head_dim": reader.integer("qk_nope_head_dim", 128),
         "qk_rope_head_dim": reader.integer("qk_rope_head_dim", 64, minimum=2),
         "v_head_dim": reader.integer("v_head_dim", 128),
+    }
+
+
+def _dsa_sizes(reader: Reader, family: Family, heads: int, hidden: int) -> dict[str, Any]:
+    sizes = _mla_sizes(reader, family, heads, hidden)
+    if sizes["q_lora_rank"] is None:
+        reader.problems.append("q_lora_rank must not be null: the indexer reads the query's latent")
+    index_head_dim = reader.integer("index_head_dim", 128)
+    if index_head_dim < sizes["qk_rope_head_dim"]:
+        reader.problems.append(
+            f"index_head_dim ({index_head_dim}) must not be less than "
+            f"qk_rope_head_dim ({sizes['qk_rope_head_dim']})"
+        )
+    return sizes | {
+        "index_topk": reader.integer("index_topk", 2048),
+        "index_n_heads": reader.integer("index_n_heads", 64),
+        "index_head_dim": index_head_dim,
     }
 
 
@@ -128,12 +147,19 @@ def _rotated(reader: Reader, family: Family, head_dim: int) -> int:
 HEAD_SIZES: dict[AttentionKind, Callable[[Reader, Family, int, int], dict[str, Any]]] = {
     "mla": _mla_sizes,
     "gqa": _gqa_sizes,
+    "dsa": _dsa_sizes,
 }
 """Fields of a ModelConfig that tell of heads, from a config.json, the number of heads and the hidden size."""
 
 FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family(),
     "kimi_k2": Family(),
+    "deepseek_v32": Family(
+        attention="dsa",
+        defaults={"max_position_embeddings": 163840, "num_nextn_predict_layers": 0},
+        only={"rope_interleave": True},
+        dense_layers=partial(_listed, default=3),
+    ),
     "glm4_moe_lite": Family(
         defaults={
             "vocab_size": 154880,

@@ -214,6 +214,11 @@ class Layer:
     bv: Array | None = None
     w_uk: Array = field(default_factory=_no_heads)  # MLA's [heads, nope, C]: absorbed into the query
     w_uv: Array = field(default_factory=_no_heads)  # MLA's [heads, C, V]: applied to the attended latent
+    index_wq: Array | None = None  # the indexer's [Q, heads * X], from the query's latent
+    index_wk: Array | None = None  # [H, X]; its keys are in the cache, too
+    index_norm: Array | None = None
+    index_bias: Array | None = None
+    index_gate: Array | None = None  # [H, heads]: what each head's score counts
     wo: Linear
     ffn_norm: Array
     mlp: MLP | None

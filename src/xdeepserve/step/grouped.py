@@ -44,7 +44,7 @@ def _up_proj(f: Frame) -> None:
     if layer.bv is not None:
         kv[:, keys.shape[1] :] += layer.bv
     _finish(f, keys, layer.bk, c.num_key_value_heads, layer.kv_norm)
-    k.append_heads(*_by_head(f), f.batch.slots, keys, kv, c.num_key_value_heads)
+    k.append_heads(*_by_head(f).pages, f.batch.slots, keys, kv, c.num_key_value_heads)
     width = f.num_heads * c.qk_head_dim
     q = f.take("q", rows, width)
     if layer.wq_b is None:  # all heads' queries have been normed together
@@ -57,7 +57,7 @@ def _up_proj(f: Frame) -> None:
 
 def _by_head(f: Frame) -> KVCache:
     """The layer's cache in blocks of a tile of positions and a head."""
-    values, scale, keys = f.cache
+    values, scale, keys = f.cache.pages
     tiles = values.reshape(-1, 1, *values.shape[2:]), keys.reshape(-1, 1, *keys.shape[2:])
     return KVCache(tiles[0], scale.reshape(-1, TILE), tiles[1])
 
@@ -95,7 +95,7 @@ def _attend(f: Frame) -> None:
         f.linears.threads.over_pieces(
             k.attention, b.context * num * float(c.key_columns + c.value_columns), f.scratch_size,
             _attended(f, queries), none, mine, num, c.key_columns, b.seq_of, b.positions,
-            *_by_head(f), _tables(f, head), c.softmax_scale, False,
+            *_by_head(f).pages, _tables(f, head), c.softmax_scale, False,
         )  # fmt: skip
 
 
