@@ -7,15 +7,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from tests.model.hf_fixtures import Fixture, fixtures
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.cli import main
 from xdeepserve.llm import digest
-from xdeepserve.model.checkpoint import open_checkpoint
+from xdeepserve.model.checkpoint import SINGLE_FILE, open_checkpoint
 from xdeepserve.model.export import write_checkpoint
 from xdeepserve.model.reference import Reference
 from xdeepserve.model.weights import RECIPES, Recipe
+from xdeepserve.step import sparse
+from xdeepserve.step.frame import Model
+from xdeepserve.step.stage import Counts
 
 BY_NAME: dict[str, Fixture] = {f.name: f for f in fixtures()}
 PARAMS = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
@@ -35,6 +39,37 @@ WAYS: dict[str, list[tuple[str, list[str]]]] = {
         ("pd", ["prefill.tp=2", "prefill.tp_mode=sp-tp-sp", "mtp=1", "transfer=layer"]),
         ("moe-attention", ["mtp=1"]),
         ("transformerless", []),
+    ],
+    "minimax-rotary-dim": [
+        ("monolithic", []),
+        ("colocated", ["tp=4", "dies=4", "pipeline.microbatches=2"]),
+        ("colocated", ["dies=4", "o_proj_tp=2"]),
+        ("pd", ["prefill.tp=4", "prefill.tp_mode=sp-tp-sp", "transfer=layer"]),
+        ("moe-attention", []),
+        ("transformerless", []),
+    ],
+    "minimax-odd-heads": [
+        ("colocated", ["tp=2", "dies=2", "exchange=push"]),
+        ("moe-attention", ["dataflow=true"]),
+    ],
+    "sparse-yarn-groups-mtp": [
+        ("monolithic", ["mtp=1"]),
+        ("monolithic", ["cache.block_size=32", "mtp=2"]),
+        ("colocated", ["tp=4", "dies=4", "mtp=2"]),
+        ("colocated", ["dies=3", "pipeline.microbatches=2"]),
+        ("colocated", ["dies=4", "o_proj_tp=2"]),
+        ("pd", ["prefill.tp=2", "prefill.tp_mode=sp-tp-sp", "mtp=1", "transfer=layer"]),
+        (
+            "pd",
+            ["cache.num_blocks=12", "max_model_len=128", "cache.preemption=swap", "cache.num_host_blocks=8"],
+        ),
+        ("moe-attention", ["mtp=1"]),
+        ("transformerless", []),
+    ],
+    "sparse-listed-layers-plain": [
+        ("monolithic", []),
+        ("colocated", ["tp=2", "dies=2", "exchange=push"]),
+        ("moe-attention", ["dataflow=true"]),
     ],
     "glm-norms-groups": [("colocated", ["dies=2"]), ("moe-attention", ["dataflow=true"])],
     "qwen-every-layer-of-experts": [
@@ -79,6 +114,26 @@ def test_every_way_gives_the_bits_of_the_reference(name: str, recipe: Recipe, tm
         assert choice.token_ids == expected.argmax(axis=-1).tolist()
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_ties_at_the_boundary_of_the_choice(recipe: Recipe, tmp_path: Path) -> None:
+    """No score counts in the second half of the layers: all positions tie, and the lowest win everywhere."""
+    directory = BY_NAME["sparse-listed-layers-plain"].checkpoint_dir(tmp_path)
+    tensors = load_file(directory / SINGLE_FILE)
+    for layer_idx in (2, 3):
+        tensors[f"model.layers.{layer_idx}.self_attn.indexer.weights_proj.weight"][:] = 0
+    save_file(tensors, directory / SINGLE_FILE, metadata={"format": "pt"})
+    checkpoint = open_checkpoint(directory)
+    reference = Reference(checkpoint, recipe, 256)
+    for deployment, overrides in (
+        ("monolithic", ["scheduler.max_num_batched_tokens=16"]),
+        ("colocated", ["tp=2", "dies=2", "cache.block_size=32"]),
+        ("pd", ["prefill.tp=2", "prefill.tp_mode=sp-tp-sp"]),
+    ):
+        with LLM(checkpoint, deployment, recipe, overrides=overrides) as llm:
+            for prompt in PROMPTS:
+                assert np.array_equal(llm.logits(prompt), reference.logits(prompt))
+
+
 def qwen(tmp_path: Path) -> Path:
     return BY_NAME["qwen-every-layer-of-experts"].checkpoint_dir(tmp_path)
 
@@ -119,11 +174,47 @@ def test_what_is_not_for_it_is_refused_in_a_line(
     assert not (tmp_path / "out").exists()
 
 
+def test_what_is_not_for_sparse_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = str(BY_NAME["sparse-listed-layers-plain"].checkpoint_dir(tmp_path))
+    model = ["--model", directory]
+    for command, message in (
+        (["generate", "--prompt-ids", "1", "--set", "lockstep=true", *model], "MLA, not for the model's DSA"),
+        (
+            ["plan", "--slo-ms", "50", "--prompt", "100", "--output", "100", *model],
+            "plan has times of MLA's stages, not of the model's DSA",
+        ),
+        (["quantize", directory, str(tmp_path / "out")], "quantize knows layers of MLA, not of DSA"),
+    ):
+        assert main(command) == 2
+        err = capsys.readouterr().err
+        assert message in err
+        assert err.strip().count("\n") == 0
+
+
+def test_the_keys_of_the_indexer_are_in_each_block(tmp_path: Path) -> None:
+    """Per position and layer: a latent of 40 columns, a RoPE key of 12, an indexer's key of 12."""
+    checkpoint = open_checkpoint(BY_NAME["sparse-listed-layers-plain"].checkpoint_dir(tmp_path))
+    for recipe, nbytes in (("fp32", (48 + 16 + 12) * 4), ("int8", 48 + 4 + (16 + 12) * 4)):
+        with LLM(checkpoint, "monolithic", recipe) as llm:
+            memory = llm.engine.je.tes[0].executors[0].mem
+            assert memory.block_nbytes == 4 * llm.engine.plan.deployment.cache.block_size * nbytes
+
+
 def test_a_run_that_only_takes_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--deployment", "colocated", "--set", "dies=2,4", "--context", "100"]
     assert main(["sweep", "--model", str(qwen(tmp_path)), *sizes, "--json"]) == 0
     for row in json.loads(capsys.readouterr().out)["rows"]:
         assert {"QKVProlog", "GQA", "OProj"} <= row["shares"].keys()
+
+
+def test_attention_costs_no_more_than_what_is_chosen(tmp_path: Path) -> None:
+    config = open_checkpoint(BY_NAME["sparse-yarn-groups-mtp"].checkpoint_dir(tmp_path)).config
+    model, top_k = Model(config, "int8", config.num_attention_heads), config.index_topk
+    few, many = Counts(1, top_k, top_k), Counts(1, 8 * top_k, 8 * top_k)
+    assert sparse.attend.work(model, None, few) == sparse.attend.work(model, None, many)
+    assert (
+        sparse.choose.work(model, None, many).attention == 8 * sparse.choose.work(model, None, few).attention
+    )
 
 
 @pytest.mark.parametrize("method", ["rtn", "cloudmatrix"])

@@ -115,7 +115,9 @@ def expected(fixture: Fixture, directory: Path) -> dict[str, np.ndarray]:
         "sin": sin[0, :, :half].numpy(),
         "softmax_scale": np.float64(model.model.layers[0].self_attn.scaling),
     }
-    if fixture.config.get("num_nextn_predict_layers"):
+    # transformers 5.23's MtpModel makes no masks for layers with an indexer.
+    has_mtp = fixture.config["model_type"] != "deepseek_v32"
+    if has_mtp and fixture.config.get("num_nextn_predict_layers"):
         pairs = zip(fixture.prompts, runs, strict=True)
         arrays["mtp_logits"] = np.stack(
             [mtp_logits(model, prompt, tokens[0]) for prompt, (_, tokens, _) in pairs]

@@ -204,13 +204,78 @@ def test_glm_rotates_a_part_of_each_head(load, changes: dict[str, Any], rotated:
         24,
     )
     assert (config.key_columns, config.value_columns, config.kv_columns) == (24, 24, 96)
-    assert (config.attention_bias, config.use_qk_norm, config.scoring) == (True, False, "sigmoid")
+    assert (config.attention_bias, config.qk_norm, config.scoring) == (True, "none", "sigmoid")
 
 
 @pytest.mark.parametrize("factor", [0.3, 0.01])
 def test_parts_of_a_head_that_are_no_pairs(load, factor: float) -> None:
     with pytest.raises(CheckpointError, match="head_dim x partial_rotary_factor must be even, found"):
         load(**(GLM | {"partial_rotary_factor": factor}))
+
+
+MINIMAX: dict[str, Any] = {"model_type": "minimax_m2", "num_key_value_heads": 2, "head_dim": 24}
+
+
+@pytest.mark.parametrize(
+    ("changes", "rotated"),
+    [
+        ({}, 24),
+        ({"rotary_dim": 10}, 10),
+        ({"rotary_dim": 10, "partial_rotary_factor": 0.5}, 12),
+        ({"rotary_dim": 10, "rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.75}}, 18),
+    ],
+)
+def test_minimax_norms_all_heads_together(load, changes: dict[str, Any], rotated: int) -> None:
+    config = load(
+        *("n_routed_experts", "first_k_dense_replace", "n_group", "topk_group", "moe_intermediate_size"),
+        **(MINIMAX | {"num_local_experts": 6, "intermediate_size": 40} | changes),
+    )
+    assert (config.qk_rope_head_dim, config.qk_head_dim, config.qk_norm) == (rotated, 24, "all")
+    assert (config.q_lora_rank, config.n_routed_experts) == (24 * config.num_attention_heads, 6)
+    assert (config.moe_intermediate_size, config.num_moe_layers) == (40, config.num_hidden_layers)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("use_qk_norm", False),
+        ("qk_norm_type", "per_head"),
+        ("use_routing_bias", False),
+        ("shared_intermediate_size", 64),
+    ],
+)
+def test_what_is_refused_of_minimax(load, key: str, value: Any) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(f"{key} {json.dumps(value)} is not supported (only")):
+        load(**(MINIMAX | {key: value}))
+
+
+SPARSE: dict[str, Any] = {"model_type": "deepseek_v32"}
+
+
+def test_sparse_attention_has_an_indexer(load, tmp_path: Path) -> None:
+    config = load(**SPARSE, index_topk=9, index_n_heads=3, index_head_dim=24)
+    assert (config.index_topk, config.index_n_heads, config.index_head_dim) == (9, 3, 24)
+    assert (config.kv_columns, config.cache_columns) == (80, 104)
+    (tmp_path / "config.json").write_text(json.dumps(SPARSE))
+    config = load_config(tmp_path)
+    assert (config.index_topk, config.index_n_heads, config.index_head_dim) == (2048, 64, 128)
+    assert (config.first_k_dense_replace, config.num_nextn_predict_layers) == (3, 0)
+    assert config.max_position_embeddings == 163840
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"index_topk": 0}, "index_topk must be an integer >= 1, found 0"),
+        ({"index_head_dim": 8}, "index_head_dim (8) must not be less than qk_rope_head_dim (16)"),
+        ({"q_lora_rank": None}, "q_lora_rank must not be null: the indexer reads the query's latent"),
+        ({"rope_interleave": False}, "rope_interleave false is not supported (only true is)"),
+        ({INT8_ATTENTION: [1]}, f"{INT8_ATTENTION} is for MLA, and this is DSA"),
+    ],
+)
+def test_what_is_refused_of_sparse_attention(load, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        load(**(SPARSE | changes))
 
 
 def test_mtp_layers_by_their_new_name(load) -> None:
@@ -234,7 +299,7 @@ def test_generation_config_wins_where_it_speaks(load) -> None:
         (
             {"model_type": "llama"},
             'model_type "llama" is not supported '
-            "(supported: deepseek_v3, kimi_k2, glm4_moe_lite, qwen3_moe, glm4_moe)",
+            "(supported: deepseek_v3, kimi_k2, deepseek_v32, glm4_moe_lite, qwen3_moe, glm4_moe, minimax_m2)",
         ),
         ({"model_type": ["kimi_k2"]}, 'model_type ["kimi_k2"] is not supported'),
         ({"model_type": None}, "model_type is missing"),
@@ -308,6 +373,12 @@ def test_every_number_has_a_limit(load, key: str) -> None:
             changes["model_type"] = "qwen3_moe"
         if key == "partial_rotary_factor":
             changes["model_type"] = "glm4_moe"
+        if key == "rotary_dim":
+            changes |= MINIMAX
+        if key.startswith("index_"):
+            changes |= SPARSE
+    if key == "rotary_dim":
+        changes |= MINIMAX
         without = ("num_nextn_predict_layers",) if key == "num_mtp_layers" else ()
         with pytest.raises(CheckpointError) as caught:
             load(*without, **changes)

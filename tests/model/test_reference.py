@@ -1,5 +1,6 @@
 """The reference against Hugging Face transformers, which we did not write (float32 on CPU)."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -39,3 +40,13 @@ def test_a_prefix_does_not_depend_on_what_follows() -> None:
     reference = Reference(resolve_model("tiny-random"), "int8")
     ids = [5, 200, 31, 7, 99]
     assert np.array_equal(reference.logits(ids)[:3], reference.logits(ids[:3]))
+
+
+@pytest.mark.parametrize("fixture", [f for f in fixtures() if "index_topk" in f.config], ids=lambda f: f.name)
+def test_fixtures_of_sparse_attention_need_its_choice(fixture: Fixture, tmp_path: Path) -> None:
+    """Whoever attended to all positions would be found out by the longest prompt."""
+    directory, prompt = fixture.checkpoint_dir(tmp_path), fixture.prompts[-1]
+    assert len(prompt) > 4 * fixture.config["index_topk"]
+    (directory / "config.json").write_text(json.dumps(fixture.config | {"index_topk": len(prompt)}))
+    reference = Reference(open_checkpoint(directory), "fp32", 256)
+    assert np.abs(reference.logits(prompt)[-1] - fixture.logits[-1]).max() > 100 * HF_TOLERANCE

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from xdeepserve.model import tensors as t
+from xdeepserve.model.attention_tables import ATTENTION
 from xdeepserve.model.canonical import factors
 from xdeepserve.model.checkpoint import expected_tensors
 from xdeepserve.model.config import load_config
@@ -27,7 +28,12 @@ VARIANTS = [
     | {"model_type": "qwen3_moe", "scoring_func": "softmax", "num_key_value_heads": 4, "head_dim": 24},
     {"model_type": "glm4_moe", "rope_interleave": False, "num_key_value_heads": 2, "head_dim": 24}
     | {"attention_bias": True},
+    {"model_type": "minimax_m2", "num_nextn_predict_layers": 0, "rope_interleave": False}
+    | {"num_key_value_heads": 2, "head_dim": 24, "n_shared_experts": 0, "first_k_dense_replace": 0},
 ]
+INDEXED = [
+    {"model_type": "deepseek_v32", "index_n_heads": 3, "index_head_dim": 24}
+]  # reference and kernels only
 IDS = [5, 90, 17, 300, 41, 7, 260, 33, 12, 5]
 
 Make = Callable[..., SeededCheckpoint]
@@ -44,7 +50,7 @@ def make(tmp_path: Path) -> Make:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("changes", VARIANTS)
+@pytest.mark.parametrize("changes", [*VARIANTS, *INDEXED])
 def test_each_row_lies_in_a_field(recipe: Recipe, changes: dict[str, object], make: Make) -> None:
     source = make(**changes)
     config, model = source.config, Reference(source, recipe, 16).weights
@@ -63,7 +69,7 @@ def test_each_row_lies_in_a_field(recipe: Recipe, changes: dict[str, object], ma
                 array = array.w if array.scale is None else array.w.swapaxes(-1, -2)
             assert array.shape == (*stack, *row.shape(config)), row.name
         names = {row.name for row in rows}
-        absent = {row.name for row in (*t.ATTENTION[config.attention], *t.DENSE, *t.MOE)} - names
+        absent = {row.name for row in (*ATTENTION[config.attention], *t.DENSE, *t.MOE)} - names
         found_here = [t.find(layer, name) for name in absent]
         assert all(each is None or not each.size for each in found_here)
     for mtp in model.mtp:
@@ -71,7 +77,7 @@ def test_each_row_lies_in_a_field(recipe: Recipe, changes: dict[str, object], ma
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("changes", VARIANTS)
+@pytest.mark.parametrize("changes", [*VARIANTS, *INDEXED])
 def test_what_is_prepared_is_what_specs_say(recipe: Recipe, changes: dict[str, object], make: Make) -> None:
     """Each tensor of the checkpoint is read, and each array comes once, of its spec's shape and dtype."""
     source, read = make(**changes), set()

@@ -30,7 +30,7 @@ from xdeepserve.planner.decode_run import DecodeRun, decode_iteration
 DIES_PER_CHIP = 2
 MORE_THAN_ALL = 105.0  # percent: more than rounding makes of 100
 NEW_POSITIONS = 64  # for which there is room behind the context
-ATTENTION = ("MLAProlog", "MLA", "QKVProlog", "GQA", "OProj")
+ATTENTION = ("MLAProlog", "MLA", "QKVProlog", "GQA", "DSA", "OProj")
 FEED = ("Gate", "Experts", "MLP", "SharedExpert")
 BOUNDS = {  # what a stage's time is the fault of, by its name
     "attention": ATTENTION,

@@ -188,6 +188,12 @@ def rms_norm(x: Array, w: Array, eps: float) -> Array:
     return (x * inverse[..., None]) * w
 
 
+def layer_norm(x: Array, w: Array, b: Array, eps: float) -> Array:
+    """rms_norm, weights included, of x less its mean; plus b."""
+    centred = x - (lane_sum(x) / F32(x.shape[-1]))[..., None]
+    return rms_norm(centred, w, eps) + b
+
+
 def rope(x: Array, cos: Array, sin: Array) -> Array:
     """Rotate neighbouring pairs: x [..., d], cos/sin [..., d/2] (broadcast against x's leading axes)."""
     even, odd = x[..., 0::2], x[..., 1::2]
@@ -249,6 +255,22 @@ def grouped_attention(q: Array, k: Array, v: Array, v_scale: Array | None, softm
     if v_scale is None:
         return matmul(p, v) / total[:, None]
     return matmul_exact(factors(p * v_scale), v.astype(F32)) / total[:, None]
+
+
+def index_scores(q: Array, k: Array, weights: Array, is_exact: bool) -> Array:
+    """The lightning indexer's scores of one token (DeepSeek-V3.2, section 2.1): I = sum_j w_j relu(q_j . k).
+
+    q [H, D], k [S, D], weights [H] -> [S]. Products count D^-1/2, weights H^-1/2; heads ascend.
+    """
+    heads, depth = q.shape
+    products = matmul_exact(factors(q), factors(k).T) if is_exact else matmul(q, k.T)
+    relu = np.maximum(products * F32(depth**-0.5), F32(0.0))
+    return matmul((weights * F32(heads**-0.5))[None], relu)[0]
+
+
+def top_positions(scores: Array, top_k: int) -> Array:
+    """The positions of the top_k best scores [S], ascending; of equal scores the lowest positions."""
+    return np.sort(np.argsort(-scores, kind="stable")[:top_k])
 
 
 def softmax(x: Array) -> Array:

@@ -27,10 +27,12 @@ import msgspec
 from ..errors import CheckpointError
 from .config_limits import MAX_EXPERTS, MAX_JSON_BYTES
 from .config_reader import Reader, abridged
-from .families import FAMILIES, HEAD_SIZES, AttentionKind, Scoring
+from .families import FAMILIES, HEAD_SIZES, AttentionKind, ExpertNames, QKNorm, Scoring
 from .quant_config import QuantConfig, parse_quant_config
 from .rope import RopeConfig, YarnConfig
 
+LATENT_NORM_EPS = 1e-6  # MLA's q_norm and kv_norm do not follow rms_norm_eps
+INDEX_NORM_EPS = 1e-6  # nor does the norm of the indexer's keys
 INT8_ATTENTION = "xdeepserve_int8_attention"  # this package's own key: layer numbers, written by quantize
 
 
@@ -43,7 +45,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     moe_intermediate_size: int  # of each routed expert
     num_hidden_layers: int  # without the MTP layers
     num_attention_heads: int
-    q_lora_rank: int | None  # None: queries are projected directly by `q_proj`
+    q_lora_rank: int | None  # None: queries are projected directly by `q_proj`, in one go
     kv_lora_rank: int  # 0 without latents
     qk_nope_head_dim: int
     qk_rope_head_dim: int
@@ -68,7 +70,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     attention: AttentionKind = "mla"
     scoring: Scoring = "sigmoid"
     attention_bias: bool = False  # of queries, keys and values in GQA
-    use_qk_norm: bool = False  # of each head's query and key in GQA
+    qk_norm: QKNorm = "none"  # of queries and of keys in GQA: of each head's, or of all heads' together
+    expert_names: ExpertNames = "deepseek"
+    index_topk: int = 0  # positions that a token attends to at most; 0: all
+    index_n_heads: int = 0
+    index_head_dim: int = 0
     num_key_value_heads: int = 1  # of the KV cache; latents are one that all others share
     quantization: QuantConfig | None = None  # how the files store linear layers; None: in floating point
     # Linear layers that an INT8 checkpoint keeps in floating point though the int8 recipe quantises such:
@@ -87,25 +93,46 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
+    def has_latents(self) -> bool:
+        """Whether the KV cache has latents that all heads share, not keys and values."""
+        return self.attention != "gqa"
+
+    @property
     def softmax_scale(self) -> float:
-        """qk_head_dim^-0.5 x m(mscale_all_dim)^2, the latter in MLA."""
-        mscale = self.rope.yarn.softmax_mscale if self.rope.yarn and self.attention == "mla" else 1.0
+        """qk_head_dim^-0.5 x m(mscale_all_dim)^2, the latter with latents."""
+        mscale = self.rope.yarn.softmax_mscale if self.rope.yarn and self.has_latents else 1.0
         return mscale * mscale / math.sqrt(self.qk_head_dim)
+
+    @property
+    def query_norm_eps(self) -> float:
+        """Epsilon of the norm of a query's latent: in MLA 1e-6 whatever rms_norm_eps says."""
+        return LATENT_NORM_EPS if self.has_latents else self.rms_norm_eps
 
     @property
     def key_columns(self) -> int:
         """What queries are compared with in each head of the KV cache: a RoPE key, or a whole one."""
-        return self.qk_rope_head_dim if self.attention == "mla" else self.qk_head_dim
+        return self.qk_rope_head_dim if self.has_latents else self.qk_head_dim
 
     @property
     def value_columns(self) -> int:
         """What is added up by weight in each head of the KV cache: a latent, or a value."""
-        return self.kv_lora_rank if self.attention == "mla" else self.v_head_dim
+        return self.kv_lora_rank if self.has_latents else self.v_head_dim
 
     @property
     def kv_columns(self) -> int:
-        """All numbers of a position in one layer's KV cache."""
+        """All numbers of a position in one layer's KV cache that attention reads."""
         return self.num_key_value_heads * (self.key_columns + self.value_columns)
+
+    @property
+    def cache_columns(self) -> int:
+        """All numbers of a position in one layer's KV cache, with the indexer's key."""
+        return self.kv_columns + self.index_head_dim
+
+    @property
+    def down_columns(self) -> int:
+        """What a row becomes before heads part: its query's latent, or itself; what the cache is made of; and
+        the indexer's weights."""
+        return (self.q_lora_rank or self.hidden_size) + self.cache_columns + self.index_n_heads
 
     @property
     def num_layers_with_mtp(self) -> int:
@@ -192,6 +219,8 @@ class _ConfigReader(Reader):
         if not self.family.has_biases:
             self.only("attention_bias", False, default=False)
         self.only("use_sliding_window", False, default=False)
+        for key, value in self.family.only.items():
+            self.only(key, value, default=value)
 
     def model_config(self) -> ModelConfig:
         """Every field of what `check_supported` has read, with defaults of transformers' config class."""
@@ -213,6 +242,7 @@ class _ConfigReader(Reader):
             **HEAD_SIZES[self.family.attention](self, self.family, heads, hidden),
             attention=self.family.attention,
             scoring=self.family.scoring,
+            expert_names=self.family.expert_names,
             n_routed_experts=self.integer("n_routed_experts", 256),
             n_shared_experts=0
             if self.is_null("n_shared_experts")

@@ -8,12 +8,15 @@ holds, how parallelism cuts it and what moves between dies follows from these.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from .config_reader import Reader
 
-AttentionKind: TypeAlias = Literal["mla", "gqa"]
+AttentionKind: TypeAlias = Literal["mla", "gqa", "dsa"]
+QKNorm: TypeAlias = Literal["none", "head", "all"]
+ExpertNames: TypeAlias = Literal["deepseek", "mixtral"]
 Scoring: TypeAlias = Literal["sigmoid", "softmax"]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -23,11 +26,11 @@ def _first_dense(reader: Reader, num_layers: int) -> tuple[int, frozenset[int]]:
     return reader.integer("first_k_dense_replace", 3, minimum=0), frozenset()
 
 
-def _listed(reader: Reader, num_layers: int) -> tuple[int, frozenset[int]]:
+def _listed(reader: Reader, num_layers: int, default: int = 1) -> tuple[int, frozenset[int]]:
     """GLM's: a word for each layer; without them, what DeepSeek's key says."""
     words = reader.raw.get("mlp_layer_types")
     if words is None:
-        return reader.integer("first_k_dense_replace", 1, minimum=0), frozenset()
+        return reader.integer("first_k_dense_replace", default, minimum=0), frozenset()
     if not isinstance(words, list) or len(words) != num_layers or {*map(str, words)} - {"dense", "sparse"}:
         reader.problems.append(f'mlp_layer_types must be "dense" or "sparse" for each of {num_layers} layers')
         return 0, frozenset()
@@ -47,13 +50,17 @@ class Family(NamedTuple):
     """A row of FAMILIES.
 
     attention     what its layers attend with, and what the KV cache has: `mla`, latents that all heads share;
-                  `gqa`, a key and a value for each group of heads
+                  `gqa`, a key and a value for each group of heads; `dsa`, those of latents that an indexer
+                  has chosen, whose keys are in the cache, too
     scoring       how a router's logits become scores: each by itself, or all experts' together
     names         keys that it calls otherwise: its name -> DeepSeek-V3's
     defaults      of keys that are absent, where transformers' config class has others than DeepseekV3Config
     dense_layers  from a config.json and its number of layers: how many layers are dense before the first with
                   experts, and which of the later ones are
+    only          keys that may be there, and the one value of each that is computed
     has_biases    whether `attention_bias` may be true
+    qk_norm       what `use_qk_norm` has normed: each head's query and key, or all heads' together
+    expert_names  whose names its experts and routers have in a checkpoint
     partial_rotary  the default of `partial_rotary_factor`; without one, all of a head is rotated
     """
 
@@ -62,7 +69,10 @@ class Family(NamedTuple):
     names: Mapping[str, str] = NOTHING
     defaults: Mapping[str, Any] = NOTHING
     dense_layers: Callable[[Reader, int], tuple[int, frozenset[int]]] = _first_dense
+    only: Mapping[str, Any] = NOTHING
     has_biases: bool = False
+    qk_norm: QKNorm = "head"
+    expert_names: ExpertNames = "deepseek"
     partial_rotary: float | None = None
 
 
@@ -77,6 +87,23 @@ def _mla_sizes(reader: Reader, family: Family, heads: int, hidden: int) -> dict[
     }
 
 
+def _dsa_sizes(reader: Reader, family: Family, heads: int, hidden: int) -> dict[str, Any]:
+    sizes = _mla_sizes(reader, family, heads, hidden)
+    if sizes["q_lora_rank"] is None:
+        reader.problems.append("q_lora_rank must not be null: the indexer reads the query's latent")
+    index_head_dim = reader.integer("index_head_dim", 128)
+    if index_head_dim < sizes["qk_rope_head_dim"]:
+        reader.problems.append(
+            f"index_head_dim ({index_head_dim}) must not be less than "
+            f"qk_rope_head_dim ({sizes['qk_rope_head_dim']})"
+        )
+    return sizes | {
+        "index_topk": reader.integer("index_topk", 2048),
+        "index_n_heads": reader.integer("index_n_heads", 64),
+        "index_head_dim": index_head_dim,
+    }
+
+
 def _gqa_sizes(reader: Reader, family: Family, heads: int, hidden: int) -> dict[str, Any]:
     kv_heads = reader.integer("num_key_value_heads", 1)
     if heads % kv_heads:
@@ -84,15 +111,17 @@ def _gqa_sizes(reader: Reader, family: Family, heads: int, hidden: int) -> dict[
     default = max(2, hidden // heads)
     head_dim = default if reader.is_null("head_dim") else reader.integer("head_dim", default, minimum=2)
     turned = _rotated(reader, family, head_dim)
+    qk_norm = family.qk_norm if reader.boolean("use_qk_norm", False) else "none"
     return {
-        "q_lora_rank": None,
+        # Queries that are normed together are a latent, as wide as they are: whoever has some has them all.
+        "q_lora_rank": heads * head_dim if qk_norm == "all" else None,
         "kv_lora_rank": 0,
         "qk_nope_head_dim": head_dim - turned,
         "qk_rope_head_dim": turned,
         "v_head_dim": head_dim,
         "num_key_value_heads": kv_heads,
         "attention_bias": reader.boolean("attention_bias", False),
-        "use_qk_norm": reader.boolean("use_qk_norm", False),
+        "qk_norm": qk_norm,
     }
 
 
@@ -101,9 +130,12 @@ def _rotated(reader: Reader, family: Family, head_dim: int) -> int:
     owner, factor, turned = reader, 1.0, head_dim
     if family.partial_rotary is not None:
         rope = reader.raw.get("rope_scaling") or reader.raw.get("rope_parameters")
+        default = family.partial_rotary
         if isinstance(rope, dict) and "partial_rotary_factor" in rope:
             owner = Reader(rope, "rope_parameters.", reader.problems)
-        factor = owner.number("partial_rotary_factor", family.partial_rotary, above=0)
+        elif "rotary_dim" in reader.raw:
+            default = reader.integer("rotary_dim", 2) / head_dim
+        factor = owner.number("partial_rotary_factor", default, above=0)
         turned = int(head_dim * factor)
     if 0 < turned <= head_dim and turned % 2 == 0:
         return turned
@@ -115,12 +147,19 @@ def _rotated(reader: Reader, family: Family, head_dim: int) -> int:
 HEAD_SIZES: dict[AttentionKind, Callable[[Reader, Family, int, int], dict[str, Any]]] = {
     "mla": _mla_sizes,
     "gqa": _gqa_sizes,
+    "dsa": _dsa_sizes,
 }
 """Fields of a ModelConfig that tell of heads, from a config.json, the number of heads and the hidden size."""
 
 FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family(),
     "kimi_k2": Family(),
+    "deepseek_v32": Family(
+        attention="dsa",
+        defaults={"max_position_embeddings": 163840, "num_nextn_predict_layers": 0},
+        only={"rope_interleave": True},
+        dense_layers=partial(_listed, default=3),
+    ),
     "glm4_moe_lite": Family(
         defaults={
             "vocab_size": 154880,
@@ -194,5 +233,41 @@ FAMILIES: dict[str, Family] = {
         },
         has_biases=True,
         partial_rotary=0.5,
+    ),
+    "minimax_m2": Family(
+        attention="gqa",
+        names={
+            "num_local_experts": "n_routed_experts",
+            "num_experts": "n_routed_experts",
+            "intermediate_size": "moe_intermediate_size",
+        },
+        defaults={
+            "vocab_size": 200064,
+            "hidden_size": 3072,
+            "intermediate_size": 1,  # no layer is dense
+            "moe_intermediate_size": 1536,
+            "num_hidden_layers": 62,
+            "num_attention_heads": 48,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "n_routed_experts": 256,
+            "n_shared_experts": 0,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 0,
+            "routed_scaling_factor": 1.0,
+            "max_position_embeddings": 196608,
+            "rope_theta": 5000000.0,
+            "num_nextn_predict_layers": 0,
+            "rope_interleave": False,
+            "use_qk_norm": True,
+            "bos_token_id": 200034,
+            "eos_token_id": 200020,
+        },
+        only={"use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True}
+        | {"shared_intermediate_size": 0},
+        qk_norm="all",
+        expert_names="mixtral",
+        partial_rotary=1.0,
     ),
 }

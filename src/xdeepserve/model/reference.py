@@ -12,20 +12,17 @@ DeepSeek-V2 section 2.1 (MLA), DeepSeek-V3 section 2.1.2 (gating) and 2.2 (MTP).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from xdeepserve.bf16 import round_bf16
 from xdeepserve.model import canonical as c
 from xdeepserve.model.canonical import F32, Array
-from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.config import INDEX_NORM_EPS, LATENT_NORM_EPS, ModelConfig
 from xdeepserve.model.families import AttentionKind
 from xdeepserve.model.tensors import MTP, Layer, Linear, ModelWeights, find
 from xdeepserve.model.weights import NO_BIAS, Recipe, TensorSource, load_weights
-
-LATENT_NORM_EPS = 1e-6  # q_norm and kv_norm do not follow rms_norm_eps
-
 
 # Of each expert: the tokens [n] and slots [n] that chose it, and what it made of them [n, H].
 Outputs = Iterator[tuple[Array, Array, Array]]
@@ -54,6 +51,20 @@ class Arithmetic(Protocol):
     def combine(self, outputs: Outputs, topk_weights: Array, shared: Array | None) -> Array: ...
 
 
+class Chooses(Arithmetic, Protocol):
+    """What an indexer needs besides."""
+
+    def matrix(self, x: Array, name: str) -> Array: ...  # x [T, K] -> [T, N], never quantised
+    def scores(self, x: Array, name: str) -> Array: ...  # the same of a router
+    def layer_norm(self, x: Array, name: str, bias: str) -> Array: ...
+    # q [T, N, X], k [T, X], weights [T, N] -> of each token, positions, ascending
+    def choose(self, q: Array, k: Array, weights: Array) -> list[Array]: ...
+    # `attend`, each token to some positions
+    def attend_to(
+        self, seen: Sequence[Array | slice], q: Array, q_pe: Array, latent: Array, k_pe: Array
+    ) -> Array: ...
+
+
 def block(m: Arithmetic, h: Array) -> Array:
     """One transformer layer, h [T, H] -> [T, H]."""
     eps = m.config.rms_norm_eps
@@ -69,28 +80,52 @@ def mla(m: Arithmetic, x: Array) -> Array:
     return m.row_parallel(attention(m, m.linear(query, "wq_b"), kv), "wo")
 
 
+def dsa(m: Chooses, x: Array) -> Array:
+    """DeepSeek sparse attention, x [T, H] -> [T, H]: MLA, but each token sees chosen positions alone."""
+    kv, query = m.linear(x, "wkv_a"), m.norm(m.linear(x, "wq_a"), "q_norm", LATENT_NORM_EPS)
+    chosen = indexer(m, x, query)
+    return m.row_parallel(m.attend_to(chosen, *heads(m, m.linear(query, "wq_b"), kv)), "wo")
+
+
+def indexer(m: Chooses, x: Array, query: Array) -> list[Array]:
+    """The positions that each token attends to (DeepSeek-V3.2, section 2.1), x [T, H], query [T, Q]:
+
+    I[t, s] = sum over heads j of w[t, j] relu(q[t, j] . k[s]), and of those with s <= t the index_topk best
+    """
+    q = m.rope(m.matrix(query, "index_wq").reshape(len(x), m.config.index_n_heads, -1))
+    k = m.rope(m.layer_norm(m.matrix(x, "index_wk"), "index_norm", "index_bias"))
+    return m.choose(q, k, m.scores(x, "index_gate"))
+
+
 def gqa(m: Arithmetic, x: Array) -> Array:
-    """Grouped-query attention, x [T, H] -> [T, H]; perhaps with biases, and norms of each query and key."""
-    c, kv = m.config, np.split(m.linear(x, "wkv_a"), 2, axis=1)
-    q = m.plus(m.linear(x, "wq_b"), "bq").reshape(len(x), c.num_attention_heads, -1)
-    k, v = (
-        m.plus(*each).reshape(len(x), c.num_key_value_heads, -1)
-        for each in zip(kv, ("bk", "bv"), strict=True)
-    )
-    if c.use_qk_norm:
-        q, k = m.norm(q, "q_norm", c.rms_norm_eps), m.norm(k, "kv_norm", c.rms_norm_eps)
+    """Grouped-query attention, x [T, H] -> [T, H]; perhaps with biases, and norms of each head or of all."""
+    c, eps = m.config, m.config.rms_norm_eps
+    k, v = np.split(m.linear(x, "wkv_a"), 2, axis=1)
+    if c.qk_norm == "all":
+        q, k = m.norm(m.linear(x, "wq_a"), "q_norm", eps), m.norm(k, "kv_norm", eps)
+    else:
+        q, k, v = m.plus(m.linear(x, "wq_b"), "bq"), m.plus(k, "bk"), m.plus(v, "bv")
+    q = q.reshape(len(x), c.num_attention_heads, -1)
+    k, v = (each.reshape(len(x), c.num_key_value_heads, -1) for each in (k, v))
+    if c.qk_norm == "head":
+        q, k = m.norm(q, "q_norm", eps), m.norm(k, "kv_norm", eps)
     return m.row_parallel(m.attend_grouped(m.rope(q), m.rope(k), v), "wo")
 
 
-ATTENTION: dict[AttentionKind, Callable[[Arithmetic, Array], Array]] = {"mla": mla, "gqa": gqa}
+ATTENTION: dict[AttentionKind, Callable[[Any, Array], Array]] = {"mla": mla, "gqa": gqa, "dsa": dsa}
 
 
 def attention(m: Arithmetic, q: Array, kv: Array) -> Array:
     """What lies between the projections: q [T, N * (nope + R)], kv [T, C + R] -> [T, N * V]."""
+    return m.attend(*heads(m, q, kv))
+
+
+def heads(m: Arithmetic, q: Array, kv: Array) -> tuple[Array, Array, Array, Array]:
+    """What `attend` takes."""
     nope, rank = m.config.qk_nope_head_dim, m.config.kv_lora_rank
     q = q.reshape(len(q), m.config.num_attention_heads, -1)
     latent = m.norm(kv[:, :rank], "kv_norm", LATENT_NORM_EPS)
-    return m.attend(q[..., :nope], m.rope(q[..., nope:]), latent, m.rope(kv[:, rank:]))
+    return q[..., :nope], m.rope(q[..., nope:]), latent, m.rope(kv[:, rank:])
 
 
 def mlp(m: Arithmetic, x: Array, name: str) -> Array:
@@ -192,21 +227,38 @@ class Canonical:
         still, turned = np.split(x, [x.shape[-1] - 2 * cos.shape[-1]], axis=-1)
         return np.concatenate([still, c.rope(turned, cos, sin)], axis=-1)
 
+    def matrix(self, x: Array, name: str) -> Array:
+        return product(self.recipe, x, find(self.weights, name))
+
+    def scores(self, x: Array, name: str) -> Array:
+        return c.matmul(x, find(self.weights, name))
+
+    def layer_norm(self, x: Array, name: str, bias: str) -> Array:
+        return c.layer_norm(x, find(self.weights, name), find(self.weights, bias), INDEX_NORM_EPS)
+
+    def choose(self, q: Array, k: Array, weights: Array) -> list[Array]:
+        scores = (c.index_scores(q[t], k[: t + 1], weights[t], self.is_int8) for t in range(len(q)))
+        return [c.top_positions(each, self.config.index_topk) for each in scores]
+
     def attend(self, q: Array, q_pe: Array, latent: Array, k_pe: Array) -> Array:
+        return self.attend_to([slice(0, t + 1) for t in range(len(q))], q, q_pe, latent, k_pe)
+
+    def attend_to(
+        self, seen: Sequence[Array | slice], q: Array, q_pe: Array, latent: Array, k_pe: Array
+    ) -> Array:
         layer, scale = self.weights, None
         assert isinstance(layer, Layer)
         q_lat = product(self.recipe, q.transpose(1, 0, 2), layer.w_uk).transpose(1, 0, 2)  # [T, N, C]
         if self.is_int8:  # the latent half of the KV cache is INT8
             latent, scale = c.quantize_rows(latent)
         o_lat = np.empty_like(q_lat)
-        for t in range(len(q)):
-            seen = slice(0, t + 1)
+        for t, at in enumerate(seen):
             o_lat[t] = c.attention(
                 q_lat[t],
                 q_pe[t],
-                latent[seen],
-                None if scale is None else scale[seen],
-                k_pe[seen],
+                latent[at],
+                None if scale is None else scale[at],
+                k_pe[at],
                 self.config.softmax_scale,
                 layer.int8_attention,
             )

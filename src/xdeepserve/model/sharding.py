@@ -22,8 +22,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from xdeepserve.model.attention_tables import ATTENTION
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.tensors import ATTENTION, DENSE, MOE, Tensor
+from xdeepserve.model.tensor_row import Tensor
+from xdeepserve.model.tensors import DENSE, MOE
 from xdeepserve.model.tp import ShardMode
 
 if TYPE_CHECKING:

@@ -1,4 +1,5 @@
-"""The table of a model's tensors: what a checkpoint calls them, and what becomes of them on a die.
+"""The table of a model's tensors: what a checkpoint calls them, and what becomes of them on a die. Those of
+attention stand in attention_tables.py, what a row is made of in tensor_row.py.
 
 A row is one *prepared* array: one or several tensors of the checkpoint in the form that kernels want. Rows
 stand in the order of the checkpoint, in which arrays lie in a die's memory, too:
@@ -36,7 +37,7 @@ All else follows. One that `xdeepserve quantize` is to round stands in quant/lay
 inputs.
 
 How to add a model family: a row in families.py. A kind of attention that no other has needs a table of its
-own in `ATTENTION` (with `parameter="bias"` in rows of biases), fields of `Layer` for what is new, in
+own in attention_tables.py (with `parameter="bias"` in rows of biases), fields of `Layer` for what is new, in
 reference.py a function like `mla`, and its operations in step/layer.py.
 """
 
@@ -44,170 +45,23 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from xdeepserve.model.attention_tables import ATTENTION
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
-from xdeepserve.model.families import AttentionKind
-
-Kind: TypeAlias = Literal["int8", "linear", "matrix", "router", "plain"]
-Cut: TypeAlias = Literal["whole", "heads", "outputs", "inputs"]
-Arrange: TypeAlias = Callable[[ModelConfig, Array], Array]
-Shape: TypeAlias = tuple[int, ...]
-
-
-@functools.lru_cache(maxsize=16)
-def sizes(c: ModelConfig) -> dict[str, int]:
-    """What the letters in shapes stand for."""
-    heads, nope, rope = c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim
-    return {
-        "vocab": c.vocab_size,
-        "H": c.hidden_size,
-        "2H": 2 * c.hidden_size,
-        "N": heads,
-        "Q": c.q_lora_rank or 0,
-        "D": c.hidden_size if c.q_lora_rank is None else 0,  # what queries are projected from directly
-        "C": c.kv_lora_rank,
-        "C+R": c.kv_lora_rank + rope,
-        "P": nope,
-        "V": c.v_head_dim,
-        "N(P+R)": heads * (nope + rope),
-        "N(P+V)": heads * (nope + c.v_head_dim),
-        "NV": heads * c.v_head_dim,
-        "GK": c.num_key_value_heads * c.key_columns,  # keys, and values that are as wide
-        "K": c.key_columns if c.use_qk_norm else 0,
-        "NKb": heads * c.qk_head_dim if c.attention_bias else 0,
-        "GKb": c.num_key_value_heads * c.key_columns if c.attention_bias else 0,
-        "E": c.n_routed_experts,
-        "B": c.n_routed_experts if c.scoring == "sigmoid" else 0,
-        "I": c.intermediate_size,
-        "M": c.moe_intermediate_size,
-        "S": c.n_shared_experts * c.moe_intermediate_size,
-    }
-
-
-class Tensor(NamedTuple):
-    """A row; its columns are explained above."""
-
-    name: str
-    modules: tuple[str, ...]
-    stored: str
-    kind: Kind = "plain"
-    cut: Cut = "whole"
-    arrange: Arrange = lambda c, w: w
-    arranged: str = ""
-    parameter: str = "weight"
-    gain: float = 1.0
-
-    @property
-    def is_routed(self) -> bool:
-        return self.name.startswith("experts.")
-
-    def stored_shape(self, config: ModelConfig) -> Shape:
-        """Shape of each module's tensor in a checkpoint."""
-        return _shape(config, self.stored)
-
-    def shape(self, config: ModelConfig) -> Shape:
-        """Shape of the prepared float32 array, of one expert if routed: [..., in, out] if it is a matrix."""
-        if self.kind == "plain":
-            return self.stored_shape(config)
-        *heads, out, width = _shape(config, self.arranged or self.stored)
-        return (*heads, width, out * len(self.modules))
-
-    def sources(self, source: str, expert: int | None) -> list[str]:
-        """The full names of its modules in layer `source`."""
-        return [source + module.format(expert) for module in self.modules]
-
-
-def _shape(config: ModelConfig, letters: str) -> Shape:
-    size = sizes(config)
-    return tuple(size[letter] for letter in letters.split())
-
-
-# ---- rows in the order of the kernels ------------------------------------------------------------------
-
-
-def _interleaved(c: ModelConfig, w: Array) -> Array:
-    """RoPE rows w [..., R, K] of a half-split checkpoint, put into neighbouring pairs."""
-    if c.rope_interleave:
-        return w
-    half = w.shape[-2] // 2
-    return np.stack([w[..., :half, :], w[..., half:, :]], axis=-2).reshape(w.shape)
-
-
-def _queries(c: ModelConfig, w: Array) -> Array:
-    by_head = w.reshape(c.num_attention_heads, c.qk_head_dim, -1)
-    still, turned = np.split(by_head, [c.qk_nope_head_dim], axis=1)
-    return np.concatenate([still, _interleaved(c, turned)], axis=1).reshape(w.shape)
-
-
-def _latents(c: ModelConfig, w: Array) -> Array:
-    return np.concatenate([w[: c.kv_lora_rank], _interleaved(c, w[c.kv_lora_rank :])])
-
-
-def _keys(c: ModelConfig, w: Array) -> Array:
-    """Turned around: a head's keys go into its query."""
-    by_head = w.reshape(c.num_attention_heads, -1, c.kv_lora_rank)
-    return by_head[:, : c.qk_nope_head_dim].swapaxes(1, 2)
-
-
-def _values(c: ModelConfig, w: Array) -> Array:
-    return w.reshape(c.num_attention_heads, -1, c.kv_lora_rank)[:, c.qk_nope_head_dim :]
-
-
-def _grouped(c: ModelConfig, w: Array) -> Array:
-    """Rows of queries or keys of GQA, or a norm's or a bias's elements: what RoPE turns is put last."""
-    by_head = w.reshape(-1, c.key_columns, *w.shape[1:])
-    by_head = by_head[..., None] if w.ndim == 1 else by_head
-    turned, still = np.split(by_head, [c.qk_rope_head_dim], axis=1)
-    return np.concatenate([still, _interleaved(c, turned)], axis=1).reshape(w.shape)
-
-
-def _keys_values(c: ModelConfig, w: Array) -> Array:
-    """All heads' keys above all heads' values."""
-    keys, values = np.split(w, 2)
-    return np.concatenate([_grouped(c, keys), values])
-
-
-# ---- the tables ----------------------------------------------------------------------------------------
+from xdeepserve.model.families import AttentionKind, ExpertNames
+from xdeepserve.model.tensor_row import Tensor
 
 
 def _gate_up(mlp: str) -> tuple[str, str]:
     return f"{mlp}.gate_proj", f"{mlp}.up_proj"
 
 
-# The halves of kv_b_proj are two rows: keys are absorbed into queries, values come out of what was attended.
-_KV_B = ("self_attn.kv_b_proj",)
-MLA = (
-    Tensor("attn_norm", ("input_layernorm",), "H"),
-    Tensor("wq_a", ("self_attn.q_a_proj",), "Q H", "int8"),
-    Tensor("q_norm", ("self_attn.q_a_layernorm",), "Q"),
-    Tensor("wq_b", ("self_attn.q_b_proj",), "N(P+R) Q", "int8", "heads", _queries, gain=1.5),
-    Tensor("wq_b", ("self_attn.q_proj",), "N(P+R) D", "int8", "heads", _queries, gain=1.5),
-    Tensor("wkv_a", ("self_attn.kv_a_proj_with_mqa",), "C+R H", "int8", arrange=_latents),
-    Tensor("kv_norm", ("self_attn.kv_a_layernorm",), "C"),
-    Tensor("w_uk", _KV_B, "N(P+V) C", "matrix", "heads", _keys, "N C P"),
-    Tensor("w_uv", _KV_B, "N(P+V) C", "matrix", "heads", _values, "N V C"),
-    Tensor("wo", ("self_attn.o_proj",), "H NV", "int8", "inputs"),
-    Tensor("ffn_norm", ("post_attention_layernorm",), "H"),
-)
-GQA = (
-    Tensor("attn_norm", ("input_layernorm",), "H"),
-    Tensor("wq_b", ("self_attn.q_proj",), "N(P+R) H", "int8", "heads", _grouped, gain=1.5),
-    Tensor("bq", ("self_attn.q_proj",), "NKb", "plain", "heads", _grouped, parameter="bias", gain=3.0),
-    Tensor("q_norm", ("self_attn.q_norm",), "K", arrange=_grouped),
-    Tensor("wkv_a", ("self_attn.k_proj", "self_attn.v_proj"), "GK H", "int8", arrange=_keys_values),
-    Tensor("bk", ("self_attn.k_proj",), "GKb", arrange=_grouped, parameter="bias", gain=3.0),
-    Tensor("bv", ("self_attn.v_proj",), "GKb", parameter="bias", gain=3.0),
-    Tensor("kv_norm", ("self_attn.k_norm",), "K", arrange=_grouped),
-    Tensor("wo", ("self_attn.o_proj",), "H NV", "int8", "inputs"),
-    Tensor("ffn_norm", ("post_attention_layernorm",), "H"),
-)
-ATTENTION: dict[AttentionKind, tuple[Tensor, ...]] = {"mla": MLA, "gqa": GQA}
 DENSE = (
     Tensor("mlp.w13", _gate_up("mlp"), "I H", "int8", "outputs"),
     Tensor("mlp.w2", ("mlp.down_proj",), "H I", "int8", "inputs"),
@@ -220,6 +74,18 @@ MOE = (
     Tensor("shared.w13", _gate_up("mlp.shared_experts"), "S H", "int8"),
     Tensor("shared.w2", ("mlp.shared_experts.down_proj",), "H S", "int8"),
 )
+MIXTRAL_MOE = (
+    Tensor("gate", ("block_sparse_moe.gate",), "E H", "router", gain=1.5),
+    Tensor("bias", ("block_sparse_moe",), "B", parameter="e_score_correction_bias"),
+    Tensor(
+        "experts.w13",
+        ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
+        "M H",
+        "int8",
+    ),
+    Tensor("experts.w2", ("block_sparse_moe.experts.{}.w2",), "H M", "int8"),
+)
+EXPERTS: dict[ExpertNames, tuple[Tensor, ...]] = {"deepseek": MOE, "mixtral": MIXTRAL_MOE}
 MTP_LAYER = (  # what an MTP layer has behind its decoder layer
     Tensor("embed", ("embed_tokens",), "vocab H"),
     Tensor("enorm", ("enorm",), "H"),
@@ -237,7 +103,7 @@ def layer_tensors(config: ModelConfig, is_moe: bool) -> tuple[Tensor, ...]:
     """The rows of a decoder layer that are there."""
     return tuple(
         row
-        for row in (*ATTENTION[config.attention], *(MOE if is_moe else DENSE))
+        for row in (*ATTENTION[config.attention], *(EXPERTS[config.expert_names] if is_moe else DENSE))
         if all(row.stored_shape(config))
     )
 
@@ -339,15 +205,20 @@ class Layer:
     attention: AttentionKind
     attn_norm: Array
     wq_a: Linear | None = None
-    q_norm: Array | None = None  # of the query's latent; in GQA of each head's query
-    wq_b: Linear  # the whole query projection if there is no wq_a
+    q_norm: Array | None = None  # of the query's latent; in GQA of each head's query, or of wq_a's outputs
+    wq_b: Linear | None = None  # the whole query projection if there is no wq_a; one of them there is
     wkv_a: Linear  # what the cache is made of: a latent and a RoPE key; or all heads' keys, then their values
-    kv_norm: Array | None = None  # of the latent, which always has one; in GQA of each head's key
+    kv_norm: Array | None = None  # of the latent, which always has one; in GQA of each head's key, or of all
     bq: Array | None = None  # biases of GQA's queries, keys and values
     bk: Array | None = None
     bv: Array | None = None
     w_uk: Array = field(default_factory=_no_heads)  # MLA's [heads, nope, C]: absorbed into the query
     w_uv: Array = field(default_factory=_no_heads)  # MLA's [heads, C, V]: applied to the attended latent
+    index_wq: Array | None = None  # the indexer's [Q, heads * X], from the query's latent
+    index_wk: Array | None = None  # [H, X]; its keys are in the cache, too
+    index_norm: Array | None = None
+    index_bias: Array | None = None
+    index_gate: Array | None = None  # [H, heads]: what each head's score counts
     wo: Linear
     ffn_norm: Array
     mlp: MLP | None

@@ -40,6 +40,7 @@ from xdeepserve.model.packing import (
 )
 from xdeepserve.model.rope import rope_tables
 from xdeepserve.model.sharding import WHOLE, Shard
+from xdeepserve.model.tensor_row import Tensor
 from xdeepserve.model.tensors import (
     EMBEDDING,
     HEAD,
@@ -51,7 +52,6 @@ from xdeepserve.model.tensors import (
     ModelWeights,
     MoE,
     Section,
-    Tensor,
     layer_section,
     mtp_section,
     sections,

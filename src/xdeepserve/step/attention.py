@@ -16,9 +16,9 @@ from typing import NamedTuple
 from xdeepserve.hw.work import Work
 from xdeepserve.model import kernels as k
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.reference import LATENT_NORM_EPS
+from xdeepserve.model.config import LATENT_NORM_EPS
 from xdeepserve.model.tensors import Layer, Linear
-from xdeepserve.step.frame import Frame, Model
+from xdeepserve.step.frame import Batch, Frame, KVCache, Model
 from xdeepserve.step.linear import Rows
 from xdeepserve.step.stage import Counts, Op
 
@@ -72,6 +72,17 @@ def latent(f: Frame, rows: int) -> Array:
     return f.take("kv", rows, f.config.kv_columns)
 
 
+def index_parts(f: Frame, rows: int) -> tuple[Array, Array]:
+    """What an indexer has of each row: its key [T, X], and what the scores of its heads count [T, heads]."""
+    return f.take("index_k", rows, f.config.index_head_dim), f.take("index_w", rows, f.config.index_n_heads)
+
+
+def down_parts(f: Frame, rows: int) -> list[Array]:
+    """All that heads read of each row, whichever die made it: config.down_columns in all."""
+    parts = [query_input(f, rows), latent(f, rows)]
+    return [*parts, *index_parts(f, rows)] if f.config.index_topk else parts
+
+
 def _down_proj(f: Frame) -> None:
     c, rows, layer, linears = f.config, len(f.h), f.layer, f.linears
     f.source = linears.norm(f.take("x", *f.h.shape), f.h, layer.attn_norm, c.rms_norm_eps)
@@ -79,14 +90,15 @@ def _down_proj(f: Frame) -> None:
     if layer.wq_a is not None and layer.q_norm is not None:
         q_a = query_input(f, rows)
         linears.apply(q_a, f.source, layer.wq_a)
-        f.source = linears.norm(q_a, q_a, layer.q_norm, LATENT_NORM_EPS)
+        f.source = linears.norm(q_a, q_a, layer.q_norm, c.query_norm_eps)
 
 
 def _up_proj(f: Frame) -> None:
     c, b, heads = f.config, f.batch, f.num_heads
-    assert f.layer.kv_norm is not None
     rows, layer, rope = b.num_tokens, f.layer, (b.positions, f.cos, f.sin)
-    k.append_kv(*f.cache, b.slots, latent(f, rows), layer.kv_norm, LATENT_NORM_EPS, *rope)
+    assert layer.kv_norm is not None
+    assert layer.wq_b is not None
+    k.append_kv(*f.cache.pages, b.slots, latent(f, rows), layer.kv_norm, LATENT_NORM_EPS, *rope)
     q = f.take("q", rows, heads * c.qk_head_dim)
     f.linears.apply(q, f.source, layer.wq_b)
     k.rope_heads(q, heads, *rope)
@@ -95,14 +107,19 @@ def _up_proj(f: Frame) -> None:
 
 
 def _attend(f: Frame) -> None:
-    c, b, heads = f.config, f.batch, f.num_heads
-    rows, width = b.num_tokens, heads * c.kv_lora_rank
+    attend_rows(f, slice(0, f.batch.num_tokens), f.batch, f.cache)
+
+
+def attend_rows(f: Frame, rows: slice, b: Batch, cache: KVCache) -> None:
+    """Some rows of the step, which are those of `b`, whose blocks are in `cache`."""
+    c, heads, total = f.config, f.num_heads, f.batch.num_tokens
+    width = heads * c.kv_lora_rank
     num_ops = b.context * heads * (2.0 * c.kv_lora_rank + c.qk_rope_head_dim)
-    q_lat, q = f.take("q_lat", rows, width), f.take("q", rows, heads * c.qk_head_dim)
+    q_lat, q = f.take("q_lat", total, width)[rows], f.take("q", total, heads * c.qk_head_dim)[rows]
     f.linears.threads.over_pieces(
         k.attention, num_ops, f.scratch_size,
-        f.take("o_lat", rows, width), q_lat, q, heads, c.qk_rope_head_dim, b.seq_of, b.positions,
-        *f.cache, b.block_tables, c.softmax_scale, f.layer.int8_attention,
+        f.take("o_lat", total, width)[rows], q_lat, q, heads, c.qk_rope_head_dim, b.seq_of, b.positions,
+        *cache.pages, b.block_tables, c.softmax_scale, f.layer.int8_attention,
     )  # fmt: skip
 
 
@@ -140,6 +157,7 @@ def _down_work(model: Model, layer: Layer, n: Counts) -> Work:
 
 
 def _up_work(model: Model, layer: Layer, n: Counts) -> Work:
+    assert layer.wq_b is not None
     return linear_work(n.rows, layer.wq_b) + _per_head(model, n.rows, model.config.qk_nope_head_dim)
 
 

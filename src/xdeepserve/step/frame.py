@@ -27,6 +27,12 @@ class KVCache(NamedTuple):
     latent: Array
     scale: Array
     k_pe: Array
+    index_k: Array = NO_ROWS  # the indexer's keys (kernels/indexer.py)
+
+    @property
+    def pages(self) -> tuple[Array, Array, Array]:
+        """What attention reads."""
+        return self.latent, self.scale, self.k_pe
 
 
 class Batch(NamedTuple):

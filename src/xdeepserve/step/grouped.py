@@ -21,18 +21,19 @@ from xdeepserve.model import kernels as k
 from xdeepserve.model.cache_layout import TILE
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.tensors import Layer
-from xdeepserve.step.attention import KV_NBYTES, latent, linear_work, outputs
+from xdeepserve.step.attention import KV_NBYTES, latent, linear_work, outputs, query_input
 from xdeepserve.step.frame import Frame, KVCache, Model
 from xdeepserve.step.stage import Counts, Op, free
 
 
 def _finish(f: Frame, x: Array, bias: Array | None, heads: int, norm: Array | None) -> None:
-    """In place: x [T, heads * D] and its bias; each head normed, and its last columns rotated."""
+    """In place: x [T, heads * D] and its bias; each head normed, or all together if the norm is as wide, and
+    its last columns rotated."""
     if bias is not None:
         np.add(x, bias, out=x)
     if norm is not None:
-        by_head = x.reshape(-1, norm.size)
-        k.rms_norm(by_head, by_head, norm, f.config.rms_norm_eps)
+        normed = x.reshape(-1, norm.size)
+        k.rms_norm(normed, normed, norm, f.config.rms_norm_eps)
     k.rope_heads(x, heads, f.batch.positions, f.cos, f.sin)
 
 
@@ -43,15 +44,20 @@ def _up_proj(f: Frame) -> None:
     if layer.bv is not None:
         kv[:, keys.shape[1] :] += layer.bv
     _finish(f, keys, layer.bk, c.num_key_value_heads, layer.kv_norm)
-    k.append_heads(*_by_head(f), f.batch.slots, keys, kv, c.num_key_value_heads)
-    q = f.take("q", rows, f.num_heads * c.qk_head_dim)
-    f.linears.apply(q, f.source, layer.wq_b)
-    _finish(f, q, layer.bq, f.num_heads, layer.q_norm)
+    k.append_heads(*_by_head(f).pages, f.batch.slots, keys, kv, c.num_key_value_heads)
+    width = f.num_heads * c.qk_head_dim
+    q = f.take("q", rows, width)
+    if layer.wq_b is None:  # all heads' queries have been normed together
+        np.copyto(q, query_input(f, rows)[:, f.group_rank * width :][:, :width])
+        _finish(f, q, None, f.num_heads, None)
+    else:
+        f.linears.apply(q, f.source, layer.wq_b)
+        _finish(f, q, layer.bq, f.num_heads, layer.q_norm)
 
 
 def _by_head(f: Frame) -> KVCache:
     """The layer's cache in blocks of a tile of positions and a head."""
-    values, scale, keys = f.cache
+    values, scale, keys = f.cache.pages
     tiles = values.reshape(-1, 1, *values.shape[2:]), keys.reshape(-1, 1, *keys.shape[2:])
     return KVCache(tiles[0], scale.reshape(-1, TILE), tiles[1])
 
@@ -89,7 +95,7 @@ def _attend(f: Frame) -> None:
         f.linears.threads.over_pieces(
             k.attention, b.context * num * float(c.key_columns + c.value_columns), f.scratch_size,
             _attended(f, queries), none, mine, num, c.key_columns, b.seq_of, b.positions,
-            *_by_head(f), _tables(f, head), c.softmax_scale, False,
+            *_by_head(f).pages, _tables(f, head), c.softmax_scale, False,
         )  # fmt: skip
 
 
@@ -101,7 +107,7 @@ def _head_outputs(f: Frame) -> None:
 
 
 def _up_work(model: Model, layer: Layer, n: Counts) -> Work:
-    return linear_work(n.rows, layer.wq_b)
+    return Work() if layer.wq_b is None else linear_work(n.rows, layer.wq_b)
 
 
 def _attend_work(model: Model, layer: Layer, n: Counts) -> Work:

@@ -1,6 +1,7 @@
 """A decoder layer of DeepSeek-V3, from top to bottom: what every runner runs (xDeepServe Figure 10).
 
-attention   MLAProlog -> MLA -> output projection; or with keys and values of groups of heads, GQA
+attention   MLAProlog -> MLA -> output projection; or with keys and values of groups of heads, GQA; or with
+            positions that an indexer chooses, DSA
 feed        an MLP, or gate -> dispatch -> experts -> combine -> shared expert
 """
 
@@ -12,6 +13,7 @@ from xdeepserve.model.families import AttentionKind
 from xdeepserve.model.tensors import Layer
 from xdeepserve.step import attention as mla
 from xdeepserve.step import grouped as gqa
+from xdeepserve.step import sparse as dsa
 from xdeepserve.step.feed import (
     add_answers,
     add_outputs,
@@ -72,6 +74,11 @@ ATTENTION: dict[AttentionKind, Program] = {
         Stage("QKVProlog", (mla.down_proj, gqa.up_proj)),
         Stage("GQA", (gqa.attend,), attends=True),
         Stage("OProj", (gqa.head_outputs, mla.out_proj)),
+    ),
+    "dsa": (
+        Stage("MLAProlog", (dsa.down_proj, dsa.up_proj)),
+        Stage("DSA", (dsa.choose, dsa.attend), attends=True),
+        Stage("OProj", (mla.head_outputs, mla.out_proj)),
     ),
 }
 

@@ -15,7 +15,7 @@ import numpy as np
 from xdeepserve.model import kernels as k
 from xdeepserve.model.canonical import TP_BLOCKS, Array
 from xdeepserve.model.tensors import Layer
-from xdeepserve.step.attention import OUT_PROJ, RowParallel, latent, out_work, outputs, query_input
+from xdeepserve.step.attention import OUT_PROJ, RowParallel, down_parts, out_work, outputs
 from xdeepserve.step.feed import MLP_DOWN
 from xdeepserve.step.frame import Frame
 from xdeepserve.step.stage import LayerProgram, Meet, Op, Program, Stage, free
@@ -124,20 +124,21 @@ GATHER: Program = (
 
 
 def _latents(f: Frame) -> Array:
-    """This die's slice of all tokens' latents, each row the query's and then the cache's."""
-    width = query_input(f, 0).shape[1] + latent(f, 0).shape[1]
-    return f.take("latents", f.slice_size(f.batch.num_tokens), width)
+    """This die's slice of what heads read of all tokens: the query's latent, then the cache's, ..."""
+    return f.take("latents", f.slice_size(f.batch.num_tokens), f.config.down_columns)
 
 
 def _pack_latents(f: Frame) -> None:
     rows = len(f.h)
-    np.concatenate([query_input(f, rows), latent(f, rows)], axis=1, out=_latents(f)[:rows])
+    np.concatenate(down_parts(f, rows), axis=1, out=_latents(f)[:rows])
 
 
 def _unpack_latents(f: Frame) -> None:
-    query = query_input(f, f.batch.num_tokens)
-    query[:], latent(f, len(query))[:] = f.reduced[:, : query.shape[1]], f.reduced[:, query.shape[1] :]
-    f.source = f.linears.prepare(query)
+    parts, start = down_parts(f, f.batch.num_tokens), 0
+    for part in parts:
+        part[:] = f.reduced[:, start : start + part.shape[1]]
+        start += part.shape[1]
+    f.source = f.linears.prepare(parts[0])
 
 
 def _join_heads(f: Frame) -> Array:

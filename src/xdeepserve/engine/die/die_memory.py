@@ -8,12 +8,13 @@ import numpy as np
 import numpy.typing as npt
 
 from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.die.cache_parts import CachePart, cache_parts
 from xdeepserve.engine.die.expert_buffers import PARTS, holds, plan_expert_buffers
 from xdeepserve.engine.die.replicas import RedundantSlots, ReplicaMap
 from xdeepserve.engine.die.workspace import Workspace
 from xdeepserve.engine.messages import LOGPROB_SLOTS, PoolPlace
 from xdeepserve.hw.memory import Address, Area, Memory, Region
-from xdeepserve.model.cache_layout import cache_shape, cache_width
+from xdeepserve.model.cache_layout import TILE, cache_shape
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.sharding import Shard
@@ -97,23 +98,14 @@ class DieMemory:
             self._space.plan(f"weights/{name}", spec.packed_dtype, *spec.packed_shape)
 
     @property
-    def _cache_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Shapes of a layer's latents, their scales, and RoPE keys; a block has those of all its heads."""
-        c, s = self.config, self.sizes
-        num_blocks = s.num_blocks * c.num_key_value_heads
-        return (
-            cache_shape(num_blocks, s.block_size, c.value_columns),
-            (num_blocks, s.block_size) if self.recipe == "int8" else (0, 0),
-            cache_shape(num_blocks, s.block_size, c.key_columns),
-        )
+    def _cache_parts(self) -> list[CachePart]:
+        """What each layer's cache is made of."""
+        return cache_parts(self.config, self.recipe, self.sizes.num_blocks, self.sizes.block_size)
 
     def _plan_cache(self) -> None:
-        is_int8 = self.recipe == "int8"
         for layer in range(self.num_layers):
-            latent, scale, k_pe = self._cache_shapes
-            self._space.plan(f"kv/{layer}/latent", U8 if is_int8 else F32, *latent)
-            self._space.plan(f"kv/{layer}/scale", F32, *scale)
-            self._space.plan(f"kv/{layer}/k_pe", F32, *k_pe)
+            for part in self._cache_parts:
+                self._space.plan(f"kv/{layer}/{part.name}", part.dtype, *part.shape)
         if self.sizes.mtp > 1:
             self._space.plan("kv/tail", F32, self.sizes.num_blocks, self.config.hidden_size)
 
@@ -163,6 +155,8 @@ class DieMemory:
         plan("q_lat", F32, t, max(heads * c.value_columns, c.num_key_value_heads * c.key_columns))
         plan("o_lat", F32, t, heads * c.value_columns)
         plan("o", F32, t, o_width)
+        if c.index_topk:
+            self._plan_indexer(plan)
         plan("gate_up", F32, 2 * act)
         plan("act", F32, act)
         widest = max(2 * hidden, c.q_lora_rank or 1, q_width, o_width)
@@ -187,6 +181,19 @@ class DieMemory:
         plan("expert_sent", F32, self.max_expert_rows, hidden)
         plan("slot_out", F32, n * top_k, hidden)
 
+    def _plan_indexer(self, plan: Callable[..., None]) -> None:
+        """What chooses positions of rows, and what gathers those of a row (step/sparse.py)."""
+        c, t = self.config, self.sizes.max_part
+        few = min(c.index_topk, self.sizes.max_model_len)
+        whole = -(-few // TILE) * TILE
+        plan("index_k", F32, t, c.index_head_dim)
+        plan("index_w", F32, t, c.index_n_heads)
+        plan("index_q", F32, t, c.index_n_heads * c.index_head_dim)
+        plan("chosen", I32, t, few)
+        plan("chosen_latent", U8 if self.recipe == "int8" else F32, *cache_shape(1, whole, c.value_columns))
+        plan("chosen_scale", F32, 1, whole)
+        plan("chosen_k_pe", F32, *cache_shape(1, whole, c.key_columns))
+
     def layer_workspace(self, microbatch: int) -> Workspace:
         """The buffers of a layer's stages, each microbatch's own where they overlap."""
         return self._space.part(part_prefix(microbatch))
@@ -203,7 +210,7 @@ class DieMemory:
             plan("maxima", F32, t)
             plan("sums", I32, t, c.hidden_size)
         else:
-            plan("latents", F32, n, (c.q_lora_rank or c.hidden_size) + c.kv_columns)
+            plan("latents", F32, n, c.down_columns)
             plan("o_slice", F32, n, c.num_attention_heads * c.v_head_dim)
 
     def _plan_shared_out_proj(self, prefix: str) -> None:
@@ -263,12 +270,8 @@ class DieMemory:
         return [*parts, rest]
 
     def _layer_parts(self, layer: int) -> list[tuple[str, int]]:
-        c, size = self.config, self.sizes.block_size * self.config.num_key_value_heads
-        is_int8 = self.recipe == "int8"
-        parts = [(f"kv/{layer}/latent", size * cache_width(c.value_columns) * (1 if is_int8 else 4))]
-        if is_int8:
-            parts.append((f"kv/{layer}/scale", size * 4))
-        return [*parts, (f"kv/{layer}/k_pe", size * cache_width(c.key_columns) * 4)]
+        parts = self._cache_parts
+        return [(f"kv/{layer}/{part.name}", part.block_nbytes) for part in parts if part.block_nbytes]
 
     @property
     def block_parts(self) -> list[tuple[str, int]]:
@@ -377,12 +380,11 @@ class DieMemory:
 
     def kv_caches(self) -> list[KVCache]:
         """One per layer; then one for each draft, even if one MTP layer makes them all."""
-        latent, scale, k_pe = self._cache_shapes
+
+        def take(layer: int, part: CachePart) -> Array:
+            return self._space.take(f"kv/{layer}/{part.name}", *part.shape)
+
+        parts = self._cache_parts
         return [
-            KVCache(
-                self._space.take(f"kv/{layer}/latent", *latent),
-                self._space.take(f"kv/{layer}/scale", *scale),
-                self._space.take(f"kv/{layer}/k_pe", *k_pe),
-            )
-            for layer in range(self.num_layers)
+            KVCache(**{part.name: take(layer, part) for part in parts}) for layer in range(self.num_layers)
         ]

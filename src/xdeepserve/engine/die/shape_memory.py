@@ -175,7 +175,7 @@ class ShapeMemory(DieMemory):
     @property
     def _nbytes_by_layer(self) -> int:
         """Bytes of a KV block in one layer."""
-        return self.sizes.block_size * KV_NBYTES * self.config.kv_columns
+        return self.sizes.block_size * KV_NBYTES * self.config.cache_columns
 
     @property
     def piece_weight(self) -> float:

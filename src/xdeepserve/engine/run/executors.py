@@ -15,7 +15,8 @@ from xdeepserve.engine.run.net import Net
 from xdeepserve.engine.walk.runner import Pace, Runner
 from xdeepserve.engine.walk.schedule import Schedule, away_and_back, in_slices, overlap, serial
 from xdeepserve.hw.queue import Queue
-from xdeepserve.model.tensors import ATTENTION, DENSE, MOE, Layer, Linear, ModelWeights, find
+from xdeepserve.model.attention_tables import ATTENTION
+from xdeepserve.model.tensors import DENSE, MOE, Layer, Linear, ModelWeights, find
 from xdeepserve.step.frame import Frame, Model
 from xdeepserve.step.layer import Where, decoder_layer
 from xdeepserve.step.linear import Threads

@@ -158,9 +158,8 @@ class ProtocolNet:
         """What ranks that share projections exchange: rows of hidden states, of latents, or of head
         outputs."""
         c, sizes, size = self.team.config, self.team.sizes, self.team.sizes.num_sharing
-        latents = (c.q_lora_rank or c.hidden_size) + c.kv_columns
         heads = c.num_attention_heads * c.v_head_dim
-        widest = max(c.hidden_size * size, latents * size, heads)
+        widest = max(c.hidden_size * size, c.down_columns * size, heads)
         nbytes = sizes.max_slice * widest * 4
         layouts = [CollectiveLayout(size, nbytes, name=f"tp{mark}") for mark in self._marks]
         for layout in layouts:

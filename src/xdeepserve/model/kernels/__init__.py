@@ -13,6 +13,7 @@ change the order in which one output is summed.
     pair_dots              exact products two at a time, by AVX-512 BF16
     matrix_unit            the tiles of AMX; gemm_matrix, mla_matrix: products and attention with them
     latent_cache           what precedes attention per token
+    indexer                what chooses the positions that sparse attention sees
     mla, mla_products      attention
     moe                    gate, grouping, combine
     sampling               tokens from logits
@@ -29,6 +30,7 @@ from xdeepserve.model.kernels.gemm import (
     num_groups,
 )
 from xdeepserve.model.kernels.gemm_exact import matmul_exact, matmul_exact_blocked, matmul_exact_heads
+from xdeepserve.model.kernels.indexer import choose_positions, layer_norm
 from xdeepserve.model.kernels.latent_cache import append_heads, append_kv, rope_heads
 from xdeepserve.model.kernels.mla import attention
 from xdeepserve.model.kernels.moe import add_sums, combine, gate, gather_tokens, group_rows
@@ -54,6 +56,7 @@ __all__ = [
     "append_heads",
     "append_kv",
     "attention",
+    "choose_positions",
     "combine",
     "gate",
     "gather_rows",
@@ -61,6 +64,7 @@ __all__ = [
     "group_rows",
     "grouped_matmul",
     "grouped_matmul_int8",
+    "layer_norm",
     "matmul",
     "matmul_blocked",
     "matmul_exact",

@@ -20,8 +20,7 @@ import msgspec
 import numpy as np
 
 from ..canonical import Array
-from ..config import ModelConfig
-from ..reference import LATENT_NORM_EPS
+from ..config import LATENT_NORM_EPS, ModelConfig
 from . import forward
 from .clipping import clip_factors
 from .compensation import compensate

@@ -11,8 +11,7 @@ import msgspec
 import numpy as np
 
 from ..canonical import Array
-from ..config import ModelConfig
-from ..reference import LATENT_NORM_EPS
+from ..config import LATENT_NORM_EPS, ModelConfig
 from .forward import attend, rms_norm
 from .rotation import rotate_latent, rotate_values, rotation
 from .rounding import quantized_rows, relative_error

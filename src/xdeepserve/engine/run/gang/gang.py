@@ -23,7 +23,7 @@ from xdeepserve.errors import DeploymentError, ProtocolError
 from xdeepserve.hw.clock import Clock, Waiter, Waiting
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.checkpoint import num_parameters
-from xdeepserve.model.reference import LATENT_NORM_EPS
+from xdeepserve.model.config import LATENT_NORM_EPS
 from xdeepserve.model.tensors import Layer
 from xdeepserve.step.frame import Batch, KVCache
 from xdeepserve.step.stage import LayerProgram, Meet

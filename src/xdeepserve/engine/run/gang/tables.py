@@ -73,7 +73,7 @@ def layer_weights(
         row[:] = [
             *(at for name in a.LINEARS for at in linear(find(layer, name))),
             *(address(find(layer, name)) for name in a.VECTORS),
-            *map(address, cache),
+            *map(address, cache.pages),
             layer.int8_attention,
             *map(address, routing),
         ]

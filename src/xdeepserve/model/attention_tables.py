@@ -1,0 +1,110 @@
+"""The tensors of each kind of attention, and the order in which kernels want their rows."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from xdeepserve.model.canonical import Array
+from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.families import AttentionKind
+from xdeepserve.model.tensor_row import Tensor
+
+# ---- rows in the order of the kernels ------------------------------------------------------------------
+
+
+def _in_pairs(w: Array) -> Array:
+    """RoPE rows w [..., R, K], whose halves are pairs, put into neighbouring pairs."""
+    half = w.shape[-2] // 2
+    return np.stack([w[..., :half, :], w[..., half:, :]], axis=-2).reshape(w.shape)
+
+
+def _interleaved(c: ModelConfig, w: Array) -> Array:
+    """RoPE rows w [..., R, K] of any checkpoint, in neighbouring pairs."""
+    return w if c.rope_interleave else _in_pairs(w)
+
+
+def _queries(c: ModelConfig, w: Array) -> Array:
+    by_head = w.reshape(c.num_attention_heads, c.qk_head_dim, -1)
+    still, turned = np.split(by_head, [c.qk_nope_head_dim], axis=1)
+    return np.concatenate([still, _interleaved(c, turned)], axis=1).reshape(w.shape)
+
+
+def _latents(c: ModelConfig, w: Array) -> Array:
+    return np.concatenate([w[: c.kv_lora_rank], _interleaved(c, w[c.kv_lora_rank :])])
+
+
+def _keys(c: ModelConfig, w: Array) -> Array:
+    """Turned around: a head's keys go into its query."""
+    by_head = w.reshape(c.num_attention_heads, -1, c.kv_lora_rank)
+    return by_head[:, : c.qk_nope_head_dim].swapaxes(1, 2)
+
+
+def _values(c: ModelConfig, w: Array) -> Array:
+    return w.reshape(c.num_attention_heads, -1, c.kv_lora_rank)[:, c.qk_nope_head_dim :]
+
+
+def _grouped(c: ModelConfig, w: Array) -> Array:
+    """Rows of queries or keys of GQA, or a norm's or a bias's elements: what RoPE turns is put last."""
+    by_head = w.reshape(-1, c.key_columns, *w.shape[1:])
+    by_head = by_head[..., None] if w.ndim == 1 else by_head
+    turned, still = np.split(by_head, [c.qk_rope_head_dim], axis=1)
+    return np.concatenate([still, _interleaved(c, turned)], axis=1).reshape(w.shape)
+
+
+def _indexed(c: ModelConfig, w: Array) -> Array:
+    """Rows of the indexer's queries or keys, or a norm's elements: the first of each head are turned, halves
+    with halves whatever attention does."""
+    by_head = w.reshape(-1, c.index_head_dim, *w.shape[1:])
+    by_head = by_head[..., None] if w.ndim == 1 else by_head
+    turned, still = np.split(by_head, [c.qk_rope_head_dim], axis=1)
+    return np.concatenate([still, _in_pairs(turned)], axis=1).reshape(w.shape)
+
+
+def _keys_values(c: ModelConfig, w: Array) -> Array:
+    """All heads' keys above all heads' values."""
+    keys, values = np.split(w, 2)
+    return np.concatenate([_grouped(c, keys), values])
+
+
+# ---- the tables ----------------------------------------------------------------------------------------
+
+# The halves of kv_b_proj are two rows: keys are absorbed into queries, values come out of what was attended.
+_KV_B = ("self_attn.kv_b_proj",)
+MLA = (
+    Tensor("attn_norm", ("input_layernorm",), "H"),
+    Tensor("wq_a", ("self_attn.q_a_proj",), "Q H", "int8"),
+    Tensor("q_norm", ("self_attn.q_a_layernorm",), "Q"),
+    Tensor("wq_b", ("self_attn.q_b_proj",), "N(P+R) Q", "int8", "heads", _queries, gain=1.5),
+    Tensor("wq_b", ("self_attn.q_proj",), "N(P+R) D", "int8", "heads", _queries, gain=1.5),
+    Tensor("wkv_a", ("self_attn.kv_a_proj_with_mqa",), "C+R H", "int8", arrange=_latents),
+    Tensor("kv_norm", ("self_attn.kv_a_layernorm",), "C"),
+    Tensor("w_uk", _KV_B, "N(P+V) C", "matrix", "heads", _keys, "N C P"),
+    Tensor("w_uv", _KV_B, "N(P+V) C", "matrix", "heads", _values, "N V C"),
+    Tensor("wo", ("self_attn.o_proj",), "H NV", "int8", "inputs"),
+    Tensor("ffn_norm", ("post_attention_layernorm",), "H"),
+)
+GQA = (
+    Tensor("attn_norm", ("input_layernorm",), "H"),
+    Tensor("wq_a", ("self_attn.q_proj",), "NKa H", "int8", arrange=_grouped),
+    Tensor("q_norm", ("self_attn.q_norm",), "NKa", arrange=_grouped),
+    Tensor("wq_b", ("self_attn.q_proj",), "NKd H", "int8", "heads", _grouped, gain=1.5),
+    Tensor("bq", ("self_attn.q_proj",), "NKb", "plain", "heads", _grouped, parameter="bias", gain=3.0),
+    Tensor("q_norm", ("self_attn.q_norm",), "Kh", arrange=_grouped),
+    Tensor("wkv_a", ("self_attn.k_proj", "self_attn.v_proj"), "GK H", "int8", arrange=_keys_values),
+    Tensor("bk", ("self_attn.k_proj",), "GKb", arrange=_grouped, parameter="bias", gain=3.0),
+    Tensor("bv", ("self_attn.v_proj",), "GKb", parameter="bias", gain=3.0),
+    Tensor("kv_norm", ("self_attn.k_norm",), "Kh", arrange=_grouped),
+    Tensor("kv_norm", ("self_attn.k_norm",), "GKa", arrange=_grouped),
+    Tensor("wo", ("self_attn.o_proj",), "H NV", "int8", "inputs"),
+    Tensor("ffn_norm", ("post_attention_layernorm",), "H"),
+)
+_INDEXER = "self_attn.indexer."
+DSA = (
+    *MLA,
+    Tensor("index_wq", (f"{_INDEXER}wq_b",), "NX Q", "matrix", arrange=_indexed),
+    Tensor("index_wk", (f"{_INDEXER}wk",), "X H", "matrix", arrange=_indexed),
+    Tensor("index_norm", (f"{_INDEXER}k_norm",), "X", arrange=_indexed),
+    Tensor("index_bias", (f"{_INDEXER}k_norm",), "X", arrange=_indexed, parameter="bias"),
+    Tensor("index_gate", (f"{_INDEXER}weights_proj",), "NI H", "router"),
+)
+ATTENTION: dict[AttentionKind, tuple[Tensor, ...]] = {"mla": MLA, "gqa": GQA, "dsa": DSA}
