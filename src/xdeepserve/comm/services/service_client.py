@@ -221,11 +221,9 @@ class ServiceClient(Handle):
     async def _look_at_given_up(self) -> None:
         """Look once at the slots of servers that this client has given up: those whose late answers are there
         serve again. A server that has registered anew is among them."""
-        known, state = self.known, self.slots.state
-        for server in sorted(self._left):
-            if known.is_given_up(server) and await self.slots.reads(server):
-                if state(server) != SlotState.WRITTEN:
-                    known.trust(server)
+        for server in filter(self.known.is_given_up, sorted(self._left)):
+            if await self.slots.reads(server) and self.slots.state(server) != SlotState.WRITTEN:
+                self.known.trust(server)
 
     async def _empty_left(self, asked: Sequence[int]) -> bool:
         """Step 3: wait until what is left in the slots on these servers is done with, and empty them. False
