@@ -16,11 +16,12 @@ SIMPLE = ("monolithic", "colocated", "pd")  # run models without routed experts 
 
 
 class TEChange(msgspec.Struct, frozen=True):
-    """A TE that comes or goes."""
+    """A TE that comes or goes, or one of its expert servers."""
 
     at_ns: int  # of virtual time, from when the prompts come
-    what: Literal["add", "drain", "remove"]
+    what: Literal["add", "drain", "remove", "add server", "remove server"]
     te: str  # its name; of one that comes, its role
+    server: int = 0  # its number
 
 
 class Writer(msgspec.Struct, frozen=True):

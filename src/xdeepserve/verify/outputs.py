@@ -164,6 +164,10 @@ async def _change(life: Sequence[TEChange], engine: Engine) -> None:
                 await engine.drain(change.te)
             case "remove":
                 await engine.remove(change.te)
+            case "add server":
+                await engine.add_server(change.te, change.server)
+            case "remove server":
+                await engine.remove_server(change.te, change.server)
 
 
 @contextlib.contextmanager

@@ -221,7 +221,9 @@ class ServiceClient(Handle):
     async def _look_at_given_up(self) -> None:
         """Look once at the slots of servers that this client has given up: those whose late answers are there
         serve again. A server that has registered anew is among them."""
-        for server in filter(self.known.is_given_up, sorted(self._left)):
+        for server in sorted(self._left):
+            if not self.known.is_given_up(server) or self.known.is_gone(server):
+                continue
             if await self.slots.reads(server) and self.slots.state(server) != SlotState.WRITTEN:
                 self.known.trust(server)
 
