@@ -72,7 +72,7 @@ def test_kernels_are_named_while_they_are_compiled() -> None:
 def test_rows_are_printed_as_they_end(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     row = MatrixRow("int8", "pd", "prefill by TP of 2", "sha256:0", True)
 
-    def verify(checkpoint, names, report, subject, begins) -> list[MatrixRow]:
+    def verify(checkpoint, names, report, subject, begins, **_) -> list[MatrixRow]:
         assert subject == "plain"
         report(row, 1, 9)
         assert capsys.readouterr().err == "verify: 1/9 int8 pd, prefill by TP of 2: equal\n"
@@ -87,7 +87,7 @@ def test_an_interrupted_matrix_says_so_at_once_and_shows_its_rows(
 ) -> None:
     row = MatrixRow("int8", "pd", "prefill by TP of 2", "sha256:0", True)
 
-    def verify(checkpoint, names, report, subject, begins) -> list[MatrixRow]:
+    def verify(checkpoint, names, report, subject, begins, **_) -> list[MatrixRow]:
         begins("int8 pd, prefill by TP of 2", 0, 9)
         report(row, 1, 9)
         begins("int8 colocated, two dies", 1, 9)
@@ -124,7 +124,7 @@ def test_an_interrupt_before_there_is_anything_is_said_too(
 
 
 def test_the_row_in_progress_is_named(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    def verify(checkpoint, names, report, subject, begins) -> list[MatrixRow]:
+    def verify(checkpoint, names, report, subject, begins, **_) -> list[MatrixRow]:
         begins("int8 colocated, two dies", 1, 9)
         time.sleep(0.2)
         return []

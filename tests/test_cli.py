@@ -1,7 +1,9 @@
 """The command line, in its own process: the contract of its JSON, and one clear line for each refusal."""
 
+import argparse
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +12,11 @@ import pytest
 
 from tests.model.hf_fixtures import fixtures
 from xdeepserve.cli import main
+from xdeepserve.cli.options import note_tokenizer
 from xdeepserve.engine.deploy.settings import settings
 from xdeepserve.model.checkpoint import SINGLE_FILE
+from xdeepserve.model.presets import PRESET_DIRECTORY
+from xdeepserve.model.tokenizer import load_tokenizer
 from xdeepserve.verify.matrix import MatrixRow
 
 
@@ -204,11 +209,43 @@ def test_verify_json_and_its_exit_code(
     assert json.loads(capsys.readouterr().out)["bit_exact"] is False
 
 
+def test_verify_in_a_hurry(capsys: pytest.CaptureFixture[str]) -> None:
+    args = [
+        "verify",
+        "--quick",
+        "--precision",
+        "int8",
+        "--deployments",
+        "monolithic,pd",
+        "colocated",
+        "--json",
+    ]
+    assert main([*args, "--model", "tiny-random"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [(row["precision"], row["deployment"]) for row in result["rows"]] == [
+        ("int8", name) for name in ("reference", "monolithic", "colocated", "pd")
+    ]
+    assert "combine=int8 is for int8" in refused(capsys, "verify", "--int8-combine", "--precision", "fp32")
+
+
+def test_what_clients_cannot_ask_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(PRESET_DIRECTORY / "tiny")
+    assert tokenizer is not None
+    args = argparse.Namespace(command="serve", model="m")
+    note_tokenizer(args, tokenizer)
+    assert capsys.readouterr().err == ""
+    note_tokenizer(args, None)
+    assert "m has no tokenizer.json" in capsys.readouterr().err
+    shutil.copy(PRESET_DIRECTORY / "tiny" / "tokenizer.json", tmp_path)
+    note_tokenizer(args, load_tokenizer(tmp_path))
+    assert "m has no chat template" in capsys.readouterr().err
+
+
 def test_verify_tells_which_deployments_a_model_has_no_rows_for(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "xdeepserve.verify.matrix.verify", lambda *_: [MatrixRow("int8", "pd", "x", "sha256:0", True)]
+        "xdeepserve.verify.matrix.verify", lambda *_, **__: [MatrixRow("int8", "pd", "x", "sha256:0", True)]
     )
     assert main(["verify", "--deployments", "all"]) == 0
     reason = "not for this model: experts.routed_dies=256 is more than the model's 32 routed experts"
@@ -224,7 +261,7 @@ def test_verify_fails_for_a_row_that_has_not_shown_what_it_promises(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = MatrixRow("int8", "pd", "x", "sha256:0", True, "1 of 2 reconfigurations")
-    monkeypatch.setattr("xdeepserve.verify.matrix.verify", lambda *_: [row])
+    monkeypatch.setattr("xdeepserve.verify.matrix.verify", lambda *_, **__: [row])
     assert main(["verify", "--deployments", "pd"]) == 1
     assert "\nnot shown: int8 pd, x: equal, but 1 of 2 reconfigurations\n" in capsys.readouterr().out
     assert main(["verify", "--deployments", "pd", "--json"]) == 1

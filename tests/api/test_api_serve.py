@@ -55,6 +55,27 @@ async def test_a_signal_lets_running_requests_finish(engine: FakeEngine, number:
     assert engine.events == ["start", "stop"]
 
 
+async def test_two_signals_at_once_are_one_and_a_later_one_does_not_wait(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "SHUTDOWN_GRACE_S", 60.0)
+    monkeypatch.setattr(server, "SAME_SIGNAL_S", 0.3)
+    running = Running(engine)
+    engine.hold(0)
+    request = asyncio.create_task(running.post(prompt="hi"))
+    await engine.until_submitted()
+    for _ in range(3):
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.4)
+    assert not engine.submitted[0].is_aborted.is_set()
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(running.task, 5)
+    assert engine.submitted[0].is_aborted.is_set()
+    with pytest.raises(aiohttp.ClientError):
+        await request
+
+
 @pytest.mark.parametrize("sent", [b"GET / HTTP/1.1\r\nX: a\x00b\r\n\r\n", b"GET\r\n\r\n"])
 async def test_what_is_no_http_is_answered_and_not_logged(
     engine: FakeEngine, caplog: pytest.LogCaptureFixture, sent: bytes

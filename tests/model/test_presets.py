@@ -62,7 +62,7 @@ def test_mtp_shares_embedding_and_head(tiny: TinyCheckpoint) -> None:
 @pytest.mark.parametrize("name", ["tinny", "no/such/directory"])
 def test_unknown_models_are_told_the_presets(name: str) -> None:
     with pytest.raises(
-        CheckpointError, match=r"neither a preset \(tiny, tiny-random, tiny-r1\) nor a checkpoint directory"
+        CheckpointError, match=r"neither a preset \(tiny, tiny-random, tiny-r1; .*\) nor a directory that is"
     ):
         resolve_model(name)
 

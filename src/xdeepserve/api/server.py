@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import math
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -41,6 +42,7 @@ from xdeepserve.engine.serving.request import AsyncEngine
 from xdeepserve.errors import InputError
 
 SHUTDOWN_GRACE_S = 5.0
+SAME_SIGNAL_S = 1.0  # signals that come within this time are one
 IDLE_SECONDS = 30.0  # a connection is closed that has no whole header of a request for so long
 DRAIN_POLL_S = 0.05
 BACKLOG = 1024  # connections that come at once and are not accepted yet; the system drops more
@@ -125,9 +127,9 @@ async def serve(
 ) -> None:
     """Serve until SIGINT, SIGTERM or cancellation, then let running requests finish for a few seconds.
 
-    A second signal does not wait. `port` 0 picks a free one. Once connections are accepted, `ready` gets the
-    address ("http://host:port"); without it the address is printed. Raises InputError if the address cannot
-    be bound, before the engine starts.
+    A second signal, a second later or more, does not wait for them. `port` 0 picks a free one. Once
+    connections are accepted, `ready` gets the address ("http://host:port"); without it the address is
+    printed. Raises InputError if the address cannot be bound, before the engine starts.
     """
     options = options or ServerOptions()
     context = options.ssl_context()
@@ -145,11 +147,12 @@ async def serve(
         await runner.setup()
         site = web.SockSite(runner, listener, ssl_context=context, backlog=BACKLOG)
         await site.start()
-        async with _stop_signal() as stopped:
+        async with _stop_signals() as (stopped, hurried):
             (ready or _announce)(address_of(listener, is_encrypted=context is not None))
             await stopped.wait()
-        await site.stop()
-        await _drain(engine)
+            await site.stop()
+            await _drain(engine, hurried)
+            await runner.cleanup()
     finally:
         await runner.cleanup()
         listener.close()
@@ -157,12 +160,14 @@ async def serve(
             remove_socket(options.uds)
 
 
-async def _drain(engine: AsyncEngine) -> None:
+async def _drain(engine: AsyncEngine, hurried: asyncio.Event) -> None:
     """Let running requests finish for a while, then abort them, so that their streams end in order."""
     for _ in range(int(SHUTDOWN_GRACE_S / DRAIN_POLL_S)):
         stats = engine.stats()
         if stats.num_running + stats.num_waiting == 0:
             return
+        if hurried.is_set():
+            break
         await asyncio.sleep(DRAIN_POLL_S)
     await engine.stop()
     await asyncio.sleep(DRAIN_POLL_S)  # the last events leave
@@ -257,15 +262,23 @@ def _announce(address: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _stop_signal() -> AsyncIterator[asyncio.Event]:
-    """An event that SIGINT and SIGTERM set. Outside the main thread there are no signals to wait for."""
-    loop, stopped, installed = asyncio.get_running_loop(), asyncio.Event(), []
+async def _stop_signals() -> AsyncIterator[tuple[asyncio.Event, asyncio.Event]]:
+    """Events that SIGINT and SIGTERM set: the first one, and one that comes a second later or more (who ends
+    a process and then its group, as `timeout` does, sends two). Outside the main thread there are none."""
+    loop, stopped, hurried = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+    installed, first = [], math.inf
+
+    def signalled() -> None:
+        nonlocal first
+        first = min(first, loop.time())
+        (hurried if loop.time() - first >= SAME_SIGNAL_S else stopped).set()
+
     for number in (signal.SIGINT, signal.SIGTERM):
         with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
-            loop.add_signal_handler(number, stopped.set)
+            loop.add_signal_handler(number, signalled)
             installed.append(number)
     try:
-        yield stopped
+        yield stopped, hurried
     finally:
         for number in installed:
             loop.remove_signal_handler(number)

@@ -86,9 +86,9 @@ def _missed_by_nobody(te: TEPlan, lost: Collection[int | None], leaving: Collect
     sizes, found = te.sizes, set[int]()
     if sizes.services is None:
         return found
-    num_routed = len(sizes.experts_of) - sizes.num_shared_dies
-    routed, shared = sizes.expert_dies[:num_routed], sizes.expert_dies[num_routed:]
-    own = [*map(set, sizes.experts_of[:num_routed])]
+    routed = sizes.routed_dies
+    shared = sizes.expert_dies[len(routed) :]
+    own = [*map(set, sizes.experts_of[: len(routed)])]
     have = [held | copies for held, copies in zip(own, map(set, sizes.copies_of), strict=False)] or own
     out = {*lost, *(sizes.expert_dies[number] for number in (*leaving, *sizes.vacant))}
     left = [held for die, held in zip(routed, have, strict=True) if die not in out]

@@ -40,6 +40,10 @@ SUITES = {
     "recovery": Suite(
         "what faults cost by stage of recovery: tokens per second around each, in virtual time", ("plot",)
     ),
+    "papers": Suite(
+        "every value that the papers publish: ours beside it, or why there is none; two minutes",
+        ("paper", "plot"),
+    ),
     "kernels": Suite("wall time of each kernel beside this computer's limits, NumPy and PyTorch; minutes"),
     "decode": Suite(
         "tokens per second on this computer; --peers: beside llama.cpp, vLLM and transformers",
@@ -69,6 +73,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": "hit rates of this trace, a JSON object a line, instead of a generated one",
     },
     "format": {"choices": ("mooncake", "bailian"), "help": "whose format it has; default mooncake"},
+    "paper": {"metavar": "P", "help": "of one paper: xds, cm, ds, eaas or ms"},
     "plot": {"type": Path, "metavar": "FILE", "help": "draw it as well (needs matplotlib)"},
     "ranks": {
         "action": "store_true",
@@ -118,6 +123,7 @@ def run(args: argparse.Namespace) -> int:
         "prefill": (model, args.peers),
         "startup": (model,),
         "ems": (args.requests, args.format or "mooncake"),
+        "papers": (args.paper,),
     }
     rows: list[Row] = []
     with working(f"bench {name}") as status:
@@ -132,7 +138,14 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         suite.plot(rows, args.plot)
     if args.json:
-        print(json.dumps({"rows": [row.as_dict() for row in rows]}))
+        print(
+            json.dumps(
+                suite.as_json(rows, args.paper) if name == "papers" else {"rows": [r.as_dict() for r in rows]}
+            )
+        )
+        return 0
+    if name == "papers":
+        suite.print_summary(rows, args.paper, args.full)
         return 0
     print_summary(rows)
     if args.full:

@@ -13,6 +13,7 @@ from xdeepserve.errors import InputError, meant
 if TYPE_CHECKING:
     from xdeepserve.hw.faults import Fault
     from xdeepserve.model.checkpoint import Checkpoint
+    from xdeepserve.model.tokenizer import Tokenizer
 
 
 class Parser(argparse.ArgumentParser):
@@ -122,6 +123,16 @@ def note_settings(args: argparse.Namespace) -> None:
     overrides = overrides_of(args)
     for key, reason in without_effect(resolve(args.deployment, overrides), overrides):
         note(args.command, f"{key} has no effect here: {reason}")
+
+
+def note_tokenizer(args: argparse.Namespace, tokenizer: Tokenizer | None) -> None:
+    """Say what clients cannot ask of a model that has no tokenizer, or no chat template."""
+    if tokenizer is None:
+        note(
+            args.command, f"{args.model} has no tokenizer.json: it takes token ids alone, at /v1/completions"
+        )
+    elif not tokenizer.has_chat_template:
+        note(args.command, f"{args.model} has no chat template: it completes texts, and cannot chat")
 
 
 def note_rounding(args: argparse.Namespace, checkpoint: Checkpoint) -> None:

@@ -14,6 +14,7 @@ from xdeepserve.cli.options import (
     faults_of,
     note_rounding,
     note_settings,
+    note_tokenizer,
     overrides_of,
 )
 from xdeepserve.cli.status import working
@@ -85,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
     )
     note_settings(args)
     note_rounding(args, resolve_model(args.model))
+    note_tokenizer(args, engine.tokenizer)
     with contextlib.ExitStack() as starting:
         status = starting.enter_context(working(f"Loading {args.model}"))
         engine.load(status.progress)

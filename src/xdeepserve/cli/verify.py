@@ -19,8 +19,14 @@ def add_options(parser: Parser) -> None:
     """The model, and which deployments to check."""
     parser.add_argument("--model", default="tiny", metavar="M", help="as for generate; default tiny")
     parser.add_argument(
-        "--deployments", default="all", metavar="all|a,b", help="deployments to check; default all"
+        "--deployments",
+        nargs="+",
+        default=["all"],
+        metavar="D",
+        help="deployments to check, with spaces or commas between them; default all",
     )
+    parser.add_argument("--precision", choices=("int8", "fp32"), help="of these rows alone; default both")
+    parser.add_argument("--quick", action="store_true", help="one row for each deployment, the plainest")
     other = parser.add_mutually_exclusive_group()
     other.add_argument(
         "--structured",
@@ -51,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
     from xdeepserve.verify import matrix
     from xdeepserve.verify.selection import left_out
 
-    names = None if args.deployments == "all" else args.deployments.split(",")
+    given = [name for each in args.deployments for name in each.split(",") if name]
+    names = None if given == ["all"] else given
     checkpoint = resolve_model(args.model)
     left = left_out(checkpoint.config, args.subject)
     without = [each for each in left if not names or each.deployment in names]
@@ -66,7 +73,9 @@ def run(args: argparse.Namespace) -> int:
         def begins(case: str, done: int, total: int) -> None:
             status.detail = f"{done}/{total} done, now {case}"
 
-        rows = matrix.verify(checkpoint, names, report, args.subject, begins)
+        rows = matrix.verify(
+            checkpoint, names, report, args.subject, begins, precision=args.precision, is_quick=args.quick
+        )
         is_whole = True
     is_exact = is_whole and all(row.holds for row in rows)
     if args.json:

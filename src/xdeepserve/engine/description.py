@@ -193,7 +193,7 @@ def team(te: TEPlan) -> str:
         return (
             f"{name}{counted(s.num_domains, 'DP domains')} of "
             f"{counted(n // s.num_domains, 'attention dies')}, "
-            f"{counted(len(s.experts_of) - s.num_shared_dies)} of routed experts, "
+            f"{counted(len(s.routed_dies))} of routed experts, "
             f"{s.num_shared_dies} of the shared one"
         )
     if n == 1:

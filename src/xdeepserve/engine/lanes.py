@@ -83,7 +83,7 @@ def _roles(sizes: Sizes, te: str) -> Iterator[list[tuple[int, str]]]:
     for d in range(sizes.num_domains):
         domain = dies[d * size : (d + 1) * size]
         yield [(die, f"{te}domain {d} / attention die {i}") for i, die in enumerate(domain)]
-    num_routed = len(sizes.experts_of) - sizes.num_shared_dies
-    routed, shared = sizes.expert_dies[:num_routed], sizes.expert_dies[num_routed:]
+    routed = sizes.routed_dies
     yield [(die, f"{te}experts {i} (routed)") for i, die in enumerate(routed)]
+    shared = sizes.expert_dies[len(routed) :]
     yield [(die, f"{te}shared expert die {i}") for i, die in enumerate(shared)]

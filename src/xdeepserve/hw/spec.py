@@ -39,6 +39,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     vector_peak: Param = Param(22.1e12, "op/s", "public CANN notes: BF16 on all 48 vector cores")
     compute_efficiency: Param = Param(0.654, "ratio", "CM Table 7: MLA in the compute-bound case")
     int8_gemm_efficiency: Param = Param(0.79, "ratio", "CM Table 9: large INT8 GEMMs reach 77 to 83 %")
+    tile_efficiency: Param = Param(0.8645, "ratio", "fitted: CM Table 9, three rows: a tile in a cube core")
+    tile_overhead: Param = Param(0.478e-6, "s", "fitted: CM Table 9, three rows: before and after each tile")
     bf16_gemm_efficiency: Param = Param(
         0.75, "ratio", "assumed: a little below INT8, as for MLA in CM Table 7"
     )

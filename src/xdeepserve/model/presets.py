@@ -32,8 +32,9 @@ def resolve_model(name_or_path: str | Path) -> Checkpoint:
     if str(name_or_path) == "tiny":
         return open_checkpoint(PRESET_DIRECTORY / "tiny")
     if not os.path.exists(name_or_path):  # False, too, of a name that no file can have
-        known = f"neither a preset ({', '.join(PRESETS)}) nor a checkpoint directory"
-        nearest = meant(name_or_path, (*PRESETS, *CONFIGS))
+        names = f"{', '.join(PRESETS)}; for what only takes time {', '.join(CONFIGS)}"
+        known = f"neither a preset ({names}) nor a directory that is there"
+        nearest = meant(name_or_path, (*PRESETS, *CONFIGS)) or "; nothing is downloaded"
         raise CheckpointError(f"model {str(name_or_path)[:400]!r}: {known}{nearest}")
     return open_checkpoint(name_or_path)
 

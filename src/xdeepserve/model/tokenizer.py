@@ -153,6 +153,11 @@ class Tokenizer:
             text = template.render(**given)
         return _up_to_content(text, messages[-1]) if continue_final_message else text
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether a chat can be rendered."""
+        return "default" in self._templates
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],

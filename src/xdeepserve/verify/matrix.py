@@ -46,8 +46,12 @@ def verify(
     report: Callable[[MatrixRow, int, int], None] = lambda row, done, total: None,
     subject: Subject = "plain",
     begins: Callable[[str, int, int], None] = lambda case, done, total: None,
+    *,
+    precision: Recipe | None = None,
+    is_quick: bool = False,
 ) -> list[MatrixRow]:
-    """Run the matrix for `deployments` (default all) in both precisions. InputError for unknown names.
+    """Run the matrix for `deployments` (default all) in one precision, or in both. InputError for unknown
+    names. If it `is_quick`, there is one row for each deployment: the first with the fewest settings.
 
     `subject`: "structured", answers are JSON of a schema, which takes a model with a tokenizer;
     "int8-combine", experts' outputs are INT8 on their way back, which is for int8 alone. `report` gets each
@@ -67,7 +71,15 @@ def verify(
         if without.deployment in (deployments or ()) and not without.variants:
             raise DeploymentError(f"deployment {without}")
     rows: list[MatrixRow] = []
-    recipes: tuple[Recipe, ...] = ("int8",) if subject == "int8-combine" else RECIPES
+    if is_quick:
+        plainest: dict[str, Case] = {}
+        for case in sorted(chosen, key=lambda case: len(case.overrides)):
+            plainest.setdefault(case.deployment, case)
+        chosen = [case for case in chosen if case is plainest[case.deployment]]
+    possible: tuple[Recipe, ...] = ("int8",) if subject == "int8-combine" else RECIPES
+    recipes = [recipe for recipe in possible if precision in (None, recipe)]
+    if not recipes:
+        raise InputError(f"combine=int8 is for int8, not for {precision}")
     total = len(recipes) * (len(chosen) + 1)
     for recipe in recipes:
         expected = ""

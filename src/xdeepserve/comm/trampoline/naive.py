@@ -18,7 +18,6 @@ from xdeepserve.comm.exchange.dispatch import load_tokens
 from xdeepserve.comm.exchange.rows import (
     Float32,
     Int32,
-    Int64,
     Received,
     SentRows,
     check_answers,
@@ -76,20 +75,13 @@ class NaiveAttentionSide(Side):
         self._weights = topk_weights.copy()
         await self.outbox.write(rows, self.sent.counts, means, "A2E 3 write rows", launched_ns)
         await steps.passed("A2E", 3)
-        await self._post(event_id, start_ns)
+        await self.outbox.post(event_id, self.sent.counts, means, "A2E 4 post fields", start_ns)
         await steps.passed("A2E", 4)
-
-    async def _post(self, event_id: int, start_ns: int) -> None:
-        await self.outbox.post(event_id, self.sent.counts, self.means, "A2E 4 post fields", start_ns)
-
-    async def _answered(self, event_id: int) -> Int64:
-        counts = await self.inbox.wait("E2A", event_id, self.turns.event_before, self.means, self.steps.lane)
-        check_counts("E2A", self.label, event_id, self.sent.counts, counts)
-        return counts
 
     async def _e2a(self, event_id: int) -> Float32:
         layout, means, steps = self.layout.naive, self.means, self.steps
-        counts = await self._answered(event_id)
+        counts = await self.inbox.wait("E2A", event_id, self.turns.event_before, means, steps.lane)
+        check_counts("E2A", self.label, event_id, self.sent.counts, counts)
         await steps.passed("E2A", 5)
         rows = await self.inbox.pull("E2A", counts, means)
         await steps.passed("E2A", 7)
@@ -100,25 +92,20 @@ class NaiveAttentionSide(Side):
         return await self.work("E2A weighted sum", total, 2 * answers.size)
 
 
-class NaiveExperts(Side):
-    """An expert die that hears and answers every attention die itself."""
+class NaiveExpertSide(Side):
+    """A2E and E2A of one expert die, straight from the attention dies, without trampolines.
+
+    `layout.plan_naive_expert` must have been called on the die's plan.
+    """
 
     role = "expert"
+    received: Received | None = None
 
     def _connect(self) -> None:
         peers = self.sides.attention
         names = [f"attention {attention}" for attention in range(len(peers))]
         self.inbox = Inbox(self.die, self.layout.naive_tokens, peers, self.label, names)
         self.outbox = Outbox(self.die, self.layout.naive_answers, self.rank, peers)
-
-
-class NaiveExpertSide(NaiveExperts):
-    """A2E and E2A of one expert die, straight from the attention dies, without trampolines.
-
-    `layout.plan_naive_expert` must have been called on the die's plan.
-    """
-
-    received: Received | None = None
 
     async def a2e(self, event_id: int) -> Received:
         """Token rows for this die's experts, grouped by attention rank."""

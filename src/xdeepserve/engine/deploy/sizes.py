@@ -154,6 +154,11 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
         return self.every_die[self.num_dies :]
 
     @property
+    def routed_dies(self) -> tuple[int, ...]:
+        """Of these the ones with routed experts."""
+        return self.expert_dies[: self.num_expert_dies - self.num_shared_dies]
+
+    @property
     def num_groups(self) -> int:
         """DP groups."""
         return self.num_dies // self.tp
@@ -317,6 +322,17 @@ def _spread(num_experts: int, te: TEDies, counts: Sequence[int] | None, vacant: 
     return (*shares, *[range(num_experts, num_experts)] * (te.num_holders - first))
 
 
+def _copies(
+    experts: ExpertConfig, te: TEDies, experts_of: Sequence[range], vacant: int
+) -> tuple[tuple[int, ...], ...]:
+    """The experts of which each server has copies from the start; fewer of each where fewer dies are left."""
+    num_servers = te.num_routed_dies - vacant
+    copies = max(0, min(experts.copies, num_servers - 1))
+    if not te.kind.has_services or not (copies or vacant):
+        return ()
+    return expert_services.copies_of(experts_of, num_servers, copies, vacant)
+
+
 def size(
     d: Deployment, config: ModelConfig, te: TEDies, first_die: int = 0, is_timing_only: bool = False
 ) -> Sizes:
@@ -329,15 +345,9 @@ def size(
     max_model_len = refusals.context_of(d, config)
     max_tokens = given.max_num_batched_tokens or d.scheduler.max_num_batched_tokens
     max_seqs = given.max_num_seqs or d.scheduler.max_num_seqs
-    # Fewer, where fewer dies are left.
     vacant = min(experts.vacancies, te.num_routed_dies - 1) if row.has_services else 0
-    num_servers = te.num_routed_dies - vacant
-    copies = min(experts.copies, num_servers - 1)
-    experts_of, redundant_slots = _spread(num_experts, te, experts.counts, vacant), experts.redundant_slots
-    copies_of: tuple[tuple[int, ...], ...] = ()
-    if row.has_services and (copies > 0 or vacant):
-        copies_of = expert_services.copies_of(experts_of, num_servers, max(0, copies), vacant)
-        redundant_slots = max(map(len, copies_of))
+    experts_of = _spread(num_experts, te, experts.counts, vacant)
+    copies_of = _copies(experts, te, experts_of, vacant)
     num_blocks = d.cache.num_blocks
     if num_blocks is None:
         num_blocks = -(-max(max_model_len, refusals.DEFAULT_MODEL_LEN) // d.cache.block_size)
@@ -356,7 +366,7 @@ def size(
         turns=turns,
         attention_cores=pipeline.attention_cores if turns == "overlap" and overlap == "cores" else 0,
         num_shared_dies=te.num_shared_dies,
-        redundant_slots=redundant_slots,
+        redundant_slots=max(map(len, copies_of), default=experts.redundant_slots),
         copies_of=copies_of,
         services=(d.services or ServiceConfig()) if row.has_services else None,
         num_vacant=vacant,

@@ -8,13 +8,13 @@ what the dies of its group report. The TE's loop only watches: over heartbeats, 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.messages import RolledBack, Shutdown, StepDone, StepFailed, Wake
+from xdeepserve.engine.te.steps_under_way import StepsUnderWay
 from xdeepserve.errors import DeadlineError
 from xdeepserve.hw.queue import Queue
 
@@ -32,9 +32,7 @@ class DPMaster:
     def __init__(self, te: TE, group: DPGroup, awake: set[int]) -> None:
         self.group, self._te, self._awake = group, te, awake
         self.inbox: Queue[msgspec.Struct] = Queue(te.plan.pod.clock, f"inbox of {group.id}")
-        self.step_idx = 0  # of the next step
-        self.under_way: list[int] = []  # steps that have been launched and have not ended
-        self._num_done: Counter[int] = Counter()  # dies that have ended a step
+        self.steps = StepsUnderWay(te.sizes.tp)
         self._is_over = False
 
     async def run(self) -> None:
@@ -71,45 +69,36 @@ class DPMaster:
     def note(self, done: StepDone) -> None:
         """A die has ended a step. What is rolled back has not happened, whatever dies had to say before."""
         te = self._te
-        if done.step not in self.under_way or not self._may_go_on:
+        if not self._may_go_on:
             return
-        self._num_done[done.step] += 1
-        if self._num_done[done.step] < te.sizes.tp:
+        self.steps.note(done.step)
+        if not self.steps.has_ended(done.step):
             return
-        del self._num_done[done.step]
-        self.under_way.remove(done.step)
+        self.steps.end(done.step)
         if te.reconfiguration is not None:
             te.reconfiguration.after_step((self.group.rank, done.step))
         te.recovery.step_ended()
         self.group.finish(done.step)
 
-    @property
-    def oldest(self) -> int:
-        """The first of its steps that has not happened."""
-        return min([*self.under_way, self.step_idx])
-
     def roll_back(self) -> None:
         """The steps under way have not happened."""
         te = self._te
-        self._num_done.clear()
-        self.group.forget_plan(self.step_idx)
-        for step_idx in self.under_way:
+        self.group.forget_plan(self.steps.next)
+        for step_idx in self.steps:
             if te.reconfiguration is not None:
                 te.reconfiguration.after_step((self.group.rank, step_idx))
             self.group.renumber(step_idx, te.recovery.later(step_idx))
-        self.under_way = [te.recovery.later(step_idx) for step_idx in self.under_way]
-        self.step_idx = max([self.step_idx, *(step_idx + 1 for step_idx in self.under_way)])
+        self.steps.roll_back(te.recovery.later)
 
     def run_again(self) -> None:
         """Launch what has been rolled back."""
-        again, self.under_way = self.under_way, []
-        for step_idx in again:
+        for step_idx in self.steps.take():
             self._launch(step_idx)
 
     def _launch(self, step_idx: int) -> None:
         """Send its dies a planned step. The host's gap concerns this group alone."""
         te, rank, delay, bucket = self._te, self.group.rank, 0, 0
-        self.under_way.append(step_idx)
+        self.steps.launch(step_idx)
         if te.reconfiguration is not None:
             te.reconfiguration.before_step((rank, step_idx))
         if te.host is not None:
@@ -122,16 +111,15 @@ class DPMaster:
         """Begin the next step if that is possible, with `plans_ahead` while one runs; whether one does."""
         te, room = self._te, 1 + self._te.sizes.plans_ahead
         self.group.poll_transfers()
-        while len(self.under_way) < room:
+        while len(self.steps) < room:
             te.dealer.deal()
             te.on_turn()
-            if not self._may_go_on or not te.schedule(self.group, self.step_idx):
+            if not self._may_go_on or not te.schedule(self.group, self.steps.next):
                 break
-            step_idx, self.step_idx = self.step_idx, self.step_idx + 1
-            self._launch(step_idx)
-        if not self.under_way:
+            self._launch(self.steps.next)
+        if not self.steps:
             self._rest()
-        return bool(self.under_way)
+        return bool(self.steps)
 
     @property
     def _may_go_on(self) -> bool:
@@ -181,12 +169,12 @@ class StepsApart:
     @property
     def step_idx(self) -> int:
         """Of the next step of the group that has had most."""
-        return max(master.step_idx for master in self._masters)
+        return max(master.steps.next for master in self._masters)
 
     @property
     def under_way(self) -> set[tuple[int, int]]:
         """Steps that have been launched and have not ended: of which group, and their numbers."""
-        return {(master.group.rank, step_idx) for master in self._masters for step_idx in master.under_way}
+        return {(master.group.rank, step_idx) for master in self._masters for step_idx in master.steps}
 
     @property
     def is_idle(self) -> bool:
@@ -201,7 +189,7 @@ class StepsApart:
         for group in te.groups:
             if health.wants_probe(group.rank):
                 te.prober.send(group.rank)
-        te.monitor.look(sum(master.step_idx for master in self._masters))
+        te.monitor.look(sum(master.steps.next for master in self._masters))
         deadline_ns = min(te.plan.pod.clock.now + health.probe_ns, te.monitor.next_ns)
         if health.deadline_ns is not None:
             deadline_ns = min(deadline_ns, health.deadline_ns)
@@ -218,7 +206,7 @@ class StepsApart:
 
     def oldest(self, group: DPGroup) -> int:
         """Of a group's steps, which it numbers by itself, the first that has not happened."""
-        return self._masters[group.rank].oldest
+        return self._masters[group.rank].steps.oldest
 
     def roll_back(self) -> int:
         """No step under way has happened. Experts serve whoever comes: for them no step is the next one."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.messages import StepDone
+from xdeepserve.engine.te.steps_under_way import StepsUnderWay
 from xdeepserve.hw.queue import Queue
 
 if TYPE_CHECKING:
@@ -21,9 +21,12 @@ class StepsTogether:
 
     def __init__(self, te: TE) -> None:
         self._te = te
-        self.step_idx = 0  # of the next step
-        self._under_way: list[int] = []  # steps that have been launched and have not ended
-        self._num_done: Counter[int] = Counter()  # dies that have ended a step
+        self._under_way = StepsUnderWay(te.sizes.num_dies)
+
+    @property
+    def step_idx(self) -> int:
+        """Of the next step."""
+        return self._under_way.next
 
     @property
     def is_idle(self) -> bool:
@@ -51,7 +54,7 @@ class StepsTogether:
 
     def note(self, done: StepDone) -> None:
         """A die has ended a step."""
-        self._num_done[done.step] += 1
+        self._under_way.note(done.step)
 
     async def advance(self) -> bool:
         """One step of all groups; False if there is nothing to do.
@@ -64,18 +67,18 @@ class StepsTogether:
         if len(self._under_way) < room:  # else they have been rolled back, and run again
             has_rows = [te.schedule(group, self.step_idx) for group in te.groups]
             if any(has_rows):
-                step_idx, self.step_idx = self.step_idx, self.step_idx + 1
-                await self._launch(step_idx)
+                await self._launch(self.step_idx)
                 has_launched = True
-        if not self._under_way:
+        if self.is_idle:
             return False
         if not has_launched or len(self._under_way) == room:
-            await self._end(self._under_way[0])
+            await self._end(self._under_way.oldest)
         return True
 
     async def _launch(self, step_idx: int) -> None:
         """Send a planned step to all dies."""
         te = self._te
+        self._under_way.launch(step_idx)
         delays, bucket = [0] * len(te.groups), 0
         if te.host is not None:
             num_rows = [group.num_rows(step_idx) for group in te.groups]
@@ -87,16 +90,14 @@ class StepsTogether:
         for group, delay in zip(te.groups, delays, strict=True):
             group.launch(step_idx, delay, bucket)
             te.health.ask(group.rank, te.sizes.tp, delay)
-        self._under_way.append(step_idx)
 
     def oldest(self, group: DPGroup) -> int:
         """Of a group's steps, which are all groups', the first that has not happened."""
-        return min([*self._under_way, self.step_idx])
+        return self._under_way.oldest
 
     def roll_back(self) -> int:
         """No step under way has happened. The number of the step that comes next."""
         te = self._te
-        self._num_done.clear()
         for group in te.groups:
             group.forget_plan(self.step_idx)
         for step_idx in self._under_way:
@@ -104,24 +105,21 @@ class StepsTogether:
                 te.reconfiguration.after_step(step_idx)
             for group in te.groups:
                 group.renumber(step_idx, te.recovery.later(step_idx))
-        self._under_way = [te.recovery.later(step_idx) for step_idx in self._under_way]
-        self.step_idx = max([self.step_idx, *(step_idx + 1 for step_idx in self._under_way)])
-        return min([*self._under_way, self.step_idx])
+        self._under_way.roll_back(te.recovery.later)
+        return self._under_way.oldest
 
     async def run_again(self) -> None:
         """Launch the steps that have been rolled back."""
-        again, self._under_way = self._under_way, []
-        for step_idx in again:
+        for step_idx in self._under_way.take():
             await self._launch(step_idx)
 
     async def _end(self, step_idx: int) -> None:
         """Wait until all dies have ended a step, and take its results."""
         te = self._te
-        while self._num_done[step_idx] < len(te.executors):
+        while not self._under_way.has_ended(step_idx):
             await te.hear(te.health.deadline_ns)
         te.check_memory()  # before its results are read
-        del self._num_done[step_idx]
-        self._under_way.remove(step_idx)
+        self._under_way.end(step_idx)
         te.recovery.step_ended()
         if te.reconfiguration is not None:
             te.reconfiguration.after_step(step_idx)

@@ -102,7 +102,7 @@ class ClockNet:
                     config,
                     team.domain(d),
                     team.expert_dies,
-                    len(sizes.experts_of) - sizes.num_shared_dies,
+                    len(sizes.routed_dies),
                     m * sizes.num_domains + d,
                     timing,
                     timeout_ns,

@@ -1,0 +1,107 @@
+"""Published values that follow from the parameter table in a line or two, and stand in no other benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from xdeepserve.bench.comm import COMBINE_NBYTES, DISPATCH_NBYTES, EP_SIZES, FITTED_EP_SIZES, TOP_K
+from xdeepserve.bench.decode_formula import EP320, ExpertDies, LayerCost, Load
+from xdeepserve.bench.pipelines import CM_CONTEXT, CM_SPLIT, CM_TIMING, DIES_PER_CHIP, MODEL
+from xdeepserve.bench.report import Kind, Row
+from xdeepserve.bench.superpod import BATCH_288, CONTEXT, GAP_MS, XDS_ACCEPTANCE
+from xdeepserve.comm.cost import CommCost
+from xdeepserve.comm.p2p.layout import RING_FIELD, RingLayout
+from xdeepserve.hw import switches
+from xdeepserve.hw.grouped_gemm import GroupedGemm
+from xdeepserve.hw.spec import Spec
+from xdeepserve.hw.topology import Topology
+from xdeepserve.model.presets import resolve_model
+
+TABLE_9 = (
+    GroupedGemm(4, 7168, 4096, 4096),
+    GroupedGemm(4, 2048, 7168, 4096),
+    GroupedGemm(4, 7168, 4096, 8192),
+    GroupedGemm(4, 2048, 7168, 8192),
+    GroupedGemm(8, 7168, 4096, 4096),
+    GroupedGemm(8, 2048, 7168, 4096),
+)
+FITTED_GEMMS = (TABLE_9[0], TABLE_9[2], TABLE_9[4])
+TABLE_10 = (48, 44, 36, 32, 24)  # servers
+TABLE_6_BATCH = 128
+EP288 = ExpertDies(288, 256, 32)  # XDS 7.1
+WEIGHTS_GB = 671
+
+
+def gemms() -> Iterator[Row]:
+    """CM Table 9. Its bandwidths are what its utilisations say once more, and no parameter knows them."""
+    spec = Spec()
+    for gemm in TABLE_9:
+        name = f"groups={gemm.groups}/M={gemm.m}/K={gemm.k}"
+        kind: Kind = "calibrated" if gemm in FITTED_GEMMS else "predicted"
+        yield Row(f"cm.t9/utilisation/{name}", 100 * gemm.utilisation(spec), "%", kind)
+        yield Row(f"cm.t9/bandwidth/{name}", gemm.nbytes / gemm.seconds(spec) / 1e9, "GB/s", kind)
+
+
+def bandwidths() -> Iterator[Row]:
+    """CM Table 6: bytes of a rank's messages over the latency. Published bandwidths times latencies are some
+    5 % more bytes than 1,024 messages of the sizes that CM 4.2.1 gives; nothing says of what."""
+    for op, nbytes in (("dispatch", DISPATCH_NBYTES), ("combine", COMBINE_NBYTES)):
+        for ep in EP_SIZES:
+            seconds = CommCost().exchange_ns(ep, TABLE_6_BATCH, TOP_K) / 1e9
+            kind: Kind = "calibrated" if ep in FITTED_EP_SIZES else "predicted"
+            rate = TABLE_6_BATCH * TOP_K * nbytes / seconds / 1e9
+            yield Row(f"cm.t6/bandwidth/{op}/ep={ep}", rate, "GB/s", kind)
+
+
+def gains_by_drafts() -> Iterator[Row]:
+    """Throughput with one drafted token over that without, by batch of an NPU (CM 5.4.2)."""
+    cost = LayerCost(resolve_model(MODEL).config)
+    for batch in (8, 128):
+        without, drafted = (
+            cost.iteration_ns(Load(requests=batch / DIES_PER_CHIP, rows=rows, context=CM_CONTEXT), EP320)
+            for rows in (1, 2)
+        )
+        gain = (1 + CM_TIMING.acceptance) * without / drafted
+        yield Row(f"cm.mtp.gain/batch={batch}", gain, "x", "calibrated")
+
+
+def latency_by_drafts() -> Iterator[Row]:
+    """How much less the time per token is with one drafted token (XDS 4.6), in the deployment of XDS 7.1."""
+    cost = LayerCost(resolve_model(MODEL).config)
+    without, drafted = (
+        cost.iteration_ns(Load(requests=BATCH_288, rows=rows, context=CONTEXT), EP288, microbatches=False)
+        + GAP_MS * 1e6
+        for rows in (1, 2)
+    )
+    yield Row("xds.mtp.latency", 100 * (1 - drafted / (1 + XDS_ACCEPTANCE) / without), "%", "predicted")
+
+
+def microbatches() -> Iterator[Row]:
+    """How much less a layer of two microbatches takes than one without (CM 5.4.1, Figure 20b)."""
+    cost = LayerCost(resolve_model(MODEL).config)
+    load = Load(requests=96 / DIES_PER_CHIP, rows=2, context=CM_CONTEXT)
+    share = cost.microbatched_ns(load, EP320, (CM_SPLIT,)) / cost.serial_ns(load, EP320)
+    yield Row("cm.mb.decode.layer", 100 * (1 - share), "%", "calibrated")
+
+
+def fields_and_pairs() -> Iterator[Row]:
+    """What XCCL sets aside on each die for all others, and how many pairs of dies there are (XDS 3.1)."""
+    num_dies = Topology().num_dies
+    sizes = RingLayout(num_ranks=num_dies, num_cores=Spec().num_cores("aiv")).region_nbytes
+    yield Row("xds.meta.fields", (sizes["tails"] + sizes["acks"]) / RING_FIELD.size, "", "measured")
+    yield Row("xds.hw.pairs", num_dies * (num_dies - 1) / 2, "", "measured")
+
+
+def ports() -> Iterator[Row]:
+    """CM Table 10."""
+    for servers in TABLE_10:
+        yield Row(f"cm.t10/switches/nodes={servers}", switches.num_switches(servers), "", "predicted")
+        yield Row(
+            f"cm.t10/utilisation/nodes={servers}", 100 * switches.utilisation(servers), "%", "predicted"
+        )
+
+
+def storage() -> Iterator[Row]:
+    """A model from the object store, at the bandwidth that CM Table 1 implies (CM 4.4.3)."""
+    minutes = WEIGHTS_GB * 1e9 / Spec().storage_bandwidth.value / 60
+    yield Row("cm.obs", minutes, "min", "calibrated")

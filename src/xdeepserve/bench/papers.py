@@ -1,0 +1,239 @@
+"""`xdeepserve bench papers`: every published value, with ours beside it, or why there is none.
+
+`paper_values.json` has all that the five papers publish, by id. An id has rows, from the other benchmarks'
+formulas and simulations, or it says what stands in their way: it is *given* to the model, so that nothing is
+predicted; it is *built*, and tests hold it; it is *theirs*, a property of other hardware, software or data;
+or it is *missing* here.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib import resources
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from xdeepserve.bench import comm, ems, paper_rows, pipelines, plan, superpod
+from xdeepserve.bench.report import Row
+from xdeepserve.errors import InputError
+
+PAPERS = {
+    "xds": "xDeepServe",
+    "cm": "CloudMatrix-Infer",
+    "ds": "DeepServe",
+    "eaas": "Expert-as-a-Service",
+    "ms": "MegaScale-Infer",
+}
+SOURCES: dict[str, tuple[Callable[[], Iterable[Row]], ...]] = {
+    "xds": (
+        comm.send_receive,
+        paper_rows.fields_and_pairs,
+        comm.a2e,
+        paper_rows.latency_by_drafts,
+        superpod.colocated,
+        superpod.disaggregated,
+    ),
+    "cm": (
+        comm.buffers,
+        comm.exchanges,
+        paper_rows.bandwidths,
+        paper_rows.gemms,
+        paper_rows.ports,
+        superpod.cloudmatrix,
+        pipelines.gains,
+        paper_rows.microbatches,
+        paper_rows.gains_by_drafts,
+        paper_rows.storage,
+        ems.table_1,
+        ems.figure_23,
+    ),
+    "ms": (plan.table_3, plan.identities, plan.dbrx, superpod.megascale),
+}
+ALSO = {  # the same value, published under another id
+    "xds.a2e": ("xds.dispatch_sub200",),
+    "xds.dec288.comm": ("xds.ep.share25",),
+    "xds.disagg.perf/tpot": ("xds.headline/tpot",),
+    "xds.disagg.perf/tput": ("xds.headline/throughput",),
+    "cm.t4/batch=96": ("cm.t3/tpot",),
+    "cm.t4/throughput/batch=96": ("cm.t3/throughput", "cm.headline/decode"),
+    "cm.t4/throughput/batch=8": ("cm.headline/decode at 15 ms",),
+}
+ARITHMETIC = ("cm.t10/", "ms.t3/", "ms.ridge", "ms.moe_util", "ms.m2n.size")
+WITHIN = 15  # percent: rows that are further off say why
+MEANS = {
+    "given": "given to the model, which predicts nothing of it",
+    "built": "built, and held by tests",
+    "theirs": "of other hardware, software or data, or without a number",
+    "missing": "not here",
+}
+
+
+class PaperValue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a paper publishes under an id, and where; `why` there is no row, or why one is far off."""
+
+    where: str
+    what: str
+    how: Literal["rows", "given", "built", "theirs", "missing"] = "rows"
+    why: str = ""
+
+
+@functools.cache
+def paper_values() -> dict[str, PaperValue]:
+    """By id, in the papers' order."""
+    text = resources.files(__package__).joinpath("paper_values.json").read_bytes()
+    return msgspec.json.decode(text, type=dict[str, PaperValue])
+
+
+def paper_of(name: str) -> str:
+    """The key in PAPERS of an id, or of a row."""
+    return name.split(".")[0]
+
+
+def id_of(row: Row) -> str:
+    """The longest id that a row's name begins with."""
+    return max((id for id in paper_values() if f"{row.name}/".startswith(f"{id}/")), key=len)
+
+
+def all_rows(paper: str | None = None) -> Iterator[Row]:
+    """Rows with a published value, as they are found. InputError for a paper that is none of PAPERS."""
+    if paper is not None and paper not in PAPERS:
+        raise InputError(f"--paper must be one of {', '.join(PAPERS)}, found {paper!r}")
+    for key in PAPERS if paper is None else (paper,):
+        for row in (row for source in SOURCES.get(key, ()) for row in source()):
+            if row.published is None:
+                continue
+            yield row
+            for name in ALSO.get(row.name, ()):
+                yield Row(name, row.value, row.unit, row.kind)
+
+
+# ---- what is printed ---------------------------------------------------------------------------------------
+
+
+def how(row: Row) -> str:
+    """Where a row comes from: fitted to it, predicted, counted, or arithmetic with other published values;
+    of another fit, or of a simulation."""
+    if row.name.startswith(ARITHMETIC):
+        return "arithmetic"
+    for suffix, means in (("/simulated=", ", simulated"), ("/fit=", ", fitted to four rows")):
+        if suffix in row.name:
+            return row.kind + means
+    return row.kind
+
+
+def has_error(row: Row) -> bool:
+    """Whether the paper says a number, and not only "less than"."""
+    return row.published is not None and not row.published.bound
+
+
+def errors(rows: Iterable[Row]) -> dict[str, list[float]]:
+    """Absolute errors in percent by where rows come from; bounds have none, and no value counts twice."""
+    found: dict[str, list[float]] = {}
+    twice = set(chain.from_iterable(ALSO.values()))
+    for row in rows:
+        if row.name not in twice and has_error(row):
+            found.setdefault(how(row), []).append(abs(row.error_pct or 0.0))
+    return found
+
+
+def print_summary(rows: Sequence[Row], paper: str | None = None, is_full: bool = False) -> None:
+    """A table for each paper, and how far off its rows are; with all that has no row, or rows in several
+    ways, only if it `is_full`."""
+    for key in PAPERS if paper is None else (paper,):
+        mine = [row for row in rows if paper_of(row.name) == key]
+        _print_counts(key)
+        _print_rows([row for row in mine if is_full or how(row) in (row.kind, "arithmetic")])
+        _print_reasons(key, mine, is_full)
+        print()
+    if rows:
+        print("Errors, in percent of the published value:")
+    for kind, found in sorted(errors(rows).items()):
+        share = sum(error <= WITHIN for error in found) / len(found)
+        print(
+            f"  {kind + ':':34} {len(found):3} values, median {statistics.median(found):4.1f}, "
+            f"{share:4.0%} within {WITHIN}, largest {max(found):.1f}"
+        )
+
+
+def _print_counts(key: str) -> None:
+    counts = Counter[str](value.how for id, value in paper_values().items() if paper_of(id) == key)
+    parts = [f"{counts['rows']} with values of ours"]
+    parts += [f"{counts[how]} {means}" for how, means in MEANS.items() if counts[how]]
+    text = f"{PAPERS[key]} publishes {counts.total()} things: {'; '.join(parts)}."
+    print(textwrap.fill(text, 100, subsequent_indent="  "))
+
+
+def _print_rows(rows: Sequence[Row]) -> None:
+    width = max((len(row.name) for row in rows), default=0)
+    if rows:
+        print(f"  {'':{width}}  published      ours          error")
+    for row in rows:
+        theirs, error = row.published, row.error_pct
+        assert theirs is not None
+        off = f"{error:+8.1f} %"
+        if theirs.bound:
+            off = f"{'kept' if (row.value < theirs.value) == (theirs.bound == '<') else 'NOT KEPT':>10}"
+        line = f"  {row.name:{width}} {theirs.bound:>2}{theirs.value:<8g}{row.value:10.2f} {row.unit:5} {off}"
+        print(f"{line}  {how(row)}")
+
+
+def _print_reasons(key: str, rows: Sequence[Row], is_full: bool) -> None:
+    far = {id_of(row) for row in rows if is_far(row)}
+    for id, value in paper_values().items():
+        if id in far:
+            _print_reason(id, value.why)
+        elif is_full and paper_of(id) == key and value.how != "rows":
+            _print_reason(id, f"{value.what} ({value.where}): {value.how}; {value.why}")
+
+
+def is_far(row: Row) -> bool:
+    """Whether it is so far off that its id has to say why."""
+    return has_error(row) and abs(row.error_pct or 0.0) > WITHIN
+
+
+def _print_reason(id: str, why: str) -> None:
+    print(textwrap.fill(f"{id}: {why}", 100, initial_indent="  ", subsequent_indent="      "))
+
+
+def as_json(rows: Sequence[Row], paper: str | None = None) -> dict[str, Any]:
+    """For programs: rows, errors by where they come from, and every id."""
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        names.setdefault(id_of(row), []).append(row.name)
+    return {
+        "rows": [row.as_dict() for row in rows],
+        "errors_pct": {
+            kind: {"values": len(found), "median": statistics.median(found), "largest": max(found)}
+            for kind, found in errors(rows).items()
+        },
+        "ids": [
+            {"id": id, "paper": PAPERS[paper_of(id)], **msgspec.to_builtins(value), "rows": names.get(id, [])}
+            for id, value in paper_values().items()
+            if paper in (None, paper_of(id))
+        ],
+    }
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Ours over theirs, a point for each value, by paper and by where it comes from."""
+    pyplot = comm.pyplot()
+    some = [row for row in rows if has_error(row)]
+    figure, axes = pyplot.subplots(figsize=(8, 0.16 * len(some) + 1))
+    for kind, colour in (("calibrated", "tab:grey"), ("predicted", "tab:blue"), ("measured", "tab:green")):
+        points = [(row.error_pct, -place) for place, row in enumerate(some) if row.kind == kind]
+        if points:
+            axes.plot(*zip(*points, strict=True), "o", color=colour, label=kind, markersize=4)
+    axes.axvspan(-WITHIN, WITHIN, color="tab:blue", alpha=0.08)
+    axes.axvline(0, color="black", linewidth=0.5)
+    axes.set_yticks([-place for place in range(len(some))], [row.name for row in some], fontsize=5)
+    axes.set_xlabel("off the published value, percent")
+    axes.legend(loc="upper right", fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path)

@@ -1,0 +1,96 @@
+"""Every published value is accounted for: by rows of ours, or by a reason."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+from xdeepserve.bench import ems, paper_rows, papers, superpod
+from xdeepserve.bench.report import Row, published
+from xdeepserve.cli import main
+from xdeepserve.hw.grouped_gemm import GroupedGemm
+from xdeepserve.hw.spec import Spec
+
+SLOW = (superpod.colocated, superpod.disaggregated, ems.table_1)  # whose rows have tests of their own
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    """All that take no minute."""
+    sources = [source for some in papers.SOURCES.values() for source in some if source not in SLOW]
+    return [row for row in chain.from_iterable(source() for source in sources) if row.published is not None]
+
+
+def test_every_published_value_has_an_id_and_every_id_rows_or_a_reason() -> None:
+    found = {papers.id_of(Row(name, 0.0, "", "predicted")) for name in published()}
+    for id, value in papers.paper_values().items():
+        assert (id in found) == (value.how == "rows"), id
+        assert value.how == "rows" or value.why, id
+        assert papers.paper_of(id) in papers.PAPERS
+
+
+def test_every_published_value_has_a_row(rows: list[Row]) -> None:
+    names = {row.name for row in rows}
+    names |= {name for row in names for name in papers.ALSO.get(row, ())}
+    slow = ("xds.dec288", "xds.disagg", "xds.headline", "xds.ep.share25", "cm.t1/")
+    assert {name for name in published() if not name.startswith(slow)} <= names
+
+
+def test_predictions_are_as_close_as_is_said(rows: list[Row]) -> None:
+    predicted = papers.errors(rows)["predicted"]
+    assert len(predicted) >= 25
+    assert statistics.median(predicted) < 8
+    assert sum(error <= papers.WITHIN for error in predicted) >= 0.8 * len(predicted)
+    assert all(papers.paper_values()[papers.id_of(row)].why for row in rows if papers.is_far(row))
+
+
+@pytest.mark.parametrize(
+    ("source", "bound"),
+    [
+        (paper_rows.gemms, 0.6),
+        (paper_rows.ports, 0.5),
+        (paper_rows.bandwidths, 10),
+        (paper_rows.gains_by_drafts, 3),
+        (paper_rows.fields_and_pairs, 2),
+    ],
+)
+def test_what_follows_in_a_line(source: object, bound: float) -> None:
+    assert callable(source)
+    errors = [abs(row.error_pct) for row in source()]
+    assert errors
+    assert max(errors) <= bound
+
+
+def test_waves_of_tiles() -> None:
+    """One more tile than there are cores takes as long as a second wave."""
+    spec = Spec()
+    cores = spec.num_cores("aic")
+    full, more = (GroupedGemm(1, 128 * count, 152, 4096).seconds(spec) for count in (cores, cores + 1))
+    overhead = spec.kernel_overhead.value
+    assert more - overhead == pytest.approx(2 * (full - overhead))
+    assert (
+        GroupedGemm(1, 128 * cores, 152, 4096).nbytes
+        == 128 * cores * 4096 + 4096 * 152 + 2 * 128 * cores * 152
+    )
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "papers", "--paper", "ds", "--full"]) == 0
+    out = capsys.readouterr().out
+    assert "DeepServe publishes 20 things" in out
+    assert "ds.fork.order: NPU-fork links (6.2, Fig 10): missing; " in out
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "ms.svg"
+    assert main(["bench", "papers", "--paper", "ms", "--json", "--plot", str(picture)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert picture.read_text().startswith("<?xml")
+    arithmetic = found["errors_pct"]["arithmetic"]
+    assert arithmetic == pytest.approx({"values": 18, "median": 0, "largest": 0.3}, abs=0.1)
+    assert {"id": "ms.ridge", "rows": ["ms.ridge"]}.items() <= found["ids"][4].items()
+    assert main(["bench", "papers", "--paper", "x"]) == 2
+    assert "--paper must be one of xds, cm, ds, eaas, ms, found 'x'" in capsys.readouterr().err
+    assert main(["bench", "ems", "--paper", "cm"]) == 2
