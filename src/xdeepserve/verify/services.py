@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from xdeepserve.engine.deploy.teams import num_routed_experts
 from xdeepserve.hw.faults import Fault
 from xdeepserve.model.config import ModelConfig
@@ -54,9 +56,8 @@ def _losses(config: ModelConfig) -> list[Case]:
         for what, fault in ways
     ]
     back = TEChange(4 * MS, "add server", "te", 1)
-    rows.append(
-        Case("eaas", "a server is lost and comes back", two, crowded=True, faults=(busy,), life=(back,))
-    )
+    name = "a server is lost and comes back"
+    rows.append(msgspec.structs.replace(rows[1], variant=name, life=(back,), servers_back=1))
     more = (*two, "experts.vacancies=1")
     turns = (TEChange(1 * MS, "add server", "te", 2), TEChange(1 * MS, "remove server", "te", 0))
     rows.append(Case("eaas", "a server joins, another leaves", more, crowded=True, life=turns))
