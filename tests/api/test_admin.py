@@ -75,3 +75,58 @@ def test_what_cannot_be_is_refused_with_one_line(tiny: TinyCheckpoint) -> None:
                     assert message in (await answer.json())["error"]["message"]
 
     run(main())
+
+
+def test_expert_servers_join_and_leave_under_load(tiny: TinyCheckpoint) -> None:
+    settings = ["max_model_len=64", "experts.copies=1", "experts.vacancies=1"]
+    refusals = [
+        ("POST", "/admin/servers", {"server": 0}, "expert server 0 of TE te is there already, on die 4"),
+        (
+            "POST",
+            "/admin/servers",
+            {"model": "big"},
+            'an expert server of model "big" cannot join: it is tiny',
+        ),
+        ("POST", "/admin/servers", {"precision": "fp32"}, 'of precision "fp32" cannot join: it is int8 here'),
+        ("POST", "/admin/servers", {"die": 3}, "unknown field"),
+        ("DELETE", "/admin/servers/te/4", None, "expert server 4 of TE te cannot leave: it is absent"),
+        ("DELETE", "/admin/servers/te/x", None, 'an expert server has a number, found "x"'),
+        ("DELETE", "/admin/servers/nobody/1", None, 'there is no TE "nobody": this engine has te'),
+    ]
+
+    async def main() -> None:
+        engine = build_engine(tiny, "eaas", "int8", overrides=settings)
+        async with TestClient(TestServer(build_app(engine, ServerOptions(admin=True)))) as client:
+
+            async def complete() -> str:
+                async with client.post("/v1/completions", json=BODY) as answer:
+                    assert answer.status == 200, await answer.text()
+                    return str((await answer.json())["choices"][0]["text"])
+
+            expected = await complete()
+            for method, path, body, message in refusals:
+                async with client.request(method, path, json=body) as answer:
+                    assert answer.status == 400
+                    assert message in (await answer.json())["error"]["message"]
+            clients = [asyncio.ensure_future(complete()) for _ in range(6)]
+            await asyncio.sleep(0)
+            async with client.post("/admin/servers", json={}) as answer:
+                joined = await answer.json()
+            assert (joined["server"], joined["presence"], joined["die"], joined["epoch"]) == (
+                4,
+                "there",
+                8,
+                2,
+            )
+            async with client.delete("/admin/servers/te/1") as answer:
+                found = (await answer.json())["data"]
+            assert [server["presence"] for server in found] == ["there", "absent", *["there"] * 5]
+            assert set(await asyncio.gather(*clients)) == {expected}
+            async with client.post("/admin/servers", json={"te": "te", "server": 1}) as answer:
+                assert (await answer.json())["epoch"] == 2
+            async with client.get("/admin/servers") as answer:
+                found = (await answer.json())["data"]
+            assert {server["presence"] for server in found} == {"there"}
+            assert await complete() == expected
+
+    run(main())

@@ -10,7 +10,7 @@ import pytest
 from xdeepserve.chaos import aftermath, campaign, permitted
 from xdeepserve.chaos.campaign import Campaign, ChaosCounts, Trial
 from xdeepserve.chaos.draw import FAILOVER, PODS, SMALL, draw
-from xdeepserve.chaos.fault_schedule import FaultSchedule, asked, read_schedule, write_schedule
+from xdeepserve.chaos.fault_schedule import FaultSchedule, ServerChange, asked, read_schedule, write_schedule
 from xdeepserve.chaos.judge import Judge
 from xdeepserve.chaos.shrink import shrink
 from xdeepserve.chaos.single_faults import every_step
@@ -404,3 +404,32 @@ def test_bad_options(args: list[str], message: str, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize("seed", range(1000, 1500, 50))
 def test_many_schedules(judge: Judge, seed: int) -> None:
     assert tried(judge, campaign.random_trials(judge, list(PODS), 50, seed)).bugs == []
+
+
+def test_expert_servers_come_and_leave() -> None:
+    """While faults happen: one answers for another that is lost, since it has come before; or has left."""
+    config = resolve_model("tiny-random").config
+    drawn = [draw(seed, ["eaas"], config) for seed in range(40)]
+    whats = {change.what for schedule in drawn for change in schedule.servers}
+    assert whats == {"comes", "leaves"}
+    assert any("experts.vacancies=1" in schedule.settings for schedule in drawn)
+    pod = PODS["eaas"][1]
+    change = ServerChange(1500.0, "comes", 1)
+    again = FaultSchedule(
+        "eaas",
+        (*SMALL, *pod, "services.heartbeat_ms=0.1"),
+        num_requests=4,
+        faults=(Fault(300.0, 3, "lost"), Fault(6000.0, 2, "lost")),
+        servers=(change,),
+    )
+    assert "expert server 1 comes at 1500 us" in str(again)
+    smaller = shrink(again, lambda schedule: schedule.servers == (change,))
+    assert smaller.servers == (change,)
+    assert smaller.faults == ()
+    assert shrink(again, lambda schedule: len(schedule.faults) == 2).servers == ()
+    with Judge(resolve_model("tiny-random")) as judge:
+        assert judge.judge(again, twice=True).verdict == "equal"
+        leaves = msgspec.structs.replace(
+            again, servers=(ServerChange(10.0, "leaves", 2),), faults=again.faults[:1]
+        )
+        assert judge.judge(leaves).verdict in ("equal", "named error")

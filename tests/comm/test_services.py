@@ -15,7 +15,7 @@ from xdeepserve.comm import oracles
 from xdeepserve.comm.exchange.layout import Group
 from xdeepserve.comm.means import Means
 from xdeepserve.comm.services.known_servers import KnownServers
-from xdeepserve.comm.services.layout import BELL, CARD, HEADER_AT, ServiceLayout, SlotHeader
+from xdeepserve.comm.services.layout import BELL, CARD, HEADER_AT, SEAT, Presence, ServiceLayout, SlotHeader
 from xdeepserve.comm.services.rules import OF_CLIENT, SLOT, SlotEvent, SlotState, next_state
 from xdeepserve.comm.services.service_client import PATIENCE, Patience, ServiceClient
 from xdeepserve.comm.services.service_server import AT_ONCE, Batching, ServiceServer
@@ -426,6 +426,54 @@ async def test_a_server_that_begins_anew_is_asked_again_under_its_new_generation
         assert client.num_resent == 1
         assert built.slot(2, 0)[1] == SlotHeader(2, 1, 2, 1, 1)
         assert built.slot(0, 0)[1] == SlotHeader(1, 1, 2, 1, 1)  # others were asked once
+
+
+@pytest.mark.parametrize("moment", [("expert write", step) for step in range(1, 6)] + [("expert read", 1)])
+async def test_another_server_comes_to_the_seat(moment: tuple[str, int]) -> None:
+    """At any step: what was written for the one before, or half of it, is nobody's, and is asked again."""
+    built = build()
+    client, former = built.clients[0][0], built.servers[2]
+    new_die, server = 40, 2
+    LAYOUT.plan_server(built.pod.plan(new_die))
+    built.pod.materialise()
+    die, generation = built.pod.dies[new_die], former.generation
+    later = ServiceServer(die, server, LAYOUT, LAYERS, AT_ONCE, former.quantize, generation=generation)
+    serving = [each.die.spawn(serve(each)) for each in (*built.servers, later)]
+
+    def replace(op: str, step: int) -> None:
+        if (op, step) == moment and client.known.epoch(server) == 1:
+            serving[2].cancel()
+            seat = client.die.memory.metadata.regions[LAYOUT.region("seats")].offset + server * SEAT.size
+            client.die.memory.write(seat, SEAT.pack(new_die, 2))
+            client.die.memory.write(client.known.mask_region.offset + server, bytes([Presence.THERE]))
+
+    client.steps.on_step = replace
+    (results,) = await asyncio.gather(client.die.spawn(attend(client, [ONE] * 3)))
+    for process in serving:
+        process.cancel()
+    for result in results:
+        same_bits(result, expected(LAYOUT, ONE))
+    assert later.header(LAYOUT.number(0, 0)).generation == later.generation == 2
+    assert client.known.epoch(server) == 2
+
+
+async def test_a_server_that_leaves_answers_what_it_has_been_asked() -> None:
+    built = build(replicas=same)
+    client = built.clients[0][0]
+
+    def lead_away(op: str, step: int) -> None:
+        if (op, step) == ("expert write", 5):
+            client.die.memory.write(client.known.mask_region.offset + 2, bytes([Presence.LEAVING]))
+
+    client.steps.on_step = lead_away
+    serving = [server.die.spawn(serve(server, compute=logical)) for server in built.servers]
+    (results,) = await asyncio.gather(client.die.spawn(attend(client, [ONE] * 2)))
+    for process in serving:
+        process.cancel()
+    for result in results:
+        same_bits(result, expected(LAYOUT, ONE, logical))
+    assert client.num_resent == 0
+    assert built.slot(2, 0)[1].event_id == 1, "the second time it was asked nothing"
 
 
 async def test_a_server_that_lies_about_a_request_is_found_out() -> None:

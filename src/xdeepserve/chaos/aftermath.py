@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from xdeepserve.chaos.fault_schedule import Asked, FaultSchedule, asked
+from xdeepserve.chaos.fault_schedule import Asked, FaultSchedule, ServerChange, asked
 from xdeepserve.chaos.permitted import permits_errors
 from xdeepserve.ems.directory import verify
 from xdeepserve.engine.serving.engine import Engine
@@ -96,9 +96,7 @@ def _once(schedule: FaultSchedule, checkpoint: Checkpoint, trace: bool = False, 
 
 async def _endured(engine: Engine, schedule: FaultSchedule) -> Aftermath:
     clock, pod = engine.plan.pod.clock, engine.plan.pod
-    after = Aftermath(
-        [None] * schedule.num_requests, permits_errors(schedule.faults, engine.plan), {}, [], []
-    )
+    after = Aftermath([None] * schedule.num_requests, permits_errors(schedule, engine.plan), {}, [], [])
     engine.observe(lambda event: after.log.append(f"{clock.now} {event}"))
     pod.fabric.moments.is_on |= pod.trace.is_on
     await engine.start()
@@ -107,6 +105,8 @@ async def _endured(engine: Engine, schedule: FaultSchedule) -> Aftermath:
     others, requests = asyncio.all_tasks(), asked(schedule)
     submitted: list[Request | XDeepServeError | None] = [None] * len(requests)
     clients = clock.spawn(_come(engine, requests, submitted), name="clients")
+    for number, change in enumerate(schedule.servers):
+        clock.spawn(_move(engine, change), name=f"change {number} of servers")
     at_rest = asyncio.Event()
     clock.when_at_rest(at_rest.set)
     if not await _comes(at_rest):
@@ -154,6 +154,17 @@ async def _come(
             submitted[number] = engine.submit(prompt, params, f"request {number}", "sampled")
         except XDeepServeError as error:  # nobody serves any more
             submitted[number] = error
+
+
+async def _move(engine: Engine, change: ServerChange) -> None:
+    """Somebody wants an expert server to come or to leave; an error that says why not is an answer, too."""
+    clock = engine.plan.pod.clock
+    await clock.sleep(round(1000 * change.at_us))
+    with contextlib.suppress(XDeepServeError):
+        if change.what == "comes":
+            await engine.add_server(server=change.server)
+        elif engine.servers():
+            await engine.remove_server(engine.servers()[0].te, change.server)
 
 
 async def _end_of(request: Request | XDeepServeError | None, what: Asked) -> Any:

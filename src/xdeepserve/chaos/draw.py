@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Mapping, Sequence
+from typing import Literal
 
 import msgspec
 
-from xdeepserve.chaos.fault_schedule import FaultSchedule, PoolState
+from xdeepserve.chaos.fault_schedule import FaultSchedule, PoolState, ServerChange
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.deploy.sizes import Sizes, fit
 from xdeepserve.errors import DeploymentError
@@ -20,6 +21,7 @@ SMALL = ("max_model_len=64", "scheduler.max_num_seqs=3", "scheduler.max_num_batc
 APART = ("attention.domains=2", "attention.dies=1", "experts.routed_dies=2", "experts.shared_dies=1")
 SERVED = ("attention.dies=2", "experts.routed_dies=3", "experts.shared_dies=2")
 IMPATIENT = ("services.heartbeat_ms=0.1", "services.answer_timeout_ms=0.3", "services.batch_clients=2")
+VACANCY = "experts.vacancies=1"
 TES = ("prefill.dies=2", "prefill.tp=2", "decode.dies=2")
 PODS: Mapping[str, Sequence[tuple[str, ...]]] = {
     "monolithic": [()],
@@ -96,7 +98,29 @@ def draw(seed: int, deployments: Sequence[str], config: ModelConfig) -> FaultSch
     if rng.random() < 0.3:
         faults += _page_faults(rng, fit(resolve(deployment, settings), config), config, faults)
     faults.sort(key=lambda fault: (fault.at_us or 0, fault.target))
-    return FaultSchedule(deployment, settings, seed, num_requests, clock_seed, tuple(faults), pool)
+    drawn = FaultSchedule(deployment, settings, seed, num_requests, clock_seed, tuple(faults), pool)
+    return _with_servers(random.Random(f"chaos servers {seed}"), drawn, config)
+
+
+def _with_servers(rng: random.Random, drawn: FaultSchedule, config: ModelConfig) -> FaultSchedule:
+    """Where experts are services, servers come and leave: sometimes to a seat that was vacant, too."""
+    if drawn.deployment != "eaas" or rng.random() < 0.3:
+        return drawn
+    settings = (*drawn.settings, VACANCY)
+    if rng.random() < 0.5 and _num_dies(drawn.deployment, settings, config):
+        (te,) = fit(resolve(drawn.deployment, settings), config)
+        vacant = {te.expert_dies[number] for number in te.vacant}
+        if all(fault.die not in vacant and not vacant & {*(fault.link or ())} for fault in drawn.faults):
+            drawn = msgspec.structs.replace(drawn, settings=settings)
+    (te,) = fit(resolve(drawn.deployment, drawn.settings), config)
+    whats: tuple[Literal["comes", "leaves"], ...] = ("comes", "comes", "leaves")
+    changes = [
+        ServerChange(
+            round(10 ** rng.uniform(1, 4.7), 3), rng.choice(whats), rng.randrange(te.num_expert_dies)
+        )
+        for _ in range(rng.randint(1, 5))
+    ]
+    return msgspec.structs.replace(drawn, servers=tuple(sorted(changes, key=lambda each: each.at_us)))
 
 
 def _num_dies(deployment: str, settings: Sequence[str], config: ModelConfig) -> int:

@@ -18,6 +18,17 @@ SHARED = 20  # tokens with which some prompts begin alike, so that they meet in 
 LONG = ([7] * 33, [7] * 16 + [*range(30)], [*range(34)])  # what they begin with, to meet in a memory pool
 
 
+class ServerChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Somebody has an expert server come or leave, if that is possible then."""
+
+    at_us: float
+    what: Literal["comes", "leaves"]
+    server: int
+
+    def __str__(self) -> str:
+        return f"expert server {self.server} {self.what} at {self.at_us:g} us"
+
+
 class FaultSchedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """`seed` is that of the requests: the first of them stay the same if there are fewer.
 
@@ -33,12 +44,13 @@ class FaultSchedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     clock_seed: int | None = None
     faults: tuple[Fault, ...] = ()
     pool: PoolState = "none"
+    servers: tuple[ServerChange, ...] = ()
 
     def __str__(self) -> str:
         parts = [self.deployment, *self.settings, f"{self.num_requests} requests of seed {self.seed}"]
         parts += [] if self.clock_seed is None else [f"clock seed {self.clock_seed}"]
         parts += [] if self.pool == "none" else [f"a pool that is {self.pool}"]
-        return ", ".join([*parts, *map(str, self.faults)])
+        return ", ".join([*parts, *map(str, self.servers), *map(str, self.faults)])
 
 
 class Asked(NamedTuple):

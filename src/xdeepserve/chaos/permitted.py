@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Sequence
 from itertools import count
 
+from xdeepserve.chaos.fault_schedule import FaultSchedule
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.job.roster import can_serve
 from xdeepserve.engine.te.lost_pages import LostPages
@@ -25,25 +26,27 @@ def _is_lasting(fault: Fault) -> bool:
     return fault.code is not None and not ERROR_CODES[fault.code].is_transient
 
 
-def permits_errors(faults: Sequence[Fault], plan: PodPlan) -> bool:
+def permits_errors(schedule: FaultSchedule, plan: PodPlan) -> bool:
     """Whether requests may end with an error.
 
     They may if those TEs that lose no die, and no link between dies of theirs, could not serve between them;
     or if from one of them that prefills no whole way leads to one that decodes. What is stalled, slow, late
     or blocked is no reason: that is over before any deadline. Neither is a glitch after which a TE runs its
     steps again; others cost it all of its dies. Nor is a page of memory that is lost, where KV is recomputed,
-    if it had no metadata. Nor are expert servers that are lost, if others have their experts. Nor is what
-    breaks of the memory pool: who gets no answer there computes.
+    if it had no metadata. Nor are expert servers that are lost, if others have their experts that do not
+    leave; nobody counts on those who come. Nor is what breaks of the memory pool: who gets no answer there
+    computes.
 
     With failover they may only if the dies that are left are not enough for a TE of each role; or if a link
     is down, by which KV may have to go then.
     """
-    tes = plan.tes
+    tes, faults = plan.tes, schedule.faults
+    leaving = {change.server for change in schedule.servers if change.what == "leaves"}
     if _may_fail_sequences(faults, plan):
         return True
     if plan.deployment.recovery.failover:
         return _is_beyond_failover(faults, plan)
-    whole = [te for te in tes if not _is_broken(te, faults)]
+    whole = [te for te in tes if not _is_broken(te, faults, leaving)]
     senders = [te for te in whole if te.sizes.role == "prefill"]
     receivers = [te for te in whole if te.sizes.role == "decode"]
     is_cut_off = any(all(_is_cut(a, b, faults) for b in receivers) for a in senders)
@@ -67,18 +70,19 @@ def _is_beyond_failover(faults: Sequence[Fault], plan: PodPlan) -> bool:
     return len(well) + plan.deployment.recovery.spare_dies - len(cut) < needed
 
 
-def _is_broken(te: TEPlan, faults: Sequence[Fault]) -> bool:
+def _is_broken(te: TEPlan, faults: Sequence[Fault], leaving: Collection[int]) -> bool:
     lost = {fault.die for fault in faults if fault.kind == "lost" or _is_lasting(fault)}
     lost |= {fault.die for fault in faults if fault.page is not None and _holds_metadata(fault, te)}
     hosts = {fault.host for fault in faults if fault.kind == "lost"}
     if all(fault.kind not in ("glitch", "bad-page") for fault in faults):  # a rollback needs every die
-        lost -= _missed_by_nobody(te, lost)
+        lost -= _missed_by_nobody(te, lost, leaving)
     loses = any(die in lost or te.pod.topology.server_of(die) in hosts for die in te.every_die)
     return loses or _is_cut(te, te, faults)
 
 
-def _missed_by_nobody(te: TEPlan, lost: Collection[int | None]) -> set[int]:
-    """Expert servers that may all be lost of which some are: the others have their experts, too."""
+def _missed_by_nobody(te: TEPlan, lost: Collection[int | None], leaving: Collection[int]) -> set[int]:
+    """Expert servers that may all be lost of which some are: the others have their experts, too, those that
+    leave or may come left aside."""
     sizes, found = te.sizes, set[int]()
     if sizes.services is None:
         return found
@@ -86,10 +90,11 @@ def _missed_by_nobody(te: TEPlan, lost: Collection[int | None]) -> set[int]:
     shared = sizes.expert_dies[len(routed) :]
     own = [*map(set, sizes.experts_of[: len(routed)])]
     have = [held | copies for held, copies in zip(own, map(set, sizes.copies_of), strict=False)] or own
-    left = [held for die, held in zip(routed, have, strict=True) if die not in lost]
+    out = {*lost, *(sizes.expert_dies[number] for number in (*leaving, *sizes.vacant))}
+    left = [held for die, held in zip(routed, have, strict=True) if die not in out]
     if set().union(*left) == set().union(*own):
         found |= set(routed)
-    if not set(shared) <= set(lost):
+    if not set(shared) <= out:
         found |= set(shared)
     return found
 

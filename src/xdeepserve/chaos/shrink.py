@@ -32,6 +32,8 @@ def _smaller(schedule: FaultSchedule) -> Iterator[FaultSchedule]:
 
     for i in range(len(schedule.faults)):
         yield but(faults=schedule.faults[:i] + schedule.faults[i + 1 :])
+    for i in range(len(schedule.servers)):
+        yield but(servers=schedule.servers[:i] + schedule.servers[i + 1 :])
     for fewer in sorted({1, schedule.num_requests // 2, schedule.num_requests - 1}):
         if 0 < fewer < schedule.num_requests:
             yield but(num_requests=fewer)

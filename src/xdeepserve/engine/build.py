@@ -13,6 +13,7 @@ from xdeepserve.engine.deploy.deployment import Deployment, Role
 from xdeepserve.engine.deploy.roles import DEPLOYMENTS
 from xdeepserve.engine.deploy.scale_down import largest
 from xdeepserve.engine.deploy.sizes import Sizes, fit
+from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.lanes import DEFAULT_SHOWN_DIES, name_lanes
 from xdeepserve.engine.loading import Loading, Progress, Source, read_again, read_weights
 from xdeepserve.engine.run.clock.clock_net import ClockNet
@@ -154,7 +155,7 @@ class PodPlan:
     def _plan_te(self, sizes: Sizes) -> TEPlan:
         """Take its dies and plan their memories; DeploymentError, and nothing has happened, if that fails."""
         team = Team(self.pod, self.config, self.recipe, sizes)
-        dies = (*team.dies, *team.expert_dies)
+        dies = sizes.every_die
         self.pod.hold(dies, f"{sizes.name} of {self.checkpoint.name}")
         try:
             net = ProtocolNet(team) if self.timing is None else ClockNet(team, self.timing)
@@ -220,9 +221,17 @@ class PodPlan:
             regions = self.pod.memory(page.die).regions_at(page.offset, page.stop)
             found = {each.name.removeprefix(prefix) for each in regions if each.name.startswith(prefix)}
             lost[page.die] = lost.get(page.die, set()) | found
-        await read_again(te, lost)
+        await read_again(te, te.all_memories, lost)
         if not te.is_lost:
-            self._digests.check_arrays(te, "storage", lost)
+            self._digests.check_arrays(te.all_memories, "storage", lost)
+
+    async def bring_server(self, te: TEPlan, die: int, mem: ExpertMemory) -> None:
+        """From within a process: bring the weights of one more expert server, from storage, in virtual time.
+        HardwareError if they are not those that others like it have had."""
+        wanted = {die: mem.specs.keys()}
+        await read_again(te, [(die, mem)], wanted)
+        if die not in self.pod.lost:
+            self._digests.check_arrays([(die, mem)], "storage", wanted)
 
     async def bring(
         self,

@@ -98,11 +98,13 @@ def _storage_ns(te: TEPlan, sums: Sequence[int]) -> int:
     return math.ceil(1e9 * (spec.vpc_startup.value + max(storage, card))) + spec.startup_ns("dma")
 
 
-async def read_again(te: TEPlan, lost: Mapping[int, Collection[str]]) -> None:
+async def read_again(
+    te: TEPlan, memories: Sequence[tuple[int, Holder]], lost: Mapping[int, Collection[str]]
+) -> None:
     """Arrays of weights by die, from storage; each die its own, in virtual time."""
     of_server: dict[int, int] = {}
     stores, names = [], {name for each in lost.values() for name in each}
-    for die, mem in te.all_memories:
+    for die, mem in memories:
         arrays = {name: array for name, array in mem.weights().items() if name in lost.get(die, ())}
         if not arrays:
             continue

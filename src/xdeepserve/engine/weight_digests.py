@@ -32,11 +32,13 @@ class WeightDigests:
 
     def check(self, te: TEPlan, source: Source) -> None:
         """A TE has loaded from `source`. HardwareError, naming die and array, if it has other bytes."""
-        self.check_arrays(te, source, {die: mem.specs for die, mem in te.all_memories})
+        self.check_arrays(te.all_memories, source, {die: mem.specs for die, mem in te.all_memories})
 
-    def check_arrays(self, te: TEPlan, source: Source, names: Mapping[int, Collection[str]]) -> None:
+    def check_arrays(
+        self, memories: Sequence[tuple[int, Holder]], source: Source, names: Mapping[int, Collection[str]]
+    ) -> None:
         """The same, of some arrays by die."""
-        for die, mem in te.all_memories:
+        for die, mem in memories:
             for name, key, array in _own(mem):
                 if name not in names.get(die, ()):
                     continue

@@ -23,6 +23,7 @@ from xdeepserve.engine.loading import Source
 from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.live import Request
+from xdeepserve.engine.te.reports import ServerReport
 from xdeepserve.errors import InputError, RequestError, XDeepServeError
 from xdeepserve.hw.faults import Fault
 from xdeepserve.llm.make_engine import build_engine
@@ -196,6 +197,14 @@ class LLM:
     def remove(self, te: str) -> None:
         """Have a task executor go at the end of its step; others go on with what it had."""
         self._run(self.engine.remove(te))
+
+    def add_server(self, te: str | None = None, server: int | None = None) -> ServerReport:
+        """One more expert server (`eaas`), or one in the place of one that is lost: when clients ask it."""
+        return self._run(self.engine.add_server(te, server))
+
+    def remove_server(self, te: str, server: int) -> None:
+        """Have an expert server leave; returns when nobody waits for it and its die is free."""
+        self._run(self.engine.remove_server(te, server))
 
     def write_trace(self, path: str | Path) -> None:
         """Write the timeline of everything so far, for Perfetto. Needs `trace=True`."""

@@ -16,11 +16,12 @@ SIMPLE = ("monolithic", "colocated", "pd")  # run models without routed experts 
 
 
 class TEChange(msgspec.Struct, frozen=True):
-    """A TE that comes or goes."""
+    """A TE that comes or goes, or one of its expert servers."""
 
     at_ns: int  # of virtual time, from when the prompts come
-    what: Literal["add", "drain", "remove"]
+    what: Literal["add", "drain", "remove", "add server", "remove server"]
     te: str  # its name; of one that comes, its role
+    server: int = 0  # its number
 
 
 class Writer(msgspec.Struct, frozen=True):
@@ -43,6 +44,7 @@ class Case(msgspec.Struct, frozen=True):
     reconfigurations: int = 0  # times, at least, that replicas of experts change meanwhile
     faults: tuple[Fault, ...] = ()  # a die that is lost costs its TE, and nothing else does
     servers_lost: int = 0  # of these dies, expert servers, whose TEs go on
+    servers_back: int = 0  # of these, those in whose place another one has come
     rollbacks: int = 0  # times, at least, that steps are run again meanwhile
     pool: Writer | None = None  # there is a memory pool, and prefixes come from it
     evicts: bool = False  # that has no room for more

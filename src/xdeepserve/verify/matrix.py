@@ -106,8 +106,8 @@ def _row(recipe: Recipe, case: Case, served: Served, expected: str) -> MatrixRow
         missing = "nothing came from the memory pool"
     elif case.evicts and not served.num_evicted:
         missing = "nothing was evicted from the memory pool"
-    elif served.num_masked != case.servers_lost:
-        missing = f"the monitor holds {served.num_masked} of {case.servers_lost} servers for lost"
+    elif served.num_masked != (num_out := case.servers_lost - case.servers_back):
+        missing = f"the monitor holds {served.num_masked} servers for lost, not {num_out}"
     elif served.num_lost != (losses := sum(f.kind == "lost" for f in case.faults) - case.servers_lost):
         missing = f"{served.num_lost} TEs were lost with {losses} dies"
     elif served.num_rollbacks < case.rollbacks:

@@ -164,6 +164,15 @@ async def _change(life: Sequence[TEChange], engine: Engine) -> None:
                 await engine.drain(change.te)
             case "remove":
                 await engine.remove(change.te)
+            case "add server":
+                for _ in range(10_000):  # how soon its place is free depends on the model
+                    seats = {seat.server: seat.presence for seat in engine.servers()}
+                    if seats[change.server] != "there":
+                        break
+                    await clock.sleep(100_000)
+                await engine.add_server(change.te, change.server)
+            case "remove server":
+                await engine.remove_server(change.te, change.server)
 
 
 @contextlib.contextmanager

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from xdeepserve.engine.deploy.teams import num_routed_experts
 from xdeepserve.hw.faults import Fault
 from xdeepserve.model.config import ModelConfig
-from xdeepserve.verify.case import LATE, Case
+from xdeepserve.verify.case import LATE, Case, TEChange
 
+MS = 1_000_000
 MANY = 32  # experts: more dies than that take their time
 COPIES = "experts.copies=1"
 SOON = ("services.heartbeat_ms=0.2", "services.answer_timeout_ms=2")
@@ -48,7 +51,14 @@ def _losses(config: ModelConfig) -> list[Case]:
     ways = [("a server", Fault(900.0, first, "lost")), ("a server with a batch", busy)]
     if config.n_shared_experts:
         ways.append(("a server of the shared expert", Fault(2100.0, first + 2, "lost")))
-    return [
+    rows = [
         Case("eaas", f"{what} is lost", two, crowded=True, faults=(fault,), servers_lost=1)
         for what, fault in ways
     ]
+    back = TEChange(4 * MS, "add server", "te", 1)
+    name = "a server is lost and comes back"
+    rows.append(msgspec.structs.replace(rows[1], variant=name, life=(back,), servers_back=1))
+    more = (*two, "experts.vacancies=1")
+    turns = (TEChange(1 * MS, "add server", "te", 2), TEChange(1 * MS, "remove server", "te", 0))
+    rows.append(Case("eaas", "a server joins, another leaves", more, crowded=True, life=turns))
+    return rows

@@ -19,8 +19,7 @@ class ClientSlots:
     def __init__(self, rank: int, slot: int, known: KnownServers) -> None:
         self.die, self.known, self.layout, self.slot = known.die, known, known.layout, slot
         self.label, self.number = known.label, known.layout.number(rank, slot)
-        at, servers = self.layout.state_at(self.number), range(self.layout.servers.num_ranks)
-        self._states = [known.place(server, "metadata", "slots", at) for server in servers]
+        self._states: dict[tuple[int, int], Address] = {}  # by server and epoch
         self.words = self.die.memory.managed.regions[self.layout.region(f"words.{slot}")]
 
     def word_at(self, server: int) -> int:
@@ -28,10 +27,14 @@ class ClientSlots:
 
     def state_of(self, server: int) -> Address:
         """Where the state of this client's slot on a server is."""
-        return self._states[server]
+        this = server, self.known.epoch(server)
+        if this not in self._states:
+            at = self.layout.state_at(self.number)
+            self._states[this] = self.known.place(server, "metadata", "slots", at)
+        return self._states[this]
 
     def header_of(self, server: int) -> Address:
-        return self._states[server].plus(HEADER_AT)
+        return self.state_of(server).plus(HEADER_AT)
 
     async def write_states(self, servers: Sequence[int], name: str) -> None:
         """The states that lie in this client's words, to its slots."""
@@ -63,7 +66,7 @@ class ClientSlots:
         try:
             await self.die.mte.load([(self.state_of(server), 1)], name="expert slot")
         except LostDieError:
-            self.known.gone.add(server)
+            self.known.lose(server)
             return False
         return True
 

@@ -1,9 +1,13 @@
-"""What a client knows of the expert servers: their generations, and which of them it can use (EaaS 3.4, 4.4).
+"""What a client knows of the expert servers: where they are, and which of them it can use (EaaS 3.4, 4.4).
 
 Two find out that a server is dead: the monitor, which writes a byte to the mask in each client's memory, and
 the client itself, whose polls have gone on for too long. Either way it is left out, and what was asked of it
 is asked of a replica. A server that the client has given up by itself is used again when its late answer is
 there; one that the monitor has masked, when the monitor says so.
+
+A server that comes in the place of another one is elsewhere, and registers with the monitor, which writes the
+new seat and then takes the mask back. Its epoch is another one, so that nothing holds any more of what the
+client knew: it connects before it asks.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from xdeepserve.comm.services.layout import CARD, Card, ServiceLayout
+from xdeepserve.comm.services.layout import CARD, Card, Presence, ServiceLayout
 from xdeepserve.errors import FieldError, LostDieError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import Address
@@ -27,31 +31,66 @@ class KnownServers:
         count, memory = layout.servers.num_ranks, die.memory
         self.mask_region = memory.metadata.regions[layout.region("mask")]
         self._mask: npt.NDArray[np.uint8] = memory.view(self.mask_region, np.uint8, count)
+        seats = memory.metadata.regions[layout.region("seats")]
+        self._seats: npt.NDArray[np.uint32] = memory.view(seats, np.uint32, (count, 2))
+        self._seats[:, 0], self._seats[:, 1] = layout.servers.dies, 1
         self._cards = memory.app.regions[layout.region("cards")]
-        self.given_up = [False] * count  # by the client itself
-        self.gone: set[int] = set()  # whose memory does not answer
-        self.generations = [0] * count  # 0: not connected
+        self._given_up: set[tuple[int, int]] = set()  # by the client itself: servers, and their epochs
+        self._gone: set[tuple[int, int]] = set()  # whose memory does not answer
+        self._generations: dict[tuple[int, int], int] = {}  # of those that are connected
 
     def reset(self) -> None:
         """Nothing is asked of anybody; who is masked by the monitor stays so."""
-        self.given_up = [False] * len(self.given_up)
-        self.generations = [0] * len(self.generations)
+        self._given_up.clear()
+        self._generations.clear()
+
+    def epoch(self, server: int) -> int:
+        """Which of those that have been at its seat it is."""
+        return int(self._seats[server, 1])
+
+    def _this(self, server: int) -> tuple[int, int]:
+        return server, int(self._seats[server, 1])
 
     def is_masked(self, server: int) -> bool:
-        """Whether the monitor holds a server for lost."""
-        return bool(self._mask[server])
+        """Whether the monitor says that it is lost, or that nobody is there."""
+        return self._mask[server] in (Presence.LOST, Presence.ABSENT)
+
+    def is_gone(self, server: int) -> bool:
+        """Whether nothing can come from there."""
+        return self._mask[server] == Presence.ABSENT or self._this(server) in self._gone
 
     def is_usable(self, server: int) -> bool:
         """Whether to ask it anything."""
-        return not (self._mask[server] or self.given_up[server] or server in self.gone)
+        this = self._this(server)
+        return self._mask[server] == Presence.THERE and this not in self._given_up and this not in self._gone
+
+    def is_given_up(self, server: int) -> bool:
+        """Whether the client itself asks it nothing, for as long as it is late."""
+        return self._this(server) in self._given_up
+
+    def give_up(self, server: int) -> None:
+        """It is late."""
+        self._given_up.add(self._this(server))
+
+    def trust(self, server: int) -> None:
+        """It is late no more."""
+        self._given_up.discard(self._this(server))
+
+    def lose(self, server: int) -> None:
+        """Its memory does not answer."""
+        self._gone.add(self._this(server))
 
     def forget(self, server: int) -> None:
         """Its generation is over: connect again before the next request."""
-        self.generations[server] = 0
+        self._generations.pop(self._this(server), None)
+
+    def generation(self, server: int) -> int:
+        """What it has said when this client connected to it; 0: it has not."""
+        return self._generations.get(self._this(server), 0)
 
     def place(self, server: int, area: str, part: str, offset: int) -> Address:
         """Where something of a server's memory is."""
-        node = self.layout.servers.dies[server]
+        node = int(self._seats[server, 0])
         region = getattr(self.die.fabric.memories[node], area).regions[self.layout.region(part)]
         return Address(node, region.offset + offset)
 
@@ -62,19 +101,19 @@ class KnownServers:
 
         FieldError if a server is not of this client's layout: another model, or another precision.
         """
-        new = [server for server in servers if not self.generations[server]]
+        new = [self._this(server) for server in servers if not self.generation(server)]
         if not new:
             return True
-        places = [self.place(server, "metadata", "card", 0) for server in new]
+        places = [self.place(server, "metadata", "card", 0) for server, _ in new]
         nodes, offsets = (np.array(each, np.int64) for each in zip(*places, strict=True))
         sizes = np.full(len(new), CARD.size, np.int64)
         try:
             await self.die.urma.gather(nodes, offsets, sizes, self._cards.offset, "expert cards")
         except LostDieError:
             silent = self.die.fabric.memories.silent
-            self.gone |= {server for server in new if self.layout.servers.dies[server] in silent}
+            self._gone |= {this for this, place in zip(new, places, strict=True) if place.node in silent}
             return False
-        for at, server in enumerate(new):
+        for at, (server, epoch) in enumerate(new):
             raw = self.die.memory.read(self._cards.offset + at * CARD.size, CARD.size)
             card = Card(*CARD.unpack(raw))
             expected = self.layout.card(card.generation)
@@ -89,5 +128,5 @@ class KnownServers:
                     expected=expected,
                     seen=card,
                 )
-            self.generations[server] = card.generation
+            self._generations[server, epoch] = card.generation
         return True

@@ -9,7 +9,8 @@ With C clients, N servers and S slots for each pair, one for each microbatch tha
 
 and on a client:
 
-    metadata   mask [N]             a byte for each server: 0, or 1 if the monitor holds it for lost
+    metadata   mask [N]             a byte for each server: whether to ask it (`Presence`)
+    metadata   seats [N]            8 bytes each: where it is, and how many were there before it
     managed    outbox [S]           token rows, grouped by server
     managed    words [S][N]         states and headers on their way
     app        returned [S]         headers and answers, as they come
@@ -19,6 +20,10 @@ A slot (little endian):   state u8 | 31 spare | header
     header                generation u32 | attempt u32 | event ID u64 | layer u32 | batch size u32 | 8 spare
 A bell:                   asked u64 | answered u64 | 48 spare
 A card:                   generation u32 | hidden u32 | request row u32 | answer row u32 | rows u32 | 12 spare
+A seat:                   die u32 | epoch u32
+
+Only the monitor writes seats and, behind them, the mask. The epoch of a seat counts who has registered for
+it: what a client knows of a server, and has asked of it, is of one epoch.
 
 The payload of a request is the rows of dispatch (`exchange.layout`): expert, token, slot and scale with each
 token copy. Router scores stay with the client: a server returns a row for each (token, expert), and the
@@ -32,6 +37,7 @@ read in the same exchange.
 
 from __future__ import annotations
 
+import enum
 import struct
 from typing import NamedTuple
 
@@ -48,6 +54,16 @@ HEADER_AT = 32  # within a slot
 HEADER = struct.Struct("<IIQII8x")
 BELL = struct.Struct("<QQ48x")
 CARD = struct.Struct("<IIIII12x")
+SEAT = struct.Struct("<II")
+
+
+class Presence(enum.IntEnum):
+    """The values of a byte of the mask."""
+
+    THERE = 0
+    LOST = 1  # the monitor has not heard of it for too long
+    LEAVING = 2  # it answers what it has been asked, and nobody asks it more
+    ABSENT = 3  # nobody is at this seat
 
 
 class SlotHeader(NamedTuple):
@@ -76,9 +92,9 @@ class Card(NamedTuple):
 class ServiceLayout(msgspec.Struct, frozen=True):
     """Clients and servers, by their dies, and all sizes in bytes. Both sides must use equal layouts.
 
-    `servers.expert_rank[e]` is the server of physical expert e; `num_slots` are those of each client on each
-    server, `max_tokens` the tokens of one request. With `announces` clients tell servers that they have
-    nothing for them.
+    `servers.dies` are where servers are at first, and `servers.expert_rank[e]` is that of physical expert e;
+    `num_slots` are those of each client on each server, `max_tokens` the tokens of one request. With
+    `announces` clients tell servers that they have nothing for them.
     """
 
     clients: tuple[int, ...]
@@ -157,8 +173,8 @@ class ServiceLayout(msgspec.Struct, frozen=True):
         return Card(generation, self.hidden, rows.dispatch_row, rows.combine_row, self.rows_per_slot)
 
     def region(self, part: str) -> str:
-        """Name of a region: card, slots, requests, answers, mask, cards; with the number of the
-        slot outbox, words, returned."""
+        """Name of a region: card, slots, requests, answers, mask, seats, cards; with the number of
+        the slot outbox, words, returned."""
         return f"{self.name}.{part}"
 
     def plan_server(self, memory: MemoryPlan) -> None:
@@ -172,6 +188,7 @@ class ServiceLayout(msgspec.Struct, frozen=True):
         """Reserve a client's regions, those of all its microbatches."""
         rows, num_servers = self.rows, self.servers.num_ranks
         memory.metadata.alloc(self.region("mask"), padded(num_servers))
+        memory.metadata.alloc(self.region("seats"), num_servers * SEAT.size)
         memory.app.alloc(self.region("cards"), num_servers * CARD.size)
         for slot in range(self.num_slots):
             memory.managed.alloc(self.region(f"outbox.{slot}"), self.max_rows * rows.dispatch_row)

@@ -66,11 +66,12 @@ PATIENCE = Patience()
 
 class OpenRequest(NamedTuple):
     """What has been asked of a server and not been answered: its header, which flat (token, slot) its rows
-    are, and when it was written."""
+    are, when it was written, and to whom of those that have been at the server's seat."""
 
     header: SlotHeader
     order: Int64
     since_ns: int
+    epoch: int
 
 
 class ServiceClient(Handle):
@@ -102,7 +103,8 @@ class ServiceClient(Handle):
         self._returned = die.memory.app.regions[layout.region(f"returned.{slot}")]
         self.expert_rank = np.asarray(layout.servers.expert_rank, np.int64)
         self._open: dict[int, OpenRequest] = {}  # by server
-        self._left: set[int] = set()  # servers at which this slot may not be empty, and nobody waits for it
+        # Servers, and their epochs, at which this slot may not be empty, and nobody waits for it.
+        self._left: dict[int, int] = {}
         self.num_resent = 0  # requests that replicas were asked
 
     def at(self, **place: int) -> None:
@@ -114,7 +116,7 @@ class ServiceClient(Handle):
         are looked at before they are used."""
         self.turns.reset({})
         self.known.reset()
-        self._left |= set(self._open)
+        self._left |= {server: request.epoch for server, request in self._open.items()}
         self._open.clear()
 
     # ---- write --------------------------------------------------------------------------------------
@@ -166,16 +168,15 @@ class ServiceClient(Handle):
 
         FieldError if a server's memory is gone, and nobody has what it had.
         """
-        experts, usable = self._topk_idx.reshape(-1), self.known.is_usable
-        if all(map(usable, range(self.layout.servers.num_ranks))):
+        experts, servers = self._topk_idx.reshape(-1), range(self.layout.servers.num_ranks)
+        is_out = np.array([not self.known.is_usable(server) for server in servers])
+        if not is_out.any():
             return
-        for flat in chosen.tolist():
-            server = int(self.expert_rank[experts[flat]])
-            if not usable(server):
-                found = self._replica(int(experts[flat]))
-                if found is None and server in self.known.gone:
-                    raise self._gone(server, [int(experts[flat])])
-                experts[flat] = experts[flat] if found is None else found
+        for flat in chosen[is_out[self.expert_rank[experts[chosen]]]].tolist():
+            server, found = int(self.expert_rank[experts[flat]]), self._replica(int(experts[flat]))
+            if found is None and self.known.is_gone(server):
+                raise self._gone(server, [int(experts[flat])])
+            experts[flat] = experts[flat] if found is None else found
 
     def _replica(self, physical: int) -> int | None:
         """Another physical expert that is the same, on a server that can be used. Which of several depends on
@@ -198,15 +199,17 @@ class ServiceClient(Handle):
         payloads: list[Copy] = []
         for server in asked:
             start, count, at = int(first[server]), int(counts[server]), self.slots.word_at(server)
-            header = SlotHeader(known.generations[server], self._attempt, self._event_id, self._layer, count)
+            generation, epoch = known.generation(server), known.epoch(server)
+            header = SlotHeader(generation, self._attempt, self._event_id, self._layer, count)
             memory.write(at, bytes([SlotState.WRITTEN]).ljust(HEADER_AT, b"\0") + header.pack())
             if count:
                 source = Address(here, self._outbox.offset + start * row)
                 target = known.place(server, "managed", "requests", layout.request_at(self.slots.number))
                 payloads.append(Copy(source, target, count * row))
-                self._open[server] = OpenRequest(header, order[start : start + count], self.die.clock.now)
+                mine = order[start : start + count]
+                self._open[server] = OpenRequest(header, mine, self.die.clock.now, epoch)
             else:
-                self._left.add(server)
+                self._left[server] = epoch
             payloads.append(Copy(Address(here, at + HEADER_AT), self.slots.header_of(server), HEADER.size))
         await self.die.urma.copy(payloads, f"{WRITE} 4 payload, header")
         await self.steps.passed(WRITE, 4)
@@ -219,8 +222,10 @@ class ServiceClient(Handle):
         """Look once at the slots of servers that this client has given up: those whose late answers are there
         serve again. A server that has registered anew is among them."""
         for server in sorted(self._left):
-            if self.known.given_up[server] and await self.slots.reads(server):
-                self.known.given_up[server] = self.slots.state(server) == SlotState.WRITTEN
+            if not self.known.is_given_up(server) or self.known.is_gone(server):
+                continue
+            if await self.slots.reads(server) and self.slots.state(server) != SlotState.WRITTEN:
+                self.known.trust(server)
 
     async def _empty_left(self, asked: Sequence[int]) -> bool:
         """Step 3: wait until what is left in the slots on these servers is done with, and empty them. False
@@ -228,10 +233,10 @@ class ServiceClient(Handle):
 
         DeadlineError if there is none.
         """
-        left = [server for server in asked if server in self._left]
+        left = [server for server in asked if self._left.get(server) == self.known.epoch(server)]
         if not left:
             return True
-        is_last = any(self.known.given_up[server] for server in left)
+        is_last = any(map(self.known.is_given_up, left))
         patience = self.patience.last_ns if is_last else self.patience.replica_ns
         try:
             await self.slots.poll(WRITE, left, self.slots.is_written, self.die.clock.now + patience)
@@ -240,13 +245,14 @@ class ServiceClient(Handle):
                 raise
             late = [server for server in left if self.slots.is_written(server)]
             for server in late:
-                self.known.given_up[server] = True
+                self.known.give_up(server)
             return False
         await self.slots.empty(
             [server for server in left if self.slots.state(server) == SlotState.DONE], WRITE
         )
         self.slots.check_online(left, WRITE)
-        self._left.difference_update(left)
+        for server in left:
+            self._left.pop(server, None)
         return True
 
     # ---- read ---------------------------------------------------------------------------------------
@@ -278,8 +284,8 @@ class ServiceClient(Handle):
 
     def _give_up(self, server: int) -> None:
         """Ask it nothing until its late answer is there; its slot is its own until then."""
-        self.known.given_up[server] = True
-        self._left.add(server)
+        self.known.give_up(server)
+        self._left[server] = self._open[server].epoch
 
     async def _wait(self) -> dict[int, Outcome]:
         """Step 1: until each server has answered, or is given up; what has become of each request.
@@ -312,11 +318,14 @@ class ServiceClient(Handle):
 
     def _outcome(self, server: int) -> Outcome | None:
         """What has become of a request; None: it is to be waited for."""
-        state, request = self.slots.state(server), self._open[server]
+        request = self._open[server]
+        if request.epoch != self.known.epoch(server):
+            return "stale"
+        state = self.slots.state(server)
         if state != SlotState.WRITTEN:
             return "stale" if state == SlotState.EMPTY else "done"
         is_late = self.die.clock.now >= request.since_ns + self.patience.replica_ns
-        if not is_late and not self.known.is_masked(server) and server not in self.known.gone:
+        if not is_late and not self.known.is_masked(server) and not self.known.is_gone(server):
             return None
         has_replicas = all(self._replica(expert) is not None for expert in self._experts_of(server))
         return "given up" if has_replicas else None
@@ -327,9 +336,11 @@ class ServiceClient(Handle):
 
     async def _read(self, servers: Sequence[int]) -> list[int]:
         """Steps 2 and 3: headers and answers of these, which are there. Those that were lost meanwhile."""
-        if not servers:
-            return []
-        layout, die, row = self.layout, self.die, self.layout.rows.combine_row
+        known, layout, die, row = self.known, self.layout, self.die, self.layout.rows.combine_row
+        moved = [server for server in servers if self._open[server].epoch != known.epoch(server)]
+        if len(moved) == len(servers):
+            return moved
+        servers = [server for server in servers if server not in moved]
         counts = np.array([len(self._open[server].order) for server in servers], np.int64)
         answers_at = layout.answer_at(self.slots.number)
         answers = [self.known.place(server, "managed", "answers", answers_at) for server in servers]
@@ -342,7 +353,7 @@ class ServiceClient(Handle):
             silent = [server for server in servers if not await self.slots.reads(server)]
             for server in silent:
                 self._give_up(server)
-            return silent + await self._read([server for server in servers if server not in silent])
+            return moved + silent + await self._read([each for each in servers if each not in silent])
         await self.steps.passed(READ, 2)
         raw, words = die.memory.read(self._returned.offset, int(sizes.sum())), len(servers) * HEADER.size
         rows = np.frombuffer(raw[words:], np.uint8).reshape(-1, row)
@@ -356,7 +367,7 @@ class ServiceClient(Handle):
         await self.steps.passed(READ, 3)
         for server in servers:
             del self._open[server]
-        return []
+        return moved
 
     def _gone(self, server: int, experts: Sequence[int]) -> FieldError:
         """A server is lost for certain, and no other one that can be used has these experts."""

@@ -65,7 +65,7 @@ class SlotRequest(NamedTuple):
 
 class ServiceServer(Handle):
     """Server number `index`. `layout.plan_server` must have been called on the die's plan, with `num_layers`
-    layers that have experts.
+    layers that have experts. `generation` was the last one of who had this number before.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class ServiceServer(Handle):
         quantize: Quantize | None = None,
         means: Means = ALL_CORES,
         on_step: Observer | None = None,
+        generation: int = 0,
     ) -> None:
         self.label = f"expert server {index}"
         super().__init__(die, Turns(self.label), quantize, layout.quantize, means, on_step)
@@ -91,7 +92,7 @@ class ServiceServer(Handle):
         self._states: npt.NDArray[np.uint8] = raw[BELL.size :].reshape(count, SLOT_NBYTES)[:, 0]
         self._mine = np.flatnonzero(np.asarray(layout.servers.expert_rank) == index)
         self._names = [f"client {client}" for client in range(len(layout.clients))]
-        self.generation = 0
+        self.generation = generation
         self.refusals: list[str] = []  # why clients were put offline
         self.register()
 

@@ -85,7 +85,8 @@ class Reconfiguration:
         trigger: EPLBTrigger,
         reports: Queue[msgspec.Struct],
     ) -> None:
-        self._pod, self._sizes, self._gates, self._holders = pod, sizes, gates, holders
+        self._pod, self._sizes, self._gates, self._holders = pod, sizes, gates, list(holders)
+        self._out: set[int] = set()  # holders to which nothing goes
         self._storage, self._trigger, self._reports = storage, trigger, reports
         self._slots_of = sizes.slots_of
         self.phy2log = primaries_only(storage.config, sizes)  # in force for the latest step
@@ -140,15 +141,14 @@ class Reconfiguration:
                     self._decide()
             case Prefetched():
                 self._enter("prefetched")
-            case ExpertsLoaded(die=die):
-                self._loading.discard(die)
-                if not self._loading:
-                    self._enter("loaded")
+            case ExpertsLoaded(die=die) if die in self._loading:
+                self._loaded(die)
 
     def lose_slots(self, die: int) -> None:
         """Between steps: what a die's redundant slots held is lost. No token goes there until new replicas
         have been loaded; those that the load under way has brought, or may have, are not used."""
-        holder = [each for each, _ in self._holders].index(die)
+        holder = self._holder(die)
+        assert holder is not None
         coming = {(each.layer, self._physical(each)) for each in self._changes}
         if self.phase in ("loading", "loaded"):
             coming = set()
@@ -159,6 +159,36 @@ class Reconfiguration:
                 if self._target and (layer, physical) not in coming:
                     self._target[layer][physical] = NOTHING
         self._set_map(self.phy2log)
+
+    def _loaded(self, die: int) -> None:
+        self._loading.discard(die)
+        if self.phase == "loading" and not self._loading:
+            self._enter("loaded")
+
+    def leave_out(self, die: int) -> None:
+        """At any moment: a die is lost, and its TE goes on. Who has been led to its slots asks a primary. It
+        gets no replicas until it, or another one in its place, is taken in."""
+        holder = self._holder(die)
+        if holder is None:
+            return
+        self._out.add(holder)
+        self._changes = [change for change in self._changes if change.holder != holder]
+        self.lose_slots(die)
+        self._loaded(die)
+
+    def take_in(self, die: int) -> None:
+        """A die can have replicas again; its slots hold none."""
+        holder = self._holder(die)
+        if holder is not None:
+            self._out.discard(holder)
+
+    def replace(self, holder: int, die: int, mem: ExpertMemory) -> None:
+        """Another die is this holder."""
+        if holder < len(self._holders):
+            self._holders[holder] = die, mem
+
+    def _holder(self, die: int) -> int | None:
+        return next((holder for holder, (each, _) in enumerate(self._holders) if each == die), None)
 
     def stop(self) -> None:
         """The TE ends."""
@@ -225,8 +255,8 @@ class Reconfiguration:
         """Phase 1. An expert that stays on a die stays in its slot."""
         self._changes = []
         for layer, (row, wanted_by_die) in enumerate(zip(self.phy2log, target, strict=True)):
-            for holder, wanted in enumerate(wanted_by_die):
-                held = self._redundant(row, holder)
+            for holder, planned in enumerate(wanted_by_die):
+                held, wanted = self._redundant(row, holder), [] if holder in self._out else planned
                 new = [e for e in wanted if e not in held]
                 for slot, expert in enumerate(held):
                     if expert not in wanted:

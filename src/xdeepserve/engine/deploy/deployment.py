@@ -245,6 +245,9 @@ class ExpertConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     copies: Annotated[
         int, "other servers that have each routed expert, too, from the start (eaas): one may then be lost"
     ] = 0
+    vacancies: Annotated[
+        int, "more expert servers that there may be (eaas): their dies are held, and they may join"
+    ] = 0
     redundant_slots: Annotated[int, "slots per die and layer for replicas of hot routed experts (EPLB)"] = 0
     balance_interval: Annotated[float, "virtual seconds of load that decide on replicas; 0: none"] = 60.0
     balance_slices: Annotated[int, "time slices in which the load that decides on replicas is counted"] = 4

@@ -21,6 +21,21 @@ def declustered(experts_of: Sequence[range], num_servers: int, copies: int) -> t
     return tuple(map(tuple, held))
 
 
+def copies_of(
+    experts_of: Sequence[range], num_servers: int, copies: int, vacancies: int
+) -> tuple[tuple[int, ...], ...]:
+    """The same, with the copies of those who may join behind the first `num_servers`: each as many as any
+    other one, from as many servers. Nobody counts on these; who joins takes a part of what others do."""
+    held = list(declustered(experts_of, num_servers, copies))
+    num_experts = sum(map(len, experts_of))
+    share = max([*map(len, held), min(num_experts, -(-num_experts // num_servers))])
+    for number in range(vacancies):
+        held[num_servers + number] = tuple(
+            sorted((place * num_experts // share + number) % num_experts for place in range(share))
+        )
+    return tuple(held)
+
+
 def reasons_against_services(d: Deployment, num_experts: int, num_servers: int) -> list[str]:
     """What is wrong with the settings of servers with routed experts, of which there are `num_servers`."""
     experts, services, reasons = d.experts or ExpertConfig(), d.services or ServiceConfig(), []
@@ -40,6 +55,10 @@ def reasons_against_services(d: Deployment, num_experts: int, num_servers: int) 
             "experts.copies are there from the start, and experts.redundant_slots are filled as load asks: "
             "choose one"
         )
+    if experts.vacancies < 0:
+        reasons.append(f"experts.vacancies must not be negative, found {experts.vacancies}")
+    if experts.vacancies and experts.redundant_slots:
+        reasons.append("experts.vacancies bring copies, and experts.redundant_slots are for EPLB: choose one")
     if services.batch_clients < 1:
         reasons.append(f"services.batch_clients must be at least 1, found {services.batch_clients}")
     if services.lost_heartbeats < 1:
@@ -58,7 +77,9 @@ def reasons_elsewhere(d: Deployment) -> list[str]:
     experts = d.experts or ExpertConfig()
     if has_services(d.kind):
         return []
-    given = {"counts": experts.counts is not None, "copies": experts.copies != 0}
+    given = {key: getattr(experts, key) for key in ("counts", "copies", "vacancies")}
     return [
-        f"experts.{key} is for experts that are services (eaas)" for key, is_set in given.items() if is_set
+        f"experts.{key} is for experts that are services (eaas)"
+        for key, value in given.items()
+        if value not in (None, 0)
     ]

@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from xdeepserve.engine.deploy import refusals
+from xdeepserve.engine.deploy import expert_services, refusals
 from xdeepserve.engine.deploy.deployment import (
     AttentionConfig,
     Carrier,
@@ -21,7 +21,6 @@ from xdeepserve.engine.deploy.deployment import (
     Role,
     ServiceConfig,
 )
-from xdeepserve.engine.deploy.expert_services import declustered, reasons_elsewhere
 from xdeepserve.engine.deploy.roles import AT_EXPERTS, FLOWING, TEKind, Turns
 from xdeepserve.engine.deploy.teams import Teams, TEDies, num_routed_experts
 from xdeepserve.errors import DeploymentError
@@ -60,6 +59,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
         tuple[int, ...], ...
     ] = ()  # routed experts that these slots hold from the start, or none
     services: ServiceConfig | None = None  # where experts are services
+    num_vacant: int = 0  # of the dies with routed experts, the last ones: servers that may join
     balance_interval_ns: int = 0  # between decisions on replicas; 0: never
     balance_slices: int = 1  # of an interval
     carrier: Carrier = "mte"  # of what A2E and E2A pull
@@ -184,6 +184,12 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.experts_of) if self.experts == "away" else 0
 
     @property
+    def vacant(self) -> range:
+        """The dies of `experts_of` that are held for servers which may join."""
+        end = len(self.experts_of) - self.num_shared_dies
+        return range(end - self.num_vacant, end)
+
+    @property
     def num_primary_dies(self) -> int:
         """Dies with routed experts of their own, not only replicas."""
         return sum(len(held) > 0 for held in self.experts_of)
@@ -234,7 +240,8 @@ def fit(deployment: Deployment, config: ModelConfig, is_timing_only: bool = Fals
     tes = teams.tes()
     num_experts = teams.num_experts
     reasons = refusals.reasons_against(deployment, config) + teams.reasons
-    reasons += refusals.reasons_against_replicas(deployment, num_experts) + reasons_elsewhere(deployment)
+    reasons += refusals.reasons_against_replicas(deployment, num_experts)
+    reasons += expert_services.reasons_elsewhere(deployment)
     if not reasons and num_experts:
         holders = {te.name: te.num_holders for te in tes}
         if is_timing_only:
@@ -303,23 +310,27 @@ def _turns(d: Deployment, row: TEKind) -> Turns:
     return next((turns for turns in row.turns if asked.get(turns)), row.turns[0])
 
 
-def _spread(num_experts: int, te: TEDies, counts: Sequence[int] | None) -> tuple[range, ...]:
+def _spread(num_experts: int, te: TEDies, counts: Sequence[int] | None, vacant: int = 0) -> tuple[range, ...]:
     """The routed experts of each die that may hold some: `counts`, if that is said for so many; else an even
-    share, or one on each of the first ones."""
-    first = min(te.num_holders - te.num_shared_dies, num_experts) or 1
-    if counts is not None and len(counts) == te.num_routed_dies:
+    share, or one on each of the first ones. The last `vacant` ones have none."""
+    first = min(te.num_holders - te.num_shared_dies - vacant, num_experts) or 1
+    if counts is not None and len(counts) == te.num_routed_dies - vacant:
         ends = [0, *accumulate(counts)]
-        return (*starmap(range, pairwise(ends)), *[range(num_experts, num_experts)] * te.num_shared_dies)
+        others = te.num_shared_dies + vacant
+        return (*starmap(range, pairwise(ends)), *[range(num_experts, num_experts)] * others)
     shares = [range(num_experts * r // first, num_experts * (r + 1) // first) for r in range(first)]
     return (*shares, *[range(num_experts, num_experts)] * (te.num_holders - first))
 
 
-def _copies(experts: ExpertConfig, te: TEDies, experts_of: Sequence[range]) -> tuple[tuple[int, ...], ...]:
+def _copies(
+    experts: ExpertConfig, te: TEDies, experts_of: Sequence[range], vacant: int
+) -> tuple[tuple[int, ...], ...]:
     """The experts of which each server has copies from the start; fewer of each where fewer dies are left."""
-    copies = min(experts.copies, te.num_routed_dies - 1)
-    if not te.kind.has_services or copies <= 0:
+    num_servers = te.num_routed_dies - vacant
+    copies = max(0, min(experts.copies, num_servers - 1))
+    if not te.kind.has_services or not (copies or vacant):
         return ()
-    return declustered(experts_of, te.num_routed_dies, copies)
+    return expert_services.copies_of(experts_of, num_servers, copies, vacant)
 
 
 def size(
@@ -334,8 +345,9 @@ def size(
     max_model_len = refusals.context_of(d, config)
     max_tokens = given.max_num_batched_tokens or d.scheduler.max_num_batched_tokens
     max_seqs = given.max_num_seqs or d.scheduler.max_num_seqs
-    experts_of = _spread(num_experts, te, experts.counts)
-    copies_of = _copies(experts, te, experts_of)
+    vacant = min(experts.vacancies, te.num_routed_dies - 1) if row.has_services else 0
+    experts_of = _spread(num_experts, te, experts.counts, vacant)
+    copies_of = _copies(experts, te, experts_of, vacant)
     num_blocks = d.cache.num_blocks
     if num_blocks is None:
         num_blocks = -(-max(max_model_len, refusals.DEFAULT_MODEL_LEN) // d.cache.block_size)
@@ -357,6 +369,7 @@ def size(
         redundant_slots=max(map(len, copies_of), default=experts.redundant_slots),
         copies_of=copies_of,
         services=(d.services or ServiceConfig()) if row.has_services else None,
+        num_vacant=vacant,
         balance_interval_ns=0 if copies_of else math.ceil(1e9 * experts.balance_interval),
         balance_slices=experts.balance_slices,
         carrier=attention.carrier if row.is_apart else "mte",

@@ -216,7 +216,8 @@ class Teams:
             reasons.append(f"the model {kind}, found experts.shared_dies={shared}")
         self._check_shared_inputs()
         num_dies = attention.domains * attention.dies
-        return [TEDies(name, row, num_dies, TEConfig(tp=1), routed, shared)]
+        vacant = max(0, experts.vacancies) if row.has_services else 0
+        return [TEDies(name, row, num_dies, TEConfig(tp=1), routed + vacant, shared)]
 
     def _dies(
         self,

@@ -177,7 +177,17 @@ class ServerHeard(msgspec.Struct, frozen=True):
     is_lost: bool
 
 
-Observed: TypeAlias = Event | StepEnded | TEChanged | TERolledBack | ServerHeard
+class ServerMoved(msgspec.Struct, frozen=True):
+    """An expert server has come to a seat of its TE, or has left it. Only observers hear."""
+
+    te: str
+    server: int
+    die: int
+    epoch: int  # of the seat
+    is_there: bool
+
+
+Observed: TypeAlias = Event | StepEnded | TEChanged | TERolledBack | ServerHeard | ServerMoved
 Observer: TypeAlias = Callable[[Observed], None]
 
 

@@ -46,11 +46,11 @@ class RollbackWatch:
     """
 
     def __init__(self, die: Die) -> None:
-        self.die, self.epoch = die, 0
-        self.field = RollbackField(die)
+        self.die, self.field = die, RollbackField(die)
+        self.epoch = self.field.read().epoch  # that in which it begins
         self.has_failed = False  # in this epoch; the host knows, and will begin another one
         self._since_ns = 0
-        self._quiet = self.field.first_word(0)  # what the field begins with while nobody calls
+        self._quiet = self.field.first_word(self.epoch)  # what the field begins with while nobody calls
 
     @property
     def is_called(self) -> bool:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
 from xdeepserve.comm.exchange.layout import Group
 from xdeepserve.comm.means import Means
@@ -39,7 +41,7 @@ class ByServices:
         self.times = sizes.services
         self.layout = ServiceLayout(
             clients=team.dies,
-            servers=Group(dies=team.expert_dies, expert_rank=sizes.expert_rank),
+            servers=Group(dies=sizes.expert_dies, expert_rank=sizes.expert_rank),
             num_slots=sizes.num_microbatches,
             announces=self.times.batch_clients > 1,
             **rows_away(team),
@@ -53,10 +55,11 @@ class ByServices:
         self.num_layers = len(sizes.with_mtp_used_again(moe_layers(team.config, sizes)))
         self._same = self._replicas()
         self._known: dict[int, KnownServers] = {}  # of each client
+        self._servers: dict[int, ServiceServer] = {}  # by number, the latest
 
     def _replicas(self) -> dict[int, list[int]]:
         """By physical expert, all that are the same one from the start, in every layer; copies of the shared
-        expert among them. Replicas that EPLB loads come and go, and nobody counts on them."""
+        expert among them."""
         sizes = self.team.sizes
         by_expert: dict[int, list[int]] = defaultdict(list)
         for physical, expert in enumerate(first_map(self.team.config, sizes)[0]):
@@ -66,9 +69,21 @@ class ByServices:
         groups = [*by_expert.values(), list(shared)]
         return {physical: group for group in groups for physical in group}
 
-    def replicas(self, layer: int, physical: int) -> Sequence[int]:
-        """All physical experts that are the same as one of these."""
-        return self._same.get(physical, (physical,))
+    def replicas(self, rank: int, layer: int, physical: int) -> Sequence[int]:
+        """All physical experts that are the same as one of these. Those that EPLB loads come and go: of them
+        a client knows by its own map, which leads to what is whole, and stays as it is for a step."""
+        sizes = self.team.sizes
+        if physical >= sizes.num_slots or sizes.copies_of or not sizes.redundant_slots:
+            return self._same.get(physical, (physical,))
+        layers = moe_layers(self.team.config, sizes)
+        number = sizes.with_mtp_used_again(list(range(len(layers))))[layer]
+        memory, num_experts = self.team.pod.memory(self.team.dies[rank]), self.team.config.n_routed_experts
+        shape = len(layers), num_experts, sizes.max_replicas
+        counts = memory.view(memory.app.regions["logcnt"], np.int32, shape[:2])[number]
+        is_replica = np.arange(sizes.max_replicas) < counts[:, None]
+        log2phy = memory.view(memory.app.regions["log2phy"], np.int32, shape)[number]
+        experts = np.flatnonzero(((log2phy == physical) & is_replica).any(1))
+        return log2phy[experts[0], : counts[experts[0]]].tolist() if len(experts) else (physical,)
 
     def attention_end(self, rank: int, microbatch: int) -> Trampoline:
         """A client's slots for a microbatch."""
@@ -78,7 +93,7 @@ class ByServices:
         answer_ns = round(1e6 * self.times.answer_timeout_ms)
         patience = Patience(min(answer_ns, self.means.timeout_ns), self.means.timeout_ns)
         client = ServiceClient(
-            *(rank, microbatch, self._known[rank], self.num_layers, self.replicas, patience),
+            *(rank, microbatch, self._known[rank], self.num_layers, partial(self.replicas, rank), patience),
             *(quantize_rows, self.means),
         )
         return CountedSide(client, self.tallies[microbatch][domain])
@@ -87,7 +102,10 @@ class ByServices:
         self, index: int, mem: ExpertMemory, threads: Threads, reports: Queue[msgspec.Struct]
     ) -> ExpertProgram:
         """It serves whoever has written to its slots."""
-        die = self.team.pod.dies[self.team.expert_dies[index]]
+        die, former = self.team.pod.dies[self.team.expert_at[index]], self._servers.get(index)
         batching = Batching(self.times.batch_clients, round(1e3 * self.times.batch_timeout_us))
-        server = ServiceServer(die, index, self.layout, self.num_layers, batching, quantize_rows, self.means)
+        server = self._servers[index] = ServiceServer(
+            *(die, index, self.layout, self.num_layers, batching, quantize_rows, self.means),
+            generation=0 if former is None else former.generation,
+        )
         return ExpertServerProgram(die, mem, server, threads, Computing(die), reports)

@@ -41,12 +41,20 @@ from xdeepserve.step.linear import Threads
 
 
 class Team:
-    """The dies of one TE: every `sizes.tp` of `dies` are a DP group. `expert_dies`, where MoE and attention
-    are apart, come after."""
+    """The dies of one TE: every `sizes.tp` of `dies` are a DP group. `expert_at`, where MoE and attention are
+    apart, are dies with experts by their numbers; those of servers come and go."""
 
     def __init__(self, pod: Pod, config: ModelConfig, recipe: Recipe, sizes: Sizes) -> None:
         self.pod, self.config, self.recipe, self.sizes = pod, config, recipe, sizes
-        self.dies, self.expert_dies = sizes.dies, sizes.expert_dies
+        self.dies = sizes.dies
+        self.expert_at = {
+            number: die for number, die in enumerate(sizes.expert_dies) if number not in sizes.vacant
+        }
+
+    @property
+    def expert_dies(self) -> tuple[int, ...]:
+        """Those that there are."""
+        return tuple(self.expert_at.values())
 
     def group_of(self, rank: int) -> tuple[int, ...]:
         """The dies of the DP group that a rank belongs to."""
@@ -184,9 +192,14 @@ class ProtocolNet:
 
     def expert_memory(self, index: int) -> ExpertMemory:
         """Planned on the expert die."""
-        team, plan = self.team, self.team.pod.plan(self.team.expert_dies[index])
+        return self.server_memory(index, self.team.expert_at[index])
+
+    def server_memory(self, index: int, die: int) -> ExpertMemory:
+        """Planned on a die that is to be the expert die of that number."""
+        team = self.team
         assert self.away is not None
-        return ExpertMemory(plan, team.config, team.recipe, team.sizes, index, self.away.max_rows)
+        plan, max_rows = team.pod.plan(die), self.away.max_rows
+        return ExpertMemory(plan, team.config, team.recipe, team.sizes, index, max_rows)
 
     # ---- ends ---------------------------------------------------------------------------------------
 

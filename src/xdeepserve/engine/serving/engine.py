@@ -26,7 +26,7 @@ from xdeepserve.engine.serving.output import ChoiceOutput
 from xdeepserve.engine.serving.request import NOTHING, EngineStats, Parse, check_request
 from xdeepserve.engine.serving.steer import Steersman
 from xdeepserve.engine.serving.te_group import TEGroup
-from xdeepserve.engine.te.reports import TEHealth, TEReport
+from xdeepserve.engine.te.reports import ServerReport, TEHealth, TEReport
 from xdeepserve.errors import OverloadedError, RequestError, XDeepServeError
 from xdeepserve.model.sampling import philox4x32
 from xdeepserve.model.tokenizer import load_tokenizer
@@ -148,6 +148,26 @@ class Engine:
         """
         self._check_runs()
         await self._group.part_with(te, moves_out=True)
+
+    def servers(self) -> list[ServerReport]:
+        """Expert servers, where experts are services: their seats, and who is there."""
+        return self._group.servers()
+
+    async def add_server(self, te: str | None = None, server: int | None = None) -> ServerReport:
+        """One more expert server, or one in the place of one that is lost: when clients ask it.
+
+        RequestError, and nothing has happened, if there is no such seat or somebody is there.
+        """
+        self._check_runs()
+        return await self._group.add_server(te, server)
+
+    async def remove_server(self, te: str, server: int) -> None:
+        """Have an expert server leave, when nobody waits for it.
+
+        RequestError, and nothing has happened, if nobody else has what it has.
+        """
+        self._check_runs()
+        await self._group.remove_server(te, server)
 
     def _check_runs(self) -> None:
         if self._failure is not None:

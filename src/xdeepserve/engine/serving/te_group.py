@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -17,11 +18,13 @@ from xdeepserve.engine.job.roster import can_serve
 from xdeepserve.engine.loading import SOURCES, Source
 from xdeepserve.engine.serving.counters import Counters
 from xdeepserve.engine.serving.failover import Failover
-from xdeepserve.engine.te.reports import TEHealth, TEReport
+from xdeepserve.engine.te.reports import ServerReport, TEHealth, TEReport
 from xdeepserve.engine.te.te import TE
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import LostDieError, PageLostError, RequestError, XDeepServeError, abridged
 from xdeepserve.step.linear import Threads
+
+T = TypeVar("T")
 
 
 class TEGroup:
@@ -43,6 +46,7 @@ class TEGroup:
         self._lost_health: list[TEHealth] = []
         self._joining: list[asyncio.Task[str]] = []
         self._leaving: list[asyncio.Task[None]] = []
+        self._moving: list[asyncio.Task[Any]] = []  # expert servers that come and go
         self._end: str | None = None  # why nobody can join, or leave, any more
         recovery, lost_ns = plan.deployment.recovery, plan.tes[0].sizes.lost_ns
         self._failover: Failover | None = None
@@ -176,20 +180,56 @@ class TEGroup:
         self._je.start(te)
         return plan.sizes.name
 
+    # ---- expert servers -----------------------------------------------------------------------------
+
+    def servers(self) -> list[ServerReport]:
+        """Of all TEs that have some, where they are."""
+        return [report for te in self._je.tes for report in te.seats.reports()]
+
+    async def add_server(self, te: str | None, number: int | None) -> ServerReport:
+        """One more expert server (te/server_seats.py), of the first TE unless that is said."""
+        seats = self._te_with_servers(te).seats
+        number = await self._in_the_pod(seats.join(number, self._plan.bring_server), "an expert server comes")
+        return seats.reports()[number]
+
+    async def remove_server(self, te: str, number: int) -> None:
+        """One less."""
+        await self._in_the_pod(self._te_with_servers(te).seats.leave(number), "an expert server leaves")
+
+    def _te_with_servers(self, name: str | None) -> TE:
+        for te in self._je.tes:
+            if te.sizes.name == name or (name is None and te.seats.num_seats):
+                return te
+        names = ", ".join(te.sizes.name for te in self._je.tes)
+        wanted = "no TE with expert servers" if name is None else f"no TE {abridged(name)}"
+        raise RequestError(f"there is {wanted}: this engine has {names}", param="te")
+
+    async def _in_the_pod(self, work: Coroutine[Any, Any, T], name: str) -> T:
+        """As a process of the pod, which goes on if who asked for it goes away, and ends with the group."""
+        clock = self._plan.pod.clock
+        process = clock.spawn(work, name=name)
+        self._moving = [*(each for each in self._moving if not each.done()), process]
+        try:
+            return await (process if clock.runs_caller else asyncio.shield(process))
+        except asyncio.CancelledError:
+            if self._end is None:
+                raise
+            raise XDeepServeError(f"{name} no more: {self._end}") from None
+
     def _ready_plans(self) -> list[TEPlan]:
         return [te.plan for te in self._je.tes if te.life == "ready"]
 
     async def close(self) -> None:
         """Without requests: who is loading gives its dies back, who leaves goes, and nobody else comes."""
         self.end("the engine has been stopped")
-        await asyncio.gather(*self._joining, *self._leaving, return_exceptions=True)
+        await asyncio.gather(*self._joining, *self._leaving, *self._moving, return_exceptions=True)
         self._plan.pod.memories.on_silence.pop(self, None)
         self._plan.pod.memories.on_page_lost.pop(self, None)
 
     def end(self, why: str) -> None:
         """Nobody can join any more, and who leaves hears why it does not come to that."""
         self._end = self._end or why
-        for joining in self._joining:
+        for joining in (*self._joining, *self._moving):
             joining.cancel()
 
     async def part_with(self, name: str, moves_out: bool) -> None:

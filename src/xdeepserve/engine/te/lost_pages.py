@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from xdeepserve.engine.balance.reconfigure import Reconfiguration
 from xdeepserve.engine.die.die_memory import DieMemory
+from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.errors import LostDieError, PageLostError
 from xdeepserve.hw.memory import MemoryPlan
@@ -40,9 +41,13 @@ class LostPages:
         mend: Mend,
     ) -> None:
         self._plan, self._groups, self._reconfiguration, self._mend = plan, groups, reconfiguration, mend
-        self._mems = dict(plan.all_memories)
         self._group_of = {die.index: group for group in groups for die in group.dies}
         self.pending: list[PageLostError] = []  # not put right yet
+
+    @property
+    def _mems(self) -> dict[int, DieMemory | ExpertMemory]:
+        """By die."""
+        return dict(self._plan.all_memories)
 
     @staticmethod
     def is_fatal(memory: MemoryPlan, start: int) -> bool:

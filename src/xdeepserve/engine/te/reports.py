@@ -33,6 +33,18 @@ class ExpertLoad(msgspec.Struct, frozen=True, kw_only=True):
     hottest_die: float  # with the replicas that there are
 
 
+class ServerReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a seat of an expert server is at, for who adds and removes some."""
+
+    te: str
+    server: int
+    presence: str  # there, lost, leaving, absent, or coming
+    die: int | None
+    epoch: int  # how many have been there
+    experts: tuple[int, ...]  # routed ones, its copies included
+    is_shared: bool
+
+
 class TEReport(msgspec.Struct, frozen=True, kw_only=True):
     """What a TE is at, for who adds and removes some."""
 

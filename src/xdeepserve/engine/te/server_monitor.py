@@ -4,13 +4,15 @@ It asks each server by a word in its memory, the bell, which the server's loop c
 batches; what answers late is slow, what does not answer is lost. Then the mask in every client's memory is
 set, and taken back should the server answer after all. It looks only while steps run: who waits for a server
 is in one. Which client has asked which server it does not know, and no request goes through it.
+
+Servers register with it (4.4, steps 1 and 2 of the handshake), which tells every client where they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from xdeepserve.comm.services.layout import BELL, ServiceLayout
+from xdeepserve.comm.services.layout import BELL, SEAT, Presence, ServiceLayout
 from xdeepserve.engine.deploy.deployment import ServiceConfig
 from xdeepserve.engine.dp.events import Events, ServerHeard
 from xdeepserve.engine.te.te_plan import TEPlan
@@ -34,21 +36,32 @@ class ServerMonitor:
         self._leave_out, self._take_in = leave_out, take_in
         self._layout: ServiceLayout | None = plan.services
         self._times = plan.sizes.services or ServiceConfig()
-        self._dies: Sequence[int] = () if self._layout is None else self._layout.servers.dies
-        self._asked = 0  # the latest question
-        self._missed = [0] * len(self._dies)  # in a row
+        self._die_of = {} if self._layout is None else plan.team.expert_at  # by server, as they come and go
+        self._count = 0  # questions so far
+        self._asked: dict[int, int] = {}  # the latest one, by server
+        self._missed: dict[int, int] = {}  # answers, in a row
         self.masked: set[int] = set()  # servers
+        self.leaving: set[int] = set()
+        self._epochs: dict[int, int] = {}  # of seats, where it is not the first
         self._next_ns = 0
         self._steps, self._num_quiet = 0, 0  # that had ended at the latest look; looks since one has
 
+    def start(self) -> None:
+        """Clients hear which servers are not there from the start."""
+        if self._layout is not None:
+            for server in set(range(self._layout.servers.num_ranks)) - self._die_of.keys():
+                self._write_mask(server, Presence.ABSENT)
+
     @property
     def num_servers(self) -> int:
-        return len(self._dies)
+        return len(self._die_of)
 
     @property
     def next_ns(self) -> int:
         """When to look again."""
-        return self._next_ns if self._dies else NEVER_NS
+        return self._next_ns if self._die_of else NEVER_NS
+
+    # ---- heartbeats ---------------------------------------------------------------------------------
 
     def look(self, num_steps: int) -> None:
         """If it is time, see who has answered, and ask all again; `num_steps` have ended so far.
@@ -60,23 +73,23 @@ class ServerMonitor:
             return
         self._num_quiet = self._num_quiet + 1 if num_steps == self._steps else 0
         self._steps = num_steps
-        for server, die in enumerate(self._dies):
-            is_silent = self._asked > 0 and not self._has_answered(die)
-            self._missed[server] = self._missed[server] + 1 if is_silent else 0
+        for server in self._die_of:
+            is_silent = self._asked.get(server, 0) > 0 and not self._has_answered(server)
+            self._missed[server] = self._missed.get(server, 0) + 1 if is_silent else 0
             is_lost = self._missed[server] >= self._times.lost_heartbeats
             if is_lost != (server in self.masked):
                 self._mask(server, is_lost)
-        self._asked += 1
-        for die in self._dies:
-            at = self._bell(die)
+        self._count += 1
+        for server, die in self._die_of.items():
+            at, self._asked[server] = self._bell(die), self._count
             answered = BELL.unpack(self._pod.memory(die).read(at, BELL.size))[1]
-            self._pod.memory(die).write(at, BELL.pack(self._asked, answered))
+            self._pod.memory(die).write(at, BELL.pack(self._count, answered))
         factor = 1 << min(10, max(0, self._num_quiet - QUIET - self._times.lost_heartbeats))
         self._next_ns = now + factor * max(1, round(1e6 * self._times.heartbeat_ms))
 
     def find_lost(self) -> None:
         """Mask at once the servers whose memory does not answer: who calls all dies back waits for each."""
-        for server, die in enumerate(self._dies):
+        for server, die in self._die_of.items():
             if die in self._pod.memories.silent and server not in self.masked:
                 self._missed[server] = self._times.lost_heartbeats
                 self._mask(server, True)
@@ -85,19 +98,61 @@ class ServerMonitor:
         assert self._layout is not None
         return self._pod.memory(die).metadata.regions[self._layout.region("slots")].offset
 
-    def _has_answered(self, die: int) -> bool:
+    def _has_answered(self, server: int) -> bool:
         """Whether a read of the bell finds the latest question; from a lost die no read comes back."""
-        memory = self._pod.memory(die)
-        is_there = die not in self._pod.memories.silent
-        return is_there and BELL.unpack(memory.read(self._bell(die), BELL.size))[1] >= self._asked
+        die = self._die_of[server]
+        memory, is_there = self._pod.memory(die), die not in self._pod.memories.silent
+        return is_there and BELL.unpack(memory.read(self._bell(die), BELL.size))[1] >= self._asked[server]
 
     def _mask(self, server: int, is_lost: bool) -> None:
         """Tell all clients that a server is lost, or that it is not."""
+        self.masked ^= {server}
+        self._write_mask(server, self.presence(server))
+        (self._leave_out if is_lost else self._take_in)(self._die_of[server])
+        self._tell.show(ServerHeard(self._name, server, self._die_of[server], is_lost))
+
+    # ---- who is there -------------------------------------------------------------------------------
+
+    def presence(self, server: int) -> Presence:
+        """What clients are told of a server."""
+        if server not in self._die_of:
+            return Presence.ABSENT
+        if server in self.masked:
+            return Presence.LOST
+        return Presence.LEAVING if server in self.leaving else Presence.THERE
+
+    def epoch(self, server: int) -> int:
+        """How many have been at a seat, who is there now included."""
+        return self._epochs.get(server, 1)
+
+    def seat(self, server: int) -> None:
+        """A server registers: all clients hear where it is, then that they may ask it."""
+        assert self._layout is not None
+        self._epochs[server] = self.epoch(server) + 1
+        self.forget(server)
+        seat = SEAT.pack(self._die_of[server], self._epochs[server])
+        for client in self._layout.clients:
+            memory = self._pod.memory(client)
+            region = memory.metadata.regions[self._layout.region("seats")]
+            memory.write(region.offset + server * SEAT.size, seat)
+        self._write_mask(server, Presence.THERE)
+
+    def lead_away(self, server: int) -> None:
+        """A server is to leave: nobody asks it any more."""
+        self.leaving.add(server)
+        self._write_mask(server, self.presence(server))
+
+    def forget(self, server: int) -> None:
+        """Nobody is at a seat, or somebody else."""
+        self.masked.discard(server)
+        self.leaving.discard(server)
+        self._asked.pop(server, None)
+        self._missed.pop(server, None)
+        self._write_mask(server, Presence.ABSENT)
+
+    def _write_mask(self, server: int, presence: Presence) -> None:
         assert self._layout is not None
         for client in self._layout.clients:
             memory = self._pod.memory(client)
             region = memory.metadata.regions[self._layout.region("mask")]
-            memory.write(region.offset + server, bytes([is_lost]))
-        self.masked ^= {server}
-        (self._leave_out if is_lost else self._take_in)(self._dies[server])
-        self._tell.show(ServerHeard(self._name, server, self._dies[server], is_lost))
+            memory.write(region.offset + server, bytes([presence]))

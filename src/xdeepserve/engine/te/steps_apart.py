@@ -172,6 +172,11 @@ class StepsApart:
         return max(master.steps.next for master in self._masters)
 
     @property
+    def under_way(self) -> set[tuple[int, int]]:
+        """Steps that have been launched and have not ended: of which group, and their numbers."""
+        return {(master.group.rank, step_idx) for master in self._masters for step_idx in master.steps}
+
+    @property
     def is_idle(self) -> bool:
         """Nobody has anything to do."""
         return not self._awake

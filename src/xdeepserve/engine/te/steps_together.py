@@ -33,6 +33,11 @@ class StepsTogether:
         """No step is under way."""
         return not self._under_way
 
+    @property
+    def under_way(self) -> set[tuple[int, int]]:
+        """Steps that have been launched and have not ended, of all groups."""
+        return {(0, step_idx) for step_idx in self._under_way}
+
     def inbox_of(self, group: DPGroup) -> Queue[msgspec.Struct]:
         """Where the reports of a group's dies go."""
         return self._te.inbox

@@ -10,6 +10,7 @@ import msgspec
 from xdeepserve.engine.balance.reconfigure import Prefetched
 from xdeepserve.engine.deploy.deployment import ExecutionConfig, HealthConfig, RecoveryConfig
 from xdeepserve.engine.die.expert_memory import STOP
+from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.dp.events import Events, TEChanged, TERolledBack
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.messages import (
@@ -34,6 +35,7 @@ from xdeepserve.engine.te.lost_pages import LostPages, Mend
 from xdeepserve.engine.te.probe import Prober
 from xdeepserve.engine.te.reports import ExpertLoad
 from xdeepserve.engine.te.server_monitor import ServerMonitor
+from xdeepserve.engine.te.server_seats import ServerSeats
 from xdeepserve.engine.te.shell import TEShell
 from xdeepserve.engine.te.status_gather import StatusGather
 from xdeepserve.engine.te.steps_apart import StepsApart
@@ -67,7 +69,7 @@ class TE:
         *,
         mend: Mend,
     ) -> None:
-        pod, self.plan, self.sizes, self._tell = plan.pod, plan, plan.sizes, tell
+        pod, self.plan, self.sizes, self.tell = plan.pod, plan, plan.sizes, tell
         self._clock, self.on_failure = pod.clock, on_failure
         # All that the loop waits for comes here: reports, news from outside, the end.
         self.inbox: Queue[msgspec.Struct] = Queue(pod.clock, f"inbox of {plan.sizes.name}")
@@ -92,7 +94,8 @@ class TE:
         gather = StatusGather(self.groups, self.sizes.exchange_timeout_ns) if plan.gathers_statuses else None
         self.dealer = Dealer(self, gather)
         self.reconfiguration = None if eplb is None else plan.reconfiguration(eplb, self.inbox)
-        self.monitor = ServerMonitor(plan, tell, self.recovery.leave_out, self.recovery.take_in)
+        self.seats = ServerSeats(self, threads)
+        self.monitor = ServerMonitor(plan, tell, self.seats.leave_out, self.seats.take_in)
         self.lost_pages = LostPages(plan, self.groups, self.reconfiguration, mend)
         for group in self.groups:
             group.scheduler.fails_lost = recovery.kv_loss == "fail"
@@ -111,6 +114,11 @@ class TE:
     def step_idx(self) -> int:
         """Number of the next step."""
         return self._turns.step_idx
+
+    @property
+    def under_way(self) -> set[tuple[int, int]]:
+        """The steps that have been launched and have not ended: of which DP group, and their numbers."""
+        return self._turns.under_way
 
     @property
     def num_sequences(self) -> int:
@@ -145,10 +153,17 @@ class TE:
         self._live("start")
         for executor in self.executors:
             self._processes.append(executor.die.spawn(executor.run(), f"executor {executor.rank}"))
-        for program in self.expert_programs:
-            self._processes.append(program.die.spawn(program.run(), "experts"))
+        programs, self.expert_programs = self.expert_programs, []
+        for program in programs:
+            self.begin(program)
+        self.monitor.start()
         self._loop = self._clock.spawn(self._run(), name=self.sizes.name)
         self._processes += [self._loop, *self._turns.start(), *self._layers.start()]
+
+    def begin(self, program: ExpertProgram) -> None:
+        """An expert die begins to serve."""
+        self.expert_programs.append(program)
+        self._processes.append(program.die.spawn(program.run(), "experts"))
 
     def load(self) -> None:
         """Its weights are on their way."""
@@ -242,7 +257,7 @@ class TE:
     def _live(self, cause: str) -> None:
         refusal = f"TE {self.sizes.name} cannot {cause}: it is {self.life}"
         self.life = follow(LIVES, self.life, cause, lambda: refusal)
-        self._tell.show(TEChanged(self.sizes.name, self.life))
+        self.tell.show(TEChanged(self.sizes.name, self.life))
 
     @property
     def is_suspect(self) -> bool:
@@ -296,7 +311,7 @@ class TE:
         first_step = turns.roll_back()
         await self.lost_pages.mend()
         self.recovery.resume(first_step)
-        self._tell.show(TERolledBack(self.sizes.name, self.recovery.epoch, str(error), begun_ns))
+        self.tell.show(TERolledBack(self.sizes.name, self.recovery.epoch, str(error), begun_ns))
         await turns.run_again()
 
     @property

@@ -39,17 +39,26 @@ if TYPE_CHECKING:
     from xdeepserve.engine.run.gang.gang import Gang
 
 
+def free_host_of(holder: DieMemory | ExpertMemory) -> None:
+    """Give back what a die has of its host's memory."""
+    for region in holder.host_regions:
+        region.area.free(region)
+
+
 class TEPlan:
     """The dies of one TE: their memories, and how they exchange tokens."""
 
     def __init__(self, net: Net, checkpoint: Checkpoint, load_mode: str) -> None:
         self.net, self.team, self.checkpoint, self._load_mode = net, net.team, checkpoint, load_mode
+        self.replaced_dies: dict[int, ExpertMemory] = {}  # of these, those with a memory still
         self.context_cache: ContextCache | None = None  # where prefixes outlive TEs
         self.num_readers = 0  # TEs that are loading from the memory of this one
         self.num_lost_pages = 0  # of its dies' memories, so far
         team = net.team
         self.pod, self.config, self.recipe, self.sizes = team.pod, team.config, team.recipe, team.sizes
-        self.dies, self.expert_dies = team.dies, team.expert_dies
+        self.dies = team.dies
+        # Held, and of no server: of some that may join, and of such as others have replaced.
+        self.spare_dies = {net.team.sizes.expert_dies[number] for number in net.team.sizes.vacant}
         self.memories = [net.memory(rank) for rank in range(len(self.dies))]
         if self.sizes.has_channels:
             for die in self.dies:
@@ -60,7 +69,7 @@ class TEPlan:
         if self.gathers_statuses:
             for die in self.dies[:: self.sizes.tp]:
                 plan_statuses(self.pod.plan(die), self.sizes.num_groups)
-        self.expert_memories = [net.expert_memory(index) for index in range(len(self.expert_dies))]
+        self.expert_memories = {number: net.expert_memory(number) for number in team.expert_at}
         for die in self.every_die:
             plan_rollback_field(self.pod.plan(die))
         try:
@@ -99,7 +108,9 @@ class TEPlan:
         """Whether something runs on its dies, or is at their memory."""
         pod = self.pod
         return bool(self.num_readers) or any(
-            pod.dies[die].running or pod.memories.is_in_use(die) for die in self.every_die
+            pod.dies[die].running or pod.memories.is_in_use(die)
+            for die in (*self.every_die, *self.spare_dies)
+            if die in pod.dies
         )
 
     @property
@@ -124,13 +135,42 @@ class TEPlan:
 
     def release(self) -> None:
         """Give all its memory and its dies back. HardwareError if something still runs there."""
-        self.pod.release(self.every_die)
+        self.pod.release((*self.every_die, *sorted(self.spare_dies)))
+        self.spare_dies.clear()
         self._free_hosts()
 
     def _free_hosts(self) -> None:
         for _, holder in self.all_memories:
-            for region in holder.host_regions:
-                region.area.free(region)
+            free_host_of(holder)
+        for holder in self.replaced_dies.values():
+            free_host_of(holder)
+        self.replaced_dies.clear()
+
+    def plan_server(self, number: int, die: int) -> ExpertMemory:
+        """The memory of one more expert server, for the seat of that number. OutOfMemoryError if there is
+        no room."""
+        services, plan = self.services, self.pod.plan(die)
+        assert services is not None
+        assert isinstance(self.net, ProtocolNet)
+        services.plan_server(plan)
+        mem = self.net.server_memory(number, die)
+        plan_rollback_field(plan)
+        if mem.redundant is not None:
+            mem.redundant.plan_staging(self._host_of(die), die)
+        self.pod.materialise()
+        mem.materialise(self.pod.memory(die))
+        return mem
+
+    def give_back(self, die: int, mem: ExpertMemory | None) -> None:
+        """A die of an expert server that has left, or does not come."""
+        if mem is not None:
+            free_host_of(mem)
+        self.pod.release([die])
+
+    @property
+    def expert_dies(self) -> tuple[int, ...]:
+        """Those with experts alone."""
+        return self.team.expert_dies
 
     @property
     def spec(self) -> Spec:
@@ -147,7 +187,7 @@ class TEPlan:
         """Every die of the TE and what lies on it."""
         return [
             *zip(self.dies, self.memories, strict=True),
-            *zip(self.expert_dies, self.expert_memories, strict=True),
+            *((self.team.expert_at[number], mem) for number, mem in self.expert_memories.items()),
         ]
 
     def groups(self, tell: Events) -> list[DPGroup]:
@@ -169,8 +209,8 @@ class TEPlan:
     def expert_programs(self, threads: Threads, reports: Queue[msgspec.Struct]) -> list[ExpertProgram]:
         """The programs of the expert dies."""
         return [
-            self.net.expert_program(index, mem, threads, reports)
-            for index, mem in enumerate(self.expert_memories)
+            self.net.expert_program(number, mem, threads, reports)
+            for number, mem in self.expert_memories.items()
         ]
 
     def gang(
