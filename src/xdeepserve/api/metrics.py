@@ -16,18 +16,22 @@ engine knows virtual time only; wall time is taken here. Definitions, once a cho
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
+from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from xdeepserve.api.engine_metrics import ENGINE, EngineCollector
 from xdeepserve.engine.serving.record import RequestMetrics
 from xdeepserve.engine.serving.request import EngineStats, OutputDelta
 
 ITL_TEXT = "Gap between two deliveries of tokens; with MTP one delivery may bring several."
-OLD_ITL = "vllm:time_per_output_token_seconds"
+OLD_NAMES = {"vllm:inter_token_latency_seconds": "vllm:time_per_output_token_seconds"}
 TPOT_TEXT = "Mean gap between tokens, per choice."
 FINISH_REASONS = ("stop", "length", "abort", "error")  # abort: the client left; error: the engine failed
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -57,7 +61,6 @@ def _virtual(name: str, text: str) -> Timing:
 
 HISTOGRAMS = {  # by the field of Metrics that each is
     "ttft": Timing("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT_BUCKETS),
-    "itl": Timing("vllm:inter_token_latency_seconds", ITL_TEXT, _ITL_BUCKETS),
     "tpot": Timing("vllm:request_time_per_output_token_seconds", TPOT_TEXT, _ITL_BUCKETS),
     "queue": Timing("vllm:request_queue_time_seconds", "Arrival to first step.", _TTFT_BUCKETS),
     "e2e": Timing("vllm:e2e_request_latency_seconds", "Arrival to last token.", _E2E_BUCKETS),
@@ -76,7 +79,6 @@ HISTOGRAMS = {  # by the field of Metrics that each is
         "vllm:request_generation_tokens", "Tokens generated per choice.", _LENGTH_BUCKETS
     ),
     "virtual_ttft": _virtual("time_to_first_token", "Arrival to first token."),
-    "virtual_itl": _virtual("inter_token_latency", ITL_TEXT),
     "virtual_tpot": _virtual("request_time_per_output_token", TPOT_TEXT),
     "virtual_queue": _virtual("request_queue_time", "Arrival to first step."),
     "virtual_e2e": _virtual("e2e_request_latency", "Arrival to last token."),
@@ -86,29 +88,43 @@ HISTOGRAMS = {  # by the field of Metrics that each is
         _RATIO_BUCKETS,
     ),
 }
+TOKEN_TIMES = {  # counted for every delivery of tokens
+    "itl": Timing("vllm:inter_token_latency_seconds", ITL_TEXT, _ITL_BUCKETS),
+    "virtual_itl": _virtual("inter_token_latency", ITL_TEXT),
+}
 
 
-class OldName(Collector):
-    """The samples of a histogram under an older name, too: they are counted once, for every token."""
+class TokenHistogram(Collector):
+    """A histogram of what is counted for every token, also under an older name if there is one: with neither
+    locks nor objects for each bucket, since only the event loop counts."""
 
-    def __init__(self, histogram: Histogram, name: str) -> None:
-        self._histogram, self._name = histogram, name
+    def __init__(self, timing: Timing, labels: dict[str, str], old_name: str | None = None) -> None:
+        self._names = {timing.name: timing.text}
+        if old_name is not None:
+            self._names[old_name] = f"Older name. {timing.text}"
+        self._bounds, self._labels = timing.buckets, labels
+        self._counts, self._sum = [0] * (len(timing.buckets) + 1), 0.0
+
+    def observe(self, value: float) -> None:
+        """One more."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
 
     def collect(self) -> Iterable[Metric]:
-        """The histogram, renamed."""
-        for found in self._histogram.collect():
-            old = Metric(self._name, f"Older name. {found.documentation}", found.type)
-            old.samples = [
-                sample._replace(name=sample.name.replace(found.name, self._name)) for sample in found.samples
-            ]
-            yield old
+        """All so far."""
+        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
+        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
+        for name, text in self._names.items():
+            family = HistogramMetricFamily(name, text, labels=[*self._labels])
+            family.add_metric([*self._labels.values()], buckets, self._sum)
+            yield family
 
 
 class Metrics:
     """All metrics of one server, in a registry of its own."""
 
     ttft: Histogram
-    itl: Histogram
+    itl: TokenHistogram
     tpot: Histogram
     queue: Histogram
     e2e: Histogram
@@ -121,7 +137,7 @@ class Metrics:
     prompt_length: Histogram
     output_length: Histogram
     virtual_ttft: Histogram
-    virtual_itl: Histogram
+    virtual_itl: TokenHistogram
     virtual_tpot: Histogram
     virtual_queue: Histogram
     virtual_e2e: Histogram
@@ -135,8 +151,10 @@ class Metrics:
             labels = self._labels_of(each.name)
             metric = Histogram(each.name, each.text, [*labels], buckets=each.buckets, registry=self.registry)
             setattr(self, field, metric.labels(**labels))
-            if field == "itl":
-                self.registry.register(OldName(metric, OLD_ITL))
+        for field, each in TOKEN_TIMES.items():
+            times = TokenHistogram(each, self._labels_of(each.name), OLD_NAMES.get(each.name))
+            self.registry.register(times)
+            setattr(self, field, times)
         self.prompt_tokens = self._counter("vllm:prompt_tokens_total", "Prompt tokens accepted.")
         self.generation_tokens = self._counter("vllm:generation_tokens_total", "Tokens generated.")
         name, labels = "vllm:request_success_total", self._labels_of("vllm:")
