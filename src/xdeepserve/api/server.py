@@ -143,21 +143,20 @@ async def serve(
         handle_signals=False,
         shutdown_timeout=1.0,  # of handlers that `_drain` has ended already
     )
-    try:
-        await runner.setup()
-        site = web.SockSite(runner, listener, ssl_context=context, backlog=BACKLOG)
-        await site.start()
-        async with _stop_signals() as (stopped, hurried):
+    async with _stop_signals() as (stopped, hurried):  # until all has ended: no signal cuts that short
+        try:
+            await runner.setup()
+            site = web.SockSite(runner, listener, ssl_context=context, backlog=BACKLOG)
+            await site.start()
             (ready or _announce)(address_of(listener, is_encrypted=context is not None))
             await stopped.wait()
             await site.stop()
             await _drain(engine, hurried)
+        finally:
             await runner.cleanup()
-    finally:
-        await runner.cleanup()
-        listener.close()
-        if options.uds is not None:
-            remove_socket(options.uds)
+            listener.close()
+            if options.uds is not None:
+                remove_socket(options.uds)
 
 
 async def _drain(engine: AsyncEngine, hurried: asyncio.Event) -> None:
