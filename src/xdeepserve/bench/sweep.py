@@ -184,7 +184,7 @@ def several(plan: PodPlan) -> str:
         sizes = {
             "attention.domains": first.num_domains,
             "attention.dies": first.num_dies // first.num_domains,
-            "experts.routed_dies": len(first.experts_of) - first.num_shared_dies,
+            "experts.routed_dies": len(first.routed_dies),
             "experts.shared_dies": first.num_shared_dies,
         }
     given = " ".join(f"--set {key}={value}" for key, value in sizes.items() if (key, value) != ("tp", 1))

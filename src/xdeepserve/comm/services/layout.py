@@ -10,7 +10,7 @@ With C clients, N servers and S slots for each pair, one for each microbatch tha
 and on a client:
 
     metadata   mask [N]             a byte for each server: whether to ask it (`Presence`)
-    metadata   seats [N]            8 bytes each: where it is, and how many were there before it
+    metadata   seats [N]            8 bytes each: where it is, and how many have been there, it included
     managed    outbox [S]           token rows, grouped by server
     managed    words [S][N]         states and headers on their way
     app        returned [S]         headers and answers, as they come
