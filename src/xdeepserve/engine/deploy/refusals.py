@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from xdeepserve.engine.deploy.deployment import Deployment, ExpertConfig, PipelineConfig
-from xdeepserve.engine.deploy.roles import DEPLOYMENTS, has_prefill, has_services, in_lockstep
+from xdeepserve.engine.deploy.roles import DEPLOYMENTS, has_prefill, in_lockstep
 from xdeepserve.errors import abridged
 from xdeepserve.hw.atlas import atlas_a2
 from xdeepserve.hw.spec import Spec
@@ -256,13 +256,6 @@ def reasons_against_timing(d: Deployment) -> list[str]:
     reasons = []
     if d.ems.path is not None:
         reasons.append("timing-only runs compute no KV that a memory pool (ems.path) could keep")
-    if d.dataflow:
-        reasons.append("timing-only runs have exchanges that wait for all dies, and no dataflow")
-    if has_services(d.kind):
-        reasons.append(
-            "there are no timing-only runs of it: in these every exchange waits for all dies, and its "
-            "servers wait for none; moe-attention, on the same dies, has them"
-        )
     return reasons
 
 
