@@ -319,7 +319,8 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         "on UB: decode's DMA engine pulls KV, or kernels of both sides send and receive it through rings",
     ] = "dma"
     checksums: Annotated[
-        bool, "over what DMA engines and cards bring from node to node: bits that flip are found, for time"
+        bool,
+        "over payloads between nodes: bits that flip on their way are found, which takes time",
     ] = False
     max_model_len: Annotated[
         int | None, "prompt and new tokens together; by default the model's, at most 4096"
