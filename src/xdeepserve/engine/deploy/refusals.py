@@ -182,12 +182,17 @@ def _against_drafts(d: Deployment, config: ModelConfig) -> list[str]:
 
 def _against_health(d: Deployment) -> list[str]:
     probe, suspect, lost = d.health.probe_s, d.health.suspect_s, d.health.lost_s
-    if 0 < probe < math.inf and 0 < suspect < lost < math.inf:
-        return []
-    return [
-        "health needs probe_s > 0 and 0 < suspect_s < lost_s, "
-        f"found probe_s={probe}, suspect_s={suspect}, lost_s={lost}"
-    ]
+    beat, shell_lost, reasons = d.health.beat_s, d.health.shell_lost_s, []
+    if not (0 < probe < math.inf and 0 < suspect < lost < math.inf):
+        reasons.append(
+            "health needs probe_s > 0 and 0 < suspect_s < lost_s, "
+            f"found probe_s={probe}, suspect_s={suspect}, lost_s={lost}"
+        )
+    if not 0.001 <= beat < shell_lost < math.inf:
+        reasons.append(
+            f"health needs 0.001 <= beat_s < shell_lost_s, found beat_s={beat}, shell_lost_s={shell_lost}"
+        )
+    return reasons
 
 
 def _against_recovery(d: Deployment) -> list[str]:
