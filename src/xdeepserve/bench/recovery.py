@@ -3,9 +3,9 @@
 Two decode TEs of two dies each are in full swing when, in the middle of a step, something of the second one
 fails; and a decode TE that is the only one is lost with all its dies, so that everything is started anew on
 what is left of prefill's. Throughput is that of all tokens that leave the pod, in slices of time. No paper
-has such figures; what is claimed is the order: a gentler stage costs less. Where a die is lost, most of the time
-goes until its peer, which waits for it, gives up at the deadline of its exchange, or until heartbeats are
-missed; who reads its memory finds out at once.
+has such figures; what is claimed is the order: a gentler stage costs less. Where a die is lost, most of the
+time goes until its peer, which waits for it, gives up at the deadline of its exchange, or until heartbeats
+are missed; who reads its memory finds out at once.
 
 Then 1 to 16 of the 32 dies of one TE of DeepSeek-R1 are lost, which comes back on those that are left: how
 long that takes from when the loss is known, weights included, which come from the hosts' page caches. SGLang
