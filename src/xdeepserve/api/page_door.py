@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import mimetypes
+from collections.abc import AsyncIterator
 from importlib import resources
 
 from aiohttp import web
@@ -24,6 +25,7 @@ from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.errors import RequestError, abridged
 from xdeepserve.page.breaking import NEEDS_ADMIN, Breaking, break_die
 from xdeepserve.page.die_bytes import die_bytes
+from xdeepserve.page.page_record import PageRecord
 from xdeepserve.page.watch import HELLO, PodWatch
 
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:"
@@ -57,6 +59,14 @@ def add_page_routes(app: web.Application) -> None:
     app.router.add_get("/page/bytes", show_bytes)
     app.router.add_post("/page/break", break_one)
     app.router.add_get("/page/{file}", show)
+
+
+async def record_page(app: web.Application) -> AsyncIterator[None]:
+    """While the server runs, write what its page draws to the file that the options name."""
+    path = app[ENDPOINT].options.record
+    assert path is not None
+    async with PageRecord(path).of_watch(app[WATCH]):
+        yield
 
 
 def _watched(request: web.Request) -> Engine:

@@ -30,7 +30,7 @@ from xdeepserve.api.info import get_model, health, list_models, load, ping, show
 from xdeepserve.api.input_items import list_input_items
 from xdeepserve.api.openapi import show_docs, show_openapi
 from xdeepserve.api.options import ServerOptions
-from xdeepserve.api.page_door import add_page_routes
+from xdeepserve.api.page_door import add_page_routes, record_page
 from xdeepserve.api.protocol_errors import JsonRunner
 from xdeepserve.api.response_endpoint import (
     cancel_response,
@@ -91,6 +91,8 @@ def build_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.
         add_admin_routes(app)
     app.on_response_prepare.append(_add_headers)
     app.cleanup_ctx.append(_run_engine)
+    if options.record is not None:
+        app.cleanup_ctx.append(record_page)
     return app
 
 

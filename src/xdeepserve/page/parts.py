@@ -134,7 +134,8 @@ class SpanRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepPart(msgspec.Struct, frozen=True):
-    """A step of a DP group, with what some dies did in it: `num_shown` of `num_dies`."""
+    """A step of a DP group, with what some dies did in it, `num_shown` of `num_dies`, in some of the layers,
+    from `first_layer` to `last_layer`, and beside them."""
 
     te: str
     group: int
@@ -144,6 +145,8 @@ class StepPart(msgspec.Struct, frozen=True):
     num_rows: int
     num_shown: int
     num_dies: int
+    first_layer: int
+    last_layer: int
     lanes: list[str]
     names: list[str]
     spans: list[SpanRow]

@@ -70,9 +70,11 @@ class StepLook:
         return found
 
     def _step_part(self, step: StepEnded, spans: Iterable[TraceSpan], dies: Sequence[DieRow]) -> StepPart:
+        spans = [span for span in spans if span.lane not in HIDDEN]
+        layers = self._layers(spans, dies)
         of_die: dict[int, list[TraceSpan]] = defaultdict(list)
         for span in spans:
-            if span.lane not in HIDDEN:
+            if (span.args or {}).get("layer", layers.start) in layers:
                 of_die[span.node].append(span)
         shown = shown_dies(dies, {die: len(found) for die, found in of_die.items()})
         lanes: dict[str, int] = {}
@@ -91,10 +93,25 @@ class StepLook:
             num_rows=sum(share.num_tokens + len(share.drafts) for share in step.shares),
             num_shown=len(shown),
             num_dies=len(of_die),
+            first_layer=layers.start,
+            last_layer=layers.stop - 1,
             lanes=list(lanes),
             names=list(names),
             spans=rows,
         )
+
+    def _layers(self, spans: Sequence[TraceSpan], dies: Sequence[DieRow]) -> range:
+        """All layers, or so many around the first one with experts that a few dies of each role fit."""
+        config = self._engine.plan.config
+        last = max([config.num_hidden_layers - 1, *((span.args or {}).get("layer", 0) for span in spans)])
+        most = max(Counter(span.node for span in spans).values(), default=1)
+        num_roles = len({(row.te, row.role, row.domain) for row in dies})
+        num_shown = (last + 1) * MAX_SPANS // (most * 2 * num_roles)
+        if num_shown > last:
+            return range(last + 1)
+        first = next((i for i in range(last + 1) if config.is_moe(i)), 0)
+        first = max(0, first - 1)
+        return range(first, min(last + 1, first + max(2, num_shown)))
 
     def _heat_part(self, spans: Sequence[TraceSpan], dies: Sequence[DieRow]) -> HeatPart:
         """Rows by expert, where kernels know them; else how long dies with experts were at them."""

@@ -58,8 +58,8 @@ function requests() {
   for (const te of state.pod.tes) { firsts.push([first, te]); first += te.num_groups; }
   const where = (group) => { const [base, te] = firsts.filter(([start]) => start <= group).at(-1) ?? []; return group < 0 || !te ? "–" : te.num_groups > 1 || state.pod.tes.length > 1 ? `${te.name}${te.num_groups > 1 ? `/${group - base}` : ""}` : te.name; };
   if (!rows.length) { $("requests").replaceChildren(el("p", { className: "none", textContent: "No request since you look." })); return; }
-  const table = el("table", {}, el("tr", {}, ...["request", "at", "", "tokens", "TTFT", "TPOT"].map((text) => el("th", { textContent: text }))));
-  for (const [id, group, what, tokens, ttft, tpot] of [...rows].reverse()) table.append(el("tr", { className: what === "ended" ? "none" : "" }, ...[id, where(group), what, tokens, ms(ttft), ms(tpot)].map((text) => el("td", { textContent: text }))));
+  const table = el("table", {}, el("tr", {}, ...["request", "at", "tokens", "TTFT", "TPOT"].map((text) => el("th", { textContent: text }))));
+  for (const [id, group, what, tokens, ttft, tpot] of [...rows].reverse()) table.append(el("tr", { className: what === "ended" ? "none" : "", title: what }, ...[id, ["decode", "prefill", "ended"].includes(what) ? where(group) : what, tokens, ms(ttft), ms(tpot)].map((text) => el("td", { textContent: text }))));
   $("requests").replaceChildren(table);
 }
 

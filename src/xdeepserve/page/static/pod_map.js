@@ -15,14 +15,14 @@ export function redraw() { laidFor = ""; moving = true; }
 
 // Sections of dies with a label each: of one role and domain of a TE, or of one server.
 function sections(pod) {
-  const found = new Map();
-  pod.dies.forEach((row, i) => {
+  const found = new Map(), gone = state.now.lost.filter((die) => !pod.dies.some((row) => row[0] === die)).map((die) => [die, -1, "lost", -1, -1, -1, -1]);
+  [...pod.dies, ...gone].forEach((row, i) => {
     const te = pod.tes[row[1]], per = pod.chips_per_server * pod.dies_per_chip, server = Math.floor(row[0] / per);
     let key = `server ${server}`, label = `server ${server}${server >= pod.superpod_servers ? " (beside the pod)" : ""}`;
     if (arrangement === "role") {
       key = `${row[1]}/${row[2]}/${row[3]}`;
-      const role = { both: "", attention: te.num_domains > 1 ? `attention, domain ${row[3]}` : "attention", experts: "routed experts", shared: "shared expert", vacant: "vacant" }[row[2]] ?? "";
-      label = pod.tes.length > 1 || !role ? `${te.name}${role && ": "}${role}` : role;
+      const role = { both: "", lost: "lost", attention: te.num_domains > 1 ? `attention, domain ${row[3]}` : "attention", experts: "routed experts", shared: "shared expert", vacant: "vacant" }[row[2]] ?? "";
+      label = te && (pod.tes.length > 1 || !role) ? `${te.name}${role && ": "}${role}` : role;
     }
     if (!found.has(key)) found.set(key, { label, dies: [], te: row[1], server });
     found.get(key).dies.push({ row, i });
@@ -32,12 +32,14 @@ function sections(pod) {
 
 function layOut(pod, w, h, c) {
   const all = sections(pod), per = pod.chips_per_server * pod.dies_per_chip;
-  for (let cell = 62; cell >= 3; cell -= cell > 12 ? 1 : 0.5) {
+  const tries = [];
+  for (let cell = 62; cell >= 3; cell -= cell > 12 ? 1 : 0.5) for (const aspect of arrangement === "role" ? [1.8, 2.6, 1.2, 4, 6] : [1]) tries.push([cell, aspect]);
+  for (const [cell, aspect] of tries) {
     const gap = Math.max(1, cell * 0.14), step = cell + gap, head = 17, margin = cell > 12 ? 16 : 9;
     boxes = []; labels = [];
     let x = 4, y = 4, line = 0, te = null;
     for (const each of all) {
-      const columns = arrangement === "server" ? pod.chips_per_server : each.dies.length <= 8 ? each.dies.length : Math.ceil(Math.sqrt(each.dies.length * 1.8));
+      const columns = arrangement === "server" ? pod.chips_per_server : each.dies.length <= 8 ? each.dies.length : Math.ceil(Math.sqrt(each.dies.length * aspect));
       const rows = arrangement === "server" ? pod.dies_per_chip : Math.ceil(each.dies.length / columns);
       const narrow = cell < 7 && arrangement === "server";
       const text = narrow ? String(each.server) : `${each.label}${each.dies.length > 1 && arrangement === "role" ? ` × ${each.dies.length}` : ""}`;
@@ -52,7 +54,7 @@ function layOut(pod, w, h, c) {
       x += width + margin; line = Math.max(line, height);
     }
     const bottom = y + line;
-    if (bottom <= h - 2 && boxes.every((box) => box.x + box.s <= w)) { const down = Math.max(0, Math.min(26, (h - bottom) / 2)); boxes.forEach((box) => { box.y += down; }); labels.forEach((label) => { label.y += down; }); break; }
+    if (bottom <= h && boxes.every((box) => box.x + box.s <= w)) { canvas.style.height = `${Math.max(120, bottom + 6)}px`; break; }
   }
   const known = new Map(boxes.map((box) => [box.row[0], box]));
   for (const [die, box] of known) {
@@ -70,8 +72,8 @@ export function tick(now) {
   if (!sheet) return;
   if (timing.last) { timing.frames += 1; timing.worst = Math.max(timing.worst, now - timing.last); } else timing.since = now;
   timing.last = now;
-  const { c, w, h } = sheet, pod = state.pod, key = `${w} ${h} ${arrangement} ${JSON.stringify(pod.tes)} ${pod.dies.length}`;
-  if (key !== laidFor) { layOut(pod, w, h, c); laidFor = key; }
+  const { c, w } = sheet, pod = state.pod, most = Math.max(260, Math.min(560, innerHeight * 0.5)), key = `${w} ${most} ${arrangement} ${pod.tes.map((te) => te.name)} ${pod.dies.length} ${state.now.lost}`;
+  if (key !== laidFor) { layOut(pod, w, most, c); laidFor = key; return; }
   const lost = new Set(state.now.lost.concat(state.now.lost_servers)), busy = state.load?.busy ?? [];
   moving = false;
   c.fillStyle = ink("dim");
@@ -123,8 +125,8 @@ function drawArcs(c, now, flows) {
 
 const hit = (x, y) => boxes.find(({ row }) => { const p = at.get(row[0]); return p && x >= p.x - 1 && x <= p.x + p.s + 1 && y >= p.y - 1 && y <= p.y + p.s + 1; });
 export function words(row) {
-  const i = state.pod.dies.indexOf(row), load = state.load ? `\nbusy ${(state.load.busy[i] / 10).toFixed(0)} %, waits ${(state.load.waits[i] / 10).toFixed(0)} % of the drawn step` : "";
-  return `${nameOf(state.pod, row)}\n${place(state.pod, row[0])}${state.now.lost.includes(row[0]) ? "\nlost" : load}`;
+  const i = state.pod.dies.indexOf(row), load = state.load && i >= 0 ? `\nbusy ${(state.load.busy[i] / 10).toFixed(0)} %, waits ${(state.load.waits[i] / 10).toFixed(0)} % of the drawn step` : "";
+  return `${row[1] < 0 ? `die ${row[0]}` : nameOf(state.pod, row)}\n${place(state.pod, row[0])}${state.now.lost.includes(row[0]) ? "\nlost" : load}`;
 }
 
 export function begin(onChoose) {

@@ -5,16 +5,21 @@ const ROWS = { AIC: "AIC", AIV: "AIV", XCCL: "exchange", "XCCL microbatch 0": "e
 const ENGINES = ["MTE2", "MTE3", "SDMA", "DMA", "URMA", "ROCE", "VPC"], ORDER = ["attention", "experts", "AIC", "AIV", "exchange", "receive", "send", "trampoline", "KV", "recovery", "fault", ...ENGINES];
 const WHOLE = new Set(["A2E receive", "E2A send"]);  // of which the steps are drawn, where there are some
 const canvas = $("step"), HIGH = 13, MARGIN = () => Math.min(170, canvas.clientWidth * 0.3);
-let state, view = [0, 1], drawnFor = null, rows = [], engines = false, onPick = () => {};
+let zoomed = false, state, view = [0, 1], drawnFor = null, rows = [], engines = false, onPick = () => {};
 
 export function setState(next) {
   const other = next.step !== state?.step;
   state = next;
-  if (other) rows = [];
+  if (other) { rows = []; if (!zoomed && next.step) view = around(next.step); }
   drawnFor = null;
 }
 export function showEngines(on) { engines = on; rows = []; drawnFor = null; }
-export function whole() { view = [0, 1]; drawnFor = null; }
+export function whole() { view = [0, 1]; zoomed = true; drawnFor = null; }
+// Of a step of many layers some are drawn: the part of it in which these are.
+function around(step) {
+  const long = step.end_ns - step.start_ns, layered = step.spans.filter((span) => span[5] >= 0), from = Math.min(...layered.map((span) => span[3])), to = Math.max(...layered.map((span) => span[3] + span[4]));
+  return layered.length && (to - from) < 0.6 * long ? [from / long, Math.min(1, to / long)] : [0, 1];
+}
 export function redraw() { drawnFor = null; }
 
 function makeRows({ step, pod }) {
@@ -41,7 +46,7 @@ export function tick() {
   if (!sheet) return;
   drawnFor = step;
   const { c, w, h } = sheet, left = MARGIN(), total = step.end_ns - step.start_ns, [from, to] = view.map((x) => x * total), scale = (w - left) / (to - from);
-  $("step-name").textContent = `${step.te}, step ${step.step}: ${ms(total)}, ${step.num_rows} row${step.num_rows === 1 ? "" : "s"} of DP group ${step.group}${step.num_shown < step.num_dies ? `; ${step.num_shown} of ${step.num_dies} dies shown` : ""}`;
+  $("step-name").textContent = `${step.te}, step ${step.step}: ${ms(total)}, ${step.num_rows} row${step.num_rows === 1 ? "" : "s"} of DP group ${step.group}${step.num_shown < step.num_dies ? `; ${step.num_shown} of ${step.num_dies} dies shown` : ""}${step.last_layer - step.first_layer + 1 < state.pod.num_layers ? `, layers ${step.first_layer} to ${step.last_layer}` : ""}`;
   let y = 4, die = null;
   const known = new Map(state.pod.dies.map((row) => [row[0], row]));
   for (const row of rows) {
@@ -117,10 +122,10 @@ export function begin(pick) {
 }
 function pan([from, to], by) {
   by = Math.max(-from, Math.min(1 - to, by));
-  view = [from + by, to + by]; drawnFor = null;
+  view = [from + by, to + by]; zoomed = true; drawnFor = null;
 }
 function zoom(factor, x = (canvas.clientWidth + MARGIN()) / 2) {
   const [from, to] = view, share = Math.max(0, (x - MARGIN()) / (canvas.clientWidth - MARGIN())), centre = from + (to - from) * share, wide = Math.min(1, Math.max(0.002, (to - from) * factor));
   const start = Math.max(0, Math.min(1 - wide, centre - wide * share));
-  view = [start, start + wide]; drawnFor = null;
+  view = [start, start + wide]; zoomed = wide < 1; drawnFor = null;
 }

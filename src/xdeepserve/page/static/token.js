@@ -40,10 +40,20 @@ function way() {
   for (const span of here) if (step.names[span[2]] === "Experts" && span[0] !== people.first && (people.others.length ? people.others.includes(span[0]) : true)) busy.set(span[0], (busy.get(span[0]) ?? 0) + span[4]);
   const away = [...busy].sort((a, b) => (a[0] === people.trampoline) - (b[0] === people.trampoline) || b[1] - a[1])[0]?.[0];
   const dies = new Set([people.first, people.trampoline, away].filter((die) => die !== undefined));
-  const stops = here.filter((span) => dies.has(span[0]) && !["A2E receive", "E2A send"].some((lane) => step.lanes[span[1]] === lane && step.lanes.includes(`${lane}: steps`))).sort((a, b) => a[3] - b[3] || a[3] + a[4] - b[3] - b[4]);
+  const parts = (span) => [span[0] === people.first && "first", span[0] === people.trampoline && "trampoline", span[0] === away && "away"].filter((part) => part);
+  const isKernel = (span) => ["AIC", "AIV"].includes(step.lanes[span[1]]), posted = new Set(here.filter((span) => !isKernel(span)).map((span) => `${span[0]} ${step.names[span[2]]}`));
+  const twice = (span) => { const known = parse(step.names[span[2]]); return known && isKernel(span) && posted.has(`${span[0]} ${known.leg} ${known.step}`); };
+  const stops = here.filter((span) => dies.has(span[0]) && parts(span).some((part) => TAKES[part](parse(step.names[span[2]]), step.names[span[2]])) && !twice(span) && !["A2E receive", "E2A send"].some((lane) => step.lanes[span[1]] === lane && step.lanes.includes(`${lane}: steps`))).sort((a, b) => a[3] + a[4] - b[3] - b[4] || a[3] - b[3]);  // a wait belongs where it ends
   return { ...people, away, layers, micros, l, m, domain, stops };
 }
 
+// Which steps of the protocol each of them takes for this token, and which kernels.
+const sends = (known) => !known.step || parseInt(known.step) < 5, takes = (known) => !known.step || parseInt(known.step) >= 5;
+const TAKES = {
+  first: (known, name) => known ? (["A2E", "dispatch"].includes(known.leg) && sends(known)) || (["E2A'", "combine"].includes(known.leg) && takes(known)) : name !== "Experts",
+  trampoline: (known) => !!known && ((["A2E", "E2A"].includes(known.leg) && takes(known)) || (["A2E'", "E2A'"].includes(known.leg) && sends(known))),
+  away: (known, name) => known ? (["A2E'", "dispatch"].includes(known.leg) && takes(known)) || (["E2A", "combine"].includes(known.leg) && sends(known)) : name === "Experts" || name.startsWith("domain"),
+};
 function parse(name) {
   const found = /^(A2E'|A2E|E2A'|E2A|dispatch|combine)(?: ([\d-]+))?/.exec(name);
   return found ? { leg: found[1], step: found[2] } : null;
@@ -63,19 +73,22 @@ export function draw(force) {
   fill($("token-layer"), found.layers, found.l); fill($("token-mb"), found.micros.map((m) => Math.max(0, m)), Math.max(0, found.m));
   $("token-name").textContent = `from die ${found.first}${found.trampoline !== undefined ? ` by trampoline ${found.trampoline}` : ""}${found.away !== undefined ? ` to experts on ${found.away}` : ""} and back`;
   let leg = "", number = 0;
-  const nodes = [], rows = new Map(state.pod.dies.map((row) => [row[0], row])), gate = found.stops.find((span) => state.step.names[span[2]] === "MLAProlog")?.[3] ?? 0;
+  const places = [...new Set([found.first, found.trampoline, found.away])].filter((die) => die !== undefined), say = (die) => `die ${die}${die === found.first ? "" : die === found.trampoline ? ", the trampoline" : ", with experts that were chosen"}`;
+  const nodes = places.map((die, i) => el("div", { className: `way-die c${i}`, textContent: say(die) })), rows = new Map(state.pod.dies.map((row) => [row[0], row])), gate = found.stops.find((span) => state.step.names[span[2]] === "MLAProlog")?.[3] ?? 0;
   for (const span of found.stops) {
-    const name = state.step.names[span[2]], known = parse(name);
-    if ((known?.leg ?? "") !== leg && known) nodes.push(el("div", { className: "way-head", textContent: `${known.leg}: ${LEG[known.leg]}` }));
-    leg = known?.leg ?? "";
+    const told = state.step.names[span[2]], name = told.startsWith("domain") ? state.step.lanes[span[1]] : told, known = parse(name);
+    if (known && known.leg !== leg) nodes.push(el("div", { className: "way-head", textContent: `${known.leg}: ${LEG[known.leg]}` }));
+    leg = known?.leg ?? leg;
     number += 1;
-    const row = rows.get(span[0]), stop = el("button", { className: "stop" }, el("span", { className: "no", textContent: number }), el("b", { textContent: name }), el("span", { className: "ns", textContent: `+${ms(span[3] - gate)}, ${span[8] ? "waits " : ""}${ms(span[4])}` }), el("span", { className: "why", textContent: `die ${span[0]}${span[0] === found.trampoline ? " (trampoline)" : ""}: ${why(name)}${span[9] >= 0 ? `, ${size(span[9])}` : ""}` }));
+    const row = rows.get(span[0]), stop = el("button", { className: "stop" }, el("span", { className: "no", textContent: number }), el("b", { textContent: name }), el("span", { className: "ns", textContent: `+${ms(span[3] - gate)}, ${span[8] ? "waits " : ""}${ms(span[4])}` }), el("span", { className: "why", textContent: `${why(name)}${span[9] >= 0 ? `, ${size(span[9])}` : ""}` }));
     stop.style.borderLeftColor = solid(hueOf(row));
+    stop.classList.add(`c${places.indexOf(span[0])}`);
     stop.setAttribute("aria-expanded", "false");
     stop.addEventListener("click", () => show(stop, span, name, found));
     nodes.push(stop);
   }
   $("token-way").replaceChildren(...nodes);
+  $("token-way").dataset.places = places.length;
 }
 function fill(select, values, value) {
   if ([...select.options].map((each) => each.value).join() !== values.join()) select.replaceChildren(...values.map((each) => el("option", { value: each, textContent: each })));
