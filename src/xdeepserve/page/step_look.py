@@ -107,7 +107,7 @@ class StepLook:
         most = max(Counter(span.node for span in spans).values(), default=1)
         num_roles = len({(row.te, row.role, row.domain) for row in dies})
         num_shown = (last + 1) * MAX_SPANS // (most * 2 * num_roles)
-        if num_shown > last:
+        if num_shown > last or len(spans) <= MAX_SPANS:
             return range(last + 1)
         first = next((i for i in range(last + 1) if config.is_moe(i)), 0)
         first = max(0, first - 1)

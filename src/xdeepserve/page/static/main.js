@@ -69,7 +69,7 @@ async function openRecord(file) {
     found.frames.forEach((frame) => history.add(frame));
     if (!history.states.length) throw new Error(`${file.name}: the record has no whole frame`);
     notice(`A record: ${file.name}, ${history.states.length} frames. Reload the page for the server.`);
-    pause(true); show(0);
+    closeDie(); pause(true); show(0);
   } catch (error) { notice(error.message, true); }
 }
 setInterval(() => { if (record && !paused) { if (index + 1 < history.states.length) show(index + 1); else pause(true); } }, 100);
@@ -81,8 +81,8 @@ function choose(die) {
 }
 function closeDie() { $("die").hidden = true; chosen = null; map.choose(null); }
 function drawDie() {
-  const row = shown?.pod.dies.find((each) => each[0] === chosen);
-  if (!row) return closeDie();
+  if (!shown) return;
+  const row = shown.pod.dies.find((each) => each[0] === chosen) ?? [chosen, -1, "lost", -1, -1, -1, -1];
   $("die-title").textContent = `Die ${chosen}`;
   const bytes = el("div", { className: "bytes" }), why = el("p", { className: "none", role: "status" }), keys = el("div", { className: "keys" });
   const buttons = [["Lose it", "lost", "The die fails, with all that it holds"], ["Glitch", "glitch", "What it is at ends with an error code; its memory stays"]].map(([text, kind, title]) => {
@@ -152,6 +152,6 @@ document.addEventListener("keydown", (event) => {
 });
 
 map.begin(choose); timeline.begin((span) => choose(span[0])); panels.begin(); token.begin(); chat.begin(); token.draw();
-function tick(now) { map.tick(now); timeline.tick(); panels.tick(); requestAnimationFrame(tick); }
+function tick(now) { requestAnimationFrame(tick); map.tick(now); timeline.tick(); panels.tick(); }
 requestAnimationFrame(tick);
 globalThis.xdeepserve = { history, map, get shown() { return shown; } };  // for who looks from the console

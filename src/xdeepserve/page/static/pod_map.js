@@ -21,7 +21,7 @@ function sections(pod) {
     let key = `server ${server}`, label = `server ${server}${server >= pod.superpod_servers ? " (beside the pod)" : ""}`;
     if (arrangement === "role") {
       key = `${row[1]}/${row[2]}/${row[3]}`;
-      const role = { both: "", lost: "lost", attention: te.num_domains > 1 ? `attention, domain ${row[3]}` : "attention", experts: "routed experts", shared: "shared expert", vacant: "vacant" }[row[2]] ?? "";
+      const role = { both: "", lost: "lost", attention: te?.num_domains > 1 ? `attention, domain ${row[3]}` : "attention", experts: "routed experts", shared: "shared expert", vacant: "vacant" }[row[2]] ?? "";
       label = te && (pod.tes.length > 1 || !role) ? `${te.name}${role && ": "}${role}` : role;
     }
     if (!found.has(key)) found.set(key, { label, dies: [], te: row[1], server });
