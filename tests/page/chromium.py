@@ -126,8 +126,9 @@ class Tab:
         await self.send("DOM.setFileInputFiles", nodeId=node, files=[str(path)])
 
     async def picture(self, path: Path, kind: str = "png", whole: bool = False) -> None:
-        """A screenshot."""
-        shot = await self.send("Page.captureScreenshot", format=kind, captureBeyondViewport=whole)
+        """A screenshot: png, or webp of good quality."""
+        quality = {} if kind == "png" else {"quality": 85}
+        shot = await self.send("Page.captureScreenshot", format=kind, captureBeyondViewport=whole, **quality)
         path.write_bytes(base64.b64decode(shot["data"]))  # noqa: ASYNC240
 
     async def close(self) -> None:

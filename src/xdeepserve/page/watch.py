@@ -22,9 +22,9 @@ from xdeepserve.page.pod_look import groups_part, now_part, pod_part, pool_part
 from xdeepserve.page.step_look import StepLook
 
 LEAST_PAUSE_S = 0.1  # between two looks, of wall time
-STEP_PAUSE_S = 0.4  # between two steps that are drawn
+STEP_PAUSE_S = 1.0  # between two steps that are drawn
 MAX_BYTES_PER_S = 150_000
-COST_FACTOR = 40  # looking takes at most one part of so many of a core
+COST_FACTOR = 100  # looking takes at most one part of so many of a core
 SIGN_OF_LIFE_S = 5.0
 
 _ENCODER = msgspec.json.Encoder()

@@ -18,7 +18,8 @@ function show(at) {
   if (state.pod !== pod) {
     pod = state.pod;
     $("who").textContent = `${pod.model}, ${pod.precision}, ${pod.deployment}: ${pod.dies.length} dies ${pod.runs === "lockstep" ? "in lockstep" : pod.runs === "tasks" ? "as tasks" : "in time only"}`;
-    chat.setPod(pod); map.legend(pod);
+    if (state.live) chat.setPod(pod);
+    map.legend(pod);
   }
   const now = state.now, latest = [...(state.requests?.rows ?? [])].reverse(), first = (column) => latest.find((row) => row[column] >= 0)?.[column];
   for (const [id, text] of [["time", ms(now.ns)], ["ttft", ms(first(4))], ["tpot", ms(first(5))], ["running", now.num_running], ["waiting", now.num_waiting], ["tokens", now.num_tokens]]) if ($(id).textContent !== String(text)) $(id).textContent = text;

@@ -92,7 +92,7 @@ export function tick(now) {
       c.strokeStyle = ink("bad"); c.lineWidth = Math.max(1, p.s / 14); c.beginPath();
       c.moveTo(p.x + 2, p.y + 2); c.lineTo(p.x + p.s - 2, p.y + p.s - 2); c.moveTo(p.x + p.s - 2, p.y + 2); c.lineTo(p.x + 2, p.y + p.s - 2); c.stroke();
     } else if (p.s > 19) {
-      c.fillStyle = p.load > 0.55 !== isDark() ? "#fff" : isDark() && p.load > 0.55 ? "#0d1117" : ink("ink");
+      c.fillStyle = isDark() || p.load > 0.55 ? "#fff" : ink("ink");
       c.textAlign = "center"; c.fillText(box.row[0], p.x + p.s / 2, p.y + p.s / 2 + 0.5); c.textAlign = "left";
     }
     if (box.row[0] === chosen || (document.activeElement === canvas && boxes[focus] === box)) {

@@ -56,7 +56,7 @@ export function tick() {
       if (entry) { c.fillStyle = solid(hueOf(entry)); c.fillRect(0, y, 3, rows.filter((each) => each.die === row.die).length * HIGH - 2); }
     }
     c.fillStyle = ink(row.die !== die ? "ink" : "dim");
-    c.fillText(`${row.die !== die ? entry ? shortName(entry) : `node ${row.die}` : ""}`, 7, y + HIGH / 2, left - 62);
+    c.fillText(`${row.die !== die ? entry ? shortName(entry) : `node ${row.die}` : ""}`, 7, y + HIGH / 2, left - 68);
     c.fillStyle = ink("dim"); c.textAlign = "right"; c.fillText(row.kind, left - 5, y + HIGH / 2); c.textAlign = "left";
     die = row.die;
     c.save(); c.beginPath(); c.rect(left, y, w - left, HIGH); c.clip();
