@@ -18,7 +18,8 @@ ALLOWED = {
     "step": COMMON | {"hw", "model"},
     "ems": COMMON | {"hw"},
     "engine": COMMON | {"hw", "model", "comm", "step", "ems"},
-    "api": COMMON | {"engine", "hw", "model", "comm", "llm"},
+    "page": COMMON | {"engine", "hw", "comm", "golden"},
+    "api": COMMON | {"engine", "hw", "model", "comm", "llm", "page"},
     "llm": COMMON | {"engine", "hw", "model", "loop"},
     "golden": COMMON | {"hw", "model", "comm"},
     "verify": COMMON | {"engine", "hw", "model", "llm"},
@@ -40,7 +41,20 @@ PROTOCOLS = {  # folders of comm, and which others each may use; the files besid
 }
 ONLY_IN = {
     "aiohttp": {"api"},
-    "asyncio": {"hw", "comm", "engine", "api", "llm", "cli", "bench", "golden", "loop", "planner", "chaos"},
+    "asyncio": {
+        "hw",
+        "comm",
+        "engine",
+        "api",
+        "llm",
+        "cli",
+        "bench",
+        "golden",
+        "loop",
+        "planner",
+        "chaos",
+        "page",
+    },
 }
 
 

@@ -150,6 +150,10 @@ class Engine:
         self._check_runs()
         await self._group.part_with(te, moves_out=True)
 
+    def cannot_lose(self, die: int) -> str | None:
+        """Why requests would not outlive the loss of a die; None if they would."""
+        return self._group.cannot_lose(die)
+
     def servers(self) -> list[ServerReport]:
         """Expert servers, where experts are services: their seats, and who is there."""
         return self._group.servers()
@@ -217,6 +221,11 @@ class Engine:
         called no more. Nobody listens at no cost.
         """
         self._observers.append(observer)
+
+    def ignore(self, observer: Observer) -> None:
+        """Call it no more. Harmless when repeated, or when it has failed."""
+        if observer in self._observers:
+            self._observers.remove(observer)
 
     def stats(self) -> EngineStats:
         groups, counters = self.groups, self._group.counters()
