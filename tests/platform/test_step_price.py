@@ -13,7 +13,7 @@ from xdeepserve.model.presets import resolve_model
 from xdeepserve.planner.decode_run import StepShare, one_step
 from xdeepserve.platform.step_price import StepCounts, StepPrice, priced
 
-LAYERS = 24  # of DeepSeek-R1's 61, to save time; with few, a step of few rows depends on who draws what
+LAYERS = 16  # of DeepSeek-R1's 61, to save time; with few, a step of few rows depends on who draws what
 DEPLOYMENT = Deployment(
     name="te",
     kind="colocated",
@@ -34,7 +34,7 @@ Shares = Callable[[int], list[StepShare]]
 STEPS: dict[str, Shares] = {
     "all alike": lambda group: [StepShare(5000)] * 20,
     "one request": lambda group: [StepShare(5000)] if group == 3 else [],
-    "five": lambda group: [StepShare(3000 + group)] if group < 5 else [],
+    "nine": lambda group: [StepShare(3000 + group)] if group < 9 else [],
     "all different": lambda group: [StepShare(1000 + 100 * group)] * (group % 7),
     "two fuller groups": lambda group: [StepShare(2000)] * (40 if group < 2 else 10),
     "a chunk beside decodes": lambda group: (
