@@ -21,7 +21,7 @@ PREFIX = "made:"  # of what stands for a trace on the command line
 class MadeTraffic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The statistics of generated requests.
 
-    requests, seconds  how many, and in which time: a mean rate
+    requests, seconds  how many, and in which time their chats begin
     burst              coefficient of variation of the gaps between chats: 1 is Poisson, 0 a metronome
     swing              of the rate over the time, a sine: 0.5 is half as many more at its height
     prompt, output     mean tokens

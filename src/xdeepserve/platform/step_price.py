@@ -31,8 +31,8 @@ from xdeepserve.step.stage import Counts, Stage
 # Few rows leave experts untouched, whose weights are then not read, and some hundred are where a die's GEMMs
 # begin to be bound by computing: there the points have to be dense.
 ROWS = (
-    1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1536,
-    2048, 3072, 4096, 8192,
+    1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448,
+    512, 640, 768, 1024, 1536, 2048, 3072, 4096, 8192,
 )  # fmt: skip
 SAMPLE = 4  # groups that stand for all where all have equally many rows, and experts
 MANY = 1  # of rows for each, of which it has top-k copies then
