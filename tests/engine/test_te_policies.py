@@ -57,6 +57,7 @@ def test_algorithm_1() -> None:
     assert choice("deepserve", ASKED, HEAT, is_apart=apart) == 0  # long prompt, short answer
     assert choice("deepserve", ASKED._replace(num_output=500), HEAT, is_apart=apart) == 1
     assert choice("deepserve", ASKED._replace(num_tokens=10), HEAT, is_apart=apart) == 1
+    assert choice("pd-aware", ASKED._replace(number=5, num_output=500), HEAT, is_apart=apart) == 2
     assert choice("deepserve", queued=[100, 101, 102], cached=[0, 0, 512]) == 2
     assert choice("deepserve", queued=[100, 101, 200], cached=[0, 0, 512]) == 0
     assert choice("deepserve", cached=[0, 0, 512]) == 2  # nobody has any load: that is balanced

@@ -195,7 +195,7 @@ def _time_only(
 
 
 def _sized(cluster: Cluster, serve: Any, status: Status) -> Cluster:
-    """As many TEs as it takes for ENOUGH of the requests to be within their bounds."""
+    """The fewest TEs of which ENOUGH of the requests are within their bounds."""
     from xdeepserve.platform.cluster import least_count
 
     def within(sized: Cluster) -> float:

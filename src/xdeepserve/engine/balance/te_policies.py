@@ -7,9 +7,12 @@ sequences     the fewest requests
 round-robin   the next in turn
 load          DeepServe's load_aware: the least queued prefill cost, then the fewest requests
 prefix        DeepServe 5.2: the longest cached prefix, then the fewest requests
-cost          xDeepServe 5.1: `te_choice.py`'s sum of waiting and own cost, long prompts apart from short ones
+cost          xDeepServe 5.1: the least sum of waiting and own cost, cached prefix counted: so a prefix
+              draws requests until waiting there costs more than computing it elsewhere; long prompts and
+              short ones meet only if there is no other way
 deepserve     DeepServe's Algorithm 1: the kind of TE that the heat map names; then prefix if load is
               balanced, else load
+pd-aware      DeepServe 5.3 alone: the kind of TE that the heat map names, and of those the next in turn
 dynamo        NVIDIA Dynamo's KV router, design page: overlap weight x new prefill blocks + decode blocks
 llm-d         its scheduler's default scorers: prefix cache 3, queue 2, KV use 2, each within [0, 1]
 """
@@ -24,8 +27,9 @@ import numpy.typing as npt
 
 from xdeepserve.engine.balance.dp import LONG_PROMPT, prefill_cost
 from xdeepserve.engine.balance.heat_map import HeatMap
+from xdeepserve.engine.deploy.deployment import Route
 
-Policy = Literal["sequences", "round-robin", "load", "prefix", "cost", "deepserve", "dynamo", "llm-d"]
+Policy = Route | Literal["pd-aware"]  # a deployment's scheduler.route; and what needs TEs of two kinds
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
@@ -108,12 +112,20 @@ def _cost(asked: RoutedRequest, known: Known, heat: HeatMap | None) -> list[Floa
     return [is_mixed, known.queued + prefill_cost(new, known.cached), known.sequences]
 
 
-def _deepserve(asked: RoutedRequest, known: Known, heat: HeatMap | None) -> list[Floats]:
+def _is_other(asked: RoutedRequest, known: Known, heat: HeatMap | None) -> Floats:
+    """1 for TEs of the kind that the heat map does not name, if there are both kinds."""
     apart = known.is_apart
-    is_other = np.zeros(len(apart))
-    if heat is not None and apart.any() and not apart.all():
-        wants_apart = heat.value(asked.num_tokens, asked.num_output) > 0
-        is_other = (apart != wants_apart) * 1.0
+    if heat is None or apart.all() or not apart.any():
+        return np.zeros(len(apart))
+    return (apart != (heat.value(asked.num_tokens, asked.num_output) > 0)).astype(np.float64)
+
+
+def _pd_aware(asked: RoutedRequest, known: Known, heat: HeatMap | None) -> list[Floats]:
+    return [_is_other(asked, known, heat), *_round_robin(asked, known, heat)]
+
+
+def _deepserve(asked: RoutedRequest, known: Known, heat: HeatMap | None) -> list[Floats]:
+    is_other = _is_other(asked, known, heat)
     queued = known.queued[is_other == 0]
     spread = (queued.max() - queued.min()) / max(queued.mean(), 1e-9)
     if spread < BALANCED or queued.max() == 0:
@@ -143,6 +155,7 @@ POLICIES: dict[Policy, Callable[[RoutedRequest, Known, HeatMap | None], list[Flo
     "prefix": _prefix,
     "cost": _cost,
     "deepserve": _deepserve,
+    "pd-aware": _pd_aware,
     "dynamo": _dynamo,
     "llm-d": _llm_d,
 }
