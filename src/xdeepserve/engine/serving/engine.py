@@ -89,6 +89,7 @@ class Engine:
         self.load()
         for te in self.je.tes:
             self.je.start(te)
+        self._group.control_plane.start()
         if self._warms_up:
             await self.warm_up()
         await self.settle()
