@@ -97,8 +97,9 @@ def compared(name: str, rate: float, tes: list[FleetTE], heat: HeatMap) -> Itera
 
 def trace(name: str, rate: float) -> list[TracedRequest]:
     """A trace of TRACES at a rate."""
-    work = msgspec.structs.replace(TRACES[name], requests=NUM_REQUESTS, seconds=NUM_REQUESTS / rate, seed=1)
-    return made(work)
+    work, seconds = TRACES[name], NUM_REQUESTS / rate
+    pause = work.pause * RATES[0] / rate  # people answer sooner, too, else the rate would be another
+    return made(msgspec.structs.replace(work, requests=NUM_REQUESTS, seconds=seconds, pause=pause, seed=1))
 
 
 def serve(
