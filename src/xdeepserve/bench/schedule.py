@@ -3,9 +3,11 @@
 DeepSeek-R1 on three TEs of 64 dies that do both and three in halves, time only at the grain of a step; hints
 of prefixes are 100 ms old. Traces are generated: chats that share much, strangers with long prompts and short
 answers, and strangers the other way round. A rate is that of all requests if turns of a chat came at
-once; with pauses between them it is half of that. Beside DeepServe's Algorithm 1 stand its parts alone, and
-what others have published. `deepserve` is told the mean length of answers, `deepserve/knows` the true one of each:
-what a perfect predictor of lengths would be worth, and nobody has.
+once; with pauses between them it is half of that.
+
+Beside DeepServe's Algorithm 1 stand its parts alone, and what others have published. `deepserve` is told the
+mean length of answers, `deepserve/knows` the true one of each: what a perfect predictor of lengths would be
+worth, and nobody has.
 
 Claims of the paper (5.3.2, Figure 7) are rows `claim`: PD-aware scheduling against round robin, which should
 be even at low load, better at the middle one, and worse at the highest.
