@@ -300,6 +300,18 @@ PROMISES = {
         "the monitor masks server 1 (die 5) for all clients",
         "a server is lost:    sha256:",
     ],
+    "19_platform": [
+        "4 TEs of 4 dies",
+        "1 rows:",
+        "request 0 -> TE 0; load is balanced: cached tokens 0, 0, 0, 0",
+        "load is not: queued cost",
+        "4,000 requests",
+        "round-robin",
+        "llm-d",
+        "monolithic",
+        "prefill 0, prefill 1",
+        "the same bits",
+    ],
     "20_planner": [
         "m = 2: 26.60, throughput 0.075",
         "m = 3: 31.56, throughput 0.095",

@@ -26,8 +26,10 @@ ALLOWED = {
     "evals": COMMON | {"engine", "model", "llm", "corpus"},
     "chaos": COMMON | {"ems", "engine", "hw", "model", "llm", "loop"},
     "planner": COMMON | {"engine", "hw", "model", "step", "llm", "loop"},
+    "platform": COMMON | {"engine", "hw", "model", "step", "llm", "loop", "planner"},
     "bench": COMMON
-    | {"engine", "hw", "model", "comm", "step", "llm", "loop", "evals", "corpus", "planner", "ems"},
+    | {"engine", "hw", "model", "comm", "step", "llm", "loop", "evals", "corpus", "planner", "ems"}
+    | {"platform"},
     "calibration": {"errors", "model", "corpus"},
 }
 PROTOCOLS = {  # folders of comm, and which others each may use; the files beside them use none

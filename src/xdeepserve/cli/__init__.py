@@ -26,6 +26,7 @@ COMMANDS = {
     "bench": "measure or model, and show what the papers publish beside it",
     "chaos": "break dies by the hundred: the same bits or a named error, and nothing hangs or is lost",
     "sweep": "what a decode step costs for combinations of settings, batch and context (time only)",
+    "replay": "serve a trace of requests: with tokens on a small pod, or time only on hundreds of dies",
     "ems": "look into the directory of a memory pool: what it holds, whether it is sound; or empty it",
     "golden": "write or check golden vectors of the communication protocols",
     "describe": "show what would be built: dies, roles, memory, experts",

@@ -37,6 +37,13 @@ SUITES = {
         "the memory pool: loading models and reusing prefixes in virtual time; hit rates on a trace",
         ("plot", "requests", "format"),
     ),
+    "heatmap": Suite(
+        "TEs with prefill and decode apart against TEs that do both, by lengths and load, in virtual time",
+        ("map",),
+    ),
+    "schedule": Suite(
+        "which TE gets a request: DeepServe's policies, others', on three traces at three loads; minutes"
+    ),
     "recovery": Suite(
         "what faults cost by stage of recovery: tokens per second around each, in virtual time", ("plot",)
     ),
@@ -73,6 +80,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": "hit rates of this trace, a JSON object a line, instead of a generated one",
     },
     "format": {"choices": ("mooncake", "bailian"), "help": "whose format it has; default mooncake"},
+    "map": {"type": Path, "metavar": "FILE", "help": "write the map, for replay --heat FILE"},
     "paper": {"metavar": "P", "help": "of one paper: xds, cm, ds, eaas or ms"},
     "trends": {
         "action": "store_true",
@@ -130,6 +138,7 @@ def run(args: argparse.Namespace) -> int:
         "startup": (model,),
         "ems": (args.requests, args.format or "mooncake"),
         "papers": (args.paper,),
+        "heatmap": (args.map,),
     }
     rows: list[Row] = []
     with working(f"bench {name}") as status:
@@ -187,6 +196,8 @@ def _check(args: argparse.Namespace) -> None:
         if args.ranks:
             raise InputError("--plot draws virtual time, and --ranks measures wall time: choose one")
         check_writable(args.plot, "--plot")
+    if args.map is not None:
+        check_writable(args.map, "--map")
     if args.trends and (args.plot is not None or args.full):
         raise InputError("--trends has no numbers: neither --plot nor --full goes with it")
     _check_plan(args)

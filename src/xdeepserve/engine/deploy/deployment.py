@@ -22,7 +22,7 @@ Drafting = Literal["pipelined", "naive"]
 Dispatch = Literal["collaborative", "two-level"]
 Decode = Literal["kv", "next-open", "round-robin"]
 Statuses = Literal["state", "all-gather"]
-Route = Literal["cost", "sequences"]
+Route = Literal["cost", "sequences", "round-robin", "load", "prefix", "deepserve", "dynamo", "llm-d"]
 Admission = Literal["prefill", "decode"]
 Preemption = Literal["recompute", "swap"]
 Load = Literal["auto", "always", "never"]
@@ -68,7 +68,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     route: Annotated[
         Route,
         "which of several TEs gets a request; sequences: the one with the fewest; cost: by cached prefix, "
-        "prompt length and load",
+        "prompt length and load; prefix: the longest one cached; load: the least to prefill; deepserve: "
+        "prefix if load is balanced, else load; dynamo, llm-d: as these do",
     ] = "sequences"
     job_executors: Annotated[int, "of which a request reaches any; each knows what it has given to TEs"] = 1
     admission: Annotated[
