@@ -18,6 +18,7 @@ from xdeepserve import LLM, SamplingParams
 from xdeepserve.comm.exchange.layout import Group
 from xdeepserve.comm.services.known_servers import KnownServers
 from xdeepserve.comm.services.layout import HEADER, HEADER_AT, SLOT_NBYTES, ServiceLayout, SlotHeader
+from xdeepserve.comm.services.reach import OverURMA
 from xdeepserve.comm.services.rules import SlotState
 from xdeepserve.comm.services.service_client import Patience, ServiceClient
 from xdeepserve.comm.services.service_server import ServiceServer
@@ -95,7 +96,7 @@ async def ask(shown: int, lost: int | None) -> tuple[np.ndarray, int]:
     for index, die in enumerate(SERVERS):
         server = ServiceServer(pod.dies[die], index, LAYOUT, 1, on_step=watch)
         pod.dies[die].spawn(serve(pod, server, 1 if index == lost else 0))
-    known = KnownServers(pod.dies[CLIENT], 0, LAYOUT)
+    known = KnownServers(OverURMA(pod.dies[CLIENT], LAYOUT), 0, LAYOUT)
     client = ServiceClient(
         *(0, 0, known, 1, lambda layer, expert: SAME[EXPERT_OF[expert]]),
         patience=Patience(replica_ns=100_000),

@@ -16,6 +16,7 @@ from xdeepserve.comm.exchange.layout import Group
 from xdeepserve.comm.means import Means
 from xdeepserve.comm.services.known_servers import KnownServers
 from xdeepserve.comm.services.layout import BELL, CARD, HEADER_AT, SEAT, Presence, ServiceLayout, SlotHeader
+from xdeepserve.comm.services.reach import OverURMA
 from xdeepserve.comm.services.rules import OF_CLIENT, SLOT, SlotEvent, SlotState, next_state
 from xdeepserve.comm.services.service_client import PATIENCE, Patience, ServiceClient
 from xdeepserve.comm.services.service_server import AT_ONCE, Batching, ServiceServer
@@ -66,7 +67,7 @@ def build(
     ]
     clients = []
     for rank, die in enumerate(layout.clients):
-        known = KnownServers(pod.dies[die], rank, layout)
+        known = KnownServers(OverURMA(pod.dies[die], layout), rank, layout)
         clients.append(
             [
                 ServiceClient(rank, slot, known, LAYERS, replicas, patience, quantize, Means(), on_step)

@@ -51,8 +51,8 @@ Replicas = Callable[[int, int], Sequence[int]]
 
 
 class Patience(NamedTuple):
-    """How long a client waits for a server, in ns of virtual time: until it asks a replica, if there is one;
-    and until it fails, if there is none."""
+    """How long a client waits for a server, in ns of its reach's time: until it asks a replica, if there is
+    one; and until it fails, if there is none."""
 
     replica_ns: int = 20_000_000
     last_ns: int = 1_000_000_000
@@ -77,8 +77,8 @@ class OpenRequest(NamedTuple):
 class ServiceClient(Handle):
     """Microbatch `slot` of client number `rank`; `known` is what all microbatches of the client share.
 
-    Uses URMA alone to reach servers, whatever carrier `means` have. `num_layers` have experts, and the event
-    IDs count them from 1, step by step.
+    Reaches servers as `known.reach` does, whatever carrier `means` have. `num_layers` have experts, and the
+    event IDs count them from 1, step by step.
     """
 
     def __init__(
@@ -97,6 +97,7 @@ class ServiceClient(Handle):
         self.rank, self.slot, self.label = rank, slot, f"client {rank}"
         super().__init__(die, Turns(self.label, WRITE, READ), quantize, layout.quantize, means, on_step)
         self.known, self.layout, self.num_layers = known, layout, num_layers
+        self.reach = known.reach
         self.replicas, self.patience = replicas, patience
         self.slots = ClientSlots(rank, slot, known)
         self._outbox = die.memory.managed.regions[layout.region(f"outbox.{slot}")]
@@ -207,11 +208,11 @@ class ServiceClient(Handle):
                 target = known.place(server, "managed", "requests", layout.request_at(self.slots.number))
                 payloads.append(Copy(source, target, count * row))
                 mine = order[start : start + count]
-                self._open[server] = OpenRequest(header, mine, self.die.clock.now, epoch)
+                self._open[server] = OpenRequest(header, mine, self.reach.now_ns, epoch)
             else:
                 self._left[server] = epoch
             payloads.append(Copy(Address(here, at + HEADER_AT), self.slots.header_of(server), HEADER.size))
-        await self.die.urma.copy(payloads, f"{WRITE} 4 payload, header")
+        await self.reach.write(payloads, f"{WRITE} 4 payload, header")
         await self.steps.passed(WRITE, 4)
         await self.slots.write_states(asked, f"{WRITE} 5 state")
         await self.steps.passed(WRITE, 5)
@@ -239,7 +240,7 @@ class ServiceClient(Handle):
         is_last = any(map(self.known.is_given_up, left))
         patience = self.patience.last_ns if is_last else self.patience.replica_ns
         try:
-            await self.slots.poll(WRITE, left, self.slots.is_written, self.die.clock.now + patience)
+            await self.slots.poll(WRITE, left, self.slots.is_written, self.reach.now_ns + patience)
         except DeadlineError:
             if is_last:
                 raise
@@ -295,7 +296,7 @@ class ServiceClient(Handle):
         asked, doubted = list(self._open), set[int]()
         since_ns = min(request.since_ns for request in self._open.values())
         while True:
-            is_late = self.die.clock.now >= since_ns + self.patience.replica_ns
+            is_late = self.reach.now_ns >= since_ns + self.patience.replica_ns
             patience = self.patience.last_ns if is_late else self.patience.replica_ns
 
             def is_open(server: int) -> bool:
@@ -324,7 +325,7 @@ class ServiceClient(Handle):
         state = self.slots.state(server)
         if state != SlotState.WRITTEN:
             return "stale" if state == SlotState.EMPTY else "done"
-        is_late = self.die.clock.now >= request.since_ns + self.patience.replica_ns
+        is_late = self.reach.now_ns >= request.since_ns + self.patience.replica_ns
         if not is_late and not self.known.is_masked(server) and not self.known.is_gone(server):
             return None
         has_replicas = all(self._replica(expert) is not None for expert in self._experts_of(server))
@@ -348,7 +349,7 @@ class ServiceClient(Handle):
         headers = [self.slots.header_of(server) for server in servers]
         nodes, offsets = np.array([tuple(place) for place in headers + answers], np.int64).T
         try:
-            await die.urma.gather(nodes, offsets, sizes, self._returned.offset, f"{READ} 2 answers")
+            await self.reach.gather(nodes, offsets, sizes, self._returned.offset, f"{READ} 2 answers")
         except LostDieError:
             silent = [server for server in servers if not await self.slots.reads(server)]
             for server in silent:

@@ -14,6 +14,7 @@ from xdeepserve.comm.exchange.layout import Group
 from xdeepserve.comm.means import Means
 from xdeepserve.comm.services.known_servers import KnownServers
 from xdeepserve.comm.services.layout import ServiceLayout
+from xdeepserve.comm.services.reach import OverURMA
 from xdeepserve.comm.services.service_client import Patience, ServiceClient
 from xdeepserve.comm.services.service_server import Batching, ServiceServer
 from xdeepserve.engine.die.expert_memory import ExpertMemory
@@ -89,7 +90,7 @@ class ByServices:
         """A client's slots for a microbatch."""
         domain, die = rank // self.team.dies_per_domain, self.team.pod.dies[self.team.dies[rank]]
         if rank not in self._known:
-            self._known[rank] = KnownServers(die, rank, self.layout)
+            self._known[rank] = KnownServers(OverURMA(die, self.layout), rank, self.layout)
         answer_ns = round(1e6 * self.times.answer_timeout_ms)
         patience = Patience(min(answer_ns, self.means.timeout_ns), self.means.timeout_ns)
         client = ServiceClient(
