@@ -81,6 +81,12 @@ class KnownServers:
         """Its memory does not answer."""
         self._gone.add(self._this(server))
 
+    def find(self, server: int) -> None:
+        """Its memory answers again, and what was left there is looked at before it is asked anything."""
+        if self._this(server) in self._gone:
+            self._gone.discard(self._this(server))
+            self.give_up(server)
+
     def forget(self, server: int) -> None:
         """Its generation is over: connect again before the next request."""
         self._generations.pop(self._this(server), None)
@@ -103,19 +109,18 @@ class KnownServers:
         new = [self._this(server) for server in servers if not self.generation(server)]
         if not new:
             return True
-        places = [self.place(server, "metadata", "card", 0) for server, _ in new]
-        nodes, offsets = (np.array(each, np.int64) for each in zip(*places, strict=True))
         sizes = np.full(len(new), CARD.size, np.int64)
         try:
+            places = [self.place(server, "metadata", "card", 0) for server, _ in new]
+            nodes, offsets = (np.array(each, np.int64) for each in zip(*places, strict=True))
             await self.reach.gather(nodes, offsets, sizes, self._cards.offset, "expert cards")
         except LostDieError:
-            is_silent = self.reach.is_silent
-            self._gone |= {this for this, place in zip(new, places, strict=True) if is_silent(place.node)}
+            self._gone |= {this for this in new if self.reach.is_silent(int(self._seats[this[0], 0]))}
             return False
         for at, (server, epoch) in enumerate(new):
             raw = self.die.memory.read(self._cards.offset + at * CARD.size, CARD.size)
             card = Card(*CARD.unpack(raw))
-            expected = self.layout.card(card.generation)
+            expected = self.layout.card(self.reach.generation(epoch) or card.generation)
             if card != expected or not card.generation:
                 raise FieldError(
                     f"connect: {self.label} and expert server {server} do not fit together: field card: "

@@ -36,6 +36,9 @@ class Reach(Protocol):
     def is_silent(self, node: int) -> bool:
         """Whether reads do not come back from there."""
 
+    def generation(self, epoch: int) -> int:
+        """Which one a server must be of whom the monitor has given this epoch; 0: any."""
+
     async def write(self, pieces: Sequence[Copy], name: str) -> None:
         """From the die's own memory to servers, in order. What goes to a server that is gone is lost."""
 
@@ -76,6 +79,9 @@ class OverURMA:
 
     def is_silent(self, node: int) -> bool:
         return node in self.die.fabric.memories.silent
+
+    def generation(self, epoch: int) -> int:
+        return 0  # they begin anew when dies are called back
 
     async def write(self, pieces: Sequence[Copy], name: str) -> None:
         await self.die.urma.copy(pieces, name)
