@@ -17,6 +17,7 @@ import secrets
 import socket
 import struct
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 
 from xdeepserve.comm.outside.handshake import (
@@ -56,7 +57,8 @@ class Nic:
         self._open: set[socket.socket] = set()
         self._client: tuple[str, socket.socket] | None = None
         self.refusals: list[str] = []  # the latest ones
-        threading.Thread(target=self._accept, name="nic", daemon=True).start()
+        self._threads: list[threading.Thread] = []
+        self._spawn(self._accept)
 
     @property
     def has_client(self) -> bool:
@@ -64,10 +66,18 @@ class Nic:
 
     def close(self) -> None:
         """Nobody reaches the buffer by this any more."""
+        _end(self._listener)  # which ends the wait of its thread
         self._listener.close()
         with self._lock:
             for sock in self._open:
                 _end(sock)
+        for thread in self._threads:
+            thread.join(PATIENCE_S)
+
+    def _spawn(self, what: Callable[..., None], *args: object) -> None:
+        thread = threading.Thread(target=what, args=args, name="network card", daemon=True)
+        self._threads = [*(each for each in self._threads if each.is_alive()), thread]
+        thread.start()
 
     def _accept(self) -> None:
         with suppress(OSError):  # closed
@@ -78,7 +88,7 @@ class Nic:
                     if is_room:
                         self._open.add(sock)
                 if is_room:
-                    threading.Thread(target=self._serve, args=(sock,), name="nic client", daemon=True).start()
+                    self._spawn(self._serve, sock)
                 else:
                     sock.close()
 

@@ -21,6 +21,7 @@ from xdeepserve.hw.traffic import Integers
 from xdeepserve.hw.waiting import Waiting
 
 READ_S = 5.0  # without an answer to a read, after which a connection is given up
+LOOK_S = 0.05  # for one look at what nobody waits for
 NAPS_S = (0.0, 0.00002, 0.00005, 0.0001, 0.0002)  # between looks; the last one again and again
 LOOKS = 40  # of each length
 IDLE_S = 0.001  # after these
@@ -89,7 +90,7 @@ class OutsideReach:
         link = self._links[address.node]
         look = link.look(address.offset)
         if look is not None:  # one that is slow is late, and not gone
-            await asyncio.wait([look], timeout=1.0)
+            await asyncio.wait([look], timeout=LOOK_S)
         return link.broken is None
 
     async def poll(
