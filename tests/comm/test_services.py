@@ -568,3 +568,16 @@ async def test_the_bell_is_answered_between_batches() -> None:
         return seen
 
     assert await run(built, ring()) == [[1, 2]]
+
+
+async def test_a_late_replica_answers_when_the_other_is_gone() -> None:
+    """Both servers of an expert are out of use: one is lost for good, the other one was only slow."""
+    built = build(patience=Patience(20_000, 10**9), replicas=same)
+    client, known = built.clients[0][0], built.clients[0][0].known
+    x, weights = np.ones((1, LAYOUT.hidden), np.float32), np.ones((1, 2), np.float32)
+    batch = x, np.array([[0, 1]], np.int32), weights  # of server 0; 2 and 3, on server 1, are the same ones
+    known.give_up(1)
+    client.die.memory.write(known.mask_region.offset, bytes([Presence.ABSENT]))
+    (results,) = await run(built, attend(client, [batch]), compute=logical)
+    assert not isinstance(results, BaseException), results
+    same_bits(results[0], expected(LAYOUT, batch, logical))

@@ -23,7 +23,7 @@ def add_options(parser: Parser) -> None:
         "--heartbeat-ms", type=float, default=500.0, metavar="MS", help="between two of a server; default 500"
     )
     parser.add_argument(
-        "--lost-heartbeats", type=int, default=4, metavar="N", help="missed, and it is lost; default 4"
+        "--lost-heartbeats", type=int, default=10, metavar="N", help="missed, and it is lost; default 10"
     )
     parser.add_argument("--of-parent", action="store_true", help=argparse.SUPPRESS)
 

@@ -180,13 +180,14 @@ class ServiceClient(Handle):
             experts[flat] = experts[flat] if found is None else found
 
     def _replica(self, physical: int) -> int | None:
-        """Another physical expert that is the same, on a server that can be used. Which of several depends on
-        the expert and on this client, so that they share what a lost server had to do."""
-        others = [
-            each
-            for each in self.replicas(self._layer, physical)
-            if each != physical and self.known.is_usable(int(self.expert_rank[each]))
-        ]
+        """Another physical expert that is the same, on a server that can be used; where its own one is gone,
+        in need on one that is only late. Which of several depends on the expert and on this client, so that
+        they share what a lost server had to do."""
+        known, rank = self.known, self.expert_rank
+        there = [each for each in self.replicas(self._layer, physical) if each != physical]
+        others = [each for each in there if known.is_usable(int(rank[each]))]
+        if not others and known.is_gone(int(rank[physical])):
+            others = [each for each in there if not known.is_gone(int(rank[each]))]
         return others[(self.rank + physical) % len(others)] if others else None
 
     async def _write(self, asked: Sequence[int], rows: Rows, counts: Int64, order: Int64) -> None:

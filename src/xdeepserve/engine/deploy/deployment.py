@@ -277,7 +277,7 @@ class ServiceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 20.0
     process_timeout_ms: Annotated[
         float, "the same of server processes: milliseconds of this computer's time (experts.transport)"
-    ] = 2000.0
+    ] = 5000.0
     heartbeat_ms: Annotated[float, "virtual milliseconds between two looks of the monitor at servers"] = 2.0
     lost_heartbeats: Annotated[int, "so many without an answer, and clients hear that a server is lost"] = 3
 

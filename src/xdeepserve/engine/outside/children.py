@@ -41,7 +41,7 @@ class MonitorTask(msgspec.Struct):
     host: str = "127.0.0.1"
     port: int = 0
     beat_s: float = 0.5
-    lost_beats: int = 4
+    lost_beats: int = 10
     is_quiet: bool = False
 
 
