@@ -25,7 +25,7 @@ from xdeepserve.comm.outside.server_link import CardLink, ServerLink, open_link
 from xdeepserve.comm.services.known_servers import KnownServers
 from xdeepserve.comm.services.layout import CARD, Presence
 from xdeepserve.comm.services.service_client import Patience, ServiceClient
-from xdeepserve.errors import FieldError, LostDieError, ProtocolError
+from xdeepserve.errors import FieldError, InputError, LostDieError, ProtocolError
 from xdeepserve.hw.pod import Pod
 
 MS = 1_000_000
@@ -217,6 +217,40 @@ async def test_a_server_that_ends() -> None:
             assert there.links[LAYOUT.servers.dies[1]].broken
 
 
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+async def test_what_a_client_before_has_left_is_not_read(kind: str) -> None:
+    """A client ends when a server has its request in a batch; the next one has its slots."""
+    async with scene(kind=kind) as (there, _):
+        first, asked = batches(10)[2], batches(11)
+        goes_on = [gate(far) for far in there.fars]
+        before = there.client()
+        await there.run(before.a2e(*first, 1))
+        async with asyncio.timeout(10):
+            while not any(far.server._states[0] == 1 and not far.server._order for far in there.fars):
+                await asyncio.sleep(0.01)
+        for node, far in zip(LAYOUT.servers.dies, there.fars, strict=True):
+            there.links[node].close("it has ended")
+            async with asyncio.timeout(10):
+                while far.nic.has_client:
+                    await asyncio.sleep(0.01)
+            there.links[node] = await open_link(far.address, "the next one", IDENTITY, TOKEN)
+        for event in goes_on:
+            asyncio.get_running_loop().call_later(0.1, event.set)
+        check((await there.run(attend(there.client(has_replicas=False), asked)))[0], asked)
+
+
+def gate(far: Far) -> asyncio.Event:
+    """What a server waits for before it answers."""
+    goes_on, answer = asyncio.Event(), far.server.answer
+
+    async def late(*args: Any) -> None:
+        await goes_on.wait()
+        await answer(*args)
+
+    far.server.answer = late  # type: ignore[method-assign]
+    return goes_on
+
+
 async def test_a_server_that_lies_about_its_generation() -> None:
     async with scene(generations=(1, 7, 1)) as (there, _):
         (error,) = await there.run(attend(there.client(), batches(7)))
@@ -322,7 +356,7 @@ async def test_a_port_in_use() -> None:
     with listener, pytest.raises(OSError, match="in use"):
         listen(address)
     for wrong in ("here", "here:", ":7", "here:70000", "here:x"):
-        with pytest.raises(ValueError, match="is not HOST:PORT"):
+        with pytest.raises(InputError, match="is not HOST:PORT"):
             split(wrong)
 
 

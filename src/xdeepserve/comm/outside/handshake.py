@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from xdeepserve.comm.outside.registered import Window
-from xdeepserve.errors import ProtocolError
+from xdeepserve.errors import InputError, ProtocolError
 
 MAX_LINE = 1 << 16
 PATIENCE_S = 5.0
@@ -111,10 +111,10 @@ def listen(address: str) -> tuple[socket.socket, str]:
 
 
 def split(address: str) -> tuple[str, int]:
-    """HOST:PORT. ValueError."""
+    """HOST:PORT. InputError for what is none."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"{address!r} is not HOST:PORT")
+        raise InputError(f"{address!r} is not HOST:PORT")
     return host, int(port)
 
 

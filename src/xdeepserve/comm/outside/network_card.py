@@ -19,6 +19,7 @@ import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from io import BufferedReader
 
 from xdeepserve.comm.outside.handshake import (
     PATIENCE_S,
@@ -103,7 +104,8 @@ class Nic:
                     pass
             else:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._execute(sock)
+                with sock.makefile("rb") as stream:
+                    self._execute(sock, stream)
         except (OSError, ProtocolError, AddressError) as error:
             self.refusals = [*self.refusals[-9:], str(error)]
         finally:
@@ -143,9 +145,9 @@ class Nic:
             self._client = client, sock
         return ""
 
-    def _execute(self, sock: socket.socket) -> None:
+    def _execute(self, sock: socket.socket, stream: BufferedReader) -> None:
         """Requests, in order, until the client goes."""
-        view, stream = self._buffer.view, sock.makefile("rb")
+        view = self._buffer.view
         while raw := stream.read(REQUEST.size):
             op, nbytes, offset = REQUEST.unpack(raw)
             try:

@@ -44,6 +44,8 @@ def _doze(seconds: float) -> None:
 class OutsideReach:
     """One client die's; `links` by node, which come and go, are those of all clients of its process."""
 
+    follows_others = True
+
     def __init__(self, die: Die, links: dict[int, ServerLink]) -> None:
         self.die, self._links = die, links
 

@@ -22,6 +22,8 @@ class Reach(Protocol):
     """One client's. Nodes are those of the seats."""
 
     die: Die
+    follows_others: bool
+    """Servers may be older than this client, and have had another one in its place."""
 
     @property
     def now_ns(self) -> int:
@@ -61,6 +63,8 @@ class Reach(Protocol):
 
 class OverURMA:
     """Within a pod: servers are dies, and time is virtual."""
+
+    follows_others = False
 
     def __init__(self, die: Die, layout: ServiceLayout) -> None:
         self.die, self._layout = die, layout

@@ -106,6 +106,7 @@ class ServiceClient(Handle):
         self._open: dict[int, OpenRequest] = {}  # by server
         # Servers, and their epochs, at which this slot may not be empty, and nobody waits for it.
         self._left: dict[int, int] = {}
+        self._met: dict[int, int] = {}  # servers, and their epochs, whose slot here has been this client's
         self.num_resent = 0  # requests that replicas were asked
 
     def at(self, **place: int) -> None:
@@ -161,6 +162,7 @@ class ServiceClient(Handle):
             if layout.announces and self._attempt == 1:
                 asked = [s for s in range(num_servers) if sent.counts[s] or self.known.is_usable(s)]
             is_ready = await self._empty_left(asked) and await self.known.connect(asked)
+            is_ready = is_ready and await self._take_over(asked)
         await self.steps.passed(WRITE, 3)
         await self._write(asked, rows, sent.counts, sent.order)
 
@@ -228,6 +230,17 @@ class ServiceClient(Handle):
                 continue
             if await self.slots.reads(server) and self.slots.state(server) != SlotState.WRITTEN:
                 self.known.trust(server)
+
+    async def _take_over(self, asked: Sequence[int]) -> bool:
+        """Slots that a client process before this one may have written to, on servers that are new to this
+        one: until what it left is done with. False as below."""
+        new = [server for server in asked if self._met.get(server) != self.known.epoch(server)]
+        if not new or not self.reach.follows_others:
+            return True
+        self._left |= {server: self.known.epoch(server) for server in new}
+        is_done = await self._empty_left(new)
+        self._met |= {server: self.known.epoch(server) for server in new if server not in self._left}
+        return is_done
 
     async def _empty_left(self, asked: Sequence[int]) -> bool:
         """Step 3: wait until what is left in the slots on these servers is done with, and empty them. False

@@ -19,7 +19,7 @@ from xdeepserve.comm.outside.seat_list import Attend, Refused, SeatList, SeatVie
 from xdeepserve.comm.outside.server_link import ServerLink, open_link
 from xdeepserve.comm.services.layout import SEAT, Presence, ServiceLayout
 from xdeepserve.engine.outside.monitor_service import check_reachable, dial, hear
-from xdeepserve.errors import DeploymentError, ProtocolError, XDeepServeError
+from xdeepserve.errors import DeploymentError, InputError, ProtocolError, XDeepServeError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.pod import Pod
 
@@ -84,6 +84,9 @@ class Watcher:
             check()
             if self.failure is not None:
                 raise self.failure
+            for task in self._tasks:
+                if task.done():
+                    task.result()
             if time.monotonic() > deadline:
                 raise XDeepServeError(
                     f"the monitor at {self._monitor} knows no server of experts {missing} after "
@@ -95,10 +98,9 @@ class Watcher:
 
     async def _listen(self) -> None:
         """Take every list of seats; dial again when the connection has ended."""
-        host, port = split(self._monitor)
         while True:
             try:
-                reader, self._writer = await dial(host, port, self._token)
+                reader, self._writer = await dial(*split(self._monitor), self._token)
                 try:
                     await self._hear(reader)
                 finally:
@@ -109,7 +111,7 @@ class Watcher:
                 if self._listed is None:
                     self.failure = check_reachable(self._monitor, error)
                     return
-            except DeploymentError as error:
+            except InputError as error:  # the monitor refuses, or cannot be one
                 self.failure = error
                 return
             await asyncio.sleep(AGAIN_S)
@@ -158,7 +160,7 @@ class Watcher:
         if is_new or self.links[node].broken is not None:
             try:
                 link = await open_link(seat.address, self._client, self._identity, self._token)
-            except (OSError, ProtocolError, ValueError) as error:
+            except (OSError, ProtocolError, InputError) as error:
                 why = f"server {seat.name} at seat {number}: {error}"
                 if self._refused.get(number) != why:
                     print(f"xdeepserve: note: no link to {why}", file=sys.stderr, flush=True)
