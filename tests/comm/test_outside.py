@@ -154,7 +154,7 @@ def batches(seed: int, count: int = 4) -> list[Any]:
 def check(results: Any, asked: list[Any]) -> None:
     assert not isinstance(results, BaseException), results
     for result, batch in zip(results, asked, strict=True):
-        same_bits(result, expected(LAYOUT, batch, logical))
+        assert same_bits(result, expected(LAYOUT, batch, logical))
 
 
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
@@ -221,12 +221,12 @@ async def test_a_server_that_ends() -> None:
 async def test_what_a_client_before_has_left_is_not_read(kind: str) -> None:
     """A client ends when a server has its request in a batch; the next one has its slots."""
     async with scene(kind=kind) as (there, _):
-        first, asked = batches(10)[2], batches(11)
-        goes_on = [gate(far) for far in there.fars]
+        first, asked = batches(10)[2], batches(11, 6)
+        gates = [gate(far) for far in there.fars]
         before = there.client()
         await there.run(before.a2e(*first, 1))
         async with asyncio.timeout(10):
-            while not any(far.server._states[0] == 1 and not far.server._order for far in there.fars):
+            while not all(waits.is_set() for _, waits in gates):
                 await asyncio.sleep(0.01)
         for node, far in zip(LAYOUT.servers.dies, there.fars, strict=True):
             there.links[node].close("it has ended")
@@ -234,21 +234,22 @@ async def test_what_a_client_before_has_left_is_not_read(kind: str) -> None:
                 while far.nic.has_client:
                     await asyncio.sleep(0.01)
             there.links[node] = await open_link(far.address, "the next one", IDENTITY, TOKEN)
-        for event in goes_on:
-            asyncio.get_running_loop().call_later(0.1, event.set)
+        for goes_on, _ in gates:
+            asyncio.get_running_loop().call_later(1.0, goes_on.set)
         check((await there.run(attend(there.client(has_replicas=False), asked)))[0], asked)
 
 
-def gate(far: Far) -> asyncio.Event:
-    """What a server waits for before it answers."""
-    goes_on, answer = asyncio.Event(), far.server.answer
+def gate(far: Far) -> tuple[asyncio.Event, asyncio.Event]:
+    """What a server waits for before it answers, and whether it does."""
+    goes_on, waits, answer = asyncio.Event(), asyncio.Event(), far.server.answer
 
     async def late(*args: Any) -> None:
+        waits.set()
         await goes_on.wait()
         await answer(*args)
 
     far.server.answer = late  # type: ignore[method-assign]
-    return goes_on
+    return goes_on, waits
 
 
 async def test_a_server_that_lies_about_its_generation() -> None:

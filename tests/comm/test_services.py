@@ -580,4 +580,4 @@ async def test_a_late_replica_answers_when_the_other_is_gone() -> None:
     client.die.memory.write(known.mask_region.offset, bytes([Presence.ABSENT]))
     (results,) = await run(built, attend(client, [batch]), compute=logical)
     assert not isinstance(results, BaseException), results
-    same_bits(results[0], expected(LAYOUT, batch, logical))
+    assert same_bits(results[0], expected(LAYOUT, batch, logical))
