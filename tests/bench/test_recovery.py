@@ -9,7 +9,7 @@ def test_a_gentler_stage_costs_less() -> None:
     rows = {row.name.removeprefix("recovery/"): row.value for row in recovery.all_rows()}
     ways = ("none", "glitch/stage=3", "glitch/stage=2", "lost/stage=2")
     assert rows["lost/stage=2/failover/last_token_later"] == rows["lost/stage=2/last_token_later"]
-    later_ms = [rows[f"{way}/last_token_later"] for way in ways]
+    later_ms = [rows[f"{way}/last_token_later"] for way in (*ways, "lost/stage=1")]
     assert later_ms[0] == 0
     assert all(before < after for before, after in pairwise(later_ms))
     assert [name for name in rows if name.endswith("/rollback")] == ["glitch/stage=3/rollback"]

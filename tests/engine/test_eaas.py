@@ -363,8 +363,6 @@ def test_elsewhere_there_are_no_services() -> None:
     ):
         with pytest.raises(DeploymentError, match=said):
             fit(resolve("colocated", [setting]), _config())
-    with pytest.raises(DeploymentError, match=r"no timing-only runs of it: .* moe-attention"):
-        fit(resolve("eaas"), _config(), is_timing_only=True)
 
 
 def test_settings_that_change_nothing_are_told() -> None:

@@ -250,7 +250,15 @@ async def test_the_endpoint_asks_dies_that_rest(tiny: TinyCheckpoint) -> None:
         before = engine.stats().virtual_ns
         replies = await asyncio.gather(*(client.get("/health") for _ in range(3)))
         assert [reply.status for reply in replies] == [200] * 3
-        te = {"name": "te", "num_groups": 2, "suspect": [], "lost": [], "life": "ready", "reason": None}
+        te = {
+            "name": "te",
+            "num_groups": 2,
+            "shell": "healthy",
+            "suspect": [],
+            "lost": [],
+            "life": "ready",
+            "reason": None,
+        }
         te |= {"num_rollbacks": 0, "recovering": None, "num_servers": 0, "lost_servers": [], "links": []}
         well = {"status": "ok", "tes": [te]}
         assert [await reply.json() for reply in replies] == [well] * 3
@@ -316,7 +324,14 @@ async def test_the_endpoint_names_tes_that_load_drain_or_are_lost(tiny: TinyChec
             await asyncio.sleep(0)
         assert await told(client) == ("degraded", {"te 2": "ready", "te 1": "lost"})
         body = await (await client.get("/health")).json()
-        lost = {"name": "te 1", "num_groups": 2, "suspect": [], "lost": [0, 1], "life": "lost"}
+        lost = {
+            "name": "te 1",
+            "num_groups": 2,
+            "shell": "healthy",
+            "suspect": [],
+            "lost": [0, 1],
+            "life": "lost",
+        }
         lost |= {"num_rollbacks": 0, "recovering": None, "num_servers": 0, "lost_servers": [], "links": []}
         assert body["tes"][-1] == lost | {"reason": "the die is on fire"}
         text = await (await client.get("/metrics")).text()

@@ -203,6 +203,11 @@ def test_what_cannot_be_is_refused(settings: tuple[str, ...], words: str) -> Non
     assert "\n" not in str(refused.value)
 
 
+def test_time_alone_has_no_processes() -> None:
+    with pytest.raises(DeploymentError, match="timing-only runs compute nothing that processes"):
+        LLM("tiny-random", "eaas", overrides=["experts.transport=shm"], timing_only=True)
+
+
 def test_a_monitor_that_is_not_there() -> None:
     overrides = ["max_model_len=64", "experts.transport=shm", "experts.monitor=127.0.0.1:1"]
     with pytest.raises(XDeepServeError, match=r"the monitor at 127\.0\.0\.1:1 cannot be reached"):

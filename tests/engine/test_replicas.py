@@ -555,8 +555,8 @@ def test_what_models_without_experts_and_timing_only_runs_lack_is_refused(tiny: 
             DeploymentError, match=r"timing: (of_dies|routed_dies) and experts\.redundant_slots"
         ):
             PodPlan(tiny, resolve("colocated", COLOCATED), timing=timing)
-    with pytest.raises(DeploymentError, match=r"timing-only runs .* and no dataflow"):
-        PodPlan(tiny, resolve("moe-attention", ["dataflow=true"]), timing=TimingConfig())
+    with pytest.raises(DeploymentError, match=r"timing: of_dies and dataflow exclude each other"):
+        PodPlan(tiny, resolve("moe-attention", ["dataflow=true"]), timing=TimingConfig(of_dies=16))
     with pytest.raises(DeploymentError, match=r"timing: of_dies and experts\.shared_dies exclude"):
         PodPlan(tiny, resolve("colocated", ["experts.shared_dies=1"]), timing=TimingConfig(of_dies=16))
     dense = msgspec.structs.replace(

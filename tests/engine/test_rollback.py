@@ -104,11 +104,12 @@ def test_the_endpoint_is_told(tiny: TinyCheckpoint) -> None:
         assert f'xdeepserve:recoveries_total{{model_name="m",stage="{stage}"}} {number}.0' in text
 
 
-def test_it_goes_on_where_nothing_is_computed(tiny: TinyCheckpoint) -> None:
+@pytest.mark.parametrize("settings", [[*APART], [*APART, "dataflow=true"]], ids=["barriers", "flows"])
+def test_it_goes_on_where_nothing_is_computed(tiny: TinyCheckpoint, settings: list[str]) -> None:
     """In a run that only takes time, at least as many steps are run, and all end."""
 
     def took(faults: Sequence[Fault]) -> tuple[int, int]:
-        with LLM(tiny, "moe-attention", overrides=[SIZE, *APART], faults=faults, timing_only=True) as llm:
+        with LLM(tiny, "moe-attention", overrides=[SIZE, *settings], faults=faults, timing_only=True) as llm:
             outputs = llm.generate(PROMPTS, PARAMS)
             assert [len(each.outputs[0].token_ids) for each in outputs] == [6, 6, 6]
             return llm.engine.plan.pod.clock.now, llm.engine.je.tes[0].recovery.count

@@ -34,7 +34,7 @@ async def health(request: web.Request) -> web.Response:
     endpoint = request.app[ENDPOINT]
     tes = await endpoint.engine.check_health()
     endpoint.check_healthy()
-    is_well = not any(te.suspect or te.lost for te in tes)
+    is_well = not any(te.suspect or te.lost or te.shell != "healthy" for te in tes)
     return json_response(Health(status="ok" if is_well else "degraded", tes=tes))
 
 

@@ -1,9 +1,11 @@
 """What a fault costs by the stage of recovery that it takes (xDeepServe 6.2), in virtual time.
 
 Two decode TEs of two dies each are in full swing when, in the middle of a step, something of the second one
-fails. Throughput is that of all tokens that leave the pod, in slices of time. No paper has such figures;
-what is claimed is the order: a gentler stage costs less. Where a die is lost, most of the time goes until its
-peer, which waits for it, gives up at the deadline of its exchange; who reads its memory finds out at once.
+fails; and a decode TE that is the only one is lost with all its dies, so that everything is started anew on
+what is left of prefill's. Throughput is that of all tokens that leave the pod, in slices of time. No paper
+has such figures; what is claimed is the order: a gentler stage costs less. Where a die is lost, most of the
+time goes until its peer, which waits for it, gives up at the deadline of its exchange, or until heartbeats
+are missed; who reads its memory finds out at once.
 
 Then 1 to 16 of the 32 dies of one TE of DeepSeek-R1 are lost, which comes back on those that are left: how
 long that takes from when the loss is known, weights included, which come from the hosts' page caches. SGLang
@@ -26,6 +28,9 @@ from xdeepserve.llm import LLM
 POD = ("prefill.dies=1", "decode.count=2", "decode.dies=2", "max_model_len=128", "scheduler.max_num_seqs=16")
 NUM_PROMPTS, NUM_TOKENS = 16, 48
 DIE = 4  # of the second decode TE
+# The only decode TE, with all its dies.
+ONE = ("prefill.dies=2", "prefill.tp=1", "decode.count=1", "recovery.failover=true")
+DIES_OF_ONE = (2, 3)
 SLICES = 10  # of the run without faults
 SHOWN = 15  # slices
 NUM_RANKS, RANKS_LOST = 32, (1, 2, 4, 8, 16)
@@ -33,7 +38,7 @@ NUM_RANKS, RANKS_LOST = 32, (1, 2, 4, 8, 16)
 
 class Life(NamedTuple):
     """A run, in ns of virtual time: when each token left, how long rollbacks took, when each step of the
-    second decode TE began and ended."""
+    last decode TE began and ended."""
 
     tokens: list[int]
     rollbacks: list[int]
@@ -60,6 +65,10 @@ def all_rows() -> Iterator[Row]:
     )
     for name, settings, faults in ways:
         yield from _rows_of(name, serve(settings, faults) if faults else quiet, quiet, slice_ns)
+    alone = serve(ONE, (), "decode 0")
+    at_us = sum(alone.steps[len(alone.steps) // 2]) / 2000
+    gone = tuple(Fault(at_us + number, die, "lost") for number, die in enumerate(DIES_OF_ONE))
+    yield from _rows_of("lost/stage=1", serve(ONE, gone), alone, alone.end_ns / SLICES)
     for num_lost in RANKS_LOST:
         recovery_ns, num_dies = scaled_down(num_lost)
         yield Row(f"recovery/ranks_lost={num_lost}/recovery", recovery_ns / 1e9, "s", "predicted")
@@ -79,8 +88,8 @@ def _rows_of(name: str, life: Life, quiet: Life, slice_ns: float) -> Iterator[Ro
         yield Row(f"{prefix}/tokens_per_s/slice={number}", value, "1/s", "measured")
 
 
-def serve(settings: Sequence[str], faults: Sequence[Fault]) -> Life:
-    """Answer the prompts."""
+def serve(settings: Sequence[str], faults: Sequence[Fault], last: str = "decode 1") -> Life:
+    """Answer the prompts; `last` is the last decode TE's name."""
     life = Life([], [], [])
     with LLM("tiny", "pd", overrides=[*POD, *settings], faults=faults) as llm:
         clock = llm.engine.plan.pod.clock
@@ -88,7 +97,7 @@ def serve(settings: Sequence[str], faults: Sequence[Fault]) -> Life:
         def observe(event: Observed) -> None:
             if isinstance(event, StepEnded):
                 life.tokens.extend(event.end_ns for share in event.shares for _ in share.token_ids)
-                if event.group.te == "decode 1":
+                if event.group.te == last:
                     life.steps.append((event.start_ns, event.end_ns))
             elif isinstance(event, TERolledBack):
                 life.rollbacks.append(clock.now - event.begun_ns)

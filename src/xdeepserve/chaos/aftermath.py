@@ -43,7 +43,7 @@ class Aftermath(msgspec.Struct):
     lost: dict[str, str]  # TEs that were given up, and why
     log: list[str]  # every event, with its time
     leaks: list[str]  # what is left behind
-    num_rollbacks: int = 0
+    stages: Counter[str] = Counter()  # how often each stage of recovery was gone through (xDeepServe 6.2)
     spans: Sequence[TraceSpan] = ()
     moments: Counter[tuple[str, int, int | None]] = Counter()  # how often steps were complete, in a trace
     pool: dict[str, int] = {}
@@ -115,7 +115,7 @@ async def _endured(engine: Engine, schedule: FaultSchedule) -> Aftermath:
         return after
     for number, (request, what) in enumerate(zip(submitted, requests, strict=True)):
         after.ends[number] = await _end_of(request, what)
-    after.num_rollbacks = engine.stats().num_recoveries["3"]
+    after.stages = engine.stats().num_recoveries
     after.lost = {name: str(error) for name, error in engine.lost.items()}
     if clients.done() and engine.is_healthy():
         try:

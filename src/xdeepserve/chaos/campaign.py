@@ -28,7 +28,9 @@ COUNTED: dict[Verdict, str] = {  # as which field of ChaosCounts
 
 
 class ChaosCounts(msgspec.Struct):
-    """How many schedules ended how. `wrong`: other bits, or other events when run again."""
+    """How many schedules ended how. `wrong`: other bits, or other events when run again. `stages`: how many
+    of those with equal bits had recovered, by the last resort that they took: 3, steps were run again; 2, TEs
+    were given up; 1, all were started anew."""
 
     schedules: int = 0
     equal: int = 0
@@ -37,15 +39,20 @@ class ChaosCounts(msgspec.Struct):
     lost_requests: int = 0
     leaks: int = 0
     wrong: int = 0
+    stages: dict[str, int] = msgspec.field(default_factory=lambda: {"3": 0, "2": 0, "1": 0})
 
     @property
     def is_clean(self) -> bool:
         return not (self.hangs or self.lost_requests or self.leaks or self.wrong)
 
-    def count(self, verdict: Verdict) -> None:
+    def count(self, finding: Finding) -> None:
         """One more."""
         self.schedules += 1
-        setattr(self, COUNTED[verdict], getattr(self, COUNTED[verdict]) + 1)
+        field = COUNTED[finding.verdict]
+        setattr(self, field, getattr(self, field) + 1)
+        gone_through = [stage for stage in self.stages if finding.stages[stage]]
+        if finding.verdict == "equal" and gone_through:
+            self.stages[min(gone_through)] += 1
 
 
 class Trial(msgspec.Struct, frozen=True):
@@ -88,18 +95,14 @@ class Campaign:
     def __init__(self, judge: Judge) -> None:
         self.judge, self.tally = judge, ChaosCounts()
         self.by_operation: Counter[tuple[str, str]] = Counter()
-        self.recovered = 0  # schedules in which TEs were lost and all bits came
-        self.rolled_back = 0  # schedules in which steps were run again and all bits came
         self.bugs: list[tuple[FaultSchedule, Finding]] = []
 
     def run(self, trials: Iterable[Trial], report: Callable[[Trial, Finding], None]) -> None:
         """Run them, one after the other; what fails is shrunk."""
         for trial in trials:
             finding = self.judge.judge(trial.schedule, trial.is_twice)
-            self.tally.count(finding.verdict)
+            self.tally.count(finding)
             self.by_operation[trial.schedule.deployment, trial.operation] += 1
-            self.rolled_back += finding.verdict == "equal" and bool(finding.num_rollbacks)
-            self.recovered += finding.verdict == "equal" and bool(finding.lost)
             if finding.is_bug:
                 self.bugs.append((self._shrunk(trial.schedule, finding), finding))
             report(trial, finding)

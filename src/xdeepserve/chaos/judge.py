@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import TracebackType
 from typing import Literal
 
@@ -20,12 +21,12 @@ BUGS: tuple[Verdict, ...] = ("hang", "lost request", "leak", "wrong")
 
 class Finding(msgspec.Struct, frozen=True):
     """What came of a schedule, in a word and a sentence; TEs that were given up while others went on, and how
-    often steps were run again."""
+    often each stage of recovery was gone through."""
 
     verdict: Verdict
     why: str = ""
     lost: tuple[str, ...] = ()
-    num_rollbacks: int = 0
+    stages: Counter[str] = Counter()
 
     @property
     def is_bug(self) -> bool:
@@ -83,8 +84,8 @@ class Judge:
         if after.leaks:
             return Finding("leak", "; ".join(after.leaks), lost)
         if errors:
-            return Finding("named error", errors[0], lost, after.num_rollbacks)
-        return Finding("equal", "", lost, after.num_rollbacks)
+            return Finding("named error", errors[0], lost, after.stages)
+        return Finding("equal", "", lost, after.stages)
 
     def _pool_finding(self, schedule: FaultSchedule, after: Aftermath, again: Aftermath) -> Finding | None:
         """What is wrong with the memory pool that is left behind; None if nothing is."""

@@ -45,7 +45,7 @@ SUITES = {
     ),
     "papers": Suite(
         "every value that the papers publish: ours beside it, or why there is none; two minutes",
-        ("paper", "plot"),
+        ("paper", "plot", "trends"),
     ),
     "kernels": Suite("wall time of each kernel beside this computer's limits, NumPy and PyTorch; minutes"),
     "decode": Suite(
@@ -77,6 +77,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "format": {"choices": ("mooncake", "bailian"), "help": "whose format it has; default mooncake"},
     "paper": {"metavar": "P", "help": "of one paper: xds, cm, ds, eaas or ms"},
+    "trends": {
+        "action": "store_true",
+        "help": "instead, what the papers say in words (what is faster than what), and whether it holds",
+    },
     "plot": {"type": Path, "metavar": "FILE", "help": "draw it as well (needs matplotlib)"},
     "ranks": {
         "action": "store_true",
@@ -115,6 +119,8 @@ def run(args: argparse.Namespace) -> int:
     from xdeepserve.bench.report import Row, print_rows, print_summary
 
     _check(args)
+    if args.trends:
+        return _tell_trends(args)
     if args.plot is not None:
         comm.pyplot()  # before half a minute of work
     name = "ranks" if args.ranks else "superpod_steps" if args.steps else args.suite
@@ -159,6 +165,21 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _tell_trends(args: argparse.Namespace) -> int:
+    """What papers say in words."""
+    from xdeepserve.bench import papers, trends
+
+    if args.paper is not None and args.paper not in papers.PAPERS:
+        raise InputError(f"--paper must be one of {', '.join(papers.PAPERS)}, found {args.paper!r}")
+    found = []
+    with working("bench papers --trends") as status:
+        for one in trends.all_answers(args.paper):
+            found.append(one)
+            status.detail = f"{len(found)} of {len(trends.TRENDS)}"
+    trends.print_answers(found, "json" if args.json else "text")
+    return 0
+
+
 def _check(args: argparse.Namespace) -> None:
     """Raises InputError where an option does not belong to the suite, or a file cannot be written."""
     for option in OPTIONS:
@@ -169,6 +190,8 @@ def _check(args: argparse.Namespace) -> None:
         if args.ranks:
             raise InputError("--plot draws virtual time, and --ranks measures wall time: choose one")
         check_writable(args.plot, "--plot")
+    if args.trends and (args.plot is not None or args.full):
+        raise InputError("--trends has no numbers: neither --plot nor --full goes with it")
     _check_plan(args)
     if args.trace is not None:
         if args.steps:

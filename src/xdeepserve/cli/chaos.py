@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     replayed = None if args.replay is None else read_schedule(args.replay)
     if not args.save.is_dir():
         raise InputError(f"--save {args.save}: no such directory")
-    is_whole = False
+    is_whole, begun = False, time.monotonic()
     with working("chaos") as status, Judge(resolve_model(args.model)) as judge:
         campaign = c.Campaign(judge)
 
@@ -87,18 +88,18 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(msgspec.to_builtins(campaign.tally)))
     else:
-        _print(campaign, args.save)
+        _print(campaign, args.save, time.monotonic() - begun)
     return 130 if not is_whole else 0 if campaign.tally.is_clean else 1
 
 
-def _print(campaign: Campaign, where: Path) -> None:
+def _print(campaign: Campaign, where: Path, seconds: float) -> None:
     """The counts, by operation where there are operations, and the schedules that failed."""
     for (deployment, operation), count in sorted(campaign.by_operation.items()):
         print(f"{deployment:16} {operation or 'schedules':24} {count:6}")
     t = campaign.tally
     print(
-        f"{t.schedules} schedules: {t.equal} with all bits equal ({campaign.recovered} of them although task "
-        f"executors were lost, {campaign.rolled_back} although steps were run again),\n"
+        f"{t.schedules} schedules, {seconds / max(1, t.schedules):.2f} s each: {t.equal} with all bits equal "
+        f"(recovered by stage 3: {t.stages['3']}, 2: {t.stages['2']}, 1: {t.stages['1']}),\n"
         f"{t.named_errors} with an error that the faults permit and that names who "
         f"is lost; {t.hangs} hangs, {t.lost_requests} lost requests, {t.leaks} leaks, {t.wrong} wrong"
     )

@@ -153,6 +153,7 @@ class ExpertProcess:
 
     def _ring(self, program: ExpertServerProgram, count: int) -> int:
         """Ring the bell, from another thread; what its loop has answered."""
+        assert isinstance(program.server, OutsideServer)
         memory, at = program.die.memory, program.server.bell
         answered: int = BELL.unpack(memory.read(at, BELL.size))[1]
         memory.write(at, BELL.pack(count, answered))

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.memory import Address
+from xdeepserve.hw.queue import Queue
 
 LOGPROB_SLOTS = 21  # the chosen token and up to 20 alternatives
 
@@ -214,6 +215,14 @@ class Resume(msgspec.Struct, frozen=True):
 
 class Wake(msgspec.Struct, frozen=True):
     """To a host's loop: there is new work, or room for old work."""
+
+
+class Beat(msgspec.Struct, frozen=True):
+    """To a TE-shell: are you there? It says its `name` to who asks; that is on its way for `travel_ns`."""
+
+    name: str
+    answers: Queue[str]
+    travel_ns: int
 
 
 class Shutdown(msgspec.Struct, frozen=True):

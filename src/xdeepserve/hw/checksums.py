@@ -1,12 +1,13 @@
-"""Checksums over payloads that DMA engines and network cards bring from one node to another.
+"""Checksums over payloads that engines and network cards bring from one node to another.
 
 The sender's is compared with that of what arrives, before a byte of it is written: what was damaged on the
 way is refused, not computed with. Both ends read the payload once more for it, side by side, which takes the
 time of its bytes in HBM.
 
-Covered: KV on its way from prefill to decode by DMA or cards, blocks between dies and DRAM (the memory pool
-and a group's own), weights and replicas. Not covered: what kernels send by themselves (tokens of exchanges,
-send and receive), fields, and messages between hosts. Values on volumes have digests of their own.
+Covered: KV on its way from prefill to decode, blocks between dies and DRAM (the memory pool and a group's
+own), weights and replicas; and what kernels gather and push, the tokens of exchanges and their answers: there
+damage is an error code of the die that finds it, and the step is run again. Not covered: fields and flags,
+which protocols check by themselves, and messages between hosts. Values on volumes have digests of their own.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Checksums:
 
     def check(self, sent: Bytes, arrived: Bytes, src: Address, dst: Address) -> None:
         """IntegrityError unless they are alike."""
-        if not self.is_on or src.node == dst.node:
+        if not self.is_on or src.node == dst.node or arrived is sent:
             return
         expected, seen = zlib.crc32(sent), zlib.crc32(arrived)
         if expected != seen:

@@ -220,7 +220,9 @@ class Clock:
         process = self._current()
         if time_ns < self._now:
             time_ns = self._now
-        if self._num_running == 1 and (not heap or time_ns < heap[0][0]) and not self._planned:
+        planned = self._planned
+        is_next = not ((heap and heap[0][0] <= time_ns) or (planned and planned[0][0] <= time_ns))
+        if self._num_running == 1 and is_next:
             # This would be the next event: nobody else can run before it.
             self._now = time_ns
             self._num_sleeps_in_turn += 1

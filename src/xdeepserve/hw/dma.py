@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Literal
 
 from .engines import Copy, Fabric, Gather, move, traffic_of, whole_copies
-from .topology import Plane
 from .traffic import Integers, Place, Traffic
 
 
@@ -34,7 +33,7 @@ class DMA:
         traffic = traffic_of(self.fabric, self.place, pieces)
         end = self._reserve(*traffic, len(pieces), name, weight=weight, is_payload=True)
         await self.fabric.clock.sleep_until(end)
-        move(self.fabric, pieces, Plane.UB)
+        move(self.fabric, pieces, die=self.node if self.kind == "urma" else None)
 
     async def pass_time(self, src: int, dst: int, nbytes: int, name: str = "copy") -> None:
         """What a `copy` of one piece between two nodes takes; no byte moves."""
@@ -59,7 +58,7 @@ class DMA:
         """
         pieces = Gather(self.fabric, self.place, nodes, offsets, sizes, dst_offset)
         crossing = None if copies is None else (nodes, copies)
-        end = self._reserve(pieces.loads, pieces.stores, len(nodes), name, cores, crossing)
+        end = self._reserve(pieces.loads, pieces.stores, len(nodes), name, cores, crossing, is_payload=True)
         await self.fabric.clock.sleep_until(end)
         pieces.move()
 

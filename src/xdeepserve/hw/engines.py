@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from ..errors import AddressError
+from ..errors import AddressError, GlitchError, IntegrityError
 from .address_space import AddressSpace
 from .checksums import Checksums
 from .clock import Clock
@@ -88,6 +88,7 @@ class Gather:
         sizes: Integers,
         dst_offset: int,
     ) -> None:
+        self.fabric, self.links = fabric, fabric.links
         self.memories, self.target = fabric.memories, fabric.memories[place.node]
         nodes, offsets, sizes = (np.asarray(x, np.int64) for x in (nodes, offsets, sizes))
         dst_offset = index(dst_offset)
@@ -99,9 +100,45 @@ class Gather:
         self.loads.add_many(nodes, sizes)
 
     def move(self) -> None:
+        """GlitchError, before a byte is written, if checksums tell that one was damaged on its way."""
         target = self.target.read(self.dst_offset, self.nbytes)
+        if self.links and (damaged := self._damaged()):
+            target[:] = damaged
+            self.target.notify(self.dst_offset, self.nbytes)
+            return
         self.memories.gather(self.nodes, self.offsets, self.sizes, target)
         self.target.notify(self.dst_offset, self.nbytes)
+
+    def _damaged(self) -> bytes:
+        """What arrives, if it is not what was sent; else nothing."""
+        here, arrived, is_damaged = Address(self.target.node, 0), [], False
+        places = zip(self.nodes.tolist(), self.offsets.tolist(), self.sizes.tolist(), strict=True)
+        for node, offset, nbytes in places:
+            src = Address(node, offset)
+            sent = self.memories.read(src, nbytes)
+            arrived.append(carried(self.fabric, Plane.UB, src, here, sent, self.target.node))
+            is_damaged |= arrived[-1] is not sent
+        return b"".join(arrived) if is_damaged else b""
+
+
+def carried(
+    fabric: Fabric, plane: Plane, src: Address, dst: Address, sent: Bytes, die: int | None = None
+) -> Bytes:
+    """What arrives over a plane of a payload.
+
+    IntegrityError, if checksums tell that it is not what was sent; where a kernel of `die` moves it,
+    GlitchError, a link's: then the step is run again.
+    """
+    if src.node == dst.node or not fabric.links:
+        return sent
+    arrived = fabric.links.carry(plane, src.node, dst.node, sent)
+    try:
+        fabric.checksums.check(sent, arrived, src, dst)
+    except IntegrityError as error:
+        if die is None:
+            raise
+        raise GlitchError(die, "link-error", str(error)) from None
+    return arrived
 
 
 class Targets:
@@ -143,12 +180,8 @@ def traffic_of(
     return loads, stores
 
 
-def move(fabric: Fabric, pieces: list[Copy], plane: Plane | None = None) -> None:
-    """Bytes from here to there; over a plane, if they are a payload whose checksum goes with it."""
+def move(fabric: Fabric, pieces: list[Copy], plane: Plane = Plane.UB, die: int | None = None) -> None:
+    """Payloads from here to there, over a plane, by a kernel of `die` or by nobody's."""
     for src, dst, nbytes in pieces:
-        data = fabric.memories.read(src, nbytes)
-        arrived: Bytes = data
-        if plane is not None:
-            arrived = fabric.links.carry(plane, src.node, dst.node, data) if fabric.links else data
-            fabric.checksums.check(data, arrived, src, dst)
+        arrived = carried(fabric, plane, src, dst, fabric.memories.read(src, nbytes), die)
         fabric.memories[dst.node].write_checked(dst.offset, arrived)

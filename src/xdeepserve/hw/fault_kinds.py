@@ -57,6 +57,7 @@ RULES: dict[tuple[Place, Kind], Rule] = {
         "a page of its HBM loses what it held; a healthy one comes in", needs=("page",)
     ),
     ("host", "lost"): Rule("all dies of the server, and its part of the memory pool"),
+    ("host", "stalled"): Rule("its CPU stands still, and with it all loops of the host", needs=("for_us",)),
     ("link", "down"): Rule("who sends or reads by it gets an error", needs=("plane",), may=("for_us",)),
     ("link", "blocked"): Rule("nothing goes by it, and nobody is told", needs=("plane", "for_us")),
     ("link", "slow"): Rule("bytes take `factor` times as long", needs=("plane", "for_us", "factor")),

@@ -286,10 +286,10 @@ async def _happen(fault: Fault, pod: Pod) -> None:
         if place == "die":
             _break_die(fault, number, pod, lasts_ns)
         elif place == "host":
-            pod.break_host(number)
+            pod.cpu(number).stall(lasts_ns) if fault.kind == "stalled" else pod.break_host(number)
         else:
             pod.parts[place, number](fault.kind, True)
-    if lasts_ns and (place != "die" or fault.kind == "late"):
+    if lasts_ns and (place not in ("die", "host") or fault.kind == "late"):
         pod.clock.at(now + lasts_ns, partial(_end, fault, pod))
 
 

@@ -3,7 +3,7 @@
     down      nothing goes by it, and who wants to send or to read learns so at once (`LinkError`)
     blocked   nothing begins to go by it, and nobody is told
     slow      its bytes take the time of `factor` times as many
-    flipped   one bit of the next payload that a DMA engine or a card brings by it, and that is all
+    flipped   one bit of the next payload that an engine or a card brings by it, and that is all
     late      of a die, to everybody: what it asks its engines for begins `by_us` later
 
 Bytes that are on their way when a fault begins arrive.
@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from ..errors import LinkError
 from .clock import Clock
+from .memory import Bytes
 from .topology import Plane
 
 
@@ -52,7 +53,7 @@ class FaultyLinks(dict[tuple[Plane, int, int], LinkFault]):
         pairs = [(a, b) for plane, a, b in self if plane is Plane.UB and a in nodes and b in nodes]
         return max((self.passes(Plane.UB, a, b, 0)[1] for a, b in pairs), default=0)
 
-    def carry(self, plane: Plane, src: int, dst: int, data: memoryview) -> bytes | memoryview:
+    def carry(self, plane: Plane, src: int, dst: int, data: Bytes) -> Bytes:
         """What arrives of a payload."""
         key = plane, min(src, dst), max(src, dst)
         if key not in self or self[key].kind != "flipped" or not data:

@@ -15,12 +15,14 @@ from .engines import (
     Fabric,
     Gather,
     Targets,
+    carried,
     move,
     traffic_of,
     whole_copies,
     whole_pieces,
 )
 from .memory import Address, Bytes
+from .topology import Plane
 from .traffic import Integers, Place, Traffic
 
 
@@ -89,7 +91,7 @@ class MTE:
         crossing = None if copies is None else (nodes, copies)
         num_pieces = None if is_running else len(nodes)
         end = self._reserve_copy(
-            pieces.loads, pieces.stores, num_pieces, cores or self._cores, name, crossing
+            pieces.loads, pieces.stores, num_pieces, cores or self._cores, name, crossing, is_payload=True
         )
         await self.fabric.clock.sleep_until(end)
         pieces.move()
@@ -137,9 +139,10 @@ class MTE:
         """MTE2 and MTE3 in ping-pong: memory -> unified buffer -> memory, chunk by chunk."""
         pieces = whole_copies(pieces)
         loads, stores = traffic_of(self.fabric, self.place, pieces)
-        end = self._reserve_copy(loads, stores, len(pieces), cores or self._cores, name)
+        how = len(pieces), cores or self._cores, name
+        end = self._reserve_copy(loads, stores, *how, is_payload=True)
         await self.fabric.clock.sleep_until(end)
-        move(self.fabric, pieces)
+        move(self.fabric, pieces, die=self.node)
 
     def _reserve_copy(
         self,
@@ -149,6 +152,7 @@ class MTE:
         cores: int,
         name: str,
         crossing: tuple[Integers, Integers] | None = None,
+        is_payload: bool = False,
     ) -> int:
         """Book both engines, and the ports for what crosses them, for a copy; when it will be complete."""
         fabric, spec = self.fabric, self.fabric.spec
@@ -164,6 +168,8 @@ class MTE:
         end = ready + store_end + stores.latency_ns
         if crossing is not None:
             end = max(end, fabric.ports.pull(self.node, *crossing, ready))
+        if is_payload:
+            end += fabric.checksums.time_ns(loads.near + loads.far, spec)
         self.mte2_busy_until = ready + load_end
         self.mte3_busy_until = end
         fabric.trace.span(self.node, "MTE2", name, start, ready + load_end, {"bytes": loads.nbytes})
@@ -208,13 +214,15 @@ class MTE:
         end = ready + end_ns
         if copies is not None:
             end = max(end, fabric.ports.push(self.node, *copies, ready))
-        end += stores.latency_ns
+        end += stores.latency_ns + fabric.checksums.time_ns(stores.near + stores.far, spec)
         self.mte2_busy_until, self.mte3_busy_until = ready + load_end, end
         fabric.trace.span(self.node, "MTE2", name, start, ready + load_end, {"bytes": load_nbytes})
         fabric.trace.span(self.node, "MTE3", name, ready + store_start, end, {"bytes": stores.nbytes})
         await fabric.clock.sleep_until(end)
+        here = Address(self.node, 0)
         for (node, offset), data in pieces:
-            fabric.memories[node].write_checked(offset, data)
+            arrived = carried(fabric, Plane.UB, here, Address(node, offset), data, self.node)
+            fabric.memories[node].write_checked(offset, arrived)
 
     async def atomic_add(
         self, pieces: Sequence[tuple[Address, int]], cores: int | None = None, name: str = "atomic add"

@@ -12,6 +12,7 @@ from .clock import Clock
 from .die import Die
 from .engines import Fabric
 from .faulty_links import FaultyLinks
+from .host_cpu import HostCPU
 from .memory import PAGE_NBYTES, Memory, MemoryPlan
 from .moments import Moments
 from .nic import Cards
@@ -66,6 +67,11 @@ class Pod:
         # whether it begins or is over.
         self.parts: dict[tuple[str, int], Callable[[str, bool], None]] = {}
         self._cards: dict[Plane, Cards] = {}
+        self._cpus: dict[int, HostCPU] = {}
+
+    def cpu(self, server: int) -> HostCPU:
+        """The CPU of a server."""
+        return self._cpus.setdefault(server, HostCPU(self.clock))
 
     def equip(self, nodes: Iterable[int], spec: Spec) -> None:
         """Make dies of other hardware, which exchange tokens with each other alone, before any is planned."""

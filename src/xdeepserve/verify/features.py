@@ -112,7 +112,9 @@ MODES = (
     ServingMode("moe-attention, lockstep", "moe-attention", ("lockstep=true",)),
     ServingMode("moe-attention, dataflow", "moe-attention", ("dataflow=true",)),
     ServingMode("moe-attention, time only", "moe-attention", (), True),
+    ServingMode("moe-attention, dataflow, time only", "moe-attention", ("dataflow=true",), True),
     ServingMode("eaas", "eaas"),
+    ServingMode("eaas, time only", "eaas", (), True),
     ServingMode("transformerless", "transformerless"),
     ServingMode("transformerless, lockstep", "transformerless", ("lockstep=true",)),
 )

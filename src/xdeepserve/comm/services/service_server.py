@@ -62,6 +62,18 @@ class SlotRequest(NamedTuple):
     def __len__(self) -> int:
         return self.header.batch_size
 
+    @property
+    def layer(self) -> int:
+        return self.header.layer
+
+    @property
+    def clients(self) -> tuple[int]:
+        return (self.client,)
+
+    @property
+    def slots(self) -> tuple[int]:
+        return (self.slot,)
+
 
 class ServiceServer(Handle):
     """Server number `index`. `layout.plan_server` must have been called on the die's plan, with `num_layers`

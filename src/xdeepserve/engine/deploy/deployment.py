@@ -138,7 +138,8 @@ class ExecutionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HealthConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """When a DP group that does not answer is suspect, and when it is lost. In seconds of virtual time."""
+    """Two tiers of heartbeats: when a DP group that does not answer its TE-shell, or a TE-shell that does not
+    answer the control plane, is suspect, and when it is lost. In seconds of virtual time."""
 
     probe_s: Annotated[
         float,
@@ -146,7 +147,12 @@ class HealthConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "failed link between prefill and decode is tried again",
     ] = 1.0
     suspect_s: Annotated[float, "virtual seconds of silence until a DP group gets no new work"] = 5.0
-    lost_s: Annotated[float, "virtual seconds of silence until the engine gives up, with an error"] = 60.0
+    lost_s: Annotated[float, "virtual seconds of silence until a DP group is lost, and with it its TE"] = 60.0
+    beat_s: Annotated[float, "virtual seconds between two questions of the control plane to TE-shells"] = 1.0
+    shell_lost_s: Annotated[
+        float,
+        "virtual seconds of silence until a TE-shell is lost: later than lost_s, which can name a group",
+    ] = 90.0
 
 
 class RecoveryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -334,7 +340,8 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         "on UB: decode's DMA engine pulls KV, or kernels of both sides send and receive it through rings",
     ] = "dma"
     checksums: Annotated[
-        bool, "over what DMA engines and cards bring from node to node: bits that flip are found, for time"
+        bool,
+        "over payloads between nodes: bits that flip on their way are found, which takes time",
     ] = False
     max_model_len: Annotated[
         int | None, "prompt and new tokens together; by default the model's, at most 4096"

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from xdeepserve.engine.deploy.deployment import Deployment, ExpertConfig, PipelineConfig
-from xdeepserve.engine.deploy.roles import DEPLOYMENTS, has_prefill, has_services, in_lockstep
+from xdeepserve.engine.deploy.roles import DEPLOYMENTS, has_prefill, in_lockstep
 from xdeepserve.errors import abridged
 from xdeepserve.hw.atlas import atlas_a2
 from xdeepserve.hw.spec import Spec
@@ -182,12 +182,17 @@ def _against_drafts(d: Deployment, config: ModelConfig) -> list[str]:
 
 def _against_health(d: Deployment) -> list[str]:
     probe, suspect, lost = d.health.probe_s, d.health.suspect_s, d.health.lost_s
-    if 0 < probe < math.inf and 0 < suspect < lost < math.inf:
-        return []
-    return [
-        "health needs probe_s > 0 and 0 < suspect_s < lost_s, "
-        f"found probe_s={probe}, suspect_s={suspect}, lost_s={lost}"
-    ]
+    beat, shell_lost, reasons = d.health.beat_s, d.health.shell_lost_s, []
+    if not (0 < probe < math.inf and 0 < suspect < lost < math.inf):
+        reasons.append(
+            "health needs probe_s > 0 and 0 < suspect_s < lost_s, "
+            f"found probe_s={probe}, suspect_s={suspect}, lost_s={lost}"
+        )
+    if not 0.001 <= beat < shell_lost < math.inf:
+        reasons.append(
+            f"health needs 0.001 <= beat_s < shell_lost_s, found beat_s={beat}, shell_lost_s={shell_lost}"
+        )
+    return reasons
 
 
 def _against_recovery(d: Deployment) -> list[str]:
@@ -256,12 +261,9 @@ def reasons_against_timing(d: Deployment) -> list[str]:
     reasons = []
     if d.ems.path is not None:
         reasons.append("timing-only runs compute no KV that a memory pool (ems.path) could keep")
-    if d.dataflow:
-        reasons.append("timing-only runs have exchanges that wait for all dies, and no dataflow")
-    if has_services(d.kind):
+    if d.experts is not None and d.experts.transport != "pod":
         reasons.append(
-            "there are no timing-only runs of it: in these every exchange waits for all dies, and its "
-            "servers wait for none; moe-attention, on the same dies, has them"
+            f"timing-only runs compute nothing that processes (experts.transport={d.experts.transport}) could"
         )
     return reasons
 

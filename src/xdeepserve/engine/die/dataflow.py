@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from xdeepserve.comm.exchange.rows import TokenCopies
 from xdeepserve.comm.trampoline.token_flow import Arrival, FlowExpertSide, FlowTrampoline
 from xdeepserve.engine.die.expert_memory import STOP, ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
@@ -36,30 +35,6 @@ class Arrived(NamedTuple):
     number: int  # of the side
     side: FlowExpertSide
     arrival: Arrival
-
-
-class FlowRows(NamedTuple):
-    """Token copies of several arrivals, one after another, in buffers of the die's memory."""
-
-    payload: Array  # [N, H]
-    scale: Array  # float32 [N]
-    expert_idx: Array  # int32 [N], physical
-
-    def __len__(self) -> int:
-        return len(self.scale)
-
-
-def gathered(mem: ExpertMemory, parts: Sequence[TokenCopies]) -> FlowRows:
-    """What has come, as one. The kernel that sorts rows by their experts has the bill of that."""
-    take, rows = mem.workspace.take, sum(map(len, parts))
-    found = FlowRows(
-        take("flow/payload", rows, mem.config.hidden_size),
-        take("flow/scale", rows),
-        take("flow/expert_idx", rows),
-    )
-    for name, out in found._asdict().items():
-        np.concatenate([getattr(part, name) for part in parts], out=out)
-    return found
 
 
 class DataflowExpertProgram(ExpertProgram):
@@ -157,7 +132,7 @@ class DataflowExpertProgram(ExpertProgram):
 
     async def _run(self, layer: int, batch: Sequence[Arrived]) -> list[Array]:
         """The answers to each of the arrivals."""
-        received = gathered(self.mem, [work.arrival.received for work in batch])
+        received = self.mem.gathered([work.arrival.received for work in batch])
         out = self._room_for(len(received))
         start, place = self.die.clock.now, self._place_of(batch)
         # Nobody knows how many tokens are on their way to others: these bring the average.

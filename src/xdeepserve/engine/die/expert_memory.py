@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -51,6 +53,17 @@ class Flag:
             idle=True,
         )
         return self.read(memory)
+
+
+class FlowRows(NamedTuple):
+    """Token copies of several arrivals, one after another, in buffers of the die's memory."""
+
+    payload: Array  # [N, H]
+    scale: Array  # float32 [N]
+    expert_idx: Array  # int32 [N], physical
+
+    def __len__(self) -> int:
+        return len(self.scale)
 
 
 class ExpertMemory:
@@ -137,6 +150,18 @@ class ExpertMemory:
         if self.holds == "both":
             return int((received.expert_idx >= self.sizes.num_slots).sum())
         return len(received) if self.is_shared else 0
+
+    def gathered(self, parts: Sequence[TokenCopies]) -> TokenCopies:
+        """What has come, as one. The kernel that sorts rows by their experts has the bill of that."""
+        take, rows = self.workspace.take, sum(map(len, parts))
+        found = FlowRows(
+            take("flow/payload", rows, self.config.hidden_size),
+            take("flow/scale", rows),
+            take("flow/expert_idx", rows),
+        )
+        for name, out in found._asdict().items():
+            np.concatenate([getattr(part, name) for part in parts], out=out)
+        return found
 
     def assemble(self) -> list[Held]:
         """The experts by MoE layer, on this memory; an MTP layer that is used again comes twice."""

@@ -7,21 +7,51 @@ row's result does not depend on the rows beside it, so the bits are those of eve
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
-from xdeepserve.comm.services.service_server import ServiceServer, SlotRequest
-from xdeepserve.engine.die.dataflow import FlowRows, gathered
-from xdeepserve.engine.die.expert_memory import STOP, ExpertMemory
+from xdeepserve.comm.exchange.rows import TokenCopies
+from xdeepserve.comm.steps import Steps
+from xdeepserve.engine.die.expert_memory import STOP, ExpertMemory, FlowRows
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.lanes import COMPUTE
 from xdeepserve.engine.walk.runner import Pace
 from xdeepserve.hw.clock import Process
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.queue import Queue
+from xdeepserve.model.canonical import Array
 from xdeepserve.step.linear import Threads
+
+
+class AskedOfExperts(Protocol):
+    """What an expert die is asked for one layer, by one slot of one client or by several as one."""
+
+    @property
+    def layer(self) -> int: ...
+
+    @property
+    def received(self) -> TokenCopies: ...
+
+    @property
+    def clients(self) -> Sequence[int]: ...
+
+    @property
+    def slots(self) -> Sequence[int]: ...
+
+
+class ServerEnd(Protocol):
+    """An expert die's end of a way on which it is asked, and answers: of `comm.services`, or in time only."""
+
+    steps: Steps
+
+    def register(self) -> None: ...
+
+    async def next_batch(self, room: int) -> Sequence[Any]:
+        """What is `AskedOfExperts` next, all for one layer."""
+
+    async def answer(self, batch: Sequence[Any], expert_out: Array) -> None: ...
 
 
 class ExpertServerProgram(ExpertProgram):
@@ -31,7 +61,7 @@ class ExpertServerProgram(ExpertProgram):
         self,
         die: Die,
         mem: ExpertMemory,
-        server: ServiceServer,
+        server: ServerEnd,
         threads: Threads,
         pace: Pace,
         reports: Queue[msgspec.Struct],
@@ -65,22 +95,23 @@ class ExpertServerProgram(ExpertProgram):
     async def _serve(self) -> None:
         spec, hidden = self.die.spec, self.mem.config.hidden_size
         while True:
-            batch = await self.server.next_batch(self.mem.max_rows)
-            layer, start = batch[0].header.layer, self.die.clock.now
+            batch: Sequence[AskedOfExperts] = await self.server.next_batch(self.mem.max_rows)
+            layer, start = batch[0].layer, self.die.clock.now
             place = self._place_of(batch)
             self.server.steps.place = place
-            received = gathered(self.mem, [each.received for each in batch])
+            received = self.mem.gathered([each.received for each in batch])
             out = self.mem.workspace.take("flow/answers", len(received), hidden)
             # Nobody knows how many tokens are on their way to others: these bring the average.
             await self._experts(out, received, lambda count: spec.billed_copies(count, count), layer, place)
-            name = f"{len(batch)} clients"
+            name = f"{len({client for each in batch for client in each.clients})} clients"
             self.die.trace.span(self.die.index, COMPUTE, name, start, self.die.clock.now, place)
             await self.server.answer(batch, out)
 
-    def _place_of(self, batch: Sequence[SlotRequest]) -> dict[str, Any]:
+    def _place_of(self, batch: Sequence[AskedOfExperts]) -> dict[str, Any]:
         """What a trace tells of a batch; nothing without one."""
         if not self.die.trace.is_on:
             return {}
-        layer = self.layer_index[batch[0].header.layer]
-        clients = sorted({each.client for each in batch})
-        return {"layer": layer, "clients": clients, "slots": sorted({each.slot for each in batch})}
+        layer = self.layer_index[batch[0].layer]
+        clients = sorted({client for each in batch for client in each.clients})
+        slots = sorted({slot for each in batch for slot in each.slots})
+        return {"layer": layer, "clients": clients, "slots": slots}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from xdeepserve.comm.exchange.rows import TokenCopies
 from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.die_memory import DieMemory, shard_of
 from xdeepserve.engine.die.expert_memory import ExpertMemory
@@ -225,8 +226,14 @@ class ShapeExpertMemory(ExpertMemory):
             self.redundant = ShapeSlots(space, self.config, self.sizes, self.experts, self.specs)
         for item in range(self.sizes.num_domains * self.sizes.num_microbatches):
             space.plan(f"sent/{item}", np.float32)
+        space.plan("flow/answers", np.float32)
         self.weight_nbytes = 0
         return space
+
+    def gathered(self, parts: Sequence[TokenCopies]) -> TokenCopies:
+        """It comes as one."""
+        (one,) = parts
+        return one
 
     def assemble(self) -> list[Held]:
         """The experts by MoE layer, as shapes."""

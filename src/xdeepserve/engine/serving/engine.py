@@ -91,6 +91,7 @@ class Engine:
             self.je.start(te)
         for outside in self.plan.outside:
             await outside.start()
+        self._group.control_plane.start()
         if self._warms_up:
             await self.warm_up()
         await self.settle()

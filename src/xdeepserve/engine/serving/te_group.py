@@ -16,6 +16,7 @@ from xdeepserve.engine.job.executor import JobExecutor
 from xdeepserve.engine.job.links import SETTLE_NS, TIMEOUT_NS
 from xdeepserve.engine.job.roster import can_serve
 from xdeepserve.engine.loading import SOURCES, Source
+from xdeepserve.engine.serving.control_plane import ControlPlane
 from xdeepserve.engine.serving.counters import Counters
 from xdeepserve.engine.serving.failover import Failover
 from xdeepserve.engine.te.reports import ServerReport, TEHealth, TEReport
@@ -54,6 +55,7 @@ class TEGroup:
             self._failover = Failover(self, plan, recovery, lost_ns, self._end_failover)
         for te in plan.tes:
             je.tes.append(self._make(te))
+        self.control_plane = ControlPlane(plan.pod, plan.deployment.health, lambda: je.tes, self._lose)
         plan.pod.memories.on_silence[self] = self._find_lost
         plan.pod.memories.on_page_lost[self] = self._lose_page
         self._loading: list[TE] = []
@@ -221,6 +223,7 @@ class TEGroup:
 
     async def close(self) -> None:
         """Without requests: who is loading gives its dies back, who leaves goes, and nobody else comes."""
+        self.control_plane.end()
         self.end("the engine has been stopped")
         await asyncio.gather(*self._joining, *self._leaving, *self._moving, return_exceptions=True)
         self._plan.pod.memories.on_silence.pop(self, None)

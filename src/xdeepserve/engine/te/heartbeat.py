@@ -1,5 +1,7 @@
 """Heartbeats: what a TE-shell knows of the health of its DP groups, in virtual time (xDeepServe 6.1).
 
+This is the second tier; the first is who asks the shell (`engine/serving/control_plane.py`).
+
 A die answers what it is asked: each step that it is launched with, by the report of its end, and where
 nothing runs a probe. As in the paper, whoever hangs in the middle of a step cannot answer a probe either.
 From how long the answers of a group take follows its state:
@@ -17,13 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 from xdeepserve.engine.deploy.deployment import HealthConfig
-from xdeepserve.engine.te.reports import TEHealth
+from xdeepserve.engine.te.reports import Health, TEHealth
 from xdeepserve.errors import DeadlineError
-
-Health: TypeAlias = Literal["healthy", "suspect", "lost"]
 
 
 @dataclass
@@ -44,6 +43,7 @@ class Heartbeats:
             round(1e9 * seconds) for seconds in (config.probe_s, config.suspect_s, config.lost_s)
         )
         self._pulses = [_Pulse() for _ in range(num_groups)]
+        self.shell: Health = "healthy"  # what the control plane knows of the shell itself
 
     def ask(self, rank: int, num_answers: int, delay_ns: int = 0) -> None:
         """So many dies of a group have been asked; the question reaches them after `delay_ns`."""
@@ -123,6 +123,7 @@ class Heartbeats:
         return TEHealth(
             name=self.name,
             num_groups=len(self._pulses),
+            shell=self.shell,
             suspect=self.ranks("suspect"),
             lost=self.ranks("lost"),
         )

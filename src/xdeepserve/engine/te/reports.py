@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias
+
 import msgspec
 
 from xdeepserve.engine.deploy.deployment import Role
 from xdeepserve.engine.te.life import Life
 
+Health: TypeAlias = Literal["healthy", "suspect", "lost"]
+
 
 class TEHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """How many DP groups a TE has, and which of them are not healthy."""
+    """How many DP groups a TE has, and who of it is not healthy: its shell, by the first tier of heartbeats,
+    and its groups, by the second."""
 
     name: str
     num_groups: int  # 0 while it loads
+    shell: Health = "healthy"
     suspect: tuple[int, ...] = ()
     lost: tuple[int, ...] = ()
     life: Life = "ready"

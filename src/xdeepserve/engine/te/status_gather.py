@@ -99,7 +99,11 @@ class StatusGather:
             cached = tuple(group.scheduler.prefixes.num_reusable(seq) for seq in prompts)
             row = pack(Gathered(group.status(), cached))
             starts.append(partial(self._exchange, rank, row, self._num_events, found))
-        await side_by_side(self._groups[0].dies[0].clock, starts)
+        try:
+            await side_by_side(self._groups[0].dies[0].clock, starts)
+        except Exception:
+            self._ranks = ()  # whoever takes part in the next one begins anew
+            raise
         return found[ranks[0]]
 
     async def _exchange(self, rank: int, row: bytes, event: int, found: dict[int, list[Gathered]]) -> None:

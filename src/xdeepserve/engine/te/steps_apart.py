@@ -31,7 +31,7 @@ class DPMaster:
 
     def __init__(self, te: TE, group: DPGroup, awake: set[int]) -> None:
         self.group, self._te, self._awake = group, te, awake
-        self.inbox: Queue[msgspec.Struct] = Queue(te.plan.pod.clock, f"inbox of {group.id}")
+        self.inbox = te.plan.host_queue(group.dies[0].index, f"inbox of {group.id}")
         self.steps = StepsUnderWay(te.sizes.tp)
         self._is_over = False
 

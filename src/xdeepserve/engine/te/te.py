@@ -14,6 +14,7 @@ from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.dp.events import Events, TEChanged, TERolledBack
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.messages import (
+    Beat,
     CopyDone,
     ExpertsLoaded,
     LoadCollected,
@@ -42,7 +43,6 @@ from xdeepserve.engine.te.steps_apart import StepsApart
 from xdeepserve.engine.te.steps_together import StepsTogether
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import DeadlineError, GlitchError, XDeepServeError
-from xdeepserve.hw.queue import Queue
 from xdeepserve.machine import follow
 from xdeepserve.step.linear import Threads
 
@@ -72,7 +72,7 @@ class TE:
         pod, self.plan, self.sizes, self.tell = plan.pod, plan, plan.sizes, tell
         self._clock, self.on_failure = pod.clock, on_failure
         # All that the loop waits for comes here: reports, news from outside, the end.
-        self.inbox: Queue[msgspec.Struct] = Queue(pod.clock, f"inbox of {plan.sizes.name}")
+        self.inbox = plan.host_queue(plan.sizes.first_die, f"inbox of {plan.sizes.name}")
         self.groups = plan.groups(tell)
         self._turns = StepsApart(self) if plan.sizes.flows else StepsTogether(self)
         if plan.context_cache is not None:
@@ -261,8 +261,8 @@ class TE:
 
     @property
     def is_suspect(self) -> bool:
-        """None of its groups is healthy."""
-        return not self.health.ranks("healthy")
+        """None of its groups is healthy, or its shell is silent."""
+        return self.health.shell != "healthy" or not self.health.ranks("healthy")
 
     def wake(self) -> None:
         """Tell the loops that there is new work, or room for what could not run."""
@@ -384,6 +384,8 @@ class TE:
                 self._turns.note(message)
             case ProbeDone(rank=rank):
                 self.prober.hear(rank // self.sizes.tp)
+            case Beat(name=name, answers=answers, travel_ns=travel_ns):
+                answers.put(name, travel_ns)
             case LoadCollected() | ExpertsLoaded() | Prefetched() if self.reconfiguration is not None:
                 self.reconfiguration.take(message)
             case Shutdown():

@@ -28,6 +28,7 @@ from xdeepserve.engine.run.executors import executor
 from xdeepserve.engine.run.net import Net, ProtocolNet
 from xdeepserve.engine.te.status_gather import plan_statuses
 from xdeepserve.errors import OutOfMemoryError
+from xdeepserve.hw.host_cpu import HostQueue
 from xdeepserve.hw.memory import Area
 from xdeepserve.hw.queue import Queue
 from xdeepserve.hw.spec import Spec
@@ -223,6 +224,11 @@ class TEPlan:
 
         assert isinstance(self.net, ProtocolNet)
         return gang_of(self.net, executors, programs, threads)
+
+    def host_queue(self, die: int, name: str) -> HostQueue[msgspec.Struct]:
+        """What a loop waits for that runs on the server of a die."""
+        topology = self.pod.topology
+        return HostQueue(self.pod.clock, name, self.pod.cpu(topology.server_of(die)))
 
     def eplb_trigger(self) -> EPLBTrigger | None:
         """What finds out that replicas should change; None without slots that are free

@@ -14,11 +14,11 @@ from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.sampler import Chooser
 from xdeepserve.engine.die.shape_memory import ModelShapes, ShapeExpertMemory, ShapeMemory
 from xdeepserve.engine.messages import StepPlan
+from xdeepserve.engine.run.clock.clock_away import CLOCK_WAYS
 from xdeepserve.engine.run.clock.exchange_hub import ClockExchange, ExchangeHub
 from xdeepserve.engine.run.clock.group_hub import ClockGroup, CollectiveHub
 from xdeepserve.engine.run.clock.routing import PlacedRouting, TimingConfig, generator
 from xdeepserve.engine.run.clock.timeline import Timeline
-from xdeepserve.engine.run.clock.trampoline_hub import ClockAttentionSide, ClockExpertSide, TrampolineHub
 from xdeepserve.engine.run.net import Team
 from xdeepserve.engine.walk.group_end import GroupEnd
 from xdeepserve.engine.walk.runner import Exchange, Pace, Trampoline
@@ -59,7 +59,7 @@ def _check_placed(timing: TimingConfig, setting: str) -> None:
     """DeploymentError if these dies are not all there are: then nobody knows where experts are."""
     for key in ("of_dies", "routed_dies"):
         if getattr(timing, key) is not None:
-            raise DeploymentError(f"timing: {key} and experts.{setting} exclude each other")
+            raise DeploymentError(f"timing: {key} and {setting} exclude each other")
 
 
 class ClockNet:
@@ -77,14 +77,15 @@ class ClockNet:
         self.expert_timelines: list[Timeline] = []  # of dies that have experts alone
         timeout_ns, held = sizes.exchange_timeout_ns, [len(own) for own in sizes.slots_of]
         self._placed: list[PlacedRouting] = []  # of each domain, where there are redundant slots
-        if sizes.redundant_slots:
-            _check_placed(timing, "redundant_slots")
+        is_away = sizes.experts == "away"
+        if sizes.redundant_slots or (is_away and sizes.flows):
+            _check_placed(timing, "experts.redundant_slots" if sizes.redundant_slots else sizes.turns)
             self._placed = [PlacedRouting(config, sizes, timing) for _ in range(sizes.num_domains)]
         placed = self._placed[0] if self._placed else None
         primary = sizes.num_primary_dies
         shared = sizes.num_shared_dies if sizes.experts == "among" else 0
         if shared:
-            _check_placed(timing, "shared_dies")
+            _check_placed(timing, "experts.shared_dies")
         self.hubs = [
             ExchangeHub(
                 pod.clock, cost, config, team.dies, timing, timeout_ns, m, held, placed, primary, shared
@@ -99,27 +100,7 @@ class ClockNet:
             ]
             for group in {team.sharing(rank) for rank in range(sizes.num_dies)}
         }
-        self._trampolines = [
-            [
-                TrampolineHub(
-                    pod.clock,
-                    cost,
-                    config,
-                    team.domain(d),
-                    team.expert_dies,
-                    len(sizes.routed_dies),
-                    m * sizes.num_domains + d,
-                    timing,
-                    timeout_ns,
-                    self._placed[d] if self._placed else None,
-                    sizes.num_slots,
-                    sizes.carrier,
-                    sizes.exchange == "push",
-                )
-                for d in range(sizes.num_domains)
-            ]
-            for m in range(sizes.num_microbatches if sizes.experts == "away" else 0)
-        ]
+        self._away = CLOCK_WAYS[sizes.turns](team, cost, timing, self._placed) if is_away else None
 
     def memory(self, rank: int) -> DieMemory:
         """Index lists and results; all else is a shape."""
@@ -130,7 +111,7 @@ class ClockNet:
     def expert_memory(self, index: int) -> ExpertMemory:
         """Flags; all else is a shape."""
         team = self.team
-        plan = team.pod.plan(team.expert_dies[index])
+        plan = team.pod.plan(team.expert_at[index])
         return ShapeExpertMemory(plan, team.config, team.recipe, team.sizes, index)
 
     def pace(self, rank: int, microbatch: int | None) -> Pace:
@@ -156,8 +137,8 @@ class ClockNet:
     def trampoline(self, rank: int, pace: Pace, microbatch: int) -> Trampoline:
         """An attention die's part of the meetings with expert dies."""
         assert isinstance(pace, Timeline)
-        domain, index = divmod(rank, self.team.dies_per_domain)
-        return ClockAttentionSide(pace, index, self._trampolines[microbatch][domain])
+        assert self._away is not None
+        return self._away.attention_end(rank, microbatch, pace)
 
     def shared_expert(self, rank: int) -> int | None:
         """Nobody's: the hub counts those tokens."""
@@ -169,9 +150,7 @@ class ClockNet:
     def expert_program(
         self, index: int, mem: ExpertMemory, threads: Threads, reports: Queue[msgspec.Struct]
     ) -> ExpertProgram:
-        """The three persistent kernels, of which the middle one only takes time."""
-        die = self.team.pod.dies[self.team.expert_dies[index]]
-        sides = [[ClockExpertSide(die, index, hub) for hub in by_domain] for by_domain in self._trampolines]
-        tallies = [[hub.tally for hub in by_domain] for by_domain in self._trampolines]
-        self.expert_timelines.append(Timeline(die))
-        return ExpertProgram(die, mem, sides, tallies, threads, self.expert_timelines[-1], reports)
+        """An expert die's end of that way, and what it does between, which only takes time."""
+        assert self._away is not None
+        self.expert_timelines.append(Timeline(self.team.pod.dies[self.team.expert_at[index]]))
+        return self._away.expert_program(index, mem, threads, self.expert_timelines[-1], reports)

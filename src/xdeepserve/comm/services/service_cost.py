@@ -1,0 +1,67 @@
+"""What requests to expert services and their answers take, by formula: the steps of both ends, added up.
+
+The same engine operations as those of `service_client` and `service_server`, in closed form, for runs in
+which no byte moves. All times are ns, not rounded.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from xdeepserve.comm.exchange.layout import Layout
+from xdeepserve.comm.services.layout import HEADER
+from xdeepserve.hw.spec import Spec
+
+
+class ServiceCost(NamedTuple):
+    """`rows` are those of requests and answers; `far` is the share of servers on another server of the pod
+    than the client's."""
+
+    spec: Spec
+    rows: Layout
+    far: float = 0.0
+
+    def write_ns(self, num_tokens: int, num_rows: int, num_servers: int) -> float:
+        """Expert write, 1 to 5: until the last state is on its server."""
+        spec, rows = self.spec, self.rows
+        operations = 4 * num_tokens * rows.hidden if rows.quantize else 0
+        ns = spec.kernel_ns(0, 0) + self._load_ns(4 * num_tokens * rows.hidden) + self._vector_ns(operations)
+        if not num_servers:
+            return ns
+        nbytes = num_rows * rows.dispatch_row
+        ns += spec.startup_ns("mte") + self._load_ns(nbytes)  # the outbox
+        ns += self._urma_ns(2 * num_servers, nbytes + num_servers * HEADER.size)
+        return ns + self._urma_ns(num_servers, num_servers)
+
+    def answer_ns(self, num_rows: int, num_requests: int) -> float:
+        """Expert serve, 2 to 4: what a server does with the outputs of a batch."""
+        spec, (_, operations) = self.spec, self.rows.answers.work
+        elements = num_rows * self.rows.hidden
+        ns = spec.kernel_ns(0, 0) + self._load_ns(4 * elements) + self._vector_ns(operations * elements)
+        ns += self._load_ns(num_rows * self.rows.combine_row)
+        return ns + spec.pieces_ns(num_requests, spec.num_cores("aiv"))
+
+    def read_ns(self, num_tokens: int, num_rows: int, num_servers: int) -> float:
+        """Expert read, 1 to 4: from the last answer's state until the sums are there."""
+        spec, rows = self.spec, self.rows
+        ns = self._vector_ns(2 * num_tokens * rows.top_k * rows.hidden)
+        if not num_servers:
+            return ns
+        nbytes = num_rows * rows.combine_row + num_servers * HEADER.size
+        ns += spec.startup_ns("urma") + spec.pieces_ns(1, 1) + spec.far_latency_ns()  # the poll that sees it
+        return ns + self._urma_ns(2 * num_servers, nbytes) + self._urma_ns(num_servers, num_servers)
+
+    def _load_ns(self, nbytes: float) -> float:
+        """Bytes between the die's own memory and its unified buffers."""
+        return self.spec.link_ns(nbytes, 0, 0, self.spec.num_cores("aiv"))
+
+    def _vector_ns(self, operations: float) -> float:
+        """A part of a running kernel on all AIV cores."""
+        return self.spec.kernel_ns(operations, 0, "aiv", is_fused=True)
+
+    def _urma_ns(self, num_pieces: int, nbytes: float) -> float:
+        """One batch of pieces to or from servers."""
+        spec, far = self.spec, nbytes * self.far
+        latency = spec.far_latency_ns() if self.far else 0
+        ns = spec.startup_ns("urma") + spec.pieces_ns(num_pieces, 1) + latency
+        return ns + spec.link_ns(0, nbytes - far, far)

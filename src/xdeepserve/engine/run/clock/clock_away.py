@@ -1,0 +1,190 @@
+"""How tokens go to experts on dies of their own where a run only takes time: one class for each way.
+
+As `engine/run/away.py` has them with real bytes: by trampolines, with barriers; without them; by services.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from xdeepserve.comm.cost import CommCost
+from xdeepserve.comm.exchange.layout import Group
+from xdeepserve.comm.services.layout import ServiceLayout
+from xdeepserve.comm.services.service_cost import ServiceCost
+from xdeepserve.comm.services.service_server import AT_ONCE, Batching
+from xdeepserve.engine.deploy.roles import Turns
+from xdeepserve.engine.die.expert_memory import ExpertMemory
+from xdeepserve.engine.die.expert_server import ExpertServerProgram
+from xdeepserve.engine.die.experts import ExpertProgram
+from xdeepserve.engine.die.replicas import moe_layers
+from xdeepserve.engine.run.clock.flow_costs import ByRequest, ByTrampoline, WayCost
+from xdeepserve.engine.run.clock.flow_ends import FlowClient, FlowServer
+from xdeepserve.engine.run.clock.flow_hub import FlowHub
+from xdeepserve.engine.run.clock.routing import PlacedRouting, TimingConfig
+from xdeepserve.engine.run.clock.timeline import Timeline
+from xdeepserve.engine.run.clock.trampoline_hub import ClockAttentionSide, ClockExpertSide, TrampolineHub
+from xdeepserve.engine.run.ends import rows_away
+from xdeepserve.engine.walk.runner import Trampoline
+from xdeepserve.hw.queue import Queue
+from xdeepserve.step.linear import Threads
+
+if TYPE_CHECKING:
+    from xdeepserve.engine.run.net import Team
+
+
+class ClockAway(Protocol):
+    """Ends of a way; an attention die's by its rank and microbatch."""
+
+    def attention_end(self, rank: int, microbatch: int, timeline: Timeline) -> Trampoline: ...
+
+    def expert_program(
+        self,
+        index: int,
+        mem: ExpertMemory,
+        threads: Threads,
+        timeline: Timeline,
+        reports: Queue[msgspec.Struct],
+    ) -> ExpertProgram: ...
+
+
+class ClockTrampolines:
+    """Meetings of each microbatch of each domain with all expert dies: `hubs[microbatch][domain]`."""
+
+    def __init__(
+        self, team: Team, cost: CommCost, timing: TimingConfig, placed: Sequence[PlacedRouting]
+    ) -> None:
+        self.team, sizes = team, team.sizes
+        self.hubs = [
+            [
+                TrampolineHub(
+                    team.pod.clock,
+                    cost,
+                    team.config,
+                    team.domain(d),
+                    team.expert_dies,
+                    len(sizes.routed_dies),
+                    m * sizes.num_domains + d,
+                    timing,
+                    sizes.exchange_timeout_ns,
+                    placed[d] if placed else None,
+                    sizes.num_slots,
+                    sizes.carrier,
+                    sizes.exchange == "push",
+                )
+                for d in range(sizes.num_domains)
+            ]
+            for m in range(sizes.num_microbatches)
+        ]
+
+    def attention_end(self, rank: int, microbatch: int, timeline: Timeline) -> Trampoline:
+        """A part of the meetings with expert dies."""
+        domain, index = divmod(rank, self.team.dies_per_domain)
+        return ClockAttentionSide(timeline, index, self.hubs[microbatch][domain])
+
+    def expert_program(
+        self,
+        index: int,
+        mem: ExpertMemory,
+        threads: Threads,
+        timeline: Timeline,
+        reports: Queue[msgspec.Struct],
+    ) -> ExpertProgram:
+        """The three persistent kernels, of which the middle one only takes time."""
+        die = timeline.die
+        sides = [[ClockExpertSide(die, index, hub) for hub in by_domain] for by_domain in self.hubs]
+        tallies = [[hub.tally for hub in by_domain] for by_domain in self.hubs]
+        return ExpertProgram(die, mem, sides, tallies, threads, timeline, reports)
+
+
+class ClockFlows:
+    """Without barriers, and by what takes the tokens there: `way_cost`."""
+
+    batching = AT_ONCE
+
+    def __init__(
+        self, team: Team, cost: CommCost, timing: TimingConfig, placed: Sequence[PlacedRouting]
+    ) -> None:
+        self.team, self.placed, sizes = team, placed, team.sizes
+        self.num_layers = len(sizes.with_mtp_used_again(moe_layers(team.config, sizes)))
+        self.hub = FlowHub(
+            team.pod.clock,
+            self.way_cost(cost),
+            sizes.num_dies,
+            sizes.num_microbatches,
+            len(sizes.expert_dies),
+            announces=self.batching.clients > 1,
+        )
+
+    def way_cost(self, cost: CommCost) -> WayCost:
+        """By trampolines."""
+        team, sizes = self.team, self.team.sizes
+        copies = team.config.num_experts_per_tok + (sizes.num_shared_dies > 0)
+        return ByTrampoline(cost, len(team.expert_dies), copies, team.config.hidden_size, sizes.carrier)
+
+    def attention_end(self, rank: int, microbatch: int, timeline: Timeline) -> Trampoline:
+        """It sends, and waits for those alone that it has sent to."""
+        team, sizes = self.team, self.team.sizes
+        shared = team.shared_expert(rank)
+        return FlowClient(
+            timeline,
+            self.hub,
+            rank,
+            microbatch,
+            self.placed[rank // team.dies_per_domain],
+            team.config.num_experts_per_tok,
+            team.config.hidden_size,
+            None if shared is None else sizes.expert_rank[shared],
+            sizes.exchange_timeout_ns,
+        )
+
+    def expert_program(
+        self,
+        index: int,
+        mem: ExpertMemory,
+        threads: Threads,
+        timeline: Timeline,
+        reports: Queue[msgspec.Struct],
+    ) -> ExpertProgram:
+        """It serves whoever has come."""
+        server = FlowServer(
+            timeline.die,
+            index,
+            self.hub,
+            self.num_layers,
+            self.team.sizes.num_slots,
+            self.team.config.hidden_size,
+            self.batching,
+        )
+        return ExpertServerProgram(timeline.die, mem, server, threads, timeline, reports)
+
+
+class ClockServices(ClockFlows):
+    """Requests to services."""
+
+    def __init__(self, team: Team, *args: Any) -> None:
+        times = team.sizes.services
+        assert times is not None
+        self.batching = Batching(times.batch_clients, round(1e3 * times.batch_timeout_us))
+        super().__init__(team, *args)
+
+    def way_cost(self, cost: CommCost) -> WayCost:
+        """By URMA, to and from the servers' memories."""
+        team = self.team
+        layout = ServiceLayout(
+            clients=team.dies,
+            servers=Group(dies=team.sizes.expert_dies, expert_rank=team.sizes.expert_rank),
+            **rows_away(team),
+        )
+        server_of = team.pod.topology.server_of
+        pairs = [server_of(client) != server_of(die) for client in team.dies for die in team.expert_dies]
+        return ByRequest(ServiceCost(cost.spec, layout.rows, sum(pairs) / len(pairs)))
+
+
+CLOCK_WAYS: dict[Turns, Callable[[Team, CommCost, TimingConfig, Sequence[PlacedRouting]], ClockAway]] = {
+    "away-and-back": ClockTrampolines,
+    "dataflow": ClockFlows,
+    "services": ClockServices,
+}

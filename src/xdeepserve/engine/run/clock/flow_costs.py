@@ -1,0 +1,93 @@
+"""What ways without barriers take in a timing-only run, by formula."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from xdeepserve.comm.cost import CommCost
+from xdeepserve.comm.means import Carrier
+from xdeepserve.comm.services.service_cost import ServiceCost
+from xdeepserve.engine.run.clock.trampoline_hub import SCALE_SLOT
+
+
+class Errand(NamedTuple):
+    """The tokens of one microbatch, and what becomes of them: rows in all, expert dies that they go to."""
+
+    num_tokens: int
+    num_rows: int
+    num_experts: int
+
+
+class WayCost(Protocol):
+    """What a way takes, in ns: for the attention die, which does nothing else meanwhile; until the expert
+    dies have it; for an expert die, to answer so many sendings; from the last answer until the attention die
+    can have them; and for that die, to have them."""
+
+    def post_ns(self, sent: Errand) -> float: ...
+
+    def there_ns(self, sent: Errand) -> float: ...
+
+    def answer_ns(self, num_rows: int, num_sent: int) -> float: ...
+
+    def back_ns(self, sent: Errand) -> float: ...
+
+    def read_ns(self, sent: Errand) -> float: ...
+
+
+class ByTrampoline(NamedTuple):
+    """In bulk to a trampoline, from there to the expert dies, and back: the stages of A2E and E2A, each of
+    which a die goes through by itself."""
+
+    cost: CommCost
+    num_experts: int
+    copies: int
+    hidden: int
+    carrier: Carrier
+
+    def post_ns(self, sent: Errand) -> float:
+        """A2E."""
+        return self.cost.bulk_ns(sent.num_tokens * (self.hidden + SCALE_SLOT), self.carrier)
+
+    def there_ns(self, sent: Errand) -> float:
+        """A2E'."""
+        if not sent.num_rows:
+            return 0.0
+        return self.cost.among_ns(self.num_experts, sent.num_tokens, self.copies, self.carrier)
+
+    def answer_ns(self, num_rows: int, num_sent: int) -> float:
+        """A stream of its own does that."""
+        return 0.0
+
+    def back_ns(self, sent: Errand) -> float:
+        """E2A and E2A'."""
+        return self.there_ns(sent) + self.cost.bulk_ns(2 * sent.num_tokens * self.hidden, self.carrier)
+
+    def read_ns(self, sent: Errand) -> float:
+        """The sums come by themselves."""
+        return 0.0
+
+
+class ByRequest(NamedTuple):
+    """Requests that a client writes to servers' slots, and answers that it reads there."""
+
+    cost: ServiceCost
+
+    def post_ns(self, sent: Errand) -> float:
+        """Expert write."""
+        return self.cost.write_ns(*sent)
+
+    def there_ns(self, sent: Errand) -> float:
+        """The server's poll."""
+        return self.cost.spec.poll_ns()
+
+    def answer_ns(self, num_rows: int, num_sent: int) -> float:
+        """Expert serve."""
+        return self.cost.answer_ns(num_rows, num_sent)
+
+    def back_ns(self, sent: Errand) -> float:
+        """They lie where the client reads them."""
+        return 0.0
+
+    def read_ns(self, sent: Errand) -> float:
+        """Expert read."""
+        return self.cost.read_ns(*sent)
