@@ -194,6 +194,23 @@ async def test_a_cable_that_is_cut_for_a_while() -> None:
             assert there.fars[1].server.num_served > served
 
 
+async def test_a_look_from_before_a_write_says_nothing_of_it() -> None:
+    async with scene(through={0: 0.0}) as (there, cables):
+        link, spare = there.links[LAYOUT.servers.dies[0]], LAYOUT.state_at(0) + 1
+        at = there.fars[0].windows["slots"].offset + spare
+        cables[0].whole.clear()
+        look = link.look(at)
+        assert look is not None
+        link.write(at, b"\7")
+        cables[0].whole.set()
+        assert await look == b"\0"
+        await asyncio.sleep(0)
+        assert link.seen(at) == 7
+        again = link.look(at)
+        assert again is not None
+        assert await again == b"\7"
+
+
 async def test_a_cable_that_is_cut_for_ever() -> None:
     async with scene(through={1: 0.0}) as (there, cables):
         cables[1].whole.clear()

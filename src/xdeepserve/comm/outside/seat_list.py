@@ -1,6 +1,6 @@
 """What the monitor of server processes knows, and says (EaaS 3.4, 4.4): who is where, and who may not come.
 
-    server -> monitor    Register; Ready, when it has its experts, then Beat again and again; Leave
+    server -> monitor    Register; Ready, when it has its experts, then LoopTurns again and again; Leave
     monitor -> server    Seated, Go; Refused
     client -> monitor    Attend, then Seen for each list
     monitor -> client    SeatList, at every change; Refused
@@ -35,7 +35,7 @@ class Ready(msgspec.Struct, tag=True):
     """The server has what is at its seat, and serves."""
 
 
-class Beat(msgspec.Struct, tag=True):
+class LoopTurns(msgspec.Struct, tag=True):
     """The server's loop turns."""
 
 
@@ -86,7 +86,7 @@ class SeatList(msgspec.Struct, tag=True):
     seats: list[SeatView]
 
 
-ToMonitor = Register | Ready | Beat | Leave | Attend | Seen
+ToMonitor = Register | Ready | LoopTurns | Leave | Attend | Seen
 ToServer = Seated | Go | Refused
 ToClient = SeatList | Refused
 

@@ -138,6 +138,7 @@ class CardLink:
         self._writer.write(REQUEST.pack(OP_WRITE, len(data), offset) + data)
         if len(data) == 1:
             self._seen[offset] = data[0]
+            self._looks.pop(offset, None)  # what it finds is older
 
     def read(self, offset: int, nbytes: int) -> asyncio.Future[bytes]:
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
@@ -157,7 +158,9 @@ class CardLink:
         return self._looks[offset]
 
     def _note(self, offset: int, done: asyncio.Future[bytes]) -> None:
-        self._looks.pop(offset, None)
+        if self._looks.get(offset) is not done:
+            return
+        del self._looks[offset]
         if not done.cancelled() and done.exception() is None:
             self._seen[offset] = done.result()[0]
 

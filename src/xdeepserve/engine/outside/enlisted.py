@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from xdeepserve.comm.outside.handshake import line, split
-from xdeepserve.comm.outside.seat_list import Beat, Go, Leave, Ready, Refused, Register, Seated, ToServer
+from xdeepserve.comm.outside.seat_list import Go, Leave, LoopTurns, Ready, Refused, Register, Seated, ToServer
 from xdeepserve.engine.outside.monitor_service import check_reachable, dial, hear
 from xdeepserve.errors import DeploymentError, ProtocolError, XDeepServeError
 
@@ -103,7 +103,7 @@ class Enlisted:
         count = 0
         while True:
             if self.ring(count + 1) >= count:
-                writer.write(line(Beat()))
+                writer.write(line(LoopTurns()))
                 count += 1
             if self._leaves.is_set():
                 self._leaves.clear()

@@ -18,9 +18,9 @@ import msgspec
 from xdeepserve.comm.outside.handshake import MAX_LINE, PATIENCE_S, decode, line
 from xdeepserve.comm.outside.seat_list import (
     Attend,
-    Beat,
     Go,
     Leave,
+    LoopTurns,
     Ready,
     Refused,
     Register,
@@ -134,7 +134,7 @@ class MonitorService:
                     await self._mark(seat, Presence.THERE, f"{who} is there, generation {epoch}")
                 elif isinstance(said, Leave) and leaving is None:
                     leaving = self._leave(seat, who, writer)
-                elif isinstance(said, Beat) and self.table.seats[seat].presence == Presence.LOST:
+                elif isinstance(said, LoopTurns) and self.table.seats[seat].presence == Presence.LOST:
                     await self._mark(seat, Presence.THERE, f"{who} is heard of again")
         finally:
             if leaving is not None:
