@@ -299,6 +299,8 @@ PROMISES = {
         "expert services:     sha256:",
         "the monitor masks server 1 (die 5) for all clients",
         "a server is lost:    sha256:",
+        "server 4 joins on die 8, with copies of experts (0, 4, 8, 12, 16, 20, 24, 28)",
+        "a server has joined: sha256:",
     ],
     "19_platform": [
         "4 TEs of 4 dies",

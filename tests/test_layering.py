@@ -39,6 +39,7 @@ PROTOCOLS = {  # folders of comm, and which others each may use; the files besid
     "fused": {"exchange"},
     "collectives": set(),
     "services": {"exchange"},  # the rows of requests and answers are those of dispatch and combine
+    "outside": {"services"},  # the same slots, in processes of their own
     "distflow": {"p2p"},  # XDS 5.1, step 6: "we use the point-to-point send/receive APIs described in 3.1"
 }
 ONLY_IN = {
@@ -91,8 +92,9 @@ def test_imports_run_downward(path: Path) -> None:
 
 
 ENGINE = (  # its rooms and files, from the bottom: each may use those before it
-    "deploy", "messages", "lanes", "recovery", "walk", "die", "run", "balance", "dp", "te", "loading",
-    "pool_weights", "pool_use", "weight_digests", "build", "description", "job", "serving",
+    "deploy", "messages", "lanes", "recovery", "walk", "die", "outside", "run", "balance", "dp", "te",
+    "loading", "pool_weights", "pool_use", "weight_digests", "build", "expert_process", "description",
+    "job", "serving",
 )  # fmt: skip
 
 

@@ -47,6 +47,9 @@ SUITES = {
     "recovery": Suite(
         "what faults cost by stage of recovery: tokens per second around each, in virtual time", ("plot",)
     ),
+    "eaas": Suite(
+        "tokens per second around the loss of an expert server: one of 64 in virtual time, and processes"
+    ),
     "papers": Suite(
         "every value that the papers publish: ours beside it, or why there is none; two minutes",
         ("paper", "plot", "trends"),

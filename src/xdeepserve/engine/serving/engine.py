@@ -89,6 +89,8 @@ class Engine:
         self.load()
         for te in self.je.tes:
             self.je.start(te)
+        for outside in self.plan.outside:
+            await outside.start()
         self._group.control_plane.start()
         if self._warms_up:
             await self.warm_up()
@@ -189,6 +191,8 @@ class Engine:
             await self._je.stop()
             if self.plan.is_guest:  # the pod goes on without it
                 await self._group.settle()
+        for outside in self.plan.outside:
+            await outside.stop()
         self.plan.close()
         self._threads.close()
         if self.tokenizer is not None:

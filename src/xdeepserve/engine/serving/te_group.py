@@ -51,7 +51,7 @@ class TEGroup:
         self._end: str | None = None  # why nobody can join, or leave, any more
         recovery, lost_ns = plan.deployment.recovery, plan.tes[0].sizes.lost_ns
         self._failover: Failover | None = None
-        if recovery.failover:
+        if recovery.failover and not plan.outside:
             self._failover = Failover(self, plan, recovery, lost_ns, self._end_failover)
         for te in plan.tes:
             je.tes.append(self._make(te))
