@@ -15,7 +15,7 @@ KEPT_REQUESTS = 24
 KEPT_EVENTS = 40
 
 
-class _Seen(msgspec.Struct):
+class _Noticed(msgspec.Struct):
     """A sequence, as far as it has been seen."""
 
     seq_id: int
@@ -42,7 +42,7 @@ class Happenings:
 
     def __init__(self, now_ns: Callable[[], int]) -> None:
         self._now_ns = now_ns
-        self._seen: dict[int, _Seen] = {}
+        self._seen: dict[int, _Noticed] = {}
         self._events: deque[EventRow] = deque(maxlen=KEPT_EVENTS)
         self._num_events = 0
         self._lost: set[int] = set()
@@ -94,11 +94,11 @@ class Happenings:
         seen = self._sequence(event.seq_id)
         seen.group, seen.state = event.group, state
 
-    def _sequence(self, seq_id: int, arrival_ns: int | None = None) -> _Seen:
+    def _sequence(self, seq_id: int, arrival_ns: int | None = None) -> _Noticed:
         """The latest that have been heard of are kept."""
         seen = self._seen.get(seq_id)
         if seen is None:
-            seen = self._seen[seq_id] = _Seen(seq_id, arrival_ns)
+            seen = self._seen[seq_id] = _Noticed(seq_id, arrival_ns)
             if len(self._seen) > KEPT_REQUESTS:
                 ended = (old for old, each in self._seen.items() if each.state == "ended")
                 del self._seen[next(ended, next(iter(self._seen)))]

@@ -13,7 +13,7 @@ FORMAT = 1
 NAME = "xdeepserve-page"
 
 
-class Hello(msgspec.Struct, frozen=True):
+class PageHello(msgspec.Struct, frozen=True):
     """The first line of a record, and the first event of a stream."""
 
     software: str

@@ -17,7 +17,7 @@ from xdeepserve import __version__
 from xdeepserve.engine.dp.events import GroupId
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.page.happenings import Happenings
-from xdeepserve.page.parts import Hello, Part, PodPart
+from xdeepserve.page.parts import PageHello, Part, PodPart
 from xdeepserve.page.pod_look import groups_part, now_part, pod_part, pool_part
 from xdeepserve.page.step_look import StepLook
 
@@ -28,7 +28,7 @@ COST_FACTOR = 100  # looking takes at most one part of so many of a core
 SIGN_OF_LIFE_S = 5.0
 
 _ENCODER = msgspec.json.Encoder()
-HELLO = _ENCODER.encode(Hello(__version__))
+HELLO = _ENCODER.encode(PageHello(__version__))
 
 
 class Frames:
