@@ -24,6 +24,7 @@ ALLOWED = {
     "verify": COMMON | {"engine", "hw", "model", "llm"},
     "evals": COMMON | {"engine", "model", "llm", "corpus"},
     "chaos": COMMON | {"ems", "engine", "hw", "model", "llm", "loop"},
+    "learn": COMMON | {"engine", "hw", "model", "comm", "llm", "loop"},
     "planner": COMMON | {"engine", "hw", "model", "step", "llm", "loop"},
     "bench": COMMON
     | {"engine", "hw", "model", "comm", "step", "llm", "loop", "evals", "corpus", "planner", "ems"},
@@ -40,7 +41,20 @@ PROTOCOLS = {  # folders of comm, and which others each may use; the files besid
 }
 ONLY_IN = {
     "aiohttp": {"api"},
-    "asyncio": {"hw", "comm", "engine", "api", "llm", "cli", "bench", "golden", "loop", "planner", "chaos"},
+    "asyncio": {
+        "hw",
+        "comm",
+        "engine",
+        "api",
+        "llm",
+        "cli",
+        "bench",
+        "golden",
+        "loop",
+        "planner",
+        "chaos",
+        "learn",
+    },
 }
 
 
