@@ -24,7 +24,7 @@ ALLOWED = {
     "verify": COMMON | {"engine", "hw", "model", "llm"},
     "evals": COMMON | {"engine", "model", "llm", "corpus"},
     "chaos": COMMON | {"ems", "engine", "hw", "model", "llm", "loop"},
-    "learn": COMMON | {"engine", "hw", "model", "comm", "llm", "loop"},
+    "learn": COMMON | {"engine", "hw", "model", "comm", "llm", "loop", "golden"},
     "planner": COMMON | {"engine", "hw", "model", "step", "llm", "loop"},
     "bench": COMMON
     | {"engine", "hw", "model", "comm", "step", "llm", "loop", "evals", "corpus", "planner", "ems"},

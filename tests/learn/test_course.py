@@ -11,6 +11,13 @@ from xdeepserve.learn.exercise import Exercise
 from xdeepserve.learn.stand_in import NotYetError
 from xdeepserve.learn.trial import try_file
 
+QUANTISED = "k.quantize_rows(q, scale, x)"
+ONE_SCALE = "scale[:] = np.abs(x).max(initial=1e-12) / np.float32(127); q[:] = np.rint(x / scale[:, None])"
+WITHOUT_FLOOR = (
+    "scale[:] = np.abs(x).max(axis=1, initial=0) / np.float32(127); "
+    "q[:] = np.rint(np.divide(x, scale[:, None], out=np.zeros_like(x), where=scale[:, None] > 0))"
+)
+
 # By exercise: what is written instead of what, in the package's own function, and what a learner reads then.
 MISTAKES = {
     "ring_tail": [
@@ -47,6 +54,48 @@ MISTAKES = {
         ),
         ("slot_out[:, slot] *", "slot_out[:, slot].astype(np.float64) *", r"rank 0: sum, token \d+, column"),
         (" * topk_weights[:, slot, None]", "", r"rank 0: sum, token 1, column 0: expected"),
+    ],
+    "mla_absorption": [
+        ("latent[at],", "np.flip(latent[at], 0),", r"output, position 1, head \d, value \d+: expected"),
+        ("layer.w_uk)", "layer.w_uk * F32(1.001))", r"output, position \d, head \d, value \d+: expected"),
+        ("if self.is_int8:", "if False:", r"output, position \d, head \d+, value \d+: expected"),
+    ],
+    "group_gating": [
+        ("best[..., 0] + best[..., 1] if", "best[..., 0] if", r"topk_idx, token \d+, slot \d: expected"),
+        ("take_along_axis(scores,", "take_along_axis(choice,", "topk_weights, token 0, slot 0: expected"),
+        ("np.where(is_open[..., None], grouped, F32(-np.inf))", "grouped", r"topk_idx, token \d+, slot"),
+    ],
+    "int8_tokens": [
+        (QUANTISED, ONE_SCALE, r"rank 2: scale, token 0: expected 7.87\d+e-15"),
+        (QUANTISED, f"{QUANTISED}; q[:] = (x / scale[:, None]).astype(np.int8)", "rank 2: q, token 1, col"),
+        (QUANTISED, WITHOUT_FLOOR, r"rank 2: scale, token 0: expected 7.87\d+e-15 .*, yours is 0.0"),
+    ],
+    "copy_on_write": [
+        ("self._users[new] = 1", "pass", r"users, slot \d+: expected 1, yours is 0"),
+        ("self._drop_user(old)", "pass", r"users, slot \d+: expected \d, yours is \d"),
+        ('"hbm", old, "hbm", new', '"hbm", new, "hbm", old', r"the copy, item 1: expected \d+, yours is \d+"),
+    ],
+    "mtp_acceptance": [
+        ("break", "continue", r"rank 0: accepted drafts, sequence \d: expected \d, yours is \d"),
+        ("draft - 1", "draft", r"rank 0: accepted drafts, sequence \d: expected"),
+        ("first = row + 1 -", "first = row + 2 -", r"rank 0: accepted drafts, sequence \d: expected"),
+    ],
+    "kv_handoff": [
+        (
+            "target.address.plus(dst_done)",
+            "target.address",
+            r"copy \d+, of source.* 1, of node, offset: value 1",
+        ),
+        (
+            "dst_idx, dst_done = dst_idx + 1, 0",
+            "dst_idx += 1",
+            r"09_kv_handoff.py, line \d+ in pair: IndexError",
+        ),
+        (
+            "nbytes = min(source.nbytes - src_done, ",
+            "nbytes = max(source.nbytes - src_done, ",
+            r"copies, copy 0",
+        ),
     ],
 }
 

@@ -17,9 +17,9 @@ class Exercise(msgspec.Struct, frozen=True):
 
     `owner` and `name` are where the package's own function is: a module, perhaps a class in it
     (`module:Class`), and the attribute. `scene` runs a part of the pod in which it works, and returns arrays
-    by name. `parts` names what the function returns, given that and its arguments, in the order in which it is
-    compared; `axes` says what an index of each part counts. `changes`: the function works by what it changes,
-    so that its arguments are parts, too, and the package's own gets deep copies.
+    by name. `parts` names what the function returns, given that and its arguments, in the order in which it
+    is compared; `axes` says what an index of each part counts. `changes`: the function works by what it
+    changes, so that its arguments are parts, too, and the package's own gets deep copies.
     """
 
     number: int

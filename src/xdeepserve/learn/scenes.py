@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from xdeepserve.comm.exchange.layout import Group
+from xdeepserve.comm.exchange.rows import Float32, Int32
 from xdeepserve.comm.p2p.handle import PointToPoint
 from xdeepserve.comm.p2p.layout import RingLayout
 from xdeepserve.comm.p2p.message_end import Engine
@@ -18,6 +19,7 @@ from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.run import arithmetic
 from xdeepserve.errors import XDeepServeError
+from xdeepserve.golden.transfers import distflow
 from xdeepserve.hw.pod import Pod
 from xdeepserve.llm import LLM, RequestOutput
 from xdeepserve.loop import run
@@ -73,8 +75,8 @@ def send_and_receive() -> Bits:
     return run(main())
 
 
-def tokens_of(rank: int) -> tuple[np.ndarray[Any, Any], ...]:
-    """x [T, H], topk_idx [T, K] and topk_weights [T, K] of an attention rank; its first token is all zeros."""
+def tokens_of(rank: int) -> tuple[Float32, Int32, Float32]:
+    """x [T, H], topk_idx [T, K] and topk_weights [T, K] of an attention rank; its first token is zeros."""
     rng, shape = np.random.default_rng(rank), (NUM_TOKENS[rank], TRAMPOLINE.top_k)
     x = rng.standard_normal((shape[0], TRAMPOLINE.hidden)).astype(np.float32)
     x[:1] = 0
@@ -142,3 +144,34 @@ def forward_pass() -> Bits:
             )
         found[f"request {number}, logits"] = logits
     return found
+
+
+def tokens(prompts: list[Any], params: SamplingParams, model: str, deployment: str, *overrides: str) -> Bits:
+    """The token ids that a pod answers with."""
+    with LLM(model, deployment, overrides=list(overrides)) as llm:
+        outputs = llm.generate(prompts, params)
+    return {
+        f"request {number}, choice {choice.index}": np.array(choice.token_ids)
+        for number, output in enumerate(outputs)
+        for choice in output.outputs
+    }
+
+
+def choices_that_share_blocks() -> Bits:
+    """Three choices for each prompt: they share the prompt's blocks, and write after it."""
+    params = SamplingParams(max_tokens=12, n=3, temperature=1.0, seed=1, ignore_eos=True)
+    return tokens([*PROMPTS, *(prompt * 4 for prompt in PROMPTS)], params, "tiny-random", "monolithic")
+
+
+def drafts_of_two() -> Bits:
+    """A trained model drafts two tokens ahead, and is right now and then."""
+    params = SamplingParams(max_tokens=24, temperature=0.8, seed=1, ignore_eos=True)
+    prompts = ["Once upon a time", "def scale(x):", "A fox called Mia"]
+    return tokens(prompts, params, "tiny", "monolithic", "mtp=2")
+
+
+def kv_goes_to_decode() -> Bits:
+    """Four dies hand each other bytes that are cut differently; then a prefill TE hands KV to a decode TE."""
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    moved = distflow(None).recording.outputs
+    return {**moved, **tokens([prompt * 5 for prompt in PROMPTS], params, "tiny-random", "pd")}
