@@ -97,6 +97,33 @@ MISTAKES = {
             r"copies, copy 0",
         ),
     ],
+    "trampoline": [
+        (
+            "range(expert_rank,",
+            "range(0,",
+            "rank 1: attention ranks of expert rank 1, item 0: expected 1, yours is 0",
+        ),
+        (
+            ", self.experts.num_ranks)",
+            ", 1)",
+            "attention ranks of expert rank 0, item 1: expected 2, yours is 1",
+        ),
+        (
+            "list(range(expert_rank, len(self.attention), self.experts.num_ranks))",
+            "[expert_rank]",
+            "expected 2 of them",
+        ),
+    ],
+    "eplb_placement": [
+        ("has_room & ~is_on[expert]", "has_room", r"replicas, die \d, slot \d: expected \d+, yours is \d+"),
+        ("(-share[e], e)", "e", r"replicas, die \d, slot \d: expected \d+, yours is \d+"),
+        ("load[die] += share[expert]", "pass", r"replicas, die \d, slot \d: expected \d+, yours is \d+"),
+    ],
+    "rollback": [
+        ("n >= step", "n > step", "blocks: expected 2 of them"),
+        ("n >= step", "n >= 0", r"rows, block 0, column \d+: expected"),
+        ("reverse=True", "reverse=False", "rows, block 0, column 0: expected 1.0"),
+    ],
 }
 
 

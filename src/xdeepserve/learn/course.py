@@ -188,6 +188,58 @@ COURSE = (
             "When a span is done, the next one begins at 0; both sides may end at once.",
         ),
     ),
+    Exercise(
+        number=10,
+        slug="trampoline",
+        title="The trampoline: who serves whom",
+        section="xDeepServe 3.3",
+        owner="xdeepserve.comm.trampoline.layout:Sides",
+        name="served",
+        where="A2E, before step 5",
+        scene=scenes.through_trampolines,
+        parts=lambda result, args: {f"attention ranks of expert rank {args[1]}": result},
+        axes={},
+        hints=(
+            "Attention rank a belongs to expert rank a mod X; here you go the other way.",
+            "They are X apart: range takes a step.",
+        ),
+    ),
+    Exercise(
+        number=11,
+        slug="eplb_placement",
+        title="EPLB: where replicas go",
+        section="xDeepServe 4.5",
+        owner="xdeepserve.engine.balance.eplb",
+        name="place",
+        where="EPLB, phase 1",
+        scene=scenes.replicas_move,
+        parts=lambda result, args: {"replicas": result},
+        axes={"replicas": ("die", "slot")},
+        hints=(
+            "share = tokens / (1 + times chosen); a die begins with its base and its primaries' shares.",
+            "argmin takes the lower of equals: np.where(fitting, load, np.inf).argmin().",
+            "A swap: expert to die `taken`, what lies there to die `room`; min over tuples breaks ties.",
+        ),
+    ),
+    Exercise(
+        number=12,
+        slug="rollback",
+        title="Rollback: as if it had not happened",
+        section="xDeepServe 6.2",
+        owner="xdeepserve.engine.die.drafts",
+        name="rows_before",
+        where="rollback, step 3",
+        scene=scenes.a_die_that_fails_twice,
+        parts=lambda result, args: {
+            "blocks": sorted(result),
+            "rows": [np.asarray(result[block]) for block in sorted(result)],
+        },
+        axes={"blocks": ("block",), "rows": ("block", "column")},
+        hints=(
+            "Steps from `step` on have not happened, `step` included.",
+            "Go from the newest to the oldest; what comes later on this way replaces what was there.",
+        ),
+    ),
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,12 @@ from xdeepserve.comm.p2p.layout import RingLayout
 from xdeepserve.comm.p2p.message_end import Engine
 from xdeepserve.comm.trampoline.a2e import AttentionSide, ExpertSide
 from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
+from xdeepserve.engine.die import drafts
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.run import arithmetic
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.golden.transfers import distflow
+from xdeepserve.hw.faults import Fault
 from xdeepserve.hw.pod import Pod
 from xdeepserve.llm import LLM, RequestOutput
 from xdeepserve.loop import run
@@ -146,9 +148,16 @@ def forward_pass() -> Bits:
     return found
 
 
-def tokens(prompts: list[Any], params: SamplingParams, model: str, deployment: str, *overrides: str) -> Bits:
+def tokens(
+    prompts: list[Any],
+    params: SamplingParams,
+    model: str,
+    deployment: str,
+    *overrides: str,
+    faults: Sequence[Fault] = (),
+) -> Bits:
     """The token ids that a pod answers with."""
-    with LLM(model, deployment, overrides=list(overrides)) as llm:
+    with LLM(model, deployment, overrides=list(overrides), faults=faults) as llm:
         outputs = llm.generate(prompts, params)
     return {
         f"request {number}, choice {choice.index}": np.array(choice.token_ids)
@@ -175,3 +184,21 @@ def kv_goes_to_decode() -> Bits:
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     moved = distflow(None).recording.outputs
     return {**moved, **tokens([prompt * 5 for prompt in PROMPTS], params, "tiny-random", "pd")}
+
+
+def replicas_move() -> Bits:
+    """Four dies with redundant slots count tokens, and move replicas of hot experts."""
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    prompts = [*(prompt * 4 for prompt in PROMPTS), [5] * 20, [7] * 20]
+    settings = ("dies=4", "experts.redundant_slots=2", "experts.balance_interval=0.002")
+    return tokens(prompts, params, "tiny-random", "colocated", *settings)
+
+
+def a_die_that_fails_twice() -> Bits:
+    """A die with drafts has two glitches, each after it has overwritten states that it made drafts of."""
+    faults = [Fault(at_us, 0, "glitch", code="aicore-exception") for at_us in (4000.0, 8500.0)]
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=3, ignore_eos=True)
+    found = tokens(list(PROMPTS), params, "tiny-random", "monolithic", "mtp=2", faults=faults)
+    rows = [np.full(4, value, np.float32) for value in range(4)]
+    undone = drafts.rows_before({3: {7: rows[0]}, 4: {7: rows[1], 8: rows[2]}, 5: {7: rows[3]}}, 4)
+    return {**found, **{f"block {block}, two steps undone": row for block, row in sorted(undone.items())}}
