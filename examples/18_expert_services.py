@@ -3,7 +3,7 @@
 Three expert servers have two experts each, and copies of two that others have. A client writes a request to
 its slot on a server, and polls the slot from afar; the server polls its own memory, and never sends anything.
 Then a server dies while it computes: between state 1 and state 2. The client asks those who have copies. At
-last a whole model is served so, and loses a server, and not a bit. Times are virtual.
+last a whole model is served so, and loses a server, and not a bit; another one joins. Times are virtual.
 
     python examples/18_expert_services.py
 """
@@ -18,6 +18,7 @@ from xdeepserve import LLM, SamplingParams
 from xdeepserve.comm.exchange.layout import Group
 from xdeepserve.comm.services.known_servers import KnownServers
 from xdeepserve.comm.services.layout import HEADER, HEADER_AT, SLOT_NBYTES, ServiceLayout, SlotHeader
+from xdeepserve.comm.services.reach import OverURMA
 from xdeepserve.comm.services.rules import SlotState
 from xdeepserve.comm.services.service_client import Patience, ServiceClient
 from xdeepserve.comm.services.service_server import ServiceServer
@@ -95,7 +96,7 @@ async def ask(shown: int, lost: int | None) -> tuple[np.ndarray, int]:
     for index, die in enumerate(SERVERS):
         server = ServiceServer(pod.dies[die], index, LAYOUT, 1, on_step=watch)
         pod.dies[die].spawn(serve(pod, server, 1 if index == lost else 0))
-    known = KnownServers(pod.dies[CLIENT], 0, LAYOUT)
+    known = KnownServers(OverURMA(pod.dies[CLIENT], LAYOUT), 0, LAYOUT)
     client = ServiceClient(
         *(0, 0, known, 1, lambda layer, expert: SAME[EXPERT_OF[expert]]),
         patience=Patience(replica_ns=100_000),
@@ -142,6 +143,11 @@ def whole_model() -> None:
             llm.engine.observe(tell)
             found = digest(llm.generate(prompts, params, keep_logits=True))
         print(f"{'a server is lost:   ' if faults else 'expert services:    '} {found[:23]}")
+    with LLM("tiny", "eaas", overrides=[*settings, "experts.vacancies=1"]) as llm:
+        joined = llm.add_server()
+        found = digest(llm.generate(prompts, params, keep_logits=True))
+    print(f"  server {joined.server} joins on die {joined.die}, with copies of experts {joined.experts}")
+    print(f"a server has joined: {found[:23]}")
 
 
 def tell(event: object) -> None:

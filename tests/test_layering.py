@@ -18,7 +18,8 @@ ALLOWED = {
     "step": COMMON | {"hw", "model"},
     "ems": COMMON | {"hw"},
     "engine": COMMON | {"hw", "model", "comm", "step", "ems"},
-    "api": COMMON | {"engine", "hw", "model", "comm", "llm"},
+    "page": COMMON | {"engine", "hw", "comm", "golden"},
+    "api": COMMON | {"engine", "hw", "model", "comm", "llm", "page"},
     "llm": COMMON | {"engine", "hw", "model", "loop"},
     "golden": COMMON | {"hw", "model", "comm"},
     "verify": COMMON | {"engine", "hw", "model", "llm"},
@@ -26,8 +27,10 @@ ALLOWED = {
     "chaos": COMMON | {"ems", "engine", "hw", "model", "llm", "loop"},
     "learn": COMMON | {"engine", "hw", "model", "comm", "llm", "loop", "golden"},
     "planner": COMMON | {"engine", "hw", "model", "step", "llm", "loop"},
+    "platform": COMMON | {"engine", "hw", "model", "step", "llm", "loop", "planner"},
     "bench": COMMON
-    | {"engine", "hw", "model", "comm", "step", "llm", "loop", "evals", "corpus", "planner", "ems"},
+    | {"engine", "hw", "model", "comm", "step", "llm", "loop", "evals", "corpus", "planner", "ems"}
+    | {"platform"},
     "calibration": {"errors", "model", "corpus"},
 }
 PROTOCOLS = {  # folders of comm, and which others each may use; the files beside them use none
@@ -37,6 +40,7 @@ PROTOCOLS = {  # folders of comm, and which others each may use; the files besid
     "fused": {"exchange"},
     "collectives": set(),
     "services": {"exchange"},  # the rows of requests and answers are those of dispatch and combine
+    "outside": {"services"},  # the same slots, in processes of their own
     "distflow": {"p2p"},  # XDS 5.1, step 6: "we use the point-to-point send/receive APIs described in 3.1"
 }
 ONLY_IN = {
@@ -54,6 +58,7 @@ ONLY_IN = {
         "planner",
         "chaos",
         "learn",
+        "page",
     },
 }
 
@@ -89,8 +94,9 @@ def test_imports_run_downward(path: Path) -> None:
 
 
 ENGINE = (  # its rooms and files, from the bottom: each may use those before it
-    "deploy", "messages", "lanes", "recovery", "walk", "die", "run", "balance", "dp", "te", "loading",
-    "pool_weights", "pool_use", "weight_digests", "build", "description", "job", "serving",
+    "deploy", "messages", "lanes", "recovery", "walk", "die", "outside", "run", "balance", "dp", "te",
+    "loading", "pool_weights", "pool_use", "weight_digests", "build", "expert_process", "description",
+    "job", "serving",
 )  # fmt: skip
 
 

@@ -6,15 +6,10 @@ from pathlib import Path
 import pytest
 
 from xdeepserve.bench import ems
-from xdeepserve.bench.request_traces import (
-    TracedRequest,
-    generated,
-    hits_of_belady,
-    hits_of_lru,
-    read_trace,
-)
+from xdeepserve.bench.request_traces import generated, hits_of_belady, hits_of_lru
 from xdeepserve.cli import main
 from xdeepserve.errors import InputError
+from xdeepserve.platform.traces import TracedRequest, read_trace
 
 
 def test_table_1_within_a_percent() -> None:
@@ -77,7 +72,7 @@ BAILIAN = {
 def test_public_formats_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mooncake, bailian = tmp_path / "mooncake.jsonl", tmp_path / "bailian.jsonl"
     early = MOONCAKE | {"timestamp": 0}
-    mooncake.write_text("\n".join(map(json.dumps, (MOONCAKE, early))) + "\n")
+    mooncake.write_text("\n".join(map(json.dumps, (early, MOONCAKE))) + "\n")
     bailian.write_text(json.dumps(BAILIAN))
     assert read_trace(mooncake, "mooncake")[1] == TracedRequest(27_482_000_000, 1100, 52, (46, 47, 2366))
     assert read_trace(bailian, "bailian")[0].at_ns == 61_114_000_000
@@ -93,8 +88,11 @@ def test_public_formats_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[s
     [
         ("{", "line 1: not a request in the format mooncake"),
         ("[]", "line 1: not a request in the format mooncake"),
-        ('{"timestamp": 1}', "line 1: not a request in the format mooncake: 'hash_ids'"),
-        (json.dumps(MOONCAKE | {"hash_ids": [1.5]}), "line 1: lengths and hash_ids are whole numbers"),
+        ('{"timestamp": 1}', "line 1: not a request in the format mooncake: it has no 'hash_ids'"),
+        (
+            json.dumps(MOONCAKE | {"hash_ids": [1.5]}),
+            "line 1: input_length, output_length and hash_ids are whole numbers",
+        ),
         (json.dumps(MOONCAKE | {"timestamp": -1}), "line 1: timestamp is a number, 0 or more, found -1"),
         ("", "no requests in it"),
         (json.dumps(MOONCAKE | {"hash_ids": []}), "no request in it has tokens and hash_ids"),

@@ -1,6 +1,7 @@
 """`xdeepserve chaos`: its schedules, what it finds when a bug is put back, and how it says so."""
 
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -318,6 +319,21 @@ def test_a_bug_in_any_protocol_is_found_within_500_schedules(
     monkeypatch.setattr(owner, name, put_back)
     trials = campaign.random_trials(judge, list(PODS), 500, seed=0)
     assert any(judge.judge(trial.schedule).is_bug for trial in trials)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("deployment", PODS)
+def test_hosts_that_stand_still_cost_time_alone(judge: Judge, deployment: str) -> None:
+    """At any time, for as long as the control plane bears it."""
+    rng, schedules = random.Random(f"hosts of {deployment}"), []
+    for seed in range(30):
+        at_us, for_us = (round(10 ** rng.uniform(0, 4.7), 3) for _ in range(2))
+        fault = Fault(at_us, host=0, kind="stalled", for_us=for_us)
+        settings = (*SMALL, *rng.choice(PODS[deployment]))
+        schedules.append(FaultSchedule(deployment, settings, seed, rng.randint(1, 6), seed, (fault,)))
+    found = tried(judge, [Trial(schedule, is_twice=seed % 8 == 0) for seed, schedule in enumerate(schedules)])
+    assert found.bugs == []
+    assert found.tally.equal == len(schedules)
 
 
 def test_single_faults_are_at_every_operation(judge: Judge) -> None:

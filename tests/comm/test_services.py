@@ -16,6 +16,7 @@ from xdeepserve.comm.exchange.layout import Group
 from xdeepserve.comm.means import Means
 from xdeepserve.comm.services.known_servers import KnownServers
 from xdeepserve.comm.services.layout import BELL, CARD, HEADER_AT, SEAT, Presence, ServiceLayout, SlotHeader
+from xdeepserve.comm.services.reach import OverURMA
 from xdeepserve.comm.services.rules import OF_CLIENT, SLOT, SlotEvent, SlotState, next_state
 from xdeepserve.comm.services.service_client import PATIENCE, Patience, ServiceClient
 from xdeepserve.comm.services.service_server import AT_ONCE, Batching, ServiceServer
@@ -66,7 +67,7 @@ def build(
     ]
     clients = []
     for rank, die in enumerate(layout.clients):
-        known = KnownServers(pod.dies[die], rank, layout)
+        known = KnownServers(OverURMA(pod.dies[die], layout), rank, layout)
         clients.append(
             [
                 ServiceClient(rank, slot, known, LAYERS, replicas, patience, quantize, Means(), on_step)
@@ -203,7 +204,7 @@ def test_answers_are_the_oracles(seed: int, clients: int, servers: int, top_k: i
     for found, batches in zip(asyncio.run(main()), work, strict=True):
         assert isinstance(found, list), found
         for result, batch in zip(found, batches, strict=True):
-            same_bits(result, expected(layout, batch))
+            assert same_bits(result, expected(layout, batch))
 
 
 # ---- one request, byte by byte ----------------------------------------------------------------------
@@ -217,7 +218,7 @@ async def test_one_request_state_by_state() -> None:
 
     built = build(on_step=look, watch=look)
     (result,) = await run(built, attend(built.clients[0][0], [ONE]))
-    same_bits(result[0], expected(LAYOUT, ONE)[0:1])
+    assert same_bits(result[0], expected(LAYOUT, ONE)[0:1])
     of_client = [each for each in seen if each[0] != "expert serve"]
     assert of_client[:5] == [("expert write", step, 0, 0, 0) for step in (1, 2, 3, 4)] + [
         ("expert write", 5, 1, 1, 0)
@@ -247,7 +248,7 @@ async def test_a_server_serves_one_layer_at_a_time_and_goes_on_without_those_who
     )
     for found, given_batches in zip(results, (first, second), strict=True):
         for result, batch in zip(found, given_batches, strict=True):
-            same_bits(result, expected(LAYOUT, batch))
+            assert same_bits(result, expected(LAYOUT, batch))
     assert all(len({header.layer for _, _, header in batch}) == 1 for batch in batches)
 
 
@@ -299,7 +300,7 @@ async def test_none_for_you() -> None:
         )
         for found, batch in zip(results, (ONE, two), strict=True):
             for result in found:
-                same_bits(result, expected(layout, batch))
+                assert same_bits(result, expected(layout, batch))
         times[announces] = built.pod.clock.now
         assert {built.slot(server, client)[0] for server in range(3) for client in range(2)} == {0}
     assert times[False] > 700_000 > times[True]
@@ -335,7 +336,7 @@ async def test_a_late_answer_is_never_read_and_its_slot_is_left_alone_until_it_i
     for process in processes:
         process.cancel()
     for result in results:
-        same_bits(result, expected(LAYOUT, batch, logical))
+        assert same_bits(result, expected(LAYOUT, batch, logical))
     assert client.num_resent == 1
     # The server has it for as long as it computes; then the client finds 2, empties it, and asks it again.
     assert states == [1, 1, 1, 0, 0]
@@ -360,7 +361,7 @@ async def test_a_lost_server_costs_no_bit_where_there_are_replicas() -> None:
         for process in serving:
             process.cancel()
         for result, batch in zip(results, batches, strict=True):
-            same_bits(result, expected(LAYOUT, batch, logical))
+            assert same_bits(result, expected(LAYOUT, batch, logical))
         # Before its card is read the client has not asked it; then it has, and asks another: in this layer,
         # or if the answer has been read, in the next one.
         assert client.num_resent == (moment not in (("expert write", 1), ("expert write", 2)))
@@ -381,7 +382,7 @@ async def test_the_monitors_word_is_sooner_than_the_clients_patience() -> None:
     watching = built.pod.dies[1].spawn(monitor())
     (results,) = await asyncio.gather(client.die.spawn(attend(client, [ONE])))
     assert built.pod.clock.now < 1_000_000
-    same_bits(results[0], expected(LAYOUT, ONE, logical))
+    assert same_bits(results[0], expected(LAYOUT, ONE, logical))
     assert (client.num_resent, watching.done()) == (1, True)
     for process in serving:
         process.cancel()
@@ -421,7 +422,7 @@ async def test_a_server_that_begins_anew_is_asked_again_under_its_new_generation
         client.steps.on_step = begin_anew
         (found,) = await run(built, attend(client, [ONE] * 2))
         for result in found:
-            same_bits(result, expected(LAYOUT, ONE))
+            assert same_bits(result, expected(LAYOUT, ONE))
         assert server.generation == 2
         assert client.num_resent == 1
         assert built.slot(2, 0)[1] == SlotHeader(2, 1, 2, 1, 1)
@@ -452,7 +453,7 @@ async def test_another_server_comes_to_the_seat(moment: tuple[str, int]) -> None
     for process in serving:
         process.cancel()
     for result in results:
-        same_bits(result, expected(LAYOUT, ONE))
+        assert same_bits(result, expected(LAYOUT, ONE))
     assert later.header(LAYOUT.number(0, 0)).generation == later.generation == 2
     assert client.known.epoch(server) == 2
 
@@ -471,7 +472,7 @@ async def test_a_server_that_leaves_answers_what_it_has_been_asked() -> None:
     for process in serving:
         process.cancel()
     for result in results:
-        same_bits(result, expected(LAYOUT, ONE, logical))
+        assert same_bits(result, expected(LAYOUT, ONE, logical))
     assert client.num_resent == 0
     assert built.slot(2, 0)[1].event_id == 1, "the second time it was asked nothing"
 
@@ -513,7 +514,7 @@ async def test_a_request_that_cannot_be_puts_its_client_offline_and_others_are_s
     memory.write(at + LAYOUT.state_at(0), b"\1")
     batch = (ONE[0], np.array([[2, 3]], np.int32), ONE[2])
     error, found = await run(built, attend(liar, [batch]), attend(built.clients[1][0], [batch]))
-    same_bits(found[0], expected(LAYOUT, batch))
+    assert same_bits(found[0], expected(LAYOUT, batch))
     assert built.slot(1, 0)[0] == SlotState.OFFLINE
     (refusal,) = server.refusals
     assert re.search(said, refusal)
@@ -526,7 +527,7 @@ async def test_a_client_that_is_lost_is_released() -> None:
         server.release(1)
     (found,) = await run(built, attend(built.clients[0][0], [ONE] * 2))
     assert built.pod.clock.now < 1_000_000  # nobody waits for the other client
-    same_bits(found[0], expected(LAYOUT, ONE))
+    assert same_bits(found[0], expected(LAYOUT, ONE))
     (error,) = await run(built, attend(built.clients[1][0], [ONE]))
     assert isinstance(error, FieldError)
     assert (error.field, error.expected, error.seen) == ("state of slot 0", "0, 1 or 2", 3)
@@ -567,3 +568,16 @@ async def test_the_bell_is_answered_between_batches() -> None:
         return seen
 
     assert await run(built, ring()) == [[1, 2]]
+
+
+async def test_a_late_replica_answers_when_the_other_is_gone() -> None:
+    """Both servers of an expert are out of use: one is lost for good, the other one was only slow."""
+    built = build(patience=Patience(20_000, 10**9), replicas=same)
+    client, known = built.clients[0][0], built.clients[0][0].known
+    x, weights = np.ones((1, LAYOUT.hidden), np.float32), np.ones((1, 2), np.float32)
+    batch = x, np.array([[0, 1]], np.int32), weights  # of server 0; 2 and 3, on server 1, are the same ones
+    known.give_up(1)
+    client.die.memory.write(known.mask_region.offset, bytes([Presence.ABSENT]))
+    (results,) = await run(built, attend(client, [batch]), compute=logical)
+    assert not isinstance(results, BaseException), results
+    assert same_bits(results[0], expected(LAYOUT, batch, logical))

@@ -1,14 +1,13 @@
 """Step 1: which TE gets a request, by cache status, prompt length and load; and several job executors."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from tests.engine.test_links import PARAMS, PROMPTS
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.engine.balance.dp import LONG_PROMPT
-from xdeepserve.engine.balance.te_choice import PromptCost, TEStatus, te_key
+from xdeepserve.engine.deploy.deployment import Route
 from xdeepserve.engine.dp.events import Assigned, Observed
 from xdeepserve.errors import DeploymentError
 from xdeepserve.llm import digest
@@ -17,30 +16,6 @@ from xdeepserve.model.presets import TinyCheckpoint
 FEWEST = ["prefill.dies=1", "decode.dies=1", "prefill.count=2", "max_model_len=256"]
 TWO = [*FEWEST, "scheduler.route=cost"]
 SHORT = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
-
-
-def best(num_tokens: int, *statuses: TEStatus) -> int:
-    return min(range(len(statuses)), key=lambda i: te_key(num_tokens, statuses[i]))
-
-
-def test_a_prompt_goes_where_waiting_and_computing_take_least() -> None:
-    idle, busy = TEStatus([], 1), TEStatus([PromptCost(50.0, is_long=False)], 1)
-    assert best(100, busy, idle) == 1
-    # What is cached counts, until waiting for it takes longer than computing it.
-    assert best(100, busy._replace(num_cached=80), idle) == 0
-    assert best(100, busy._replace(num_cached=32), idle) == 1
-    # So do DP groups, who share the load.
-    assert best(100, TEStatus([PromptCost(90.0, is_long=False)], 4), busy) == 0
-
-
-def test_long_and_short_prompts_are_kept_apart_as_long_as_there_is_a_way() -> None:
-    long, short = PromptCost(1e5, is_long=True), PromptCost(10.0, is_long=False)
-    with_long, with_short = TEStatus([long], 1), TEStatus([short], 1)
-    assert best(10, with_long, with_short) == 1
-    assert best(LONG_PROMPT, with_long, with_short) == 0
-    assert best(LONG_PROMPT, with_short, TEStatus([short, short], 1)) == 0
-    # Of a long prompt whose prefix is cached only the rest is computed.
-    assert best(LONG_PROMPT, with_long, with_short._replace(num_cached=4096 - 16)) == 1
 
 
 def assigned(llm: LLM) -> dict[int, str]:
@@ -73,7 +48,8 @@ def test_every_repeat_of_a_prefix_finds_it(tiny: TinyCheckpoint, executors: int)
 
 
 def test_long_prompts_have_a_te_of_their_own(tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xdeepserve.engine.balance.te_choice.LONG_PROMPT", 100)
+    for module in ("balance.te_policies", "job.router"):
+        monkeypatch.setattr(f"xdeepserve.engine.{module}.LONG_PROMPT", 100)
     prompts = [[i] * (200 if i % 2 else 5) for i in range(12)]
     with LLM(tiny, "pd", overrides=[*TWO, "cache.num_blocks=256"]) as llm:
         places = assigned(llm)
@@ -107,3 +83,22 @@ def test_by_default_the_te_with_the_fewest_sequences_gets_a_request(tiny: TinyCh
 def test_no_job_executor_is_refused() -> None:
     with pytest.raises(DeploymentError, match="job_executors must be at least 1, found 0"):
         LLM("tiny-random", "pd", overrides=["scheduler.job_executors=0"])
+
+
+@pytest.mark.parametrize("route", get_args(Route))
+def test_no_policy_changes_a_bit(tiny: TinyCheckpoint, route: str) -> None:
+    """Conversations, one turn after the other: digests are those of one die, and every TE has its share."""
+    turns = [[10 * i + j % 7 for j in range(40)] for i in range(6)]
+
+    def twice(llm: LLM) -> list[str]:
+        return [digest(llm.generate(turns, PARAMS, keep_logits=True)) for _ in range(2)]
+
+    with LLM(tiny, "monolithic", overrides=["max_model_len=256"]) as llm:
+        expected = twice(llm)
+    with LLM(tiny, "pd", overrides=[*FEWEST, f"scheduler.route={route}", "cache.num_blocks=64"]) as llm:
+        places = assigned(llm)
+        assert twice(llm) == expected
+        if route in ("round-robin", "sequences"):
+            assert [places[i] for i in range(12)] == ["prefill 0", "prefill 1"] * 6
+        if route == "prefix":
+            assert [places[i + 6] for i in range(6)] == [places[i] for i in range(6)]

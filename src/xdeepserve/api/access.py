@@ -10,7 +10,7 @@ from aiohttp.typedefs import Handler, Middleware
 from xdeepserve.api.http_errors import ApiError
 from xdeepserve.api.options import ServerOptions
 
-GUARDED = ("/v1/", "/tokenize", "/detokenize", "/admin/")
+GUARDED = ("/v1/", "/tokenize", "/detokenize", "/admin/", "/page/frames", "/page/bytes", "/page/break")
 _PREFLIGHT = {
     "Access-Control-Allow-Methods": "GET, POST, DELETE, OPTIONS",
     "Access-Control-Max-Age": "600",

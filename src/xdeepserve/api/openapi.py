@@ -15,7 +15,10 @@ from xdeepserve.api import requests as asked
 from xdeepserve.api import responses as given
 from xdeepserve.api.http_errors import ErrorBody
 from xdeepserve.api.input_items import PAGE_QUERY
+from xdeepserve.api.page_door import BYTES_QUERY
 from xdeepserve.api.response_items import REFUSED, ResponsesRequest
+from xdeepserve.page.breaking import Breaking, Broken
+from xdeepserve.page.die_bytes import DieBytes
 
 REF = "#/components/schemas/{name}"
 
@@ -90,6 +93,11 @@ OPERATIONS = (
     Operation("get", "/load", "How many sequences it holds.", answer=given.ServerLoad),
     Operation("get", "/version", "The version.", answer=given.Version),
     Operation("get", "/metrics", "Metrics in Prometheus' text format."),
+    Operation("get", "/", "The page to watch."),
+    Operation("get", "/page/{file}", "A part of that page."),
+    Operation("get", "/page/frames", "What it draws: a stream of events (docs/page.md)."),
+    Operation("get", "/page/bytes", "What lies in a die's memory.", answer=DieBytes, query=BYTES_QUERY),
+    Operation("post", "/page/break", "A die fails; where the server allows it.", Breaking, Broken),
 )
 
 

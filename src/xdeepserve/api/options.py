@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+from pathlib import Path
 
 import msgspec
 
@@ -17,6 +18,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     allowed_origins     web pages of these origins may call from a browser; "*": of all
     ssl_certfile, ssl_keyfile   PEM files; the key may be in the certificate's
     admin               clients may list, add and remove task executors (api/admin.py)
+    record              file that what the page draws is written to
     uds                 path of a Unix socket to listen on instead of host and port
     """
 
@@ -26,6 +28,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     admin: bool = False
+    record: Path | None = None
     uds: str | None = None
 
     def __post_init__(self) -> None:

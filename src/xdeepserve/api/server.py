@@ -30,6 +30,7 @@ from xdeepserve.api.info import get_model, health, list_models, load, ping, show
 from xdeepserve.api.input_items import list_input_items
 from xdeepserve.api.openapi import show_docs, show_openapi
 from xdeepserve.api.options import ServerOptions
+from xdeepserve.api.page_door import add_page_routes, record_page
 from xdeepserve.api.protocol_errors import JsonRunner
 from xdeepserve.api.response_endpoint import (
     cancel_response,
@@ -85,10 +86,13 @@ def build_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.
     app.router.add_get("/openapi.json", show_openapi)
     app.router.add_get("/docs", show_docs)
     app.router.add_get("/metrics", show_metrics)
+    add_page_routes(app)
     if options.admin:
         add_admin_routes(app)
     app.on_response_prepare.append(_add_headers)
     app.cleanup_ctx.append(_run_engine)
+    if options.record is not None:
+        app.cleanup_ctx.append(record_page)
     return app
 
 

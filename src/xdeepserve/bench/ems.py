@@ -14,15 +14,7 @@ from typing import Any, NamedTuple
 
 from xdeepserve.bench.comm import pyplot
 from xdeepserve.bench.report import Kind, Row
-from xdeepserve.bench.request_traces import (
-    BLOCK_TOKENS,
-    Format,
-    TracedRequest,
-    generated,
-    hits_of_belady,
-    hits_of_lru,
-    read_trace,
-)
+from xdeepserve.bench.request_traces import generated, hits_of_belady, hits_of_lru
 from xdeepserve.ems.memory_pool import MemoryPool
 from xdeepserve.ems.model_cache import NAMESPACE, ModelId
 from xdeepserve.ems.mp_server import Lease
@@ -30,6 +22,7 @@ from xdeepserve.hw.bucket import Bucket
 from xdeepserve.hw.clock import Process
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.spec import Spec
+from xdeepserve.platform.traces import BLOCK_TOKENS, TracedRequest, TraceFormat, read_trace
 
 MODEL_NBYTES = 671e9  # CM Table 1: DeepSeek-R1 in INT8
 INSTANCES = 8
@@ -37,7 +30,7 @@ NUM_BLOCKS, BLOCK_NBYTES = 256, 4096  # of the model that stands for it
 SERVERS = 48
 
 
-def all_rows(requests: Path | None = None, form: Format = "mooncake") -> Iterator[Row]:
+def all_rows(requests: Path | None = None, form: TraceFormat = "mooncake") -> Iterator[Row]:
     """Rows as they are found; hit rates of a trace, if one is given, else of a generated one."""
     trace = generated(seed=1) if requests is None else read_trace(requests, form)
     block_tokens = BLOCK_TOKENS[form]

@@ -1,68 +1,12 @@
-"""Requests by the blocks of their prompts: public traces, and a small generator of the same kind.
-
-mooncake   Mooncake's traces: a JSON object a line with `timestamp` (ms), `input_length`, `output_length` and
-           `hash_ids`, one for each 512 tokens of the prompt
-bailian    Qwen-Bailian's anonymised usage traces: the same with `timestamp` in seconds, 16 tokens a block,
-           and `chat_id`, `parent_chat_id`, `turn` and `type`, which are not needed here
-
-Equal numbers are equal blocks after equal blocks, in either format.
-"""
+"""Caches of blocks beside the best that is possible, on traces; and conversations made up for that."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
 
-import msgspec
 import numpy as np
 
-from xdeepserve.errors import InputError
-
-Format = Literal["mooncake", "bailian"]
-BLOCK_TOKENS: dict[Format, int] = {"mooncake": 512, "bailian": 16}
-NS: dict[Format, float] = {"mooncake": 1e6, "bailian": 1e9}  # of the unit of timestamps
-
-
-class TracedRequest(NamedTuple):
-    """A request of a trace."""
-
-    at_ns: int
-    input_length: int  # tokens, as is the next
-    output_length: int
-    blocks: tuple[int, ...]
-
-
-def read_trace(path: Path, form: Format) -> list[TracedRequest]:
-    """Every request of a file, in order of time. InputError, which names the line that is none."""
-    requests = []
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    requests.append(_request(f"{path}, line {number}", line, form))
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror or error}") from None
-    if not requests:
-        raise InputError(f"{path}: no requests in it")
-    if not any(request.blocks and request.input_length for request in requests):
-        raise InputError(f"{path}: no request in it has tokens and hash_ids")
-    return sorted(requests, key=lambda request: request.at_ns)
-
-
-def _request(where: str, line: bytes, form: Format) -> TracedRequest:
-    try:
-        fields: dict[str, Any] = msgspec.json.decode(line, type=dict[str, Any])
-        at, blocks = fields["timestamp"], tuple(fields["hash_ids"])
-        lengths = fields["input_length"], fields["output_length"]
-    except (msgspec.DecodeError, KeyError, TypeError) as error:
-        raise InputError(f"{where}: not a request in the format {form}: {error}") from None
-    numbers = (*lengths, *blocks)
-    if not all(type(each) is int and 0 <= each < 1 << 62 for each in numbers):
-        raise InputError(f"{where}: lengths and hash_ids are whole numbers, 0 or more")
-    if type(at) not in (int, float) or not 0 <= at < 1e12:
-        raise InputError(f"{where}: timestamp is a number, 0 or more, found {at!r}")
-    return TracedRequest(round(at * NS[form]), *lengths, blocks)
+from xdeepserve.platform.traces import TracedRequest
 
 
 def generated(seed: int, num_chats: int = 400, block_tokens: int = 512) -> list[TracedRequest]:

@@ -20,12 +20,15 @@ COMMANDS = {
     "demo": "serve a few prompts on a small virtual pod and prove every bit against the reference",
     "generate": "complete prompts",
     "serve": "run the OpenAI-compatible endpoint",
+    "expert-server": "run one expert server of a deployment eaas as a process of its own",
+    "monitor": "keep the list of expert server processes that are there",
     "verify": "print the bit-exactness matrix; exit 1 on any difference",
     "quantize": "write a checkpoint in INT8 (compressed-tensors, W8A8)",
     "eval": "measure perplexity, agreement and task scores on held-out text, per recipe",
     "bench": "measure or model, and show what the papers publish beside it",
     "chaos": "break dies by the hundred: the same bits or a named error, and nothing hangs or is lost",
     "sweep": "what a decode step costs for combinations of settings, batch and context (time only)",
+    "replay": "serve a trace of requests: with tokens on a small pod, or time only on hundreds of dies",
     "ems": "look into the directory of a memory pool: what it holds, whether it is sound; or empty it",
     "golden": "write or check golden vectors of the communication protocols",
     "describe": "show what would be built: dies, roles, memory, experts",
@@ -55,7 +58,7 @@ def build_parser() -> Parser:
             description=text[0].upper() + text[1:] + ".",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        module = importlib.import_module(f"xdeepserve.cli.{name}")
+        module = importlib.import_module(f"xdeepserve.cli.{name.replace('-', '_')}")
         module.add_options(sub)
         sub.set_defaults(run=module.run, parser=sub)
     return parser

@@ -37,12 +37,22 @@ SUITES = {
         "the memory pool: loading models and reusing prefixes in virtual time; hit rates on a trace",
         ("plot", "requests", "format"),
     ),
+    "heatmap": Suite(
+        "TEs with prefill and decode apart against TEs that do both, by lengths and load, in virtual time",
+        ("map",),
+    ),
+    "schedule": Suite(
+        "which TE gets a request: DeepServe's policies, others', on three traces at three loads; minutes"
+    ),
     "recovery": Suite(
         "what faults cost by stage of recovery: tokens per second around each, in virtual time", ("plot",)
     ),
+    "eaas": Suite(
+        "tokens per second around the loss of an expert server: one of 64 in virtual time, and processes"
+    ),
     "papers": Suite(
         "every value that the papers publish: ours beside it, or why there is none; two minutes",
-        ("paper", "plot"),
+        ("paper", "plot", "trends"),
     ),
     "kernels": Suite("wall time of each kernel beside this computer's limits, NumPy and PyTorch; minutes"),
     "decode": Suite(
@@ -73,7 +83,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": "hit rates of this trace, a JSON object a line, instead of a generated one",
     },
     "format": {"choices": ("mooncake", "bailian"), "help": "whose format it has; default mooncake"},
+    "map": {"type": Path, "metavar": "FILE", "help": "write the map, for replay --heat FILE"},
     "paper": {"metavar": "P", "help": "of one paper: xds, cm, ds, eaas or ms"},
+    "trends": {
+        "action": "store_true",
+        "help": "instead, what the papers say in words (what is faster than what), and whether it holds",
+    },
     "plot": {"type": Path, "metavar": "FILE", "help": "draw it as well (needs matplotlib)"},
     "ranks": {
         "action": "store_true",
@@ -112,6 +127,8 @@ def run(args: argparse.Namespace) -> int:
     from xdeepserve.bench.report import Row, print_rows, print_summary
 
     _check(args)
+    if args.trends:
+        return _tell_trends(args)
     if args.plot is not None:
         comm.pyplot()  # before half a minute of work
     name = "ranks" if args.ranks else "superpod_steps" if args.steps else args.suite
@@ -124,6 +141,7 @@ def run(args: argparse.Namespace) -> int:
         "startup": (model,),
         "ems": (args.requests, args.format or "mooncake"),
         "papers": (args.paper,),
+        "heatmap": (args.map,),
     }
     rows: list[Row] = []
     with working(f"bench {name}") as status:
@@ -156,6 +174,21 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _tell_trends(args: argparse.Namespace) -> int:
+    """What papers say in words."""
+    from xdeepserve.bench import papers, trends
+
+    if args.paper is not None and args.paper not in papers.PAPERS:
+        raise InputError(f"--paper must be one of {', '.join(papers.PAPERS)}, found {args.paper!r}")
+    found = []
+    with working("bench papers --trends") as status:
+        for one in trends.all_answers(args.paper):
+            found.append(one)
+            status.detail = f"{len(found)} of {len(trends.TRENDS)}"
+    trends.print_answers(found, "json" if args.json else "text")
+    return 0
+
+
 def _check(args: argparse.Namespace) -> None:
     """Raises InputError where an option does not belong to the suite, or a file cannot be written."""
     for option in OPTIONS:
@@ -166,6 +199,10 @@ def _check(args: argparse.Namespace) -> None:
         if args.ranks:
             raise InputError("--plot draws virtual time, and --ranks measures wall time: choose one")
         check_writable(args.plot, "--plot")
+    if args.map is not None:
+        check_writable(args.map, "--map")
+    if args.trends and (args.plot is not None or args.full):
+        raise InputError("--trends has no numbers: neither --plot nor --full goes with it")
     _check_plan(args)
     if args.trace is not None:
         if args.steps:

@@ -20,11 +20,30 @@ MAX_TOKENS = 160
 
 
 def add_options(parser: Parser) -> None:
-    """None: it runs as it is."""
+    """It runs as it is, or serves a page."""
+    parser.add_argument(
+        "--page", action="store_true", help="serve a pod and a page to watch it on, until Ctrl-C, instead"
+    )
+    parser.add_argument("--port", type=int, default=8000, help="of the page; default 8000; 0: a free one")
+
+
+def serve_page(args: argparse.Namespace) -> int:
+    """The demo's pod with a page at its address, on which dies may be broken: others take their place."""
+    from xdeepserve.cli import serve
+
+    parser = Parser(prog="xdeepserve demo --page")
+    serve.add_options(parser)
+    pod = ["--deployment", DEPLOYMENT, "--set", "recovery.failover=true", "--admin"]
+    served = parser.parse_args([*pod, "--port", str(args.port)])
+    served.command = args.command
+    print("Open the address below in a browser, and ask for a story; click a die to look into it.")
+    return serve.run(served)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; 1 if one bit differs."""
+    if args.page:
+        return serve_page(args)
     from xdeepserve.engine.description import team
     from xdeepserve.engine.dp.sampling_params import SamplingParams
     from xdeepserve.llm import LLM, digest

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from xdeepserve.cli.status import working
 from xdeepserve.errors import InputError, XDeepServeError
 
 if TYPE_CHECKING:
+    from xdeepserve.engine.serving.engine import Engine
     from xdeepserve.hw.trace import Trace
     from xdeepserve.llm import LLM, RequestOutput
     from xdeepserve.model.checkpoint import Checkpoint
@@ -71,6 +73,7 @@ def add_options(parser: Parser) -> None:
     add_mtp(parser)
     add_faults(parser)
     option("--trace", type=Path, metavar="FILE", help="write the timeline in virtual time (Perfetto)")
+    option("--record", type=Path, metavar="FILE", help="write what the page draws, to be opened there")
     option(
         "--trace-dies",
         type=int,
@@ -112,6 +115,10 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.trace is not None:
         check_writable(args.trace, "--trace")
+    if args.record is not None:
+        if args.trace is not None or args.timeline:
+            raise InputError("--record draws one step at a time, and --trace and --timeline all: choose one")
+        check_writable(args.record, "--record")
     from xdeepserve.llm import LLM, digest
     from xdeepserve.model.presets import resolve_model
 
@@ -138,7 +145,8 @@ def run(args: argparse.Namespace) -> int:
         ) as llm,
     ):
         status.text, status.detail = f"Generating with {args.model}", ""
-        outputs = llm.generate(args.prompts, params, keep_logits=args.json)
+        with recording(llm.engine, args.record):
+            outputs = llm.generate(args.prompts, params, keep_logits=args.json)
         if args.trace is not None:
             llm.write_trace(args.trace)
         _note_all(args, llm, checkpoint, outputs)  # now that nothing was refused: an error is one line
@@ -152,6 +160,21 @@ def run(args: argparse.Namespace) -> int:
             print("the last step, in virtual time:", *drawn, "", sep="\n")
         _print(outputs, virtual_ms, args.timing_only)
     return 0
+
+
+@contextlib.contextmanager
+def recording(engine: Engine, path: Path | None) -> Iterator[None]:
+    """Within it steps are recorded in the file, if there is one."""
+    if path is None:
+        yield
+        return
+    from xdeepserve.page.page_record import PageRecord, RunRecord
+
+    record = RunRecord(engine, PageRecord(path))
+    try:
+        yield
+    finally:
+        record.end()
 
 
 def _note_all(

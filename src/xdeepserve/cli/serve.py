@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+from pathlib import Path
 
 from xdeepserve.cli.options import (
     Parser,
     add_deployment,
     add_faults,
     add_mtp,
+    check_writable,
     faults_of,
     note_rounding,
     note_settings,
@@ -32,6 +34,9 @@ def add_options(parser: Parser) -> None:
         "--admin",
         action="store_true",
         help="let clients list, add and remove task executors: /admin/tes (use it with --api-key)",
+    )
+    parser.add_argument(
+        "--record", type=Path, metavar="FILE", help="write what the page draws, to be opened there"
     )
     parser.add_argument("--uds", metavar="PATH", help="listen on a Unix socket instead")
     parser.add_argument(
@@ -70,9 +75,12 @@ def run(args: argparse.Namespace) -> int:
         ssl_keyfile=args.ssl_keyfile,
         uds=args.uds,
         admin=args.admin,
+        record=args.record,
     )
     # What cannot work is said before a large model is loaded.
     options.ssl_context()
+    if args.record is not None:
+        check_writable(args.record, "--record")
     if args.uds is None:
         bind(host, port).close()
     overrides = overrides_of(args)

@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from xdeepserve.engine.deploy.deployment import Deployment, Role
+from xdeepserve.engine.deploy.deployment import Deployment, ExpertConfig, Role
 from xdeepserve.engine.deploy.roles import DEPLOYMENTS
 from xdeepserve.engine.deploy.scale_down import largest
 from xdeepserve.engine.deploy.sizes import Sizes, fit
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.lanes import DEFAULT_SHOWN_DIES, name_lanes
 from xdeepserve.engine.loading import Loading, Progress, Source, read_again, read_weights
+from xdeepserve.engine.outside.children import ServerTask
+from xdeepserve.engine.outside.servers_outside import ServersOutside
+from xdeepserve.engine.outside.watcher import Watcher
+from xdeepserve.engine.run.by_services import identity
 from xdeepserve.engine.run.clock.clock_net import ClockNet
 from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.run.net import ProtocolNet, Team
@@ -37,6 +41,7 @@ from xdeepserve.hw.topology import Topology
 from xdeepserve.hw.trace import Trace
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.presets import PRESETS
 from xdeepserve.model.weights import Recipe
 
 if TYPE_CHECKING:
@@ -84,6 +89,7 @@ class PodPlan:
         self._cached: set[int] = set()  # servers whose page cache has the checkpoint
         self.num_added = Counter(te.role for te in sizes)  # TEs of each role that there have been
         self._first: dict[Role, Sizes] = {}  # of each role, before a place was found for it
+        self.outside: list[ServersOutside] = []  # expert servers that are processes
         for te in sizes:
             self._first.setdefault(te.role, te)
         try:
@@ -97,12 +103,8 @@ class PodPlan:
         name_lanes(self.pod, [te.sizes for te in self.tes], trace_dies)
 
     def _make_pod(self, sizes: Sequence[Sizes], spec: Spec, clock: Clock, trace: Trace) -> Pod:
-        """A CloudMatrix384, and beside it what does not fit there or is of other hardware."""
-        topology = Topology()
-        needed = 1 + max(te.every_die[-1] for te in sizes)
-        servers = max(topology.servers, -(-needed // topology.dies_per_server))
-        topology = msgspec.structs.replace(topology, servers=servers)
-        pod = Pod(topology, self._sized(spec), clock, trace)
+        """With what does not fit into a CloudMatrix384, or is of other hardware, beside it."""
+        pod = pod_for(sizes, self._sized(spec), clock, trace)
         for te in sizes:
             if te.hardware == "910b":
                 pod.equip(te.dies, self._sized(atlas_a2(te.num_dies)))
@@ -125,6 +127,10 @@ class PodPlan:
         """One more TE, like the first of its role, where dies are free; or one in place of such a TE, which
         says where it is. DeploymentError, and nothing has happened, if the deployment has no such TEs or the
         pod has no room."""
+        if self.outside:
+            raise DeploymentError(
+                f"deployment {self.deployment.name}: with expert servers that are processes there is one TE"
+            )
         sizes = self._first.get(role) if isinstance(role, str) else None
         if sizes is None:
             roles = " and ".join(self._first)
@@ -165,7 +171,21 @@ class PodPlan:
         except (DeploymentError, HardwareError) as error:
             self.pod.release(dies)
             raise DeploymentError(f"deployment {self.deployment.name}: {error}") from None
+        if isinstance(net, ProtocolNet) and net.watcher is not None:
+            self.outside.append(self._plan_outside(net.watcher, te))
         return te
+
+    def _plan_outside(self, watcher: Watcher, te: TEPlan) -> ServersOutside:
+        """The server processes of a TE. DeploymentError without a token where there has to be one."""
+        assert te.services is not None
+        name = self.checkpoint.name
+        model = name if name in PRESETS else str(self.checkpoint.directory)
+        deployment = msgspec.structs.replace(self.deployment, threads=1)  # they share this computer
+        task = ServerTask(model, self.recipe, msgspec.to_builtins(deployment), "", "", "")
+        experts = self.deployment.experts or ExpertConfig()
+        seats = [number for number in range(len(te.sizes.expert_dies)) if number not in te.sizes.vacant]
+        whom = identity(te.services, te.sizes, self.recipe, self.checkpoint.digest())
+        return ServersOutside(watcher, task, experts.transport, experts.monitor, seats, whom)
 
     def _plan_pool_use(self) -> PoolUse | None:
         """The memory pool, if the deployment has one. InputError if its directory will not do."""
@@ -182,6 +202,8 @@ class PodPlan:
                 self.release(te)
         if self.pool_use is not None:
             self.pool_use.close()
+        for outside in self.outside:
+            outside.close()
 
     def materialise(self, tes: Sequence[TEPlan]) -> None:
         """Allocate the memories of TEs."""
@@ -202,6 +224,8 @@ class PodPlan:
     def _load(self, progress: Progress | None) -> None:
         if self.pool_use is not None:
             self.pool_use.open()
+        for outside in self.outside:
+            outside.launch()
         self.materialise(self.tes)
         if self.pool_use is not None:
             self.pool_use.start(self.tes)
@@ -265,6 +289,16 @@ class PodPlan:
         """A TE that was planned is not to be."""
         self.tes.remove(te)
         te.release()
+
+
+def pod_for(
+    sizes: Sequence[Sizes], spec: Spec | None = None, clock: Clock | None = None, trace: Trace | None = None
+) -> Pod:
+    """A CloudMatrix384, or more servers if TEs of these sizes need them."""
+    topology = Topology()
+    needed = 1 + max(te.every_die[-1] for te in sizes)
+    servers = max(topology.servers, -(-needed // topology.dies_per_server))
+    return Pod(msgspec.structs.replace(topology, servers=servers), spec, clock, trace)
 
 
 def with_answers(config: ModelConfig, deployment: Deployment, recipe: Recipe) -> ModelConfig:

@@ -22,8 +22,9 @@ from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import DeploymentError, HardwareError, LostDieError
 from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.pages import SharedPages, prefer_huge_pages
+from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.sharding import WHOLE
-from xdeepserve.model.weights import Store, fill, iter_weights, weight_specs
+from xdeepserve.model.weights import Recipe, Store, fill, iter_weights, weight_specs
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 Source = Literal["auto", "storage", "host", "peer", "pool"]
@@ -64,6 +65,15 @@ def read_weights(tes: Sequence[TEPlan]) -> Iterator[tuple[int, int]]:
     for nbytes in fill(stores, weights, lambda name, array: specs[name].pack(array), place):
         done += nbytes
         yield done, total
+
+
+def read_experts(checkpoint: Checkpoint, recipe: Recipe, mem: ExpertMemory) -> None:
+    """Read from the checkpoint what one expert die holds, and nothing else."""
+    sizes, store = mem.sizes, Store(mem.weights(), mem.held, WHOLE)
+    specs = weight_specs(mem.config, recipe, sizes.max_model_len, num_mtp=sizes.num_mtp_layers)
+    weights = iter_weights(checkpoint, recipe, sizes.max_model_len, sizes.num_mtp_layers, set(store.arrays))
+    for _ in fill([store], weights, lambda name, array: specs[name].pack(array)):
+        pass
 
 
 class Piece(NamedTuple):

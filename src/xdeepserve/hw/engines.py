@@ -98,6 +98,9 @@ class Gather:
         self.target.check(dst_offset, self.nbytes)
         self.loads, self.stores = Traffic(place), Traffic(place, self.nbytes)
         self.loads.add_many(nodes, sizes)
+        if fabric.trace.is_on:
+            for node, nbytes in zip(nodes.tolist(), sizes.tolist(), strict=True):
+                fabric.trace.move(node, place.node, nbytes)
 
     def move(self) -> None:
         """GlitchError, before a byte is written, if checksums tell that one was damaged on its way."""
@@ -177,6 +180,9 @@ def traffic_of(
             fabric.memories[dst.node].check(dst.offset, nbytes)
         loads.add(src.node, nbytes)
         stores.add(dst.node, nbytes)
+    if fabric.trace.is_on:
+        for src, dst, nbytes in pieces:
+            fabric.trace.move(src.node, dst.node, nbytes)
     return loads, stores
 
 

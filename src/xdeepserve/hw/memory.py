@@ -182,6 +182,7 @@ class MemoryPlan:
         self.metadata = Area(node, "metadata", METADATA_LIMIT)
         self.managed = Area(node, "managed")
         self.app = Area(node, "app")
+        self.provide: Callable[[int], memoryview] = zeros  # of so many bytes, all zeros
         self.growth = 1  # how many times what is planned now the app area may come to hold
 
     @property
@@ -258,7 +259,7 @@ class Memory:
         self.metadata, self.managed, self.app = plan.areas
         self._managed_base, self._app_base, self._end = self.managed.base, self.app.base, end
         try:
-            self.buffer = zeros(end)
+            self.buffer = plan.provide(end)
         except (OSError, OverflowError) as error:
             raise OutOfMemoryError(
                 f"node {self.node}: this computer has no {end:,} bytes for its memory: {error}"

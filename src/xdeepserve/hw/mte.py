@@ -68,6 +68,9 @@ class MTE:
         count = len(targets.nodes)
         if data.shape != (count, targets.size):
             raise AddressError(f"{count} targets of {targets.size} bytes take no {list(data.shape)} bytes")
+        if self.fabric.trace.is_on:
+            for node in targets.nodes:
+                self.fabric.trace.move(self.node, node, targets.size)
         await self._store(targets.traffic, count, cores, name)
         self.fabric.memories.write_many(targets.nodes, targets.offsets, data)
 
@@ -130,6 +133,7 @@ class MTE:
             memory = fabric.memories[node]
             memory.check(offset, len(data))
             traffic.add(node, len(data))
+            fabric.trace.move(self.node, node, len(data))
             targets.append(memory)
         await self._store(traffic, len(pieces), cores, name)
         for memory, (address, data) in zip(targets, pieces, strict=True):
@@ -202,6 +206,7 @@ class MTE:
         for (node, offset), data in pieces:
             fabric.memories[node].check(offset, len(data))
             stores.add(node, len(data))
+            fabric.trace.move(self.node, node, len(data))
         load_ns = spec.link_ns(load_nbytes, 0, 0, cores)
         store_ns = spec.link_ns(stores.local, stores.near, stores.far, cores)
         if copies is None:

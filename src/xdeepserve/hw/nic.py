@@ -78,5 +78,6 @@ class Cards:
         for side in sides:
             self._busy_until[side] = end
         fabric.trace.span(sender, self.plane.name, name, start, end, {"bytes": nbytes})
+        fabric.trace.move(sender, receiver, nbytes, self.plane.name)
         await fabric.clock.sleep_until(end)
         move(fabric, list(copies), self.plane)

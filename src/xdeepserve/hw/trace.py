@@ -54,6 +54,15 @@ class Count(NamedTuple):
     value: float
 
 
+class Moved(NamedTuple):
+    """Bytes that have gone from one node to another, over the network of that name."""
+
+    source: int
+    target: int
+    nbytes: int
+    plane: str
+
+
 class _End(NamedTuple):
     name: str
     node: int
@@ -75,6 +84,7 @@ class Trace:
         self.flows: list[Flow] = []
         self.counts: list[Count] = []
         self.chains: dict[str, list[int]] = {}  # places in `spans`
+        self.moved: list[Moved] = []  # by engines, in bytes; no part of the file
         self.node_names: dict[int, str] = {}
         self.node_orders: dict[int, int] = {}
         self.node_labels: dict[int, str] = {}
@@ -100,8 +110,19 @@ class Trace:
         """Keep nothing of a node from now on."""
         self._hidden.add(node)
 
+    def is_hidden(self, node: int) -> bool:
+        return node in self._hidden
+
     def shows(self, node: int) -> bool:
         return self.is_on and node not in self._hidden
+
+    def forget(self) -> None:
+        """Nothing has been recorded, and nothing is hidden: for who looks at one step after the other."""
+        for recorded in (self.spans, self.flows, self.counts, self.moved):
+            recorded.clear()
+        for by_key in (self.chains, self._departed, self._arrived):
+            by_key.clear()
+        self._hidden.clear()
 
     @property
     def left_out(self) -> str:
@@ -138,6 +159,11 @@ class Trace:
         """From this moment on a counter of the node stands at `value`; a line in viewers."""
         if self.shows(node):
             self.counts.append(Count(node, name, at_ns, value))
+
+    def move(self, source: int, target: int, nbytes: int, plane: str = "UB") -> None:
+        """Bytes go from node to node; nothing if they stay where they are."""
+        if self.is_on and source != target:
+            self.moved.append(Moved(source, target, nbytes, plane))
 
     def flow(
         self, name: str, node: int, lane: str, at_ns: int, to_node: int, to_lane: str, to_ns: int

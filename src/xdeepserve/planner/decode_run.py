@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import gc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -78,6 +78,14 @@ class DecodeRun(msgspec.Struct, frozen=True):
         return 100 * sum(self.spent_ns.get(name, 0.0) for name in names) / self.iteration_ns
 
 
+class StepShare(NamedTuple):
+    """What a sequence has of a step: `rows` of its prompt after `before` positions that the cache has; or
+    with `rows` 0 the token after these, with the drafts of a deployment that has some."""
+
+    before: int
+    rows: int = 0
+
+
 def decode_iteration(
     checkpoint: Checkpoint,
     deployment: Deployment,
@@ -91,11 +99,24 @@ def decode_iteration(
 
     `trace` is a file to write its timeline to.
     """
+    shares = [StepShare(context)] * requests
+    return one_step(checkpoint, deployment, lambda _: shares, timing, trace)
+
+
+def one_step(
+    checkpoint: Checkpoint,
+    deployment: Deployment,
+    shares_of: Callable[[int], Seq[StepShare]],
+    timing: TimingConfig,
+    trace: Path | None = None,
+) -> DecodeRun:
+    """A step of all TEs that decode, in which each of their DP groups has the shares of its number."""
     engine = Engine(PodPlan(checkpoint, deployment, timing=timing, trace=trace is not None))
     engine.load()
     clock = engine.plan.pod.clock
     groups = [group for te in engine.je.tes if te.sizes.role != "prefill" for group in te.groups]
-    total = requests * len(groups)
+    given = [shares_of(number) for number in range(len(groups))]
+    total = sum(map(len, given))
     ends: list[int] = []
     num_tokens = 0
     failures: list[Exception] = []
@@ -113,9 +134,9 @@ def decode_iteration(
             done.set()
         return True
 
-    for group in groups:
-        for _ in range(requests):
-            _resume(group, len(group.places.running), context, finish)
+    for group, shares in zip(groups, given, strict=True):
+        for share in shares:
+            _resume(group, len(group.places.running), share, finish)
 
     async def main() -> int:
         for te in engine.je.tes:
@@ -154,23 +175,26 @@ def _result(plan: PodPlan, iteration_ns: int, num_requests: int, num_tokens: int
     )
 
 
-def _resume(group: DPGroup, index: int, context: int, finish: Any) -> None:
-    """A sequence whose first `context` positions are in the cache, with a token to verify a draft after."""
+def _resume(group: DPGroup, index: int, share: StepShare, finish: Any) -> None:
+    """A sequence whose first positions are in the cache: with a token to verify a draft after, or with the
+    rest of its prompt to compute."""
+    before, num_tokens = share.before, share.before + (share.rows or 1)
     seq = Sequence(
         seq_id=group.rank << 20 | index,
         choice=0,
-        token_ids=DummyTokens(context + 1),
-        num_prompt=context,
-        max_tokens=context,
+        token_ids=DummyTokens(num_tokens),
+        num_prompt=num_tokens if share.rows else before,
+        max_tokens=max(1, before),
         params=SamplingParams(max_tokens=None),
         seed=0,
         on_tokens=finish,
     )
-    if not group.rtc.alloc_blocks(seq.holding, context + 2):
+    if not group.rtc.alloc_blocks(seq.holding, num_tokens + 1):
         raise XDeepServeError(
-            f"DP group {group.rank}: no KV blocks for {context} positions of request {index}"
+            f"DP group {group.rank}: no KV blocks for {num_tokens - 1} positions of request {index}"
         )
-    seq.num_computed = context
-    seq.drafts = [DUMMY_TOKEN] * group.sizes.mtp
+    seq.num_computed = before
+    if not share.rows:
+        seq.drafts = [DUMMY_TOKEN] * group.sizes.mtp
     group.places.move(seq, "add")
     group.places.move(seq, "admit")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from xdeepserve.comm.services.known_servers import KnownServers
 from xdeepserve.comm.services.layout import HEADER_AT, SLOT_NBYTES
 from xdeepserve.comm.services.rules import SLOT, SlotEvent, SlotState
-from xdeepserve.errors import FieldError, LostDieError
+from xdeepserve.errors import FieldError
 from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.memory import Address
 from xdeepserve.hw.waiting import Waiting
@@ -18,6 +18,7 @@ class ClientSlots:
 
     def __init__(self, rank: int, slot: int, known: KnownServers) -> None:
         self.die, self.known, self.layout, self.slot = known.die, known, known.layout, slot
+        self.reach = known.reach
         self.label, self.number = known.label, known.layout.number(rank, slot)
         self._states: dict[tuple[int, int], Address] = {}  # by server and epoch
         self.words = self.die.memory.managed.regions[self.layout.region(f"words.{slot}")]
@@ -40,7 +41,7 @@ class ClientSlots:
         """The states that lie in this client's words, to its slots."""
         here = self.die.index
         words = [Copy(Address(here, self.word_at(s)), self.state_of(s), 1) for s in servers]
-        await self.die.urma.copy(words, name)
+        await self.reach.write(words, name)
 
     async def empty(self, servers: Sequence[int], op: str) -> None:
         """State 0: what was in these slots, which were in state 2, has been read, or nobody wants it any
@@ -53,22 +54,18 @@ class ClientSlots:
 
     def state(self, server: int) -> int:
         """What the latest read of a slot has found. A lost server answers no read: it is as it was."""
-        address, memories = self.state_of(server), self.die.fabric.memories
-        if address.node in memories.silent:
-            return SlotState.WRITTEN
-        return memories[address.node].buffer[address.offset]
+        state = self.reach.state(self.state_of(server))
+        return SlotState.WRITTEN if state is None else state
 
     def is_written(self, server: int) -> bool:
         return self.state(server) == SlotState.WRITTEN
 
     async def reads(self, server: int) -> bool:
         """Whether a read of a slot's state comes back; a server for which it does not is gone."""
-        try:
-            await self.die.mte.load([(self.state_of(server), 1)], name="expert slot")
-        except LostDieError:
-            self.known.lose(server)
-            return False
-        return True
+        if await self.reach.comes_back(self.state_of(server)):
+            return True
+        self.known.lose(server)
+        return False
 
     async def poll(
         self, op: str, servers: Sequence[int], is_open: Callable[[int], bool], deadline_ns: int
@@ -85,12 +82,7 @@ class ClientSlots:
             expected = [SlotState.DONE.value] * len(states)
             return Waiting(op, self.label, peers, f"state of slot {self.slot}", expected, states)
 
-        await self.die.poll(
-            places,
-            lambda: not any(map(is_open, servers)),
-            deadline_ns=deadline_ns,
-            describe=describe,
-        )
+        await self.reach.poll(places, lambda: not any(map(is_open, servers)), deadline_ns, describe)
 
     def check_online(self, servers: Sequence[int], op: str) -> None:
         """FieldError for a state that is neither 0, 1 nor 2."""

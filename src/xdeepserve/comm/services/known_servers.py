@@ -18,16 +18,17 @@ import numpy as np
 import numpy.typing as npt
 
 from xdeepserve.comm.services.layout import CARD, Card, Presence, ServiceLayout
+from xdeepserve.comm.services.reach import Reach
 from xdeepserve.errors import FieldError, LostDieError
-from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import Address
 
 
 class KnownServers:
     """One client's view, which its microbatches share. `layout.plan_client` must have been called."""
 
-    def __init__(self, die: Die, client: int, layout: ServiceLayout) -> None:
-        self.die, self.layout, self.label = die, layout, f"client {client}"
+    def __init__(self, reach: Reach, client: int, layout: ServiceLayout) -> None:
+        self.reach, self.layout, self.label = reach, layout, f"client {client}"
+        self.die = die = reach.die
         count, memory = layout.servers.num_ranks, die.memory
         self.mask_region = memory.metadata.regions[layout.region("mask")]
         self._mask: npt.NDArray[np.uint8] = memory.view(self.mask_region, np.uint8, count)
@@ -80,6 +81,12 @@ class KnownServers:
         """Its memory does not answer."""
         self._gone.add(self._this(server))
 
+    def find(self, server: int) -> None:
+        """Its memory answers again, and what was left there is looked at before it is asked anything."""
+        if self._this(server) in self._gone:
+            self._gone.discard(self._this(server))
+            self.give_up(server)
+
     def forget(self, server: int) -> None:
         """Its generation is over: connect again before the next request."""
         self._generations.pop(self._this(server), None)
@@ -90,9 +97,7 @@ class KnownServers:
 
     def place(self, server: int, area: str, part: str, offset: int) -> Address:
         """Where something of a server's memory is."""
-        node = int(self._seats[server, 0])
-        region = getattr(self.die.fabric.memories[node], area).regions[self.layout.region(part)]
-        return Address(node, region.offset + offset)
+        return self.reach.place(int(self._seats[server, 0]), area, part, offset)
 
     async def connect(self, servers: Sequence[int]) -> bool:
         """Read the cards of those that are not connected, at once (steps 5 and 6 of 4.4's handshake: buffers
@@ -104,19 +109,18 @@ class KnownServers:
         new = [self._this(server) for server in servers if not self.generation(server)]
         if not new:
             return True
-        places = [self.place(server, "metadata", "card", 0) for server, _ in new]
-        nodes, offsets = (np.array(each, np.int64) for each in zip(*places, strict=True))
         sizes = np.full(len(new), CARD.size, np.int64)
         try:
-            await self.die.urma.gather(nodes, offsets, sizes, self._cards.offset, "expert cards")
+            places = [self.place(server, "metadata", "card", 0) for server, _ in new]
+            nodes, offsets = (np.array(each, np.int64) for each in zip(*places, strict=True))
+            await self.reach.gather(nodes, offsets, sizes, self._cards.offset, "expert cards")
         except LostDieError:
-            silent = self.die.fabric.memories.silent
-            self._gone |= {this for this, place in zip(new, places, strict=True) if place.node in silent}
+            self._gone |= {this for this in new if self.reach.is_silent(int(self._seats[this[0], 0]))}
             return False
         for at, (server, epoch) in enumerate(new):
             raw = self.die.memory.read(self._cards.offset + at * CARD.size, CARD.size)
             card = Card(*CARD.unpack(raw))
-            expected = self.layout.card(card.generation)
+            expected = self.layout.card(self.reach.generation(epoch) or card.generation)
             if card != expected or not card.generation:
                 raise FieldError(
                     f"connect: {self.label} and expert server {server} do not fit together: field card: "

@@ -51,8 +51,8 @@ Replicas = Callable[[int, int], Sequence[int]]
 
 
 class Patience(NamedTuple):
-    """How long a client waits for a server, in ns of virtual time: until it asks a replica, if there is one;
-    and until it fails, if there is none."""
+    """How long a client waits for a server, in ns of its reach's time: until it asks a replica, if there is
+    one; and until it fails, if there is none."""
 
     replica_ns: int = 20_000_000
     last_ns: int = 1_000_000_000
@@ -77,8 +77,8 @@ class OpenRequest(NamedTuple):
 class ServiceClient(Handle):
     """Microbatch `slot` of client number `rank`; `known` is what all microbatches of the client share.
 
-    Uses URMA alone to reach servers, whatever carrier `means` have. `num_layers` have experts, and the event
-    IDs count them from 1, step by step.
+    Reaches servers as `known.reach` does, whatever carrier `means` have. `num_layers` have experts, and the
+    event IDs count them from 1, step by step.
     """
 
     def __init__(
@@ -97,6 +97,7 @@ class ServiceClient(Handle):
         self.rank, self.slot, self.label = rank, slot, f"client {rank}"
         super().__init__(die, Turns(self.label, WRITE, READ), quantize, layout.quantize, means, on_step)
         self.known, self.layout, self.num_layers = known, layout, num_layers
+        self.reach = known.reach
         self.replicas, self.patience = replicas, patience
         self.slots = ClientSlots(rank, slot, known)
         self._outbox = die.memory.managed.regions[layout.region(f"outbox.{slot}")]
@@ -105,6 +106,7 @@ class ServiceClient(Handle):
         self._open: dict[int, OpenRequest] = {}  # by server
         # Servers, and their epochs, at which this slot may not be empty, and nobody waits for it.
         self._left: dict[int, int] = {}
+        self._met: dict[int, int] = {}  # servers, and their epochs, whose slot here has been this client's
         self.num_resent = 0  # requests that replicas were asked
 
     def at(self, **place: int) -> None:
@@ -160,6 +162,7 @@ class ServiceClient(Handle):
             if layout.announces and self._attempt == 1:
                 asked = [s for s in range(num_servers) if sent.counts[s] or self.known.is_usable(s)]
             is_ready = await self._empty_left(asked) and await self.known.connect(asked)
+            is_ready = is_ready and await self._take_over(asked)
         await self.steps.passed(WRITE, 3)
         await self._write(asked, rows, sent.counts, sent.order)
 
@@ -179,13 +182,14 @@ class ServiceClient(Handle):
             experts[flat] = experts[flat] if found is None else found
 
     def _replica(self, physical: int) -> int | None:
-        """Another physical expert that is the same, on a server that can be used. Which of several depends on
-        the expert and on this client, so that they share what a lost server had to do."""
-        others = [
-            each
-            for each in self.replicas(self._layer, physical)
-            if each != physical and self.known.is_usable(int(self.expert_rank[each]))
-        ]
+        """Another physical expert that is the same, on a server that can be used; where its own one is gone,
+        in need on one that is only late. Which of several depends on the expert and on this client, so that
+        they share what a lost server had to do."""
+        known, rank = self.known, self.expert_rank
+        there = [each for each in self.replicas(self._layer, physical) if each != physical]
+        others = [each for each in there if known.is_usable(int(rank[each]))]
+        if not others and known.is_gone(int(rank[physical])):
+            others = [each for each in there if not known.is_gone(int(rank[each]))]
         return others[(self.rank + physical) % len(others)] if others else None
 
     async def _write(self, asked: Sequence[int], rows: Rows, counts: Int64, order: Int64) -> None:
@@ -207,11 +211,11 @@ class ServiceClient(Handle):
                 target = known.place(server, "managed", "requests", layout.request_at(self.slots.number))
                 payloads.append(Copy(source, target, count * row))
                 mine = order[start : start + count]
-                self._open[server] = OpenRequest(header, mine, self.die.clock.now, epoch)
+                self._open[server] = OpenRequest(header, mine, self.reach.now_ns, epoch)
             else:
                 self._left[server] = epoch
             payloads.append(Copy(Address(here, at + HEADER_AT), self.slots.header_of(server), HEADER.size))
-        await self.die.urma.copy(payloads, f"{WRITE} 4 payload, header")
+        await self.reach.write(payloads, f"{WRITE} 4 payload, header")
         await self.steps.passed(WRITE, 4)
         await self.slots.write_states(asked, f"{WRITE} 5 state")
         await self.steps.passed(WRITE, 5)
@@ -227,6 +231,17 @@ class ServiceClient(Handle):
             if await self.slots.reads(server) and self.slots.state(server) != SlotState.WRITTEN:
                 self.known.trust(server)
 
+    async def _take_over(self, asked: Sequence[int]) -> bool:
+        """Slots that a client process before this one may have written to, on servers that are new to this
+        one: until what it left is done with. False as below."""
+        new = [server for server in asked if self._met.get(server) != self.known.epoch(server)]
+        if not new or not self.reach.follows_others:
+            return True
+        self._left |= {server: self.known.epoch(server) for server in new}
+        is_done = await self._empty_left(new)
+        self._met |= {server: self.known.epoch(server) for server in new if server not in self._left}
+        return is_done
+
     async def _empty_left(self, asked: Sequence[int]) -> bool:
         """Step 3: wait until what is left in the slots on these servers is done with, and empty them. False
         if one of them has been given up over that, and another has to be found.
@@ -239,7 +254,7 @@ class ServiceClient(Handle):
         is_last = any(map(self.known.is_given_up, left))
         patience = self.patience.last_ns if is_last else self.patience.replica_ns
         try:
-            await self.slots.poll(WRITE, left, self.slots.is_written, self.die.clock.now + patience)
+            await self.slots.poll(WRITE, left, self.slots.is_written, self.reach.now_ns + patience)
         except DeadlineError:
             if is_last:
                 raise
@@ -295,7 +310,7 @@ class ServiceClient(Handle):
         asked, doubted = list(self._open), set[int]()
         since_ns = min(request.since_ns for request in self._open.values())
         while True:
-            is_late = self.die.clock.now >= since_ns + self.patience.replica_ns
+            is_late = self.reach.now_ns >= since_ns + self.patience.replica_ns
             patience = self.patience.last_ns if is_late else self.patience.replica_ns
 
             def is_open(server: int) -> bool:
@@ -324,7 +339,7 @@ class ServiceClient(Handle):
         state = self.slots.state(server)
         if state != SlotState.WRITTEN:
             return "stale" if state == SlotState.EMPTY else "done"
-        is_late = self.die.clock.now >= request.since_ns + self.patience.replica_ns
+        is_late = self.reach.now_ns >= request.since_ns + self.patience.replica_ns
         if not is_late and not self.known.is_masked(server) and not self.known.is_gone(server):
             return None
         has_replicas = all(self._replica(expert) is not None for expert in self._experts_of(server))
@@ -348,7 +363,7 @@ class ServiceClient(Handle):
         headers = [self.slots.header_of(server) for server in servers]
         nodes, offsets = np.array([tuple(place) for place in headers + answers], np.int64).T
         try:
-            await die.urma.gather(nodes, offsets, sizes, self._returned.offset, f"{READ} 2 answers")
+            await self.reach.gather(nodes, offsets, sizes, self._returned.offset, f"{READ} 2 answers")
         except LostDieError:
             silent = [server for server in servers if not await self.slots.reads(server)]
             for server in silent:

@@ -155,7 +155,7 @@ class ServiceServer(Handle):
         while not batch:
             while not self._order:
                 await self._look(None)
-            deadline_ns = self.die.clock.now + self.batching.timeout_ns
+            deadline_ns = self.now_ns + self.batching.timeout_ns
             while not self._has_enough:
                 try:
                     await self._look(deadline_ns)
@@ -178,26 +178,41 @@ class ServiceServer(Handle):
     async def _look(self, deadline_ns: int | None) -> None:
         """Wait until something has come, and note it. DeadlineError if nothing does."""
         memory, bell = self.die.memory, self._slots.offset
-
-        def has_news(offset: int, nbytes: int) -> bool:
-            asked, answered = BELL.unpack(memory.read(bell, BELL.size))
-            return asked != answered or len(self._new) > 0
-
-        def describe() -> Waiting:
-            return Waiting(SERVE, self.label, "any client", "slots", "a request", "none")
-
-        await self.die.wait_fields(
-            bell,
-            self._slots.nbytes,
-            has_news,
-            deadline_ns=deadline_ns,
-            describe=describe,
-            idle=deadline_ns is None,
-        )
+        await self._wait(deadline_ns)
         asked, _ = BELL.unpack(memory.read(bell, BELL.size))
         memory.write(bell, BELL.pack(asked, asked))
         for number in self._new:
             self._note(number)
+
+    @property
+    def bell(self) -> int:
+        """Where the bell is in the die's memory."""
+        return self._slots.offset
+
+    @property
+    def now_ns(self) -> int:
+        """The time in which batches wait."""
+        return self.die.clock.now
+
+    async def _wait(self, deadline_ns: int | None) -> None:
+        """Poll the own memory until there is news."""
+        await self.die.wait_fields(
+            self._slots.offset,
+            self._slots.nbytes,
+            lambda offset, nbytes: self._has_news,
+            deadline_ns=deadline_ns,
+            describe=self._describe,
+            idle=deadline_ns is None,
+        )
+
+    def _describe(self) -> Waiting:
+        return Waiting(SERVE, self.label, "any client", "slots", "a request", "none")
+
+    @property
+    def _has_news(self) -> bool:
+        """The monitor has rung the bell, or a client has written."""
+        asked, answered = BELL.unpack(self.die.memory.read(self._slots.offset, BELL.size))
+        return asked != answered or len(self._new) > 0
 
     @property
     def _new(self) -> list[int]:

@@ -13,8 +13,11 @@ the blocks that admitted requests will still need. Baselines take these in turn,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 # Relative cost of a prefill: c(n, prefix) = n + ATTENTION * n * (prefix + n / 2). Linear layers cost a token
 # as much wherever it stands; attention costs it its context. For DeepSeek-V3, attention to some 4,400
@@ -60,8 +63,11 @@ class Candidate(msgspec.Struct, frozen=True):
         return self.num_tokens >= LONG_PROMPT
 
 
-def prefill_cost(num_tokens: int, num_cached: int) -> float:
-    """Relative time to prefill `num_tokens` after `num_cached` that are there already."""
+N = TypeVar("N", float, npt.NDArray[np.float64])
+
+
+def prefill_cost(num_tokens: N, num_cached: N) -> N:
+    """Relative time to prefill `num_tokens` after `num_cached` that are there already; or of each of many."""
     return num_tokens * (1.0 + ATTENTION * (num_cached + num_tokens / 2))
 
 

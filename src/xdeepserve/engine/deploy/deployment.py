@@ -22,13 +22,14 @@ Drafting = Literal["pipelined", "naive"]
 Dispatch = Literal["collaborative", "two-level"]
 Decode = Literal["kv", "next-open", "round-robin"]
 Statuses = Literal["state", "all-gather"]
-Route = Literal["cost", "sequences"]
+Route = Literal["cost", "sequences", "round-robin", "load", "prefix", "deepserve", "dynamo", "llm-d"]
 Admission = Literal["prefill", "decode"]
 Preemption = Literal["recompute", "swap"]
 Load = Literal["auto", "always", "never"]
 Overlap = Literal["cores", "engines"]
 Fabric = Literal["auto", "ub", "roce", "vpc"]
 Transfer = Literal["request", "layer"]
+Transport = Literal["pod", "shm", "tcp"]  # EaaS 4.4
 Carrier = Literal["mte", "urma"]  # AIV cores' own engines, or the DMA engine that they ask (xDeepServe 3.3)
 Combine = Literal["bf16", "int8"]
 Exchange = Literal["pull", "push"]  # xDeepServe 3.2; CloudMatrix 4.2.1
@@ -68,7 +69,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     route: Annotated[
         Route,
         "which of several TEs gets a request; sequences: the one with the fewest; cost: by cached prefix, "
-        "prompt length and load",
+        "prompt length and load; prefix: the longest one cached; load: the least to prefill; deepserve: "
+        "prefix if load is balanced, else load; dynamo, llm-d: as these do",
     ] = "sequences"
     job_executors: Annotated[int, "of which a request reaches any; each knows what it has given to TEs"] = 1
     admission: Annotated[
@@ -254,13 +256,24 @@ class ExpertConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     vacancies: Annotated[
         int, "more expert servers that there may be (eaas): their dies are held, and they may join"
     ] = 0
+    transport: Annotated[
+        Transport,
+        "to expert servers (eaas): pod, dies in virtual time; shm, processes on this computer, whose memory "
+        "clients share; tcp, processes on any",
+    ] = "pod"
+    monitor: Annotated[
+        str | None,
+        "HOST:PORT where server processes register (shm, tcp); by default a monitor and all servers are "
+        "started, and end with this process",
+    ] = None
     redundant_slots: Annotated[int, "slots per die and layer for replicas of hot routed experts (EPLB)"] = 0
     balance_interval: Annotated[float, "virtual seconds of load that decide on replicas; 0: none"] = 60.0
     balance_slices: Annotated[int, "time slices in which the load that decides on replicas is counted"] = 4
 
 
 class ServiceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Experts as services (`eaas`): when servers begin, and when they are held for lost. In virtual time."""
+    """Experts as services (`eaas`): when servers begin, and when they are held for lost. In virtual time; of
+    server processes in this computer's."""
 
     batch_clients: Annotated[
         int, "clients whose requests a server waits for; 1: it begins with what has come"
@@ -269,6 +282,9 @@ class ServiceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     answer_timeout_ms: Annotated[
         float, "virtual milliseconds until a client asks a replica, if there is one (see experts.copies)"
     ] = 20.0
+    process_timeout_ms: Annotated[
+        float, "the same of server processes: milliseconds of this computer's time (experts.transport)"
+    ] = 5000.0
     heartbeat_ms: Annotated[float, "virtual milliseconds between two looks of the monitor at servers"] = 2.0
     lost_heartbeats: Annotated[int, "so many without an answer, and clients hear that a server is lost"] = 3
 

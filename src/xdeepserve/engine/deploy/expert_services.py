@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 from xdeepserve.engine.deploy.deployment import Deployment, ExpertConfig, ServiceConfig
 from xdeepserve.engine.deploy.roles import has_services
+
+HOST_PORT = re.compile(r"[^\s:]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}")
 
 
 def declustered(experts_of: Sequence[range], num_servers: int, copies: int) -> tuple[tuple[int, ...], ...]:
@@ -59,11 +62,25 @@ def reasons_against_services(d: Deployment, num_experts: int, num_servers: int) 
         reasons.append(f"experts.vacancies must not be negative, found {experts.vacancies}")
     if experts.vacancies and experts.redundant_slots:
         reasons.append("experts.vacancies bring copies, and experts.redundant_slots are for EPLB: choose one")
+    if experts.transport == "pod" and experts.monitor is not None:
+        reasons.append("experts.monitor is for server processes: set experts.transport to shm or tcp")
+    if experts.transport != "pod" and experts.redundant_slots:
+        reasons.append(
+            f"experts.redundant_slots are filled by a pod's dies, and with transport={experts.transport} "
+            "experts are elsewhere: experts.copies are there from the start"
+        )
+    if experts.monitor is not None and not HOST_PORT.fullmatch(experts.monitor):
+        reasons.append(f"experts.monitor must be HOST:PORT, found '{experts.monitor}'")
     if services.batch_clients < 1:
         reasons.append(f"services.batch_clients must be at least 1, found {services.batch_clients}")
     if services.lost_heartbeats < 1:
         reasons.append(f"services.lost_heartbeats must be at least 1, found {services.lost_heartbeats}")
-    for key, least in (("batch_timeout_us", "0 or"), ("answer_timeout_ms", ""), ("heartbeat_ms", "")):
+    for key, least in (
+        ("batch_timeout_us", "0 or"),
+        ("answer_timeout_ms", ""),
+        ("process_timeout_ms", ""),
+        ("heartbeat_ms", ""),
+    ):
         value = getattr(services, key)
         if not 0 <= value < math.inf or (not least and value == 0):
             reasons.append(f"services.{key} must be {least or 'more than 0, and'} a number, found {value:g}")
@@ -77,9 +94,9 @@ def reasons_elsewhere(d: Deployment) -> list[str]:
     experts = d.experts or ExpertConfig()
     if has_services(d.kind):
         return []
-    given = {key: getattr(experts, key) for key in ("counts", "copies", "vacancies")}
+    given = {key: getattr(experts, key) for key in ("counts", "copies", "vacancies", "transport", "monitor")}
     return [
         f"experts.{key} is for experts that are services (eaas)"
         for key, value in given.items()
-        if value not in (None, 0)
+        if value not in (None, 0, "pod")
     ]

@@ -261,6 +261,10 @@ def reasons_against_timing(d: Deployment) -> list[str]:
     reasons = []
     if d.ems.path is not None:
         reasons.append("timing-only runs compute no KV that a memory pool (ems.path) could keep")
+    if d.experts is not None and d.experts.transport != "pod":
+        reasons.append(
+            f"timing-only runs compute nothing that processes (experts.transport={d.experts.transport}) could"
+        )
     return reasons
 
 

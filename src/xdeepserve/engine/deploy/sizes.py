@@ -20,6 +20,7 @@ from xdeepserve.engine.deploy.deployment import (
     PipelineConfig,
     Role,
     ServiceConfig,
+    Transport,
 )
 from xdeepserve.engine.deploy.roles import AT_EXPERTS, FLOWING, TEKind, Turns
 from xdeepserve.engine.deploy.teams import Teams, TEDies, num_routed_experts
@@ -55,10 +56,9 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     attention_cores: int = 0  # AIC cores of the attention stream; 0 unless microbatches overlap by cores
     num_shared_dies: int = 0  # the last ones of these, each with a copy of the shared expert for others
     redundant_slots: int = 0  # of each layer, on each of these dies: see engine/die/replicas.py
-    copies_of: tuple[
-        tuple[int, ...], ...
-    ] = ()  # routed experts that these slots hold from the start, or none
+    copies_of: tuple[tuple[int, ...], ...] = ()  # routed experts that these hold from the start, if any
     services: ServiceConfig | None = None  # where experts are services
+    transport: Transport = "pod"  # to servers
     num_vacant: int = 0  # of the dies with routed experts, the last ones: servers that may join
     balance_interval_ns: int = 0  # between decisions on replicas; 0: never
     balance_slices: int = 1  # of an interval
@@ -369,6 +369,7 @@ def size(
         redundant_slots=max(map(len, copies_of), default=experts.redundant_slots),
         copies_of=copies_of,
         services=(d.services or ServiceConfig()) if row.has_services else None,
+        transport=experts.transport if row.has_services else "pod",
         num_vacant=vacant,
         balance_interval_ns=0 if copies_of else math.ceil(1e9 * experts.balance_interval),
         balance_slices=experts.balance_slices,

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 
 from xdeepserve.comm.exchange.rows import TokenCopies
 from xdeepserve.comm.steps import Steps
-from xdeepserve.engine.die.expert_memory import STOP, ExpertMemory
+from xdeepserve.engine.die.expert_memory import STOP, ExpertMemory, FlowRows
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.lanes import COMPUTE
 from xdeepserve.engine.walk.runner import Pace
@@ -78,6 +79,18 @@ class ExpertServerProgram(ExpertProgram):
     def _reset(self, step: int) -> None:
         """What has been asked and not been answered is asked again, of the next generation."""
         self.server.register()
+
+    async def warm_up(self) -> None:
+        """Compute a row for each expert in each layer, so that all kernels are there before a request is."""
+        mem, experts = self.mem, self.mem.slots.start + np.arange(len(self.mem.held), dtype=np.int32)
+        if mem.is_shared:
+            experts = np.append(experts, np.int32(mem.sizes.num_slots))
+        rows, width = len(experts), mem.config.hidden_size
+        dtype = np.int8 if mem.recipe == "int8" else np.float32
+        payload, scale = np.zeros((rows, width), dtype), np.ones(rows, np.float32)
+        out = mem.workspace.take("flow/answers", rows, width)
+        for layer in range(len(self.layers)):
+            await self._experts(out, FlowRows(payload, scale, experts), float, layer, {})
 
     async def _serve(self) -> None:
         spec, hidden = self.die.spec, self.mem.config.hidden_size

@@ -55,6 +55,11 @@ class BlockTable:
         return sum(1 for slot in self._node_of if self._is_evictable(slot))
 
     @property
+    def num_free(self) -> int:
+        """HBM slots without content."""
+        return len(self._free)
+
+    @property
     def num_available(self) -> int:
         """HBM slots that `alloc_blocks` could hand out now."""
         return len(self._free) + self.num_cached

@@ -1,50 +1,79 @@
 """Step 1 of xDeepServe 5.1: a request comes to one of several job executors, which assigns it a TE.
 
 Job executors share no ledger: each knows what it has given to whom and has not heard to be prefilled, and
-asks TEs what of a prompt they have cached. Which of them a request reaches is drawn from the deployment's
-seed and the request's number, so that the same requests take the same ways again.
+asks TEs what of a prompt they have cached, how many requests they have and how full their KV is. Which of
+them a request reaches is drawn from the deployment's seed and the request's number, so that the same requests
+take the same ways again. Whom it chooses is for `balance/te_policies.py` to say.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
-from xdeepserve.engine.balance.te_choice import PromptCost, TEStatus, cost_of, te_key
+import numpy as np
+
+from xdeepserve.engine.balance.dp import LONG_PROMPT, prefill_cost
+from xdeepserve.engine.balance.te_policies import Known, RoutedRequest, best, scores
 from xdeepserve.engine.deploy.deployment import Route
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.te.te import TE
 from xdeepserve.model.sampling import philox4x32
 
 
+class GivenPrompt(NamedTuple):
+    """What a prompt asks of the TE that it has been given to, cached prefix counted."""
+
+    te: str
+    cost: float
+    is_long: bool
+
+
 class Ledger:
-    """What one job executor has given to TEs."""
+    """What one job executor has given to TEs, by seq_id of a request's first choice."""
 
     def __init__(self) -> None:
-        self._given: dict[int, tuple[str, PromptCost]] = {}  # TE and request, by seq_id of its first choice
+        self._given: dict[int, GivenPrompt] = {}
 
-    def status(self, te: TE, seq: Sequence) -> TEStatus:
-        """What is known of a TE, for whoever looks for one for a sequence."""
-        name, groups = te.sizes.name, te.groups
-        given = [each for at, each in self._given.values() if at == name]
-        cached = max(group.scheduler.prefixes.num_reusable(seq) for group in groups)
-        return TEStatus(given, len(groups), cached)
+    def known(self, seq: Sequence, tes: Seq[TE]) -> Known:
+        """What is known of TEs, for whoever looks for one for a sequence."""
+        known = Known.none(np.zeros(len(tes), bool))
+        for number, te in enumerate(tes):
+            given = [each for each in self._given.values() if each.te == te.sizes.name]
+            known.cached[number] = num_cached(te, seq)
+            known.sequences[number] = te.num_sequences
+            known.queued[number] = sum(each.cost for each in given) / len(te.groups)
+            known.has_long[number] = any(each.is_long for each in given)
+            known.has_short[number] = any(not each.is_long for each in given)
+            known.kv_load[number] = te.kv_load
+            known.positions[number] = sum(
+                group.status().num_used_blocks * group.rtc.block_size for group in te.groups
+            )
+        return known
 
     def give(self, te: TE, seq: Sequence) -> None:
         """It goes there."""
-        self._given[seq.seq_id] = te.sizes.name, cost_of(len(seq.token_ids), self.status(te, seq))
+        cached = num_cached(te, seq)
+        new = len(seq.token_ids) - cached
+        cost = prefill_cost(float(new), float(cached))
+        self._given[seq.seq_id] = GivenPrompt(te.sizes.name, cost, is_long=new >= LONG_PROMPT)
 
     def forget(self, seq_id: int) -> None:
         """It has been prefilled, has ended, or has left its TE."""
         self._given.pop(seq_id, None)
 
 
+def num_cached(te: TE, seq: Sequence) -> int:
+    """Tokens of a prompt that one of a TE's groups need not compute."""
+    return max(group.scheduler.prefixes.num_reusable(seq) for group in te.groups)
+
+
 class Router:
-    """`num_executors` job executors that choose TEs by `route`: "cost" (`balance/te_choice.py`), or
-    "sequences", the fewest of them.
-    """
+    """`num_executors` job executors that choose TEs by `route`, a policy."""
 
     def __init__(self, num_executors: int = 1, route: Route = "sequences", seed: int = 0) -> None:
         self._ledgers, self._route, self._seed = [Ledger() for _ in range(num_executors)], route, seed
+        self._num_seen = 0
 
     def reached(self, seq: Sequence) -> int:
         """The number of the job executor that a request reaches."""
@@ -52,18 +81,22 @@ class Router:
         return philox4x32((seq.seq_id, 0, 0, 2), key)[0] % len(self._ledgers)
 
     def choose(self, seq: Sequence, tes: Seq[tuple[tuple[bool, ...], TE]]) -> TE:
-        """The TE for a request, by its first choice; those come first whose troubles are fewer."""
-        ledger = self._ledgers[self.reached(seq)]
-
-        def key(each: tuple[tuple[bool, ...], TE]) -> tuple[object, ...]:
-            troubles, te = each
-            load = te_key(len(seq.token_ids), ledger.status(te, seq)) if self._route == "cost" else ()
-            return troubles, load, te.num_sequences, te.sizes.first_die
-
-        te = min(tes, key=key)[1] if len(tes) > 1 else tes[0][1]
-        if self._route == "cost":
+        """The TE for a request, by its first choice, of those whose troubles are fewest; of equals the one
+        with the fewest sequences."""
+        least = min(troubles for troubles, _ in tes)
+        able = sorted((te for troubles, te in tes if troubles == least), key=self._order)
+        te, ledger = able[0], self._ledgers[self.reached(seq)]
+        if self._route != "sequences":
+            if len(able) > 1:
+                asked = RoutedRequest(self._num_seen, len(seq.token_ids))
+                te = able[best(scores(self._route, asked, ledger.known(seq, able)))]
             ledger.give(te, seq)
+        self._num_seen += 1
         return te
+
+    def _order(self, te: TE) -> tuple[int, int]:
+        """In turn is by place, whoever has what."""
+        return 0 if self._route == "round-robin" else te.num_sequences, te.sizes.first_die
 
     def forget(self, seq_id: int) -> None:
         """A sequence weighs on no TE's prefill any more."""

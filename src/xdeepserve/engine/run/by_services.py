@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
@@ -14,12 +15,15 @@ from xdeepserve.comm.exchange.layout import Group
 from xdeepserve.comm.means import Means
 from xdeepserve.comm.services.known_servers import KnownServers
 from xdeepserve.comm.services.layout import ServiceLayout
+from xdeepserve.comm.services.reach import OverURMA
 from xdeepserve.comm.services.service_client import Patience, ServiceClient
 from xdeepserve.comm.services.service_server import Batching, ServiceServer
+from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.expert_server import ExpertServerProgram
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.replicas import NOTHING, first_map, moe_layers
+from xdeepserve.engine.outside.watcher import Watcher
 from xdeepserve.engine.run.arithmetic import quantize_rows
 from xdeepserve.engine.run.ends import CountedSide, rows_away
 from xdeepserve.engine.walk.runner import Computing, Trampoline
@@ -31,6 +35,35 @@ if TYPE_CHECKING:
     from xdeepserve.engine.run.net import Team
 
 
+def service_layout(team: Team) -> ServiceLayout:
+    """What clients and servers share, wherever these are."""
+    sizes = team.sizes
+    assert sizes.services is not None
+    return ServiceLayout(
+        clients=team.dies,
+        servers=Group(dies=sizes.expert_dies, expert_rank=sizes.expert_rank),
+        num_slots=sizes.num_microbatches,
+        announces=sizes.services.batch_clients > 1,
+        **rows_away(team),
+    )
+
+
+def experts_held(sizes: Sizes) -> tuple[tuple[int, ...], ...]:
+    """The routed experts of each seat, copies included; -1 for the shared one."""
+    copies = sizes.copies_of or ((),) * len(sizes.experts_of)
+    return tuple(
+        (-1,) if sizes.is_shared(number) else (*held, *copies[number])
+        for number, held in enumerate(sizes.experts_of)
+    )
+
+
+def identity(layout: ServiceLayout, sizes: Sizes, recipe: str, checkpoint: str) -> str:
+    """What client and server processes must have in common: the model by its digest, how it computes, who has
+    what, and where each byte lies."""
+    parts = [recipe, checkpoint, layout, experts_held(sizes), sizes.mtp, sizes.num_mtp_layers]
+    return hashlib.blake2b(msgspec.json.encode(parts), digest_size=16).hexdigest()
+
+
 class ByServices:
     """Every attention die is a client of every expert die, with a slot there for each microbatch."""
 
@@ -38,14 +71,7 @@ class ByServices:
         self.team, self.tallies = team, tallies
         sizes = team.sizes
         assert sizes.services is not None
-        self.times = sizes.services
-        self.layout = ServiceLayout(
-            clients=team.dies,
-            servers=Group(dies=sizes.expert_dies, expert_rank=sizes.expert_rank),
-            num_slots=sizes.num_microbatches,
-            announces=self.times.batch_clients > 1,
-            **rows_away(team),
-        )
+        self.times, self.layout = sizes.services, service_layout(team)
         for die in team.dies:
             self.layout.plan_client(team.pod.plan(die))
         for die in team.expert_dies:
@@ -55,6 +81,9 @@ class ByServices:
         self.num_layers = len(sizes.with_mtp_used_again(moe_layers(team.config, sizes)))
         self._same = self._replicas()
         self._known: dict[int, KnownServers] = {}  # of each client
+        self.watcher: Watcher | None = None  # of servers outside of the pod
+        if sizes.transport != "pod":
+            self.watcher = Watcher(team.pod, self.layout, experts_held(sizes), self._revive)
         self._servers: dict[int, ServiceServer] = {}  # by number, the latest
 
     def _replicas(self) -> dict[int, list[int]]:
@@ -89,14 +118,21 @@ class ByServices:
         """A client's slots for a microbatch."""
         domain, die = rank // self.team.dies_per_domain, self.team.pod.dies[self.team.dies[rank]]
         if rank not in self._known:
-            self._known[rank] = KnownServers(die, rank, self.layout)
-        answer_ns = round(1e6 * self.times.answer_timeout_ms)
+            reach = OverURMA(die, self.layout) if self.watcher is None else self.watcher.reach(die)
+            self._known[rank] = KnownServers(reach, rank, self.layout)
+        times, is_outside = self.times, self.watcher is not None
+        answer_ns = round(1e6 * (times.process_timeout_ms if is_outside else times.answer_timeout_ms))
         patience = Patience(min(answer_ns, self.means.timeout_ns), self.means.timeout_ns)
         client = ServiceClient(
             *(rank, microbatch, self._known[rank], self.num_layers, partial(self.replicas, rank), patience),
             *(quantize_rows, self.means),
         )
         return CountedSide(client, self.tallies[microbatch][domain])
+
+    def _revive(self, server: int) -> None:
+        """The link to a server is there again."""
+        for known in self._known.values():
+            known.find(server)
 
     def expert_program(
         self, index: int, mem: ExpertMemory, threads: Threads, reports: Queue[msgspec.Struct]

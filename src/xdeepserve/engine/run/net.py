@@ -24,6 +24,7 @@ from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.sampler import Chooser, Sampler
+from xdeepserve.engine.outside.watcher import Watcher
 from xdeepserve.engine.run.arithmetic import quantize_rows
 from xdeepserve.engine.run.away import WAYS, ByTrampolines, Way
 from xdeepserve.engine.run.by_services import ByServices
@@ -47,8 +48,11 @@ class Team:
     def __init__(self, pod: Pod, config: ModelConfig, recipe: Recipe, sizes: Sizes) -> None:
         self.pod, self.config, self.recipe, self.sizes = pod, config, recipe, sizes
         self.dies = sizes.dies
+        is_outside = sizes.transport != "pod"  # then each of these is a process of its own
         self.expert_at = {
-            number: die for number, die in enumerate(sizes.expert_dies) if number not in sizes.vacant
+            number: die
+            for number, die in enumerate(sizes.expert_dies)
+            if number not in sizes.vacant and not is_outside
         }
 
     @property
@@ -184,6 +188,11 @@ class ProtocolNet:
     def services(self) -> ServiceLayout | None:
         """Where experts are services, the memory that clients and servers share."""
         return self.away.layout if isinstance(self.away, ByServices) else None
+
+    @property
+    def watcher(self) -> Watcher | None:
+        """Who hears of servers that are outside of the pod, if they are."""
+        return self.away.watcher if isinstance(self.away, ByServices) else None
 
     def memory(self, rank: int) -> DieMemory:
         """Planned on the die."""

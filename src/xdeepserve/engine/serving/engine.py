@@ -89,6 +89,8 @@ class Engine:
         self.load()
         for te in self.je.tes:
             self.je.start(te)
+        for outside in self.plan.outside:
+            await outside.start()
         self._group.control_plane.start()
         if self._warms_up:
             await self.warm_up()
@@ -150,6 +152,10 @@ class Engine:
         self._check_runs()
         await self._group.part_with(te, moves_out=True)
 
+    def cannot_lose(self, die: int) -> str | None:
+        """Why requests would not outlive the loss of a die; None if they would."""
+        return self._group.cannot_lose(die)
+
     def servers(self) -> list[ServerReport]:
         """Expert servers, where experts are services: their seats, and who is there."""
         return self._group.servers()
@@ -185,6 +191,8 @@ class Engine:
             await self._je.stop()
             if self.plan.is_guest:  # the pod goes on without it
                 await self._group.settle()
+        for outside in self.plan.outside:
+            await outside.stop()
         self.plan.close()
         self._threads.close()
         if self.tokenizer is not None:
@@ -217,6 +225,11 @@ class Engine:
         called no more. Nobody listens at no cost.
         """
         self._observers.append(observer)
+
+    def ignore(self, observer: Observer) -> None:
+        """Call it no more. Harmless when repeated, or when it has failed."""
+        if observer in self._observers:
+            self._observers.remove(observer)
 
     def stats(self) -> EngineStats:
         groups, counters = self.groups, self._group.counters()

@@ -51,7 +51,7 @@ class TEGroup:
         self._end: str | None = None  # why nobody can join, or leave, any more
         recovery, lost_ns = plan.deployment.recovery, plan.tes[0].sizes.lost_ns
         self._failover: Failover | None = None
-        if recovery.failover:
+        if recovery.failover and not plan.outside:
             self._failover = Failover(self, plan, recovery, lost_ns, self._end_failover)
         for te in plan.tes:
             je.tes.append(self._make(te))
@@ -105,6 +105,25 @@ class TEGroup:
             for te in self._je.tes
         ]
         return found + [loading.report() for loading in self._plan.loadings.values()]
+
+    def cannot_lose(self, die: int) -> str | None:
+        """Why requests would not outlive the loss of a die; None if they would, or it serves nobody."""
+        te = next((te for te in self._je.tes if die in te.plan.every_die and te.is_running), None)
+        if te is None:
+            return None
+        name = te.sizes.name
+        if die not in te.plan.needed_dies:  # an expert server
+            if te.sizes.redundant_slots:
+                return None
+            return (
+                f"no other expert server of {name} has the experts of die {die}: set experts.redundant_slots"
+            )
+        if self._failover is not None or self._is_needless(te):
+            return None
+        return (
+            f"{name} needs die {die}, and no other task executor could go on: "
+            "serve with --set recovery.failover=true"
+        )
 
     def health(self) -> list[TEHealth]:
         """Of all TEs, those included that are loading or have been lost."""

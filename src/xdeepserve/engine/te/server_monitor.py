@@ -10,11 +10,14 @@ Servers register with it (4.4, steps 1 and 2 of the handshake), which tells ever
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Any
 
 from xdeepserve.comm.services.layout import BELL, SEAT, Presence, ServiceLayout
 from xdeepserve.engine.deploy.deployment import ServiceConfig
 from xdeepserve.engine.dp.events import Events, ServerHeard
+from xdeepserve.engine.outside.watcher import Watcher
+from xdeepserve.engine.run.net import ProtocolNet
 from xdeepserve.engine.te.te_plan import TEPlan
 
 NEVER_NS = 1 << 62
@@ -40,7 +43,7 @@ class ServerMonitor:
         self._count = 0  # questions so far
         self._asked: dict[int, int] = {}  # the latest one, by server
         self._missed: dict[int, int] = {}  # answers, in a row
-        self.masked: set[int] = set()  # servers
+        self._masked: set[int] = set()  # servers
         self.leaving: set[int] = set()
         self._epochs: dict[int, int] = {}  # of seats, where it is not the first
         self._next_ns = 0
@@ -55,6 +58,11 @@ class ServerMonitor:
     @property
     def num_servers(self) -> int:
         return len(self._die_of)
+
+    @property
+    def masked(self) -> Collection[int]:
+        """Servers that it holds for lost."""
+        return self._masked
 
     @property
     def next_ns(self) -> int:
@@ -106,7 +114,7 @@ class ServerMonitor:
 
     def _mask(self, server: int, is_lost: bool) -> None:
         """Tell all clients that a server is lost, or that it is not."""
-        self.masked ^= {server}
+        self._masked ^= {server}
         self._write_mask(server, self.presence(server))
         (self._leave_out if is_lost else self._take_in)(self._die_of[server])
         self._tell.show(ServerHeard(self._name, server, self._die_of[server], is_lost))
@@ -144,7 +152,7 @@ class ServerMonitor:
 
     def forget(self, server: int) -> None:
         """Nobody is at a seat, or somebody else."""
-        self.masked.discard(server)
+        self._masked.discard(server)
         self.leaving.discard(server)
         self._asked.pop(server, None)
         self._missed.pop(server, None)
@@ -156,3 +164,37 @@ class ServerMonitor:
             memory = self._pod.memory(client)
             region = memory.metadata.regions[self._layout.region("mask")]
             memory.write(region.offset + server, bytes([presence]))
+
+
+class OutsideMonitor(ServerMonitor):
+    """The servers are processes, and so is who looks at them: this says what its client process has heard."""
+
+    def __init__(self, watcher: Watcher, *args: Any) -> None:
+        super().__init__(*args)
+        self._watcher = watcher
+
+    @property
+    def num_servers(self) -> int:
+        return sum(seat.presence != Presence.ABSENT for seat in self._watcher.seats)
+
+    @property
+    def masked(self) -> set[int]:
+        """Seats of servers that are lost."""
+        seats = enumerate(self._watcher.seats)
+        return {number for number, seat in seats if seat.presence == Presence.LOST}
+
+    def presence(self, server: int) -> Presence:
+        return Presence(self._watcher.seats[server].presence)
+
+    def epoch(self, server: int) -> int:
+        return self._watcher.seats[server].epoch
+
+
+def server_monitor(
+    plan: TEPlan, tell: Events, leave_out: Callable[[int], None], take_in: Callable[[int], None]
+) -> ServerMonitor:
+    """The one of a TE, wherever its servers are."""
+    watcher = plan.net.watcher if isinstance(plan.net, ProtocolNet) else None
+    if watcher is None:
+        return ServerMonitor(plan, tell, leave_out, take_in)
+    return OutsideMonitor(watcher, plan, tell, leave_out, take_in)

@@ -28,6 +28,7 @@ Bring = Callable[[TEPlan, int, ExpertMemory], Awaitable[None]]
 """Bring the weights of one more die of a TE, in virtual time."""
 PAUSE_NS = 50_000  # between two looks at what has to end first
 PATIENCE_NS = 120_000_000_000
+BY_THEMSELVES = "expert servers that are processes come by xdeepserve expert-server, and leave by SIGTERM"
 
 
 class ServerSeats:
@@ -106,6 +107,8 @@ class ServerSeats:
         te, name = self._te, self._plan.sizes.name
         if not self.num_seats:
             raise RequestError(f"TE {name} has no expert servers: its experts are no services", param="te")
+        if self._plan.sizes.transport != "pod":
+            raise RequestError(f"{name}: {BY_THEMSELVES}", param="te")
         if te.life != "ready":
             raise RequestError(f"no expert server can join TE {name}: it is {te.life}", param="te")
         te.monitor.find_lost()
@@ -201,6 +204,8 @@ class ServerSeats:
     def _check_leaves(self, number: int) -> None:
         monitor, sizes = self._te.monitor, self._plan.sizes
         who = f"expert server {self._known(number)} of TE {sizes.name} cannot leave"
+        if sizes.transport != "pod":
+            raise RequestError(f"{who}: {BY_THEMSELVES}", param="te")
         if self._te.life != "ready":
             raise RequestError(f"{who}: its TE is {self._te.life}", param="te")
         monitor.find_lost()

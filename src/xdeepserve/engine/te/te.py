@@ -35,7 +35,7 @@ from xdeepserve.engine.te.life import LIVES, Life
 from xdeepserve.engine.te.lost_pages import LostPages, Mend
 from xdeepserve.engine.te.probe import Prober
 from xdeepserve.engine.te.reports import ExpertLoad
-from xdeepserve.engine.te.server_monitor import ServerMonitor
+from xdeepserve.engine.te.server_monitor import server_monitor
 from xdeepserve.engine.te.server_seats import ServerSeats
 from xdeepserve.engine.te.shell import TEShell
 from xdeepserve.engine.te.status_gather import StatusGather
@@ -95,7 +95,7 @@ class TE:
         self.dealer = Dealer(self, gather)
         self.reconfiguration = None if eplb is None else plan.reconfiguration(eplb, self.inbox)
         self.seats = ServerSeats(self, threads)
-        self.monitor = ServerMonitor(plan, tell, self.seats.leave_out, self.seats.take_in)
+        self.monitor = server_monitor(plan, tell, self.seats.leave_out, self.seats.take_in)
         self.lost_pages = LostPages(plan, self.groups, self.reconfiguration, mend)
         for group in self.groups:
             group.scheduler.fails_lost = recovery.kv_loss == "fail"

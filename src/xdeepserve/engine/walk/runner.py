@@ -221,8 +221,21 @@ class Runner:
             if self.launcher.is_eager:
                 await self.pace.settle()
                 await self.launcher.kernel()
-        place = {**self.place, "rows": rows} if rows and self.die.trace.is_on else self.place
+        place = self._told(name, rows) if self.die.trace.is_on else self.place
         await self.pace.spend(name, core, self.cores(core), duration_ns, kernel, place)
+
+    def _told(self, name: str, rows: int) -> dict[str, Any]:
+        """What a trace tells of a kernel: where it is, its rows, and of experts how many each physical one
+        has, of those that have some."""
+        place: dict[str, Any] = {**self.place, "rows": rows} if rows else self.place
+        known = vars(
+            self.frame
+        )  # rows that have come from elsewhere, or else the die's own; not in time only
+        chosen = known.get("expert_idx", known.get("topk_idx")) if name == "Experts" else None
+        if chosen is None:
+            return place
+        experts, counts = np.unique(chosen, return_counts=True)
+        return {**place, "experts": dict(zip(experts.tolist(), counts.tolist(), strict=True))}
 
     # ---- exchanges ----------------------------------------------------------------------------------
 

@@ -32,13 +32,21 @@ class Drawing:
 
     def __init__(self, dies: Sequence[Die], num_domains: int = 0) -> None:
         self.trace = dies[0].trace
-        self.is_on = self.trace.is_on
+        self.is_on = False
         size = len(dies) // max(1, num_domains)
-        shown = [Shown(i, die.index, i // size) for i, die in enumerate(dies) if self.trace.shows(die.index)]
+        shown = [
+            Shown(i, die.index, i // size)
+            for i, die in enumerate(dies)
+            if not self.trace.is_hidden(die.index)
+        ]
         self.shown = shown
         self._by_domain = [[one for one in shown if one.domain == d] for d in range(max(1, num_domains))]
         self._has_domains = num_domains > 0
         self._places: list[Place] = [{}] * max(1, num_domains)
+
+    def begin(self) -> None:
+        """A run is drawn whole, or not at all: somebody may want to see one now and then."""
+        self.is_on = self.trace.is_on
 
     def at(self, **place: int) -> None:
         """What comes belongs to this layer, and microbatch if there are some."""

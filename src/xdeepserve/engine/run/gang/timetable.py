@@ -55,6 +55,7 @@ class Timetable:
 
     def begin(self, came: Ns) -> None:
         """All dies have come."""
+        self.drawing.begin()
         self.attention = came.copy()
 
     def stages(self, timed: Sequence[Timed]) -> None:
@@ -95,6 +96,7 @@ class DisaggregatedTimetable(Timetable):
     def begin_apart(self, attention: Ns, experts: Ns) -> None:
         """All dies have come."""
         self.begin(attention)
+        self.expert_drawing.begin()
         self.experts = experts.copy()
         self._received = self._sent = int(experts.max(initial=0))
         self._sent_at = [0] * self._num_places  # when the buffers of a place were last free

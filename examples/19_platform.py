@@ -1,0 +1,104 @@
+"""Walkthrough 19: the platform: many task executors, and who of them gets a request.
+
+Traffic of chats comes to four TEs at the grain of a step: what a step costs is read off timing-only runs of
+the engine, for its counts, and the step itself is not run. Each decision is printed with its reason
+(DeepServe 5), then what policies come to on a busy hour; and at last traffic of the same kind is served with
+tokens by a small pod, whose bits are those of one die.
+
+    python examples/19_platform.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from xdeepserve import LLM
+from xdeepserve.engine.balance.te_policies import Policy
+from xdeepserve.llm import digest
+from xdeepserve.platform.cluster import Cluster, ClusterTE, fleet_tes, priced_kinds
+from xdeepserve.platform.fleet import Decision, Fleet, FleetTE
+from xdeepserve.platform.made_traffic import MadeTraffic, made
+from xdeepserve.platform.service_report import Bounds, report
+from xdeepserve.platform.token_replay import replayed
+from xdeepserve.platform.traces import TracedRequest
+
+CLUSTER = Cluster((ClusterTE(count=4, dies=4, mtp=0),), model="tiny")
+HOUR = MadeTraffic(
+    requests=4000, seconds=3600, swing=0.8, prompt=600, output=80, system=200, block=16, turns=4, seed=1
+)
+BUSY = 1200  # times as fast as an hour: a small model is quick
+SMALL = MadeTraffic(requests=12, seconds=0.05, prompt=80, output=6, system=32, block=16, pause=0.02)
+SHOWN = 6
+BOUNDS = Bounds(ttft_s=0.008, tpot_ms=5)
+
+
+def prices(tes: Sequence[FleetTE]) -> None:
+    price, limits = tes[0].price, tes[0].limits
+    print(f"{len(tes)} TEs of 4 dies; a DP group has room for {limits.num_positions:,} positions of KV")
+    print("what a step costs, in us, by rows of the fullest DP group (interpolated between such points):")
+    for rows in (1, 16, 256, 1024):
+        own, feed = price.own(rows), price.feed(rows * price.num_groups)
+        print(f"  {rows:5} rows: {own / 1e3:8.1f} of each group, {feed / 1e3:7.1f} for experts", end="")
+        print(f", {price.per_context * rows * 600 / 1e3:8.1f} to attend to 600 positions each")
+
+
+def decisions(tes: Sequence[FleetTE], trace: Sequence[TracedRequest]) -> None:
+    print("\nwho gets the first requests, by Algorithm 1:")
+
+    def show(each: Decision) -> None:
+        if each.number < SHOWN:
+            first = [float(keys[1]) for keys in each.keys]
+            is_balanced = max(first) <= 0 and (
+                min(first) < 0 or max(float(keys[2]) for keys in each.keys) == 0
+            )
+            reason = "load is balanced: cached tokens" if is_balanced else "load is not: queued cost"
+            scores = ", ".join(f"{abs(key):.0f}" for key in first)
+            print(f"  request {each.number} -> TE {each.te}; {reason} {scores}")
+
+    Fleet(tes, "deepserve", explain=show).run(trace)
+
+
+def policies(tes: Sequence[FleetTE], trace: Sequence[TracedRequest]) -> None:
+    print(f"\n{len(trace):,} requests, the hour {BUSY} times as fast:")
+    print(f"  {'policy':<13}{'TTFT ms':>9}{'p99':>9}{'TPOT ms':>9}{'hits':>7}{'in bounds':>11}")
+    names: tuple[Policy, ...] = ("round-robin", "load", "prefix", "cost", "deepserve", "dynamo", "llm-d")
+    for policy in names:
+        served = Fleet(tes, policy).run(trace)
+        found = report([each.outcome() for each in served], [te.name for te in tes], BOUNDS)
+        print(
+            f"  {policy:<13}{found.ttft_ms['mean']:>9.2f}{found.ttft_ms['p99']:>9.2f}"
+            f"{found.tpot_ms['mean']:>9.3f}{100 * found.hit_rate:>5.0f} %{100 * found.within:>9.1f} %"
+        )
+
+
+def with_tokens() -> None:
+    print("\nthe same kind of traffic, with tokens:")
+    digests = {}
+    for deployment, settings in (
+        ("monolithic", []),
+        ("pd", ["prefill.count=2", "scheduler.route=deepserve"]),
+    ):
+        with LLM("tiny", deployment, overrides=["max_model_len=512", *settings]) as llm:
+            outputs, outcomes, names = replayed(llm, made(SMALL), SMALL.block)
+        digests[deployment] = digest(outputs)
+        cached = sum(each.num_cached for each in outcomes)
+        print(
+            f"  {deployment:<11} {len(outputs)} requests to {', '.join(names)}; {cached} tokens from caches"
+        )
+        print(f"  {'':<11} {digests[deployment]}")
+    print("  the same bits" if len({*digests.values()}) == 1 else "  the bits differ")
+
+
+def main() -> None:
+    tes = fleet_tes(CLUSTER, priced_kinds(CLUSTER, HOUR.block))
+    prices(tes)
+    trace = made(msgspec.structs.replace(HOUR, seconds=HOUR.seconds / BUSY, pause=HOUR.pause / BUSY))
+    decisions(tes, trace)
+    policies(tes, trace)
+    with_tokens()
+
+
+if __name__ == "__main__":
+    main()

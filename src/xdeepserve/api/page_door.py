@@ -1,0 +1,113 @@
+"""The page to watch: its files, the frames that it draws, a die's bytes, and the fault that one may ask for.
+
+GET   /                     the page
+GET   /page/FILE            its parts
+GET   /page/frames          what it draws, as server-sent events (docs/page.md)
+GET   /page/bytes?die=N     regions of a die's memory; &region=NAME: what is in one
+POST  /page/break           {"die": 3, "kind": "lost"}; only with --admin
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mimetypes
+from collections.abc import AsyncIterator
+from importlib import resources
+
+from aiohttp import web
+
+from xdeepserve.api.body import read_body
+from xdeepserve.api.endpoint import ENDPOINT
+from xdeepserve.api.http_errors import ApiError, describe, encode_error
+from xdeepserve.api.responses import json_response
+from xdeepserve.api.sse import HEADERS
+from xdeepserve.engine.serving.engine import Engine
+from xdeepserve.errors import RequestError, abridged
+from xdeepserve.page.breaking import NEEDS_ADMIN, Breaking, break_die
+from xdeepserve.page.die_bytes import die_bytes
+from xdeepserve.page.page_record import PageRecord
+from xdeepserve.page.watch import HELLO, PodWatch
+
+POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:"
+BYTES_QUERY = {"die": {"type": "integer"}, "region": {"type": "string"}}
+WATCH = web.AppKey("WATCH", PodWatch)
+
+
+def page_files() -> dict[str, bytes]:
+    """The page's own files by name."""
+    folder = resources.files("xdeepserve.page") / "static"
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+
+
+def add_page_routes(app: web.Application) -> None:
+    """The routes. What they tell is of the project's own engine alone."""
+    engine, files = app[ENDPOINT].engine, page_files()
+    if isinstance(engine, Engine):
+        app[WATCH] = PodWatch(engine, None if app[ENDPOINT].options.admin else NEEDS_ADMIN)
+
+    async def show(request: web.Request) -> web.Response:
+        """A file of the page, which may ask for nothing from elsewhere."""
+        name = request.match_info.get("file", "index.html")
+        if name not in files:
+            raise ApiError(404, f"the page has no file {abridged(name)}", code="unknown_url")
+        kind = mimetypes.guess_type(name)[0] or "application/octet-stream"
+        headers = {"Content-Security-Policy": POLICY, "Cache-Control": "no-cache"}
+        return web.Response(body=files[name], content_type=kind, charset="utf-8", headers=headers)
+
+    app.router.add_get("/", show)
+    app.router.add_get("/page/frames", stream_frames)
+    app.router.add_get("/page/bytes", show_bytes)
+    app.router.add_post("/page/break", break_one)
+    app.router.add_get("/page/{file}", show)
+
+
+async def record_page(app: web.Application) -> AsyncIterator[None]:
+    """While the server runs, write what its page draws to the file that the options name."""
+    path = app[ENDPOINT].options.record
+    assert path is not None
+    async with PageRecord(path).of_watch(app[WATCH]):
+        yield
+
+
+def _watched(request: web.Request) -> Engine:
+    engine = request.app[ENDPOINT].engine
+    if not isinstance(engine, Engine):
+        raise ApiError(404, "the engine of this server cannot be watched", code="unknown_url")
+    return engine
+
+
+async def stream_frames(request: web.Request) -> web.StreamResponse:
+    """Frames for as long as the client reads them. The first event says in which format; an error of the
+    engine's is the last one."""
+    _watched(request)
+    frames = request.app[WATCH].frames()
+    response = web.StreamResponse(headers=HEADERS)
+    async with contextlib.aclosing(frames):
+        try:
+            await response.prepare(request)
+            await response.write(b"event: hello\ndata: %b\n\n" % HELLO)
+            async for frame in frames:
+                await response.write(b"event: frame\ndata: %b\n\n" % frame if frame else b": here\n\n")
+        except ConnectionResetError:
+            pass
+        except Exception as error:
+            _, detail = describe(error, request)
+            with contextlib.suppress(ConnectionResetError):
+                await response.write(b"event: failed\ndata: %b\n\n" % encode_error(detail))
+    return response
+
+
+async def show_bytes(request: web.Request) -> web.Response:
+    """What lies in a die's memory."""
+    number = request.query.get("die", "")
+    if not (number.isdecimal() and len(number) < 8):
+        raise RequestError(f"a die has a number, found {abridged(number)}", param="die")
+    return json_response(die_bytes(_watched(request), int(number), request.query.get("region")))
+
+
+async def break_one(request: web.Request) -> web.Response:
+    """A die fails."""
+    engine = _watched(request)
+    if not request.app[ENDPOINT].options.admin:
+        raise ApiError(403, NEEDS_ADMIN, code="not_allowed")
+    return json_response(break_die(engine, await read_body(request, Breaking)))

@@ -1,0 +1,161 @@
+"""Expert servers that are lost: tokens per second before, meanwhile and after (EaaS 5.4, Figure 10).
+
+In the pod, in virtual time, one of 64 servers is lost for good in the middle of a run; all that it did has
+replicas, spread over others. The paper publishes less than 2 % for a GPU out of 64. Rows say how long it
+takes to find the loss out, how much later the last token comes in all, and how much longer steps take from
+then on than the same steps without a loss. The model is a small one, whose time is mostly what each exchange
+costs whatever its size: a server's share of the work is hardly seen in it.
+
+With server processes, in this computer's time, one is killed and another one comes in its place, while
+requests run without a pause. They share this computer's cores with the client, so that a server less is not
+a share of the capacity less; and who comes computes, too, while it loads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from xdeepserve.bench.report import Row
+from xdeepserve.comm.services.layout import Presence
+from xdeepserve.engine.dp.events import Observed, ServerHeard, StepEnded
+from xdeepserve.engine.dp.sampling_params import SamplingParams
+from xdeepserve.errors import XDeepServeError
+from xdeepserve.hw.faults import Fault
+from xdeepserve.llm import LLM
+
+CLIENTS, SERVERS, SHARED = 8, 64, 2
+POD = (
+    f"attention.dies={CLIENTS}",
+    f"experts.routed_dies={SERVERS - SHARED}",
+    f"experts.shared_dies={SHARED}",
+    "experts.copies=1",
+    "max_model_len=128",
+)
+FEW = ("attention.dies=2", "experts.routed_dies=3", "experts.copies=1", "max_model_len=128")
+NUM_PROMPTS, NUM_TOKENS = 32, 48
+VICTIM = 5  # server
+PATIENCE_S = 300.0
+
+
+class Decoded(NamedTuple):
+    """A run in virtual time: when each token left, when it was known that a server is lost, all token ids,
+    and the steps of each DP group in order, by when they began and ended."""
+
+    tokens: list[int]
+    heard_ns: int
+    ids: list[list[int]]
+    steps: dict[str, list[tuple[int, int]]]
+
+
+def all_rows() -> Iterator[Row]:
+    """Virtual time first."""
+    yield from _lost_in_the_pod()
+    for transport in ("pod", "shm", "tcp"):
+        yield from _killed(transport)
+
+
+def _lost_in_the_pod() -> Iterator[Row]:
+    """One of 64 is lost when half of the tokens are there; the run without that loss is what it costs."""
+    quiet = _serve(())
+    half_ns = sorted(quiet.tokens)[len(quiet.tokens) // 2]
+    lost = _serve((Fault(half_ns / 1e3, CLIENTS + VICTIM, "lost"),))
+    if lost.ids != quiet.ids:
+        raise XDeepServeError("bench eaas: the loss of a server has changed tokens")
+    prefix = f"eaas/pod/lost=1_of_{SERVERS}"
+    yield Row(f"{prefix}/until_found", (lost.heard_ns - half_ns) / 1e6, "ms", "measured")
+    later = max(lost.tokens) - max(quiet.tokens)
+    yield Row(f"{prefix}/last_token_later", later / 1e6, "ms", "measured")
+    rate = len(quiet.tokens) / max(quiet.tokens) * 1e9
+    yield Row(f"{prefix}/tokens_per_s_without", rate, "1/s", "measured")
+    alike = [
+        (there, here)
+        for group, steps in lost.steps.items()
+        for there, here in zip(steps, quiet.steps[group], strict=False)
+        if there[0] > lost.heard_ns
+    ]
+    took, would = (sum(end - begin for begin, end in each) for each in zip(*alike, strict=True))
+    drop = 100 * (1 - would / took)
+    yield Row(f"{prefix}/drop_once_found", drop, "%", "measured", "EaaS 5.4: less than 2 %")
+
+
+def _serve(faults: Sequence[Fault]) -> Decoded:
+    """Answer the prompts in virtual time."""
+    tokens: list[int] = []
+    heard: list[int] = []
+    steps: dict[str, list[tuple[int, int]]] = {}
+    with LLM("tiny", "eaas", overrides=POD, faults=faults) as llm:
+        clock = llm.engine.plan.pod.clock
+
+        def observe(event: Observed) -> None:
+            if isinstance(event, StepEnded):
+                tokens.extend(event.end_ns for share in event.shares for _ in share.token_ids)
+                steps.setdefault(str(event.group), []).append((event.start_ns, event.end_ns))
+            elif isinstance(event, ServerHeard) and event.is_lost:
+                heard.append(clock.now)
+
+        llm.engine.observe(observe)
+        outputs = llm.generate(_prompts(), _params())
+    ids = [list(each.outputs[0].token_ids) for each in outputs]
+    return Decoded(tokens, heard[0] if heard else 0, ids, steps)
+
+
+def _prompts() -> list[list[int]]:
+    return [[10 + i, 20 + 3 * i, 30, 40 + i] for i in range(NUM_PROMPTS)]
+
+
+def _params() -> SamplingParams:
+    return SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+
+
+# ---- this computer's time ---------------------------------------------------------------------------
+
+
+def _killed(transport: str) -> Iterator[Row]:
+    """Rounds of the same requests: some before, those while a server is missing, some after."""
+    prefix = f"eaas/{transport}/servers=3"
+    with LLM("tiny", "eaas", overrides=[*FEW, f"experts.transport={transport}"]) as llm:
+        ids = _round(llm)[1]  # all that is compiled is there
+        yield _rate_of(f"{prefix}/before", llm, ids, 3)
+        if transport == "pod":
+            return
+        (outside,) = llm.engine.plan.outside
+        seats = outside.watcher.seats
+        outside.children.servers[1].kill()
+        since = time.perf_counter()
+        yield _rate_of(f"{prefix}/one_killed", llm, ids, 3)
+        outside.add(1)
+        rounds, begin = 0, time.perf_counter()
+        while seats[1].presence != Presence.THERE:
+            if time.perf_counter() - since > PATIENCE_S:
+                raise XDeepServeError(f"bench eaas: no server has come to seat 1 within {PATIENCE_S:g} s")
+            _check(_round(llm)[1], ids)
+            rounds += 1
+        took = time.perf_counter() - begin
+        tokens = rounds * NUM_PROMPTS * NUM_TOKENS
+        yield Row(f"{prefix}/while_another_loads", tokens / took, "1/s", "measured")
+        yield Row(f"{prefix}/until_it_serves", took, "s", "measured")
+        yield _rate_of(f"{prefix}/after", llm, ids, 3)
+
+
+def _rate_of(name: str, llm: LLM, ids: list[list[int]], rounds: int) -> Row:
+    """Tokens per second over some rounds, with the bits checked."""
+    took = 0.0
+    for _ in range(rounds):
+        seconds, found = _round(llm)
+        _check(found, ids)
+        took += seconds
+    return Row(name, rounds * NUM_PROMPTS * NUM_TOKENS / took, "1/s", "measured")
+
+
+def _check(found: list[list[int]], expected: list[list[int]]) -> None:
+    if found != expected:
+        raise XDeepServeError("bench eaas: tokens have changed")
+
+
+def _round(llm: LLM) -> tuple[float, list[list[int]]]:
+    """Seconds for all prompts, and their tokens."""
+    begin = time.perf_counter()
+    outputs = llm.generate(_prompts(), _params())
+    return time.perf_counter() - begin, [list(each.outputs[0].token_ids) for each in outputs]

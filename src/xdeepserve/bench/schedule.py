@@ -1,0 +1,136 @@
+"""`xdeepserve bench schedule`: which TE gets a request, by each policy, on three traces at three loads.
+
+DeepSeek-R1 on three TEs of 64 dies that do both and three in halves, time only at the grain of a step; hints
+of prefixes are 100 ms old. Traces are generated: chats that share much, strangers with long prompts and short
+answers, and strangers the other way round. A rate is that of all requests if turns of a chat came at
+once; with pauses between them it is half of that.
+
+Beside DeepServe's Algorithm 1 stand its parts alone, and what others have published. `deepserve` is told the
+mean length of answers, `deepserve/knows` the true one of each: what a perfect predictor of lengths would be
+worth, and nobody has.
+
+Claims of the paper (5.3.2, Figure 7) are rows `claim`: PD-aware scheduling against round robin, which should
+be even at low load, better at the middle one, and worse at the highest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from xdeepserve.bench import heatmap
+from xdeepserve.bench.report import Row
+from xdeepserve.engine.balance.heat_map import HeatMap
+from xdeepserve.engine.balance.te_policies import POLICIES, Policy
+from xdeepserve.platform.cluster import Cluster, ClusterTE, PricedKind, fleet_tes, priced_kinds
+from xdeepserve.platform.fleet import Decision, Fleet, FleetTE, ServedRequest
+from xdeepserve.platform.made_traffic import MadeTraffic, made
+from xdeepserve.platform.traces import TracedRequest
+
+EACH = 3  # TEs of a kind
+STALE_NS = 100_000_000
+RATES = (2.0, 10.0, 40.0)  # requests per second
+NUM_REQUESTS = 600
+TRACES = {
+    "chats": MadeTraffic(turns=5, prompt=4000, output=200, pause=10),
+    "long prompts": MadeTraffic(turns=1, systems=0, prompt=6000, output=60),
+    "long answers": MadeTraffic(turns=1, systems=0, prompt=500, output=600),
+}
+SAMPLED = 6  # requests whose every other choice is tried
+
+
+class PolicyResult(NamedTuple):
+    """What a policy came to: means, in ms, and the share of prompts that was cached."""
+
+    ttft: float
+    tpot: float
+    latency: float
+    hits: float
+
+    @staticmethod
+    def of(served: Sequence[ServedRequest]) -> PolicyResult:
+        """The means of these requests."""
+        tpot = [each.tpot_ns for each in served if each.tpot_ns is not None]
+        return PolicyResult(
+            float(np.mean([each.ttft_ns for each in served])) / 1e6,
+            float(np.mean(tpot)) / 1e6,
+            float(np.mean([each.last_ns - each.at_ns for each in served])) / 1e6,
+            sum(each.num_cached for each in served) / sum(each.num_prompt for each in served),
+        )
+
+
+def all_rows() -> Iterator[Row]:
+    """Rows as they are found."""
+    kinds = priced_kinds(Cluster(heatmap.PAIR), block=512)
+    heat = heatmap.measured(kinds)
+    yield Row("schedule/heatmap/stable", 100 * heat.stable, "%", "predicted", "DeepServe 5.3.2: over 80 %")
+    tes = six(kinds)
+    for name in TRACES:
+        for rate in RATES:
+            yield from compared(name, rate, tes, heat)
+
+
+def six(kinds: list[PricedKind]) -> list[FleetTE]:
+    """TEs of both kinds."""
+    return fleet_tes(Cluster(tuple(ClusterTE(count=EACH, apart=te.apart) for te in heatmap.PAIR)), kinds)
+
+
+def compared(name: str, rate: float, tes: list[FleetTE], heat: HeatMap) -> Iterator[Row]:
+    """Every policy on a trace at a load."""
+    work = trace(name, rate)
+    mean = float(np.mean([each.output_length for each in work]))
+    results: dict[str, PolicyResult] = {}
+    for policy in POLICIES:
+        results[policy] = PolicyResult.of(serve(policy, work, tes, heat, mean))
+    results["deepserve/knows"] = PolicyResult.of(serve("deepserve", work, tes, heat, None))
+    at = f"schedule/{name}/rate={rate:g}"
+    for way, each in results.items():
+        yield Row(f"{at}/{way}/ttft", each.ttft, "ms", "predicted")
+        yield Row(f"{at}/{way}/tpot", each.tpot, "ms", "predicted")
+        yield Row(f"{at}/{way}/latency", each.latency, "ms", "predicted")
+        yield Row(f"{at}/{way}/hits", 100 * each.hits, "%", "predicted")
+    gain = results["round-robin"].latency / results["pd-aware"].latency
+    should = dict(zip(RATES, ("as good", "better", "worse"), strict=True))[rate]
+    yield Row(f"{at}/claim/pd-aware over round-robin", gain, "x", "predicted", f"the paper: {should}")
+    yield Row(f"{at}/deepserve/regret", regret(work, tes, heat, mean), "%", "predicted", "of latency")
+
+
+def trace(name: str, rate: float) -> list[TracedRequest]:
+    """A trace of TRACES at a rate."""
+    work, seconds = TRACES[name], NUM_REQUESTS / rate
+    pause = work.pause * RATES[0] / rate  # people answer sooner, too, else the rate would be another
+    return made(msgspec.structs.replace(work, requests=NUM_REQUESTS, seconds=seconds, pause=pause, seed=1))
+
+
+def serve(
+    policy: Policy,
+    work: Sequence[TracedRequest],
+    tes: Sequence[FleetTE],
+    heat: HeatMap,
+    mean: float | None,
+    forced: dict[int, int] | None = None,
+) -> list[ServedRequest]:
+    """The requests, served. Without a `mean` the true length of each answer is told."""
+    return Fleet(
+        tes, policy, heat, lambda each: each.output_length if mean is None else mean, STALE_NS, forced=forced
+    ).run(work)
+
+
+def regret(work: Sequence[TracedRequest], tes: Sequence[FleetTE], heat: HeatMap, mean: float) -> float:
+    """How much longer some requests took than on the TE that turned out best, all others as they were: the
+    mean, in percent of the best."""
+    chosen: list[Decision] = []
+    Fleet(tes, "deepserve", heat, lambda _: mean, STALE_NS, explain=chosen.append).run(work)
+    ways = {each.number: each.te for each in chosen}
+    lost = []
+    for number in range(0, len(work), len(work) // SAMPLED):
+        times = []
+        for te in range(len(tes)):
+            served = serve("deepserve", work, tes, heat, mean, forced={**ways, number: te})
+            (each,) = (one for one in served if one.number == number)
+            times.append(each.last_ns - each.at_ns)
+        lost.append(times[ways[number]] / min(times) - 1)
+    return 100 * float(np.mean(lost))

@@ -1,0 +1,87 @@
+"""`xdeepserve bench papers --trends`: what the papers say in words, and whether it holds here.
+
+What is faster than what, what grows with what, where a gain is largest: each trend (`said_in_papers.py`) is a
+question to the rows of the other benchmarks. It needs no published number, so no fitted one can answer it
+alone. One that does not hold says why.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from xdeepserve.bench import balancing, carriers, comm, ems, engine, paper_rows, pipelines, plan, superpod
+from xdeepserve.bench.papers import PAPERS, paper_of
+from xdeepserve.bench.report import Row
+from xdeepserve.bench.said_in_papers import TRENDS, Trend, Values
+
+Source: TypeAlias = Callable[[], Iterable[Row]]
+ROWS: dict[str, Source] = {
+    "p2p": comm.send_receive,
+    "a2e": comm.trampolines,
+    "carriers": carriers.rows,
+    "messages": comm.buffers,
+    "pull and push": comm.pull_push,
+    "exchanges": lambda: (*comm.exchanges(), *paper_rows.bandwidths()),
+    "GEMMs": paper_rows.gemms,
+    "decode": lambda: (
+        *superpod.cloudmatrix(),
+        *paper_rows.gains_by_drafts(),
+        *paper_rows.latency_by_drafts(),
+    ),
+    "microbatches": pipelines.gains,
+    "ping-pong": pipelines.ping_pong,
+    "MegaScale": lambda: (*superpod.megascale(), *plan.table_3()),
+    "pool": ems.figure_23,
+    "loading": ems.table_1,
+    "engine": engine.all_rows,
+    "experts": balancing.rows,
+}
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What became of a trend."""
+
+    id: str
+    paper: str
+    where: str
+    said: str
+    holds: bool
+    why: str
+
+
+@functools.cache
+def values(key: str) -> Values:
+    """Rows by name, which are found once."""
+    return Values({row.name: row.value for row in ROWS[key]()})
+
+
+def answer(trend: Trend) -> Answer:
+    """Whether it holds."""
+    holds, paper = trend.holds(values(trend.rows)), PAPERS[paper_of(trend.id)]
+    return Answer(trend.id, paper, trend.where, trend.said, holds, "" if holds else trend.why)
+
+
+def all_answers(paper: str | None = None) -> Iterator[Answer]:
+    """Answers to the trends of one paper, or of all."""
+    for trend in TRENDS:
+        if paper in (None, paper_of(trend.id)):
+            yield answer(trend)
+
+
+def print_answers(found: Sequence[Answer], form: Literal["text", "json"]) -> None:
+    """A line each, with the reasons of those that do not hold."""
+    if form == "json":
+        print(json.dumps({"trends": msgspec.to_builtins(found)}))
+        return
+    for one in found:
+        says = "holds" if one.holds else "does not hold"
+        print(f"{says:14} {one.said} ({one.paper} {one.where})")
+        if one.why:
+            print(textwrap.fill(one.why, 100, initial_indent=" " * 15, subsequent_indent=" " * 15))
+    print(f"{sum(one.holds for one in found)} of {len(found)} hold")

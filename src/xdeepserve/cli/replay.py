@@ -1,0 +1,215 @@
+"""`xdeepserve replay`: a trace of requests, served with tokens by a small pod, or time only by many TEs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from xdeepserve.cli.options import Parser, add_deployment, check_writable, note, overrides_of
+from xdeepserve.cli.status import Status, working
+from xdeepserve.errors import InputError
+
+if TYPE_CHECKING:
+    from xdeepserve.platform.cluster import Cluster
+    from xdeepserve.platform.fleet import Decision, Fleet
+    from xdeepserve.platform.service_report import Bounds, Outcome, ServiceReport
+    from xdeepserve.platform.traces import TracedRequest
+
+ENOUGH = 0.9  # of requests within their bounds: so many TEs are as many as a load needs
+EXPLAINED = 8  # TEs whose scores a decision shows
+
+
+def add_options(parser: Parser) -> None:
+    """The trace, who serves it, what is asked of them."""
+    parser.epilog = (
+        "TRACE may be made:KEY=VALUE,...: requests of a generator, with seed=N, requests=N, seconds=S,\n"
+        "prompt=N and output=N tokens, spread=, turns=, pause=, systems=, system=, burst=, swing= and block="
+    )
+    option = parser.add_argument
+    option("trace", metavar="TRACE", help="a file, or made:KEY=VALUE,...")
+    option(
+        "--format", metavar="F", default="mooncake", help="of the file: mooncake (default), bailian or azure"
+    )
+    add_deployment(parser)
+    parser.set_defaults(deployment=None)
+    option("--cluster", type=Path, metavar="FILE", help="time only, on these TEs (docs/platform.md); "
+           "without --deployment and --cluster: as many TEs of 32 dies as the load needs")  # fmt: skip
+    option("--policy", metavar="P", help="who gets a request, whatever the cluster's file says")
+    option("--heat", type=Path, metavar="FILE", help="the heat map of --policy deepserve, by bench heatmap")
+    option("--first", type=int, metavar="N", help="of the trace, the first N requests")
+    option("--faster", type=float, default=1.0, metavar="X", help="arrivals X times as fast; default 1")
+    option("--shrink", type=int, default=1, metavar="N", help="with tokens: divide all lengths by N")
+    option("--slo-ttft", type=float, default=30.0, metavar="S", help="a bound in seconds; default 30")
+    option("--slo-tpot", type=float, default=100.0, metavar="MS", help="a bound in ms; default 100")
+    option("--explain", action="store_true", help="a line for each request: its TE, and the scores of all")
+    option("--plot", type=Path, metavar="FILE", help="draw TTFT and TPOT over time (needs matplotlib)")
+    option("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve the trace and print what came of it."""
+    _check(args)
+    from xdeepserve.platform import service_report
+    from xdeepserve.platform.service_report import Bounds
+
+    requests, block = requests_of(args.trace, args.format)
+    requests = requests[: args.first]
+    if args.faster != 1:
+        from xdeepserve.platform.traces import at_rate
+
+        requests = at_rate(requests, args.faster)
+    plt: Any = None
+    if args.plot is not None:
+        from xdeepserve.bench import comm
+
+        check_writable(args.plot, "--plot")
+        plt = comm.pyplot()  # before the work, not after it
+    bounds = Bounds(args.slo_ttft, args.slo_tpot)
+    if args.deployment is not None:
+        outcomes, found, more = _with_tokens(args, requests, block, bounds)
+    else:
+        outcomes, found, more = _time_only(args, requests, block, bounds)
+    if args.plot is not None:
+        service_report.plot(outcomes, bounds, args.plot, plt)
+    if args.json:
+        import msgspec
+
+        print(json.dumps({"trace": args.trace, **more, **msgspec.to_builtins(found)}))
+        return 0
+    for name, value in more.items():
+        if name != "decisions":
+            print(f"{name:<11}{value}")
+    print(*found.lines(), sep="\n")
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """InputError for options that do not go together, or lie outside."""
+    if args.deployment is not None and args.cluster is not None:
+        raise InputError("--deployment serves tokens, and --cluster takes time only: choose one")
+    if args.deployment is None:
+        tokens = {"--shrink": args.shrink != 1, "--set": bool(args.overrides)}
+        if idle := [name for name, is_given in tokens.items() if is_given]:
+            raise InputError(f"{', '.join(idle)} belongs to --deployment")
+    elif args.policy is not None or args.heat is not None or args.explain:
+        raise InputError("--policy, --heat and --explain belong to --cluster; see scheduler.route")
+    for name, least in (("first", 1), ("shrink", 1)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise InputError(f"--{name} must be at least {least}, found {value}")
+    for name in ("faster", "slo_ttft", "slo_tpot"):
+        if not 0 < getattr(args, name) < 1e9:
+            raise InputError(f"--{name.replace('_', '-')} must be above 0, found {getattr(args, name):g}")
+
+
+def requests_of(trace: str, form: str) -> tuple[list[TracedRequest], int]:
+    """The requests of a file or of the generator, and the tokens of their blocks."""
+    from xdeepserve.platform import made_traffic, traces
+
+    if trace.startswith(made_traffic.PREFIX):
+        traffic = made_traffic.parsed(trace)
+        return made_traffic.made(traffic), traffic.block
+    known = traces.trace_format(form)
+    return traces.read_trace(Path(trace), known), traces.BLOCK_TOKENS[known]
+
+
+def _with_tokens(
+    args: argparse.Namespace, requests: Sequence[TracedRequest], block: int, bounds: Bounds
+) -> tuple[list[Outcome], ServiceReport, dict[str, Any]]:
+    from xdeepserve.llm import LLM, digest
+    from xdeepserve.platform.service_report import report
+    from xdeepserve.platform.token_replay import replayed
+
+    with (
+        working(f"Loading {args.model}", is_quiet=args.json) as status,
+        LLM(args.model, args.deployment, args.precision, overrides=overrides_of(args),
+            progress=status.progress) as llm,
+    ):  # fmt: skip
+        status.text, status.detail = f"replay: {len(requests)} requests", ""
+        outputs, outcomes, names = replayed(llm, requests, block, args.shrink)
+    more = {"model": args.model, "deployment": args.deployment, "digest": digest(outputs)}
+    return outcomes, report(outcomes, names, bounds), more
+
+
+def _time_only(
+    args: argparse.Namespace, requests: Sequence[TracedRequest], block: int, bounds: Bounds
+) -> tuple[list[Outcome], ServiceReport, dict[str, Any]]:
+    import msgspec
+
+    from xdeepserve.engine.balance.heat_map import read_heat_map
+    from xdeepserve.platform.cluster import (
+        Cluster,
+        ClusterTE,
+        check_policy,
+        fleet_tes,
+        priced_kinds,
+        read_cluster,
+    )
+    from xdeepserve.platform.fleet import Fleet
+    from xdeepserve.platform.service_report import report
+
+    if args.policy is not None:
+        check_policy(args.policy)
+    cluster = Cluster((ClusterTE(),)) if args.cluster is None else read_cluster(args.cluster)
+    cluster = msgspec.structs.replace(cluster, policy=args.policy or cluster.policy)
+    heat = None if args.heat is None else read_heat_map(args.heat)
+    decisions: list[Decision] = []
+    with working("replay", is_quiet=args.json) as status:
+        status.text = "replay: steps are priced"
+        kinds = priced_kinds(cluster, block, status.progress)
+
+        def serve(sized: Cluster) -> tuple[Fleet, list[Outcome], ServiceReport]:
+            count = sum(te.count for te in sized.te)
+            status.text = f"replay: {len(requests):,} requests on {count} TE{'s' if count > 1 else ''}"
+            decisions.clear()
+            fleet = Fleet(
+                fleet_tes(sized, kinds),
+                sized.policy,
+                heat,
+                stale_ns=round(1e6 * sized.stale_ms),
+                explain=decisions.append if args.explain else None,
+            )
+            outcomes = [each.outcome() for each in fleet.run(requests, status.progress)]
+            names = [te.name for te in fleet.tes]
+            return fleet, outcomes, report(outcomes, names, bounds, fleet.busy_ns())
+
+        if args.cluster is None:
+            cluster = _sized(cluster, serve, status)
+        fleet, outcomes, found = serve(cluster)
+    num_dies = sum(te.count * te.dies for te in cluster.te)
+    more: dict[str, Any] = {
+        "model": cluster.model,
+        "cluster": f"{len(fleet.tes)} TEs, {num_dies} dies",
+        "policy": cluster.policy,
+    }
+    if args.explain:
+        more["decisions"] = [explained(each, fleet) for each in decisions]
+        if not args.json:
+            print(*more["decisions"], "", sep="\n")
+    if not heat and cluster.policy == "deepserve" and {te.apart for te in cluster.te} == {True, False}:
+        note(args.command, "without --heat, deepserve takes TEs of both kinds for alike")
+    return outcomes, found, more
+
+
+def _sized(cluster: Cluster, serve: Any, status: Status) -> Cluster:
+    """The fewest TEs of which ENOUGH of the requests are within their bounds."""
+    from xdeepserve.platform.cluster import least_count
+
+    def within(sized: Cluster) -> float:
+        _, _, found = serve(sized)
+        status.row(f"{sized.te[0].count} TEs have {100 * found.within:.1f} % within the bounds")
+        return float(found.within)
+
+    return least_count(cluster, within, ENOUGH)
+
+
+def explained(decision: Decision, fleet: Fleet) -> str:
+    """A decision in a line: the best TEs first, with the keys that decided."""
+    order = sorted(range(len(fleet.tes)), key=lambda te: (*decision.keys[te], te))[:EXPLAINED]
+    keys = (", ".join(f"{key:.4g}" for key in decision.keys[te]) for te in order)
+    scores = "; ".join(f"{fleet.tes[te].name}: {each}" for te, each in zip(order, keys, strict=True))
+    more = f"; {len(fleet.tes) - len(order)} more" if len(fleet.tes) > len(order) else ""
+    return f"request {decision.number} -> {fleet.tes[decision.te].name} ({scores}{more})"

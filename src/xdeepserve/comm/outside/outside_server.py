@@ -1,0 +1,40 @@
+"""A server's end in a process of its own: it polls memory that others write to while it looks elsewhere."""
+
+from __future__ import annotations
+
+import time
+
+from xdeepserve.comm.outside.outside_reach import nap
+from xdeepserve.comm.outside.registered import fence
+from xdeepserve.comm.services.rules import SlotEvent, SlotState
+from xdeepserve.comm.services.service_server import ServiceServer
+from xdeepserve.errors import DeadlineError
+
+
+class OutsideServer(ServiceServer):
+    """Waits in this computer's time. Where the die's memory begins, a buffer is that others have mapped."""
+
+    num_served = 0  # requests
+
+    @property
+    def now_ns(self) -> int:
+        return time.monotonic_ns()
+
+    @property
+    def is_quiet(self) -> bool:
+        """No client has asked anything that it has not read the answer of."""
+        return not bool((self._states == SlotState.WRITTEN).any() or (self._states == SlotState.DONE).any())
+
+    async def _wait(self, deadline_ns: int | None) -> None:
+        num_looks = 0
+        while not self._has_news:
+            if deadline_ns is not None and self.now_ns >= deadline_ns:
+                raise DeadlineError(**self._describe()._asdict(), at_ns=self.die.clock.now)
+            await nap(num_looks)
+            num_looks += 1
+        fence()
+
+    def _set(self, number: int, event: SlotEvent) -> None:
+        fence()  # answers before the state that says so
+        self.num_served += event is SlotEvent.ANSWER
+        super()._set(number, event)

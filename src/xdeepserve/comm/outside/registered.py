@@ -1,0 +1,73 @@
+"""The buffer that a server process registers, and which parts of it others may read and write.
+
+It is shared memory without a name: whoever is given its file descriptor maps it, and it is gone with the last
+process that has, however that one ends. Nothing is left that somebody would have to unlink.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import threading
+from typing import NamedTuple
+
+from xdeepserve.comm.services.layout import ServiceLayout
+from xdeepserve.errors import AddressError
+from xdeepserve.hw.memory import Memory
+
+READ, WRITTEN = frozenset(("card", "slots", "answers")), frozenset(("slots", "requests"))
+
+
+class Window(NamedTuple):
+    """A region of a server's memory, in bytes."""
+
+    offset: int
+    nbytes: int
+
+
+class SharedBuffer:
+    """Memory that processes share. `fd` is for those who are to map it, too."""
+
+    def __init__(self, nbytes: int) -> None:
+        if hasattr(os, "memfd_create"):
+            self.fd = os.memfd_create("xdeepserve expert server")
+        else:  # a file that has no name any more
+            with tempfile.TemporaryFile() as file:
+                self.fd = os.dup(file.fileno())
+        os.truncate(self.fd, nbytes)
+        self.view = memoryview(mmap.mmap(self.fd, nbytes))
+
+
+def windows(layout: ServiceLayout, memory: Memory) -> dict[str, Window]:
+    """What of a server's memory clients may know of, by part."""
+    found = {}
+    for area, parts in (
+        (memory.metadata, ("card", "slots")),
+        (memory.managed, ("requests", "answers")),
+    ):
+        for part in parts:
+            region = area.regions[layout.region(part)]
+            found[part] = Window(region.offset, region.nbytes)
+    return found
+
+
+def check_access(known: dict[str, Window], allowed: frozenset[str], offset: int, nbytes: int) -> None:
+    """AddressError unless [offset, offset + nbytes) lies within one of the parts that are `allowed`."""
+    for part in allowed:
+        start, size = known[part]
+        if start <= offset and offset + nbytes <= start + size:
+            return
+    parts = ", ".join(f"{part} [{known[part].offset}, {sum(known[part])})" for part in sorted(allowed))
+    raise AddressError(f"{nbytes} bytes at offset {offset} are not within one of {parts}")
+
+
+_fence = threading.Lock()
+
+
+def fence() -> None:
+    """What was written before is seen by other processes before what is written next: to release a lock and
+    to take it again is a barrier on every computer, also on such as reorder stores."""
+    for _ in range(2):
+        with _fence:
+            pass

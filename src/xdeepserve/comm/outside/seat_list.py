@@ -1,0 +1,172 @@
+"""What the monitor of server processes knows, and says (EaaS 3.4, 4.4): who is where, and who may not come.
+
+    server -> monitor    Register; Ready, when it has its experts, then LoopTurns again and again; Leave
+    monitor -> server    Seated, Go; Refused
+    client -> monitor    Attend, then Seen for each list
+    monitor -> client    SeatList, at every change; Refused
+
+A message is a line of JSON. No request of a client goes by here, and no list of members is agreed upon: each
+server comes and goes by itself. The table below has neither sockets nor time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from xdeepserve.comm.services.layout import Presence
+
+
+class Register(msgspec.Struct, tag=True):
+    """A server wants a seat: that number, or any where nobody is. `experts_of` says for every seat which
+    experts are there; they are part of `identity`, too. `epoch` is that of a seat which it has had before its
+    connection, or the monitor, came to an end."""
+
+    name: str
+    identity: str
+    address: str
+    experts_of: tuple[tuple[int, ...], ...]
+    seat: int | None = None
+    epoch: int = 0
+
+
+class Ready(msgspec.Struct, tag=True):
+    """The server has what is at its seat, and serves."""
+
+
+class LoopTurns(msgspec.Struct, tag=True):
+    """The server's loop turns."""
+
+
+class Leave(msgspec.Struct, tag=True):
+    """The server wants to go."""
+
+
+class Attend(msgspec.Struct, tag=True):
+    """A client process wants to hear who is there."""
+
+    identity: str
+
+
+class Seen(msgspec.Struct, tag=True):
+    """All clients of the process go by the list of that number."""
+
+    version: int
+
+
+class Seated(msgspec.Struct, tag=True):
+    """The server has this seat; `epoch` counts who has had it. It says so every `beat_s` seconds."""
+
+    seat: int
+    epoch: int
+    beat_s: float
+
+
+class Go(msgspec.Struct, tag=True):
+    """No client asks the server any more."""
+
+
+class Refused(msgspec.Struct, tag=True):
+    why: str
+
+
+class SeatView(msgspec.Struct):
+    """One seat, as clients are to see it. `presence` as in `Presence`; who has a name and is absent is on its
+    way there."""
+
+    presence: int
+    epoch: int
+    name: str
+    address: str
+
+
+class SeatList(msgspec.Struct, tag=True):
+    version: int
+    seats: list[SeatView]
+
+
+ToMonitor = Register | Ready | LoopTurns | Leave | Attend | Seen
+ToServer = Seated | Go | Refused
+ToClient = SeatList | Refused
+
+
+class SeatTable:
+    """The seats of one model's servers. The first who registers says which model that is."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.identity: str | None = None
+        self.experts_of: tuple[tuple[int, ...], ...] = ()
+        self.seats: list[SeatView] = []
+        self.changed_at: list[int] = []  # the version in which a seat was changed last
+
+    def check_identity(self, who: str, identity: str) -> str | None:
+        """Why somebody does not belong here."""
+        if self.identity in (None, identity):
+            return None
+        return f"{who} is of another model, precision or layout: {identity}, and not {self.identity}"
+
+    def register(self, asked: Register) -> int | Refused:
+        """The seat that a server gets."""
+        if why := self.check_identity(f"server {asked.name}", asked.identity):
+            return Refused(why)
+        if self.identity is None:
+            self.identity, self.experts_of = asked.identity, asked.experts_of
+            self.seats = [SeatView(Presence.ABSENT, 0, "", "") for _ in asked.experts_of]
+            self.changed_at = [0] * len(self.seats)
+        there = {seat.name: number for number, seat in enumerate(self.seats) if seat.name}
+        if asked.name in there:
+            return Refused(f"a server of the name {asked.name} is there already, at seat {there[asked.name]}")
+        free = [number for number in range(len(self.seats)) if not self.seats[number].name]
+        if asked.seat is None and not free:
+            return Refused(f"all {len(self.seats)} seats are taken")
+        number = free[0] if asked.seat is None else asked.seat
+        if not 0 <= number < len(self.seats):
+            return Refused(f"there is no seat {number}: seats are 0 to {len(self.seats) - 1}")
+        if number not in free:
+            return Refused(f"seat {number} is taken, by server {self.seats[number].name}")
+        epoch = self.seats[number].epoch
+        epoch = asked.epoch if asked.epoch and asked.epoch >= epoch else epoch + 1
+        self._change(number, SeatView(Presence.ABSENT, epoch, asked.name, asked.address))
+        return number
+
+    def forget(self, number: int) -> None:
+        """A server is gone, and its seat is free."""
+        self._change(number, SeatView(Presence.ABSENT, self.seats[number].epoch, "", ""))
+
+    def _change(self, number: int, seat: SeatView) -> None:
+        self.version += 1
+        self.seats[number], self.changed_at[number] = seat, self.version
+
+    def mark(self, number: int, presence: Presence) -> bool:
+        """Note what has become of a server; whether that is news."""
+        seat = self.seats[number]
+        if seat.presence == presence:
+            return False
+        self._change(number, msgspec.structs.replace(seat, presence=int(presence)))
+        return True
+
+    def leave(self, number: int) -> str | None:
+        """Lead clients away from a server that wants to go; why it may not."""
+        missed = [each for each in self.missed_without({number}) if each in self.experts_of[number]]
+        if missed:
+            return f"server {self.seats[number].name} cannot leave: nobody else has {listed(missed)}"
+        self.mark(number, Presence.LEAVING)
+        return None
+
+    def missed_without(self, out: set[int]) -> list[int]:
+        """Experts that no server has that is there and stays, but for these."""
+        stay = [n for n, seat in enumerate(self.seats) if seat.presence == Presence.THERE and n not in out]
+        every = {expert for experts in self.experts_of for expert in experts}
+        return sorted(every.difference(*(self.experts_of[number] for number in stay)))
+
+    def as_list(self) -> SeatList:
+        return SeatList(self.version, self.seats)
+
+
+def listed(experts: Sequence[int]) -> str:
+    """-1 is the shared expert."""
+    routed = [str(expert) for expert in experts if expert >= 0]
+    words = [f"expert{'s' * (len(routed) > 1)} {', '.join(routed)}"] if routed else []
+    return " and ".join([*words, *["the shared expert"] * (-1 in experts)])

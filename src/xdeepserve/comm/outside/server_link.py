@@ -1,0 +1,213 @@
+"""A client process's way to the buffer of one server: shared memory, or requests to its network card."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import socket
+import struct
+from collections import deque
+from contextlib import suppress
+from typing import Protocol
+
+from xdeepserve.comm.outside.handshake import (
+    MAX_LINE,
+    Challenge,
+    Hello,
+    Welcome,
+    connect,
+    decode,
+    line,
+    proof,
+    read_line,
+)
+from xdeepserve.comm.outside.network_card import OK, OP_READ, OP_WRITE, REQUEST, RESPONSE
+from xdeepserve.comm.outside.registered import Window, fence
+from xdeepserve.errors import LostDieError, ProtocolError
+
+MAX_UNSENT = 64 << 20  # bytes to a server that does not take them, after which it is given up
+
+
+class ServerLink(Protocol):
+    """`broken` says why nothing comes from there any more."""
+
+    windows: dict[str, Window]
+    broken: str | None
+
+    def write(self, offset: int, data: bytes) -> None:
+        """Post bytes; they arrive in the order of these calls, or not at all."""
+
+    def read(self, offset: int, nbytes: int) -> asyncio.Future[bytes]:
+        """The bytes there. LostDieError if they do not come."""
+
+    def look(self, offset: int) -> asyncio.Future[bytes] | None:
+        """Have `seen` know better what a byte is: when that is so, if not yet."""
+
+    def seen(self, offset: int) -> int | None:
+        """What the latest read has found there; None: none has."""
+
+    def close(self, why: str) -> None:
+        """It is used no more. Harmless when repeated."""
+
+
+class SharedLink:
+    """The server's buffer itself, mapped here."""
+
+    def __init__(self, sock: socket.socket, welcome: Welcome, fd: int) -> None:
+        self.windows, self.broken = welcome.windows, None if fd >= 0 else "no buffer came with the welcome"
+        self._sock, self._loop = sock, asyncio.get_running_loop()
+        self._view = memoryview(mmap.mmap(fd, welcome.nbytes))
+        os.close(fd)
+        sock.setblocking(False)
+        self._loop.add_reader(sock, self._hear)
+
+    def _hear(self) -> None:
+        """A server that has ended closes its sockets, however it ends."""
+        with suppress(BlockingIOError):
+            try:
+                gone = not self._sock.recv(64)
+            except ConnectionError:
+                gone = True
+            if gone:
+                self.close("its process has ended")
+
+    def write(self, offset: int, data: bytes) -> None:
+        self._view[offset : offset + len(data)] = data
+        fence()
+
+    def read(self, offset: int, nbytes: int) -> asyncio.Future[bytes]:
+        fence()
+        future: asyncio.Future[bytes] = self._loop.create_future()
+        future.set_result(bytes(self._view[offset : offset + nbytes]))
+        return future
+
+    def look(self, offset: int) -> None:
+        return None
+
+    def seen(self, offset: int) -> int | None:
+        return self._view[offset]
+
+    def close(self, why: str) -> None:
+        if self._sock.fileno() >= 0:
+            self.broken = self.broken or why
+            self._loop.remove_reader(self._sock)
+            self._sock.close()
+
+
+class CardLink:
+    """A connection to the server's network card."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, welcome: Welcome) -> None:
+        self.windows = welcome.windows
+        self.broken: str | None = None
+        self._reader, self._writer = reader, writer
+        self._asked: deque[tuple[int, asyncio.Future[bytes]]] = deque()
+        self._seen: dict[int, int] = {}
+        self._looks: dict[int, asyncio.Future[bytes]] = {}
+        self._task = asyncio.ensure_future(self._receive())
+
+    async def _receive(self) -> None:
+        """Answers, in the order of requests."""
+        why = "the connection has ended"
+        try:
+            while True:
+                status, nbytes = RESPONSE.unpack(await self._reader.readexactly(RESPONSE.size))
+                data = await self._reader.readexactly(nbytes)
+                if status != OK:
+                    why = f"it refuses a request: {data.decode(errors='replace')}"
+                    return
+                asked, future = self._asked.popleft()
+                if asked != nbytes:
+                    why = f"it answers a read of {asked} bytes with {nbytes}"
+                    future.set_exception(LostDieError(why))
+                    return
+                if not future.done():
+                    future.set_result(data)
+        except (OSError, EOFError, struct.error, IndexError) as error:
+            why = f"{why}{f': {error}' if isinstance(error, OSError) else ''}"
+        finally:
+            self.close(why)
+
+    def write(self, offset: int, data: bytes) -> None:
+        if self.broken:
+            return
+        if self._writer.transport.get_write_buffer_size() > MAX_UNSENT:
+            self.close("it takes no bytes any more")
+            return
+        self._writer.write(REQUEST.pack(OP_WRITE, len(data), offset) + data)
+        if len(data) == 1:
+            self._seen[offset] = data[0]
+            self._looks.pop(offset, None)  # what it finds is older
+
+    def read(self, offset: int, nbytes: int) -> asyncio.Future[bytes]:
+        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        if self.broken:
+            future.set_exception(LostDieError(self.broken))
+        else:
+            self._asked.append((nbytes, future))
+            self._writer.write(REQUEST.pack(OP_READ, nbytes, offset))
+        return future
+
+    def look(self, offset: int) -> asyncio.Future[bytes] | None:
+        if self.broken:
+            return None
+        if offset not in self._looks:
+            self._looks[offset] = future = self.read(offset, 1)
+            future.add_done_callback(lambda done: self._note(offset, done))
+        return self._looks[offset]
+
+    def _note(self, offset: int, done: asyncio.Future[bytes]) -> None:
+        if self._looks.get(offset) is not done:
+            return
+        del self._looks[offset]
+        if not done.cancelled() and done.exception() is None:
+            self._seen[offset] = done.result()[0]
+
+    def seen(self, offset: int) -> int | None:
+        return self._seen.get(offset)
+
+    def close(self, why: str) -> None:
+        if self.broken:
+            return
+        self.broken = why
+        self._writer.transport.abort()
+        for _, future in self._asked:
+            if not future.done():
+                future.set_exception(LostDieError(why))
+                future.exception()  # nobody may be left to hear of it
+        self._task.cancel()
+
+
+async def open_link(address: str, client: str, identity: str, token: str) -> ServerLink:
+    """Connect to a server process and shake hands. OSError or ProtocolError if that does not succeed."""
+    sock, welcome, fd = await asyncio.to_thread(_greet, address, client, identity, token)
+    try:
+        if address.startswith("unix:"):
+            return SharedLink(sock, welcome, fd)
+        reader, writer = await asyncio.open_connection(sock=sock, limit=MAX_LINE)
+        return CardLink(reader, writer, welcome)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _greet(address: str, client: str, identity: str, token: str) -> tuple[socket.socket, Welcome, int]:
+    """The handshake, as long as it takes: for a thread."""
+    who, sock = f"the server at {address}", connect(address)
+    try:
+        challenge = read_line(sock, Challenge, who)
+        sock.sendall(line(Hello(client, identity, proof(token, challenge.nonce))))
+        fd = -1
+        if address.startswith("unix:"):
+            raw, fds, _, _ = socket.recv_fds(sock, MAX_LINE, 1)
+            welcome, fd = decode(raw, Welcome, who), fds[0] if fds else -1
+        else:
+            welcome = read_line(sock, Welcome, who)
+        if welcome.refused is not None:
+            raise ProtocolError(f"{who} refuses: {welcome.refused}")
+        sock.settimeout(None)
+        return sock, welcome, fd
+    except BaseException:
+        sock.close()
+        raise

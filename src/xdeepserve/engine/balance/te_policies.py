@@ -1,0 +1,161 @@
+"""Which of several TEs gets a request: pure functions of what is known of them, one for each policy.
+
+Scores are float64 [TEs, keys]: the less the better, an earlier key before a later one, and among equals the
+TE that stands first. Ours, and what others have published, on the same facts:
+
+sequences     the fewest requests
+round-robin   the next in turn
+load          DeepServe's load_aware: the least queued prefill cost, then the fewest requests
+prefix        DeepServe 5.2: the longest cached prefix, then the fewest requests
+cost          xDeepServe 5.1: the least sum of waiting and own cost, cached prefix counted: so a prefix
+              draws requests until waiting there costs more than computing it elsewhere; long prompts and
+              short ones meet only if there is no other way
+deepserve     DeepServe's Algorithm 1: the kind of TE that the heat map names; then prefix if load is
+              balanced, else load
+pd-aware      DeepServe 5.3 alone: the kind of TE that the heat map names, and of those the next in turn
+dynamo        NVIDIA Dynamo's KV router, design page: overlap weight x new prefill blocks + decode blocks
+llm-d         its scheduler's default scorers: prefix cache 3, queue 2, KV use 2, each within [0, 1]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from xdeepserve.engine.balance.dp import LONG_PROMPT, prefill_cost
+from xdeepserve.engine.balance.heat_map import HeatMap
+from xdeepserve.engine.deploy.deployment import Route
+
+Policy = Route | Literal["pd-aware"]  # a deployment's scheduler.route; and what needs TEs of two kinds
+Floats = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+
+BALANCED = (
+    0.2  # (most - least) / mean of queued cost, below which load counts as balanced [the paper is open]
+)
+OVERLAP_WEIGHT = 1.0  # Dynamo's default
+BLOCK = 16  # tokens of a block, in Dynamo's count
+LLM_D = {"prefix": 3.0, "queue": 2.0, "kv": 2.0}  # default weights of its plugins
+
+
+class RoutedRequest(NamedTuple):
+    """What a policy is told of a request."""
+
+    number: int  # in order of arrival
+    num_tokens: int  # of its prompt
+    num_output: float = 0.0  # tokens of its answer, as predicted
+
+
+class Known(NamedTuple):
+    """What is known of the TEs, an element for each.
+
+    cached      tokens of the prompt that need not be computed there
+    sequences   that are there
+    queued      prefill cost of what it has and has not prefilled, of a DP group on average
+    has_long, has_short   such prompts are among that
+    kv_load     share of its KV that is used or spoken for
+    positions   of KV that its requests have in all
+    is_apart    prefill and decode are on different dies of it
+    """
+
+    cached: Floats
+    sequences: Floats
+    queued: Floats
+    has_long: Flags
+    has_short: Flags
+    kv_load: Floats
+    positions: Floats
+    is_apart: Flags
+
+    @staticmethod
+    def none(is_apart: Flags) -> Known:
+        """TEs of these kinds, with nothing to do."""
+        count = len(is_apart)
+        cached, sequences, queued, kv_load, positions = (np.zeros(count) for _ in range(5))
+        long, short = np.zeros(count, bool), np.zeros(count, bool)
+        return Known(cached, sequences, queued, long, short, kv_load, positions, is_apart)
+
+
+def scores(policy: Policy, asked: RoutedRequest, known: Known, heat: HeatMap | None = None) -> Floats:
+    """The keys of every TE, by this policy."""
+    return np.column_stack([*map(np.asarray, POLICIES[policy](asked, known, heat))]).astype(np.float64)
+
+
+def best(keys: Floats) -> int:
+    """The TE with the least keys."""
+    return int(np.lexsort(keys.T[::-1])[0])
+
+
+def _sequences(asked: RoutedRequest, known: Known, heat: HeatMap | None) -> list[Floats]:
+    return [known.sequences]
+
+
+def _round_robin(asked: RoutedRequest, known: Known, heat: HeatMap | None) -> list[Floats]:
+    count = len(known.sequences)
+    return [((np.arange(count) - asked.number) % count).astype(np.float64)]
+
+
+def _load(asked: RoutedRequest, known: Known, heat: HeatMap | None) -> list[Floats]:
+    return [known.queued, known.sequences]
+
+
+def _prefix(asked: RoutedRequest, known: Known, heat: HeatMap | None) -> list[Floats]:
+    return [-known.cached, known.sequences]
+
+
+def _cost(asked: RoutedRequest, known: Known, heat: HeatMap | None) -> list[Floats]:
+    new = asked.num_tokens - known.cached
+    is_mixed = np.where(new >= LONG_PROMPT, known.has_short, known.has_long).astype(np.float64)
+    return [is_mixed, known.queued + prefill_cost(new, known.cached), known.sequences]
+
+
+def _is_other(asked: RoutedRequest, known: Known, heat: HeatMap | None) -> Floats:
+    """1 for TEs of the kind that the heat map does not name, if there are both kinds."""
+    apart = known.is_apart
+    if heat is None or apart.all() or not apart.any():
+        return np.zeros(len(apart))
+    return (apart != (heat.value(asked.num_tokens, asked.num_output) > 0)).astype(np.float64)
+
+
+def _pd_aware(asked: RoutedRequest, known: Known, heat: HeatMap | None) -> list[Floats]:
+    return [_is_other(asked, known, heat), *_round_robin(asked, known, heat)]
+
+
+def _deepserve(asked: RoutedRequest, known: Known, heat: HeatMap | None) -> list[Floats]:
+    is_other = _is_other(asked, known, heat)
+    queued = known.queued[is_other == 0]
+    spread = (queued.max() - queued.min()) / max(queued.mean(), 1e-9)
+    if spread < BALANCED or queued.max() == 0:
+        return [is_other, -known.cached, known.queued, known.sequences]
+    return [is_other, known.queued, known.sequences, -known.cached]
+
+
+def _dynamo(asked: RoutedRequest, known: Known, heat: HeatMap | None) -> list[Floats]:
+    new_blocks = (asked.num_tokens - known.cached) / BLOCK
+    return [OVERLAP_WEIGHT * new_blocks + (known.positions + asked.num_tokens) / BLOCK]
+
+
+def _llm_d(asked: RoutedRequest, known: Known, heat: HeatMap | None) -> list[Floats]:
+    queue = known.sequences
+    spread = queue.max() - queue.min()
+    queue_score = (queue.max() - queue) / spread if spread else np.ones(len(queue))
+    prefix_score = known.cached / max(1, asked.num_tokens)
+    kv_score = 1 - known.kv_load
+    total = LLM_D["prefix"] * prefix_score + LLM_D["queue"] * queue_score + LLM_D["kv"] * kv_score
+    return [-total]
+
+
+POLICIES: dict[Policy, Callable[[RoutedRequest, Known, HeatMap | None], list[Floats]]] = {
+    "sequences": _sequences,
+    "round-robin": _round_robin,
+    "load": _load,
+    "prefix": _prefix,
+    "cost": _cost,
+    "deepserve": _deepserve,
+    "pd-aware": _pd_aware,
+    "dynamo": _dynamo,
+    "llm-d": _llm_d,
+}

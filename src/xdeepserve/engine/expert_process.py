@@ -1,0 +1,184 @@
+"""The process of one expert server: a die of its own, whose memory begins with a buffer that others map.
+
+It plans the same layout as its clients, loads the experts of its seat, runs the program that an expert die of
+a pod runs, on a clock of its own, and registers when its kernels are there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from xdeepserve.comm.means import Means
+from xdeepserve.comm.outside.handshake import listen
+from xdeepserve.comm.outside.network_card import Nic
+from xdeepserve.comm.outside.outside_server import OutsideServer
+from xdeepserve.comm.outside.registered import SharedBuffer, windows
+from xdeepserve.comm.outside.seat_list import Register
+from xdeepserve.comm.services.layout import BELL
+from xdeepserve.comm.services.service_server import Batching
+from xdeepserve.engine.build import pod_for, with_answers
+from xdeepserve.engine.deploy.deployment import Deployment
+from xdeepserve.engine.deploy.sizes import Sizes, fit
+from xdeepserve.engine.die.expert_memory import ExpertMemory
+from xdeepserve.engine.die.expert_server import ExpertServerProgram
+from xdeepserve.engine.die.replicas import moe_layers
+from xdeepserve.engine.loading import read_experts
+from xdeepserve.engine.messages import StepFailed
+from xdeepserve.engine.outside.children import ServerTask
+from xdeepserve.engine.outside.enlisted import Enlisted
+from xdeepserve.engine.recovery.rollback_field import plan_rollback_field
+from xdeepserve.engine.run.arithmetic import quantize_rows
+from xdeepserve.engine.run.by_services import experts_held, identity, service_layout
+from xdeepserve.engine.run.net import Team
+from xdeepserve.engine.walk.runner import Computing
+from xdeepserve.errors import DeploymentError, XDeepServeError
+from xdeepserve.hw.queue import Queue
+from xdeepserve.model.checkpoint import Checkpoint
+from xdeepserve.model.weights import Recipe
+from xdeepserve.step.linear import Threads
+
+QUIET_S = 5.0  # until clients have read what is there, when it leaves
+Tell = Callable[[str], None]
+
+
+class ExpertProcess:
+    """One server, from its registration to its end. Errors are XDeepServeError, and come before it serves."""
+
+    def __init__(self, task: ServerTask, checkpoint: Checkpoint, recipe: Recipe, tell: Tell) -> None:
+        self._task, self._checkpoint, self._recipe, self._tell = task, checkpoint, recipe, tell
+        self._deployment = msgspec.convert(task.deployment, Deployment)
+        config = with_answers(checkpoint.config, self._deployment, recipe)
+        self._sizes: Sizes = fit(self._deployment, config)[0]
+        if self._sizes.transport == "pod":
+            raise DeploymentError("an expert server is a process with experts.transport shm or tcp")
+        # Its place in the pod of its clients: addresses, and nothing else of that pod is here.
+        self._pod = pod_for([self._sizes])
+        self._team = Team(self._pod, config, recipe, self._sizes)
+        self._layout = service_layout(self._team)
+        self._identity = identity(self._layout, self._sizes, recipe, checkpoint.digest())
+
+    async def run(self) -> None:
+        """Register, load, and serve until it is let go."""
+        ends, loop = asyncio.Event(), asyncio.get_running_loop()
+        listener, address = self._listen()
+
+        def let_go() -> None:
+            loop.call_soon_threadsafe(ends.set)
+
+        name = self._task.name or f"{os.uname().nodename}-{os.getpid()}"
+        asked = Register(name, self._identity, address, experts_held(self._sizes), self._task.seat)
+        enlisted = Enlisted(
+            self._task.monitor,
+            self._task.token,
+            asked,
+            self._tell,
+            let_go,
+        )
+        seated = await asyncio.wrap_future(enlisted.seated)
+        seat = seated.seat
+        self._tell(f"{name} has seat {seat}, experts {list(experts_held(self._sizes)[seat])}, at {address}")
+        program, buffer = self._build(seat, seated.epoch)
+        await self._pod.clock.spawn(program.warm_up(), name="warm up")
+        known = windows(self._layout, program.die.memory)
+        nic = Nic(listener, buffer, known, self._identity, self._task.token)
+        running = program.die.spawn(program.run(), "experts")
+        watching = self._pod.clock.spawn(self._fail(program, ends), name="reports")
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signalled, enlisted, ends)
+        enlisted.serve(lambda count: self._ring(program, count))
+        self._tell(f"{name} serves")
+        await ends.wait()
+        await self._quiet(program, nic)
+        nic.close()
+        for process in (running, watching):
+            process.cancel()
+        await asyncio.gather(running, watching, return_exceptions=True)
+        if self._failure is not None:
+            raise self._failure
+
+    _failure: Exception | None = None
+    _num_signals = 0
+
+    def _listen(self) -> tuple[socket.socket, str]:
+        try:
+            return listen(self._task.address)
+        except OSError as error:
+            raise XDeepServeError(f"{self._task.address}: cannot listen there: {error.strerror}") from None
+
+    def _build(self, seat: int, epoch: int) -> tuple[ExpertServerProgram, SharedBuffer]:
+        """The die: its memory, weights, and program."""
+        sizes, team, node = self._sizes, self._team, self._sizes.expert_dies[seat]
+        plan = self._pod.plan(node)
+        self._layout.plan_server(plan)
+        max_rows = len(team.dies) * self._layout.rows_per_slot
+        mem = ExpertMemory(plan, team.config, self._recipe, sizes, seat, max_rows)
+        plan_rollback_field(plan)
+        buffer = SharedBuffer(plan.ends[-1])
+        plan.provide = lambda nbytes: buffer.view
+        self._pod.materialise()
+        mem.materialise(self._pod.memory(node))
+        read_experts(self._checkpoint, self._recipe, mem)
+        assert sizes.services is not None
+        die, times = self._pod.dies[node], sizes.services
+        batching = Batching(times.batch_clients, round(1e3 * times.batch_timeout_us))
+        num_layers = len(sizes.with_mtp_used_again(moe_layers(team.config, sizes)))
+        server = OutsideServer(
+            *(die, seat, self._layout, num_layers, batching, quantize_rows, Means()), generation=epoch - 1
+        )
+        self._reports: Queue[msgspec.Struct] = Queue(self._pod.clock, "reports")
+        threads = Threads(self._deployment.threads)
+        return ExpertServerProgram(die, mem, server, threads, Computing(die), self._reports), buffer
+
+    async def _fail(self, program: ExpertServerProgram, ends: asyncio.Event) -> None:
+        """Its program has failed: so has the process."""
+        while True:
+            report = await self._reports.get()
+            if isinstance(report, StepFailed):
+                self._failure = report.error
+                ends.set()
+
+    def _signalled(self, enlisted: Enlisted, ends: asyncio.Event) -> None:
+        """Asked to go, it asks the monitor; asked again, it goes."""
+        self._num_signals += 1
+        if self._num_signals > 1:
+            ends.set()
+        enlisted.leave()
+
+    def _ring(self, program: ExpertServerProgram, count: int) -> int:
+        """Ring the bell, from another thread; what its loop has answered."""
+        assert isinstance(program.server, OutsideServer)
+        memory, at = program.die.memory, program.server.bell
+        answered: int = BELL.unpack(memory.read(at, BELL.size))[1]
+        memory.write(at, BELL.pack(count, answered))
+        return answered
+
+    async def _quiet(self, program: ExpertServerProgram, nic: Nic) -> None:
+        """Until clients have read what is there."""
+        server = program.server
+        assert isinstance(server, OutsideServer)
+        try:
+            async with asyncio.timeout(QUIET_S):
+                while nic.has_client and not server.is_quiet and self._num_signals < 2:
+                    if self._failure is not None:
+                        return
+                    await asyncio.sleep(0.01)
+        except TimeoutError:
+            self._tell("it goes, though a client has not read its answers")
+
+
+def end_with_parent() -> None:
+    """This process goes when its standard input is closed: when whoever started it has ended."""
+
+    def wait() -> None:
+        while os.read(0, 4096):  # not by sys.stdin, whose lock an end of the process would wait for
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait, name="parent", daemon=True).start()

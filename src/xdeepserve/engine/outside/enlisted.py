@@ -1,0 +1,111 @@
+"""A server process's word with the monitor, in a thread beside its loop: registration, beats, and leaving.
+
+A beat says that the loop turns, and not only this thread: the bell in the server's memory is rung as the
+monitor of a pod rings it, and a beat follows when the loop has answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from xdeepserve.comm.outside.handshake import line, split
+from xdeepserve.comm.outside.seat_list import Go, Leave, LoopTurns, Ready, Refused, Register, Seated, ToServer
+from xdeepserve.engine.outside.monitor_service import check_reachable, dial, hear
+from xdeepserve.errors import DeploymentError, ProtocolError, XDeepServeError
+
+AGAIN_S = 0.2
+
+
+class Enlisted:
+    """One server's.
+
+    `seated` is the seat and its epoch, or why there is none. `tell` is told what the monitor says later;
+    `gone` is called from this thread when the server may go.
+    """
+
+    def __init__(
+        self,
+        monitor: str,
+        token: str,
+        asked: Register,
+        tell: Callable[[str], None],
+        gone: Callable[[], None],
+    ) -> None:
+        self._monitor, self._token, self._asked = monitor, token, asked
+        self._tell, self._gone = tell, gone
+        self.seated: Future[Seated] = Future()
+        self.ring: Callable[[int], int] | None = None
+        self._leaves = threading.Event()
+        threading.Thread(target=lambda: asyncio.run(self._run()), name="monitor", daemon=True).start()
+
+    def serve(self, ring: Callable[[int], int]) -> None:
+        """The server has what is at its seat. `ring(n)` asks its loop question n and says which one it has
+        answered last."""
+        self.ring = ring
+        self._loop.call_soon_threadsafe(self._serves.set)
+
+    def leave(self) -> None:
+        """Ask to be let go."""
+        self._leaves.set()
+
+    async def _run(self) -> None:
+        """Register, and again when the connection has ended; until the server ends, or is refused."""
+        self._loop, self._serves = asyncio.get_running_loop(), asyncio.Event()
+        while True:
+            try:
+                await self._talk()
+            except (OSError, TimeoutError, ProtocolError) as error:
+                if not self.seated.done():
+                    self.seated.set_exception(check_reachable(self._monitor, error))
+                    return
+            except XDeepServeError as error:
+                if not self.seated.done():
+                    self.seated.set_exception(error)
+                else:
+                    self._tell(str(error))
+                    self._gone()
+                return
+            await asyncio.sleep(AGAIN_S)
+
+    async def _talk(self) -> None:
+        """One connection, until it ends."""
+        reader, writer = await dial(*split(self._monitor), self._token)
+        try:
+            writer.write(line(self._asked))
+            seated = await hear(reader, ToServer, "the monitor")
+            if isinstance(seated, Refused):
+                raise DeploymentError(f"the monitor at {self._monitor} refuses: {seated.why}")
+            if not isinstance(seated, Seated):
+                raise ProtocolError(f"it says {seated}")
+            # Should it have to register anew, it is still the one that it was.
+            self._asked.seat, self._asked.epoch = seated.seat, seated.epoch
+            if not self.seated.done():
+                self.seated.set_result(seated)
+            beats = asyncio.ensure_future(self._beat(writer, seated.beat_s))
+            try:
+                while (said := await hear(reader, ToServer, "the monitor")) is not None:
+                    if isinstance(said, Go):
+                        self._gone()
+                    elif isinstance(said, Refused):
+                        self._tell(said.why)
+            finally:
+                beats.cancel()
+        finally:
+            writer.close()
+
+    async def _beat(self, writer: asyncio.StreamWriter, beat_s: float) -> None:
+        await self._serves.wait()
+        assert self.ring is not None
+        writer.write(line(Ready()))
+        count = 0
+        while True:
+            if self.ring(count + 1) >= count:
+                writer.write(line(LoopTurns()))
+                count += 1
+            if self._leaves.is_set():
+                self._leaves.clear()
+                writer.write(line(Leave()))
+            await asyncio.sleep(min(beat_s, 0.1))

@@ -1,0 +1,207 @@
+"""The monitor's process (EaaS 3.4, 4.4): who of the servers is there, and who is told.
+
+A server that ends is known by the end of its connection; one that hangs, by beats that do not come. It is a
+single process: when it ends, clients go on with what they know, servers serve on, and both come back to the
+next one at its address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from xdeepserve.comm.outside.handshake import MAX_LINE, PATIENCE_S, decode, line
+from xdeepserve.comm.outside.seat_list import (
+    Attend,
+    Go,
+    Leave,
+    LoopTurns,
+    Ready,
+    Refused,
+    Register,
+    Seated,
+    SeatTable,
+    Seen,
+    ToMonitor,
+)
+from xdeepserve.comm.services.layout import Presence
+from xdeepserve.errors import ProtocolError, XDeepServeError
+
+SEEN_S = 5.0  # how long a server that leaves waits for clients to have heard
+
+
+async def hear(reader: asyncio.StreamReader, kind: Any, who: str) -> Any:
+    """The next message, of a type or of one of several; None: the other side is gone. ProtocolError for what
+    is none."""
+    try:
+        raw = await reader.readuntil()
+    except (asyncio.IncompleteReadError, OSError):
+        return None
+    except asyncio.LimitOverrunError:
+        raise ProtocolError(f"{who} says a line of more than {MAX_LINE} bytes") from None
+    return decode(raw, kind, who)
+
+
+class Greeting(msgspec.Struct, forbid_unknown_fields=True):
+    """The first line of every connection."""
+
+    token: str
+
+
+class MonitorService:
+    """Serves from `start` to `close`; `tell` is told what happens, a line each."""
+
+    def __init__(self, token: str, beat_s: float, lost_beats: int, tell: Callable[[str], None]) -> None:
+        self._token, self._beat_s, self._lost_beats, self._tell = token, beat_s, lost_beats, tell
+        self.table = SeatTable()
+        self._clients: dict[asyncio.StreamWriter, int] = {}  # and the list that each has seen
+        self._news = asyncio.Condition()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; the port. OSError if that is in use."""
+        self._server = await asyncio.start_server(self._greet, host, port, limit=MAX_LINE)
+        port_: int = self._server.sockets[0].getsockname()[1]
+        return port_
+
+    async def close(self) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                greeting = await hear(reader, Greeting, "who has connected")
+                if greeting is None:
+                    return
+                if not hmac.compare_digest(greeting.token, self._token):
+                    raise ProtocolError("the token is another one")
+                first = await hear(reader, ToMonitor, "who has connected")
+            if isinstance(first, Register):
+                await self._serve_server(first, reader, writer)
+            elif isinstance(first, Attend):
+                await self._serve_client(first, reader, writer)
+            elif first is not None:
+                raise ProtocolError(f"a connection begins with Register or Attend, not {first}")
+        except (ProtocolError, OSError, TimeoutError) as error:
+            why = str(error) or f"nothing was said within {PATIENCE_S:g} s"
+            self._tell(f"a connection was refused: {why}")
+            writer.write(line(Refused(why)))
+        except asyncio.CancelledError:
+            pass
+        finally:
+            self._tasks.discard(task)
+            with suppress(OSError):
+                writer.close()
+
+    # ---- servers ------------------------------------------------------------------------------------
+
+    async def _serve_server(
+        self, asked: Register, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """A server, from its registration to its end."""
+        seat = self.table.register(asked)
+        if isinstance(seat, Refused):
+            self._tell(seat.why)
+            writer.write(line(seat))
+            return
+        epoch = self.table.seats[seat].epoch
+        who = f"server {asked.name} at seat {seat}"
+        writer.write(line(Seated(seat, epoch, self._beat_s)))
+        leaving: asyncio.Task[None] | None = None
+        try:
+            while True:
+                is_there = self.table.seats[seat].presence != Presence.ABSENT
+                try:
+                    async with asyncio.timeout(self._beat_s * self._lost_beats if is_there else None):
+                        said = await hear(reader, ToMonitor, who)
+                except TimeoutError:
+                    await self._mark(seat, Presence.LOST, f"{who} is not heard of any more")
+                    continue
+                if said is None:
+                    break
+                if isinstance(said, Ready):
+                    await self._mark(seat, Presence.THERE, f"{who} is there, generation {epoch}")
+                elif isinstance(said, Leave) and leaving is None:
+                    leaving = self._leave(seat, who, writer)
+                elif isinstance(said, LoopTurns) and self.table.seats[seat].presence == Presence.LOST:
+                    await self._mark(seat, Presence.THERE, f"{who} is heard of again")
+        finally:
+            if leaving is not None:
+                leaving.cancel()
+            self.table.forget(seat)
+            self._tell(f"{who} is gone")
+            await self._publish()
+
+    async def _mark(self, seat: int, presence: Presence, text: str) -> None:
+        if self.table.seats[seat].presence != Presence.LEAVING and self.table.mark(seat, presence):
+            self._tell(text)
+            await self._publish()
+
+    def _leave(self, seat: int, who: str, writer: asyncio.StreamWriter) -> asyncio.Task[None] | None:
+        """A server wants to go."""
+        if why := self.table.leave(seat):
+            self._tell(why)
+            writer.write(line(Refused(why)))
+            return None
+        self._tell(f"{who} is to leave")
+        return asyncio.ensure_future(self._lead_away(self.table.changed_at[seat], writer))
+
+    async def _lead_away(self, version: int, writer: asyncio.StreamWriter) -> None:
+        """Let a server go when all clients have heard, or have had the time to."""
+        await self._publish()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SEEN_S), self._news:
+                await self._news.wait_for(lambda: all(seen >= version for seen in self._clients.values()))
+        writer.write(line(Go()))
+
+    # ---- clients ------------------------------------------------------------------------------------
+
+    async def _serve_client(
+        self, asked: Attend, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """A client process, for as long as it wants to hear."""
+        if why := self.table.check_identity("the client", asked.identity):
+            self._tell(why)
+            writer.write(line(Refused(why)))
+            return
+        self._clients[writer] = -1
+        try:
+            writer.write(line(self.table.as_list()))
+            while (said := await hear(reader, ToMonitor, "a client")) is not None:
+                if isinstance(said, Seen):
+                    self._clients[writer] = said.version
+                    async with self._news:
+                        self._news.notify_all()
+        finally:
+            del self._clients[writer]
+
+    async def _publish(self) -> None:
+        """Tell all clients who is there."""
+        raw = line(self.table.as_list())
+        for writer in self._clients:
+            writer.write(raw)
+
+
+async def dial(host: str, port: int, token: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection to a monitor. OSError."""
+    async with asyncio.timeout(PATIENCE_S):
+        reader, writer = await asyncio.open_connection(host, port, limit=MAX_LINE)
+    writer.write(line(Greeting(token)))
+    return reader, writer
+
+
+def check_reachable(address: str, error: Exception) -> XDeepServeError:
+    """What to say of a monitor that does not answer."""
+    why = str(error) or f"no answer within {PATIENCE_S:g} s"
+    return XDeepServeError(f"the monitor at {address} cannot be reached: {why}")

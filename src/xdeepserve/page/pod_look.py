@@ -1,0 +1,110 @@
+"""What can be looked up of an engine at any moment, as parts of a frame. Nothing is changed or waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.serving.engine import Engine
+from xdeepserve.page.parts import DieRow, GroupsPart, NowPart, PodPart, PoolPart, TERow
+
+
+def pod_part(engine: Engine, no_kill: str | None) -> PodPart:
+    """The model, and the TEs that run now."""
+    plan, config = engine.plan, engine.plan.config
+    topology, tes = plan.pod.topology, [te.sizes for te in engine.je.tes]
+    runs = "lockstep" if any(te.is_lockstep for te in tes) else "tasks"
+    return PodPart(
+        model=engine.model_name,
+        deployment=plan.deployment.name,
+        precision=plan.recipe,
+        num_layers=config.num_hidden_layers,
+        num_experts=config.n_routed_experts if config.num_moe_layers else 0,
+        top_k=config.num_experts_per_tok if config.num_moe_layers else 0,
+        servers=topology.servers,
+        superpod_servers=topology.superpod_servers,
+        chips_per_server=topology.chips_per_server,
+        dies_per_chip=topology.dies_per_chip,
+        runs=runs if plan.timing is None else "time only",
+        has_text=engine.tokenizer is not None,
+        tes=[_te_row(te) for te in tes],
+        dies=[row for at, te in enumerate(tes) for row in _die_rows(at, te)],
+        no_kill=no_kill,
+    )
+
+
+def _te_row(te: Sizes) -> TERow:
+    return TERow(
+        name=te.name,
+        role=te.role,
+        num_groups=te.num_groups,
+        num_domains=te.num_domains,
+        num_microbatches=te.num_microbatches,
+        num_blocks=te.num_blocks,
+        block_size=te.block_size,
+        max_seqs=te.max_seqs,
+    )
+
+
+def _die_rows(at: int, te: Sizes) -> Iterator[DieRow]:
+    """Dies with DP groups, then those with experts alone."""
+    role = "attention" if te.experts == "away" else te.role
+    per_domain = te.num_dies // te.num_domains
+    slots = te.slots_of if te.experts == "among" else ()
+    for rank, die in enumerate(te.dies):
+        held = slots[rank] if slots else range(te.num_slots if te.experts == "here" else 0)
+        yield DieRow(die, at, role, rank // per_domain, rank // te.tp, *_ends(held))
+    for number, die in enumerate(te.expert_dies):
+        kind = "shared" if te.is_shared(number) else "vacant" if number in te.vacant else "experts"
+        yield DieRow(die, at, kind, -1, -1, *_ends(te.slots_of[number]))
+
+
+def _ends(held: range) -> tuple[int, int]:
+    return (held.start, held.stop - 1) if len(held) else (-1, -1)
+
+
+def now_part(engine: Engine, num_tokens: int) -> NowPart:
+    """The moment."""
+    plan, groups = engine.plan, engine.groups
+    lost_servers = [
+        seat.die
+        for seat in engine.servers()
+        if seat.presence == "lost" and seat.die is not None and seat.die not in plan.pod.lost
+    ]
+    return NowPart(
+        ns=plan.pod.clock.now,
+        num_running=sum(len(group.places.running) for group in groups),
+        num_waiting=sum(group.places.num_waiting for group in groups) + engine.je.num_pending,
+        num_tokens=num_tokens,
+        lives=[te.life for te in engine.je.tes],
+        lost=sorted(plan.pod.lost),
+        lost_servers=lost_servers,
+    )
+
+
+def groups_part(engine: Engine) -> GroupsPart:
+    """KV blocks, queues and prefix hits."""
+    groups = engine.groups
+    cached = [group.rtc.num_cached for group in groups]
+    return GroupsPart(
+        used=[g.rtc.num_blocks - g.rtc.num_free - n for g, n in zip(groups, cached, strict=True)],
+        cached=cached,
+        running=[len(group.places.running) for group in groups],
+        waiting=[group.places.num_waiting for group in groups],
+        queries=[group.scheduler.prefixes.num_queries for group in groups],
+        hits=[group.scheduler.prefixes.num_hits for group in groups],
+    )
+
+
+def pool_part(engine: Engine) -> PoolPart | None:
+    """The memory pool; None if there is none."""
+    use = engine.plan.pool_use
+    if use is None:
+        return None
+    pools = [group.scheduler.pool for group in engine.groups if group.scheduler.pool is not None]
+    return PoolPart(
+        queries=sum(pool.num_queries for pool in pools),
+        hits=sum(pool.num_hits for pool in pools),
+        counts=use.pool.counts(),
+        usage=use.pool.usage(),
+    )

@@ -1,0 +1,102 @@
+// Frames: from the server's stream or from a record. docs/page.md is the format; this page draws version 1.
+export const NAME = "xdeepserve-page", VERSION = 1;
+
+export function checkHello(hello) {
+  if (hello?.format !== NAME) throw new Error("this is no record of an xdeepserve page");
+  if (hello.version !== VERSION)
+    throw new Error(`this is format ${hello.version} of the page's data, and this page draws format ${VERSION}: open it with the page of xdeepserve ${hello.software}`);
+}
+
+// Reads server-sent events from a fetch, so that a key can go with it: calls on(event, data).
+export async function readEvents(response, on) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const blocks = (rest + value).split("\n\n");
+    rest = blocks.pop();
+    for (const block of blocks) {
+      let event = "message", data = "";
+      for (const line of block.split("\n")) {
+        if (line.startsWith("event: ")) event = line.slice(7);
+        if (line.startsWith("data: ")) data += line.slice(6);
+      }
+      if (data) on(event, data);
+    }
+  }
+}
+
+export async function errorOf(response) {
+  try { return (await response.json()).error.message; } catch { return `the server answers ${response.status}`; }
+}
+
+export function keyed(more = {}) {
+  const key = sessionStorage.getItem("key");
+  return key ? { ...more, Authorization: `Bearer ${key}` } : more;
+}
+
+// The stream, for ever: a server that goes away is asked again. `on.hello`, `on.frame`, `on.gone(why)`.
+export async function follow(on) {
+  for (let pause = 500; ; pause = Math.min(pause * 1.5, 4000)) {
+    let why = "the server has gone";
+    try {
+      const response = await fetch("page/frames", { headers: keyed() });
+      if (response.status === 401) {
+        const key = prompt("This server wants an API key");
+        if (key) sessionStorage.setItem("key", key);
+      }
+      if (!response.ok) throw new Error(await errorOf(response));
+      await readEvents(response, (event, data) => {
+        const value = JSON.parse(data);
+        if (event === "failed") throw new Error(value.error.message);
+        if (event === "hello") { checkHello(value); pause = 500; on.hello(value); }
+        if (event === "frame") on.frame(value);
+      });
+    } catch (error) {
+      if (!(error instanceof TypeError)) why = error.message;  // a TypeError is the network's
+      if (why.startsWith("this is")) return on.gone(why, false);
+    }
+    on.gone(why, true);
+    await new Promise((done) => setTimeout(done, pause));
+  }
+}
+
+// A record: a line for what it is, then a line for each frame.
+export async function readRecord(file) {
+  const lines = (await file.text()).split("\n").filter((line) => line);
+  let hello, number = 0;
+  try { hello = JSON.parse(lines[0] ?? ""); } catch { throw new Error(`${file.name}: this is no record of an xdeepserve page`); }
+  checkHello(hello);
+  const frames = [];
+  for (const line of lines.slice(1)) {
+    number += 1;
+    try { frames.push(JSON.parse(line)); } catch {
+      if (number < lines.length - 1) throw new Error(`${file.name}: line ${number + 1} is no frame`);
+    }  // the last line may have been cut
+  }
+  if (!frames.length) throw new Error(`${file.name}: the record has no frames`);
+  return { hello, frames };
+}
+
+// What the page keeps: states, each with all parts, of which most are shared with the state before.
+export class History {
+  constructor(most = 1200) { this.most = most; this.clear(); }
+  clear() { this.states = []; this.dropped = 0; }
+  add(frame) {
+    const before = this.states.at(-1);
+    const state = { ...(before ?? {}), ...frame.parts, frame: frame.frame, changed: Object.keys(frame.parts) };
+    if (!state.pod || !state.now) return;
+    this.states.push(state);
+    if (this.states.length > this.most) { this.states.shift(); this.dropped += 1; }
+  }
+  text(hello) {
+    const lines = [JSON.stringify(hello)];
+    this.states.forEach((state, i) => {
+      const { frame, changed, ...all } = state;
+      const parts = i ? Object.fromEntries(changed.map((name) => [name, all[name]])) : all;
+      lines.push(JSON.stringify({ frame, parts }));
+    });
+    return lines.join("\n") + "\n";
+  }
+}

@@ -1,0 +1,203 @@
+"""A cluster of TEs as a file says it, priced: what `replay --cluster FILE` serves a trace with.
+
+model = "deepseek-r1"
+policy = "deepserve"
+
+[[te]]
+count = 8
+dies = 32
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from xdeepserve.engine.balance.te_policies import POLICIES, Policy
+from xdeepserve.engine.build import PodPlan
+from xdeepserve.engine.deploy.deployment import CacheConfig, Deployment, SchedulerConfig
+from xdeepserve.engine.description import fullest
+from xdeepserve.engine.run.clock.routing import TimingConfig
+from xdeepserve.errors import InputError, meant
+from xdeepserve.model.checkpoint import Checkpoint
+from xdeepserve.model.presets import resolve_model
+from xdeepserve.planner.fit import usable_nbytes
+from xdeepserve.platform.fleet import FleetTE
+from xdeepserve.platform.step_price import Progress, StepPrice, priced, with_room
+from xdeepserve.platform.step_te import StepLimits
+from xdeepserve.step.attention import KV_NBYTES
+
+MAX_TES, MAX_DIES = 4096, 768
+
+
+class ClusterTE(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """TEs of one kind. One that is `apart` has a half that prefills and a half that decodes."""
+
+    count: Annotated[int, "how many"] = 1
+    dies: Annotated[int, "of each"] = 32
+    apart: Annotated[bool, "prefill and decode on a half each"] = False
+    tp: Annotated[int, "dies that share a DP group"] = 1
+    mtp: Annotated[int, "drafts of a step"] = 1
+    acceptance: Annotated[float, "of a draft"] = 0.9
+    max_num_seqs: Annotated[int, "of a DP group"] = 64
+    max_num_batched_tokens: Annotated[int, "rows of a DP group's step"] = 1024
+
+
+class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The TEs, and how requests find them."""
+
+    te: tuple[ClusterTE, ...]
+    model: str = "deepseek-r1"
+    policy: Policy = "cost"
+    stale_ms: float = 0.0  # age of hints about prefixes
+
+    def check(self, name: str) -> None:
+        """InputError with every contradiction."""
+        wrong = [] if self.te else ["there is no [[te]]"]
+        for number, te in enumerate(self.te):
+            where = f"te {number}: "
+            wrong += [
+                f"{where}{key} must lie in [{low}, {high}], found {getattr(te, key)}"
+                for key, low, high in (
+                    ("count", 1, MAX_TES), ("dies", 1, MAX_DIES), ("mtp", 0, 2), ("acceptance", 0, 1),
+                    ("max_num_seqs", 1, 4096), ("max_num_batched_tokens", 1, 8192),
+                )
+                if not low <= getattr(te, key) <= high
+            ]  # fmt: skip
+            if te.apart and te.dies % 2:
+                wrong.append(f"{where}apart, so dies are an even number, found {te.dies}")
+            halves = te.dies // 2 if te.apart else te.dies
+            if te.tp < 1 or halves % te.tp:
+                wrong.append(f"{where}tp={te.tp} does not divide {halves} dies")
+            if te.max_num_seqs * (1 + te.mtp) > te.max_num_batched_tokens:
+                wrong.append(
+                    f"{where}max_num_seqs={te.max_num_seqs} with {te.mtp} drafts each are more rows than "
+                    f"max_num_batched_tokens={te.max_num_batched_tokens}"
+                )
+        if not 0 <= self.stale_ms <= 1e9:
+            wrong.append(f"stale_ms must be 0 or more, found {self.stale_ms:g}")
+        if wrong:
+            raise InputError(f"cluster {name}: {'; '.join(wrong)}")
+
+
+def read_cluster(path: Path) -> Cluster:
+    """InputError, in one line, for a file that is none."""
+    try:
+        raw = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise InputError(f"cluster {path}: {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"cluster {path}: not valid TOML: {error}") from None
+    check_policy(raw.get("policy", "cost"))
+    try:
+        cluster = msgspec.convert(raw, Cluster)
+    except msgspec.ValidationError as error:
+        raise InputError(f"cluster {path}: {error}") from None
+    cluster.check(str(path))
+    return cluster
+
+
+def check_policy(name: object) -> None:
+    """InputError for a policy that is none."""
+    if name not in POLICIES:
+        raise InputError(f"unknown policy '{name}'{meant(name, POLICIES)}: known are {', '.join(POLICIES)}")
+
+
+class PricedKind(msgspec.Struct, frozen=True):
+    """What a TE of a kind is for a fleet, but for its name."""
+
+    price: StepPrice
+    limits: StepLimits
+    apart: tuple[StepPrice, StepLimits] | None
+    transfer_ns: float
+
+
+def priced_kinds(
+    cluster: Cluster, block: int, progress: Progress = lambda done, total: None
+) -> list[PricedKind]:
+    """What steps cost on the TEs of each kind; kinds whose steps are alike are priced once."""
+    model, prices = resolve_model(cluster.model), dict[Deployment, tuple[StepPrice, int]]()
+
+    def price_of(te: ClusterTE, dies: int, mtp: int) -> tuple[StepPrice, int]:
+        deployment = Deployment(
+            name=f"{dies} dies",
+            kind="colocated",
+            dies=dies,
+            tp=te.tp,
+            mtp=mtp,
+            scheduler=SchedulerConfig(
+                max_num_seqs=te.max_num_seqs, max_num_batched_tokens=te.max_num_batched_tokens
+            ),
+            cache=CacheConfig(block_size=128, prefix=False),
+        )
+        if deployment not in prices:
+            prices[deployment] = priced(model, deployment, progress), kv_positions(model, deployment)
+        return prices[deployment]
+
+    kinds = []
+    for te in cluster.te:
+        dies = te.dies // 2 if te.apart else te.dies
+        price, positions = price_of(te, dies, te.mtp)
+        tokens = sum(te.acceptance**drafts for drafts in range(te.mtp + 1))
+        limits = StepLimits(te.max_num_seqs, te.max_num_batched_tokens, positions, block, 1 + te.mtp, tokens)
+        apart = (price, limits) if te.apart else None
+        kinds.append(PricedKind(price, limits, apart, transfer_ns(model) if te.apart else 0.0))
+    return kinds
+
+
+def fleet_tes(cluster: Cluster, kinds: Sequence[PricedKind]) -> list[FleetTE]:
+    """The TEs, each with a name."""
+    return [
+        FleetTE(f"{'apart' if te.apart else 'both'} {number}", *msgspec.structs.astuple(kind))
+        for te, kind in zip(cluster.te, kinds, strict=True)
+        for number in range(te.count)
+    ]
+
+
+def kv_positions(model: Checkpoint, deployment: Deployment) -> int:
+    """For how many positions of KV a DP group has room beside its weights. InputError for none."""
+    plan = PodPlan(model, with_room(deployment), timing=TimingConfig())
+    cache = plan.tes[0].sizes
+    spec, each = plan.pod.spec, position_nbytes(model)
+    free = usable_nbytes(spec.hbm_bytes.value) - fullest(plan) + cache.num_blocks * cache.block_size * each
+    if free < each:
+        raise InputError(f"deployment {deployment.name}: no room for KV beside the weights")
+    return int(free // each)
+
+
+def position_nbytes(model: Checkpoint) -> int:
+    """What the cache has of a position, in all layers, on the hardware."""
+    config = model.config
+    return KV_NBYTES * config.kv_columns * config.num_hidden_layers
+
+
+def transfer_ns(model: Checkpoint) -> float:
+    """A position of KV from die to die over UB, startup apart."""
+    from xdeepserve.hw.spec import Spec
+
+    return Spec().link_ns(0, 0, position_nbytes(model))
+
+
+def least_count(cluster: Cluster, within: Callable[[Cluster], float], enough: float) -> Cluster:
+    """The cluster with the fewest TEs of its one kind of which the share `within` bounds is `enough`: by
+    doubling, then by halves. InputError where more TEs do not help."""
+
+    def sized(count: int) -> Cluster:
+        return msgspec.structs.replace(cluster, te=(msgspec.structs.replace(cluster.te[0], count=count),))
+
+    low, high, before = 0, 1, -1.0
+    while (share := within(sized(high))) < enough:
+        if share <= before or 2 * high > MAX_TES:
+            raise InputError(
+                f"{high} TEs have {100 * share:.1f} % of requests within the bounds, as {high // 2} have: "
+                "prompts are too long for them; try greater --slo-ttft and --slo-tpot, or --cluster"
+            )
+        low, high, before = high, 2 * high, share
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if within(sized(middle)) >= enough else (middle, high)
+    return sized(high)

@@ -1,0 +1,140 @@
+"""What a replay comes to: latencies, goodput under bounds, hit rate, and what each TE did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+PERCENTILES = (50, 90, 99)
+
+
+class Bounds(msgspec.Struct, frozen=True):
+    """The service level: both must hold for a request to count."""
+
+    ttft_s: float = 30.0
+    tpot_ms: float = 100.0
+
+
+class Outcome(NamedTuple):
+    """What became of a request, in ns of virtual time; `te` by its number."""
+
+    te: int
+    at_ns: float
+    ttft_ns: float
+    tpot_ns: float | None
+    last_ns: float
+    num_prompt: int
+    num_output: int
+    num_cached: int
+
+
+class TELoad(msgspec.Struct, frozen=True):
+    """What a TE did. `busy` is its share of the time; None where nobody has counted."""
+
+    name: str
+    num_requests: int
+    num_tokens: int  # that it generated
+    hit_rate: float
+    busy: float | None = None
+
+
+class ServiceReport(msgspec.Struct, frozen=True):
+    """The figures. `goodput` is requests within both bounds per second, `within` their share."""
+
+    num_requests: int
+    seconds: float
+    ttft_ms: dict[str, float]
+    tpot_ms: dict[str, float]
+    goodput: float
+    within: float
+    hit_rate: float  # of the tokens of all prompts
+    tes: list[TELoad]
+    bounds: Bounds
+
+    def lines(self, shown: int = 16) -> list[str]:
+        """A table for people."""
+        b = self.bounds
+        rows = [
+            f"{self.num_requests:,} requests in {self.seconds:,.1f} s of virtual time",
+            f"{'':<10}{'mean':>12}" + "".join(f"{f'p{p}':>12}" for p in PERCENTILES),
+        ]
+        for name, values in (("TTFT ms", self.ttft_ms), ("TPOT ms", self.tpot_ms)):
+            rows.append(f"{name:<10}" + "".join(f"{value:>12,.1f}" for value in values.values()))
+        rows += [
+            f"goodput   {self.goodput:.2f} requests/s: {100 * self.within:.1f} % have their first token in "
+            f"{b.ttft_s:g} s and others every {b.tpot_ms:g} ms",
+            f"hit rate  {100 * self.hit_rate:.1f} % of the prompts' tokens came from prefix caches",
+            "",
+            f"{'TE':<14}{'requests':>10}{'tokens':>12}{'hits':>8}{'busy':>8}",
+        ]
+        for te in self.tes[:shown]:
+            busy = "" if te.busy is None else f"{100 * te.busy:.0f} %"
+            hits = f"{100 * te.hit_rate:.0f} %"
+            rows.append(f"{te.name:<14}{te.num_requests:>10,}{te.num_tokens:>12,}{hits:>8}{busy:>8}")
+        if len(self.tes) > shown:
+            rows.append(f"and {len(self.tes) - shown} more")
+        return rows
+
+
+def report(
+    outcomes: Sequence[Outcome], names: Sequence[str], bounds: Bounds, busy_ns: Sequence[float] | None = None
+) -> ServiceReport:
+    """The figures of these requests; `busy_ns` of each TE."""
+    ttft = [each.ttft_ns / 1e6 for each in outcomes]
+    tpot = [each.tpot_ns / 1e6 for each in outcomes if each.tpot_ns is not None]
+    good = sum(is_within(each, bounds) for each in outcomes)
+    last_ns = max(each.last_ns for each in outcomes)
+    by_te: list[list[Outcome]] = [[] for _ in names]
+    for each in outcomes:
+        by_te[each.te].append(each)
+    loads = [
+        TELoad(
+            name,
+            len(mine),
+            sum(each.num_output for each in mine),
+            _hits(mine),
+            None if busy_ns is None else busy_ns[number] / last_ns,
+        )
+        for number, (name, mine) in enumerate(zip(names, by_te, strict=True))
+    ]
+    return ServiceReport(
+        len(outcomes), last_ns / 1e9, _figures(ttft), _figures(tpot), good / last_ns * 1e9,
+        good / len(outcomes), _hits(outcomes), loads, bounds,
+    )  # fmt: skip
+
+
+def is_within(each: Outcome, bounds: Bounds) -> bool:
+    """Whether a request had what was asked for."""
+    return each.ttft_ns <= 1e9 * bounds.ttft_s and (each.tpot_ns or 0) <= 1e6 * bounds.tpot_ms
+
+
+def _hits(outcomes: Sequence[Outcome]) -> float:
+    total = sum(each.num_prompt for each in outcomes)
+    return sum(each.num_cached for each in outcomes) / total if total else 0.0
+
+
+def _figures(values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    array = np.asarray(values)
+    return {"mean": float(array.mean())} | {f"p{p}": float(np.percentile(array, p)) for p in PERCENTILES}
+
+
+def plot(outcomes: Sequence[Outcome], bounds: Bounds, path: Path, plt: Any) -> None:
+    """TTFT and TPOT of each request by its arrival, and the bounds; `plt` is matplotlib's."""
+    figure, axes = plt.subplots(2, 1, figsize=(8, 6), sharex=True, layout="constrained")
+    at = [each.at_ns / 1e9 for each in outcomes]
+    axes[0].plot(at, [each.ttft_ns / 1e9 for each in outcomes], ".", markersize=2)
+    axes[0].axhline(bounds.ttft_s, color="tab:red", linewidth=1)
+    axes[0].set_ylabel("TTFT, s")
+    axes[1].plot(at, [(each.tpot_ns or 0) / 1e6 for each in outcomes], ".", markersize=2)
+    axes[1].axhline(bounds.tpot_ms, color="tab:red", linewidth=1)
+    axes[1].set_ylabel("TPOT, ms")
+    axes[1].set_xlabel("arrival, s of virtual time")
+    for axis in axes:
+        axis.set_ylim(bottom=0)
+    figure.savefig(path)

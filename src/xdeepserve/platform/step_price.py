@@ -1,0 +1,179 @@
+"""What a step of a TE costs for its counts, read off timing-only runs of the engine itself.
+
+A step waits for the DP group that is slowest to attend, for the exchange of the group with most rows, and for
+experts, which the rows of all groups come to. So its price is
+
+    own(rows of the fullest group) + feed(rows of all groups) + attention(context of the group with most)
+
+where `own` and `feed` are tabulated from steps of all groups with equally many rows, and of few groups with
+one, and interpolated; attention is priced by the stage of the Program that attends, for the very counts.
+Beside a step stands the scheduler's gap (`Spec.scheduler_gap`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from xdeepserve.engine.build import PodPlan
+from xdeepserve.engine.deploy.deployment import Deployment
+from xdeepserve.engine.description import lack
+from xdeepserve.engine.run.clock.routing import TimingConfig
+from xdeepserve.engine.serving.engine import Engine
+from xdeepserve.errors import InputError
+from xdeepserve.model.checkpoint import Checkpoint
+from xdeepserve.planner.decode_run import DecodeRun, StepShare, one_step
+from xdeepserve.planner.performance import Curve
+from xdeepserve.step.stage import Counts, Stage
+
+# Few rows leave experts untouched, whose weights are then not read, and some hundred are where a die's GEMMs
+# begin to be bound by computing: there the points have to be dense.
+ROWS = (
+    1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448,
+    512, 640, 768, 1024, 1536, 2048, 3072, 4096, 8192,
+)  # fmt: skip
+SAMPLE = 4  # groups that stand for all where all have equally many rows, and experts
+MANY = 1  # of rows for each, of which it has top-k copies then
+FEED = "Experts"
+ATTENTION = ("MLA", "GQA")
+LONG, MAX_OFF = 4096, 0.01
+LEAST_ROWS = 16  # of a step, to see a line in
+Progress = Callable[[int, int], None]
+
+
+class StepCounts(NamedTuple):
+    """What a step of a TE costs by.
+
+    fullest    rows of the DP group that has most
+    rows       of all groups
+    context    positions that rows of one group attend to, summed over rows: of the group with most
+    kv_tokens  cached positions that this group reads
+    """
+
+    fullest: int
+    rows: int
+    context: float
+    kv_tokens: float
+
+
+class StepPrice(msgspec.Struct, frozen=True):
+    """The prices of one kind of TE, in ns."""
+
+    num_groups: int
+    own: Curve  # by rows of the fullest group
+    feed: Curve  # by rows of all
+    per_context: float
+    per_kv_token: float
+    gap: float
+
+    def __call__(self, counts: StepCounts) -> float:
+        """A step, with the gap after it."""
+        attention = max(self.per_context * counts.context, self.per_kv_token * counts.kv_tokens)
+        return self.gap + self.own(counts.fullest) + self.feed(counts.rows) + attention
+
+
+def priced(
+    checkpoint: Checkpoint, deployment: Deployment, progress: Progress = lambda done, total: None
+) -> StepPrice:
+    """The prices of a deployment's TE. InputError if it has several, or cannot be priced so."""
+    deployment = with_room(deployment)
+    plan = PodPlan(checkpoint, deployment, timing=TimingConfig())
+    sizes = plan.tes[0].sizes
+    if len(plan.tes) > 1 or sizes.experts == "away" or sizes.num_parts > 1:
+        raise InputError(
+            f"deployment {deployment.name}: a TE at the grain of a step is one of kind monolithic or "
+            "colocated, with one microbatch"
+        )
+    if missing := lack(plan):
+        raise InputError(f"deployment {deployment.name}: {missing}")
+    num_groups, most = sizes.num_dies // sizes.tp, max(LEAST_ROWS, sizes.max_tokens)
+    experts = plan.config.n_routed_experts
+    all_rows = [rows for rows in ROWS if rows < most] + [most]
+    few = [count for count in ROWS if count < num_groups]
+    total, done = len(all_rows) + len(few), 0
+
+    def step(shares_of: Callable[[int], list[StepShare]], is_sampled: bool) -> DecodeRun:
+        nonlocal done
+        done += 1
+        progress(done, total)
+        sampled = _sampled(deployment, sizes.num_dies) if is_sampled else None
+        if sampled is None:
+            return one_step(checkpoint, deployment, shares_of, TimingConfig())
+        return one_step(checkpoint, sampled, shares_of, TimingConfig(of_dies=sizes.num_dies))
+
+    full = [step(_prompts(rows), rows * num_groups >= MANY * experts) for rows in all_rows]
+    own = [run.iteration_ns - _attention(run) - _feed(run) for run in full]
+    sparse = [step(_ones(count), False) for count in few]
+    feed = Curve(
+        (*map(float, few), *(float(num_groups * rows) for rows in all_rows)),
+        (*(run.iteration_ns - _attention(run) - own[0] for run in sparse), *map(_feed, full)),
+    )
+    per_context, per_kv = _per_position(checkpoint, deployment, full[-1], all_rows[-1])
+    curve = Curve(tuple(map(float, all_rows)), tuple(own))
+    return StepPrice(num_groups, curve, feed, per_context, per_kv, 1e9 * plan.pod.spec.scheduler_gap.value)
+
+
+def with_room(deployment: Deployment) -> Deployment:
+    """With KV for a step of any counts: prices do not depend on how much there is."""
+    rows = max(LEAST_ROWS, deployment.scheduler.max_num_batched_tokens)
+    block = deployment.cache.block_size
+    cache = msgspec.structs.replace(deployment.cache, num_blocks=4 + -(-rows // block), prefix=False)
+    scheduler = msgspec.structs.replace(deployment.scheduler, max_num_batched_tokens=rows)
+    return msgspec.structs.replace(
+        deployment, cache=cache, scheduler=scheduler, max_model_len=rows + 8, execution=None
+    )
+
+
+def _sampled(deployment: Deployment, num_dies: int) -> Deployment | None:
+    """Few dies that stand for all, if there are more."""
+    dies = SAMPLE * (deployment.tp or 1)
+    return msgspec.structs.replace(deployment, dies=dies) if num_dies > dies else None
+
+
+def _prompts(rows: int) -> Callable[[int], list[StepShare]]:
+    return lambda group: [StepShare(0, rows)]
+
+
+def _ones(count: int) -> Callable[[int], list[StepShare]]:
+    return lambda group: [StepShare(0, 1)] if group < count else []
+
+
+def _feed(run: DecodeRun) -> float:
+    """Until the busiest die has fed its experts: the others wait for it in the combine, which without that
+    takes as long as a dispatch that all come to at once."""
+    spent = run.spent_ns
+    return spent.get(FEED, 0.0) + spent.get("combine", 0.0) - spent.get("dispatch", 0.0)
+
+
+def _attention(run: DecodeRun) -> float:
+    return sum(run.spent_ns.get(name, 0.0) for name in ATTENTION)
+
+
+def _per_position(
+    checkpoint: Checkpoint, deployment: Deployment, run: DecodeRun, rows: int
+) -> tuple[float, float]:
+    """What a position costs that a row attends to, and one whose cache entry is read, in all layers.
+
+    One layer's come from its own Program; how many layers there are, MTP's passes among them, from a run.
+    """
+    engine = Engine(PodPlan(checkpoint, deployment, timing=TimingConfig()))
+    engine.load()
+    executor = next(iter(engine.je.tes)).executors[0]
+    layer, program = executor.weights.layers[-1], executor.traversal.programs[-1]
+    stage = next((each for each in program.attention if isinstance(each, Stage) and each.attends), None)
+    name = "no attention" if stage is None else stage.name
+    if stage is None or stage.name not in ATTENTION:
+        raise InputError(f"deployment {deployment.name}: {name} is not in proportion to the context")
+
+    def price(context: float, kv_tokens: float) -> float:
+        return executor.runner.price_of(stage, layer, Counts(1, context, kv_tokens))
+
+    per_context, per_kv = price(LONG, 0) / LONG, price(0, LONG) / LONG
+    both, either = price(3 * LONG, LONG), max(3 * LONG * per_context, LONG * per_kv)
+    if abs(both - either) > MAX_OFF * either:
+        raise InputError(f"deployment {deployment.name}: {name} is not in proportion to the context")
+    context = rows * (rows + 1) / 2
+    layers = _attention(run) / max(per_context * context, per_kv * rows)
+    return layers * per_context, layers * per_kv

@@ -1,0 +1,353 @@
+"""A TE at the grain of a step: what its scheduler does with counts, at the price of each step.
+
+Steps that decode alone are taken in runs, to the next that ends a request: contexts grow by a known number in
+each, so prices rise along a line, and a run costs what its steps do. A request that arrives meanwhile ends
+the run after the step under way. So the work is by requests and chunks of prompts, not by tokens or TEs.
+
+DP groups have KV and prefix caches of their own. A block that a running request shares is counted as its own,
+too: there is a little less room here than in `engine/dp/rtc.py`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from xdeepserve.engine.balance.dp import LONG_PROMPT, prefill_cost
+from xdeepserve.engine.balance.prompt_tree import PromptTree
+from xdeepserve.platform.step_price import StepCounts, StepPrice
+from xdeepserve.platform.traces import TracedRequest
+
+LONGEST_RUN = 256  # steps whose prices are taken for a line
+
+
+class StepLimits(NamedTuple):
+    """What a DP group has room for, and how far a step brings a request.
+
+    num_seqs         sequences
+    num_rows         token rows of a step
+    num_positions    of KV
+    block            tokens of a block of the trace
+    rows_each        of a sequence that decodes, in a step: one, and its drafts
+    tokens_each      that it gets of them on average
+    """
+
+    num_seqs: int
+    num_rows: int
+    num_positions: int
+    block: int
+    rows_each: int = 1
+    tokens_each: float = 1.0
+
+
+class TETask:
+    """A request's prefill, decode or both, at one TE."""
+
+    __slots__ = ("base", "before", "cached", "cost", "group", "left", "need", "number", "request", "serial")
+
+    def __init__(self, number: int, request: TracedRequest, serial: int) -> None:
+        self.number, self.request, self.serial = number, request, serial
+        self.group, self.cached, self.before, self.left = -1, 0, 0, 0
+        self.cost, self.base, self.need = 0.0, 0.0, 0
+
+    @property
+    def is_long(self) -> bool:
+        return self.request.input_length >= LONG_PROMPT
+
+
+class StepTE:
+    """Requests come by `give`, and time passes by `begin` and `end`.
+
+    `prefills` and `decodes` say which halves of a request it does. `tell(block, has)` hears which blocks of
+    prompts it has from now on, or has no more.
+    """
+
+    def __init__(
+        self,
+        price: StepPrice,
+        limits: StepLimits,
+        prefills: bool = True,
+        decodes: bool = True,
+        tell: Callable[[Sequence[int], bool], None] = lambda blocks, has: None,
+    ) -> None:
+        count = price.num_groups
+        self.price, self.limits, self.prefills, self.decodes, self.tell = (
+            price,
+            limits,
+            prefills,
+            decodes,
+            tell,
+        )
+        self.tree = PromptTree()  # of its DP groups
+        self.waiting: deque[TETask] = deque()
+        self.num_tasks = self.num_long = self.num_short = 0
+        self.queued = self.positions = 0.0  # prefill cost, and KV positions, of all that it has
+        self.busy_ns = 0.0
+        self.num_steps = 0
+        self._queues: list[deque[TETask]] = [deque() for _ in range(count)]
+        self._queued = [0.0] * count
+        self._active: dict[int, None] = {}  # groups that prefill
+        self._running = [0] * count
+        self._bases = [0.0] * count  # of the sequences that decode: their context when no step had been taken
+        self._held = [0] * count
+        self._caches: list[dict[int, None]] = [{} for _ in range(count)]
+        self._ends: list[tuple[int, int, TETask]] = []
+        self._step = 0
+        self._chunks: list[tuple[TETask, int]] = []
+        self._start = self._first = self._slope = 0.0
+        self._count = 0  # steps under way
+
+    @property
+    def kv_load(self) -> float:
+        """Share of KV that is spoken for, those that wait counted."""
+        return self.positions / (len(self._held) * self.limits.num_positions)
+
+    # ---- requests -----------------------------------------------------------------------------------
+
+    def need_of(self, request: TracedRequest) -> int:
+        """KV positions over its life here."""
+        return request.input_length + (request.output_length if self.decodes else 0)
+
+    def give(self, task: TETask) -> None:
+        """It is this TE's, and waits for a group."""
+        task.need = self.need_of(task.request)
+        self.num_tasks += 1
+        self.positions += task.need
+        if self.prefills:
+            self.num_long += task.is_long
+            self.num_short += not task.is_long
+            task.cost = prefill_cost(float(task.request.input_length), 0.0)
+            self.queued += task.cost
+        self.waiting.append(task)
+        self._admit()
+
+    def _admit(self) -> None:
+        """Give groups to those who wait, in order, as long as one has room for the first."""
+        while self.waiting:
+            task = self.waiting[0]
+            found = self.tree.match(task.request.blocks) if self.prefills else {}
+            group = self._group_for(task, found)
+            if group is None:
+                return
+            self.waiting.popleft()
+            self._place(task, group, found.get(group, 0))
+
+    def _group_for(self, task: TETask, found: dict[int, int]) -> int | None:
+        limits, need = self.limits, task.need
+        room = [
+            group
+            for group, held in enumerate(self._held)
+            if held + need <= limits.num_positions
+            and self._running[group] + len(self._queues[group]) < limits.num_seqs
+        ]
+        if not room:
+            return None
+        if not self.prefills:
+            return min(room, key=lambda group: (self._held[group], group))
+        total = task.request.input_length
+
+        def key(group: int) -> tuple[float, int, int]:
+            cached = min(found.get(group, 0) * limits.block, total - 1)
+            own = prefill_cost(float(total - cached), float(cached))
+            return self._queued[group] + own, self._held[group], group
+
+        return min(room, key=key)
+
+    def _place(self, task: TETask, group: int, num_blocks: int) -> None:
+        task.group = group
+        self._held[group] += task.need
+        if not self.prefills:
+            self._decode(task)
+            return
+        total = task.request.input_length
+        task.cached = task.before = min(num_blocks * self.limits.block, total - 1)
+        task.left = total - task.cached
+        self.queued -= task.cost
+        task.cost = prefill_cost(float(task.left), float(task.cached))
+        self.queued += task.cost
+        cache = self._caches[group]
+        for block in task.request.blocks[:num_blocks]:  # used now
+            if block in cache:
+                del cache[block]
+                cache[block] = None
+        self._queued[group] += task.cost
+        self._queues[group].append(task)
+        self._active[group] = None
+        self._trim(group)
+
+    def _decode(self, task: TETask) -> None:
+        """It has its first token, and decodes from the next step on."""
+        limits = self.limits
+        steps = math.ceil((task.request.output_length - 1) / limits.tokens_each)
+        task.base = task.request.input_length + 1 - limits.tokens_each * self._step
+        self._running[task.group] += 1
+        self._bases[task.group] += task.base
+        heapq.heappush(self._ends, (self._step + steps, task.serial, task))
+
+    # ---- time ---------------------------------------------------------------------------------------
+
+    def begin(self, now: float) -> float | None:
+        """Plan a step, or a run of them, from now on; when it ends, or None if there is nothing to do."""
+        self._start, self._count, self._slope, self._chunks = now, 0, 0.0, []
+        if self._active:
+            self._first, self._count = self._plan_chunks(), 1
+        elif self._ends:
+            self._count = max(1, min(LONGEST_RUN, self._ends[0][0] - self._step))
+            self._first = self._decode_price(self._step)
+            if self._count > 1:
+                last = self._decode_price(self._step + self._count - 1)
+                self._slope = (last - self._first) / (self._count - 1)
+        return self.ends_at if self._count else None
+
+    @property
+    def ends_at(self) -> float:
+        """When what is under way ends."""
+        return self._start + self._elapsed(self._count)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is under way."""
+        return not self._count
+
+    def _elapsed(self, count: int) -> float:
+        return count * self._first + self._slope * count * (count - 1) / 2
+
+    def interrupt(self, now: float) -> None:
+        """Somebody has come: the run ends with the step that is under way."""
+        low, high = 1, self._count
+        while low < high:
+            middle = (low + high) // 2
+            if self._start + self._elapsed(middle) >= now:
+                high = middle
+            else:
+                low = middle + 1
+        self._count = min(self._count, low)
+
+    def _contexts(self, step: int) -> list[float]:
+        passed = self.limits.tokens_each * step
+        return [base + num * passed for base, num in zip(self._bases, self._running, strict=True)]
+
+    def _decode_price(self, step: int) -> float:
+        each = self.limits.rows_each
+        context = max(self._contexts(step))
+        rows = each * sum(self._running)
+        return self.price(StepCounts(each * max(self._running), rows, each * context, context))
+
+    def _plan_chunks(self) -> float:
+        """Fill the rows that decoding leaves with prompts, in order of arrival: the price of the step."""
+        each, most = self.limits.rows_each, self.limits.num_rows
+        reads = self._contexts(self._step)
+        rows = [each * num for num in self._running]
+        contexts = [each * read for read in reads]
+        for group in self._active:
+            for task in self._queues[group]:
+                chunk = min(task.left, most - rows[group])
+                if chunk <= 0:
+                    break
+                rows[group] += chunk
+                contexts[group] += chunk * (task.before + (chunk + 1) / 2)
+                reads[group] += task.before + chunk
+                self._chunks.append((task, chunk))
+        per_context, per_read = self.price.per_context, self.price.per_kv_token
+        most_attended = max(
+            range(len(rows)), key=lambda group: max(per_context * contexts[group], per_read * reads[group])
+        )
+        counts = StepCounts(max(rows), sum(rows), contexts[most_attended], reads[most_attended])
+        return self.price(counts)
+
+    def end(self) -> tuple[list[TETask], list[TETask]]:
+        """What was under way has ended: who has a first token, and who is done here.
+
+        A request with one token, and any where only prompts are computed, is both.
+        """
+        self.busy_ns += self._elapsed(self._count)
+        self.num_steps += self._count
+        self._step += self._count
+        self._count = 0
+        first = [task for task, chunk in self._chunks if self._computed(task, chunk)]
+        done = []
+        while self._ends and self._ends[0][0] <= self._step:
+            done.append(heapq.heappop(self._ends)[2])
+            self._running[done[-1].group] -= 1
+            self._bases[done[-1].group] -= done[-1].base
+        for task in first:
+            if self.decodes and task.request.output_length > 1:
+                self._decode(task)
+            else:
+                done.append(task)
+        for task in done:
+            self._held[task.group] -= task.need
+            self.num_tasks -= 1
+            self.positions -= task.need
+        if done:
+            self._admit()
+        return first, done
+
+    def _computed(self, task: TETask, chunk: int) -> bool:
+        """Whether these rows were the last of a prompt, whose blocks others may use from now on."""
+        task.before += chunk
+        task.left -= chunk
+        cost = task.cost
+        task.cost = prefill_cost(float(task.left), float(task.before)) if task.left else 0.0
+        self.queued += task.cost - cost
+        self._queued[task.group] += task.cost - cost
+        if task.left:
+            return False
+        self.num_long -= task.is_long
+        self.num_short -= not task.is_long
+        queue = self._queues[task.group]
+        queue.popleft()
+        if not queue:
+            del self._active[task.group]
+            self._queued[task.group] = 0.0
+        if not any(self._queues) and not self.waiting:
+            self.queued = 0.0  # what rounding has left
+        whole = task.request.blocks[: task.request.input_length // self.limits.block]
+        self._publish(task.group, whole)
+        return True
+
+    # ---- prefix caches ------------------------------------------------------------------------------
+
+    def _publish(self, group: int, blocks: Sequence[int]) -> None:
+        cache = self._caches[group]
+        self.tell([block for block in blocks if not self.tree.is_held(block)], True)
+        self.tree.publish(group, blocks)
+        for block in reversed(blocks):  # the deepest is the first to go
+            cache.pop(block, None)
+            cache[block] = None
+        self._trim(group)
+
+    def _trim(self, group: int) -> None:
+        """What was used least recently gives way to what runs."""
+        cache = self._caches[group]
+        room = max(0, self.limits.num_positions - self._held[group]) // self.limits.block
+        gone: list[int] = []
+        while len(cache) > room:
+            block = next(iter(cache))
+            del cache[block]
+            gone.append(block)
+        self._forget(group, gone)
+
+    def _forget(self, group: int, gone: Iterable[int]) -> None:
+        gone = list(gone)
+        self.tree.evict(group, gone)
+        self.tell([block for block in gone if not self.tree.is_held(block)], False)
+
+    def check_integrity(self) -> None:
+        """Counts are those of the tasks that it has."""
+        tasks = [*self.waiting, *(task for queue in self._queues for task in queue)]
+        tasks += [task for _, _, task in self._ends]
+        assert self.num_tasks == len(tasks)
+        assert self.positions == sum(task.need for task in tasks)
+        held = [0] * len(self._held)
+        for task in tasks[len(self.waiting) :]:
+            held[task.group] += task.need
+        assert held == self._held
+        for group, cache in enumerate(self._caches):
+            assert len(cache) * self.limits.block + held[group] <= self.limits.num_positions
+            assert self._running[group] + len(self._queues[group]) <= self.limits.num_seqs
+            for block in cache:
+                assert group in self.tree.match([block])

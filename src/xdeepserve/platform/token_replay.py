@@ -1,0 +1,98 @@
+"""A trace served with tokens by the engine: arrivals in virtual time, every bit computed.
+
+A block's tokens are drawn by its number, so that equal blocks are equal tokens, and those of requests whose
+blocks nobody knows by the request's number. Lengths are divided by `shrink`, blocks with them, since a small
+pod has a short context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from xdeepserve.engine.dp.events import Assigned, Observed
+from xdeepserve.engine.dp.sampling_params import SamplingParams
+from xdeepserve.errors import InputError
+from xdeepserve.llm import LLM, RequestOutput
+from xdeepserve.platform.service_report import Outcome
+from xdeepserve.platform.traces import TracedRequest
+
+RESERVED = 3  # token ids that may end or begin a text; prompts have none of them
+
+
+def prompts_of(
+    requests: Sequence[TracedRequest], block: int, shrink: int, vocab_size: int
+) -> list[list[int]]:
+    """The token ids of each request's prompt, its length divided by `shrink`, at least one."""
+    size = max(1, block // shrink)
+    known: dict[int, list[int]] = {}
+
+    def drawn(seed: tuple[int, int], count: int) -> list[int]:
+        ids: list[int] = np.random.default_rng(seed).integers(RESERVED, vocab_size, count).tolist()
+        return ids
+
+    prompts = []
+    for number, request in enumerate(requests):
+        length = max(1, request.input_length // shrink)
+        ids: list[int] = []
+        for name in request.blocks[: -(-length // size)]:
+            if name not in known:
+                known[name] = drawn((1, name), size)
+            ids += known[name]
+        prompts.append((ids + drawn((2, number), max(0, length - len(ids))))[:length])
+    return prompts
+
+
+def check_lengths(requests: Sequence[TracedRequest], shrink: int, max_model_len: int) -> None:
+    """InputError, with what would do, for a request that is longer than the context."""
+    longest = max(requests, key=lambda each: each.input_length + each.output_length)
+    number = requests.index(longest)
+    need = max(1, longest.input_length // shrink) + max(1, longest.output_length // shrink)
+    if need > max_model_len:
+        whole = longest.input_length + longest.output_length
+        raise InputError(
+            f"request {number} of the trace has {longest.input_length} + {longest.output_length} tokens, and "
+            f"the pod's context {max_model_len}; try --shrink {-(-whole // max(1, max_model_len - 2))}"
+        )
+
+
+def replayed(
+    llm: LLM, requests: Sequence[TracedRequest], block: int, shrink: int = 1, keep_logits: bool = True
+) -> tuple[list[RequestOutput], list[Outcome], list[str]]:
+    """Serve all: outputs in the order of the trace, what became of each, and the names of the TEs."""
+    check_lengths(requests, shrink, llm.engine.max_model_len)
+    prompts = prompts_of(requests, block, shrink, llm.engine.plan.config.vocab_size)
+    params = [
+        SamplingParams(max_tokens=max(1, each.output_length // shrink), temperature=0.0, ignore_eos=True)
+        for each in requests
+    ]
+    names = [te.sizes.name for te in llm.engine.je.tes if te.sizes.role != "decode"]
+    order: list[int] = []  # sequences by their first TE
+    first: dict[int, str] = {}
+
+    def see(event: Observed) -> None:
+        if isinstance(event, Assigned) and event.seq_id not in first:
+            order.append(event.seq_id)
+            first[event.seq_id] = event.te
+
+    llm.engine.observe(see)
+    begin = llm.virtual_ns
+    arrivals = [each.at_ns for each in requests]
+    outputs = llm.generate(prompts, params, keep_logits=keep_logits, arrivals_ns=arrivals)
+    by_arrival = sorted(range(len(requests)), key=lambda number: arrivals[number])
+    te_of = {number: names.index(first[seq]) for number, seq in zip(by_arrival, sorted(first), strict=True)}
+    outcomes = []
+    for number, output in enumerate(outputs):
+        metrics = output.metrics
+        assert metrics is not None
+        assert metrics.ttft_ns is not None
+        assert metrics.last_token_ns is not None
+        outcomes.append(
+            Outcome(
+                te_of[number], metrics.arrival_ns - begin, metrics.ttft_ns, metrics.tpot_ns,
+                metrics.last_token_ns - begin, len(prompts[number]), metrics.num_tokens,
+                metrics.num_cached_tokens,
+            )
+        )  # fmt: skip
+    return outputs, outcomes, names

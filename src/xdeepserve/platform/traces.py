@@ -1,0 +1,141 @@
+"""Requests by their time, lengths and the blocks of their prompts: public traces.
+
+mooncake   Mooncake's traces: a JSON object a line with `timestamp` (ms), `input_length`, `output_length` and
+           `hash_ids`, one for each 512 tokens of the prompt
+bailian    Qwen-Bailian's anonymised usage traces: the same with `timestamp` in seconds, 16 tokens a block,
+           and `chat_id`, `parent_chat_id`, `turn` and `type`, which are not needed here
+azure      Azure's LLM inference traces of 2023 and 2024: a CSV file with the columns `TIMESTAMP` (date and
+           time), `ContextTokens` and `GeneratedTokens`; who shares a prefix with whom is not told
+
+Equal numbers are equal blocks after equal blocks, in either format that has them.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import msgspec
+
+from xdeepserve.errors import InputError, meant
+
+TraceFormat = Literal["mooncake", "bailian", "azure"]
+BLOCK_TOKENS: dict[TraceFormat, int] = {"mooncake": 512, "bailian": 16, "azure": 16}
+NS: dict[TraceFormat, float] = {"mooncake": 1e6, "bailian": 1e9}  # of the unit of timestamps
+COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")  # of Azure's
+MICROSECOND = timedelta(microseconds=1)
+
+
+class TracedRequest(NamedTuple):
+    """A request of a trace."""
+
+    at_ns: int
+    input_length: int  # tokens, as is the next
+    output_length: int
+    blocks: tuple[int, ...]  # of the prompt; without them nobody is known to share its beginning
+
+
+def trace_format(name: str) -> TraceFormat:
+    """InputError for a name that is none."""
+    for known in get_args(TraceFormat):
+        if name == known:
+            return known
+    names = get_args(TraceFormat)
+    raise InputError(f"unknown trace format '{name}'{meant(name, names)}: known are {', '.join(names)}")
+
+
+def read_trace(path: Path, form: TraceFormat) -> list[TracedRequest]:
+    """Every request of a file. InputError, which names line and field, for what is none, and for times that
+    run backwards."""
+    requests: list[TracedRequest] = []
+    last = 0  # the line of the latest request
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            lines = _azure(path, file) if form == "azure" else _json(path, file, form)
+            for number, request in lines:
+                if requests and request.at_ns < requests[-1].at_ns:
+                    field = COLUMNS[0] if form == "azure" else "timestamp"
+                    earlier = (requests[-1].at_ns - request.at_ns) / 1e9
+                    raise InputError(
+                        f"{path}, line {number}: {field} runs backwards: {earlier:g} s before line {last}"
+                    )
+                requests.append(request)
+                last = number
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: not a text in UTF-8") from None
+    if not requests:
+        raise InputError(f"{path}: no requests in it")
+    if form != "azure" and not any(request.blocks and request.input_length for request in requests):
+        raise InputError(f"{path}: no request in it has tokens and hash_ids")
+    return requests
+
+
+def _json(path: Path, lines: Iterator[str], form: TraceFormat) -> Iterator[tuple[int, TracedRequest]]:
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            yield number, _request(f"{path}, line {number}", line, form)
+
+
+def _request(where: str, line: str, form: TraceFormat) -> TracedRequest:
+    try:
+        fields: dict[str, Any] = msgspec.json.decode(line, type=dict[str, Any])
+        at, blocks = fields["timestamp"], tuple(fields["hash_ids"])
+        lengths = fields["input_length"], fields["output_length"]
+    except KeyError as error:
+        raise InputError(f"{where}: not a request in the format {form}: it has no {error}") from None
+    except (msgspec.DecodeError, TypeError) as error:
+        raise InputError(f"{where}: not a request in the format {form}: {error}") from None
+    numbers = (*lengths, *blocks)
+    if not all(type(each) is int and 0 <= each < 1 << 62 for each in numbers):
+        raise InputError(f"{where}: input_length, output_length and hash_ids are whole numbers, 0 or more")
+    if type(at) not in (int, float) or not 0 <= at < 1e12:
+        raise InputError(f"{where}: timestamp is a number, 0 or more, found {at!r}")
+    return TracedRequest(round(at * NS[form]), *lengths, blocks)
+
+
+def _azure(path: Path, lines: Iterator[str]) -> Iterator[tuple[int, TracedRequest]]:
+    rows = csv.reader(lines)
+    header = next(rows, [])
+    missing = [name for name in COLUMNS if name not in header]
+    if missing:
+        raise InputError(f"{path}, line 1: not a trace in the format azure: no column {missing[0]}")
+    columns = [header.index(name) for name in COLUMNS]
+    first: datetime | None = None
+    for row in rows:
+        if not row:
+            continue
+        where = f"{path}, line {rows.line_num}"
+        if len(row) <= max(columns):
+            raise InputError(f"{where}: {len(row)} fields, where the header has {len(header)}")
+        text, *lengths = (row[column].strip() for column in columns)
+        at = _date(where, text)
+        first = first or at
+        numbers = [_whole(where, *each) for each in zip(COLUMNS[1:], lengths, strict=True)]
+        at_ns = 1000 * ((at - first) // MICROSECOND)
+        yield rows.line_num, TracedRequest(at_ns, numbers[0], numbers[1], ())
+
+
+def _date(where: str, text: str) -> datetime:
+    try:
+        at = datetime.fromisoformat(text)
+    except ValueError:
+        raise InputError(
+            f"{where}: TIMESTAMP is a date and a time like 2023-11-16 18:17:03.97, found {text!r}"
+        ) from None
+    return at if at.tzinfo else at.replace(tzinfo=UTC)
+
+
+def _whole(where: str, field: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 18):
+        raise InputError(f"{where}: {field} is a whole number, 0 or more, found {text!r}")
+    return int(text)
+
+
+def at_rate(requests: Sequence[TracedRequest], times: float) -> list[TracedRequest]:
+    """The requests, so many times as fast."""
+    return [request._replace(at_ns=round(request.at_ns / times)) for request in requests]

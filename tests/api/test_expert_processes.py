@@ -1,0 +1,293 @@
+"""The commands for expert server processes, with the OpenAI client: killed, joined, left, under load.
+
+The campaign's run is as long as XDEEPSERVE_SOAK_S says (60 s), on eight servers.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from xdeepserve import LLM, SamplingParams
+
+PATIENCE_S = 240.0
+NUM_TOKENS = 24
+PROMPTS = [[10 + i, 20 + 3 * i, 30, 40 + i] for i in range(12)]
+ENVIRONMENT = {**os.environ, "XDEEPSERVE_TOKEN": "a token"}
+
+
+class Command:
+    """A running command, whose lines are kept."""
+
+    def __init__(self, *words: str) -> None:
+        self.lines: list[str] = []
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "xdeepserve.cli", *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=ENVIRONMENT,
+        )
+        self._reading = threading.Thread(target=self._read, daemon=True)
+        self._reading.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as lines:
+            for line in lines:
+                self.lines.append(line.rstrip())
+
+    def says(self, text: str, count: int = 1) -> str:
+        """The last word of the line that says this, for the time that is `count`."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            found = [line for line in self.lines if text in line]
+            if len(found) >= count:
+                return found[count - 1].split()[-1]
+            assert time.monotonic() < deadline, f"no {text!r} in {self.lines}"
+            assert self.process.poll() is None, self.lines
+            time.sleep(0.02)
+
+    def end(self, how: signal.Signals = signal.SIGTERM) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(how)
+        try:
+            code = self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+        self._reading.join(10)
+        return code
+
+
+class Deployed:
+    """A monitor, and servers by name."""
+
+    def __init__(self, *settings: str) -> None:
+        self.settings = [word for each in settings for word in ("--set", each)]
+        self.monitor = Command("monitor", "--port", "0")
+        self.address = self.monitor.says("listening on")
+        self.servers: dict[str, Command] = {}
+
+    def server(self, name: str, *words: str) -> Command:
+        where = ("--monitor", self.address, "--name", name)
+        command = Command("expert-server", *self.settings, *where, *words)
+        self.servers[name] = command
+        return command
+
+    def close(self) -> None:
+        for command in (*self.servers.values(), self.monitor):
+            command.process.kill()
+            command.end()
+
+
+@contextmanager
+def deployed(*settings: str, seats: Sequence[int] = ()) -> Iterator[Deployed]:
+    there = Deployed(*settings)
+    try:
+        for seat in seats:
+            there.server(f"s{seat}", "--seat", str(seat))
+        for command in there.servers.values():
+            command.says("serves")
+        yield there
+    finally:
+        there.close()
+
+
+@contextmanager
+def served(there: Deployed) -> Iterator[openai.OpenAI]:
+    where = ("--set", f"experts.monitor={there.address}", "--port", "0")
+    serve = Command("serve", "--deployment", "eaas", *there.settings, *where)
+    try:
+        address = serve.says("listening on")
+        yield openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
+        assert serve.end(signal.SIGTERM) == 0, serve.lines
+    finally:
+        serve.process.kill()
+        serve.end()
+
+
+def expected() -> list[str]:
+    params = [
+        SamplingParams(max_tokens=NUM_TOKENS, temperature=1.0, seed=i, ignore_eos=True)
+        for i in range(len(PROMPTS))
+    ]
+    with LLM("tiny", "monolithic", overrides=["max_model_len=128"]) as llm:
+        return [output.outputs[0].text for output in llm.generate(PROMPTS, params)]
+
+
+class Load:
+    """Clients that ask without a pause, and compare what they hear."""
+
+    def __init__(self, client: openai.OpenAI, texts: list[str], num_clients: int = 4) -> None:
+        self._client, self._texts, self._ends = client, texts, threading.Event()
+        self.done: list[float] = []  # when each request was
+        self.wrong: list[Any] = []
+        self._threads = [
+            threading.Thread(target=self._ask, args=(n, num_clients)) for n in range(num_clients)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _ask(self, first: int, step: int) -> None:
+        number = first
+        while not self._ends.is_set():
+            which = number % len(PROMPTS)
+            try:
+                found = self._client.completions.create(
+                    model="tiny",
+                    prompt=PROMPTS[which],
+                    max_tokens=NUM_TOKENS,
+                    temperature=1.0,
+                    seed=which,
+                    extra_body={"ignore_eos": True},
+                )
+                if found.choices[0].text != self._texts[which]:
+                    self.wrong.append((which, found.choices[0].text))
+            except openai.OpenAIError as error:
+                self.wrong.append(error)
+            self.done.append(time.monotonic())
+            number += step
+
+    def rate(self, begin: float, end: float) -> float:
+        """Tokens per second."""
+        return NUM_TOKENS * sum(begin < at <= end for at in self.done) / (end - begin)
+
+    def during(self, seconds: float, at_least: int) -> float:
+        """Tokens per second in the next so many seconds, or as long as so many requests take."""
+        begin, before = time.monotonic(), len(self.done)
+        while time.monotonic() - begin < seconds or len(self.done) - before < at_least:
+            assert not self.wrong, self.wrong[:3]
+            assert time.monotonic() - begin < seconds + PATIENCE_S, "requests stand still"
+            time.sleep(0.05)
+        return self.rate(begin, time.monotonic())
+
+    def end(self) -> None:
+        self._ends.set()
+        for thread in self._threads:
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive(), "a request does not end"
+        assert not self.wrong, self.wrong[:3]
+
+
+def soak(
+    there: Deployed, seats: list[int], vacancy: int, seconds: float, tell: Callable[[str], None]
+) -> None:
+    """Kill one of `seats` and start it again, in turn, for so long; one joins at `vacancy`, one leaves."""
+    texts = expected()
+    with served(there) as client:
+        load = Load(client, texts)
+        try:
+            tell(f"before: {load.during(seconds / 6, 8):.0f} tokens/s")
+            begin, kills = time.monotonic(), 0
+            while kills < 2 or time.monotonic() - begin < seconds * 4 / 6:
+                name = f"s{seats[kills % len(seats)]}"
+                there.servers[name].end(signal.SIGKILL)
+                there.monitor.says(f"server {name} at seat {name[1:]} is gone", kills // len(seats) + 1)
+                load.during(1.0, 2)  # nobody is there
+                there.server(name, "--seat", name[1:]).says("serves")
+                load.during(1.0, 2)
+                kills += 1
+                if kills == 1:
+                    there.server("joiner", "--seat", str(vacancy)).says("serves")
+            tell(f"during: {load.rate(begin, time.monotonic()):.0f} tokens/s, {kills} servers killed")
+            assert there.servers["joiner"].end(signal.SIGTERM) == 0  # it leaves
+            there.monitor.says(f"server joiner at seat {vacancy} is gone")
+            tell(f"after: {load.during(seconds / 6, 8):.0f} tokens/s, {len(load.done)} requests in all")
+        finally:
+            load.end()
+
+
+FEW = ("experts.routed_dies=2", "experts.copies=1", "experts.vacancies=1", "attention.dies=2")
+SHM = "experts.transport=shm"
+
+
+def test_servers_come_and_go_under_load(capsys: pytest.CaptureFixture[str]) -> None:
+    with deployed(*FEW, "max_model_len=128", SHM, seats=(0, 1, 3, 4)) as there:  # the last two: shared
+        soak(there, [0, 1], 2, 0.0, print)
+    assert "2 servers killed" in capsys.readouterr().out
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_eight_servers_are_killed_again_and_again(transport: str) -> None:
+    """Six with routed experts, two with the shared one, and one that joins."""
+    settings = ("experts.routed_dies=6", "experts.shared_dies=2", "experts.vacancies=1", "attention.dies=2")
+    settings += ("experts.copies=1", "max_model_len=128", f"experts.transport={transport}")
+    with deployed(*settings, seats=(0, 1, 2, 3, 4, 5, 7, 8)) as there:
+        seconds = float(os.environ.get("XDEEPSERVE_SOAK_S", "60"))
+        soak(there, [0, 1, 2, 3, 4, 5, 7, 8], 6, seconds, lambda text: print(transport, text, flush=True))
+
+
+# ---- two addresses as two machines ------------------------------------------------------------------
+
+
+def test_servers_on_two_addresses() -> None:
+    """Clients on 127.0.0.1, servers on 127.0.0.2: bytes go by TCP alone."""
+    settings = ("experts.routed_dies=1", "attention.dies=2", "max_model_len=128", "experts.transport=tcp")
+    with deployed(*settings) as there:
+        for seat in range(2):
+            there.server(f"s{seat}", "--seat", str(seat), "--listen", "127.0.0.2:0").says("serves")
+        assert any("tcp:127.0.0.2:" in line for line in there.servers["s0"].lines)
+        texts = expected()
+        with served(there) as client:
+            load = Load(client, texts, 2)
+            load.during(0.0, 4)
+            load.end()
+
+
+# ---- refusals: one line, and exit code 1 or 2 -------------------------------------------------------
+
+
+def refusal(*words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "xdeepserve.cli", *words],
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode in (1, 2)
+    assert "Traceback" not in done.stderr
+    (line,) = [each for each in done.stderr.splitlines() if "error" in each]
+    return line
+
+
+def test_who_cannot_come() -> None:
+    settings = ("experts.routed_dies=2", "max_model_len=128")
+    with deployed(*settings, SHM, seats=[0]) as there:
+        there.monitor.says("server s0 at seat 0 is there")
+        port = there.address.rpartition(":")[2]
+        assert f"cannot listen on 127.0.0.1:{port}" in refusal("monitor", "--port", port)
+        server = ("expert-server", *there.settings, "--monitor", there.address)
+        assert "a server of the name s0 is there already, at seat 0" in refusal(*server, "--name", "s0")
+        assert "seat 0 is taken, by server s0" in refusal(*server, "--name", "x", "--seat", "0")
+        assert "there is no seat 7: seats are 0 to 2" in refusal(*server, "--name", "x", "--seat", "7")
+        for other in (("--precision", "fp32"), ("--model", "tiny-random"), ("--mtp", "1")):
+            assert "is of another model, precision or layout" in refusal(*server, "--name", "x", *other)
+        generate = ("generate", "--deployment", "eaas", *there.settings, "--prompt-ids", "1,2")
+        generate += ("--set", f"experts.monitor={there.address}")
+        assert "is of another model, precision or layout" in refusal(*generate, "--precision", "fp32")
+
+
+def test_what_is_wrong_by_itself(tmp_path: Path) -> None:
+    assert "the monitor at 127.0.0.1:1 cannot be reached" in refusal(
+        "expert-server", "--set", SHM, "--monitor", "127.0.0.1:1"
+    )
+    assert "is a process with experts.transport shm or tcp" in refusal("expert-server")
+    assert "--listen is for experts.transport=tcp" in refusal(
+        "expert-server", "--set", SHM, "--listen", "127.0.0.1:0"
+    )
+    assert "must be HOST:PORT" in refusal("expert-server", "--set", SHM, "--monitor", "here")
+    assert "--port is 0 to 65535" in refusal("monitor", "--port", "70000")

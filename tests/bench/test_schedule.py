@@ -1,0 +1,65 @@
+"""The benches of heat map and policies, on TEs of a made-up price: what is compared, and that it is a map."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from xdeepserve.bench import heatmap, schedule
+from xdeepserve.cli import main
+from xdeepserve.engine.balance.heat_map import read_heat_map
+from xdeepserve.engine.balance.te_policies import POLICIES
+from xdeepserve.planner.performance import Curve
+from xdeepserve.platform.cluster import Cluster, PricedKind
+from xdeepserve.platform.step_price import StepPrice
+from xdeepserve.platform.step_te import StepLimits
+
+PRICE = StepPrice(4, Curve((1.0, 512.0), (1e6, 30e6)), Curve((1.0, 2048.0), (1e6, 9e6)), 40.0, 30.0, 2e6)
+LIMITS = StepLimits(64, 512, 100_000, 512)
+KINDS = [PricedKind(PRICE, LIMITS, None, 0.0), PricedKind(PRICE, LIMITS, (PRICE, LIMITS), 300.0)]
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made_up(cluster: Cluster, block: int) -> list[PricedKind]:
+        return KINDS
+
+    for module in (heatmap, schedule):
+        monkeypatch.setattr(module, "priced_kinds", made_up)
+        monkeypatch.setattr(module, "NUM_REQUESTS", 40)
+    monkeypatch.setattr(heatmap, "PROMPTS", (256, 4096))
+    monkeypatch.setattr(heatmap, "OUTPUTS", (32, 512))
+    monkeypatch.setattr(schedule, "SAMPLED", 2)
+
+
+def test_a_heat_map_is_written_and_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "map.json"
+    assert main(["bench", "heatmap", "--map", str(path), "--json"]) == 0
+    rows = {row["name"]: row["value"] for row in json.loads(capsys.readouterr().out)["rows"]}
+    found = read_heat_map(path)
+    assert found == heatmap.measured(KINDS)
+    assert rows["heatmap/stable"] == pytest.approx(100 * found.stable)
+    for rate, squares in zip(found.rates, found.gains, strict=True):
+        value = rows[f"heatmap/rate={rate:g}/prompt=4096/output=32"]
+        assert value == pytest.approx(100 * squares[1][0], abs=1e-3)
+        assert -100 < value < 100
+
+
+def test_every_policy_on_every_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "schedule", "--json"]) == 0
+    rows = {row["name"]: row["value"] for row in json.loads(capsys.readouterr().out)["rows"]}
+    for name in schedule.TRACES:
+        for rate in schedule.RATES:
+            at = f"schedule/{name}/rate={rate:g}"
+            for policy in (*POLICIES, "deepserve/knows"):
+                assert rows[f"{at}/{policy}/latency"] > rows[f"{at}/{policy}/ttft"] > 0
+            gain = rows[f"{at}/round-robin/latency"] / rows[f"{at}/pd-aware/latency"]
+            assert rows[f"{at}/claim/pd-aware over round-robin"] == pytest.approx(gain, rel=1e-3)
+            assert rows[f"{at}/deepserve/regret"] >= 0
+    assert rows["schedule/chats/rate=2/prefix/hits"] > rows["schedule/chats/rate=2/round-robin/hits"]
+    assert rows["schedule/long prompts/rate=2/prefix/hits"] == 0
+
+
+def test_a_map_belongs_to_its_bench(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "schedule", "--map", "x"]) == 2
+    assert "--map belongs to bench heatmap, not to bench schedule" in capsys.readouterr().err

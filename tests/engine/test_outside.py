@@ -1,0 +1,224 @@
+"""Expert servers in processes of their own: the same bits, by shared memory and by TCP, whoever goes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from xdeepserve import LLM, SamplingParams
+from xdeepserve.comm.services.layout import Presence
+from xdeepserve.engine.outside.servers_outside import ServersOutside
+from xdeepserve.errors import DeploymentError, FieldError, RequestError, XDeepServeError
+from xdeepserve.llm import digest
+
+PARAMS = SamplingParams(max_tokens=6, temperature=1.0, seed=3, ignore_eos=True)
+PROMPTS = [[5 + i, *range(10, 10 + i % 5)] for i in range(9)]
+COPIES = "experts.copies=1"
+TWO = "experts.routed_dies=2"
+PATIENCE_S = 120.0
+
+
+@cache
+def expected(precision: str, deployment: str = "monolithic") -> str:
+    with LLM("tiny-random", deployment, precision, overrides=["max_model_len=64"]) as llm:
+        return digest(llm.generate(PROMPTS, PARAMS, keep_logits=True))
+
+
+@contextmanager
+def outside(precision: str, *settings: str, transport: str = "shm") -> Iterator[tuple[LLM, ServersOutside]]:
+    overrides = ["max_model_len=64", f"experts.transport={transport}", *settings]
+    with LLM("tiny-random", "eaas", precision, overrides=overrides) as llm:
+        (servers,) = llm.engine.plan.outside
+        yield llm, servers
+        llm.engine.check_integrity()
+        assert not llm.engine.lost
+
+
+def run(llm: LLM, **how: Any) -> str:
+    return digest(llm.generate(PROMPTS, PARAMS, keep_logits=True, **how))
+
+
+def until(what: Any, text: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not what():
+        assert time.monotonic() < deadline, text
+        time.sleep(0.01)
+
+
+def processes() -> set[int]:
+    """Those on this computer that are a server's or a monitor's."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"--of-parent" in words:
+            found.add(int(path.parent.name))
+    return found
+
+
+def holders() -> set[int]:
+    """Processes that have a server's buffer mapped."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            is_mapped = "memfd:xdeepserve expert server" in path.read_text()
+        except OSError:
+            continue
+        if is_mapped:
+            found.add(int(path.parent.name))
+    return found
+
+
+# ---- bits -------------------------------------------------------------------------------------------
+
+WAYS: list[tuple[str, ...]] = [
+    (),
+    ("mtp=1", COPIES, TWO),
+    ("experts.counts=[13,1,2]", "attention.dies=3", "services.batch_clients=2"),
+]
+
+
+@pytest.mark.parametrize("settings", WAYS)
+@pytest.mark.parametrize("precision", ["int8", "fp32"])
+def test_the_same_bits(precision: str, settings: tuple[str, ...]) -> None:
+    with outside(precision, *settings) as (llm, _):
+        assert run(llm) == expected(precision)
+    assert expected(precision, "eaas") == expected(precision)
+
+
+def test_tcp_has_the_same_bits() -> None:
+    with outside("int8", TWO, "attention.microbatches=1", transport="tcp") as (llm, _):
+        assert run(llm) == expected("int8")
+
+
+def test_virtual_time_is_the_same_every_time() -> None:
+    """However long servers take: events of the pod have one order."""
+    times = []
+    for _ in range(2):
+        with outside("int8", TWO) as (llm, _):
+            run(llm)
+            times.append(llm.virtual_ns)
+    assert times[0] == times[1]
+
+
+# ---- who comes and goes -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_server_is_killed_and_another_comes(transport: str) -> None:
+    with outside("int8", "experts.routed_dies=3", COPIES, transport=transport) as (llm, servers):
+        assert run(llm) == expected("int8")
+        killed = servers.children.servers[1]
+        killing = threading.Timer(0.3, killed.kill)
+        killing.start()
+        for _ in range(4):
+            assert run(llm) == expected("int8")
+        killing.join()
+        seats = servers.watcher.seats
+        until(lambda: seats[1].presence == Presence.ABSENT, "nobody hears that it is gone")
+        assert run(llm) == expected("int8")
+        servers.add(1)
+        until(lambda: seats[1].presence == Presence.THERE, "nobody hears that another one is there")
+        assert seats[1].epoch == 2
+        os.kill(servers.children.servers[0].pid, signal.SIGTERM)  # it leaves, now that 1 has what 0 has
+        until(lambda: seats[0].presence == Presence.ABSENT, "it does not leave")
+        assert servers.children.servers[0].wait(PATIENCE_S) == 0
+        assert run(llm) == expected("int8")
+
+
+def test_a_server_that_hangs_is_masked_until_it_goes_on() -> None:
+    with outside("int8", TWO, COPIES, "services.process_timeout_ms=300") as (llm, servers):
+        assert run(llm) == expected("int8")
+        seats, pid = servers.watcher.seats, servers.children.servers[0].pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            assert run(llm) == expected("int8")  # by its clients' own patience
+            until(lambda: seats[0].presence == Presence.LOST, "the monitor does not miss its beats")
+            assert run(llm) == expected("int8")
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        until(lambda: seats[0].presence == Presence.THERE, "nobody hears of it again")
+        assert run(llm) == expected("int8")
+        assert seats[0].epoch == 1
+
+
+def test_the_loss_of_an_only_server_is_said() -> None:
+    overrides = ["max_model_len=64", "experts.transport=shm", TWO]
+    with LLM("tiny-random", "eaas", "int8", overrides=overrides) as llm:
+        run(llm)
+        (servers,) = llm.engine.plan.outside
+        servers.children.servers[1].kill()
+        with pytest.raises(FieldError, match=r"expert server 1, field state .* no replica of physical"):
+            run(llm)
+
+
+def test_nothing_is_left_when_a_client_is_killed() -> None:
+    """Neither processes nor shared memory."""
+    before, mapped = processes(), holders()
+    script = (
+        "import time; from xdeepserve import LLM\n"
+        f"with LLM('tiny-random', 'eaas', overrides=['experts.transport=shm', '{TWO}']):\n"
+        "    print('up', flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        assert len(processes() - before) == 4  # a monitor, two servers, one of the shared expert
+        assert len(holders() - mapped) == 4  # the client, and three servers
+        process.kill()
+    until(lambda: not processes() - before, "processes are left")
+    assert not holders() - mapped
+
+
+# ---- refusals ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (("experts.monitor=127.0.0.1:1",), "set experts.transport to shm or tcp"),
+        (("experts.transport=shm", "experts.monitor=nowhere"), "experts.monitor must be HOST:PORT"),
+        (("experts.transport=shm", "experts.redundant_slots=1"), "experts.copies are there from the start"),
+        (("experts.transport=shm", "experts.routed_dies=17"), "17"),
+        (("experts.transport=tcp", "experts.monitor=127.0.0.1:1"), "needs a token that all share"),
+    ],
+)
+def test_what_cannot_be_is_refused(settings: tuple[str, ...], words: str) -> None:
+    with pytest.raises(DeploymentError) as refused:
+        LLM("tiny-random", "eaas", "int8", overrides=["max_model_len=64", *settings])
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_time_alone_has_no_processes() -> None:
+    with pytest.raises(DeploymentError, match="timing-only runs compute nothing that processes"):
+        LLM("tiny-random", "eaas", overrides=["experts.transport=shm"], timing_only=True)
+
+
+def test_a_monitor_that_is_not_there() -> None:
+    overrides = ["max_model_len=64", "experts.transport=shm", "experts.monitor=127.0.0.1:1"]
+    with pytest.raises(XDeepServeError, match=r"the monitor at 127\.0\.0\.1:1 cannot be reached"):
+        LLM("tiny-random", "eaas", "int8", overrides=overrides)
+
+
+def test_servers_are_not_for_the_pod_to_move() -> None:
+    with outside("int8", TWO, COPIES) as (llm, _):
+        for ask in (lambda: llm.add_server(), lambda: llm.remove_server("te", 0)):
+            with pytest.raises(RequestError, match="come by xdeepserve expert-server"):
+                ask()
+        with pytest.raises(DeploymentError, match="there is one TE"):
+            llm.add_te()
+        assert [report.presence for report in llm.engine.servers()] == ["there"] * 4

@@ -1,0 +1,156 @@
+"""TEs at the grain of a step: what a request costs by hand, runs of steps, caches, and nobody is lost."""
+
+import numpy as np
+import pytest
+
+from xdeepserve.engine.balance.te_policies import POLICIES
+from xdeepserve.errors import InputError
+from xdeepserve.planner.performance import Curve
+from xdeepserve.platform import step_te
+from xdeepserve.platform.fleet import Decision, Fleet, FleetTE, ServedRequest
+from xdeepserve.platform.made_traffic import MadeTraffic, made
+from xdeepserve.platform.step_price import StepCounts, StepPrice
+from xdeepserve.platform.step_te import StepLimits
+from xdeepserve.platform.traces import TracedRequest
+
+PRICE = StepPrice(
+    num_groups=2,
+    own=Curve((1.0, 64.0), (1e6, 9e6)),
+    feed=Curve((1.0, 8.0, 128.0), (0.5e6, 2e6, 4e6)),
+    per_context=300.0,
+    per_kv_token=400.0,
+    gap=2e6,
+)
+LIMITS = StepLimits(num_seqs=8, num_rows=64, num_positions=4096, block=16)
+TRAFFIC = MadeTraffic(
+    requests=300, seconds=8, prompt=200, output=30, spread=0.7, system=64, block=16, pause=1
+)
+
+
+def fleet(count: int = 3, **options: object) -> Fleet:
+    return Fleet([FleetTE(f"te {n}", PRICE, LIMITS) for n in range(count)], **options)  # type: ignore[arg-type]
+
+
+def small(seed: int = 0) -> list[TracedRequest]:
+    return [
+        each for each in made(MadeTraffic(**{**as_dict(TRAFFIC), "seed": seed}))  # type: ignore[arg-type]
+        if each.input_length + each.output_length <= LIMITS.num_positions
+    ]  # fmt: skip
+
+
+def as_dict(traffic: MadeTraffic) -> dict[str, object]:
+    return {name: getattr(traffic, name) for name in traffic.__struct_fields__}
+
+
+def test_a_request_alone_costs_its_steps() -> None:
+    (served,) = fleet(1).run([TracedRequest(1000, 150, 5, ())])
+    chunks = [(0, 64), (64, 64), (128, 22)]
+    ttft = sum(
+        PRICE(StepCounts(rows, rows, rows * (before + (rows + 1) / 2), before + rows))
+        for before, rows in chunks
+    )
+    # The first token stands in the cache from the first step that decodes on.
+    rest = sum(PRICE(StepCounts(1, 1, 151 + step, 151 + step)) for step in range(4))
+    assert served.ttft_ns == pytest.approx(ttft, rel=1e-12)
+    assert served.tpot_ns == pytest.approx(rest / 4, rel=1e-12)
+
+
+def test_runs_cost_what_their_steps_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a fuller group overtakes one of longer contexts within a run, a line is not quite it."""
+    in_runs = {each.number: each for each in fleet().run(small())}
+    monkeypatch.setattr(step_te, "LONGEST_RUN", 1)
+    one_by_one = {each.number: each for each in fleet().run(small())}
+    for number, each in one_by_one.items():
+        assert in_runs[number].first_ns == pytest.approx(each.first_ns, rel=1e-3)
+        assert in_runs[number].last_ns == pytest.approx(each.last_ns, rel=1e-3)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_everybody_is_served_once_and_the_same_way_again(policy: str) -> None:
+    results: list[list[ServedRequest]] = []
+    for _ in range(2):
+        one = fleet(policy=policy)
+        results.append(list(one.run(small(seed=5))))
+        one.check_integrity()
+        assert all(stepper.num_tasks == 0 for stepper in one.steppers)
+    assert results[0] == results[1]
+    assert sorted(each.number for each in results[0]) == list(range(len(small(seed=5))))
+    for each in results[0]:
+        assert each.at_ns < each.first_ns <= each.last_ns
+        assert 0 <= each.num_cached < each.num_prompt
+
+
+def test_integrity_at_every_event() -> None:
+    one, number = fleet(), 0
+
+    def look(decision: Decision) -> None:
+        nonlocal number
+        number += 1
+        one.check_integrity()
+        for te in range(3):  # nothing is stale: the global tree knows what TEs have
+            mine = one.steppers[te].tree
+            for block in [*mine._holders][:50]:
+                assert te in one.tree.match([block])
+
+    one._explain = look
+    one.run(small(seed=2))
+    assert number == len(small(seed=2))
+
+
+def test_a_prefix_is_found_until_others_need_its_room() -> None:
+    chat = TracedRequest(0, 160, 2, tuple(range(10)))
+    again = chat._replace(at_ns=10**9)
+    assert [each.num_cached for each in fleet(1).run([chat, again])] == [0, 159]
+    others = [
+        TracedRequest(10**9 + n, 2000, 500, tuple(range(1000 * n, 1000 * n + 125))) for n in range(1, 9)
+    ]
+    later = chat._replace(at_ns=60 * 10**9)
+    assert fleet(1).run([chat, *others, later])[-1].num_cached == 0
+
+
+def test_hints_that_are_stale_cost_time_and_nothing_else() -> None:
+    trace = small(seed=3)
+    fresh = fleet(policy="prefix").run(trace)
+    stale = fleet(policy="prefix", stale_ns=10**12).run(trace)
+    assert len(fresh) == len(stale) == len(trace)
+    hits = [sum(each.num_cached for each in served) for served in (fresh, stale)]
+    assert hits[0] > hits[1]
+
+
+def test_prefill_and_decode_apart() -> None:
+    decode = StepPrice(2, PRICE.own, PRICE.feed, PRICE.per_context, PRICE.per_kv_token, PRICE.gap)
+    apart = FleetTE("apart", PRICE, LIMITS, (decode, LIMITS), transfer_ns=1000.0)
+    (alone,) = Fleet([apart]).run([TracedRequest(0, 150, 5, ())])
+    (both,) = fleet(1).run([TracedRequest(0, 150, 5, ())])
+    assert alone.first_ns == both.first_ns
+    assert alone.last_ns == pytest.approx(both.last_ns + 150 * 1000.0, rel=1e-12)
+    mixed = Fleet([apart, FleetTE("both", PRICE, LIMITS)], policy="round-robin")
+    served = mixed.run(small())
+    mixed.check_integrity()
+    assert len(served) == len(small())
+    assert np.bincount([each.te for each in served]).tolist() == [150, 150]
+
+
+def test_drafts_bring_tokens_faster() -> None:
+    drafts = LIMITS._replace(rows_each=2, tokens_each=1.9)
+    (with_drafts,) = Fleet([FleetTE("te", PRICE, drafts)]).run([TracedRequest(0, 64, 20, ())])
+    (without,) = fleet(1).run([TracedRequest(0, 64, 20, ())])
+    assert with_drafts.tpot_ns is not None
+    assert without.tpot_ns is not None
+    assert 0.5 * without.tpot_ns < with_drafts.tpot_ns < 0.6 * without.tpot_ns
+
+
+def test_what_fits_nowhere_is_refused_before_anything_moves() -> None:
+    with pytest.raises(InputError, match=r"request 1 of the trace has 4000 \+ 97 tokens, .* KV for 4096"):
+        fleet().run([TracedRequest(0, 1, 1, ()), TracedRequest(0, 4000, 97, ())])
+
+
+def test_requests_without_tokens_have_one() -> None:
+    (served,) = fleet(1).run([TracedRequest(0, 0, 0, ())])
+    assert served.tpot_ns is None
+    assert served.num_prompt == served.num_output == 1
+
+
+def test_a_forced_choice() -> None:
+    served = fleet(forced=dict.fromkeys(range(300), 2)).run(small())
+    assert {each.te for each in served} == {2}

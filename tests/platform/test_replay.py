@@ -1,0 +1,169 @@
+"""`xdeepserve replay`: with tokens, whose bits are those of one die; time only; and what is refused."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from xdeepserve.cli import main
+from xdeepserve.errors import InputError
+from xdeepserve.llm import LLM, digest
+from xdeepserve.model.presets import TinyCheckpoint
+from xdeepserve.platform.cluster import Cluster, ClusterTE, fleet_tes, least_count, priced_kinds, read_cluster
+from xdeepserve.platform.made_traffic import MadeTraffic, made
+from xdeepserve.platform.service_report import Bounds, Outcome, report
+from xdeepserve.platform.token_replay import prompts_of, replayed
+
+SMALL = MadeTraffic(requests=14, seconds=0.02, prompt=60, output=5, system=30, block=16, pause=0.01)
+MADE = "made:requests=60,seconds=2,prompt=300,output=20,pause=1,system=64,block=16"
+TWO = 'model = "tiny"\npolicy = "{}"\n[[te]]\ndies = 2\nmtp = 0\n[[te]]\ndies = 2\nmtp = 0\napart = true\n'
+
+
+def test_tokens_have_the_bits_of_one_die(tiny: TinyCheckpoint) -> None:
+    trace, digests, cached = made(SMALL), set(), []
+    for deployment, settings in (
+        ("monolithic", []),
+        ("pd", ["prefill.count=2", "scheduler.route=cost"]),
+        ("moe-attention", []),
+    ):
+        with LLM(tiny, deployment, overrides=["max_model_len=512", *settings]) as llm:
+            outputs, outcomes, names = replayed(llm, trace, SMALL.block)
+            digests.add(digest(outputs))
+            assert [each.num_prompt for each in outcomes] == [each.input_length for each in trace]
+            assert [each.num_output for each in outcomes] == [each.output_length for each in trace]
+            assert [round(each.at_ns) for each in outcomes] == [each.at_ns for each in trace]
+            assert {each.te for each in outcomes} <= set(range(len(names)))
+            cached.append(sum(each.num_cached for each in outcomes))
+    assert len(digests) == 1
+    assert min(cached) > 0
+
+
+def test_equal_blocks_are_equal_tokens_however_much_they_shrink() -> None:
+    trace = made(MadeTraffic(requests=30, prompt=400, block=64, turns=4))
+    for shrink in (1, 4, 64):
+        prompts, size = prompts_of(trace, 64, shrink, 1000), 64 // shrink
+        for one, two in itertools.pairwise(trace):
+            pairs = zip(one.blocks, two.blocks, strict=False)
+            number = next((n for n, (a, b) in enumerate(pairs) if a != b), 0)
+            first, second = (prompts[trace.index(each)] for each in (one, two))
+            shared = min(number * size, len(first), len(second))
+            assert first[:shared] == second[:shared]
+        assert [len(each) for each in prompts] == [max(1, each.input_length // shrink) for each in trace]
+
+
+@pytest.mark.parametrize("policy", ["cost", "deepserve"])
+def test_time_only_on_the_tes_of_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], policy: str
+) -> None:
+    path = tmp_path / "two.toml"
+    path.write_text(TWO.format(policy))
+    assert main(["replay", MADE, "--cluster", str(path), "--json", "--explain"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["num_requests"] == 60
+    assert found["policy"] == policy
+    assert [te["name"] for te in found["tes"]] == ["both 0", "apart 0"]
+    assert sum(te["num_requests"] for te in found["tes"]) == 60
+    assert 0 < found["hit_rate"] < 1
+    assert len(found["decisions"]) == 60
+    assert found["decisions"][0].startswith("request 0 -> ")
+    assert main(["replay", MADE, "--cluster", str(path), "--policy", "round-robin", "--first", "10"]) == 0
+    text = capsys.readouterr().out
+    assert "10 requests in" in text
+    assert "both 0                 5" in text
+
+
+def test_a_pod_says_its_digest(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["replay", "made:requests=3,seconds=0.01,prompt=40,output=4,system=16,block=16", "--json"]
+    assert main([*given, "--model", "tiny-random", "--deployment", "colocated", "--faster", "2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert main([*given, "--model", "tiny-random", "--deployment", "monolithic"]) == 0
+    assert json.loads(capsys.readouterr().out)["digest"] == found["digest"]
+
+
+def test_as_few_tes_as_are_enough() -> None:
+    cluster = Cluster((ClusterTE(),))
+    for least in range(1, 20):
+        tried: list[int] = []
+
+        def within(sized: Cluster, least: int = least, tried: list[int] = tried) -> float:
+            tried.append(sized.te[0].count)
+            return min(1.0, tried[-1] / least)
+
+        assert least_count(cluster, within, 1.0).te[0].count == least
+        assert len(tried) < 12
+    with pytest.raises(InputError, match=r"2 TEs have 50.0 % of requests within the bounds, as 1 have"):
+        least_count(cluster, lambda _: 0.5, 0.9)
+
+
+def test_a_report_by_hand() -> None:
+    outcomes = [
+        Outcome(0, 0, 1e9, 50e6, 2e9, 100, 20, 50),
+        Outcome(1, 1e9, 4e9, None, 8e9, 100, 1, 0),
+        Outcome(1, 2e9, 1e9, 200e6, 10e9, 200, 10, 0),
+    ]
+    found = report(outcomes, ["a", "b"], Bounds(ttft_s=3, tpot_ms=100), [5e9, 1e9])
+    assert found.seconds == 10
+    assert found.goodput == pytest.approx(0.1)
+    assert found.within == pytest.approx(1 / 3)
+    assert found.hit_rate == pytest.approx(50 / 400)
+    assert found.ttft_ms["mean"] == 2000
+    assert found.tpot_ms["p50"] == 125
+    assert [(te.num_requests, te.num_tokens, te.busy) for te in found.tes] == [(1, 20, 0.5), (2, 11, 0.1)]
+
+
+def test_kinds_that_are_alike_are_priced_once() -> None:
+    cluster = Cluster((ClusterTE(count=3, dies=2, mtp=0), ClusterTE(dies=4, mtp=0, apart=True)), model="tiny")
+    both, apart = priced_kinds(cluster, 16)
+    assert apart.apart is not None
+    assert both.price is apart.price is apart.apart[0]
+    assert apart.transfer_ns > both.transfer_ns == 0
+    assert [te.name for te in fleet_tes(cluster, [both, apart])] == ["both 0", "both 1", "both 2", "apart 0"]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "Object missing required field `te`"),
+        ("te = []", r"there is no \[\[te\]\]"),
+        ("[[te]]\ndies = 9\napart = true", "apart, so dies are an even number, found 9"),
+        ("[[te]]\ntp = 5\ncount = 0", r"te 0: count must lie in \[1, 4096\], found 0; te 0: tp=5 does not"),
+        ("[[te]]\nmax_num_seqs = 600", "max_num_seqs=600 with 1 drafts each are more rows than .*=1024"),
+        ('policy = "fastest"\n[[te]]', "unknown policy 'fastest': known are sequences, round-robin"),
+        ("[[te]]\ndice = 3", "unknown field `dice`"),
+        ("[te", "not valid TOML"),
+    ],
+)
+def test_contradictions_in_a_cluster_are_one_line(tmp_path: Path, text: str, reason: str) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(text)
+    with pytest.raises(InputError, match=reason) as error:
+        read_cluster(path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["x.jsonl", "--format", "mooncak"], "unknown trace format 'mooncak' (did you mean mooncake?)"),
+        (["none.jsonl"], "none.jsonl: No such file or directory"),
+        ([MADE, "--cluster", "none.toml"], "cluster none.toml: No such file"),
+        ([MADE, "--cluster", "a.toml", "--deployment", "pd"], "choose one"),
+        ([MADE, "--shrink", "2"], "--shrink belongs to --deployment"),
+        ([MADE, "--deployment", "pd", "--policy", "cost"], "belong to --cluster"),
+        ([MADE, "--first", "0"], "--first must be at least 1, found 0"),
+        ([MADE, "--faster", "0"], "--faster must be above 0, found 0"),
+        ([MADE, "--policy", "costs"], "unknown policy 'costs' (did you mean cost?)"),
+        (
+            ["made:prompt=9000,seed=1", "--deployment", "monolithic"],
+            "context 2048; try --shrink",
+        ),
+    ],
+)
+def test_what_cannot_be_replayed_is_said_in_a_line(
+    options: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["replay", *options]) == 2
+    error = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert len(error) == 1
+    assert reason in error[0]
