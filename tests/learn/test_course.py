@@ -119,7 +119,7 @@ MISTAKES = {
         ("(-share[e], e)", "e", r"replicas, die \d, slot \d: expected \d+, yours is \d+"),
         ("load[die] += share[expert]", "pass", r"replicas, die \d, slot \d: expected \d+, yours is \d+"),
     ],
-    "rollback": [
+    "rollback_rows": [
         ("n >= step", "n > step", "blocks: expected 2 of them"),
         ("n >= step", "n >= 0", r"rows, block 0, column \d+: expected"),
         ("reverse=True", "reverse=False", "rows, block 0, column 0: expected 1.0"),

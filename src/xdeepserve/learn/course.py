@@ -223,7 +223,7 @@ COURSE = (
     ),
     Exercise(
         number=12,
-        slug="rollback",
+        slug="rollback_rows",
         title="Rollback: as if it had not happened",
         section="xDeepServe 6.2",
         owner="xdeepserve.engine.die.drafts",
