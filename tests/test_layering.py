@@ -25,6 +25,7 @@ ALLOWED = {
     "verify": COMMON | {"engine", "hw", "model", "llm"},
     "evals": COMMON | {"engine", "model", "llm", "corpus"},
     "chaos": COMMON | {"ems", "engine", "hw", "model", "llm", "loop"},
+    "learn": COMMON | {"engine", "hw", "model", "comm", "llm", "loop", "golden"},
     "planner": COMMON | {"engine", "hw", "model", "step", "llm", "loop"},
     "platform": COMMON | {"engine", "hw", "model", "step", "llm", "loop", "planner"},
     "bench": COMMON
@@ -56,6 +57,7 @@ ONLY_IN = {
         "loop",
         "planner",
         "chaos",
+        "learn",
         "page",
     },
 }

@@ -33,6 +33,7 @@ COMMANDS = {
     "golden": "write or check golden vectors of the communication protocols",
     "describe": "show what would be built: dies, roles, memory, experts",
     "plan": "find the deployment with most throughput under a latency bound",
+    "learn": "a course of exercises: write a function of the pod yourself; pass mark: every bit equal",
     "settings": "list what --set changes: key, meaning, type, default",
 }
 

@@ -56,6 +56,13 @@ class RingField(NamedTuple):
         return [cls(*values) for values in RING_FIELD.iter_unpack(raw)]
 
 
+def last_chunks(base: int, first: int, stop: int, num_cores: int) -> list[tuple[int, int, int]]:
+    """What fields say of a message's chunks [first, stop), chunk i through core i mod num_cores, the message
+    being at ring position `base`: (core, chunk ID, pointer) of each core concerned, cores ascending."""
+    chunks = range(max(first, stop - num_cores), stop)
+    return sorted((chunk % num_cores, chunk + 1, base + chunk + 1) for chunk in chunks)
+
+
 class RingLayout(msgspec.Struct, frozen=True):
     """Sizes in bytes. All ranks of a group must use equal layouts; `name` keeps several on one die apart.
 

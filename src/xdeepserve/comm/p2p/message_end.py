@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from xdeepserve.comm.p2p.cargo import Cargo
-from xdeepserve.comm.p2p.layout import RING_FIELD, Mode, RingField
+from xdeepserve.comm.p2p.layout import RING_FIELD, Mode, RingField, last_chunks
 from xdeepserve.comm.p2p.rules import Move, PairEnd, Progress
 from xdeepserve.errors import ProtocolError
 from xdeepserve.hw.memory import Address, Region
@@ -155,11 +155,9 @@ class MessageEnd(abc.ABC):
         self, area: list[int], first: int, stop: int, num_cores: int, mode: Mode, pointer: int | None = None
     ) -> list[tuple[Address, bytes]]:
         """Fields that tell the peer of chunks [first, stop): for each core concerned its last chunk."""
-        chunks = range(max(first, stop - num_cores), stop)
-        by_core = sorted((chunk % num_cores, chunk + 1) for chunk in chunks)
         flags: list[tuple[Address, bytes]] = []
-        for core, chunk_id in by_core:
-            where = self.base + chunk_id if pointer is None else pointer
+        for core, chunk_id, position in last_chunks(self.base, first, stop, num_cores):
+            where = position if pointer is None else pointer
             raw = RING_FIELD.pack(self.event_id, chunk_id, where, self.nbytes, num_cores, mode)
             flags.append((self.p2p.peer_field(area, self.peer, core), raw))
         return _joined(flags)

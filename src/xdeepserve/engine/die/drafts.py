@@ -107,6 +107,15 @@ def next_rows(
     return made
 
 
+def rows_before(overwritten: dict[int, dict[int, Array]], step: int) -> dict[int, Array]:
+    """By block, the row that lay there before step number `step`, of blocks that it or a later one has
+    overwritten; `overwritten` has by step and block what the step found."""
+    rows: dict[int, Array] = {}
+    for number in sorted((n for n in overwritten if n >= step), reverse=True):
+        rows |= overwritten[number]
+    return rows
+
+
 class Drafter:
     """The MTP layers of one die, and the passes through them."""
 
@@ -173,9 +182,9 @@ class Drafter:
 
     def undo(self, step: int) -> None:
         """Steps from number `step` on have not happened: what they have overwritten is as it was."""
-        for number in sorted((n for n in self._overwritten if n >= step), reverse=True):
-            for block, row in self._overwritten.pop(number).items():
-                self.executor.mem.tail[block] = row
+        for block, row in rows_before(self._overwritten, step).items():
+            self.executor.mem.tail[block] = row
+        self._overwritten = {number: rows for number, rows in self._overwritten.items() if number < step}
 
     async def _keep_states(self, step: int, made: DraftRows, mended: dict[int, DraftRow]) -> None:
         """The states of the next depth [rows + mended, H]; each sequence's last one stays in its block."""

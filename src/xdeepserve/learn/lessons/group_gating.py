@@ -1,0 +1,23 @@
+"""Exercise 5: group-limited routing. The story is beside this file."""
+
+from __future__ import annotations
+
+from xdeepserve.model.canonical import Array
+
+
+def gate(
+    scores: Array,
+    bias: Array,
+    n_group: int,
+    topk_group: int,
+    top_k: int,
+    norm_topk_prob: bool,
+    routed_scaling_factor: float,
+) -> tuple[Array, Array]:
+    """topk_idx int32 [T, K], best first, and topk_weights float32 [T, K], of scores float32 [T, E].
+
+    bias: float32 [E], or empty: none. n_group groups of E / n_group consecutive experts, perhaps of one;
+    topk_group of them stay open. Weights are normalised if norm_topk_prob, and always times
+    routed_scaling_factor. xdeepserve.model.canonical has F32 and GATE_EPS.
+    """
+    raise NotImplementedError

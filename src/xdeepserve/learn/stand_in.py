@@ -1,0 +1,141 @@
+"""The learner's function in the place of the package's own.
+
+Whatever calls the package's own function calls the stand-in, which has both: the learner's does the work, and
+what it returns goes on its way through the pod; the package's own says what it should have been.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from xdeepserve.errors import XDeepServeError
+from xdeepserve.learn.differences import first_difference
+from xdeepserve.learn.exercise import Exercise
+
+
+class NotYetError(XDeepServeError):
+    """The learner's function is not written, fails, or differs: one line that says where."""
+
+
+def place_in(path: Path, error: BaseException) -> str:
+    """The innermost line of the learner's file that an error went through."""
+    lines = [entry for entry in traceback.extract_tb(error.__traceback__) if entry.filename == str(path)]
+    return f"{path.name}, line {lines[-1].lineno} in {lines[-1].name}" if lines else path.name
+
+
+@contextlib.contextmanager
+def blamed(path: Path) -> Iterator[None]:
+    """Within it the learner's code runs: what it raises becomes a line with the place in their file."""
+    try:
+        yield
+    except NotImplementedError as error:
+        raise NotYetError(f"not written yet ({place_in(path, error)})") from error
+    except (Exception, SystemExit) as error:
+        text = " ".join(str(error).split())
+        raise NotYetError(f"{place_in(path, error)}: {type(error).__name__}: {text}") from error
+
+
+class StandIn:
+    """Both functions, and what has come of them. `guard` surrounds each call of the learner's."""
+
+    def __init__(
+        self,
+        exercise: Exercise,
+        theirs: Callable[..., Any],
+        path: Path,
+        guard: Callable[[], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        self.exercise, self.own, self.theirs, self.path = exercise, exercise.own, theirs, path
+        self.guard, self.num_calls = guard, 0
+        self.failure: NotYetError | None = None  # the first; the pod may say other things of it
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Within it everybody who has the package's own function by name calls both."""
+
+        @functools.wraps(self.own)
+        def both(*args: Any, **named: Any) -> Any:
+            return self.call(sys._getframe(1), args, named)
+
+        homes = [self.exercise.home]
+        if ":" not in self.exercise.owner:  # those who have imported it have names of their own
+            modules = [
+                module for name, module in sorted(sys.modules.items()) if name.startswith("xdeepserve.")
+            ]
+            homes = [each for each in modules if vars(each).get(self.exercise.name) is self.own]
+        for home in homes:
+            setattr(home, self.exercise.name, both)
+        try:
+            yield
+        finally:
+            for home in homes:
+                setattr(home, self.exercise.name, self.own)
+
+    def call(self, caller: FrameType, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """The learner's result. NotYetError, in this call and in all that follow, if it is another."""
+        if self.failure is not None:
+            raise self.failure
+        self.num_calls += 1
+        copied = copy.deepcopy((args, named)) if self.exercise.changes else _copied(args, named)
+        expected = self.own(*copied[0], **copied[1])
+        try:
+            with self.guard(), blamed(self.path):
+                found = self.theirs(*args, **named)
+            self._compare(expected, copied, found, (args, named))
+        except NotYetError as error:
+            self.failure = NotYetError(f"{self.exercise.where}{_rank(caller)}: {error}")
+            raise self.failure from error
+        return found
+
+    def _compare(self, expected: Any, own: tuple[Any, Any], found: Any, theirs: tuple[Any, Any]) -> None:
+        """NotYetError at the first difference, in what is returned or in what has been changed."""
+        parts = self.exercise.parts
+        if not self.exercise.changes:
+            changed = first_difference(_arguments(*own), _arguments(*theirs), {})
+            if changed is not None:
+                raise NotYetError(f"it changes what it is given: {changed}")
+        mine = parts(expected, own[0])
+        try:
+            yours = parts(found, theirs[0])
+        except Exception as error:
+            kind = type(found).__name__
+            raise NotYetError(f"it returns a {kind}, of which {', '.join(mine)} cannot be read") from error
+        if text := first_difference(mine, yours, self.exercise.axes):
+            raise NotYetError(text)
+
+
+def _copied(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of their own, as far as arrays and lists go."""
+
+    def one(value: Any) -> Any:
+        return copy.copy(value) if isinstance(value, np.ndarray | list) else value
+
+    return tuple(map(one, args)), {name: one(value) for name, value in named.items()}
+
+
+def _arguments(args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    """What a function might have changed."""
+    everything = {**{f"argument {i}": value for i, value in enumerate(args)}, **named}
+    return {name: value for name, value in everything.items() if isinstance(value, np.ndarray | list)}
+
+
+def _rank(frame: FrameType | None) -> str:
+    """Who called: the nearest caller that knows its rank, and perhaps its peer; empty if none does."""
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("xdeepserve."):
+        for value in frame.f_locals.values():
+            for each in (value, getattr(value, "side", None)):
+                rank, peer = getattr(each, "rank", None), getattr(each, "peer", None)
+                if type(rank) is int:
+                    return f", rank {rank}" + (f", peer {peer}" if type(peer) is int else "")
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,84 @@
+"""What a learner has of the course: a folder of files, and `progress.json`."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import msgspec
+
+from xdeepserve.errors import InputError
+from xdeepserve.learn.exercise import Exercise
+
+
+class Standing(msgspec.Struct):
+    """How far a learner is with one exercise."""
+
+    num_hints: int = 0  # that have been given
+    passed: str = ""  # digest of the file that has passed
+
+
+class WorkingFolder:
+    """Skeletons and stories in `path`. InputError if its progress cannot be read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._progress = path, path / "progress.json"
+        if path.exists() and not path.is_dir():
+            raise InputError(f"--dir {path}: not a directory")
+        self.standings: dict[str, Standing] = {}
+        if self._progress.exists():
+            try:
+                self.standings = msgspec.json.decode(self._progress.read_bytes(), type=dict[str, Standing])
+            except msgspec.MsgspecError as error:
+                raise InputError(f"{self._progress}: {error}") from error
+
+    def source(self, exercise: Exercise) -> Path:
+        """The learner's file, absolute."""
+        return (self.path / f"{exercise.stem}.py").resolve()
+
+    def start(self, exercise: Exercise) -> list[Path]:
+        """Write skeleton and story. InputError, and nothing is written, if the learner has changed one."""
+        made = {
+            self.path / f"{exercise.stem}.md": exercise.story,
+            self.path / f"{exercise.stem}.py": exercise.skeleton,
+        }
+        for path, text in made.items():
+            if path.exists() and path.read_text() != text:
+                raise InputError(f"{path} has been changed, and stays as it is: remove it to start again")
+        self.path.mkdir(parents=True, exist_ok=True)
+        for path, text in made.items():
+            path.write_text(text)
+        return [*made]
+
+    def state(self, exercise: Exercise) -> str:
+        """`solved` if the file is the one that has passed, else `changed since`, `started` or nothing."""
+        source, standing = self.source(exercise), self.standings.get(exercise.slug, Standing())
+        if not source.is_file():
+            return ""
+        if not standing.passed:
+            return "started"
+        return "solved" if digest_of(source) == standing.passed else "changed since"
+
+    def passed(self, exercise: Exercise, digest: str) -> None:
+        """A file of this digest has passed."""
+        self._standing(exercise).passed = digest
+        self._keep()
+
+    def next_hint(self, exercise: Exercise) -> tuple[int, str]:
+        """Its number, and what it says; the last one again when there are no more."""
+        standing = self._standing(exercise)
+        standing.num_hints = min(standing.num_hints + 1, len(exercise.hints))
+        self._keep()
+        return standing.num_hints, exercise.hints[standing.num_hints - 1]
+
+    def _standing(self, exercise: Exercise) -> Standing:
+        return self.standings.setdefault(exercise.slug, Standing())
+
+    def _keep(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._progress.write_bytes(msgspec.json.format(msgspec.json.encode(self.standings)) + b"\n")
+
+
+def digest_of(path: Path) -> str:
+    """What tells one state of a file from another."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
