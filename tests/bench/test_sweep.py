@@ -185,7 +185,12 @@ def test_prefill_beside_is_refused_with_what_decodes(deployment: str, half: str)
     result, whole = measure(Point("tiny", name, tuple(settings), 2, 256)), resolve(deployment)
     assert not result.refusal
     assert whole.kind == deployment
-    assert "moe-attention, on the same dies" in measure(Point("tiny", "eaas", (), 2, 256)).refusal
+
+
+def test_expert_services_are_measured_like_others() -> None:
+    by_services, by_steps = (measure(Point("tiny", name, (), 2, 256)) for name in ("eaas", "moe-attention"))
+    assert not by_services.refusal
+    assert 0.5 < by_services.tpot_ms / by_steps.tpot_ms < 2
 
 
 def test_several_equal_tes_are_refused(tmp_path: Path) -> None:
