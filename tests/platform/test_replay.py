@@ -73,6 +73,23 @@ def test_time_only_on_the_tes_of_a_file(
     assert "both 0                 5" in text
 
 
+def test_tes_of_a_file_come_and_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "scaled.toml"
+    path.write_text(
+        'model = "tiny"\n[[te]]\ndies = 2\nmtp = 0\nmax_num_seqs = 2\n'
+        "[scale]\nmost = 4\nevery_s = 0.01\nup_s = 0.02\ncalm_s = 0.05\ndown_s = 0.1\n"
+    )
+    assert main(["replay", MADE, "--cluster", str(path), "--json", "--explain", "--faster", "10"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["num_requests"] == 60
+    joined = [event for event in found["scaling"] if event["what"] == "joins"]
+    assert joined
+    assert [te["name"] for te in found["tes"]] == ["both 0", *(event["te"] for event in joined)]
+    assert found["cluster"] == "1 to 4 TEs of 2 dies"
+    assert main(["replay", MADE, "--cluster", str(path), "--faster", "10"]) == 0
+    assert "joins new 0: 0." in capsys.readouterr().out
+
+
 def test_a_pod_says_its_digest(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["replay", "made:requests=3,seconds=0.01,prompt=40,output=4,system=16,block=16", "--json"]
     assert main([*given, "--model", "tiny-random", "--deployment", "colocated", "--faster", "2"]) == 0
@@ -131,6 +148,10 @@ def test_kinds_that_are_alike_are_priced_once() -> None:
         ("[[te]]\nmax_num_seqs = 600", "max_num_seqs=600 with 1 drafts each are more rows than .*=1024"),
         ('policy = "fastest"\n[[te]]', "unknown policy 'fastest': known are sequences, round-robin"),
         ("[[te]]\ndice = 3", "unknown field `dice`"),
+        ('[[te]]\nrole = "prefill"', "there are TEs with role=prefill, and none with role=decode"),
+        ('[[te]]\nrole = "decode"\napart = true\n[[te]]\nrole = "prefill"', "te 0: apart has both roles"),
+        ("[[te]]\ncount = 9\n[scale]\nmost = 8\nlow = 2", "low <= aim < high.*; scale: count=9 lies outside"),
+        ("[[te]]\n[[te]]\n[scale]", "scale needs TEs of one kind"),
         ("[te", "not valid TOML"),
     ],
 )

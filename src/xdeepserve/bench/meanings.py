@@ -70,6 +70,8 @@ MEANINGS = {
     "heatmap": "Time to the last token with prefill and decode apart against both on all dies.",
     "heatmap/stable": "Squares with the same sign at every rate (DeepServe 5.3.2: over 80 %).",
     "schedule": "Latencies and hit rates by the policy that chooses TEs, by trace and rate.",
+    "scale": "Seconds until the last of so many TEs serves, by remedies and steps (DeepServe 6, Table 2).",
+    "scale/source": "A step of a TE that decodes, alone and while its weights are read for a new one.",
     "recovery": "Tokens per second around a fault, and how much later the last one comes, by stage.",
     "decode": "Tokens per second on this computer, by deployment, batch and threads.",
     "prefill": "Tokens of prompts per second on this computer, by deployment, batch, length and threads.",

@@ -44,6 +44,10 @@ SUITES = {
     "schedule": Suite(
         "which TE gets a request: DeepServe's policies, others', on three traces at three loads; minutes"
     ),
+    "scale": Suite(
+        "from 1 TE to 64: each step, with and without pre-warming, DRAM and NPU-fork, in virtual time",
+        ("plot",),
+    ),
     "recovery": Suite(
         "what faults cost by stage of recovery: tokens per second around each, in virtual time", ("plot",)
     ),

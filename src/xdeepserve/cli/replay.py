@@ -15,10 +15,12 @@ from xdeepserve.errors import InputError
 if TYPE_CHECKING:
     from xdeepserve.platform.cluster import Cluster
     from xdeepserve.platform.fleet import Decision, Fleet
+    from xdeepserve.platform.fleet_scaling import ScaleEvent
     from xdeepserve.platform.service_report import Bounds, Outcome, ServiceReport
     from xdeepserve.platform.traces import TracedRequest
 
 ENOUGH = 0.9  # of requests within their bounds: so many TEs are as many as a load needs
+SHOWN_EVENTS = 40  # of scaling
 EXPLAINED = 8  # TEs whose scores a decision shows
 
 
@@ -73,15 +75,19 @@ def run(args: argparse.Namespace) -> int:
     else:
         outcomes, found, more = _time_only(args, requests, block, bounds)
     if args.plot is not None:
-        service_report.plot(outcomes, bounds, args.plot, plt)
+        service_report.plot(outcomes, bounds, args.plot, plt, more.get("scaling", ()))
     if args.json:
         import msgspec
 
-        print(json.dumps({"trace": args.trace, **more, **msgspec.to_builtins(found)}))
+        print(json.dumps({"trace": args.trace, **msgspec.to_builtins(more), **msgspec.to_builtins(found)}))
         return 0
     for name, value in more.items():
-        if name != "decisions":
+        if name not in ("decisions", "scaling"):
             print(f"{name:<11}{value}")
+    events = more.get("scaling", ())
+    print(*(event.line() for event in events[:SHOWN_EVENTS]), sep="\n", end="\n" if events else "")
+    if len(events) > SHOWN_EVENTS:
+        print(f"and {len(events) - SHOWN_EVENTS} more events; --json has all")
     print(*found.lines(), sep="\n")
     return 0
 
@@ -147,6 +153,7 @@ def _time_only(
         fleet_tes,
         priced_kinds,
         read_cluster,
+        scaler_of,
     )
     from xdeepserve.platform.fleet import Fleet
     from xdeepserve.platform.service_report import report
@@ -161,7 +168,7 @@ def _time_only(
         status.text = "replay: steps are priced"
         kinds = priced_kinds(cluster, block, status.progress)
 
-        def serve(sized: Cluster) -> tuple[Fleet, list[Outcome], ServiceReport]:
+        def serve(sized: Cluster) -> tuple[Fleet, list[Outcome], ServiceReport, list[ScaleEvent]]:
             count = sum(te.count for te in sized.te)
             status.text = f"replay: {len(requests):,} requests on {count} TE{'s' if count > 1 else ''}"
             decisions.clear()
@@ -172,19 +179,24 @@ def _time_only(
                 stale_ns=round(1e6 * sized.stale_ms),
                 explain=decisions.append if args.explain else None,
             )
+            scaler = scaler_of(sized, kinds, fleet, bounds)
             outcomes = [each.outcome() for each in fleet.run(requests, status.progress)]
             names = [te.name for te in fleet.tes]
-            return fleet, outcomes, report(outcomes, names, bounds, fleet.busy_ns())
+            found = report(outcomes, names, bounds, fleet.busy_ns())
+            return fleet, outcomes, found, scaler.events if scaler else []
 
         if args.cluster is None:
             cluster = _sized(cluster, serve, status)
-        fleet, outcomes, found = serve(cluster)
+        fleet, outcomes, found, events = serve(cluster)
     num_dies = sum(te.count * te.dies for te in cluster.te)
     more: dict[str, Any] = {
         "model": cluster.model,
         "cluster": f"{len(fleet.tes)} TEs, {num_dies} dies",
         "policy": cluster.policy,
     }
+    if cluster.scale is not None:
+        more["cluster"] = f"{cluster.scale.least} to {cluster.scale.most} TEs of {cluster.te[0].dies} dies"
+        more["scaling"] = events
     if args.explain:
         more["decisions"] = [explained(each, fleet) for each in decisions]
         if not args.json:
@@ -199,7 +211,7 @@ def _sized(cluster: Cluster, serve: Any, status: Status) -> Cluster:
     from xdeepserve.platform.cluster import least_count
 
     def within(sized: Cluster) -> float:
-        _, _, found = serve(sized)
+        found = serve(sized)[2]
         status.row(f"{sized.te[0].count} TEs have {100 * found.within:.1f} % within the bounds")
         return float(found.within)
 
@@ -208,8 +220,9 @@ def _sized(cluster: Cluster, serve: Any, status: Status) -> Cluster:
 
 def explained(decision: Decision, fleet: Fleet) -> str:
     """A decision in a line: the best TEs first, with the keys that decided."""
-    order = sorted(range(len(fleet.tes)), key=lambda te: (*decision.keys[te], te))[:EXPLAINED]
+    could = [te for te, keys in enumerate(decision.keys) if keys[0] != float("inf")]
+    order = sorted(could, key=lambda te: (*decision.keys[te], te))[:EXPLAINED]
     keys = (", ".join(f"{key:.4g}" for key in decision.keys[te]) for te in order)
     scores = "; ".join(f"{fleet.tes[te].name}: {each}" for te, each in zip(order, keys, strict=True))
-    more = f"; {len(fleet.tes) - len(order)} more" if len(fleet.tes) > len(order) else ""
+    more = f"; {len(could) - len(order)} more" if len(could) > len(order) else ""
     return f"request {decision.number} -> {fleet.tes[decision.te].name} ({scores}{more})"

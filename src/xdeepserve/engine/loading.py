@@ -90,14 +90,21 @@ def load_ns(te: TEPlan, source: Source) -> int:
     most = max(sum(nbytes for _, nbytes in own_arrays(mem)) for _, mem in te.all_memories)
     if source != "storage":  # one side of UB carries a die's bytes
         return spec.startup_ns("dma") + math.ceil(spec.link_ns(0, most, 0))
-    of_server: dict[int, dict[Piece, int]] = {}  # what dies of a server hold alike is read once
+    of_server: dict[int, list[tuple[int, Holder]]] = {}
     for die, mem in te.all_memories:
+        of_server.setdefault(topology.server_of(die), []).append((die, mem))
+    return _storage_ns(te, [sum(distinct_pieces(each).values()) for each in of_server.values()])
+
+
+def distinct_pieces(memories: Sequence[tuple[int, Holder]]) -> dict[Piece, int]:
+    """Bytes of what these dies hold; what several hold alike is there once."""
+    pieces: dict[Piece, int] = {}
+    for _, mem in memories:
         shard = mem.shard if isinstance(mem, DieMemory) else WHOLE
-        pieces = of_server.setdefault(topology.server_of(die), {})
         for name, nbytes in own_arrays(mem):
             experts = tuple(mem.held) if is_routed(name) else ()
             pieces[Piece(name, experts, shard.of(name) if shard is not WHOLE else WHOLE)] = nbytes
-    return _storage_ns(te, [sum(pieces.values()) for pieces in of_server.values()])
+    return pieces
 
 
 def _storage_ns(te: TEPlan, sums: Sequence[int]) -> int:

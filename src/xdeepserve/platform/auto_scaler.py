@@ -122,7 +122,7 @@ def next_wanted(before: ScaleState, look: ScaleLook, bounds: ScaleBounds) -> Sca
         if _is_old(state.missed_since, look, bounds.up_s):
             wanted = min(bounds.most, there + -(-there // PART))
             state = msgspec.structs.replace(state, needed=wanted, missed_s=look.at_s, missed_load=look.load)
-            return changed(wanted, f"{100 * (look.missed or 0):.0f} % late, load of a TE {each:.2f}")
+            return changed(wanted, f"requests are late, load of a TE {each:.2f}")
     if state.enough < there and _is_old(state.low_since, look, bounds.down_s):
         return changed(
             state.enough, f"load of a TE {look.load / state.enough:.2f} without {there - state.enough}"

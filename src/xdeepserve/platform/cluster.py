@@ -6,6 +6,9 @@ policy = "deepserve"
 [[te]]
 count = 8
 dies = 32
+
+[scale]  # TEs come and go, at first there are `count`
+most = 24
 """
 
 from __future__ import annotations
@@ -26,7 +29,11 @@ from xdeepserve.errors import InputError, meant
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.planner.fit import usable_nbytes
-from xdeepserve.platform.fleet import FleetTE
+from xdeepserve.platform.auto_scaler import ScaleBounds
+from xdeepserve.platform.fleet import Fleet, FleetTE, TERole
+from xdeepserve.platform.fleet_scaling import FleetScaler
+from xdeepserve.platform.scale_up import ScaleUp, ScaleWays, dummy_ns, held_weights
+from xdeepserve.platform.service_report import Bounds
 from xdeepserve.platform.step_price import Progress, StepPrice, priced, with_room
 from xdeepserve.platform.step_te import StepLimits
 from xdeepserve.step.attention import KV_NBYTES
@@ -40,11 +47,20 @@ class ClusterTE(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     count: Annotated[int, "how many"] = 1
     dies: Annotated[int, "of each"] = 32
     apart: Annotated[bool, "prefill and decode on a half each"] = False
+    role: Annotated[TERole, "both, or prefill or decode alone, beside TEs with the other"] = "both"
     tp: Annotated[int, "dies that share a DP group"] = 1
     mtp: Annotated[int, "drafts of a step"] = 1
     acceptance: Annotated[float, "of a draft"] = 0.9
     max_num_seqs: Annotated[int, "of a DP group"] = 64
     max_num_batched_tokens: Annotated[int, "rows of a DP group's step"] = 1024
+
+
+class ClusterScale(ScaleBounds, frozen=True, forbid_unknown_fields=True):
+    """An AutoScaler, and how TEs come."""
+
+    prewarmed: bool = True
+    preloaded: bool = True
+    fork: bool = True
 
 
 class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,6 +70,7 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str = "deepseek-r1"
     policy: Policy = "cost"
     stale_ms: float = 0.0  # age of hints about prefixes
+    scale: ClusterScale | None = None
 
     def check(self, name: str) -> None:
         """InputError with every contradiction."""
@@ -68,6 +85,8 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 )
                 if not low <= getattr(te, key) <= high
             ]  # fmt: skip
+            if te.apart and te.role != "both":
+                wrong.append(f"{where}apart has both roles, found role={te.role}")
             if te.apart and te.dies % 2:
                 wrong.append(f"{where}apart, so dies are an even number, found {te.dies}")
             halves = te.dies // 2 if te.apart else te.dies
@@ -78,6 +97,16 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     f"{where}max_num_seqs={te.max_num_seqs} with {te.mtp} drafts each are more rows than "
                     f"max_num_batched_tokens={te.max_num_batched_tokens}"
                 )
+        roles = {te.role for te in self.te}
+        for one, other in (("prefill", "decode"), ("decode", "prefill")):
+            if one in roles and other not in roles:
+                wrong.append(f"there are TEs with role={one}, and none with role={other}")
+        if self.scale is not None:
+            wrong += self.scale.wrong()
+            if [te.role for te in self.te] != ["both"]:
+                wrong.append("scale needs TEs of one kind, with role=both")
+            elif not self.scale.least <= self.te[0].count <= self.scale.most:
+                wrong.append(f"scale: count={self.te[0].count} lies outside its least and most")
         if not 0 <= self.stale_ms <= 1e9:
             wrong.append(f"stale_ms must be 0 or more, found {self.stale_ms:g}")
         if wrong:
@@ -114,6 +143,7 @@ class PricedKind(msgspec.Struct, frozen=True):
     limits: StepLimits
     apart: tuple[StepPrice, StepLimits] | None
     transfer_ns: float
+    role: TERole
 
 
 def priced_kinds(
@@ -122,37 +152,60 @@ def priced_kinds(
     """What steps cost on the TEs of each kind; kinds whose steps are alike are priced once."""
     model, prices = resolve_model(cluster.model), dict[Deployment, tuple[StepPrice, int]]()
 
-    def price_of(te: ClusterTE, dies: int, mtp: int) -> tuple[StepPrice, int]:
-        deployment = Deployment(
-            name=f"{dies} dies",
-            kind="colocated",
-            dies=dies,
-            tp=te.tp,
-            mtp=mtp,
-            scheduler=SchedulerConfig(
-                max_num_seqs=te.max_num_seqs, max_num_batched_tokens=te.max_num_batched_tokens
-            ),
-            cache=CacheConfig(block_size=128, prefix=False),
-        )
+    def price_of(te: ClusterTE) -> tuple[StepPrice, int]:
+        deployment = deployment_of(te)
         if deployment not in prices:
             prices[deployment] = priced(model, deployment, progress), kv_positions(model, deployment)
         return prices[deployment]
 
     kinds = []
     for te in cluster.te:
-        dies = te.dies // 2 if te.apart else te.dies
-        price, positions = price_of(te, dies, te.mtp)
+        price, positions = price_of(te)
         tokens = sum(te.acceptance**drafts for drafts in range(te.mtp + 1))
         limits = StepLimits(te.max_num_seqs, te.max_num_batched_tokens, positions, block, 1 + te.mtp, tokens)
         apart = (price, limits) if te.apart else None
-        kinds.append(PricedKind(price, limits, apart, transfer_ns(model) if te.apart else 0.0))
+        moves = te.apart or te.role == "prefill"
+        kinds.append(PricedKind(price, limits, apart, transfer_ns(model) if moves else 0.0, te.role))
     return kinds
+
+
+def deployment_of(te: ClusterTE) -> Deployment:
+    """Of a TE, or of a half of one that is apart."""
+    dies = te.dies // 2 if te.apart else te.dies
+    return Deployment(
+        name=f"{dies} dies",
+        kind="colocated",
+        dies=dies,
+        tp=te.tp,
+        mtp=te.mtp,
+        scheduler=SchedulerConfig(
+            max_num_seqs=te.max_num_seqs, max_num_batched_tokens=te.max_num_batched_tokens
+        ),
+        cache=CacheConfig(block_size=128, prefix=False),
+    )
+
+
+def scaler_of(
+    cluster: Cluster, kinds: Sequence[PricedKind], fleet: Fleet, service: Bounds
+) -> FleetScaler | None:
+    """What has this fleet grow and shrink, if anything does."""
+    scale = cluster.scale
+    if scale is None:
+        return None
+    ways = ScaleWays(scale.prewarmed, scale.preloaded, scale.fork)
+    scale_up = scale_up_of(resolve_model(cluster.model), cluster.te[0], kinds[0].price, ways)
+    return FleetScaler(fleet, fleet.tes[0], scale_up, scale, service)
+
+
+def scale_up_of(model: Checkpoint, te: ClusterTE, price: StepPrice, ways: ScaleWays) -> ScaleUp:
+    """What it takes to bring TEs of a kind."""
+    return ScaleUp(held_weights(model, deployment_of(te)), dummy_ns(price), te.dies, ways)
 
 
 def fleet_tes(cluster: Cluster, kinds: Sequence[PricedKind]) -> list[FleetTE]:
     """The TEs, each with a name."""
     return [
-        FleetTE(f"{'apart' if te.apart else 'both'} {number}", *msgspec.structs.astuple(kind))
+        FleetTE(f"{'apart' if te.apart else te.role} {number}", *msgspec.structs.astuple(kind))
         for te, kind in zip(cluster.te, kinds, strict=True)
         for number in range(te.count)
     ]

@@ -1,36 +1,48 @@
-"""Many TEs at the grain of a step, and who of them gets which request (DeepServe 5.1, XDS 5.1)."""
+"""Many TEs at the grain of a step, and who of them gets which request (DeepServe 5.1, XDS 5.1).
+
+TEs may join, drain and leave, or be lost while requests run. Who has no TE waits for one; requests of a TE
+that is lost begin again elsewhere (DeepServe 7: redirected), and keep the time of their first token if they
+had one.
+"""
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from xdeepserve.engine.balance.heat_map import HeatMap
 from xdeepserve.engine.balance.prompt_tree import PromptTree
 from xdeepserve.engine.balance.te_policies import Floats, Known, Policy, RoutedRequest, best, scores
-from xdeepserve.errors import InputError
+from xdeepserve.errors import InputError, XDeepServeError
 from xdeepserve.platform.service_report import Outcome
-from xdeepserve.platform.step_price import StepPrice
+from xdeepserve.platform.step_price import StepCounts, StepPrice
 from xdeepserve.platform.step_te import StepLimits, StepTE, TETask
 from xdeepserve.platform.traces import TracedRequest
 
 Predict = Callable[[TracedRequest], float]
+TERole = Literal["both", "prefill", "decode"]
 EVERY = 500  # requests between two words about progress
 
 
 class FleetTE(NamedTuple):
-    """One of the TEs that requests go to: with prefill and decode on the same dies, or (`apart`) on two
-    halves that are a pair."""
+    """A TE: with prefill and decode on the same dies, on two halves that are a pair (`apart`), or with one of
+    them, beside others that have the other one (`role`)."""
 
     name: str
     price: StepPrice
     limits: StepLimits
     apart: tuple[StepPrice, StepLimits] | None = None  # of its decode half
-    transfer_ns: float = 0.0  # a position of KV, on its way to that
+    transfer_ns: float = 0.0  # a position of KV, on its way to where it decodes
+    role: TERole = "both"
+
+    @property
+    def is_apart(self) -> bool:
+        """A request is prefilled on some dies and decoded on others."""
+        return self.apart is not None or self.role != "both"
 
 
 class ServedRequest(NamedTuple):
@@ -63,7 +75,7 @@ class ServedRequest(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """A request, the TE that got it, and the scores of all."""
+    """A request, the TE that got it, and the scores of all; infinite for those that take none."""
 
     number: int
     te: int
@@ -88,26 +100,30 @@ class Fleet:
         explain: Callable[[Decision], None] | None = None,
         forced: Mapping[int, int] | None = None,
     ) -> None:
-        self.tes, self.policy, self.heat, self.predict = tes, policy, heat, predict
+        self.policy, self.heat, self.predict = policy, heat, predict
         self._stale_ns, self._explain, self._forced = stale_ns, explain, forced or {}
         self.tree = PromptTree()  # the global one
         self._notices: deque[tuple[float, int, Sequence[int], bool]] = deque()
         self.now = 0.0
+        self.tes: list[FleetTE] = []
         self.steppers: list[StepTE] = []
-        self._fronts: list[int] = []  # of each TE, the stepper that prefills
+        self._fronts: list[int] = []  # of each TE, the stepper that takes requests
         self._owners: list[int] = []  # of each stepper, its TE
-        for number, te in enumerate(tes):
-            self._fronts.append(len(self.steppers))
-            self._add(number, te.price, te.limits, True, te.apart is None)
-            if te.apart is not None:
-                self._add(number, *te.apart, False, True)
-        is_apart = np.array([te.apart is not None for te in tes])
-        self._known = Known.none(is_apart)
-        self._events: list[tuple[float, int, int, TETask | None]] = []  # when, order, stepper, who comes
+        self._known = Known.none(np.zeros(0, bool))
+        self._takes = np.zeros(0, bool)  # requests, of each TE
+        self.serving: dict[int, None] = {}  # TEs that take requests, or KV to decode
+        self._lost: set[int] = set()
+        self._events: list[tuple[float, int, int, TETask | Callable[[], None] | None]] = []
         self._order = 0
-        self._valid = [-1] * len(self.steppers)  # the order of the event that ends what is under way
+        self._valid: list[int] = []  # the order of the event that ends what is under way, of each stepper
         self.served: list[ServedRequest] = []
         self._first: dict[int, tuple[float, int]] = {}  # by number: first token, cached
+        self._homeless: list[TETask] = []  # for whom there is no TE
+        self._undecoded: list[TETask] = []  # whose KV has nowhere to go
+        self._num_left = 0  # requests that have not ended
+        self.on_end: Callable[[ServedRequest], None] = lambda each: None
+        for te in tes:
+            self.join(te)
 
     def _add(self, te: int, price: StepPrice, limits: StepLimits, prefills: bool, decodes: bool) -> None:
         def tell(blocks: Sequence[int], has: bool) -> None:
@@ -116,6 +132,95 @@ class Fleet:
 
         self.steppers.append(StepTE(price, limits, prefills, decodes, tell))
         self._owners.append(te)
+        self._valid.append(-1)
+
+    # ---- TEs that come and go -----------------------------------------------------------------------
+
+    def join(self, te: FleetTE) -> int:
+        """It takes requests from now on: its number."""
+        number = len(self.tes)
+        self.tes.append(te)
+        self._fronts.append(len(self.steppers))
+        self._add(number, te.price, te.limits, te.role != "decode", te.apart is None and te.role != "prefill")
+        if te.apart is not None:
+            self._add(number, *te.apart, False, True)
+        fresh = Known.none(np.array([te.is_apart]))
+        self._known = Known(*(np.append(old, new) for old, new in zip(self._known, fresh, strict=True)))
+        self._takes = np.append(self._takes, te.role != "decode")
+        self.serving[number] = None
+        homeless, self._homeless = self._homeless, []
+        for task in homeless:
+            self._arrive(task.number, task.request)
+        undecoded, self._undecoded = self._undecoded, []
+        for task in undecoded:
+            self._send(task, number)
+        return number
+
+    def drain(self, te: int) -> None:
+        """It takes nothing more, and ends what it has."""
+        self.serving.pop(te, None)
+        self._takes[te] = False
+
+    def resume(self, te: int) -> None:
+        """One that drains takes requests again."""
+        self.serving[te] = None
+        self._takes[te] = self.tes[te].role != "decode"
+
+    def lose(self, te: int) -> None:
+        """It is gone with all that it has: its requests begin again elsewhere."""
+        self.drain(te)
+        self._lost.add(te)
+        for index in self._halves(te):
+            self._valid[index] = -1
+            for task in self.steppers[index].tasks():
+                self._arrive(task.number, task.request)
+
+    def is_empty(self, te: int) -> bool:
+        """Whether it has nothing, and nothing is on its way to it."""
+        coming = any(isinstance(what, TETask) and self._owners[at] == te for _, _, at, what in self._events)
+        return not coming and not any(stepper.num_tasks for stepper in self.steppers_of(te))
+
+    def load_of(self, te: int, wait_ns: float) -> float:
+        """1 where its KV or its places are taken, or prompts would wait for `wait_ns`; more if they wait."""
+        loads = []
+        for stepper in self.steppers_of(te):
+            limits, groups = stepper.limits, stepper.price.num_groups
+            loads += [stepper.kv_load, stepper.num_tasks / (limits.num_seqs * groups)]
+            loads.append(stepper.queued_ns / wait_ns)
+        return max(loads)
+
+    @property
+    def prefill_ns(self) -> float:
+        """How long all TEs have computed prompts, in sum."""
+        return sum(stepper.prefill_ns for stepper in self.steppers)
+
+    def alone_ns(self, te: int, num_prompt: int) -> float:
+        """Until the first token of a prompt that finds nobody and no cached prefix, about."""
+        stepper = self.steppers[self._fronts[te]]
+        rows = stepper.limits.num_rows
+        chunks = [(done, min(rows, num_prompt - done)) for done in range(0, num_prompt, rows)]
+        return sum(
+            stepper.price(StepCounts(new, new, new * (done + (new + 1) / 2), done + new))
+            for done, new in chunks
+        )
+
+    def steppers_of(self, te: int) -> list[StepTE]:
+        """One, or two of a pair."""
+        return [self.steppers[index] for index in self._halves(te)]
+
+    def _halves(self, te: int) -> range:
+        front = self._fronts[te]
+        return range(front, front + 1 + (self.tes[te].apart is not None))
+
+    def at(self, when: float, call: Callable[[], None]) -> None:
+        """Call it at a time, between steps."""
+        heapq.heappush(self._events, (when, self._order, -1, call))
+        self._order += 1
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests have not ended, or not come."""
+        return self._num_left > 0
 
     # ---- the hour -----------------------------------------------------------------------------------
 
@@ -130,7 +235,7 @@ class Fleet:
             for each in requests
         ]
         self._check(requests)
-        arrived = 0
+        arrived, self._num_left = 0, len(requests)
         while arrived < len(requests) or self._events:
             if arrived < len(requests) and (not self._events or requests[arrived].at_ns < self._events[0][0]):
                 self.now = float(requests[arrived].at_ns)
@@ -140,6 +245,9 @@ class Fleet:
                     progress(arrived, len(requests))
             else:
                 self._next_event()
+        if self.is_open:
+            waiting = len(self._homeless) + len(self._undecoded)
+            raise XDeepServeError(f"{waiting} requests of the trace wait for a TE, and none comes")
         return self.served
 
     def _check(self, requests: Sequence[TracedRequest]) -> None:
@@ -153,10 +261,16 @@ class Fleet:
                 )
 
     def _arrive(self, number: int, request: TracedRequest) -> None:
+        if not self._takes.any():
+            self._homeless.append(TETask(number, request, number))
+            return
         te = self._choose(number, request)
         self._come(self._fronts[te], TETask(number, request, number))
 
     def _come(self, index: int, task: TETask) -> None:
+        if self._owners[index] in self._lost:  # while its KV was on the way
+            self._arrive(task.number, task.request)
+            return
         stepper = self.steppers[index]
         if not stepper.is_idle:
             before = stepper.ends_at
@@ -180,10 +294,14 @@ class Fleet:
         self._order += 1
 
     def _next_event(self) -> None:
-        at, order, index, coming = heapq.heappop(self._events)
-        if coming is not None:
+        at, order, index, what = heapq.heappop(self._events)
+        if isinstance(what, TETask):
             self.now = at
-            self._come(index, coming)
+            self._come(index, what)
+            return
+        if what is not None:
+            self.now = at
+            what()
             return
         if order != self._valid[index]:
             return
@@ -191,26 +309,38 @@ class Fleet:
         stepper = self.steppers[index]
         first, done = stepper.end()
         for task in first:
-            self._first[task.number] = self.now, task.cached
+            self._first.setdefault(task.number, (self.now, task.cached))
         for task in done:
             if stepper.decodes or task.request.output_length == 1:
                 self._end(index, task)
             else:
-                te = self.tes[self._owners[index]]
-                later = self.now + te.transfer_ns * task.request.input_length
-                self._schedule(index + 1, later, TETask(task.number, task.request, task.number))
+                self._send(task, self._owners[index])
         self._begin(index)
         self._note(index)
+
+    def _send(self, task: TETask, te: int) -> None:
+        """The KV of a prompt goes to where it is decoded: the TE's other half, or the emptiest decode TE."""
+        request, index = task.request, self._fronts[te] + 1
+        if self.tes[te].apart is None:
+            decoders = [each for each in self.serving if self.tes[each].role == "decode"]
+            if not decoders:
+                self._undecoded.append(task)
+                return
+            least = min(decoders, key=lambda each: (self._known.kv_load[each], each))
+            index = self._fronts[least]
+        later = self.now + self.tes[te].transfer_ns * request.input_length
+        self._schedule(index, later, TETask(task.number, request, task.number))
 
     def _end(self, index: int, task: TETask) -> None:
         first_ns, cached = self._first.pop(task.number)
         request = task.request
-        self.served.append(
-            ServedRequest(
-                task.number, self._owners[index], request.at_ns, first_ns, self.now,
-                request.input_length, request.output_length, cached,
-            )
+        served = ServedRequest(
+            task.number, self._owners[index], request.at_ns, first_ns, self.now,
+            request.input_length, request.output_length, cached,
         )  # fmt: skip
+        self.served.append(served)
+        self._num_left -= 1
+        self.on_end(served)
 
     # ---- the choice ---------------------------------------------------------------------------------
 
@@ -219,7 +349,7 @@ class Fleet:
         te = self._owners[index]
         front = self._fronts[te]
         stepper, known = self.steppers[front], self._known
-        halves = [stepper] if self.tes[te].apart is None else self.steppers[front : front + 2]
+        halves = self.steppers_of(te)
         known.queued[te] = stepper.queued / stepper.price.num_groups
         known.has_long[te], known.has_short[te] = stepper.num_long > 0, stepper.num_short > 0
         known.sequences[te] = sum(half.num_tasks for half in halves)
@@ -236,7 +366,13 @@ class Fleet:
             tokens = num_blocks * self.tes[te].limits.block
             known.cached[te] = min(tokens, request.input_length - 1)
         predicted = self.predict(request)
-        keys = scores(self.policy, RoutedRequest(number, request.input_length, predicted), known, self.heat)
+        asked = RoutedRequest(number, request.input_length, predicted)
+        if self._takes.all():
+            keys = scores(self.policy, asked, known, self.heat)
+        else:
+            some = scores(self.policy, asked, known.among(self._takes), self.heat)
+            keys = np.full((len(self.tes), some.shape[1]), np.inf)
+            keys[self._takes] = some
         te = self._forced.get(number, best(keys))
         if self._explain is not None:
             self._explain(Decision(number, te, keys, predicted))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -124,9 +124,22 @@ def _figures(values: Sequence[float]) -> dict[str, float]:
     return {"mean": float(array.mean())} | {f"p{p}": float(np.percentile(array, p)) for p in PERCENTILES}
 
 
-def plot(outcomes: Sequence[Outcome], bounds: Bounds, path: Path, plt: Any) -> None:
-    """TTFT and TPOT of each request by its arrival, and the bounds; `plt` is matplotlib's."""
-    figure, axes = plt.subplots(2, 1, figsize=(8, 6), sharex=True, layout="constrained")
+class Count(Protocol):
+    """How many TEs take requests from a time on."""
+
+    @property
+    def at_ns(self) -> float: ...
+    @property
+    def num_serving(self) -> int: ...
+
+
+def plot(
+    outcomes: Sequence[Outcome], bounds: Bounds, path: Path, plt: Any, counts: Sequence[Count] = ()
+) -> None:
+    """TTFT and TPOT of each request by its arrival, and the bounds; how many TEs there are, if that changes.
+    `plt` is matplotlib's."""
+    rows = 3 if counts else 2
+    figure, axes = plt.subplots(rows, 1, figsize=(8, 3 * rows), sharex=True, layout="constrained")
     at = [each.at_ns / 1e9 for each in outcomes]
     axes[0].plot(at, [each.ttft_ns / 1e9 for each in outcomes], ".", markersize=2)
     axes[0].axhline(bounds.ttft_s, color="tab:red", linewidth=1)
@@ -134,7 +147,12 @@ def plot(outcomes: Sequence[Outcome], bounds: Bounds, path: Path, plt: Any) -> N
     axes[1].plot(at, [(each.tpot_ns or 0) / 1e6 for each in outcomes], ".", markersize=2)
     axes[1].axhline(bounds.tpot_ms, color="tab:red", linewidth=1)
     axes[1].set_ylabel("TPOT, ms")
-    axes[1].set_xlabel("arrival, s of virtual time")
+    if counts:
+        axes[2].step(
+            [each.at_ns / 1e9 for each in counts], [each.num_serving for each in counts], where="post"
+        )
+        axes[2].set_ylabel("TEs that take requests")
+    axes[-1].set_xlabel("arrival, s of virtual time")
     for axis in axes:
         axis.set_ylim(bottom=0)
     figure.savefig(path)

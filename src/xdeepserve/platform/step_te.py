@@ -85,7 +85,7 @@ class StepTE:
         self.waiting: deque[TETask] = deque()
         self.num_tasks = self.num_long = self.num_short = 0
         self.queued = self.positions = 0.0  # prefill cost, and KV positions, of all that it has
-        self.busy_ns = 0.0
+        self.busy_ns = self.prefill_ns = 0.0  # in steps, and in those that have parts of prompts
         self.num_steps = 0
         self._queues: list[deque[TETask]] = [deque() for _ in range(count)]
         self._queued = [0.0] * count
@@ -105,7 +105,19 @@ class StepTE:
         """Share of KV that is spoken for, those that wait counted."""
         return self.positions / (len(self._held) * self.limits.num_positions)
 
+    @property
+    def queued_ns(self) -> float:
+        """How long its prompts take that are not computed, in full steps of all groups, about."""
+        rows, count = self.limits.num_rows, self.price.num_groups
+        full = self.price(StepCounts(rows, rows * count, 0.0, 0.0))
+        return self.queued / (rows * count) * full
+
     # ---- requests -----------------------------------------------------------------------------------
+
+    def tasks(self) -> list[TETask]:
+        """All that it has: those who wait, who prefill, who decode."""
+        tasks = [*self.waiting, *(task for queue in self._queues for task in queue)]
+        return tasks + [task for _, _, task in sorted(self._ends, key=lambda end: end[:2])]
 
     def need_of(self, request: TracedRequest) -> int:
         """KV positions over its life here."""
@@ -264,6 +276,7 @@ class StepTE:
         A request with one token, and any where only prompts are computed, is both.
         """
         self.busy_ns += self._elapsed(self._count)
+        self.prefill_ns += self._elapsed(self._count) if self._chunks else 0.0
         self.num_steps += self._count
         self._step += self._count
         self._count = 0
@@ -338,8 +351,7 @@ class StepTE:
 
     def check_integrity(self) -> None:
         """Counts are those of the tasks that it has."""
-        tasks = [*self.waiting, *(task for queue in self._queues for task in queue)]
-        tasks += [task for _, _, task in self._ends]
+        tasks = self.tasks()
         assert self.num_tasks == len(tasks)
         assert self.positions == sum(task.need for task in tasks)
         held = [0] * len(self._held)

@@ -78,6 +78,10 @@ class Known(NamedTuple):
         long, short = np.zeros(count, bool), np.zeros(count, bool)
         return Known(cached, sequences, queued, long, short, kv_load, positions, is_apart)
 
+    def among(self, some: Flags) -> Known:
+        """The same of some TEs."""
+        return self._make(field[some] for field in self)
+
 
 def scores(policy: Policy, asked: RoutedRequest, known: Known, heat: HeatMap | None = None) -> Floats:
     """The keys of every TE, by this policy."""

@@ -1,0 +1,143 @@
+"""A fleet that grows and shrinks while it serves: the AutoScaler looks, and TEs come by five steps or go.
+
+Load is what KV, places and queues of prompts say, or what prompts take of all TEs' time over a while: while a
+part of a prompt is in a step, who decodes there waits. A TE that comes takes requests when all its steps are
+over; one that goes ends what it has before (drains). While an AutoScaler asks for more, TEs that drain are
+taken back first: they are there already.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+
+from xdeepserve.platform.auto_scaler import ScaleBounds, ScaleLook, ScaleState, next_wanted
+from xdeepserve.platform.fleet import Fleet, FleetTE, ServedRequest
+from xdeepserve.platform.scale_up import ScaleUp
+from xdeepserve.platform.service_report import Bounds, is_within
+
+WHILE_S = 10.0  # over which the time for prompts is taken
+ScaleAct = Literal["wanted", "joins", "drains", "stays", "called off", "leaves", "lost"]
+
+
+class ScaleEvent(msgspec.Struct, frozen=True):
+    """What happened to the TEs of a fleet at a time. `num_serving` is how many take requests from then on."""
+
+    at_ns: float
+    what: ScaleAct
+    te: str
+    num_serving: int
+    reason: str
+
+    def line(self) -> str:
+        """For people."""
+        te = f" {self.te}" if self.te else ""
+        return f"{self.at_ns / 1e9:9.2f} s  {self.num_serving:2} serve  {self.what}{te}: {self.reason}"
+
+
+class FleetScaler:
+    """Has a fleet of TEs like `kind` follow its load; `events` tells what it did."""
+
+    def __init__(
+        self, fleet: Fleet, kind: FleetTE, scale_up: ScaleUp, bounds: ScaleBounds, service: Bounds
+    ) -> None:
+        bounds.check()
+        self.fleet, self.kind, self.bounds, self.service = fleet, kind, bounds, service
+        self.scale_up = scale_up
+        self.state = ScaleState(len(fleet.serving))
+        self.events: list[ScaleEvent] = []
+        self._coming: dict[int, None] = {}  # tickets of TEs on their way
+        self._tickets = 0
+        self._draining: dict[int, None] = {}
+        self._ended = self._missed = 0  # since the last look
+        self._prefills: deque[tuple[float, float]] = deque([(0.0, 0.0)])  # when, time for prompts till then
+        fleet.on_end = self._heard
+        fleet.at(0.0, self._look)
+
+    def lose(self, te: int) -> None:
+        """A TE fails; what it had begins again elsewhere."""
+        name = self.fleet.tes[te].name
+        self._draining.pop(te, None)
+        num = sum(each.num_tasks for each in self.fleet.steppers_of(te))
+        self.fleet.lose(te)
+        self._tell("lost", name, f"{num} requests begin again elsewhere")
+
+    def _heard(self, served: ServedRequest) -> None:
+        each = served.outcome()
+        self._ended += 1
+        if is_within(each, self.service):
+            return
+        alone = self.fleet.alone_ns(served.te, served.num_prompt)
+        self._missed += alone <= 1e9 * self.service.ttft_s
+
+    def _look(self) -> None:
+        fleet = self.fleet
+        if not fleet.is_open:
+            return
+        for te in [te for te in self._draining if fleet.is_empty(te)]:
+            del self._draining[te]
+            self._tell("leaves", fleet.tes[te].name, "it has ended what it had")
+        load = max(
+            self._prefill_share(), sum(fleet.load_of(te, 1e9 * self.service.ttft_s) for te in fleet.serving)
+        )
+        missed = self._missed / self._ended if self._ended else None
+        self._ended = self._missed = 0
+        seen = ScaleLook(fleet.now / 1e9, load, len(fleet.serving), len(self._coming), missed)
+        before, self.state = self.state, next_wanted(self.state, seen, self.bounds)
+        more = self.state.wanted - seen.serving - seen.coming
+        if self.state.changed_s != before.changed_s and more:
+            self._tell("wanted", "", f"{self.state.wanted} of them: {self.state.reason}")
+            self._bring(more) if more > 0 else self._part_with(-more)
+        fleet.at(fleet.now + 1e9 * self.bounds.every_s, self._look)
+
+    def _prefill_share(self) -> float:
+        """How many TEs' time prompts have taken lately."""
+        now, recent = self.fleet.now, self._prefills
+        recent.append((now, self.fleet.prefill_ns))
+        while len(recent) > 2 and recent[1][0] <= now - 1e9 * WHILE_S:
+            recent.popleft()
+        (since, before), (_, total) = recent[0], recent[-1]
+        return (total - before) / max(now - since, 1e9 * WHILE_S)
+
+    def _bring(self, count: int) -> None:
+        for te in list(self._draining)[:count]:
+            del self._draining[te]
+            self.fleet.resume(te)
+            self._tell("stays", self.fleet.tes[te].name, "it was draining")
+            count -= 1
+        serving = len(self.fleet.serving)
+        for place in range(1, count + 1):
+            steps = self.scale_up.steps(place, serving)
+            ticket, self._tickets = self._tickets, self._tickets + 1
+            self._coming[ticket] = None
+            seconds = sum(step.seconds for step in steps)
+            slowest = max(steps, key=lambda step: step.seconds)
+            reason = f"{seconds:.2f} s, of which {slowest.name} {slowest.seconds:.2f} s ({slowest.source})"
+            self.fleet.at(self.fleet.now + 1e9 * seconds, self._joins(ticket, reason))
+
+    def _joins(self, ticket: int, reason: str) -> Callable[[], None]:
+        def join() -> None:
+            if ticket in self._coming:
+                del self._coming[ticket]
+                te = self.fleet.join(self.kind._replace(name=f"new {ticket}"))
+                self._tell("joins", self.fleet.tes[te].name, reason)
+
+        return join
+
+    def _part_with(self, count: int) -> None:
+        """Who comes latest is called off first; then those go that have least to do."""
+        for ticket in sorted(self._coming, reverse=True)[:count]:
+            del self._coming[ticket]
+            self._tell("called off", f"new {ticket}", "it was still on its way")
+            count -= 1
+        tasks = {te: sum(each.num_tasks for each in self.fleet.steppers_of(te)) for te in self.fleet.serving}
+        for te in sorted(tasks, key=lambda te: (tasks[te], -te))[:count]:
+            self.fleet.drain(te)
+            self._draining[te] = None
+            self._tell("drains", self.fleet.tes[te].name, f"it ends {tasks[te]} requests first")
+
+    def _tell(self, what: ScaleAct, te: str, reason: str) -> None:
+        self.events.append(ScaleEvent(self.fleet.now, what, te, len(self.fleet.serving), reason))

@@ -1,0 +1,144 @@
+"""What it costs to have more TEs: the five steps of DeepServe's Table 2, each with its source.
+
+The paper names steps and remedies, and gives few times: 0.3 s to make tensors, 35 % saved of starting a TE,
+64 TEs "within seconds". Times of loading follow from bytes and links of the timing model; what nothing is
+published of stands in `ScaleCosts` as assumed. TEs that load from DRAM are taken not to be in each other's
+way, as the eight of CM Table 1 are not; storage fills the pool once for all.
+
+NPU-fork is a chunked chain broadcast: die by die a serving TE gives its weights to the first of a chain of
+new ones, which passes each chunk on while it gets the next. Links are full duplex, so the k-th TE has all
+when
+
+    (chunks + k - 1) x (startup of a DMA + chunk / bandwidth)
+
+have passed. Between SuperPods there is RoCE, and a chunk crosses once for all TEs of a SuperPod: from there
+on a chain is as slow as that.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import msgspec
+
+from xdeepserve.engine.build import PodPlan
+from xdeepserve.engine.deploy.deployment import Deployment
+from xdeepserve.engine.loading import distinct_pieces, own_arrays
+from xdeepserve.engine.run.clock.routing import TimingConfig
+from xdeepserve.hw.spec import Param, Spec
+from xdeepserve.model.checkpoint import Checkpoint
+from xdeepserve.platform.step_price import StepCounts, StepPrice, with_room
+
+SUPERPOD = 768  # dies that UB connects (CM 3.1)
+
+
+class ScaleCosts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the timing model of a die does not say."""
+
+    pod: Param = Param(20.0, "s", "assumed: a container is placed and started; DS Table 2: slow")
+    warm_pod: Param = Param(0.1, "s", "assumed: a pod that runs is given away")
+    start: Param = Param(46.0, "s", "assumed: imports, NPU and HCCL one after another; DS 6.1: most of all")
+    start_saved: Param = Param(0.35, "ratio", "DS 6.1: late imports and parallel initialisation")
+    warm_te: Param = Param(0.1, "s", "assumed: a TE without a model gets its name and layout")
+    tensors: Param = Param(0.3, "s", "DS 6.2: tensor initialisation when loading from DRAM")
+    link: Param = Param(0.05, "s", "assumed: source and target connect (DS 6.2: before a fork)")
+    push: Param = Param(1e-3, "s", "assumed: a message to each job executor; DS Table 2: pushed")
+    chunk: Param = Param(64 * 2**20, "B", "ours: of a chain, long against a startup, short against a die")
+
+
+class ScaleWays(msgspec.Struct, frozen=True):
+    """Which remedies there are; without any, a TE starts cold and reads its model from storage."""
+
+    prewarmed: bool = True
+    preloaded: bool = True
+    fork: bool = True
+
+
+class HeldWeights(NamedTuple):
+    """Bytes of weights: of the die that has most, and of the model in storage."""
+
+    die: int
+    model: int
+
+
+class StepCost(NamedTuple):
+    """One of the five steps, for one TE."""
+
+    name: str
+    seconds: float
+    source: str
+
+
+class ScaleUp(msgspec.Struct, frozen=True):
+    """What it takes to bring TEs of one kind.
+
+    dummy_ns   of the request that a new TE serves to itself before others
+    dies       of a TE, which says how many there are in a SuperPod
+    """
+
+    weights: HeldWeights
+    dummy_ns: float
+    dies: int
+    ways: ScaleWays = ScaleWays()
+    spec: Spec = Spec()
+    costs: ScaleCosts = ScaleCosts()
+
+    def steps(self, place: int, serving: int) -> tuple[StepCost, ...]:
+        """Of the TE that is the `place`-th, from 1, of those that come beside `serving` others."""
+        spec, costs, ways = self.spec, self.costs, self.ways
+        pod, start = costs.pod, costs.start.value * (1 - costs.start_saved.value)
+        digest = spec.hbm_ns(self.weights.die) / 1e9
+        return (
+            StepCost("Scaler-Pre", *_of(costs.warm_pod if ways.prewarmed else pod)),
+            StepCost("TE-Pre-Load", *(_of(costs.warm_te) if ways.prewarmed else (start, costs.start.source))),
+            StepCost("TE-Load", *self._load(place, serving)),
+            StepCost(
+                "TE-Post-Load",
+                digest + self.dummy_ns / 1e9,
+                "digest at the speed of HBM, and a dummy request, priced; blocks beside it (DS Table 2)",
+            ),
+            StepCost("Scaler-Post", *_of(costs.push)),
+        )
+
+    def seconds(self, place: int, serving: int) -> float:
+        """All five."""
+        return sum(step.seconds for step in self.steps(place, serving))
+
+    def _load(self, place: int, serving: int) -> tuple[float, str]:
+        if self.ways.fork and serving:
+            pod = SUPERPOD // self.dies  # TEs of a SuperPod; those that serve stand first
+            crossed = (serving + place - 1) // pod - (serving - 1) // pod
+            seconds = self.fork_s(-(-place // serving), crossed)
+            return self.costs.link.value + seconds, f"NPU-fork: chain over {'RoCE' if crossed else 'UB'}"
+        hit = self.costs.tensors.value + self.weights.model / self.spec.pool_load.value
+        if self.ways.preloaded:
+            return hit, "DRAM hit: DS 6.2, and CM Table 1: from the pool at 134 GB/s"
+        miss = self.weights.model / self.spec.storage_bandwidth.value
+        return miss + hit, "DRAM miss: CM Table 1: storage fills the pool once for all, at 2.1 GB/s"
+
+    def fork_s(self, hop: int, crossed: int = 0, is_chunked: bool = True) -> float:
+        """Until the `hop`-th TE of a chain has its weights, `crossed` of whose hops are between SuperPods."""
+        spec, total, crossed = self.spec, self.weights.die, min(crossed, hop)
+        chunk = min(total, self.costs.chunk.value) if is_chunked else total
+        ub = spec.startup_ns("dma") + spec.link_ns(0, 0, chunk)
+        roce = 1e9 * (spec.roce_startup.value + chunk / spec.roce_bandwidth.value)
+        first = (hop - crossed) * ub + crossed * roce  # the first chunk, hop by hop
+        return (first + (math.ceil(total / chunk) - 1) * (roce if crossed else ub)) / 1e9
+
+
+def _of(cost: Param) -> tuple[float, str]:
+    return cost.value, cost.source
+
+
+def held_weights(checkpoint: Checkpoint, deployment: Deployment) -> HeldWeights:
+    """Of a TE of this deployment."""
+    plan = PodPlan(checkpoint, with_room(deployment), timing=TimingConfig())
+    (te,) = plan.tes
+    each = [sum(nbytes for _, nbytes in own_arrays(mem)) for _, mem in te.all_memories]
+    return HeldWeights(max(each), sum(distinct_pieces(te.all_memories).values()))
+
+
+def dummy_ns(price: StepPrice) -> float:
+    """A prompt of one token, and one more after it."""
+    return price(StepCounts(1, 1, 1, 1)) + price(StepCounts(1, 1, 2, 2))
