@@ -48,6 +48,9 @@ SUITES = {
         "from 1 TE to 64: each step, with and without pre-warming, DRAM and NPU-fork, in virtual time",
         ("plot",),
     ),
+    "pdc": Suite(
+        "TEs that prefill and TEs that decode: every fixed ratio, and one that follows the workload"
+    ),
     "recovery": Suite(
         "what faults cost by stage of recovery: tokens per second around each, in virtual time", ("plot",)
     ),

@@ -164,7 +164,7 @@ def priced_kinds(
         tokens = sum(te.acceptance**drafts for drafts in range(te.mtp + 1))
         limits = StepLimits(te.max_num_seqs, te.max_num_batched_tokens, positions, block, 1 + te.mtp, tokens)
         apart = (price, limits) if te.apart else None
-        moves = te.apart or te.role == "prefill"
+        moves = te.apart or te.role != "both"
         kinds.append(PricedKind(price, limits, apart, transfer_ns(model) if moves else 0.0, te.role))
     return kinds
 

@@ -113,6 +113,8 @@ class Fleet:
         self._takes = np.zeros(0, bool)  # requests, of each TE
         self.serving: dict[int, None] = {}  # TEs that take requests, or KV to decode
         self._lost: set[int] = set()
+        self._moving: set[int] = set()  # that others go on for
+        self._whole: dict[int, TracedRequest] = {}  # by number, of those that have moved
         self._events: list[tuple[float, int, int, TETask | Callable[[], None] | None]] = []
         self._order = 0
         self._valid: list[int] = []  # the order of the event that ends what is under way, of each stepper
@@ -122,6 +124,7 @@ class Fleet:
         self._undecoded: list[TETask] = []  # whose KV has nowhere to go
         self._num_left = 0  # requests that have not ended
         self.on_end: Callable[[ServedRequest], None] = lambda each: None
+        self.on_arrive: Callable[[TracedRequest], None] = lambda each: None
         for te in tes:
             self.join(te)
 
@@ -173,7 +176,27 @@ class Fleet:
         for index in self._halves(te):
             self._valid[index] = -1
             for task in self.steppers[index].tasks():
-                self._arrive(task.number, task.request)
+                self._arrive(task.number, self._whole.pop(task.number, task.request))
+
+    def move_out(self, te: int) -> None:
+        """One that decodes takes nothing more, and at the end of its step others go on with what it has; what
+        is on its way to it goes on to them, too."""
+        self.drain(te)
+        self._moving.add(te)
+        index = self._fronts[te]
+        if self.steppers[index].is_idle:
+            self._move(index)
+        else:
+            self.steppers[index].interrupt(self.now)
+            self._schedule(index, self.steppers[index].ends_at)
+
+    def _move(self, index: int) -> None:
+        for task, left in self.steppers[index].move_out():
+            request = task.request
+            self._whole.setdefault(task.number, request)
+            done = request.input_length + request.output_length - 1 - left
+            part = request._replace(input_length=done, output_length=left + 1)
+            self._send(TETask(task.number, part, task.number), self._owners[index])
 
     def is_empty(self, te: int) -> bool:
         """Whether it has nothing, and nothing is on its way to it."""
@@ -239,6 +262,7 @@ class Fleet:
         while arrived < len(requests) or self._events:
             if arrived < len(requests) and (not self._events or requests[arrived].at_ns < self._events[0][0]):
                 self.now = float(requests[arrived].at_ns)
+                self.on_arrive(requests[arrived])
                 self._arrive(arrived, requests[arrived])
                 arrived += 1
                 if arrived % EVERY == 0:
@@ -269,7 +293,10 @@ class Fleet:
 
     def _come(self, index: int, task: TETask) -> None:
         if self._owners[index] in self._lost:  # while its KV was on the way
-            self._arrive(task.number, task.request)
+            self._arrive(task.number, self._whole.pop(task.number, task.request))
+            return
+        if self._owners[index] in self._moving:
+            self._send(task, self._owners[index])
             return
         stepper = self.steppers[index]
         if not stepper.is_idle:
@@ -315,6 +342,8 @@ class Fleet:
                 self._end(index, task)
             else:
                 self._send(task, self._owners[index])
+        if self._owners[index] in self._moving:
+            self._move(index)
         self._begin(index)
         self._note(index)
 
@@ -333,7 +362,7 @@ class Fleet:
 
     def _end(self, index: int, task: TETask) -> None:
         first_ns, cached = self._first.pop(task.number)
-        request = task.request
+        request = self._whole.pop(task.number, task.request)
         served = ServedRequest(
             task.number, self._owners[index], request.at_ns, first_ns, self.now,
             request.input_length, request.output_length, cached,

@@ -349,6 +349,20 @@ class StepTE:
         self.tree.evict(group, gone)
         self.tell([block for block in gone if not self.tree.is_held(block)], False)
 
+    def move_out(self) -> list[tuple[TETask, int]]:
+        """Between steps, where only answers are computed: all that it has, and how many tokens each lacks."""
+        found = [(task, task.request.output_length - 1) for task in self.waiting]
+        for end, _, task in sorted(self._ends, key=lambda each: each[:2]):
+            left = math.ceil((end - self._step) * self.limits.tokens_each)
+            found.append((task, min(left, task.request.output_length - 1)))
+            self._running[task.group] -= 1
+            self._bases[task.group] -= task.base
+            self._held[task.group] -= task.need
+        self.num_tasks, self.positions = 0, 0.0
+        self.waiting.clear()
+        self._ends.clear()
+        return found
+
     def check_integrity(self) -> None:
         """Counts are those of the tasks that it has."""
         tasks = self.tasks()

@@ -1,0 +1,117 @@
+"""`xdeepserve bench pdc`: TEs that prefill and TEs that decode, as a workload changes (CloudMatrix 4.1).
+
+DeepSeek-R1 on six TEs of 32 dies; strangers with long prompts and short answers, then with short prompts
+and long answers, then both. Each phase asks for a part of what the ratio that is best for it can serve. Every
+fixed ratio serves it all, and one that begins even and follows the workload: by the lengths of answers that
+have ended, or (`knows`) of those that will, which nobody has but a perfect predictor. What counts is the
+share of requests within the bounds, of each phase and in all. The best of the fixed ones is known only
+afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import numpy as np
+
+from xdeepserve.bench.report import Row
+from xdeepserve.model.presets import resolve_model
+from xdeepserve.platform.cluster import Cluster, ClusterTE, fleet_tes, priced_kinds, scale_up_of
+from xdeepserve.platform.fleet import Fleet, FleetTE, ServedRequest, TERole
+from xdeepserve.platform.fleet_roles import FleetRoles
+from xdeepserve.platform.fleet_scaling import ScaleEvent
+from xdeepserve.platform.made_traffic import MadeTraffic, made
+from xdeepserve.platform.role_ratio import RoleBounds, RoleRates, Workload, role_rates
+from xdeepserve.platform.scale_up import ScaleUp, ScaleWays
+from xdeepserve.platform.service_report import Bounds, is_within
+from xdeepserve.platform.traces import TracedRequest
+
+CLUSTER = Cluster((ClusterTE(mtp=0, role="prefill"), ClusterTE(mtp=0, role="decode")))
+TOTAL = 6  # TEs
+SECONDS = 480.0  # of a phase
+SPREAD = 0.5  # of lengths
+ASKED = 0.6  # of what the best ratio for a phase can serve
+SERVICE = Bounds(ttft_s=10, tpot_ms=80)
+PHASES = {
+    "prefill-heavy": MadeTraffic(prompt=6000, output=60),
+    "decode-heavy": MadeTraffic(prompt=500, output=2000),
+    "mixed": MadeTraffic(prompt=2500, output=350),
+}
+
+
+def all_rows() -> Iterator[Row]:
+    """Every ratio on the whole workload."""
+    kinds = priced_kinds(CLUSTER, block=512)
+    first, second = fleet_tes(CLUSTER, kinds)
+    scale_up = scale_up_of(resolve_model(CLUSTER.model), CLUSTER.te[0], first.price, ScaleWays())
+    tes: dict[TERole, FleetTE] = {"prefill": first, "decode": second}
+    for name, each in PHASES.items():
+        found = rates_of(each, tes)
+        split = found.best_split(TOTAL)
+        yield Row(f"pdc/{name}/best ratio", split, "prefill", "predicted", f"of {TOTAL} TEs, by rates alone")
+    trace = phases(tes)
+    results = {f"fixed {count}:{TOTAL - count}": fixed(count, tes, trace) for count in range(1, TOTAL)}
+    changes = {}
+    for way, knows in (("adaptive", False), ("adaptive/knows", True)):
+        results[way], events = adaptive(tes, trace, scale_up, knows)
+        changes[way] = sum(event.what == "joins" for event in events)
+    for way, served in results.items():
+        for number, name in enumerate(PHASES):
+            mine = [each for each in served if each.at_ns // (1e9 * SECONDS) == number]
+            yield Row(f"pdc/{way}/{name}", within(mine), "%", "predicted", "within the bounds")
+        yield Row(f"pdc/{way}", within(served), "%", "predicted", "of all phases")
+    for way, count in changes.items():
+        yield Row(f"pdc/{way}/changes", count, "", "predicted", "of a TE's role")
+
+
+def rates_of(traffic: MadeTraffic, tes: dict[TERole, FleetTE]) -> RoleRates:
+    """What a TE of each role can do of these requests."""
+    long = traffic.prompt * float(np.exp(1.645 * SPREAD - SPREAD**2 / 2))
+    work = Workload(1.0, traffic.prompt, long, traffic.prompt, traffic.output)
+    limits = tes["prefill"].limits, tes["decode"].limits
+    return role_rates(tes["decode"].price, limits, work, 1e6 * SERVICE.tpot_ms)
+
+
+def phases(tes: dict[TERole, FleetTE]) -> list[TracedRequest]:
+    """One phase after the other, each at its own rate."""
+    trace: list[TracedRequest] = []
+    for number, traffic in enumerate(PHASES.values()):
+        rates = rates_of(traffic, tes)
+        split = rates.best_split(TOTAL)
+        count = int(ASKED * SECONDS * rates.capacity(split, TOTAL - split))
+        some = msgspec.structs.replace(
+            traffic, requests=count, seconds=SECONDS, spread=SPREAD, turns=1, systems=0, seed=number
+        )
+        later = round(1e9 * SECONDS * number)
+        trace += [each._replace(at_ns=each.at_ns + later, blocks=()) for each in made(some)]
+    return sorted(trace, key=lambda each: each.at_ns)
+
+
+def fleet_of(num_prefill: int, tes: dict[TERole, FleetTE]) -> Fleet:
+    """TEs of both roles."""
+    roles: list[TERole] = ["prefill" if number < num_prefill else "decode" for number in range(TOTAL)]
+    return Fleet([tes[role]._replace(name=f"{role} {number}") for number, role in enumerate(roles)], "load")
+
+
+def fixed(
+    num_prefill: int, tes: dict[TERole, FleetTE], trace: Sequence[TracedRequest]
+) -> list[ServedRequest]:
+    """By a ratio that stays."""
+    return fleet_of(num_prefill, tes).run(trace)
+
+
+def adaptive(
+    tes: dict[TERole, FleetTE], trace: Sequence[TracedRequest], scale_up: ScaleUp, knows: bool
+) -> tuple[list[ServedRequest], list[ScaleEvent]]:
+    """By one that follows, and what it did; told how long each answer will be, if it `knows`."""
+    fleet = fleet_of(TOTAL // 2, tes)
+    if knows:
+        fleet.predict = lambda each: each.output_length
+    roles = FleetRoles(fleet, tes, scale_up, RoleBounds(), SERVICE)
+    return fleet.run(trace), roles.events
+
+
+def within(served: Sequence[ServedRequest]) -> float:
+    """Share within the bounds, in percent."""
+    return 100 * sum(is_within(each.outcome(), SERVICE) for each in served) / len(served)

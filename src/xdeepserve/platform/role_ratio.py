@@ -1,0 +1,115 @@
+"""How many TEs prefill and how many decode: a pure function of the workload (CloudMatrix 4.1).
+
+The paper says that the ratio follows the workload's statistics, longer prompts more prefill and longer
+answers more decode, and leaves open how. Here a number of TEs is split so that what both halves can serve is
+most, and the split changes only if that serves more of what is asked, by a margin, for a while, and if it
+pays: requests won until the horizon are more than those lost while TEs change.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from xdeepserve.platform.step_price import StepCounts, StepPrice
+from xdeepserve.platform.step_te import StepLimits
+
+
+class RoleBounds(msgspec.Struct, frozen=True):
+    """How readily roles change."""
+
+    margin: float = 0.1  # of what is served now, that has to be won
+    headroom: float = 1.5  # times the rate of requests: what is worth being able to serve
+    horizon_s: float = 120.0  # for which the workload is taken to stay
+    patience_s: float = 10.0  # a split is the better one at every look for so long
+    calm_s: float = 30.0  # after a change, before another
+    every_s: float = 2.0  # between two looks
+    while_s: float = 30.0  # over which the workload is taken
+
+
+class Workload(NamedTuple):
+    """Requests per second, and tokens: of a mean prompt, of a long one (19 of 20 are shorter), of those that
+    are not cached, and of a mean answer."""
+
+    rate: float
+    prompt: float
+    long: float
+    computed: float
+    output: float
+
+
+class RoleRates(NamedTuple):
+    """Requests per second that a TE can prefill, and that one can decode."""
+
+    prefill: float
+    decode: float
+
+    def capacity(self, num_prefill: int, num_decode: int) -> float:
+        """Requests per second of so many."""
+        return min(num_prefill * self.prefill, num_decode * self.decode)
+
+    def best_split(self, total: int) -> int:
+        """How many of `total` TEs should prefill; at least one, and one decodes."""
+        return max(range(1, total), key=lambda count: (self.capacity(count, total - count), -count))
+
+
+class RoleState(msgspec.Struct, frozen=True):
+    """How many are to prefill, and what has to be remembered for the next look."""
+
+    num_prefill: int
+    reason: str = ""  # of the last change
+    changed_s: float = 0.0
+    better: int = 0  # the split that has been the better one since `since`
+    since: float | None = None
+
+
+def role_rates(
+    price: StepPrice, limits: tuple[StepLimits, StepLimits], work: Workload, tpot_ns: float
+) -> RoleRates:
+    """What a TE can do with such requests: prompts in full steps, in which all DP groups wait for the one at
+    the end of a long prompt; answers in the fullest batch that keeps `tpot_ns`, and that has KV. `limits` are
+    those of prefill and of decode."""
+    groups, (first, second) = price.num_groups, limits
+    rows = first.num_rows
+    step = price(StepCounts(rows, rows * groups, rows * work.long, work.long))
+    prefill = rows * groups / step * 1e9 / max(1.0, work.computed)
+    context = work.prompt + work.output / 2
+    fits = int(second.num_positions // (work.prompt + work.output))
+    each = second.rows_each
+
+    def decode_ns(batch: int) -> float:
+        return price(StepCounts(each * batch, each * batch * groups, each * batch * context, batch * context))
+
+    low, high = 1, max(1, min(second.num_seqs, fits))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if decode_ns(middle) <= tpot_ns * second.tokens_each else (low, middle - 1)
+    decode = low * groups * second.tokens_each / decode_ns(low) * 1e9 / max(1.0, work.output)
+    return RoleRates(prefill, decode)
+
+
+def next_roles(
+    before: RoleState, now_s: float, work: Workload, rates: RoleRates, total: int, change_s: float,
+    bounds: RoleBounds,
+) -> RoleState:  # fmt: skip
+    """The split after this look, of `total` TEs of which one takes `change_s` to change its role."""
+    count = before.num_prefill
+    best, asked = rates.best_split(total), bounds.headroom * work.rate
+    now, then = (min(asked, rates.capacity(each, total - each)) for each in (count, best))
+    both = min(count, best), min(total - count, total - best)  # while the others change
+    lost = (now - min(asked, rates.capacity(*both))) * change_s
+    won = (then - now) * (bounds.horizon_s - change_s)
+    if best == count or then < now * (1 + bounds.margin) or won <= lost:
+        return msgspec.structs.replace(before, since=None, better=count)
+    is_more = best > count
+    if before.since is None or (before.better > count) != is_more:
+        return msgspec.structs.replace(before, since=now_s, better=best)
+    if now_s - before.since < bounds.patience_s or now_s - before.changed_s < bounds.calm_s:
+        return msgspec.structs.replace(before, better=best)
+    here, there = (rates.capacity(each, total - each) for each in (count, best))
+    reason = (
+        f"{work.rate:.1f} requests/s of {work.prompt:.0f} + {work.output:.0f} tokens: {here:.1f}/s as it is, "
+        f"{there:.1f}/s then; {won:.0f} won, {lost:.0f} lost meanwhile"
+    )
+    return RoleState(best, reason, now_s, best)

@@ -1,0 +1,80 @@
+"""bench scale and bench pdc: what their rows say of each other, on prices that are made up."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.platform.test_fleet import LIMITS, PRICE
+from xdeepserve.bench import pdc, scale
+from xdeepserve.bench.report import Row
+from xdeepserve.cli import main
+from xdeepserve.platform.cluster import PricedKind
+from xdeepserve.platform.made_traffic import MadeTraffic
+from xdeepserve.platform.scale_up import HeldWeights, ScaleUp
+from xdeepserve.platform.service_report import Bounds
+
+UP = ScaleUp(HeldWeights(40 * 2**30, 670 * 10**9), 1e8, 32)
+
+
+def test_remedies_in_the_papers_order() -> None:
+    rows: dict[str, float] = {}
+    for ways in scale.all_ways():
+        up = msgspec.structs.replace(UP, ways=ways)
+        rows |= {row.name: row.value for row in scale.of_ways(up)}
+    last = {name: rows[f"scale/{name}/tes=64"] for name in map(scale.name_of, scale.all_ways())}
+    assert next(iter(last)) == "cold"
+    assert list(last)[-1] == "warm+dram+fork"
+    assert last["warm+dram+fork"] == last["warm+fork"] == min(last.values()) < 10, "within seconds"
+    assert last["warm+dram"] < last["warm"] < last["cold"] == max(last.values())
+    assert last["dram+fork"] < last["dram"]
+    for name, value in last.items():
+        steps = [rows[each] for each in rows if each.startswith(f"scale/{name}/tes=64/")]
+        assert sum(steps) == pytest.approx(value)
+    starts = [rows[f"scale/dram/tes=64/{step}"] for step in ("TE-Pre-Load", "Scaler-Pre", "TE-Load")]
+    assert max(starts) == starts[0], "DeepServe 6.1: the majority of startup time"
+
+
+def test_a_fork_costs_its_source_time_and_is_drawn(tmp_path: Path) -> None:
+    rows = list(scale.of_source(UP))
+    alone, during, steps = (row.value for row in rows)
+    assert alone < during < 2 * alone
+    assert 1 < steps < 10
+    pytest.importorskip("matplotlib")
+    rows += [
+        row for ways in scale.all_ways() for row in scale.of_ways(msgspec.structs.replace(UP, ways=ways))
+    ]
+    scale.plot(rows, tmp_path / "scale.png")
+    assert (tmp_path / "scale.png").stat().st_size > 1000
+
+
+def test_every_ratio_and_one_that_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = PricedKind(PRICE, LIMITS, None, 1000.0, "prefill")
+    kinds = [kind, msgspec.structs.replace(kind, role="decode")]
+    monkeypatch.setattr(pdc, "priced_kinds", lambda cluster, block: kinds)
+    monkeypatch.setattr(pdc, "scale_up_of", lambda *args: UP)
+    monkeypatch.setattr(pdc, "SECONDS", 40.0)
+    monkeypatch.setattr(pdc, "SERVICE", Bounds(1, 50))
+    traffic = {
+        "long prompts": MadeTraffic(prompt=400, output=4),
+        "long answers": MadeTraffic(prompt=20, output=200),
+    }
+    monkeypatch.setattr(pdc, "PHASES", traffic)
+    rows = {row.name: row.value for row in pdc.all_rows()}
+    assert rows["pdc/long prompts/best ratio"] > rows["pdc/long answers/best ratio"]
+    fixed = [rows[f"pdc/fixed {count}:{pdc.TOTAL - count}"] for count in range(1, pdc.TOTAL)]
+    assert rows["pdc/adaptive/knows"] > sorted(fixed)[len(fixed) // 2], "better than most, late as it is"
+    assert rows["pdc/adaptive/changes"] >= 2
+    assert all(0 <= value <= 100 for name, value in rows.items() if "fixed" in name)
+
+
+def test_options_of_others_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "pdc", "--plot", "x.png"]) == 2
+    assert "not to bench pdc" in capsys.readouterr().err
+
+
+def test_rows_have_meanings() -> None:
+    from xdeepserve.bench.report import group_of
+
+    names = [Row("scale/source/x", 1, "", "predicted"), Row("scale/cold", 1, "", "predicted")]
+    assert [group_of(row.name) for row in names] == ["scale/source", "scale"]
