@@ -2,8 +2,10 @@
 
 Traffic of chats comes to four TEs at the grain of a step: what a step costs is read off timing-only runs of
 the engine, for its counts, and the step itself is not run. Each decision is printed with its reason
-(DeepServe 5), then what policies come to on a busy hour; and at last traffic of the same kind is served with
-tokens by a small pod, whose bits are those of one die.
+(DeepServe 5), then what policies come to on a busy hour. Then TEs come and go: a burst brings more by
+NPU-fork (DeepServe 6), one is lost, and some change their role as long prompts give way to long answers
+(CloudMatrix 4.1); a line for each decision. At last traffic of the same kind is served with tokens by a small
+pod, whose bits are those of one die.
 
     python examples/19_platform.py
 """
@@ -17,9 +19,15 @@ import msgspec
 from xdeepserve import LLM
 from xdeepserve.engine.balance.te_policies import Policy
 from xdeepserve.llm import digest
-from xdeepserve.platform.cluster import Cluster, ClusterTE, fleet_tes, priced_kinds
-from xdeepserve.platform.fleet import Decision, Fleet, FleetTE
+from xdeepserve.model.presets import resolve_model
+from xdeepserve.platform.auto_scaler import ScaleBounds
+from xdeepserve.platform.cluster import Cluster, ClusterTE, fleet_tes, priced_kinds, scale_up_of
+from xdeepserve.platform.fleet import Decision, Fleet, FleetTE, TERole
+from xdeepserve.platform.fleet_roles import FleetRoles
+from xdeepserve.platform.fleet_scaling import FleetScaler, ScaleEvent
 from xdeepserve.platform.made_traffic import MadeTraffic, made
+from xdeepserve.platform.role_ratio import RoleBounds
+from xdeepserve.platform.scale_up import ScaleUp, ScaleWays
 from xdeepserve.platform.service_report import Bounds, report
 from xdeepserve.platform.token_replay import replayed
 from xdeepserve.platform.traces import TracedRequest
@@ -30,6 +38,10 @@ HOUR = MadeTraffic(
 )
 BUSY = 1200  # times as fast as an hour: a small model is quick
 SMALL = MadeTraffic(requests=12, seconds=0.05, prompt=80, output=6, system=32, block=16, pause=0.02)
+BURST = MadeTraffic(
+    requests=4000, seconds=12, swing=1.0, prompt=600, output=80, spread=0.5, turns=1, systems=0, block=16
+)
+PROMPTS = MadeTraffic(requests=6000, seconds=4, spread=0.3, turns=1, systems=0, block=16)
 SHOWN = 6
 BOUNDS = Bounds(ttft_s=0.008, tpot_ms=5)
 
@@ -73,6 +85,44 @@ def policies(tes: Sequence[FleetTE], trace: Sequence[TracedRequest]) -> None:
         )
 
 
+def told(events: Sequence[ScaleEvent], width: int = 76) -> None:
+    for event in events:
+        te = f" {event.te}" if event.te else ""
+        reason = event.reason if len(event.reason) <= width else event.reason[: width - 2] + " .."
+        print(f"  {event.at_ns / 1e9:6.2f} s {event.what}{te}: {reason}")
+
+
+def scaling(kind: FleetTE, scale_up: ScaleUp) -> None:
+    print("\na burst comes to one TE; at 9 s one that has come is lost:")
+    fleet = Fleet([kind], "load")
+    bounds = ScaleBounds(most=4, every_s=0.05, up_s=0.2, calm_s=0.6, down_s=1.5)
+    scaler = FleetScaler(fleet, kind, scale_up, bounds, BOUNDS)
+    fleet.at(9e9, lambda: scaler.lose(1) if 1 in fleet.serving else None)
+    served = fleet.run(made(BURST))
+    told(scaler.events)
+    print(f"  {len(served):,} of {BURST.requests:,} requests served, {len(fleet.tes)} TEs in all")
+
+
+def roles(kind: FleetTE, scale_up: ScaleUp) -> None:
+    print("\nlong prompts with short answers, then short prompts with long answers:")
+    kinds: dict[TERole, FleetTE] = {
+        "prefill": kind._replace(role="prefill"),
+        "decode": kind._replace(role="decode"),
+    }
+    start: list[TERole] = ["prefill", "prefill", "prefill", "decode", "decode", "decode"]
+    fleet = Fleet([kinds[role]._replace(name=f"{role} {n}") for n, role in enumerate(start)], "load")
+    bounds = RoleBounds(every_s=0.1, patience_s=0.5, calm_s=1, while_s=1)
+    changing = FleetRoles(fleet, kinds, scale_up, bounds, BOUNDS)
+    first = msgspec.structs.replace(PROMPTS, prompt=900, output=2)
+    second = msgspec.structs.replace(PROMPTS, prompt=20, output=150, seed=1)
+    later = round(1e9 * PROMPTS.seconds)
+    answers = [each._replace(at_ns=each.at_ns + later, blocks=()) for each in made(second)]
+    prompts = [each._replace(blocks=()) for each in made(first)]
+    served = fleet.run(sorted([*prompts, *answers], key=lambda each: each.at_ns))
+    told(changing.events)
+    print(f"  {len(served):,} of {2 * PROMPTS.requests:,} requests served")
+
+
 def with_tokens() -> None:
     print("\nthe same kind of traffic, with tokens:")
     digests = {}
@@ -92,11 +142,15 @@ def with_tokens() -> None:
 
 
 def main() -> None:
-    tes = fleet_tes(CLUSTER, priced_kinds(CLUSTER, HOUR.block))
+    kinds = priced_kinds(CLUSTER, HOUR.block)
+    tes = fleet_tes(CLUSTER, kinds)
     prices(tes)
     trace = made(msgspec.structs.replace(HOUR, seconds=HOUR.seconds / BUSY, pause=HOUR.pause / BUSY))
     decisions(tes, trace)
     policies(tes, trace)
+    scale_up = scale_up_of(resolve_model(CLUSTER.model), CLUSTER.te[0], kinds[0].price, ScaleWays())
+    scaling(tes[0], scale_up)
+    roles(tes[0], scale_up)
     with_tokens()
 
 

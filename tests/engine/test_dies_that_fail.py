@@ -11,8 +11,10 @@ import pytest
 
 from tests.engine.histories import SMALL
 from xdeepserve import LLM, SamplingParams
+from xdeepserve.engine.loading import load_ns
 from xdeepserve.engine.messages import StepFailed
 from xdeepserve.engine.serving.engine import Engine
+from xdeepserve.engine.weight_digests import digests
 from xdeepserve.errors import CheckpointError, HardwareError, LostDieError, XDeepServeError
 from xdeepserve.hw.faults import Fault
 from xdeepserve.llm import build_engine
@@ -100,6 +102,55 @@ def test_a_peer_does_not_answer_while_another_loads_from_it(tiny: TinyCheckpoint
         await engine.stop()
 
     run(main())
+
+
+@pytest.mark.parametrize("lost", ["source", "target"])
+def test_a_die_is_lost_at_each_tenth_of_a_fork(tiny: TinyCheckpoint, lost: str) -> None:
+    """Another peer gives the weights, or the load ends with a line; no token changes."""
+    with LLM(tiny, "monolithic", "int8", overrides=SMALL) as llm:
+        (expected,) = llm.generate([[1, 2, 3]], PARAMS)
+
+    async def change(engine: Engine, tenth: int) -> str:
+        clock, pod = engine.plan.pod.clock, engine.plan.pod
+        lasts = load_ns(engine.plan.tes[0], "peer")
+        joining = clock.spawn(engine.add_te(source="peer"), name="add")
+        while not engine.plan.loadings:
+            await clock.sleep(1)
+        (load,) = engine.plan.loadings.values()
+        await clock.sleep(lasts * tenth // 10)
+        assert engine.plan.loadings, "it has not ended"
+        pod.break_die(engine.plan.tes[0].dies[1] if lost == "source" else load.te.dies[1])
+        if lost == "target":
+            with pytest.raises(LostDieError, match=r"^die 5 of te 2 is lost: its memory does not"):
+                await clock.join(joining)
+            return ""
+        await clock.join(joining)
+        return joining.result()
+
+    async def main(engine: Engine, tenth: int) -> list[list[int]]:
+        await engine.start()
+        await engine.add_te()
+        requests = [engine.submit([1, 2, 3], PARAMS, str(number)) for number in range(4)]
+        sequences = [request.sequences[0] for request in requests]
+        name = await engine.plan.pod.clock.spawn(change(engine, tenth), name="change")
+        requests += [engine.submit([1, 2, 3], PARAMS, str(number)) for number in range(4, 8)]
+        sequences += [request.sequences[0] for request in requests[4:]]
+        for request in requests:
+            async for _ in request:
+                pass
+        await engine.settle()
+        engine.check_integrity()
+        assert engine.is_healthy()
+        ready = [te.sizes.name for te in engine.je.tes if te.life == "ready"]
+        assert ready == (["te 1", name] if lost == "source" else ["te", "te 1"])
+        found = [digests(mem) for _, mem in engine.plan.tes[-1].all_memories]
+        assert found == [digests(mem) for _, mem in engine.plan.tes[-2].all_memories]
+        await engine.stop()
+        return [seq.token_ids[seq.num_prompt :] for seq in sequences]
+
+    for tenth in range(10):
+        engine = build_engine(tiny, "colocated", "int8", overrides=TWO_DIES)
+        assert run(main(engine, tenth)) == [list(expected.outputs[0].token_ids)] * 8
 
 
 def test_the_last_te_leaves_a_guest_whose_others_have_failed(tiny: TinyCheckpoint) -> None:

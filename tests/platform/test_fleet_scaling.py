@@ -91,7 +91,7 @@ def test_a_scaler_makes_good_for_who_is_lost() -> None:
     scaler = FleetScaler(fleet, KIND, UP, bounds, SERVICE)
     fleet.at(2e9, lambda: scaler.lose(1))
     assert len(fleet.run(small(seed=6))) == len(small(seed=6))
-    assert [event.what for event in scaler.events] == ["lost", "wanted", "joins"]
+    assert [event.what for event in scaler.events] == ["lost", "joins"]
 
 
 def test_a_request_that_no_te_serves_in_time_asks_for_none() -> None:

@@ -58,12 +58,14 @@ class FleetScaler:
         fleet.at(0.0, self._look)
 
     def lose(self, te: int) -> None:
-        """A TE fails; what it had begins again elsewhere."""
+        """A TE fails: what it had begins again elsewhere, and another comes in its place."""
         name = self.fleet.tes[te].name
         self._draining.pop(te, None)
         num = sum(each.num_tasks for each in self.fleet.steppers_of(te))
         self.fleet.lose(te)
         self._tell("lost", name, f"{num} requests begin again elsewhere")
+        if len(self.fleet.serving) + len(self._coming) < self.state.wanted:
+            self._bring(1)
 
     def _heard(self, served: ServedRequest) -> None:
         each = served.outcome()
@@ -114,8 +116,8 @@ class FleetScaler:
             ticket, self._tickets = self._tickets, self._tickets + 1
             self._coming[ticket] = None
             seconds = sum(step.seconds for step in steps)
-            slowest = max(steps, key=lambda step: step.seconds)
-            reason = f"{seconds:.2f} s, of which {slowest.name} {slowest.seconds:.2f} s ({slowest.source})"
+            (load,) = (step for step in steps if step.name == "TE-Load")
+            reason = f"{seconds:.2f} s, of which weights {load.seconds:.2f} s ({load.source})"
             self.fleet.at(self.fleet.now + 1e9 * seconds, self._joins(ticket, reason))
 
     def _joins(self, ticket: int, reason: str) -> Callable[[], None]:
