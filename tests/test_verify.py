@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from xdeepserve.engine.deploy.fit import fit
 from xdeepserve.engine.deploy.resolve import PRESETS, resolve
-from xdeepserve.engine.deploy.sizes import fit
 from xdeepserve.engine.pool_use import PoolUse
 from xdeepserve.errors import DeploymentError
 from xdeepserve.model.config import ModelConfig

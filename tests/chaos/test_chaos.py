@@ -88,6 +88,14 @@ FOUND = {  # bugs that chaos has found, as small as it made them
             Fault(18851.45, kind="glitch", die=5, code="unspecified"),
         ),
     ),
+    "each heartbeat put off the deadline of a copy from the pool, whose die was lost": FaultSchedule(
+        "eaas",
+        ("ems.block_size=16",),
+        seed=1045,
+        num_requests=1,
+        pool="filled",
+        faults=(Fault(3.581, 0, "lost"),),
+    ),
 }
 RECOVERED = {  # bugs that glitches have found; nobody may fail of these
     "an expert die whose kernels had all failed was over for its program": FaultSchedule(

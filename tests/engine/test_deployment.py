@@ -9,10 +9,10 @@ import pytest
 
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Deployment, Kind
+from xdeepserve.engine.deploy.fit import fit
 from xdeepserve.engine.deploy.resolve import PRESETS, SELF_SIZING, resolve
 from xdeepserve.engine.deploy.roles import DEPLOYMENTS
 from xdeepserve.engine.deploy.settings import settings
-from xdeepserve.engine.deploy.sizes import fit
 from xdeepserve.errors import DeploymentError
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import TinyCheckpoint

@@ -6,8 +6,8 @@ import pytest
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.comm.distflow import backend_between
 from xdeepserve.engine.build import PodPlan
+from xdeepserve.engine.deploy.fit import fit
 from xdeepserve.engine.deploy.resolve import resolve
-from xdeepserve.engine.deploy.sizes import fit
 from xdeepserve.engine.description import describe
 from xdeepserve.errors import DeploymentError, HardwareError
 from xdeepserve.hw.atlas import atlas_a2

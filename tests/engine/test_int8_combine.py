@@ -8,8 +8,8 @@ import pytest
 
 from tests.engine.test_lockstep import GREEDY, PROMPTS
 from xdeepserve.comm.exchange.answers import AnswerFormat
+from xdeepserve.engine.deploy.fit import fit
 from xdeepserve.engine.deploy.resolve import resolve
-from xdeepserve.engine.deploy.sizes import fit
 from xdeepserve.engine.run.arithmetic import quantize_rows
 from xdeepserve.errors import DeploymentError
 from xdeepserve.llm import LLM, build_engine, digest

@@ -11,8 +11,8 @@ import pytest
 
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.build import PodPlan
+from xdeepserve.engine.deploy.fit import fit
 from xdeepserve.engine.deploy.resolve import resolve
-from xdeepserve.engine.deploy.sizes import fit
 from xdeepserve.engine.lanes import STREAMS
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.walk.schedule import InOrder, Schedule, side_by_side

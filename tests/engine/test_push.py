@@ -6,9 +6,9 @@ import pytest
 
 from tests.engine.pods import SHAPES, overrides
 from tests.engine.test_lockstep import GREEDY, PROMPTS
+from xdeepserve.engine.deploy.fit import fit
 from xdeepserve.engine.deploy.no_effect import without_effect
 from xdeepserve.engine.deploy.resolve import resolve
-from xdeepserve.engine.deploy.sizes import fit
 from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.trace import TraceSpan
 from xdeepserve.llm import LLM, digest

@@ -10,8 +10,8 @@ import pytest
 from xdeepserve.bench import engine as bench
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import ExecutionConfig, RoleExecution
+from xdeepserve.engine.deploy.fit import fit
 from xdeepserve.engine.deploy.resolve import resolve
-from xdeepserve.engine.deploy.sizes import fit
 from xdeepserve.engine.description import hosts
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.te.host import GC_PERIOD, PREEMPTION_RATE, Host

@@ -20,6 +20,7 @@ from xdeepserve.ems.directory import verify
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.live import Request
 from xdeepserve.errors import InputError, XDeepServeError
+from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.trace import TraceSpan
 from xdeepserve.llm import RequestOutput, build_engine
 from xdeepserve.llm.request_outputs import collected
@@ -27,8 +28,9 @@ from xdeepserve.loop import run
 from xdeepserve.model.checkpoint import Checkpoint
 
 IN_MEMORY = Path("/dev/shm")  # nobody is killed here, so that nothing has to reach a disk
-PATIENCE_S = 120  # of this process's time, some thousand times what a schedule takes
+PATIENCE_S = 60  # of this process's time, some hundred times what a schedule takes
 SILENCE_S = 1200  # of wall time: other work may want the computer, too
+LONGEST_NS = 10**13  # of virtual time, near three hours: a die is lost after a minute, and faults are few
 
 
 class Aftermath(msgspec.Struct):
@@ -109,7 +111,7 @@ async def _endured(engine: Engine, schedule: FaultSchedule) -> Aftermath:
         clock.spawn(_move(engine, change), name=f"change {number} of servers")
     at_rest = asyncio.Event()
     clock.when_at_rest(at_rest.set)
-    if not await _comes(at_rest):
+    if not await _comes(at_rest, clock):
         after.log.append(f"virtual time stands still at {clock.now} ns, or goes on for ever")
         engine.plan.close()
         return after
@@ -131,13 +133,15 @@ async def _endured(engine: Engine, schedule: FaultSchedule) -> Aftermath:
     return after
 
 
-async def _comes(event: asyncio.Event) -> bool:
-    """Wait for it; False if it takes too long."""
+async def _comes(event: asyncio.Event, clock: Clock) -> bool:
+    """Wait for it; False if it takes too long, of this computer's time or of virtual time."""
     spent, begun = time.process_time(), time.monotonic()
     while time.process_time() - spent < PATIENCE_S and time.monotonic() - begun < SILENCE_S:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(event.wait(), 1)
             return True
+        if clock.now > LONGEST_NS:
+            break
     return False
 
 

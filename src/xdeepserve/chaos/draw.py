@@ -9,8 +9,9 @@ from typing import Literal
 import msgspec
 
 from xdeepserve.chaos.fault_schedule import FaultSchedule, PoolState, ServerChange
+from xdeepserve.engine.deploy.fit import fit
 from xdeepserve.engine.deploy.resolve import resolve
-from xdeepserve.engine.deploy.sizes import Sizes, fit
+from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.error_codes import GLITCHES
 from xdeepserve.hw.fault_kinds import RULES, Kind, OnPlane, Place

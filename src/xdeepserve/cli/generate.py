@@ -99,8 +99,7 @@ def run(args: argparse.Namespace) -> int:
     """Complete the prompts; print text, or one JSON object."""
     from xdeepserve.engine.dp.sampling_params import SamplingParams
 
-    if not args.prompts:
-        raise InputError("no prompt: give --prompt TEXT or --prompt-ids 1,2,3")
+    _check_options(args)
     params = SamplingParams(
         max_tokens=args.max_tokens,
         temperature=args.temperature,
@@ -109,27 +108,9 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         ignore_eos=args.ignore_eos,
     )
-    if args.timeline and args.json:
-        raise InputError(
-            "--json prints one object, and --timeline draws: choose one (--trace goes with both)"
-        )
-    if args.trace is not None:
-        check_writable(args.trace, "--trace")
-    if args.record is not None:
-        if args.trace is not None or args.timeline:
-            raise InputError("--record draws one step at a time, and --trace and --timeline all: choose one")
-        check_writable(args.record, "--record")
     from xdeepserve.llm import LLM, digest
-    from xdeepserve.model.presets import resolve_model
 
-    checkpoint = resolve_model(args.model)
-    if args.timing_only and args.json:
-        raise InputError("--json prints a digest of all bits, and --timing-only computes none: choose one")
-    if not args.timing_only and not checkpoint.has_weights:
-        raise InputError(f"{args.model} is a configuration without weights: give --timing-only")
-    is_text = any(isinstance(prompt, str) for prompt in args.prompts)
-    if is_text and not (checkpoint.directory / "tokenizer.json").is_file():
-        raise InputError(f"{args.model} has no tokenizer.json: give --prompt-ids, not --prompt")
+    checkpoint = _checkpoint(args)
     with (
         working(f"Loading {args.model}", is_quiet=args.json) as status,
         LLM(
@@ -160,6 +141,37 @@ def run(args: argparse.Namespace) -> int:
             print("the last step, in virtual time:", *drawn, "", sep="\n")
         _print(outputs, virtual_ms, args.timing_only)
     return 0
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Refuse options that contradict one another, and files that cannot be written, before anything loads."""
+    if not args.prompts:
+        raise InputError("no prompt: give --prompt TEXT or --prompt-ids 1,2,3")
+    if args.timeline and args.json:
+        raise InputError(
+            "--json prints one object, and --timeline draws: choose one (--trace goes with both)"
+        )
+    if args.timing_only and args.json:
+        raise InputError("--json prints a digest of all bits, and --timing-only computes none: choose one")
+    if args.trace is not None:
+        check_writable(args.trace, "--trace")
+    if args.record is not None:
+        if args.trace is not None or args.timeline:
+            raise InputError("--record draws one step at a time, and --trace and --timeline all: choose one")
+        check_writable(args.record, "--record")
+
+
+def _checkpoint(args: argparse.Namespace) -> Checkpoint:
+    """The model, refused where it lacks what the options ask of it: weights, a tokenizer."""
+    from xdeepserve.model.presets import resolve_model
+
+    checkpoint = resolve_model(args.model)
+    if not args.timing_only and not checkpoint.has_weights:
+        raise InputError(f"{args.model} is a configuration without weights: give --timing-only")
+    is_text = any(isinstance(prompt, str) for prompt in args.prompts)
+    if is_text and not (checkpoint.directory / "tokenizer.json").is_file():
+        raise InputError(f"{args.model} has no tokenizer.json: give --prompt-ids, not --prompt")
+    return checkpoint
 
 
 @contextlib.contextmanager

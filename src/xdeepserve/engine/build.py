@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from xdeepserve.engine.deploy.deployment import Deployment, ExpertConfig, Role
+from xdeepserve.engine.deploy.fit import fit
 from xdeepserve.engine.deploy.roles import DEPLOYMENTS
 from xdeepserve.engine.deploy.scale_down import largest
-from xdeepserve.engine.deploy.sizes import Sizes, fit
+from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.lanes import DEFAULT_SHOWN_DIES, name_lanes
 from xdeepserve.engine.loading import Loading, Progress, Source, read_again, read_weights

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from xdeepserve.engine.deploy.fit import fit
 from xdeepserve.engine.deploy.resolve import PRESETS, resolve
-from xdeepserve.engine.deploy.sizes import fit
 from xdeepserve.errors import DeploymentError
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.verify.case import Case, Subject

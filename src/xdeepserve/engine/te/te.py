@@ -133,12 +133,11 @@ class TE:
     @property
     def expert_load(self) -> list[ExpertLoad]:
         """How uneven the load of each layer's experts was in the latest time slice."""
-        if self.reconfiguration is None:
+        if (balance := self.reconfiguration) is None:
             return []
-        name, layers = self.sizes.name, self.reconfiguration.layers
         return [
-            ExpertLoad(te=name, layer=layer, hottest_expert=skew.experts, hottest_die=skew.dies)
-            for layer, skew in zip(layers, self.reconfiguration.skews, strict=False)
+            ExpertLoad(te=self.sizes.name, layer=layer, hottest_expert=skew.experts, hottest_die=skew.dies)
+            for layer, skew in zip(balance.layers, balance.skews, strict=False)
         ]
 
     @property
@@ -358,8 +357,9 @@ class TE:
 
     async def hear(self, deadline_ns: int | None) -> msgspec.Struct:
         """The next message; ends of transfers are passed on. DeadlineError names the groups that are lost."""
-        try:
-            message = await self.inbox.get(deadline_ns)
+        try:  # what the control plane asks says nothing of dies, and moves no deadline
+            while isinstance(message := await self.inbox.get(deadline_ns), Beat):
+                self.take(message)
         except DeadlineError as passed:
             raise self.health.error() or passed from None
         self.take(message)

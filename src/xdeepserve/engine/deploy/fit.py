@@ -1,0 +1,195 @@
+"""Fits a deployment to a model: the numbers of each of its task executors, or every reason why not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate, pairwise, starmap
+
+from xdeepserve.engine.deploy import expert_services, refusals
+from xdeepserve.engine.deploy.deployment import (
+    AttentionConfig,
+    Deployment,
+    ExpertConfig,
+    PipelineConfig,
+    ServiceConfig,
+)
+from xdeepserve.engine.deploy.roles import TEKind, Turns
+from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.deploy.teams import Teams, TEDies, num_routed_experts
+from xdeepserve.errors import DeploymentError
+from xdeepserve.hw.topology import Topology
+from xdeepserve.model.checkpoint import num_parameters
+from xdeepserve.model.config import ModelConfig
+
+MAX_DIES = 768
+LARGE_MODEL = 50_000_000  # parameters
+
+
+def fit(deployment: Deployment, config: ModelConfig, is_timing_only: bool = False) -> tuple[Sizes, ...]:
+    """The TEs of a deployment for a model. DeploymentError with every reason why they cannot be built.
+
+    In a run that `is_timing_only` there may be more dies than routed experts, without slots that are said.
+    """
+    teams = Teams(deployment, config, is_timing_only)
+    tes = teams.tes()
+    num_experts = teams.num_experts
+    reasons = refusals.reasons_against(deployment, config) + teams.reasons
+    reasons += refusals.reasons_against_replicas(deployment, num_experts)
+    reasons += expert_services.reasons_elsewhere(deployment)
+    if not reasons and num_experts:
+        holders = {te.name: te.num_holders for te in tes}
+        if is_timing_only:
+            reasons += refusals.reasons_against_timing(deployment)
+        reasons += refusals.reasons_against_slots(deployment, num_experts, holders)
+    first_die = _places(deployment, tes, reasons)
+    if reasons:
+        raise DeploymentError(f"deployment {deployment.name}: " + "; ".join(reasons))
+    return tuple(size(deployment, config, te, first_die[te.name], is_timing_only) for te in tes)
+
+
+def _places(d: Deployment, tes: Sequence[TEDies], reasons: list[str]) -> dict[str, int]:
+    """The first die of each TE by name. A SuperPod's dies come first; prefill that finds no room there, or is
+    of other hardware, is beside it. What is wrong with that is added to `reasons`."""
+    prefills = [te for te in tes if te.kind.role == "prefill"]
+    is_beside = _total(tes) > MAX_DIES or any(te.is_foreign for te in prefills)
+    beside = prefills if is_beside else []
+    within = [te for te in tes if te not in beside]
+    if any(te.is_foreign for te in beside) and d.fabric == "ub":
+        reasons.append(
+            "fabric=ub does not lead from prefill.hardware=910b, which is on no UB plane, to decode: set "
+            "fabric=auto, roce or vpc"
+        )
+    elif _total(within) > MAX_DIES:
+        reasons.append(f"a SuperPod has {MAX_DIES} dies, this deployment needs {_total(within)}")
+    elif beside and d.fabric == "ub":
+        reasons.append(
+            f"a SuperPod has {MAX_DIES} dies, this deployment needs {_total(tes)}: to have prefill beside "
+            "it, set fabric=auto, roce or vpc, since UB does not leave the pod"
+        )
+    first_die, next_die = {}, 0
+    for te in within + beside:
+        if te in beside:
+            next_die = max(next_die, MAX_DIES)
+        first_die[te.name] = next_die
+        next_die += Topology().dies_per_server if te.is_foreign else te.total
+    return first_die
+
+
+def _total(tes: Sequence[TEDies]) -> int:
+    return sum(te.total for te in tes)
+
+
+def num_mtp_layers(deployment: Deployment, config: ModelConfig) -> int:
+    """MTP layers that a deployment uses: one for each draft, as far as there are any."""
+    wanted = min(deployment.mtp, 1) if deployment.mtp_reuse else deployment.mtp
+    return min(wanted, config.num_nextn_predict_layers)
+
+
+def _is_lockstep(d: Deployment, row: TEKind, config: ModelConfig) -> bool:
+    """Whether the dies of a TE run in lockstep. Unless it is said, dies that are all alike do with a large
+    model, if they can. The kernels of a small one are compiled in half the time.
+    """
+    if d.lockstep is not None:
+        return d.lockstep and row.lockstep != "never"
+    is_possible = row.lockstep == "large" and not refusals.reasons_against_lockstep(d, config)
+    if row.is_single and d.execution is not None:
+        is_possible = False  # a step on one die is one call, and has no launches that would cost something
+    return is_possible and num_parameters(config) >= LARGE_MODEL
+
+
+def _turns(d: Deployment, row: TEKind) -> Turns:
+    """How a step takes turns: as is asked for, if the TE can, or as its kind does by itself."""
+    has_microbatches = d.pipeline is not None and d.pipeline.microbatches > 1
+    asked = {"dataflow": d.dataflow, "overlap": has_microbatches}
+    return next((turns for turns in row.turns if asked.get(turns)), row.turns[0])
+
+
+def _spread(num_experts: int, te: TEDies, counts: Sequence[int] | None, vacant: int = 0) -> tuple[range, ...]:
+    """The routed experts of each die that may hold some: `counts`, if that is said for so many; else an even
+    share, or one on each of the first ones. The last `vacant` ones have none."""
+    first = min(te.num_holders - te.num_shared_dies - vacant, num_experts) or 1
+    if counts is not None and len(counts) == te.num_routed_dies - vacant:
+        ends = [0, *accumulate(counts)]
+        others = te.num_shared_dies + vacant
+        return (*starmap(range, pairwise(ends)), *[range(num_experts, num_experts)] * others)
+    shares = [range(num_experts * r // first, num_experts * (r + 1) // first) for r in range(first)]
+    return (*shares, *[range(num_experts, num_experts)] * (te.num_holders - first))
+
+
+def _copies(
+    experts: ExpertConfig, te: TEDies, experts_of: Sequence[range], vacant: int
+) -> tuple[tuple[int, ...], ...]:
+    """The experts of which each server has copies from the start; fewer of each where fewer dies are left."""
+    num_servers = te.num_routed_dies - vacant
+    copies = max(0, min(experts.copies, num_servers - 1))
+    if not te.kind.has_services or not (copies or vacant):
+        return ()
+    return expert_services.copies_of(experts_of, num_servers, copies, vacant)
+
+
+def size(
+    d: Deployment, config: ModelConfig, te: TEDies, first_die: int = 0, is_timing_only: bool = False
+) -> Sizes:
+    """The numbers of one TE. In runs that only take time nobody computes, in lockstep or otherwise."""
+    row, given = te.kind, te.given
+    num_experts = num_routed_experts(config, d.mtp)
+    attention, experts = d.attention or AttentionConfig(), d.experts or ExpertConfig()
+    pipeline, turns = d.pipeline or PipelineConfig(), _turns(d, row)
+    overlap = pipeline.overlap or ("engines" if row.role == "prefill" else "cores")
+    max_model_len = refusals.context_of(d, config)
+    max_tokens = given.max_num_batched_tokens or d.scheduler.max_num_batched_tokens
+    max_seqs = given.max_num_seqs or d.scheduler.max_num_seqs
+    vacant = min(experts.vacancies, te.num_routed_dies - 1) if row.has_services else 0
+    experts_of = _spread(num_experts, te, experts.counts, vacant)
+    copies_of = _copies(experts, te, experts_of, vacant)
+    num_blocks = d.cache.num_blocks
+    if num_blocks is None:
+        num_blocks = -(-max(max_model_len, refusals.DEFAULT_MODEL_LEN) // d.cache.block_size)
+    return Sizes(
+        name=te.name,
+        role=row.role,
+        first_die=first_die,
+        hardware=given.hardware,
+        num_dies=te.num_dies,
+        tp=given.tp or 1,
+        tp_mode=given.tp_mode,
+        o_proj_tp=given.o_proj_tp,
+        experts_of=experts_of,
+        num_domains=attention.domains if row.is_apart else 1,
+        num_microbatches=attention.microbatches if row.is_apart else pipeline.microbatches,
+        turns=turns,
+        attention_cores=pipeline.attention_cores if turns == "overlap" and overlap == "cores" else 0,
+        num_shared_dies=te.num_shared_dies,
+        redundant_slots=max(map(len, copies_of), default=experts.redundant_slots),
+        copies_of=copies_of,
+        services=(d.services or ServiceConfig()) if row.has_services else None,
+        transport=experts.transport if row.has_services else "pod",
+        num_vacant=vacant,
+        balance_interval_ns=0 if copies_of else math.ceil(1e9 * experts.balance_interval),
+        balance_slices=experts.balance_slices,
+        carrier=attention.carrier if row.is_apart else "mte",
+        exchange=d.exchange,
+        is_lockstep=not is_timing_only and _is_lockstep(d, row, config),
+        max_model_len=max_model_len,
+        max_tokens=max_tokens,
+        max_seqs=max_seqs,
+        max_logit_rows=min(max_tokens, max(64, max_seqs * (1 + d.mtp))),
+        block_size=d.cache.block_size,
+        num_blocks=num_blocks,
+        mtp=d.mtp,
+        num_mtp_layers=num_mtp_layers(d, config),
+        lost_ns=round(1e9 * d.health.lost_s),
+        plans_ahead=d.execution is not None and d.execution.for_role(row.role).overlap,
+        num_host_blocks=d.cache.num_host_blocks,
+        caches_prefixes=d.cache.prefix,
+        max_cache_keys=d.cache.max_keys,
+        preempts_by_swap=d.cache.preemption == "swap",
+        pools_decode=d.ems.decode_blocks,
+        has_channels=d.transfer_over == "send-receive" and row.role != "both",
+        gathers_statuses=d.scheduler.statuses == "all-gather"
+        and d.scheduler.dispatch == "collaborative"
+        and row.role != "decode",
+        reserves=row.role != "both" and (d.transfer == "layer" or d.scheduler.admission == "decode"),
+        transfers_by_layer=d.transfer == "layer" and row.role != "both",
+    )
