@@ -26,7 +26,7 @@ PART = 4  # where the service level is missed: one more for each so many that th
 
 
 class ScaleBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of the number of TEs, of their load, and of how soon anything may change."""
+    """Bounds of the number of TEs, of their load, and of how soon anything may change."""
 
     least: int = 1
     most: int = 64

@@ -170,7 +170,7 @@ def priced_kinds(
 
 
 def deployment_of(te: ClusterTE) -> Deployment:
-    """Of a TE, or of a half of one that is apart."""
+    """What a TE is to the engine, or a half of one that is apart."""
     dies = te.dies // 2 if te.apart else te.dies
     return Deployment(
         name=f"{dies} dies",

@@ -1,8 +1,9 @@
 """MadeTraffic that nobody has recorded: a seeded generator whose arrivals, lengths and prefixes can be set.
 
 People talk in chats. A chat begins with one of some system prompts, popular ones more often, and each of its
-turns has all that was said before it. Defaults have the means that Mooncake's paper gives of its trace
-(prompts of 7,590 tokens, answers of 182); nothing else of them is fitted.
+turns has all that was said before it. Defaults have the means that are commonly given for Mooncake's first
+trace (prompts of 7,590 tokens, answers of 182; the published conversation trace has 12,035 and 343);
+nothing else of them is fitted.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class ScaleUp(msgspec.Struct, frozen=True):
     costs: ScaleCosts = ScaleCosts()
 
     def steps(self, place: int, serving: int) -> tuple[StepCost, ...]:
-        """Of the TE that is the `place`-th, from 1, of those that come beside `serving` others."""
+        """Costs of the TE that is the `place`-th, from 1, of those that come beside `serving` others."""
         spec, costs, ways = self.spec, self.costs, self.ways
         pod, start = costs.pod, costs.start.value * (1 - costs.start_saved.value)
         digest = spec.hbm_ns(self.weights.die) / 1e9
@@ -132,7 +132,7 @@ def _of(cost: Param) -> tuple[float, str]:
 
 
 def held_weights(checkpoint: Checkpoint, deployment: Deployment) -> HeldWeights:
-    """Of a TE of this deployment."""
+    """What a TE of this deployment holds."""
     plan = PodPlan(checkpoint, with_room(deployment), timing=TimingConfig())
     (te,) = plan.tes
     each = [sum(nbytes for _, nbytes in own_arrays(mem)) for _, mem in te.all_memories]

@@ -124,7 +124,7 @@ def _figures(values: Sequence[float]) -> dict[str, float]:
     return {"mean": float(array.mean())} | {f"p{p}": float(np.percentile(array, p)) for p in PERCENTILES}
 
 
-class Count(Protocol):
+class TECount(Protocol):
     """How many TEs take requests from a time on."""
 
     @property
@@ -134,7 +134,7 @@ class Count(Protocol):
 
 
 def plot(
-    outcomes: Sequence[Outcome], bounds: Bounds, path: Path, plt: Any, counts: Sequence[Count] = ()
+    outcomes: Sequence[Outcome], bounds: Bounds, path: Path, plt: Any, counts: Sequence[TECount] = ()
 ) -> None:
     """TTFT and TPOT of each request by its arrival, and the bounds; how many TEs there are, if that changes.
     `plt` is matplotlib's."""

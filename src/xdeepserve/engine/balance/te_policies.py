@@ -14,7 +14,7 @@ deepserve     DeepServe's Algorithm 1: the kind of TE that the heat map names; t
               balanced, else load
 pd-aware      DeepServe 5.3 alone: the kind of TE that the heat map names, and of those the next in turn
 dynamo        NVIDIA Dynamo's KV router, design page: overlap weight x new prefill blocks + decode blocks
-llm-d         its scheduler's default scorers: prefix cache 3, queue 2, KV use 2, each within [0, 1]
+llm-d         scorers of its router's guides: prefix cache 3, queue 2, KV use 2, each within [0, 1]
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BALANCED = (
 )
 OVERLAP_WEIGHT = 1.0  # Dynamo's default
 BLOCK = 16  # tokens of a block, in Dynamo's count
-LLM_D = {"prefix": 3.0, "queue": 2.0, "kv": 2.0}  # default weights of its plugins
+LLM_D = {"prefix": 3.0, "queue": 2.0, "kv": 2.0}  # weights of its guides; older ones had 2, 1 and 1
 
 
 class RoutedRequest(NamedTuple):
