@@ -22,9 +22,10 @@ from xdeepserve.llm import digest
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.platform.auto_scaler import ScaleBounds
 from xdeepserve.platform.cluster import Cluster, ClusterTE, fleet_tes, priced_kinds, scale_up_of
-from xdeepserve.platform.fleet import Decision, Fleet, FleetTE, TERole
+from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.fleet_roles import FleetRoles
 from xdeepserve.platform.fleet_scaling import FleetScaler, ScaleEvent
+from xdeepserve.platform.fleet_words import Decision, FleetTE, TERole
 from xdeepserve.platform.made_traffic import MadeTraffic, made
 from xdeepserve.platform.role_ratio import RoleBounds
 from xdeepserve.platform.scale_up import ScaleUp, ScaleWays

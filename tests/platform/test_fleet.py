@@ -7,7 +7,8 @@ from xdeepserve.engine.balance.te_policies import POLICIES
 from xdeepserve.errors import InputError
 from xdeepserve.planner.performance import Curve
 from xdeepserve.platform import step_te
-from xdeepserve.platform.fleet import Decision, Fleet, FleetTE, ServedRequest
+from xdeepserve.platform.fleet import Fleet
+from xdeepserve.platform.fleet_words import Decision, FleetTE, ServedRequest
 from xdeepserve.platform.made_traffic import MadeTraffic, made
 from xdeepserve.platform.step_price import StepCounts, StepPrice
 from xdeepserve.platform.step_te import StepLimits

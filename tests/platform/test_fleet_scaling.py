@@ -5,8 +5,9 @@ import pytest
 from tests.platform.test_fleet import LIMITS, PRICE, small
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.platform.auto_scaler import ScaleBounds
-from xdeepserve.platform.fleet import Fleet, FleetTE
+from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.fleet_scaling import FleetScaler
+from xdeepserve.platform.fleet_words import FleetTE
 from xdeepserve.platform.made_traffic import MadeTraffic, made
 from xdeepserve.platform.scale_up import HeldWeights, ScaleUp, ScaleWays
 from xdeepserve.platform.service_report import Bounds

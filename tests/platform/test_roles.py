@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.platform.test_fleet import LIMITS, PRICE, small
-from xdeepserve.platform.fleet import Fleet, FleetTE, TERole
+from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.fleet_roles import FleetRoles
+from xdeepserve.platform.fleet_words import FleetTE, TERole
 from xdeepserve.platform.made_traffic import MadeTraffic, made
 from xdeepserve.platform.role_ratio import RoleBounds, RoleRates, RoleState, Workload, next_roles, role_rates
 from xdeepserve.platform.scale_up import HeldWeights, ScaleUp

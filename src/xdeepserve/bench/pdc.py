@@ -18,9 +18,10 @@ import numpy as np
 from xdeepserve.bench.report import Row
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.platform.cluster import Cluster, ClusterTE, fleet_tes, priced_kinds, scale_up_of
-from xdeepserve.platform.fleet import Fleet, FleetTE, ServedRequest, TERole
+from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.fleet_roles import FleetRoles
 from xdeepserve.platform.fleet_scaling import ScaleEvent
+from xdeepserve.platform.fleet_words import FleetTE, ServedRequest, TERole
 from xdeepserve.platform.made_traffic import MadeTraffic, made
 from xdeepserve.platform.role_ratio import RoleBounds, RoleRates, Workload, role_rates
 from xdeepserve.platform.scale_up import ScaleUp, ScaleWays

@@ -26,7 +26,8 @@ from xdeepserve.bench.report import Row
 from xdeepserve.engine.balance.heat_map import HeatMap
 from xdeepserve.engine.balance.te_policies import POLICIES, Policy
 from xdeepserve.platform.cluster import Cluster, ClusterTE, PricedKind, fleet_tes, priced_kinds
-from xdeepserve.platform.fleet import Decision, Fleet, FleetTE, ServedRequest
+from xdeepserve.platform.fleet import Fleet
+from xdeepserve.platform.fleet_words import Decision, FleetTE, ServedRequest
 from xdeepserve.platform.made_traffic import MadeTraffic, made
 from xdeepserve.platform.traces import TracedRequest
 

@@ -14,8 +14,9 @@ from xdeepserve.errors import InputError
 
 if TYPE_CHECKING:
     from xdeepserve.platform.cluster import Cluster
-    from xdeepserve.platform.fleet import Decision, Fleet
+    from xdeepserve.platform.fleet import Fleet
     from xdeepserve.platform.fleet_scaling import ScaleEvent
+    from xdeepserve.platform.fleet_words import Decision
     from xdeepserve.platform.service_report import Bounds, Outcome, ServiceReport
     from xdeepserve.platform.traces import TracedRequest
 

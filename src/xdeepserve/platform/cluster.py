@@ -30,8 +30,9 @@ from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.planner.fit import usable_nbytes
 from xdeepserve.platform.auto_scaler import ScaleBounds
-from xdeepserve.platform.fleet import Fleet, FleetTE, TERole
+from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.fleet_scaling import FleetScaler
+from xdeepserve.platform.fleet_words import FleetTE, TERole
 from xdeepserve.platform.scale_up import ScaleUp, ScaleWays, dummy_ns, held_weights
 from xdeepserve.platform.service_report import Bounds
 from xdeepserve.platform.step_price import Progress, StepPrice, priced, with_room
@@ -143,7 +144,7 @@ class PricedKind(msgspec.Struct, frozen=True):
     limits: StepLimits
     apart: tuple[StepPrice, StepLimits] | None
     transfer_ns: float
-    role: TERole
+    role: TERole = "both"
 
 
 def priced_kinds(

@@ -10,77 +10,20 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple
 
 import numpy as np
 
 from xdeepserve.engine.balance.heat_map import HeatMap
 from xdeepserve.engine.balance.prompt_tree import PromptTree
-from xdeepserve.engine.balance.te_policies import Floats, Known, Policy, RoutedRequest, best, scores
+from xdeepserve.engine.balance.te_policies import Known, Policy, RoutedRequest, best, scores
 from xdeepserve.errors import InputError, XDeepServeError
-from xdeepserve.platform.service_report import Outcome
+from xdeepserve.platform.fleet_words import Decision, FleetTE, ServedRequest
 from xdeepserve.platform.step_price import StepCounts, StepPrice
 from xdeepserve.platform.step_te import StepLimits, StepTE, TETask
 from xdeepserve.platform.traces import TracedRequest
 
 Predict = Callable[[TracedRequest], float]
-TERole = Literal["both", "prefill", "decode"]
 EVERY = 500  # requests between two words about progress
-
-
-class FleetTE(NamedTuple):
-    """A TE: with prefill and decode on the same dies, on two halves that are a pair (`apart`), or with one of
-    them, beside others that have the other one (`role`)."""
-
-    name: str
-    price: StepPrice
-    limits: StepLimits
-    apart: tuple[StepPrice, StepLimits] | None = None  # of its decode half
-    transfer_ns: float = 0.0  # a position of KV, on its way to where it decodes
-    role: TERole = "both"
-
-    @property
-    def is_apart(self) -> bool:
-        """A request is prefilled on some dies and decoded on others."""
-        return self.apart is not None or self.role != "both"
-
-
-class ServedRequest(NamedTuple):
-    """What became of a request, in ns of virtual time."""
-
-    number: int
-    te: int
-    at_ns: int
-    first_ns: float
-    last_ns: float
-    num_prompt: int
-    num_output: int
-    num_cached: int
-
-    @property
-    def ttft_ns(self) -> float:
-        return self.first_ns - self.at_ns
-
-    @property
-    def tpot_ns(self) -> float | None:
-        """None for one token."""
-        return (self.last_ns - self.first_ns) / (self.num_output - 1) if self.num_output > 1 else None
-
-    def outcome(self) -> Outcome:
-        """What a report is made of."""
-        return Outcome(
-            self.te, self.at_ns, self.ttft_ns, self.tpot_ns, self.last_ns,
-            self.num_prompt, self.num_output, self.num_cached,
-        )  # fmt: skip
-
-
-class Decision(NamedTuple):
-    """A request, the TE that got it, and the scores of all; infinite for those that take none."""
-
-    number: int
-    te: int
-    keys: Floats
-    num_predicted: float
 
 
 class Fleet:

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from xdeepserve.platform.fleet import Fleet, FleetTE, ServedRequest, TERole
+from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.fleet_scaling import ScaleAct, ScaleEvent
+from xdeepserve.platform.fleet_words import FleetTE, ServedRequest, TERole
 from xdeepserve.platform.role_ratio import RoleBounds, RoleState, Workload, next_roles, role_rates
 from xdeepserve.platform.scale_up import ScaleUp
 from xdeepserve.platform.service_report import Bounds

@@ -15,7 +15,8 @@ from typing import Literal
 import msgspec
 
 from xdeepserve.platform.auto_scaler import ScaleBounds, ScaleLook, ScaleState, next_wanted
-from xdeepserve.platform.fleet import Fleet, FleetTE, ServedRequest
+from xdeepserve.platform.fleet import Fleet
+from xdeepserve.platform.fleet_words import FleetTE, ServedRequest
 from xdeepserve.platform.scale_up import ScaleUp
 from xdeepserve.platform.service_report import Bounds, is_within
 

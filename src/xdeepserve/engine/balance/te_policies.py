@@ -80,7 +80,10 @@ class Known(NamedTuple):
 
     def among(self, some: Flags) -> Known:
         """The same of some TEs."""
-        return self._make(field[some] for field in self)
+        return Known(
+            self.cached[some], self.sequences[some], self.queued[some], self.has_long[some],
+            self.has_short[some], self.kv_load[some], self.positions[some], self.is_apart[some],
+        )  # fmt: skip
 
 
 def scores(policy: Policy, asked: RoutedRequest, known: Known, heat: HeatMap | None = None) -> Floats:
