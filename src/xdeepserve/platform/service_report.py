@@ -148,9 +148,9 @@ def plot(
     axes[1].axhline(bounds.tpot_ms, color="tab:red", linewidth=1)
     axes[1].set_ylabel("TPOT, ms")
     if counts:
-        axes[2].step(
-            [each.at_ns / 1e9 for each in counts], [each.num_serving for each in counts], where="post"
-        )
+        times = [0.0, *(each.at_ns / 1e9 for each in counts), max(each.last_ns for each in outcomes) / 1e9]
+        numbers = [each.num_serving for each in counts]
+        axes[2].step(times, [numbers[0], *numbers, numbers[-1]], where="post")
         axes[2].set_ylabel("TEs that take requests")
     axes[-1].set_xlabel("arrival, s of virtual time")
     for axis in axes:
