@@ -109,3 +109,112 @@ async def chat(api: openai.AsyncOpenAI, model: str) -> str | None:
     answer = await api.chat.completions.create(model=model, messages=HI, max_tokens=12, temperature=0)
     assert answer.model == model
     return answer.choices[0].message.content
+
+
+async def test_a_job_is_cancelled_and_listed_in_pages(api: openai.AsyncOpenAI) -> None:
+    jobs = [await ordered(api) for _ in range(3)]
+    assert (await api.fine_tuning.jobs.cancel(jobs[2].id)).status == "cancelled"
+    page = await api.fine_tuning.jobs.list(limit=2)
+    assert ([job.id for job in page.data], page.has_more) == ([jobs[2].id, jobs[1].id], True)
+    assert [job.id async for job in api.fine_tuning.jobs.list(limit=1, after=jobs[1].id)] == [jobs[0].id]
+    for job in jobs[:2]:
+        await api.fine_tuning.jobs.cancel(job.id)
+    with pytest.raises(openai.BadRequestError, match=f"{jobs[0].id} is cancelled, and cannot be cancelled"):
+        await api.fine_tuning.jobs.cancel(jobs[0].id)
+    assert [(await ended(api, job.id)).status for job in jobs] == ["cancelled"] * 3
+    assert [model.id async for model in api.models.list()] == ["tiny"]
+
+
+async def test_files_are_kept_and_forgotten(api: openai.AsyncOpenAI) -> None:
+    file = await api.files.create(file=("a.jsonl", examples()), purpose="fine-tune")
+    assert (file.bytes, file.filename, file.purpose) == (len(examples()), "a.jsonl", "fine-tune")
+    assert (await api.files.content(file.id)).content == examples()
+    assert await api.files.retrieve(file.id) == file
+    assert [each.id async for each in api.files.list()] == [file.id]
+    job = await api.fine_tuning.jobs.create(model="tiny", training_file=file.id, method=METHOD)
+    with pytest.raises(openai.BadRequestError, match=f"{file.id} is needed by {job.id}, which is"):
+        await api.files.delete(file.id)
+    await api.fine_tuning.jobs.cancel(job.id)
+    assert (await api.files.delete(file.id)).deleted
+    assert [each.id async for each in api.files.list()] == []
+
+
+def quantization(**settings: Any) -> dict[str, Any]:
+    return {"type": "quantization", "quantization": {"hyperparameters": settings}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"method": {"type": "supervised"}}, 'method.type "supervised": this server quantises'),
+        ({"method": None}, 'method.type "supervised"'),
+        ({"method": quantization(algorithm="gptk")}, 'unknown algorithm "gptk": .* mean gptq'),
+        ({"method": quantization(samples=0)}, "samples must be 1 to 4096, found 0"),
+        ({"method": quantization(epochs=1)}, "unknown field method.quantization.hyperparameters.epochs"),
+        ({"suffix": "a b"}, 'suffix must have 1 to 64 letters, digits and hyphens, found "a b"'),
+        ({"hyperparameters": {"n_epochs": 1}}, "hyperparameters is not served"),
+        ({"training_file": "file-00000009"}, 'there is no file "file-00000009"'),
+        ({"training_file": "mine"}, 'there is no file "mine"'),
+        ({"validation_file": "file-9"}, 'there is no file "file-9"'),
+        ({"model": "gpt-5"}, 'the model "gpt-5" does not exist; this server has "tiny"'),
+        ({"speed": 1}, "unknown field speed"),
+    ],
+)
+async def test_a_job_that_cannot_be(api: openai.AsyncOpenAI, fields: dict[str, Any], line: str) -> None:
+    more = {key: fields[key] for key in ("speed",) if key in fields}
+    given = {key: openai.omit if fields[key] is None else fields[key] for key in fields if key not in more}
+    with pytest.raises(openai.APIStatusError, match=line) as caught:
+        await ordered(api, **given, extra_body=more)
+    assert caught.value.status_code in (400, 404)
+    assert (await api.fine_tuning.jobs.list()).data == []
+
+
+@pytest.mark.parametrize(
+    ("content", "purpose", "line"),
+    [
+        (b'{"prompt": "a", "completion": "b"}\n{"prompt": 1}', "fine-tune", "line 2: Expected str, got int"),
+        (b"", "fine-tune", "the file has no examples"),
+        (examples(), "batch", 'purpose must be fine-tune, found "batch"'),
+        (b" " * (16 << 20) + b"\n", "fine-tune", "a file has 16777216 bytes at most"),
+    ],
+)
+async def test_a_file_that_cannot_be(
+    api: openai.AsyncOpenAI, content: bytes, purpose: Any, line: str
+) -> None:
+    with pytest.raises(openai.APIStatusError, match=line) as caught:
+        await api.files.create(file=("a.jsonl", content), purpose=purpose)
+    assert caught.value.status_code in (400, 413)
+    assert (await api.files.list()).data == []
+
+
+async def test_what_is_not_there(api: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match='there is no job "ftjob-7"'):
+        await api.fine_tuning.jobs.retrieve("ftjob-7")
+    with pytest.raises(openai.NotFoundError, match='there is no job "x"'):
+        await api.fine_tuning.jobs.cancel("x")
+    with pytest.raises(openai.NotFoundError, match='there is no file "file-1"'):
+        await api.files.retrieve("file-1")
+    with pytest.raises(openai.BadRequestError, match='"tiny" was not made by a job, and stays'):
+        await api.models.delete("tiny")
+
+
+async def test_without_a_directory_jobs_are_refused() -> None:
+    async with running(None, "max_model_len=256") as api:
+        for refused in (api.fine_tuning.jobs.list(), api.files.list(), api.files.retrieve("file-1")):
+            with pytest.raises(openai.PermissionDeniedError, match="start it with --state DIR"):
+                await refused
+
+
+async def test_a_model_without_room_fails_with_the_reason(tmp_path: Path) -> None:
+    """All dies of the pod are the first model's, and its own answers go on."""
+    state = tmp_path / "state"
+    server = running(state, "max_model_len=256")
+    pod = server.engine.plan.pod
+    async with server as api:
+        pod.hold([die for die in range(pod.topology.num_dies) if die not in pod.holders], "somebody")
+        job = await ended(api, (await ordered(api)).id)
+        assert job.status == "failed"
+        assert "serve: " in job.error.message
+        assert "has no 1 free dies side by side" in job.error.message
+        assert await chat(api, "tiny")
+        assert not (state / "work" / "00000001").exists()

@@ -50,7 +50,7 @@ def read_lines(path: Path) -> Iterator[TrainingLine]:
             try:
                 yield msgspec.json.decode(line, type=TrainingLine)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                reason = str(error).replace("`", "")
+                reason = str(error).replace("`", "").replace(" | null", "")
                 raise RequestError(f"line {number}: {reason}", param="file", code="invalid_jsonl") from None
             num_found += 1
     if not num_found:
