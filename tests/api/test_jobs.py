@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 from aiohttp import web
@@ -93,6 +94,14 @@ async def test_a_model_is_quantised_and_served(tmp_path: Path) -> None:
         assert [text for text in said if text.endswith("is done")] == [f"{kind} is done" for kind in found]
         assert [model.id async for model in api.models.list()] == ["tiny", "ft:tiny:mine:1"]
         answers = [await chat(api, name) for name in ("tiny", "ft:tiny:mine:1")]
+        async with aiohttp.ClientSession(str(api.base_url.copy_with(path="/"))) as session:
+            text = await (await session.get("/metrics")).text()
+            health = await (await session.get("/health")).json()
+        for name in ("tiny", "ft:tiny:mine:1"):
+            assert f'vllm:generation_tokens_total{{engine="0",model_name="{name}"}}' in text
+        names = [line for line in text.splitlines() if line.startswith("# TYPE")]
+        assert len(set(names)) == len(names)  # Prometheus wants each once
+        assert len(health["tes"]) == 2
     with LLM(state / "work" / "00000001" / "model", overrides=["max_model_len=256"]) as llm:
         params = SamplingParams(max_tokens=12, temperature=0.0)
         assert llm.chat(HI, params).outputs[0].text == answers[1]
