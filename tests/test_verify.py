@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from xdeepserve.engine.deploy.fit import fit
+from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import PRESETS, resolve
 from xdeepserve.engine.pool_use import PoolUse
 from xdeepserve.errors import DeploymentError

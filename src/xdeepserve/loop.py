@@ -23,5 +23,12 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 def run(main: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine on a new event loop until it is done; its result."""
+    results = []
+
+    async def keep() -> None:
+        # Not as a task's result: where signal handlers are put back, Python formats that task, and all in it.
+        results.append(await main)
+
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        return runner.run(main)
+        runner.run(keep())
+    return results[0]

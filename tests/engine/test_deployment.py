@@ -9,7 +9,7 @@ import pytest
 
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Deployment, Kind
-from xdeepserve.engine.deploy.fit import fit
+from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import PRESETS, SELF_SIZING, resolve
 from xdeepserve.engine.deploy.roles import DEPLOYMENTS
 from xdeepserve.engine.deploy.settings import settings

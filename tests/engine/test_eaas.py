@@ -12,7 +12,7 @@ import pytest
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.api.engine_metrics import EngineCollector
 from xdeepserve.engine.deploy.expert_services import declustered
-from xdeepserve.engine.deploy.fit import fit
+from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.no_effect import without_effect
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.die.expert_server import ExpertServerProgram

@@ -6,7 +6,7 @@ import pytest
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.comm.distflow import backend_between
 from xdeepserve.engine.build import PodPlan
-from xdeepserve.engine.deploy.fit import fit
+from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.description import describe
 from xdeepserve.errors import DeploymentError, HardwareError

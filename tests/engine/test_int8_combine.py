@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine.test_lockstep import GREEDY, PROMPTS
 from xdeepserve.comm.exchange.answers import AnswerFormat
-from xdeepserve.engine.deploy.fit import fit
+from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.run.arithmetic import quantize_rows
 from xdeepserve.errors import DeploymentError

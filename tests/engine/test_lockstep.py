@@ -14,7 +14,7 @@ import pytest
 
 from tests.engine.pods import SHAPES, overrides
 from xdeepserve.engine.balance.reconfigure import Reconfiguration
-from xdeepserve.engine.deploy.fit import fit
+from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.run.gang import colocated, disaggregated, pushed

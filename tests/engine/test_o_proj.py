@@ -10,7 +10,7 @@ import pytest
 from tests.timing.closed_forms import ClosedForms
 from tests.timing.test_groups import watch, without_experts
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.engine.deploy.fit import fit
+from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.run.clock.clock_net import ClockNet
 from xdeepserve.engine.walk.group_end import TPGroup

@@ -11,7 +11,7 @@ import pytest
 
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.build import PodPlan
-from xdeepserve.engine.deploy.fit import fit
+from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.lanes import STREAMS
 from xdeepserve.engine.serving.engine import Engine

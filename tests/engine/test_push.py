@@ -6,7 +6,7 @@ import pytest
 
 from tests.engine.pods import SHAPES, overrides
 from tests.engine.test_lockstep import GREEDY, PROMPTS
-from xdeepserve.engine.deploy.fit import fit
+from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.no_effect import without_effect
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.errors import DeploymentError

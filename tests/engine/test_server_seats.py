@@ -12,7 +12,7 @@ import pytest
 
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.deploy.expert_services import copies_of
-from xdeepserve.engine.deploy.fit import fit
+from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.die.expert_server import ExpertServerProgram
 from xdeepserve.engine.dp.events import ServerMoved

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.model.hf_fixtures import Fixture, fixtures
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.comm.distflow import Endpoint
-from xdeepserve.engine.deploy.fit import fit
+from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.job.pd_transfer import prefill_rank
 from xdeepserve.errors import DeploymentError

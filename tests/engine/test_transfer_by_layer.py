@@ -7,7 +7,7 @@ import pytest
 
 from tests.engine.remains import check_nothing_is_left, settled
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.engine.deploy.fit import fit
+from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.dp.events import Event, LastChunkLaunched, LayerEnded, Prefilled, Registered
 from xdeepserve.engine.dp.group import DPGroup

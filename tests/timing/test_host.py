@@ -10,7 +10,7 @@ import pytest
 from xdeepserve.bench import engine as bench
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import ExecutionConfig, RoleExecution
-from xdeepserve.engine.deploy.fit import fit
+from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.description import hosts
 from xdeepserve.engine.dp.sampling_params import SamplingParams

@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from xdeepserve.chaos.fault_schedule import FaultSchedule, PoolState, ServerChange
-from xdeepserve.engine.deploy.fit import fit
+from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.errors import DeploymentError

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from xdeepserve.engine.deploy.deployment import Deployment, ExpertConfig, Role
-from xdeepserve.engine.deploy.fit import fit
+from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.roles import DEPLOYMENTS
 from xdeepserve.engine.deploy.scale_down import largest
 from xdeepserve.engine.deploy.sizes import Sizes

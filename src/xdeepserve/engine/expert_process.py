@@ -25,7 +25,7 @@ from xdeepserve.comm.services.layout import BELL
 from xdeepserve.comm.services.service_server import Batching
 from xdeepserve.engine.build import pod_for, with_answers
 from xdeepserve.engine.deploy.deployment import Deployment
-from xdeepserve.engine.deploy.fit import fit
+from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.expert_server import ExpertServerProgram

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from xdeepserve.engine.deploy.deployment import Deployment
-from xdeepserve.engine.deploy.fit import fit
+from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.spec import Spec
 from xdeepserve.model.config import ModelConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from xdeepserve.engine.deploy.fit import fit
+from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import PRESETS, resolve
 from xdeepserve.errors import DeploymentError
 from xdeepserve.model.config import ModelConfig

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import msgspec
 
 from xdeepserve.engine.deploy.deployment import AttentionConfig, Deployment, Role
-from xdeepserve.engine.deploy.fit import size
+from xdeepserve.engine.deploy.fitting import size
 from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.deploy.teams import Teams, TEDies, num_routed_experts
 from xdeepserve.model.config import ModelConfig
