@@ -15,7 +15,7 @@ from tests.jobs.test_job_store import ORDER, Time
 from xdeepserve.errors import InputError
 from xdeepserve.jobs import job_master
 from xdeepserve.jobs.job_master import MAX_ATTEMPTS, JobMaster
-from xdeepserve.jobs.job_records import Job
+from xdeepserve.jobs.job_records import JobRecord
 from xdeepserve.jobs.job_states import JOB_MOVES, is_over
 from xdeepserve.jobs.job_store import JobStore
 from xdeepserve.jobs.quantizing import KINDS, TaskSpec
@@ -73,7 +73,7 @@ async def at_work(store: JobStore, holder: str, works: Works) -> AsyncIterator[J
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def ended(store: JobStore, number: int = 1) -> Job:
+async def ended(store: JobStore, number: int = 1) -> JobRecord:
     async with asyncio.timeout(20):
         while True:
             job = store.job(number)

@@ -21,7 +21,7 @@ from xdeepserve.api.model_shelf import source_of
 from xdeepserve.api.responses import json_response
 from xdeepserve.api.served_models import MODELS
 from xdeepserve.errors import RequestError, abridged, meant
-from xdeepserve.jobs.job_records import Job, JobEvent, JobOrder
+from xdeepserve.jobs.job_records import JobEvent, JobOrder, JobRecord
 from xdeepserve.jobs.job_states import IllegalMoveError
 from xdeepserve.jobs.quantizing import KINDS
 from xdeepserve.model.quant.method import METHODS
@@ -180,7 +180,7 @@ async def delete_model(request: web.Request) -> web.Response:
     return json_response({"id": name, "object": "model", "deleted": True})
 
 
-def _named(request: web.Request) -> Job:
+def _named(request: web.Request) -> JobRecord:
     job_id = request.match_info["id"]
     number = number_of(job_id, "ftjob-")
     found = None if number is None else desk_of(request).store.job(number)
@@ -189,7 +189,7 @@ def _named(request: web.Request) -> Job:
     return found
 
 
-def shown_job(job: Job) -> dict[str, Any]:
+def shown_job(job: JobRecord) -> dict[str, Any]:
     """A job in OpenAI's shape, with its tasks beside."""
     order, settings = job.order, {"algorithm": job.order.algorithm, "samples": job.order.samples}
     error = None if job.reason is None else {"code": "job_failed", "message": job.reason, "param": None}

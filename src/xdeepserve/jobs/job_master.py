@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from xdeepserve.errors import XDeepServeError
-from xdeepserve.jobs.job_records import Job
+from xdeepserve.jobs.job_records import JobRecord
 from xdeepserve.jobs.job_states import IllegalMoveError
 from xdeepserve.jobs.job_store import JobStore
-from xdeepserve.jobs.lease import Lease, LeaseLostError
+from xdeepserve.jobs.lease import LeaseLostError, MasterLease
 from xdeepserve.jobs.quantizing import SERVE, TaskSpec
 from xdeepserve.jobs.task_process import TaskLostError, run_task
 
@@ -39,7 +39,7 @@ class JobMaster:
     ) -> None:
         self._store, self._holder, self._lease_s = store, holder, lease_s
         self._serve, self._follow = serve, follow
-        self._lease: Lease | None = None
+        self._lease: MasterLease | None = None
         self._renew_at = 0.0
 
     @property
@@ -92,7 +92,7 @@ class JobMaster:
             self._store.clear_work(job.number)
         return True
 
-    def _take_up(self, job: Job, why: str, lease: Lease) -> None:
+    def _take_up(self, job: JobRecord, why: str, lease: MasterLease) -> None:
         """A task was lost: it waits to be begun again, unless that was often enough."""
         assert job.next_task is not None
         place, task = job.next_task
@@ -103,7 +103,7 @@ class JobMaster:
             self._store.add_event(job.number, f"{task.kind} was lost: {why}", None, lease)
             self._store.move_task(job.number, place, "waiting", lease)
 
-    async def _do(self, job: Job, lease: Lease) -> None:
+    async def _do(self, job: JobRecord, lease: MasterLease) -> None:
         """Run the next task to its end."""
         assert job.next_task is not None
         place, task = job.next_task
@@ -125,7 +125,7 @@ class JobMaster:
         else:
             self._store.move_task(job.number, place, "done", lease, result)
 
-    async def _watched(self, job: Job, kind: str, lease: Lease) -> dict[str, Any]:
+    async def _watched(self, job: JobRecord, kind: str, lease: MasterLease) -> dict[str, Any]:
         """The result of a task, which ends early if the lease is lost or the job is cancelled."""
         work = asyncio.ensure_future(self._perform(job, kind, lease))
         try:
@@ -140,7 +140,7 @@ class JobMaster:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
 
-    async def _perform(self, job: Job, kind: str, lease: Lease) -> dict[str, Any]:
+    async def _perform(self, job: JobRecord, kind: str, lease: MasterLease) -> dict[str, Any]:
         """The task itself."""
         directory, order = self._store.work_path(job.number), job.order
         if kind == SERVE:

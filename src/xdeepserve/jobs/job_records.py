@@ -41,7 +41,7 @@ class JobOrder(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, str] | None = None
 
 
-class Task(msgspec.Struct, frozen=True):
+class TaskRecord(msgspec.Struct, frozen=True):
     """A step of a job. `attempts` counts how often it was begun."""
 
     kind: str
@@ -50,7 +50,7 @@ class Task(msgspec.Struct, frozen=True):
     result: dict[str, Any] | None
 
 
-class Job(msgspec.Struct, frozen=True):
+class JobRecord(msgspec.Struct, frozen=True):
     """A job, with its tasks in their order."""
 
     number: int
@@ -59,7 +59,7 @@ class Job(msgspec.Struct, frozen=True):
     created_at: int
     finished_at: int | None
     reason: str | None  # why it failed
-    tasks: list[Task]
+    tasks: list[TaskRecord]
 
     @property
     def id(self) -> str:
@@ -78,7 +78,7 @@ class Job(msgspec.Struct, frozen=True):
         return is_over(JOB_MOVES, self.state)
 
     @property
-    def next_task(self) -> tuple[int, Task] | None:
+    def next_task(self) -> tuple[int, TaskRecord] | None:
         """The first task that is not done, and its place; None when all are."""
         return next(((i, task) for i, task in enumerate(self.tasks) if task.state != "done"), None)
 

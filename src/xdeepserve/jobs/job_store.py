@@ -18,9 +18,9 @@ import msgspec
 
 from xdeepserve.errors import OverloadedError
 from xdeepserve.jobs import lease as leases
-from xdeepserve.jobs.job_records import Job, JobEvent, JobOrder, StoredFile, Task
+from xdeepserve.jobs.job_records import JobEvent, JobOrder, JobRecord, StoredFile, TaskRecord
 from xdeepserve.jobs.job_states import JOB_MOVES, TASK_MOVES, JobState, TaskState, check_move, is_over
-from xdeepserve.jobs.lease import Lease
+from xdeepserve.jobs.lease import MasterLease
 from xdeepserve.jobs.state_file import open_state, transaction
 
 MAX_OPEN_JOBS = 64  # queued and running
@@ -39,7 +39,7 @@ class JobStore:
         self._db.close()
 
     @contextlib.contextmanager
-    def _writing(self, lease: Lease | None = None) -> Iterator[sqlite3.Connection]:
+    def _writing(self, lease: MasterLease | None = None) -> Iterator[sqlite3.Connection]:
         """A transaction; with `lease`, LeaseLostError and nothing written if that is not the current one."""
         with transaction(self._db) as db:
             if lease is not None:
@@ -48,11 +48,11 @@ class JobStore:
 
     # ---- who leads ----------------------------------------------------------------------------------
 
-    def take_lease(self, holder: str, seconds: float) -> Lease | None:
+    def take_lease(self, holder: str, seconds: float) -> MasterLease | None:
         """The lease for so long from now, unless somebody else has it."""
         return leases.take(self._db, holder, self.now(), seconds)
 
-    def give_up(self, lease: Lease) -> None:
+    def give_up(self, lease: MasterLease) -> None:
         """Let a standby lead at once."""
         leases.give_up(self._db, lease)
 
@@ -94,7 +94,7 @@ class JobStore:
         """The directory that a job's tasks work in; its model is there under `model`."""
         return self.directory / "work" / f"{job:08d}"
 
-    def add_job(self, order: JobOrder, kinds: tuple[str, ...]) -> Job:
+    def add_job(self, order: JobOrder, kinds: tuple[str, ...]) -> JobRecord:
         """A new job of these tasks, queued. OverloadedError if too many are open."""
         now = int(self.now())
         with self._writing() as db:
@@ -113,47 +113,47 @@ class JobStore:
             _add_event(db, number, now, "info", f"the job is queued: {', '.join(kinds)}", None)
         return self._found(number)
 
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[JobRecord]:
         """All, in the order in which they came."""
         return [self._with_tasks(row) for row in self._db.execute(f"{JOB} ORDER BY number").fetchall()]
 
-    def job(self, number: int) -> Job | None:
+    def job(self, number: int) -> JobRecord | None:
         """One of them, if there is one of that number."""
         row = self._db.execute(f"{JOB} WHERE number = ?", (number,)).fetchone()
         return row and self._with_tasks(row)
 
-    def next_job(self) -> Job | None:
+    def next_job(self) -> JobRecord | None:
         """One that is running already, whoever began it, else the first in the queue."""
         row = self._db.execute(
             f"{JOB} WHERE state IN ('running', 'queued') ORDER BY state DESC, number LIMIT 1"
         ).fetchone()
         return row and self._with_tasks(row)
 
-    def _found(self, number: int) -> Job:
+    def _found(self, number: int) -> JobRecord:
         job = self.job(number)
         assert job is not None, f"there is no job {number}"
         return job
 
-    def _with_tasks(self, row: tuple[Any, ...]) -> Job:
+    def _with_tasks(self, row: tuple[Any, ...]) -> JobRecord:
         number, order, state, created_at, finished_at, reason = row
         tasks = self._db.execute(
             "SELECT kind, state, attempts, result FROM tasks WHERE job = ? ORDER BY place", (number,)
         )
         found = [
-            Task(kind, task_state, attempts, result and msgspec.json.decode(result))
+            TaskRecord(kind, task_state, attempts, result and msgspec.json.decode(result))
             for kind, task_state, attempts, result in tasks
         ]
         decoded = msgspec.json.decode(order, type=JobOrder)
-        return Job(number, decoded, state, created_at, finished_at, reason, found)
+        return JobRecord(number, decoded, state, created_at, finished_at, reason, found)
 
     def move_job(
         self,
         number: int,
         state: JobState,
-        lease: Lease | None = None,
+        lease: MasterLease | None = None,
         reason: str | None = None,
         model: str | None = None,
-    ) -> Job:
+    ) -> JobRecord:
         """Bring a job into `state`, and its tasks with it where it ends early; where it succeeds, its `model`
         is one of those that are served. IllegalMoveError, LeaseLostError."""
         now = int(self.now())
@@ -179,11 +179,11 @@ class JobStore:
         job: int,
         place: int,
         state: TaskState,
-        lease: Lease,
+        lease: MasterLease,
         result: dict[str, Any] | None = None,
         *,
         is_put_back: bool = False,
-    ) -> Job:
+    ) -> JobRecord:
         """Bring a task into `state`; to run is one more attempt, unless it is put back. IllegalMoveError,
         LeaseLostError."""
         with self._writing(lease) as db:
@@ -217,7 +217,7 @@ class JobStore:
 
     # ---- events -------------------------------------------------------------------------------------
 
-    def add_event(self, job: int, message: str, data: dict[str, Any] | None, lease: Lease) -> None:
+    def add_event(self, job: int, message: str, data: dict[str, Any] | None, lease: MasterLease) -> None:
         """Something that a task tells."""
         with self._writing(lease) as db:
             _add_event(db, job, int(self.now()), "info", message, data)

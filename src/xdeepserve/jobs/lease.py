@@ -21,14 +21,14 @@ class LeaseLostError(XDeepServeError):
     """Somebody else has the lease now, under a later term."""
 
 
-class Lease(msgspec.Struct, frozen=True):
+class MasterLease(msgspec.Struct, frozen=True):
     """That `holder` leads, as the `term`th one who did."""
 
     holder: str
     term: int
 
 
-def take(db: sqlite3.Connection, holder: str, now: float, seconds: float) -> Lease | None:
+def take(db: sqlite3.Connection, holder: str, now: float, seconds: float) -> MasterLease | None:
     """The lease until `now + seconds`, if it is free, has run out, or is the holder's own; else None."""
     with transaction(db):
         row = db.execute("SELECT holder, term, ends_at FROM leases WHERE name = ?", (LEASE_NAME,)).fetchone()
@@ -39,17 +39,17 @@ def take(db: sqlite3.Connection, holder: str, now: float, seconds: float) -> Lea
             term += 1
         values = (LEASE_NAME, holder, term, now + seconds)
         db.execute("INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?)", values)
-    return Lease(holder, term)
+    return MasterLease(holder, term)
 
 
-def give_up(db: sqlite3.Connection, lease: Lease) -> None:
+def give_up(db: sqlite3.Connection, lease: MasterLease) -> None:
     """End it now, so that a standby need not wait. Harmless when it is somebody else's by now."""
     with transaction(db):
         held = (LEASE_NAME, lease.holder, lease.term)
         db.execute("UPDATE leases SET ends_at = 0 WHERE name = ? AND holder = ? AND term = ?", held)
 
 
-def check_held(db: sqlite3.Connection, lease: Lease) -> None:
+def check_held(db: sqlite3.Connection, lease: MasterLease) -> None:
     """Within a transaction: LeaseLostError unless it is the current one."""
     row = db.execute("SELECT holder, term FROM leases WHERE name = ?", (LEASE_NAME,)).fetchone()
     if row != (lease.holder, lease.term):

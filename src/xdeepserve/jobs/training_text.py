@@ -71,7 +71,7 @@ def token_ids(lines: Iterator[TrainingLine], tokenizer: Tokenizer, limit: int) -
 
 
 def split(examples: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
-    """Those to work with, and the last fifth, to examine on. InputError for a single one."""
+    """Examples to work with, and the last fifth, to examine on. InputError for a single one."""
     if len(examples) < 2:
         raise InputError("the training file has one example: two are needed, one to examine on")
     num_held_out = max(1, len(examples) // HELD_OUT)
