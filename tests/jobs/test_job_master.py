@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ LEASE_S = 10.0
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_master, "POLL_S", 0.002)
+    monkeypatch.setattr(job_master, "TROUBLE_S", 0.002)
 
 
 class Works:
@@ -218,3 +220,22 @@ async def test_a_cancelled_task_ends(tmp_path: Path, works: Works, kind: str) ->
     assert has_ended == [kind]
     assert is_over(JOB_MOVES, store.jobs()[0].state)
     assert list(store.models()) == [store.jobs()[1].result_name]
+
+
+@pytest.mark.parametrize("write", ["take_lease", "next_job", "move_job", "move_task", "add_event"])
+async def test_a_directory_that_cannot_be_used_for_a_while_holds_jobs_up(
+    tmp_path: Path, works: Works, write: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = JobStore(tmp_path / "state", Time())
+    store.add_job(ORDER, KINDS)
+    whole, failures = getattr(store, write), [sqlite3.OperationalError("disk is full")] * 2
+
+    def fails_twice(*args: Any, **more: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return whole(*args, **more)
+
+    monkeypatch.setattr(store, write, fails_twice)
+    async with at_work(store, "a", works):
+        assert (await ended(store)).state == "succeeded"
+    assert not failures

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sqlite3
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from xdeepserve.jobs.task_process import TaskLostError, run_task
 
 LEASE_S = 10.0
 POLL_S = 0.2
+TROUBLE_S = 1.0  # before it looks again, when the directory cannot be used or somebody else leads
 MAX_ATTEMPTS = 3  # of a task whose process is lost
 
 Serve = Callable[[str, Path], Awaitable[None]]  # a model's name and directory; InputError if it cannot be
@@ -52,13 +54,13 @@ class JobMaster:
         try:
             while True:
                 try:
-                    is_idle = not (self._renew() and await self._advance())
-                except LeaseLostError as error:
-                    log.warning("%s", error)
-                    self._lease, is_idle = None, True
-                if is_idle:
-                    await self._follow()
-                    await asyncio.sleep(POLL_S)
+                    if not (self._renew() and await self._advance()):
+                        await self._follow()
+                        await asyncio.sleep(POLL_S)
+                except (LeaseLostError, sqlite3.Error, OSError) as error:
+                    log.warning("jobs wait for %g s: %s", TROUBLE_S, error)
+                    self._lease = None
+                    await asyncio.sleep(TROUBLE_S)
         finally:
             if self._lease is not None:
                 self._store.give_up(self._lease)
@@ -119,7 +121,7 @@ class JobMaster:
             self._take_up(found, str(error), lease)
         except (LeaseLostError, IllegalMoveError):
             raise
-        except (XDeepServeError, OSError) as error:
+        except XDeepServeError as error:
             self._store.move_task(job.number, place, "failed", lease)
             self._store.move_job(job.number, "failed", lease, f"{task.kind}: {error}")
         else:
