@@ -215,12 +215,12 @@ def server() -> Iterator[str]:
 class started:
     """A server as a document starts it, but for the port, in a `with` block: its address."""
 
-    def __init__(self, command: str) -> None:
+    def __init__(self, command: str, directory: Path | None = None) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         arguments = shlex.split(command.replace("--port 8000", f"--port {self.port}"))[1:]
-        self.process = subprocess.Popen([sys.executable, "-m", "xdeepserve.cli", *arguments])
+        self.process = subprocess.Popen([sys.executable, "-m", "xdeepserve.cli", *arguments], cwd=directory)
 
     def __enter__(self) -> str:
         base = f"http://127.0.0.1:{self.port}"
@@ -239,12 +239,15 @@ class started:
 
 
 @pytest.mark.parametrize("command", SERVERS[1:])
-def test_servers_start(command: str) -> None:
-    with started(command) as base, urllib.request.urlopen(f"{base}/v1/models") as answer:
+def test_servers_start(command: str, tmp_path: Path) -> None:
+    with started(command, tmp_path) as base, urllib.request.urlopen(f"{base}/v1/models") as answer:
         assert answer.status == 200
         if "--admin" in command:
             with urllib.request.urlopen(f"{base}/admin/tes") as listed:
                 assert b"decode" in listed.read()
+        if "--state" in command:
+            with urllib.request.urlopen(f"{base}/v1/fine_tuning/jobs") as listed:
+                assert b'"data":[]' in listed.read()
 
 
 OF_A_TOKEN = "life-of-a-token.md"

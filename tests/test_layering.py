@@ -19,7 +19,8 @@ ALLOWED = {
     "ems": COMMON | {"hw"},
     "engine": COMMON | {"hw", "model", "comm", "step", "ems"},
     "page": COMMON | {"engine", "hw", "comm", "golden"},
-    "api": COMMON | {"engine", "hw", "model", "comm", "llm", "page"},
+    "api": COMMON | {"engine", "hw", "model", "comm", "llm", "page", "jobs"},
+    "jobs": COMMON | {"model", "llm", "evals"},
     "llm": COMMON | {"engine", "hw", "model", "loop"},
     "golden": COMMON | {"hw", "model", "comm"},
     "verify": COMMON | {"engine", "hw", "model", "llm"},
@@ -59,6 +60,7 @@ ONLY_IN = {
         "chaos",
         "learn",
         "page",
+        "jobs",
     },
 }
 

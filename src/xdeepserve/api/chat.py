@@ -13,7 +13,6 @@ from msgspec import UNSET, UnsetType
 from xdeepserve.api.body import read_body
 from xdeepserve.api.conversation import encode_chat, ends_in_reasoning
 from xdeepserve.api.endpoint import (
-    ENDPOINT,
     ENGINE_REQUEST_ID,
     REQUEST_ID,
     ApiEndpoint,
@@ -41,6 +40,7 @@ from xdeepserve.api.responses import (
     ToolCallPart,
     json_response,
 )
+from xdeepserve.api.served_models import MODELS
 from xdeepserve.api.sse import stream_events
 from xdeepserve.api.structured import requested_form
 from xdeepserve.api.tools import offered_tools
@@ -54,9 +54,8 @@ THINKING = ("thinking", "enable_thinking")  # what templates call it: DeepSeek's
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     """POST /v1/chat/completions: one answer, or a stream of events."""
-    endpoint = request.app[ENDPOINT]
     body = await read_body(request, ChatRequest)
-    endpoint.check_model(body.model)
+    endpoint = request.app[MODELS].find(body.model)
     refuse_unserved(body)
     check_stream(body)
     prepared = await prepare_chat(endpoint, body)

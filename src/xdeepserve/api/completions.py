@@ -12,7 +12,6 @@ from msgspec import UNSET
 
 from xdeepserve.api.body import read_body
 from xdeepserve.api.endpoint import (
-    ENDPOINT,
     MAX_CHOICES,
     REQUEST_ID,
     ApiEndpoint,
@@ -35,6 +34,7 @@ from xdeepserve.api.responses import (
     Usage,
     json_response,
 )
+from xdeepserve.api.served_models import MODELS
 from xdeepserve.api.sse import stream_events
 from xdeepserve.api.structured import requested_form
 from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams
@@ -54,9 +54,8 @@ class Prompt(msgspec.Struct):
 
 async def create_completion(request: web.Request) -> web.StreamResponse:
     """POST /v1/completions: one answer, or a stream of events."""
-    endpoint = request.app[ENDPOINT]
     body = await read_body(request, CompletionRequest)
-    endpoint.check_model(body.model)
+    endpoint = request.app[MODELS].find(body.model)
     refuse_unserved(body)
     check_stream(body)
     form, blamed = requested_form(body)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import secrets
 import time
 from collections.abc import Sequence
@@ -65,17 +64,6 @@ class ApiEndpoint:
     def namer_for(self, body: GenerationRequest) -> TokenNamer:
         """What calls the tokens of log probabilities."""
         return self._id_namer if body.return_tokens_as_token_ids else self.namer
-
-    def check_model(self, name: str | None) -> None:
-        """An absent name means the only model there is."""
-        if name is not None and name not in self.model_names:
-            known = ", ".join(map(json.dumps, self.model_names))
-            raise ApiError(
-                404,
-                f"the model {abridged(name, MAX_NAME_CHARS)} does not exist; this server has {known}",
-                param="model",
-                code="model_not_found",
-            )
 
     def check_healthy(self) -> None:
         """ApiError if the engine cannot serve, with the reason."""

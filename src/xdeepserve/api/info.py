@@ -6,20 +6,19 @@ from aiohttp import web
 
 from xdeepserve import __version__
 from xdeepserve.api import metrics
-from xdeepserve.api.endpoint import ENDPOINT, ApiEndpoint
+from xdeepserve.api.endpoint import ApiEndpoint
 from xdeepserve.api.responses import Health, ModelCard, ModelList, ServerLoad, Version, json_response
+from xdeepserve.api.served_models import MODELS
 
 
 async def list_models(request: web.Request) -> web.Response:
-    endpoint = request.app[ENDPOINT]
-    return json_response(ModelList(data=[_card(endpoint, name) for name in endpoint.model_names]))
+    models = request.app[MODELS]
+    return json_response(ModelList(data=[_card(models.find(name), name) for name in models.names]))
 
 
 async def get_model(request: web.Request) -> web.Response:
-    endpoint = request.app[ENDPOINT]
     name = request.match_info["model"]
-    endpoint.check_model(name)
-    return json_response(_card(endpoint, name))
+    return json_response(_card(request.app[MODELS].find(name), name))
 
 
 def _card(endpoint: ApiEndpoint, name: str) -> ModelCard:
@@ -30,24 +29,26 @@ def _card(endpoint: ApiEndpoint, name: str) -> ModelCard:
 
 
 async def health(request: web.Request) -> web.Response:
-    """200 while the engine can serve, with its TEs and their DP groups; those without work are asked."""
-    endpoint = request.app[ENDPOINT]
-    tes = await endpoint.engine.check_health()
-    endpoint.check_healthy()
+    """200 while all engines can serve, with their TEs and DP groups; those without work are asked."""
+    tes = []
+    for endpoint in request.app[MODELS]:
+        tes += await endpoint.engine.check_health()
+        endpoint.check_healthy()
     is_well = not any(te.suspect or te.lost or te.shell != "healthy" for te in tes)
     return json_response(Health(status="ok" if is_well else "degraded", tes=tes))
 
 
 async def ping(request: web.Request) -> web.Response:
-    """200 while the engine can serve. Asks no die."""
-    request.app[ENDPOINT].check_healthy()
+    """200 while all engines can serve. Asks no die."""
+    for endpoint in request.app[MODELS]:
+        endpoint.check_healthy()
     return web.Response()
 
 
 async def load(request: web.Request) -> web.Response:
-    """How many sequences the engine holds, running and waiting."""
-    stats = request.app[ENDPOINT].engine.stats()
-    return json_response(ServerLoad(server_load=stats.num_running + stats.num_waiting))
+    """How many sequences the engines hold, running and waiting."""
+    found = [endpoint.engine.stats() for endpoint in request.app[MODELS]]
+    return json_response(ServerLoad(server_load=sum(each.num_running + each.num_waiting for each in found)))
 
 
 async def version(request: web.Request) -> web.Response:
@@ -55,5 +56,5 @@ async def version(request: web.Request) -> web.Response:
 
 
 async def show_metrics(request: web.Request) -> web.Response:
-    body = request.app[ENDPOINT].metrics.render()
+    body = request.app[MODELS].render_metrics()
     return web.Response(body=body, headers={"Content-Type": metrics.CONTENT_TYPE})

@@ -15,6 +15,7 @@ from xdeepserve.api import requests as asked
 from xdeepserve.api import responses as given
 from xdeepserve.api.http_errors import ErrorBody
 from xdeepserve.api.input_items import PAGE_QUERY
+from xdeepserve.api.job_door import CreateJob
 from xdeepserve.api.page_door import BYTES_QUERY
 from xdeepserve.api.response_items import REFUSED, ResponsesRequest
 from xdeepserve.page.breaking import Breaking, Broken
@@ -78,8 +79,21 @@ OPERATIONS = (
         "get", "/v1/responses/{id}/input_items", "What its request brought, in pages.", query=PAGE_QUERY
     ),
     Operation("post", "/v1/responses/{id}/cancel", "Always refused: none runs in the background."),
-    Operation("get", "/v1/models", "The model, under all its names.", answer=given.ModelList),
+    Operation("get", "/v1/models", "The models, under all their names.", answer=given.ModelList),
     Operation("get", "/v1/models/{model}", "One of them.", answer=given.ModelCard),
+    Operation("delete", "/v1/models/{model}", "A model that a job has made goes."),
+    Operation("post", "/v1/files", "Keep a file of examples: a form with file and purpose."),
+    Operation("get", "/v1/files", "All files, in pages.", query=PAGE_QUERY),
+    Operation("get", "/v1/files/{id}", "A file."),
+    Operation("get", "/v1/files/{id}/content", "What was uploaded."),
+    Operation("delete", "/v1/files/{id}", "Forget it."),
+    Operation("post", "/v1/fine_tuning/jobs", "Quantise the model (docs/jobs.md).", CreateJob),
+    Operation("get", "/v1/fine_tuning/jobs", "All jobs, in pages.", query=PAGE_QUERY),
+    Operation("get", "/v1/fine_tuning/jobs/{id}", "A job, with its tasks."),
+    Operation(
+        "get", "/v1/fine_tuning/jobs/{id}/events", "What has happened to it, in pages.", query=PAGE_QUERY
+    ),
+    Operation("post", "/v1/fine_tuning/jobs/{id}/cancel", "End it."),
     Operation(
         "post", "/tokenize", "Token ids of a text or a chat.", asked.TokenizeRequest, given.TokenizeResponse
     ),

@@ -19,6 +19,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     ssl_certfile, ssl_keyfile   PEM files; the key may be in the certificate's
     admin               clients may list, add and remove task executors (api/admin.py)
     record              file that what the page draws is written to
+    state               directory in which files and jobs are kept (api/job_door.py); without, none are taken
     uds                 path of a Unix socket to listen on instead of host and port
     """
 
@@ -29,6 +30,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     ssl_keyfile: str | None = None
     admin: bool = False
     record: Path | None = None
+    state: Path | None = None
     uds: str | None = None
 
     def __post_init__(self) -> None:

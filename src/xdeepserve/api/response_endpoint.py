@@ -26,6 +26,7 @@ from xdeepserve.api.response_items import (
 )
 from xdeepserve.api.response_stream import Event, Items
 from xdeepserve.api.responses import json_response
+from xdeepserve.api.served_models import MODELS
 from xdeepserve.api.sse import stream_events
 from xdeepserve.errors import OverloadedError, RequestError
 
@@ -39,9 +40,8 @@ ERROR_CODES = {
 
 async def create_response(request: web.Request) -> web.StreamResponse:
     """POST /v1/responses: one answer, or a stream of events."""
-    endpoint = request.app[ENDPOINT]
     body = await read_body(request, ResponsesRequest)
-    endpoint.check_model(body.model)
+    endpoint = request.app[MODELS].find(body.model)
     before: list[ChatMessage] = []
     if body.previous_response_id is not None:
         before = endpoint.store.find(body.previous_response_id, "previous_response_id").messages

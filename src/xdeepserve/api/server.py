@@ -28,6 +28,9 @@ from xdeepserve.api.endpoint import ENDPOINT, ENGINE_REQUEST_ID, MAX_REQUEST_ID_
 from xdeepserve.api.http_errors import MAX_BODY_BYTES, error_middleware, protocol_log
 from xdeepserve.api.info import get_model, health, list_models, load, ping, show_metrics, version
 from xdeepserve.api.input_items import list_input_items
+from xdeepserve.api.job_desk import run_desk
+from xdeepserve.api.job_door import add_job_routes
+from xdeepserve.api.model_shelf import DRAIN_POLL_S, drain
 from xdeepserve.api.openapi import show_docs, show_openapi
 from xdeepserve.api.options import ServerOptions
 from xdeepserve.api.page_door import add_page_routes, record_page
@@ -38,6 +41,7 @@ from xdeepserve.api.response_endpoint import (
     delete_response,
     get_response,
 )
+from xdeepserve.api.served_models import MODELS, ServedModels
 from xdeepserve.api.tokenize import detokenize, tokenize
 from xdeepserve.engine.serving.request import AsyncEngine
 from xdeepserve.errors import InputError
@@ -45,7 +49,6 @@ from xdeepserve.errors import InputError
 SHUTDOWN_GRACE_S = 5.0
 SAME_SIGNAL_S = 1.0  # signals that come within this time are one
 IDLE_SECONDS = 30.0  # a connection is closed that has no whole header of a request for so long
-DRAIN_POLL_S = 0.05
 BACKLOG = 1024  # connections that come at once and are not accepted yet; the system drops more
 
 log = logging.getLogger("xdeepserve.api")
@@ -67,6 +70,7 @@ def build_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.
         client_max_size=MAX_BODY_BYTES,
     )
     app[ENDPOINT] = ApiEndpoint(engine, options)
+    app[MODELS] = ServedModels(app[ENDPOINT])
     app.router.add_post("/v1/completions", create_completion)
     app.router.add_post("/v1/chat/completions", create_chat_completion)
     app.router.add_post("/v1/responses", create_response)
@@ -87,10 +91,13 @@ def build_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.
     app.router.add_get("/docs", show_docs)
     app.router.add_get("/metrics", show_metrics)
     add_page_routes(app)
+    add_job_routes(app)
     if options.admin:
         add_admin_routes(app)
     app.on_response_prepare.append(_add_headers)
     app.cleanup_ctx.append(_run_engine)
+    if options.state is not None:
+        app.cleanup_ctx.append(run_desk)
     if options.record is not None:
         app.cleanup_ctx.append(record_page)
     return app
@@ -138,8 +145,9 @@ async def serve(
     options = options or ServerOptions()
     context = options.ssl_context()
     listener = bind(host, port) if options.uds is None else bind_unix(options.uds)
+    app = build_app(engine, options)
     runner = JsonRunner(
-        build_app(engine, options),
+        app,
         handler_cancellation=True,
         access_log=None,
         logger=protocol_log,
@@ -155,7 +163,7 @@ async def serve(
             (ready or _announce)(address_of(listener, is_encrypted=context is not None))
             await stopped.wait()
             await site.stop()
-            await _drain(engine, hurried)
+            await _drain(app[MODELS], hurried)
         finally:
             await runner.cleanup()
             listener.close()
@@ -163,17 +171,13 @@ async def serve(
                 remove_socket(options.uds)
 
 
-async def _drain(engine: AsyncEngine, hurried: asyncio.Event) -> None:
+async def _drain(models: ServedModels, hurried: asyncio.Event) -> None:
     """Let running requests finish for a while, then abort them, so that their streams end in order."""
-    for _ in range(int(SHUTDOWN_GRACE_S / DRAIN_POLL_S)):
-        stats = engine.stats()
-        if stats.num_running + stats.num_waiting == 0:
-            return
-        if hurried.is_set():
-            break
-        await asyncio.sleep(DRAIN_POLL_S)
-    await engine.stop()
-    await asyncio.sleep(DRAIN_POLL_S)  # the last events leave
+    engines = [endpoint.engine for endpoint in models]
+    if not await drain(engines, SHUTDOWN_GRACE_S, hurried):
+        for engine in reversed(engines):  # the first one has the pod of the others
+            await engine.stop()
+        await asyncio.sleep(DRAIN_POLL_S)  # the last events leave
 
 
 def run_server(

@@ -6,19 +6,19 @@ from aiohttp import web
 
 from xdeepserve.api.body import read_body
 from xdeepserve.api.conversation import encode_chat
-from xdeepserve.api.endpoint import ENDPOINT, ApiEndpoint
+from xdeepserve.api.endpoint import ApiEndpoint
 from xdeepserve.api.offload import pieces, run_for_tokens
 from xdeepserve.api.requests import SPECIAL_TOKENS_IN_CHATS, DetokenizeRequest, TokenizeRequest
 from xdeepserve.api.responses import DetokenizeResponse, TokenizeResponse, encode_json, json_answer
+from xdeepserve.api.served_models import MODELS
 from xdeepserve.api.tools import check_shown
 from xdeepserve.errors import RequestError
 
 
 async def tokenize(request: web.Request) -> web.Response:
     """POST /tokenize: token ids of a prompt or a conversation."""
-    endpoint = request.app[ENDPOINT]
     body = await read_body(request, TokenizeRequest)
-    endpoint.check_model(body.model)
+    endpoint = request.app[MODELS].find(body.model)
     tokenizer, with_names = endpoint.tokenizer, body.return_token_strs is True
     if body.prompt is not None and body.messages is None:
         for name in ("tools", "continue_final_message", "chat_template_kwargs"):
@@ -47,9 +47,8 @@ async def tokenize(request: web.Request) -> web.Response:
 
 async def detokenize(request: web.Request) -> web.Response:
     """POST /detokenize: the text of token ids."""
-    endpoint = request.app[ENDPOINT]
     body = await read_body(request, DetokenizeRequest)
-    endpoint.check_model(body.model)
+    endpoint = request.app[MODELS].find(body.model)
     tokenizer, tokens = endpoint.tokenizer, body.tokens
     return json_answer(await run_for_tokens(tokenizer, len(tokens), _detokenized, endpoint, tokens))
 

@@ -38,6 +38,12 @@ def add_options(parser: Parser) -> None:
     parser.add_argument(
         "--record", type=Path, metavar="FILE", help="write what the page draws, to be opened there"
     )
+    parser.add_argument(
+        "--state",
+        type=Path,
+        metavar="DIR",
+        help="take files and jobs (/v1/files, /v1/fine_tuning/jobs) and keep them there: docs/jobs.md",
+    )
     parser.add_argument("--uds", metavar="PATH", help="listen on a Unix socket instead")
     parser.add_argument(
         "--served-model-name", nargs="+", default=[], metavar="NAME", help="what clients may call the model"
@@ -60,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
     """Load the model and answer requests until SIGINT or SIGTERM."""
     from xdeepserve.api.options import ServerOptions
     from xdeepserve.api.server import bind, run_server
+    from xdeepserve.jobs.state_file import check_state
     from xdeepserve.llm import build_engine
     from xdeepserve.model.presets import resolve_model
 
@@ -76,11 +83,14 @@ def run(args: argparse.Namespace) -> int:
         uds=args.uds,
         admin=args.admin,
         record=args.record,
+        state=args.state,
     )
     # What cannot work is said before a large model is loaded.
     options.ssl_context()
     if args.record is not None:
         check_writable(args.record, "--record")
+    if args.state is not None:
+        check_state(args.state)
     if args.uds is None:
         bind(host, port).close()
     overrides = overrides_of(args)

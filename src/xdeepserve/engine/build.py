@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,7 +16,7 @@ from xdeepserve.engine.deploy.scale_down import largest
 from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.lanes import DEFAULT_SHOWN_DIES, name_lanes
-from xdeepserve.engine.loading import Loading, Progress, Source, read_again, read_weights
+from xdeepserve.engine.loading import Loading, Source, read_again, read_weights
 from xdeepserve.engine.outside.children import ServerTask
 from xdeepserve.engine.outside.servers_outside import ServersOutside
 from xdeepserve.engine.outside.watcher import Watcher
@@ -214,15 +214,16 @@ class PodPlan:
             for die, mem in te.all_memories:
                 mem.materialise(self.pod.memory(die))
 
-    def load(self, progress: Progress | None = None) -> None:
-        """Allocate all memories and load the weights into them, before the clock starts."""
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """Allocate all memories and load the weights into them, before the engine starts, with a halt after
+        each tensor: bytes done, bytes in all."""
         try:
-            self._load(progress)
+            yield from self._pieces()
         except BaseException:
             self.close()
             raise
 
-    def _load(self, progress: Progress | None) -> None:
+    def _pieces(self) -> Iterator[tuple[int, int]]:
         if self.pool_use is not None:
             self.pool_use.open()
         for outside in self.outside:
@@ -231,9 +232,7 @@ class PodPlan:
         if self.pool_use is not None:
             self.pool_use.start(self.tes)
         if self.timing is None:
-            for done, total in read_weights(self.tes):
-                if progress is not None:
-                    progress(done, total)
+            yield from read_weights(self.tes)
             self._digests.learn(self.tes)
         self._cache(self.tes)
 

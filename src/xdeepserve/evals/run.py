@@ -124,6 +124,15 @@ def mean_errors(directory: Path) -> dict[str, float] | None:
     return {field: float(np.mean([getattr(one, field) or 0.0 for one in layers])) for field in fields}
 
 
+def token_losses(logits: Array, token_ids: Sequence[int]) -> Array:
+    """-log p of each token, float64 [n]: `logits` [n, vocab] are those that were to foretell it."""
+    logits = logits.astype(np.float64)
+    peak = logits.max(axis=-1, keepdims=True)
+    log_sum = np.log(np.exp(logits - peak).sum(axis=-1)) + peak[:, 0]
+    found: Array = log_sum - logits[np.arange(len(token_ids)), token_ids]
+    return found
+
+
 class _Examiner:
     """Perplexity by teacher forcing, then greedy answers."""
 
@@ -161,10 +170,8 @@ class _Examiner:
         progress(done + 2 * len(samples), total)
 
     def _teacher_force(self, llm: LLM, prompt: list[int], answer: list[int]) -> None:
-        logits = llm.logits([*prompt, *answer])[len(prompt) - 1 : -1].astype(np.float64)
-        peak = logits.max(axis=-1, keepdims=True)
-        log_sum = np.log(np.exp(logits - peak).sum(axis=-1)) + peak[:, 0]
-        self.losses.append(log_sum - logits[np.arange(len(answer)), answer])
+        logits = llm.logits([*prompt, *answer])[len(prompt) - 1 : -1]
+        self.losses.append(token_losses(logits, answer))
         self.best.append(logits.argmax(axis=-1))
 
     def _speculate(

@@ -14,12 +14,11 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from xdeepserve.engine.build import Progress
 from xdeepserve.engine.deploy.deployment import Deployment, Role
 from xdeepserve.engine.dp.sampling_params import INT64_MAX, SamplingParams
 from xdeepserve.engine.dp.sequence import KeepLogits
 from xdeepserve.engine.lanes import DEFAULT_SHOWN_DIES
-from xdeepserve.engine.loading import Source
+from xdeepserve.engine.loading import Progress, Source
 from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.live import Request

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 
 import msgspec
 
-from xdeepserve.engine.build import PodPlan, Progress
+from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Role
-from xdeepserve.engine.dp.events import Events, Observer
+from xdeepserve.engine.dp.events import Observer
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.sequence import KeepLogits, Sequence
-from xdeepserve.engine.job.carriage import Carriage
 from xdeepserve.engine.job.executor import JobExecutor
-from xdeepserve.engine.job.router import Router
-from xdeepserve.engine.loading import Source
+from xdeepserve.engine.loading import Progress, Source
+from xdeepserve.engine.serving.collecting import collect_seldom
 from xdeepserve.engine.serving.formats import make_parser, output_formats
 from xdeepserve.engine.serving.live import Request
+from xdeepserve.engine.serving.make_executor import make_executor
+from xdeepserve.engine.serving.neighbours import is_quiet, join
 from xdeepserve.engine.serving.output import ChoiceOutput
 from xdeepserve.engine.serving.request import NOTHING, EngineStats, Parse, check_request
 from xdeepserve.engine.serving.steer import Steersman
@@ -31,8 +31,6 @@ from xdeepserve.errors import OverloadedError, RequestError, XDeepServeError
 from xdeepserve.model.sampling import philox4x32
 from xdeepserve.model.tokenizer import load_tokenizer
 from xdeepserve.step.linear import Threads
-
-FEW_OBJECTS = 10_000  # new ones, before Python looks for cycles among them
 
 
 class Engine:
@@ -61,21 +59,28 @@ class Engine:
 
     def load(self, progress: Progress | None = None) -> None:
         """Allocate the pod and load the weights. Called by `start` if it has not been."""
-        if self._je is None:
-            self.plan.load(progress)
-            d = self.plan.deployment
-            retry_ns = round(1e9 * d.health.probe_s)
-            tell = Events(self._observers)
-            carriage = Carriage(self.plan.pod, d.fabric, d.transfer_over, self.plan.kv_weight)
-            router = Router(d.scheduler.job_executors, d.scheduler.route, d.seed)
-            self._je = JobExecutor(self.plan.pod, tell, carriage, router, retry_ns, d.scheduler.admission)
-            self._group = TEGroup(self.plan, self._je, self._threads, self.fail)
+        for done, total in self.pieces():
+            if progress is not None:
+                progress(done, total)
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """What `load` does, with a halt after each tensor: a guest lets others have their turns then."""
+        if self._je is not None:
+            return
+        yield from self.plan.pieces()
+        self._je = make_executor(self.plan, self._observers)
+        self._group = TEGroup(self.plan, self._je, self._threads, self.fail)
+        join(self.plan.pod, self)
 
     @property
     def je(self) -> JobExecutor:
         """The job executor; there is one after `load`."""
         assert self._je is not None, "the engine has not been loaded"
         return self._je
+
+    @property
+    def num_served(self) -> int:
+        return max(0, len(self._requests) - len(self._entering))
 
     @property
     def groups(self) -> list[DPGroup]:
@@ -95,14 +100,11 @@ class Engine:
         if self._warms_up:
             await self.warm_up()
         await self.settle()
-        # A pod is many objects that stay: looking through them at every turn takes a fifth of a step.
-        young, *old = gc.get_threshold()
-        if young:  # 0: this program wants no collection at all
-            gc.set_threshold(max(young, FEW_OBJECTS), *old)
+        collect_seldom()
 
     async def settle(self) -> None:
-        """Without requests, wait until the pod rests: until what the last one left to do is done."""
-        if self._requests or self._failure is not None:
+        """With nobody to serve, wait until the pod rests: until what the last one left to do is done."""
+        if self._requests or self._failure is not None or not is_quiet(self.plan.pod):
             return
         at_rest = asyncio.Event()
         self.plan.pod.clock.when_at_rest(at_rest.set)
@@ -268,9 +270,9 @@ class Engine:
     ) -> Request:
         """Check and enqueue a request; RequestError if it cannot be served.
 
-        It arrives now if others are being served, or if a process submits it. One that comes from outside to
-        an engine without requests arrives when the pod rests, with those that come until then: else what it
-        meets there would depend on how often the event loop has turned.
+        It arrives now if the pod serves others, or if a process submits it. One that comes from outside to a
+        pod without requests arrives when that rests, with those that come until then: else what it meets
+        there would depend on how often the event loop has turned.
 
         `is_bounded=False` is for a caller that holds all its requests anyway: the queue's bound, which
         protects a server from its clients, does not apply.
@@ -292,7 +294,7 @@ class Engine:
         clock = self.plan.pod.clock
         request = Request(clock, request_id, on_scheduled, self.release, self.finished)
         self._add_choices(request, prompt_token_ids, params, max_tokens, keep_logits, parse)
-        is_alone = not self._requests
+        is_alone = is_quiet(self.plan.pod)
         self._requests[request_id] = request
         if clock.runs_caller or not (is_alone or self._entering):
             self.je.submit(request.sequences)

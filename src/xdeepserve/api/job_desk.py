@@ -1,0 +1,67 @@
+"""The jobs of a server: their store, who moves them on, and the models that they make.
+
+It is there with `--state DIR`; without, whatever has to do with jobs is refused in one line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator
+
+from aiohttp import web
+
+from xdeepserve.api.http_errors import ApiError
+from xdeepserve.api.model_shelf import ModelShelf
+from xdeepserve.api.options import ServerOptions
+from xdeepserve.api.served_models import MODELS, ServedModels
+from xdeepserve.jobs.job_master import JobMaster
+from xdeepserve.jobs.job_store import JobStore
+
+
+class JobDesk:
+    """Everything of one server. InputError if its directory will not do."""
+
+    def __init__(self, models: ServedModels, options: ServerOptions) -> None:
+        assert options.state is not None
+        self.store = JobStore(options.state, time.time)
+        self.shelf = ModelShelf(models, self.store)
+        holder = f"{os.getpid()}-{secrets.token_hex(4)}"
+        self.master = JobMaster(self.store, holder, self.shelf.load, self.shelf.follow)
+
+
+DESK = web.AppKey("DESK", JobDesk)
+
+
+def desk_of(request: web.Request) -> JobDesk:
+    """ApiError if this server has none."""
+    if DESK not in request.app:
+        raise ApiError(
+            403, "this server keeps neither files nor jobs: start it with --state DIR", code="not_allowed"
+        )
+    return request.app[DESK]
+
+
+def number_of(shown_id: str, prefix: str) -> int | None:
+    """The number in an id such as file-00000001; None if it is none."""
+    digits = shown_id.removeprefix(prefix)
+    is_one = shown_id.startswith(prefix) and digits.isascii() and digits.isdigit() and len(digits) <= 15
+    return int(digits) if is_one else None
+
+
+async def run_desk(app: web.Application) -> AsyncIterator[None]:
+    """While the server runs: its earlier jobs' models are served, and jobs are moved on."""
+    desk = app[DESK] = JobDesk(app[MODELS], app[MODELS].first.options)
+    await desk.shelf.follow()
+    work = asyncio.create_task(desk.master.run(), name="job master")
+    try:
+        yield
+    finally:
+        work.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await work
+        await desk.shelf.close()
+        desk.store.close()

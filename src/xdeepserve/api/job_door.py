@@ -1,0 +1,230 @@
+"""/v1/fine_tuning/jobs in OpenAI's shapes: post-training quantisation is a fine-tuning job of its own method.
+
+{"model": "tiny", "training_file": "file-00000001", "suffix": "mine",
+ "method": {"type": "quantization",
+            "quantization": {"hyperparameters": {"algorithm": "smoothquant+gptq", "samples": 64}}}}
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from xdeepserve.api.body import read_body
+from xdeepserve.api.file_door import delete_file, find_file, get_content, get_file, list_files, upload_file
+from xdeepserve.api.http_errors import ApiError
+from xdeepserve.api.input_items import page
+from xdeepserve.api.job_desk import desk_of, number_of
+from xdeepserve.api.model_shelf import source_of
+from xdeepserve.api.responses import json_response
+from xdeepserve.api.served_models import MODELS
+from xdeepserve.errors import RequestError, abridged, meant
+from xdeepserve.jobs.job_records import JobEvent, JobOrder, JobRecord
+from xdeepserve.jobs.job_states import IllegalMoveError
+from xdeepserve.jobs.quantizing import KINDS
+from xdeepserve.model.quant.method import METHODS
+
+QUANTIZATION = "quantization"
+MAX_SAMPLES = 4096
+MAX_SUFFIX_CHARS = 64
+
+
+class QuantizationSettings(msgspec.Struct, forbid_unknown_fields=True):
+    """Which of `xdeepserve quantize`'s methods, and how many examples to begin with."""
+
+    algorithm: str = "smoothquant+gptq"
+    samples: int = 64
+
+
+class QuantizationMethod(msgspec.Struct, forbid_unknown_fields=True):
+    """OpenAI's level between a method's type and its settings."""
+
+    hyperparameters: QuantizationSettings = msgspec.field(default_factory=QuantizationSettings)
+
+
+class JobMethod(msgspec.Struct, forbid_unknown_fields=True):
+    """What is to be done. OpenAI's own methods are known, and refused."""
+
+    type: str
+    quantization: QuantizationMethod = msgspec.field(default_factory=QuantizationMethod)
+    supervised: Any = None
+    dpo: Any = None
+    reinforcement: Any = None
+
+
+class CreateJob(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of POST /v1/fine_tuning/jobs. `seed` changes nothing: nothing is drawn."""
+
+    model: str
+    training_file: str
+    method: JobMethod = msgspec.field(default_factory=lambda: JobMethod(type="supervised"))
+    validation_file: str | None = None
+    suffix: str | None = None
+    metadata: dict[str, str] | None = None
+    seed: int | None = None
+    hyperparameters: Any = None
+    integrations: Any = None
+
+
+def add_job_routes(app: web.Application) -> None:
+    """The routes; where there is no state directory, each refuses in one line."""
+    files, jobs = "/v1/files", "/v1/fine_tuning/jobs"
+    app.router.add_post(files, upload_file)
+    app.router.add_get(files, list_files)
+    app.router.add_get(f"{files}/{{id}}", get_file)
+    app.router.add_get(f"{files}/{{id}}/content", get_content)
+    app.router.add_delete(f"{files}/{{id}}", delete_file)
+    app.router.add_post(jobs, create_job)
+    app.router.add_get(jobs, list_jobs)
+    app.router.add_get(f"{jobs}/{{id}}", get_job)
+    app.router.add_get(f"{jobs}/{{id}}/events", list_events)
+    app.router.add_post(f"{jobs}/{{id}}/cancel", cancel_job)
+    app.router.add_delete("/v1/models/{model:.+}", delete_model)
+
+
+async def create_job(request: web.Request) -> web.Response:
+    """POST /v1/fine_tuning/jobs: it is queued."""
+    desk = desk_of(request)
+    body = await read_body(request, CreateJob)
+    models = request.app[MODELS]
+    endpoint = models.find(body.model)
+    if endpoint is not models.first:
+        raise RequestError(f"{abridged(body.model)} is in INT8 already: quantise the original", param="model")
+    settings = _checked(body)
+    training = find_file(request, body.training_file, "training_file").number
+    validation = body.validation_file and find_file(request, body.validation_file, "validation_file").number
+    order = JobOrder(
+        model=body.model,
+        source=source_of(endpoint.engine),
+        training=training,
+        validation=validation or None,
+        algorithm=settings.algorithm,
+        samples=settings.samples,
+        suffix=body.suffix,
+        metadata=body.metadata,
+    )
+    return json_response(shown_job(desk.store.add_job(order, KINDS)))
+
+
+def _checked(body: CreateJob) -> QuantizationSettings:
+    """The settings of a job that can be done. RequestError."""
+    kind, settings = body.method.type, body.method.quantization.hyperparameters
+    if kind != QUANTIZATION:
+        raise RequestError(
+            f"method.type {abridged(kind)}: this server quantises ({QUANTIZATION}) and trains nothing; "
+            "tools/train does, with the train extra",
+            param="method",
+            code="unsupported_value",
+        )
+    for name in ("supervised", "dpo", "reinforcement"):
+        if getattr(body.method, name) is not None:
+            raise RequestError(f"method.{name} does not go with {QUANTIZATION}", param=f"method.{name}")
+    for name in ("hyperparameters", "integrations"):
+        if getattr(body, name):
+            raise RequestError(f"{name} is not served; settings stand in method.{QUANTIZATION}", param=name)
+    where = f"method.{QUANTIZATION}.hyperparameters"
+    if settings.algorithm not in METHODS:
+        known = f"known are {', '.join(METHODS)}{meant(settings.algorithm, METHODS)}"
+        raise RequestError(
+            f"unknown algorithm {abridged(settings.algorithm)}: {known}", param=f"{where}.algorithm"
+        )
+    if not 1 <= settings.samples <= MAX_SAMPLES:
+        raise RequestError(
+            f"samples must be 1 to {MAX_SAMPLES}, found {settings.samples}", param=f"{where}.samples"
+        )
+    suffix = body.suffix
+    if suffix is not None and not (
+        0 < len(suffix) <= MAX_SUFFIX_CHARS and suffix.isascii() and suffix.replace("-", "").isalnum()
+    ):
+        raise RequestError(
+            f"suffix must have 1 to {MAX_SUFFIX_CHARS} letters, digits and hyphens, found {abridged(suffix)}",
+            param="suffix",
+        )
+    return settings
+
+
+async def list_jobs(request: web.Request) -> web.Response:
+    """GET /v1/fine_tuning/jobs: the last one first, in pages by `after` and `limit`."""
+    return json_response(page([shown_job(each) for each in desk_of(request).store.jobs()], request.query))
+
+
+async def get_job(request: web.Request) -> web.Response:
+    """GET /v1/fine_tuning/jobs/ID."""
+    return json_response(shown_job(_named(request)))
+
+
+async def list_events(request: web.Request) -> web.Response:
+    """GET /v1/fine_tuning/jobs/ID/events: the last one first, in pages by `after` and `limit`."""
+    events = desk_of(request).store.events(_named(request).number)
+    return json_response(page([shown_event(each) for each in events], request.query))
+
+
+async def cancel_job(request: web.Request) -> web.Response:
+    """POST /v1/fine_tuning/jobs/ID/cancel: its process ends within a moment. Refused when it is over."""
+    job = _named(request)
+    try:
+        return json_response(shown_job(desk_of(request).store.move_job(job.number, "cancelled")))
+    except IllegalMoveError:
+        raise RequestError(f"{job.id} is {job.state}, and cannot be cancelled", param="job_id") from None
+
+
+async def delete_model(request: web.Request) -> web.Response:
+    """DELETE /v1/models/NAME: a model that a job has made goes, and its files with it."""
+    desk, name, models = desk_of(request), request.match_info["model"], request.app[MODELS]
+    if models.find(name) is models.first:
+        raise RequestError(f"{abridged(name)} was not made by a job, and stays", param="model")
+    await desk.shelf.unload(name)
+    desk.store.delete_model(name)
+    return json_response({"id": name, "object": "model", "deleted": True})
+
+
+def _named(request: web.Request) -> JobRecord:
+    job_id = request.match_info["id"]
+    number = number_of(job_id, "ftjob-")
+    found = None if number is None else desk_of(request).store.job(number)
+    if found is None:
+        raise ApiError(404, f"there is no job {abridged(job_id)}", param="job_id", code="job_not_found")
+    return found
+
+
+def shown_job(job: JobRecord) -> dict[str, Any]:
+    """A job in OpenAI's shape, with its tasks beside."""
+    order, settings = job.order, {"algorithm": job.order.algorithm, "samples": job.order.samples}
+    error = None if job.reason is None else {"code": "job_failed", "message": job.reason, "param": None}
+    return {
+        "id": job.id,
+        "object": "fine_tuning.job",
+        "created_at": job.created_at,
+        "finished_at": job.finished_at,
+        "status": job.state,
+        "error": error,
+        "model": order.model,
+        "fine_tuned_model": job.result_name if job.state == "succeeded" else None,
+        "training_file": f"file-{order.training:08d}",
+        "validation_file": None if order.validation is None else f"file-{order.validation:08d}",
+        "method": {"type": QUANTIZATION, QUANTIZATION: {"hyperparameters": settings}},
+        "hyperparameters": {},
+        "integrations": [],
+        "metadata": order.metadata,
+        "organization_id": "xdeepserve",
+        "result_files": [],
+        "seed": 0,
+        "trained_tokens": None,
+        "estimated_finish": None,
+        "tasks": msgspec.to_builtins(job.tasks),
+    }
+
+
+def shown_event(event: JobEvent) -> dict[str, Any]:
+    """An event in OpenAI's shape."""
+    return {
+        "id": event.id,
+        "object": "fine_tuning.job.event",
+        "created_at": event.created_at,
+        "level": event.level,
+        "message": event.message,
+        "type": "message" if event.data is None else "metrics",
+        "data": event.data,
+    }

@@ -1,0 +1,18 @@
+"""The job executor that a plan's deployment asks for."""
+
+from __future__ import annotations
+
+from xdeepserve.engine.build import PodPlan
+from xdeepserve.engine.dp.events import Events, Observer
+from xdeepserve.engine.job.carriage import Carriage
+from xdeepserve.engine.job.executor import JobExecutor
+from xdeepserve.engine.job.router import Router
+
+
+def make_executor(plan: PodPlan, observers: list[Observer]) -> JobExecutor:
+    """Without TEs yet. `observers` are told what happens to requests: those that there are then."""
+    d = plan.deployment
+    carriage = Carriage(plan.pod, d.fabric, d.transfer_over, plan.kv_weight)
+    router = Router(d.scheduler.job_executors, d.scheduler.route, d.seed)
+    retry_ns = round(1e9 * d.health.probe_s)
+    return JobExecutor(plan.pod, Events(observers), carriage, router, retry_ns, d.scheduler.admission)

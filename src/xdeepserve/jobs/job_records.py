@@ -1,0 +1,98 @@
+"""What is kept of files, jobs, tasks and events. Times are seconds since 1970."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from xdeepserve.jobs.job_states import JOB_MOVES, JobState, TaskState, is_over
+
+
+class StoredFile(msgspec.Struct, frozen=True):
+    """An uploaded file; its content lies beside the database, under its id."""
+
+    number: int
+    name: str
+    purpose: str
+    num_bytes: int
+    created_at: int
+
+    @property
+    def id(self) -> str:
+        """What clients call it."""
+        return f"file-{self.number:08d}"
+
+
+class JobOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client asks for: `algorithm` is a name of model.quant.method.METHODS.
+
+    model       what clients call the model to be quantised, and `source`: a preset or a checkpoint directory
+    training, validation   numbers of files
+    """
+
+    model: str
+    source: str
+    training: int
+    validation: int | None = None
+    algorithm: str = "smoothquant+gptq"
+    samples: int = 64
+    suffix: str | None = None
+    metadata: dict[str, str] | None = None
+
+
+class TaskRecord(msgspec.Struct, frozen=True):
+    """A step of a job. `attempts` counts how often it was begun."""
+
+    kind: str
+    state: TaskState
+    attempts: int
+    result: dict[str, Any] | None
+
+
+class JobRecord(msgspec.Struct, frozen=True):
+    """A job, with its tasks in their order."""
+
+    number: int
+    order: JobOrder
+    state: JobState
+    created_at: int
+    finished_at: int | None
+    reason: str | None  # why it failed
+    tasks: list[TaskRecord]
+
+    @property
+    def id(self) -> str:
+        """What clients call it."""
+        return f"ftjob-{self.number:08d}"
+
+    @property
+    def result_name(self) -> str:
+        """What clients will call its model."""
+        label = self.order.suffix or self.order.algorithm.replace("+", "-")
+        return f"ft:{self.order.model}:{label}:{self.number}"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing happens to it any more."""
+        return is_over(JOB_MOVES, self.state)
+
+    @property
+    def next_task(self) -> tuple[int, TaskRecord] | None:
+        """The first task that is not done, and its place; None when all are."""
+        return next(((i, task) for i, task in enumerate(self.tasks) if task.state != "done"), None)
+
+
+class JobEvent(msgspec.Struct, frozen=True):
+    """Something that has happened to a job."""
+
+    number: int
+    created_at: int
+    level: str  # info, warn, error
+    message: str
+    data: dict[str, Any] | None
+
+    @property
+    def id(self) -> str:
+        """What clients call it."""
+        return f"ftevent-{self.number:08d}"

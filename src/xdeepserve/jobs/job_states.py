@@ -1,0 +1,49 @@
+"""From which state a job or a task may go to which: whatever is not in these tables is refused.
+
+job     queued -> running -> succeeded        a request's work (OpenAI's fine-tuning job)
+                      `----> failed           with the reason
+           `----------`----> cancelled        by its client, in either state
+task    waiting -> running -> done            a step of it, in a process of its own
+           ^----------'                       its process or its master was lost: once more
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from xdeepserve.errors import XDeepServeError
+
+JobState = Literal["queued", "running", "succeeded", "failed", "cancelled"]
+TaskState = Literal["waiting", "running", "done", "failed", "cancelled"]
+Moves = dict[str, tuple[str, ...]]
+
+JOB_MOVES: Moves = {
+    "queued": ("running", "cancelled"),
+    "running": ("succeeded", "failed", "cancelled"),
+    "succeeded": (),
+    "failed": (),
+    "cancelled": (),
+}
+TASK_MOVES: Moves = {
+    "waiting": ("running", "cancelled"),
+    "running": ("waiting", "done", "failed", "cancelled"),
+    "done": (),
+    "failed": (),
+    "cancelled": (),
+}
+
+
+class IllegalMoveError(XDeepServeError):
+    """A job or a task cannot go from the state that it is in to the one that was asked for."""
+
+
+def check_move(what: str, moves: Moves, old: str, new: str) -> None:
+    """Raises IllegalMoveError, one line, unless the table has the move."""
+    if new not in moves[old]:
+        allowed = " or ".join(moves[old]) or "nothing: that is its end"
+        raise IllegalMoveError(f"{what} is {old}, from which it goes to {allowed}, not to {new}")
+
+
+def is_over(moves: Moves, state: str) -> bool:
+    """Whether nothing follows."""
+    return not moves[state]

@@ -1,0 +1,135 @@
+"""Post-training quantisation as tasks: prepare, quantise, evaluate (DeepServe 3; CloudMatrix 4.5).
+
+Each may be run again where it was lost: `prepare` and `evaluate` from the beginning, `quantize` behind the
+last layer that was finished.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from xdeepserve.errors import InputError
+from xdeepserve.jobs.job_records import JobOrder
+from xdeepserve.jobs.training_text import MAX_TOKENS, read_lines, split, token_ids
+from xdeepserve.model.presets import resolve_model
+from xdeepserve.model.tokenizer import load_tokenizer
+from xdeepserve.model.weights import Recipe
+
+Tell = Callable[[str, dict[str, Any] | None], None]  # what has been done, and figures of it
+MIN_TOKENS = 2  # of an example that can be examined on
+
+
+class TaskSpec(msgspec.Struct, frozen=True):
+    """What a task's process is told: its kind, what was ordered, and where it works and reads (paths)."""
+
+    kind: str
+    order: JobOrder
+    directory: str
+    training: str
+    validation: str | None = None
+
+    @property
+    def model(self) -> Path:
+        """The checkpoint that the job makes."""
+        return Path(self.directory) / "model"
+
+
+class Prepared(msgspec.Struct):
+    """Token ids of the examples to calibrate with, and of those to examine on."""
+
+    calibration: list[list[int]]
+    held_out: list[list[int]]
+
+
+def prepare(spec: TaskSpec, tell: Tell) -> dict[str, Any]:
+    """Examples to token ids, and which of them are held out. InputError."""
+    checkpoint = resolve_model(spec.order.source)
+    tokenizer = load_tokenizer(checkpoint.directory)
+    if tokenizer is None:
+        raise InputError(f"{spec.order.model} has no tokenizer, so it cannot read the training file")
+    limit = min(MAX_TOKENS, checkpoint.config.max_position_embeddings)
+    try:
+        examples = token_ids(read_lines(Path(spec.training)), tokenizer, limit)
+        if spec.validation is None:
+            prepared = Prepared(*split(examples))
+        else:
+            held_out = token_ids(read_lines(Path(spec.validation)), tokenizer, limit)
+            prepared = Prepared(examples, held_out)
+    finally:
+        tokenizer.close()
+    prepared.held_out = [ids for ids in prepared.held_out if len(ids) >= MIN_TOKENS]
+    if not prepared.held_out:
+        raise InputError(f"no example to examine on has {MIN_TOKENS} tokens or more")
+    largest = max(max(ids, default=0) for ids in [*prepared.calibration, *prepared.held_out])
+    if largest >= checkpoint.config.vocab_size:
+        raise InputError(f"{spec.order.model}: its tokenizer makes ids that the model does not know")
+    _file(spec).write_bytes(msgspec.json.encode(prepared))
+    return {
+        "calibration_examples": len(prepared.calibration),
+        "calibration_tokens": sum(map(len, prepared.calibration)),
+        "held_out_examples": len(prepared.held_out),
+        "held_out_tokens": sum(map(len, prepared.held_out)),
+    }
+
+
+def quantize(spec: TaskSpec, tell: Tell) -> dict[str, Any]:
+    """The checkpoint in INT8. InputError."""
+    from xdeepserve.evals.run import mean_errors
+    from xdeepserve.model.quant.job import quantize_checkpoint
+    from xdeepserve.model.quant.method import METHODS
+
+    texts = _prepared(spec).calibration
+    if not spec.model.exists():  # else it was finished, and the news of it lost
+        quantize_checkpoint(
+            resolve_model(spec.order.source),
+            spec.model,
+            METHODS[spec.order.algorithm],
+            lambda i: texts[i] if i < len(texts) else None,
+            num_sequences=spec.order.samples,
+            progress=lambda what, done, total: tell(what, {"step": done, "total_steps": total}),
+        )
+    return {"mean_relative_error": mean_errors(spec.model)}
+
+
+def evaluate(spec: TaskSpec, tell: Tell) -> dict[str, Any]:
+    """Perplexity of what was held out: the original's in fp32, and the new model's. InputError."""
+    texts = _prepared(spec).held_out
+    return {
+        "perplexity": {
+            "original": _perplexity(spec.order.source, "fp32", texts),
+            "quantized": _perplexity(str(spec.model), "int8", texts),
+        },
+    }
+
+
+def _perplexity(model: str, recipe: Recipe, texts: list[list[int]]) -> float:
+    """Teacher-forced, on one die, over all tokens but each text's first."""
+    from xdeepserve.evals.run import token_losses
+    from xdeepserve.llm import LLM
+
+    length = max(map(len, texts)) + 1
+    with LLM(model, "monolithic", recipe, overrides=[f"max_model_len={length}", "threads=1"]) as llm:
+        losses = [token_losses(llm.logits(ids)[:-1], ids[1:]) for ids in texts]
+    return math.exp(sum(float(each.sum()) for each in losses) / sum(map(len, losses)))
+
+
+def _file(spec: TaskSpec) -> Path:
+    return Path(spec.directory) / "prepared.json"
+
+
+def _prepared(spec: TaskSpec) -> Prepared:
+    return msgspec.json.decode(_file(spec).read_bytes(), type=Prepared)
+
+
+TASKS: dict[str, Callable[[TaskSpec, Tell], dict[str, Any]]] = {
+    "prepare": prepare,
+    "quantize": quantize,
+    "evaluate": evaluate,
+}
+SERVE = "serve"  # the last task, which is the server's own: the model takes its place on the pod
+KINDS = (*TASKS, SERVE)

@@ -1,0 +1,51 @@
+"""The process of a task: what it has done goes to its parent a JSON object a line.
+
+    {"event": ["layer 0", {"step": 0, "total_steps": 6}]}   any number of them
+    {"result": {...}} or {"failed": "one line"}             the last one
+
+It ends with its parent, whose end closes the pipe that it reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from xdeepserve.errors import XDeepServeError
+from xdeepserve.jobs.quantizing import TASKS, TaskSpec
+
+NICENESS = 10  # it works on what serving leaves
+
+
+def main(path: str) -> None:
+    """Do the task that the file at `path` tells."""
+    with os.fdopen(os.dup(1), "wb", buffering=0) as parent:
+        os.dup2(2, 1)  # what a library prints is no message
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+        with contextlib.suppress(OSError):
+            os.nice(NICENESS)
+
+        def say(**message: Any) -> None:
+            parent.write(msgspec.json.encode(message) + b"\n")
+
+        spec = msgspec.json.decode(Path(path).read_bytes(), type=TaskSpec)
+        try:
+            say(result=TASKS[spec.kind](spec, lambda what, data: say(event=[what, data])))
+        except XDeepServeError as error:
+            say(failed=" ".join(str(error).split()))
+
+
+def _end_with_parent() -> None:
+    while os.read(0, 1024):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

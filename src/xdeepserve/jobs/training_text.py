@@ -1,0 +1,78 @@
+"""Files of examples, a JSON object a line, in OpenAI's two shapes; and their token ids.
+
+{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
+{"prompt": "...", "completion": "..."}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from xdeepserve.errors import InputError, RequestError
+from xdeepserve.model.tokenizer import Tokenizer
+
+MAX_TOKENS = 512  # of one example; what is behind is not read
+HELD_OUT = 5  # one example in so many, the last ones, is to be examined on
+
+
+class TrainingMessage(msgspec.Struct, forbid_unknown_fields=True):
+    """A turn of a conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class TrainingLine(msgspec.Struct, forbid_unknown_fields=True):
+    """A line: a conversation, or a text in two parts."""
+
+    messages: list[TrainingMessage] | None = None
+    prompt: str | None = None
+    completion: str | None = None
+
+    def __post_init__(self) -> None:
+        is_text = self.prompt is not None and self.completion is not None
+        is_chat = bool(self.messages) and self.prompt is None and self.completion is None
+        if is_chat == (is_text and self.messages is None):
+            raise ValueError("give messages, or else prompt and completion")
+
+
+def read_lines(path: Path) -> Iterator[TrainingLine]:
+    """All lines but empty ones. InputError, which names the line that is none; or says that there is none."""
+    number = num_found = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                yield msgspec.json.decode(line, type=TrainingLine)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                reason = str(error).replace("`", "").replace(" | null", "")
+                raise RequestError(f"line {number}: {reason}", param="file", code="invalid_jsonl") from None
+            num_found += 1
+    if not num_found:
+        raise RequestError("the file has no examples", param="file", code="invalid_jsonl")
+
+
+def token_ids(lines: Iterator[TrainingLine], tokenizer: Tokenizer, limit: int) -> list[list[int]]:
+    """The first `limit` tokens of each example, conversations by the model's template. InputError."""
+    found = []
+    for line in lines:
+        if line.messages is None:
+            ids = tokenizer.encode(f"{line.prompt}{line.completion}")
+        else:
+            messages = [{"role": each.role, "content": each.content} for each in line.messages]
+            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=False, is_isolated=True)
+        found.append(ids[:limit])
+    return found
+
+
+def split(examples: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
+    """Examples to work with, and the last fifth, to examine on. InputError for a single one."""
+    if len(examples) < 2:
+        raise InputError("the training file has one example: two are needed, one to examine on")
+    num_held_out = max(1, len(examples) // HELD_OUT)
+    return examples[:-num_held_out], examples[-num_held_out:]
