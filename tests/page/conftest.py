@@ -23,7 +23,9 @@ def serve() -> Serve:
         deployment: str = "transformerless", *overrides: str, admin: bool = False, keys: tuple[str, ...] = ()
     ) -> AsyncIterator[tuple[str, Engine]]:
         engine = build_engine("tiny", deployment, "int8", overrides=overrides)
-        async with TestServer(build_app(engine, ServerOptions(admin=admin, api_keys=keys))) as server:
+        server = TestServer(build_app(engine, ServerOptions(admin=admin, api_keys=keys)))
+        await server.start_server(shutdown_timeout=1.0)  # as `serve` has it: a page that is open never ends
+        async with server:
             yield str(server.make_url("/")), engine
 
     return serving

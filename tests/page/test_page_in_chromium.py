@@ -128,7 +128,9 @@ async def test_a_server_that_goes_away_and_comes_back(serve: Serve) -> None:
         assert await tab.run("xdeepserve.shown.pod.model") == "tiny"
         port = int(address.rstrip("/").rsplit(":")[-1])
         engine = build_engine("tiny", "colocated", "int8", overrides=["dies=2"])
-        async with TestServer(build_app(engine), port=port):
+        server = TestServer(build_app(engine), port=port)
+        await server.start_server(shutdown_timeout=1.0)
+        async with server:
             await tab.until("xdeepserve.shown.pod.dies.length === 2")
             assert await tab.run("notice.hidden")
             assert await tab.run("document.getElementById('who').textContent.includes('colocated')")
