@@ -125,6 +125,50 @@ MISTAKES = {
         ("reverse=True", "reverse=False", "rows, block 0, column 0: expected 1.0"),
     ],
 }
+# What no short run meets, and calls by hand do.
+RARE_MISTAKES = (
+    (
+        "group_gating",
+        'np.argsort(-masked, axis=-1, kind="stable")',
+        "np.lexsort((-np.arange(masked.shape[1])[None].repeat(len(masked), 0), -masked), axis=-1)",
+        "topk_idx, token 0, slot 0: expected 0, yours is",
+    ),
+    ("group_gating", "(total + GATE_EPS)", "total", "topk_weights, token 0, slot 0: expected"),
+    (
+        "group_gating",
+        "return topk_idx.astype(np.int32), weights *",
+        "return topk_idx.astype(np.int32), weights if not norm_topk_prob else weights *",
+        "topk_weights, token 0",
+    ),
+    ("copy_on_write", "if self.num_available < 1:", "if False:", r"line \d+ in copy: ValueError"),
+    (
+        "kv_handoff",
+        "if total != room:",
+        "if False:",
+        "expected AddressError .the source has 64 bytes|IndexError",
+    ),
+    (
+        "kv_handoff",
+        'check_alignment("source", src)',
+        "pass",
+        r"expected AddressError .*source span of \d+ bytes",
+    ),
+    ("kv_handoff", "check_overlaps(src, dst)", "pass", "expected AddressError .*overlaps"),
+    ("eplb_placement", "_base(base, len(free))", "_base((), len(free))", "replicas, die"),
+    ("eplb_placement", "1 + np.bincount", "2 * np.bincount", "replicas|division|warning|divide"),
+    (
+        "rollback_rows",
+        "    return rows",
+        "    overwritten.clear()\n    return rows",
+        "it changes what it is given",
+    ),
+    (
+        "rollback_rows",
+        "sorted((n for n in overwritten if n >= step), reverse=True)",
+        "reversed([n for n in overwritten if n >= step])",
+        "rows, block",
+    ),
+)
 
 
 def rewritten(exercise: Exercise, old: str = "", new: str = "") -> str:
@@ -171,6 +215,14 @@ def test_a_mistake_is_placed(slug: str, old: str, new: str, message: str, tmp_pa
         checked(exercise, rewritten(exercise, old, new), tmp_path)
     assert str(caught.value).startswith(exercise.where)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("slug", "old", "new", "message"), RARE_MISTAKES)
+def test_a_rare_mistake_is_found(slug: str, old: str, new: str, message: str, tmp_path: Path) -> None:
+    (exercise,) = [each for each in COURSE if each.slug == slug]
+    with pytest.raises(NotYetError, match=message) as caught:
+        checked(exercise, rewritten(exercise, old, new), tmp_path)
+    assert str(caught.value).startswith(exercise.where)
 
 
 def test_each_has_three_mistakes() -> None:

@@ -16,13 +16,13 @@ from xdeepserve.comm.p2p.layout import RingLayout
 from xdeepserve.comm.p2p.message_end import Engine
 from xdeepserve.comm.trampoline.a2e import AttentionSide, ExpertSide
 from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
-from xdeepserve.engine.die import drafts
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.run import arithmetic
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.golden.transfers import distflow
 from xdeepserve.hw.faults import Fault
 from xdeepserve.hw.pod import Pod
+from xdeepserve.learn import by_hand
 from xdeepserve.llm import LLM, RequestOutput
 from xdeepserve.loop import run
 from xdeepserve.model.presets import resolve_model
@@ -145,6 +145,7 @@ def forward_pass() -> Bits:
                 f"{choice.logits[position, entry]}, the forward pass has {logits[position, entry]}"
             )
         found[f"request {number}, logits"] = logits
+    by_hand.gates()
     return found
 
 
@@ -169,7 +170,9 @@ def tokens(
 def choices_that_share_blocks() -> Bits:
     """Three choices for each prompt: they share the prompt's blocks, and write after it."""
     params = SamplingParams(max_tokens=12, n=3, temperature=1.0, seed=1, ignore_eos=True)
-    return tokens([*PROMPTS, *(prompt * 4 for prompt in PROMPTS)], params, "tiny-random", "monolithic")
+    found = tokens([*PROMPTS, *(prompt * 4 for prompt in PROMPTS)], params, "tiny-random", "monolithic")
+    by_hand.copies()
+    return found
 
 
 def drafts_of_two() -> Bits:
@@ -183,7 +186,9 @@ def kv_goes_to_decode() -> Bits:
     """Four dies hand each other bytes that are cut differently; then a prefill TE hands KV to a decode TE."""
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     moved = distflow(None).recording.outputs
-    return {**moved, **tokens([prompt * 5 for prompt in PROMPTS], params, "tiny-random", "pd")}
+    found = tokens([prompt * 5 for prompt in PROMPTS], params, "tiny-random", "pd")
+    by_hand.pairs()
+    return {**moved, **found}
 
 
 def replicas_move() -> Bits:
@@ -191,7 +196,9 @@ def replicas_move() -> Bits:
     params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
     prompts = [*(prompt * 4 for prompt in PROMPTS), [5] * 20, [7] * 20]
     settings = ("dies=4", "experts.redundant_slots=2", "experts.balance_interval=0.002")
-    return tokens(prompts, params, "tiny-random", "colocated", *settings)
+    found = tokens(prompts, params, "tiny-random", "colocated", *settings)
+    by_hand.placements()
+    return found
 
 
 def a_die_that_fails_twice() -> Bits:
@@ -199,6 +206,4 @@ def a_die_that_fails_twice() -> Bits:
     faults = [Fault(at_us, 0, "glitch", code="aicore-exception") for at_us in (4000.0, 8500.0)]
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=3, ignore_eos=True)
     found = tokens(list(PROMPTS), params, "tiny-random", "monolithic", "mtp=2", faults=faults)
-    rows = [np.full(4, value, np.float32) for value in range(4)]
-    undone = drafts.rows_before({3: {7: rows[0]}, 4: {7: rows[1], 8: rows[2]}, 5: {7: rows[3]}}, 4)
-    return {**found, **{f"block {block}, two steps undone": row for block, row in sorted(undone.items())}}
+    return {**found, **by_hand.steps_undone()}

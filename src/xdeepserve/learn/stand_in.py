@@ -87,8 +87,15 @@ class StandIn:
             raise self.failure
         self.num_calls += 1
         copied = copy.deepcopy((args, named)) if self.exercise.changes else _copied(args, named)
-        expected = self.own(*copied[0], **copied[1])
+        refusal = None
         try:
+            expected = self.own(*copied[0], **copied[1])
+        except XDeepServeError as error:
+            refusal = error
+        try:
+            if refusal is not None:
+                self._check_refuses(refusal, args, named)
+                raise refusal
             with self.guard(), blamed(self.path):
                 found = self.theirs(*args, **named)
             self._compare(expected, copied, found, (args, named))
@@ -96,6 +103,18 @@ class StandIn:
             self.failure = NotYetError(f"{self.exercise.where}{_rank(caller)}: {error}")
             raise self.failure from error
         return found
+
+    def _check_refuses(self, refusal: XDeepServeError, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """NotYetError unless the learner's raises the same kind of error."""
+        try:
+            with self.guard(), blamed(self.path):
+                found = self.theirs(*args, **named)
+        except NotYetError as error:
+            if isinstance(error.__cause__, type(refusal)):
+                return
+            raise
+        kind = type(refusal).__name__
+        raise NotYetError(f"expected {kind} ({refusal}), yours returns a {type(found).__name__}")
 
     def _compare(self, expected: Any, own: tuple[Any, Any], found: Any, theirs: tuple[Any, Any]) -> None:
         """NotYetError at the first difference, in what is returned or in what has been changed."""
@@ -118,15 +137,16 @@ def _copied(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ..
     """Arguments of their own, as far as arrays and lists go."""
 
     def one(value: Any) -> Any:
-        return copy.copy(value) if isinstance(value, np.ndarray | list) else value
+        return copy.copy(value) if isinstance(value, np.ndarray | list | dict) else value
 
     return tuple(map(one, args)), {name: one(value) for name, value in named.items()}
 
 
 def _arguments(args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
-    """What a function might have changed."""
+    """What a function might have changed; of dicts the keys."""
     everything = {**{f"argument {i}": value for i, value in enumerate(args)}, **named}
-    return {name: value for name, value in everything.items() if isinstance(value, np.ndarray | list)}
+    kept = {name: [*value] if isinstance(value, dict) else value for name, value in everything.items()}
+    return {name: value for name, value in kept.items() if isinstance(value, np.ndarray | list)}
 
 
 def _rank(frame: FrameType | None) -> str:

@@ -16,8 +16,8 @@ def gate(
 ) -> tuple[Array, Array]:
     """topk_idx int32 [T, K], best first, and topk_weights float32 [T, K], of scores float32 [T, E].
 
-    bias: float32 [E], or empty: none. n_group groups of E / n_group consecutive experts, perhaps of one;
-    topk_group of them stay open. Weights are normalised if norm_topk_prob, and always times
-    routed_scaling_factor. xdeepserve.model.canonical has F32 and GATE_EPS.
+    bias: float32 [E], or empty: none. n_group groups of E / n_group consecutive experts; topk_group of them
+    stay open. The score of a group of one expert is its value. Weights are normalised if norm_topk_prob, and
+    always times routed_scaling_factor. xdeepserve.model.canonical has F32 and GATE_EPS.
     """
     raise NotImplementedError

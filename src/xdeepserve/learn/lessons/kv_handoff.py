@@ -13,6 +13,7 @@ def pair(src: Sequence[Span], dst: Sequence[Span]) -> list[Copy]:
 
     Span(address, nbytes); address.plus(n) lies n bytes further. Copy(source address, destination address,
     bytes). AddressError (xdeepserve.errors) if the totals differ; xdeepserve.comm.distflow.spans has
-    check_alignment(side, spans) and check_overlaps(src, dst), which raise it for the rest.
+    check_alignment(side, spans), where side is "source" or "destination" for the message, and
+    check_overlaps(src, dst), which raise it for the rest.
     """
     raise NotImplementedError

@@ -1,0 +1,87 @@
+"""Calls with arguments made by hand: what must hold, and no run of a pod that is short comes by."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from xdeepserve.comm.distflow import spans
+from xdeepserve.comm.distflow.spans import Span
+from xdeepserve.engine.balance import eplb
+from xdeepserve.engine.die import drafts
+from xdeepserve.engine.dp.block_table import BlockTable, Holding
+from xdeepserve.errors import XDeepServeError
+from xdeepserve.hw.memory import Address
+from xdeepserve.learn.stand_in import NotYetError
+from xdeepserve.model import canonical
+
+
+@contextlib.contextmanager
+def refused_by_some() -> Iterator[None]:
+    """What the package's own function refuses, a learner's must refuse, too: that is compared elsewhere."""
+    try:
+        yield
+    except NotYetError:
+        raise
+    except XDeepServeError:
+        pass
+
+
+def gates() -> None:
+    """Equal values, groups of one expert, scores as small as GATE_EPS, weights that are not normalised."""
+    tied, small = np.full((2, 8), 0.5, np.float32), np.full((1, 8), 1e-20, np.float32)
+    none, bias = np.zeros(0, np.float32), np.linspace(-1, 0, 8, dtype=np.float32)
+    canonical.gate(tied, none, 4, 2, 3, True, 1.0)
+    canonical.gate(tied, np.round(bias), 8, 3, 2, True, 2.5)
+    canonical.gate(small, none, 2, 1, 2, True, 1.0)
+    canonical.gate(tied * small[:1] + bias**2, bias, 2, 1, 2, False, 2.5)
+
+
+def copies() -> None:
+    """A block that two share, with a slot to be had and without one."""
+    for num_blocks in (2, 1):
+        table, holding = BlockTable(num_blocks, 4, 64), Holding()
+        table.append_block(holding)
+        child = table.fork(holding)
+        with refused_by_some():
+            table.copy(child, 0)
+
+
+def pairs() -> None:
+    """Ranges that touch, and what is refused: other totals, ranges askew or empty, bytes written twice."""
+
+    def cut(node: int, *sizes: int, first: int = 0) -> list[Span]:
+        ends = np.cumsum((first, *sizes)).tolist()
+        return [Span(Address(node, at), nbytes) for at, nbytes in zip(ends, sizes, strict=False)]
+
+    spans.pair(cut(0, 64, 64, 32), cut(1, 64, 64, 32))
+    spans.pair(cut(0, 96, 64), cut(1, 32, 128))
+    for src, dst in (
+        (cut(0, 64), cut(1, 32)),
+        (cut(0, 64, first=8), cut(1, 64)),
+        (cut(0, 32, 0, 32), cut(1, 64)),
+        (cut(0, 64), cut(0, 64, first=32)),
+        (cut(0, 64, 64), cut(1, 64) * 2),
+    ):
+        with refused_by_some():
+            spans.pair(src, dst)
+
+
+def placements() -> None:
+    """Dies with other work, an expert that is replicated twice, a swap, and a replica with no place."""
+    tokens = np.array([[40, 10], [6, 6], [30, 2], [5, 5]], np.int64)
+    eplb.place(tokens, [0, 2], [0, 1, 2, 3], [1, 1, 1, 1], [0.0, 0.5, 0.0, 0.25])
+    eplb.place(tokens, [0, 0, 2], [0, 1, 2, 3], [0, 1, 1, 2])
+    eplb.place(tokens, [0, 2], [0, 1, 2, 3], [1, 0, 1, 0])
+    eplb.place(tokens, [2, 1, 0], [0, 1, 1, 0], [2, 1])
+    eplb.place(tokens, [0, 0], [0, 1, 2, 3], [2, 1, 0, 0])
+
+
+def steps_undone() -> dict[str, np.ndarray[Any, Any]]:
+    """Two steps of three, which stand there in another order."""
+    rows = [np.full(4, value, np.float32) for value in range(4)]
+    undone = drafts.rows_before({5: {7: rows[3]}, 3: {7: rows[0]}, 4: {7: rows[1], 8: rows[2]}}, 4)
+    return {f"block {block}, two steps undone": row for block, row in sorted(undone.items())}
