@@ -71,6 +71,18 @@ WAYS: dict[str, list[tuple[str, list[str]]]] = {
         ("colocated", ["tp=2", "dies=2", "exchange=push"]),
         ("moe-attention", ["dataflow=true"]),
     ],
+    "glm-sparse-shared-mtp": [
+        ("monolithic", ["mtp=1"]),
+        ("colocated", ["tp=2", "dies=4", "mtp=2"]),
+        ("colocated", ["dies=3", "pipeline.microbatches=2"]),
+        ("pd", ["prefill.tp=2", "prefill.tp_mode=sp-tp-sp", "mtp=1", "transfer=layer"]),
+        ("moe-attention", ["mtp=1"]),
+        ("transformerless", []),
+    ],
+    "glm-sparse-every-third": [
+        ("colocated", ["dies=2", "o_proj_tp=2"]),
+        ("moe-attention", ["dataflow=true"]),
+    ],
     "glm-norms-groups": [("colocated", ["dies=2"]), ("moe-attention", ["dataflow=true"])],
     "qwen-every-layer-of-experts": [
         ("monolithic", []),
@@ -198,6 +210,13 @@ def test_the_keys_of_the_indexer_are_in_each_block(tmp_path: Path) -> None:
         with LLM(checkpoint, "monolithic", recipe) as llm:
             memory = llm.engine.je.tes[0].executors[0].mem
             assert memory.block_nbytes == 4 * llm.engine.plan.deployment.cache.block_size * nbytes
+
+
+def test_layers_that_share_a_choice_have_no_keys_of_an_indexer(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(BY_NAME["glm-sparse-shared-mtp"].checkpoint_dir(tmp_path))
+    with LLM(checkpoint, "colocated", "fp32", overrides=["dies=2", "mtp=1"]) as llm:
+        parts = llm.engine.je.tes[0].executors[0].mem.block_parts
+        assert [name for name, _ in parts if "index_k" in name] == [f"kv/{i}/index_k" for i in (0, 3, 5)]
 
 
 def test_a_run_that_only_takes_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

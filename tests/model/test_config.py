@@ -278,6 +278,37 @@ def test_what_is_refused_of_sparse_attention(load, changes: dict[str, Any], mess
         load(**(SPARSE | changes))
 
 
+GLM_SPARSE: dict[str, Any] = {"model_type": "glm_moe_dsa", "num_hidden_layers": 6}
+
+
+@pytest.mark.parametrize(
+    ("changes", "shared"),
+    [
+        ({}, set()),
+        ({"index_topk_freq": 3}, {2, 3, 5}),
+        ({"index_topk_freq": 2, "index_skip_topk_offset": 0}, {0, 2, 4}),
+        ({"index_topk_pattern": "FSSFFS"}, {1, 2, 5}),
+        ({"indexer_types": ["full"] * 5 + ["shared"], "index_topk_pattern": "FSSSSS"}, {5}),
+    ],
+)
+def test_layers_that_share_what_was_chosen(load, changes: dict[str, Any], shared: set[int]) -> None:
+    if 0 in shared:
+        with pytest.raises(CheckpointError, match="the first one full"):
+            load(**(GLM_SPARSE | changes))
+        return
+    config = load(**(GLM_SPARSE | changes))
+    assert config.shared_choices == shared
+    kinds = [config.attention_of(layer_idx) for layer_idx in range(config.num_layers_with_mtp)]
+    assert {i for i, kind in enumerate(kinds) if kind == "dsa-shared"} == shared
+
+
+@pytest.mark.parametrize("words", ["SFFFFF", "FSX", "FFFFFX", ["full"] * 5, {"0": "full"}, 7])
+def test_what_is_refused_of_shared_choices(load, words: Any) -> None:
+    with pytest.raises(CheckpointError, match=r'must be "full" or "shared".* for each of 6 layers') as caught:
+        load(**(GLM_SPARSE | {"index_topk_pattern": words}))
+    assert "\n" not in str(caught.value)
+
+
 def test_mtp_layers_by_their_new_name(load) -> None:
     assert load("num_nextn_predict_layers", num_mtp_layers=2).num_nextn_predict_layers == 2
 
@@ -299,7 +330,8 @@ def test_generation_config_wins_where_it_speaks(load) -> None:
         (
             {"model_type": "llama"},
             'model_type "llama" is not supported '
-            "(supported: deepseek_v3, kimi_k2, deepseek_v32, glm4_moe_lite, qwen3_moe, glm4_moe, minimax_m2)",
+            "(supported: deepseek_v3, kimi_k2, deepseek_v32, glm_moe_dsa, glm4_moe_lite, qwen3_moe, "
+            "glm4_moe, minimax_m2)",
         ),
         ({"model_type": ["kimi_k2"]}, 'model_type ["kimi_k2"] is not supported'),
         ({"model_type": None}, "model_type is missing"),

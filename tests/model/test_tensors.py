@@ -58,7 +58,7 @@ def test_each_row_lies_in_a_field(recipe: Recipe, changes: dict[str, object], ma
     found += [(config.num_hidden_layers + depth, mtp.layer) for depth, mtp in enumerate(model.mtp)]
     assert len(found) == config.num_layers_with_mtp
     for layer_idx, layer in found:
-        rows = t.layer_tensors(config, config.is_moe(layer_idx))
+        rows = t.layer_tensors(config, layer_idx)
         for row in rows:
             array = t.find(layer, row.name)
             assert isinstance(array, t.Linear) == (row.kind == "int8"), row.name

@@ -32,6 +32,7 @@ from xdeepserve.golden.cells import (
     exchange_cells,
     fused_cells,
 )
+from xdeepserve.golden.choices import sparse_attention
 from xdeepserve.golden.harness import Done, floats, rng_of, run_case
 from xdeepserve.golden.recorder import Arrays, Recorder
 from xdeepserve.golden.transfers import distflow, send_receive
@@ -235,6 +236,11 @@ CASES = {
     "send-receive-dma": GoldenCase("the same over the ring, by DMA", partial(send_receive, engine="dma")),
     "send-receive-urma": GoldenCase("the same over the ring, by URMA", partial(send_receive, engine="urma")),
     "distflow": GoldenCase("tensors of two dies to two others, cut differently (DeepServe 4.4)", distflow),
+    "sparse-attention-int8": GoldenCase(
+        "what an indexer chooses, with ties, and what is attended to: BF16 factors, INT8 latents",
+        partial(sparse_attention, True),
+    ),
+    "sparse-attention-fp32": GoldenCase("the same in float32", partial(sparse_attention, False)),
     "barrier": GoldenCase("four ranks, two barriers", partial(collective, "barrier")),
     "broadcast": GoldenCase(f"four ranks, from rank {ROOT}", partial(collective, "broadcast")),
     "all-gather": GoldenCase("four ranks", partial(collective, "all_gather")),

@@ -52,12 +52,14 @@ def _grouped(c: ModelConfig, w: Array) -> Array:
 
 
 def _indexed(c: ModelConfig, w: Array) -> Array:
-    """Rows of the indexer's queries or keys, or a norm's elements: the first of each head are turned, halves
-    with halves whatever attention does."""
+    """Rows of the indexer's queries or keys, or a norm's elements: the first of each head are turned, in
+    pairs of their own, whatever attention does."""
     by_head = w.reshape(-1, c.index_head_dim, *w.shape[1:])
     by_head = by_head[..., None] if w.ndim == 1 else by_head
     turned, still = np.split(by_head, [c.qk_rope_head_dim], axis=1)
-    return np.concatenate([still, _in_pairs(turned)], axis=1).reshape(w.shape)
+    return np.concatenate([still, turned if c.index_interleave else _in_pairs(turned)], axis=1).reshape(
+        w.shape
+    )
 
 
 def _keys_values(c: ModelConfig, w: Array) -> Array:
@@ -107,4 +109,4 @@ DSA = (
     Tensor("index_bias", (f"{_INDEXER}k_norm",), "X", arrange=_indexed, parameter="bias"),
     Tensor("index_gate", (f"{_INDEXER}weights_proj",), "NI H", "router"),
 )
-ATTENTION: dict[AttentionKind, tuple[Tensor, ...]] = {"mla": MLA, "gqa": GQA, "dsa": DSA}
+ATTENTION: dict[AttentionKind, tuple[Tensor, ...]] = {"mla": MLA, "gqa": GQA, "dsa": DSA, "dsa-shared": MLA}

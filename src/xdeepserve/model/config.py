@@ -75,6 +75,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     index_topk: int = 0  # positions that a token attends to at most; 0: all
     index_n_heads: int = 0
     index_head_dim: int = 0
+    index_interleave: bool = False  # pairs of the indexer's RoPE, as `rope_interleave` says of attention's
+    shared_choices: frozenset[int] = frozenset()  # layers without indexer: they see what was chosen before
     num_key_value_heads: int = 1  # of the KV cache; latents are one that all others share
     quantization: QuantConfig | None = None  # how the files store linear layers; None: in floating point
     # Linear layers that an INT8 checkpoint keeps in floating point though the int8 recipe quantises such:
@@ -84,8 +86,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     int8_answers: bool = False  # experts' outputs are INT8 on their way back in the int8 recipe, not BF16
 
     def to_bytes(self) -> bytes:
-        """All fields, the same in every process: what a set prints as differs from one to the next."""
-        return msgspec.json.encode(self, order="deterministic")
+        """What is not at its default, the same in every process: what a set prints as differs from one to
+        the next. A field that is added changes nothing for the models that are without it."""
+        stated = {
+            field.name: value
+            for field in msgspec.structs.fields(self)
+            if (value := getattr(self, field.name)) != field.default
+        }
+        return msgspec.json.encode(stated, order="deterministic")
 
     @property
     def qk_head_dim(self) -> int:
@@ -148,6 +156,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def experts_per_group(self) -> int:
         """Routed experts in each of the `n_group` groups."""
         return self.n_routed_experts // self.n_group
+
+    def attention_of(self, layer_idx: int) -> AttentionKind:
+        """What a layer attends with. MTP layers have an indexer of their own, if the others have some."""
+        return "dsa-shared" if layer_idx in self.shared_choices else self.attention
 
     def is_moe(self, layer_idx: int) -> bool:
         """Whether a layer has routed experts. MTP layers, from num_hidden_layers on, always do."""
@@ -241,6 +253,7 @@ class _ConfigReader(Reader):
             num_attention_heads=heads,
             **HEAD_SIZES[self.family.attention](self, self.family, heads, hidden),
             attention=self.family.attention,
+            shared_choices=self.family.shared_choices(self, num_layers),
             scoring=self.family.scoring,
             expert_names=self.family.expert_names,
             n_routed_experts=self.integer("n_routed_experts", 256),

@@ -26,6 +26,8 @@ LIMITS: dict[str, float] = {  # by key; negative numbers may be as large
     "index_topk": 2**20,
     "index_n_heads": 2**12,
     "index_head_dim": 2**12,
+    "index_topk_freq": 2**10,
+    "index_skip_topk_offset": 2**10,
     "n_routed_experts": 2**14,
     "n_shared_experts": 2**8,
     "num_experts_per_tok": 2**10,

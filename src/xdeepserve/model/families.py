@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from .config_reader import Reader
 
-AttentionKind: TypeAlias = Literal["mla", "gqa", "dsa"]
+AttentionKind: TypeAlias = Literal["mla", "gqa", "dsa", "dsa-shared"]
 QKNorm: TypeAlias = Literal["none", "head", "all"]
 ExpertNames: TypeAlias = Literal["deepseek", "mixtral"]
 Scoring: TypeAlias = Literal["sigmoid", "softmax"]
@@ -46,12 +46,39 @@ def _sparse_steps(reader: Reader, num_layers: int) -> tuple[int, frozenset[int]]
     return 0, frozenset(i for i in range(num_layers) if (i + 1) % step or i in dense)
 
 
+def _no_layers(reader: Reader, num_layers: int) -> frozenset[int]:
+    return frozenset()
+
+
+def _shared_choices(reader: Reader, num_layers: int) -> frozenset[int]:
+    """GLM's: a word or a letter for each layer; without them, a full one so often, from some layer on."""
+    key = "indexer_types" if reader.raw.get("indexer_types") is not None else "index_topk_pattern"
+    words = reader.raw.get(key)
+    if words is None:
+        step = reader.integer("index_topk_freq", 1)
+        first = reader.integer("index_skip_topk_offset", 2, minimum=0)
+        shared = frozenset(i for i in range(num_layers) if max(i - first + 1, 0) % step)
+        if 0 in shared:
+            reader.problems.append("index_skip_topk_offset 0 leaves nothing to share: the first one full")
+        return shared
+    if isinstance(words, str):
+        words = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in words]
+    is_list = isinstance(words, list) and len(words) == num_layers
+    if not is_list or {*map(str, words)} - {"full", "shared"} or words[0] != "full":
+        reader.problems.append(
+            f'{key} must be "full" or "shared" (F or S) for each of {num_layers} layers, the first one full'
+        )
+        return frozenset()
+    return frozenset(i for i, word in enumerate(words) if word == "shared")
+
+
 class Family(NamedTuple):
     """A row of FAMILIES.
 
     attention     what its layers attend with, and what the KV cache has: `mla`, latents that all heads share;
                   `gqa`, a key and a value for each group of heads; `dsa`, those of latents that an indexer
-                  has chosen, whose keys are in the cache, too
+                  has chosen, whose keys are in the cache, too; `dsa-shared`, a layer of such a model that
+                  has no indexer, and sees what was chosen for the one before
     scoring       how a router's logits become scores: each by itself, or all experts' together
     names         keys that it calls otherwise: its name -> DeepSeek-V3's
     defaults      of keys that are absent, where transformers' config class has others than DeepseekV3Config
@@ -61,6 +88,8 @@ class Family(NamedTuple):
     has_biases    whether `attention_bias` may be true
     qk_norm       what `use_qk_norm` has normed: each head's query and key, or all heads' together
     expert_names  whose names its experts and routers have in a checkpoint
+    index_interleave  whether the indexer's RoPE has neighbours for pairs, not halves
+    shared_choices  from a config.json and its number of layers: those without an indexer
     partial_rotary  the default of `partial_rotary_factor`; without one, all of a head is rotated
     """
 
@@ -73,6 +102,8 @@ class Family(NamedTuple):
     has_biases: bool = False
     qk_norm: QKNorm = "head"
     expert_names: ExpertNames = "deepseek"
+    index_interleave: bool = False
+    shared_choices: Callable[[Reader, int], frozenset[int]] = _no_layers
     partial_rotary: float | None = None
 
 
@@ -101,6 +132,7 @@ def _dsa_sizes(reader: Reader, family: Family, heads: int, hidden: int) -> dict[
         "index_topk": reader.integer("index_topk", 2048),
         "index_n_heads": reader.integer("index_n_heads", 64),
         "index_head_dim": index_head_dim,
+        "index_interleave": family.index_interleave,
     }
 
 
@@ -148,6 +180,7 @@ HEAD_SIZES: dict[AttentionKind, Callable[[Reader, Family, int, int], dict[str, A
     "mla": _mla_sizes,
     "gqa": _gqa_sizes,
     "dsa": _dsa_sizes,
+    "dsa-shared": _dsa_sizes,
 }
 """Fields of a ModelConfig that tell of heads, from a config.json, the number of heads and the hidden size."""
 
@@ -159,6 +192,29 @@ FAMILIES: dict[str, Family] = {
         defaults={"max_position_embeddings": 163840, "num_nextn_predict_layers": 0},
         only={"rope_interleave": True},
         dense_layers=partial(_listed, default=3),
+    ),
+    "glm_moe_dsa": Family(
+        attention="dsa",
+        defaults={
+            "vocab_size": 154880,
+            "hidden_size": 6144,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 78,
+            "num_attention_heads": 64,
+            "q_lora_rank": 2048,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "index_n_heads": 32,
+            "n_group": 1,
+            "topk_group": 1,
+            "max_position_embeddings": 202752,
+            "rms_norm_eps": 1e-5,
+            "num_nextn_predict_layers": 0,
+        },
+        only={"rope_interleave": True},
+        dense_layers=partial(_listed, default=3),
+        index_interleave=True,
+        shared_choices=_shared_choices,
     ),
     "glm4_moe_lite": Family(
         defaults={

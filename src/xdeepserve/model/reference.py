@@ -32,6 +32,7 @@ class Arithmetic(Protocol):
     """The weights of one layer, and a way to compute with them."""
 
     config: ModelConfig
+    attention: AttentionKind  # of the layer
 
     def has(self, name: str) -> bool: ...
     def norm(self, x: Array, name: str, eps: float) -> Array: ...
@@ -59,6 +60,8 @@ class Chooses(Arithmetic, Protocol):
     def layer_norm(self, x: Array, name: str, bias: str) -> Array: ...
     # q [T, N, X], k [T, X], weights [T, N] -> of each token, positions, ascending
     def choose(self, q: Array, k: Array, weights: Array) -> list[Array]: ...
+    @property
+    def chosen(self) -> list[Array]: ...  # what `choose` has found, here or in the layer before
     # `attend`, each token to some positions
     def attend_to(
         self, seen: Sequence[Array | slice], q: Array, q_pe: Array, latent: Array, k_pe: Array
@@ -68,7 +71,7 @@ class Chooses(Arithmetic, Protocol):
 def block(m: Arithmetic, h: Array) -> Array:
     """One transformer layer, h [T, H] -> [T, H]."""
     eps = m.config.rms_norm_eps
-    h = h + ATTENTION[m.config.attention](m, m.norm(h, "attn_norm", eps))
+    h = h + ATTENTION[m.attention](m, m.norm(h, "attn_norm", eps))
     x = m.norm(h, "ffn_norm", eps)
     return h + (moe(m, x) if m.has("gate") else mlp(m, x, "mlp"))
 
@@ -83,7 +86,7 @@ def mla(m: Arithmetic, x: Array) -> Array:
 def dsa(m: Chooses, x: Array) -> Array:
     """DeepSeek sparse attention, x [T, H] -> [T, H]: MLA, but each token sees chosen positions alone."""
     kv, query = m.linear(x, "wkv_a"), m.norm(m.linear(x, "wq_a"), "q_norm", LATENT_NORM_EPS)
-    chosen = indexer(m, x, query)
+    chosen = indexer(m, x, query) if m.attention == "dsa" else m.chosen
     return m.row_parallel(m.attend_to(chosen, *heads(m, m.linear(query, "wq_b"), kv)), "wo")
 
 
@@ -112,7 +115,12 @@ def gqa(m: Arithmetic, x: Array) -> Array:
     return m.row_parallel(m.attend_grouped(m.rope(q), m.rope(k), v), "wo")
 
 
-ATTENTION: dict[AttentionKind, Callable[[Any, Array], Array]] = {"mla": mla, "gqa": gqa, "dsa": dsa}
+ATTENTION: dict[AttentionKind, Callable[[Any, Array], Array]] = {
+    "mla": mla,
+    "gqa": gqa,
+    "dsa": dsa,
+    "dsa-shared": dsa,
+}
 
 
 def attention(m: Arithmetic, q: Array, kv: Array) -> Array:
@@ -194,6 +202,8 @@ class Canonical:
         """cos and sin [T, R / 2] are those of the rows' positions."""
         self.config, self.recipe, self.is_int8, self.weights = config, recipe, recipe == "int8", weights
         self.cos, self.sin = cos, sin
+        self.attention = weights.attention if isinstance(weights, Layer) else config.attention
+        self.chosen: list[Array] = []
 
     def has(self, name: str) -> bool:
         return find(self.weights, name) is not None
@@ -238,7 +248,8 @@ class Canonical:
 
     def choose(self, q: Array, k: Array, weights: Array) -> list[Array]:
         scores = (c.index_scores(q[t], k[: t + 1], weights[t], self.is_int8) for t in range(len(q)))
-        return [c.top_positions(each, self.config.index_topk) for each in scores]
+        self.chosen = [c.top_positions(each, self.config.index_topk) for each in scores]
+        return self.chosen
 
     def attend(self, q: Array, q_pe: Array, latent: Array, k_pe: Array) -> Array:
         return self.attend_to([slice(0, t + 1) for t in range(len(q))], q, q_pe, latent, k_pe)
@@ -316,8 +327,11 @@ class Reference:
     def hidden(self, token_ids: Sequence[int]) -> Array:
         """The main model's hidden states after the final norm, [T, H]."""
         h = self.weights.embed[np.asarray(token_ids, np.int64)]
+        chosen: list[Array] = []
         for layer in self.weights.layers:
-            h = block(self._layer(layer, len(h)), h)
+            m = self._layer(layer, len(h))
+            m.chosen = chosen
+            h, chosen = block(m, h), m.chosen
         return c.rms_norm(h, self.weights.norm, self.config.rms_norm_eps)
 
     def mtp_logits(self, token_ids: Sequence[int], depth: int = 1, reuse: bool = False) -> Array:

@@ -98,14 +98,12 @@ EMBEDDING = (Tensor("embed", ("model.embed_tokens",), "vocab H"),)
 HEAD = (Tensor("norm", ("model.norm",), "H"), Tensor("head", ("lm_head",), "vocab H", "linear"))
 
 
-@functools.lru_cache(maxsize=64)
-def layer_tensors(config: ModelConfig, is_moe: bool) -> tuple[Tensor, ...]:
+@functools.lru_cache(maxsize=256)
+def layer_tensors(config: ModelConfig, layer_idx: int) -> tuple[Tensor, ...]:
     """The rows of a decoder layer that are there."""
-    return tuple(
-        row
-        for row in (*ATTENTION[config.attention], *(EXPERTS[config.expert_names] if is_moe else DENSE))
-        if all(row.stored_shape(config))
-    )
+    feed = EXPERTS[config.expert_names] if config.is_moe(layer_idx) else DENSE
+    rows = (*ATTENTION[config.attention_of(layer_idx)], *feed)
+    return tuple(row for row in rows if all(row.stored_shape(config)))
 
 
 class Section(NamedTuple):
@@ -130,7 +128,7 @@ def layer_section(config: ModelConfig, layer_idx: int) -> Section:
     """A decoder layer; MTP's follow the main ones."""
     depth = layer_idx - config.num_hidden_layers
     prefix = f"layers.{layer_idx}." if depth < 0 else f"mtp.{depth}.layer."
-    return Section(prefix, f"model.layers.{layer_idx}.", layer_tensors(config, config.is_moe(layer_idx)))
+    return Section(prefix, f"model.layers.{layer_idx}.", layer_tensors(config, layer_idx))
 
 
 def mtp_section(config: ModelConfig, depth: int) -> Section:

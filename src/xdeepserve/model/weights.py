@@ -304,7 +304,8 @@ def assemble(
         dense, experts, shared = mlp("mlp"), mlp("experts"), mlp("shared")
         moe = None if dense else MoE(found.pop("gate"), found.pop("bias", NO_BIAS), experts, shared)
         int8_attention = layer_idx in config.int8_attention
-        return Layer(**found, attention=config.attention, mlp=dense, moe=moe, int8_attention=int8_attention)
+        kind = config.attention_of(layer_idx)
+        return Layer(**found, attention=kind, mlp=dense, moe=moe, int8_attention=int8_attention)
 
     num_main = config.num_hidden_layers
     depths = [depth for depth in range(config.num_nextn_predict_layers) if f"mtp.{depth}.embed" in arrays]

@@ -126,6 +126,7 @@ class Frame:
     experts: MLP  # the routed experts of this die
     copy: MLP  # its copy of the shared one, if it has one for other dies' tokens
     shared_expert: int | None = None  # the physical expert that tokens take for the shared one, if elsewhere
+    lane: int = 0  # whose buffers it has, of microbatches that share all others
     first_copy: int = 0  # physical experts from here on are copies of the shared one
     expert_in: Rows  # what the routed experts of this die are given
     expert_idx: Array  # int32 [rows], the physical expert that each received row is for

@@ -80,6 +80,11 @@ ATTENTION: dict[AttentionKind, Program] = {
         Stage("DSA", (dsa.choose, dsa.attend), attends=True),
         Stage("OProj", (mla.head_outputs, mla.out_proj)),
     ),
+    "dsa-shared": (
+        Stage("MLAProlog", (mla.down_proj, mla.up_proj)),
+        Stage("DSA", (dsa.attend,), attends=True),
+        Stage("OProj", (mla.head_outputs, mla.out_proj)),
+    ),
 }
 
 

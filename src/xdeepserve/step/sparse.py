@@ -6,7 +6,8 @@ choose      the positions that each row attends to: of equal scores the lowest
 attend      MLA over these: a row's latents are gathered side by side, in order of position
 
 A row that sees no more than index_topk positions attends to all, with others of its sequence. Dies of a group
-that shares heads choose each for itself, and alike.
+that shares heads choose each for itself, and alike. A layer without an indexer (GLM) attends to what was
+chosen for the one before it, which is still there.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ def _queries(f: Frame) -> Array:
 
 
 def _chosen(f: Frame) -> Array:
-    """int32 [T, K]: written for rows that see more than K positions."""
-    return f.take("chosen", f.batch.num_tokens, f.config.index_topk)
+    """int32 [T, K]: written for rows that see more than K positions; a later layer may read it, too."""
+    return f.take(f"chosen/{f.lane}", f.batch.num_tokens, f.config.index_topk)
 
 
 def _choose(f: Frame) -> None:

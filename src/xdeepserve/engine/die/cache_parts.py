@@ -29,8 +29,11 @@ class CachePart(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize // self.num_blocks
 
 
-def cache_parts(c: ModelConfig, recipe: Recipe, num_blocks: int, block_size: int) -> list[CachePart]:
-    """Latents, or values, with their scales in INT8; RoPE keys, or whole keys; an indexer's keys, if any.
+def cache_parts(
+    c: ModelConfig, recipe: Recipe, num_blocks: int, block_size: int, layer: int
+) -> list[CachePart]:
+    """Latents, or values, with their scales in INT8; RoPE keys, or whole keys; the keys of its indexer, if a
+    layer has one.
 
     A block has those of all its heads.
     """
@@ -40,7 +43,7 @@ def cache_parts(c: ModelConfig, recipe: Recipe, num_blocks: int, block_size: int
         "scale": (by_head, block_size) if is_int8 else (0, 0),
         "k_pe": cache_shape(by_head, block_size, c.key_columns),
     }
-    if c.index_head_dim:
+    if c.attention_of(layer) == "dsa":
         shapes["index_k"] = (num_blocks, block_size // TILE, c.index_head_dim, TILE)
     dtypes = {"latent": np.dtype(np.uint8)} if is_int8 else {}
     return [CachePart(name, dtypes.get(name, f32), shape, num_blocks) for name, shape in shapes.items()]

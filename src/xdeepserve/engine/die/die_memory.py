@@ -97,14 +97,13 @@ class DieMemory:
         for name, spec in self.specs.items():
             self._space.plan(f"weights/{name}", spec.packed_dtype, *spec.packed_shape)
 
-    @property
-    def _cache_parts(self) -> list[CachePart]:
-        """What each layer's cache is made of."""
-        return cache_parts(self.config, self.recipe, self.sizes.num_blocks, self.sizes.block_size)
+    def _cache_parts(self, layer: int) -> list[CachePart]:
+        """What a layer's cache is made of."""
+        return cache_parts(self.config, self.recipe, self.sizes.num_blocks, self.sizes.block_size, layer)
 
     def _plan_cache(self) -> None:
         for layer in range(self.num_layers):
-            for part in self._cache_parts:
+            for part in self._cache_parts(layer):
                 self._space.plan(f"kv/{layer}/{part.name}", part.dtype, *part.shape)
         if self.sizes.mtp > 1:
             self._space.plan("kv/tail", F32, self.sizes.num_blocks, self.config.hidden_size)
@@ -181,6 +180,12 @@ class DieMemory:
         plan("expert_sent", F32, self.max_expert_rows, hidden)
         plan("slot_out", F32, n * top_k, hidden)
 
+    @property
+    def num_choices(self) -> int:
+        """Of how many microbatches the positions that were chosen stay until the next layer, in buffers that
+        they share."""
+        return self.sizes.num_microbatches if self.config.shared_choices and self.sizes.num_parts == 1 else 1
+
     def _plan_indexer(self, plan: Callable[..., None]) -> None:
         """What chooses positions of rows, and what gathers those of a row (step/sparse.py)."""
         c, t = self.config, self.sizes.max_part
@@ -189,7 +194,8 @@ class DieMemory:
         plan("index_k", F32, t, c.index_head_dim)
         plan("index_w", F32, t, c.index_n_heads)
         plan("index_q", F32, t, c.index_n_heads * c.index_head_dim)
-        plan("chosen", I32, t, few)
+        for lane in range(self.num_choices):
+            plan(f"chosen/{lane}", I32, t, few)
         plan("chosen_latent", U8 if self.recipe == "int8" else F32, *cache_shape(1, whole, c.value_columns))
         plan("chosen_scale", F32, 1, whole)
         plan("chosen_k_pe", F32, *cache_shape(1, whole, c.key_columns))
@@ -270,7 +276,7 @@ class DieMemory:
         return [*parts, rest]
 
     def _layer_parts(self, layer: int) -> list[tuple[str, int]]:
-        parts = self._cache_parts
+        parts = self._cache_parts(layer)
         return [(f"kv/{layer}/{part.name}", part.block_nbytes) for part in parts if part.block_nbytes]
 
     @property
@@ -384,7 +390,7 @@ class DieMemory:
         def take(layer: int, part: CachePart) -> Array:
             return self._space.take(f"kv/{layer}/{part.name}", *part.shape)
 
-        parts = self._cache_parts
         return [
-            KVCache(**{part.name: take(layer, part) for part in parts}) for layer in range(self.num_layers)
+            KVCache(**{part.name: take(layer, part) for part in self._cache_parts(layer)})
+            for layer in range(self.num_layers)
         ]

@@ -112,10 +112,11 @@ class FastLayer:
     """A layer over whole sequences with BLAS, weights looked up when they are asked for; MLA is expanded."""
 
     def __init__(
-        self, config: ModelConfig, is_moe: bool, weights: LayerWeights, lengths: Sequence[int]
+        self, config: ModelConfig, layer_idx: int, weights: LayerWeights, lengths: Sequence[int]
     ) -> None:
         self.config, self.weights, self.lengths = config, weights, lengths
-        self.rows = {row.name: row for row in (*MTP_LAYER, *layer_tensors(config, is_moe))}
+        self.attention = config.attention_of(layer_idx)
+        self.rows = {row.name: row for row in (*MTP_LAYER, *layer_tensors(config, layer_idx))}
         positions = np.concatenate([np.arange(length) for length in lengths])
         self.cos, self.sin = (table[positions] for table in rope_tables(config, max(lengths)))
         self.topk_idx: Array | None = None  # int [T, K], once tokens have been routed
@@ -227,7 +228,7 @@ def attend(
     """Causal MLA between its projections. q [T, N * (nope + R)], kv [T, C + R] -> [T, N * V]."""
     floats = {"self_attn.kv_a_layernorm.weight": kv_norm, "self_attn.kv_b_proj.weight": kv_b}
     weights = LayerResult({}, floats, int8_weights)
-    return reference.attention(FastLayer(config, False, weights, lengths), q, kv)
+    return reference.attention(FastLayer(config, 0, weights, lengths), q, kv)
 
 
 class Walk:
@@ -272,7 +273,7 @@ class Walk:
         return m.topk_idx
 
     def _layer(self, layer_idx: int, weights: LayerWeights) -> FastLayer:
-        return FastLayer(self.config, self.config.is_moe(layer_idx), weights, self.lengths)
+        return FastLayer(self.config, layer_idx, weights, self.lengths)
 
 
 def expert_load(
