@@ -27,6 +27,7 @@ from xdeepserve.comm.services.layout import CARD, Presence
 from xdeepserve.comm.services.service_client import Patience, ServiceClient
 from xdeepserve.errors import FieldError, InputError, LostDieError, ProtocolError
 from xdeepserve.hw.pod import Pod
+from xdeepserve.loop import new_event_loop
 
 MS = 1_000_000
 PATIENCE = Patience(300 * MS, 20_000 * MS)
@@ -222,6 +223,25 @@ async def test_a_cable_that_is_cut_for_ever() -> None:
         (error,) = await there.run(attend(alone, asked))
         assert isinstance(error, FieldError)
         assert "expert server 1" in str(error)
+
+
+def test_a_connection_that_has_ended_a_moment_ago() -> None:
+    """uvloop writes to no closed transport, and the link's own task has not run yet."""
+
+    async def use() -> None:
+        async with scene() as (there, _):
+            link = there.links[LAYOUT.servers.dies[0]]
+            assert isinstance(link, CardLink)
+            link._writer.transport.abort()
+            assert not link.broken
+            link.write(0, b"\7")
+            assert link.broken == "the connection has ended"
+            with pytest.raises(LostDieError, match="the connection has ended"):
+                await link.read(0, 1)
+            assert link.look(0) is None
+
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(use())
 
 
 async def test_a_server_that_ends() -> None:

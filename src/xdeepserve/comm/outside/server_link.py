@@ -129,8 +129,14 @@ class CardLink:
         finally:
             self.close(why)
 
+    def _is_open(self) -> bool:
+        """A connection that ends is closed some turns of the loop before `_receive` hears of it."""
+        if self._writer.transport.is_closing():
+            self.close("the connection has ended")
+        return self.broken is None
+
     def write(self, offset: int, data: bytes) -> None:
-        if self.broken:
+        if not self._is_open():
             return
         if self._writer.transport.get_write_buffer_size() > MAX_UNSENT:
             self.close("it takes no bytes any more")
@@ -142,7 +148,7 @@ class CardLink:
 
     def read(self, offset: int, nbytes: int) -> asyncio.Future[bytes]:
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        if self.broken:
+        if not self._is_open():
             future.set_exception(LostDieError(self.broken))
         else:
             self._asked.append((nbytes, future))
@@ -150,7 +156,7 @@ class CardLink:
         return future
 
     def look(self, offset: int) -> asyncio.Future[bytes] | None:
-        if self.broken:
+        if not self._is_open():
             return None
         if offset not in self._looks:
             self._looks[offset] = future = self.read(offset, 1)

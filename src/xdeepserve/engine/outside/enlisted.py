@@ -11,9 +11,9 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from xdeepserve.comm.outside.handshake import line, split
+from xdeepserve.comm.outside.handshake import split
 from xdeepserve.comm.outside.seat_list import Go, Leave, LoopTurns, Ready, Refused, Register, Seated, ToServer
-from xdeepserve.engine.outside.monitor_service import check_reachable, dial, hear
+from xdeepserve.engine.outside.monitor_service import check_reachable, dial, hear, say
 from xdeepserve.errors import DeploymentError, ProtocolError, XDeepServeError
 
 AGAIN_S = 0.2
@@ -74,7 +74,7 @@ class Enlisted:
         """One connection, until it ends."""
         reader, writer = await dial(*split(self._monitor), self._token)
         try:
-            writer.write(line(self._asked))
+            say(writer, self._asked)
             seated = await hear(reader, ToServer, "the monitor")
             if isinstance(seated, Refused):
                 raise DeploymentError(f"the monitor at {self._monitor} refuses: {seated.why}")
@@ -99,13 +99,13 @@ class Enlisted:
     async def _beat(self, writer: asyncio.StreamWriter, beat_s: float) -> None:
         await self._serves.wait()
         assert self.ring is not None
-        writer.write(line(Ready()))
+        say(writer, Ready())
         count = 0
         while True:
             if self.ring(count + 1) >= count:
-                writer.write(line(LoopTurns()))
+                say(writer, LoopTurns())
                 count += 1
             if self._leaves.is_set():
                 self._leaves.clear()
-                writer.write(line(Leave()))
+                say(writer, Leave())
             await asyncio.sleep(min(beat_s, 0.1))

@@ -47,6 +47,12 @@ async def hear(reader: asyncio.StreamReader, kind: Any, who: str) -> Any:
     return decode(raw, kind, who)
 
 
+def say(writer: asyncio.StreamWriter, message: msgspec.Struct) -> None:
+    """Send a message. One to a side that is gone is dropped: who listens to it hears of its end."""
+    if not writer.is_closing():
+        writer.write(line(message))
+
+
 class Greeting(msgspec.Struct, forbid_unknown_fields=True):
     """The first line of every connection."""
 
@@ -96,7 +102,7 @@ class MonitorService:
         except (ProtocolError, OSError, TimeoutError) as error:
             why = str(error) or f"nothing was said within {PATIENCE_S:g} s"
             self._tell(f"a connection was refused: {why}")
-            writer.write(line(Refused(why)))
+            say(writer, Refused(why))
         except asyncio.CancelledError:
             pass
         finally:
@@ -113,11 +119,11 @@ class MonitorService:
         seat = self.table.register(asked)
         if isinstance(seat, Refused):
             self._tell(seat.why)
-            writer.write(line(seat))
+            say(writer, seat)
             return
         epoch = self.table.seats[seat].epoch
         who = f"server {asked.name} at seat {seat}"
-        writer.write(line(Seated(seat, epoch, self._beat_s)))
+        say(writer, Seated(seat, epoch, self._beat_s))
         leaving: asyncio.Task[None] | None = None
         try:
             while True:
@@ -152,7 +158,7 @@ class MonitorService:
         """A server wants to go."""
         if why := self.table.leave(seat):
             self._tell(why)
-            writer.write(line(Refused(why)))
+            say(writer, Refused(why))
             return None
         self._tell(f"{who} is to leave")
         return asyncio.ensure_future(self._lead_away(self.table.changed_at[seat], writer))
@@ -163,7 +169,7 @@ class MonitorService:
         with suppress(TimeoutError):
             async with asyncio.timeout(SEEN_S), self._news:
                 await self._news.wait_for(lambda: all(seen >= version for seen in self._clients.values()))
-        writer.write(line(Go()))
+        say(writer, Go())
 
     # ---- clients ------------------------------------------------------------------------------------
 
@@ -173,11 +179,11 @@ class MonitorService:
         """A client process, for as long as it wants to hear."""
         if why := self.table.check_identity("the client", asked.identity):
             self._tell(why)
-            writer.write(line(Refused(why)))
+            say(writer, Refused(why))
             return
         self._clients[writer] = -1
         try:
-            writer.write(line(self.table.as_list()))
+            say(writer, self.table.as_list())
             while (said := await hear(reader, ToMonitor, "a client")) is not None:
                 if isinstance(said, Seen):
                     self._clients[writer] = said.version
@@ -188,16 +194,15 @@ class MonitorService:
 
     async def _publish(self) -> None:
         """Tell all clients who is there."""
-        raw = line(self.table.as_list())
         for writer in self._clients:
-            writer.write(raw)
+            say(writer, self.table.as_list())
 
 
 async def dial(host: str, port: int, token: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A connection to a monitor. OSError."""
     async with asyncio.timeout(PATIENCE_S):
         reader, writer = await asyncio.open_connection(host, port, limit=MAX_LINE)
-    writer.write(line(Greeting(token)))
+    say(writer, Greeting(token))
     return reader, writer
 
 

@@ -13,12 +13,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from xdeepserve.comm.outside.handshake import line, split
+from xdeepserve.comm.outside.handshake import split
 from xdeepserve.comm.outside.outside_reach import OutsideReach
 from xdeepserve.comm.outside.seat_list import Attend, Refused, SeatList, SeatView, Seen, ToClient
 from xdeepserve.comm.outside.server_link import ServerLink, open_link
 from xdeepserve.comm.services.layout import SEAT, Presence, ServiceLayout
-from xdeepserve.engine.outside.monitor_service import check_reachable, dial, hear
+from xdeepserve.engine.outside.monitor_service import check_reachable, dial, hear, say
 from xdeepserve.errors import DeploymentError, InputError, ProtocolError, XDeepServeError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.pod import Pod
@@ -118,7 +118,7 @@ class Watcher:
 
     async def _hear(self, reader: asyncio.StreamReader) -> None:
         """What the monitor says, until it ends. DeploymentError if it refuses."""
-        self._writer.write(line(Attend(self._identity)))
+        say(self._writer, Attend(self._identity))
         while (said := await hear(reader, ToClient, "the monitor")) is not None:
             if isinstance(said, Refused):
                 raise DeploymentError(f"the monitor at {self._monitor} refuses: {said.why}")
@@ -142,8 +142,7 @@ class Watcher:
             async with asyncio.TaskGroup() as group:
                 for number, seat in enumerate(listed.seats[: len(self.seats)]):
                     group.create_task(self._take(number, seat))
-            if not self._writer.is_closing():
-                self._writer.write(line(Seen(listed.version)))
+            say(self._writer, Seen(listed.version))
 
     def _lead_away(self, number: int, seat: SeatView) -> None:
         """Who is not to be asked is masked before anything else."""
