@@ -96,6 +96,20 @@ FOUND = {  # bugs that chaos has found, as small as it made them
         pool="filled",
         faults=(Fault(3.581, 0, "lost"),),
     ),
+    "a die lost within a poll of the end of its wait took what lay there for its peer's field": FaultSchedule(
+        "moe-attention",
+        (
+            "scheduler.max_num_batched_tokens=24",
+            "attention.dies=1",
+            "dataflow=true",
+            "scheduler.statuses=all-gather",
+            "ems.block_size=16",
+        ),
+        seed=25051,
+        num_requests=6,
+        pool="filled",
+        faults=(Fault(164.062, 1, "lost"),),
+    ),
 }
 RECOVERED = {  # bugs that glitches have found; nobody may fail of these
     "an expert die whose kernels had all failed was over for its program": FaultSchedule(
@@ -120,6 +134,16 @@ RECOVERED = {  # bugs that glitches have found; nobody may fail of these
         faults=(
             Fault(4.16, 0, "glitch", code="dma-error"),
             Fault(4.61, 2, "glitch", code="vector-core-exception"),
+        ),
+    ),
+    "an error code just before it heard that all go on ended an expert die's program": FaultSchedule(
+        "moe-attention",
+        (),
+        seed=29121,
+        num_requests=1,
+        faults=(
+            Fault(5.952, 0, "bad-page", page="weights/layers.0.wo"),
+            Fault(99.526, 4, "bad-page", page=34),
         ),
     ),
 }
@@ -260,7 +284,7 @@ def glitches(judge: Judge, num: int) -> Iterator[FaultSchedule]:
 @pytest.mark.parametrize("bug", RECOVERED)
 def test_steps_that_are_run_again_have_the_same_bits(judge: Judge, bug: str) -> None:
     finding = judge.judge(RECOVERED[bug], twice=True)
-    assert (finding.verdict, finding.stages["3"]) == ("equal", 1), finding
+    assert (finding.verdict, set(finding.stages)) == ("equal", {"3"}), finding
 
 
 def test_glitches_alone_permit_no_error(judge: Judge) -> None:

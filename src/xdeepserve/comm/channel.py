@@ -177,7 +177,7 @@ class Inbox:
         deadline_ns = die.clock.now + means.timeout_ns
         await die.wait_fields(start, len(raw), observe, deadline_ns=deadline_ns, describe=describe)
         await die.clock.sleep_until(math.ceil(noted_ns))
-        if last is not None:
+        if die.trace.is_on and last is not None:
             # An arrow from the store that ended the wait to the wait: who held up the barrier.
             source, now = int(self._writers[last[0]]), die.clock.now
             die.trace.flow(f"{op} last field", source, "MTE3", last[1] - 1, die.index, lane, now - 1)

@@ -35,11 +35,11 @@ class Steps:
 
     def done(self, op: str, step: int) -> Awaitable[None] | None:
         """Steps up to `step` are complete; 7 stands for 6 and 7, which are one copy."""
-        now = self.die.clock.now
-        if now > self._start:
+        now, trace = self.die.clock.now, self.die.trace
+        if trace.is_on and now > self._start:
             name = f"{op} {step}" if step != 7 else f"{op} 6-7"
             place = self.place | {"waits": True} if step == WAITING else self.place
-            self.die.trace.span(self.die.index, self.lane, name, self._start, now, place)
+            trace.span(self.die.index, self.lane, name, self._start, now, place)
         self._start = now
         moments = self.die.fabric.moments
         if moments.is_on:

@@ -217,6 +217,7 @@ class Die:
             await self.clock.wait(waiter, deadline_ns, idle=idle)
         finally:
             self.memory.unwatch(watch)
+        self.check_alive()  # it may have been lost within the poll's latency
 
     async def poll(
         self,
@@ -256,3 +257,4 @@ class Die:
         finally:
             for memory, watch in zip(memories, watches, strict=True):
                 memory.unwatch(watch)
+        self.check_alive()

@@ -9,6 +9,7 @@ and those that add up to others are not rounded.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Literal
 
 import msgspec
@@ -283,6 +284,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         return _ns(self.command_latency.value)
 
 
+@lru_cache(4096)  # constants of a spec, most of the time
 def _ns(seconds: float) -> int:
     """Whole nanoseconds, rounded up, with a little slack for the binary fraction of a decimal constant."""
     return math.ceil(seconds * 1e9 - 1e-6)

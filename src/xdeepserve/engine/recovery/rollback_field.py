@@ -9,9 +9,11 @@ Only the host writes it, and only in a rollback: without faults it is all zeros.
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from typing import NamedTuple
 
+from xdeepserve.errors import GlitchError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import MemoryPlan
 from xdeepserve.hw.waiting import Waiting
@@ -64,5 +66,7 @@ class RollbackField:
             return Waiting("rollback", self.die.index, "host", "resumed", epoch, self.read().resumed)
 
         where = self.region.offset, WORDS.size
-        await self.die.wait_fields(*where, is_over, deadline_ns=None, describe=describe, idle=True)
-        return self.read()
+        while True:
+            with contextlib.suppress(GlitchError):  # in a look at the field, which is still as it was
+                await self.die.wait_fields(*where, is_over, deadline_ns=None, describe=describe, idle=True)
+                return self.read()

@@ -62,6 +62,8 @@ def traversal(net: Net, rank: int, mem: DieMemory, weights: ModelWeights, thread
         runners = [runner(net.pace(rank, m), mem.layer_workspace(m)) for m in parts]
     elif sizes.num_microbatches > 1 and not sizes.is_lockstep:  # in lockstep who runs them all cuts the rows
         runners = [runner(main_pace, mem.workspace) for _ in range(sizes.num_microbatches)]
+        for m, each in enumerate(runners):
+            each.frame.lane = m % mem.num_choices
     for each in (main, *runners):
         if sizes.experts == "away":
             each.home = {"domain": rank // net.team.dies_per_domain}
@@ -107,7 +109,11 @@ def programs(net: Net, mem: DieMemory, weights: ModelWeights) -> list[LayerProgr
         found = [
             find(layer, row.name) for row in (*ATTENTION[layer.attention], *DENSE, *MOE) if row.kind == "int8"
         ]
-        kind = layer.moe is None, *(isinstance(w, Linear) and w.scale is not None for w in found)
+        kind = (
+            layer.attention,
+            layer.moe is None,
+            *(isinstance(w, Linear) and w.scale is not None for w in found),
+        )
         if kind not in kinds:
             kinds[kind] = layer_program(net, mem, layer)
         result.append(kinds[kind])
