@@ -90,12 +90,29 @@ def test_bad_use_is_one_line(
     assert [path.name for path in here.iterdir()] == ["file"]
 
 
-def test_progress_that_cannot_be_read(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("text", [b"[1", b'{"ring_tail": {"num_hints": -7}}', b'{"ring_tail": 1}', b"\xff"])
+def test_progress_that_cannot_be_read(text: bytes, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("learn").mkdir()
-    Path("learn/progress.json").write_text("[1")
-    code, _, err = told(capsys, "list")
+    Path("learn/progress.json").write_bytes(text)
+    for action in (("list",), ("hint", "1")):
+        code, _, err = told(capsys, *action)
+        assert (code, len(err.splitlines())) == (2, 1)
+        assert "progress.json" in err
+
+
+def test_a_file_that_is_no_text_stays_as_it_is(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("learn").mkdir()
+    Path("learn/01_ring_tail.py").write_bytes(b"\xff\xfe")
+    code, _, err = told(capsys, "start", "1")
     assert (code, len(err.splitlines())) == (2, 1)
-    assert "progress.json" in err
+    assert "has been changed, and stays as it is" in err
+    assert Path("learn/01_ring_tail.py").read_bytes() == b"\xff\xfe"
+
+
+def test_hints_come_to_an_end(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = [told(capsys, "hint", "1")[1] for _ in range(4)]
+    assert "hint 3 of 3: " in said[2]
+    assert said[3] == said[2].replace("hint 3 of 3", "hint 3 of 3, there are no more")
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,7 +131,15 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         ("    return last_chunks(base, first, stop, num_cores)\n", "line 2 in last_chunks: RecursionError"),
         ("    return 1 // 0\n", "line 2 in last_chunks: ZeroDivisionError"),
         ("    raise SystemExit(0)\n", "line 2 in last_chunks: SystemExit: 0"),
+        ("    raise KeyboardInterrupt\n", "line 2 in last_chunks: KeyboardInterrupt"),
+        ("    import os; os._exit(0)\n", "01_ring_tail.py: call 1 of last_chunks ended .* with status 0"),
+        (
+            "    import ctypes; ctypes.string_at(0)\n",
+            r"line 2 in last_chunks: call 1 of last_chunks ended .* by SIGSEGV \(11\)",
+        ),
         ("    return [\n", "01_ring_tail.py, line 2: SyntaxError"),
+        ("    \0\n", "01_ring_tail.py: SyntaxError: source code string cannot contain null bytes"),
+        ("    return ()\n", r"fields: expected a list, yours is \(\)"),
         ("    return None\n", r"rank 0, peer 1: fields: expected a list, yours is None"),
     ],
 )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import aiohttp
 import msgspec
+import pytest
 
 from tests.page.conftest import Serve
 from xdeepserve.page.breaking import NEEDS_ADMIN
@@ -70,6 +71,7 @@ async def test_bytes_of_a_die(serve: Serve) -> None:
         for query, said in (
             ({"die": "700"}, "die 700 has no memory"),
             ({"die": "x"}, "a die has a number"),
+            ({"die": "\N{ARABIC-INDIC DIGIT FOUR}"}, "a die has a number"),
             ({"die": "8", "region": "attic"}, "no region"),
             ({}, "a die has a number"),
         ):
@@ -104,7 +106,8 @@ async def test_a_loss_that_nobody_would_outlive_is_refused(serve: Serve) -> None
         assert status == 400
         assert "recovery.failover=true" in said
         for body, words in (
-            ({"die": 9}, "has no die 9"),
+            ({"die": 9}, "the pod has no die 9: it has 0 to 0"),
+            ({"die": -1}, "the pod has no die -1"),
             ({"die": 0, "kind": "sad"}, "kind"),
             ({"kind": "lost"}, "die"),
         ):
@@ -128,3 +131,43 @@ async def test_a_die_that_breaks_changes_no_bit(serve: Serve) -> None:
         assert engine.plan.pod.lost >= {1}
         status, said = await broken(session, address, die=1)
         assert (status, "lost already" in said) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("deployment", "losses"),
+    [
+        (("monolithic", "recovery.failover=true"), {0: "0 dies that would be left are too few"}),
+        (("colocated", "dies=2", "recovery.failover=true"), {0: "", 1: "too few"}),
+        (
+            ("transformerless", "recovery.failover=true"),
+            {0: "", 4: "", 9: "", 8: "recovery.max_restarts allows no more", 5: ""},
+        ),
+        (
+            ("transformerless", "recovery.failover=true", "recovery.max_restarts=1"),
+            {0: "", 12: "recovery.max_restarts allows no more"},
+        ),
+        (("eaas", "recovery.failover=true", "experts.copies=1"), {7: "", 0: ""}),
+    ],
+    ids=["one die", "two", "three restarts", "one restart", "expert servers"],
+)
+async def test_what_is_not_refused_is_outlived(
+    serve: Serve, deployment: tuple[str, ...], losses: dict[int, str]
+) -> None:
+    async with serve(*deployment, admin=True) as (address, _), aiohttp.ClientSession() as session:
+        expected = await asked(session, address)
+        for die, refusal in losses.items():
+            status, said = await broken(session, address, die=die)
+            assert (status, refusal in said) == (400 if refusal else 200, True), (die, said)
+            assert await asked(session, address) == expected
+
+
+async def test_one_loss_after_the_other(serve: Serve) -> None:
+    """While the pod rests no time passes, and what was asked for has not happened."""
+    async with (
+        serve("colocated", "dies=4", "recovery.failover=true", admin=True) as (address, _),
+        aiohttp.ClientSession() as session,
+    ):
+        assert (await broken(session, address, die=0))[0] == 200
+        for die, refusal in ((0, "die 0 is lost already"), (1, "die 0 is about to be lost")):
+            status, said = await broken(session, address, die=die)
+            assert (status, refusal in said) == (400, True)

@@ -13,6 +13,7 @@ import pytest
 from tests.page.conftest import Serve
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.serving.engine import Engine
+from xdeepserve.errors import InputError
 from xdeepserve.llm import LLM, build_engine
 from xdeepserve.loop import run
 from xdeepserve.page import watch as watching
@@ -22,6 +23,7 @@ from xdeepserve.page.step_look import MAX_SPANS, shown_dies
 from xdeepserve.page.watch import Frames, PodWatch
 
 PARAMS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+LONG = SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True)
 
 
 def decoded(frame: bytes) -> dict[str, msgspec.Struct]:
@@ -83,6 +85,15 @@ def test_a_run_is_told_whole(tmp_path: Path, deployment: str, overrides: tuple[s
         rows = [sum(values) for values in heat.values]  # type: ignore[attr-defined]
         assert min(rows) == max(rows) > 0  # of a decode step: as many experts for each row in each layer
         assert rows[0] % pod.top_k == 0
+
+
+def test_a_record_on_a_full_disk_costs_no_token(tmp_path: Path) -> None:
+    with LLM("tiny", "monolithic", "int8") as llm:
+        expected = llm.generate([[5, 6, 7]], LONG)[0].outputs[0].token_ids
+        file = RunRecord(llm.engine, PageRecord(Path("/dev/full")))
+        assert llm.generate([[5, 6, 7]], LONG)[0].outputs[0].token_ids == expected
+        with pytest.raises(InputError, match=r"^--record /dev/full: No space left on device: the record"):
+            file.end()
 
 
 def test_equal_runs_make_equal_records(tmp_path: Path) -> None:
@@ -155,6 +166,29 @@ def test_nobody_looks_while_nobody_watches(monkeypatch: pytest.MonkeyPatch) -> N
         # And again, for the next one.
         frames = watch.frames()
         assert "pod" in decoded(await anext(frames))
+        await frames.aclose()
+        await engine.stop()
+
+    run(main())
+
+
+def test_what_ends_unseen_is_not_shown_as_if_it_went_on() -> None:
+    async def main() -> None:
+        engine = build_engine("tiny", "monolithic", "int8")
+        await engine.start()
+        watch = PodWatch(engine)
+        told: dict[str, msgspec.Struct] = {}
+        frames = watch.frames()
+        await anext(frames)
+        running = asyncio.create_task(complete(engine, "left alone", LONG))
+        while not (rows := getattr(told.get("requests"), "rows", [])):
+            told |= decoded(await anext(frames))
+        assert rows[0].state != "ended"
+        await frames.aclose()
+        await running
+        frames = watch.frames()
+        first = decoded(await anext(frames))
+        assert not [row for row in first["requests"].rows if row.state != "ended"]
         await frames.aclose()
         await engine.stop()
 

@@ -119,6 +119,45 @@ async def open_records(tab: Tab, record: Path, folder: Path) -> None:
     assert tab.problems == []
 
 
+HELLO = '{"software": "9.0", "format": "xdeepserve-page", "version": 1}'
+ABORTED = r"""window.fetch = async () => new Response(
+'data: {"choices": [{"text": "Once", "token_ids": [5, 6], "finish_reason": "abort"}]}\n\ndata: [DONE]\n\n')"""
+
+
+async def test_a_record_that_cannot_be_drawn_leaves_the_pod_in_view(serve: Serve, tmp_path: Path) -> None:
+    async with serve("monolithic") as (address, _), chromium() as tab:
+        await tab.open(address)
+        await tab.until(SHOWN)
+        whole = await tab.run("xdeepserve.history.text({}).split('\\n')[1]")
+        for number, (frame, words) in enumerate(
+            (
+                ("{}", "line 2 is no frame: it has no number, or no parts"),
+                ("null", "line 2 is no frame"),
+                ('{"frame": 1, "parts": {"pod": {}}}', "the first one has no now"),
+                (whole.replace('"dies":[[', '"dies":["'), "line 2 is no frame"),
+                (whole.replace('"dies":', '"does":'), "pod has no dies of its kind"),
+                (f'{whole}\n{{"frame": 2, "parts": {{"groups": null}}}}', "line 3 is no frame: groups"),
+            )
+        ):
+            path = tmp_path / f"{number}.jsonl"
+            path.write_text(f"{HELLO}\n{frame}\n{whole}\n")
+            await tab.choose_file("#open", path)
+            await tab.until(f"notice.textContent.includes('{words}')")
+            assert await tab.run("xdeepserve.shown.live")
+        assert tab.problems == []
+
+
+async def test_an_answer_that_was_cut_off_has_no_digest(serve: Serve) -> None:
+    async with serve("monolithic") as (address, _), chromium() as tab:
+        await tab.open(address)
+        await tab.until(SHOWN)
+        await tab.run(ABORTED)
+        await tab.click("#ideas button")
+        await tab.until("document.querySelector('.digest .other')")
+        assert "aborted after 2 tokens" in await tab.run("document.querySelector('.digest').textContent")
+        assert await tab.run(f"{DIGEST}.length") == 0
+
+
 async def test_a_server_that_goes_away_and_comes_back(serve: Serve) -> None:
     async with chromium() as tab:
         async with serve("monolithic") as (address, _):

@@ -23,7 +23,7 @@ from xdeepserve.api.responses import json_response
 from xdeepserve.api.sse import HEADERS
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.errors import RequestError, abridged
-from xdeepserve.page.breaking import NEEDS_ADMIN, Breaking, break_die
+from xdeepserve.page.breaking import NEEDS_ADMIN, Breaker, Breaking
 from xdeepserve.page.die_bytes import die_bytes
 from xdeepserve.page.page_record import PageRecord
 from xdeepserve.page.watch import HELLO, PodWatch
@@ -31,6 +31,7 @@ from xdeepserve.page.watch import HELLO, PodWatch
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:"
 BYTES_QUERY = {"die": {"type": "integer"}, "region": {"type": "string"}}
 WATCH = web.AppKey("WATCH", PodWatch)
+BREAKER = web.AppKey("BREAKER", Breaker)
 
 
 def page_files() -> dict[str, bytes]:
@@ -44,6 +45,7 @@ def add_page_routes(app: web.Application) -> None:
     engine, files = app[ENDPOINT].engine, page_files()
     if isinstance(engine, Engine):
         app[WATCH] = PodWatch(engine, None if app[ENDPOINT].options.admin else NEEDS_ADMIN)
+        app[BREAKER] = Breaker(engine)
 
     async def show(request: web.Request) -> web.Response:
         """A file of the page, which may ask for nothing from elsewhere."""
@@ -100,14 +102,14 @@ async def stream_frames(request: web.Request) -> web.StreamResponse:
 async def show_bytes(request: web.Request) -> web.Response:
     """What lies in a die's memory."""
     number = request.query.get("die", "")
-    if not (number.isdecimal() and len(number) < 8):
+    if not (number.isascii() and number.isdecimal() and len(number) < 8):
         raise RequestError(f"a die has a number, found {abridged(number)}", param="die")
     return json_response(die_bytes(_watched(request), int(number), request.query.get("region")))
 
 
 async def break_one(request: web.Request) -> web.Response:
     """A die fails."""
-    engine = _watched(request)
+    _watched(request)
     if not request.app[ENDPOINT].options.admin:
         raise ApiError(403, NEEDS_ADMIN, code="not_allowed")
-    return json_response(break_die(engine, await read_body(request, Breaking)))
+    return json_response(request.app[BREAKER].break_die(await read_body(request, Breaking)))

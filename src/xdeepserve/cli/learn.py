@@ -55,8 +55,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     exercise = exercise_of(args.number) if args.number is not None else _current(folder)
     if args.action == "hint":
-        number, text = folder.next_hint(exercise)
-        print(f"exercise {exercise.number}, hint {number} of {len(exercise.hints)}: {text}")
+        number, text, is_new = folder.next_hint(exercise)
+        again = "" if is_new else ", there are no more"
+        print(f"exercise {exercise.number}, hint {number} of {len(exercise.hints)}{again}: {text}")
         return 0
     return _check(args, folder, exercise)
 

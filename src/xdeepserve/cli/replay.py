@@ -29,7 +29,8 @@ def add_options(parser: Parser) -> None:
     """The trace, who serves it, what is asked of them."""
     parser.epilog = (
         "TRACE may be made:KEY=VALUE,...: requests of a generator, with seed=N, requests=N, seconds=S,\n"
-        "prompt=N and output=N tokens, spread=, turns=, pause=, systems=, system=, burst=, swing= and block="
+        "prompt=N and output=N tokens, spread=, turns=, pause=, systems=, system=, burst=, swing=, habit=\n"
+        "and block="
     )
     option = parser.add_argument
     option("trace", metavar="TRACE", help="a file, or made:KEY=VALUE,...")
@@ -157,6 +158,7 @@ def _time_only(
         scaler_of,
     )
     from xdeepserve.platform.fleet import Fleet
+    from xdeepserve.platform.length_predictor import told_lengths
     from xdeepserve.platform.service_report import report
 
     if args.policy is not None:
@@ -164,6 +166,7 @@ def _time_only(
     cluster = Cluster((ClusterTE(),)) if args.cluster is None else read_cluster(args.cluster)
     cluster = msgspec.structs.replace(cluster, policy=args.policy or cluster.policy)
     heat = None if args.heat is None else read_heat_map(args.heat)
+    predict, error = told_lengths(cluster.lengths, requests)
     decisions: list[Decision] = []
     with working("replay", is_quiet=args.json) as status:
         status.text = "replay: steps are priced"
@@ -177,6 +180,7 @@ def _time_only(
                 fleet_tes(sized, kinds),
                 sized.policy,
                 heat,
+                predict,
                 stale_ns=round(1e6 * sized.stale_ms),
                 explain=decisions.append if args.explain else None,
             )
@@ -195,6 +199,8 @@ def _time_only(
         "cluster": f"{len(fleet.tes)} TEs, {num_dies} dies",
         "policy": cluster.policy,
     }
+    if error is not None:
+        more["lengths"] = error.line()
     if cluster.scale is not None:
         more["cluster"] = f"{cluster.scale.least} to {cluster.scale.most} TEs of {cluster.te[0].dies} dies"
         more["scaling"] = events

@@ -33,7 +33,7 @@ def _different(expected: Any, found: Any, part: str, axes: Sequence[str]) -> str
 
 
 def _sequences(expected: Sequence[Any], found: Any, part: str, axes: Sequence[str]) -> str | None:
-    if not isinstance(found, list | tuple | np.ndarray):
+    if not isinstance(found, list if isinstance(expected, list) else tuple):  # others go on with it
         return f"{part}: expected a {type(expected).__name__}, yours is {_shown(found)}"
     axis, *rest = axes or ("item",)
     for index, (mine, yours) in enumerate(zip(expected, found, strict=False)):

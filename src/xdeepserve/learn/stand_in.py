@@ -40,7 +40,7 @@ def blamed(path: Path) -> Iterator[None]:
         yield
     except NotImplementedError as error:
         raise NotYetError(f"not written yet ({place_in(path, error)})") from error
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
         text = " ".join(str(error).split())
         raise NotYetError(f"{place_in(path, error)}: {type(error).__name__}: {text}") from error
 
@@ -100,7 +100,8 @@ class StandIn:
                 found = self.theirs(*args, **named)
             self._compare(expected, copied, found, (args, named))
         except NotYetError as error:
-            self.failure = NotYetError(f"{self.exercise.where}{_rank(caller)}: {error}")
+            at = _rank(caller) or f", call {self.num_calls}"
+            self.failure = NotYetError(f"{self.exercise.where}{at}: {error}")
             raise self.failure from error
         return found
 

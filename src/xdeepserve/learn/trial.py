@@ -63,7 +63,8 @@ def load(exercise: Exercise, path: Path, guard: Guard) -> Callable[..., Any]:
     except NotYetError as error:
         cause = error.__cause__
         if isinstance(cause, SyntaxError):
-            raise NotYetError(f"{path.name}, line {cause.lineno}: SyntaxError: {cause.msg}") from None
+            line = "" if cause.lineno is None else f", line {cause.lineno}"
+            raise NotYetError(f"{path.name}{line}: SyntaxError: {cause.msg}") from None
         raise
     found = getattr(module, exercise.name, None)
     if not callable(found):

@@ -1,14 +1,16 @@
 """A check in a process of its own: what the learner's function does to it is its own affair.
 
-A call that does not come back ends the process at its time limit, which leaves behind where it was; a process
-that does not end by itself is ended.
+A call that does not come back ends the process at its time limit, which leaves behind where it was; so does
+one that crashes. A process that does not end by itself is ended.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -44,8 +46,8 @@ def check_apart(exercise: Exercise, path: Path, call_s: float = CALL_S, whole_s:
     """Check `path` in a process of its own; what the learner prints is printed. XDeepServeError if that
     process ends by a fault of the package's own."""
     with tempfile.TemporaryDirectory(prefix="xdeepserve-learn-") as folder:
-        verdict, stuck = Path(folder, "verdict"), Path(folder, "stuck")
-        arguments = [str(exercise.number), str(path), str(verdict), str(stuck), str(call_s)]
+        verdict, stuck, within = (Path(folder, name) for name in ("verdict", "stuck", "within"))
+        arguments = [str(exercise.number), *map(str, (path, verdict, stuck, within)), str(call_s)]
         command = [sys.executable, "-m", "xdeepserve.learn.trial_process", *arguments]
         try:
             done = subprocess.run(command, timeout=whole_s, stderr=subprocess.PIPE, text=True)
@@ -53,8 +55,13 @@ def check_apart(exercise: Exercise, path: Path, call_s: float = CALL_S, whole_s:
             return Verdict(text=f"{path.name}: the check was ended after {whole_s:g} s")
         if verdict.exists():
             return msgspec.json.decode(verdict.read_bytes(), type=Verdict)
-        if frames := FRAME.findall(stuck.read_text() if stuck.exists() else ""):
-            return Verdict(text=f"{_where(path, frames)}: no end after {call_s:g} s in one call")
+        said = stuck.read_text() if stuck.exists() else ""
+        where = _where(path, FRAME.findall(said))
+        if said.startswith("Timeout"):
+            return Verdict(text=f"{where}: no end after {call_s:g} s in one call")
+        if call := int(within.read_text() or 0) if within.exists() else 0:
+            what = f"call {call - 1} of {exercise.name}" if call > 1 else "the file, when it was read,"
+            return Verdict(text=f"{where}: {what} ended the whole process{_status(done.returncode)}")
         last = [*done.stderr.strip().splitlines(), "nothing said"][-1 if not done.stderr.strip() else -2]
         raise XDeepServeError(f"exercise {exercise.number}: the check ended with {done.returncode}: {last}")
 
@@ -67,18 +74,32 @@ def _where(path: Path, frames: list[tuple[str, str, str]]) -> str:
     return path.name
 
 
+def _status(code: int) -> str:
+    """How a process has ended."""
+    if code >= 0:
+        return f" with status {code}"
+    name = signal.Signals(-code).name if -code in {*signal.Signals} else "signal"
+    return f" by {name} ({-code})"
+
+
 def main(arguments: list[str]) -> None:
-    """The process: leaves a verdict, or, if a call does not end, where it is."""
-    number, path, verdict, stuck, call_s = arguments
-    with open(stuck, "w") as file:
+    """The process: leaves a verdict, or, if it does not come to that, where it is, and in which call."""
+    number, path, verdict, stuck, within, call_s = arguments
+    with open(stuck, "w") as file, open(within, "w") as crumb:
+        faulthandler.enable(file, all_threads=False)
+        num_calls = 0  # of the learner's code: the first one reads the file
 
         @contextlib.contextmanager
         def guard() -> Iterator[None]:
+            nonlocal num_calls
+            num_calls += 1
+            os.pwrite(crumb.fileno(), b"%10d" % num_calls, 0)
             faulthandler.dump_traceback_later(float(call_s), exit=True, file=file)
             try:
                 yield
             finally:
                 faulthandler.cancel_dump_traceback_later()
+                os.pwrite(crumb.fileno(), b"%10d" % 0, 0)
 
         try:
             found = Verdict(try_file(exercise_of(int(number)), Path(path), guard))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -14,7 +15,7 @@ from xdeepserve.learn.exercise import Exercise
 class Standing(msgspec.Struct):
     """How far a learner is with one exercise."""
 
-    num_hints: int = 0  # that have been given
+    num_hints: Annotated[int, msgspec.Meta(ge=0)] = 0  # that have been given
     passed: str = ""  # digest of the file that has passed
 
 
@@ -29,8 +30,10 @@ class WorkingFolder:
         if self._progress.exists():
             try:
                 self.standings = msgspec.json.decode(self._progress.read_bytes(), type=dict[str, Standing])
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                 raise InputError(f"{self._progress}: {error}") from error
+            except OSError as error:
+                raise InputError(f"{self._progress}: {error.strerror}") from error
 
     def source(self, exercise: Exercise) -> Path:
         """The learner's file, absolute."""
@@ -43,11 +46,11 @@ class WorkingFolder:
             self.path / f"{exercise.stem}.py": exercise.skeleton,
         }
         for path, text in made.items():
-            if path.exists() and path.read_text() != text:
+            if path.exists() and not (path.is_file() and path.read_bytes() == text.encode()):
                 raise InputError(f"{path} has been changed, and stays as it is: remove it to start again")
         self.path.mkdir(parents=True, exist_ok=True)
         for path, text in made.items():
-            path.write_text(text)
+            path.write_bytes(text.encode())
         return [*made]
 
     def state(self, exercise: Exercise) -> str:
@@ -64,12 +67,13 @@ class WorkingFolder:
         self._standing(exercise).passed = digest
         self._keep()
 
-    def next_hint(self, exercise: Exercise) -> tuple[int, str]:
-        """Its number, and what it says; the last one again when there are no more."""
-        standing = self._standing(exercise)
-        standing.num_hints = min(standing.num_hints + 1, len(exercise.hints))
+    def next_hint(self, exercise: Exercise) -> tuple[int, str, bool]:
+        """Its number, what it says, and whether it is new: when there are no more, the last one again."""
+        standing, num_hints = self._standing(exercise), len(exercise.hints)
+        is_new = standing.num_hints < num_hints
+        standing.num_hints = min(standing.num_hints + 1, num_hints)
         self._keep()
-        return standing.num_hints, exercise.hints[standing.num_hints - 1]
+        return standing.num_hints, exercise.hints[standing.num_hints - 1], is_new
 
     def _standing(self, exercise: Exercise) -> Standing:
         return self.standings.setdefault(exercise.slug, Standing())

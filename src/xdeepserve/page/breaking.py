@@ -29,19 +29,42 @@ class Broken(msgspec.Struct, frozen=True):
     at_ns: int
 
 
-def break_die(engine: Engine, asked: Breaking) -> Broken:
-    """RequestError, and nothing will happen, if there is no such die, it is lost already, or requests would
-    not outlive it."""
-    pod = engine.plan.pod
-    if asked.die in pod.lost:
-        raise RequestError(f"die {asked.die} is lost already", param="die")
-    if asked.kind == "lost" and (why := engine.cannot_lose(asked.die)) is not None:
-        raise RequestError(why, param="die", code="no_recovery")
-    code = "aicore-exception" if asked.kind == "glitch" else None
-    fault = Fault(at_us=pod.clock.now / 1000 + SOON_US, die=asked.die, kind=asked.kind, code=code)
-    try:
-        check_faults([fault], pod)
-    except InputError as error:
-        raise RequestError(str(error), param="die") from None
-    schedule([fault], pod)
-    return Broken(asked.die, asked.kind, round(1000 * (fault.at_us or 0)))
+class Breaker:
+    """Breaks dies of an engine's pod."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._pod = engine, engine.plan.pod
+        self._to_lose: list[int] = []  # at a time that may not have come: while the pod rests, none passes
+
+    def break_die(self, asked: Breaking) -> Broken:
+        """RequestError, and nothing will happen, if there is no such die, it is lost already, or requests
+        would not outlive it."""
+        pod, die = self._pod, asked.die
+        if die not in pod.dies:
+            raise RequestError(f"the pod has no die {die}: it has {_few(sorted(pod.dies))}", param="die")
+        self._to_lose = [each for each in self._to_lose if each not in pod.lost]
+        if die in pod.lost or die in self._to_lose:
+            raise RequestError(f"die {die} is lost already", param="die")
+        if asked.kind == "lost" and (why := self._why_not(die)) is not None:
+            raise RequestError(why, param="die", code="no_recovery")
+        code = "aicore-exception" if asked.kind == "glitch" else None
+        fault = Fault(at_us=pod.clock.now / 1000 + SOON_US, die=die, kind=asked.kind, code=code)
+        try:
+            check_faults([fault], pod)
+        except InputError as error:
+            raise RequestError(str(error), param="die") from None
+        schedule([fault], pod)
+        if asked.kind == "lost":
+            self._to_lose.append(die)
+        return Broken(die, asked.kind, round(1000 * (fault.at_us or 0)))
+
+    def _why_not(self, die: int) -> str | None:
+        """Why it is not to be lost."""
+        if self._to_lose:
+            return f"die {self._to_lose[0]} is about to be lost: ask for something first"
+        return self._engine.cannot_lose(die)
+
+
+def _few(dies: list[int]) -> str:
+    """Dies, in short."""
+    return f"{dies[0]} to {dies[-1]}" if dies == [*range(dies[0], dies[-1] + 1)] else f"{len(dies)} others"

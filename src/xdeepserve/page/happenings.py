@@ -79,6 +79,10 @@ class Happenings:
                 if event.seq_id in self._seen:
                     self._seen[event.seq_id].state = "ended"
 
+    def forget_open(self) -> None:
+        """Nobody watches from now on: nobody will see how requests end that have not."""
+        self._seen = {seq_id: seen for seq_id, seen in self._seen.items() if seen.state == "ended"}
+
     def lose(self, lost: set[int]) -> None:
         """These dies are lost."""
         for die in sorted(lost - self._lost):

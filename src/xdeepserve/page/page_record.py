@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,6 +28,7 @@ class PageRecord:
 
     def __init__(self, path: Path) -> None:
         self.path, self.is_full, self._nbytes = path, False, 0
+        self.error: InputError | None = None  # why nothing more can be written
         try:
             self._file: BinaryIO = path.open("wb")
         except OSError as error:
@@ -38,25 +39,36 @@ class PageRecord:
         """One more line, unless the file is full."""
         self.is_full |= self._nbytes + len(line) >= MAX_BYTES
         if not self.is_full:
-            self._nbytes += self._file.write(line + b"\n")
+            with self._noting():
+                self._nbytes += self._file.write(line + b"\n")
 
     def close(self) -> None:
-        self._file.close()
+        with self._noting():
+            self._file.close()
+
+    @contextlib.contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Who is watched goes on if the disk is full; the record ends."""
+        try:
+            yield
+        except OSError as error:
+            if self.error is None:
+                self.error = InputError(f"--record {self.path}: {error.strerror}: the record is cut off")
+            self.is_full = True
 
     @contextlib.asynccontextmanager
     async def of_watch(self, watch: PodWatch) -> AsyncIterator[None]:
         """Write what a watcher sees, until the end of the context. If the disk is full, others go on."""
 
         async def write() -> None:
-            try:
-                async with contextlib.aclosing(watch.frames()) as frames:
-                    async for frame in frames:
-                        if frame:
-                            self.write(frame)
-                        if self.is_full:
-                            return
-            except OSError as error:
-                log.error("%s: nothing more is recorded: %s", self.path, error.strerror)
+            async with contextlib.aclosing(watch.frames()) as frames:
+                async for frame in frames:
+                    if frame:
+                        self.write(frame)
+                    if self.is_full:
+                        break
+            if self.error is not None:
+                log.error("%s", self.error)
 
         task = asyncio.create_task(write(), name="record")
         try:
@@ -97,3 +109,5 @@ class RunRecord:
         self._engine.ignore(self._see)
         self._look.end()
         self._file.close()
+        if self._file.error is not None:
+            raise self._file.error

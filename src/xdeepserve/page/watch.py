@@ -76,6 +76,7 @@ class Look:
         """The engine is as if nobody had watched."""
         self._engine.ignore(self.happenings.see)
         self._engine.ignore(self.step.see)
+        self.happenings.forget_open()
         self.step.drop()
 
     def look(self) -> int:

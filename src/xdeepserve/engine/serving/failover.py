@@ -12,7 +12,7 @@ Prefill and decode fail over apart. Whoever has to wait for a TE of some role do
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Literal, Protocol, TypeAlias
 
@@ -87,6 +87,30 @@ class Failover:
     def describe(self) -> str:
         """What is under way, and why."""
         return f"stage {1 if self.stage == 'restarting' else 2}, {self.stage}: {self.reason}"
+
+    def cannot_replace(self, te: TEPlan, die: int, prefills: Sequence[TEPlan]) -> str | None:
+        """Why no TE could take the place of this one, once that die of it is lost; None if one could.
+
+        `prefills` are those whose dies decode could take. Only what is certain counts: of these the largest
+        stays, and nothing is known while another TE is on its way.
+        """
+        if self._is_running:
+            return f"another task executor is on its way ({self.describe()}): wait until it is there"
+        role, num_free = te.sizes.role, len(self._pod.free_dies(self._dies)) + len(te.every_die) - 1
+        if role == "decode":
+            num_free += sum(sorted(len(each.every_die) for each in prefills)[:-1])
+        if self._plan.largest(role, num_free) is not None:
+            return None
+        num_well = len(set(self._dies) - self._pod.lost - {die})
+        num_needed = sum(self._least(role) for role in self._wanted)
+        if num_well < num_needed:
+            return f"the {num_well} dies that would be left are too few: {num_needed} are needed at least"
+        if self.num_restarts >= self._config.max_restarts:
+            return (
+                f"no {role} task executor has room without die {die}, and all have been started anew "
+                f"{self.num_restarts} times: recovery.max_restarts allows no more"
+            )
+        return None
 
     async def _run(self) -> None:
         error: XDeepServeError | None = None

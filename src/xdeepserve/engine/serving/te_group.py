@@ -108,20 +108,21 @@ class TEGroup:
 
     def cannot_lose(self, die: int) -> str | None:
         """Why requests would not outlive the loss of a die; None if they would, or it serves nobody."""
-        te = next((te for te in self._je.tes if die in te.plan.every_die and te.is_running), None)
+        running = [te for te in self._je.tes if te.is_running]
+        te = next((te for te in running if die in te.plan.every_die), None)
         if te is None:
             return None
-        name = te.sizes.name
-        if die not in te.plan.needed_dies:  # an expert server
-            if te.sizes.redundant_slots:
-                return None
-            return (
-                f"no other expert server of {name} has the experts of die {die}: set experts.redundant_slots"
-            )
-        if self._failover is not None or self._is_needless(te):
+        unheard = [each for te in running for each in te.plan.needed_dies if each in self._plan.pod.lost]
+        if unheard:
+            return f"nobody has found yet that die {unheard[0]} is lost: ask for something first"
+        if te.seats.can_miss(die) or self._is_needless(te):
             return None
+        if self._failover is not None:
+            return self._failover.cannot_replace(
+                te.plan, die, [other.plan for other in self._je.tes.ready("prefill")]
+            )
         return (
-            f"{name} needs die {die}, and no other task executor could go on: "
+            f"{te.sizes.name} needs die {die}, and no other task executor could go on: "
             "serve with --set recovery.failover=true"
         )
 

@@ -217,13 +217,20 @@ class ServerSeats:
         if presence is Presence.THERE and missed:
             raise RequestError(f"{who}: nobody else has {missed}", param="server")
 
+    def can_miss(self, die: int) -> bool:
+        """Whether it is an expert server's whose experts others have for certain: copies from the start."""
+        at = {each: number for number, each in self._plan.team.expert_at.items()} if self.num_seats else {}
+        return die in at and not self._missed_without(at[die])
+
     def _missed_without(self, number: int) -> str:
         """What no other server has that is there and stays."""
-        sizes = self._plan.sizes
+        sizes, lost = self._plan.sizes, self._plan.pod.lost
         others = [
             each
             for each in range(self.num_seats)
-            if each != number and self._te.monitor.presence(each) is Presence.THERE
+            if each != number
+            and self._te.monitor.presence(each) is Presence.THERE
+            and self._plan.team.expert_at.get(each) not in lost
         ]
         if sizes.is_shared(number):
             return "" if any(map(sizes.is_shared, others)) else "the shared expert"

@@ -44,6 +44,7 @@ function bodyOf(text, most) {
 
 export async function ask(text, most = +$("most").value || 64) {
   const told = el("div", { className: "told" }), digest = el("div", { className: "digest", textContent: "…" }), answer = el("div", { className: "answer" }, el("div", { className: "asked", textContent: text }), told, digest), ids = [];
+  let isWhole = true;
   $("answers").append(answer);
   while ($("answers").children.length > 12) $("answers").firstChild.remove();
   $("answers").scrollTop = $("answers").scrollHeight;
@@ -57,6 +58,7 @@ export async function ask(text, most = +$("most").value || 64) {
       if (chunk.error) throw new Error(chunk.error.message);
       const choice = chunk.choices[0];
       if (!choice) return;
+      isWhole &&= choice.finish_reason !== "abort";
       const part = choice.delta?.content ?? choice.text ?? "", found = choice.token_ids ?? [];
       ids.push(...found);
       const words = part || (pod && !pod.has_text && found.length ? `${found.join(" ")} ` : "");
@@ -64,6 +66,7 @@ export async function ask(text, most = +$("most").value || 64) {
       digest.textContent = `${ids.length} tokens …`;
       $("answers").scrollTop = $("answers").scrollHeight;
     });
+    if (!isWhole) throw new Error(`aborted after ${ids.length} tokens: the server ends`);
     finish(digest, text, most, ids);
   } catch (error) {
     digest.replaceChildren(el("span", { className: "other", textContent: error instanceof TypeError ? "the server has gone before the answer's end" : error.message }), againButton(text, most));

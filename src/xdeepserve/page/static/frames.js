@@ -62,6 +62,28 @@ export async function follow(on) {
   }
 }
 
+// What is drawn of each part: numbers, texts, lists, lists of rows, or tables of counts (docs/page.md).
+const DRAWN = {
+  pod: { model: "", deployment: "", precision: "", runs: "", num_layers: 0, num_experts: 0, servers: 0, superpod_servers: 0, chips_per_server: 0, dies_per_chip: 0, tes: [], dies: [[]] },
+  now: { ns: 0, num_running: 0, num_waiting: 0, num_tokens: 0, lives: [], lost: [], lost_servers: [] },
+  groups: { used: [], cached: [], running: [], waiting: [], queries: [], hits: [] }, requests: { rows: [[]] }, events: { rows: [[]] },
+  step: { te: "", group: 0, step: 0, start_ns: 0, end_ns: 0, lanes: [], names: [], spans: [[]] }, load: { busy: [], waits: [] },
+  heat: { unit: "", layers: [], columns: [], values: [[]] }, traffic: { pairs: [[]], num_pairs: 0, nbytes: 0 }, pool: { queries: 0, hits: 0, counts: {}, usage: {} },
+};
+const isTable = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
+const isLike = (value, kind) => Array.isArray(kind) ? Array.isArray(value) && (!kind.length || value.every(Array.isArray)) : isTable(kind) ? isTable(value) : typeof value === typeof kind;
+// What is wrong with a frame; nothing if it can be drawn. The first one of a record is whole.
+export function wrongIn(frame, isFirst) {
+  if (!isTable(frame) || !isTable(frame.parts) || typeof frame.frame !== "number") return "it has no number, or no parts";
+  for (const name of isFirst ? ["pod", "now"] : []) if (!(name in frame.parts)) return `the first one has no ${name}`;
+  for (const [name, members] of Object.entries(DRAWN)) {
+    if (!(name in frame.parts)) continue;
+    if (!isTable(frame.parts[name])) return `${name} has nothing in it`;
+    for (const [member, kind] of Object.entries(members)) if (!isLike(frame.parts[name][member], kind)) return `${name} has no ${member} of its kind`;
+  }
+  return "";
+}
+
 // A record: a line for what it is, then a line for each frame.
 export async function readRecord(file) {
   const lines = (await file.text()).split("\n").filter((line) => line);
@@ -71,9 +93,14 @@ export async function readRecord(file) {
   const frames = [];
   for (const line of lines.slice(1)) {
     number += 1;
-    try { frames.push(JSON.parse(line)); } catch {
+    let frame;
+    try { frame = JSON.parse(line); } catch {
       if (number < lines.length - 1) throw new Error(`${file.name}: line ${number + 1} is no frame`);
-    }  // the last line may have been cut
+      continue;  // the last line may have been cut
+    }
+    const wrong = wrongIn(frame, number === 1);
+    if (wrong) throw new Error(`${file.name}: line ${number + 1} is no frame: ${wrong}`);
+    frames.push(frame);
   }
   if (!frames.length) throw new Error(`${file.name}: the record has no frames`);
   return { hello, frames };
@@ -90,6 +117,7 @@ export class History {
     this.states.push(state);
     if (this.states.length > this.most) { this.states.shift(); this.dropped += 1; }
   }
+  take(other) { Object.assign(this, other); }
   text(hello) {
     const lines = [JSON.stringify(hello)];
     this.states.forEach((state, i) => {

@@ -66,9 +66,9 @@ follow({
 async function openRecord(file) {
   try {
     const found = await readRecord(file);
-    record = file.name; hello = found.hello; history.clear(); history.most = Infinity;
-    found.frames.forEach((frame) => history.add(frame));
-    if (!history.states.length) throw new Error(`${file.name}: the record has no whole frame`);
+    const kept = new History(Infinity);
+    found.frames.forEach((frame) => kept.add(frame));
+    history.take(kept); record = file.name; hello = found.hello;  // all is well: what was shown may go
     notice(`A record: ${file.name}, ${history.states.length} frames. Reload the page for the server.`);
     closeDie(); pause(true); show(0);
   } catch (error) { notice(error.message, true); }
