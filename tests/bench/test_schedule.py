@@ -2,15 +2,17 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from xdeepserve.bench import heatmap, schedule
+from xdeepserve.bench import answer_lengths, heatmap, schedule
 from xdeepserve.cli import main
 from xdeepserve.engine.balance.heat_map import read_heat_map
 from xdeepserve.engine.balance.te_policies import POLICIES
 from xdeepserve.planner.performance import Curve
 from xdeepserve.platform.cluster import Cluster, PricedKind
+from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.step_price import StepPrice
 from xdeepserve.platform.step_te import StepLimits
 
@@ -56,8 +58,40 @@ def test_every_policy_on_every_trace(capsys: pytest.CaptureFixture[str]) -> None
             gain = rows[f"{at}/round-robin/latency"] / rows[f"{at}/pd-aware/latency"]
             assert rows[f"{at}/claim/pd-aware over round-robin"] == pytest.approx(gain, rel=1e-3)
             assert rows[f"{at}/deepserve/regret"] >= 0
+            check_lengths(rows, at)
+    for rate in schedule.RATES:
+        check_lengths(rows, f"schedule/applications/rate={rate:g}")
     assert rows["schedule/chats/rate=2/prefix/hits"] > rows["schedule/chats/rate=2/round-robin/hits"]
     assert rows["schedule/long prompts/rate=2/prefix/hits"] == 0
+
+
+def check_lengths(rows: dict[str, float], at: str) -> None:
+    assert all(rows[f"{at}/lengths/{way}/latency"] > 0 for way in ("none", "mean", "predicted", "told"))
+    assert rows[f"{at}/lengths/error"] > 0
+    assert 0 <= rows[f"{at}/lengths/bucket"] <= 100
+
+
+def test_lengths_are_told_of_the_second_half_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[int, list[float]] = {}
+
+    class Listening(Fleet):
+        def __init__(self, tes: Any, policy: Any, heat: Any, predict: Any, stale_ns: int) -> None:
+            super().__init__(tes, policy, heat, predict, stale_ns)
+            told[len(told)] = [predict(each) for each in work]
+
+    monkeypatch.setattr(answer_lengths, "Fleet", Listening)
+    work = schedule.generated(schedule.APPLICATIONS, 10.0)
+    heat = heatmap.measured(KINDS)
+    list(answer_lengths.rows("x", work, schedule.six(KINDS), heat, 0))
+    none, mean, predicted, true = told.values()
+    half = len(work) // 2
+    assert none == [0.0] * len(work)
+    assert mean == [mean[0]] * len(work)
+    assert mean[0] > 0
+    assert predicted[:half] == true[:half] == mean[:half]
+    assert true[half:] == [each.output_length for each in work[half:]]
+    assert len(set(predicted[half:])) > 1
+    assert predicted[half:] != true[half:]
 
 
 def test_a_map_belongs_to_its_bench(capsys: pytest.CaptureFixture[str]) -> None:

@@ -124,9 +124,10 @@ def simulate_send(nbytes: int, cores: int, engine: Engine = "mte", zero_copy: bo
 # ---- dispatch and combine, A2E and E2A ----------------------------------------------------------------
 
 
-def exchanges() -> list[Row]:
+def exchanges(cost: CommCost | None = None) -> list[Row]:
     """CM Table 6: batch 128 per rank."""
-    times = {ep: CommCost().exchange_ns(ep, 128, TOP_K) / 1000 for ep in EP_SIZES}
+    cost = cost or CommCost()
+    times = {ep: cost.exchange_ns(ep, 128, TOP_K) / 1000 for ep in EP_SIZES}
     return [
         Row(f"cm.t6/{op}/ep={ep}", time, "us", _kind(ep in FITTED_EP_SIZES))
         for op in ("dispatch", "combine")
@@ -146,9 +147,9 @@ def simulated_exchanges() -> list[Row]:
     return result
 
 
-def a2e() -> list[Row]:
+def a2e(cost: CommCost | None = None) -> list[Row]:
     """XDS 3.3: batch 96, 288 expert dies; eight routed copies of a token and one for the shared expert."""
-    cost = CommCost()
+    cost = cost or CommCost()
     times = {"xds.a2e": DISPATCH_NBYTES, "xds.e2a": COMBINE_NBYTES}
     return [
         Row(name, cost.a2e_ns(EXPERTS, A2E_BATCH, A2E_COPIES, nbytes) / 1000, "us", "predicted")

@@ -32,9 +32,9 @@ EP288 = ExpertDies(288, 256, 32)  # XDS 7.1
 WEIGHTS_GB = 671
 
 
-def gemms() -> Iterator[Row]:
+def gemms(spec: Spec | None = None) -> Iterator[Row]:
     """CM Table 9. Its bandwidths are what its utilisations say once more, and no parameter knows them."""
-    spec = Spec()
+    spec = spec or Spec()
     for gemm in TABLE_9:
         name = f"groups={gemm.groups}/M={gemm.m}/K={gemm.k}"
         kind: Kind = "calibrated" if gemm in FITTED_GEMMS else "predicted"
@@ -53,9 +53,9 @@ def bandwidths() -> Iterator[Row]:
             yield Row(f"cm.t6/bandwidth/{op}/ep={ep}", rate, "GB/s", kind)
 
 
-def gains_by_drafts() -> Iterator[Row]:
+def gains_by_drafts(cost: LayerCost | None = None) -> Iterator[Row]:
     """Throughput with one drafted token over that without, by batch of an NPU (CM 5.4.2)."""
-    cost = LayerCost(resolve_model(MODEL).config)
+    cost = cost or LayerCost(resolve_model(MODEL).config)
     for batch in (8, 128):
         without, drafted = (
             cost.iteration_ns(Load(requests=batch / DIES_PER_CHIP, rows=rows, context=CM_CONTEXT), EP320)

@@ -7,7 +7,8 @@ once; with pauses between them it is half of that.
 
 Beside DeepServe's Algorithm 1 stand its parts alone, and what others have published. `deepserve` is told the
 mean length of answers, `deepserve/knows` the true one of each: what a perfect predictor of lengths would be
-worth, and nobody has.
+worth, and nobody has. What one is worth that has learned from the first half of a trace, rows `lengths` say,
+on a fourth trace, too, whose applications differ in how long their answers are.
 
 Claims of the paper (5.3.2, Figure 7) are rows `claim`: PD-aware scheduling against round robin, which should
 be even at low load, better at the middle one, and worse at the highest.
@@ -21,7 +22,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from xdeepserve.bench import heatmap
+from xdeepserve.bench import answer_lengths, heatmap
 from xdeepserve.bench.report import Row
 from xdeepserve.engine.balance.heat_map import HeatMap
 from xdeepserve.engine.balance.te_policies import POLICIES, Policy
@@ -40,6 +41,7 @@ TRACES = {
     "long prompts": MadeTraffic(turns=1, systems=0, prompt=6000, output=60),
     "long answers": MadeTraffic(turns=1, systems=0, prompt=500, output=600),
 }
+APPLICATIONS = MadeTraffic(turns=1, systems=12, system=2000, prompt=3000, output=300, spread=0.5, habit=1.2)
 SAMPLED = 6  # requests whose every other choice is tried
 
 
@@ -72,6 +74,9 @@ def all_rows() -> Iterator[Row]:
     for name in TRACES:
         for rate in RATES:
             yield from compared(name, rate, tes, heat)
+    for rate in RATES:
+        work = generated(APPLICATIONS, rate)
+        yield from answer_lengths.rows(f"schedule/applications/rate={rate:g}", work, tes, heat, STALE_NS)
 
 
 def six(kinds: list[PricedKind]) -> list[FleetTE]:
@@ -97,11 +102,17 @@ def compared(name: str, rate: float, tes: list[FleetTE], heat: HeatMap) -> Itera
     should = dict(zip(RATES, ("as good", "better", "worse"), strict=True))[rate]
     yield Row(f"{at}/claim/pd-aware over round-robin", gain, "x", "predicted", f"the paper: {should}")
     yield Row(f"{at}/deepserve/regret", regret(work, tes, heat, mean), "%", "predicted", "of latency")
+    yield from answer_lengths.rows(at, work, tes, heat, STALE_NS)
 
 
 def trace(name: str, rate: float) -> list[TracedRequest]:
     """A trace of TRACES at a rate."""
-    work, seconds = TRACES[name], NUM_REQUESTS / rate
+    return generated(TRACES[name], rate)
+
+
+def generated(work: MadeTraffic, rate: float) -> list[TracedRequest]:
+    """Requests with these statistics at a rate."""
+    seconds = NUM_REQUESTS / rate
     pause = work.pause * RATES[0] / rate  # people answer sooner, too, else the rate would be another
     return made(msgspec.structs.replace(work, requests=NUM_REQUESTS, seconds=seconds, pause=pause, seed=1))
 

@@ -80,11 +80,12 @@ def four_row_spec() -> Spec:
 def cloudmatrix() -> list[Row]:
     """Decode of CloudMatrix, EP320: Table 4, 4.2.3 and 5.4, with both fits."""
     config = resolve_model(MODEL).config
-    rows = [Row(name, value, unit, "calibrated") for name, value, unit in _cloudmatrix(LayerCost(config))]
+    rows = formulas(LayerCost(config))
     rows = [_noted(row, SMALL_BATCH_BOUND if row.name.endswith("/batch=8") else TPOT_BOUND) for row in rows]
-    for name, value, unit in _cloudmatrix(LayerCost(config, four_row_spec())):
-        kind: Kind = "calibrated" if name in FOUR_ROWS else "predicted"
-        rows.append(_noted(Row(f"{name}/fit=four", value, unit, kind), PREDICTED_BOUND))
+    for row in formulas(LayerCost(config, four_row_spec())):
+        kind: Kind = "calibrated" if row.name in FOUR_ROWS else "predicted"
+        four = msgspec.structs.replace(row, name=f"{row.name}/fit=four", kind=kind)
+        rows.append(_noted(four, PREDICTED_BOUND))
     return rows
 
 
@@ -102,8 +103,9 @@ def _noted(row: Row, bound: int) -> Row:
     return msgspec.structs.replace(row, note=", ".join(notes))
 
 
-def _cloudmatrix(cost: LayerCost) -> list[tuple[str, float, str]]:
-    result = []
+def formulas(cost: LayerCost) -> list[Row]:
+    """Decode of CloudMatrix by one fit."""
+    result: list[tuple[str, float, str]] = []
     for batch, prompt, output in pipelines.TABLE_4:  # batch of an NPU, which is two dies
         load = Load(requests=batch / DIES_PER_CHIP, rows=2, context=prompt + output / 2)
         tpot = cost.iteration_ns(load, EP320) / (1 + pipelines.CM_TIMING.acceptance) / 1e6
@@ -115,16 +117,19 @@ def _cloudmatrix(cost: LayerCost) -> list[tuple[str, float, str]]:
     for name, rows in (("with", 2), ("without", 1)):
         layer = cost.microbatched_ns(Load(requests=48, rows=rows, context=4096), EP320)
         result.append((f"cm.mtp.layer/{name}", layer / 1000, "us"))
-    return result
+    return [Row(name, value, unit, "calibrated") for name, value, unit in result]
+
+
+def third_microbatch(model: str, comm_ratio: float) -> list[Row]:
+    """What a third one gains, if the times to move and to compute of DBRX have that ratio."""
+    ratio = comm_ratio * MEGASCALE[model] / MEGASCALE["DBRX"]
+    gain = ping_pong_throughput(3, ratio) / ping_pong_throughput(2, ratio)
+    return [Row(f"ms.pp.m23/{model}", gain, "x", "calibrated" if model == "DBRX" else "predicted")]
 
 
 def megascale() -> list[Row]:
     """Ping-pong of attention and experts: throughput of one microbatch more, MS 7.4."""
-    rows = []
-    for model, size in MEGASCALE.items():
-        ratio = COMM_RATIO_DBRX * size / MEGASCALE["DBRX"]
-        gain = ping_pong_throughput(3, ratio) / ping_pong_throughput(2, ratio)
-        rows.append(Row(f"ms.pp.m23/{model}", gain, "x", "calibrated" if model == "DBRX" else "predicted"))
+    rows = [row for model in MEGASCALE for row in third_microbatch(model, COMM_RATIO_DBRX)]
     ratio = COMM_RATIO_DBRX
     rows.append(
         Row("ms.pp.m12", ping_pong_throughput(2, ratio) / ping_pong_throughput(1, ratio), "x", "predicted")

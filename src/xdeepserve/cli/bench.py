@@ -59,7 +59,7 @@ SUITES = {
     ),
     "papers": Suite(
         "every value that the papers publish: ours beside it, or why there is none; two minutes",
-        ("paper", "plot", "trends"),
+        ("paper", "plot", "trends", "fits"),
     ),
     "kernels": Suite("wall time of each kernel beside this computer's limits, NumPy and PyTorch; minutes"),
     "decode": Suite(
@@ -95,6 +95,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "trends": {
         "action": "store_true",
         "help": "instead, what the papers say in words (what is faster than what), and whether it holds",
+    },
+    "fits": {
+        "action": "store_true",
+        "help": "instead, the numbers that were fitted, and each table as it would be without itself",
     },
     "plot": {"type": Path, "metavar": "FILE", "help": "draw it as well (needs matplotlib)"},
     "ranks": {
@@ -136,6 +140,8 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     if args.trends:
         return _tell_trends(args)
+    if args.fits:
+        return _tell_fits(args)
     if args.plot is not None:
         comm.pyplot()  # before half a minute of work
     name = "ranks" if args.ranks else "superpod_steps" if args.steps else args.suite
@@ -196,6 +202,22 @@ def _tell_trends(args: argparse.Namespace) -> int:
     return 0
 
 
+def _tell_fits(args: argparse.Namespace) -> int:
+    """What is fitted to what."""
+    from xdeepserve.bench import fits
+
+    found = []
+    with working("bench papers --fits") as status:
+        for one in fits.all_left_out():
+            found.append(one)
+            status.detail = f"{one.fit}, {one.table}"
+    if args.json:
+        print(fits.as_json(found))
+    else:
+        fits.print_fits(found)
+    return 0
+
+
 def _check(args: argparse.Namespace) -> None:
     """Raises InputError where an option does not belong to the suite, or a file cannot be written."""
     for option in OPTIONS:
@@ -210,6 +232,9 @@ def _check(args: argparse.Namespace) -> None:
         check_writable(args.map, "--map")
     if args.trends and (args.plot is not None or args.full):
         raise InputError("--trends has no numbers: neither --plot nor --full goes with it")
+    for other in ("trends", "plot", "full", "paper"):
+        if args.fits and getattr(args, other):
+            raise InputError(f"--fits is of all papers, and prints two tables: --{other} does not go with it")
     _check_plan(args)
     if args.trace is not None:
         if args.steps:

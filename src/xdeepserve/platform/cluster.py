@@ -33,6 +33,7 @@ from xdeepserve.platform.auto_scaler import ScaleBounds
 from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.fleet_scaling import FleetScaler
 from xdeepserve.platform.fleet_words import FleetTE, TERole
+from xdeepserve.platform.length_predictor import Lengths
 from xdeepserve.platform.scale_up import ScaleUp, ScaleWays, dummy_ns, held_weights
 from xdeepserve.platform.service_report import Bounds
 from xdeepserve.platform.step_price import Progress, StepPrice, priced, with_room
@@ -71,6 +72,7 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str = "deepseek-r1"
     policy: Policy = "cost"
     stale_ms: float = 0.0  # age of hints about prefixes
+    lengths: Lengths = "none"  # what policies are told of answers that are yet to come
     scale: ClusterScale | None = None
 
     def check(self, name: str) -> None:

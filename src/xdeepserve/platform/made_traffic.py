@@ -31,6 +31,7 @@ class MadeTraffic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pause              seconds between its turns, on average
     systems            different system prompts; 0: none
     system             tokens of one, on average
+    habit              sigma of the logarithm of the mean answer to each system prompt; 0: all alike
     block              tokens of a block
     """
 
@@ -45,6 +46,7 @@ class MadeTraffic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pause: float = 40.0
     systems: int = 20
     system: int = 1500
+    habit: float = 0.0
     block: int = 512
     seed: int = 0
 
@@ -54,13 +56,15 @@ class MadeTraffic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "requests": (1, 10_000_000), "seconds": (1e-3, 1e7), "burst": (0, 20), "swing": (0, 1),
             "prompt": (1, 1_000_000), "output": (1, 1_000_000), "spread": (0, 3), "turns": (1, 1000),
             "pause": (0, 1e5), "systems": (0, 10_000), "system": (0, 1_000_000), "block": (1, 4096),
-            "seed": (0, 2**63),
+            "habit": (0, 3), "seed": (0, 2**63),
         }  # fmt: skip
         wrong = [
             f"{name} must lie in [{low:g}, {high:g}], found {getattr(self, name)}"
             for name, (low, high) in bounds.items()
             if not low <= getattr(self, name) <= high
         ]
+        if self.habit and not self.systems:
+            wrong.append(f"habit={self.habit:g} is one of system prompts, and systems=0")
         if wrong:
             raise InputError(f"{PREFIX} {'; '.join(wrong)}")
 
@@ -93,6 +97,8 @@ def made(traffic: MadeTraffic) -> list[TracedRequest]:
     fresh = _lengths(rng, traffic.prompt, traffic.spread, num)
     outputs = _lengths(rng, traffic.output, traffic.spread, num)
     which, system = _systems(rng, traffic, len(chats))
+    if traffic.habit:
+        outputs = np.maximum(1, outputs * _habits(traffic)[np.repeat(which, chats)]).astype(np.int64)
     said = _said(chats, [system[each] for each in which], fresh, outputs, traffic.prompt)
     found, block, turn = [], traffic.block, 0
     next_id = 1 + sum(-(-length // block) for length in system)
@@ -150,6 +156,13 @@ def _systems(rng: np.random.Generator, traffic: MadeTraffic, num_chats: int) -> 
     which = rng.choice(traffic.systems, num_chats, p=popularity / popularity.sum())
     lengths = rng.uniform(0.2, 1.8, traffic.systems) * traffic.system
     return which.tolist(), lengths.astype(int).tolist()
+
+
+def _habits(traffic: MadeTraffic) -> np.ndarray:
+    """By how much answers to each system prompt are longer than others. Drawn apart: all else of the trace is
+    what it is without."""
+    rng = np.random.default_rng([traffic.seed, 1])
+    return np.exp(rng.normal(-(traffic.habit**2) / 2, traffic.habit, traffic.systems))
 
 
 def _said(

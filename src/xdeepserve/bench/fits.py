@@ -1,0 +1,248 @@
+"""`xdeepserve bench papers --fits`: what was fitted, and each table as it would be had it not been used.
+
+A *fit* is some numbers and the tables that they were fitted to. With a table left out they are fitted to the
+others, by least squares of the errors' logarithms, within a factor of RANGE of today's; the table is then a
+prediction. Where no other table speaks of the numbers, its rows are left out one at a time, which says less.
+The form of the formulas was chosen with all tables in view, and is never left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from xdeepserve.bench import comm, paper_rows, pipelines, superpod
+from xdeepserve.bench.decode_formula import LayerCost
+from xdeepserve.bench.report import Row
+from xdeepserve.comm.cost import CommCost
+from xdeepserve.hw.spec import Param, Spec
+from xdeepserve.model.presets import resolve_model
+
+Numbers: TypeAlias = Mapping[str, float]
+Table: TypeAlias = Callable[[Numbers], Iterable[Row]]
+Vector: TypeAlias = npt.NDArray[np.float64]
+RANGE = 4.0
+STEPS = 60
+COMM_RATIO = "comm_ratio"
+
+
+class FittedNumbers(NamedTuple):
+    """`numbers` as they are, and the rows of each table as they would be with others."""
+
+    numbers: Numbers
+    tables: Mapping[str, Table]
+
+
+class WithoutTable(msgspec.Struct, frozen=True):
+    """A table, or its rows one at a time, in a fit that does not know them. Errors in percent."""
+
+    fit: str
+    table: str
+    rows: int
+    how: Literal["table", "row by row"]
+    fitted_median: float  # with today's numbers
+    fitted_largest: float
+    median: float
+    largest: float
+    numbers: dict[str, float]  # found without the table
+    at_bounds: tuple[str, ...]  # of these, what the rest of the tables does not tell
+
+
+def of_spec(*names: str) -> dict[str, float]:
+    """Numbers of the parameter table (hw/spec.py)."""
+    return {name: getattr(Spec(), name).value for name in names}
+
+
+def spec_with(numbers: Numbers) -> Spec:
+    """The parameter table with some other numbers."""
+    spec = Spec()
+    changed = {name: msgspec.structs.replace(getattr(spec, name), value=numbers[name]) for name in numbers}
+    return msgspec.structs.replace(spec, **changed)
+
+
+def _decode(rows: Callable[[LayerCost], Iterable[Row]], prefix: str) -> Table:
+    def table(numbers: Numbers) -> list[Row]:
+        spec = spec_with(numbers)
+        cost = LayerCost(resolve_model(superpod.MODEL).config, spec, CommCost(spec))
+        return [row for row in rows(cost) if row.name.startswith(prefix) and "/throughput/" not in row.name]
+
+    return table
+
+
+def _third_microbatch(model: str) -> Table:
+    return lambda numbers: superpod.third_microbatch(model, numbers[COMM_RATIO])
+
+
+def _utilisations(numbers: Numbers) -> list[Row]:
+    """The bandwidths of the same table say the same once more."""
+    return [row for row in paper_rows.gemms(spec_with(numbers)) if row.name.startswith("cm.t9/utilisation/")]
+
+
+def all_fits() -> dict[str, FittedNumbers]:
+    """By what they are of."""
+    return {
+        "a decoder layer": FittedNumbers(
+            of_spec("small_kernels", "barrier_stretch", "pass_overhead"),
+            {
+                "CM Table 4": _decode(superpod.formulas, "cm.t4/"),
+                "CM 4.2.3, streams": _decode(superpod.formulas, "cm.streams/"),
+                "CM Figure 20b, a layer": _decode(superpod.formulas, "cm.mtp.layer/"),
+                "CM Figure 20a, microbatches": _decode(pipelines.gains_by_formula, "cm.mb.decode/"),
+                "CM 5.4.2, MTP": _decode(paper_rows.gains_by_drafts, "cm.mtp.gain/"),
+            },
+        ),
+        "dispatch and combine": FittedNumbers(
+            of_spec("exchange_fixed", "exchange_copy"),
+            {
+                "CM Table 6": lambda numbers: comm.exchanges(CommCost(spec_with(numbers))),
+                "XDS 3.3, A2E and E2A": lambda numbers: comm.a2e(CommCost(spec_with(numbers))),
+            },
+        ),
+        "a grouped GEMM": FittedNumbers(
+            of_spec("tile_efficiency", "tile_overhead", "kernel_overhead"),
+            {"CM Table 9": _utilisations},
+        ),
+        "ping-pong": FittedNumbers(
+            {COMM_RATIO: superpod.COMM_RATIO_DBRX},
+            {f"MS 7.4, {model}": _third_microbatch(model) for model in superpod.MEGASCALE},
+        ),
+    }
+
+
+# ---- fitting --------------------------------------------------------------------------------------------
+
+
+def fitted(start: Numbers, tables: Sequence[Callable[[Numbers], Iterable[Row]]]) -> dict[str, float]:
+    """The numbers within RANGE of `start` with the least squared logarithms of ours over theirs: Levenberg
+    and Marquardt's steps in logarithms, deterministic."""
+    names, middle = [*start], np.log(np.array([*start.values()]))
+    low, high = middle - math.log(RANGE), middle + math.log(RANGE)
+
+    def residuals(at: Vector) -> Vector:
+        return np.array([_off(row) for table in tables for row in table(_named(names, at))])
+
+    at, damping = middle, 1e-3
+    now = residuals(at)
+    for _ in range(STEPS):
+        small = 1e-4
+        slopes = [(residuals(at + small * unit) - now) / small for unit in np.eye(len(names))]
+        jacobian = np.stack(slopes, axis=1)
+        normal, slope = jacobian.T @ jacobian, jacobian.T @ now
+        step = np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-9), -slope)
+        tried = np.clip(at + step, low, high)
+        found = residuals(tried)
+        if found @ found < now @ now:
+            is_small = float(np.abs(tried - at).max()) < 1e-7
+            at, now, damping = tried, found, damping / 5
+            if is_small:
+                break
+        elif (damping := damping * 5) > 1e9:
+            break
+    return dict(_named(names, at))
+
+
+def _named(names: Sequence[str], at: Vector) -> Numbers:
+    return dict(zip(names, np.exp(at).tolist(), strict=True))
+
+
+def _off(row: Row) -> float:
+    """The logarithm of ours over theirs."""
+    theirs = row.published
+    assert theirs is not None
+    return math.log(row.value / theirs.value)
+
+
+def _errors(rows: Iterable[Row]) -> list[float]:
+    return [abs(row.error_pct or 0.0) for row in rows]
+
+
+# ---- leaving out ----------------------------------------------------------------------------------------
+
+
+def all_left_out() -> Iterator[WithoutTable]:
+    """Every table of every fit, as they are found."""
+    for name, fit in all_fits().items():
+        for table in fit.tables:
+            yield _without(name, fit, table)
+
+
+def _without(name: str, fit: FittedNumbers, table: str) -> WithoutTable:
+    rows, others = fit.tables[table], [each for key, each in fit.tables.items() if key != table]
+    today = _errors(rows(fit.numbers))
+    numbers = dict(fit.numbers)
+    how: Literal["table", "row by row"] = "table"
+    if others:
+        numbers = fitted(fit.numbers, others)
+        errors = _errors(rows(numbers))
+    else:
+        how, errors = "row by row", []
+        for number in range(len(today)):
+            numbers = fitted(fit.numbers, [_but(rows, number)])
+            errors.append(_errors(rows(numbers))[number])
+    bounds = [key for key, value in numbers.items() if abs(math.log(value / fit.numbers[key])) > 1.38]
+    return WithoutTable(
+        name,
+        table,
+        len(today),
+        how,
+        statistics.median(today),
+        max(today),
+        statistics.median(errors),
+        max(errors),
+        numbers if others else {},
+        tuple(bounds) if others else (),
+    )
+
+
+def _but(rows: Table, number: int) -> Table:
+    return lambda numbers: [row for at, row in enumerate(rows(numbers)) if at != number]
+
+
+# ---- what is printed --------------------------------------------------------------------------------------
+
+
+def fitted_parameters() -> dict[str, Param]:
+    """All numbers that were fitted to published values, by name."""
+    spec = Spec()
+    params = {name: getattr(spec, name) for name in spec.__struct_fields__}
+    found = {name: param for name, param in params.items() if "fitted" in param.source}
+    ratio = Param(
+        superpod.COMM_RATIO_DBRX, "ratio", "fitted: MS 7.4, DBRX: time to move over time to compute"
+    )
+    return found | {COMM_RATIO: ratio}
+
+
+def print_fits(found: Sequence[WithoutTable]) -> None:
+    """Two tables."""
+    params = fitted_parameters()
+    print(f"{len(params)} numbers are fitted to what the papers publish:")
+    for name, param in params.items():
+        text = f"  {name:16} {param.value:>10.4g} {param.unit:6} {param.source}"
+        print(textwrap.fill(text, 100, subsequent_indent=36 * " "))
+    print("\nEach table as it is, and as it would be had it not been used. Errors in percent:")
+    print(f"  {'':20} {'':28} {'':4}  {'fitted':>14}  {'left out':>14}")
+    print(f"  {'of':20} {'table':28} rows  median largest  median largest")
+    for one in found:
+        print(
+            f"  {one.fit:20} {one.table:28} {one.rows:4}  {one.fitted_median:6.1f} {one.fitted_largest:7.1f}"
+            f"  {one.median:6.1f} {one.largest:7.1f}{'  row by row' if one.how != 'table' else ''}"
+        )
+        if one.at_bounds:
+            print(f"  {'':20} the others do not tell {', '.join(one.at_bounds)}")
+
+
+def as_json(found: Sequence[WithoutTable]) -> str:
+    """For programs."""
+    table: dict[str, Any] = {
+        "parameters": {name: msgspec.to_builtins(param) for name, param in fitted_parameters().items()},
+        "left_out": msgspec.to_builtins(list(found)),
+    }
+    return json.dumps(table)

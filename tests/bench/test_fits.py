@@ -1,0 +1,59 @@
+"""What is fitted to what the papers publish, and what the rest of them says of each table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+import pytest
+
+from xdeepserve.bench import fits
+from xdeepserve.bench.report import Row
+from xdeepserve.cli import main
+from xdeepserve.hw.spec import Spec
+
+
+def test_the_numbers_that_made_a_table_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a table that other numbers would have printed, exactly these."""
+    fit = fits.all_fits()["dispatch and combine"]
+    others = {"exchange_fixed": 20e-6, "exchange_copy": 150e-9}
+    made = {row.name: row.value for row in fit.tables["CM Table 6"](others)}
+
+    def scaled(numbers: fits.Numbers) -> Iterable[Row]:
+        for row in fit.tables["CM Table 6"](numbers):
+            assert row.published is not None
+            yield Row(row.name, row.value / made[row.name] * row.published.value, row.unit, row.kind)
+
+    found = fits.fitted(fit.numbers, [scaled])
+    assert found == pytest.approx(others, rel=1e-4)
+
+
+def test_a_number_that_no_table_tells_stays_within_its_range() -> None:
+    fit = fits.all_fits()["dispatch and combine"]
+    (row,) = [row for row in fit.tables["CM Table 6"](fit.numbers) if row.name == "cm.t6/dispatch/ep=8"]
+    found = fits.fitted(fit.numbers, [lambda numbers: [row]])  # whatever the numbers are
+    assert found == pytest.approx(fit.numbers)
+
+
+def test_all_that_is_fitted_is_listed_and_the_decode_rows_say_as_much_without_each_table(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["bench", "papers", "--fits", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {*told["parameters"]} - {fits.COMM_RATIO} == {
+        name for name in Spec.__struct_fields__ if "fitted" in getattr(Spec(), name).source
+    }
+    of_fits = {name for fit in fits.all_fits().values() for name in fit.numbers}
+    assert of_fits <= {*told["parameters"]}
+    left_out = told["left_out"]
+    assert len(left_out) == sum(len(fit.tables) for fit in fits.all_fits().values())
+    assert all(one["median"] < 8 for one in left_out)
+    assert all(one["largest"] < 15 for one in left_out if one["table"] != "CM Table 4")
+    assert main(["bench", "papers", "--fits"]) == 0
+    assert "CM Table 6" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("other", [["--trends"], ["--full"], ["--paper", "cm"]])
+def test_what_does_not_go_with_it(other: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "papers", "--fits", *other]) == 2
+    assert f"{other[0]} does not go with it" in capsys.readouterr().err
