@@ -24,6 +24,13 @@ def add_options(parser: Parser) -> None:
         help="a quantised checkpoint of the same model to compare, in int8; may be repeated",
     )
     option("--methods", metavar="M,M|all", help="quantise the model by these methods, too, and compare")
+    option(
+        "--outliers",
+        type=int,
+        metavar="F",
+        help="put outliers into the model that are F times as large, a power of two: the same bits in fp32, "
+        "harder to quantise",
+    )
     option("--precision", default="fp32,int8", metavar="P,P", help="recipes of the model; default fp32,int8")
     text = parser.add_mutually_exclusive_group()
     text.add_argument("--domains", metavar="D,D", help="default stories,arithmetic,recall,tools,code")
@@ -51,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
     from xdeepserve.model.presets import resolve_model
     from xdeepserve.model.quant.job import quantize_checkpoint
     from xdeepserve.model.quant.method import METHODS
+    from xdeepserve.model.quant.outliers import WithOutliers
     from xdeepserve.model.weights import RECIPES
 
     if args.text is not None:
@@ -58,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         samples = held_out(args.domains.split(",") if args.domains else EXAMINED, args.samples)
     checkpoint = resolve_model(args.model)
+    if args.outliers is not None:
+        checkpoint = WithOutliers(checkpoint, args.outliers)
     subjects = []
     for precision in args.precision.split(","):
         if precision not in RECIPES:

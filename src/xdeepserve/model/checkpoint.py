@@ -25,7 +25,9 @@ from .tensor_file import TensorFile
 from .tensors import mtp_section, stored_tensors
 
 SUPPORTED_DTYPES = ("F32", "BF16", "F16")
-LINEAR_LAYERS = ("_proj.weight", "_proj_with_mqa.weight")
+LINEAR_LAYERS = tuple(  # of attention and MLPs; of experts as Mixtral calls them; of an indexer
+    f"{end}.weight" for end in ("_proj", "_proj_with_mqa", ".w1", ".w2", ".w3", ".wq_b", ".wk")
+)
 SCALED_DTYPES = {"I8": "int8", "F8_E4M3": "fp8"}  # of linear layers, if config.json says so
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

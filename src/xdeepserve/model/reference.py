@@ -58,6 +58,7 @@ class Chooses(Arithmetic, Protocol):
     def matrix(self, x: Array, name: str) -> Array: ...  # x [T, K] -> [T, N], never quantised
     def scores(self, x: Array, name: str) -> Array: ...  # the same of a router
     def layer_norm(self, x: Array, name: str, bias: str) -> Array: ...
+    def index_rope(self, x: Array) -> Array: ...  # `rope`, in the pairs of the indexer's queries and keys
     # q [T, N, X], k [T, X], weights [T, N] -> of each token, positions, ascending
     def choose(self, q: Array, k: Array, weights: Array) -> list[Array]: ...
     @property
@@ -95,24 +96,30 @@ def indexer(m: Chooses, x: Array, query: Array) -> list[Array]:
 
     I[t, s] = sum over heads j of w[t, j] relu(q[t, j] . k[s]), and of those with s <= t the index_topk best
     """
-    q = m.rope(m.matrix(query, "index_wq").reshape(len(x), m.config.index_n_heads, -1))
-    k = m.rope(m.layer_norm(m.matrix(x, "index_wk"), "index_norm", "index_bias"))
+    q = m.index_rope(m.matrix(query, "index_wq").reshape(len(x), m.config.index_n_heads, -1))
+    k = m.index_rope(m.layer_norm(m.matrix(x, "index_wk"), "index_norm", "index_bias"))
     return m.choose(q, k, m.scores(x, "index_gate"))
 
 
 def gqa(m: Arithmetic, x: Array) -> Array:
     """Grouped-query attention, x [T, H] -> [T, H]; perhaps with biases, and norms of each head or of all."""
-    c, eps = m.config, m.config.rms_norm_eps
     k, v = np.split(m.linear(x, "wkv_a"), 2, axis=1)
+    q = m.linear(x, "wq_a" if m.config.qk_norm == "all" else "wq_b")
+    return m.row_parallel(grouped_attention(m, q, k, v), "wo")
+
+
+def grouped_attention(m: Arithmetic, q: Array, k: Array, v: Array) -> Array:
+    """What lies between the projections of `gqa`: q [T, N * D], k and v [T, G * D] -> [T, N * D]."""
+    c, eps = m.config, m.config.rms_norm_eps
     if c.qk_norm == "all":
-        q, k = m.norm(m.linear(x, "wq_a"), "q_norm", eps), m.norm(k, "kv_norm", eps)
+        q, k = m.norm(q, "q_norm", eps), m.norm(k, "kv_norm", eps)
     else:
-        q, k, v = m.plus(m.linear(x, "wq_b"), "bq"), m.plus(k, "bk"), m.plus(v, "bv")
-    q = q.reshape(len(x), c.num_attention_heads, -1)
-    k, v = (each.reshape(len(x), c.num_key_value_heads, -1) for each in (k, v))
+        q, k, v = m.plus(q, "bq"), m.plus(k, "bk"), m.plus(v, "bv")
+    q = q.reshape(len(q), c.num_attention_heads, -1)
+    k, v = (each.reshape(len(q), c.num_key_value_heads, -1) for each in (k, v))
     if c.qk_norm == "head":
         q, k = m.norm(q, "q_norm", eps), m.norm(k, "kv_norm", eps)
-    return m.row_parallel(m.attend_grouped(m.rope(q), m.rope(k), v), "wo")
+    return m.attend_grouped(m.rope(q), m.rope(k), v)
 
 
 ATTENTION: dict[AttentionKind, Callable[[Any, Array], Array]] = {
@@ -242,6 +249,8 @@ class Canonical:
 
     def scores(self, x: Array, name: str) -> Array:
         return c.matmul(x, find(self.weights, name))
+
+    index_rope = rope  # rows of weights are in the order of attention's
 
     def layer_norm(self, x: Array, name: str, bias: str) -> Array:
         return c.layer_norm(x, find(self.weights, name), find(self.weights, bias), INDEX_NORM_EPS)

@@ -1,6 +1,7 @@
 """A layer's forward pass over calibration text in float32, fast rather than canonical (it may use BLAS).
 
-Sequences lie one after the other in [T, H] arrays; `lengths` says where they end. Shapes as in `reference`:
+Sequences lie one after the other in [T, H] arrays; `lengths` says where they end. Positions that a token of
+sparse attention sees are counted from the begin of its sequence. Shapes as in `reference`:
 T tokens, H hidden, N heads, C = kv_lora_rank, R = rope dim, V = value dim, E experts.
 """
 
@@ -14,9 +15,9 @@ import numpy as np
 
 from ...errors import CheckpointError
 from .. import reference
-from ..canonical import Array, quantize_rows
+from ..canonical import Array, quantize_rows, top_positions
 from ..checkpoint import Checkpoint
-from ..config import ModelConfig
+from ..config import INDEX_NORM_EPS, ModelConfig
 from ..reference import Outputs
 from ..rope import rope_tables
 from ..tensors import MTP_LAYER, layer_tensors
@@ -120,6 +121,7 @@ class FastLayer:
         positions = np.concatenate([np.arange(length) for length in lengths])
         self.cos, self.sin = (table[positions] for table in rope_tables(config, max(lengths)))
         self.topk_idx: Array | None = None  # int [T, K], once tokens have been routed
+        self.chosen: list[Array] = []  # of each token, the positions that it sees: where attention is sparse
 
     def has(self, name: str) -> bool:
         return name in self.rows
@@ -144,13 +146,45 @@ class FastLayer:
     def rope(self, x: Array) -> Array:
         """The result's order is the same for queries and keys, so scores do not depend on it. What is turned
         comes first in files; MLA gives that alone."""
+        return self._rope(x, self.config.rope_interleave)
+
+    def index_rope(self, x: Array) -> Array:
+        return self._rope(x, self.config.index_interleave)
+
+    def _rope(self, x: Array, is_interleaved: bool) -> Array:
         x, still = np.split(x, [2 * self.cos.shape[-1]], axis=-1)
         cos, sin = (self.cos, self.sin) if x.ndim == 2 else (self.cos[:, None], self.sin[:, None])
         half = x.shape[-1] // 2
-        a, b = (x[..., 0::2], x[..., 1::2]) if self.config.rope_interleave else (x[..., :half], x[..., half:])
+        a, b = (x[..., 0::2], x[..., 1::2]) if is_interleaved else (x[..., :half], x[..., half:])
         return np.concatenate([a * cos - b * sin, a * sin + b * cos, still], axis=-1)
 
+    def matrix(self, x: Array, name: str) -> Array:
+        return x @ self.get(name).T
+
+    def scores(self, x: Array, name: str) -> Array:
+        return self.matrix(x, name)
+
+    def layer_norm(self, x: Array, name: str, bias: str) -> Array:
+        x = x - x.mean(axis=-1, keepdims=True)
+        scale = np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + np.float32(INDEX_NORM_EPS))
+        return x / scale * self.get(name) + self.get(bias)
+
+    def choose(self, q: Array, k: Array, weights: Array) -> list[Array]:
+        """Factors that all scores of a token have choose nothing, and are left out."""
+        self.chosen = []
+        for rows in segments(self.lengths):
+            products = np.maximum(np.einsum("thd,sd->ths", q[rows], k[rows], optimize=True), 0)
+            scores = np.einsum("th,ths->ts", weights[rows], products, optimize=True)
+            top_k = self.config.index_topk
+            self.chosen += [top_positions(scores[t, : t + 1], top_k) for t in range(len(scores))]
+        return self.chosen
+
     def attend(self, q: Array, q_pe: Array, latent: Array, k_pe: Array) -> Array:
+        return self.attend_to(None, q, q_pe, latent, k_pe)
+
+    def attend_to(
+        self, seen: Sequence[Array | slice] | None, q: Array, q_pe: Array, latent: Array, k_pe: Array
+    ) -> Array:
         """With `int8_attention`, weights are rounded as canonical.attention does; latents stay float."""
         c, nope = self.config, self.config.qk_nope_head_dim
         expanded = (latent @ self.get("w_uk").T).reshape(*q.shape[:2], -1)  # the whole of kv_b_proj
@@ -161,6 +195,11 @@ class FastLayer:
             scores = (
                 scores + np.einsum("thr,sr->hts", q_pe[rows], k_pe[rows], optimize=True)
             ) * c.softmax_scale
+            if seen is not None:
+                for t, at in enumerate(seen[rows]):
+                    hidden = np.ones(scores.shape[-1], bool)
+                    hidden[at] = False
+                    scores[:, t, hidden] = -np.inf
             length, p = scores.shape[-1], causal_softmax(scores)
             if self.weights.int8_attention:
                 scale = quantize_rows(latent[rows])[1]
@@ -224,24 +263,27 @@ def attend(
     kv_b: Array,
     lengths: Sequence[int],
     int8_weights: bool = False,
+    chosen: Sequence[Array] | None = None,
 ) -> Array:
-    """Causal MLA between its projections. q [T, N * (nope + R)], kv [T, C + R] -> [T, N * V]."""
+    """Causal MLA between its projections. q [T, N * (nope + R)], kv [T, C + R] -> [T, N * V]. Each token sees
+    all positions up to its own, or `chosen` ones."""
     floats = {"self_attn.kv_a_layernorm.weight": kv_norm, "self_attn.kv_b_proj.weight": kv_b}
-    weights = LayerResult({}, floats, int8_weights)
-    return reference.attention(FastLayer(config, 0, weights, lengths), q, kv)
+    m = FastLayer(config, 0, LayerResult({}, floats, int8_weights), lengths)
+    return m.attend_to(chosen, *reference.heads(m, q, kv))
 
 
 class Walk:
     """Sequences on their way through a checkpoint's layers, MTP layers included.
 
     `h` [T, H] and `lengths` are what layer `layer_idx` reads once `enter(layer_idx)` was called; `step` puts
-    the layer's result back into `h`.
+    the layer's result back into `h`. `chosen` is what the latest indexer has found, as FastLayer has it.
     """
 
     def __init__(self, checkpoint: Checkpoint, sequences: Sequence[Sequence[int]]) -> None:
         self.checkpoint, self.config = checkpoint, checkpoint.config
         self._tokens = [np.asarray(sequence, np.int64) for sequence in sequences]
         self.lengths = [len(sequence) for sequence in sequences]
+        self.chosen: list[Array] = []
         self.h: Array = finite_tensor(checkpoint, "model.embed_tokens.weight")[np.concatenate(self._tokens)]
 
     def enter(self, layer_idx: int) -> None:
@@ -268,7 +310,8 @@ class Walk:
         """Run a layer that was entered, with any weights. Raises CheckpointError where numbers end."""
         with np.errstate(over="ignore", invalid="ignore"):
             m = self._layer(layer_idx, weights)
-            self.h = reference.block(m, self.h)
+            m.chosen = self.chosen
+            self.h, self.chosen = reference.block(m, self.h), m.chosen
         check_states(self.checkpoint, layer_idx, self.h)
         return m.topk_idx
 

@@ -9,6 +9,7 @@ import errno
 import hashlib
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -128,11 +129,6 @@ class _Quantization:
         name, stored = self.checkpoint.name, self.config.quantization
         if stored is not None and stored.kind == "int8":
             raise errors.CheckpointError(f"{name}: already quantised to INT8; quantise the original instead")
-        if self.config.attention != "mla":
-            kind = self.config.attention.upper()
-            raise errors.CheckpointError(
-                f"{name}: quantize knows layers of MLA, not of {kind}; --precision int8 rounds as it loads"
-            )
         if self.destination.exists() or self.destination.is_symlink():
             raise errors.InputError(f"{self.destination}: exists already; choose a new directory")
         if not self.destination.parent.is_dir():
@@ -211,11 +207,12 @@ class _Quantization:
             self._show(f"trying layer {layer_idx}", layer_idx)
             walk.enter(layer_idx)
             weights = FloatLayer(self.checkpoint, layer_idx)
-            found = LayerQuantizer(self.config, layer_idx, weights, self.method).trial(walk.h, walk.lengths)
+            quantizer = LayerQuantizer(self.config, layer_idx, weights, self.method)
+            found = quantizer.trial(walk.h, walk.lengths, walk.chosen)
             errors |= {f"model.layers.{layer_idx}.{module}": error for module, error in found.items()}
             walk.step(layer_idx, weights)
         sizes = {name.removesuffix(".weight"): math.prod(shape) for name, shape in shapes.items()}
-        total = sum(size for name, size in sizes.items() if name in errors or ".mlp.experts." in name)
+        total = sum(size for name, size in sizes.items() if name in errors or ".experts." in name)
         return sensitive_layers(errors, sizes, ratio, self.method.keep_share * total)
 
     # ---- one layer ----------------------------------------------------------------------------------
@@ -236,7 +233,7 @@ class _Quantization:
                 self.method,
                 {name.removeprefix(prefix) for name in keep if name.startswith(prefix)},
             )
-            result = quantizer.run(walk.h, exact.h, walk.lengths, MIN_ROWS)
+            result = quantizer.run(walk.h, exact.h, walk.lengths, walk.chosen, MIN_ROWS)
             report = quantizer.report()
             self.part.save(layer_idx, self._tensors(layer_idx, result))
             self.part.write(report_file.name, msgspec.json.encode(report))
@@ -315,9 +312,20 @@ class _Quantization:
         if report.int8_attention:
             raw[INT8_ATTENTION] = report.int8_attention
         raw["quantization_config"] = compressed_tensors_config(
-            [*IGNORED, *sorted(kept)], COMPRESSED_TENSORS_VERSION
+            [*_ignored(self.config), *sorted(kept)], COMPRESSED_TENSORS_VERSION
         )
         return raw
+
+
+def _ignored(config: ModelConfig) -> list[str]:
+    """IGNORED, and what else a family has that is never quantised."""
+    patterns = [*IGNORED]
+    for name, row in stored_tensors(config).items():
+        module = name.removesuffix(".weight")
+        is_known = any(module == each or re.fullmatch(each.removeprefix("re:"), module) for each in patterns)
+        if row.kind in ("matrix", "router", "linear") and not is_known:
+            patterns.append("re:.*" + "[.]".join(module.split(".")[-2:]) + "$")
+    return patterns
 
 
 def estimated_bytes(config: ModelConfig) -> int:

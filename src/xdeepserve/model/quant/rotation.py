@@ -1,11 +1,11 @@
 """Rotations that spread outliers over all channels and change nothing else (CloudMatrix384 4.5).
 
 An orthogonal R goes in where a linear layer ends and out where the next begins; the function stays the same.
-MLA has three such places inside a layer:
+MLA has three such places inside a layer, and GQA the last one:
 
     q latent     q_a_proj -> q_a_layernorm -> the query projection
     kv latent    kv_a_proj (latent rows) -> kv_a_layernorm -> kv_b_proj; what is cached is rotated, too
-    values       each head's value rows of kv_b_proj -> o_proj
+    values       each head's value rows of kv_b_proj, or of v_proj -> o_proj
 
 RMSNorm commutes with a rotation once its weight has moved into the layer behind it. The residual stream
 itself is left alone: MTP layers read it behind the final norm's weight, which does not commute.
@@ -40,8 +40,8 @@ def rotate_latent(first: Array, norm: Array, second: Array, r: Array) -> tuple[A
 
 
 def rotate_values(values: Array, o_proj: Array, r: Array) -> tuple[Array, Array]:
-    """Value rows [heads, V, C] and o_proj [H, heads * V], each head rotated by r [V, V]."""
-    heads, width, _ = values.shape
+    """Value rows [heads, V, C] and o_proj [H, N * V], each head rotated by r [V, V]; N heads of
+    queries may share fewer of values."""
     turned = np.einsum("vw,hvc->hwc", r, values)
-    o = o_proj.reshape(len(o_proj), heads, width) @ r
+    o = o_proj.reshape(len(o_proj), -1, len(r)) @ r
     return turned.astype(np.float32), o.reshape(o_proj.shape).astype(np.float32)

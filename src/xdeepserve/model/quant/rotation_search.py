@@ -19,7 +19,8 @@ from .smoothquant import search_scale
 
 
 class AttentionWeights(msgspec.Struct, frozen=True):
-    """An MLA layer's matrices and inner norms; without a query latent, q_a and q_norm are None."""
+    """An MLA layer's matrices and inner norms; without a query latent, q_a and q_norm are None. `index_q` is
+    what else reads the query latent: an indexer's queries, if there is one."""
 
     q_a: Array | None
     q_norm: Array | None
@@ -28,6 +29,7 @@ class AttentionWeights(msgspec.Struct, frozen=True):
     kv_norm: Array
     kv_b: Array
     o_proj: Array
+    index_q: Array | None = None
 
 
 def rotate_where_it_helps(
@@ -38,7 +40,8 @@ def rotate_where_it_helps(
     alphas: Sequence[float],
     seed: int,
 ) -> AttentionWeights:
-    """Weights of the same function of x [T, H], the layer's normed inputs, that lose no more by rounding."""
+    """Weights of the same function of x [T, H], the layer's normed inputs, that lose no more by rounding.
+    Where attention is sparse, values are judged as if all positions were seen."""
     heads, nope, rank = config.num_attention_heads, config.qk_nope_head_dim, config.kv_lora_rank
 
     def error(inputs: Array, *weights: Array) -> float:
@@ -52,7 +55,10 @@ def rotate_where_it_helps(
             return error(x, first) + error(rms_norm(x @ first.T, norm, LATENT_NORM_EPS), second)
 
         if latent_error(*turned) < latent_error(*plain):
-            a = msgspec.structs.replace(a, q_a=turned[0], q_norm=turned[1], q_b=turned[2])
+            index_q = a.index_q
+            if index_q is not None:
+                index_q = rotate_latent(a.q_a, a.q_norm, index_q, rotation(len(a.q_a), seed))[2]
+            a = msgspec.structs.replace(a, q_a=turned[0], q_norm=turned[1], q_b=turned[2], index_q=index_q)
 
     def cache_error(kv_a: Array, norm: Array, kv_b: Array) -> float:
         """kv_b is never quantised; the latent that it reads is, in the cache."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from statistics import median
 
-# Modules that serving systems run as one kernel, so both are INT8 or neither is.
-PARTNERS = (("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
+# Modules that serving systems run as one kernel, so all are INT8 or none is.
+PARTNERS = (("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), ("q_proj", "k_proj", "v_proj"))
 
 
 def sensitive_layers(
@@ -40,9 +40,9 @@ def sensitive_layers(
 
 def partners(module: str, known: Mapping[str, object]) -> tuple[str, ...]:
     """`module` and what runs with it, sorted, among those that are known."""
-    for pair in PARTNERS:
-        for name in pair:
+    for group in PARTNERS:
+        for name in group:
             if module.endswith(f".{name}"):
                 prefix = module.removesuffix(name)
-                return tuple(sorted(prefix + one for one in pair if prefix + one in known))
+                return tuple(sorted(prefix + one for one in group if prefix + one in known))
     return (module,)

@@ -9,7 +9,7 @@ function of the model does not change and nothing is computed at run time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -48,11 +48,16 @@ def w8a8_error(x: Array, weights: Sequence[Array], scale: Array) -> float:
     return total
 
 
-def search_scale(x: Array, weights: Sequence[Array], alphas: Sequence[float]) -> tuple[Array, float]:
+def search_scale(
+    x: Array,
+    weights: Sequence[Array],
+    alphas: Sequence[float],
+    tie: Callable[[Array], Array] = lambda scale: scale,
+) -> tuple[Array, float]:
     """Scale [K] and error of what loses least among `alphas` and no smoothing; x [T, K], weights [N, K].
 
     With one alpha this is SmoothQuant, left out where it would hurt; with many it is CloudMatrix384's
-    adaptive scale search (section 4.5).
+    adaptive scale search (section 4.5). `tie` makes equal what has to be: elements that are folded into one.
     """
     x_max = np.max(np.abs(x), axis=0, initial=0.0).astype(np.float32)
     sample = x[:: max(1, len(x) // MAX_ROWS)][:MAX_ROWS]
@@ -61,7 +66,7 @@ def search_scale(x: Array, weights: Sequence[Array], alphas: Sequence[float]) ->
         return best, 0.0
     least = w8a8_error(sample, weights, best)
     for alpha in alphas:
-        scale = smoothing_scale(x_max, weights, alpha)
+        scale = tie(smoothing_scale(x_max, weights, alpha))
         error = w8a8_error(sample, weights, scale)
         if error < least:
             best, least = scale, error
