@@ -74,7 +74,7 @@ def compare(checkpoint: Checkpoint, walk: Walk) -> dict[str, list[LinearReport]]
     reports = {}
     for name, method in METHODS.items():
         quantizer = LayerQuantizer(checkpoint.config, LAYER, FloatLayer(checkpoint, LAYER), method)
-        quantizer.run(walk.h, walk.h, walk.lengths, fallback_rows=4)
+        quantizer.run(walk.h, walk.h, walk.lengths, walk.chosen, fallback_rows=4)
         reports[name] = quantizer.reports
     return reports
 
