@@ -73,6 +73,9 @@ WAYS: dict[str, list[tuple[str, list[str]]]] = {
     ],
     "glm-sparse-shared-mtp": [
         ("monolithic", ["mtp=1"]),
+        ("monolithic", ["mtp=2", "lockstep=true", "threads=2"]),
+        ("colocated", ["dies=3", "mtp=1", "lockstep=true"]),
+        ("moe-attention", ["mtp=2", "lockstep=true"]),
         ("colocated", ["tp=2", "dies=4", "mtp=2"]),
         ("colocated", ["dies=3", "pipeline.microbatches=2"]),
         ("pd", ["prefill.tp=2", "prefill.tp_mode=sp-tp-sp", "mtp=1", "transfer=layer"]),
@@ -86,6 +89,9 @@ WAYS: dict[str, list[tuple[str, list[str]]]] = {
     "glm-norms-groups": [("colocated", ["dies=2"]), ("moe-attention", ["dataflow=true"])],
     "qwen-every-layer-of-experts": [
         ("monolithic", []),
+        ("monolithic", ["lockstep=true"]),
+        ("colocated", ["dies=3", "lockstep=true", "exchange=push"]),
+        ("transformerless", ["lockstep=true"]),
         ("colocated", ["dies=3", "experts.redundant_slots=1"]),
         ("colocated", ["tp=4", "dies=4", "pipeline.microbatches=2"]),  # more ranks than heads of the cache
         ("colocated", ["dies=4", "o_proj_tp=2"]),
@@ -163,10 +169,6 @@ def test_a_block_has_the_keys_and_values_of_all_heads(tmp_path: Path) -> None:
     ("command", "message"),
     [
         (
-            ["generate", "--prompt-ids", "1", "--set", "lockstep=true"],
-            "lockstep has kernels for MLA, not for the model's GQA",
-        ),
-        (
             ["generate", "--prompt-ids", "1", "--set", "mtp=1"],
             "mtp=1 needs an MTP layer, and the checkpoint has none",
         ),
@@ -187,7 +189,6 @@ def test_what_is_not_for_sparse_attention(tmp_path: Path, capsys: pytest.Capture
     directory = str(BY_NAME["sparse-listed-layers-plain"].checkpoint_dir(tmp_path))
     model = ["--model", directory]
     for command, message in (
-        (["generate", "--prompt-ids", "1", "--set", "lockstep=true", *model], "MLA, not for the model's DSA"),
         (
             ["plan", "--slo-ms", "50", "--prompt", "100", "--output", "100", *model],
             "plan has times of MLA's stages, not of the model's DSA",
