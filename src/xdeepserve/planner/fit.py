@@ -22,10 +22,12 @@ from xdeepserve.hw.accelerators import Accelerator
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.weights import Part, select, weight_specs
 from xdeepserve.planner.decode_run import DecodeRun, decode_iteration
-from xdeepserve.planner.moe_shape import MoEShape, require_mla
+from xdeepserve.planner.moe_shape import MoEShape
 from xdeepserve.planner.performance import Curve
 from xdeepserve.planner.search import NodeKind
 from xdeepserve.step.attention import KV_NBYTES
+from xdeepserve.step.layer import ATTENTION
+from xdeepserve.step.stage import stages
 
 # Rows of a DP group's step; more is outside of what was measured. Few rows leave experts of a die untouched,
 # whose weights are then not read: there the points have to be dense.
@@ -38,7 +40,6 @@ TP = (1, 2, 4, 8)
 SAMPLE = 2  # dies that stand for all of a colocated group
 LEAST_TOKENS = 32  # of a step, so that prompts get on beside few requests
 BLOCK = 16  # positions of a KV block
-ATTENTION = ("MLAProlog", "MLA", "OProj")
 USABLE = 0.9  # of a die's memory, for weights and KV; the rest is assumed to be enough for activations
 
 
@@ -139,7 +140,7 @@ class PodProfile:
     def __init__(self, checkpoint: Checkpoint, demand: Demand) -> None:
         self.checkpoint, self.demand, self.config = checkpoint, demand, checkpoint.config
         c = self.config
-        require_mla(c)
+        self.names = tuple(stage.name for stage in stages(ATTENTION[c.attention]))
         self.num_moe = c.num_moe_layers
         self.num_dense = c.num_hidden_layers - self.num_moe
         self.has_shared = c.n_shared_experts > 0
@@ -147,11 +148,23 @@ class PodProfile:
         self.away = functools.cache(self._away)
         self.prefill_rate = functools.cache(self._prefill_rate)
 
-    def run(self, deployment: Deployment, requests: int, timing: TimingConfig) -> DecodeRun:
-        """A step of the dense layers and one with experts."""
+    def run(
+        self,
+        deployment: Deployment,
+        requests: int,
+        timing: TimingConfig,
+        shared: frozenset[int] = frozenset(),
+    ) -> DecodeRun:
+        """A step of the dense layers and one with experts, each with an indexer of its own, if the model has
+        some, but for those that are `shared`."""
         shallow = copy.copy(self.checkpoint)
-        layers = {"num_hidden_layers": self.num_dense + 1, "first_k_dense_replace": self.num_dense}
-        shallow.config = msgspec.structs.replace(self.config, **layers, other_dense_layers=frozenset())
+        layers = {
+            "num_hidden_layers": self.num_dense + 1,
+            "first_k_dense_replace": self.num_dense,
+            "other_dense_layers": frozenset(),
+            "shared_choices": shared,
+        }
+        shallow.config = msgspec.structs.replace(self.config, **layers)
         return decode_iteration(shallow, deployment, self.demand.context, requests, timing)
 
     def _stages(self, num_dies: int) -> dict[str, Curve]:
@@ -161,17 +174,27 @@ class PodProfile:
             sizes = {} if num_dies == 1 else {"dies": min(SAMPLE, num_dies)}
             kind = "colocated" if sizes else "monolithic"
             timing = TimingConfig(of_dies=num_dies, routed_dies=num_dies)
-            runs.append(self.run(decode_deployment(kind, self.demand, rows, **sizes), rows, timing).spent_ns)
-        counts = dict.fromkeys(ATTENTION, self.num_dense + 1) | {"MLP": max(1, self.num_dense)}
+            runs.append(self._spent(decode_deployment(kind, self.demand, rows, **sizes), rows, timing))
+        counts = dict.fromkeys(self.names, self.num_dense + 1) | {"MLP": max(1, self.num_dense)}
         names = {name for spent in runs for name in spent}
         return {
             name: Curve(ROWS, tuple(spent.get(name, 0.0) / counts.get(name, 1) for spent in runs))
             for name in sorted(names)
         }
 
+    def _spent(self, deployment: Deployment, requests: int, timing: TimingConfig) -> dict[str, float]:
+        """What stages take in all; of layers that share a choice of positions there are as many as in the
+        whole model, in proportion."""
+        spent = self.run(deployment, requests, timing).spent_ns
+        if not (num_shared := len(self.config.shared_choices)) or not self.num_dense:
+            return spent
+        with_shared = self.run(deployment, requests, timing, frozenset({self.num_dense})).spent_ns
+        part = (self.num_dense + 1) * num_shared / self.config.num_hidden_layers
+        return spent | {name: spent[name] + part * (with_shared[name] - spent[name]) for name in self.names}
+
     def attention(self, num_dies: int, rows: float) -> float:
         stages = self.stages(num_dies)
-        return sum(stages[name](rows) for name in ATTENTION)
+        return sum(stages[name](rows) for name in self.names)
 
     def other(self, num_dies: int, name: str, rows: float) -> float:
         """A stage that not every model or layout has."""
@@ -225,8 +248,9 @@ class PodProfile:
     def kv_nbytes(self) -> int:
         """Bytes of a request of full length."""
         c = self.config
-        width = KV_NBYTES * c.kv_columns
-        return -(-self.demand.max_len // BLOCK) * BLOCK * width * c.num_hidden_layers
+        keys = c.index_head_dim * (c.num_hidden_layers - len(c.shared_choices))
+        width = KV_NBYTES * (c.kv_columns * c.num_hidden_layers + keys)
+        return -(-self.demand.max_len // BLOCK) * BLOCK * width
 
     def _prefill_rate(self, num_dies: int) -> float:
         """Prompt tokens per second of a prefill TE, two prompts in each of its DP groups."""

@@ -104,7 +104,7 @@ class DisaggregatedGang(Gang):
         rows = np.array([len(share.h) for share in shares], np.int64)
         bounds = [rows * m // self.num_microbatches for m in range(self.num_microbatches + 1)]
         self.cuts = [np.stack(pair, axis=1) for pair in pairwise(bounds)]
-        self._compute(visits, passes)
+        self._compute(shares, visits, passes)
         self._check(visits, passes)
         tt.begin_apart(came[:num], came[num:])
         self._tell_time(shares, visits, passes)
@@ -112,7 +112,7 @@ class DisaggregatedGang(Gang):
 
     # ---- bytes --------------------------------------------------------------------------------------
 
-    def _compute(self, visits: Sequence[Visit], passes: Sequence[int]) -> None:
+    def _compute(self, shares: Sequence[Share], visits: Sequence[Visit], passes: Sequence[int]) -> None:
         """All bytes. What the first die says of layers and events holds for all.
 
         Faults and virtual time are looked at when all are done. Whatever needs no other die's bytes of the
@@ -127,6 +127,10 @@ class DisaggregatedGang(Gang):
                 if after and self.num_microbatches == 1:
                     self.spread(*after)
                     after = []
+                if self.staged.is_used:
+                    self.spread(*after, *away[m])
+                    after, away[m] = [], []
+                    self.staged.run(at, visit.program, shares, self.columns[at], self.cuts[m], m)
                 self.spread(*after, *away[m], *self._attend(m, at, visit.event if is_moe else None))
                 after, away[m] = [], []
                 if is_moe:
