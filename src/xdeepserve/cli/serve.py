@@ -44,6 +44,7 @@ def add_options(parser: Parser) -> None:
         metavar="DIR",
         help="take files and jobs (/v1/files, /v1/fine_tuning/jobs) and keep them there: docs/jobs.md",
     )
+    parser.add_argument("--member", help=argparse.SUPPRESS)  # of `xdeepserve cluster`, which starts it
     parser.add_argument("--uds", metavar="PATH", help="listen on a Unix socket instead")
     parser.add_argument(
         "--served-model-name", nargs="+", default=[], metavar="NAME", help="what clients may call the model"
@@ -84,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
         admin=args.admin,
         record=args.record,
         state=args.state,
+        member=args.member,
     )
     # What cannot work is said before a large model is loaded.
     options.ssl_context()
