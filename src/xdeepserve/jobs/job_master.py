@@ -19,8 +19,9 @@ from xdeepserve.jobs.job_records import JobRecord
 from xdeepserve.jobs.job_states import IllegalMoveError
 from xdeepserve.jobs.job_store import JobStore
 from xdeepserve.jobs.lease import LeaseLostError, MasterLease
-from xdeepserve.jobs.quantizing import SERVE, TaskSpec
+from xdeepserve.jobs.task_kinds import SERVE
 from xdeepserve.jobs.task_process import TaskLostError, run_task
+from xdeepserve.jobs.task_spec import TaskSpec
 
 LEASE_S = 10.0
 POLL_S = 0.2

@@ -24,6 +24,23 @@ class StoredFile(msgspec.Struct, frozen=True):
         return f"file-{self.number:08d}"
 
 
+class TrainingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """OpenAI's hyperparameters of supervised fine-tuning. The multiplier is of jobs/training.py's rate."""
+
+    n_epochs: int = 1
+    batch_size: int = 8
+    learning_rate_multiplier: float = 1.0
+
+    @property
+    def wrong(self) -> str | None:
+        """What lies outside its bounds, if anything."""
+        for name, most in (("n_epochs", 50), ("batch_size", 256), ("learning_rate_multiplier", 1000)):
+            value = getattr(self, name)
+            if not 0 < value <= most:
+                return f"{name} must lie in (0, {most}], found {value:g}"
+        return None
+
+
 class JobOrder(msgspec.Struct, frozen=True, kw_only=True):
     """What a client asks for: `algorithm` is a name of model.quant.method.METHODS.
 
@@ -39,6 +56,12 @@ class JobOrder(msgspec.Struct, frozen=True, kw_only=True):
     samples: int = 64
     suffix: str | None = None
     metadata: dict[str, str] | None = None
+    training_settings: TrainingSettings | None = None  # of an order to train, and not to quantise
+
+    @property
+    def changed(self) -> str:
+        """What its model is, beside the original."""
+        return "quantized" if self.training_settings is None else "trained"
 
 
 class TaskRecord(msgspec.Struct, frozen=True):
@@ -69,7 +92,8 @@ class JobRecord(msgspec.Struct, frozen=True):
     @property
     def result_name(self) -> str:
         """What clients will call its model."""
-        label = self.order.suffix or self.order.algorithm.replace("+", "-")
+        is_trained = self.order.training_settings is not None
+        label = self.order.suffix or ("sft" if is_trained else self.order.algorithm.replace("+", "-"))
         return f"ft:{self.order.model}:{label}:{self.number}"
 
     @property
