@@ -18,12 +18,12 @@ from xdeepserve.api.file_door import delete_file, find_file, get_content, get_fi
 from xdeepserve.api.http_errors import ApiError
 from xdeepserve.api.input_items import page
 from xdeepserve.api.job_desk import desk_of, number_of
+from xdeepserve.api.job_events import cancelled, shown_event
 from xdeepserve.api.model_shelf import source_of
 from xdeepserve.api.responses import json_response
 from xdeepserve.api.served_models import MODELS
 from xdeepserve.errors import InputError, RequestError, abridged, meant
-from xdeepserve.jobs.job_records import JobEvent, JobOrder, JobRecord, TrainingSettings
-from xdeepserve.jobs.job_states import IllegalMoveError
+from xdeepserve.jobs.job_records import JobOrder, JobRecord, TrainingSettings
 from xdeepserve.jobs.task_kinds import KINDS, TRAINING_KINDS
 from xdeepserve.jobs.training import check_extra
 from xdeepserve.model.quant.method import METHODS
@@ -173,7 +173,8 @@ def _checked(body: CreateJob) -> QuantizationSettings:
 
 async def list_jobs(request: web.Request) -> web.Response:
     """GET /v1/fine_tuning/jobs: the last one first, in pages by `after` and `limit`."""
-    return json_response(page([shown_job(each) for each in desk_of(request).store.jobs()], request.query))
+    jobs = [each for each in desk_of(request).store.jobs() if each.order.agent is None]
+    return json_response(page([shown_job(each) for each in jobs], request.query))
 
 
 async def get_job(request: web.Request) -> web.Response:
@@ -189,11 +190,7 @@ async def list_events(request: web.Request) -> web.Response:
 
 async def cancel_job(request: web.Request) -> web.Response:
     """POST /v1/fine_tuning/jobs/ID/cancel: its process ends within a moment. Refused when it is over."""
-    job = _named(request)
-    try:
-        return json_response(shown_job(desk_of(request).store.move_job(job.number, "cancelled")))
-    except IllegalMoveError:
-        raise RequestError(f"{job.id} is {job.state}, and cannot be cancelled", param="job_id") from None
+    return json_response(shown_job(cancelled(request, _named(request))))
 
 
 async def delete_model(request: web.Request) -> web.Response:
@@ -210,7 +207,7 @@ def _named(request: web.Request) -> JobRecord:
     job_id = request.match_info["id"]
     number = number_of(job_id, "ftjob-")
     found = None if number is None else desk_of(request).store.job(number)
-    if found is None:
+    if found is None or found.order.agent is not None:
         raise ApiError(404, f"there is no job {abridged(job_id)}", param="job_id", code="job_not_found")
     return found
 
@@ -246,17 +243,4 @@ def shown_job(job: JobRecord) -> dict[str, Any]:
         ),
         "estimated_finish": None,
         "tasks": msgspec.to_builtins(job.tasks),
-    }
-
-
-def shown_event(event: JobEvent) -> dict[str, Any]:
-    """An event in OpenAI's shape."""
-    return {
-        "id": event.id,
-        "object": "fine_tuning.job.event",
-        "created_at": event.created_at,
-        "level": event.level,
-        "message": event.message,
-        "type": "message" if event.data is None else "metrics",
-        "data": event.data,
     }

@@ -22,6 +22,7 @@ from aiohttp.typedefs import Handler
 
 from xdeepserve.api.access import add_cors_headers, cors_middleware, key_middleware
 from xdeepserve.api.admin import add_admin_routes
+from xdeepserve.api.agent_door import add_agent_routes
 from xdeepserve.api.chat import create_chat_completion
 from xdeepserve.api.completions import create_completion
 from xdeepserve.api.endpoint import ENDPOINT, ENGINE_REQUEST_ID, MAX_REQUEST_ID_CHARS, REQUEST_ID, ApiEndpoint
@@ -93,6 +94,7 @@ def build_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.
     app.router.add_get("/metrics", show_metrics)
     add_page_routes(app)
     add_job_routes(app)
+    add_agent_routes(app)
     if options.admin:
         add_admin_routes(app)
     app.on_response_prepare.append(_add_headers)

@@ -156,7 +156,7 @@ class JobStore:
         reason: str | None = None,
         model: str | None = None,
     ) -> JobRecord:
-        """Bring a job into `state`, and its tasks with it where it ends early; where it succeeds, its `model`
+        """Bring a job into `state`, and its tasks with it where it ends; where it succeeds, its `model`
         is one of those that are served. IllegalMoveError, LeaseLostError."""
         now = int(self.now())
         with self._writing(lease) as db:
@@ -165,7 +165,7 @@ class JobStore:
             ended = now if is_over(JOB_MOVES, state) else None
             row = (state, ended, reason, number)
             db.execute("UPDATE jobs SET state = ?, finished_at = ?, reason = ? WHERE number = ?", row)
-            if state in ("failed", "cancelled"):
+            if ended is not None:  # an agent may need fewer turns than it has
                 db.execute(
                     "UPDATE tasks SET state = ? WHERE job = ? AND state IN ('waiting', 'running')",
                     ("cancelled", number),
