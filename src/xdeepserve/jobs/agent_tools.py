@@ -43,7 +43,9 @@ class AgentTool(NamedTuple):
             given = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
             if given.keys() != self.parameters.keys():
                 return f"error: {self.name} takes {', '.join(self.parameters) or 'nothing'}"
-            found = {name: msgspec.convert(given[name], kind) for name, kind in self.parameters.items()}
+            found: dict[str, Any] = {
+                name: msgspec.convert(given[name], kind) for name, kind in self.parameters.items()
+            }
             return str(self.function(**found))[:MAX_OUTPUT_CHARS]
         except Exception as error:
             return f"error: {' '.join(str(error).split()) or type(error).__name__}"[:MAX_OUTPUT_CHARS]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -57,7 +58,13 @@ class MemberTable:
     def all(self) -> list[ClusterMember]:
         """By name."""
         rows = self._db.execute(f"SELECT {COLUMNS} FROM members ORDER BY name").fetchall()
-        return [ClusterMember(*row[:-1], msgspec.json.decode(row[-1], type=list[MemberTE])) for row in rows]
+        return [self._member(*row) for row in rows]
+
+    @staticmethod
+    def _member(*row: Any) -> ClusterMember:
+        *columns, tes = row
+        values = [*columns, msgspec.json.decode(tes, type=list[MemberTE])]
+        return ClusterMember(*values)
 
     def start(self, name: str, pid: int, lease: MasterLease) -> None:
         """The manager has started a process for this member. LeaseLostError."""

@@ -107,7 +107,7 @@ class MoEShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def query_width(self) -> int:
-        """Of all heads of GQA."""
+        """Columns of the queries of all heads, as GQA has them; the hidden size for others."""
         return self.queries or self.hidden
 
     def expert_gemms(self, tp: int) -> list[Gemm]:

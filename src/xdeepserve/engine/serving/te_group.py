@@ -18,8 +18,8 @@ from xdeepserve.engine.job.roster import can_serve, report_of
 from xdeepserve.engine.loading import SOURCES, Source
 from xdeepserve.engine.serving.control_plane import ControlPlane
 from xdeepserve.engine.serving.counters import Counters
+from xdeepserve.engine.serving.dummy_request import Trials
 from xdeepserve.engine.serving.failover import Failover
-from xdeepserve.engine.serving.trial import Trials
 from xdeepserve.engine.te.reports import ServerReport, TEHealth, TEReport
 from xdeepserve.engine.te.te import TE
 from xdeepserve.engine.te.te_plan import TEPlan

@@ -28,13 +28,13 @@ class Trials:
     def __init__(self, clock: Clock, tell: Events, is_timing_only: bool) -> None:
         self._clock, self._tell, self._is_timing_only = clock, tell, is_timing_only
         self._numbers = itertools.count(-1, -1)
-        self._answers: dict[TE, Queue[int | XDeepServeError]] = {}
+        self._answers: dict[TE, Queue[int | Exception]] = {}
         self._token: int | None = None  # that the first one has answered with
 
     async def run(self, te: TE) -> None:
         """From within a process: start a TE, which is in no list yet, and have it serve one. Its error, if it
         fails; HardwareError for another token than that of others."""
-        answers: Queue[int | XDeepServeError] = Queue(self._clock, f"dummy request of {te.sizes.name}")
+        answers: Queue[int | Exception] = Queue(self._clock, f"dummy request of {te.sizes.name}")
         self._answers[te] = answers
         seq = self._dummy(answers)
         te.start("try")
@@ -46,7 +46,7 @@ class Trials:
             found = await answers.get(self._clock.now + longest_ns)
         finally:
             del self._answers[te]
-        if isinstance(found, XDeepServeError):
+        if isinstance(found, Exception):
             raise found
         te.te_shell.forget(seq)
         self._tell(events.Ended(seq.seq_id))
@@ -72,7 +72,7 @@ class Trials:
             answers.put(error if is_named else XDeepServeError(f"{te.sizes.name}: {error!r}"))
         return answers is not None
 
-    def _dummy(self, answers: Queue[int | XDeepServeError]) -> Sequence:
+    def _dummy(self, answers: Queue[int | Exception]) -> Sequence:
         def take(seq: Sequence, rows: list[SampledToken]) -> bool:
             answers.put(rows[-1].token_id)
             return True
