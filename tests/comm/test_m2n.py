@@ -29,7 +29,7 @@ from xdeepserve.hw.congestion import DEFAULT_CONTROL, TUNED_CONTROL, CongestionC
 from xdeepserve.hw.faulty_links import LinkFault
 from xdeepserve.hw.memory import Address
 from xdeepserve.hw.pod import Pod
-from xdeepserve.hw.rdma import LANDING_NS, Completion, RDMANetwork, poll_writes
+from xdeepserve.hw.rdma import LANDING_NS, QueueEntry, RDMANetwork, poll_writes
 from xdeepserve.hw.topology import Plane
 from xdeepserve.hw.waiting import Waiting
 
@@ -230,7 +230,7 @@ def test_another_event_is_refused_by_both_numbers() -> None:
 def test_rows_that_were_not_written_are_not_believed() -> None:
     case = make_case(11, 1, 1, False)
     built = build(case)
-    built.experts[0].receiver.queue.put(Completion(case.layout.attention[0], immediate(1, 3), 32))
+    built.experts[0].receiver.queue.put(QueueEntry(case.layout.attention[0], immediate(1, 3), 32))
     with pytest.raises(FieldError, match="attention 0 tells of 3 rows and has written 32 B"):
         asyncio.run(_spawned(built.experts[0].die, built.experts[0].a2e(1)))
 

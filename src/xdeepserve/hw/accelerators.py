@@ -53,7 +53,7 @@ class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _gpu(gb: float, gb_per_s: float, tflops: float, network: Param) -> Spec:
-    """Three numbers from Table 3, and a share of cards; others are a CloudMatrix384 die's, said to be assumed."""
+    """Three numbers from Table 3, a share of cards; others are a CloudMatrix384 die's, said to be assumed."""
     die = Spec()
     assumed = {
         name: Param(param.value, param.unit, f"assumed: as on a CloudMatrix384 die ({param.source})")

@@ -29,7 +29,7 @@ from .waiting import Waiter, Waiting
 LANDING_NS = 2_000  # assumed: the longest that a posted write is on its way over PCIe
 
 
-class Completion(NamedTuple):
+class QueueEntry(NamedTuple):
     """An entry of a completion queue. `immediate` is the sender's in a receiver's, None in its own."""
 
     peer: int  # the node at the other end
@@ -43,16 +43,16 @@ class CompletionQueue:
 
     def __init__(self, fabric: Fabric) -> None:
         self._clock = fabric.clock
-        self.entries: deque[Completion] = deque()
+        self.entries: deque[QueueEntry] = deque()
         self._waiter: Waiter | None = None
 
-    def put(self, entry: Completion) -> None:
+    def put(self, entry: QueueEntry) -> None:
         """A card's."""
         self.entries.append(entry)
         if self._waiter is not None:
             self._waiter.wake()
 
-    async def poll(self, deadline_ns: int, describe: Callable[[], Waiting]) -> Completion:
+    async def poll(self, deadline_ns: int, describe: Callable[[], Waiting]) -> QueueEntry:
         """The next entry, as soon as there is one. DeadlineError, as `describe` words it."""
         while not self.entries:
             self._waiter = self._clock.waiter(describe)
@@ -101,11 +101,11 @@ class QueuePair:
 
     def complete(self, write: WriteUnderWay) -> None:
         """The far end has all of a write."""
-        self.received.put(Completion(self.source, write.immediate, write.nbytes))
+        self.received.put(QueueEntry(self.source, write.immediate, write.nbytes))
 
     def acknowledge(self, write: WriteUnderWay, is_ok: bool = True) -> None:
         """The near end hears so, or that there is no hope."""
-        self.sent.put(Completion(self.target, None, write.nbytes, is_ok))
+        self.sent.put(QueueEntry(self.target, None, write.nbytes, is_ok))
 
 
 class RDMANetwork:

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from xdeepserve.errors import InputError
 from xdeepserve.hw.work import Work
 from xdeepserve.model.config import ModelConfig
 
@@ -46,6 +45,7 @@ class MoEShape(msgspec.Struct, frozen=True, kw_only=True):
 
     group     query heads per group of GQA, g
     mla       latent attention in place of GQA
+    heads_width  of all query heads together, where that is not h
     matrices  of an expert: 3 where its input is gated; Table 2 counts 2
     """
 
@@ -58,12 +58,21 @@ class MoEShape(msgspec.Struct, frozen=True, kw_only=True):
     group: int = 1
     mla: MLA | None = None
     matrices: int = 3
+    heads_width: int = 0
+
+    @property
+    def width(self) -> int:
+        """Columns of all query heads together: h, unless it is said."""
+        return self.heads_width or self.hidden
 
     def attention_gemms(self, tp: int) -> list[Gemm]:
         """Table 2's two rows; MLA's projections, of which those into latent spaces are on every device."""
         h, mla = self.hidden, self.mla
         if mla is None:
-            return [Gemm("QKV Project", h, h * (1 + 2 / self.group) / tp), Gemm("Attn Output", h / tp, h)]
+            return [
+                Gemm("QKV Project", h, self.width * (1 + 2 / self.group) / tp),
+                Gemm("Attn Output", self.width / tp, h),
+            ]
         heads = mla.heads / tp
         down = [Gemm("Latents", h, mla.q_lora + mla.kv_lora + mla.rope)]
         return [
@@ -85,7 +94,7 @@ class MoEShape(msgspec.Struct, frozen=True, kw_only=True):
     def kv_nbytes(self) -> float:
         """Bytes of a position in a layer: equation 8's 4 h / g, or MLA's latent and rotated key."""
         if self.mla is None:
-            return 2 * BF16 * self.hidden / self.group
+            return 2 * BF16 * self.width / self.group
         return BF16 * (self.mla.kv_lora + self.mla.rope)
 
     def kv_cut(self, tp: int) -> int:
@@ -95,7 +104,7 @@ class MoEShape(msgspec.Struct, frozen=True, kw_only=True):
     def attention_flops(self) -> float:
         """Operations of one row's attention for each position that it reads."""
         if self.mla is None:
-            return 4 * self.hidden
+            return 4 * self.width
         return 2 * self.mla.heads * (2 * self.mla.kv_lora + self.mla.rope)
 
     def attention_works(self, b_a: float, context: float, tp: int) -> list[Work]:
@@ -141,15 +150,13 @@ PUBLISHED = {
 }
 
 
-def require_mla(c: ModelConfig) -> None:
-    """InputError if nothing was fitted for the model's attention."""
-    if c.attention != "mla":
-        raise InputError(f"plan has times of MLA's stages, not of the model's {c.attention.upper()}")
-
-
 def shape_of(name: str, c: ModelConfig) -> MoEShape:
-    """A DeepSeek model's: its layers with experts, the shared one not counted."""
-    require_mla(c)
+    """A model's by its configuration: its layers with experts, the shared one not counted. Of sparse
+    attention that of all positions, which is an upper bound."""
+    mla = None
+    if c.has_latents:
+        heads, query = c.num_attention_heads, c.q_lora_rank or 0
+        mla = MLA(heads, query, c.kv_lora_rank, c.qk_rope_head_dim, c.qk_nope_head_dim, c.v_head_dim)
     return MoEShape(
         name=name,
         layers=c.num_moe_layers,
@@ -157,12 +164,7 @@ def shape_of(name: str, c: ModelConfig) -> MoEShape:
         experts=c.n_routed_experts,
         top_k=c.num_experts_per_tok,
         intermediate=c.moe_intermediate_size,
-        mla=MLA(
-            c.num_attention_heads,
-            c.q_lora_rank or 0,
-            c.kv_lora_rank,
-            c.qk_rope_head_dim,
-            c.qk_nope_head_dim,
-            c.v_head_dim,
-        ),
+        group=1 if mla else c.num_attention_heads // c.num_key_value_heads,
+        heads_width=0 if mla else c.num_attention_heads * c.v_head_dim,
+        mla=mla,
     )

@@ -18,7 +18,7 @@ from xdeepserve.comm.m2n.layout import LOW, told
 from xdeepserve.comm.m2n.registered_send import StreamWord
 from xdeepserve.errors import FieldError
 from xdeepserve.hw.memory import Region
-from xdeepserve.hw.rdma import Completion, CompletionQueue, RDMANetwork
+from xdeepserve.hw.rdma import CompletionQueue, QueueEntry, RDMANetwork
 from xdeepserve.hw.waiting import Waiting
 
 
@@ -98,7 +98,7 @@ class RegisteredReceive:
         behind = (expected - event) & LOW
         return 0 < behind <= LOW // 2 and expected - behind <= self._forgotten
 
-    def _check(self, op: str, entry: Completion, peer: int, count: int, row_nbytes: int) -> None:
+    def _check(self, op: str, entry: QueueEntry, peer: int, count: int, row_nbytes: int) -> None:
         if count * row_nbytes != entry.nbytes or entry.nbytes > self.block_nbytes:
             most = self.block_nbytes // row_nbytes
             raise FieldError(

@@ -13,7 +13,14 @@ from xdeepserve.engine.run.clock.meeting import Meeting
 from xdeepserve.engine.run.clock.trampoline_hub import ClockAttentionSide, ClockExpertSide, TrampolineHub
 from xdeepserve.hw.spec import Spec
 from xdeepserve.model.canonical import Array
+from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.shapes import shape_only
+
+
+def m2n_row_nbytes(model: ModelConfig) -> tuple[int, int]:
+    """Bytes of a token copy, and of its answer."""
+    rows = Layout(1, 1, 1, model.hidden_size, 1, int8_answers=model.int8_answers)
+    return rows.dispatch_row, rows.combine_row
 
 
 class M2NHub(TrampolineHub):
@@ -25,8 +32,7 @@ class M2NHub(TrampolineHub):
     def __init__(self, attention: Spec, expert: Spec, *args: Any) -> None:
         super().__init__(*args)
         self.to_experts, self.back = M2NCost(attention, expert), M2NCost(expert, attention)
-        rows = Layout(1, 1, 1, self.model.hidden_size, 1, int8_answers=self.model.int8_answers)
-        self.token_nbytes, self.answer_nbytes = rows.dispatch_row, rows.combine_row
+        self.token_nbytes, self.answer_nbytes = m2n_row_nbytes(self.model)
         self._most: dict[int, float] = {}  # by event, copies of the die that has most
 
     def sent_ns(self, tokens: float) -> float:
