@@ -20,10 +20,11 @@ from xdeepserve.model.presets import resolve_model
 from xdeepserve.planner import explain
 from xdeepserve.planner.decode_run import decode_iteration
 from xdeepserve.planner.devices import pairings, space_of
-from xdeepserve.planner.fit import Demand, PodProfile
-from xdeepserve.planner.layouts import plans, predict
+from xdeepserve.planner.layouts import predict
 from xdeepserve.planner.moe_shape import PUBLISHED
 from xdeepserve.planner.performance import Times
+from xdeepserve.planner.pod_profile import Demand, PodProfile
+from xdeepserve.planner.pod_search import PodSpace, plans
 from xdeepserve.planner.search import balanced
 
 SLO_NS = 150e6
@@ -52,7 +53,7 @@ def pod() -> None:
     model = resolve_model("tiny")
     demand = Demand(prompt=40, output=24)
     profile = PodProfile(model, demand)
-    found = [plan for plan in plans(profile, 8, 2e6) if plan.layout.routed]
+    found = [plan for plan in plans(profile, PodSpace(8, 2e6)) if plan.layout.routed]
     print("\n`tiny` on 8 dies, 2 ms, experts on dies of their own:")
     print("\n".join(explain.pod_table(found[:3])))
     layout, requests = found[0].layout, found[0].requests

@@ -40,6 +40,7 @@ PROTOCOLS = {  # folders of comm, and which others each may use; the files besid
     "trampoline": {"exchange", "fused"},
     "fused": {"exchange"},
     "collectives": set(),
+    "m2n": {"exchange"},  # its rows are those of dispatch and combine
     "services": {"exchange"},  # the rows of requests and answers are those of dispatch and combine
     "outside": {"services"},  # the same slots, in processes of their own
     "distflow": {"p2p"},  # XDS 5.1, step 6: "we use the point-to-point send/receive APIs described in 3.1"

@@ -12,17 +12,17 @@ from xdeepserve.llm import LLM, digest
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.planner import explain
 from xdeepserve.planner.decode_run import decode_iteration
-from xdeepserve.planner.fit import Demand, PodProfile
 from xdeepserve.planner.layouts import (
     PodLayout,
     is_known,
     layout_of,
     least_known,
     max_requests,
-    plans,
     predict,
     sized,
 )
+from xdeepserve.planner.pod_profile import Demand, PodProfile
+from xdeepserve.planner.pod_search import PodSpace, plans
 
 LAYOUTS = (
     PodLayout(kind="monolithic", dies=1),
@@ -32,7 +32,7 @@ LAYOUTS = (
     PodLayout(kind="moe-attention", dies=2, domains=2, microbatches=2, routed=4, shared=1),
 )
 IDS = [layout.title() for layout in LAYOUTS]
-HBM = 64 * 2**30
+HBM = 64 * 2**30  # of a die
 
 
 @pytest.fixture(scope="module")
@@ -87,19 +87,19 @@ def test_a_plan_has_the_bits_of_one_die(tiny: PodProfile, layout: PodLayout) -> 
 def test_a_superpod_at_50_ms_is_what_the_paper_runs(r1: PodProfile) -> None:
     """Other bounds have other answers. xDeepServe 7.1: three domains of 160 attention dies, 256 and 32 expert
     dies, two microbatches."""
-    best = plans(r1, 768, 50e6)[0]
+    best = plans(r1, PodSpace(768, 50e6))[0]
     assert best.layout.title() == "moe-attention 3 x 160 + 256 + 32, m = 2"
     assert best.iteration_ns <= 50e6
     assert predict(r1, best.layout, best.requests + 1) > 50e6 or best.bound != "SLO"
 
 
 def test_plans_keep_their_bounds(r1: PodProfile) -> None:
-    for plan in plans(r1, 64, 60e6):
+    for plan in plans(r1, PodSpace(64, 60e6)):
         assert plan.layout.total <= 64
         assert plan.iteration_ns <= 60e6
         assert is_known(plan.layout, plan.requests)
         assert plan.requests >= least_known(r1, plan.layout)
-        assert plan.requests <= max_requests(r1, plan.layout, HBM)
+        assert plan.requests <= max_requests(r1, plan.layout)
         assert not plan.notes
         assert plan.layout.kind != "pd"
 
@@ -107,13 +107,13 @@ def test_plans_keep_their_bounds(r1: PodProfile) -> None:
 def test_a_batch_is_bound_by_memory_when_there_is_little(r1: PodProfile) -> None:
     layout = PodLayout(kind="colocated", dies=64)
     weights = r1.weight_nbytes("all", 64)
-    plan = sized(r1, layout, 1e12, False, (weights + 10.5 * r1.kv_nbytes()) / 0.9)
+    plan = sized(r1, layout, 1e12, False, (weights + 10.5 * r1.kv_nbytes()) / 0.9 / HBM)
     assert plan is not None
     assert (plan.requests, plan.bound) == (10, "memory")
 
 
 def test_what_was_not_calibrated_is_marked(tiny: PodProfile) -> None:
-    found = plans(tiny, 8, 2e6, extrapolates=True)
+    found = plans(tiny, PodSpace(8, 2e6, True))
     marked = [plan for plan in found if plan.layout.kind == "pd"]
     assert marked
     assert all(any("prefill" in note for note in plan.notes) for plan in marked)
@@ -122,12 +122,12 @@ def test_what_was_not_calibrated_is_marked(tiny: PodProfile) -> None:
 
 def test_what_cannot_be_planned_is_refused_with_what_would_work(r1: PodProfile, tiny: PodProfile) -> None:
     with pytest.raises(DeploymentError, match="does not fit on 8 dies: the least is 32"):
-        plans(r1, 8, 50e6)
+        plans(r1, PodSpace(8, 50e6))
     with pytest.raises(
         DeploymentError, match=r"no plan keeps 0\.1 ms: .* --slo-ms [\d.]+ would do"
     ) as refused:
-        plans(tiny, 4, 0.1e6)
-    assert plans(tiny, 4, 1e6 * float(str(refused.value).split("--slo-ms ")[1].split()[0]))
+        plans(tiny, PodSpace(4, 0.1e6))
+    assert plans(tiny, PodSpace(4, 1e6 * float(str(refused.value).split("--slo-ms ")[1].split()[0])))
 
 
 def test_expert_dies_that_hold_unequal_numbers_are_refused(tiny: PodProfile) -> None:

@@ -7,8 +7,8 @@ import pytest
 from xdeepserve.bench.sweep import Point, measure
 from xdeepserve.cli import main
 from xdeepserve.model.presets import resolve_model
-from xdeepserve.planner.fit import Demand, PodProfile
 from xdeepserve.planner.layouts import PodLayout, sized
+from xdeepserve.planner.pod_profile import Demand, PodProfile
 
 TINY = ["plan", "--model", "tiny", "--slo-ms", "2", "--dies", "4", "--prompt", "40", "--output", "24"]
 
@@ -60,13 +60,21 @@ def test_devices_are_compared_and_every_row_is_marked(capsys: pytest.CaptureFixt
         (["--model", "tiny", "--slo-ms", "2", "--prompt", "0"], "--prompt must be at least 1"),
         (["--model", "tiny", "--slo-ms", "2", "--prompt", "9000"], "try --prompt 1889"),
         (["--model", "tiny", "--slo-ms", "2", "--hardware", "h21"], "did you mean h20?"),
-        (["--model", "dbrx", "--slo-ms", "2"], "name devices"),
+        (["--model", "dbrx", "--slo-ms", "2", "--dies", "16"], "would do"),
+        (["--model", "tiny", "--slo-ms", "2", "--kind", "colocate"], "did you mean colocated?"),
+        (["--model", "tiny", "--slo-ms", "2", "--kind", "pd"], "--extrapolate plans all the same"),
+        (
+            ["--model", "tiny", "--slo-ms", "2", "--hardware", "h20", "--dies", "8"],
+            "nothing was timed",
+        ),
+        (["--model", "tiny", "--slo-ms", "2", "--trace", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--model", "tiny", "--slo-ms", "2", "--trace", "made:seed=1", "--prompt", "5"], "leave --prompt"),
+        (
+            ["--model", "deepseek-r1", "--slo-ms", "50", "--hardware", "h20", "--dies", "2", "--extrapolate"],
+            "experts apart take 3 dies or more",
+        ),
         (["--model", "deepseek-r1", "--slo-ms", "50", "--dies", "4"], "the least is 32"),
         (["--model", "tiny", "--slo-ms", "2", "-o", "plan.yaml"], "a deployment is a .toml file"),
-        (
-            ["--model", "dbrx", "--slo-ms", "2", "--hardware", "h20", "-o", "plan.toml", "--extrapolate"],
-            "leave --hardware out",
-        ),
     ],
 )
 def test_bad_input_is_refused_in_one_line(
@@ -105,7 +113,7 @@ def test_throughput_is_that_of_sweep_and_words_are_explained(capsys: pytest.Capt
 def test_tokens_per_second_are_those_that_sweep_measures() -> None:
     profile = PodProfile(resolve_model("tiny"), Demand(200, 112))
     layout = PodLayout(kind="colocated", dies=4)
-    plan = sized(profile, layout, 2e6, False, 64 * 2**30)
+    plan = sized(profile, layout, 2e6, False)
     assert plan is not None
     point = Point("tiny", "colocated", ("dies=4",), plan.requests, profile.demand.context)
     assert 2 * plan.throughput / 4 == pytest.approx(measure(point).tokens_per_s_chip, rel=0.05)

@@ -20,10 +20,11 @@ from xdeepserve.hw.accelerators import ACCELERATORS
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.planner.decode_run import decode_iteration
 from xdeepserve.planner.devices import pairings, space_of
-from xdeepserve.planner.fit import Demand, PodProfile
-from xdeepserve.planner.layouts import PodLayout, is_known, layout_of, least_known, plans, predict
+from xdeepserve.planner.layouts import PodLayout, is_known, layout_of, least_known, predict
 from xdeepserve.planner.moe_shape import BF16, PUBLISHED
 from xdeepserve.planner.performance import Curve, Times, moe_util
+from xdeepserve.planner.pod_profile import Demand, PodProfile
+from xdeepserve.planner.pod_search import PodSpace, plans
 from xdeepserve.planner.search import NodeKind, Space, algorithm_1, balanced, exhaustive, search
 
 SLO_NS = 150e6  # MS 7.1
@@ -170,7 +171,7 @@ def checked() -> list[Row]:
     for model, dies, slo_ms in CHECKED:
         profile = PodProfile(resolve_model(model), Demand())
         best: dict[str, tuple[PodLayout, int]] = {}
-        for plan in plans(profile, dies, 1e6 * slo_ms, extrapolates=True):
+        for plan in plans(profile, PodSpace(dies, 1e6 * slo_ms, True)):
             best.setdefault(plan.layout.kind, (plan.layout, plan.requests))
         for layout, requests in best.values():
             name = f"plan/{model}/{layout.title()}"
@@ -203,7 +204,7 @@ def drawn(count: int = NUM_DRAWN, seed: int = 0) -> list[Row]:
 def superpod() -> list[Row]:
     """What is proposed for DeepSeek-R1 on a SuperPod at 50 ms, beside what xDeepServe 7.1 runs. Without MTP,
     with MegaScale's medians of prompts and answers."""
-    best = plans(PodProfile(resolve_model("deepseek-r1"), Demand()), 768, 50e6)[0]
+    best = plans(PodProfile(resolve_model("deepseek-r1"), Demand()), PodSpace(768, 50e6))[0]
     note = f"{best.layout.title()}; xDeepServe 7.1: 3 x 160 + 256 + 32, m = 2, with MTP"
     return [Row("plan/deepseek-r1/768 dies/best", best.throughput, "tok/s", "predicted", note)]
 

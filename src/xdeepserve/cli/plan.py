@@ -6,13 +6,19 @@ import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from xdeepserve.cli.options import Parser, check_writable
 from xdeepserve.cli.status import working
-from xdeepserve.errors import InputError
+from xdeepserve.errors import InputError, meant
+
+if TYPE_CHECKING:
+    from xdeepserve.planner.pod_profile import Demand
+    from xdeepserve.planner.pod_search import PodSpace
 
 POD = "cm384"
 MAX_DIES = 768
+MIXED_DIES = 64  # of several kinds, unless it is said
 SHOWN = 8
 
 
@@ -23,7 +29,7 @@ def add_options(parser: Parser) -> None:
         "--model",
         required=True,
         metavar="M",
-        help="as for generate, or deepseek-r1; with --hardware also mixtral-8x22b, dbrx, scaled-moe",
+        help="as for generate, or deepseek-r1, mixtral-8x22b, dbrx, scaled-moe",
     )
     option(
         "--slo-ms",
@@ -36,11 +42,15 @@ def add_options(parser: Parser) -> None:
     option(
         "--hardware",
         metavar="A,B",
-        help="devices for attention and experts (l20, h800, a800, h20, l40s, cm384, 910b): all pairs are "
-        "compared by throughput per cost; default CloudMatrix384 dies, in deployments that run here",
+        help="devices for attention and experts (l20, h800, a800, h20, l40s, cm384, 910b), compared by "
+        "throughput per cost: with --dies or -o in deployments that run here, else in BF16, on nodes of up "
+        "to 8, by MegaScale-Infer's search; default cm384",
     )
-    option("--prompt", type=int, default=571, metavar="N", help="tokens; default 571, the median of MS 7.1")
-    option("--output", type=int, default=159, metavar="N", help="tokens; default 159, the median of MS 7.1")
+    option("--kind", metavar="K,L", help="of deployments: colocated, pd, moe-attention, transformerless")
+    option("--prompt", type=int, metavar="N", help="tokens; default 571, the median of MS 7.1")
+    option("--output", type=int, metavar="N", help="tokens; default 159, the median of MS 7.1")
+    option("--trace", metavar="TRACE", help="lengths of prompts and answers from a trace, as replay reads it")
+    option("--format", default="mooncake", metavar="F", help="of the trace, as for replay")
     option("--extrapolate", action="store_true", help="also plans with what was never timed, marked so")
     option("-o", dest="file", type=Path, metavar="FILE", help="write the best plan, for --deployment FILE")
 
@@ -50,8 +60,11 @@ def run(args: argparse.Namespace) -> int:
     if not 0 < args.slo_ms < math.inf:
         raise InputError(f"--slo-ms must be a number above 0, found {args.slo_ms:g}")
     for name in ("prompt", "output"):
-        if getattr(args, name) < 1:
-            raise InputError(f"--{name} must be at least 1, found {getattr(args, name)}")
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise InputError(f"--{name} must be at least 1, found {value}")
+        if value is not None and args.trace is not None:
+            raise InputError(f"--trace has prompts and answers of its own: leave --{name} out")
     if args.dies is not None and not 1 <= args.dies <= MAX_DIES:
         nearest = 1 if args.dies < 1 else MAX_DIES
         raise InputError(f"--dies must be between 1 and {MAX_DIES}, found {args.dies}; try {nearest}")
@@ -59,33 +72,45 @@ def run(args: argparse.Namespace) -> int:
         if args.file.suffix != ".toml":
             raise InputError(f"-o {args.file}: a deployment is a .toml file; try {args.file}.toml")
         check_writable(args.file, "-o")
-    return _devices(args) if args.hardware not in (None, POD) else _pod(args)
+    names = dict.fromkeys((args.hardware or POD).split(","))
+    runs_here = list(names) == [POD] or args.file is not None or args.dies is not None
+    return _pod(args, list(names)) if runs_here else _devices(args, list(names))
 
 
-def _devices(args: argparse.Namespace) -> int:
-    """Pairs of devices, which are compared and not run."""
+def _demand(args: argparse.Namespace) -> Demand:
+    """What requests bring: as it is said, or the means of a trace, whose longest request has to fit."""
+    from xdeepserve.cli.replay import requests_of
+    from xdeepserve.planner.pod_profile import Demand
+
+    if args.trace is None:
+        default = Demand()
+        return Demand(args.prompt or default.prompt, args.output or default.output)
+    requests, _ = requests_of(args.trace, args.format)
+    count = len(requests)
+    if not count:
+        raise InputError(f"--trace {args.trace} has no requests")
+    return Demand(
+        max(1, round(sum(each.input_length for each in requests) / count)),
+        max(1, round(sum(each.output_length for each in requests) / count)),
+        max(each.input_length + each.output_length for each in requests),
+    )
+
+
+def _devices(args: argparse.Namespace, names: list[str]) -> int:
+    """Pairs of devices in BF16, which are compared and not run."""
     from xdeepserve.hw.accelerators import accelerator
     from xdeepserve.model.presets import resolve_model
     from xdeepserve.planner import explain
     from xdeepserve.planner.devices import pairings
-    from xdeepserve.planner.fit import Demand
     from xdeepserve.planner.moe_shape import PUBLISHED, shape_of
 
-    devices = [accelerator(name) for name in dict.fromkeys(args.hardware.split(","))]
-    names = ", ".join(device.name for device in devices)
-    if args.file is not None or args.dies is not None:
-        raise InputError(
-            f"-o and --dies are for pods that run here, of {POD} dies alone: leave --hardware out"
-        )
+    devices = [accelerator(name) for name in names]
     if not args.extrapolate:
-        raise InputError(
-            f"nothing was timed in BF16 on {names}: how much of their peaks they reach is assumed; "
-            "--extrapolate plans all the same"
-        )
+        raise InputError(_untimed([device.name for device in devices], "in BF16 "))
     shape = PUBLISHED.get(args.model.lower())
     if shape is None:
         shape = shape_of(args.model, resolve_model(args.model).config)
-    context, slo_ns = Demand(args.prompt, args.output).context, 1e6 * args.slo_ms
+    context, slo_ns = _demand(args).context, 1e6 * args.slo_ms
     found = pairings(shape, devices, context, slo_ns)
     bound = f"T_iter <= {args.slo_ms:g} ms"
     print(f"{shape.name}, {context} positions, E = {shape.experts}, {bound}, tok/s by T_iter, in BF16\n")
@@ -95,29 +120,56 @@ def _devices(args: argparse.Namespace) -> int:
     return 0
 
 
-def _pod(args: argparse.Namespace) -> int:
-    """Deployments of CloudMatrix384 dies."""
+def _untimed(names: Sequence[str], how: str = "") -> str:
+    """Why devices are refused."""
+    return (
+        f"nothing was timed {how}on {', '.join(names)}: how much of their peaks they reach is assumed; "
+        "--extrapolate plans all the same"
+    )
+
+
+def _asked(args: argparse.Namespace, names: list[str]) -> PodSpace:
+    """Dies, bound and devices of a search over deployments."""
+    from xdeepserve.hw.accelerators import accelerator
+    from xdeepserve.planner.pod_search import KINDS, PodSpace
+
+    kinds = tuple(args.kind.split(",")) if args.kind else ()
+    for kind in kinds:
+        if kind not in KINDS:
+            raise InputError(f"--kind {kind}{meant(kind, KINDS)}: there are {', '.join(KINDS)}")
+    beside = {"pd", "transformerless"} & {*kinds}
+    if beside and not args.extrapolate:
+        raise InputError(
+            f"--kind {', '.join(sorted(beside))}: prefill times are not calibrated; --extrapolate plans all "
+            "the same, or moe-attention and colocated are what decodes there"
+        )
+    devices = [accelerator(name).name for name in names]
+    untimed = [name for name in devices if name != POD]
+    if untimed and not args.extrapolate:
+        raise InputError(_untimed(untimed))
+    dies = args.dies or (MAX_DIES if not untimed else MIXED_DIES)
+    return PodSpace(dies, 1e6 * args.slo_ms, args.extrapolate, 1.0, kinds, tuple(devices))  # type: ignore[arg-type]
+
+
+def _pod(args: argparse.Namespace, names: list[str]) -> int:
+    """Deployments that run here, of CloudMatrix384 dies or of others."""
     from xdeepserve.model.presets import resolve_model
     from xdeepserve.planner import explain
-    from xdeepserve.planner.fit import Demand, PodProfile
-    from xdeepserve.planner.layouts import plans
-    from xdeepserve.planner.moe_shape import PUBLISHED
+    from xdeepserve.planner.pod_profile import PodProfile
+    from xdeepserve.planner.pod_search import plans
 
-    if args.model.lower() in PUBLISHED:
-        raise InputError(
-            f"model {args.model} is known by its sizes alone: name devices, as in --hardware h20,l40s"
-        )
-    demand, checkpoint = Demand(args.prompt, args.output), resolve_model(args.model)
+    asked, demand, checkpoint = _asked(args, names), _demand(args), resolve_model(args.model)
     limit = checkpoint.config.max_position_embeddings
     if demand.max_len > limit:
+        nearest = "a shorter trace" if args.trace else f"--prompt {max(1, limit - demand.output)}"
         raise InputError(
             f"--prompt and --output are {demand.max_len} tokens together, and {args.model} has {limit} "
-            f"positions; try --prompt {max(1, limit - args.output)}"
+            f"positions; try {nearest}"
         )
-    slo_ns, dies = 1e6 * args.slo_ms, args.dies or MAX_DIES
+    slo_ns, dies = asked.slo_ns, asked.num_dies
     with working("plan: timing-only runs"):
         profile = PodProfile(checkpoint, demand)
-        found = plans(profile, dies, slo_ns, args.extrapolate)
+        found = plans(profile, asked)
     best, bound = found[0], f"T_iter <= {args.slo_ms:g} ms"
     pod = "1 die" if dies == 1 else f"{dies} dies"
     print(f"{args.model} on {pod}, prompts of {demand.prompt}, {demand.output} new, {bound}\n")

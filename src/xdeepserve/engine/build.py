@@ -34,6 +34,7 @@ from xdeepserve.errors import (
     PageLostError,
     XDeepServeError,
 )
+from xdeepserve.hw.accelerators import ACCELERATORS
 from xdeepserve.hw.atlas import atlas_a2
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.pod import Pod
@@ -109,13 +110,18 @@ class PodPlan:
         for te in sizes:
             if te.hardware == "910b":
                 pod.equip(te.dies, self._sized(atlas_a2(te.num_dies)))
+            for device, dies in zip(te.devices, (te.dies, te.expert_dies), strict=True):
+                if device != "cm384":
+                    pod.equip(dies, self._sized(ACCELERATORS[device].spec))
         return pod
 
     def _moved(self, sizes: Sizes) -> Sizes:
         """The same TE on the first free dies of the pod."""
-        if sizes.hardware != "cm384":
+        if sizes.is_foreign:
+            foreign = {sizes.hardware, *sizes.devices} - {"cm384"}
             raise DeploymentError(
-                f"deployment {self.deployment.name}: a pod has {sizes.hardware} dies from its start, or none"
+                f"deployment {self.deployment.name}: a pod has {', '.join(sorted(foreign))} dies from its "
+                "start, or none"
             )
         dies = self.pod.find_free(sizes.num_dies + sizes.num_expert_dies)
         return msgspec.structs.replace(sizes, first_die=dies.start)

@@ -21,7 +21,6 @@ class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
     """A kind of device.
 
     price     of one, L20 = 1
-    network   bytes/s of one device's share of its server's cards, one way
     tp_link   bytes/s between devices of a server, one way
     power     at most, if it is published
     is_timed  whether timing-only runs of this project have such devices; else nothing can check a plan
@@ -30,10 +29,14 @@ class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     spec: Spec
     price: Param
-    network: Param
     tp_link: Param
     power: Param | None = None
     is_timed: bool = False
+
+    @property
+    def network(self) -> Param:
+        """Bytes/s of a device's share of its server's cards, one way."""
+        return self.spec.roce_bandwidth
 
     def per_cost(self) -> tuple[float, float, float]:
         """Table 3's last columns: GB, GB/s and TFLOPS for a price of 1."""
@@ -49,21 +52,22 @@ class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
         return self.spec.bf16_peak.value / self.spec.hbm_bandwidth.value
 
 
-def _gpu(gb: float, gb_per_s: float, tflops: float) -> Spec:
-    """Three numbers from Table 3; the others are those of a CloudMatrix384 die, and said to be assumed."""
+def _gpu(gb: float, gb_per_s: float, tflops: float, network: Param) -> Spec:
+    """Three numbers from Table 3, a share of cards; others are a CloudMatrix384 die's, said to be assumed."""
     die = Spec()
     assumed = {
         name: Param(param.value, param.unit, f"assumed: as on a CloudMatrix384 die ({param.source})")
         for name in die.__struct_fields__
         for param in [getattr(die, name)]
     }
-    assumed["int8_peak"] = Param(2e12 * tflops, "op/s", "assumed: twice BF16; no plan in BF16 reads it")
+    assumed["int8_peak"] = Param(2e12 * tflops, "op/s", "assumed: twice BF16")
     return Spec(
         **assumed
         | {
             "hbm_bytes": Param(1e9 * gb, "B", TABLE_3),
             "hbm_bandwidth": Param(1e9 * gb_per_s, "B/s", TABLE_3),
             "bf16_peak": Param(1e12 * tflops, "op/s", TABLE_3),
+            "roce_bandwidth": network,
         }
     )
 
@@ -84,38 +88,33 @@ ACCELERATORS = {
     for each in (
         Accelerator(
             name="l20",
-            spec=_gpu(48, 864, 119.5),
+            spec=_gpu(48, 864, 119.5, _rate(12.5e9, "assumed: as L40S")),
             price=_price(1.00),
-            network=_rate(12.5e9, "assumed: as L40S"),
             tp_link=_PCIE,
         ),
         Accelerator(
             name="h800",
-            spec=_gpu(80, 3430.4, 989),
+            spec=_gpu(80, 3430.4, 989, _rate(50e9, "assumed: 400 Gb/s for each device")),
             price=_price(5.28),
-            network=_rate(50e9, "assumed: 400 Gb/s for each device"),
             tp_link=_rate(200e9, "public: NVLink of 400 GB/s, half of it one way"),
         ),
         Accelerator(
             name="a800",
-            spec=_gpu(80, 2039, 312),
+            spec=_gpu(80, 2039, 312, _rate(25e9, "MS 7.1: eight cards of 200 Gb/s for eight devices")),
             price=_price(2.26),
-            network=_rate(25e9, "MS 7.1: eight cards of 200 Gb/s for eight devices"),
             tp_link=_rate(200e9, "MS 7.1: NVLink of 400 GB/s, half of it one way"),
         ),
         Accelerator(
             name="h20",
-            spec=_gpu(96, 4096, 148),
+            spec=_gpu(96, 4096, 148, _rate(25e9, f"MS 7.1: four cards of 400 Gb/s; {_CARDS}")),
             price=_price(1.85),
-            network=_rate(25e9, f"MS 7.1: four cards of 400 Gb/s; {_CARDS}"),
             tp_link=_rate(450e9, "MS 7.1: NVLink of 900 GB/s, half of it one way"),
             power=Param(500, "W", "MS 4.3"),
         ),
         Accelerator(
             name="l40s",
-            spec=_gpu(48, 864, 362),
+            spec=_gpu(48, 864, 362, _rate(12.5e9, f"MS 7.1: two cards of 400 Gb/s; {_CARDS}")),
             price=_price(1.08),
-            network=_rate(12.5e9, f"MS 7.1: two cards of 400 Gb/s; {_CARDS}"),
             tp_link=_PCIE,
             power=Param(350, "W", "MS 4.3"),
         ),
@@ -123,7 +122,6 @@ ACCELERATORS = {
             name="cm384",
             spec=Spec(),
             price=_price(1.0, "assumed: no price is published; a plan on these dies alone needs none"),
-            network=Spec().ub_bandwidth,
             tp_link=Spec().ub_bandwidth,
             is_timed=True,
         ),
@@ -131,7 +129,6 @@ ACCELERATORS = {
             name="910b",
             spec=atlas_a2(NPUS_PER_SERVER),
             price=_price(1.0, "assumed: no price is published"),
-            network=Spec().roce_bandwidth,
             tp_link=atlas_a2(NPUS_PER_SERVER).ub_bandwidth,
         ),
     )

@@ -17,6 +17,7 @@ from .memory import PAGE_NBYTES, Memory, MemoryPlan
 from .moments import Moments
 from .nic import Cards
 from .ports import Ports
+from .rdma import RDMANetwork
 from .spec import Spec
 from .topology import Plane, Topology
 from .trace import Trace
@@ -67,6 +68,7 @@ class Pod:
         # whether it begins or is over.
         self.parts: dict[tuple[str, int], Callable[[str, bool], None]] = {}
         self._cards: dict[Plane, Cards] = {}
+        self._rdma: RDMANetwork | None = None
         self._cpus: dict[int, HostCPU] = {}
 
     def cpu(self, server: int) -> HostCPU:
@@ -83,6 +85,13 @@ class Pod:
         if plane not in self._cards:
             self._cards[plane] = Cards(self.fabric, plane)
         return self._cards[plane]
+
+    @property
+    def rdma(self) -> RDMANetwork:
+        """The cards of the RoCE plane, as CPU libraries use them."""
+        if self._rdma is None:
+            self._rdma = RDMANetwork(self.fabric, self.spec_of)
+        return self._rdma
 
     def spec_of(self, node: int) -> Spec:
         return self.dies[node].spec if node in self.dies else self.spec

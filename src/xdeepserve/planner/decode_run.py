@@ -22,6 +22,7 @@ from xdeepserve.engine.run.clock.clock_net import DUMMY_TOKEN, ClockNet
 from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.errors import XDeepServeError
+from xdeepserve.hw.spec import Spec
 from xdeepserve.loop import run
 from xdeepserve.model.checkpoint import Checkpoint
 
@@ -93,14 +94,15 @@ def decode_iteration(
     requests: int,
     timing: TimingConfig,
     trace: Path | None = None,
+    spec: Spec | None = None,
 ) -> DecodeRun:
     """Fill each DP group that decodes with `requests` sequences of `context` positions, and run a step of
     them all. Where time is spent is told of the first TE that decodes.
 
-    `trace` is a file to write its timeline to.
+    `trace` is a file to write its timeline to, `spec` of other dies than a CloudMatrix384's.
     """
     shares = [StepShare(context)] * requests
-    return one_step(checkpoint, deployment, lambda _: shares, timing, trace)
+    return one_step(checkpoint, deployment, lambda _: shares, timing, trace, spec)
 
 
 def one_step(
@@ -109,9 +111,10 @@ def one_step(
     shares_of: Callable[[int], Seq[StepShare]],
     timing: TimingConfig,
     trace: Path | None = None,
+    spec: Spec | None = None,
 ) -> DecodeRun:
     """A step of all TEs that decode, in which each of their DP groups has the shares of its number."""
-    engine = Engine(PodPlan(checkpoint, deployment, timing=timing, trace=trace is not None))
+    engine = Engine(PodPlan(checkpoint, deployment, timing=timing, trace=trace is not None, spec=spec))
     engine.load()
     clock = engine.plan.pod.clock
     groups = [group for te in engine.je.tes if te.sizes.role != "prefill" for group in te.groups]

@@ -76,4 +76,5 @@ def cheaper(device: Accelerator, factor: float) -> Accelerator:
 def slower(device: Accelerator, factor: float) -> Accelerator:
     """A device with another share of its server's cards: for sensitivity."""
     network = msgspec.structs.replace(device.network, value=device.network.value * factor)
-    return msgspec.structs.replace(device, network=network)
+    spec = msgspec.structs.replace(device.spec, roce_bandwidth=network)
+    return msgspec.structs.replace(device, spec=spec)

@@ -9,10 +9,10 @@ import msgspec
 
 from xdeepserve.hw.spec import Spec
 from xdeepserve.planner.devices import Pairing, cheaper, pairings, slower
-from xdeepserve.planner.fit import ROWS, Demand, PodProfile
 from xdeepserve.planner.layouts import LayoutPlan, max_requests, sized
 from xdeepserve.planner.moe_shape import BF16, MoEShape
 from xdeepserve.planner.performance import Curve, Times, util
+from xdeepserve.planner.pod_profile import ROWS, Demand, PodProfile
 
 EXTRAPOLATED = "extrapolated"
 WORDS = (
@@ -79,12 +79,13 @@ def pod_table(plans: Sequence[LayoutPlan]) -> list[str]:
 def pod_reasons(profile: PodProfile, plan: LayoutPlan, slo_ns: float) -> list[str]:
     """Why the bounds hold, for one plan."""
     layout = plan.layout
-    room = max_requests(profile, layout, Spec().hbm_bytes.value)
+    room = max_requests(profile, layout)
     lines = [] if plan.times is None else conditions(plan.times, layout.microbatches, profile.num_moe)
     dies, top_k = layout.routed or layout.dies, profile.config.num_experts_per_tok
-    attention = Curve(ROWS, tuple(profile.attention(dies, rows) for rows in ROWS))
+    near, far = layout.devices
+    attention = Curve(ROWS, tuple(profile.attention(dies, rows, near) for rows in ROWS))
     copies = tuple(rows * top_k for rows in ROWS)
-    experts = Curve(copies, tuple(profile.other(dies, "Experts", rows) for rows in ROWS))
+    experts = Curve(copies, tuple(profile.other(dies, "Experts", rows, far) for rows in ROWS))
     return [
         *WORDS,
         lines_of(attention, experts),
@@ -97,15 +98,15 @@ def pod_reasons(profile: PodProfile, plan: LayoutPlan, slo_ns: float) -> list[st
 
 def pod_sensitivity(profile: PodProfile, plan: LayoutPlan, slo_ns: float, extrapolates: bool) -> list[str]:
     """A layout under other assumptions."""
-    hbm, demand = Spec().hbm_bytes.value, profile.demand
-    longer = PodProfile(profile.checkpoint, Demand(2 * demand.prompt, demand.output))
+    demand = profile.demand
+    longer = PodProfile(profile.checkpoint, Demand(2 * demand.prompt, demand.output, demand.longest))
     cases = {
-        "SLO 20 % shorter": (profile, 0.8 * slo_ns, hbm),
-        "SLO 20 % longer": (profile, 1.2 * slo_ns, hbm),
-        "half the memory": (profile, slo_ns, hbm / 2),
+        "SLO 20 % shorter": (profile, 0.8 * slo_ns, 1.0),
+        "SLO 20 % longer": (profile, 1.2 * slo_ns, 1.0),
+        "half the memory": (profile, slo_ns, 0.5),
     }
     if longer.demand.max_len <= profile.config.max_position_embeddings:
-        cases["prompts twice as long"] = (longer, slo_ns, hbm)
+        cases["prompts twice as long"] = (longer, slo_ns, 1.0)
     lines = []
     for name, (times, slo, memory) in cases.items():
         other = sized(times, plan.layout, slo, extrapolates, memory)

@@ -1,49 +1,20 @@
-"""How long attention, experts and exchanges take: profiles by rows, from which k1 to k4 and Util follow.
+"""How long attention, experts and messages take on devices that are priced, not run: profiles by rows.
 
-Nothing here is typed in. A pod's profile is read off timing-only runs of one decode step, of the model's own
-dense layers and one with experts, at the batches of ROWS. What cannot be run here, BF16 on devices of other
-makes, is priced launch by launch by the one table that every run is billed from (`Spec.stage_ns`), with
-efficiencies that are assumed there: nobody has timed that, and a plan that uses it has to say so.
+BF16 on devices of any make is priced launch by launch by the one table that every run is billed from
+(`Spec.stage_ns`), with efficiencies that are assumed there: nobody has timed that, and a plan that uses it
+has to say so. What is run instead is in `pod_profile`.
 """
 
 from __future__ import annotations
 
-import copy
-import functools
-import math
-from typing import Any
-
-import msgspec
-
-from xdeepserve.engine.deploy.deployment import Deployment
-from xdeepserve.engine.run.clock.routing import TimingConfig
-from xdeepserve.engine.run.clock.trampoline_hub import SCALE_SLOT
 from xdeepserve.hw.accelerators import Accelerator
-from xdeepserve.model.checkpoint import Checkpoint
-from xdeepserve.model.weights import Part, select, weight_specs
-from xdeepserve.planner.decode_run import DecodeRun, decode_iteration
 from xdeepserve.planner.moe_shape import MoEShape
 from xdeepserve.planner.performance import Curve
 from xdeepserve.planner.search import NodeKind
-from xdeepserve.step.attention import KV_NBYTES
-from xdeepserve.step.layer import ATTENTION
-from xdeepserve.step.stage import stages
 
-# Rows of a DP group's step; more is outside of what was measured. Few rows leave experts of a die untouched,
-# whose weights are then not read: there the points have to be dense.
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-AWAY_ROWS = (16, 64, 256)  # of an attention die; an exchange is nearly a line
-EXPERT_ROWS = 8  # of an expert die meanwhile: enough for each of its experts to have some
 NODE_ROWS = (1, 16, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)  # of a node that is priced
 MESSAGES = tuple(float(1 << i) for i in range(10, 25, 2))  # bytes
 TP = (1, 2, 4, 8)
-SAMPLE = 2  # dies that stand for all of a colocated group
-LEAST_TOKENS = 32  # of a step, so that prompts get on beside few requests
-BLOCK = 16  # positions of a KV block
-USABLE = 0.9  # of a die's memory, for weights and KV; the rest is assumed to be enough for activations
-
-
-# ---- devices that are priced, not run -----------------------------------------------------------------
 
 
 def message_curve(device: Accelerator) -> Curve:
@@ -91,181 +62,3 @@ def expert_sides(shape: MoEShape, device: Accelerator) -> tuple[NodeKind, ...]:
             )
         )
     return tuple(sides)
-
-
-# ---- pods, by timing-only runs ------------------------------------------------------------------------
-
-
-class Demand(msgspec.Struct, frozen=True):
-    """What a request brings, in tokens. By default the medians of MS 7.1."""
-
-    prompt: int = 571
-    output: int = 159
-
-    @property
-    def context(self) -> int:
-        """Positions that a request attends to, on average while it decodes."""
-        return self.prompt + self.output // 2
-
-    @property
-    def max_len(self) -> int:
-        return self.prompt + self.output
-
-    @staticmethod
-    def at(context: int, max_len: int) -> Demand:
-        """A demand with this mean context and greatest length."""
-        output = 2 * (max_len - context)
-        return Demand(max_len - output, output)
-
-
-def decode_settings(kind: str, demand: Demand, requests: int, parts: int = 1, **sizes: Any) -> dict[str, Any]:
-    """Settings of a deployment in which a DP group decodes `requests` in each of `parts` microbatches."""
-    batch = requests * parts
-    limits = {"max_num_seqs": batch, "max_num_batched_tokens": max(batch, LEAST_TOKENS)}
-    cache = {"block_size": BLOCK, "num_blocks": batch * -(-demand.max_len // BLOCK)}
-    return {"kind": kind, "max_model_len": demand.max_len, **sizes, "scheduler": limits, "cache": cache}
-
-
-def decode_deployment(kind: str, demand: Demand, requests: int, parts: int = 1, **sizes: Any) -> Deployment:
-    """A deployment of `decode_settings`."""
-    return msgspec.convert(
-        {"name": "plan"} | decode_settings(kind, demand, requests, parts, **sizes), Deployment
-    )
-
-
-class PodProfile:
-    """Times of one model's stages on CloudMatrix384 dies, under one demand. Runs are made when they are asked
-    for, and remembered."""
-
-    def __init__(self, checkpoint: Checkpoint, demand: Demand) -> None:
-        self.checkpoint, self.demand, self.config = checkpoint, demand, checkpoint.config
-        c = self.config
-        self.names = tuple(stage.name for stage in stages(ATTENTION[c.attention]))
-        self.num_moe = c.num_moe_layers
-        self.num_dense = c.num_hidden_layers - self.num_moe
-        self.has_shared = c.n_shared_experts > 0
-        self.stages = functools.cache(self._stages)
-        self.away = functools.cache(self._away)
-        self.prefill_rate = functools.cache(self._prefill_rate)
-
-    def run(
-        self,
-        deployment: Deployment,
-        requests: int,
-        timing: TimingConfig,
-        shared: frozenset[int] = frozenset(),
-    ) -> DecodeRun:
-        """A step of the dense layers and one with experts, each with an indexer of its own, if the model has
-        some, but for those that are `shared`."""
-        shallow = copy.copy(self.checkpoint)
-        layers = {
-            "num_hidden_layers": self.num_dense + 1,
-            "first_k_dense_replace": self.num_dense,
-            "other_dense_layers": frozenset(),
-            "shared_choices": shared,
-        }
-        shallow.config = msgspec.structs.replace(self.config, **layers)
-        return decode_iteration(shallow, deployment, self.demand.context, requests, timing)
-
-    def _stages(self, num_dies: int) -> dict[str, Curve]:
-        """Each stage of a layer by rows of a die, on `num_dies` that hold all experts between them."""
-        runs = []
-        for rows in ROWS:
-            sizes = {} if num_dies == 1 else {"dies": min(SAMPLE, num_dies)}
-            kind = "colocated" if sizes else "monolithic"
-            timing = TimingConfig(of_dies=num_dies, routed_dies=num_dies)
-            runs.append(self._spent(decode_deployment(kind, self.demand, rows, **sizes), rows, timing))
-        counts = dict.fromkeys(self.names, self.num_dense + 1) | {"MLP": max(1, self.num_dense)}
-        names = {name for spent in runs for name in spent}
-        return {
-            name: Curve(ROWS, tuple(spent.get(name, 0.0) / counts.get(name, 1) for spent in runs))
-            for name in sorted(names)
-        }
-
-    def _spent(self, deployment: Deployment, requests: int, timing: TimingConfig) -> dict[str, float]:
-        """What stages take in all; of layers that share a choice of positions there are as many as in the
-        whole model, in proportion."""
-        spent = self.run(deployment, requests, timing).spent_ns
-        if not (num_shared := len(self.config.shared_choices)) or not self.num_dense:
-            return spent
-        with_shared = self.run(deployment, requests, timing, frozenset({self.num_dense})).spent_ns
-        part = (self.num_dense + 1) * num_shared / self.config.num_hidden_layers
-        return spent | {name: spent[name] + part * (with_shared[name] - spent[name]) for name in self.names}
-
-    def attention(self, num_dies: int, rows: float) -> float:
-        stages = self.stages(num_dies)
-        return sum(stages[name](rows) for name in self.names)
-
-    def other(self, num_dies: int, name: str, rows: float) -> float:
-        """A stage that not every model or layout has."""
-        curve = self.stages(num_dies).get(name)
-        return curve(rows) if curve else 0.0
-
-    def ends(self, num_dies: int, rows: float, parts: int = 1) -> float:
-        """What is no layer with experts: the dense ones, each part after the other, and the head."""
-        dense = self.attention(num_dies, rows) + self.other(num_dies, "MLP", rows)
-        return self.num_dense * parts * dense + self.other(num_dies, "Sample", rows)
-
-    def _away(self, routed: int, shared: int) -> tuple[Curve, Curve]:
-        """By rows of an attention die: posting them to the expert dies, and one exchange among those.
-
-        With one microbatch, E2A lasts two exchanges, the experts' time, and the bulk transfer back, which
-        goes as fast as posting does. How many attention dies there are makes no difference to an exchange.
-        """
-        posts, exchanges = [], []
-        for rows in AWAY_ROWS:
-            dies = -(-EXPERT_ROWS * routed // rows)
-            deployment = decode_deployment(
-                "moe-attention",
-                self.demand,
-                rows,
-                attention={"domains": 1, "dies": dies, "microbatches": 1},
-                experts={"routed_dies": routed, "shared_dies": shared},
-            )
-            spent = self.run(deployment, rows, TimingConfig()).spent_ns
-            posts.append(spent["A2E"])
-            exchanges.append(spent["E2A"] - self.experts(routed, shared, rows * dies))
-        post = Curve(AWAY_ROWS, tuple(posts))
-        ways = ((ns - self.back(post, rows)) / 2 for rows, ns in zip(AWAY_ROWS, exchanges, strict=True))
-        return post, Curve(AWAY_ROWS, tuple(ways))
-
-    def experts(self, routed: int, shared: int, rows: float) -> float:
-        """T_e of expert dies that `rows` tokens come to in all: of routed dies, or of shared ones."""
-        copies = self.other(routed, "Experts", rows / routed)
-        return max(copies, self.other(routed, "SharedExpert", rows / shared) if shared else 0.0)
-
-    def back(self, post: Curve, rows: float) -> float:
-        """Answers in BF16 by the speed at which tokens in INT8 were posted."""
-        hidden = self.config.hidden_size
-        return post(rows * 2 * hidden / (hidden + SCALE_SLOT))
-
-    def weight_nbytes(self, part: Part, num_dies: int) -> int:
-        """Bytes of weights on a die, one of `num_dies` that share the routed experts."""
-        held = -(-self.config.n_routed_experts // num_dies) if part in ("all", "routed") else 1
-        specs = weight_specs(self.config, "int8", self.demand.max_len, held, 0)
-        return sum(spec.nbytes for spec in select(specs, part).values())
-
-    def kv_nbytes(self) -> int:
-        """Bytes of a request of full length."""
-        c = self.config
-        keys = c.index_head_dim * (c.num_hidden_layers - len(c.shared_choices))
-        width = KV_NBYTES * (c.kv_columns * c.num_hidden_layers + keys)
-        return -(-self.demand.max_len // BLOCK) * BLOCK * width
-
-    def _prefill_rate(self, num_dies: int) -> float:
-        """Prompt tokens per second of a prefill TE, two prompts in each of its DP groups."""
-        from xdeepserve.engine.dp.sampling_params import SamplingParams
-        from xdeepserve.llm import LLM
-
-        prefill = {"dies": num_dies, "max_num_batched_tokens": 2 * self.demand.prompt}
-        deployment = decode_deployment("pd", self.demand, 16, prefill=prefill, decode={"dies": SAMPLE})
-        with LLM(self.checkpoint, deployment, timing_only=True) as llm:
-            groups = len(llm.engine.je.tes[0].groups)
-            prompts = [[5] * self.demand.prompt] * (2 * groups)
-            outputs = llm.generate(prompts, SamplingParams(max_tokens=1, ignore_eos=True))
-        last = max(out.metrics.ttft_ns or 0 for out in outputs if out.metrics is not None)
-        return 2 * groups * self.demand.prompt / last * 1e9
-
-
-def usable_nbytes(hbm_bytes: float) -> int:
-    return math.floor(USABLE * hbm_bytes)

@@ -10,27 +10,23 @@ are what decodes beside prefill elsewhere.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from xdeepserve.engine.deploy.deployment import Deployment
+from xdeepserve.engine.deploy.deployment import Deployment, Device
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.errors import DeploymentError
+from xdeepserve.hw.accelerators import ACCELERATORS
 from xdeepserve.hw.spec import Spec
 from xdeepserve.model.config import ModelConfig
-from xdeepserve.planner.fit import ROWS, Demand, PodProfile, decode_settings, usable_nbytes
 from xdeepserve.planner.performance import Times
+from xdeepserve.planner.pod_profile import HERE, ROWS, Demand, PodProfile, decode_settings, usable_nbytes
 from xdeepserve.planner.search import Bound
 
-MICROBATCHES = (1, 2, 3, 4)
-DOMAINS = range(1, 9)
 COPIES_KNOWN = 2
-SIZES = 4  # of TEs or of expert dies that are tried, the largest: smaller ones read more weights for a token
-ROUTED_PER_SHARED = (8, 4)  # the first as in xDeepServe 7.1: 256 and 32
 
 
 class PodLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,12 +40,21 @@ class PodLayout(msgspec.Struct, frozen=True, kw_only=True):
     microbatches: int = 1
     routed: int = 0
     shared: int = 0
+    devices: tuple[Device, Device] = HERE  # of attention and of experts, where these are apart
+
+    @property
+    def price(self) -> float:
+        """What all dies cost, L20 = 1 (MS Table 3)."""
+        attention, experts = (ACCELERATORS[device].price.value for device in self.devices)
+        return (self.total - self.routed - self.shared) * attention + (self.routed + self.shared) * experts
 
     @property
     def total(self) -> int:
         """All dies."""
-        apart = self.domains * self.dies + self.routed + self.shared
-        return apart if self.routed else self.count * self.dies + self.prefill[0] * self.prefill[1]
+        decoding = (
+            self.domains * self.dies + self.routed + self.shared if self.routed else self.count * self.dies
+        )
+        return decoding + self.prefill[0] * self.prefill[1]
 
     @property
     def groups(self) -> int:
@@ -59,7 +64,9 @@ class PodLayout(msgspec.Struct, frozen=True, kw_only=True):
     def title(self) -> str:
         if self.routed:
             parts = f"{self.domains} x {self.dies} + {self.routed} + {self.shared}"
-            return f"moe-attention {parts}, m = {self.microbatches}"
+            beside = f"{self.prefill[0]} x {self.prefill[1]} : " if self.prefill[0] else ""
+            where = "" if self.devices == HERE else f" on {self.devices[0]} + {self.devices[1]}"
+            return f"{self.kind} {beside}{parts}, m = {self.microbatches}{where}"
         if self.prefill[0]:
             return f"pd {self.prefill[0]} x {self.prefill[1]} : {self.count} x {self.dies}"
         return f"{self.kind} {self.dies}" + (f", {self.count} TEs" if self.count > 1 else "")
@@ -67,13 +74,13 @@ class PodLayout(msgspec.Struct, frozen=True, kw_only=True):
     def sections(self) -> dict[str, Any]:
         """Its settings in a deployment."""
         if self.routed:
+            on: list[dict[str, Any]] = [{} if self.devices == HERE else {"hardware": d} for d in self.devices]
+            sizes = {"domains": self.domains, "dies": self.dies, "microbatches": self.microbatches}
+            prefill = {"count": self.prefill[0], "dies": self.prefill[1]}
             return {
-                "attention": {
-                    "domains": self.domains,
-                    "dies": self.dies,
-                    "microbatches": self.microbatches,
-                },
-                "experts": {"routed_dies": self.routed, "shared_dies": self.shared},
+                **({"prefill": prefill} if self.prefill[0] else {}),
+                "attention": sizes | on[0],
+                "experts": {"routed_dies": self.routed, "shared_dies": self.shared} | on[1],
             }
         if self.prefill[0]:
             return {
@@ -124,6 +131,7 @@ def layout_of(deployment: Deployment, config: ModelConfig) -> tuple[PodLayout, i
         microbatches=first.num_microbatches,
         routed=len(routed) if is_apart else 0,
         shared=first.num_shared_dies if is_apart else 0,
+        devices=first.devices,
     )
     return layout, max(1, first.max_seqs // layout.microbatches)
 
@@ -153,19 +161,20 @@ class LayoutPlan(msgspec.Struct, frozen=True, kw_only=True):
 def times_apart(profile: PodProfile, layout: PodLayout, rows: float) -> Times:
     """T_a, T_e, T_c of a microbatch of `rows` on each attention die; experts serve the domains in turn, and
     an exchange keeps them as busy as computing does."""
-    routed, shared = layout.routed, layout.shared
-    post, exchange = profile.away(routed, shared)
-    own = profile.attention(routed, rows) + profile.other(routed, "Gate", rows) + post(rows)
-    experts = profile.experts(routed, shared, rows * layout.dies)
-    way = exchange(rows)
-    busy = layout.domains * max(experts, way)
-    return Times(own, experts, way + profile.back(post, rows) / 2, busy)
+    routed, shared, (near, far) = layout.routed, layout.shared, layout.devices
+    ways = profile.away(routed, shared, layout.devices)
+    own = profile.attention(routed, rows, near) + profile.other(routed, "Gate", rows, near) + ways.post(rows)
+    arriving = rows * layout.dies
+    experts = profile.experts(routed, shared, arriving, far)
+    copies = profile.copies(routed, shared, arriving)
+    busy = layout.domains * max(experts, ways.over.busy(rows, copies))
+    return Times(own, experts, ways.over(rows, copies) / 2, busy)
 
 
 def predict(profile: PodProfile, layout: PodLayout, rows: int) -> float:
     """A decode iteration with `rows` requests in each microbatch, in ns."""
     if layout.routed:
-        ends = profile.ends(layout.routed, rows, layout.microbatches)
+        ends = profile.ends(layout.routed, rows, layout.microbatches, layout.devices[0])
         times = times_apart(profile, layout, rows)
         # All domains come to the experts at once, and the last one's turn is when the others have had theirs.
         waits = times.busy * (layout.domains - 1) / layout.domains
@@ -198,12 +207,14 @@ def least_known(profile: PodProfile, layout: PodLayout) -> int:
     return math.ceil(COPIES_KNOWN * c.n_routed_experts / (c.num_experts_per_tok * layout.dies))
 
 
-def max_requests(profile: PodProfile, layout: PodLayout, hbm_bytes: float) -> int:
-    """Requests of a microbatch, by the memory of a die; below 0 if a die's weights do not fit."""
-    room = usable_nbytes(hbm_bytes)
+def max_requests(profile: PodProfile, layout: PodLayout, memory: float = 1.0) -> int:
+    """Requests of a microbatch, by that part of a die's memory; below 0 if a die's weights do not fit."""
+    room, of_experts = (
+        usable_nbytes(memory * ACCELERATORS[device].spec.hbm_bytes.value) for device in layout.devices
+    )
     if layout.routed:
         routed = profile.weight_nbytes("routed", layout.routed)
-        if max(routed, profile.weight_nbytes("shared", 1)) > room:
+        if max(routed, profile.weight_nbytes("shared", 1) if layout.shared else 0) > of_experts:
             return -1
         room -= profile.weight_nbytes("attention", 1)
     else:
@@ -228,20 +239,20 @@ def largest(obstacle: Callable[[int], Bound | None], limit: int) -> tuple[int, B
 
 
 def sized(
-    profile: PodProfile, layout: PodLayout, slo_ns: float, extrapolates: bool, hbm_bytes: float
+    profile: PodProfile, layout: PodLayout, slo_ns: float, extrapolates: bool, memory: float = 1.0
 ) -> LayoutPlan | None:
     """The layout with the largest batch that keeps the SLO, memory and what was measured."""
-    room = max_requests(profile, layout, hbm_bytes)
+    room, goes_beyond = max_requests(profile, layout, memory), extrapolates and layout.devices == HERE
 
     def obstacle(rows: int) -> Bound | None:
         if rows > room:
             return "memory"
-        if not (extrapolates or is_known(layout, rows)):
+        if not (goes_beyond or is_known(layout, rows)):
             return "range"
         return "SLO" if predict(profile, layout, rows) > slo_ns else None
 
-    rows, bound = largest(obstacle, (2 if extrapolates else 1) * ROWS[-1])
-    if rows < (1 if extrapolates else least_known(profile, layout)):
+    rows, bound = largest(obstacle, (2 if goes_beyond else 1) * ROWS[-1])
+    if rows < (1 if goes_beyond else least_known(profile, layout)):
         return None
     notes = []
     if not is_known(layout, rows):
@@ -250,6 +261,8 @@ def sized(
         notes.append("experts with too few tokens for what was measured")
     if layout.prefill[0]:
         notes.append("prefill times are not calibrated")
+    if layout.devices != HERE:
+        notes.append("devices that nobody has timed")
     times = times_apart(profile, layout, rows) if layout.routed else None
     return LayoutPlan(
         layout=layout,
@@ -264,95 +277,3 @@ def sized(
 def even(num_experts: int, high: int) -> list[int]:
     """Numbers of dies up to `high` that hold equally many experts each."""
     return [n for n in range(1, min(num_experts, high) + 1) if num_experts % n == 0]
-
-
-def least_dies(profile: PodProfile, hbm_bytes: float) -> int:
-    """Dies by which the model's weights fit, colocated, with KV of a request."""
-    experts = profile.config.n_routed_experts
-    for dies in even(experts, experts):
-        if max_requests(profile, PodLayout(kind="colocated", dies=dies), hbm_bytes) >= 1:
-            return dies
-    needed = profile.weight_nbytes("all", experts) + profile.kv_nbytes()
-    raise DeploymentError(
-        f"model {profile.checkpoint.name} does not fit: with one expert of each layer, and KV of one request "
-        f"of {profile.demand.max_len} tokens, a die needs {needed / 2**30:.1f} GiB, of "
-        f"{usable_nbytes(hbm_bytes) / 2**30:.1f} GiB that are for both; a shorter --prompt takes less"
-    )
-
-
-def together(profile: PodProfile, num_dies: int, hbm_bytes: float) -> Iterator[PodLayout]:
-    """Colocated TEs, as many as there are dies for: the largest sizes that fit."""
-    least, experts = least_dies(profile, hbm_bytes), profile.config.n_routed_experts
-    for dies in [n for n in even(experts, num_dies) if n >= least][-SIZES:]:
-        kind = "colocated" if dies > 1 else "monolithic"
-        yield PodLayout(kind=kind, dies=dies, count=num_dies // dies)
-
-
-def apart(profile: PodProfile, num_dies: int) -> Iterator[PodLayout]:
-    """Expert dies of a few sizes; attention dies get what is left, in equal domains."""
-    for routed in even(profile.config.n_routed_experts, num_dies // 2)[-SIZES:]:
-        some = {max(1, routed // ratio) for ratio in ROUTED_PER_SHARED} if profile.has_shared else {0}
-        for shared, domains, m in itertools.product(sorted(some), DOMAINS, MICROBATCHES):
-            dies = (num_dies - routed - shared) // domains
-            if dies >= 1:
-                yield PodLayout(
-                    kind="moe-attention",
-                    dies=dies,
-                    domains=domains,
-                    microbatches=m,
-                    routed=routed,
-                    shared=shared,
-                )
-
-
-def with_prefill(profile: PodProfile, plan: LayoutPlan, num_dies: int) -> PodLayout | None:
-    """Prefill and decode TEs of one colocated size on all dies, so that neither waits for the other:
-    prompts and answers per second are the same."""
-    dies, demand = plan.layout.dies, profile.demand
-    tes = num_dies // dies
-    if tes < 2:
-        return None
-    prompts = profile.prefill_rate(dies) / demand.prompt
-    answers = plan.throughput / plan.layout.count / demand.output
-    best = max(range(1, tes), key=lambda p: min(p * prompts, (tes - p) * answers))
-    return PodLayout(kind="pd", dies=dies, count=tes - best, prefill=(best, dies))
-
-
-def plans(
-    profile: PodProfile,
-    num_dies: int,
-    slo_ns: float,
-    extrapolates: bool = False,
-    hbm_bytes: float = Spec().hbm_bytes.value,
-) -> list[LayoutPlan]:
-    """All that keep the SLO, by throughput."""
-    least = least_dies(profile, hbm_bytes)
-    dies = "1 die" if num_dies == 1 else f"{num_dies} dies"
-    if num_dies < least:
-        raise DeploymentError(f"model {profile.checkpoint.name} does not fit on {dies}: the least is {least}")
-    found: list[LayoutPlan] = []
-
-    def add(layout: PodLayout) -> None:
-        plan = sized(profile, layout, slo_ns, extrapolates, hbm_bytes)
-        if plan is not None:
-            found.append(plan)
-
-    for layout in (*together(profile, num_dies, hbm_bytes), *apart(profile, num_dies)):
-        add(layout)
-    if extrapolates:
-        colocated = [plan for plan in found if plan.layout.kind == "colocated"]
-        for ratio in [with_prefill(profile, plan, num_dies) for plan in colocated]:
-            if ratio is not None:
-                add(ratio)
-    if not found:
-        every = (*together(profile, num_dies, hbm_bytes), *apart(profile, num_dies))
-        least_ns = min(
-            predict(profile, layout, least_known(profile, layout))
-            for layout in every
-            if max_requests(profile, layout, hbm_bytes) > 0
-        )
-        raise DeploymentError(
-            f"no plan keeps {slo_ns / 1e6:g} ms: the shortest iteration on {dies} takes "
-            f"{least_ns / 1e6:.2f} ms; --slo-ms {math.ceil(least_ns / 1e5) / 10:g} would do"
-        )
-    return sorted(found, key=lambda plan: (-plan.throughput, plan.layout.total))

@@ -32,7 +32,7 @@ from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.errors import InputError, meant
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
-from xdeepserve.planner.fit import usable_nbytes
+from xdeepserve.planner.pod_profile import usable_nbytes
 from xdeepserve.platform.auto_scaler import ScaleBounds
 from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.fleet_roles import FleetRoles

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from xdeepserve.model.config import ModelConfig
-from xdeepserve.verify.case import Case
+from xdeepserve.verify.case import LATE, Case
 from xdeepserve.verify.parallel import REPLICAS, tensor_parallel_sizes
 
 PUSH = "exchange=push"
@@ -68,6 +68,22 @@ def carriers() -> list[Case]:
         Case("moe-attention", "A2E by URMA, dataflow", (urma, "dataflow=true")),
         Case("moe-attention", "A2E by URMA, in lockstep", (urma, "lockstep=true")),
         Case("transformerless", "A2E by URMA", (urma,), crowded=True),
+    ]
+
+
+def mixed_hardware() -> list[Case]:
+    """Attention and experts on different hardware, by M2N (MegaScale-Infer 4.3, 5)."""
+    h20, l40s = "attention.hardware=h20", "experts.hardware=l40s"
+    return [
+        Case("moe-attention", "M2N among CloudMatrix dies", ("attention.carrier=rdma",), crowded=True),
+        Case(
+            "moe-attention",
+            "attention on H20, experts on L40S, 3 microbatches",
+            (h20, l40s, "attention.microbatches=3"),
+            crowded=True,
+        ),
+        Case("moe-attention", "experts on 910B, stragglers", ("experts.hardware=910b", LATE), clock_seed=1),
+        Case("transformerless", "attention on H20, experts on L40S", (h20, l40s), crowded=True),
     ]
 
 

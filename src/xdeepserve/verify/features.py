@@ -90,6 +90,7 @@ FEATURES = (
     Feature("exchange by push, EPLB, 2 drafts", ("exchange=push", SLOTS, "mtp=2")),
     Feature("INT8 combine", ("combine=int8",)),
     Feature("A2E by URMA", ("attention.carrier=urma",)),
+    Feature("experts on other hardware (M2N)", ("attention.hardware=h20", "experts.hardware=l40s")),
     Feature("experts without barriers (dataflow)", ("dataflow=true",)),
     Feature("statuses of DP groups by all-gather", (GATHER,), GATHER_IN_PREFILL),
     Feature("steps planned ahead", ("execution.overlap=true",)),

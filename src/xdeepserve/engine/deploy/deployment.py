@@ -15,6 +15,7 @@ from xdeepserve.model.tp import TPMode
 
 Role = Literal["both", "prefill", "decode"]
 Hardware = Literal["cm384", "910b"]  # dies of a CloudMatrix384, NPUs of Atlas 800T A2 servers beside it
+Device = Literal["cm384", "910b", "l20", "h800", "a800", "h20", "l40s"]  # of attention or of experts alone
 Kind = Literal["monolithic", "colocated", "pd", "moe-attention", "transformerless", "eaas", "mixed"]
 
 Mode = Literal["graph", "op"]  # a step is one launch, or one for each operator
@@ -30,7 +31,8 @@ Overlap = Literal["cores", "engines"]
 Fabric = Literal["auto", "ub", "roce", "vpc"]
 Transfer = Literal["request", "layer"]
 Transport = Literal["pod", "shm", "tcp"]  # EaaS 4.4
-Carrier = Literal["mte", "urma"]  # AIV cores' own engines, or the DMA engine that they ask (xDeepServe 3.3)
+# AIV cores' own engines, or the DMA engine that they ask (xDeepServe 3.3); network cards (MegaScale-Infer 5).
+Carrier = Literal["mte", "urma", "rdma"]
 Combine = Literal["bf16", "int8"]
 Exchange = Literal["pull", "push"]  # xDeepServe 3.2; CloudMatrix 4.2.1
 PoolFabric = Literal["ub", "vpc"]
@@ -234,10 +236,16 @@ class AttentionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dies: Annotated[int, "attention dies in each DP domain, each a DP group"] = 2
     microbatches: Annotated[int, "parts of a step: experts work on one while attention works on another"] = 2
     carrier: Annotated[
-        Carrier,
-        "of what A2E and E2A pull: mte, through AIV cores; urma, by the DMA engine, which starts later and "
-        "leaves cores and MTE2 to others",
-    ] = "mte"
+        Carrier | None,
+        "of tokens and answers: mte, A2E and E2A through AIV cores; urma, by the DMA engine, which starts "
+        "later and leaves cores and MTE2 to others; rdma, M2N by network cards, without trampolines. By "
+        "default mte, and rdma where hardware is of other kinds",
+    ] = None
+    hardware: Annotated[
+        Device,
+        "of attention dies (moe-attention, transformerless); another one than cm384, here or in "
+        "experts.hardware, has no UB, and is reached by network cards",
+    ] = "cm384"
 
 
 class ExpertConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -248,6 +256,7 @@ class ExpertConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shared_dies: Annotated[
         int | None, "dies of the shared expert; by default 1 for 8 of routed ones, and in colocated every die"
     ] = None
+    hardware: Annotated[Device, "of dies for experts alone (moe-attention, transformerless)"] = "cm384"
     counts: Annotated[
         tuple[int, ...] | None,
         "routed experts of each expert server, in order (eaas); by default even shares",

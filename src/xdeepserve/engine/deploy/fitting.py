@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise, starmap
 
-from xdeepserve.engine.deploy import expert_services, refusals
+from xdeepserve.engine.deploy import cards, expert_services, refusals
 from xdeepserve.engine.deploy.deployment import (
     AttentionConfig,
     Deployment,
@@ -36,7 +36,7 @@ def fit(deployment: Deployment, config: ModelConfig, is_timing_only: bool = Fals
     num_experts = teams.num_experts
     reasons = refusals.reasons_against(deployment, config) + teams.reasons
     reasons += refusals.reasons_against_replicas(deployment, num_experts)
-    reasons += expert_services.reasons_elsewhere(deployment)
+    reasons += expert_services.reasons_elsewhere(deployment) + cards.reasons_against(deployment)
     if not reasons and num_experts:
         holders = {te.name: te.num_holders for te in tes}
         if is_timing_only:
@@ -53,7 +53,7 @@ def _places(d: Deployment, tes: Sequence[TEDies], reasons: list[str]) -> dict[st
     of other hardware, is beside it. What is wrong with that is added to `reasons`."""
     prefills = [te for te in tes if te.kind.role == "prefill"]
     is_beside = _total(tes) > MAX_DIES or any(te.is_foreign for te in prefills)
-    beside = prefills if is_beside else []
+    beside = [te for te in tes if te.is_mixed or (is_beside and te in prefills)]
     within = [te for te in tes if te not in beside]
     if any(te.is_foreign for te in beside) and d.fabric == "ub":
         reasons.append(
@@ -168,7 +168,8 @@ def size(
         num_vacant=vacant,
         balance_interval_ns=0 if copies_of else math.ceil(1e9 * experts.balance_interval),
         balance_slices=experts.balance_slices,
-        carrier=attention.carrier if row.is_apart else "mte",
+        carrier=cards.carrier_of(d) if row.is_apart else "mte",
+        devices=te.devices,
         exchange=d.exchange,
         is_lockstep=not is_timing_only and _is_lockstep(d, row, config),
         max_model_len=max_model_len,

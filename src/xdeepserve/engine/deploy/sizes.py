@@ -10,6 +10,7 @@ import msgspec
 
 from xdeepserve.engine.deploy.deployment import (
     Carrier,
+    Device,
     Exchange,
     Hardware,
     Role,
@@ -50,7 +51,8 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     num_vacant: int = 0  # of the dies with routed experts, the last ones: servers that may join
     balance_interval_ns: int = 0  # between decisions on replicas; 0: never
     balance_slices: int = 1  # of an interval
-    carrier: Carrier = "mte"  # of what A2E and E2A pull
+    carrier: Carrier = "mte"  # of tokens to experts on dies of their own, and of answers
+    devices: tuple[Device, Device] = ("cm384", "cm384")  # of attention, of experts on dies of their own
     exchange: Exchange = "pull"  # of tokens between dies with experts
     is_lockstep: bool = False  # its dies run as one, see engine/run/gang
     max_model_len: int
@@ -85,6 +87,11 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
         if self.turns in AT_EXPERTS:
             return "away"
         return "among" if self.num_dies > 1 and any(self.experts_of) else "here"
+
+    @property
+    def is_foreign(self) -> bool:
+        """Some of its dies are of other hardware than the SuperPod's."""
+        return self.hardware != "cm384" or self.devices != ("cm384", "cm384")
 
     @property
     def flows(self) -> bool:

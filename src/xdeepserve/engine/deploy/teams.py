@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from xdeepserve.engine.deploy.deployment import AttentionConfig, Deployment, ExpertConfig, TEConfig
+from xdeepserve.engine.deploy.deployment import AttentionConfig, Deployment, Device, ExpertConfig, TEConfig
 from xdeepserve.engine.deploy.expert_services import reasons_against_services
 from xdeepserve.engine.deploy.roles import DEPLOYMENTS, TEKind, sections
 from xdeepserve.engine.deploy.settings import instead
@@ -42,6 +42,7 @@ class TEDies(NamedTuple):
     given: TEConfig = TEConfig()  # with `tp` filled in
     num_routed_dies: int = 0  # of their own; 0: experts live with attention
     num_shared_dies: int = 0  # with a copy of the shared expert for others, of their own or with attention
+    devices: tuple[Device, Device] = ("cm384", "cm384")  # of attention, of experts on dies of their own
 
     @property
     def num_holders(self) -> int:
@@ -54,8 +55,13 @@ class TEDies(NamedTuple):
         return self.num_dies + (self.num_holders if self.num_routed_dies else 0)
 
     @property
+    def is_mixed(self) -> bool:
+        """Attention or experts have hardware that no UB leads to."""
+        return self.devices != ("cm384", "cm384")
+
+    @property
     def is_foreign(self) -> bool:
-        """On other hardware than the SuperPod's."""
+        """On 910B servers."""
         return self.given.hardware != "cm384"
 
 
@@ -217,7 +223,8 @@ class Teams:
         self._check_shared_inputs()
         num_dies = attention.domains * attention.dies
         vacant = max(0, experts.vacancies) if row.has_services else 0
-        return [TEDies(name, row, num_dies, TEConfig(tp=1), routed + vacant, shared)]
+        devices = attention.hardware, experts.hardware
+        return [TEDies(name, row, num_dies, TEConfig(tp=1), routed + vacant, shared, devices)]
 
     def _dies(
         self,

@@ -3,6 +3,7 @@
     trampolines   A2E and E2A with barriers, by steps (xDeepServe 5.2)
     flow          without barriers, an expert die serves each attention die as it comes (5.3)
     services      slots on expert servers, which clients write and read by themselves (EaaS 3)
+    cards         M2N: each attention die writes to each expert die by its network card (MegaScale-Infer 5)
 
 A way plans the buffers of all dies, and makes the end of each. `WAYS` says whose turn takes which.
 """
@@ -21,10 +22,12 @@ from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
 from xdeepserve.comm.trampoline.side import Side
 from xdeepserve.comm.trampoline.token_flow import FlowExpertSide, FlowTrampoline
 from xdeepserve.engine.deploy.roles import Turns
+from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.dataflow import DataflowExpertProgram
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.run.arithmetic import quantize_rows
+from xdeepserve.engine.run.by_cards import ByCards
 from xdeepserve.engine.run.by_services import ByServices
 from xdeepserve.engine.run.ends import CountedSide, rows_away
 from xdeepserve.engine.walk.runner import Computing, Trampoline
@@ -82,6 +85,7 @@ class ByTrampolines:
     @property
     def means(self) -> Means:
         """What both sides use."""
+        assert self.sizes.carrier != "rdma"
         return Means(carrier=self.sizes.carrier, timeout_ns=self.sizes.exchange_timeout_ns)
 
     def attention_end(self, rank: int, microbatch: int) -> Trampoline:
@@ -127,6 +131,11 @@ class Flowing(ByTrampolines):
             for kind in (FlowExpertSide, FlowTrampoline)
         )
         return DataflowExpertProgram(die, mem, flows, trampolines, threads, Computing(die), reports)
+
+
+def way_of(sizes: Sizes) -> Callable[[Team, list[list[Tally]]], Way]:
+    """What makes the way of a TE."""
+    return ByCards if sizes.carrier == "rdma" else WAYS[sizes.turns]
 
 
 WAYS: dict[Turns, Callable[[Team, list[list[Tally]]], Way]] = {

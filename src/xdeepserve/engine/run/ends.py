@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from xdeepserve.comm.exchange.handle import XCCL
 from xdeepserve.comm.exchange.rows import TokenCopies
 from xdeepserve.comm.fused.handle import FusedXCCL
+from xdeepserve.comm.m2n.m2n_sides import M2NAttention
 from xdeepserve.comm.services.service_client import ServiceClient
 from xdeepserve.comm.trampoline.a2e import AttentionSide
 from xdeepserve.engine.walk.tally import Tally
@@ -55,7 +56,7 @@ class RankExchange:
 class CountedSide:
     """An attention die's end of A2E and E2A, which tells how many tokens it sends."""
 
-    def __init__(self, side: AttentionSide | ServiceClient, tally: Tally) -> None:
+    def __init__(self, side: AttentionSide | ServiceClient | M2NAttention, tally: Tally) -> None:
         self.side, self._tally = side, tally
 
     def at(self, **place: int) -> None:

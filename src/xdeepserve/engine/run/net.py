@@ -26,7 +26,7 @@ from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.sampler import Chooser, Sampler
 from xdeepserve.engine.outside.watcher import Watcher
 from xdeepserve.engine.run.arithmetic import quantize_rows
-from xdeepserve.engine.run.away import WAYS, ByTrampolines, Way
+from xdeepserve.engine.run.away import ByTrampolines, Way, way_of
 from xdeepserve.engine.run.by_services import ByServices
 from xdeepserve.engine.run.ends import RankExchange
 from xdeepserve.engine.walk.group_end import GroupEnd, TPGroup
@@ -134,7 +134,7 @@ class ProtocolNet:
         if sizes.num_sharing > 1:
             self.collectives = self._plan_collectives()
         if sizes.experts == "away":
-            self.away = WAYS[sizes.turns](team, self._tallies)
+            self.away = way_of(sizes)(team, self._tallies)
         elif sizes.experts == "among":
             self.exchanges = [self._plan_exchange(mark) for mark in self._marks]
 

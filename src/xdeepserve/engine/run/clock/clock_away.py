@@ -16,6 +16,7 @@ from xdeepserve.comm.services.layout import ServiceLayout
 from xdeepserve.comm.services.service_cost import ServiceCost
 from xdeepserve.comm.services.service_server import AT_ONCE, Batching
 from xdeepserve.engine.deploy.roles import Turns
+from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.expert_server import ExpertServerProgram
 from xdeepserve.engine.die.experts import ExpertProgram
@@ -23,6 +24,7 @@ from xdeepserve.engine.die.replicas import moe_layers
 from xdeepserve.engine.run.clock.flow_costs import ByRequest, ByTrampoline, WayCost
 from xdeepserve.engine.run.clock.flow_ends import FlowClient, FlowServer
 from xdeepserve.engine.run.clock.flow_hub import FlowHub
+from xdeepserve.engine.run.clock.m2n_hub import ClockM2NAttention, ClockM2NExpert, M2NHub
 from xdeepserve.engine.run.clock.routing import PlacedRouting, TimingConfig
 from xdeepserve.engine.run.clock.timeline import Timeline
 from xdeepserve.engine.run.clock.trampoline_hub import ClockAttentionSide, ClockExpertSide, TrampolineHub
@@ -53,13 +55,16 @@ class ClockAway(Protocol):
 class ClockTrampolines:
     """Meetings of each microbatch of each domain with all expert dies: `hubs[microbatch][domain]`."""
 
+    attention_side: type[ClockAttentionSide] = ClockAttentionSide
+    expert_side: type[ClockExpertSide] = ClockExpertSide
+
     def __init__(
         self, team: Team, cost: CommCost, timing: TimingConfig, placed: Sequence[PlacedRouting]
     ) -> None:
         self.team, sizes = team, team.sizes
         self.hubs = [
             [
-                TrampolineHub(
+                self._hub(
                     team.pod.clock,
                     cost,
                     team.config,
@@ -71,7 +76,7 @@ class ClockTrampolines:
                     sizes.exchange_timeout_ns,
                     placed[d] if placed else None,
                     sizes.num_slots,
-                    sizes.carrier,
+                    "mte" if sizes.carrier == "rdma" else sizes.carrier,
                     sizes.exchange == "push",
                 )
                 for d in range(sizes.num_domains)
@@ -79,10 +84,13 @@ class ClockTrampolines:
             for m in range(sizes.num_microbatches)
         ]
 
+    def _hub(self, *args: Any) -> TrampolineHub:
+        return TrampolineHub(*args)
+
     def attention_end(self, rank: int, microbatch: int, timeline: Timeline) -> Trampoline:
         """A part of the meetings with expert dies."""
         domain, index = divmod(rank, self.team.dies_per_domain)
-        return ClockAttentionSide(timeline, index, self.hubs[microbatch][domain])
+        return self.attention_side(timeline, index, self.hubs[microbatch][domain])
 
     def expert_program(
         self,
@@ -94,9 +102,19 @@ class ClockTrampolines:
     ) -> ExpertProgram:
         """The three persistent kernels, of which the middle one only takes time."""
         die = timeline.die
-        sides = [[ClockExpertSide(die, index, hub) for hub in by_domain] for by_domain in self.hubs]
+        sides = [[self.expert_side(die, index, hub) for hub in by_domain] for by_domain in self.hubs]
         tallies = [[hub.tally for hub in by_domain] for by_domain in self.hubs]
         return ExpertProgram(die, mem, sides, tallies, threads, timeline, reports)
+
+
+class ClockCards(ClockTrampolines):
+    """The same meetings over network cards."""
+
+    attention_side, expert_side = ClockM2NAttention, ClockM2NExpert
+
+    def _hub(self, *args: Any) -> TrampolineHub:
+        spec_of, team = self.team.pod.spec_of, self.team
+        return M2NHub(spec_of(team.dies[0]), spec_of(team.expert_dies[0]), *args)
 
 
 class ClockFlows:
@@ -121,8 +139,10 @@ class ClockFlows:
     def way_cost(self, cost: CommCost) -> WayCost:
         """By trampolines."""
         team, sizes = self.team, self.team.sizes
+        carrier = sizes.carrier
+        assert carrier != "rdma"  # M2N has no trampolines
         copies = team.config.num_experts_per_tok + (sizes.num_shared_dies > 0)
-        return ByTrampoline(cost, len(team.expert_dies), copies, team.config.hidden_size, sizes.carrier)
+        return ByTrampoline(cost, len(team.expert_dies), copies, team.config.hidden_size, carrier)
 
     def attention_end(self, rank: int, microbatch: int, timeline: Timeline) -> Trampoline:
         """It sends, and waits for those alone that it has sent to."""
@@ -181,6 +201,11 @@ class ClockServices(ClockFlows):
         server_of = team.pod.topology.server_of
         pairs = [server_of(client) != server_of(die) for client in team.dies for die in team.expert_dies]
         return ByRequest(ServiceCost(cost.spec, layout.rows, sum(pairs) / len(pairs)))
+
+
+def clock_way(sizes: Sizes) -> Callable[[Team, CommCost, TimingConfig, Sequence[PlacedRouting]], ClockAway]:
+    """What makes the way of a TE."""
+    return ClockCards if sizes.carrier == "rdma" else CLOCK_WAYS[sizes.turns]
 
 
 CLOCK_WAYS: dict[Turns, Callable[[Team, CommCost, TimingConfig, Sequence[PlacedRouting]], ClockAway]] = {

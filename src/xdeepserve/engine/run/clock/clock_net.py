@@ -14,7 +14,7 @@ from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.sampler import Chooser
 from xdeepserve.engine.die.shape_memory import ModelShapes, ShapeExpertMemory, ShapeMemory
 from xdeepserve.engine.messages import StepPlan
-from xdeepserve.engine.run.clock.clock_away import CLOCK_WAYS
+from xdeepserve.engine.run.clock.clock_away import clock_way
 from xdeepserve.engine.run.clock.exchange_hub import ClockExchange, ExchangeHub
 from xdeepserve.engine.run.clock.group_hub import ClockGroup, CollectiveHub
 from xdeepserve.engine.run.clock.routing import PlacedRouting, TimingConfig, generator
@@ -100,7 +100,7 @@ class ClockNet:
             ]
             for group in {team.sharing(rank) for rank in range(sizes.num_dies)}
         }
-        self._away = CLOCK_WAYS[sizes.turns](team, cost, timing, self._placed) if is_away else None
+        self._away = clock_way(sizes)(team, cost, timing, self._placed) if is_away else None
 
     def memory(self, rank: int) -> DieMemory:
         """Index lists and results; all else is a shape."""

@@ -20,7 +20,7 @@ class TimingConfig(msgspec.Struct, frozen=True, kw_only=True):
     acceptance   probability that a draft of MTP is accepted
     skew         of expert popularity: the i-th most popular slot is chosen in proportion to i ** -skew
     seed         of both
-    of_dies      bill exchanges and experts as if the DP groups were a sample of a pod of so many dies
+    of_dies      bill exchanges and experts as if dies were a sample of a pod in which so many have experts
     routed_dies  how many of those dies hold routed experts, and nothing else; by default all hold some,
                  beside a copy of the shared expert in a redundant slot if need be
     """

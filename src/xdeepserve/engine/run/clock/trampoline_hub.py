@@ -32,6 +32,7 @@ class TrampolineHub:
 
     An attention die posts its tokens in bulk at its trampoline and goes on; expert dies exchange them.
     Answers come back through an exchange and in bulk: the attention die only waits (XDS 3.3).
+    `config.of_dies` bills as if all these dies were a sample of a pod with so many expert dies.
     """
 
     def __init__(
@@ -58,9 +59,14 @@ class TrampolineHub:
         self._experts = [f"expert {index}" for index in range(len(experts))]
         self._all = [*(f"attention {rank}" for rank in range(len(attention))), *self._experts]
         self.sides = Sides(attention, Group(experts, ()))
+        # Dies that are here, routed and shared, may be a sample of more.
+        self.sampled = num_routed
         self.num_routed, self.num_shared = num_routed, len(experts) - num_routed
+        if config.of_dies is not None:
+            self.num_routed = config.routed_dies or config.of_dies - self.num_shared
+            self.num_shared = config.of_dies - self.num_routed
         self.copies = model.num_experts_per_tok + (self.num_shared > 0)
-        self.routing = placed or Routing(num_routed, config.skew, config.seed)
+        self.routing = placed or Routing(self.num_routed, config.skew, config.seed)
         self.first_copy = first_copy
         self.carrier: Carrier = carrier
         self._among: Carrier = "mte" if pushes else carrier
@@ -95,7 +101,8 @@ class TrampolineHub:
 
     def _settle_a2e(self, meeting: Meeting[Brought]) -> tuple[float, Brought]:
         del self._a2e[meeting.event]
-        top_k, total = self.model.num_experts_per_tok, sum(meeting.came.values())
+        top_k = self.model.num_experts_per_tok
+        total = sum(meeting.came.values()) * self.num_routed / self.sampled
         self._batch = max(meeting.came.values())
         drawn = meeting.event, 1 + self.stream, round(total * top_k)
         routed = self.routing.counts(*drawn)
@@ -170,8 +177,8 @@ class ClockExpertSide:
         meeting.come(self.hub.num_attention + self.index, 0)
         load = await meeting.wait(f"expert {self.index}")
         self._draw("A2E", RECEIVE, event_id, self.die.trace.arrive)
-        num_routed = int(load.routed[self.index]) if self.index < len(load.routed) else 0
-        num_shared = math.ceil(load.shared) if self.index >= self.hub.num_routed else 0
+        num_routed = int(load.routed[self.index]) if self.index < self.hub.sampled else 0
+        num_shared = math.ceil(load.shared) if self.index >= self.hub.sampled else 0
         kinds = np.array([0, self.hub.first_copy], np.int32)
         expert_idx = np.repeat(kinds, [num_routed, num_shared])
         return received(num_routed + num_shared, self.hub.model.hidden_size, expert_idx)

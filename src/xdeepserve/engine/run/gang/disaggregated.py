@@ -75,13 +75,15 @@ class DisaggregatedGang(Gang):
             for m, by_domain in enumerate(self.layouts)
         ]
         self.ways = [each.attention.reshape(-1, twin.NUM_ATTENTION_COLUMNS) for each in self.items]
+        carrier = sizes.carrier
+        assert carrier != "rdma"  # cards of several kinds of hardware have no twin
         self.timetable = DisaggregatedTimetable(
             [executor.die for executor in executors],
             [program.die for program in self.programs],
             self.num_domains,
             self.num_microbatches,
-            sizes.carrier,
-            "mte" if sizes.exchange == "push" else sizes.carrier,
+            carrier,
+            "mte" if sizes.exchange == "push" else carrier,
         )
         self.prices = ExpertPrices(self.programs, moe_layers, self.shape.top_k, self.timetable.spec)
         # By pass through a layer, and microbatch: what is wrong at the end of E2A', and of A2E, A2E' and E2A;

@@ -1,0 +1,127 @@
+"""`xdeepserve bench m2n`: M2N and point-to-point calls in groups, byte by byte in virtual time.
+
+The paper's ratios are to NCCL on its cluster. What group calls cost is assumed here, so ours stand beside
+them as data; what follows from the mechanism is predicted: which is faster, and how either grows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from xdeepserve.bench.report import Row
+from xdeepserve.comm.exchange.layout import Group
+from xdeepserve.comm.m2n.group_calls import GroupCalls, GroupCosts
+from xdeepserve.comm.m2n.layout import M2NLayout
+from xdeepserve.comm.m2n.m2n_sides import M2NAttention, M2NExpert, M2NMesh
+from xdeepserve.engine.run.arithmetic import quantize_rows
+from xdeepserve.hw.congestion import DEFAULT_CONTROL, TUNED_CONTROL
+from xdeepserve.hw.pod import Pod
+from xdeepserve.hw.rdma import RDMANetwork
+
+KIB = 1024
+SIZES = (16, 64, 256, 1024)  # KiB from each sender to each receiver (MS Figure 11)
+SCALES = (4, 8, 16, 32)  # senders and receivers, 256 KiB (MS Figure 12)
+ROUNDS = 9
+HEADER = 16  # bytes of a row before its payload
+PUBLISHED = {  # MS 7.3, percent less and times as much
+    256: "published, beside NCCL: median -68.2 %, P99 -92.9 %, throughput x4.2",
+    0: "published: median up to -80.8 %, P99 up to -96.2 %, throughput up to x9.9",
+}
+
+
+class Latencies(NamedTuple):
+    """Nanoseconds until the last receiver has all, median and largest of the rounds."""
+
+    median: float
+    worst: float
+
+
+def m2n(count: int, nbytes: int, rounds: int = ROUNDS, **network: Any) -> Latencies:
+    """So many senders, as many receivers, and bytes from each to each."""
+    senders, receivers = tuple(range(count)), tuple(range(count, 2 * count))
+    group = Group(receivers, tuple(range(count)))
+    layout = M2NLayout(senders, group, 1, count, nbytes - HEADER)
+    pod = Pod()
+    for die in senders:
+        layout.plan_attention(pod.plan(die))
+    for die in receivers:
+        layout.plan_expert(pod.plan(die))
+    pod.materialise()
+    mesh = M2NMesh(RDMANetwork(pod.fabric, pod.spec_of, **network), layout)
+    sides = [M2NAttention(pod.dies[die], rank, mesh, quantize_rows) for rank, die in enumerate(senders)]
+    ends = [M2NExpert(pod.dies[die], rank, mesh, quantize_rows) for rank, die in enumerate(receivers)]
+    rows, counts = np.zeros((count, layout.rows.dispatch_row), np.uint8), np.ones(count, np.int64)
+    return _timed(
+        pod,
+        rounds,
+        lambda event: [side.sender.send("M2N", event, rows, counts) for side in sides],
+        lambda event: [end.receiver.receive("M2N", event, rows.shape[1]) for end in ends],
+    )
+
+
+def group_calls(count: int, nbytes: int, rounds: int = ROUNDS) -> Latencies:
+    """The same by point-to-point calls in groups."""
+    pod = Pod()
+    for die in range(2 * count):
+        host = pod.topology.host(pod.topology.server_of(die))
+        GroupCalls.plan(pod.plan(die), pod.plan(host), count, nbytes)
+    pod.materialise()
+    network = RDMANetwork(pod.fabric, pod.spec_of, DEFAULT_CONTROL, acks_first=False)
+    ends = [GroupCalls(pod.dies[d], d % count, network, nbytes, GroupCosts()) for d in range(2 * count)]
+    return _timed(
+        pod,
+        rounds,
+        lambda _: [end.send(ends[count:]) for end in ends[:count]],
+        lambda _: [end.receive(count) for end in ends[count:]],
+    )
+
+
+def _timed(pod: Pod, rounds: int, send: Any, receive: Any) -> Latencies:
+    """Rounds one after the other, each until all have what they are to have."""
+
+    async def main() -> list[int]:
+        took = []
+        for event in range(1, rounds + 1):
+            start = pod.clock.now
+            others = [pod.clock.spawn(coro) for coro in send(event)]
+            await asyncio.gather(*[pod.clock.spawn(coro) for coro in receive(event)])
+            took.append(pod.clock.now - start)
+            await asyncio.gather(*others)
+        return took
+
+    took = asyncio.run(main())
+    return Latencies(float(np.median(took)), float(max(took)))
+
+
+def all_rows() -> Iterator[Row]:
+    """Rows as they are found."""
+    for count, kib in (*((8, kib) for kib in SIZES), *((n, 256) for n in SCALES if n != 8)):
+        rounds = ROUNDS if count < 16 else 3
+        ours, theirs = m2n(count, kib * KIB, rounds), group_calls(count, kib * KIB, rounds)
+        name = f"m2n/{count} to {count}/{kib} KiB"
+        note = PUBLISHED.get(kib if count == 8 else -1, PUBLISHED[0])
+        yield Row(f"{name}/median", ours.median / 1e3, "us", "predicted")
+        yield Row(f"{name}/median in groups", theirs.median / 1e3, "us", "predicted", "costs assumed")
+        less = 100 * (1 - ours.median / theirs.median), 100 * (1 - ours.worst / theirs.worst)
+        yield Row(f"{name}/median less", less[0], "%", "predicted", note)
+        yield Row(f"{name}/worst less", less[1], "%", "predicted", note)
+        yield Row(f"{name}/throughput", theirs.median / ours.median, "x", "predicted", note)
+    plain = m2n(8, 256 * KIB, 1, acks_first=False, control=DEFAULT_CONTROL)
+    tuned = m2n(8, 256 * KIB, 1, acks_first=True, control=TUNED_CONTROL)
+    note = "acknowledgements in turn and default congestion control, over M2N's"
+    yield Row("m2n/8 to 8/256 KiB/untuned", plain.median / tuned.median, "x", "predicted", note)
+
+
+def draw(rows: list[Row], pyplot: Any, path: Any) -> None:
+    """Median latency over sizes, both ways (MS Figure 11)."""
+    figure, axes = pyplot.subplots()
+    for label, end in (("M2N", "median"), ("calls in groups", "median in groups")):
+        found = {row.name: row.value for row in rows}
+        axes.plot(SIZES, [found[f"m2n/8 to 8/{kib} KiB/{end}"] for kib in SIZES], marker="o", label=label)
+    axes.set(xscale="log", yscale="log", xlabel="KiB from each of 8 to each of 8", ylabel="us, median")
+    axes.legend()
+    figure.savefig(path)

@@ -1,0 +1,99 @@
+"""Point-to-point calls in groups, as a general library has them: what M2N replaces (MegaScale-Infer 5).
+
+It has the faults that the paper names of NCCL: bytes are copied to a proxy on the CPU, and on the other side
+from one; a group is set up and each of its operations checked; a group has at most eight, and the next one
+begins when it has ended; and the device is synchronised, which now and then takes long. How long each takes
+is assumed: the paper shows curves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from xdeepserve.hw.die import Die
+from xdeepserve.hw.engines import Copy
+from xdeepserve.hw.memory import Address, MemoryPlan
+from xdeepserve.hw.rdma import CompletionQueue, QueueEntry, RDMANetwork, poll_writes
+from xdeepserve.hw.waiting import Waiting
+
+GROUP = 8  # operations of a group at most (MS 5)
+
+
+class GroupCosts(msgspec.Struct, frozen=True):
+    """Nanoseconds, all assumed. A synchronisation takes `sync`, one in `rarely` of them `stall` more."""
+
+    setup: int = 20_000
+    operation: int = 2_000
+    sync: int = 10_000
+    rarely: int = 20
+    stall: int = 150_000
+
+
+class GroupCalls:
+    """One die's end: messages of `nbytes`, from it to peers and from peers to it.
+
+    `plan` reserves on the die `data.out` and `data.in`, and on its host as much for the proxy, with a slot
+    for each of up to `num_peers`.
+    """
+
+    def __init__(
+        self, die: Die, rank: int, network: RDMANetwork, nbytes: int, costs: GroupCosts, seed: int = 0
+    ) -> None:
+        self.die, self.rank, self.network, self.nbytes, self.costs = die, rank, network, nbytes, costs
+        self.host = network.fabric.topology.host(network.fabric.topology.server_of(die.index))
+        self.sent: CompletionQueue = network.queue()
+        self.received: CompletionQueue = network.queue()
+        self._rng = np.random.default_rng((seed, die.index))
+
+    @staticmethod
+    def plan(die: MemoryPlan, host: MemoryPlan, num_peers: int, nbytes: int) -> None:
+        """Reserve a die's regions, and its proxy's."""
+        for part in ("out", "in"):
+            die.app.alloc(f"data.{part}", num_peers * nbytes)
+            host.app.alloc(f"proxy.{die.node}.{part}", num_peers * nbytes)
+
+    def at(self, part: str, slot: int) -> Address:
+        """A slot on the die."""
+        return self.die.memory.app.regions[f"data.{part}"].address.plus(slot * self.nbytes)
+
+    def proxy(self, part: str, slot: int) -> Address:
+        """A slot of the proxy."""
+        regions = self.network.fabric.memories[self.host].app.regions
+        return regions[f"proxy.{self.die.index}.{part}"].address.plus(slot * self.nbytes)
+
+    async def send(self, peers: Sequence[GroupCalls]) -> None:
+        """A message to each peer, out of the slot of its number, in groups."""
+        clock = self.die.clock
+        for first in range(0, len(peers), GROUP):
+            group = list(enumerate(peers))[first : first + GROUP]
+            await clock.sleep(self.costs.setup + self.costs.operation * len(group))
+            await self._synchronise()
+            for slot, peer in group:
+                copy = Copy(self.at("out", slot), self.proxy("out", slot), self.nbytes)
+                await self.die.dma.copy([copy], "to the proxy")
+                pair = self.network.connect(self.die.index, peer.die.index, self.sent, peer.received)
+                pair.write(self.proxy("out", slot), peer.proxy("in", self.rank), self.nbytes, self.rank)
+            await poll_writes(self.sent, len(group), self.die.index, clock.now + 10**9, self._waiting)
+            await self._synchronise()
+
+    async def receive(self, num_peers: int) -> None:
+        """A message of each peer, into the slot of its number."""
+        clock = self.die.clock
+        await clock.sleep(self.costs.setup + self.costs.operation * num_peers)
+        for _ in range(num_peers):
+            entry: QueueEntry = await self.received.poll(clock.now + 10**9, self._waiting)
+            slot = entry.immediate or 0
+            self.network.flush(self.host)
+            copy = Copy(self.proxy("in", slot), self.at("in", slot), self.nbytes)
+            await self.die.dma.copy([copy], "from the proxy")
+        await self._synchronise()
+
+    async def _synchronise(self) -> None:
+        is_slow = self._rng.integers(self.costs.rarely) == 0
+        await self.die.clock.sleep(self.costs.sync + self.costs.stall * int(is_slow))
+
+    def _waiting(self) -> Waiting:
+        return Waiting("group call", self.rank, "peers", "completion", "one", "none")

@@ -1,0 +1,107 @@
+"""M2N's sender: a registered tensor goes to N receivers, in six steps (MegaScale-Infer 5, Figure 6).
+
+1. wait for the event that says that kernels before are done; 2. the tensor is ready; 3. block the stream;
+4. a CPU thread posts a write with immediate for each receiver; 5. it polls the completion queue until all are
+acknowledged, so that the tensor may be used again; 6. it unblocks the stream. No byte is copied to the CPU,
+no group is set up, and the device is not asked to synchronise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from xdeepserve.comm.exchange.rows import Int64, Rows
+from xdeepserve.comm.handle import Handle
+from xdeepserve.comm.m2n.layout import STREAM_WORD, M2NLayout, immediate
+from xdeepserve.hw.die import Die
+from xdeepserve.hw.memory import Region
+from xdeepserve.hw.rdma import CompletionQueue, QueuePair, poll_writes
+from xdeepserve.hw.waiting import Waiting
+
+
+class StreamWord:
+    """A word of a die's own memory: a stream that is blocked goes on when a CPU has written its event."""
+
+    def __init__(self, die: Die, layout: M2NLayout, number: int) -> None:
+        self.die, self.number = die, number
+        self._region = die.memory.metadata.regions[layout.region("stream")]
+
+    async def block(self) -> None:
+        """The stream runs no further kernel."""
+        await self.die.clock.sleep(_ns(self.die, "stream_flag"))
+
+    async def unblock(self, event_id: int) -> None:
+        """A CPU has written the event, and the stream has seen it."""
+        at = self._region.offset + self.number * STREAM_WORD
+        self.die.memory.write(at, event_id.to_bytes(STREAM_WORD, "little"))
+        await self.die.clock.sleep(_ns(self.die, "stream_flag"))
+
+
+class RegisteredSend:
+    """Sends rows of a registered region, by one queue pair to each receiver.
+
+    `pairs[i]` leads to receiver i, whose block of this sender's begins at `offsets[i]` of its memory;
+    `queue` is where all completions come. The first receiver is another one for each sender (`first`), so
+    that not all begin with the same.
+    """
+
+    def __init__(
+        self,
+        handle: Handle,
+        region: Region,
+        pairs: Sequence[QueuePair],
+        offsets: Sequence[int],
+        queue: CompletionQueue,
+        stream: StreamWord,
+        first: int,
+    ) -> None:
+        self.handle, self.region, self.pairs, self.offsets = handle, region, pairs, offsets
+        self.queue, self.stream = queue, stream
+        self._order = [(first + i) % len(pairs) for i in range(len(pairs))]
+
+    def reset(self) -> None:
+        """Drop what is under way."""
+        for pair in self.pairs:
+            pair.reset()
+        self.queue.entries.clear()
+
+    async def send(self, op: str, event_id: int, rows: Rows, counts: Int64) -> None:
+        """uint8 [sum(counts), row] to all receivers, grouped by them; also to those that get none.
+
+        Returns when all have been acknowledged. DeadlineError, GlitchError (a card has given up).
+        """
+        handle, die = self.handle, self.handle.die
+        clock, steps = die.clock, handle.steps
+        steps.begin()
+        # Steps 1 and 2: kernels before have ended, and have left the rows in the registered tensor.
+        die.memory.view(self.region, np.uint8, rows.shape)[:] = rows
+        await handle.work(f"{op} 2 tensor ready", lambda: None, 0, 2 * rows.nbytes)
+        await steps.passed(f"{op} send", 2)
+        await self.stream.block()
+        await steps.passed(f"{op} send", 3)
+        row_nbytes, starts = rows.shape[1], np.cumsum(counts) - counts
+        for i in self._order:
+            await clock.sleep(_ns(die, "rdma_post"))
+            src = self.region.address.plus(int(starts[i]) * row_nbytes)
+            dst = self.pairs[i].at(self.offsets[i])
+            count = int(counts[i])
+            self.pairs[i].write(src, dst, count * row_nbytes, immediate(event_id, count))
+        await steps.passed(f"{op} send", 4)
+        deadline_ns = clock.now + handle.means.timeout_ns
+        await poll_writes(
+            self.queue, len(self.pairs), die.index, deadline_ns, lambda: self._waiting(op, event_id)
+        )
+        await steps.passed(f"{op} send", 5)
+        await self.stream.unblock(event_id)
+        await steps.passed(f"{op} send", 6)
+
+    def _waiting(self, op: str, event_id: int) -> Waiting:
+        late = [pair.target for pair in self.pairs if pair.is_busy]
+        return Waiting(f"{op} send", self.handle.turns.rank, late, "acknowledgement", event_id, "none")
+
+
+def _ns(die: Die, name: str) -> int:
+    """A fixed cost of the table, in whole ns."""
+    return round(1e9 * getattr(die.spec, name).value)

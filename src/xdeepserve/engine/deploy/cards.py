@@ -1,0 +1,43 @@
+"""Attention and experts that are joined by network cards: which are, and what does not go with that."""
+
+from __future__ import annotations
+
+from xdeepserve.engine.deploy.deployment import AttentionConfig, Carrier, Deployment, ExpertConfig
+from xdeepserve.engine.deploy.roles import DEPLOYMENTS
+
+
+def devices_of(d: Deployment) -> tuple[str, str]:
+    """The hardware of attention and of experts."""
+    return (d.attention or AttentionConfig()).hardware, (d.experts or ExpertConfig()).hardware
+
+
+def carrier_of(d: Deployment) -> Carrier:
+    """What carries tokens to experts on dies of their own: cards, if there is no UB."""
+    asked = (d.attention or AttentionConfig()).carrier
+    return asked or ("mte" if devices_of(d) == ("cm384", "cm384") else "rdma")
+
+
+def reasons_against(d: Deployment) -> list[str]:
+    """What is wrong with the hardware of attention and of experts, and with cards between them."""
+    carrier, devices, reasons = carrier_of(d), devices_of(d), []
+    is_mixed = devices != ("cm384", "cm384")
+    names = " and ".join(
+        f"{key}={device}"
+        for key, device in zip(("attention.hardware", "experts.hardware"), devices, strict=True)
+        if device != "cm384"
+    )
+    has_steps = any("away-and-back" in row.turns for row in DEPLOYMENTS[d.kind])
+    if is_mixed and not has_steps:
+        reasons.append(f"{names}: only moe-attention and transformerless have them apart, not {d.kind}")
+    elif is_mixed and carrier != "rdma":
+        reasons.append(f"{names}: no UB leads there; attention.carrier={carrier} needs it, rdma does not")
+    if carrier != "rdma" or not has_steps:
+        return reasons
+    what = "attention.carrier=rdma" if not is_mixed else f"M2N, by which {names} is reached,"
+    if d.dataflow:
+        reasons.append(f"{what} waits for every sender, and dataflow for nobody: choose one")
+    if d.exchange == "push":
+        reasons.append(f"{what} has no trampolines, which exchange=push is between")
+    if d.lockstep:
+        reasons.append(f"{what} runs as tasks: lockstep has no kernels for it")
+    return reasons

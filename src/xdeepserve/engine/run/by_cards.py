@@ -1,0 +1,77 @@
+"""The way to experts over network cards, by M2N: what attention and experts on different hardware have."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from xdeepserve.comm.exchange.layout import Group
+from xdeepserve.comm.m2n.layout import M2NLayout
+from xdeepserve.comm.m2n.m2n_sides import M2NAttention, M2NExpert, M2NMesh
+from xdeepserve.comm.means import Means
+from xdeepserve.engine.die.expert_memory import ExpertMemory
+from xdeepserve.engine.die.experts import ExpertProgram
+from xdeepserve.engine.run.arithmetic import quantize_rows
+from xdeepserve.engine.run.ends import CountedSide, rows_away
+from xdeepserve.engine.walk.runner import Computing, Trampoline
+from xdeepserve.engine.walk.tally import Tally
+from xdeepserve.hw.queue import Queue
+from xdeepserve.step.linear import Threads
+
+if TYPE_CHECKING:
+    from xdeepserve.engine.run.net import Team
+
+
+def m2n_layout(team: Team, microbatch: int, domain: int) -> M2NLayout:
+    """Attention dies of a domain, and all expert dies."""
+    experts = Group(dies=team.expert_dies, expert_rank=team.sizes.expert_rank)
+    name = f"m2n.mb{microbatch}.domain{domain}"
+    return M2NLayout(team.domain(domain), experts, name=name, **rows_away(team))
+
+
+class ByCards:
+    """M2N of each microbatch of each domain, with buffers and queues of their own."""
+
+    def __init__(self, team: Team, tallies: list[list[Tally]]) -> None:
+        self.team, self.tallies, self.sizes = team, tallies, team.sizes
+        self.layouts = [
+            [m2n_layout(team, m, d) for d in range(self.sizes.num_domains)]
+            for m in range(self.sizes.num_microbatches)
+        ]
+        for layout in (layout for by_domain in self.layouts for layout in by_domain):
+            for die in layout.attention:
+                layout.plan_attention(team.pod.plan(die))
+            for die in team.expert_dies:
+                layout.plan_expert(team.pod.plan(die))
+        self.max_rows = len(layout.attention) * layout.rows.rows_per_block
+        self._meshes: dict[str, M2NMesh] = {}
+
+    def _mesh(self, layout: M2NLayout) -> M2NMesh:
+        """The queues of a layout, once memories are there."""
+        if layout.name not in self._meshes:
+            self._meshes[layout.name] = M2NMesh(self.team.pod.rdma, layout)
+        return self._meshes[layout.name]
+
+    @property
+    def means(self) -> Means:
+        """What both sides use."""
+        return Means(timeout_ns=self.sizes.exchange_timeout_ns)
+
+    def attention_end(self, rank: int, microbatch: int) -> Trampoline:
+        """M2N of an attention die."""
+        domain, index = divmod(rank, self.team.dies_per_domain)
+        mesh = self._mesh(self.layouts[microbatch][domain])
+        side = M2NAttention(self.team.pod.dies[self.team.dies[rank]], index, mesh, quantize_rows, self.means)
+        return CountedSide(side, self.tallies[microbatch][domain])
+
+    def expert_program(
+        self, index: int, mem: ExpertMemory, threads: Threads, reports: Queue[msgspec.Struct]
+    ) -> ExpertProgram:
+        """The three persistent kernels, between which CPUs send and receive."""
+        die = self.team.pod.dies[self.team.expert_dies[index]]
+        sides = [
+            [M2NExpert(die, index, self._mesh(layout), quantize_rows, self.means) for layout in by_domain]
+            for by_domain in self.layouts
+        ]
+        return ExpertProgram(die, mem, sides, self.tallies, threads, Computing(die), reports)

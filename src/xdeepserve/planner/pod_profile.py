@@ -1,0 +1,312 @@
+"""How long stages and exchanges of a pod take, by rows: read off timing-only runs, never typed in.
+
+A run is one decode step of the model's own dense layers and one with experts, on a few dies that stand for
+all. From the profiles k1 to k4 follow, and, of dies that are joined by network cards, Util.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from typing import Any, NamedTuple
+
+import msgspec
+
+from xdeepserve.engine.deploy.deployment import Deployment, Device
+from xdeepserve.engine.run.clock.m2n_hub import m2n_row_nbytes
+from xdeepserve.engine.run.clock.routing import TimingConfig
+from xdeepserve.engine.run.clock.trampoline_hub import SCALE_SLOT
+from xdeepserve.errors import DeploymentError
+from xdeepserve.hw.accelerators import ACCELERATORS
+from xdeepserve.model.checkpoint import Checkpoint
+from xdeepserve.model.weights import Part, select, weight_specs
+from xdeepserve.planner.decode_run import DecodeRun, decode_iteration
+from xdeepserve.planner.performance import Curve
+from xdeepserve.step.attention import KV_NBYTES
+from xdeepserve.step.layer import ATTENTION
+from xdeepserve.step.stage import stages
+
+# Rows of a DP group's step; more is outside of what was measured. Few rows leave experts of a die untouched,
+# whose weights are then not read: there the points have to be dense.
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+AWAY_ROWS = (16, 64, 256)  # of an attention die; an exchange is nearly a line
+EXPERT_ROWS = 8  # of an expert die meanwhile: enough for each of its experts to have some
+CARD_ROWS = (1, 256)  # of an attention die, where network cards carry them: a line
+CROWD_ROWS, CROWDS = 4, (8, 16)  # rows of each of so many attention dies that send to one expert die
+SAMPLE = 2  # dies that stand for all of a group
+LEAST_TOKENS = 32  # of a step, so that prompts get on beside few requests
+BLOCK = 16  # positions of a KV block
+USABLE = 0.9  # of a die's memory, for weights and KV; the rest is assumed to be enough for activations
+HERE: tuple[Device, Device] = ("cm384", "cm384")  # attention's and experts' hardware, joined by UB
+
+
+class Demand(msgspec.Struct, frozen=True):
+    """What a request brings, in tokens, on average. By default the medians of MS 7.1. No request is longer
+    than `longest`; 0: than the average."""
+
+    prompt: int = 571
+    output: int = 159
+    longest: int = 0
+
+    @property
+    def context(self) -> int:
+        """Positions that a request attends to, on average while it decodes."""
+        return self.prompt + self.output // 2
+
+    @property
+    def mean_len(self) -> int:
+        """Positions of a request at its end."""
+        return self.prompt + self.output
+
+    @property
+    def max_len(self) -> int:
+        return max(self.longest, self.mean_len)
+
+    @staticmethod
+    def at(context: int, max_len: int) -> Demand:
+        """A demand with this mean context and greatest length."""
+        output = 2 * (max_len - context)
+        return Demand(max_len - output, output)
+
+    def num_blocks(self, requests: int) -> int:
+        """KV blocks of so many requests at their end, and at least of the longest one."""
+        return max(requests * -(-self.mean_len // BLOCK), -(-self.max_len // BLOCK))
+
+
+def decode_settings(kind: str, demand: Demand, requests: int, parts: int = 1, **sizes: Any) -> dict[str, Any]:
+    """Settings of a deployment in which a DP group decodes `requests` in each of `parts` microbatches."""
+    batch = requests * parts
+    limits = {"max_num_seqs": batch, "max_num_batched_tokens": max(batch, LEAST_TOKENS)}
+    cache = {"block_size": BLOCK, "num_blocks": demand.num_blocks(batch)}
+    return {"kind": kind, "max_model_len": demand.max_len, **sizes, "scheduler": limits, "cache": cache}
+
+
+def decode_deployment(kind: str, demand: Demand, requests: int, parts: int = 1, **sizes: Any) -> Deployment:
+    """A deployment of `decode_settings`."""
+    return msgspec.convert(
+        {"name": "plan"} | decode_settings(kind, demand, requests, parts, **sizes), Deployment
+    )
+
+
+class Ways(NamedTuple):
+    """What goes between attention and experts on dies of their own, by rows of an attention die.
+
+    post    an attention die is busy with what it sends
+    over    from there to the experts, and from them back: 2 T_c, by rows and by token copies of an expert die
+    """
+
+    post: Curve
+    over: OverTrampolines | OverCards
+
+
+class OverTrampolines(NamedTuple):
+    """Through an exchange among the expert dies each way, and back in bulk as fast as posting goes."""
+
+    exchange: Curve
+    back: Curve
+
+    def __call__(self, rows: float, copies: float) -> float:
+        return 2 * self.exchange(rows) + self.back(rows)
+
+    def busy(self, rows: float, copies: float) -> float:
+        """How long one way keeps an expert die busy."""
+        return self.exchange(rows)
+
+
+class OverCards(NamedTuple):
+    """Over network cards (MS equation 6): what the slower of sender and receiver takes, either way.
+
+    near   ns for a row of an attention die's card, far for a copy of an expert die's; `answers` times as much
+           on the way back
+    fixed  what it takes besides
+    """
+
+    near: float
+    far: float
+    answers: float
+    fixed: float
+
+    def __call__(self, rows: float, copies: float) -> float:
+        late = max(0.0, self.far * copies - self.near * rows)
+        return self.fixed + late + self.answers * max(self.near * rows, self.far * copies)
+
+    def busy(self, rows: float, copies: float) -> float:
+        """How long sending answers keeps an expert die busy."""
+        return self.fixed + self.answers * max(self.near * rows, self.far * copies)
+
+
+class PodProfile:
+    """Times of one model's stages under one demand, on dies of a kind, CloudMatrix384's unless it is said.
+    Runs are made when they are asked for, and remembered."""
+
+    def __init__(self, checkpoint: Checkpoint, demand: Demand) -> None:
+        self.checkpoint, self.demand, self.config = checkpoint, demand, checkpoint.config
+        c = self.config
+        if not any(c.is_moe(i) for i in range(c.num_hidden_layers)):
+            raise DeploymentError(f"plan is about experts, and no layer of model {checkpoint.name} has some")
+        self.num_moe = c.num_moe_layers
+        self.num_dense = c.num_hidden_layers - self.num_moe
+        self.has_shared = c.n_shared_experts > 0
+        self.names = tuple(stage.name for stage in stages(ATTENTION[c.attention]))
+        self.stages = functools.cache(self._stages)
+        self.away = functools.cache(self._away)
+        self.weight_nbytes = functools.cache(self._weight_nbytes)
+        self.prefill_rate = functools.cache(self._prefill_rate)
+
+    def run(
+        self,
+        deployment: Deployment,
+        requests: int,
+        timing: TimingConfig,
+        device: Device = "cm384",
+        shared: frozenset[int] = frozenset(),
+    ) -> DecodeRun:
+        """A step of the dense layers and one with experts, on dies of that kind; each layer with an indexer
+        of its own, if the model has some, but for those that are `shared`."""
+        shallow = copy.copy(self.checkpoint)
+        layers = {
+            "num_hidden_layers": self.num_dense + 1,
+            "first_k_dense_replace": self.num_dense,
+            "other_dense_layers": frozenset(),
+            "shared_choices": shared,
+        }
+        shallow.config = msgspec.structs.replace(self.config, **layers)
+        spec = ACCELERATORS[device].spec
+        return decode_iteration(shallow, deployment, self.demand.context, requests, timing, spec=spec)
+
+    def _stages(self, num_dies: int, device: Device = "cm384") -> dict[str, Curve]:
+        """Each stage of a layer by rows of a die, on `num_dies` that hold all experts between them."""
+        runs = []
+        for rows in ROWS:
+            sizes = {} if num_dies == 1 else {"dies": min(SAMPLE, num_dies)}
+            kind = "colocated" if sizes else "monolithic"
+            timing = TimingConfig(of_dies=num_dies, routed_dies=num_dies)
+            deployment = decode_deployment(kind, self.demand, rows, **sizes)
+            runs.append(self._spent(deployment, rows, timing, device))
+        counts = dict.fromkeys(self.names, self.num_dense + 1) | {"MLP": max(1, self.num_dense)}
+        names = {name for spent in runs for name in spent}
+        return {
+            name: Curve(ROWS, tuple(spent.get(name, 0.0) / counts.get(name, 1) for spent in runs))
+            for name in sorted(names)
+        }
+
+    def _spent(
+        self, deployment: Deployment, requests: int, timing: TimingConfig, device: Device
+    ) -> dict[str, float]:
+        """What stages take in all; of layers that share a choice of positions there are as many as in the
+        whole model, in proportion."""
+        spent = self.run(deployment, requests, timing, device).spent_ns
+        if not (num_shared := len(self.config.shared_choices)) or not self.num_dense:
+            return spent
+        with_shared = self.run(deployment, requests, timing, device, frozenset({self.num_dense})).spent_ns
+        part = (self.num_dense + 1) * num_shared / self.config.num_hidden_layers
+        return spent | {name: spent[name] + part * (with_shared[name] - spent[name]) for name in self.names}
+
+    def attention(self, num_dies: int, rows: float, device: Device = "cm384") -> float:
+        stages = self.stages(num_dies, device)
+        return sum(stages[name](rows) for name in self.names)
+
+    def other(self, num_dies: int, name: str, rows: float, device: Device = "cm384") -> float:
+        """A stage that not every model or layout has."""
+        curve = self.stages(num_dies, device).get(name)
+        return curve(rows) if curve else 0.0
+
+    def ends(self, num_dies: int, rows: float, parts: int = 1, device: Device = "cm384") -> float:
+        """What is no layer with experts: the dense ones, each part after the other, and the head."""
+        dense = self.attention(num_dies, rows, device) + self.other(num_dies, "MLP", rows, device)
+        return self.num_dense * parts * dense + self.other(num_dies, "Sample", rows, device)
+
+    def experts(self, routed: int, shared: int, rows: float, device: Device = "cm384") -> float:
+        """T_e of expert dies that `rows` tokens come to in all: of routed dies, or of shared ones."""
+        copies = self.other(routed, "Experts", rows / routed, device)
+        alone = self.other(routed, "SharedExpert", rows / shared, device) if shared else 0.0
+        return max(copies, alone)
+
+    def copies(self, routed: int, shared: int, rows: float) -> float:
+        """Token copies at the die that most of them come to, of `rows` tokens in all."""
+        return max(rows * self.config.num_experts_per_tok / routed, rows / shared if shared else 0.0)
+
+    def _away(self, routed: int, shared: int, devices: tuple[Device, Device] = HERE) -> Ways:
+        """Between attention dies and so many expert dies, of which a few stand for all."""
+        if devices != HERE:
+            return self._by_cards(routed, shared, devices)
+        posts, exchanges = [], []
+        for rows in AWAY_ROWS:
+            sample = min(SAMPLE, routed)
+            posting, rest = self._exchange(rows, -(-EXPERT_ROWS * sample // rows), routed, shared, devices)
+            posts.append(posting)
+            exchanges.append(rest)
+        post = Curve(AWAY_ROWS, tuple(posts))
+        ratio = 2 * self.config.hidden_size / (self.config.hidden_size + SCALE_SLOT)
+        back = Curve(AWAY_ROWS, tuple(post(rows * ratio) for rows in AWAY_ROWS))
+        ways = ((ns - back(rows)) / 2 for rows, ns in zip(AWAY_ROWS, exchanges, strict=True))
+        return Ways(post, OverTrampolines(Curve(AWAY_ROWS, tuple(ways)), back))
+
+    def _by_cards(self, routed: int, shared: int, devices: tuple[Device, Device]) -> Ways:
+        """Two runs tell what an attention die's card takes for a row, two more, in which a few dies send to
+        one, what an expert die's takes for a copy."""
+        posts = [self._exchange(rows, 1, routed, shared, devices)[0] for rows in CARD_ROWS]
+        near = (posts[1] - posts[0]) / (CARD_ROWS[1] - CARD_ROWS[0])
+        token, answer = m2n_row_nbytes(self.config)
+        answers = answer / token
+        rests = [self._exchange(CROWD_ROWS, dies, routed, shared, devices, 1)[1] for dies in CROWDS]
+        copies = [self.copies(routed, shared, CROWD_ROWS * dies * routed) for dies in CROWDS]
+        far = max(0.0, (rests[1] - rests[0]) / (copies[1] - copies[0]) / (1 + answers))
+        way = OverCards(near, far, answers, 0.0)
+        fixed = max(0.0, rests[1] - way(CROWD_ROWS, copies[1]))
+        return Ways(Curve(CARD_ROWS, tuple(posts)), way._replace(fixed=fixed))
+
+    def _exchange(
+        self,
+        rows: int,
+        dies: int,
+        routed: int,
+        shared: int,
+        devices: tuple[Device, Device],
+        sample: int = SAMPLE,
+    ) -> tuple[float, float]:
+        """What sending `rows` takes an attention die, and what it then waits besides the experts' time, if
+        `dies` of them share `sample` routed expert dies."""
+        sample = min(sample, routed)
+        deployment = decode_deployment(
+            "moe-attention",
+            self.demand,
+            rows,
+            attention={"domains": 1, "dies": dies, "microbatches": 1, "hardware": devices[0]},
+            experts={"routed_dies": sample, "shared_dies": min(1, shared), "hardware": devices[1]},
+        )
+        timing = TimingConfig(of_dies=routed + shared, routed_dies=routed)
+        run = self.run(deployment, rows, timing)
+        return run.spent_ns["A2E"], run.spent_ns["E2A"] - run.experts_ns
+
+    def _weight_nbytes(self, part: Part, num_dies: int) -> int:
+        """Bytes of weights on a die, one of `num_dies` that share the routed experts."""
+        held = -(-self.config.n_routed_experts // num_dies) if part in ("all", "routed") else 1
+        specs = weight_specs(self.config, "int8", self.demand.max_len, held, 0)
+        return sum(spec.nbytes for spec in select(specs, part).values())
+
+    def kv_nbytes(self) -> int:
+        """Bytes of a request at its end."""
+        c = self.config
+        keys = c.index_head_dim * (c.num_hidden_layers - len(c.shared_choices))
+        width = KV_NBYTES * (c.kv_columns * c.num_hidden_layers + keys)
+        return -(-self.demand.mean_len // BLOCK) * BLOCK * width
+
+    def _prefill_rate(self, num_dies: int) -> float:
+        """Prompt tokens per second of a prefill TE, two prompts in each of its DP groups."""
+        from xdeepserve.engine.dp.sampling_params import SamplingParams
+        from xdeepserve.llm import LLM
+
+        prefill = {"dies": num_dies, "max_num_batched_tokens": 2 * self.demand.prompt}
+        deployment = decode_deployment("pd", self.demand, 16, prefill=prefill, decode={"dies": SAMPLE})
+        with LLM(self.checkpoint, deployment, timing_only=True) as llm:
+            groups = len(llm.engine.je.tes[0].groups)
+            prompts = [[5] * self.demand.prompt] * (2 * groups)
+            outputs = llm.generate(prompts, SamplingParams(max_tokens=1, ignore_eos=True))
+        last = max(out.metrics.ttft_ns or 0 for out in outputs if out.metrics is not None)
+        return 2 * groups * self.demand.prompt / last * 1e9
+
+
+def usable_nbytes(hbm_bytes: float) -> int:
+    return math.floor(USABLE * hbm_bytes)

@@ -1,0 +1,197 @@
+"""Which layouts there are on so many dies, and the best of them under a latency bound.
+
+Where dies are of one kind, the best has the most tokens per second on all of them; of several kinds, the most
+for its price (MS 4.2), and then fewer attention dies than there are may be better.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from xdeepserve.engine.deploy.deployment import Device
+from xdeepserve.errors import DeploymentError
+from xdeepserve.hw.accelerators import ACCELERATORS
+from xdeepserve.planner.layouts import (
+    LayoutPlan,
+    PodLayout,
+    even,
+    least_known,
+    max_requests,
+    predict,
+    sized,
+)
+from xdeepserve.planner.pod_profile import HERE, PodProfile, usable_nbytes
+
+MICROBATCHES = (1, 2, 3, 4)
+DOMAINS = range(1, 9)
+SIZES = 4  # of TEs or of expert dies that are tried, the largest: smaller ones read more weights for a token
+ROUTED_PER_SHARED = (8, 4)  # the first as in xDeepServe 7.1: 256 and 32
+SHARES = (1, 2, 4)  # of the dies that are left, attention has one in so many, where a die's price counts
+KINDS = ("colocated", "pd", "moe-attention", "transformerless")
+
+
+class PodSpace(NamedTuple):
+    """What a plan may be made of: dies, how long an iteration may take, what need not have been measured,
+    which part of the memory, kinds of layouts (none: all), devices by name."""
+
+    num_dies: int
+    slo_ns: float
+    extrapolates: bool = False
+    memory: float = 1.0
+    kinds: tuple[str, ...] = ()
+    devices: tuple[Device, ...] = ("cm384",)
+
+    def wants(self, *kinds: str) -> bool:
+        """Whether one of these kinds may be planned."""
+        return not self.kinds or bool({*self.kinds} & {*kinds})
+
+    @property
+    def pairs(self) -> list[tuple[Device, Device]]:
+        """Attention's and experts' devices."""
+        return [(attention, experts) for attention in self.devices for experts in self.devices]
+
+    @property
+    def counts_price(self) -> bool:
+        return self.devices != ("cm384",)
+
+
+def least_dies(profile: PodProfile, memory: float = 1.0) -> int:
+    """Dies by which the model's weights fit, colocated, with KV of a request."""
+    experts = profile.config.n_routed_experts
+    for dies in even(experts, experts):
+        if max_requests(profile, PodLayout(kind="colocated", dies=dies), memory) >= 1:
+            return dies
+    needed = profile.weight_nbytes("all", experts) + profile.kv_nbytes()
+    room = usable_nbytes(memory * ACCELERATORS["cm384"].spec.hbm_bytes.value)
+    raise DeploymentError(
+        f"model {profile.checkpoint.name} does not fit: with one expert of each layer, and KV of one request "
+        f"of {profile.demand.mean_len} tokens, a die needs {needed / 2**30:.1f} GiB, of "
+        f"{room / 2**30:.1f} GiB that are for both; a shorter --prompt takes less"
+    )
+
+
+def together(profile: PodProfile, asked: PodSpace) -> Iterator[PodLayout]:
+    """Colocated TEs, as many as there are dies for: the largest sizes that fit."""
+    if "cm384" not in asked.devices or not asked.wants("colocated", "monolithic", "pd"):
+        return
+    least, experts = least_dies(profile, asked.memory), profile.config.n_routed_experts
+    for dies in [n for n in even(experts, asked.num_dies) if n >= least][-SIZES:]:
+        kind = "colocated" if dies > 1 else "monolithic"
+        yield PodLayout(kind=kind, dies=dies, count=asked.num_dies // dies)
+
+
+def apart(profile: PodProfile, asked: PodSpace) -> Iterator[PodLayout]:
+    """Expert dies of a few sizes; attention dies get what is left, or a part of it, in equal domains."""
+    if not asked.wants("moe-attention", "transformerless"):
+        return
+    fewer = asked.counts_price  # choices: each pair of devices is timed for each
+    for routed in even(profile.config.n_routed_experts, asked.num_dies // 2)[-(SIZES // (1 + fewer)) :]:
+        ratios = ROUTED_PER_SHARED[: 1 if fewer else None]
+        some = {max(1, routed // ratio) for ratio in ratios} if profile.has_shared else {0}
+        numbers = itertools.product(asked.pairs, sorted(some), DOMAINS, MICROBATCHES)
+        for devices, shared, domains, m in numbers:
+            if domains > 1 and devices != HERE:  # MS has none: all attention nodes send at once
+                continue
+            left = (asked.num_dies - routed - shared) // domains
+            for dies in {max(0, left) // share for share in SHARES[: None if fewer else 1]} - {0}:
+                if dies:
+                    yield PodLayout(
+                        kind="moe-attention",
+                        dies=dies,
+                        domains=domains,
+                        microbatches=m,
+                        routed=routed,
+                        shared=shared,
+                        devices=devices,
+                    )
+
+
+def with_prefill(profile: PodProfile, plan: LayoutPlan, num_dies: int) -> Iterator[PodLayout]:
+    """Dies for prompts beside those that decode, so that neither waits for the other: prompts and answers per
+    second are the same. Of colocated TEs some prefill; attention dies of the others give way."""
+    layout, demand = plan.layout, profile.demand
+    if not layout.routed:
+        dies, tes = layout.dies, num_dies // layout.dies
+        prompts = profile.prefill_rate(dies) / demand.prompt
+        answers = plan.throughput / layout.count / demand.output
+        if tes > 1:
+            best = max(range(1, tes), key=lambda p: min(p * prompts, (tes - p) * answers))
+            yield PodLayout(kind="pd", dies=dies, count=tes - best, prefill=(best, dies))
+        return
+    dies = least_dies(profile)
+    prompts = profile.prefill_rate(dies) / demand.prompt
+    answers = plan.throughput / demand.output / layout.groups  # of an attention die
+    given = num_dies - layout.routed - layout.shared
+    wanted = answers * given / (prompts + answers * dies)
+    for count in {math.floor(wanted), math.ceil(wanted)} - {0}:
+        left = (given - count * dies) // layout.domains
+        if left > 0:
+            yield msgspec.structs.replace(layout, kind="transformerless", dies=left, prefill=(count, dies))
+
+
+def plans(profile: PodProfile, asked: PodSpace) -> list[LayoutPlan]:
+    """All that keep the SLO, the best first. DeploymentError if there is none, with what would work."""
+    dies = "1 die" if asked.num_dies == 1 else f"{asked.num_dies} dies"
+    if asked.devices == ("cm384",):
+        least = least_dies(profile, asked.memory)
+        if asked.num_dies < least:
+            raise DeploymentError(
+                f"model {profile.checkpoint.name} does not fit on {dies}: the least is {least}"
+            )
+    every = [*together(profile, asked), *apart(profile, asked)]
+    fitting = [layout for layout in every if max_requests(profile, layout, asked.memory) >= 1]
+    if not fitting:
+        raise DeploymentError(_nothing_fits(profile, asked, dies, any(every)))
+    limits = asked.slo_ns, asked.extrapolates, asked.memory
+    found = [plan for layout in fitting if (plan := sized(profile, layout, *limits)) is not None]
+    if asked.extrapolates and HERE in asked.pairs:
+        found += _beside_prefill(profile, asked, found)
+    found = [plan for plan in found if asked.wants(plan.layout.kind)]
+    if not found:
+        least_ns = min(predict(profile, each, least_known(profile, each)) for each in fitting)
+        raise DeploymentError(
+            f"no plan keeps {asked.slo_ns / 1e6:g} ms: the shortest iteration on {dies} takes "
+            f"{least_ns / 1e6:.2f} ms; --slo-ms {math.ceil(least_ns / 1e5) / 10:g} would do"
+        )
+    return ranked(found, asked.counts_price)
+
+
+def ranked(found: Sequence[LayoutPlan], counts_price: bool) -> list[LayoutPlan]:
+    """By tokens per second, or that for a price of 1."""
+    price = (lambda plan: plan.layout.price) if counts_price else (lambda plan: 1.0)
+    return sorted(found, key=lambda plan: (-plan.throughput / price(plan), plan.layout.total))
+
+
+def _beside_prefill(profile: PodProfile, asked: PodSpace, found: Sequence[LayoutPlan]) -> list[LayoutPlan]:
+    """The best of each kind with prefill beside it."""
+    best: dict[tuple[str, int], LayoutPlan] = {}
+    for plan in ranked([plan for plan in found if plan.layout.devices == HERE], False):
+        key = plan.layout.kind, 0 if plan.layout.routed else plan.layout.dies
+        best.setdefault(key, plan)
+    layouts = [
+        layout
+        for plan in best.values()
+        if asked.wants("transformerless" if plan.layout.routed else "pd") and plan.layout.kind != "monolithic"
+        for layout in with_prefill(profile, plan, asked.num_dies)
+    ]
+    limits = asked.slo_ns, True, asked.memory
+    sizes = (sized(profile, layout, *limits) for layout in layouts)
+    return [plan for plan in sizes if plan is not None]
+
+
+def _nothing_fits(profile: PodProfile, asked: PodSpace, dies: str, has_some: bool) -> str:
+    """Why there is no layout at all, and what there would be."""
+    name, kinds = profile.checkpoint.name, ", ".join(asked.kinds) or "layout"
+    devices = ", ".join(asked.devices)
+    if not has_some:
+        return f"no {kinds} has {dies} of {devices}: experts apart take 3 dies or more; add cm384 or --dies"
+    roomy = max(ACCELERATORS.values(), key=lambda each: each.spec.hbm_bytes.value).name
+    return (
+        f"model {name} does not fit on {dies} of {devices} as {kinds}: more dies would do, or {roomy}, which "
+        "has the most memory"
+    )
