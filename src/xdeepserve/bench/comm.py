@@ -21,7 +21,7 @@ import numpy as np
 
 from xdeepserve.bench import carriers
 from xdeepserve.bench.report import Kind, Row
-from xdeepserve.comm.cost import CommCost
+from xdeepserve.comm.cost import CommCost, Op
 from xdeepserve.comm.exchange.handle import XCCL
 from xdeepserve.comm.exchange.layout import Group, Layout
 from xdeepserve.comm.fused.handle import FusedXCCL
@@ -38,6 +38,7 @@ from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.spec import Param, Spec
 
 HIDDEN, TOP_K = 7168, 8  # DeepSeek-R1
+OPS: tuple[Op, Op] = "dispatch", "combine"
 DISPATCH_NBYTES, COMBINE_NBYTES = HIDDEN + 512, 2 * HIDDEN
 
 MESSAGES = (4 << 10, 64 << 10, 256 << 10, (1 << 20) - 32, 4 << 20, 9 << 20)
@@ -126,12 +127,16 @@ def simulate_send(nbytes: int, cores: int, engine: Engine = "mte", zero_copy: bo
 
 def exchanges(cost: CommCost | None = None) -> list[Row]:
     """CM Table 6: batch 128 per rank."""
-    cost = cost or CommCost()
-    times = {ep: cost.exchange_ns(ep, 128, TOP_K) / 1000 for ep in EP_SIZES}
+    cost = cost or CommCost(way="push")
     return [
-        Row(f"cm.t6/{op}/ep={ep}", time, "us", _kind(ep in FITTED_EP_SIZES))
-        for op in ("dispatch", "combine")
-        for ep, time in times.items()
+        Row(
+            f"cm.t6/{op}/ep={ep}",
+            cost.exchange_ns(op, ep, 128, TOP_K) / 1000,
+            "us",
+            _kind(ep in FITTED_EP_SIZES),
+        )
+        for op in OPS
+        for ep in EP_SIZES
     ]
 
 
@@ -150,10 +155,9 @@ def simulated_exchanges() -> list[Row]:
 def a2e(cost: CommCost | None = None) -> list[Row]:
     """XDS 3.3: batch 96, 288 expert dies; eight routed copies of a token and one for the shared expert."""
     cost = cost or CommCost()
-    times = {"xds.a2e": DISPATCH_NBYTES, "xds.e2a": COMBINE_NBYTES}
     return [
-        Row(name, cost.a2e_ns(EXPERTS, A2E_BATCH, A2E_COPIES, nbytes) / 1000, "us", "predicted")
-        for name, nbytes in times.items()
+        Row(name, time(EXPERTS, A2E_BATCH, A2E_COPIES) / 1000, "us", "predicted")
+        for name, time in (("xds.a2e", cost.a2e_ns), ("xds.e2a", cost.e2a_ns))
     ]
 
 

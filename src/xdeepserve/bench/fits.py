@@ -71,7 +71,7 @@ def spec_with(numbers: Numbers) -> Spec:
 def _decode(rows: Callable[[LayerCost], Iterable[Row]], prefix: str) -> Table:
     def table(numbers: Numbers) -> list[Row]:
         spec = spec_with(numbers)
-        cost = LayerCost(resolve_model(superpod.MODEL).config, spec, CommCost(spec))
+        cost = LayerCost(resolve_model(superpod.MODEL).config, spec, CommCost(spec, way="push"))
         return [row for row in rows(cost) if row.name.startswith(prefix) and "/throughput/" not in row.name]
 
     return table
@@ -100,9 +100,9 @@ def all_fits() -> dict[str, FittedNumbers]:
             },
         ),
         "dispatch and combine": FittedNumbers(
-            of_spec("exchange_fixed", "exchange_copy"),
+            of_spec("core_meeting", "exchange_copy"),
             {
-                "CM Table 6": lambda numbers: comm.exchanges(CommCost(spec_with(numbers))),
+                "CM Table 6": lambda numbers: comm.exchanges(CommCost(spec_with(numbers), way="push")),
                 "XDS 3.3, A2E and E2A": lambda numbers: comm.a2e(CommCost(spec_with(numbers))),
             },
         ),

@@ -120,11 +120,13 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         "assumed: AIV cores that an attention die spares for A2E and E2A beside its own kernels; XDS 3.1 and "
         "3.3: few, an expert die has all for its persistent kernels",
     )
-    exchange_fixed: Param = Param(
-        37.42e-6, "s", "fitted: CM Table 6, EP 8 and 256: a dispatch or combine without its tokens"
+    core_meeting: Param = Param(
+        9.15e-6,
+        "s",
+        "fitted: CM Table 6, EP 8 and 256: all AIV cores of an operator wait for the last of them",
     )
     exchange_copy: Param = Param(
-        99.45e-9, "s", "fitted: CM Table 6, EP 8 and 256: one token's copy at the busiest die's UB port"
+        93.42e-9, "s", "fitted: CM Table 6, EP 8 and 256: one token's copy at the busiest die's UB port"
     )
     poll_latency: Param = Param(0.5e-6, "s", "assumed: one AIV core reads a flag in its own HBM")
 
@@ -268,8 +270,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         params = {"mte": self.mte_startup, "dma": self.dma_startup, "urma": self.urma_startup}
         return _ns(params[engine].value)
 
-    def exchange_fixed_ns(self) -> int:
-        return _ns(self.exchange_fixed.value)
+    def meeting_ns(self) -> int:
+        return _ns(self.core_meeting.value)
 
     def field_poll_ns(self) -> int:
         return _ns(self.field_poll.value)

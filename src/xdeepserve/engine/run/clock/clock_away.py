@@ -72,7 +72,6 @@ class ClockTrampolines:
                     placed[d] if placed else None,
                     sizes.num_slots,
                     sizes.carrier,
-                    sizes.exchange == "push",
                 )
                 for d in range(sizes.num_domains)
             ]
@@ -122,7 +121,7 @@ class ClockFlows:
         """By trampolines."""
         team, sizes = self.team, self.team.sizes
         copies = team.config.num_experts_per_tok + (sizes.num_shared_dies > 0)
-        return ByTrampoline(cost, len(team.expert_dies), copies, team.config.hidden_size, sizes.carrier)
+        return ByTrampoline(cost, len(team.expert_dies), copies, sizes.carrier)
 
     def attention_end(self, rank: int, microbatch: int, timeline: Timeline) -> Trampoline:
         """It sends, and waits for those alone that it has sent to."""
