@@ -77,6 +77,7 @@ def cloudmatrix_deployment(
     return Deployment(
         name="colocated, EP320",
         kind="colocated",
+        exchange="push",
         dies=CM_SAMPLE,
         mtp=mtp,
         pipeline=pipeline,

@@ -53,9 +53,7 @@ class Outbox:
         """Offset in this rank's memory of its block for a reader."""
         return self.region.offset + self.blocks.block_offset(reader)
 
-    async def write(
-        self, rows: npt.NDArray[np.uint8], counts: Int64, means: Means, name: str
-    ) -> None:
+    async def write(self, rows: npt.NDArray[np.uint8], counts: Int64, means: Means, name: str) -> None:
         """Step 3: store rows, which are grouped by reader, in the blocks for those readers.
 
         That follows the load of what they are made of: chunk by chunk the two would overlap, but they share

@@ -34,9 +34,7 @@ class CommCost(msgspec.Struct, frozen=True):
     hidden: int = 7168
     way: Way = "pull"
 
-    def exchange_ns(
-        self, op: Op, num_ranks: int, batch: float, copies: int, stretch: float = 1.0
-    ) -> float:
+    def exchange_ns(self, op: Op, num_ranks: int, batch: float, copies: int, stretch: float = 1.0) -> float:
         """A dispatch or a combine in which each rank has `batch` tokens for `copies` experts each.
 
         What a rank does itself, and a price for each copy that crosses the UB port of the busiest one.

@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
+from xdeepserve.comm.cost import CommCost
 from xdeepserve.engine.deploy.deployment import Deployment
 from xdeepserve.engine.run.clock.routing import TimingConfig
-from xdeepserve.engine.run.clock.trampoline_hub import SCALE_SLOT
 from xdeepserve.hw.accelerators import Accelerator
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.weights import Part, select, weight_specs
@@ -186,8 +186,8 @@ class PodProfile:
     def _away(self, routed: int, shared: int) -> tuple[Curve, Curve]:
         """By rows of an attention die: posting them to the expert dies, and one exchange among those.
 
-        With one microbatch, E2A lasts two exchanges, the experts' time, and the bulk transfer back, which
-        goes as fast as posting does. How many attention dies there are makes no difference to an exchange.
+        With one microbatch, E2A lasts two exchanges, the experts' time, and the way back from a trampoline.
+        How many attention dies there are makes no difference to an exchange.
         """
         posts, exchanges = [], []
         for rows in AWAY_ROWS:
@@ -202,19 +202,18 @@ class PodProfile:
             spent = self.run(deployment, rows, TimingConfig()).spent_ns
             posts.append(spent["A2E"])
             exchanges.append(spent["E2A"] - self.experts(routed, shared, rows * dies))
-        post = Curve(AWAY_ROWS, tuple(posts))
-        ways = ((ns - self.back(post, rows)) / 2 for rows, ns in zip(AWAY_ROWS, exchanges, strict=True))
-        return post, Curve(AWAY_ROWS, tuple(ways))
+        ways = ((ns - self.back(rows, shared)) / 2 for rows, ns in zip(AWAY_ROWS, exchanges, strict=True))
+        return Curve(AWAY_ROWS, tuple(posts)), Curve(AWAY_ROWS, tuple(ways))
 
     def experts(self, routed: int, shared: int, rows: float) -> float:
         """T_e of expert dies that `rows` tokens come to in all: of routed dies, or of shared ones."""
         copies = self.other(routed, "Experts", rows / routed)
         return max(copies, self.other(routed, "SharedExpert", rows / shared) if shared else 0.0)
 
-    def back(self, post: Curve, rows: float) -> float:
-        """Answers in BF16 by the speed at which tokens in INT8 were posted."""
-        hidden = self.config.hidden_size
-        return post(rows * 2 * hidden / (hidden + SCALE_SLOT))
+    def back(self, rows: float, shared: int) -> float:
+        """From a trampoline to its attention die: sums of the answers of `rows`."""
+        copies = self.config.num_experts_per_tok + (shared > 0)
+        return CommCost(hidden=self.config.hidden_size).return_ns(rows, copies)
 
     def weight_nbytes(self, part: Part, num_dies: int) -> int:
         """Bytes of weights on a die, one of `num_dies` that share the routed experts."""

@@ -159,7 +159,7 @@ def times_apart(profile: PodProfile, layout: PodLayout, rows: float) -> Times:
     experts = profile.experts(routed, shared, rows * layout.dies)
     way = exchange(rows)
     busy = layout.domains * max(experts, way)
-    return Times(own, experts, way + profile.back(post, rows) / 2, busy)
+    return Times(own, experts, way + profile.back(rows, shared) / 2, busy)
 
 
 def predict(profile: PodProfile, layout: PodLayout, rows: int) -> float:

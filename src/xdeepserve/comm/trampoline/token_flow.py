@@ -236,7 +236,7 @@ class FlowExpertSide(Side):
 
     async def answer(self, arrival: Arrival, expert_out: Float32) -> None:
         """E2A, steps 1 to 4, for one attention die: float32 [N, H], a row for each of the arrival's."""
-        layout, means, steps, die = self.layout.naive, self.means, self.steps, self.die
+        layout, means, steps = self.layout.naive, self.means, self.steps
         steps.begin()
         rows = await load_answers(self, "E2A", layout, expert_out)
         counts = arrival.received.num_tokens_per_rank
