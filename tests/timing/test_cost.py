@@ -107,7 +107,7 @@ def test_megascale_ping_pong(rows: dict[str, Row]) -> None:
 
 
 def test_fitted_parameters_say_so() -> None:
-    for name in ("small_kernels", "barrier_stretch", "pass_overhead", "exchange_fixed", "exchange_copy"):
+    for name in ("small_kernels", "barrier_stretch", "pass_overhead", "core_meeting", "exchange_copy"):
         assert getattr(Spec(), name).source.startswith("fitted")
 
 

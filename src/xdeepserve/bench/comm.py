@@ -156,7 +156,7 @@ def a2e(cost: CommCost | None = None) -> list[Row]:
     """XDS 3.3: batch 96, 288 expert dies; eight routed copies of a token and one for the shared expert."""
     cost = cost or CommCost()
     return [
-        Row(name, time(EXPERTS, A2E_BATCH, A2E_COPIES) / 1000, "us", "predicted")
+        Row(name, time(ATTENTION, EXPERTS, A2E_BATCH, A2E_COPIES) / 1000, "us", "predicted")
         for name, time in (("xds.a2e", cost.a2e_ns), ("xds.e2a", cost.e2a_ns))
     ]
 
@@ -336,8 +336,7 @@ def plot(all_rows: list[Row], path: Path) -> None:
     for op, mark in (("dispatch", "o"), ("combine", "s")):
         names = [f"cm.t6/{op}/ep={ep}" for ep in EP_SIZES]
         middle.plot(EP_SIZES, [published[name] for name in names], mark, label=f"{op}, CM Table 6")
-    names = [f"cm.t6/dispatch/ep={ep}" for ep in EP_SIZES]
-    middle.plot(EP_SIZES, [value[name] for name in names], "k-", label="model, both")
+        middle.plot(EP_SIZES, [value[name] for name in names], "-", label=f"{op}, ours")
     middle.set(title="dispatch and combine, batch 128", xlabel="EP", ylabel="us", ylim=(0, 180))
     middle.set_xscale("log", base=2)
     for way, style in (("pull", "o-"), ("push", "s--")):

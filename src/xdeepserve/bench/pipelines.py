@@ -185,8 +185,8 @@ def ping_pong_stages_us() -> tuple[float, ...]:
     own = cost.stream0_ns(load) + cost.stage_ns("Gate", Counts(b))
     top_k = c.num_experts_per_tok + 1
     post, back = cost.comm.post_ns(b), cost.comm.return_ns(b, top_k)
-    there = cost.comm.among_ns("dispatch", routed + shared, b, top_k)
-    answers = cost.comm.among_ns("combine", routed + shared, b, top_k)
+    there = cost.comm.among_ns("dispatch", routed + shared, b, top_k, trampolines=attention)
+    answers = cost.comm.among_ns("combine", routed + shared, b, top_k, trampolines=attention)
     copies = cost.spec.billed_copies(0, attention * b * c.num_experts_per_tok / routed)
     experts = max(
         cost.stage_ns("Experts", Counts(b, copies=copies, touched=c.n_routed_experts / routed)),

@@ -34,15 +34,26 @@ class CommCost(msgspec.Struct, frozen=True):
     hidden: int = 7168
     way: Way = "pull"
 
-    def exchange_ns(self, op: Op, num_ranks: int, batch: float, copies: int, stretch: float = 1.0) -> float:
-        """A dispatch or a combine in which each rank has `batch` tokens for `copies` experts each.
+    def exchange_ns(
+        self,
+        op: Op,
+        num_ranks: int,
+        batch: float,
+        copies: int,
+        stretch: float = 1.0,
+        senders: int | None = None,
+    ) -> float:
+        """A dispatch or a combine in which each rank has `batch` tokens for `copies` experts each, or each
+        of some `senders`.
 
         What a rank does itself, and a price for each copy that crosses the UB port of the busiest one.
         `stretch` is what serving adds to a micro-benchmark: uneven ranks, and waiting for them.
         """
-        own = self.pull_ns(op, num_ranks, batch, copies)
+        come = batch * copies * min(1.0, (senders or num_ranks) / num_ranks)
         if self.way == "push":
-            own = self.push_ns(op, num_ranks, batch * copies)
+            own = self.push_ns(op, num_ranks, come)
+        else:
+            own = self.pull_ns(op, num_ranks, batch, copies, come)
         return own + self.crossing_ns(num_ranks, batch * copies) * stretch
 
     def crossing_ns(self, num_ranks: int, rows: float) -> float:
@@ -63,25 +74,25 @@ class CommCost(msgspec.Struct, frozen=True):
         load = rows * leaving * (1 + spec.inter_server_loss.value * far) * busiest
         return 1e9 * spec.exchange_copy.value * load
 
-    def pull_ns(self, op: Op, num_ranks: int, batch: float, copies: int) -> float:
-        """A rank's own steps of a pull-based operator (XDS 3.2).
+    def pull_ns(self, op: Op, num_ranks: int, batch: float, copies: int, come: float) -> float:
+        """A rank's own steps of a pull-based operator (XDS 3.2), with so many rows `come` for its experts.
 
         A launch; what it loads and stores of rows, which share HBM; fields for all, and a note of each that
         comes. The cores meet before they post fields, and in dispatch also when they know all counts.
         """
-        spec, rows = self.spec, batch * copies
+        spec = self.spec
         if op == "dispatch":
             load, quantise = ACTIVATION * batch * self.hidden, 4 * batch * self.hidden
-            staged, meetings = rows * (self.hidden + HEADER), 2
+            staged, meetings = batch * copies * (self.hidden + HEADER), 2
         else:
-            load, quantise = ACTIVATION * rows * self.hidden, 0.0
-            staged, meetings = rows * ANSWER * self.hidden, 1
+            load, quantise = ACTIVATION * come * self.hidden, 0.0
+            staged, meetings = come * ANSWER * self.hidden, 1
         own = spec.kernel_ns(0, 0) + self._vector_ns(quantise) + spec.hbm_ns(load + staged)
         noted = spec.field_poll_ns() * num_ranks / spec.num_cores("aiv")
         return own + meetings * spec.meeting_ns() + self.told_ns(num_ranks) + noted
 
-    def push_ns(self, op: Op, num_ranks: int, rows: float) -> float:
-        """A rank's own steps of a fused operator beside its push (CM 4.2.1).
+    def push_ns(self, op: Op, num_ranks: int, come: float) -> float:
+        """A rank's own steps of a fused operator beside its push (CM 4.2.1), with so many rows `come`.
 
         A launch; flags for all ranks, or on the way back one for each answer; a gather or a weighted sum of
         what has come. In dispatch the cores meet before the flags, and when they know all counts.
@@ -89,9 +100,9 @@ class CommCost(msgspec.Struct, frozen=True):
         spec = self.spec
         if op == "dispatch":
             own = 2 * spec.meeting_ns() + self.told_ns(num_ranks)
-            return spec.kernel_ns(0, 0) + own + spec.hbm_ns(2 * rows * (self.hidden + SCALE_SLOT))
-        summed = max(spec.hbm_ns(rows * ANSWER * self.hidden), self._vector_ns(2 * rows * self.hidden))
-        return spec.kernel_ns(0, 0) + self.told_ns(rows) + summed
+            return spec.kernel_ns(0, 0) + own + spec.hbm_ns(2 * come * (self.hidden + SCALE_SLOT))
+        summed = max(spec.hbm_ns(come * ANSWER * self.hidden), self._vector_ns(2 * come * self.hidden))
+        return spec.kernel_ns(0, 0) + self.told_ns(come) + summed
 
     def told_ns(self, num_fields: float, cores: int | None = None) -> float:
         """Fields that a rank posts one by one, their flight to another server, and a look at the last."""
@@ -125,11 +136,18 @@ class CommCost(msgspec.Struct, frozen=True):
         return added + spec.hbm_ns(sums) + told + pulled + self.start_ns(carrier, 1, cores)
 
     def among_ns(
-        self, op: Op, num_experts: int, batch: float, copies: int, carrier: Carrier = "mte"
+        self,
+        op: Op,
+        num_experts: int,
+        batch: float,
+        copies: int,
+        carrier: Carrier = "mte",
+        trampolines: int | None = None,
     ) -> float:
-        """The stage of A2E or E2A among the expert dies, each of which exchanges with all others."""
+        """The stage of A2E or E2A among the expert dies, each of which exchanges with all others; not all are
+        `trampolines`, which have tokens."""
         start = self.start_ns(carrier, num_experts) if self.way == "pull" else 0.0
-        return start + self.exchange_ns(op, num_experts, batch, copies)
+        return start + self.exchange_ns(op, num_experts, batch, copies, senders=trampolines)
 
     def start_ns(self, carrier: Carrier, num_pieces: int, cores: int | None = None) -> float:
         """What it takes that a carrier is asked for so many pieces by so many AIV cores, and begins; nothing
@@ -139,13 +157,15 @@ class CommCost(msgspec.Struct, frozen=True):
         posts = self.spec.pieces_ns(num_pieces, cores or self.spec.num_cores("aiv"))
         return self.spec.startup_ns(carrier) + posts
 
-    def a2e_ns(self, num_experts: int, batch: int, copies: int) -> float:
+    def a2e_ns(self, num_attention: int, num_experts: int, batch: int, copies: int) -> float:
         """A2E through trampolines, one for each attention die (XDS 3.3)."""
-        return self.post_ns(batch) + self.among_ns("dispatch", num_experts, batch, copies)
+        among = self.among_ns("dispatch", num_experts, batch, copies, trampolines=num_attention)
+        return self.post_ns(batch) + among
 
-    def e2a_ns(self, num_experts: int, batch: int, copies: int) -> float:
+    def e2a_ns(self, num_attention: int, num_experts: int, batch: int, copies: int) -> float:
         """And E2A."""
-        return self.among_ns("combine", num_experts, batch, copies) + self.return_ns(batch, copies)
+        among = self.among_ns("combine", num_experts, batch, copies, trampolines=num_attention)
+        return among + self.return_ns(batch, copies)
 
 
 @functools.cache

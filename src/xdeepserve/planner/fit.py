@@ -187,7 +187,7 @@ class PodProfile:
         """By rows of an attention die: posting them to the expert dies, and one exchange among those.
 
         With one microbatch, E2A lasts two exchanges, the experts' time, and the way back from a trampoline.
-        How many attention dies there are makes no difference to an exchange.
+        How many attention dies there are makes little difference to an exchange.
         """
         posts, exchanges = [], []
         for rows in AWAY_ROWS:

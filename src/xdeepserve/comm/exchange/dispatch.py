@@ -39,7 +39,8 @@ async def dispatch(
 
     # Where a row goes follows from all counts, so the cores meet. They need not in combine: a rank knows how
     # many answers will come from whom.
-    await xccl.die.clock.sleep(xccl.die.spec.meeting_ns())
+    if counts.any():
+        await xccl.die.clock.sleep(xccl.die.spec.meeting_ns())
 
     # Steps 6-7: MTE2 pulls the peers' rows, MTE3 writes them to the local app area, in ping-pong.
     rows = await inbox.pull(op, counts, means)

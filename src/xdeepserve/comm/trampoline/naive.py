@@ -117,8 +117,9 @@ class NaiveExpertSide(Side):
     async def _a2e(self, event_id: int) -> Received:
         means, steps = self.means, self.steps
         counts = await self.inbox.wait("A2E", event_id, self.turns.event_before, means, steps.lane)
-        await self.die.clock.sleep(self.die.spec.meeting_ns())  # as in dispatch
         await steps.passed("A2E", 5)
+        if counts.any():
+            await self.die.clock.sleep(self.die.spec.meeting_ns())  # as in dispatch
         rows = await self.inbox.pull("A2E", counts, means)
         await steps.passed("A2E", 7)
         received = unpack_tokens(self.layout.naive, rows, counts)

@@ -105,7 +105,8 @@ class TrampolineHub:
         return self._exchange_ns("combine"), None
 
     def _exchange_ns(self, op: Op) -> float:
-        return self.cost.among_ns(op, self.num_experts, self._batch, self.copies, self.carrier)
+        sizes = self.num_experts, self._batch, self.copies
+        return self.cost.among_ns(op, *sizes, self.carrier, self.num_attention)
 
 
 class ClockAttentionSide:

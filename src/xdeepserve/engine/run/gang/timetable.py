@@ -108,7 +108,10 @@ class DisaggregatedTimetable(Timetable):
         cost, carrier, num_ranks = self.cost, self._carrier, len(self.expert_dies)
         most = [int(mine.max(initial=0)) for mine in rows.reshape(self._num_domains, -1)]
         ops: tuple[Op, Op] = "dispatch", "combine"
-        among = [[round(cost.among_ns(op, num_ranks, n, copies, carrier)) for n in most] for op in ops]
+        among = [
+            [round(cost.among_ns(op, num_ranks, n, copies, carrier, self._per_domain)) for n in most]
+            for op in ops
+        ]
         counts, of_die = np.unique(rows, return_inverse=True)
         post = [round(cost.post_ns(count, carrier)) for count in counts.tolist()]
         back = [round(cost.return_ns(count, copies, carrier)) for count in counts.tolist()]
