@@ -35,7 +35,7 @@ def error(row: Row) -> float:
 
 def test_table_6_within_6_percent_and_3_on_average(rows: dict[str, Row]) -> None:
     table = [row for name, row in rows.items() if name.startswith("cm.t6/") and "/simulated=" not in name]
-    assert len(table) == 12
+    assert len(table) == 6
     assert max(error(row) for row in table) < 6
     for kind, bound in (("calibrated", 1.5), ("predicted", 3)):
         errors = [error(row) for row in table if row.kind == kind]
@@ -114,8 +114,9 @@ def test_the_exchange_parameters_are_the_fit_to_the_rows_that_say_so() -> None:
     features, rest = [], []
     for op, meetings in zip(comm.OPS, (2, 0), strict=True):
         for ep in comm.FITTED_EP_SIZES:
-            load = cost.crossing_ns(ep, 1024) / spec.exchange_copy.value / 1e9
-            own = cost.push_ns(op, ep, 1024) / 1e3 - meetings * 1e6 * spec.core_meeting.value
+            rows = 1024 * cost.busiest(ep, 1024)
+            load = cost.crossing_ns(ep, rows) / spec.exchange_copy.value / 1e9
+            own = cost.push_ns(op, ep, rows) / 1e3 - meetings * 1e6 * spec.core_meeting.value
             us = published()[f"cm.t6/{op}/ep={ep}"].value
             features.append((meetings / us, load / us))
             rest.append(1 - own / us)
@@ -145,7 +146,7 @@ def test_shrunk_tokens_take_the_same_time() -> None:
 
 def test_simulated_exchanges_are_within_6_percent_of_table_6(rows: dict[str, Row]) -> None:
     table = [row for name, row in rows.items() if name.startswith("cm.t6/") and "/simulated=" in name]
-    assert len(table) == 12
+    assert len(table) == 6
     assert max(error(row) for row in table) < 6
 
 
@@ -171,6 +172,7 @@ def test_the_exchange_model_behaves() -> None:
         times = [cost.exchange_ns(op, ep, 128, 8) for ep in (2, 4, 8, 16, 32, 64, 128, 256, 288, 320)]
         assert times == sorted(times)
         assert cost.crossing_ns(64, 0) == cost.crossing_ns(2, 128) == 0
+        assert cost.busiest(64, 0) == 1
         assert cost.exchange_ns(op, 64, 0, 8) > cost.spec.kernel_ns(0, 0)
         batches = [cost.exchange_ns(op, 64, b, 8) for b in (1, 8, 96)]
         assert batches == sorted(batches)
@@ -180,7 +182,7 @@ def test_each_operator_pays_for_its_own_steps() -> None:
     """More ranks are more flags of a dispatch; a fused combine has one for each answer (CM Table 6)."""
     cost = CommCost(way="push")
     grown = [cost.exchange_ns(op, 256, 128, 8) - cost.exchange_ns(op, 8, 128, 8) for op in comm.OPS]
-    assert grown[0] - grown[1] == pytest.approx(5 * cost.spec.pieces_ns(1, 1))  # 1 and 6 flags of a core
+    assert grown[0] > grown[1]
     free = msgspec.structs.replace(cost.spec, core_meeting=Param(0, "s", "none"))
     without = CommCost(free, way="push")
     assert cost.exchange_ns("combine", 64, 128, 8) == without.exchange_ns("combine", 64, 128, 8)

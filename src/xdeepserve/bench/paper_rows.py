@@ -28,6 +28,7 @@ TABLE_9 = (
 FITTED_GEMMS = (TABLE_9[0], TABLE_9[2], TABLE_9[4])
 TABLE_10 = (48, 44, 36, 32, 24)  # servers
 TABLE_6_BATCH = 128
+FIGURE_6_EP = 128
 EP288 = ExpertDies(288, 256, 32)  # XDS 7.1
 WEIGHTS_GB = 671
 
@@ -51,6 +52,18 @@ def bandwidths() -> Iterator[Row]:
             kind: Kind = "calibrated" if ep in FITTED_EP_SIZES else "predicted"
             rate = TABLE_6_BATCH * TOP_K * nbytes / seconds / 1e9
             yield Row(f"cm.t6/bandwidth/{op}/ep={ep}", rate, "GB/s", kind)
+
+
+def crossover() -> Iterator[Row]:
+    """The largest batch with which dispatch takes longer than combine at EP 128 (XDS 3.2, Figure 6)."""
+    cost = CommCost()
+
+    def is_slower(batch: int) -> bool:
+        dispatch, combine = (cost.exchange_ns(op, FIGURE_6_EP, batch, TOP_K) for op in OPS)
+        return dispatch > combine
+
+    most = max(filter(is_slower, range(1, 256)))
+    yield Row("xds.ep.crossover", most, "tokens", "predicted")
 
 
 def gains_by_drafts(cost: LayerCost | None = None) -> Iterator[Row]:

@@ -35,6 +35,7 @@ SOURCES: dict[str, tuple[Callable[[], Iterable[Row]], ...]] = {
     "xds": (
         comm.send_receive,
         paper_rows.fields_and_pairs,
+        paper_rows.crossover,
         comm.a2e,
         paper_rows.latency_by_drafts,
         superpod.colocated,

@@ -49,29 +49,32 @@ class CommCost(msgspec.Struct, frozen=True):
         What a rank does itself, and a price for each copy that crosses the UB port of the busiest one.
         `stretch` is what serving adds to a micro-benchmark: uneven ranks, and waiting for them.
         """
-        come = batch * copies * min(1.0, (senders or num_ranks) / num_ranks)
+        rows = batch * copies
+        share = min(1.0, (senders or num_ranks) / num_ranks)
+        come = rows * share * self.busiest(num_ranks, rows * share)
         if self.way == "push":
             own = self.push_ns(op, num_ranks, come)
         else:
             own = self.pull_ns(op, num_ranks, batch, copies, come)
-        return own + self.crossing_ns(num_ranks, batch * copies) * stretch
+        return own + self.crossing_ns(num_ranks, max(rows, come)) * stretch
+
+    def busiest(self, num_ranks: int, rows: float) -> float:
+        """What the busiest rank receives if the average one has so many rows, as a ratio: random routing adds
+        as many standard deviations as the maximum of so many normal variables has."""
+        if rows == 0:
+            return 1.0
+        return 1 + expected_maximum(num_ranks) * math.sqrt((1 - 1 / num_ranks) / rows)
 
     def crossing_ns(self, num_ranks: int, rows: float) -> float:
-        """Token copies at the busiest rank's port.
+        """Token copies of the busiest rank at its port.
 
-        Of a rank's copies those that stay in its package (its own die and the sister die) cost nothing; those
-        that leave the server pay the inter-server loss; and random routing makes the busiest of many ranks
-        receive more than the average, by as many standard deviations as the maximum of so many normal
-        variables has.
+        Those that stay in its package (its own die and the sister die) cost nothing, and those that leave the
+        server pay the inter-server loss.
         """
-        if rows == 0:
-            return 0.0
         spec, topology = self.spec, self.topology
         leaving = 1 - min(1.0, topology.dies_per_chip / num_ranks)
         far = max(0.0, 1 - topology.dies_per_server / num_ranks)
-        deviation = math.sqrt((1 - 1 / num_ranks) / rows)
-        busiest = 1 + expected_maximum(num_ranks) * deviation
-        load = rows * leaving * (1 + spec.inter_server_loss.value * far) * busiest
+        load = rows * leaving * (1 + spec.inter_server_loss.value * far)
         return 1e9 * spec.exchange_copy.value * load
 
     def pull_ns(self, op: Op, num_ranks: int, batch: float, copies: int, come: float) -> float:

@@ -107,7 +107,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         1e-6,
         "s",
         "assumed: the scalar unit of one AIV core issues one access of a batch, so also posts one field; "
-        "XDS 3.3 calls it limited, and CM Table 6 (flat from EP 128 to 256) lets 48 cores hide 256",
+        "XDS 3.3 calls it limited, and it is why in CM Table 6 dispatch grows more with EP than combine",
     )
     field_poll: Param = Param(
         1e-6,
@@ -121,12 +121,12 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         "3.3: few, an expert die has all for its persistent kernels",
     )
     core_meeting: Param = Param(
-        9.15e-6,
+        9.84e-6,
         "s",
         "fitted: CM Table 6, EP 8 and 256: all AIV cores of an operator wait for the last of them",
     )
     exchange_copy: Param = Param(
-        93.42e-9, "s", "fitted: CM Table 6, EP 8 and 256: one token's copy at the busiest die's UB port"
+        91.19e-9, "s", "fitted: CM Table 6, EP 8 and 256: one token's copy at the busiest die's UB port"
     )
     poll_latency: Param = Param(0.5e-6, "s", "assumed: one AIV core reads a flag in its own HBM")
 
