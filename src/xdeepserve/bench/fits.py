@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from xdeepserve.bench import comm, paper_rows, pipelines, superpod
+from xdeepserve.bench import comm, paper_rows, pipelines, prefill_formula, superpod
 from xdeepserve.bench.decode_formula import LayerCost
 from xdeepserve.bench.report import Row
 from xdeepserve.comm.cost import CommCost
@@ -217,7 +217,7 @@ def fitted_parameters() -> dict[str, Param]:
     ratio = Param(
         superpod.COMM_RATIO_DBRX, "ratio", "fitted: MS 7.4, DBRX: time to move over time to compute"
     )
-    return found | {COMM_RATIO: ratio}
+    return found | {COMM_RATIO: ratio, "prefill_efficiency": prefill_formula.EFFICIENCY}
 
 
 def print_fits(found: Sequence[WithoutTable]) -> None:

@@ -174,7 +174,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         share = 1.0 if cores is None else min(1.0, cores / self.num_cores("aic"))
         int8 = work.int8 / (self.int8_peak.value * self.int8_gemm_efficiency.value)
         bf16 = work.bf16 / (self.bf16_peak.value * self.bf16_gemm_efficiency.value)
-        attention = work.attention / (self.bf16_peak.value * self.compute_efficiency.value)
+        products = work.attention / self.bf16_peak.value + work.int8_attention / self.int8_peak.value
+        attention = products / self.compute_efficiency.value
         fixed = (
             work.layers * self.small_kernels.value
             + work.gates * self.gate.value
