@@ -16,7 +16,7 @@ from xdeepserve.hw.spec import Spec
 def test_the_numbers_that_made_a_table_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """From a table that other numbers would have printed, exactly these."""
     fit = fits.all_fits()["dispatch and combine"]
-    others = {"exchange_fixed": 20e-6, "exchange_copy": 150e-9}
+    others = {"core_meeting": 20e-6, "exchange_copy": 150e-9}
     made = {row.name: row.value for row in fit.tables["CM Table 6"](others)}
 
     def scaled(numbers: fits.Numbers) -> Iterable[Row]:

@@ -54,15 +54,15 @@ def bandwidths() -> Iterator[Row]:
             yield Row(f"cm.t6/bandwidth/{op}/ep={ep}", rate, "GB/s", kind)
 
 
-def crossover() -> Iterator[Row]:
+def crossover(cost: CommCost | None = None) -> Iterator[Row]:
     """The largest batch with which dispatch takes longer than combine at EP 128 (XDS 3.2, Figure 6)."""
-    cost = CommCost()
+    cost = cost or CommCost()
 
     def is_slower(batch: int) -> bool:
         dispatch, combine = (cost.exchange_ns(op, FIGURE_6_EP, batch, TOP_K) for op in OPS)
         return dispatch > combine
 
-    most = max(filter(is_slower, range(1, 256)))
+    most = max(filter(is_slower, range(1, 256)), default=0)
     yield Row("xds.ep.crossover", most, "tokens", "predicted")
 
 

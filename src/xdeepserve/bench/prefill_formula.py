@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import msgspec
 
-from xdeepserve.bench.decode_formula import LayerCost, expert_layer
+from xdeepserve.bench.decode_formula import expert_layer
 from xdeepserve.bench.report import Row
 from xdeepserve.comm.cost import CommCost, Op
-from xdeepserve.hw.spec import Param
+from xdeepserve.hw.spec import Param, Spec
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.step.frame import Model
@@ -36,6 +36,7 @@ class PrefillCost(msgspec.Struct, frozen=True):
     efficiency: float = EFFICIENCY.value
     unabsorbed: bool = True
     comm: CommCost = CommCost()
+    spec: Spec = Spec()
 
     @property
     def tokens(self) -> int:
@@ -45,15 +46,16 @@ class PrefillCost(msgspec.Struct, frozen=True):
     def compute_ns(self) -> float:
         """All stages of a layer with experts, at their own efficiencies."""
         c, layer, tokens = self.config, expert_layer(self.config), self.tokens
-        spec, copies = LayerCost(c).spec, tokens * c.num_experts_per_tok
+        copies = tokens * c.num_experts_per_tok
         counts = Counts(tokens, tokens * PROMPT / 2, tokens, copies, c.n_routed_experts / EP)
         total, program = 0.0, decoder_layer(layer, Where("among"))
         for stage in stages((*program.attention, *program.feed)):
             work = stage.work(Model(c, "int8", c.num_attention_heads), layer, counts)
             if stage.attends and self.unabsorbed:
                 width = c.qk_head_dim + c.v_head_dim
-                work = work._replace(attention=2.0 * counts.context * c.num_attention_heads * width)
-            total += spec.stage_ns(work)
+                products = 2.0 * counts.context * c.num_attention_heads * width
+                work = work._replace(attention=products, int8_attention=0.0)
+            total += self.spec.stage_ns(work)
         return total
 
     def exchanges_ns(self) -> float:

@@ -244,6 +244,15 @@ TRENDS = (
         ),
     ),
     Trend(
+        "cm.interference",
+        "4.3.3",
+        "KV that comes over RoCE leaves exchanges on UB alone, over UB it delays them",
+        "interference",
+        lambda v: (
+            v["interference/roce/dispatch"] == v["interference/none/dispatch"] < v["interference/ub/dispatch"]
+        ),
+    ),
+    Trend(
         "cm.early",
         "4.2.1",
         "a token quantised before it is sent is about half of one that is not",

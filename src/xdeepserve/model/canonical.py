@@ -247,11 +247,11 @@ def unabsorbed_attention(
 ) -> Array:
     """MLA of one token as CloudMatrix prefills (4.3.1): keys and values of all heads, as of ordinary heads.
 
-    q_nope [H, N], q_pe [H, R]; c [S, C], k_pe [S, R], float32; w_uk [H, N, C], w_uv [H, V, C] -> [H, V]. The
+    q_nope [H, N], q_pe [H, R]; c [S, C], k_pe [S, R], float32; w_uk [H, N, C], w_uv [H, C, V] -> [H, V]. The
     same function as the absorbed form (`attention` between two products with w_uk and w_uv) in the real
     numbers, but other roundings: nothing runs it, its results are near and never promised to be equal.
     """
-    keys, values = (np.einsum("sc,hnc->hsn", c, w) for w in (w_uk, w_uv))
+    keys, values = np.einsum("sc,hnc->hsn", c, w_uk), np.einsum("sc,hcv->hsv", c, w_uv)
     scores = (np.einsum("hn,hsn->hs", q_nope, keys) + q_pe @ k_pe.T) * F32(softmax_scale)
     p = np.exp(scores - scores.max(axis=-1, keepdims=True))
     total: Array = np.einsum("hs,hsv->hv", p, values) / p.sum(axis=-1)[:, None]
