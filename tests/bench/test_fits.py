@@ -47,7 +47,8 @@ def test_all_that_is_fitted_is_listed_and_the_decode_rows_say_as_much_without_ea
     assert of_fits <= {*told["parameters"]}
     left_out = told["left_out"]
     assert len(left_out) == sum(len(fit.tables) for fit in fits.all_fits().values())
-    assert all(one["median"] < 8 for one in left_out)
+    # Table 6 is of operators that push, and without it only two times of operators that pull are left.
+    assert all(one["median"] < (10 if one["table"] == "CM Table 6" else 8) for one in left_out)
     assert all(one["largest"] < 15 for one in left_out if one["table"] != "CM Table 4")
     assert main(["bench", "papers", "--fits"]) == 0
     assert "CM Table 6" in capsys.readouterr().out
