@@ -28,7 +28,10 @@ PRICES = (
     ),
     ("gate", "Gate"),
     ("kernel_overhead", "a kernel without its work: step 1 of A2E, A2E', E2A"),
-    ("core_meeting", "the cores of an operator meet: before it posts fields, and in dispatch with all counts"),
+    (
+        "core_meeting",
+        "the cores of an operator meet: before it posts fields, and in dispatch with all counts",
+    ),
     ("piece_overhead", "a core posts one field"),
     ("field_poll", "a core takes note of one field that has come"),
     ("poll_latency", "a look at a field: what a wait that is over at once takes"),

@@ -28,8 +28,8 @@ DECODE = frozenset({"Table 4", "stream 1", "layer", "gains"})
 PREFILL = frozenset({"prefill", "prefill's gain"})
 
 
-class Machine(NamedTuple):
-    """What all formulas are made of."""
+class Formulas(NamedTuple):
+    """What all rows are made of."""
 
     spec: Spec
     config: ModelConfig
@@ -39,13 +39,13 @@ class Machine(NamedTuple):
     unabsorbed: bool = True  # prefill's attention
 
     @staticmethod
-    def with_spec(spec: Spec) -> Machine:
+    def with_spec(spec: Spec) -> Formulas:
         config = resolve_model(superpod.MODEL).config
-        return Machine(spec, config, CommCost(spec), CommCost(spec, way="push"))
+        return Formulas(spec, config, CommCost(spec), CommCost(spec, way="push"))
 
     @property
     def layer(self) -> LayerCost:
-        """Of CloudMatrix's decode."""
+        """CloudMatrix's decode."""
         cost = LayerCost if self.splits is None else _FixedSplit
         return cost(self.config, self.spec, self.push)
 
@@ -68,11 +68,11 @@ class Mechanism(NamedTuple):
     """What is switched off, how, and the groups of rows that it is about."""
 
     name: str
-    off: Callable[[], Machine]
+    off: Callable[[], Formulas]
     groups: frozenset[str]
 
 
-class Change(msgspec.Struct, frozen=True):
+class Shift(msgspec.Struct, frozen=True):
     """How far a group's rows move without a mechanism, in percent: the largest move, with its sign."""
 
     mechanism: str
@@ -81,23 +81,23 @@ class Change(msgspec.Struct, frozen=True):
     expected: bool
 
 
-def without(**values: float) -> Machine:
+def without(**values: float) -> Formulas:
     """Parameters with other values."""
     spec = Spec()
     changed = {name: Param(value, getattr(spec, name).unit, "switched off") for name, value in values.items()}
-    return Machine.with_spec(msgspec.structs.replace(spec, **changed))
+    return Formulas.with_spec(msgspec.structs.replace(spec, **changed))
 
 
-def whole() -> Machine:
+def whole() -> Formulas:
     """Nothing is switched off."""
-    return Machine.with_spec(Spec())
+    return Formulas.with_spec(Spec())
 
 
-def _even() -> Machine:
+def _even() -> Formulas:
     return whole()._replace(pull=_EvenRouting(), push=_EvenRouting(way="push"))
 
 
-def _int8_attention() -> Machine:
+def _int8_attention() -> Formulas:
     machine = whole()
     layers = frozenset(range(machine.config.num_hidden_layers))
     return machine._replace(config=msgspec.structs.replace(machine.config, int8_attention=layers))
@@ -151,7 +151,7 @@ MECHANISMS = (
 )
 
 
-def groups(machine: Machine) -> dict[str, list[Row]]:
+def groups(machine: Formulas) -> dict[str, list[Row]]:
     """Rows by what they are of."""
     exchanges, layer = comm.exchanges(machine.push), machine.layer
     decode, a2e = superpod.formulas(layer), comm.a2e(machine.pull)
@@ -179,8 +179,8 @@ def groups(machine: Machine) -> dict[str, list[Row]]:
     }
 
 
-def all_changes() -> list[Change]:
-    """Of every group that changes, or should, without each mechanism."""
+def all_changes() -> list[Shift]:
+    """Every group that shifts, or should, without each mechanism."""
     before, found = groups(whole()), []
     for mechanism in MECHANISMS:
         for group, rows in groups(mechanism.off()).items():
@@ -189,11 +189,11 @@ def all_changes() -> list[Change]:
             ]
             most, expected = max(moves, key=abs), group in mechanism.groups
             if expected or any(moves):
-                found.append(Change(mechanism.name, group, most, expected))
+                found.append(Shift(mechanism.name, group, most, expected))
     return found
 
 
-def print_changes(found: Sequence[Change], is_json: bool) -> None:
+def print_changes(found: Sequence[Shift], is_json: bool) -> None:
     """A line for each mechanism and group."""
     if is_json:
         print(json.dumps({"ablations": msgspec.to_builtins(list(found))}))

@@ -30,7 +30,7 @@ EFFICIENCY = Param(
 
 
 class PrefillCost(msgspec.Struct, frozen=True):
-    """Of one model, on dies of which each has `CHIP_TOKENS` / 2 tokens of prompts of PROMPT tokens."""
+    """One model's, on dies of which each has `CHIP_TOKENS` / 2 tokens of prompts of PROMPT tokens."""
 
     config: ModelConfig
     efficiency: float = EFFICIENCY.value
@@ -40,7 +40,7 @@ class PrefillCost(msgspec.Struct, frozen=True):
 
     @property
     def tokens(self) -> int:
-        """Of a die."""
+        """A die's."""
         return CHIP_TOKENS // DIES_PER_CHIP
 
     def compute_ns(self) -> float:

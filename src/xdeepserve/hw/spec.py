@@ -90,7 +90,9 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     vpc_startup: Param = Param(50e-6, "s", "assumed: a message through two hosts' network stacks")
     storage_bandwidth: Param = Param(2.1e9, "B/s", "fitted: CM Table 1: 671 GB of weights from OBS in 320 s")
 
-    pool_load: Param = Param(134e9, "B/s", "fitted: CM Table 1: 671 GB of weights from DRAM to an instance in 5 s")
+    pool_load: Param = Param(
+        134e9, "B/s", "fitted: CM Table 1: 671 GB of weights from DRAM to an instance in 5 s"
+    )
 
     # Engines
     mte_startup: Param = Param(

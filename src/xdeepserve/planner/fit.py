@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
-from xdeepserve.comm.cost import CommCost
 from xdeepserve.engine.deploy.deployment import Deployment
 from xdeepserve.engine.run.clock.routing import TimingConfig
+from xdeepserve.engine.run.clock.trampoline_hub import way_back_ns
 from xdeepserve.hw.accelerators import Accelerator
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.weights import Part, select, weight_specs
@@ -212,8 +212,7 @@ class PodProfile:
 
     def back(self, rows: float, shared: int) -> float:
         """From a trampoline to its attention die: sums of the answers of `rows`."""
-        copies = self.config.num_experts_per_tok + (shared > 0)
-        return CommCost(hidden=self.config.hidden_size).return_ns(rows, copies)
+        return way_back_ns(self.config, rows, has_shared=shared > 0)
 
     def weight_nbytes(self, part: Part, num_dies: int) -> int:
         """Bytes of weights on a die, one of `num_dies` that share the routed experts."""

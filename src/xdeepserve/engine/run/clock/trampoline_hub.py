@@ -184,3 +184,8 @@ class ClockExpertSide:
             for attention in sides.served(self.index):
                 key = op, sides.attention[attention], self.hub, event
                 end(key, op, die.index, lane, die.clock.now - 1)
+
+
+def way_back_ns(model: ModelConfig, rows: float, has_shared: bool) -> float:
+    """E2A's second stage, from a trampoline to its attention die, for so many rows of a microbatch."""
+    return CommCost(hidden=model.hidden_size).return_ns(rows, model.num_experts_per_tok + has_shared)
