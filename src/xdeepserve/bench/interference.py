@@ -33,7 +33,7 @@ def rows() -> list[Row]:
 
 
 def dispatch_ns(plane: Plane | None) -> int:
-    """Of the slowest rank, in virtual time, while KV comes over a plane."""
+    """The slowest rank's, in virtual time, while KV comes over a plane."""
     pod, group = Pod(), Group(tuple(range(RANKS)), tuple(range(RANKS)))
     layout = Layout.for_group(group, max_tokens=BATCH, top_k=TOP_K, hidden=HIDDEN)
     far = pod.topology.dies_per_server
