@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -17,6 +19,7 @@ from xdeepserve.model.checkpoint import SINGLE_FILE, open_checkpoint
 from xdeepserve.model.export import write_checkpoint
 from xdeepserve.model.reference import Reference
 from xdeepserve.model.weights import RECIPES, Recipe
+from xdeepserve.planner.fit import Demand, PodProfile
 from xdeepserve.step import sparse
 from xdeepserve.step.frame import Model
 from xdeepserve.step.stage import Counts
@@ -73,6 +76,9 @@ WAYS: dict[str, list[tuple[str, list[str]]]] = {
     ],
     "glm-sparse-shared-mtp": [
         ("monolithic", ["mtp=1"]),
+        ("monolithic", ["mtp=2", "lockstep=true", "threads=2"]),
+        ("colocated", ["dies=3", "mtp=1", "lockstep=true"]),
+        ("moe-attention", ["mtp=2", "lockstep=true"]),
         ("colocated", ["tp=2", "dies=4", "mtp=2"]),
         ("colocated", ["dies=3", "pipeline.microbatches=2"]),
         ("pd", ["prefill.tp=2", "prefill.tp_mode=sp-tp-sp", "mtp=1", "transfer=layer"]),
@@ -86,6 +92,9 @@ WAYS: dict[str, list[tuple[str, list[str]]]] = {
     "glm-norms-groups": [("colocated", ["dies=2"]), ("moe-attention", ["dataflow=true"])],
     "qwen-every-layer-of-experts": [
         ("monolithic", []),
+        ("monolithic", ["lockstep=true"]),
+        ("colocated", ["dies=3", "lockstep=true", "exchange=push"]),
+        ("transformerless", ["lockstep=true"]),
         ("colocated", ["dies=3", "experts.redundant_slots=1"]),
         ("colocated", ["tp=4", "dies=4", "pipeline.microbatches=2"]),  # more ranks than heads of the cache
         ("colocated", ["dies=4", "o_proj_tp=2"]),
@@ -163,14 +172,9 @@ def test_a_block_has_the_keys_and_values_of_all_heads(tmp_path: Path) -> None:
     ("command", "message"),
     [
         (
-            ["generate", "--prompt-ids", "1", "--set", "lockstep=true"],
-            "lockstep has kernels for MLA, not for the model's GQA",
-        ),
-        (
             ["generate", "--prompt-ids", "1", "--set", "mtp=1"],
             "mtp=1 needs an MTP layer, and the checkpoint has none",
         ),
-        (["plan", "--slo-ms", "50"], "plan has times of MLA's stages, not of the model's GQA"),
     ],
 )
 def test_what_is_not_for_it_is_refused_in_a_line(
@@ -183,20 +187,36 @@ def test_what_is_not_for_it_is_refused_in_a_line(
     assert err.strip().count("\n") == 0
 
 
-def test_what_is_not_for_sparse_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    directory = str(BY_NAME["sparse-listed-layers-plain"].checkpoint_dir(tmp_path))
-    model = ["--model", directory]
-    for command, message in (
-        (["generate", "--prompt-ids", "1", "--set", "lockstep=true", *model], "MLA, not for the model's DSA"),
-        (
-            ["plan", "--slo-ms", "50", "--prompt", "100", "--output", "100", *model],
-            "plan has times of MLA's stages, not of the model's DSA",
-        ),
-    ):
-        assert main(command) == 2
-        err = capsys.readouterr().err
-        assert message in err
-        assert err.strip().count("\n") == 0
+@pytest.mark.parametrize(
+    ("name", "stages"),
+    [
+        ("qwen-every-layer-of-experts", ("QKVProlog", "GQA", "OProj")),
+        ("glm-sparse-shared-mtp", ("MLAProlog", "DSA", "OProj")),
+    ],
+)
+def test_a_plan_is_fitted_to_the_kind_of_attention(
+    name: str, stages: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = BY_NAME[name].checkpoint_dir(tmp_path)
+    profile = PodProfile(open_checkpoint(directory), Demand(60, 20))
+    assert profile.names == stages
+    own = [profile.stages(1)[stage](8) for stage in stages]
+    assert min(own) > 0
+    assert profile.attention(1, 8) == sum(own)
+    model = ["plan", "--model", str(directory), "--slo-ms", "50", "--prompt", "60", "--output", "20"]
+    assert main([*model, "--dies", "8"]) == 0
+    assert main([*model, "--hardware", "h20,l40s", "--extrapolate"]) == 0
+    assert "T_iter" in capsys.readouterr().out
+
+
+def test_layers_without_an_indexer_are_averaged_in(tmp_path: Path) -> None:
+    """Of 5 layers 3 share a choice: what is fitted lies between all layers with an indexer and none."""
+    checkpoint = open_checkpoint(BY_NAME["glm-sparse-shared-mtp"].checkpoint_dir(tmp_path))
+    profile = PodProfile(checkpoint, Demand(60, 20))
+    all_full = copy.copy(checkpoint)
+    all_full.config = msgspec.structs.replace(checkpoint.config, shared_choices=frozenset())
+    assert profile.stages(1)["DSA"](8) < PodProfile(all_full, Demand(60, 20)).stages(1)["DSA"](8)
+    assert profile.kv_nbytes() < PodProfile(all_full, Demand(60, 20)).kv_nbytes()
 
 
 def test_the_keys_of_the_indexer_are_in_each_block(tmp_path: Path) -> None:

@@ -87,7 +87,8 @@ class FakeHandle:
         tools = engine.formats.tools if parse.tools else None
         reasoning = parse.reasoning and engine.formats.reasoning
         self.parsers = [
-            StreamParser(reasoning, tools, in_reasoning=parse.in_reasoning) for _ in range(params.n)
+            StreamParser(reasoning, tools, in_reasoning=parse.in_reasoning, functions=parse.functions)
+            for _ in range(params.n)
         ]
         self.counters = [parser.reasoning_only() for parser in self.parsers]
         self.is_aborted = asyncio.Event()

@@ -65,6 +65,28 @@ async def streamed(post: Post, **fields: Any) -> tuple[dict[str, Any], str | Non
     return message, reason
 
 
+@pytest.mark.parametrize(
+    ("form", "calls"),
+    [
+        ("glm", "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>7</arg_value>\n</tool_call>"),
+        ("minimax", '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">7</parameter>\n'
+         "</invoke>\n</minimax:tool_call>"),
+        ("deepseek_v32", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter '
+         'name="city" string="true">7</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>'),
+    ],
+)  # fmt: skip
+async def test_texts_of_calls_between_tags_are_those_of_the_schema(
+    engine: FakeEngine, post: Post, form: Any, calls: str
+) -> None:
+    engine.formats, engine.max_model_len = OutputFormats(tools=form, shows_tools=True), 1000
+    says(engine, f"So: {calls}")
+    message, reason = await streamed(post, messages=HI, tools=[WEATHER])
+    assert reason == "tool_calls"
+    assert message["content"] == "So:"
+    [call] = message["tool_calls"]
+    assert call["function"] == {"name": "get_weather", "arguments": '{"city": "7"}'}
+
+
 async def test_reasoning_is_apart_from_the_content(post: Post, speaker: FakeEngine) -> None:
     says(speaker, "<think>é?</think>yes")
     _, body = await post(URL, messages=HI)

@@ -17,6 +17,7 @@ from xdeepserve import LLM, SamplingParams
 from xdeepserve.api.options import ServerOptions
 from xdeepserve.api.server import build_app
 from xdeepserve.engine.serving.engine import Engine
+from xdeepserve.jobs import training
 from xdeepserve.llm import build_engine
 
 HI = [{"role": "user", "content": "Tell me a story about a cat."}]
@@ -152,11 +153,26 @@ def quantization(**settings: Any) -> dict[str, Any]:
     return {"type": "quantization", "quantization": {"hyperparameters": settings}}
 
 
+def supervised(**settings: Any) -> dict[str, Any]:
+    return {"type": "supervised", "supervised": {"hyperparameters": settings}}
+
+
+@pytest.mark.parametrize("method", [None, supervised(n_epochs=2)])
+async def test_training_without_its_extra(
+    api: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch, method: Any
+) -> None:
+    monkeypatch.setattr(training, "find_spec", lambda name: None)
+    with pytest.raises(openai.BadRequestError, match=r"pip install 'xdeepserve\[train\]'"):
+        await ordered(api, method=openai.omit if method is None else method)
+
+
 @pytest.mark.parametrize(
     ("fields", "line"),
     [
-        ({"method": {"type": "supervised"}}, 'method.type "supervised": this server quantises'),
-        ({"method": None}, 'method.type "supervised"'),
+        ({"method": {"type": "dpo"}}, 'method.type "dpo": this server quantises .* and trains'),
+        ({"method": {"type": "supervised", "dpo": {}}}, "method.dpo does not go with supervised"),
+        ({"method": supervised(n_epochs=51)}, r"n_epochs must lie in \(0, 50\], found 51"),
+        ({"method": supervised(epochs=1)}, "unknown field method.supervised.hyperparameters.epochs"),
         ({"method": quantization(algorithm="gptk")}, 'unknown algorithm "gptk": .* mean gptq'),
         ({"method": quantization(samples=0)}, "samples must be 1 to 4096, found 0"),
         ({"method": quantization(epochs=1)}, "unknown field method.quantization.hyperparameters.epochs"),
@@ -169,7 +185,10 @@ def quantization(**settings: Any) -> dict[str, Any]:
         ({"speed": 1}, "unknown field speed"),
     ],
 )
-async def test_a_job_that_cannot_be(api: openai.AsyncOpenAI, fields: dict[str, Any], line: str) -> None:
+async def test_a_job_that_cannot_be(
+    api: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], line: str
+) -> None:
+    monkeypatch.setattr(training, "find_spec", lambda name: name)
     more = {key: fields[key] for key in ("speed",) if key in fields}
     given = {key: openai.omit if fields[key] is None else fields[key] for key in fields if key not in more}
     with pytest.raises(openai.APIStatusError, match=line) as caught:

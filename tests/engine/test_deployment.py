@@ -127,7 +127,8 @@ def test_every_field_is_a_setting_with_a_meaning() -> None:
     assert all(setting.meaning and setting.meaning == setting.meaning.strip() for setting in settings())
     assert found["fabric"][:3] == ("fabric", "auto|ub|roce|vpc", "auto")
     assert found["prefill.dies"][:3] == ("prefill.dies", "int", None)
-    assert found["output.tools"].names == ["auto", "off", "deepseek", "deepseek_v31", "kimi", "hermes"]
+    calls = ["deepseek", "deepseek_v31", "deepseek_v32", "kimi", "hermes", "glm", "qwen3_coder", "minimax"]
+    assert found["output.tools"].names == ["auto", "off", *calls]
 
 
 def test_every_default_is_a_value_that_can_be_set() -> None:
@@ -154,7 +155,8 @@ def test_every_default_is_a_value_that_can_be_set() -> None:
         (
             "pd",
             "output.tools=x",
-            "output.tools must be one of auto, deepseek, deepseek_v31, hermes, kimi, off, found 'x'",
+            "output.tools must be one of auto, deepseek, deepseek_v31, deepseek_v32, glm, hermes, kimi, "
+            "minimax, off, qwen3_coder, found 'x'",
         ),
     ],
 )

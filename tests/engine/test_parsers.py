@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import get_args
 
 import pytest
@@ -10,6 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from xdeepserve.engine.serving.parsers import MARKS, REASONING, Parsed, StreamParser, ToolFormat
+from xdeepserve.engine.serving.request import Function
+from xdeepserve.engine.serving.tagged_calls import TAGGED
 
 DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
 DEEPSEEK_ENDS = ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
@@ -31,12 +34,35 @@ def spell(tools: ToolFormat, calls: list[tuple[str, str]]) -> str:
             for i, (name, arguments) in enumerate(calls)
         )
         return f"<|tool_calls_section_begin|>{inner}<|tool_calls_section_end|>"
+    if tools in TAGGED:
+        return spell_tagged(tools, calls)
     if tools == "deepseek":
         spelt = [f"function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```" for name, arguments in calls]
     else:
         spelt = [f"{name}<｜tool▁sep｜>{arguments}" for name, arguments in calls]
     inner = "\n".join(f"<｜tool▁call▁begin｜>{each}<｜tool▁call▁end｜>" for each in spelt)
     return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
+
+
+SECTIONS: dict[ToolFormat, tuple[str, str, str]] = {  # around all calls, and around each
+    "glm": ("{}", "<tool_call>", "</tool_call>"),
+    "qwen3_coder": ("{}", "<tool_call>\n", "\n</tool_call>"),
+    "minimax": ("<minimax:tool_call>\n{}\n</minimax:tool_call>", "", ""),
+    "deepseek_v32": ("<｜DSML｜function_calls>\n{}\n</｜DSML｜function_calls>", "", ""),
+}
+
+
+def spell_tagged(tools: ToolFormat, calls: list[tuple[str, str]]) -> str:
+    """As the models' templates write calls: a text as it is, anything else as JSON."""
+    t, (around, begin, end), spelt = TAGGED[tools], SECTIONS[tools], []
+    for name, arguments in calls:
+        body = f"{t.first}{name}{t.named}"
+        for key, value in json.loads(arguments).items():
+            is_text = isinstance(value, str)
+            tag = t.is_text if is_text and t.is_text else t.value
+            body += f"{t.key}{key}{tag}{value if is_text else json.dumps(value)}{t.end}"
+        spelt.append(begin + body + t.last + end)
+    return around.format("\n".join(spelt))
 
 
 def joined(parts: list[Parsed]) -> tuple[str, str, list[list[str | None]]]:
@@ -54,9 +80,13 @@ def joined(parts: list[Parsed]) -> tuple[str, str, list[list[str | None]]]:
 
 
 def parse(
-    chunks: list[str], tools: ToolFormat | None, reasoning: bool = True, in_reasoning: bool = False
+    chunks: list[str],
+    tools: ToolFormat | None,
+    reasoning: bool = True,
+    in_reasoning: bool = False,
+    functions: Sequence[Function] = (),
 ) -> tuple[str, str, list[list[str | None]]]:
-    parser = StreamParser(reasoning, tools, in_reasoning=in_reasoning)
+    parser = StreamParser(reasoning, tools, in_reasoning=in_reasoning, functions=functions)
     return joined([*(parser.push(chunk) for chunk in chunks), parser.finish()])
 
 
@@ -66,9 +96,16 @@ def cut(text: str, places: list[int]) -> list[str]:
 
 
 ARGUMENTS = st.dictionaries(
-    st.text(max_size=4), st.integers() | st.text(max_size=12) | st.none(), max_size=3
+    st.text("abé_", min_size=1, max_size=4),
+    st.integers(-(2**60), 2**60) | st.text("ab1é \n<`{", max_size=12) | st.none(),
+    max_size=3,
 ).map(lambda value: json.dumps(value, ensure_ascii=False))
-CALLS = st.lists(st.tuples(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), ARGUMENTS), min_size=1, max_size=3)
+CALLS = st.lists(
+    st.tuples(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), ARGUMENTS),
+    min_size=1,
+    max_size=3,
+    unique_by=lambda call: call[0],
+)
 SPEECH = st.text("abc <`\n", max_size=12)
 PLACES = st.lists(st.integers(0, 10_000), max_size=12)
 # Text that is mostly tags, whole and broken, in any order.
@@ -77,6 +114,13 @@ SHREDS = st.lists(
     | st.sampled_from(["function", "f", "{}", '{"name": "f"}', " ", "\n", "<", "x"]),
     max_size=12,
 ).map("".join)
+
+
+def function_of(name: str, arguments: str) -> Function:
+    """One that takes such arguments."""
+    kinds = {str: "string", int: "integer", type(None): "null"}
+    properties = {key: {"type": kinds[type(value)]} for key, value in json.loads(arguments).items()}
+    return Function(name, json.dumps({"type": "object", "properties": properties}))
 
 
 @given(st.sampled_from(FORMATS), SPEECH, st.none() | SPEECH, CALLS, SPEECH, PLACES)
@@ -90,7 +134,8 @@ def test_well_formed_answers(
 ) -> None:
     thought = "" if reasoning is None else f"<think>{reasoning}</think>"
     text = f"{thought}{content}{spell(tools, calls)}{after}"
-    found_content, found_reasoning, found_calls = parse(cut(text, places), tools)
+    functions = [function_of(name, arguments) for name, arguments in calls]
+    found_content, found_reasoning, found_calls = parse(cut(text, places), tools, functions=functions[::-1])
     assert found_reasoning == (reasoning or "")
     assert found_content == content.rstrip() + after.lstrip()
     ids = [f"functions.{name}:{i}" if tools == "kimi" else None for i, (name, _) in enumerate(calls)]
@@ -206,6 +251,42 @@ def test_a_call_that_is_cut_off_is_no_content(tools: ToolFormat) -> None:
         assert len(found) >= most
         most = len(found)
     assert most == len(calls)
+
+
+@pytest.mark.parametrize(
+    ("tools", "text", "content", "calls"),
+    [
+        # Without line breaks, as GLM-4.7 has it; a value that is no text; one of which nobody knows.
+        ("glm", "a<tool_call>f<arg_key>n</arg_key><arg_value>5</arg_value><arg_key>t</arg_key>"
+         "<arg_value>5</arg_value></tool_call>", "a", [["f", None, '{"n": 5, "t": "5"}']]),
+        ("glm", "<tool_call>g\n<arg_key>x</arg_key>\n<arg_value>[1, {}]</arg_value>\n</tool_call>", "",
+         [["g", None, '{"x": [1, {}]}']]),
+        ("glm", "<tool_call>f</tool_call>\n<tool_call>f\n</tool_call>", "",
+         [["f", None, "{}"], ["f", None, "{}"]]),
+        ("glm", "<tool_call>f<arg_key>n</tool_call>b", "<tool_call>f<arg_key>n</tool_call>b", []),
+        ("glm", "<tool_call></tool_call>", "<tool_call></tool_call>", []),
+        # A text or null: what is null, and what is neither a text nor null.
+        ("minimax", '<minimax:tool_call><invoke name="f"><parameter name="o">null</parameter>\n'
+         '<parameter name="t">null</parameter></invoke></minimax:tool_call>', "",
+         [["f", None, '{"o": null, "t": "null"}']]),
+        ("minimax", '<minimax:tool_call><invoke name="f"><parameter name="o">7</parameter></invoke>', "",
+         [["f", None, '{"o": "7"}']]),
+        ("minimax", "x<minimax:tool_call>?</minimax:tool_call>",
+         "x<minimax:tool_call>?</minimax:tool_call>", []),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=t>\n a\n\n</parameter>\n</function>\n"
+         "</tool_call>", "", [["f", None, '{"t": " a\\n"}']]),
+        ("deepseek_v32", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="n" '
+         'string="false">{"a":  1}</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>', "",
+         [["f", None, '{"n": {"a":  1}}']]),
+    ],
+)  # fmt: skip
+def test_calls_between_tags(
+    tools: ToolFormat, text: str, content: str, calls: list[list[str | None]]
+) -> None:
+    properties = {"n": {"type": "number"}, "t": {"enum": ["5", "a"]}, "o": {"type": ["string", "null"]}}
+    functions = [Function("f", json.dumps({"properties": properties}))]
+    for chunks in ([text], list(text)):
+        assert parse(chunks, tools, functions=functions) == (content, "", calls)
 
 
 def test_arguments_stream_as_they_come() -> None:

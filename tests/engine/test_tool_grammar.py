@@ -14,6 +14,7 @@ from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams
 from xdeepserve.engine.serving.parsers import MARKS, Parsed, StreamParser
 from xdeepserve.engine.serving.request import Function, OutputFormats, Parse, ToolRules
 from xdeepserve.engine.serving.steer import Steersman
+from xdeepserve.engine.serving.tagged_calls import TAGGED
 from xdeepserve.engine.serving.tool_grammar import tool_grammar
 from xdeepserve.errors import RequestError
 from xdeepserve.model.presets import PRESET_DIRECTORY
@@ -41,7 +42,7 @@ FUNCTIONS = tuple(Function(name, json.dumps(schema)) for name, schema in SCHEMAS
 def written(matcher: GrammarMatcher, rng: random.Random, hurry: float = 0.5) -> str:
     """A text that the grammar allows, at random; it ends as soon as it may with a chance of `hurry`."""
     ids: list[int] = []
-    while len(ids) < 400:
+    while len(ids) < 2000:
         mask = matcher.allowed()
         assert mask is not None
         allowed = mask.nonzero()[0].tolist()
@@ -86,6 +87,10 @@ def test_a_call_that_is_not_forced_is_text_or_a_call(form: ToolFormat) -> None:
             "kimi": "Hm.<|tool_calls_section_begin|><|tool_call_begin|>functions.clock.now:0"
             "<|tool_call_argument_begin|>",
             "hermes": 'Hm.<tool_call>\n{"name": "clock.now", "arguments": ',
+            "glm": "Hm.<tool_call>clock.now\n",
+            "qwen3_coder": "Hm.<tool_call>\n<function=clock.now>\n",
+            "minimax": 'Hm.<minimax:tool_call>\n<invoke name="clock.now">\n',
+            "deepseek_v32": 'Hm.<｜DSML｜function_calls>\n<｜DSML｜invoke name="clock.now">\n',
         }[form]
     )
     free = GRAMMARS.matcher(grammar)
@@ -151,3 +156,54 @@ def test_only_a_prompt_that_begins_a_reasoning_puts_the_grammar_off() -> None:
         assert steering is not None
         [edits] = steering.edits(prompt, [], 1)
         assert (edits.allowed is None) == is_free
+
+
+def test_texts_between_tags_follow_their_schemas() -> None:
+    """A text may have any characters, or so many, or be one of some; what else there is, is JSON."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "any": {"type": "string"},
+            "few": {"type": "string", "minLength": 2, "maxLength": 3},
+            "one": {"const": "5"},
+            "list": {"$ref": "#/$defs/numbers"},
+        },
+        "required": ["any", "few", "one", "list"],
+        "$defs": {"numbers": {"type": "array", "items": {"enum": [1, 2]}, "minItems": 1, "maxItems": 2}},
+    }
+    function = Function("f", json.dumps(schema))
+    rules = ToolRules(functions=(function,), must_call=True, is_single=True)
+    for form in TAGGED:
+        matcher = GRAMMARS.matcher(tool_grammar(form, rules, None, TOKENIZER.token_to_id))
+        t = TAGGED[form]
+        begin = {
+            "glm": "<tool_call>",
+            "qwen3_coder": "<tool_call>\n",
+            "minimax": "<minimax:tool_call>\n",
+        }.get(form, "<｜DSML｜function_calls>\n")
+        text = f"{begin}{t.first}f{t.named}{t.key}any{t.is_text or t.value}a < b\n</x>{t.end}"
+        for token in TOKENIZER.encode(text):
+            assert matcher.take(token)
+        text += written(matcher, random.Random(3))
+        (call,) = StreamParser(False, form, functions=[function]).finish(text).tool_calls
+        arguments = json.loads(call.arguments)
+        jsonschema.validate(arguments, schema)
+        assert (arguments["any"], arguments["one"], len(arguments["few"]) in (2, 3)) == (
+            "a < b\n</x>",
+            "5",
+            True,
+        )
+    for keyword in ("pattern", "format"):
+        asked = {"properties": {"a": {"type": "string", keyword: "x"}}}
+        rules = ToolRules(functions=(Function("f", json.dumps(asked)),), must_call=True)
+        with pytest.raises(RequestError, match=f"wants a {keyword} of the text a"):
+            tool_grammar("glm", rules, None, TOKENIZER.token_to_id)
+
+
+def test_tags_that_are_made_of_tokens() -> None:
+    """DeepSeek-V3.2 has a token for what is within its tags: no text can spell that."""
+    rules = ToolRules(functions=FUNCTIONS)
+    grammar = tool_grammar("deepseek_v32", rules, None, {"｜DSML｜": 7, "<": 8}.get).grammar
+    assert grammar is not None
+    assert "｜DSML｜" not in grammar
+    assert 'start: text ("<" <[7]> "function_calls>" calls)?' in grammar

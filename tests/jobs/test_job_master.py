@@ -19,8 +19,9 @@ from xdeepserve.jobs.job_master import MAX_ATTEMPTS, JobMaster
 from xdeepserve.jobs.job_records import JobRecord
 from xdeepserve.jobs.job_states import JOB_MOVES, is_over
 from xdeepserve.jobs.job_store import JobStore
-from xdeepserve.jobs.quantizing import KINDS, TaskSpec
+from xdeepserve.jobs.task_kinds import KINDS
 from xdeepserve.jobs.task_process import TaskFailedError, TaskLostError
+from xdeepserve.jobs.task_spec import TaskSpec
 
 LEASE_S = 10.0
 

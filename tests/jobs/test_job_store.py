@@ -171,8 +171,8 @@ def test_a_directory_that_will_not_do(tmp_path: Path) -> None:
     assert "cannot be made" in refused(tmp_path / "file")
     JobStore(tmp_path / "newer", Time()).close()
     with sqlite3.connect(tmp_path / "newer" / "jobs.sqlite") as db:
-        db.execute("PRAGMA user_version = 2")
-    assert "of version 2; this program reads version 1" in refused(tmp_path / "newer")
+        db.execute("PRAGMA user_version = 3")
+    assert "of version 3; this program reads version 2" in refused(tmp_path / "newer")
     for name, content in (("torn", b"SQLite format 3\0" + b"x" * 4000), ("text", b"notes " * 100)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "jobs.sqlite").write_bytes(content)

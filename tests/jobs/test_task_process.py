@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from xdeepserve.jobs.job_records import JobOrder
-from xdeepserve.jobs.quantizing import TaskSpec
 from xdeepserve.jobs.task_process import TaskFailedError, TaskLostError, run_task
+from xdeepserve.jobs.task_spec import TaskSpec
 
 LINE = '{"prompt": "Once upon a time", "completion": " there was a cat."}\n'
 

@@ -1,5 +1,6 @@
 """Table 2's products, and what models weigh."""
 
+import msgspec
 import pytest
 
 from xdeepserve.hw.spec import Spec
@@ -50,3 +51,27 @@ def test_many_rows_cost_operations_and_few_cost_weights() -> None:
     times = [sum(map(spec.stage_ns, shape.expert_works(b, 1))) for b in (1, 2, 2048, 4096)]
     assert times[0] == times[1]
     assert times[3] == pytest.approx(2 * times[2])
+
+
+def test_groups_of_heads_may_be_wider_than_the_model() -> None:
+    """Qwen3-30B-A3B: 32 heads of 128 beside 2048 hidden columns, 4 heads of keys and values."""
+    shape = PUBLISHED["dbrx"]
+    wide = msgspec.structs.replace(shape, hidden=2048, queries=4096, group=8)
+    qkv, out = wide.attention_gemms(1)
+    assert (qkv.k, qkv.n, out.k, out.n) == (2048, 4096 + 2 * 512, 4096, 2048)
+    assert wide.kv_nbytes() == 2 * 2 * 4 * 128
+    assert wide.attention_flops() == 4 * 4096
+
+
+def test_sparse_attention_reads_what_was_chosen_and_scores_all() -> None:
+    """Of DeepSeek-V3.2's sizes: 64 heads of 128 choose 2048 positions."""
+    r1 = shape_of("r1", resolve_model("deepseek-r1").config)
+    assert r1.mla is not None
+    index = {"top_k": 2048, "index_heads": 64, "index": 128, "indexers": 1.0}
+    sparse = msgspec.structs.replace(r1, mla=msgspec.structs.replace(r1.mla, **index))
+    few, many = (sparse.attention_works(1, context, 1)[0] for context in (2048, 8192))
+    assert many.attention - few.attention == 6144 * 2 * 64 * 128
+    assert many.cache - few.cache == 6144 * 2 * 128
+    assert few.attention - r1.attention_works(1, 2048, 1)[0].attention == 2048 * 2 * 64 * 128
+    assert sparse.kv_nbytes() - r1.kv_nbytes() == 2 * 128
+    assert sparse.attention_nbytes() > r1.attention_nbytes()

@@ -39,6 +39,39 @@ def test_tokens_have_the_bits_of_one_die(tiny: TinyCheckpoint) -> None:
     assert min(cached) > 0
 
 
+ROLES = """
+model = "tiny"
+policy = "load"
+[[te]]
+count = 3
+dies = 4
+mtp = 0
+role = "prefill"
+[[te]]
+count = 3
+dies = 4
+mtp = 0
+role = "decode"
+[roles]
+every_s = 0.05
+patience_s = 0.2
+calm_s = 0.5
+while_s = 0.5
+"""
+
+
+def test_tes_of_a_file_change_roles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "roles.toml"
+    path.write_text(ROLES)
+    long = "made:requests=4000,seconds=1.5,prompt=900,output=2,turns=1,systems=0,spread=0.3,block=16"
+    assert main(["replay", long, "--cluster", str(path), "--json", "--slo-tpot", "5"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["cluster"] == "6 TEs of 4 dies, which change roles"
+    assert {"wanted", "drains", "joins"} <= {event["what"] for event in found["scaling"]}
+    assert found["num_requests"] == 4000
+    assert "that prefill, not 3" in found["scaling"][0]["reason"]
+
+
 def test_equal_blocks_are_equal_tokens_however_much_they_shrink() -> None:
     trace = made(MadeTraffic(requests=30, prompt=400, block=64, turns=4))
     for shrink in (1, 4, 64):

@@ -98,6 +98,7 @@ async def prepare_chat(endpoint: ApiEndpoint, body: ChatRequest) -> PreparedChat
         in_reasoning=body.continue_final_message is True and ends_in_reasoning(body.messages),
         tools=tools is not None,
         tool_rules=tools.rules if tools else None,
+        functions=tools.functions if tools else (),
     )
     if form is not None:
         await endpoint.prepare(params, NOTHING, blamed)

@@ -14,10 +14,12 @@ from collections.abc import AsyncIterator
 
 from aiohttp import web
 
+from xdeepserve.api.agent_turns import AgentTurns
 from xdeepserve.api.http_errors import ApiError
 from xdeepserve.api.model_shelf import ModelShelf
 from xdeepserve.api.options import ServerOptions
 from xdeepserve.api.served_models import MODELS, ServedModels
+from xdeepserve.jobs.agent_tools import read_tools
 from xdeepserve.jobs.job_master import JobMaster
 from xdeepserve.jobs.job_store import JobStore
 
@@ -30,7 +32,8 @@ class JobDesk:
         self.store = JobStore(options.state, time.time)
         self.shelf = ModelShelf(models, self.store)
         holder = f"{os.getpid()}-{secrets.token_hex(4)}"
-        self.master = JobMaster(self.store, holder, self.shelf.load, self.shelf.follow)
+        self.turns = AgentTurns(models, {} if options.tools is None else read_tools(options.tools))
+        self.master = JobMaster(self.store, holder, self.shelf.load, self.shelf.follow, turn=self.turns.take)
 
 
 DESK = web.AppKey("DESK", JobDesk)

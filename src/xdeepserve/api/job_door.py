@@ -1,4 +1,5 @@
-"""/v1/fine_tuning/jobs in OpenAI's shapes: post-training quantisation is a fine-tuning job of its own method.
+"""/v1/fine_tuning/jobs in OpenAI's shapes: supervised fine-tuning, and post-training quantisation as a method
+of its own.
 
 {"model": "tiny", "training_file": "file-00000001", "suffix": "mine",
  "method": {"type": "quantization",
@@ -17,16 +18,17 @@ from xdeepserve.api.file_door import delete_file, find_file, get_content, get_fi
 from xdeepserve.api.http_errors import ApiError
 from xdeepserve.api.input_items import page
 from xdeepserve.api.job_desk import desk_of, number_of
+from xdeepserve.api.job_events import cancelled, shown_event
 from xdeepserve.api.model_shelf import source_of
 from xdeepserve.api.responses import json_response
 from xdeepserve.api.served_models import MODELS
-from xdeepserve.errors import RequestError, abridged, meant
-from xdeepserve.jobs.job_records import JobEvent, JobOrder, JobRecord
-from xdeepserve.jobs.job_states import IllegalMoveError
-from xdeepserve.jobs.quantizing import KINDS
+from xdeepserve.errors import InputError, RequestError, abridged, meant
+from xdeepserve.jobs.job_records import JobOrder, JobRecord, TrainingSettings
+from xdeepserve.jobs.task_kinds import KINDS, TRAINING_KINDS
+from xdeepserve.jobs.training import check_extra
 from xdeepserve.model.quant.method import METHODS
 
-QUANTIZATION = "quantization"
+QUANTIZATION, SUPERVISED = "quantization", "supervised"
 MAX_SAMPLES = 4096
 MAX_SUFFIX_CHARS = 64
 
@@ -44,12 +46,18 @@ class QuantizationMethod(msgspec.Struct, forbid_unknown_fields=True):
     hyperparameters: QuantizationSettings = msgspec.field(default_factory=QuantizationSettings)
 
 
+class SupervisedMethod(msgspec.Struct, forbid_unknown_fields=True):
+    """OpenAI's level between a method's type and its settings."""
+
+    hyperparameters: TrainingSettings = msgspec.field(default_factory=TrainingSettings)
+
+
 class JobMethod(msgspec.Struct, forbid_unknown_fields=True):
-    """What is to be done. OpenAI's own methods are known, and refused."""
+    """What is to be done. OpenAI's other methods are known, and refused."""
 
     type: str
     quantization: QuantizationMethod = msgspec.field(default_factory=QuantizationMethod)
-    supervised: Any = None
+    supervised: SupervisedMethod | None = None
     dpo: Any = None
     reinforcement: Any = None
 
@@ -59,7 +67,7 @@ class CreateJob(msgspec.Struct, forbid_unknown_fields=True):
 
     model: str
     training_file: str
-    method: JobMethod = msgspec.field(default_factory=lambda: JobMethod(type="supervised"))
+    method: JobMethod = msgspec.field(default_factory=lambda: JobMethod(type=SUPERVISED))
     validation_file: str | None = None
     suffix: str | None = None
     metadata: dict[str, str] | None = None
@@ -91,8 +99,10 @@ async def create_job(request: web.Request) -> web.Response:
     models = request.app[MODELS]
     endpoint = models.find(body.model)
     if endpoint is not models.first:
-        raise RequestError(f"{abridged(body.model)} is in INT8 already: quantise the original", param="model")
-    settings = _checked(body)
+        raise RequestError(
+            f"{abridged(body.model)} was made by a job: jobs work on {models.first.model_name}", param="model"
+        )
+    trains, settings = _training(body), _checked(body)
     training = find_file(request, body.training_file, "training_file").number
     validation = body.validation_file and find_file(request, body.validation_file, "validation_file").number
     order = JobOrder(
@@ -104,26 +114,42 @@ async def create_job(request: web.Request) -> web.Response:
         samples=settings.samples,
         suffix=body.suffix,
         metadata=body.metadata,
+        training_settings=trains,
     )
-    return json_response(shown_job(desk.store.add_job(order, KINDS)))
+    kinds = KINDS if trains is None else TRAINING_KINDS
+    return json_response(shown_job(desk.store.add_job(order, kinds)))
 
 
-def _checked(body: CreateJob) -> QuantizationSettings:
-    """The settings of a job that can be done. RequestError."""
-    kind, settings = body.method.type, body.method.quantization.hyperparameters
-    if kind != QUANTIZATION:
+def _training(body: CreateJob) -> TrainingSettings | None:
+    """The settings of a job that trains; None for one that quantises. RequestError."""
+    kind = body.method.type
+    if kind not in (QUANTIZATION, SUPERVISED):
         raise RequestError(
-            f"method.type {abridged(kind)}: this server quantises ({QUANTIZATION}) and trains nothing; "
-            "tools/train does, with the train extra",
+            f"method.type {abridged(kind)}: this server quantises ({QUANTIZATION}) and trains ({SUPERVISED})",
             param="method",
             code="unsupported_value",
         )
-    for name in ("supervised", "dpo", "reinforcement"):
+    for name in {SUPERVISED, "dpo", "reinforcement"} - {kind}:
         if getattr(body.method, name) is not None:
-            raise RequestError(f"method.{name} does not go with {QUANTIZATION}", param=f"method.{name}")
+            raise RequestError(f"method.{name} does not go with {kind}", param=f"method.{name}")
+    if kind == QUANTIZATION:
+        return None
+    try:
+        check_extra()
+    except InputError as error:
+        raise RequestError(str(error), param="method", code="unsupported_value") from None
+    settings = (body.method.supervised or SupervisedMethod()).hyperparameters
+    if settings.wrong is not None:
+        raise RequestError(settings.wrong, param=f"method.{SUPERVISED}.hyperparameters")
+    return settings
+
+
+def _checked(body: CreateJob) -> QuantizationSettings:
+    """The settings of a job that quantises, which others have, too. RequestError."""
+    settings = body.method.quantization.hyperparameters
     for name in ("hyperparameters", "integrations"):
         if getattr(body, name):
-            raise RequestError(f"{name} is not served; settings stand in method.{QUANTIZATION}", param=name)
+            raise RequestError(f"{name} is not served; settings stand in method", param=name)
     where = f"method.{QUANTIZATION}.hyperparameters"
     if settings.algorithm not in METHODS:
         known = f"known are {', '.join(METHODS)}{meant(settings.algorithm, METHODS)}"
@@ -147,7 +173,8 @@ def _checked(body: CreateJob) -> QuantizationSettings:
 
 async def list_jobs(request: web.Request) -> web.Response:
     """GET /v1/fine_tuning/jobs: the last one first, in pages by `after` and `limit`."""
-    return json_response(page([shown_job(each) for each in desk_of(request).store.jobs()], request.query))
+    jobs = [each for each in desk_of(request).store.jobs() if each.order.agent is None]
+    return json_response(page([shown_job(each) for each in jobs], request.query))
 
 
 async def get_job(request: web.Request) -> web.Response:
@@ -163,11 +190,7 @@ async def list_events(request: web.Request) -> web.Response:
 
 async def cancel_job(request: web.Request) -> web.Response:
     """POST /v1/fine_tuning/jobs/ID/cancel: its process ends within a moment. Refused when it is over."""
-    job = _named(request)
-    try:
-        return json_response(shown_job(desk_of(request).store.move_job(job.number, "cancelled")))
-    except IllegalMoveError:
-        raise RequestError(f"{job.id} is {job.state}, and cannot be cancelled", param="job_id") from None
+    return json_response(shown_job(cancelled(request, _named(request))))
 
 
 async def delete_model(request: web.Request) -> web.Response:
@@ -184,14 +207,18 @@ def _named(request: web.Request) -> JobRecord:
     job_id = request.match_info["id"]
     number = number_of(job_id, "ftjob-")
     found = None if number is None else desk_of(request).store.job(number)
-    if found is None:
+    if found is None or found.order.agent is not None:
         raise ApiError(404, f"there is no job {abridged(job_id)}", param="job_id", code="job_not_found")
     return found
 
 
 def shown_job(job: JobRecord) -> dict[str, Any]:
     """A job in OpenAI's shape, with its tasks beside."""
-    order, settings = job.order, {"algorithm": job.order.algorithm, "samples": job.order.samples}
+    order, kind = job.order, QUANTIZATION
+    settings: Any = {"algorithm": order.algorithm, "samples": order.samples}
+    if order.training_settings is not None:
+        kind, settings = SUPERVISED, order.training_settings
+    results = [task.result or {} for task in job.tasks]
     error = None if job.reason is None else {"code": "job_failed", "message": job.reason, "param": None}
     return {
         "id": job.id,
@@ -204,27 +231,16 @@ def shown_job(job: JobRecord) -> dict[str, Any]:
         "fine_tuned_model": job.result_name if job.state == "succeeded" else None,
         "training_file": f"file-{order.training:08d}",
         "validation_file": None if order.validation is None else f"file-{order.validation:08d}",
-        "method": {"type": QUANTIZATION, QUANTIZATION: {"hyperparameters": settings}},
+        "method": {"type": kind, kind: {"hyperparameters": msgspec.to_builtins(settings)}},
         "hyperparameters": {},
         "integrations": [],
         "metadata": order.metadata,
         "organization_id": "xdeepserve",
         "result_files": [],
         "seed": 0,
-        "trained_tokens": None,
+        "trained_tokens": next(
+            (each["trained_tokens"] for each in results if "trained_tokens" in each), None
+        ),
         "estimated_finish": None,
         "tasks": msgspec.to_builtins(job.tasks),
-    }
-
-
-def shown_event(event: JobEvent) -> dict[str, Any]:
-    """An event in OpenAI's shape."""
-    return {
-        "id": event.id,
-        "object": "fine_tuning.job.event",
-        "created_at": event.created_at,
-        "level": event.level,
-        "message": event.message,
-        "type": "message" if event.data is None else "metrics",
-        "data": event.data,
     }

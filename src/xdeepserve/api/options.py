@@ -20,6 +20,8 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     admin               clients may list, add and remove task executors (api/admin.py)
     record              file that what the page draws is written to
     state               directory in which files and jobs are kept (api/job_door.py); without, none are taken
+    tools               file with the functions that agents may call (jobs/agent_tools.py)
+    member              name under which this server is a member of a cluster (api/member_beat.py)
     uds                 path of a Unix socket to listen on instead of host and port
     """
 
@@ -31,6 +33,8 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     admin: bool = False
     record: Path | None = None
     state: Path | None = None
+    tools: Path | None = None
+    member: str | None = None
     uds: str | None = None
 
     def __post_init__(self) -> None:

@@ -22,6 +22,7 @@ from aiohttp.typedefs import Handler
 
 from xdeepserve.api.access import add_cors_headers, cors_middleware, key_middleware
 from xdeepserve.api.admin import add_admin_routes
+from xdeepserve.api.agent_door import add_agent_routes
 from xdeepserve.api.chat import create_chat_completion
 from xdeepserve.api.completions import create_completion
 from xdeepserve.api.endpoint import ENDPOINT, ENGINE_REQUEST_ID, MAX_REQUEST_ID_CHARS, REQUEST_ID, ApiEndpoint
@@ -30,6 +31,7 @@ from xdeepserve.api.info import get_model, health, list_models, load, ping, show
 from xdeepserve.api.input_items import list_input_items
 from xdeepserve.api.job_desk import run_desk
 from xdeepserve.api.job_door import add_job_routes
+from xdeepserve.api.member_beat import ADDRESS, run_member
 from xdeepserve.api.model_shelf import DRAIN_POLL_S, drain
 from xdeepserve.api.openapi import show_docs, show_openapi
 from xdeepserve.api.options import ServerOptions
@@ -92,12 +94,15 @@ def build_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.
     app.router.add_get("/metrics", show_metrics)
     add_page_routes(app)
     add_job_routes(app)
+    add_agent_routes(app)
     if options.admin:
         add_admin_routes(app)
     app.on_response_prepare.append(_add_headers)
     app.cleanup_ctx.append(_run_engine)
     if options.state is not None:
         app.cleanup_ctx.append(run_desk)
+    if options.member is not None:
+        app.cleanup_ctx.append(run_member)
     if options.record is not None:
         app.cleanup_ctx.append(record_page)
     return app
@@ -146,6 +151,7 @@ async def serve(
     context = options.ssl_context()
     listener = bind(host, port) if options.uds is None else bind_unix(options.uds)
     app = build_app(engine, options)
+    address = app[ADDRESS] = address_of(listener, is_encrypted=context is not None)
     runner = JsonRunner(
         app,
         handler_cancellation=True,
@@ -155,12 +161,12 @@ async def serve(
         handle_signals=False,
         shutdown_timeout=1.0,  # of handlers that `_drain` has ended already
     )
-    async with _stop_signals() as (stopped, hurried):  # until all has ended: no signal cuts that short
+    async with stop_signals() as (stopped, hurried):  # until all has ended: no signal cuts that short
         try:
             await runner.setup()
             site = web.SockSite(runner, listener, ssl_context=context, backlog=BACKLOG)
             await site.start()
-            (ready or _announce)(address_of(listener, is_encrypted=context is not None))
+            (ready or _announce)(address)
             await stopped.wait()
             await site.stop()
             await _drain(app[MODELS], hurried)
@@ -269,7 +275,7 @@ def _announce(address: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _stop_signals() -> AsyncIterator[tuple[asyncio.Event, asyncio.Event]]:
+async def stop_signals() -> AsyncIterator[tuple[asyncio.Event, asyncio.Event]]:
     """Events that SIGINT and SIGTERM set: the first one, and one that comes a second later or more (who ends
     a process and then its group, as `timeout` does, sends two). Outside the main thread there are none."""
     loop, stopped, hurried = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()

@@ -21,10 +21,12 @@ _NO_ARGUMENTS = {"type": "object", "properties": {}}
 
 
 class OfferedTools(msgspec.Struct, frozen=True):
-    """`shown` is what the chat template is to show; `rules` are None where calls are left to the model."""
+    """`shown` is what the chat template is to show; `rules` are None where calls are left to the model.
+    `functions` have the schemas that the client gave."""
 
     shown: list[dict[str, Any]]
     rules: ToolRules | None
+    functions: tuple[Function, ...]
 
     @property
     def must_call(self) -> bool:
@@ -60,7 +62,8 @@ def offered_tools(
             must_call=must_call,
             is_single=is_single,
         )
-    return OfferedTools([tool.shown() for tool in tools], rules)
+    functions = [Function(tool.function.name, json.dumps(tool.function.parameters or {})) for tool in tools]
+    return OfferedTools([tool.shown() for tool in tools], rules, tuple(functions))
 
 
 def check_shown(formats: OutputFormats, model: str) -> None:

@@ -66,7 +66,7 @@ def m2n(count: int, nbytes: int, rounds: int = ROUNDS, **network: Any) -> Latenc
 
 
 def group_calls(count: int, nbytes: int, rounds: int = ROUNDS) -> Latencies:
-    """The same by point-to-point calls in groups."""
+    """Latencies of M2N's traffic as point-to-point calls in groups make it, NCCL's way (MS 5)."""
     pod = Pod()
     for die in range(2 * count):
         host = pod.topology.host(pod.topology.server_of(die))

@@ -20,6 +20,7 @@ COMMANDS = {
     "demo": "serve a few prompts on a small virtual pod and prove every bit against the reference",
     "generate": "complete prompts",
     "serve": "run the OpenAI-compatible endpoint",
+    "cluster": "run several endpoints as one, and start those again that are lost",
     "expert-server": "run one expert server of a deployment eaas as a process of its own",
     "monitor": "keep the list of expert server processes that are there",
     "verify": "print the bit-exactness matrix; exit 1 on any difference",

@@ -201,6 +201,10 @@ def _time_only(
     }
     if error is not None:
         more["lengths"] = error.line()
+    if cluster.roles is not None:
+        num_tes = sum(te.count for te in cluster.te)
+        more["cluster"] = f"{num_tes} TEs of {cluster.te[0].dies} dies, which change roles"
+        more["scaling"] = events
     if cluster.scale is not None:
         more["cluster"] = f"{cluster.scale.least} to {cluster.scale.most} TEs of {cluster.te[0].dies} dies"
         more["scaling"] = events

@@ -44,6 +44,10 @@ def add_options(parser: Parser) -> None:
         metavar="DIR",
         help="take files and jobs (/v1/files, /v1/fine_tuning/jobs) and keep them there: docs/jobs.md",
     )
+    parser.add_argument(
+        "--tools", type=Path, metavar="FILE", help="Python functions that agents may call: docs/jobs.md"
+    )
+    parser.add_argument("--member", help=argparse.SUPPRESS)  # of `xdeepserve cluster`, which starts it
     parser.add_argument("--uds", metavar="PATH", help="listen on a Unix socket instead")
     parser.add_argument(
         "--served-model-name", nargs="+", default=[], metavar="NAME", help="what clients may call the model"
@@ -66,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
     """Load the model and answer requests until SIGINT or SIGTERM."""
     from xdeepserve.api.options import ServerOptions
     from xdeepserve.api.server import bind, run_server
+    from xdeepserve.jobs.agent_tools import read_tools
     from xdeepserve.jobs.state_file import check_state
     from xdeepserve.llm import build_engine
     from xdeepserve.model.presets import resolve_model
@@ -84,6 +89,8 @@ def run(args: argparse.Namespace) -> int:
         admin=args.admin,
         record=args.record,
         state=args.state,
+        tools=args.tools,
+        member=args.member,
     )
     # What cannot work is said before a large model is loaded.
     options.ssl_context()
@@ -91,6 +98,10 @@ def run(args: argparse.Namespace) -> int:
         check_writable(args.record, "--record")
     if args.state is not None:
         check_state(args.state)
+    if args.tools is not None:
+        if args.state is None:
+            raise InputError("--tools needs --state DIR, where the jobs of agents are kept")
+        read_tools(args.tools)
     if args.uds is None:
         bind(host, port).close()
     overrides = overrides_of(args)

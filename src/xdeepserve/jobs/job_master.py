@@ -19,8 +19,9 @@ from xdeepserve.jobs.job_records import JobRecord
 from xdeepserve.jobs.job_states import IllegalMoveError
 from xdeepserve.jobs.job_store import JobStore
 from xdeepserve.jobs.lease import LeaseLostError, MasterLease
-from xdeepserve.jobs.quantizing import SERVE, TaskSpec
+from xdeepserve.jobs.task_kinds import SERVE
 from xdeepserve.jobs.task_process import TaskLostError, run_task
+from xdeepserve.jobs.task_spec import TaskSpec
 
 LEASE_S = 10.0
 POLL_S = 0.2
@@ -28,6 +29,7 @@ TROUBLE_S = 1.0  # before it looks again, when the directory cannot be used or s
 MAX_ATTEMPTS = 3  # of a task whose process is lost
 
 Serve = Callable[[str, Path], Awaitable[None]]  # a model's name and directory; InputError if it cannot be
+Turn = Callable[[JobRecord], Awaitable[dict[str, Any]]]  # the next one of an agent
 Follow = Callable[[], Awaitable[None]]  # serve the models that the store has, and no others
 
 log = logging.getLogger("xdeepserve.jobs")
@@ -37,10 +39,16 @@ class JobMaster:
     """Leads or stands by, as `holder`, until `run` is cancelled."""
 
     def __init__(
-        self, store: JobStore, holder: str, serve: Serve, follow: Follow, lease_s: float = LEASE_S
+        self,
+        store: JobStore,
+        holder: str,
+        serve: Serve,
+        follow: Follow,
+        lease_s: float = LEASE_S,
+        turn: Turn | None = None,
     ) -> None:
         self._store, self._holder, self._lease_s = store, holder, lease_s
-        self._serve, self._follow = serve, follow
+        self._serve, self._follow, self._turn = serve, follow, turn
         self._lease: MasterLease | None = None
         self._renew_at = 0.0
 
@@ -82,7 +90,12 @@ class JobMaster:
         try:
             if job.state == "queued":
                 job = self._store.move_job(job.number, "running", lease)
-            if job.next_task is None:
+            if job.is_answered:
+                self._store.move_job(job.number, "succeeded", lease)
+            elif job.next_task is None and job.order.agent is not None:
+                reason = f"the agent has not come to an answer in {len(job.tasks)} turns"
+                self._store.move_job(job.number, "failed", lease, reason)
+            elif job.next_task is None:
                 self._store.move_job(job.number, "succeeded", lease, model=job.result_name)
             elif job.next_task[1].state == "running":
                 self._take_up(job, "its master was lost", lease)
@@ -144,6 +157,9 @@ class JobMaster:
 
     async def _perform(self, job: JobRecord, kind: str, lease: MasterLease) -> dict[str, Any]:
         """The task itself."""
+        if job.order.agent is not None:
+            assert self._turn is not None, "this server takes no turns of agents"
+            return await self._turn(job)
         directory, order = self._store.work_path(job.number), job.order
         if kind == SERVE:
             await self._serve(job.result_name, directory / "model")

@@ -24,6 +24,32 @@ class StoredFile(msgspec.Struct, frozen=True):
         return f"file-{self.number:08d}"
 
 
+class TrainingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """OpenAI's hyperparameters of supervised fine-tuning. The multiplier is of jobs/training.py's rate."""
+
+    n_epochs: int = 1
+    batch_size: int = 8
+    learning_rate_multiplier: float = 1.0
+
+    @property
+    def wrong(self) -> str | None:
+        """What lies outside its bounds, if anything."""
+        for name, most in (("n_epochs", 50), ("batch_size", 256), ("learning_rate_multiplier", 1000)):
+            value = getattr(self, name)
+            if not 0 < value <= most:
+                return f"{name} must lie in (0, {most}], found {value:g}"
+        return None
+
+
+class AgentOrder(msgspec.Struct, frozen=True):
+    """What an agent begins with: messages in OpenAI's shape, and names of tools that it may call."""
+
+    messages: list[dict[str, Any]]
+    tools: list[str]
+    max_tokens: int  # of a turn
+    temperature: float
+
+
 class JobOrder(msgspec.Struct, frozen=True, kw_only=True):
     """What a client asks for: `algorithm` is a name of model.quant.method.METHODS.
 
@@ -39,6 +65,13 @@ class JobOrder(msgspec.Struct, frozen=True, kw_only=True):
     samples: int = 64
     suffix: str | None = None
     metadata: dict[str, str] | None = None
+    training_settings: TrainingSettings | None = None  # of an order to train, and not to quantise
+    agent: AgentOrder | None = None  # of an order for an agent, which makes no model
+
+    @property
+    def changed(self) -> str:
+        """What its model is, beside the original."""
+        return "quantized" if self.training_settings is None else "trained"
 
 
 class TaskRecord(msgspec.Struct, frozen=True):
@@ -64,13 +97,26 @@ class JobRecord(msgspec.Struct, frozen=True):
     @property
     def id(self) -> str:
         """What clients call it."""
-        return f"ftjob-{self.number:08d}"
+        return f"{'ftjob' if self.order.agent is None else 'agentjob'}-{self.number:08d}"
 
     @property
     def result_name(self) -> str:
         """What clients will call its model."""
-        label = self.order.suffix or self.order.algorithm.replace("+", "-")
+        is_trained = self.order.training_settings is not None
+        label = self.order.suffix or ("sft" if is_trained else self.order.algorithm.replace("+", "-"))
         return f"ft:{self.order.model}:{label}:{self.number}"
+
+    @property
+    def conversation(self) -> list[dict[str, Any]]:
+        """All that an agent was told, has said, and has heard of tools."""
+        assert self.order.agent is not None
+        results = [task.result["messages"] for task in self.tasks if task.result is not None]
+        return [*self.order.agent.messages, *(message for each in results for message in each)]
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether an agent has called no tool in its last turn: then that was its answer."""
+        return any(task.result is not None and task.result.get("is_final") for task in self.tasks)
 
     @property
     def is_over(self) -> bool:

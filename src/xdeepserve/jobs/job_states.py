@@ -1,10 +1,13 @@
-"""From which state a job or a task may go to which: whatever is not in these tables is refused.
+"""From which state a job, a task or a member may go to which: whatever is not in these tables is refused.
 
 job     queued -> running -> succeeded        a request's work (OpenAI's fine-tuning job)
                       `----> failed           with the reason
            `----------`----> cancelled        by its client, in either state
 task    waiting -> running -> done            a step of it, in a process of its own
            ^----------'                       its process or its master was lost: once more
+member  starting -> ready <-> suspect         a job executor's process (jobs/member_table.py)
+             ^--------`-- lost <--'           it ended, failed or was silent: it is started again
+             `--- gone                        it ended in order
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from xdeepserve.errors import XDeepServeError
 
 JobState = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 TaskState = Literal["waiting", "running", "done", "failed", "cancelled"]
+MemberState = Literal["starting", "ready", "suspect", "lost", "gone"]
 Moves = dict[str, tuple[str, ...]]
 
 JOB_MOVES: Moves = {
@@ -31,10 +35,17 @@ TASK_MOVES: Moves = {
     "failed": (),
     "cancelled": (),
 }
+MEMBER_MOVES: Moves = {
+    "starting": ("ready", "lost", "gone"),
+    "ready": ("suspect", "lost", "gone"),
+    "suspect": ("ready", "lost", "gone"),
+    "lost": ("starting", "gone"),
+    "gone": ("starting",),
+}
 
 
 class IllegalMoveError(XDeepServeError):
-    """A job or a task cannot go from the state that it is in to the one that was asked for."""
+    """A job, a task or a member cannot go from the state that it is in to the one that was asked for."""
 
 
 def check_move(what: str, moves: Moves, old: str, new: str) -> None:

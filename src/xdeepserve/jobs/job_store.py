@@ -20,7 +20,8 @@ from xdeepserve.errors import OverloadedError
 from xdeepserve.jobs import lease as leases
 from xdeepserve.jobs.job_records import JobEvent, JobOrder, JobRecord, StoredFile, TaskRecord
 from xdeepserve.jobs.job_states import JOB_MOVES, TASK_MOVES, JobState, TaskState, check_move, is_over
-from xdeepserve.jobs.lease import MasterLease
+from xdeepserve.jobs.lease import JOB_MASTER, MasterLease
+from xdeepserve.jobs.member_table import MemberTable
 from xdeepserve.jobs.state_file import open_state, transaction
 
 MAX_OPEN_JOBS = 64  # queued and running
@@ -33,6 +34,7 @@ class JobStore:
     def __init__(self, directory: Path, now: Callable[[], float]) -> None:
         self.directory, self.now = directory, now
         self._db = open_state(directory)
+        self.members = MemberTable(self._db, now)
 
     def close(self) -> None:
         """Let go of the database. Harmless when repeated."""
@@ -48,9 +50,9 @@ class JobStore:
 
     # ---- who leads ----------------------------------------------------------------------------------
 
-    def take_lease(self, holder: str, seconds: float) -> MasterLease | None:
+    def take_lease(self, holder: str, seconds: float, what: str = JOB_MASTER) -> MasterLease | None:
         """The lease for so long from now, unless somebody else has it."""
-        return leases.take(self._db, holder, self.now(), seconds)
+        return leases.take(self._db, holder, self.now(), seconds, what)
 
     def give_up(self, lease: MasterLease) -> None:
         """Let a standby lead at once."""
@@ -154,7 +156,7 @@ class JobStore:
         reason: str | None = None,
         model: str | None = None,
     ) -> JobRecord:
-        """Bring a job into `state`, and its tasks with it where it ends early; where it succeeds, its `model`
+        """Bring a job into `state`, and its tasks with it where it ends; where it succeeds, its `model`
         is one of those that are served. IllegalMoveError, LeaseLostError."""
         now = int(self.now())
         with self._writing(lease) as db:
@@ -163,7 +165,7 @@ class JobStore:
             ended = now if is_over(JOB_MOVES, state) else None
             row = (state, ended, reason, number)
             db.execute("UPDATE jobs SET state = ?, finished_at = ?, reason = ? WHERE number = ?", row)
-            if state in ("failed", "cancelled"):
+            if ended is not None:  # an agent may need fewer turns than it has
                 db.execute(
                     "UPDATE tasks SET state = ? WHERE job = ? AND state IN ('waiting', 'running')",
                     ("cancelled", number),

@@ -1,4 +1,4 @@
-"""Who may move jobs on: a lease with a term, in the database that it guards (DeepServe 3).
+"""Who leads, and may move what there is: a lease with a term, in the database that it guards (DeepServe 3).
 
 One process at a time holds it, and renews it; another takes it over when its time has run out, under the next
 term. A write under a term that is not the current one is refused within its own transaction, so that a leader
@@ -14,7 +14,7 @@ import msgspec
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.jobs.state_file import transaction
 
-LEASE_NAME = "job master"
+JOB_MASTER, CLUSTER_MANAGER = "job master", "cluster manager"  # what there is to lead
 
 
 class LeaseLostError(XDeepServeError):
@@ -22,36 +22,39 @@ class LeaseLostError(XDeepServeError):
 
 
 class MasterLease(msgspec.Struct, frozen=True):
-    """That `holder` leads, as the `term`th one who did."""
+    """That `holder` leads `what`, as the `term`th one who did."""
 
     holder: str
     term: int
+    what: str = JOB_MASTER
 
 
-def take(db: sqlite3.Connection, holder: str, now: float, seconds: float) -> MasterLease | None:
+def take(
+    db: sqlite3.Connection, holder: str, now: float, seconds: float, what: str = JOB_MASTER
+) -> MasterLease | None:
     """The lease until `now + seconds`, if it is free, has run out, or is the holder's own; else None."""
     with transaction(db):
-        row = db.execute("SELECT holder, term, ends_at FROM leases WHERE name = ?", (LEASE_NAME,)).fetchone()
+        row = db.execute("SELECT holder, term, ends_at FROM leases WHERE name = ?", (what,)).fetchone()
         last_holder, term, ends_at = row or ("", 0, 0.0)
         if last_holder != holder:
             if ends_at > now:
                 return None
             term += 1
-        values = (LEASE_NAME, holder, term, now + seconds)
+        values = (what, holder, term, now + seconds)
         db.execute("INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?)", values)
-    return MasterLease(holder, term)
+    return MasterLease(holder, term, what)
 
 
 def give_up(db: sqlite3.Connection, lease: MasterLease) -> None:
     """End it now, so that a standby need not wait. Harmless when it is somebody else's by now."""
     with transaction(db):
-        held = (LEASE_NAME, lease.holder, lease.term)
+        held = (lease.what, lease.holder, lease.term)
         db.execute("UPDATE leases SET ends_at = 0 WHERE name = ? AND holder = ? AND term = ?", held)
 
 
 def check_held(db: sqlite3.Connection, lease: MasterLease) -> None:
     """Within a transaction: LeaseLostError unless it is the current one."""
-    row = db.execute("SELECT holder, term FROM leases WHERE name = ?", (LEASE_NAME,)).fetchone()
+    row = db.execute("SELECT holder, term FROM leases WHERE name = ?", (lease.what,)).fetchone()
     if row != (lease.holder, lease.term):
         holder, term = row or ("nobody", 0)
         raise LeaseLostError(f"{lease.holder} led in term {lease.term}; it is term {term} now, of {holder}")

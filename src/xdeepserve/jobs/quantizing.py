@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from xdeepserve.errors import InputError
-from xdeepserve.jobs.job_records import JobOrder
+from xdeepserve.jobs.task_spec import TaskSpec
 from xdeepserve.jobs.training_text import MAX_TOKENS, read_lines, split, token_ids
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.model.tokenizer import load_tokenizer
@@ -22,21 +22,6 @@ from xdeepserve.model.weights import Recipe
 
 Tell = Callable[[str, dict[str, Any] | None], None]  # what has been done, and figures of it
 MIN_TOKENS = 2  # of an example that can be examined on
-
-
-class TaskSpec(msgspec.Struct, frozen=True):
-    """What a task's process is told: its kind, what was ordered, and where it works and reads (paths)."""
-
-    kind: str
-    order: JobOrder
-    directory: str
-    training: str
-    validation: str | None = None
-
-    @property
-    def model(self) -> Path:
-        """The checkpoint that the job makes."""
-        return Path(self.directory) / "model"
 
 
 class Prepared(msgspec.Struct):
@@ -56,24 +41,24 @@ def prepare(spec: TaskSpec, tell: Tell) -> dict[str, Any]:
     try:
         examples = token_ids(read_lines(Path(spec.training)), tokenizer, limit)
         if spec.validation is None:
-            prepared = Prepared(*split(examples))
+            found = Prepared(*split(examples))
         else:
             held_out = token_ids(read_lines(Path(spec.validation)), tokenizer, limit)
-            prepared = Prepared(examples, held_out)
+            found = Prepared(examples, held_out)
     finally:
         tokenizer.close()
-    prepared.held_out = [ids for ids in prepared.held_out if len(ids) >= MIN_TOKENS]
-    if not prepared.held_out:
+    found.held_out = [ids for ids in found.held_out if len(ids) >= MIN_TOKENS]
+    if not found.held_out:
         raise InputError(f"no example to examine on has {MIN_TOKENS} tokens or more")
-    largest = max(max(ids, default=0) for ids in [*prepared.calibration, *prepared.held_out])
+    largest = max(max(ids, default=0) for ids in [*found.calibration, *found.held_out])
     if largest >= checkpoint.config.vocab_size:
         raise InputError(f"{spec.order.model}: its tokenizer makes ids that the model does not know")
-    _file(spec).write_bytes(msgspec.json.encode(prepared))
+    _file(spec).write_bytes(msgspec.json.encode(found))
     return {
-        "calibration_examples": len(prepared.calibration),
-        "calibration_tokens": sum(map(len, prepared.calibration)),
-        "held_out_examples": len(prepared.held_out),
-        "held_out_tokens": sum(map(len, prepared.held_out)),
+        "calibration_examples": len(found.calibration),
+        "calibration_tokens": sum(map(len, found.calibration)),
+        "held_out_examples": len(found.held_out),
+        "held_out_tokens": sum(map(len, found.held_out)),
     }
 
 
@@ -83,7 +68,7 @@ def quantize(spec: TaskSpec, tell: Tell) -> dict[str, Any]:
     from xdeepserve.model.quant.job import quantize_checkpoint
     from xdeepserve.model.quant.method import METHODS
 
-    texts = _prepared(spec).calibration
+    texts = prepared(spec).calibration
     if not spec.model.exists():  # else it was finished, and the news of it lost
         quantize_checkpoint(
             resolve_model(spec.order.source),
@@ -97,12 +82,12 @@ def quantize(spec: TaskSpec, tell: Tell) -> dict[str, Any]:
 
 
 def evaluate(spec: TaskSpec, tell: Tell) -> dict[str, Any]:
-    """Perplexity of what was held out: the original's in fp32, and the new model's. InputError."""
-    texts = _prepared(spec).held_out
+    """Perplexity of what was held out: the original's in fp32, and the new model's as served. InputError."""
+    texts = prepared(spec).held_out
     return {
         "perplexity": {
             "original": _perplexity(spec.order.source, "fp32", texts),
-            "quantized": _perplexity(str(spec.model), "int8", texts),
+            spec.order.changed: _perplexity(str(spec.model), "int8", texts),
         },
     }
 
@@ -122,14 +107,6 @@ def _file(spec: TaskSpec) -> Path:
     return Path(spec.directory) / "prepared.json"
 
 
-def _prepared(spec: TaskSpec) -> Prepared:
+def prepared(spec: TaskSpec) -> Prepared:
+    """What `prepare` has left."""
     return msgspec.json.decode(_file(spec).read_bytes(), type=Prepared)
-
-
-TASKS: dict[str, Callable[[TaskSpec, Tell], dict[str, Any]]] = {
-    "prepare": prepare,
-    "quantize": quantize,
-    "evaluate": evaluate,
-}
-SERVE = "serve"  # the last task, which is the server's own: the model takes its place on the pod
-KINDS = (*TASKS, SERVE)

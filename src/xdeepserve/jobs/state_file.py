@@ -12,8 +12,10 @@ from xdeepserve.errors import InputError
 
 NAME = "jobs.sqlite"
 APPLICATION_ID = int.from_bytes(b"xJOB", "big")
-VERSION = 1
+VERSION = 2
 BUSY_SECONDS = 5.0  # that a write waits for one of another process
+MEMBERS = """CREATE TABLE members (name TEXT PRIMARY KEY, state TEXT, address TEXT, pid INTEGER,
+                      boots INTEGER, beat_at REAL, reason TEXT, tes BLOB)"""
 TABLES = """
 CREATE TABLE files (number INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT, purpose TEXT, num_bytes INTEGER,
                     created_at INTEGER);
@@ -66,13 +68,16 @@ def _make_or_check(db: sqlite3.Connection, path: Path) -> None:
     if not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
         db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         db.execute(f"PRAGMA user_version = {VERSION}")
-        for statement in TABLES.split(";\n"):
+        for statement in [*TABLES.split(";\n"), MEMBERS]:
             db.execute(statement)
         return
     if db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
         raise InputError(f"{path}: not a database of jobs; somebody else's file is left alone")
     found = db.execute("PRAGMA user_version").fetchone()[0]
-    if found != VERSION:
+    if found == 1:  # it had no members
+        db.execute(MEMBERS)
+        db.execute(f"PRAGMA user_version = {VERSION}")
+    elif found != VERSION:
         raise InputError(f"{path}: of version {found}; this program reads version {VERSION}")
 
 

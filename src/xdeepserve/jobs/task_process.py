@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from xdeepserve.errors import XDeepServeError
-from xdeepserve.jobs.quantizing import TaskSpec
+from xdeepserve.jobs.task_spec import TaskSpec
 
 SILENCE_S = 3600.0  # of wall time; a layer of the largest models takes minutes
 MAX_LINE = 1 << 20

@@ -18,7 +18,8 @@ from typing import Any
 import msgspec
 
 from xdeepserve.errors import XDeepServeError
-from xdeepserve.jobs.quantizing import TASKS, TaskSpec
+from xdeepserve.jobs.task_kinds import TASKS
+from xdeepserve.jobs.task_spec import TaskSpec
 
 NICENESS = 10  # it works on what serving leaves
 

@@ -2,7 +2,7 @@
 
 In BF16, as the paper's. `b_a` and `b_e` are rows of a microbatch on an attention and on an expert node, `tp`
 the devices of a node. Grouped-query attention (GQA) is the paper's; multi-head latent attention (MLA) stands
-beside it.
+beside it, and sparse attention, whose indexer chooses what it attends to.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ class Gemm(NamedTuple):
 
 
 class MLA(msgspec.Struct, frozen=True):
-    """Widths of latent attention; queries are absorbed into the latent space."""
+    """Widths of latent attention; queries are absorbed into the latent space.
+
+    An indexer chooses `top_k` positions by `index_heads` heads of width `index` (DeepSeek-V3.2, 2.1), in
+    `indexers` of all layers, a fraction.
+    """
 
     heads: int
     q_lora: int  # 0: queries are projected directly
@@ -38,14 +42,35 @@ class MLA(msgspec.Struct, frozen=True):
     rope: int
     nope: int
     value: int
+    top_k: int = 0  # 0: all positions are attended to
+    index_heads: int = 0
+    index: int = 0
+    indexers: float = 0.0
+
+    def index_gemms(self, hidden: int) -> list[Gemm]:
+        """Keys, weights and queries of the indexer, whole on every device, on average of all layers."""
+        if not self.indexers:
+            return []
+        keys, queries = self.index + self.index_heads, self.index_heads * self.index
+        return [
+            Gemm("Index keys", hidden, self.indexers * keys),
+            Gemm("Index queries", self.q_lora, self.indexers * queries),
+        ]
+
+    def index_work(self, positions: float) -> Work:
+        """Scores of so many earlier positions, by one indexer."""
+        return Work(
+            attention=self.indexers * positions * 2 * self.index_heads * self.index,
+            cache=self.indexers * positions * BF16 * self.index,
+        )
 
 
 class MoEShape(msgspec.Struct, frozen=True, kw_only=True):
     """A model as the planner sees it, under the paper's names (Table 1).
 
     group     query heads per group of GQA, g
+    queries   width of all query heads in GQA, which Table 2 has for h
     mla       latent attention in place of GQA
-    heads_width  of all query heads together, where that is not h
     matrices  of an expert: 3 where its input is gated; Table 2 counts 2
     """
 
@@ -58,30 +83,32 @@ class MoEShape(msgspec.Struct, frozen=True, kw_only=True):
     group: int = 1
     mla: MLA | None = None
     matrices: int = 3
-    heads_width: int = 0
-
-    @property
-    def width(self) -> int:
-        """Columns of all query heads together: h, unless it is said."""
-        return self.heads_width or self.hidden
+    queries: int = 0
 
     def attention_gemms(self, tp: int) -> list[Gemm]:
         """Table 2's two rows; MLA's projections, of which those into latent spaces are on every device."""
         h, mla = self.hidden, self.mla
         if mla is None:
+            width = self.query_width
             return [
-                Gemm("QKV Project", h, self.width * (1 + 2 / self.group) / tp),
-                Gemm("Attn Output", self.width / tp, h),
+                Gemm("QKV Project", h, width * (1 + 2 / self.group) / tp),
+                Gemm("Attn Output", width / tp, h),
             ]
         heads = mla.heads / tp
         down = [Gemm("Latents", h, mla.q_lora + mla.kv_lora + mla.rope)]
         return [
             *down,
+            *mla.index_gemms(h),
             Gemm("Queries", mla.q_lora or h, heads * (mla.nope + mla.rope)),
             Gemm("Absorb", heads * mla.nope, mla.kv_lora),
             Gemm("Values", heads * mla.kv_lora, mla.value),
             Gemm("Attn Output", heads * mla.value, h),
         ]
+
+    @property
+    def query_width(self) -> int:
+        """Columns of the queries of all heads, as GQA has them; the hidden size for others."""
+        return self.queries or self.hidden
 
     def expert_gemms(self, tp: int) -> list[Gemm]:
         """FFN Input, as one product with the gate's if there is one, and FFN Output."""
@@ -92,10 +119,15 @@ class MoEShape(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
     def kv_nbytes(self) -> float:
-        """Bytes of a position in a layer: equation 8's 4 h / g, or MLA's latent and rotated key."""
+        """Bytes of a position in a layer: equation 8's 4 h / g, or MLA's latent and rotated key, with the
+        indexer's where there is one."""
         if self.mla is None:
-            return 2 * BF16 * self.width / self.group
-        return BF16 * (self.mla.kv_lora + self.mla.rope)
+            return 2 * BF16 * self.query_width / self.group
+        return BF16 * (self.mla.kv_lora + self.mla.rope + self.mla.indexers * self.mla.index)
+
+    def attended(self, context: float) -> float:
+        """Positions that a row attends to."""
+        return min(context, self.mla.top_k) if self.mla and self.mla.top_k else context
 
     def kv_cut(self, tp: int) -> int:
         """In how many parts devices of a node hold it: MLA's latents belong to all heads."""
@@ -104,17 +136,16 @@ class MoEShape(msgspec.Struct, frozen=True, kw_only=True):
     def attention_flops(self) -> float:
         """Operations of one row's attention for each position that it reads."""
         if self.mla is None:
-            return 4 * self.width
+            return 4 * self.query_width
         return 2 * self.mla.heads * (2 * self.mla.kv_lora + self.mla.rope)
 
     def attention_works(self, b_a: float, context: float, tp: int) -> list[Work]:
         """Launches of a layer's attention on one device, its small kernels with them."""
-        cut = self.kv_cut(tp)
-        core = Work(
-            attention=b_a * context * self.attention_flops() / tp,
-            cache=b_a * context * self.kv_nbytes() / cut,
-            layers=1,
-        )
+        cut, attended = self.kv_cut(tp), b_a * self.attended(context)
+        nbytes = self.kv_nbytes() if self.mla is None else BF16 * (self.mla.kv_lora + self.mla.rope)
+        core = Work(attention=attended * self.attention_flops() / tp, cache=attended * nbytes / cut, layers=1)
+        if self.mla is not None:
+            core += self.mla.index_work(b_a * context)
         return [core, *(gemm.work(b_a) for gemm in self.attention_gemms(tp))]
 
     def expert_works(self, b_e: float, tp: int) -> list[Work]:
@@ -151,12 +182,20 @@ PUBLISHED = {
 
 
 def shape_of(name: str, c: ModelConfig) -> MoEShape:
-    """A model's by its configuration: its layers with experts, the shared one not counted. Of sparse
-    attention that of all positions, which is an upper bound."""
-    mla = None
-    if c.has_latents:
-        heads, query = c.num_attention_heads, c.q_lora_rank or 0
-        mla = MLA(heads, query, c.kv_lora_rank, c.qk_rope_head_dim, c.qk_nope_head_dim, c.v_head_dim)
+    """A model's: its layers with experts, the shared one not counted."""
+    heads = c.num_attention_heads
+    latents = MLA(
+        heads=heads,
+        q_lora=c.q_lora_rank or 0,
+        kv_lora=c.kv_lora_rank,
+        rope=c.qk_rope_head_dim,
+        nope=c.qk_nope_head_dim,
+        value=c.v_head_dim,
+        top_k=c.index_topk,
+        index_heads=c.index_n_heads,
+        index=c.index_head_dim,
+        indexers=1 - len(c.shared_choices) / c.num_hidden_layers if c.index_topk else 0.0,
+    )
     return MoEShape(
         name=name,
         layers=c.num_moe_layers,
@@ -164,7 +203,7 @@ def shape_of(name: str, c: ModelConfig) -> MoEShape:
         experts=c.n_routed_experts,
         top_k=c.num_experts_per_tok,
         intermediate=c.moe_intermediate_size,
-        group=1 if mla else c.num_attention_heads // c.num_key_value_heads,
-        heads_width=0 if mla else c.num_attention_heads * c.v_head_dim,
-        mla=mla,
+        group=heads // c.num_key_value_heads if c.attention == "gqa" else 1,
+        queries=heads * c.qk_head_dim,
+        mla=latents if c.has_latents else None,
     )

@@ -25,6 +25,7 @@ from xdeepserve.planner.decode_run import DecodeRun, decode_iteration
 from xdeepserve.planner.performance import Curve
 from xdeepserve.step.attention import KV_NBYTES
 from xdeepserve.step.layer import ATTENTION
+from xdeepserve.step.stage import stages
 
 # Rows of a DP group's step; more is outside of what was measured. Few rows leave experts of a die untouched,
 # whose weights are then not read: there the points have to be dense.
@@ -142,29 +143,35 @@ class PodProfile:
     def __init__(self, checkpoint: Checkpoint, demand: Demand) -> None:
         self.checkpoint, self.demand, self.config = checkpoint, demand, checkpoint.config
         c = self.config
-        if c.shared_choices:
-            raise DeploymentError(
-                f"plan times one layer and stands it for all: some of {checkpoint.name}'s have no indexer of "
-                "their own; sweep times whole models"
-            )
         if not any(c.is_moe(i) for i in range(c.num_hidden_layers)):
             raise DeploymentError(f"plan is about experts, and no layer of model {checkpoint.name} has some")
         self.num_moe = c.num_moe_layers
         self.num_dense = c.num_hidden_layers - self.num_moe
         self.has_shared = c.n_shared_experts > 0
-        self.attention_stages = tuple(stage.name for stage in ATTENTION[c.attention])  # type: ignore[union-attr]
+        self.names = tuple(stage.name for stage in stages(ATTENTION[c.attention]))
         self.stages = functools.cache(self._stages)
         self.away = functools.cache(self._away)
         self.weight_nbytes = functools.cache(self._weight_nbytes)
         self.prefill_rate = functools.cache(self._prefill_rate)
 
     def run(
-        self, deployment: Deployment, requests: int, timing: TimingConfig, device: Device = "cm384"
+        self,
+        deployment: Deployment,
+        requests: int,
+        timing: TimingConfig,
+        device: Device = "cm384",
+        shared: frozenset[int] = frozenset(),
     ) -> DecodeRun:
-        """A step of the dense layers and one with experts, on dies of that kind."""
+        """A step of the dense layers and one with experts, on dies of that kind; each layer with an indexer
+        of its own, if the model has some, but for those that are `shared`."""
         shallow = copy.copy(self.checkpoint)
-        layers = {"num_hidden_layers": self.num_dense + 1, "first_k_dense_replace": self.num_dense}
-        shallow.config = msgspec.structs.replace(self.config, **layers, other_dense_layers=frozenset())
+        layers = {
+            "num_hidden_layers": self.num_dense + 1,
+            "first_k_dense_replace": self.num_dense,
+            "other_dense_layers": frozenset(),
+            "shared_choices": shared,
+        }
+        shallow.config = msgspec.structs.replace(self.config, **layers)
         spec = ACCELERATORS[device].spec
         return decode_iteration(shallow, deployment, self.demand.context, requests, timing, spec=spec)
 
@@ -176,17 +183,29 @@ class PodProfile:
             kind = "colocated" if sizes else "monolithic"
             timing = TimingConfig(of_dies=num_dies, routed_dies=num_dies)
             deployment = decode_deployment(kind, self.demand, rows, **sizes)
-            runs.append(self.run(deployment, rows, timing, device).spent_ns)
-        counts = dict.fromkeys(self.attention_stages, self.num_dense + 1) | {"MLP": max(1, self.num_dense)}
+            runs.append(self._spent(deployment, rows, timing, device))
+        counts = dict.fromkeys(self.names, self.num_dense + 1) | {"MLP": max(1, self.num_dense)}
         names = {name for spent in runs for name in spent}
         return {
             name: Curve(ROWS, tuple(spent.get(name, 0.0) / counts.get(name, 1) for spent in runs))
             for name in sorted(names)
         }
 
+    def _spent(
+        self, deployment: Deployment, requests: int, timing: TimingConfig, device: Device
+    ) -> dict[str, float]:
+        """What stages take in all; of layers that share a choice of positions there are as many as in the
+        whole model, in proportion."""
+        spent = self.run(deployment, requests, timing, device).spent_ns
+        if not (num_shared := len(self.config.shared_choices)) or not self.num_dense:
+            return spent
+        with_shared = self.run(deployment, requests, timing, device, frozenset({self.num_dense})).spent_ns
+        part = (self.num_dense + 1) * num_shared / self.config.num_hidden_layers
+        return spent | {name: spent[name] + part * (with_shared[name] - spent[name]) for name in self.names}
+
     def attention(self, num_dies: int, rows: float, device: Device = "cm384") -> float:
         stages = self.stages(num_dies, device)
-        return sum(stages[name](rows) for name in self.attention_stages)
+        return sum(stages[name](rows) for name in self.names)
 
     def other(self, num_dies: int, name: str, rows: float, device: Device = "cm384") -> float:
         """A stage that not every model or layout has."""
@@ -215,8 +234,8 @@ class PodProfile:
         posts, exchanges = [], []
         for rows in AWAY_ROWS:
             sample = min(SAMPLE, routed)
-            post, rest = self._exchange(rows, -(-EXPERT_ROWS * sample // rows), routed, shared, devices)
-            posts.append(post)
+            posting, rest = self._exchange(rows, -(-EXPERT_ROWS * sample // rows), routed, shared, devices)
+            posts.append(posting)
             exchanges.append(rest)
         post = Curve(AWAY_ROWS, tuple(posts))
         ratio = 2 * self.config.hidden_size / (self.config.hidden_size + SCALE_SLOT)
@@ -270,7 +289,9 @@ class PodProfile:
     def kv_nbytes(self) -> int:
         """Bytes of a request at its end."""
         c = self.config
-        return -(-self.demand.mean_len // BLOCK) * BLOCK * KV_NBYTES * c.cache_columns * c.num_hidden_layers
+        keys = c.index_head_dim * (c.num_hidden_layers - len(c.shared_choices))
+        width = KV_NBYTES * (c.kv_columns * c.num_hidden_layers + keys)
+        return -(-self.demand.mean_len // BLOCK) * BLOCK * width
 
     def _prefill_rate(self, num_dies: int) -> float:
         """Prompt tokens per second of a prefill TE, two prompts in each of its DP groups."""

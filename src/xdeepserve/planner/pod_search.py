@@ -53,7 +53,7 @@ class PodSpace(NamedTuple):
     @property
     def pairs(self) -> list[tuple[Device, Device]]:
         """Attention's and experts' devices."""
-        return list(itertools.product(self.devices, repeat=2))
+        return [(attention, experts) for attention in self.devices for experts in self.devices]
 
     @property
     def counts_price(self) -> bool:
@@ -180,7 +180,8 @@ def _beside_prefill(profile: PodProfile, asked: PodSpace, found: Sequence[Layout
         for layout in with_prefill(profile, plan, asked.num_dies)
     ]
     limits = asked.slo_ns, True, asked.memory
-    return [plan for layout in layouts if (plan := sized(profile, layout, *limits)) is not None]
+    sizes = (sized(profile, layout, *limits) for layout in layouts)
+    return [plan for plan in sizes if plan is not None]
 
 
 def _nothing_fits(profile: PodProfile, asked: PodSpace, dies: str, has_some: bool) -> str:

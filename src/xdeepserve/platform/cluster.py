@@ -9,6 +9,10 @@ dies = 32
 
 [scale]  # TEs come and go, at first there are `count`
 most = 24
+
+Or, where there are TEs with role = "prefill" and alike ones with role = "decode":
+
+[roles]  # they change their roles as the workload does
 """
 
 from __future__ import annotations
@@ -31,9 +35,11 @@ from xdeepserve.model.presets import resolve_model
 from xdeepserve.planner.pod_profile import usable_nbytes
 from xdeepserve.platform.auto_scaler import ScaleBounds
 from xdeepserve.platform.fleet import Fleet
+from xdeepserve.platform.fleet_roles import FleetRoles
 from xdeepserve.platform.fleet_scaling import FleetScaler
 from xdeepserve.platform.fleet_words import FleetTE, TERole
 from xdeepserve.platform.length_predictor import Lengths
+from xdeepserve.platform.role_ratio import RoleBounds
 from xdeepserve.platform.scale_up import ScaleUp, ScaleWays, dummy_ns, held_weights
 from xdeepserve.platform.service_report import Bounds
 from xdeepserve.platform.step_price import Progress, StepPrice, priced, with_room
@@ -74,6 +80,7 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stale_ms: float = 0.0  # age of hints about prefixes
     lengths: Lengths = "none"  # what policies are told of answers that are yet to come
     scale: ClusterScale | None = None
+    roles: RoleBounds | None = None
 
     def check(self, name: str) -> None:
         """InputError with every contradiction."""
@@ -110,6 +117,12 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 wrong.append("scale needs TEs of one kind, with role=both")
             elif not self.scale.least <= self.te[0].count <= self.scale.most:
                 wrong.append(f"scale: count={self.te[0].count} lies outside its least and most")
+        if self.roles is not None:
+            wrong += self.roles.wrong()
+            if [te.role for te in self.te] != ["prefill", "decode"]:
+                wrong.append('roles needs a [[te]] with role="prefill" and, after it, one with role="decode"')
+            elif self.te[0].dies != self.te[1].dies:
+                wrong.append("roles needs TEs of equally many dies")
         if not 0 <= self.stale_ms <= 1e9:
             wrong.append(f"stale_ms must be 0 or more, found {self.stale_ms:g}")
         if wrong:
@@ -190,9 +203,15 @@ def deployment_of(te: ClusterTE) -> Deployment:
 
 def scaler_of(
     cluster: Cluster, kinds: Sequence[PricedKind], fleet: Fleet, service: Bounds
-) -> FleetScaler | None:
-    """What has this fleet grow and shrink, if anything does."""
+) -> FleetScaler | FleetRoles | None:
+    """What has this fleet grow and shrink, or its TEs change roles, if anything does."""
     scale = cluster.scale
+    if cluster.roles is not None:
+        first, second = (next(te for te in fleet.tes if te.role == each.role) for each in kinds)
+        model = resolve_model(cluster.model)
+        scale_up = scale_up_of(model, cluster.te[0], kinds[0].price, ScaleWays())
+        tes: dict[TERole, FleetTE] = {"prefill": first, "decode": second}
+        return FleetRoles(fleet, tes, scale_up, cluster.roles, service)
     if scale is None:
         return None
     ways = ScaleWays(scale.prewarmed, scale.preloaded, scale.fork)

@@ -16,7 +16,7 @@ from xdeepserve.platform.step_price import StepCounts, StepPrice
 from xdeepserve.platform.step_te import StepLimits
 
 
-class RoleBounds(msgspec.Struct, frozen=True):
+class RoleBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How readily roles change."""
 
     margin: float = 0.1  # of what is served now, that has to be won
@@ -26,6 +26,15 @@ class RoleBounds(msgspec.Struct, frozen=True):
     calm_s: float = 30.0  # after a change, before another
     every_s: float = 2.0  # between two looks
     while_s: float = 30.0  # over which the workload is taken
+
+    def wrong(self) -> list[str]:
+        """Every contradiction."""
+        least = {"headroom": 1.0, "every_s": 1e-6, "while_s": 1e-6}
+        return [
+            f"roles: {name} must lie in [{least.get(name, 0.0):g}, 1e+06], found {getattr(self, name):g}"
+            for name in self.__struct_fields__
+            if not least.get(name, 0.0) <= getattr(self, name) <= 1e6
+        ]
 
 
 class Workload(NamedTuple):

@@ -3,7 +3,7 @@
 down_proj   besides, the indexer's key and weights of each row
 up_proj     besides, the indexer's key into the cache, and its queries
 choose      the positions that each row attends to: of equal scores the lowest
-attend      MLA over these: a row's latents are gathered side by side, in order of position
+attend      MLA over these: some rows' latents at a time are gathered side by side, in order of position
 
 A row that sees no more than index_topk positions attends to all, with others of its sequence. Dies of a group
 that shares heads choose each for itself, and alike. A layer without an indexer (GLM) attends to what was
@@ -27,7 +27,7 @@ from xdeepserve.step import attention as mla
 from xdeepserve.step.frame import Batch, Frame, KVCache, Model
 from xdeepserve.step.stage import Counts, Op
 
-FIRST = np.zeros(1, np.int32)
+GATHERED = 4096  # positions that rows attend to, gathered at a time
 
 
 def _down_proj(f: Frame) -> None:
@@ -89,9 +89,10 @@ def _attend(f: Frame) -> None:
         if not is_chosen:
             mla.attend_rows(f, rows, b.part(rows), f.cache)
             continue
-        for t in range(rows.start, rows.stop):
-            cache, few = _gathered(f, t)
-            mla.attend_rows(f, slice(t, t + 1), few, cache)
+        step = rows_at_once(b.num_tokens, f.config.index_topk)
+        for first in range(rows.start, rows.stop, step):
+            some = slice(first, min(first + step, rows.stop))
+            mla.attend_rows(f, some, *_gathered(f, some))
 
 
 def _runs(flags: Array) -> Iterator[tuple[slice, bool]]:
@@ -101,23 +102,28 @@ def _runs(flags: Array) -> Iterator[tuple[slice, bool]]:
         yield slice(start, stop), bool(flags[start])
 
 
-def _gathered(f: Frame, t: int) -> tuple[KVCache, Batch]:
-    """What row `t` attends to, as the only block of a sequence of so many positions."""
-    c, cache, chosen = f.config, f.cache, _chosen(f)[t]
-    size, count = cache.k_pe.shape[1] * TILE, len(chosen)
-    blocks, places = f.batch.block_tables[f.batch.seq_of[t]][chosen // size], chosen % size
-    at, to = np.arange(count) // TILE, np.arange(count) % TILE
+def rows_at_once(rows: int, top_k: int) -> int:
+    """How many of `rows` rows have what they attend to side by side at a time."""
+    return max(1, min(rows, GATHERED // top_k))
+
+
+def _gathered(f: Frame, rows: slice) -> tuple[Batch, KVCache]:
+    """What each of the rows attends to, as the only block of a sequence of its own of so many positions."""
+    c, cache, chosen = f.config, f.cache, _chosen(f)[rows]
+    tables, (num, count) = f.batch.block_tables[f.batch.seq_of[rows]], chosen.shape
     whole = -(-count // TILE) * TILE
-    latent = f.take("chosen_latent", *cache_shape(1, whole, c.value_columns))
-    k_pe = f.take("chosen_k_pe", *cache_shape(1, whole, c.key_columns))
-    for target, source in ((latent, cache.latent), (k_pe, cache.k_pe)):
-        target[0, at, :, to] = source[blocks, places // TILE, :, places % TILE]
+    latent = f.take("chosen_latent", *cache_shape(num, whole, c.value_columns))
+    k_pe = f.take("chosen_k_pe", *cache_shape(num, whole, c.key_columns))
+    k.gather_positions(latent, cache.latent, chosen, tables)
+    k.gather_positions(k_pe, cache.k_pe, chosen, tables)
     scale = cache.scale
     if f.is_int8:
-        scale = f.take("chosen_scale", 1, whole)
-        scale[0, :count] = cache.scale[blocks, places]
-    last = np.array([count - 1], np.int32)
-    return KVCache(latent, scale, k_pe), Batch.of(last, last, FIRST, FIRST[None])
+        scale = f.take("chosen_scale", num, whole)
+        blocks, places = np.divmod(chosen, cache.scale.shape[1])
+        scale[:, :count] = cache.scale[np.take_along_axis(tables, blocks, axis=1), places]
+    own = np.arange(num, dtype=np.int32)
+    last = np.full(num, count - 1, np.int32)
+    return Batch.of(last, last, own, own[:, None]), KVCache(latent, scale, k_pe)
 
 
 def _down_work(model: Model, layer: Layer, n: Counts) -> Work:

@@ -130,9 +130,10 @@ class M2NAttention(M2NSide):
 
     async def _a2e(self, x: Float32, topk_idx: Int32, topk_weights: Float32, event_id: int) -> None:
         experts = self.layout.experts
-        payload, scale = x, np.ones(len(x), np.float32)
+        payload: np.ndarray = x
+        scale: np.ndarray = np.ones(len(x), np.float32)
         if (quantize := self.quantize) is not None:
-            payload, scale = await self.work("M2N quantise", lambda: quantize(x), 4 * x.size)  # type: ignore[assignment]
+            payload, scale = await self.work("M2N quantise", lambda: quantize(x), 4 * x.size)
         expert_rank = np.array(experts.expert_rank, np.int64)
         rows, self.sent = pack_tokens(
             "M2N", self.rows, expert_rank, experts.num_ranks, payload, scale, topk_idx

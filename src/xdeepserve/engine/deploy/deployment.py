@@ -38,7 +38,9 @@ Exchange = Literal["pull", "push"]  # xDeepServe 3.2; CloudMatrix 4.2.1
 PoolFabric = Literal["ub", "vpc"]
 Over = Literal["dma", "send-receive"]
 KVLoss = Literal["recompute", "fail"]
-ToolFormat = Literal["deepseek", "deepseek_v31", "kimi", "hermes"]
+ToolFormat = Literal[
+    "deepseek", "deepseek_v31", "deepseek_v32", "kimi", "hermes", "glm", "qwen3_coder", "minimax"
+]  # fmt: skip
 Tools = Literal["auto", "off"] | ToolFormat
 Reasoning = Literal["auto", "off", "deepseek"]  # <think>
 

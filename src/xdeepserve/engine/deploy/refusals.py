@@ -133,8 +133,6 @@ def _against_send_receive(d: Deployment) -> list[str]:
 def reasons_against_lockstep(d: Deployment, config: ModelConfig) -> list[str]:
     """Why no dies of a deployment can run as one, in lockstep."""
     row, reasons = in_lockstep(d.kind), []
-    if config.attention != "mla":
-        reasons.append(f"lockstep has kernels for MLA, not for the model's {config.attention.upper()}")
     if row is None:
         kinds = ", ".join(kind for kind in DEPLOYMENTS if in_lockstep(kind))
         reasons.append(f"lockstep is for {kinds}, not for {d.kind}")

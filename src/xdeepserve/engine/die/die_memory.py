@@ -22,6 +22,7 @@ from xdeepserve.model.tensors import ModelWeights
 from xdeepserve.model.weights import ArraySpec, Recipe, assemble, select, weight_specs
 from xdeepserve.step.frame import KVCache
 from xdeepserve.step.layer import Holds
+from xdeepserve.step.sparse import rows_at_once
 
 F32, I32, I8, U8 = np.float32, np.int32, np.int8, np.uint8
 
@@ -196,9 +197,10 @@ class DieMemory:
         plan("index_q", F32, t, c.index_n_heads * c.index_head_dim)
         for lane in range(self.num_choices):
             plan(f"chosen/{lane}", I32, t, few)
-        plan("chosen_latent", U8 if self.recipe == "int8" else F32, *cache_shape(1, whole, c.value_columns))
-        plan("chosen_scale", F32, 1, whole)
-        plan("chosen_k_pe", F32, *cache_shape(1, whole, c.key_columns))
+        dtype, rows = U8 if self.recipe == "int8" else F32, rows_at_once(t, few)
+        plan("chosen_latent", dtype, *cache_shape(rows, whole, c.value_columns))
+        plan("chosen_scale", F32, rows, whole)
+        plan("chosen_k_pe", F32, *cache_shape(rows, whole, c.key_columns))
 
     def layer_workspace(self, microbatch: int) -> Workspace:
         """The buffers of a layer's stages, each microbatch's own where they overlap."""

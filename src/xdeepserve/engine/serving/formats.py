@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from xdeepserve.engine.deploy.deployment import OutputConfig, ToolFormat
-from xdeepserve.engine.serving.parsers import CALLS, KIMI_CALLS, THINK, THINK_END, StreamParser
+from xdeepserve.engine.serving.parsers import (
+    CALLS,
+    KIMI_CALLS,
+    MINIMAX_CALLS,
+    THINK,
+    THINK_END,
+    StreamParser,
+)
 from xdeepserve.engine.serving.request import OutputFormats, Parse
+from xdeepserve.engine.serving.tagged_calls import DSML
 from xdeepserve.model.tokenizer import Tokenizer
 
 TAIL = 16  # tokens, enough to spell the tag that may end a prompt, byte by byte
@@ -23,13 +31,17 @@ def output_formats(config: OutputConfig, tokenizer: Tokenizer | None) -> OutputF
     tools: ToolFormat | None = None
     if config.tools != "auto":
         tools = None if config.tools == "off" else config.tools
+    elif knows(DSML):
+        tools = "deepseek_v32"
     elif knows(CALLS):
         # Up to V3-0324 the arguments stand in a code block; from V3.1 on they follow the name.
         tools = "deepseek" if "```json" in tokenizer.template_source else "deepseek_v31"
     elif knows(KIMI_CALLS):
         tools = "kimi"
-    elif knows("<tool_call>") and not knows("<arg_key>"):  # GLM's calls are not JSON, and stay text
-        tools = "hermes"
+    elif knows(MINIMAX_CALLS):
+        tools = "minimax"
+    elif knows("<tool_call>"):
+        tools = "glm" if knows("<arg_key>") else "qwen3_coder" if knows("<function=") else "hermes"
     return OutputFormats(
         reasoning=config.reasoning == "deepseek" or (config.reasoning == "auto" and knows(THINK_END)),
         tools=tools,
@@ -45,7 +57,8 @@ def make_parser(
     tools = formats.tools if parse.tools else None
     if tokenizer is None or not (reasoning or tools):
         return None
-    return StreamParser(reasoning, tools, in_reasoning=is_reasoning(parse, tokenizer, prompt_token_ids))
+    within = is_reasoning(parse, tokenizer, prompt_token_ids)
+    return StreamParser(reasoning, tools, in_reasoning=within, functions=parse.functions)
 
 
 def is_reasoning(parse: Parse, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> bool:

@@ -14,7 +14,7 @@ and how the text was cut into chunks cannot change what comes out.
     header     what stands before a call's first separator: the name, or the kind of call
     name       the name, where the header is the kind
     arguments  streamed
-    call       a whole call as one JSON object
+    call       a whole call: one JSON object, or a name and parameters between tags
 
 What is swallowed but turns out to be no call is given out as content, tags and all: nothing that a model
 said is lost. Only where a text is cut off by its length, tags that it ends within, whole or half, are no
@@ -25,12 +25,14 @@ separates, and belongs to nobody.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
 from xdeepserve.engine.deploy.deployment import ToolFormat
-from xdeepserve.engine.serving.request import ToolCallDelta
+from xdeepserve.engine.serving.request import Function, ToolCallDelta
+from xdeepserve.engine.serving.tagged_calls import DSML, TAGGED, CallReader
 
 State = Literal["start", "reasoning", "content", "calls", "header", "name", "arguments", "call"]
 Marks = dict[State, tuple[tuple[str, State], ...]]
@@ -43,6 +45,19 @@ CALL, CALL_END, SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 KIMI_CALLS, KIMI_CALLS_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 KIMI_CALL, KIMI_CALL_END = "<|tool_call_begin|>", "<|tool_call_end|>"
 KIMI_SEP = "<|tool_call_argument_begin|>"
+MINIMAX_CALLS, MINIMAX_CALLS_END = "<minimax:tool_call>", "</minimax:tool_call>"
+DSML_CALLS, DSML_CALLS_END = f"<{DSML}function_calls>", f"</{DSML}function_calls>"
+
+
+def _tagged(form: ToolFormat, begin: str, end: str) -> Marks:
+    return {
+        "content": ((begin, "calls"),),
+        "calls": ((TAGGED[form].first, "call"), (end, "content")),
+        "call": ((TAGGED[form].last, "calls"),),
+    }
+
+
+_EACH_BY_ITSELF: Marks = {"content": (("<tool_call>", "call"),), "call": (("</tool_call>", "content"),)}
 
 MARKS: dict[ToolFormat, Marks] = {
     # <calls><call>function<sep>NAME\n```json\n{...}\n```</call>...</calls>
@@ -68,10 +83,12 @@ MARKS: dict[ToolFormat, Marks] = {
         "arguments": ((KIMI_CALL_END, "calls"),),
     },
     # <tool_call>{"name": ..., "arguments": {...}}</tool_call>...
-    "hermes": {
-        "content": (("<tool_call>", "call"),),
-        "call": (("</tool_call>", "content"),),
-    },
+    "hermes": _EACH_BY_ITSELF,
+    # The others: see tagged_calls.py.
+    "glm": _EACH_BY_ITSELF,
+    "qwen3_coder": _tagged("qwen3_coder", "<tool_call>", "</tool_call>"),
+    "minimax": _tagged("minimax", MINIMAX_CALLS, MINIMAX_CALLS_END),
+    "deepseek_v32": _tagged("deepseek_v32", DSML_CALLS, DSML_CALLS_END),
 }
 STREAMED = ("reasoning", "content", "arguments")
 
@@ -90,12 +107,19 @@ class StreamParser:
     parses_reasoning  look for `<think>` at the beginning
     tools             the format of tool calls to look for, if any
     in_reasoning      the prompt has opened `<think>` already
+    functions         that are offered: where calls are no JSON, their schemas tell what is text
     """
 
     def __init__(
-        self, parses_reasoning: bool, tools: ToolFormat | None, *, in_reasoning: bool = False
+        self,
+        parses_reasoning: bool,
+        tools: ToolFormat | None,
+        *,
+        in_reasoning: bool = False,
+        functions: Sequence[Function] = (),
     ) -> None:
         self.tools = tools
+        self._reader = CallReader(tools, functions) if tools in TAGGED else None
         self._marks: Marks = {"content": ()}
         self._marks |= REASONING if parses_reasoning else {}
         self._marks |= MARKS[tools] if tools is not None else {}
@@ -116,8 +140,9 @@ class StreamParser:
 
     @property
     def tags(self) -> list[str]:
-        """Every mark of the machine."""
-        return [mark for marks in self._marks.values() for mark, _ in marks]
+        """Every mark of the machine, and what is a token within one."""
+        inner = [DSML] if self.tools == "deepseek_v32" else []
+        return inner + [mark for marks in self._marks.values() for mark, _ in marks]
 
     def push(self, text: str) -> Parsed:
         """Take more text; what has become certain with it."""
@@ -139,7 +164,8 @@ class StreamParser:
         rest, self._held = self._held, ""
         before = rest[: len(rest) - num_mark]
         if self.state == "call" and (
-            self._take_json(before, parsed) or (is_cut and self._take_cut(before, parsed))
+            (not (is_cut and self._reader) and self._take_call(before, parsed))
+            or (is_cut and self._take_cut(before, parsed))
         ):
             return parsed  # many a model ends without the last tag
         if self.state == "arguments":
@@ -201,7 +227,7 @@ class StreamParser:
                 if self._has_call:
                     self._say_between(text, parsed)
                 self._swallowed = "" if self._has_call else self._swallowed + text
-                if following == "header":
+                if following in ("header", "call"):
                     self._swallowed += mark
                 elif self._swallowed:
                     self._give_back(mark, parsed)
@@ -214,7 +240,7 @@ class StreamParser:
                 if following == "calls":
                     self._give_back("", parsed)
             case "call":
-                if not self._take_json(text, parsed):
+                if not self._take_call(text, parsed):
                     self._give_back(text + mark, parsed)
         return following
 
@@ -250,8 +276,10 @@ class StreamParser:
         self._add_call(ToolCallDelta(index=self.num_calls, id=call_id, name=name), parsed)
         return True
 
-    def _take_json(self, text: str, parsed: Parsed) -> bool:
+    def _take_call(self, text: str, parsed: Parsed) -> bool:
         """A whole call. False if it is none."""
+        if self._reader is not None:
+            return self._take_tagged(text, parsed)
         try:
             call = msgspec.json.decode(text, type=_JsonCall)
             arguments = bytes(call.arguments).decode()
@@ -264,8 +292,18 @@ class StreamParser:
         self._add_call(ToolCallDelta(index=self.num_calls, name=call.name, arguments=arguments), parsed)
         return True
 
+    def _take_tagged(self, text: str, parsed: Parsed, is_cut: bool = False) -> bool:
+        assert self._reader is not None
+        call = self._reader.read(text, is_cut)
+        if call is not None:
+            name, arguments = call
+            self._add_call(ToolCallDelta(index=self.num_calls, name=name, arguments=arguments), parsed)
+        return call is not None
+
     def _take_cut(self, text: str, parsed: Parsed) -> bool:
         """The beginning of a call: its name, and what there is of its arguments. False without a name."""
+        if self._reader is not None:
+            return self._take_tagged(text, parsed, is_cut=True)
         found = _CUT_CALL.match(text)
         if found is None:
             return False

@@ -57,12 +57,14 @@ class Parse(msgspec.Struct, frozen=True, kw_only=True):
     and what calls of tools must be.
 
     in_reasoning   the prompt ends within a reasoning; that it ends with the tag itself is seen without
+    functions      that the model may call, with the schemas that the client gave
     """
 
     reasoning: bool = False
     in_reasoning: bool = False
     tools: bool = False
     tool_rules: ToolRules | None = None
+    functions: tuple[Function, ...] = ()
 
 
 NOTHING = Parse()

@@ -7,7 +7,9 @@ has one, which no text can spell otherwise; else its characters.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from typing import Any
 
 from xdeepserve.engine.deploy.deployment import ToolFormat
 from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams, json_rule, literal
@@ -16,22 +18,41 @@ from xdeepserve.engine.serving.parsers import (
     CALL_END,
     CALLS,
     CALLS_END,
+    DSML_CALLS,
+    DSML_CALLS_END,
     KIMI_CALL,
     KIMI_CALL_END,
     KIMI_CALLS,
     KIMI_CALLS_END,
     KIMI_SEP,
+    MINIMAX_CALLS,
+    MINIMAX_CALLS_END,
     SEP,
 )
 from xdeepserve.engine.serving.request import Function, ToolRules
+from xdeepserve.engine.serving.tagged_calls import DSML, TAGGED, TEXT, Tags, kinds_of
+from xdeepserve.errors import RequestError
 
 TokenOf = Callable[[str], int | None]
 ANY_TEXT = r"(.|\n)*"
 _SECTIONS: dict[ToolFormat, tuple[str, str]] = {  # what stands around all calls
     "deepseek": (CALLS, CALLS_END),
     "deepseek_v31": (CALLS, CALLS_END),
+    "deepseek_v32": (DSML_CALLS, f"\n{DSML_CALLS_END}"),
     "kimi": (KIMI_CALLS, KIMI_CALLS_END),
+    "minimax": (MINIMAX_CALLS, f"\n{MINIMAX_CALLS_END}"),
 }
+# Between two calls; in some formats each has its own tag, and the first one's stands before all.
+_BETWEEN: dict[ToolFormat, str] = {
+    "deepseek": "\n",
+    "hermes": "\n<tool_call>",
+    "glm": "\n<tool_call>",
+    "qwen3_coder": "\n<tool_call>",
+}
+_TAG = re.compile(f"<.*>|{DSML}")
+_PIECES = re.compile(f"({DSML}|</?[^<>｜]*>)")  # of tags, which may be tokens
+LINE = "\n"
+_UNSPELT = ("pattern", "format")  # what a schema may ask of a text, but is not said here
 
 
 def tool_grammar(
@@ -43,21 +64,24 @@ def tool_grammar(
     """
 
     def tag(text: str) -> str:
-        token_id = token_of(text)
-        return literal(text) if token_id is None else f"<[{token_id}]>"
+        """A text, of whose tags those that are tokens are named by their numbers."""
+        if (token_id := token_of(text)) is not None and _TAG.fullmatch(text):
+            return f"<[{token_id}]>"
+        pieces = [each for each in _PIECES.split(text) if each]
+        return " ".join(map(tag, pieces)) if len(pieces) > 1 else literal(text)
 
     first, last = _SECTIONS.get(form, ("<tool_call>", ""))
     lines = [f"call_{number}: {_call(form, each, tag)}" for number, each in enumerate(rules.functions)]
     call = "(" + " | ".join(f"call_{number}" for number in range(len(rules.functions))) + ")"
-    # In hermes' format each call has its own tag, and the first one's stands before `calls`.
-    between = {"deepseek": '"\\n"', "hermes": '"\\n" ' + tag("<tool_call>")}.get(form, "")
+    between = tag(_BETWEEN[form]) if form in _BETWEEN else ""
     more = "" if rules.is_single else f" ({between} {call})*"
     lines.append(f"calls: {call}{more} {tag(last) if last else ''}")
+    lines += [_any_value(form, tag)] if form in TAGGED else []
     if rules.must_call:
         lines.append(f"start: {tag(first)} calls")
     elif content is not None:
         lines.append(f"start: {content.term} | {tag(first)} calls")
-    elif token_of(first) is not None:
+    elif "<[" in tag(first):
         lines += [f"start: text ({tag(first)} calls)?", f"text: /{ANY_TEXT}/"]
     else:
         lines += [
@@ -69,7 +93,9 @@ def tool_grammar(
 
 
 def _call(form: ToolFormat, function: Function, tag: Callable[[str], str]) -> str:
-    """The rule of one call; in hermes' format, what follows its tag."""
+    """The rule of one call; where each has a tag of its own, what follows that."""
+    if form in TAGGED:
+        return _tagged_call(form, function, tag)
     name, arguments = function.name, json_rule(json.loads(function.parameters))
     if form == "hermes":
         begin, end = f'\n{{"name": {json.dumps(name)}, "arguments": ', "}\n"
@@ -82,3 +108,52 @@ def _call(form: ToolFormat, function: Function, tag: Callable[[str], str]) -> st
     block = literal(f"{name}\n```json\n")
     end = literal("\n```")
     return f"{tag(CALL)} {literal('function')} {tag(SEP)} {block} {arguments} {end} {tag(CALL_END)}"
+
+
+def _tagged_call(form: ToolFormat, function: Function, tag: Callable[[str], str]) -> str:
+    """The rule of a call that is no JSON: parameters in the schema's order, none but those that it has."""
+    t, schema = TAGGED[form], json.loads(function.parameters)
+    known, required = schema.get("properties"), schema.get("required", ())
+    parts = [tag(f"{'' if form == 'glm' else LINE}{t.first}{function.name}{t.named}")]
+    for name, each in (known or {}).items():
+        given = f"{tag(t.key)} {literal(name)} {_value(function.name, t, name, each, schema, tag)}"
+        parts.append(given if name in required else f"({given})?")
+    if known is None and schema.get("additionalProperties") is not False:
+        parts.append(f"({tag(t.key)} /[A-Za-z0-9_.-]{{1,64}}/ {tag(t.is_text or t.value)} any_value)*")
+    last = {"glm": "</tool_call>", "qwen3_coder": f"{t.last}{LINE}</tool_call>"}.get(form, t.last)
+    return " ".join([*parts, tag(last)])
+
+
+def _value(
+    function: str, t: Tags, name: str, schema: Any, whole: dict[str, Any], tag: Callable[[str], str]
+) -> str:
+    """A parameter from behind its name to its end: text as it is, or JSON."""
+    if kinds_of(schema) != TEXT:
+        shared: dict[str, Any] = {key: whole[key] for key in ("$defs", "definitions") if key in whole}
+        own = schema if isinstance(schema, dict) else {}
+        return f"{tag(t.value)} {json_rule({**shared, **own})} {tag(t.end)}"
+    for keyword in _UNSPELT:
+        if keyword in schema:
+            raise RequestError(
+                f"the function {function} wants a {keyword} of the text {name}, which cannot be promised "
+                "where calls are no JSON: leave it out, or strict",
+                param="tools",
+            )
+    begin, values = (
+        tag(t.is_text or t.value),
+        schema.get("enum", [schema["const"]] if "const" in schema else []),
+    )
+    if values:
+        return f"{begin} ({' | '.join(map(literal, values))}) {tag(t.end)}"
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    if least or most != "":
+        return f"{begin} /[^<]{{{least},{most}}}/ {tag(t.end)}"
+    return f"{begin} any_value"
+
+
+def _any_value(form: ToolFormat, tag: Callable[[str], str]) -> str:
+    """The rule of a text and the tag that ends it."""
+    end = TAGGED[form].end
+    if "<[" in tag(end):
+        return f"any_value: /{ANY_TEXT}/ {tag(end)}"
+    return f"any_value[lazy]: /{ANY_TEXT}/ {literal(end)}"

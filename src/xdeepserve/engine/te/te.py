@@ -147,9 +147,12 @@ class TE:
 
     # ---- life ---------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Spawn the die programs and the loop."""
-        self._live("start")
+    def start(self, cause: str = "start") -> None:
+        """Spawn the die programs and the loop, unless it has been tried: then these run."""
+        is_tried = self.life == "trying"
+        self._live(cause)
+        if is_tried:
+            return
         for executor in self.executors:
             self._processes.append(executor.die.spawn(executor.run(), f"executor {executor.rank}"))
         programs, self.expert_programs = self.expert_programs, []
@@ -185,7 +188,7 @@ class TE:
             for process in self._processes:
                 await self._end_of(process)
         if self.life == "draining":
-            self._end_life()
+            self.end_life()
             self.plan.release()
 
     async def _end_of(self, process: asyncio.Task[None]) -> None:
@@ -196,10 +199,6 @@ class TE:
             if not process.cancelled():
                 raise
 
-    def give_up(self) -> None:
-        """Its weights do not come."""
-        self._end_life()
-
     async def stop(self) -> None:
         """End every task; called when no request is left."""
         if self.life in ("planned", "loading", "gone"):
@@ -209,7 +208,7 @@ class TE:
         for process in late:
             process.cancel()
         await asyncio.gather(*self._processes, return_exceptions=True)
-        self._end_life()
+        self.end_life()
 
     def _shut_down(self) -> None:
         """Have every process end when it has nothing to do."""
@@ -223,7 +222,8 @@ class TE:
             executor.die.put(Shutdown())
         self.ring(STOP)
 
-    def _end_life(self) -> None:
+    def end_life(self) -> None:
+        """Nothing of it runs, or will."""
         self._live("stop")
         self.close()
 
@@ -248,7 +248,7 @@ class TE:
 
     @property
     def is_running(self) -> bool:
-        return self.life in ("ready", "draining")
+        return self.life in ("trying", "ready", "draining")
 
     def fail(self, error: Exception) -> None:
         self.on_failure(self, error)

@@ -30,7 +30,7 @@ from xdeepserve.model.kernels.gemm import (
     num_groups,
 )
 from xdeepserve.model.kernels.gemm_exact import matmul_exact, matmul_exact_blocked, matmul_exact_heads
-from xdeepserve.model.kernels.indexer import choose_positions, layer_norm
+from xdeepserve.model.kernels.indexer import choose_positions, gather_positions, layer_norm
 from xdeepserve.model.kernels.latent_cache import append_heads, append_kv, rope_heads
 from xdeepserve.model.kernels.mla import attention
 from xdeepserve.model.kernels.moe import add_sums, combine, gate, gather_tokens, group_rows
@@ -59,6 +59,7 @@ __all__ = [
     "choose_positions",
     "combine",
     "gate",
+    "gather_positions",
     "gather_rows",
     "gather_tokens",
     "group_rows",

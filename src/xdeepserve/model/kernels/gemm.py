@@ -5,10 +5,11 @@ that a group's weights stay in the caches while all rows use them. During the fi
 that follows are asked for, so that their way from memory takes no time of its own. With FEW rows there is
 nothing else to do meanwhile, and the CPU foresees by itself what is read from first to last as it lies.
 
-    float32   tiles of 8 x 1 vectors: a sum is a multiplication and an addition, and a vector load takes the
-              place of one of them, but for those inside a multiplication, as the eight numbers of x are.
-              CHUNK weights of each column at a time, so that they and the rows' part stay in the innermost
-              caches; sums wait in memory between chunks, which changes no bit.
+    float32   tiles of up to 8 x 1 vectors, as many rows as the registers hold: a sum is a multiplication and
+              an addition, and a vector load takes the place of one of them, but for those inside a
+              multiplication, as the numbers of x are. CHUNK weights of each column at a time, so that they
+              and the rows' part stay in the innermost caches; sums wait in memory between chunks, which
+              changes no bit.
     INT8      tiles of 8 x 2: one instruction multiplies and adds, so there is room for loads. Of FEW rows
               4 x 1, one group after the other.
 
@@ -27,6 +28,7 @@ from xdeepserve.model.canonical import Array
 from xdeepserve.model.kernels.gemm_matrix import int8_by_matrix_unit
 from xdeepserve.model.kernels.simd import prefetch
 from xdeepserve.model.kernels.tiles import (
+    TALLEST,
     add_dot,
     add_dot_part,
     add_outer,
@@ -39,7 +41,8 @@ from xdeepserve.model.kernels.tiles import (
 )
 from xdeepserve.model.packing import COLUMNS, DEPTH
 
-ROWS = 8  # of a tile
+ROWS = 8  # of an INT8 tile
+F32_ROWS = min(8, TALLEST)
 WIDE = 2  # column groups of an INT8 tile
 CHUNK = 1024  # rows of weights, if there is more than one tile of rows to use them
 NEAR = 1 << 18  # bytes of INT8 rows that are computed together: they stay in the second-level cache
@@ -107,18 +110,18 @@ def _f32_tree_tile(mr: int) -> Any:
     return tile
 
 
-_f32_8, _f32_4, _f32_2, _f32_1 = (_f32_tile(mr) for mr in (ROWS, 4, 2, 1))
-_tree_8, _tree_4, _tree_2, _tree_1 = (_f32_tree_tile(mr) for mr in (ROWS, 4, 2, 1))
+_f32_rows, _f32_4, _f32_2, _f32_1 = (_f32_tile(mr) for mr in (F32_ROWS, 4, 2, 1))
+_tree_rows, _tree_4, _tree_2, _tree_1 = (_f32_tree_tile(mr) for mr in (F32_ROWS, 4, 2, 1))
 
 
 @part
 def _f32_group(out, o, ldo, x, i, ldx, rows, w, j, ahead, first, last, k_size, sums, count):
     """All rows of one column group, over the k of [first, last)."""
     m = 0
-    while m + ROWS <= rows:
+    while m + F32_ROWS <= rows:
         to, at, s = o + m * ldo, i + m * ldx, m * COLUMNS
-        _f32_8(out, to, ldo, x, at, ldx, w, j, ahead, first, last, k_size, sums, s, count)
-        m += ROWS
+        _f32_rows(out, to, ldo, x, at, ldx, w, j, ahead, first, last, k_size, sums, s, count)
+        m += F32_ROWS
         ahead = 0
     if m + 4 <= rows:
         to, at, s = o + m * ldo, i + m * ldx, m * COLUMNS
@@ -138,10 +141,10 @@ def _f32_group(out, o, ldo, x, i, ldx, rows, w, j, ahead, first, last, k_size, s
 def _tree_group(out, o, ldo, x, i, ldx, rows, w, j, ahead, k_size, num_blocks, partial, count):
     """A column group for `rows` rows whose sums are made in `num_blocks` blocks and added as a tree."""
     m = 0
-    while m + ROWS <= rows:
+    while m + F32_ROWS <= rows:
         to, at = o + m * ldo, i + m * ldx
-        _tree_8(out, to, ldo, x, at, ldx, w, j, ahead, k_size, num_blocks, partial, count)
-        m += ROWS
+        _tree_rows(out, to, ldo, x, at, ldx, w, j, ahead, k_size, num_blocks, partial, count)
+        m += F32_ROWS
         ahead = 0
     if m + 4 <= rows:
         to, at = o + m * ldo, i + m * ldx
@@ -161,7 +164,7 @@ def _tree_group(out, o, ldo, x, i, ldx, rows, w, j, ahead, k_size, num_blocks, p
 def gemm_f32(out, x, w, k_size, n, num_blocks, batches, x_step, out_step, bounds, first, last):
     """`batches` products with one weight each: of the rows between two bounds, or of all rows, whose columns
     then start x_step and out_step further right each time."""
-    partial = np.empty(PARTIAL_TILES * ROWS * COLUMNS, np.float32)
+    partial = np.empty(PARTIAL_TILES * F32_ROWS * COLUMNS, np.float32)
     sums = np.empty(x.shape[0] * COLUMNS, np.float32)
     ldx, ldo = x.shape[1], out.shape[1]
     group = k_size * COLUMNS
@@ -174,7 +177,7 @@ def gemm_f32(out, x, w, k_size, n, num_blocks, batches, x_step, out_step, bounds
         if rows == 0:
             continue
         i, o = start * ldx + b * x_step, start * ldo + b * out_step
-        ahead, chunk = group if rows > FEW_F32 else 0, CHUNK if rows > ROWS else k_size
+        ahead, chunk = group if rows > FEW_F32 else 0, CHUNK if rows > F32_ROWS else k_size
         for g in range(first, last):
             j, to, count = b * per_batch + g * group, o + g * COLUMNS, n - g * COLUMNS
             if num_blocks > 1:

@@ -1,4 +1,4 @@
-"""The lightning indexer's kernels: the norm of its keys, and the positions that it chooses.
+"""The lightning indexer's kernels: the norm of its keys, the positions that it chooses, and what lies there.
 
 The cache of its keys has them column by column of 16 positions, [blocks, tiles, D, 16]: so one number of a
 query meets 16 positions side by side, and two blocks side by side are the bytes of one of twice the size.
@@ -14,7 +14,7 @@ from xdeepserve.model.cache_layout import TILE
 from xdeepserve.model.canonical import EXACT_CHUNK
 from xdeepserve.model.kernels.codegen import LANES
 from xdeepserve.model.kernels.rows import inverse_rms
-from xdeepserve.model.kernels.simd import splat, tree_sum
+from xdeepserve.model.kernels.simd import load, maximum, splat, tree_sum
 from xdeepserve.model.kernels.vector_math import put, take
 
 ZERO = np.float32(0.0)
@@ -38,40 +38,43 @@ def layer_norm(out, x, w, b, eps):
 
 
 @part
-def _add_chain(sums, tile, q, at, first, stop, step):
-    """sums [16] += the products of q's numbers first, first + step, ... with those of 16 keys."""
-    for k in range(first, stop, step):
-        number = q[at + k]
-        for p in range(TILE):
-            sums[p] += number * tile[k, p]
+def _dots(cache, one, other, q, at, depth, is_exact):
+    """A query's products with the keys of two tiles of 16 positions, that begin at `one` and `other`."""
+    dot, dot2 = splat(ZERO), splat(ZERO)
+    if not is_exact:
+        for k in range(depth):
+            x = splat(q[at + k])
+            dot = dot + x * load(cache, one + k * TILE)
+            dot2 = dot2 + x * load(cache, other + k * TILE)
+        return dot, dot2
+    for start in range(0, depth, EXACT_CHUNK):
+        stop = min(start + EXACT_CHUNK, depth)
+        even, odd, even2, odd2 = splat(ZERO), splat(ZERO), splat(ZERO), splat(ZERO)
+        for k in range(start, stop, 2):
+            x = splat(q[at + k])
+            even = even + x * load(cache, one + k * TILE)
+            even2 = even2 + x * load(cache, other + k * TILE)
+        for k in range(start + 1, stop, 2):
+            x = splat(q[at + k])
+            odd = odd + x * load(cache, one + k * TILE)
+            odd2 = odd2 + x * load(cache, other + k * TILE)
+        dot, dot2 = dot + (even + odd), dot2 + (even2 + odd2)
+    return dot, dot2
 
 
 @part
-def _score_tile(scores, first, length, tile, q, at, weights, w_at, heads, depth, is_exact, sums):
-    """Scores of the 16 positions from `first` on, to scores; sums [4, 16] is scratch memory."""
-    total, dot, even, odd = sums[0], sums[1], sums[2], sums[3]
-    by_head, by_product = np.float32(heads**-0.5), np.float32(depth**-0.5)
-    for p in range(TILE):
-        total[p] = ZERO
+def _score_tiles(scores, first, length, cache, one, other, q, at, weights, w_at, heads, depth, is_exact):
+    """Scores of the 32 positions from `first` on, of those that there are, from two tiles."""
+    by_head, by_product = np.float32(heads**-0.5), splat(np.float32(depth**-0.5))
+    total, total2 = splat(ZERO), splat(ZERO)
     for h in range(heads):
-        for p in range(TILE):
-            dot[p] = ZERO
-        if is_exact:
-            for start in range(0, depth, EXACT_CHUNK):
-                stop = min(start + EXACT_CHUNK, depth)
-                for p in range(TILE):
-                    even[p] = odd[p] = ZERO
-                _add_chain(even, tile, q, at + h * depth, start, stop, 2)
-                _add_chain(odd, tile, q, at + h * depth, start + 1, stop, 2)
-                for p in range(TILE):
-                    dot[p] += even[p] + odd[p]
-        else:
-            _add_chain(dot, tile, q, at + h * depth, 0, depth, 1)
-        weight = weights[w_at + h] * by_head
-        for p in range(TILE):
-            total[p] += weight * max(dot[p] * by_product, ZERO)
-    for p in range(min(TILE, length - first)):
-        scores[first + p] = total[p]
+        dot, dot2 = _dots(cache, one, other, q, at + h * depth, depth, is_exact)
+        weight = splat(weights[w_at + h] * by_head)
+        total = total + weight * maximum(dot * by_product, splat(ZERO))
+        total2 = total2 + weight * maximum(dot2 * by_product, splat(ZERO))
+    put(scores, first, total, length - first)
+    if length - first > TILE:
+        put(scores, first + TILE, total2, length - first - TILE)
 
 
 @part
@@ -101,16 +104,33 @@ def choose_positions(
     `attention`. is_exact: products of BF16 numbers, which q and cache hold then. scratch float32 [S].
     """
     heads, depth, size = weights.shape[1], cache.shape[2], cache.shape[1] * TILE
-    sums, flat_q, flat_weights = np.empty((4, TILE), np.float32), q.reshape(-1), weights.reshape(-1)
+    flat_q, flat_weights, step = q.reshape(-1), weights.reshape(-1), depth * TILE
     for t in range(worker, positions.size, num_workers):
         length = positions[t] + 1
         if length <= chosen.shape[1]:
             continue
-        for first in range(0, length, TILE):
-            tile = cache[block_tables[seq_of[t], first // size], first % size // TILE]
-            _score_tile(
-                scratch, first, length, tile, flat_q, t * heads * depth, flat_weights, t * heads,
-                heads, depth, is_exact, sums,
+        table = block_tables[seq_of[t]]
+        for first in range(0, length, 2 * TILE):
+            one = (table[first // size] * (size // TILE) + first % size // TILE) * step
+            second = first + TILE if first + TILE < length else first
+            other = (table[second // size] * (size // TILE) + second % size // TILE) * step
+            _score_tiles(
+                scratch, first, length, cache, one, other, flat_q, t * heads * depth, flat_weights, t * heads,
+                heads, depth, is_exact,
             )  # fmt: skip
         at = length - chosen.shape[1]
         _choose(chosen, t, scratch, length, np.partition(scratch[:length], at)[at])
+
+
+@kernel
+def gather_positions(out, source, chosen, tables):
+    """out [T, tiles, columns / 16, 16, 16] = what `source`, a part of the cache [blocks, tiles, columns / 16,
+    16, 16], has of the positions chosen [T, K] of each token, side by side. tables int32 [T, max blocks]."""
+    size = source.shape[1] * TILE
+    for t in range(chosen.shape[0]):
+        for p in range(chosen.shape[1]):
+            position = chosen[t, p]
+            block, tile, row = tables[t, position // size], position % size // TILE, position % TILE
+            for c in range(source.shape[2]):
+                for i in range(TILE):
+                    out[t, p // TILE, c, p % TILE, i] = source[block, tile, c, row, i]

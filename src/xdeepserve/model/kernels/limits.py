@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from xdeepserve.jit.compiling import kernel
+from xdeepserve.jit.compiling import kernel, register_floats
 from xdeepserve.model.kernels.codegen import LANES
 from xdeepserve.model.kernels.exact_tiles import add_even
 from xdeepserve.model.kernels.pair_dots import BY_DOTS, add_words
@@ -12,41 +12,43 @@ from xdeepserve.model.kernels.simd import load, splat, store
 from xdeepserve.model.kernels.tiles import add_dot, add_outer, dot_start, store_scaled, store_tile, zeros
 
 STEPS = 1 << 16
-DOT_OPS = 2.0 * STEPS * 5 * 4 * 64  # a multiplication and an addition for each byte
-F32_OPS = 2.0 * STEPS * 4 * 5 * 16
+# Rows and vectors of tiles whose sums stay in registers, and are enough to hide how long an addition takes.
+ROWS, WIDE = {512: (4, 5), 128: (6, 1), 64: (2, 1)}[register_floats()]
+DOT_ROWS, DOT_WIDE = {512: (5, 4), 128: (4, 1), 64: (2, 1)}[register_floats()]
+DOT_OPS = 2.0 * STEPS * DOT_ROWS * DOT_WIDE * 64  # a multiplication and an addition for each byte
+F32_OPS = 2.0 * STEPS * ROWS * WIDE * 16
 EXACT_OPS = F32_OPS * (2 if BY_DOTS else 1)  # a multiplication and an addition for each BF16
 
-_bytes, _weights = np.ones(64, np.int8), np.ones(1024, np.uint8)
+_bytes, _weights = np.ones(4096, np.int8), np.ones(1024, np.uint8)
 _floats, _start, _out = np.ones(1024, np.float32), np.zeros(8, np.int32), np.empty(1024, np.float32)
 
 
 @kernel
 def _dot_peak(out, q, w, start, ones, steps):
-    # What does not change stays in registers, too: a sixth row would not fit, and cost a load each time.
-    acc = dot_start(5, 4, start, 0)
-    for _ in range(steps):
-        acc = add_dot(acc, q, 0, 4, w, 0, 64)
+    acc = dot_start(DOT_ROWS, DOT_WIDE, start, 0)
+    for step in range(steps):
+        acc = add_dot(acc, q, step % 512 * 4, 4, w, 0, 64)
     store_scaled(out, 0, 64, acc, ones, 0, ones, 0, 64)
 
 
 @kernel
 def _f32_peak(out, x, w, steps):
-    acc = zeros(4, 5)
+    acc = zeros(ROWS, WIDE)
     for step in range(steps):
         # Another x each time, or the compiler would multiply only once.
         acc = add_outer(acc, x, step % 512, 1, w, 0, 16)
-    store_tile(out, 0, 80, acc, 80)
+    store_tile(out, 0, 16 * WIDE, acc, 16 * WIDE)
 
 
 @kernel
 def _exact_peak(out, x, w, steps):
-    acc = zeros(4, 5)
+    acc = zeros(ROWS, WIDE)
     for step in range(steps):
         if BY_DOTS:
             acc = add_words(acc, x, step % 512, 1, w, 0, 16)
         else:
             acc = add_even(acc, x, step % 512, 1, w, 0, 16)
-    store_tile(out, 0, 80, acc, 80)
+    store_tile(out, 0, 16 * WIDE, acc, 16 * WIDE)
 
 
 @kernel

@@ -33,6 +33,7 @@ from xdeepserve.model.kernels.mla_matrix import scores_by_tiles, tile_start, val
 from xdeepserve.model.kernels.pair_dots import BY_DOTS, STEP, add_words, make_words, words, words_of_row
 from xdeepserve.model.kernels.simd import load, load_part, prefetch, store
 from xdeepserve.model.kernels.tiles import (
+    TALLEST,
     add_dot,
     add_outer,
     add_tiles,
@@ -50,8 +51,8 @@ from xdeepserve.model.packing import DEPTH
 
 @tile_part
 def _rope_f32(pe, i_pe, rope_dim, scratch, query_pe):
-    """The RoPE part of a score tile."""
-    acc = zeros(TILE, 1)
+    """The RoPE part of a score tile's first TALLEST positions."""
+    acc = zeros(TALLEST, 1)
     for column in range(0, rope_dim, TILE):
         for k in range(min(TILE, rope_dim - column)):
             acc = add_outer(
@@ -128,10 +129,10 @@ def _begin_tile_of(scratch, rope, pe, i_pe, rope_dim, c):
 
 @tile_part
 def _latents_f32(c, i, ahead, rank, scratch, query):
-    """Products of 16 latents with one vector of lanes; what lies `ahead` is asked for."""
-    acc = zeros(TILE, 1)
+    """Products of TALLEST latents with one vector of lanes; what lies `ahead` of them is asked for."""
+    acc = zeros(TALLEST, 1)
     for column in range(0, rank, TILE):
-        for row in range(TILE):
+        for row in range(TALLEST):
             prefetch(c, i + ahead + (column + row) * TILE)
         for k in range(min(TILE, rank - column)):
             acc = add_outer(acc, c, i + column * TILE + k, TILE, scratch, query + (column + k) * LANES, 0)
@@ -140,11 +141,11 @@ def _latents_f32(c, i, ahead, rank, scratch, query):
 
 @tile_part
 def _latents_int8(c, i, ahead, rank, scratch, query, q_scale, start, c_scale):
-    """Products of 16 INT8 latents with one vector of lanes of INT8 queries, scaled; see `_latents_f32`."""
+    """Products of TALLEST INT8 latents with a vector of lanes of INT8 queries, scaled; see `_latents_f32`."""
     packed, at_packed = scratch.view(np.int8), query * 4
-    acc = dot_start_columns(TILE, 1, scratch.view(np.int32), start)
+    acc = dot_start_columns(TALLEST, 1, scratch.view(np.int32), start)
     for column in range(0, (rank + TILE - 1) // TILE * TILE, TILE):
-        for row in range(0, TILE, DEPTH):
+        for row in range(0, TALLEST, DEPTH):
             prefetch(c, i + ahead + (column + row) * TILE)
         for k in range(0, TILE, DEPTH):
             acc = add_dot(acc, c, i + column * TILE + k, TILE, packed, at_packed + (column + k) * LANES, 0)
@@ -172,9 +173,10 @@ def _score_tile_of(
         scratch, o, lanes, c, i, ahead, rank, pe, i_pe, rope_dim,
         query, query_pe, q_scale, start, c_scale, softmax_scale, rope,
     ):  # fmt: skip
-        acc = _latents_f32(c, i, ahead, rank, scratch, query)
-        acc = add_tiles(acc, _rope_f32(pe, i_pe, rope_dim, scratch, query_pe))
-        store_tile(scratch, o, lanes, scale_tile(acc, softmax_scale), LANES)
+        for row in range(0, TILE, TALLEST):
+            acc = _latents_f32(c, i + row * TILE, ahead, rank, scratch, query)
+            acc = add_tiles(acc, _rope_f32(pe, i_pe + row * TILE, rope_dim, scratch, query_pe))
+            store_tile(scratch, o + row * lanes, lanes, scale_tile(acc, softmax_scale), LANES)
 
     def in_int8(
         scratch, o, lanes, c, i, ahead, rank, pe, i_pe, rope_dim,
@@ -186,9 +188,11 @@ def _score_tile_of(
             else:
                 rotated = _rope_exact(pe, i_pe + row * TILE, rope_dim, scratch, query_pe)
             store_tile(scratch, o + row * lanes, lanes, rotated, LANES)
-        acc = _latents_int8(c, i, ahead, rank, scratch, query, q_scale, start, c_scale)
-        acc = add_tiles(acc, load_tile(TILE, 1, scratch, o, lanes, 0))
-        store_tile(scratch, o, lanes, scale_tile(acc, softmax_scale), LANES)
+        for row in range(0, TILE, TALLEST):
+            to, at = o + row * lanes, i + row * TILE
+            acc = _latents_int8(c, at, ahead, rank, scratch, query, q_scale, start, c_scale + row)
+            acc = add_tiles(acc, load_tile(TALLEST, 1, scratch, to, lanes, 0))
+            store_tile(scratch, to, lanes, scale_tile(acc, softmax_scale), LANES)
 
     return in_f32 if c.dtype == types.float32 else in_int8
 
@@ -265,9 +269,9 @@ def _score_positions_of(
 
 
 @tile_part
-def _values_16x1(scratch, o, weight, lanes, c, tiles, column, num_positions, is_first):
-    """Outputs of 16 lanes x 16 columns over some tiles of positions, in FP32."""
-    acc = load_tile(LANES, 1, scratch, o, LANES, LANES)
+def _values_f32(scratch, o, weight, lanes, c, tiles, column, num_positions, is_first):
+    """Outputs of TALLEST lanes x 16 columns over some tiles of positions, in FP32."""
+    acc = load_tile(TALLEST, 1, scratch, o, LANES, LANES)
     for first in range(0, num_positions, TILE):
         start = tiles[first // TILE] + column * TILE
         for p in range(min(TILE, num_positions - first)):
@@ -335,9 +339,9 @@ def add_values(scratch, result, values, weight, lanes, num_lanes, num_positions,
 def _add_values_of(scratch, result, values, weight, lanes, num_lanes, num_positions, c, tiles, width, unit):
     def in_f32(scratch, result, values, weight, lanes, num_lanes, num_positions, c, tiles, width, unit):
         for column in range(0, width, TILE):
-            for lane in range(0, lanes, LANES):
+            for lane in range(0, lanes, TALLEST):
                 o = result + (column // TILE * lanes + lane) * LANES
-                _values_16x1(scratch, o, weight + lane, lanes, c, tiles, column, num_positions, lane == 0)
+                _values_f32(scratch, o, weight + lane, lanes, c, tiles, column, num_positions, lane == 0)
 
     def in_int8(scratch, result, values, weight, lanes, num_lanes, num_positions, c, tiles, width, unit):
         _exact_by_vectors(scratch, result, values, weight, lanes, num_lanes, num_positions, c, tiles, width)

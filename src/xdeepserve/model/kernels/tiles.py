@@ -19,6 +19,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, models, register_model
 
+from xdeepserve.jit.compiling import register_floats
 from xdeepserve.model.kernels.codegen import (
     F32,
     I8,
@@ -77,6 +78,8 @@ def indices(builder: ir.IRBuilder, base: ir.Value, count: int, stride: ir.Value 
 
 
 INDEX = types.intp
+# Rows of a tile one vector wide whose sums stay in registers, beside what they are made of.
+TALLEST = {512: 16, 128: 4, 64: 2}[register_floats()]
 
 
 @intrinsic(prefer_literal=True)

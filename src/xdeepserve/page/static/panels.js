@@ -71,7 +71,7 @@ function heat() {
   const { c, w, h } = sheet, left = 22, wide = (w - left) / data.columns.length, high = (h - 16) / data.layers.length, most = Math.max(1, ...data.values.flat());
   at.heat = { left, wide, high };
   data.layers.forEach((layer, y) => {
-    c.fillStyle = ink("dim"); if (high > 9 || y % 4 === 0) c.fillText(layer, 0, y * high + high / 2);
+    c.fillStyle = ink("dim"); if (high > 9 || y % 4 === 0) c.fillText(layer, 0, Math.max(6, y * high + high / 2));
     data.values[y].forEach((value, x) => {
       const share = value / most;
       c.fillStyle = value ? `hsl(${45 - 38 * share} 92% ${isDark() ? 22 + 40 * share : 88 - 42 * share}%)` : ink("soft");

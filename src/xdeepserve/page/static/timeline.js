@@ -56,7 +56,7 @@ export function tick() {
       if (entry) { c.fillStyle = solid(hueOf(entry)); c.fillRect(0, y, 3, rows.filter((each) => each.die === row.die).length * HIGH - 2); }
     }
     c.fillStyle = ink(row.die !== die ? "ink" : "dim");
-    c.fillText(`${row.die !== die ? entry ? shortName(entry) : `node ${row.die}` : ""}`, 7, y + HIGH / 2, left - 68);
+    c.fillText(`${row.die !== die ? entry && left > 130 ? shortName(entry) : entry ? row.die : `node ${row.die}` : ""}`, 7, y + HIGH / 2, left - 68);
     c.fillStyle = ink("dim"); c.textAlign = "right"; c.fillText(row.kind, left - 5, y + HIGH / 2); c.textAlign = "left";
     die = row.die;
     c.save(); c.beginPath(); c.rect(left, y, w - left, HIGH); c.clip();
@@ -72,7 +72,8 @@ export function tick() {
     y += HIGH;
   }
   c.fillStyle = ink("dim");
-  for (let i = 0; i <= 4; i++) { c.textAlign = i === 4 ? "right" : i ? "center" : "left"; c.fillText(ms(Math.round(from + (to - from) * i / 4)), left + (w - left) * i / 4, h - 9); }
+  const parts = w - left < 320 ? 2 : 4;  // of the axis
+  for (let i = 0; i <= parts; i++) { c.textAlign = i === parts ? "right" : i ? "center" : "left"; c.fillText(ms(Math.round(from + (to - from) * i / parts)), left + (w - left) * i / parts, h - 9); }
   c.textAlign = "left";
   canvas.setAttribute("aria-label", `Timeline: ${$("step-name").textContent}`);
 }

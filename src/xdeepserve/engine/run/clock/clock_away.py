@@ -139,8 +139,10 @@ class ClockFlows:
     def way_cost(self, cost: CommCost) -> WayCost:
         """By trampolines."""
         team, sizes = self.team, self.team.sizes
+        carrier = sizes.carrier
+        assert carrier != "rdma"  # M2N has no trampolines
         copies = team.config.num_experts_per_tok + (sizes.num_shared_dies > 0)
-        return ByTrampoline(cost, len(team.expert_dies), copies, team.config.hidden_size, sizes.carrier)
+        return ByTrampoline(cost, len(team.expert_dies), copies, team.config.hidden_size, carrier)
 
     def attention_end(self, rank: int, microbatch: int, timeline: Timeline) -> Trampoline:
         """It sends, and waits for those alone that it has sent to."""

@@ -94,7 +94,7 @@ class ColocatedGang(Gang):
         self.cuts = np.stack([np.zeros_like(rows), rows], axis=1)
         visits = shares[0].visits()
         passes = [self.pass_of(visit.cache) for visit in visits]
-        self._compute(visits, passes, int(rows[0]))
+        self._compute(shares, visits, passes)
         if self._exchange is not None:
             self._check(visits, passes)
         self.timetable.begin(came)
@@ -103,7 +103,7 @@ class ColocatedGang(Gang):
 
     # ---- bytes --------------------------------------------------------------------------------------
 
-    def _compute(self, visits: Sequence[Visit], passes: Sequence[int], rows: int) -> None:
+    def _compute(self, shares: Sequence[Share], visits: Sequence[Visit], passes: Sequence[int]) -> None:
         """All bytes. What the first die says of layers and events holds for all.
 
         The kernels leave nothing in this computer's caches, so Python is slow between them: what can wait, as
@@ -111,6 +111,10 @@ class ColocatedGang(Gang):
         """
         after: list[Call] = []  # what each die does next, with its own bytes only
         for visit, at in zip(visits, passes, strict=True):
+            if self.staged.is_used:
+                self.spread(*after)
+                after = []
+                self.staged.run(at, visit.program, shares, self.columns[at], self.cuts)
             after.append(self._attention(at, visit.layer.moe is not None))
             if visit.layer.moe is None:
                 continue

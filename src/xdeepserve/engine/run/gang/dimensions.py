@@ -11,6 +11,7 @@ from xdeepserve.comm.fused.layout import FusedLayout
 from xdeepserve.comm.trampoline.layout import A2ELayout
 from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.die_memory import DieMemory
+from xdeepserve.engine.run.gang.kernels.attention import QUANTIZE
 from xdeepserve.model.cache_layout import scratch_size
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
@@ -36,6 +37,8 @@ class Shape(NamedTuple):
     groups: int
     top_groups: int
     is_norm: bool
+    is_softmax: bool
+    has_bias: bool
     scaling: float
     eps: float
     latent_eps: float
@@ -44,6 +47,7 @@ class Shape(NamedTuple):
     num_blocks: int
     blocks_per_seq: int
     scratch: int
+    first_phase: int  # of a layer's kernels
     is_int8: bool
     bf16_answers: bool  # what experts make is rounded to BF16 before it is summed,
     int8_answers: bool  # or to INT8
@@ -72,6 +76,8 @@ class Shape(NamedTuple):
             groups=c.n_group,
             top_groups=c.topk_group,
             is_norm=c.norm_topk_prob,
+            is_softmax=c.scoring == "softmax",
+            has_bias=c.scoring == "sigmoid",
             scaling=c.routed_scaling_factor,
             eps=c.rms_norm_eps,
             latent_eps=latent_eps,
@@ -80,6 +86,7 @@ class Shape(NamedTuple):
             num_blocks=sizes.num_blocks,
             blocks_per_seq=sizes.max_blocks_per_seq,
             scratch=scratch_size(sizes.max_model_len, c.kv_lora_rank, c.qk_rope_head_dim),
+            first_phase=0 if c.attention == "mla" else QUANTIZE,
             is_int8=recipe == "int8",
             bf16_answers=recipe == "int8" and not c.int8_answers,
             int8_answers=c.int8_answers,

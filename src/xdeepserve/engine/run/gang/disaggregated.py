@@ -75,13 +75,15 @@ class DisaggregatedGang(Gang):
             for m, by_domain in enumerate(self.layouts)
         ]
         self.ways = [each.attention.reshape(-1, twin.NUM_ATTENTION_COLUMNS) for each in self.items]
+        carrier = sizes.carrier
+        assert carrier != "rdma"  # cards of several kinds of hardware have no twin
         self.timetable = DisaggregatedTimetable(
             [executor.die for executor in executors],
             [program.die for program in self.programs],
             self.num_domains,
             self.num_microbatches,
-            sizes.carrier,
-            "mte" if sizes.exchange == "push" else sizes.carrier,
+            carrier,
+            "mte" if sizes.exchange == "push" else carrier,
         )
         self.prices = ExpertPrices(self.programs, moe_layers, self.shape.top_k, self.timetable.spec)
         # By pass through a layer, and microbatch: what is wrong at the end of E2A', and of A2E, A2E' and E2A;
@@ -104,7 +106,7 @@ class DisaggregatedGang(Gang):
         rows = np.array([len(share.h) for share in shares], np.int64)
         bounds = [rows * m // self.num_microbatches for m in range(self.num_microbatches + 1)]
         self.cuts = [np.stack(pair, axis=1) for pair in pairwise(bounds)]
-        self._compute(visits, passes)
+        self._compute(shares, visits, passes)
         self._check(visits, passes)
         tt.begin_apart(came[:num], came[num:])
         self._tell_time(shares, visits, passes)
@@ -112,7 +114,7 @@ class DisaggregatedGang(Gang):
 
     # ---- bytes --------------------------------------------------------------------------------------
 
-    def _compute(self, visits: Sequence[Visit], passes: Sequence[int]) -> None:
+    def _compute(self, shares: Sequence[Share], visits: Sequence[Visit], passes: Sequence[int]) -> None:
         """All bytes. What the first die says of layers and events holds for all.
 
         Faults and virtual time are looked at when all are done. Whatever needs no other die's bytes of the
@@ -127,6 +129,10 @@ class DisaggregatedGang(Gang):
                 if after and self.num_microbatches == 1:
                     self.spread(*after)
                     after = []
+                if self.staged.is_used:
+                    self.spread(*after, *away[m])
+                    after, away[m] = [], []
+                    self.staged.run(at, visit.program, shares, self.columns[at], self.cuts[m], m)
                 self.spread(*after, *away[m], *self._attend(m, at, visit.event if is_moe else None))
                 after, away[m] = [], []
                 if is_moe:

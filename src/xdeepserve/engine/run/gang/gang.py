@@ -17,6 +17,7 @@ from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.run.gang import tables
 from xdeepserve.engine.run.gang.dimensions import Shape
 from xdeepserve.engine.run.gang.kernels import attention as a
+from xdeepserve.engine.run.gang.staged import StagedAttention, as_kernels_see
 from xdeepserve.engine.walk.runner import Runner
 from xdeepserve.engine.walk.schedule import EndLayer, Visits
 from xdeepserve.errors import DeploymentError, ProtocolError
@@ -77,12 +78,13 @@ class Gang(ABC):
         self._pool: ThreadPoolExecutor | None = None
         self._num_parameters = num_parameters(executors[0].config)
         self._is_ready = False
+        self.staged = StagedAttention(executors, num_threads)
 
     def join(self) -> None:
         """From now on the layers of all executors are run here. DeploymentError for what has no kernel."""
         for executor in self.executors:
             for program in executor.traversal.programs:
-                for span in spans(program):
+                for span in spans(as_kernels_see(program)):
                     if span not in self.kernels:
                         raise DeploymentError(f"lockstep has no kernel for {' + '.join(span)}")
             executor.traversal = executor.traversal._replace(schedule=partial(self._schedule, executor.rank))
@@ -165,6 +167,7 @@ class Gang(ABC):
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
+        self.staged.close()
 
     # ---- the run ------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from xdeepserve.engine.run.gang.colocated import ALONE, TO_THE_END, ColocatedGang
-from xdeepserve.engine.run.gang.gang import Span
+from xdeepserve.engine.run.gang.gang import Share, Span
 from xdeepserve.engine.run.gang.kernels import experts as e
 from xdeepserve.engine.run.gang.kernels import team
 from xdeepserve.engine.run.gang.kernels.sync import LOST, SYNC_SIZE
@@ -25,8 +25,18 @@ class MonolithicGang(ColocatedGang):
         super().prepare()
         self._tables: dict[tuple[int, ...], tuple[np.ndarray, ...]] = {}  # of runs, by their passes
 
-    def _compute(self, visits: Sequence[Visit], passes: Sequence[int], rows: int) -> None:
-        """All bytes, in one call."""
+    def _compute(self, shares: Sequence[Share], visits: Sequence[Visit], passes: Sequence[int]) -> None:
+        """All bytes, in one call; or in one for each layer, where attention has run before."""
+        rows = len(shares[0].h)
+        if not self.staged.is_used:
+            self._run_layers(visits, passes, rows)
+            return
+        for visit, at in zip(visits, passes, strict=True):
+            self.staged.run(at, visit.program, shares, self.columns[at], self.cuts)
+            self._run_layers([visit], [at], rows)
+
+    def _run_layers(self, visits: Sequence[Visit], passes: Sequence[int], rows: int) -> None:
+        """Some layers in one call."""
         if (key := tuple(passes)) not in self._tables:
             none = np.zeros(e.NUM_EXPERT_COLUMNS, np.int64)
             weights = np.stack([self.weights[at][0] for at in passes])

@@ -5,7 +5,8 @@ A layer goes phase by phase. `num` threads share a phase, one of them `worker`, 
 are shared by columns, so that each weight is read once; attention by heads and sequences; what treats each
 row by itself, by rows. A phase is what lies between two waits: in it a thread reads what others wrote before
 the last one, and writes its own part. The arithmetic and the buffers that it leaves are those of `step`, for
-any number of threads; the tests compare every byte.
+any number of threads; the tests compare every byte. Attention of another kind than MLA has run before, die by
+die (`staged.py`): a layer begins with what it has left in the buffer `o` then.
 """
 
 from __future__ import annotations
@@ -252,10 +253,10 @@ def gate(s, ws, weights, rows, first, last):
     packed = f32_flat(weights[GATE], groups_of(s.experts) * COLUMNS * s.hidden)
     gemm_f32(logits, x, packed, s.hidden, s.experts, 1, 1, 0, 0, ALL_ROWS, 0, groups_of(s.experts))
     topk_idx, topk_weights = routes(ws, rows, s.top_k)
-    bias = f32_flat(weights[BIAS], s.experts)
+    bias = f32_flat(weights[BIAS], s.experts if s.has_bias else 0)
     k.gate(
         topk_idx[first:last], topk_weights[first:last], logits, bias,
-        s.groups, s.top_groups, s.is_norm, s.scaling, False,
+        s.groups, s.top_groups, s.is_norm, s.scaling, s.is_softmax,
     )  # fmt: skip
     if ws[TOPK_PHYSICAL]:
         find_physical(s, ws, weights, topk_idx[first:last], first)
@@ -326,7 +327,7 @@ def layer(s, h, ws, weights, inputs, is_moe, scratch, sync, worker, num):
 
     A thread has its rows of h to itself, from one layer's end to the next one's beginning, too.
     """
-    for phase in range(NUM_PHASES):
+    for phase in range(s.first_phase, NUM_PHASES):
         if skips(s, phase, is_moe):
             continue
         layer_phase(phase, s, h, ws, weights, inputs, 0, is_moe, scratch, worker, num)
@@ -344,7 +345,7 @@ def layer_stage(s, ws, weights, inputs, cuts, is_moe, scratch, worker, num_worke
     """
     mine = dies_of(worker, num_workers, ws.shape[0])
     for first in range(0, mine.size, NEIGHBOURS):
-        for phase in range(NUM_PHASES):
+        for phase in range(s.first_phase, NUM_PHASES):
             if skips(s, phase, is_moe):
                 continue
             for a in mine[first : first + NEIGHBOURS]:

@@ -1,0 +1,62 @@
+"""A server that is a member of a cluster tells so: where it listens, and how its TEs are (DeepServe 3)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sqlite3
+from collections.abc import AsyncIterator
+
+from aiohttp import web
+
+from xdeepserve.api.job_desk import DESK
+from xdeepserve.api.served_models import MODELS, ServedModels
+from xdeepserve.engine.serving.engine import Engine
+from xdeepserve.jobs.member_table import MemberTable, MemberTE, ReplacedError
+
+BEAT_S = 1.0
+ADDRESS = web.AppKey("ADDRESS", str)  # where this server listens
+
+log = logging.getLogger("xdeepserve.api")
+
+
+async def run_member(app: web.Application) -> AsyncIterator[None]:
+    """While the server runs: heartbeats. It goes in order, so that nobody starts it again."""
+    name = app[MODELS].first.options.member
+    assert name is not None
+    members = app[DESK].store.members
+    beats = asyncio.create_task(_beat(members, name, app[ADDRESS], app[MODELS]), name="heartbeats")
+    try:
+        yield
+    finally:
+        beats.cancel()
+        await asyncio.gather(beats, return_exceptions=True)
+        with contextlib.suppress(sqlite3.Error):
+            members.end(name, os.getpid(), "gone", "it has ended in order")
+
+
+async def _beat(members: MemberTable, name: str, address: str, models: ServedModels) -> None:
+    """Until the engine has failed, or another process has its place: then this one ends."""
+    while True:
+        try:
+            if not models.first.engine.is_healthy():
+                why = models.first.engine.unhealthy_reason or "no task executor runs"
+                members.end(name, os.getpid(), "lost", f"its engine has failed: {why}")
+                break
+            members.beat(name, os.getpid(), address, tes_of(models))
+        except ReplacedError as error:
+            log.error("%s", error)
+            break
+        except sqlite3.Error as error:  # it is silent as long as that lasts
+            log.warning("no heartbeat: %s", error)
+        await asyncio.sleep(BEAT_S)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def tes_of(models: ServedModels) -> list[MemberTE]:
+    """The TEs of all models of a server."""
+    engines = [(each.model_name, each.engine) for each in models if isinstance(each.engine, Engine)]
+    return [MemberTE(te.name, model, te.role, te.life) for model, engine in engines for te in engine.tes()]

@@ -1,0 +1,63 @@
+"""`xdeepserve cluster`: job executors as processes, watched over, behind one door, until a signal."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from xdeepserve.cli.options import Parser
+from xdeepserve.errors import InputError
+
+MAX_JES = 64
+
+
+def add_options(parser: Parser) -> None:
+    """How many, and where."""
+    parser.epilog = (
+        "Run it twice on one directory: the second one stands by. What follows -- goes to each serve."
+    )
+    parser.add_argument("--state", type=Path, required=True, metavar="DIR", help="as of serve; shared by all")
+    parser.add_argument("--jes", type=int, default=2, metavar="N", help="job executors; default 2")
+    parser.add_argument("--host", default="127.0.0.1", help="of the door; default 127.0.0.1")
+    parser.add_argument(
+        "--port", type=int, default=8000, help="of the door; default 8000; 0 picks a free one"
+    )
+    parser.add_argument("serve", nargs="*", metavar="-- OPTION", help="of xdeepserve serve, for each of them")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start them, and pass requests on."""
+    import asyncio
+
+    from xdeepserve.api.front_door import serve_door
+    from xdeepserve.jobs.cluster_manager import MEMBER, ClusterManager
+    from xdeepserve.jobs.job_store import JobStore
+
+    if not 1 <= args.jes <= MAX_JES:
+        raise InputError(f"--jes must lie in [1, {MAX_JES}], found {args.jes}")
+    own = {"--state", "--port", "--host", "--uds", MEMBER} & {each.split("=")[0] for each in args.serve}
+    if own:
+        raise InputError(f"{', '.join(sorted(own))} is the cluster's own, and cannot be given for each serve")
+    store = JobStore(args.state, time.time)
+
+    def boot(name: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "xdeepserve.cli", "serve", "--state", str(args.state), "--port", "0"]
+        with (args.state / f"{name}.log").open("ab") as said:
+            # A session of its own: it outlives its manager, and a signal at the terminal is not its own.
+            return subprocess.Popen(
+                [*command, MEMBER, name, *args.serve],
+                stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True,
+            )  # fmt: skip
+
+    names = [f"je-{number}" for number in range(args.jes)]
+    manager = ClusterManager(store, f"{os.getpid()}-{secrets.token_hex(4)}", names, boot)
+    try:
+        asyncio.run(serve_door(store.members, manager, args.host, args.port))
+    finally:
+        store.close()
+    return 0

@@ -1,0 +1,74 @@
+"""Tools that agents may call: functions of a file of the operator's (`serve --tools FILE`).
+
+A function without a leading underscore is a tool. Its docstring tells the model what it does, and its
+parameters, each annotated as str, int, float or bool, are what a call has to give. What it returns is shown
+to the model as text, and so is an error.
+"""
+
+from __future__ import annotations
+
+import inspect
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from types import FunctionType
+from typing import Any, NamedTuple, get_type_hints
+
+import msgspec
+
+from xdeepserve.errors import InputError
+
+KINDS_OF_JSON = {str: "string", int: "integer", float: "number", bool: "boolean"}
+MAX_OUTPUT_CHARS = 4096
+
+
+class AgentTool(NamedTuple):
+    """A function, and the type that its arguments have."""
+
+    name: str
+    description: str
+    parameters: dict[str, type]
+    function: Callable[..., Any]
+
+    def shown(self) -> dict[str, Any]:
+        """In OpenAI's shape."""
+        properties = {name: {"type": KINDS_OF_JSON[kind]} for name, kind in self.parameters.items()}
+        schema = {"type": "object", "properties": properties, "required": list(self.parameters)}
+        function = {"name": self.name, "description": self.description, "parameters": schema}
+        return {"type": "function", "function": function}
+
+    def call(self, arguments: str) -> str:
+        """What it says to these arguments, a JSON object; or what was wrong with them, or with it."""
+        try:
+            given = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
+            if given.keys() != self.parameters.keys():
+                return f"error: {self.name} takes {', '.join(self.parameters) or 'nothing'}"
+            found: dict[str, Any] = {
+                name: msgspec.convert(given[name], kind) for name, kind in self.parameters.items()
+            }
+            return str(self.function(**found))[:MAX_OUTPUT_CHARS]
+        except Exception as error:
+            return f"error: {' '.join(str(error).split()) or type(error).__name__}"[:MAX_OUTPUT_CHARS]
+
+
+def read_tools(path: Path) -> dict[str, AgentTool]:
+    """The tools of a file, by name. InputError, one line, for a file or a function that will not do."""
+    try:
+        names = runpy.run_path(str(path), run_name="tools")
+    except Exception as error:
+        raise InputError(f"--tools {path}: {type(error).__name__}: {' '.join(str(error).split())}") from None
+    own = {name: each for name, each in names.items() if isinstance(each, FunctionType)}
+    return {
+        name: _tool(path, name, each)
+        for name, each in own.items()
+        if each.__module__ == "tools" and not name.startswith("_")
+    }
+
+
+def _tool(path: Path, name: str, function: FunctionType) -> AgentTool:
+    hints = get_type_hints(function)
+    kinds = {each: hints.get(each, object) for each in inspect.signature(function).parameters}
+    for each, kind in kinds.items():
+        if kind not in KINDS_OF_JSON:
+            raise InputError(f"--tools {path}: parameter {each} of {name} must be str, int, float or bool")
+    return AgentTool(name, inspect.getdoc(function) or "", kinds, function)

@@ -1,0 +1,121 @@
+"""The table of members: job executors (JEs), each a process with TEs, and what the manager knows of them.
+
+A member tells of itself by heartbeats, its TEs with it (soft state: what is lost comes again with the next
+one); who is silent, has failed or has ended is what the cluster manager finds out. A member is known by its
+name and the number of its process, so that one that was held for lost, and has another in its place, hears
+that with its next heartbeat, and ends.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from xdeepserve.errors import XDeepServeError
+from xdeepserve.jobs import lease as leases
+from xdeepserve.jobs.job_states import MEMBER_MOVES, MemberState, check_move
+from xdeepserve.jobs.lease import MasterLease
+from xdeepserve.jobs.state_file import transaction
+
+COLUMNS = "name, state, address, pid, boots, beat_at, reason, tes"
+
+
+class MemberTE(msgspec.Struct, frozen=True):
+    """A TE as its JE tells of it: `life` is a state of engine/te/life.py."""
+
+    name: str
+    model: str
+    role: str
+    life: str
+
+
+class ClusterMember(msgspec.Struct, frozen=True):
+    """A JE. `boots` counts how often it was started since it was ready last, `beat_at` is in seconds."""
+
+    name: str
+    state: MemberState
+    address: str | None
+    pid: int
+    boots: int
+    beat_at: float
+    reason: str | None
+    tes: list[MemberTE]
+
+
+class ReplacedError(XDeepServeError):
+    """Another process has the place of this member by now."""
+
+
+class MemberTable:
+    """All members of a state directory. Each change is a transaction; `now` gives seconds since 1970."""
+
+    def __init__(self, db: sqlite3.Connection, now: Callable[[], float]) -> None:
+        self._db, self.now = db, now
+
+    def all(self) -> list[ClusterMember]:
+        """By name."""
+        rows = self._db.execute(f"SELECT {COLUMNS} FROM members ORDER BY name").fetchall()
+        return [self._member(*row) for row in rows]
+
+    @staticmethod
+    def _member(*row: Any) -> ClusterMember:
+        *columns, tes = row
+        values = [*columns, msgspec.json.decode(tes, type=list[MemberTE])]
+        return ClusterMember(*values)
+
+    def start(self, name: str, pid: int, lease: MasterLease) -> None:
+        """The manager has started a process for this member. LeaseLostError."""
+        with transaction(self._db) as db:
+            leases.check_held(db, lease)
+            found = self._state(name)
+            if found is not None:
+                check_move(f"member {name}", MEMBER_MOVES, found[0], "starting")
+            boots = 1 + (0 if found is None else found[2])
+            values = (name, "starting", None, pid, boots, self.now(), None, b"[]")
+            db.execute("INSERT OR REPLACE INTO members VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)
+
+    def beat(self, name: str, pid: int, address: str, tes: list[MemberTE]) -> None:
+        """A heartbeat, by the member itself: it serves at `address`. ReplacedError if it is none any more."""
+        with transaction(self._db) as db:
+            state = self._own(name, pid)
+            if state != "ready":
+                check_move(f"member {name}", MEMBER_MOVES, state, "ready")
+            db.execute(
+                "UPDATE members SET state = 'ready', address = ?, boots = 0, beat_at = ?, reason = NULL,"
+                " tes = ? WHERE name = ?",
+                (address, self.now(), msgspec.json.encode(tes), name),
+            )
+
+    def end(self, name: str, pid: int, state: MemberState, reason: str) -> None:
+        """The member itself says that it has failed, or goes. Nothing happens if it is none any more."""
+        with transaction(self._db):
+            found = self._state(name)
+            if found is not None and found[1] == pid and state in MEMBER_MOVES[found[0]]:
+                self._set(name, state, reason)
+
+    def move(self, member: ClusterMember, state: MemberState, reason: str, lease: MasterLease) -> None:
+        """The manager has found something out, unless it has changed meanwhile. LeaseLostError."""
+        with transaction(self._db) as db:
+            leases.check_held(db, lease)
+            if self._state(member.name) == (member.state, member.pid, member.boots):
+                check_move(f"member {member.name}", MEMBER_MOVES, member.state, state)
+                self._set(member.name, state, reason)
+
+    def _set(self, name: str, state: MemberState, reason: str) -> None:
+        row = (state, reason, name)
+        self._db.execute("UPDATE members SET state = ?, reason = ? WHERE name = ?", row)
+
+    def _state(self, name: str) -> tuple[str, int, int] | None:
+        row: tuple[str, int, int] | None = self._db.execute(
+            "SELECT state, pid, boots FROM members WHERE name = ?", (name,)
+        ).fetchone()
+        return row
+
+    def _own(self, name: str, pid: int) -> str:
+        found = self._state(name)
+        if found is None or found[1] != pid or found[0] in ("lost", "gone"):
+            raise ReplacedError(f"process {pid} is not {name} any more: it was held for lost")
+        return found[0]
