@@ -23,7 +23,7 @@ from xdeepserve.hw.accelerators import ACCELERATORS
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.planner.decode_run import decode_iteration
 from xdeepserve.planner.devices import pairings, space_of
-from xdeepserve.planner.layouts import PodLayout, is_known, layout_of, least_known, predict
+from xdeepserve.planner.layouts import LayoutPlan, PodLayout, is_known, layout_of, least_known, predict
 from xdeepserve.planner.moe_shape import BF16, PUBLISHED
 from xdeepserve.planner.performance import Curve, Times, moe_util
 from xdeepserve.planner.pod_profile import Demand, PodProfile
@@ -209,7 +209,7 @@ def mixed() -> list[Row]:
     """The best plan of each pair of devices, by throughput per cost, run."""
     rows = []
     for model, dies, slo_ms in MIXED:
-        profile, best = PodProfile(resolve_model(model), Demand()), {}
+        profile, best = PodProfile(resolve_model(model), Demand()), dict[tuple[str, str], LayoutPlan]()
         space = PodSpace(dies, 1e6 * slo_ms, True, devices=("h20", "l40s"))
         for plan in plans(profile, space):
             best.setdefault(plan.layout.devices, plan)
