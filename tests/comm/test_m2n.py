@@ -10,8 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.comm.test_exchange import expert, quantize, same_bits
+from xdeepserve.bench.m2n import group_calls, m2n
 from xdeepserve.comm import oracles
 from xdeepserve.comm.exchange.layout import Group
+from xdeepserve.comm.m2n.cost import M2NCost
+from xdeepserve.comm.m2n.group_calls import GroupCalls, GroupCosts
 from xdeepserve.comm.m2n.layout import LOW, M2NLayout, immediate, told
 from xdeepserve.comm.m2n.m2n_sides import M2NAttention, M2NExpert, M2NMesh
 from xdeepserve.comm.means import Means
@@ -436,3 +439,74 @@ def test_an_immediate_has_32_bits() -> None:
     pair = wired.network.connect(0, 1, wired.network.queue(), wired.network.queue())
     with pytest.raises(HardwareError, match="32 bits"):
         pair.write(Address(0, start(wired, 0)), Address(1, start(wired, 1)), 0, 1 << 32)
+
+
+# ---- beside formula and calls in groups ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(8, 8, 16, 2, 2048), (4, 16, 16, 8, 1024), (2, 2, 4, 2, 256)])
+def test_the_formula_says_what_the_steps_take(shape: tuple[int, ...]) -> None:
+    """Within 5 %: rows that are ready until the last receiver goes on, and until the sender does."""
+    senders, receivers, tokens, top_k, hidden = shape
+    rng, dies = np.random.default_rng(0), tuple(range(senders + receivers))
+    group = Group(dies[senders:], tuple(range(receivers)))
+    layout = M2NLayout(dies[:senders], group, tokens, top_k, hidden)
+    chosen = [
+        np.array([rng.permutation(receivers)[:top_k] for _ in range(tokens)], np.int32)
+        for _ in range(senders)
+    ]
+    x, weights = np.ones((tokens, hidden), np.float32), np.ones((tokens, top_k), np.float32)
+    case = Case(layout, [[x] * senders], [chosen], [[weights] * senders])
+    built = build(case)
+
+    async def ended(coro: Any) -> int:
+        await coro
+        return built.pod.clock.now
+
+    async def main() -> list[int]:
+        both = zip(built.attention, chosen, strict=True)
+        ends = [side.die.spawn(ended(side.a2e(x, topk, weights, 1))) for side, topk in both]
+        ends += [side.die.spawn(ended(side.a2e(1))) for side in built.experts]
+        return list(await asyncio.gather(*ends))
+
+    ends = asyncio.run(main())
+    acknowledged, received = max(ends[:senders]), max(ends[senders:])
+    cost, row = M2NCost(built.pod.spec, built.pod.spec), layout.rows.dispatch_row
+    most = int(np.bincount(np.concatenate([topk.ravel() for topk in chosen])).max())
+    amounts = receivers, tokens * top_k * row, most * row
+    assert cost.total_ns(*amounts) == pytest.approx(received, rel=0.05)
+    there = cost.until_there(*amounts) + cost.until_acknowledged()
+    assert there == pytest.approx(acknowledged, rel=0.05)
+
+
+def test_calls_in_groups_bring_the_same_bytes_later() -> None:
+    count, nbytes = 9, 3000
+    pod = Pod()
+    for die in range(2 * count):
+        host = pod.topology.host(pod.topology.server_of(die))
+        GroupCalls.plan(pod.plan(die), pod.plan(host), count, nbytes)
+    pod.materialise()
+    network = RDMANetwork(pod.fabric, pod.spec_of)
+    ends = [GroupCalls(pod.dies[d], d % count, network, nbytes, GroupCosts()) for d in range(2 * count)]
+    rng = np.random.default_rng(1)
+    data = rng.integers(0, 256, (count, count, nbytes), np.uint8)
+    for end, own in zip(ends, data, strict=False):
+        pod.memory(end.die.index).write(end.at("out", 0).offset, own.tobytes())
+
+    async def main() -> None:
+        tasks = [pod.clock.spawn(end.send(ends[count:])) for end in ends[:count]]
+        await asyncio.gather(*tasks, *[pod.clock.spawn(end.receive(count)) for end in ends[count:]])
+
+    asyncio.run(main())
+    for rank, end in enumerate(ends[count:]):
+        got = np.frombuffer(pod.memory(end.die.index).read(end.at("in", 0).offset, count * nbytes), np.uint8)
+        assert np.array_equal(got.reshape(count, nbytes), data[:, rank])
+
+
+def test_m2n_is_sooner_and_a_ninth_receiver_costs_groups_another_round() -> None:
+    ours, theirs = {}, {}
+    for count in (8, 9):
+        ours[count], theirs[count] = m2n(count, 16 * KIB, 1).median, group_calls(count, 16 * KIB, 1).median
+    assert ours[8] < theirs[8] / 2
+    assert ours[9] - ours[8] < 5_000
+    assert theirs[9] - theirs[8] > GroupCosts().setup

@@ -6,6 +6,7 @@ import pytest
 
 from xdeepserve.bench.sweep import Point, measure
 from xdeepserve.cli import main
+from xdeepserve.cli.replay import requests_of
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.planner.layouts import PodLayout, sized
 from xdeepserve.planner.pod_profile import Demand, PodProfile
@@ -117,3 +118,32 @@ def test_tokens_per_second_are_those_that_sweep_measures() -> None:
     assert plan is not None
     point = Point("tiny", "colocated", ("dies=4",), plan.requests, profile.demand.context)
     assert 2 * plan.throughput / 4 == pytest.approx(measure(point).tokens_per_s_chip, rel=0.05)
+
+
+def test_a_trace_says_how_long_requests_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = "made:seed=1,requests=50,prompt=60,output=20,spread=0.5,turns=1,systems=1,system=16,block=16"
+    file = tmp_path / "plan.toml"
+    assert main([*TINY[:7], "--trace", trace, "-o", str(file)]) == 0
+    out = capsys.readouterr().out
+    requests, _ = requests_of(trace, "mooncake")
+    mean = round(sum(each.input_length for each in requests) / len(requests))
+    longest = max(each.input_length + each.output_length for each in requests)
+    assert f"prompts of {mean}, " in out
+    assert f"max_model_len = {longest}" in file.read_text()
+    args = ["--model", "tiny", "--deployment", str(file), "--prompt", "Once", "--max-tokens", "2"]
+    assert main(["generate", *args]) == 0
+
+
+def test_devices_are_planned_into_a_file_that_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.toml"
+    more = ["--hardware", "h20,l40s", "--extrapolate", "-o", str(file)]
+    assert main([*TINY[:4], "3", *TINY[5:], *more]) == 0
+    out = capsys.readouterr().out
+    rows = [line for line in out.splitlines() if line.startswith("moe-attention")]
+    assert rows
+    assert all("devices that nobody has timed" in row for row in rows)
+    assert 'hardware = "l40s"' in file.read_text() or 'hardware = "h20"' in file.read_text()
+    assert main(out.split("to check it: xdeepserve ")[1].split()) == 0
+    assert "bound of 5 %: kept" in capsys.readouterr().out

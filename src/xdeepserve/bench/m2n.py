@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from xdeepserve.bench import comm
 from xdeepserve.bench.report import Row
 from xdeepserve.comm.exchange.layout import Group
 from xdeepserve.comm.m2n.group_calls import GroupCalls, GroupCosts
 from xdeepserve.comm.m2n.layout import M2NLayout
 from xdeepserve.comm.m2n.m2n_sides import M2NAttention, M2NExpert, M2NMesh
 from xdeepserve.engine.run.arithmetic import quantize_rows
-from xdeepserve.hw.congestion import DEFAULT_CONTROL, TUNED_CONTROL
+from xdeepserve.hw.congestion import DEFAULT_CONTROL
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.rdma import RDMANetwork
 
@@ -110,18 +112,14 @@ def all_rows() -> Iterator[Row]:
         yield Row(f"{name}/median less", less[0], "%", "predicted", note)
         yield Row(f"{name}/worst less", less[1], "%", "predicted", note)
         yield Row(f"{name}/throughput", theirs.median / ours.median, "x", "predicted", note)
-    plain = m2n(8, 256 * KIB, 1, acks_first=False, control=DEFAULT_CONTROL)
-    tuned = m2n(8, 256 * KIB, 1, acks_first=True, control=TUNED_CONTROL)
-    note = "acknowledgements in turn and default congestion control, over M2N's"
-    yield Row("m2n/8 to 8/256 KiB/untuned", plain.median / tuned.median, "x", "predicted", note)
 
 
-def draw(rows: list[Row], pyplot: Any, path: Any) -> None:
-    """Median latency over sizes, both ways (MS Figure 11)."""
-    figure, axes = pyplot.subplots()
+def plot(rows: list[Row], path: Path) -> None:
+    """Median latency over sizes, both ways (MS Figure 11). InputError without matplotlib."""
+    figure, axes = comm.pyplot().subplots(layout="constrained")
+    value = {row.name: row.value for row in rows}
     for label, end in (("M2N", "median"), ("calls in groups", "median in groups")):
-        found = {row.name: row.value for row in rows}
-        axes.plot(SIZES, [found[f"m2n/8 to 8/{kib} KiB/{end}"] for kib in SIZES], marker="o", label=label)
+        axes.plot(SIZES, [value[f"m2n/8 to 8/{kib} KiB/{end}"] for kib in SIZES], "o-", label=label)
     axes.set(xscale="log", yscale="log", xlabel="KiB from each of 8 to each of 8", ylabel="us, median")
     axes.legend()
-    figure.savefig(path)
+    figure.savefig(path, dpi=120)

@@ -43,6 +43,8 @@ MEANINGS = {
     "plan": "What the planner proposes: beside exhaustive search, and beside timing-only runs of it.",
     "plan/pair": "The best pair of devices for attention and experts, by throughput per cost.",
     "plan/exhaustive": "The planner's throughput per cost over the best of all points, in the worst space.",
+    "plan/without its table": "Tables that numbers were fitted to, as the others predict them.",
+    "m2n": "MegaScale 7.3: M2N and point-to-point calls in groups, by bytes, senders and receivers.",
     "plan/drawn": "Iterations of layouts that were drawn at random: predicted, and run.",
     "xds.dec288.iter": "xDeepServe 7.1: a decode step of 288 dies that have both attention and experts.",
     "xds.dec288.tput": "xDeepServe 7.1: tokens per second of a chip there.",

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import numpy as np
 
+from xdeepserve.bench import comm
+from xdeepserve.bench.fits import all_left_out
 from xdeepserve.bench.report import Kind, Row
 from xdeepserve.bench.superpod import COMM_RATIO_DBRX, MEGASCALE
 from xdeepserve.engine.deploy.resolve import resolve
@@ -20,7 +23,7 @@ from xdeepserve.hw.accelerators import ACCELERATORS
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.planner.decode_run import decode_iteration
 from xdeepserve.planner.devices import pairings, space_of
-from xdeepserve.planner.layouts import PodLayout, is_known, layout_of, least_known, predict
+from xdeepserve.planner.layouts import LayoutPlan, PodLayout, is_known, layout_of, least_known, predict
 from xdeepserve.planner.moe_shape import BF16, PUBLISHED
 from xdeepserve.planner.performance import Curve, Times, moe_util
 from xdeepserve.planner.pod_profile import Demand, PodProfile
@@ -34,12 +37,13 @@ RATIO_BOUND, RUN_BOUND = 4, 5  # percent
 NUM_SPACES = 200
 NUM_DRAWN = 8
 # Model, dies, SLO in ms: plans of every layout are run.
+MIXED = (("deepseek-r1", 64, 100.0), ("dbrx", 24, 150.0))
 CHECKED = (("deepseek-r1", 64, 50.0), ("deepseek-r1", 96, 100.0), ("tiny", 16, 4.0))
 
 
 def all_rows() -> Iterator[Row]:
     """Rows as they are found."""
-    parts = table_3, identities, microbatches, dbrx, pairs, spaces, checked, drawn, superpod
+    parts = table_3, identities, microbatches, dbrx, pairs, spaces, checked, drawn, mixed, superpod, left_out
     return itertools.chain.from_iterable(part() for part in parts)
 
 
@@ -201,6 +205,29 @@ def drawn(count: int = NUM_DRAWN, seed: int = 0) -> list[Row]:
     return rows
 
 
+def mixed() -> list[Row]:
+    """The best plan of each pair of devices, by throughput per cost, run."""
+    rows = []
+    for model, dies, slo_ms in MIXED:
+        profile, best = PodProfile(resolve_model(model), Demand()), dict[tuple[str, str], LayoutPlan]()
+        space = PodSpace(dies, 1e6 * slo_ms, True, devices=("h20", "l40s"))
+        for plan in plans(profile, space):
+            best.setdefault(plan.layout.devices, plan)
+        for plan in best.values():
+            name = f"plan/{model}/{plan.layout.title()}"
+            rows += _against_run(name, profile, plan.layout, plan.requests)
+    return rows
+
+
+def left_out() -> list[Row]:
+    """Every table of the papers that numbers were fitted to, as the others predict it: median of its rows'
+    errors. A plan is as good as the times that it is made from."""
+    return [
+        Row(f"plan/without its table/{each.fit}/{each.table}", each.median, "%", "measured", "median error")
+        for each in all_left_out()
+    ]
+
+
 def superpod() -> list[Row]:
     """What is proposed for DeepSeek-R1 on a SuperPod at 50 ms, beside what xDeepServe 7.1 runs. Without MTP,
     with MegaScale's medians of prompts and answers."""
@@ -235,3 +262,16 @@ def _bounded(row: Row, error: float, bound: int) -> Row:
     kept = "kept" if abs(error) <= bound else "NOT KEPT"
     own = f"{row.note}{error:+.1f} %; " if row.published is None else ""
     return msgspec.structs.replace(row, note=f"{own}bound of {bound} %: {kept}")
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """Errors of predicted iterations, in percent, beside the bound. InputError without matplotlib."""
+    plt = comm.pyplot()
+    runs = [row for row in rows if row.name.endswith("/T_iter")]
+    errors = [float(row.note.split(" ms, ")[1].split(" %")[0]) for row in runs]
+    figure, axes = plt.subplots(figsize=(9, 1 + 0.25 * len(runs)), layout="constrained")
+    axes.barh([row.name.removeprefix("plan/").removesuffix("/T_iter") for row in runs], errors)
+    for bound in (-RUN_BOUND, RUN_BOUND):
+        axes.axvline(bound, color="grey", linestyle=":")
+    axes.set(title="predicted T_iter over that of a timing-only run", xlabel="error in percent")
+    figure.savefig(path, dpi=120)

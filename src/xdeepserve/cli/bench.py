@@ -31,7 +31,11 @@ SUITES = {
     ),
     "plan": Suite(
         "the planner beside the papers, exhaustive search and timing-only runs; a minute",
-        ("model", "deployment", "context"),
+        ("model", "deployment", "context", "plot"),
+    ),
+    "m2n": Suite(
+        "tokens to experts by network cards, M2N and calls in groups, in virtual time; a minute",
+        ("plot",),
     ),
     "ems": Suite(
         "the memory pool: loading models and reusing prefixes in virtual time; hit rates on a trace",

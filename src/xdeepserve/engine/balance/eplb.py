@@ -18,6 +18,12 @@ Loads: TypeAlias = npt.NDArray[np.float64]
 Holdings: TypeAlias = list[list[int]]  # by die, the experts in its redundant slots
 
 
+def costs(token_count: Counts, cold: int) -> Counts:
+    """[E, T]: what each expert costs, in tokens: its own, and at least `cold`, since its weights are read for
+    a few as well (max(a_i, K) of MegaScale-Infer 6). With 0, tokens alone count."""
+    return np.maximum(token_count, cold)
+
+
 def layer_load(token_count: Counts, num_replicas: Counts) -> float:
     """L_l: tokens of the hottest replica of each time slice, summed over the slices."""
     return float((token_count / num_replicas[:, None]).max(axis=0).sum())

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xdeepserve.engine.balance.eplb import Counts, Holdings, die_loads, hottest_die, place, select
+from xdeepserve.engine.balance.eplb import Counts, Holdings, costs, die_loads, hottest_die, place, select
 from xdeepserve.engine.deploy.sizes import Sizes
 
 MIN_GAIN = 0.05  # share of a layer's hottest dies' load below which its replicas stay as they are (assumed)
@@ -31,6 +31,7 @@ class EPLBTrigger:
         self._most = sizes.max_replicas
         self._free = [sizes.redundant_slots] * len(sizes.experts_of)
         self._slices: deque[Counts] = deque(maxlen=sizes.balance_slices)
+        self._cold = sizes.cold_tokens
         self._num_fresh = 0  # slices since the last decision
 
     def add_slice(self, token_count: Counts) -> None:
@@ -56,6 +57,7 @@ class EPLBTrigger:
         return None if target == list(current) else target
 
     def _improved(self, token_count: Counts, current: Holdings) -> Holdings:
+        token_count = costs(token_count, self._cold)
         chosen = select(token_count, sum(self._free), self._most)
         proposed = place(token_count, chosen, self._primary, self._free, self._base)
         now = hottest_die(token_count, self._primary, current, self._base)

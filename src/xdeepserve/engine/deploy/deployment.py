@@ -280,6 +280,11 @@ class ExpertConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     redundant_slots: Annotated[int, "slots per die and layer for replicas of hot routed experts (EPLB)"] = 0
     balance_interval: Annotated[float, "virtual seconds of load that decide on replicas; 0: none"] = 60.0
     balance_slices: Annotated[int, "time slices in which the load that decides on replicas is counted"] = 4
+    cold_tokens: Annotated[
+        int,
+        "tokens of a time slice that an expert costs at least when replicas are decided on: its weights are "
+        "read all the same (MegaScale-Infer 6); 0: replicas follow tokens alone",
+    ] = 0
 
 
 class ServiceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

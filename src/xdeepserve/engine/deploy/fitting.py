@@ -168,6 +168,7 @@ def size(
         num_vacant=vacant,
         balance_interval_ns=0 if copies_of else math.ceil(1e9 * experts.balance_interval),
         balance_slices=experts.balance_slices,
+        cold_tokens=experts.cold_tokens,
         carrier=cards.carrier_of(d) if row.is_apart else "mte",
         devices=te.devices,
         exchange=d.exchange,

@@ -117,6 +117,7 @@ RULES: dict[str, Rule] = {
     "exchange": _one_holder,
     "experts.balance_interval": _no_slots,
     "experts.balance_slices": _no_slots,
+    "experts.cold_tokens": _no_slots,
     "services.answer_timeout_ms": _no_copies,
     "services.batch_timeout_us": _at_once,
     "dataflow": _one_by_one,

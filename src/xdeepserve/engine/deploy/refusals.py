@@ -245,6 +245,8 @@ def reasons_against_replicas(d: Deployment, num_experts: int) -> list[str]:
         reasons.append(
             f"experts.balance_interval must be 0 or a number of seconds, found {experts.balance_interval:g}"
         )
+    if experts.cold_tokens < 0:
+        reasons.append(f"experts.cold_tokens must not be negative, found {experts.cold_tokens}")
     if experts.balance_slices < 1:
         reasons.append(f"experts.balance_slices must be at least 1, found {experts.balance_slices}")
     if experts.redundant_slots < 0:

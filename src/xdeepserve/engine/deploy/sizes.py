@@ -51,6 +51,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     num_vacant: int = 0  # of the dies with routed experts, the last ones: servers that may join
     balance_interval_ns: int = 0  # between decisions on replicas; 0: never
     balance_slices: int = 1  # of an interval
+    cold_tokens: int = 0  # of a slice, that an expert costs at least
     carrier: Carrier = "mte"  # of tokens to experts on dies of their own, and of answers
     devices: tuple[Device, Device] = ("cm384", "cm384")  # of attention, of experts on dies of their own
     exchange: Exchange = "pull"  # of tokens between dies with experts

@@ -1,0 +1,96 @@
+"""Attention and experts on different hardware: the bits of one die, times of either device, refusals."""
+
+import pytest
+
+from xdeepserve.engine.deploy.fitting import fit
+from xdeepserve.engine.deploy.resolve import resolve
+from xdeepserve.engine.dp.sampling_params import SamplingParams
+from xdeepserve.engine.run.clock.routing import TimingConfig
+from xdeepserve.errors import DeploymentError
+from xdeepserve.hw.accelerators import ACCELERATORS
+from xdeepserve.llm import LLM, digest
+from xdeepserve.model.presets import resolve_model
+from xdeepserve.planner.decode_run import decode_iteration
+
+PARAMS = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+PROMPTS = [[7], list(range(3, 40)), [5, 6, 7] * 9]
+H20 = ["attention.hardware=h20", "experts.hardware=l40s"]
+SLOTS = ["experts.redundant_slots=1", "experts.balance_interval=0.001", "experts.cold_tokens=4"]
+
+
+def bits(name: str, overrides: list[str]) -> str:
+    with LLM("tiny-random", name, overrides=overrides) as llm:
+        return digest(llm.generate(PROMPTS, PARAMS, keep_logits=True))
+
+
+@pytest.fixture(scope="module")
+def one_die() -> str:
+    return bits("monolithic", [])
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("moe-attention", ["attention.carrier=rdma"]),
+        ("moe-attention", [*H20, "attention.microbatches=3", "mtp=1"]),
+        ("moe-attention", ["experts.hardware=910b", *SLOTS]),
+        ("transformerless", H20),
+    ],
+    ids=str,
+)
+def test_the_bits_are_those_of_one_die(one_die: str, name: str, overrides: list[str]) -> None:
+    assert bits(name, overrides) == one_die
+
+
+def test_each_die_has_the_hardware_that_is_said() -> None:
+    with LLM("tiny-random", "moe-attention", overrides=H20, timing_only=True) as llm:
+        plan = llm.engine.plan
+        (te,) = plan.tes
+        for device, dies in (("h20", te.sizes.dies), ("l40s", te.sizes.expert_dies)):
+            assert {plan.pod.spec_of(die).hbm_bytes.value for die in dies} == {
+                ACCELERATORS[device].spec.hbm_bytes.value
+            }
+            assert min(dies) >= 768  # no UB leads there
+
+
+def test_a_faster_device_takes_less_of_its_own_half_alone() -> None:
+    model = resolve_model("deepseek-r1")
+
+    def spent(*overrides: str) -> dict[str, float]:
+        sizes = ["attention.domains=1", "attention.dies=4", "experts.routed_dies=32", "experts.shared_dies=2"]
+        more = ["max_model_len=730", "scheduler.max_num_seqs=32", "cache.num_blocks=1500"]
+        deployment = resolve("moe-attention", [*sizes, *more, "attention.microbatches=1", *overrides])
+        return decode_iteration(model, deployment, 600, 32, TimingConfig()).spent_ns
+
+    slow, fast = (spent(f"attention.hardware={name}", "experts.hardware=h20") for name in ("l40s", "h20"))
+    assert fast["OProj"] < slow["OProj"]
+    assert fast["A2E"] < slow["A2E"]  # its card is twice as fast
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "reason"),
+    [
+        (
+            "moe-attention",
+            [*H20, "attention.carrier=mte"],
+            "attention.carrier=mte needs it",
+        ),
+        ("moe-attention", [*H20, "dataflow=true"], "dataflow for nobody: choose one"),
+        ("moe-attention", [*H20, "exchange=push"], "has no trampolines"),
+        ("moe-attention", ["attention.carrier=rdma", "lockstep=true"], "lockstep has no kernels for it"),
+        (
+            "eaas",
+            ["experts.hardware=h20"],
+            "have them apart, not eaas",
+        ),
+        ("moe-attention", ["experts.hardware=h21"], "experts.hardware must be one of"),
+        ("moe-attention", ["experts.cold_tokens=-1"], "must not be negative"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_in_one_line(
+    name: str, overrides: list[str], reason: str
+) -> None:
+    with pytest.raises(DeploymentError) as refused:
+        fit(resolve(name, overrides), resolve_model("tiny-random").config)
+    assert reason in str(refused.value)
+    assert "\n" not in str(refused.value)
