@@ -193,20 +193,10 @@ def _time_only(
         if args.cluster is None:
             cluster = _sized(cluster, serve, status)
         fleet, outcomes, found, events = serve(cluster)
-    num_dies = sum(te.count * te.dies for te in cluster.te)
-    more: dict[str, Any] = {
-        "model": cluster.model,
-        "cluster": f"{len(fleet.tes)} TEs, {num_dies} dies",
-        "policy": cluster.policy,
-    }
+    more: dict[str, Any] = {"model": cluster.model, "cluster": _of(cluster), "policy": cluster.policy}
     if error is not None:
         more["lengths"] = error.line()
-    if cluster.roles is not None:
-        num_tes = sum(te.count for te in cluster.te)
-        more["cluster"] = f"{num_tes} TEs of {cluster.te[0].dies} dies, which change roles"
-        more["scaling"] = events
-    if cluster.scale is not None:
-        more["cluster"] = f"{cluster.scale.least} to {cluster.scale.most} TEs of {cluster.te[0].dies} dies"
+    if cluster.roles is not None or cluster.scale is not None:
         more["scaling"] = events
     if args.explain:
         more["decisions"] = [explained(each, fleet) for each in decisions]
@@ -215,6 +205,16 @@ def _time_only(
     if not heat and cluster.policy == "deepserve" and {te.apart for te in cluster.te} == {True, False}:
         note(args.command, "without --heat, deepserve takes TEs of both kinds for alike")
     return outcomes, found, more
+
+
+def _of(cluster: Cluster) -> str:
+    """How many TEs and dies it has."""
+    num_tes, dies = sum(te.count for te in cluster.te), cluster.te[0].dies
+    if cluster.scale is not None:
+        return f"{cluster.scale.least} to {cluster.scale.most} TEs of {dies} dies"
+    if cluster.roles is not None:
+        return f"{num_tes} TEs of {dies} dies, which change roles"
+    return f"{num_tes} TEs, {sum(te.count * te.dies for te in cluster.te)} dies"
 
 
 def _sized(cluster: Cluster, serve: Any, status: Status) -> Cluster:
