@@ -117,6 +117,6 @@ def test_options_of_bench_comm_are_refused_elsewhere(capsys: pytest.CaptureFixtu
     assert "--ranks belongs to bench comm, not to bench engine" in capsys.readouterr().err
     assert main(["bench", "engine", "--plot", "x.png"]) == 2
     assert (
-        "--plot belongs to bench comm and bench ems and bench scale and bench recovery and bench papers, "
-        "not to bench engine" in capsys.readouterr().err
+        "--plot belongs to bench comm and bench plan and bench m2n and bench ems and bench scale and "
+        "bench recovery and bench papers, not to bench engine" in capsys.readouterr().err
     )

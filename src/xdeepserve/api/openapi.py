@@ -13,6 +13,7 @@ from aiohttp import web
 from xdeepserve import __version__
 from xdeepserve.api import requests as asked
 from xdeepserve.api import responses as given
+from xdeepserve.api.agent_door import CreateAgentJob
 from xdeepserve.api.http_errors import ErrorBody
 from xdeepserve.api.input_items import PAGE_QUERY
 from xdeepserve.api.job_door import CreateJob
@@ -87,13 +88,20 @@ OPERATIONS = (
     Operation("get", "/v1/files/{id}", "A file."),
     Operation("get", "/v1/files/{id}/content", "What was uploaded."),
     Operation("delete", "/v1/files/{id}", "Forget it."),
-    Operation("post", "/v1/fine_tuning/jobs", "Quantise the model (docs/jobs.md).", CreateJob),
+    Operation(
+        "post", "/v1/fine_tuning/jobs", "Quantise or fine-tune it (docs/jobs.md).", CreateJob
+    ),
     Operation("get", "/v1/fine_tuning/jobs", "All jobs, in pages.", query=PAGE_QUERY),
     Operation("get", "/v1/fine_tuning/jobs/{id}", "A job, with its tasks."),
     Operation(
         "get", "/v1/fine_tuning/jobs/{id}/events", "What has happened to it, in pages.", query=PAGE_QUERY
     ),
     Operation("post", "/v1/fine_tuning/jobs/{id}/cancel", "End it."),
+    Operation("post", "/v1/agent/jobs", "Have an agent chat and call tools (docs/jobs.md).", CreateAgentJob),
+    Operation("get", "/v1/agent/jobs", "All agents, in pages.", query=PAGE_QUERY),
+    Operation("get", "/v1/agent/jobs/{id}", "An agent, with its turns."),
+    Operation("get", "/v1/agent/jobs/{id}/events", "What has happened to it, in pages.", query=PAGE_QUERY),
+    Operation("post", "/v1/agent/jobs/{id}/cancel", "End it."),
     Operation(
         "post", "/tokenize", "Token ids of a text or a chat.", asked.TokenizeRequest, given.TokenizeResponse
     ),
