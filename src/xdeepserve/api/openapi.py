@@ -88,9 +88,7 @@ OPERATIONS = (
     Operation("get", "/v1/files/{id}", "A file."),
     Operation("get", "/v1/files/{id}/content", "What was uploaded."),
     Operation("delete", "/v1/files/{id}", "Forget it."),
-    Operation(
-        "post", "/v1/fine_tuning/jobs", "Quantise or fine-tune it (docs/jobs.md).", CreateJob
-    ),
+    Operation("post", "/v1/fine_tuning/jobs", "Quantise or fine-tune it (docs/jobs.md).", CreateJob),
     Operation("get", "/v1/fine_tuning/jobs", "All jobs, in pages.", query=PAGE_QUERY),
     Operation("get", "/v1/fine_tuning/jobs/{id}", "A job, with its tasks."),
     Operation(
