@@ -203,20 +203,10 @@ class Events:
         self.act(event)
 
     def show(self, event: Observed) -> None:
-        """Tell observers alone. One that raises is reported, and hears of nothing any more. Nobody hears of
-        dummy requests."""
-        if self.observers and _is_of_dummy(event):
-            return
+        """Tell observers alone. One that raises is reported, and hears of nothing any more."""
         for observe in tuple(self.observers):
             try:
                 observe(event)
             except Exception:
                 log.exception("an observer of the engine has failed, and is not called any more")
                 self.observers.remove(observe)
-
-
-def _is_of_dummy(event: Observed) -> bool:
-    """Whether it is about a sequence that a TE tries itself with (numbered below 0)."""
-    if isinstance(event, StepEnded):
-        return bool(event.shares) and event.shares[0].seq_id < 0
-    return isinstance(event, Event) and event.seq_id < 0

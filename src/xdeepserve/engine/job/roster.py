@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from xdeepserve.engine.deploy.deployment import Role
-from xdeepserve.engine.te.reports import TEReport
 from xdeepserve.engine.te.te import TE
 from xdeepserve.engine.te.te_plan import TEPlan
 
@@ -33,18 +32,6 @@ def can_serve(tes: Iterable[TE | TEPlan]) -> bool:
     """Whether these could serve a request between them."""
     roles = {te.sizes.role for te in tes}
     return "both" in roles or roles >= {"prefill", "decode"}
-
-
-def report_of(te: TE) -> TEReport:
-    """What a TE is at."""
-    return TEReport(
-        name=te.sizes.name,
-        role=te.sizes.role,
-        life=te.life,
-        dies=te.plan.every_die,
-        num_sequences=te.num_sequences,
-        kv_load=te.kv_load,
-    )
 
 
 def ask_suspects(tes: Iterable[TE]) -> None:

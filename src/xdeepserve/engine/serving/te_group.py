@@ -14,11 +14,10 @@ from xdeepserve.engine.deploy.deployment import Role
 from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.job.executor import JobExecutor
 from xdeepserve.engine.job.links import SETTLE_NS, TIMEOUT_NS
-from xdeepserve.engine.job.roster import can_serve, report_of
+from xdeepserve.engine.job.roster import can_serve
 from xdeepserve.engine.loading import SOURCES, Source
 from xdeepserve.engine.serving.control_plane import ControlPlane
 from xdeepserve.engine.serving.counters import Counters
-from xdeepserve.engine.serving.dummy_request import Trials
 from xdeepserve.engine.serving.failover import Failover
 from xdeepserve.engine.te.reports import ServerReport, TEHealth, TEReport
 from xdeepserve.engine.te.te import TE
@@ -59,8 +58,7 @@ class TEGroup:
         self.control_plane = ControlPlane(plan.pod, plan.deployment.health, lambda: je.tes, self._lose)
         plan.pod.memories.on_silence[self] = self._find_lost
         plan.pod.memories.on_page_lost[self] = self._lose_page
-        self._loading: list[TE] = []  # or at their dummy requests
-        self._trials = Trials(plan.pod.clock, je.tell, plan.timing is not None)
+        self._loading: list[TE] = []
 
     def _make(self, plan: TEPlan) -> TE:
         d = self._plan.deployment
@@ -95,8 +93,18 @@ class TEGroup:
 
     def reports(self) -> list[TEReport]:
         """All TEs, those included that are loading."""
-        loading = [each.report() for each in self._plan.loadings.values()]
-        return [report_of(te) for te in self._je.tes] + loading
+        found = [
+            TEReport(
+                name=te.sizes.name,
+                role=te.sizes.role,
+                life=te.life,
+                dies=te.plan.every_die,
+                num_sequences=te.num_sequences,
+                kv_load=te.kv_load,
+            )
+            for te in self._je.tes
+        ]
+        return found + [loading.report() for loading in self._plan.loadings.values()]
 
     def cannot_lose(self, die: int) -> str | None:
         """Why requests would not outlive the loss of a die; None if they would, or it serves nobody."""
@@ -181,10 +189,9 @@ class TEGroup:
             te.load()
             self._loading.append(te)
             await self._plan.bring(plan, source, self._ready_plans, te.lost_pages.mend)
-            await self._trials.run(te)
         except BaseException:
             if te is not None:
-                await self._trials.end(te, self.until_unused)
+                te.give_up()
             self._plan.release(plan)
             raise
         finally:
@@ -318,7 +325,7 @@ class TEGroup:
         could not serve, the engine has failed.
         """
         name = te.sizes.name
-        if self._trials.fail(te, error) or name in self.lost:
+        if name in self.lost:
             return  # who read its memory, and found nothing there, has told this, too
         reason = error if isinstance(error, XDeepServeError) else XDeepServeError(f"{name}: {error!r}")
         reason.__cause__ = error if reason is not error else error.__cause__

@@ -7,7 +7,6 @@ from typing import Literal, TypeAlias
 Life: TypeAlias = Literal[
     "planned",  # its dies and their memory are known; nothing runs
     "loading",  # its weights are on their way to its dies
-    "trying",  # its die programs and its loop run, for a dummy request alone
     "ready",  # its die programs and its loop run
     "draining",  # it ends when it has nothing to do any more
     "lost",  # a die of the pod has failed, or a loop: nothing of it runs any more
@@ -16,9 +15,7 @@ Life: TypeAlias = Literal[
 LIVES: dict[tuple[Life, str], Life] = {
     ("planned", "start"): "ready",  # with the pod: its weights are there
     ("planned", "load"): "loading",
-    ("loading", "try"): "trying",
-    ("trying", "start"): "ready",
-    ("trying", "lose"): "lost",
+    ("loading", "start"): "ready",
     ("loading", "stop"): "gone",  # they do not come
     ("ready", "drain"): "draining",
     ("ready", "lose"): "lost",

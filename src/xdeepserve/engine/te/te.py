@@ -147,12 +147,9 @@ class TE:
 
     # ---- life ---------------------------------------------------------------------------------------
 
-    def start(self, cause: str = "start") -> None:
-        """Spawn the die programs and the loop, unless it has been tried: then these run."""
-        is_tried = self.life == "trying"
-        self._live(cause)
-        if is_tried:
-            return
+    def start(self) -> None:
+        """Spawn the die programs and the loop."""
+        self._live("start")
         for executor in self.executors:
             self._processes.append(executor.die.spawn(executor.run(), f"executor {executor.rank}"))
         programs, self.expert_programs = self.expert_programs, []
@@ -188,7 +185,7 @@ class TE:
             for process in self._processes:
                 await self._end_of(process)
         if self.life == "draining":
-            self.end_life()
+            self._end_life()
             self.plan.release()
 
     async def _end_of(self, process: asyncio.Task[None]) -> None:
@@ -199,6 +196,10 @@ class TE:
             if not process.cancelled():
                 raise
 
+    def give_up(self) -> None:
+        """Its weights do not come."""
+        self._end_life()
+
     async def stop(self) -> None:
         """End every task; called when no request is left."""
         if self.life in ("planned", "loading", "gone"):
@@ -208,7 +209,7 @@ class TE:
         for process in late:
             process.cancel()
         await asyncio.gather(*self._processes, return_exceptions=True)
-        self.end_life()
+        self._end_life()
 
     def _shut_down(self) -> None:
         """Have every process end when it has nothing to do."""
@@ -222,8 +223,7 @@ class TE:
             executor.die.put(Shutdown())
         self.ring(STOP)
 
-    def end_life(self) -> None:
-        """Nothing of it runs, or will."""
+    def _end_life(self) -> None:
         self._live("stop")
         self.close()
 
@@ -248,7 +248,7 @@ class TE:
 
     @property
     def is_running(self) -> bool:
-        return self.life in ("trying", "ready", "draining")
+        return self.life in ("ready", "draining")
 
     def fail(self, error: Exception) -> None:
         self.on_failure(self, error)
