@@ -15,12 +15,12 @@ def test_every_number_has_a_source(device: Accelerator) -> None:
     assert all(param.source.startswith(SOURCES) for param in params)
 
 
-def test_a_gpu_has_three_numbers_of_table_3_and_assumes_the_others() -> None:
+def test_a_gpu_has_three_numbers_of_table_3_its_cards_and_assumes_the_others() -> None:
     spec = ACCELERATORS["h20"].spec
     published = [
         name for name in spec.__struct_fields__ if not getattr(spec, name).source.startswith("assumed")
     ]
-    assert published == ["bf16_peak", "hbm_bytes", "hbm_bandwidth"]
+    assert published == ["bf16_peak", "hbm_bytes", "hbm_bandwidth", "roce_bandwidth"]
     assert ACCELERATORS["h20"].per_cost() == pytest.approx((51.9, 2214.1, 80.0), rel=1e-3)
 
 
