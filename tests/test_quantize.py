@@ -50,7 +50,7 @@ def test_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     [
         (
             ["nowhere", "{tmp}/out"],
-            "neither a preset (tiny, tiny-random, tiny-r1; for what only takes time deepseek-r1, mixtral-8x22b, ",
+            "neither a preset (tiny, tiny-random, tiny-r1; for what only takes time deepseek-r1, mixtral-",
         ),
         (["tiny-random", "{tmp}"], "exists already"),
         (["tiny-random", "."], ".: exists already; choose a new directory"),
