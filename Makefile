@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SHARE := 1
+FOR_S := 1000000
 READY := $(VENV)/.installed
 
 .PHONY: demo test campaign lint clean
@@ -13,8 +14,8 @@ test: $(READY)
 	$(BIN)/python -m pytest -n auto --maxprocesses 4
 
 campaign: $(READY)
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m 'campaign and not idle' --share $(SHARE) --durations=10
-	$(BIN)/python -m pytest -m 'campaign and idle' --share $(SHARE)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m 'campaign and not idle' --share $(SHARE) --for-s $(FOR_S) --durations=10
+	$(BIN)/python -m pytest -m 'campaign and idle' --share $(SHARE) --for-s $(FOR_S)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,4 +1,6 @@
+import math
 import os
+import time
 
 # Quantisation multiplies many small matrices: on a busy machine a second BLAS thread only waits for a core.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -15,9 +17,14 @@ from xdeepserve.model.presets import TinyCheckpoint, resolve_model
 settings.register_profile("no-deadline", deadline=None)
 settings.load_profile("no-deadline")
 
+ENDS_AT = pytest.StashKey[float]()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--share", type=int, default=1, metavar="N", help="of each test's cases run one in N")
+    parser.addoption(
+        "--for-s", type=float, metavar="S", help="begin no test after S seconds: skip what is left"
+    )
 
 
 @pytest.hookimpl(trylast=True)  # of the tests that `-m` leaves
@@ -35,6 +42,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         of_test[test] += 1
     items[:] = kept
     config.hook.pytest_deselected(items=left)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    seconds = config.getoption("--for-s")
+    config.stash[ENDS_AT] = math.inf if seconds is None else time.monotonic() + seconds
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if time.monotonic() > item.config.stash[ENDS_AT]:
+        pytest.skip("time is up")
 
 
 @pytest.fixture(scope="session")

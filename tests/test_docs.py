@@ -38,6 +38,7 @@ SWEEPS = {
 }
 # Minutes each: for `make campaign`.
 SLOW = {
+    "xdeepserve chaos --schedules 20",
     "xdeepserve verify",
     "xdeepserve bench comm --ranks",
     "xdeepserve bench superpod",

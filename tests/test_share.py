@@ -18,3 +18,10 @@ def test_share(share: str, count: int) -> None:
         assert f"tests/engine/test_faults.py: {count}" in found.stdout
     else:
         assert "--share is 1 or more, not 0" in found.stderr + found.stdout
+
+
+def test_time_is_up() -> None:
+    arguments = ["-p", "no:cacheprovider", "-n", "0", f"{__file__}::test_share", "--for-s", "0"]
+    command = [sys.executable, "-m", "pytest", *arguments]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert (found.returncode, found.stdout[:5]) == (0, "ssss "), found.stdout

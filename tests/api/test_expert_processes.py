@@ -213,6 +213,7 @@ FEW = ("experts.routed_dies=2", "experts.copies=1", "experts.vacancies=1", "atte
 SHM = "experts.transport=shm"
 
 
+@pytest.mark.campaign
 def test_servers_come_and_go_under_load(capsys: pytest.CaptureFixture[str]) -> None:
     with deployed(*FEW, "max_model_len=128", SHM, seats=(0, 1, 3, 4)) as there:  # the last two: shared
         soak(there, [0, 1], 2, 0.0, print)

@@ -81,6 +81,7 @@ def test_jitter_is_visible_at_the_first_dispatch_and_each_cure_helps() -> None:
         assert all(value > controlled for name, value in rows.items() if name.endswith(what))
 
 
+@pytest.mark.campaign
 def test_decode_balance_beats_round_robin() -> None:
     # Fewer requests have been served before the groups are full, and full groups are what it is about.
     rows = values(engine.decode(num_requests=240, seeds=(3,)))

@@ -1,8 +1,11 @@
 """Decode steps of growing pods."""
 
+import pytest
+
 from xdeepserve.bench import superpod_steps
 
 
+@pytest.mark.campaign
 def test_a_small_pod_is_measured_and_checked_without_replicas_and_with() -> None:
     rows = {row.name: row.value for row in superpod_steps.all_rows([(2, 4, 1)])}
     names = {"load", "step", "peak_memory", "virtual_step"}

@@ -237,13 +237,14 @@ def test_what_is_permitted_follows_from_the_plan(judge: Judge) -> None:
     assert "die 0 of prefill 0 is lost" in verdicts[1].why or "waits for peer" in verdicts[1].why
 
 
-def test_random_schedules_come_to_nothing_bad(judge: Judge) -> None:
-    found = tried(judge, campaign.random_trials(judge, list(PODS), 50, seed=0))
+@pytest.mark.parametrize("count", [12, pytest.param(50, marks=pytest.mark.campaign)])
+def test_random_schedules_come_to_nothing_bad(judge: Judge, count: int) -> None:
+    found = tried(judge, campaign.random_trials(judge, list(PODS), count, seed=0))
     assert found.bugs == []
-    assert found.tally.schedules == 50
-    assert found.tally.equal > 8
-    assert found.tally.named_errors > 4
-    assert found.tally.stages["2"] > 0
+    assert found.tally.schedules == count
+    assert found.tally.equal > count // 6
+    assert found.tally.named_errors > count // 12
+    assert count < 50 or found.tally.stages["2"] > 0
 
 
 @pytest.mark.parametrize("bug", FOUND)
@@ -287,6 +288,7 @@ def test_steps_that_are_run_again_have_the_same_bits(judge: Judge, bug: str) -> 
     assert (finding.verdict, set(finding.stages)) == ("equal", {"3"}), finding
 
 
+@pytest.mark.campaign
 def test_glitches_alone_permit_no_error(judge: Judge) -> None:
     """Of any deployment: all bits come, from the TEs that there are."""
     trials = [Trial(schedule, is_twice=schedule.seed % 8 == 0) for schedule in glitches(judge, 30)]
@@ -297,6 +299,7 @@ def test_glitches_alone_permit_no_error(judge: Judge) -> None:
     assert found.tally.stages["3"] > 8
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("owner", "name", "put_back"),
     [
@@ -377,6 +380,7 @@ def test_single_faults_are_at_every_operation(judge: Judge) -> None:
     assert tried(judge, some).tally.is_clean
 
 
+@pytest.mark.campaign
 def test_a_bug_that_is_put_back_is_found(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory of lost dies that answers: what is read there are other bits, or events that nobody has sent."""
     monkeypatch.setattr(AddressSpace, "check_alive", lambda self, nodes: None)

@@ -386,8 +386,9 @@ def test_nothing_that_is_lost_goes_to_the_memory_pool(tiny: TinyCheckpoint, tmp_
 
 
 @pytest.mark.parametrize("settings", [("lockstep=true",), ("dies=2",), ("dies=2", "mtp=2")], ids=str)
+@pytest.mark.parametrize("every", [12, pytest.param(2, marks=pytest.mark.campaign)])
 def test_steps_that_were_planned_ahead_are_planned_anew(
-    tiny: TinyCheckpoint, settings: tuple[str, ...]
+    tiny: TinyCheckpoint, settings: tuple[str, ...], every: int
 ) -> None:
     """What they would find in a die's results of a step that has ended may be lost; blocks that the next step
     copies on write are those of before until then."""
@@ -398,7 +399,7 @@ def test_steps_that_were_planned_ahead_are_planned_anew(
         return llm.generate([[7] * 18, [7] * 12, [*range(16)]], params, keep_logits=True)
 
     quiet = served(tiny, "colocated", ahead, ask=ask)
-    for number in range(4, 60, 2):
+    for number in range(4, 60, every):
         for page in ("sampled/0", "sampled/1", "hidden"):
             told = served(tiny, "colocated", ahead, [bad(number * quiet.end_ns / 60_000, 0, page)], ask)
             assert told.digest == quiet.digest, (number, page)

@@ -125,7 +125,7 @@ def test_virtual_time_is_the_same_every_time() -> None:
 # ---- who comes and goes -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.campaign)])
 def test_a_server_is_killed_and_another_comes(transport: str) -> None:
     with outside("int8", "experts.routed_dies=3", COPIES, transport=transport) as (llm, servers):
         assert run(llm) == expected("int8")

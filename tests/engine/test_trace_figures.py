@@ -9,6 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 
 from xdeepserve import LLM, SamplingParams
@@ -17,7 +18,8 @@ from xdeepserve.engine.job.journey import MARK_NS, STEPS
 from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND, STREAMS
 from xdeepserve.errors import RequestError
 from xdeepserve.llm import digest
-from xdeepserve.model.presets import TinyCheckpoint
+from xdeepserve.model.checkpoint import Checkpoint
+from xdeepserve.model.presets import TinyCheckpoint, resolve_model
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 PROMPTS = [[i + 3] * 40 for i in range(8)]
@@ -93,6 +95,13 @@ class File:
         return found
 
 
+def small_r1() -> Checkpoint:
+    """DeepSeek-R1 in full width, with 6 layers: three dense, three of experts."""
+    model = resolve_model("deepseek-r1")
+    model.config = msgspec.structs.replace(model.config, num_hidden_layers=6)
+    return model
+
+
 class Files(dict[str, File]):
     """The file of a mode, made when it is asked for. A trace changes neither bits nor virtual times."""
 
@@ -104,7 +113,7 @@ class Files(dict[str, File]):
         deployment, settings, is_timing = MODES[mode]
         seen = []
         for is_on in (False, True):
-            model = "deepseek-r1" if is_timing else self._tiny
+            model = small_r1() if is_timing else self._tiny
             overrides = ["max_model_len=64", *settings]
             with LLM(model, deployment, overrides=overrides, trace=is_on, timing_only=is_timing) as llm:
                 # At full size prefill is slow: let each die have two sequences at a time, one a microbatch.

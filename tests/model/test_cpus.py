@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -188,6 +189,43 @@ def test_two_processes_that_compile_at_once_do_not_load_each_others_code(tmp_pat
     found = compiling.CacheFile(str(tmp_path), "kernel", "sources")
     assert found.load("code for floats") == "floats"
     assert found.load("code for integers") in ("integers", None)
+
+
+TAKE_AND_HOLD = """
+import sys
+from xdeepserve.jit.compiling import CacheFile
+
+file = CacheFile(sys.argv[1], "kernel", "sources")
+print(file.load("code for integers"), flush=True)
+if sys.stdin.readline() == "save\\n":
+    file.save("code for integers", "integers")
+"""
+
+
+@pytest.mark.parametrize("ends", ["it saves", "it goes without"])
+def test_what_another_process_compiles_is_waited_for(tmp_path: Path, ends: str) -> None:
+    arguments = [sys.executable, "-c", TAKE_AND_HOLD, str(tmp_path)]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdin
+        assert other.stdout
+        assert other.stdout.readline() == "None\n"
+        here = compiling.CacheFile(str(tmp_path), "kernel", "sources")
+        assert here.load("code for floats") is None  # nobody is at it
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(here.load, "code for integers")
+            assert not wait([found], timeout=0.2).done
+            other.stdin.write("save\n" if ends == "it saves" else "\n")
+            other.stdin.close()
+            assert found.result(60) == ("integers" if ends == "it saves" else None)
+
+
+def test_patience_with_another_process_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "PATIENCE_S", 0.1)
+    arguments = [sys.executable, "-c", TAKE_AND_HOLD, str(tmp_path)]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout
+        assert other.stdout.readline() == "None\n"
+        assert compiling.CacheFile(str(tmp_path), "kernel", "sources").load("code for integers") is None
 
 
 COMPILE = """

@@ -56,7 +56,9 @@ def counts(price: StepPrice, shares_of: Shares, mtp: int) -> StepCounts:
     return StepCounts(max(rows), sum(rows), context[most], read[most])
 
 
-@pytest.mark.parametrize("changes", [{}, {"mtp": 1}, {"tp": 4}], ids=["dp", "mtp", "tp"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"mtp": 1}, pytest.param({"tp": 4}, marks=pytest.mark.campaign)], ids=["dp", "mtp", "tp"]
+)
 def test_a_step_costs_what_its_stages_do(changes: dict[str, int]) -> None:
     deployment = msgspec.structs.replace(DEPLOYMENT, **changes)
     price = priced(model(), deployment)

@@ -63,6 +63,7 @@ def small_r1() -> Checkpoint:
     return model
 
 
+@pytest.mark.campaign
 def test_dataflow_at_the_size_of_a_superpod(small_r1: Checkpoint) -> None:
     """768 dies. Experts serve what has come, in smaller batches than with barriers."""
     barriers = superpod.disaggregated_deployment(3, 160, 256, 32, 96)

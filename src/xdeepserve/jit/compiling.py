@@ -18,6 +18,7 @@ import hashlib
 import os
 import re
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,16 @@ from numba.core.registry import cpu_target
 from xdeepserve.errors import InputError
 from xdeepserve.jit import amx
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 ENVIRONMENT_VARIABLE = "XDEEPSERVE_KERNELS"
 VNNI, BF16 = "avx512vnni", "avx512bf16"
 KINDS = {"amx": (True, True), "vnni": (True, False), "portable": (False, False)}  # with VNNI, with AMX
 PACKAGE = Path(__file__).parent.parent
+PATIENCE_S = 120.0  # with another process that compiles the same; then it is compiled here, too
 IMPORTS = re.compile(r"^(?:from|import) ([\w.]+)(?: import (\([^)]*\)|.*))?", re.MULTILINE)
 # Divisions do not check for zero; no wrapper for calls from C is made, which takes time to compile.
 NUMBA: Any = numba_config
@@ -160,8 +167,14 @@ class Locator:
         return str(self._numbas.get_disambiguator())
 
 
+@functools.cache
+def _locks(directory: str) -> int:
+    """The file whose bytes stand for what is being compiled. It stays open: closing it frees all locks."""
+    return os.open(os.path.join(directory, "compiling.lock"), os.O_RDWR | os.O_CREAT, 0o644)
+
+
 class CacheFile(IndexDataCacheFile):
-    """Machine code in files that are named by what is in them.
+    """Machine code in files that are named by what is in them. Processes that need the same compile it once.
 
     Numba numbers a function's files in the order in which they come. Of two processes that compile at once
     each may then take the same number, and load the code of the other's types. Here the worst that can happen
@@ -175,12 +188,38 @@ class CacheFile(IndexDataCacheFile):
         except (ImportError, AttributeError):
             return {}
 
+    def load(self, key: Any) -> Any:
+        """What is there or is being compiled elsewhere; None if it is for this process to compile."""
+        data = super().load(key)
+        deadline = time.monotonic() + PATIENCE_S
+        while data is None and not self._lock(key) and time.monotonic() < deadline:
+            time.sleep(0.02)
+            data = super().load(key)
+        return super().load(key) if data is None else data  # it may have come just before the lock
+
     def save(self, key: Any, data: Any) -> None:
         """Data first: what the index names is always there."""
-        name = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
-        file = self._data_name_pattern.replace("{number:d}", name)
+        file = self._data_name_pattern.replace("{number:d}", self._named(key))
         self._save_data(file, data)
         self._save_index(self._load_index() | {key: file})
+        self._lock(key, is_done=True)
+
+    def _named(self, key: Any) -> str:
+        return hashlib.sha256(repr(key).encode()).hexdigest()[:16]
+
+    def _lock(self, key: Any, *, is_done: bool = False) -> bool:
+        """Whether nobody else compiles it: then it is this process's, until it is saved or the process ends."""
+        if fcntl is None:
+            return True
+        byte = int(hashlib.sha256(f"{self._index_name} {key!r}".encode()).hexdigest()[:15], 16)
+        try:
+            how = fcntl.LOCK_UN if is_done else fcntl.LOCK_EX | fcntl.LOCK_NB
+            fcntl.lockf(_locks(self._cache_path), how, 1, byte)
+        except BlockingIOError:
+            return False
+        except OSError:  # a folder that cannot be written, a file system without locks
+            return True
+        return True
 
 
 def kernel(function: Any) -> Any:
