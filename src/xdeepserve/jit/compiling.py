@@ -208,7 +208,7 @@ class CacheFile(IndexDataCacheFile):
         return hashlib.sha256(repr(key).encode()).hexdigest()[:16]
 
     def _lock(self, key: Any, *, is_done: bool = False) -> bool:
-        """Whether nobody else compiles it: then it is this process's, until it is saved or the process ends."""
+        """Whether nobody else compiles it: then this process does, and keeps the lock until it has saved."""
         if fcntl is None:
             return True
         byte = int(hashlib.sha256(f"{self._index_name} {key!r}".encode()).hexdigest()[:15], 16)
