@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SHARE := 1
-FOR_S := 1000000
+FOR_S :=
+PART = --share $(SHARE) $(if $(FOR_S),--for-s $(FOR_S))
 READY := $(VENV)/.installed
 
 .PHONY: demo test campaign lint clean
@@ -14,8 +15,8 @@ test: $(READY)
 	$(BIN)/python -m pytest -n auto --maxprocesses 4
 
 campaign: $(READY)
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m 'campaign and not idle' --share $(SHARE) --for-s $(FOR_S) --durations=10
-	$(BIN)/python -m pytest -m 'campaign and idle' --share $(SHARE) --for-s $(FOR_S)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m 'campaign and not idle' $(PART) --durations=10
+	$(BIN)/python -m pytest -m 'campaign and idle' $(PART)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -6,6 +6,7 @@ import time
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from collections import Counter
+from collections.abc import Generator
 
 import pytest
 from hypothesis import settings
@@ -27,8 +28,32 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(trylast=True)  # of the tests that `-m` leaves
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None, None, None]:
+    thin(items)
+    result = yield  # `-m` chooses
+    keep_share(config, items)
+    return result
+
+
+def thin(items: list[pytest.Item]) -> None:
+    """Of the cases of tests marked `thin(n)` leave all but one in n to the campaign.
+
+    Not every nth: with as many values of a parameter that would be always the same one.
+    """
+    of_test = Counter[str]()
+    for item in items:
+        if marker := item.get_closest_marker("thin"):
+            test = item.nodeid.partition("[")[0]
+            number, n = of_test[test], marker.args[0]
+            if (number + number // n) % n:
+                item.add_marker(pytest.mark.campaign)
+            of_test[test] += 1
+
+
+def keep_share(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep every Nth case of each test, the first always: a campaign that ends in a fraction of the time."""
     share = config.getoption("--share")
     if share < 1:

@@ -68,6 +68,7 @@ def odd(name: str) -> ModelConfig:
     return msgspec.structs.replace(resolve_model("tiny").config, **ODD[name])
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", ODD)
 def test_odd_models_have_the_rows_that_fit_them(name: str) -> None:
     config = odd(name)

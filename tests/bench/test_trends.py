@@ -28,6 +28,7 @@ def check(trend: Trend) -> None:
     assert found.why == trend.why
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     "trend", [trend for trend in TRENDS if trend.rows not in SLOW], ids=lambda trend: trend.id
 )

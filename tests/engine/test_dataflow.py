@@ -35,6 +35,7 @@ def run(
         return digest(outputs), llm.engine.plan.pod.clock.now, ends
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_same_bits_as_with_barriers(precision: str, shape: tuple[int, ...]) -> None:
@@ -43,6 +44,7 @@ def test_same_bits_as_with_barriers(precision: str, shape: tuple[int, ...]) -> N
         assert run(precision, shape, "dataflow=true", f"mtp={mtp}")[0] == expected
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_groups_that_plan_ahead(shape: tuple[int, ...]) -> None:
     """Each hides its host's gap behind its step; the bits are the same."""
@@ -56,6 +58,7 @@ def test_groups_that_plan_ahead(shape: tuple[int, ...]) -> None:
     assert flowing < 1.02 * synchronous
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_any_order_of_events(seed: int) -> None:
     found = run("int8", SHAPES[4], "dataflow=true", LATE, f"seed={seed}", clock_seed=seed)[0]
@@ -70,6 +73,7 @@ def test_stragglers_hold_up_themselves_alone() -> None:
     assert sum(alone) < 0.7 * sum(waits)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("shape", "late_rank"),
     [
@@ -167,6 +171,7 @@ def test_disaggregated_prefill_feeds_the_flow() -> None:
     assert len(digests) == 1
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("precision", "name"),
     [

@@ -108,6 +108,7 @@ def test_requests_are_aborted_at_any_moment(tiny: TinyCheckpoint, transfer: str)
             llm._run(main(after_ns))
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("transfer", WAYS)
 @pytest.mark.parametrize("te", ["decode 0", "decode 1", "prefill 0"])
 @pytest.mark.parametrize("how", ["drain", "remove", "kill"])

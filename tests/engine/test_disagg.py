@@ -45,6 +45,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(("deployment", "overrides"), SHAPES, ids=[str(i) for i in range(len(SHAPES))])
 def test_every_shape_has_the_bits_of_one_die(
     tiny: TinyCheckpoint, expected: str, deployment: str, overrides: list[str]
@@ -216,6 +217,7 @@ async def test_a_decode_that_stalls_for_a_while_goes_on_where_it_was(tiny: TinyC
     await engine.stop()
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("te", [0, 1], ids=["prefill", "decode"])
 @pytest.mark.parametrize(
     ("deployment", "more"),

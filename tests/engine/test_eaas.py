@@ -105,6 +105,7 @@ WAYS: list[tuple[str, ...]] = [
 ]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("settings", WAYS)
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
 def test_the_same_bits(precision: str, settings: tuple[str, ...]) -> None:
@@ -142,6 +143,7 @@ def test_a_server_that_waits_has_larger_batches() -> None:
 # ---- servers that are lost, or slow -----------------------------------------------------------------
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("operation", "step"), [("expert serve", step) for step in (1, 2, 3, 4)])
 def test_a_server_is_lost_at_each_step_of_its_own(operation: str, step: int) -> None:
     for die, event in ((4, 1), (6, 7), (8, 4)):
@@ -152,6 +154,7 @@ def test_a_server_is_lost_at_each_step_of_its_own(operation: str, step: int) -> 
             assert [each.server for each in found.heard if each.is_lost] == [die - FIRST_SERVER]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("at_us", [310.0, 345.0, 380.0, 415.0, 450.0, 485.0, 520.0, 555.0, 1000.0, 4000.0])
 def test_a_server_is_lost_at_any_time(at_us: float) -> None:
     for die in (5, 9):
@@ -214,6 +217,7 @@ def test_steps_are_run_again_before_anybody_knows_who_is_lost() -> None:
     assert found.end_ns < 100_000_000
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     "fault",
     [
@@ -232,6 +236,7 @@ def test_whoever_is_slow(fault: Fault) -> None:
         assert found.digest == expected("int8")
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("seed", range(8))
 def test_random_faults_of_servers(seed: int) -> None:
     """Two servers with routed experts and one with the shared one; each expert is on three."""

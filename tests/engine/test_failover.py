@@ -65,6 +65,7 @@ CASES: list[tuple[str, tuple[str, ...], int, int]] = [  # the die that is lost; 
 ]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(("name", "settings", "die", "num_dies"), CASES)
 def test_the_same_bits_from_those_that_are_left(
     tiny: TinyCheckpoint, name: str, settings: tuple[str, ...], die: int, num_dies: int
@@ -125,6 +126,7 @@ def test_without_dies_every_request_ends_and_says_why(
         served(tiny, "colocated", settings, [lost(100.0 + die, die) for die in dies])
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.6, 0.9, 1.0, 1.5])
 def test_a_die_is_lost_while_the_weights_come(tiny: TinyCheckpoint, share: float) -> None:
     settings = ["dies=4"]

@@ -42,6 +42,7 @@ def test_a_stall_costs_time_and_nothing_else(expected: list[str]) -> None:
     assert 500_000 < stalled[2] - quiet[2] < 900_000
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("more", [[], ["transfer=layer"], ["transfer_over=send-receive"]], ids=str)
 @pytest.mark.parametrize(("die", "at_us", "te"), [(1, 300, "prefill 0"), (7, 9000, "decode 1")])
 def test_others_go_on_with_what_a_lost_die_had(
@@ -53,6 +54,7 @@ def test_others_go_on_with_what_a_lost_die_had(
     assert again == once
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     ("deployment", "settings"),
     [

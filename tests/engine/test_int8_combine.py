@@ -53,6 +53,7 @@ def test_its_logits_are_the_references_and_no_others() -> None:
     assert not np.array_equal(expected, Reference(checkpoint, "int8").logits(tokens))
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     ("deployment", "settings"),
     [

@@ -95,6 +95,7 @@ async def tokens_of(request: Any) -> list[int]:
     return [t async for delta in request for t in delta.token_ids]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("transfer", WAYS)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_one_link_of_four_changes_no_bit_and_no_other_link(
@@ -123,6 +124,7 @@ def test_a_fault_of_one_link_of_four_changes_no_bit_and_no_other_link(
         assert llm.engine.is_healthy()
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("deployment", ["pd", "transformerless"])
 @pytest.mark.parametrize("transfer", WAYS)
 @pytest.mark.parametrize("fault", ["want", "offer", "move", "third move", "stuck"])
@@ -272,6 +274,7 @@ async def test_a_suspect_decode_te_gets_no_new_requests(tiny: TinyCheckpoint) ->
 # ---- ends and choices while links fail ---------------------------------------------------------------
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("transfer", WAYS)
 @pytest.mark.parametrize("fault", ["want", "third move", "stuck", "done"])
 async def test_aborts_while_a_link_fails_free_both_sides(

@@ -180,11 +180,13 @@ def reference(tiny: TinyCheckpoint) -> Any:
         yield llm
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("seed", range(22))
 def test_every_request_ends_with_the_bits_of_one_die(tiny: TinyCheckpoint, reference: LLM, seed: int) -> None:
     check(tiny, reference, seed)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("seed", [11, 12, 13, 30, 63])
 def test_tes_come_and_go_while_experts_move(tiny: TinyCheckpoint, reference: LLM, seed: int) -> None:
     """A life of each kind of pod in which they do."""
@@ -200,6 +202,7 @@ def test_random_lives(tiny: TinyCheckpoint, reference: LLM, seed: int) -> None:
 # ---- a TE that fails --------------------------------------------------------------------------------
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     ("deployment", "overrides", "role"),
     [
@@ -374,6 +377,7 @@ def test_a_te_that_drains_leaves_once(tiny: TinyCheckpoint) -> None:
     run(main())
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

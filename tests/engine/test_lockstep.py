@@ -109,6 +109,7 @@ def check_colocated(
     assert 0.85 * expected_ns < found_ns < 1.1 * expected_ns
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
 @pytest.mark.parametrize(("dies", "mtp"), [(1, 2), (2, 1), (3, 2), (4, 0), (5, 1), (6, 0), (7, 2), (8, 0)])
 def test_colocated_leaves_the_same_bytes(precision: str, dies: int, mtp: int) -> None:
@@ -192,6 +193,7 @@ def test_replicas_that_nobody_counts_leave_the_same_bytes() -> None:
     check_colocated("int8", "dies=4", "experts.redundant_slots=1")
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
 @pytest.mark.parametrize(
     "settings",
@@ -206,6 +208,7 @@ def test_dies_of_the_shared_expert_leave_the_same_bytes(precision: str, settings
     check_colocated(precision, *settings)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
 @pytest.mark.parametrize(
     "settings",
@@ -226,6 +229,7 @@ def test_dies_without_rows_take_part_in_exchanges_by_push() -> None:
     check_colocated("int8", "exchange=push", "dies=8", "mtp=2", prompts=PROMPTS[:2])
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_exchanges_by_push_on_dies_apart_leave_the_same_bytes(precision: str, shape: tuple[int, ...]) -> None:
@@ -247,6 +251,7 @@ def test_int8_answers_leave_the_same_bytes(settings: tuple[str, ...]) -> None:
     check_colocated("int8", "combine=int8", *settings)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("exchange", ["pull", "push"])
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[2] > 1])
 def test_int8_answers_on_dies_apart_leave_the_same_bytes(shape: tuple[int, ...], exchange: str) -> None:
@@ -258,6 +263,7 @@ def test_int8_answers_on_one_die_in_one_call(threads: int) -> None:
     check_monolithic("int8", "combine=int8", "mtp=1", threads=threads)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[2] > 1])
 def test_replicas_on_dies_apart_leave_the_same_bytes(precision: str, shape: tuple[int, ...]) -> None:
@@ -269,6 +275,7 @@ APART = [group for group in KEPT_FLOAT if group != "shared up"]  # a shared expe
 FLOAT_APART = [*([group] for group in APART), APART]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("dies", [1, 3])
 @pytest.mark.parametrize("groups", FLOAT_GROUPS, ids=str)
 def test_layers_that_int8_keeps_in_float(groups: list[str], dies: int) -> None:
@@ -285,6 +292,7 @@ def test_layers_share_stages_and_what_these_cost_if_they_are_alike() -> None:
     assert kinds == [[0, 1, 1, 1, 1], [0, 1, 2, 3, 4]]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
 @pytest.mark.parametrize("mtp", [1, 2])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -292,6 +300,7 @@ def test_same_bytes_as_a_task_for_each_die(precision: str, shape: tuple[int, ...
     check_apart(precision, shape, f"mtp={mtp}")
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("groups", FLOAT_APART, ids=str)
 def test_layers_that_int8_keeps_in_float_on_dies_apart(groups: list[str]) -> None:
     check_apart("int8", SHAPES[0], "mtp=1", model=with_float(*groups))
@@ -337,6 +346,7 @@ def check_monolithic(
     assert not [key for key in image if image[key] != expected_image[key]]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
 @pytest.mark.parametrize(
     ("threads", "mtp", "num_prompts"),
@@ -346,6 +356,7 @@ def test_one_die_in_one_call(precision: str, threads: int, mtp: int, num_prompts
     check_monolithic(precision, f"mtp={mtp}", threads=threads, num_prompts=num_prompts)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(
     "changes",
@@ -362,6 +373,7 @@ def test_other_models_on_one_die(changes: dict[str, object], threads: int) -> No
             check_monolithic(precision, threads=threads, model=variant(**changes), num_prompts=num_prompts)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("groups", FLOAT_GROUPS, ids=str)
 def test_layers_that_int8_keeps_in_float_on_one_die(groups: list[str], threads: int) -> None:

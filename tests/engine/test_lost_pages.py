@@ -82,6 +82,7 @@ WAYS: list[tuple[str, tuple[str, ...], int]] = [  # with the die that loses a pa
 IDS = [f"{way[0]}-{'-'.join(way[1])}-die {way[2]}" for way in WAYS]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(("name", "settings", "die"), WAYS, ids=IDS)
 def test_any_page_but_those_of_metadata(
     tiny: TinyCheckpoint, name: str, settings: tuple[str, ...], die: int
@@ -112,6 +113,7 @@ KV: list[tuple[str, tuple[str, ...], int]] = [
 ]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(("name", "settings", "die"), KV, ids=[f"{k[0]}-{'-'.join(k[1])}" for k in KV])
 def test_sequences_whose_kv_is_lost_are_recomputed(
     tiny: TinyCheckpoint, name: str, settings: tuple[str, ...], die: int
@@ -203,6 +205,7 @@ def test_cached_blocks_that_are_lost_are_never_found(tiny: TinyCheckpoint) -> No
     assert 0 <= num_some < 64
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(("name", "settings", "die"), KV, ids=[f"{k[0]}-{'-'.join(k[1])}" for k in KV])
 def test_the_papers_way_is_that_their_requests_fail(
     tiny: TinyCheckpoint, name: str, settings: tuple[str, ...], die: int
@@ -311,6 +314,7 @@ MOVING: list[tuple[str, tuple[str, ...], int, str]] = [
 ]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(("name", "settings", "die", "page"), MOVING, ids=[f"{m[1:]}" for m in MOVING])
 def test_kv_on_its_way(
     tiny: TinyCheckpoint, name: str, settings: tuple[str, ...], die: int, page: str

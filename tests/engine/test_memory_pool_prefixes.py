@@ -93,6 +93,7 @@ def test_prompts_that_begin_alike_wait_for_one_load(tiny: TinyCheckpoint, tmp_pa
 PHASES = {"begin": "begin", "commit": "end", "pin": "pin", "promote": "promote", "release": "release"}
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("is_before", [True, False])
 def test_a_server_that_is_lost_at_any_phase_costs_hits_and_no_bit(
@@ -120,6 +121,7 @@ def test_a_server_that_is_lost_at_any_phase_costs_hits_and_no_bit(
     assert served(tmp_path, tiny)[:2] == (expected, ALL)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("seed", range(12))
 def test_a_flipped_byte_costs_hits_and_no_bit(tiny: TinyCheckpoint, tmp_path: Path, seed: int) -> None:
     expected = served(None, tiny)[0]

@@ -49,6 +49,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("reuse", [False, True], ids=["two layers", "one layer twice"])
 @pytest.mark.parametrize(("deployment", "overrides"), WAYS)
 def test_two_drafts_change_no_bit(
@@ -59,6 +60,7 @@ def test_two_drafts_change_no_bit(
     assert serve(recipe, deployment, settings) == expected[recipe]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_drafts_are_those_of_the_reference(recipe: Recipe, reuse: bool) -> None:

@@ -43,6 +43,7 @@ def served(llm: LLM) -> str:
     return value
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_the_bits_of_one_die(
@@ -53,6 +54,7 @@ def test_the_bits_of_one_die(
         assert served(llm) == expected[recipe]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     ("deployment", "overrides"),
     [

@@ -293,6 +293,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(("deployment", "overrides"), WAYS)
 def test_overlap_changes_no_bit(expected: str, deployment: str, overrides: list[str]) -> None:
     assert serve(deployment, [*overrides, "execution.overlap=true"]) == expected

@@ -49,6 +49,7 @@ def check(deployment: str, precision: str, *settings: str) -> None:
         assert {"A2E' 1", "E2A 3"} <= names
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
 @pytest.mark.parametrize(
     "settings",
@@ -69,6 +70,7 @@ def test_dies_with_attention_and_experts(precision: str, settings: tuple[str, ..
     check("colocated", precision, *settings)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_expert_dies_among_themselves(precision: str, shape: tuple[int, ...]) -> None:

@@ -59,6 +59,7 @@ def reconfigurations(llm: LLM) -> list[Reconfiguration]:
 # ---- bits -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     ("deployment", "overrides"),
     [
@@ -567,6 +568,7 @@ def test_what_models_without_experts_and_timing_only_runs_lack_is_refused(tiny: 
         fit(resolve("colocated", ["dies=2", "experts.redundant_slots=1"]), dense)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("deployment", "settings"),
     [

@@ -61,6 +61,7 @@ WAYS: list[tuple[str, tuple[str, ...], int]] = [  # with the die that glitches
 ]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(("name", "settings", "die"), WAYS, ids=[f"{w[0]}-{'-'.join(w[1])}" for w in WAYS])
 def test_the_same_bits_in_every_mode(
     tiny: TinyCheckpoint, name: str, settings: tuple[str, ...], die: int

@@ -50,6 +50,7 @@ def fields(llm: LLM, die: int, part: str) -> list[RingField]:
     return [field for each in found for field in each if field.event_id]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("transfer", WAYS)
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_bits_are_those_of_one_die(
@@ -112,6 +113,7 @@ def corrupt(link: PDLink, part: str, lie: dict[str, int]) -> list[int]:
     return hit
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("transfer", WAYS)
 @pytest.mark.parametrize("part", ["tails", "acks"])
 @pytest.mark.parametrize("lie", LIES)
@@ -168,6 +170,7 @@ def test_a_field_that_lies_is_a_named_error_of_its_request_alone(
         check_nothing_is_left(llm.engine)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("transfer", WAYS)
 @pytest.mark.parametrize("part", ["tails", "acks"])
 def test_with_two_decode_tes_the_request_goes_to_the_other(

@@ -61,6 +61,7 @@ def served(deployment: str, *settings: str, **kwargs: Any) -> tuple[str, dict[in
         return "" if timing_only else digest(outputs), placed, llm.engine.plan.pod.clock.now
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("deployment", "settings"),
     [

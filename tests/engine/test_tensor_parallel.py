@@ -53,6 +53,7 @@ def served(llm: LLM, times: int = 1) -> str:
     return value
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("tp", TP_SIZES)
@@ -63,6 +64,7 @@ def test_the_bits_of_one_die(
         assert served(llm) == expected[recipe]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("tp", "mode", "runner"),
     [
@@ -102,6 +104,7 @@ def test_all_ranks_hold_the_same_latents_and_only_their_heads(mode: TPMode, tiny
         assert all(mem.specs["layers.0.w_uk"].shape[0] == 2 for mem in mems)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "more",

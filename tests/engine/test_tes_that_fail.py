@@ -143,6 +143,7 @@ def mixed(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("what", ["fails", "drain", "remove"])
 @pytest.mark.parametrize("name", ["prefill 0", "decode 0", "te"])
 @pytest.mark.parametrize("after_ns", [0, 100_000, 1_000_000])

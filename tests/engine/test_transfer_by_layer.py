@@ -49,6 +49,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(("deployment", "overrides"), SHAPES, ids=[str(i) for i in range(len(SHAPES))])
 def test_every_shape_has_the_bits_of_one_die(
     tiny: TinyCheckpoint, expected: tuple[str, str], deployment: str, overrides: list[str]
@@ -111,6 +112,7 @@ def test_layers_move_while_later_ones_are_computed(tiny: TinyCheckpoint) -> None
     assert moved[num_layers - 1].start_ns < sampled.end_ns < moved[num_layers].start_ns
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("fabric", ["ub", "roce", "vpc"])
 @pytest.mark.parametrize("mtp", [0, 1, 2])
 def test_decode_begins_earlier_on_a_long_prompt(tiny: TinyCheckpoint, fabric: str, mtp: int) -> None:
@@ -270,6 +272,7 @@ async def test_slow_and_stalled_sides_lose_nothing(tiny: TinyCheckpoint, slow: i
 # ---- ends before the end -----------------------------------------------------------------------------
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("deployment", ["pd", "transformerless"])
 @pytest.mark.parametrize("ahead", ["execution.overlap=true", "mtp=1"])
 async def test_aborts_at_any_moment_free_the_blocks_of_both_sides(

@@ -86,6 +86,7 @@ def test_digests_are_the_committed_ones(done: dict[str, Done]) -> None:
     assert found == json.loads(COMMITTED.read_text())
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_no_byte_depends_on_the_order_in_which_dies_wake_up(

@@ -62,6 +62,7 @@ def test_calibration_walks_through_the_model_itself(name: str, tmp_path: Path) -
     assert error(h, expected) < 1e-6
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", KINDS)
 def test_every_method_keeps_every_family(name: str, method: str, tmp_path: Path) -> None:
@@ -73,6 +74,7 @@ def test_every_method_keeps_every_family(name: str, method: str, tmp_path: Path)
     assert error(Reference(found, "int8", 128).logits(ids), exact) < max(0.02, 3 * plain)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", KINDS)
 def test_round_to_nearest_is_what_the_recipe_does(name: str, tmp_path: Path) -> None:
     source = opened(name, tmp_path)
@@ -82,6 +84,7 @@ def test_round_to_nearest_is_what_the_recipe_does(name: str, tmp_path: Path) -> 
     )
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", KINDS)
 def test_what_is_written_is_served_with_the_same_bits(name: str, tmp_path: Path) -> None:
     found = quantised(opened(name, tmp_path), tmp_path / "out", METHODS["cloudmatrix"])
@@ -101,6 +104,7 @@ def test_what_is_written_is_served_with_the_same_bits(name: str, tmp_path: Path)
 # ---- outliers -----------------------------------------------------------------------------------
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", KINDS)
 def test_outliers_change_no_bit_of_the_float_model(name: str, tmp_path: Path) -> None:
     source = opened(name, tmp_path)
@@ -112,6 +116,7 @@ def test_outliers_change_no_bit_of_the_float_model(name: str, tmp_path: Path) ->
     )
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", KINDS)
 def test_smoothing_wins_back_what_outliers_lose(name: str, tmp_path: Path) -> None:
     source = WithOutliers(opened(name, tmp_path), 1024)

@@ -133,6 +133,7 @@ async def test_a_die_that_breaks_changes_no_bit(serve: Serve) -> None:
         assert (status, "lost already" in said) == (400, True)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     ("deployment", "losses"),
     [

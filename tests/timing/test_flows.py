@@ -38,6 +38,7 @@ def end_ns(deployment: str, overrides: Sequence[str], is_timing_only: bool) -> i
         return max(output.metrics.last_token_ns for output in outputs)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("deployment", "overrides"),
     [

@@ -127,6 +127,7 @@ def without_experts(log: list[tuple[object, ...]]) -> list[tuple[object, ...]]:
     return [entry for entry in log if entry != ("launch", "Experts")]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("tp", TP_SIZES)
