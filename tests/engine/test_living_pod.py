@@ -28,7 +28,8 @@ from xdeepserve.engine.serving.live import Request
 from xdeepserve.engine.weight_digests import digests
 from xdeepserve.errors import DeploymentError, HardwareError, InputError, RequestError, XDeepServeError
 from xdeepserve.hw.memory import SCRIBBLE
-from xdeepserve.llm import build_engine
+from xdeepserve.llm import build_engine, digest
+from xdeepserve.llm.request_outputs import collected
 from xdeepserve.loop import run
 from xdeepserve.model.presets import TinyCheckpoint
 
@@ -66,7 +67,7 @@ class Life(msgspec.Struct):
 
     log: list[str]  # every event with its virtual time, and what became of each change
     asked: dict[str, Asked]
-    tokens: dict[str, list[list[int]]]  # of requests that were not aborted
+    digests: dict[str, str]  # of tokens and logits, of requests that were not aborted
     virtual_ns: int
     num_amid: int = 0  # TEs that came or went when replicas of experts were about to change
 
@@ -116,7 +117,8 @@ async def live(engine: Engine, seed: int) -> Life:
             match rng.choice(("request",) * 4 + ("add", "add", "drain", "remove")):
                 case "request":
                     asked, key = _asked(rng), f"request {number}"
-                    life.asked[key], requests[key] = asked, engine.submit(asked.prompt, asked.params, key)
+                    life.asked[key] = asked
+                    requests[key] = engine.submit(asked.prompt, asked.params, key, "sampled")
                     if asked.abort_after_ns is not None:
                         clock.spawn(abort(requests[key], asked.abort_after_ns), name="abort")
                 case "add":
@@ -132,12 +134,8 @@ async def live(engine: Engine, seed: int) -> Life:
     await engine.start()
     await clock.spawn(history(), name="history")
     for key, request in requests.items():
-        sequences = list(request.sequences)
-        if life.asked[key].abort_after_ns is None:
-            async for _ in request:
-                pass
-            most = life.asked[key].params.max_tokens  # drafts may have confirmed more
-            life.tokens[key] = [seq.token_ids[seq.num_prompt :][:most] for seq in sequences]
+        if (asked := life.asked[key]).abort_after_ns is None:
+            life.digests[key] = digest([await collected(request, None, asked.prompt, asked.params, None)])
     await engine.settle()
     engine.check_integrity()
     life.virtual_ns = clock.now
@@ -161,10 +159,10 @@ def lived(tiny: TinyCheckpoint, seed: int, num_turns: int = 0) -> tuple[Engine, 
 def check(tiny: TinyCheckpoint, reference: LLM, seed: int) -> Life:
     """Run a life twice; what came of it."""
     engine, life = lived(tiny, seed)
-    for key, choices in life.tokens.items():
+    for key, found in life.digests.items():
         asked = life.asked[key]
-        (expected,) = reference.generate([asked.prompt], asked.params)
-        assert choices == [list(choice.token_ids) for choice in expected.outputs], f"seed {seed}, {key}"
+        expected = reference.generate([asked.prompt], asked.params, keep_logits=True)
+        assert found == digest(expected), f"seed {seed}, {key}"
     held = {die for te in engine.plan.tes for die, _ in te.all_memories}
     assert set(engine.plan.pod.holders) == held, f"seed {seed}"
     again = lived(tiny, seed, num_turns=seed % 40)[1]
