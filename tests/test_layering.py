@@ -27,6 +27,7 @@ ALLOWED = {
     "evals": COMMON | {"engine", "model", "llm", "corpus"},
     "chaos": COMMON | {"ems", "engine", "hw", "model", "llm", "loop"},
     "learn": COMMON | {"engine", "hw", "model", "comm", "llm", "loop", "golden"},
+    "placing": COMMON | {"engine", "model"},
     "planner": COMMON | {"engine", "hw", "model", "step", "llm", "loop"},
     "platform": COMMON | {"engine", "hw", "model", "step", "llm", "loop", "planner"},
     "bench": COMMON
@@ -47,6 +48,7 @@ PROTOCOLS = {  # folders of comm, and which others each may use; the files besid
 }
 ONLY_IN = {
     "aiohttp": {"api"},
+    "ray": {"placing"},
     "asyncio": {
         "hw",
         "comm",

@@ -22,6 +22,7 @@ COMMANDS = {
     "serve": "run the OpenAI-compatible endpoint",
     "cluster": "run several endpoints as one, and start those again that are lost",
     "expert-server": "run one expert server of a deployment eaas as a process of its own",
+    "place": "have Ray place expert servers, and start them again when they end",
     "monitor": "keep the list of expert server processes that are there",
     "verify": "print the bit-exactness matrix; exit 1 on any difference",
     "quantize": "write a checkpoint in INT8 (compressed-tensors, W8A8)",

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         task = msgspec.json.decode(sys.stdin.buffer.readline(), type=ServerTask)
         end_with_parent()
     else:
-        task = _task(args)
+        task = task_of(args)
     recipe: Recipe = "fp32" if task.precision == "fp32" else "int8"
 
     def tell(text: str) -> None:
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _task(args: argparse.Namespace) -> ServerTask:
+def task_of(args: argparse.Namespace) -> ServerTask:
     """What is said on the command line."""
     import msgspec
 

@@ -41,6 +41,14 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
+def numbers(text: str) -> list[int]:
+    """'32,64' -> [32, 64]."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a list of numbers like 32,64") from None
+
+
 def add_deployment(parser: Parser, *, takes_configs: bool = True) -> None:
     """Options that say which model runs, and on what: --model, --deployment, --precision, --set.
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xdeepserve.cli.options import Parser, check_writable
+from xdeepserve.cli.options import Parser, check_writable, numbers
 from xdeepserve.cli.status import working
 from xdeepserve.errors import InputError
 
@@ -22,14 +22,6 @@ OVERLAP = (
     "and both go on at once."
 )
 SHARED = "as above"  # a row that differs from others in nothing
-
-
-def numbers(text: str) -> list[int]:
-    """'32,64' -> [32, 64]."""
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a list of numbers like 32,64") from None
 
 
 def add_options(parser: Parser) -> None:
@@ -55,6 +47,13 @@ def add_options(parser: Parser) -> None:
     option("--dies", type=int, metavar="N", help="leave out combinations that have not N dies in all")
     option("--acceptance", type=float, default=0.9, metavar="P", help="of a draft, with mtp; default 0.9")
     option("--processes", type=int, metavar="N", help="how many at a time; default one for each core")
+    option(
+        "--ray",
+        nargs="?",
+        const="local",
+        metavar="HOST:PORT",
+        help="on a Ray cluster: this one, auto, or, without a value, one that is started here",
+    )
     option("--csv", type=Path, metavar="FILE", help="write the table, with the share of every stage")
     option("--plot", type=Path, metavar="FILE", help="draw tokens per second over TPOT (needs matplotlib)")
     option("--json", action="store_true", help="print one JSON object")
@@ -85,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     results: list[SweepResult] = []
     labels, refused = Labels(todo), Refusals()
     with working("sweep") as status:
-        for result in sweep.sweep(todo, args.processes):
+        for result in _measured(todo, args.processes, args.ray):
             results.append(result)
             which = "" if (label := labels(result)) == SHARED else f"{label}: "
             status.row(f"{len(results)}/{len(todo)} {which}{said(result, refused)}")
@@ -98,6 +97,14 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(results, labels)
     return 1 if all(result.refusal for result in results) else 0
+
+
+def _measured(todo: Sequence[Point], processes: int | None, ray: str | None) -> Iterator[SweepResult]:
+    """Results in the order of the points: from processes of this computer, or from a cluster."""
+    from xdeepserve.bench.sweep import measure, sweep
+    from xdeepserve.placing.on_ray import over
+
+    return sweep(todo, processes) if ray is None else over(ray, measure, todo, processes)
 
 
 def chosen(overrides: Sequence[str]) -> dict[str, list[str]]:

@@ -1,0 +1,1 @@
+"""Several computers under Ray: it places processes, and starts them again. Protocols go other ways."""
