@@ -16,7 +16,7 @@ import msgspec
 from xdeepserve.engine.deploy.deployment import Deployment, Device
 from xdeepserve.engine.run.clock.m2n_hub import m2n_row_nbytes
 from xdeepserve.engine.run.clock.routing import TimingConfig
-from xdeepserve.engine.run.clock.trampoline_hub import SCALE_SLOT
+from xdeepserve.engine.run.clock.trampoline_hub import way_back_ns
 from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.accelerators import ACCELERATORS
 from xdeepserve.model.checkpoint import Checkpoint
@@ -238,8 +238,8 @@ class PodProfile:
             posts.append(posting)
             exchanges.append(rest)
         post = Curve(AWAY_ROWS, tuple(posts))
-        ratio = 2 * self.config.hidden_size / (self.config.hidden_size + SCALE_SLOT)
-        back = Curve(AWAY_ROWS, tuple(post(rows * ratio) for rows in AWAY_ROWS))
+        backs = (way_back_ns(self.config, rows, has_shared=shared > 0) for rows in AWAY_ROWS)
+        back = Curve(AWAY_ROWS, tuple(backs))
         ways = ((ns - back(rows)) / 2 for rows, ns in zip(AWAY_ROWS, exchanges, strict=True))
         return Ways(post, OverTrampolines(Curve(AWAY_ROWS, tuple(ways)), back))
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from xdeepserve.comm.cost import CommCost
+from xdeepserve.comm.cost import CommCost, Op
 from xdeepserve.comm.exchange.rows import Received
 from xdeepserve.engine.run.clock.meeting import Meeting
 from xdeepserve.engine.run.clock.routing import PlacedRouting, Routing, TimingConfig
@@ -105,14 +105,12 @@ class ExchangeHub:
             self.routing.collect(*drawn)
             self.spreads_ns[meeting.event] = meeting.last_ns - meeting.first_ns
             self.spreads_ns.pop(meeting.event - KEPT, None)
-        return self.cost.exchange_ns(self.num_dies, batch, self.copies, stretch), load
+        op: Op = "dispatch" if meeting.op == "dispatch" else "combine"
+        return self.cost.exchange_ns(op, self.num_dies, batch, self.copies, stretch), load
 
 
 class ClockExchange:
-    """One rank's end, without bytes; `lane` is where traces show it, and what `is_fused` by another name.
-
-    The price is one: CM Table 6, to which it is fitted, is of fused operators.
-    """
+    """One rank's end, without bytes; `lane` is where traces show it, and what `is_fused` by another name."""
 
     def __init__(
         self, timeline: Timeline, rank: int, hub: ExchangeHub, lane: str = "XCCL", is_fused: bool = False
