@@ -97,6 +97,30 @@ def test_a2e_by_formula_and_simulated_agree() -> None:
         assert simulated == pytest.approx(formula, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("name", "low", "high"),
+    [
+        ("mte_startup", 0, 0.75e-6),
+        ("mte_bandwidth", 33.5e9, 36e9),
+        ("ring_slot", 4096, 8192),
+        ("ring_slots", 160, 1024),
+    ],
+)
+def test_figure_5_allows_what_the_parameter_table_says(name: str, low: float, high: float) -> None:
+    """Each number for itself, the others as they are; not 7 % beyond, or for slots half or twice."""
+
+    def is_kept(value: float) -> bool:
+        spec = msgspec.structs.replace(Spec(), **{name: Param(value, getattr(Spec(), name).unit, "tried")})
+        small, scaling = comm.figure_5(spec)
+        return small.value < 20 and scaling.value > 2.5
+
+    assert is_kept(low)
+    assert is_kept(high)
+    step = 2 if name == "ring_slot" else 1.25 if name == "ring_slots" else 1.07
+    assert name == "mte_startup" or not is_kept(low / step)
+    assert name == "ring_slots" or not is_kept(high * step)
+
+
 def test_dma_and_urma_pay_for_large_messages_only(rows: dict[str, Row]) -> None:
     """XDS 3.1 and 3.3: a higher startup than MTE's, but no AIV core carries the bytes."""
 

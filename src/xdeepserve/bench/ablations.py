@@ -1,8 +1,8 @@
 """`xdeepserve bench papers --ablations`: what each mechanism of the timing model does to the published rows.
 
 One mechanism at a time is switched off (or another form of it on), all fitted numbers left as they are, and
-every row that a formula gives is computed again. A mechanism names the groups of rows that it is about; the
-test holds that these change, and no others.
+every row that a formula gives, or a short simulation, is computed again. A mechanism names the groups of rows
+that it is about; the test holds that these change, and no others.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from xdeepserve.bench import comm, paper_rows, pipelines, prefill_formula, superpod
+from xdeepserve.bench import comm, interference, paper_rows, pipelines, prefill_formula, superpod
 from xdeepserve.bench.decode_formula import LayerCost, Load
 from xdeepserve.bench.prefill_formula import PrefillCost
 from xdeepserve.bench.report import Row
 from xdeepserve.comm.cost import CommCost
 from xdeepserve.hw.spec import Param, Spec
+from xdeepserve.hw.topology import Plane
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import resolve_model
 
@@ -37,6 +38,7 @@ class Formulas(NamedTuple):
     push: CommCost
     splits: Sequence[int] | None = None  # of cores between two streams, if not the best is chosen
     unabsorbed: bool = True  # prefill's attention
+    kv_plane: Plane = Plane.UB  # on which KV comes while dies dispatch
 
     @staticmethod
     def with_spec(spec: Spec) -> Formulas:
@@ -108,23 +110,23 @@ MECHANISMS = (
     Mechanism(
         "cores of an operator meet",
         lambda: without(core_meeting=0),
-        DECODE | {"FusedDispatch", "A2E", "E2A", "crossing", "prefill's gain"},
+        DECODE | {"FusedDispatch", "A2E", "E2A", "crossing", "prefill's gain"},  # KV's port lets others meet
     ),
     Mechanism(
         "fields are posted and noted one by one",
         lambda: without(piece_overhead=0, field_poll=0),
-        DECODE | EXCHANGES - {"crossing"} | {"prefill's gain"},
+        DECODE | EXCHANGES - {"crossing"} | {"prefill's gain", "dispatch beside KV"},
     ),
     Mechanism(
         "a message takes its time at a port",
         lambda: without(exchange_copy=0),
-        DECODE | EXCHANGES - {"crossing"} | {"prefill's gain"},
+        DECODE | EXCHANGES - {"crossing"} | {"prefill's gain", "dispatch beside KV"},
     ),
     Mechanism("routing is uneven", _even, DECODE | EXCHANGES - {"A2E"} | {"prefill's gain"}),
     Mechanism(
         "servers are apart",
         lambda: without(inter_server_loss=0, inter_server_latency=0),
-        DECODE | EXCHANGES - {"crossing"} | {"prefill's gain"},
+        DECODE | EXCHANGES - {"crossing"} | {"prefill's gain", "send and receive", "dispatch beside KV"},
     ),
     Mechanism("serving waits for the slowest", lambda: without(barrier_stretch=1), DECODE),
     # 2. What is shared
@@ -132,6 +134,16 @@ MECHANISMS = (
         "an attention die has few cores to spare",
         lambda: without(attention_cores=48),
         frozenset({"A2E", "E2A"}),
+    ),
+    Mechanism(
+        "a vector core moves so many bytes",
+        lambda: without(mte_bandwidth=1e15),
+        frozenset({"send and receive", "A2E", "E2A"}),
+    ),
+    Mechanism(
+        "KV and exchanges share ports",
+        lambda: whole()._replace(kv_plane=Plane.ROCE),
+        frozenset({"dispatch beside KV"}),
     ),
     # 3. Kernels
     Mechanism("a tile begins and ends", lambda: without(tile_overhead=0), frozenset({"Table 9"})),
@@ -163,6 +175,8 @@ def groups(machine: Formulas) -> dict[str, list[Row]]:
         return [row for row in rows if row.name.startswith(prefixes)]
 
     return {
+        "send and receive": comm.figure_5(machine.spec),
+        "dispatch beside KV": [_beside_kv(machine)],
         "FusedDispatch": named(exchanges, "cm.t6/dispatch/"),
         "FusedCombine": named(exchanges, "cm.t6/combine/"),
         "A2E": named(a2e, "xds.a2e"),
@@ -177,6 +191,11 @@ def groups(machine: Formulas) -> dict[str, list[Row]]:
         "prefill": named(prefill, "cm.t2/"),
         "prefill's gain": named(prefill, "cm.mb.prefill"),
     }
+
+
+def _beside_kv(machine: Formulas) -> Row:
+    time = interference.dispatch_ns(machine.kv_plane, machine.spec)
+    return Row("interference/ub/dispatch", time / 1000, "us", "predicted")
 
 
 def all_changes() -> list[Shift]:

@@ -17,6 +17,7 @@ from xdeepserve.comm.exchange.handle import XCCL
 from xdeepserve.comm.exchange.layout import Group, Layout
 from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.pod import Pod
+from xdeepserve.hw.spec import Spec
 from xdeepserve.hw.topology import Plane
 
 RANKS, BATCH = 8, 8
@@ -32,9 +33,9 @@ def rows() -> list[Row]:
     ]
 
 
-def dispatch_ns(plane: Plane | None) -> int:
+def dispatch_ns(plane: Plane | None, spec: Spec | None = None) -> int:
     """The slowest rank's, in virtual time, while KV comes over a plane."""
-    pod, group = Pod(), Group(tuple(range(RANKS)), tuple(range(RANKS)))
+    pod, group = Pod(spec=spec or Spec()), Group(tuple(range(RANKS)), tuple(range(RANKS)))
     layout = Layout.for_group(group, max_tokens=BATCH, top_k=TOP_K, hidden=HIDDEN)
     far = pod.topology.dies_per_server
     for die in group.dies:

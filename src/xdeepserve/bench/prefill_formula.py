@@ -69,9 +69,13 @@ class PrefillCost(msgspec.Struct, frozen=True):
         parts = self.compute_ns() / self.efficiency, self.exchanges_ns()
         return max(parts) if microbatches else sum(parts)
 
+    def batch_ns(self) -> float:
+        """All of a chip's tokens, to the first new ones."""
+        return self.config.num_hidden_layers * self.layer_ns()
+
     def throughput(self) -> float:
         """Tokens per second of a chip."""
-        return CHIP_TOKENS / (self.config.num_hidden_layers * self.layer_ns()) * 1e9
+        return CHIP_TOKENS / self.batch_ns() * 1e9
 
 
 def rows(cost: PrefillCost | None = None) -> list[Row]:

@@ -81,7 +81,6 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     ub_bandwidth: Param = Param(
         196e9, "B/s", "public (CM384 launch): per die, one way; XDS 2.2: 400 GB/s per chip"
     )
-    ub_efficiency: Param = Param(0.97, "ratio", "fitted: XDS Figure 5, feasible from 0.94")
     inter_server_loss: Param = Param(0.03, "ratio", "CM 3.2: bandwidth between servers, upper bound")
     inter_server_latency: Param = Param(1e-6, "s", "CM 3.2: more than within a server, upper bound")
     roce_bandwidth: Param = Param(25e9, "B/s", "assumed: 200 Gb/s; CM 3.3.1: one interface per die")
@@ -103,11 +102,11 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     mte_startup: Param = Param(
         0.5e-6,
         "s",
-        "fitted: XDS Figure 5: before a kernel's first access moves, of a copy or a send alike; up to 0.8 us",
+        "assumed: before a kernel's first access moves, of a copy or a send; XDS Figure 5 allows 0.75 us",
     )
-    mte_bandwidth: Param = Param(34e9, "B/s", "fitted: XDS Figure 5, per AIV core, feasible 28 to 58")
-    ring_slot: Param = Param(8192, "B", "fitted: with ring_slots, XDS Figure 5; XDS 3.1: of fixed size")
-    ring_slots: Param = Param(192, "slots", "fitted: with ring_slot, XDS Figure 5; XDS 3.1: a fixed number")
+    mte_bandwidth: Param = Param(34e9, "B/s", "fitted: XDS Figure 5, per AIV core, which allows 33.5 to 36")
+    ring_slot: Param = Param(8192, "B", "assumed: XDS 3.1: of fixed size; Figure 5 allows 4 to 8 KB")
+    ring_slots: Param = Param(192, "slots", "assumed: XDS 3.1: a fixed number; Figure 5 allows 160 and more")
     dma_startup: Param = Param(10e-6, "s", "assumed: XDS 3.1 says higher than MTE")
     urma_startup: Param = Param(6e-6, "s", "assumed: XDS 3.3 says higher than MTE, no CPU in the way")
     piece_overhead: Param = Param(
@@ -215,8 +214,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         `near` and `far` bytes cross the UB port, within and between servers. The bound of `cores` AIVs
         applies to MTE only; None means that no AIV carries the data (DMA, URMA).
         """
-        bandwidth = self.ub_bandwidth.value * self.ub_efficiency.value
-        port = 1e9 * (near_bytes + far_bytes / (1 - self.inter_server_loss.value)) / bandwidth
+        crossing = near_bytes + far_bytes / (1 - self.inter_server_loss.value)
+        port = 1e9 * crossing / self.ub_bandwidth.value
         time = port + self.hbm_ns(local_bytes)
         if cores is not None:
             time = max(
