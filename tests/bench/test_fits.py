@@ -49,7 +49,10 @@ def test_all_that_is_fitted_is_listed_and_the_decode_rows_say_as_much_without_ea
     assert len(left_out) == sum(len(fit.tables) for fit in fits.all_fits().values())
     # Table 6 is of operators that push, and without it only two times of operators that pull are left.
     assert all(one["median"] < (10 if one["table"] == "CM Table 6" else 8) for one in left_out)
-    assert all(one["largest"] < 15 for one in left_out if one["table"] != "CM Table 4")
+    # The four values of Figure 23 agree with no line: without 2.28 times, which says least, that is 17 % off.
+    far = {"CM Table 4", "CM Figure 23"}
+    assert all(one["largest"] < (18 if one["table"] in far else 15) for one in left_out)
+    assert len(told["parameters"]) == 14
     assert main(["bench", "papers", "--fits"]) == 0
     assert "CM Table 6" in capsys.readouterr().out
 

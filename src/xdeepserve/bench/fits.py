@@ -235,8 +235,8 @@ def print_fits(found: Sequence[WithoutTable]) -> None:
     params = fitted_parameters()
     print(f"{len(params)} numbers are fitted to what the papers publish:")
     for name, param in params.items():
-        text = f"  {name:16} {param.value:>10.4g} {param.unit:6} {param.source}"
-        print(textwrap.fill(text, 100, subsequent_indent=36 * " "))
+        text = f"  {name:18} {param.value:>10.4g} {param.unit:6} {param.source}"
+        print(textwrap.fill(text, 100, subsequent_indent=38 * " "))
     print("\nEach table as it is, and as it would be had it not been used. Errors in percent:")
     print(f"  {'':20} {'':28} {'':4}  {'fitted':>14}  {'left out':>14}")
     print(f"  {'of':20} {'table':28} rows  median largest  median largest")
