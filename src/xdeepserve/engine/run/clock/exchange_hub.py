@@ -76,6 +76,7 @@ class ExchangeHub:
         self.copies = model.num_experts_per_tok + (self.num_shared > 0)
         # Of the latest events: last arrival at the dispatch - first arrival.
         self.spreads_ns: dict[int, int] = {}
+        self.priced_ns: dict[Op, float] = {"dispatch": 0.0, "combine": 0.0}  # all so far, without waiting
         self._meetings: dict[tuple[str, int], Meeting[Brought]] = {}
 
     async def meet(self, op: str, rank: int, event: int, num_tokens: int) -> Meeting[Brought]:
@@ -106,7 +107,9 @@ class ExchangeHub:
             self.spreads_ns[meeting.event] = meeting.last_ns - meeting.first_ns
             self.spreads_ns.pop(meeting.event - KEPT, None)
         op: Op = "dispatch" if meeting.op == "dispatch" else "combine"
-        return self.cost.exchange_ns(op, self.num_dies, batch, self.copies, stretch), load
+        price_ns = self.cost.exchange_ns(op, self.num_dies, batch, self.copies, stretch)
+        self.priced_ns[op] += price_ns
+        return price_ns, load
 
 
 class ClockExchange:
