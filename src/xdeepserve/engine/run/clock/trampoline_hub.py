@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
+from typing import get_args
 
 import numpy as np
 
@@ -196,3 +197,10 @@ class ClockExpertSide:
 def way_back_ns(model: ModelConfig, rows: float, has_shared: bool) -> float:
     """E2A's second stage, from a trampoline to its attention die, for so many rows of a microbatch."""
     return CommCost(hidden=model.hidden_size).return_ns(rows, model.num_experts_per_tok + has_shared)
+
+
+def slower_way(model: ModelConfig, num_experts: int, rows: float, has_shared: bool) -> float:
+    """Of the two ways among expert dies, the slower one's time over the mean of both."""
+    cost, top_k = CommCost(hidden=model.hidden_size), model.num_experts_per_tok + has_shared
+    times = [cost.among_ns(op, num_experts, rows, top_k) for op in get_args(Op)]
+    return 2 * max(times) / sum(times)
