@@ -117,8 +117,8 @@ async def main() -> None:
         for way, found in (("pull", pull), ("push", push)):
             loads, stores = (found[op, lane] / 1e6 for lane in ("MTE2", "MTE3"))
             print(f"{op:>9} {way} {loads:>9.2f}{stores:>14.2f}{found[op, 'ns']:>13} ns")
-    print("times are alike: a fixed part and a price for each copy at a port, fitted to CloudMatrix's")
-    print("Table 6, hide the rest; what push saves is a pass of each row through its own die's memory")
+    print("a copy at a port costs the same either way; push saves a pass of each row through its own die's")
+    print("memory, and its combine a meeting of all cores, since each answer has a flag of its own")
     is_equal = all(np.array_equal(a, b) for a, b in zip(pulled, pushed, strict=True))
     print(f"\nthe sums are the same bits: {is_equal}")
 

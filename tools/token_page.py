@@ -29,9 +29,11 @@ PRICES = (
     ("gate", "Gate"),
     ("kernel_overhead", "a kernel without its work: step 1 of A2E, A2E', E2A"),
     (
-        "exchange_fixed",
-        "an exchange without its tokens: launch, rows and fields, the reader's look at the last field",
+        "core_meeting",
+        "the cores of an operator meet: before it posts fields, and in dispatch with all counts",
     ),
+    ("piece_overhead", "a core posts one field"),
+    ("field_poll", "a core takes note of one field that has come"),
     ("poll_latency", "a look at a field: what a wait that is over at once takes"),
     ("pass_overhead", "host, norm and head of a step: the grey end of the second picture"),
 )

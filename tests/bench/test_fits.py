@@ -16,7 +16,7 @@ from xdeepserve.hw.spec import Spec
 def test_the_numbers_that_made_a_table_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """From a table that other numbers would have printed, exactly these."""
     fit = fits.all_fits()["dispatch and combine"]
-    others = {"exchange_fixed": 20e-6, "exchange_copy": 150e-9}
+    others = {"core_meeting": 20e-6, "exchange_copy": 150e-9}
     made = {row.name: row.value for row in fit.tables["CM Table 6"](others)}
 
     def scaled(numbers: fits.Numbers) -> Iterable[Row]:
@@ -40,15 +40,19 @@ def test_all_that_is_fitted_is_listed_and_the_decode_rows_say_as_much_without_ea
 ) -> None:
     assert main(["bench", "papers", "--fits", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert {*told["parameters"]} - {fits.COMM_RATIO} == {
+    assert {*told["parameters"]} - {*fits.OF_BENCHMARKS} == {
         name for name in Spec.__struct_fields__ if "fitted" in getattr(Spec(), name).source
     }
     of_fits = {name for fit in fits.all_fits().values() for name in fit.numbers}
     assert of_fits <= {*told["parameters"]}
     left_out = told["left_out"]
     assert len(left_out) == sum(len(fit.tables) for fit in fits.all_fits().values())
-    assert all(one["median"] < 8 for one in left_out)
-    assert all(one["largest"] < 15 for one in left_out if one["table"] != "CM Table 4")
+    # Table 6 is of operators that push, and without it only two times of operators that pull are left.
+    assert all(one["median"] < (10 if one["table"] == "CM Table 6" else 8) for one in left_out)
+    # The four values of Figure 23 agree with no line: without 2.28 times, which says least, that is 17 % off.
+    far = {"CM Table 4", "CM Figure 23"}
+    assert all(one["largest"] < (18 if one["table"] in far else 15) for one in left_out)
+    assert len(told["parameters"]) == 14
     assert main(["bench", "papers", "--fits"]) == 0
     assert "CM Table 6" in capsys.readouterr().out
 

@@ -5,8 +5,10 @@ import io
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from xdeepserve.bench.compared import beyond
 from xdeepserve.bench.sweep import Point, SweepResult, bound_of, measure, points, sweep
 from xdeepserve.cli import main
 from xdeepserve.cli.sweep import Labels, best_lines
@@ -22,7 +24,7 @@ def test_a_sweep_has_every_combination(tmp_path: Path, capsys: Capture) -> None:
     args += ["--context", "256", "--processes", "1"]
     assert main(["sweep", *args, "--csv", str(table)]) == 0
     captured = capsys.readouterr()
-    assert captured.err.count("sweep: ") == 4
+    assert sum("/4 " in line and " done ... " not in line for line in captured.err.splitlines()) == 4
     assert "tiny-r1, colocated: context 256\n" in captured.out
     assert captured.out.count("a SuperPod has 768 dies") == 1
     assert "refused: dies=999: " in captured.out
@@ -37,6 +39,21 @@ def test_a_sweep_has_every_combination(tmp_path: Path, capsys: Capture) -> None:
     assert float(rows[0]["tpot_ms"]) > 0
     assert "a SuperPod has 768 dies" in rows[2]["refusal"]
     assert rows[0]["dies_in_all"] == "2"
+
+
+def test_a_point_beyond_what_is_published_says_so(capsys: Capture) -> None:
+    """DeepSeek-R1 within the bounds of Table 4 and Table 6 says nothing."""
+    within = Point("deepseek-r1", "colocated", ("dies=64",), 4, 1536)
+    assert measure(within).beyond == ()
+    assert measure(msgspec.structs.replace(within, batch=2, context=1535)).beyond == (
+        "requests of a die 2, published 4 to 96 (CM Table 4, XDS 7.1)",
+        "positions of a request 1,535, published 1,536 to 4,224 (CM Table 4: prompts, half of answers)",
+    )
+    assert beyond(hidden=7168, batch=96, context=4224, ranks=320) == ()
+    assert len(beyond(hidden=7169, batch=97, context=4225, ranks=321)) == 4
+    args = ["sweep", "--model", "tiny", "--deployment", "colocated", "--set", "dies=4", "--context", "256"]
+    assert main(args) == 0
+    assert "how far off is not known: elements of a token" in capsys.readouterr().out
 
 
 def test_what_a_sweep_says_adds_up() -> None:

@@ -194,7 +194,7 @@ def test_ub_is_faster_than_roce_is_faster_than_vpc() -> None:
     assert duration("vpc", 0, 5) == pytest.approx(vpc, abs=1)
     assert duration("vpc", 8, 9) == pytest.approx(vpc - 2e9 * spec.dma_startup.value, abs=1)
     dma = spec.startup_ns("dma") + spec.pieces_ns(1, 1) + spec.far_latency_ns()
-    port = 2048 / (1 - spec.inter_server_loss.value) / (spec.ub_bandwidth.value * spec.ub_efficiency.value)
+    port = 2048 / (1 - spec.inter_server_loss.value) / spec.ub_bandwidth.value
     assert duration("ub", 0, 5) == pytest.approx(dma + 1e9 * port, abs=1)
 
 

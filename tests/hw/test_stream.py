@@ -168,7 +168,7 @@ async def test_a_full_unified_buffer_makes_the_loads_wait_for_the_stores() -> No
         loaded.append(pod.clock.now)
 
     await die.spawn(program())
-    load, store = loaded[0], round(nbytes / (196 * 0.97))
+    load, store = loaded[0], round(nbytes / 196)
     assert loaded[1] == 2 * load  # both halves
     assert loaded[2] == pytest.approx(load + store + load, abs=3)  # when the first half is stored
     assert loaded[4] == pytest.approx(load + 4 * store, abs=6)  # MTE3 never pauses

@@ -60,10 +60,10 @@ def test_table_4_within_the_bounds_of_its_fit(rows: dict[str, Row]) -> None:
 
 
 def test_rows_beyond_their_bound_say_so(rows: dict[str, Row]) -> None:
-    """TPOT of batch 112 is 9.4 % low, and throughput, its reciprocal, 10.4 % high."""
+    """TPOT of batch 112 is 15.2 % low with four rows, and throughput, its reciprocal, 17.9 % high."""
     noted = {name for name, row in rows.items() if "NOT KEPT" in row.note}
-    assert noted == {"cm.t4/throughput/batch=112", "cm.t4/throughput/batch=112/fit=four"}
-    assert rows["cm.t4/throughput/batch=112"].note == "batch / TPOT, bound of 10 % NOT KEPT"
+    assert noted == {"cm.t4/throughput/batch=112/fit=four"}
+    assert rows["cm.t4/throughput/batch=112/fit=four"].note == "batch / TPOT, bound of 16 % NOT KEPT"
     assert rows["cm.t4/throughput/batch=24"].note == "batch / TPOT"
 
 
@@ -107,7 +107,7 @@ def test_megascale_ping_pong(rows: dict[str, Row]) -> None:
 
 
 def test_fitted_parameters_say_so() -> None:
-    for name in ("small_kernels", "barrier_stretch", "pass_overhead", "exchange_fixed", "exchange_copy"):
+    for name in ("small_kernels", "barrier_stretch", "pass_overhead", "core_meeting", "exchange_copy"):
         assert getattr(Spec(), name).source.startswith("fitted")
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from xdeepserve.bench import carriers
 from xdeepserve.bench.report import Kind, Row
-from xdeepserve.comm.cost import CommCost
+from xdeepserve.comm.cost import CommCost, Op
 from xdeepserve.comm.exchange.handle import XCCL
 from xdeepserve.comm.exchange.layout import Group, Layout
 from xdeepserve.comm.fused.handle import FusedXCCL
@@ -38,6 +38,7 @@ from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.spec import Param, Spec
 
 HIDDEN, TOP_K = 7168, 8  # DeepSeek-R1
+OPS: tuple[Op, Op] = "dispatch", "combine"
 DISPATCH_NBYTES, COMBINE_NBYTES = HIDDEN + 512, 2 * HIDDEN
 
 MESSAGES = (4 << 10, 64 << 10, 256 << 10, (1 << 20) - 32, 4 << 20, 9 << 20)
@@ -83,12 +84,16 @@ def send_receive() -> list[Row]:
             time = simulate_send(nbytes, 2, engine, True) / 1000
             how = "aiv=2" if engine == "mte" else f"engine={engine}"
             curve.append(Row(f"p2p/bytes={nbytes}/{how}/zero_copy", time, "us", "predicted"))
-    slowest = max(times[nbytes, 2] for nbytes in MESSAGES if nbytes < 1 << 20)
-    speedup = times[9 << 20, 2] / times[9 << 20, 48]
+    return [*figure_5(), *curve]
+
+
+def figure_5(spec: Spec | None = None) -> list[Row]:
+    """The paper's two statements about the curve."""
+    slowest = max(simulate_send(nbytes, 2, spec=spec) for nbytes in MESSAGES if nbytes < 1 << 20)
+    speedup = simulate_send(9 << 20, 2, spec=spec) / simulate_send(9 << 20, 48, spec=spec)
     return [
-        Row("xds.p2p.small", slowest, "us", "calibrated"),
+        Row("xds.p2p.small", slowest / 1000, "us", "calibrated"),
         Row("xds.p2p.scaling", speedup, "x", "calibrated"),
-        *curve,
     ]
 
 
@@ -98,12 +103,16 @@ def _is_fitted(nbytes: int, cores: int) -> bool:
 
 
 @functools.cache
-def simulate_send(nbytes: int, cores: int, engine: Engine = "mte", zero_copy: bool = False) -> int:
+def simulate_send(
+    nbytes: int, cores: int, engine: Engine = "mte", zero_copy: bool = False, spec: Spec | None = None
+) -> int:
     """ns of virtual time from the start to the end of a send between dies of different servers."""
     how: dict[str, Any] = {"cores": cores, "engine": engine}
 
     async def main() -> int:
-        pod, layout = Pod(), RingLayout(num_ranks=2)
+        pod = Pod(spec=spec or Spec())
+        slots = pod.spec.ring_slot.value, pod.spec.ring_slots.value
+        layout = RingLayout(num_ranks=2, slot_nbytes=int(slots[0]), num_slots=int(slots[1]))
         dies = (0, pod.topology.dies_per_server)
         for die in dies:
             plan = pod.plan(die)
@@ -126,34 +135,34 @@ def simulate_send(nbytes: int, cores: int, engine: Engine = "mte", zero_copy: bo
 
 def exchanges(cost: CommCost | None = None) -> list[Row]:
     """CM Table 6: batch 128 per rank."""
-    cost = cost or CommCost()
-    times = {ep: cost.exchange_ns(ep, 128, TOP_K) / 1000 for ep in EP_SIZES}
+    cost = cost or CommCost(way="push")
     return [
-        Row(f"cm.t6/{op}/ep={ep}", time, "us", _kind(ep in FITTED_EP_SIZES))
-        for op in ("dispatch", "combine")
-        for ep, time in times.items()
+        Row(
+            f"cm.t6/{op}/ep={ep}",
+            cost.exchange_ns(op, ep, 128, TOP_K) / 1000,
+            "us",
+            _kind(ep in FITTED_EP_SIZES),
+        )
+        for op in OPS
+        for ep in EP_SIZES
     ]
 
 
 def simulated_exchanges() -> list[Row]:
-    """Dispatch and combine of CloudMatrix's Table 6, simulated, by pull and by push."""
-    result = []
-    for ep in SIMULATED_EP_SIZES:
-        kind = _kind(ep in FITTED_EP_SIZES)
-        for way in ("pull", "push"):
-            times = simulate_exchange(way, ep, 128, SHRINK)
-            for op, time in zip(("dispatch", "combine"), times, strict=True):
-                result.append(Row(f"cm.t6/{op}/ep={ep}/simulated={way}", time / 1000, "us", kind))
-    return result
+    """FusedDispatch and FusedCombine of CloudMatrix's Table 6, simulated."""
+    return [
+        Row(f"cm.t6/{op}/ep={ep}/simulated=push", time / 1000, "us", _kind(ep in FITTED_EP_SIZES))
+        for ep in SIMULATED_EP_SIZES
+        for op, time in zip(OPS, simulate_exchange("push", ep, 128, SHRINK), strict=True)
+    ]
 
 
 def a2e(cost: CommCost | None = None) -> list[Row]:
     """XDS 3.3: batch 96, 288 expert dies; eight routed copies of a token and one for the shared expert."""
     cost = cost or CommCost()
-    times = {"xds.a2e": DISPATCH_NBYTES, "xds.e2a": COMBINE_NBYTES}
     return [
-        Row(name, cost.a2e_ns(EXPERTS, A2E_BATCH, A2E_COPIES, nbytes) / 1000, "us", "predicted")
-        for name, nbytes in times.items()
+        Row(name, time(ATTENTION, EXPERTS, A2E_BATCH, A2E_COPIES) / 1000, "us", "predicted")
+        for name, time in (("xds.a2e", cost.a2e_ns), ("xds.e2a", cost.e2a_ns))
     ]
 
 
@@ -264,13 +273,15 @@ def simulate_exchange(way: str, num_ranks: int, batch: int, shrink: int = 1) -> 
         chosen = [rng.permutation(num_experts)[:TOP_K] for _ in range(batch)]
         clock, start = xccl.die.clock, xccl.die.clock.now
         got = await xccl.dispatch(np.zeros((batch, hidden), np.float32), np.array(chosen, np.int32), 1)
-        dispatched = clock.now
+        dispatched = clock.now - start
+        await clock.sleep_until(start + 1_000_000)  # all dispatches are over
+        start = clock.now
         out = np.zeros((len(got), hidden), np.float32)
         if isinstance(xccl, FusedXCCL):
             await xccl.combine(out, np.ones((batch, TOP_K), np.float32), 1)
         else:
             await xccl.combine(out, 1)
-        return dispatched - start, clock.now - dispatched
+        return dispatched, clock.now - start
 
     async def main() -> tuple[int, int]:
         pod = Pod(spec=spec)
@@ -279,6 +290,7 @@ def simulate_exchange(way: str, num_ranks: int, batch: int, shrink: int = 1) -> 
         if way == "push":
             make = FusedXCCL
             layout = FusedLayout.for_group(group, local_batch=batch, top_k=TOP_K, hidden=hidden)
+            layout = msgspec.structs.replace(layout, alignment=layout.alignment // shrink)
         for die in group.dies:
             layout.plan(pod.plan(die))
         pod.materialise()
@@ -332,8 +344,7 @@ def plot(all_rows: list[Row], path: Path) -> None:
     for op, mark in (("dispatch", "o"), ("combine", "s")):
         names = [f"cm.t6/{op}/ep={ep}" for ep in EP_SIZES]
         middle.plot(EP_SIZES, [published[name] for name in names], mark, label=f"{op}, CM Table 6")
-    names = [f"cm.t6/dispatch/ep={ep}" for ep in EP_SIZES]
-    middle.plot(EP_SIZES, [value[name] for name in names], "k-", label="model, both")
+        middle.plot(EP_SIZES, [value[name] for name in names], "-", label=f"{op}, ours")
     middle.set(title="dispatch and combine, batch 128", xlabel="EP", ylabel="us", ylim=(0, 180))
     middle.set_xscale("log", base=2)
     for way, style in (("pull", "o-"), ("push", "s--")):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from xdeepserve.comm.cost import CommCost
+from xdeepserve.comm.cost import CommCost, Op
 from xdeepserve.hw.spec import Spec
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.shapes import packed_shapes
@@ -63,7 +63,7 @@ class LayerCost(msgspec.Struct, frozen=True):
 
     config: ModelConfig
     spec: Spec = Spec()
-    comm: CommCost = CommCost()
+    comm: CommCost = CommCost(way="push")  # CloudMatrix's fused operators
 
     def program_ns(self, program: Program, counts: Counts, cores: int | None = None) -> float:
         """All stages of a Program."""
@@ -81,9 +81,11 @@ class LayerCost(msgspec.Struct, frozen=True):
         """What a pass, the main model's or one of MTP's, takes besides its layers."""
         return self.spec.stage_ns(PASS)
 
-    def exchange_ns(self, num_ranks: int, batch: float, copies: int) -> float:
-        """Dispatch or combine in a layer, stretched as in serving."""
-        return self.comm.exchange_ns(num_ranks, batch, copies, self.spec.barrier_stretch.value)
+    def exchanges_ns(self, num_ranks: int, batch: float, copies: int) -> float:
+        """Dispatch and combine in a layer, stretched as in serving."""
+        stretch = self.spec.barrier_stretch.value
+        ops: tuple[Op, Op] = "dispatch", "combine"
+        return sum(self.comm.exchange_ns(op, num_ranks, batch, copies, stretch) for op in ops)
 
     # ---- a colocated layer with shared experts on dies of their own ------------------------------------
 
@@ -101,8 +103,8 @@ class LayerCost(msgspec.Struct, frozen=True):
         mean = c.num_experts_per_tok * total / dies.routed
         busiest = max(total / dies.shared, self.spec.billed_copies(0, mean))
         counts = Counts(rows, copies=busiest, touched=1)
-        exchange = self.exchange_ns(dies.total, rows, copies)
-        return self.stage_ns("Gate", counts) + 2 * exchange + self.stage_ns("Experts", counts, cores)
+        exchanges = self.exchanges_ns(dies.total, rows, copies)
+        return self.stage_ns("Gate", counts) + exchanges + self.stage_ns("Experts", counts, cores)
 
     def serial_ns(self, load: Load, dies: ExpertDies) -> float:
         """A layer without microbatches."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from xdeepserve.bench.comm import pyplot
+from xdeepserve.bench.prefill_formula import CHIP_TOKENS, DIES_PER_CHIP, MODEL, PrefillCost
 from xdeepserve.bench.report import Kind, Row
 from xdeepserve.bench.request_traces import generated, hits_of_belady, hits_of_lru
 from xdeepserve.ems.memory_pool import MemoryPool
@@ -21,7 +22,7 @@ from xdeepserve.ems.mp_server import Lease
 from xdeepserve.hw.bucket import Bucket
 from xdeepserve.hw.clock import Process
 from xdeepserve.hw.pod import Pod
-from xdeepserve.hw.spec import Spec
+from xdeepserve.model.presets import resolve_model
 from xdeepserve.platform.traces import BLOCK_TOKENS, TracedRequest, TraceFormat, read_trace
 
 MODEL_NBYTES = 671e9  # CM Table 1: DeepSeek-R1 in INT8
@@ -143,11 +144,10 @@ def _run(pod: Pod, work: Coroutine[Any, Any, Any]) -> Any:
 
 # ---- Figure 23: context caching ----------------------------------------------------------------------------
 
-# A prompt of 4,096 tokens, 16,384 a chip: time to the first token without reuse, and the part of it that does
-# not shrink with reuse. Both are fitted to the four values of 5.4.3, which no line meets better.
-TTFT_MS, FIXED_SHARE = 2541.5, 0.356
-KV_NBYTES = 16384 * 61 * 1152  # BF16 latents and keys of so many tokens
-VPC_LOSS = 1.52  # CM 5.4.3: how much slower VPC is at most; the bandwidth of its path is not published
+# Of the time to the first token what does not shrink with reuse: fitted to the four values of 5.4.3.
+FIXED_SHARE = 0.339
+KV_NBYTES = CHIP_TOKENS * 61 * 1152  # BF16 latents and keys of a chip's tokens
+SERVER_CHIPS = 8  # of a server, which has one card for VPC
 
 
 class Reuse(NamedTuple):
@@ -157,27 +157,32 @@ class Reuse(NamedTuple):
     vpc_ms: float
 
 
-def reuse(share: float, spec: Spec | None = None) -> Reuse:
-    """The fitted line, and what fetching adds to it: dies' DMA over UB, or VPC at the bandwidth that makes
-    the published ratio at 90 %."""
-    spec = spec or Spec()
-    line = TTFT_MS * (FIXED_SHARE + (1 - share) * (1 - FIXED_SHARE))
-    ub = (spec.startup_ns("dma") + spec.link_ns(0, 0, share * KV_NBYTES / 2)) / 1e6  # a chip has two dies
-    most = TTFT_MS * (FIXED_SHARE + 0.1 * (1 - FIXED_SHARE)) + spec.link_ns(0, 0, 0.9 * KV_NBYTES / 2) / 1e6
-    vpc = share / 0.9 * (VPC_LOSS - 1) * most + ub
-    return Reuse(line + ub, line + vpc)
+def reuse(share: float, fixed_share: float = FIXED_SHARE) -> Reuse:
+    """The time of Table 2's prefill, of which reuse leaves a fixed share and that of the other tokens, and
+    what fetching adds to it: dies' DMA over UB, or a server's card of VPC for all its chips."""
+    prefill = PrefillCost(resolve_model(MODEL).config)
+    spec, nbytes = prefill.spec, share * KV_NBYTES
+    line = prefill.batch_ns() * (fixed_share + (1 - share) * (1 - fixed_share))
+    ub = spec.startup_ns("dma") + spec.link_ns(0, 0, nbytes / DIES_PER_CHIP)
+    vpc = 1e9 * (spec.vpc_startup.value + nbytes * SERVER_CHIPS / spec.vpc_bandwidth.value)
+    return Reuse((line + ub) / 1e6, (line + vpc) / 1e6)
+
+
+def caching(fixed_share: float = FIXED_SHARE) -> list[Row]:
+    """The text of Figure 23."""
+    base, some, half, most = (reuse(share, fixed_share) for share in (0.0, 0.125, 0.5, 0.9))
+    return [
+        Row("cm.cc.ttft/reuse=50%", base.ub_ms - half.ub_ms, "ms", "calibrated"),
+        Row("cm.cc.ttft/reuse=90%", base.ub_ms - most.ub_ms, "ms", "calibrated"),
+        Row("cm.cc.tput/12.5%->50%", some.ub_ms / half.ub_ms, "x", "calibrated"),
+        Row("cm.cc.tput/reuse=90%", base.ub_ms / most.ub_ms, "x", "calibrated"),
+        Row("cm.cc.tput/UB over VPC", most.vpc_ms / most.ub_ms, "x", "predicted"),
+    ]
 
 
 def figure_23() -> list[Row]:
-    """The text of Figure 23, and its two curves."""
-    base, half, most = (reuse(share).ub_ms for share in (0.0, 0.5, 0.9))
-    rows = [
-        Row("cm.cc.ttft/reuse=50%", base - half, "ms", "calibrated"),
-        Row("cm.cc.ttft/reuse=90%", base - most, "ms", "calibrated"),
-        Row("cm.cc.tput/12.5%->50%", reuse(0.125).ub_ms / half, "x", "calibrated"),
-        Row("cm.cc.tput/reuse=90%", base / most, "x", "calibrated"),
-        Row("cm.cc.tput/UB over VPC", reuse(0.9).vpc_ms / most, "x", "calibrated"),
-    ]
+    """Its text, and its two curves."""
+    rows = caching()
     for percent in (0, 12.5, 25, 50, 75, 90):
         times = reuse(percent / 100)
         for plane, ms in (("ub", times.ub_ms), ("vpc", times.vpc_ms)):

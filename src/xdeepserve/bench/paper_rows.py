@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from xdeepserve.bench.comm import COMBINE_NBYTES, DISPATCH_NBYTES, EP_SIZES, FITTED_EP_SIZES, TOP_K
+from xdeepserve.bench.comm import COMBINE_NBYTES, DISPATCH_NBYTES, EP_SIZES, FITTED_EP_SIZES, OPS, TOP_K
 from xdeepserve.bench.decode_formula import EP320, ExpertDies, LayerCost, Load
 from xdeepserve.bench.pipelines import CM_CONTEXT, CM_SPLIT, CM_TIMING, DIES_PER_CHIP, MODEL
 from xdeepserve.bench.report import Kind, Row
@@ -28,6 +28,7 @@ TABLE_9 = (
 FITTED_GEMMS = (TABLE_9[0], TABLE_9[2], TABLE_9[4])
 TABLE_10 = (48, 44, 36, 32, 24)  # servers
 TABLE_6_BATCH = 128
+FIGURE_6_EP = 128
 EP288 = ExpertDies(288, 256, 32)  # XDS 7.1
 WEIGHTS_GB = 671
 
@@ -45,12 +46,24 @@ def gemms(spec: Spec | None = None) -> Iterator[Row]:
 def bandwidths() -> Iterator[Row]:
     """CM Table 6: bytes of a rank's messages over the latency. Published bandwidths times latencies are some
     5 % more bytes than 1,024 messages of the sizes that CM 4.2.1 gives; nothing says of what."""
-    for op, nbytes in (("dispatch", DISPATCH_NBYTES), ("combine", COMBINE_NBYTES)):
+    for op, nbytes in zip(OPS, (DISPATCH_NBYTES, COMBINE_NBYTES), strict=True):
         for ep in EP_SIZES:
-            seconds = CommCost().exchange_ns(ep, TABLE_6_BATCH, TOP_K) / 1e9
+            seconds = CommCost(way="push").exchange_ns(op, ep, TABLE_6_BATCH, TOP_K) / 1e9
             kind: Kind = "calibrated" if ep in FITTED_EP_SIZES else "predicted"
             rate = TABLE_6_BATCH * TOP_K * nbytes / seconds / 1e9
             yield Row(f"cm.t6/bandwidth/{op}/ep={ep}", rate, "GB/s", kind)
+
+
+def crossover(cost: CommCost | None = None) -> Iterator[Row]:
+    """The largest batch with which dispatch takes longer than combine at EP 128 (XDS 3.2, Figure 6)."""
+    cost = cost or CommCost()
+
+    def is_slower(batch: int) -> bool:
+        dispatch, combine = (cost.exchange_ns(op, FIGURE_6_EP, batch, TOP_K) for op in OPS)
+        return dispatch > combine
+
+    most = max(filter(is_slower, range(1, 256)), default=0)
+    yield Row("xds.ep.crossover", most, "tokens", "predicted")
 
 
 def gains_by_drafts(cost: LayerCost | None = None) -> Iterator[Row]:
@@ -67,7 +80,7 @@ def gains_by_drafts(cost: LayerCost | None = None) -> Iterator[Row]:
 
 def latency_by_drafts() -> Iterator[Row]:
     """How much less the time per token is with one drafted token (XDS 4.6), in the deployment of XDS 7.1."""
-    cost = LayerCost(resolve_model(MODEL).config)
+    cost = LayerCost(resolve_model(MODEL).config, comm=CommCost())
     without, drafted = (
         cost.iteration_ns(Load(requests=BATCH_288, rows=rows, context=CONTEXT), EP288, microbatches=False)
         + GAP_MS * 1e6

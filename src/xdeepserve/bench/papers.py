@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from xdeepserve.bench import comm, ems, paper_rows, pipelines, plan, superpod
+from xdeepserve.bench import comm, ems, paper_rows, pipelines, plan, prefill_formula, superpod
 from xdeepserve.bench.report import Row
 from xdeepserve.errors import InputError
 
@@ -35,6 +35,7 @@ SOURCES: dict[str, tuple[Callable[[], Iterable[Row]], ...]] = {
     "xds": (
         comm.send_receive,
         paper_rows.fields_and_pairs,
+        paper_rows.crossover,
         comm.a2e,
         paper_rows.latency_by_drafts,
         superpod.colocated,
@@ -50,6 +51,7 @@ SOURCES: dict[str, tuple[Callable[[], Iterable[Row]], ...]] = {
         pipelines.gains,
         paper_rows.microbatches,
         paper_rows.gains_by_drafts,
+        prefill_formula.rows,
         paper_rows.storage,
         ems.table_1,
         ems.figure_23,

@@ -13,6 +13,7 @@ import msgspec
 
 from xdeepserve.bench.decode_formula import EP320, SPLITS, LayerCost, Load
 from xdeepserve.bench.report import Row
+from xdeepserve.comm.cost import CommCost
 from xdeepserve.engine.deploy.deployment import (
     AttentionConfig,
     CacheConfig,
@@ -22,7 +23,6 @@ from xdeepserve.engine.deploy.deployment import (
     SchedulerConfig,
 )
 from xdeepserve.engine.run.clock.routing import TimingConfig
-from xdeepserve.engine.run.clock.trampoline_hub import SCALE_SLOT
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.planner.decode_run import DecodeRun, decode_iteration
 from xdeepserve.step.stage import Counts
@@ -77,6 +77,7 @@ def cloudmatrix_deployment(
     return Deployment(
         name="colocated, EP320",
         kind="colocated",
+        exchange="push",
         dies=CM_SAMPLE,
         mtp=mtp,
         pipeline=pipeline,
@@ -178,19 +179,20 @@ def ping_pong_deployment(microbatches: int) -> Deployment:
 
 def ping_pong_stages_us() -> tuple[float, ...]:
     """Microseconds of a microbatch in a layer: attention and posting, A2E, experts, E2A, the way back."""
-    cost = LayerCost(resolve_model(MODEL).config)
+    cost = LayerCost(resolve_model(MODEL).config, comm=CommCost())
     c, (attention, routed, shared), b = cost.config, PING_PONG, PING_PONG_BATCH
     load = Load(requests=b, rows=1, context=PING_PONG_CONTEXT + 1)
     own = cost.stream0_ns(load) + cost.stage_ns("Gate", Counts(b))
-    post = cost.comm.bulk_ns(b * (c.hidden_size + SCALE_SLOT))
-    back = cost.comm.bulk_ns(b * c.hidden_size * 2)
-    exchange = cost.comm.exchange_ns(routed + shared, b, c.num_experts_per_tok + 1)
+    top_k = c.num_experts_per_tok + 1
+    post, back = cost.comm.post_ns(b), cost.comm.return_ns(b, top_k)
+    there = cost.comm.among_ns("dispatch", routed + shared, b, top_k, trampolines=attention)
+    answers = cost.comm.among_ns("combine", routed + shared, b, top_k, trampolines=attention)
     copies = cost.spec.billed_copies(0, attention * b * c.num_experts_per_tok / routed)
     experts = max(
         cost.stage_ns("Experts", Counts(b, copies=copies, touched=c.n_routed_experts / routed)),
         cost.stage_ns("Experts", Counts(b, copies=attention * b / shared, touched=1)),
     )
-    return tuple(ns / 1000 for ns in (own + post, exchange, experts, exchange, back))
+    return tuple(ns / 1000 for ns in (own + post, there, experts, answers, back))
 
 
 def simulated_ping_pong_us(microbatches: int) -> float:

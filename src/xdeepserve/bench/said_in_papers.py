@@ -38,12 +38,6 @@ SIZES = (4096, 65536, 262144, 1048544, 4194304, 9437184)
 EPS = (8, 16, 32, 64, 128, 256)
 BATCHES = (8, 24, 96, 112, 128)
 REUSE = ("12.5%", "25%", "50%", "75%", "90%")
-FIGURE_6 = (
-    "Both take a fixed part and a price for each message at a port, and these two numbers are fitted to "
-    "Table 6, where dispatch and combine of a batch of 128 take as long. Quantisation is a vector kernel of "
-    "0.1 us here, and bytes do not bound a message of 7.5 or 14 KB; so neither side of the crossing at 32 "
-    "is seen."
-)
 GPUS = ("l20", "h800", "a800", "h20", "l40s")
 JITTER = "engine/jitter/{}/first_dispatch_p99"
 
@@ -78,10 +72,9 @@ TRENDS = (
         "dispatch takes longer than combine up to 32 tokens, and less beyond",
         "pull and push",
         lambda v: (
-            v["pull/dispatch/ep=8/batch=8"] > v["pull/combine/ep=8/batch=8"]
+            all(v[f"pull/dispatch/ep=8/batch={b}"] > v[f"pull/combine/ep=8/batch={b}"] for b in (8, 32))
             and v["pull/dispatch/ep=8/batch=128"] < v["pull/combine/ep=8/batch=128"]
         ),
-        FIGURE_6,
     ),
     Trend(
         "xds.trampoline",
@@ -248,6 +241,15 @@ TRENDS = (
         "exchanges",
         lambda v: all(
             v[f"cm.t6/bandwidth/dispatch/ep={ep}"] < v[f"cm.t6/bandwidth/combine/ep={ep}"] for ep in EPS
+        ),
+    ),
+    Trend(
+        "cm.interference",
+        "4.3.3",
+        "KV that comes over RoCE leaves exchanges on UB alone, over UB it delays them",
+        "interference",
+        lambda v: (
+            v["interference/roce/dispatch"] == v["interference/none/dispatch"] < v["interference/ub/dispatch"]
         ),
     ),
     Trend(

@@ -79,8 +79,7 @@ def of_source(up: ScaleUp) -> Iterator[Row]:
     run = decode_iteration(resolve_model(Cluster((TE,)).model), deployment, CONTEXT, BATCH, TimingConfig())
     spec, gap = up.spec, up.spec.scheduler_gap.value * 1e9
     port = sum(run.spent_ns.get(name, 0.0) for name in EXCHANGES)
-    read = spec.ub_bandwidth.value * spec.ub_efficiency.value
-    left = 1 - read / (spec.hbm_bandwidth.value * spec.hbm_efficiency.value)
+    left = 1 - spec.ub_bandwidth.value / (spec.hbm_bandwidth.value * spec.hbm_efficiency.value)
     during = 2 * port + (run.iteration_ns - port) / left
     at = f"scale/source/batch={BATCH}"
     yield Row(f"{at}/tpot", (run.iteration_ns + gap) / 1e6, "ms", "predicted")

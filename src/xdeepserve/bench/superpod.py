@@ -71,8 +71,8 @@ def four_row_spec() -> Spec:
     """The decode parameters as fitted to FOUR_ROWS alone."""
     return msgspec.structs.replace(
         Spec(),
-        small_kernels=Param(93e-6, "s", "fitted: streams 0 and 1, layer without MTP, batch 8"),
-        barrier_stretch=Param(1.76, "ratio", "fitted: the same four rows"),
+        small_kernels=Param(113e-6, "s", "fitted: streams 0 and 1, layer without MTP, batch 8"),
+        barrier_stretch=Param(1.84, "ratio", "fitted: the same four rows"),
         pass_overhead=Param(0.15e-3, "s", "fitted: the same four rows; a bound of the fit"),
     )
 

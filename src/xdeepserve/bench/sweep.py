@@ -16,12 +16,14 @@ from pathlib import Path
 
 import msgspec
 
+from xdeepserve.bench.compared import beyond
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Deployment
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.deploy.roles import decode_alone
 from xdeepserve.engine.description import lack
 from xdeepserve.engine.run.clock.routing import TimingConfig
+from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import DeploymentError, InputError, RequestError
 from xdeepserve.hw.spec import Spec
 from xdeepserve.model.presets import resolve_model
@@ -64,6 +66,7 @@ class SweepResult(msgspec.Struct, frozen=True):
     experts_busy        percent that the busiest of those others computes; None alike
     bound               attention or experts: the busier of the two, if they are on dies of their own;
                         else what most of the time goes to: "mostly attention", experts, exchange or other
+    beyond              what of the point is beyond all that published times are of
     """
 
     point: Point
@@ -75,6 +78,7 @@ class SweepResult(msgspec.Struct, frozen=True):
     attention_busy: float | None = None
     experts_busy: float | None = None
     bound: str = ""
+    beyond: tuple[str, ...] = ()
     refusal: str = ""
 
     @property
@@ -128,7 +132,16 @@ def measure(point: Point) -> SweepResult:
         if "max_model_len" in refusal and f"found {point.context + NEW_POSITIONS}" in refusal:
             refusal += f" (the context and {NEW_POSITIONS} new positions): give a smaller --context"
         return SweepResult(point, refusal=refusal)
-    return _result(point, run, deployment.mtp, dies)
+    result = _result(point, run, deployment.mtp, dies)
+    return msgspec.structs.replace(result, beyond=beyond_published(point, plan.tes[0]))
+
+
+def beyond_published(point: Point, te: TEPlan) -> tuple[str, ...]:
+    """What of a point no published time is like."""
+    sizes = te.sizes
+    ranks = len(sizes.routed_dies) + sizes.num_shared_dies if sizes.experts == "away" else sizes.num_dies
+    among = {"ranks": float(ranks)} if ranks > 1 else {}
+    return beyond(hidden=te.config.hidden_size, batch=point.batch / sizes.tp, context=point.context, **among)
 
 
 def sized(point: Point) -> Deployment:
@@ -139,7 +152,7 @@ def sized(point: Point) -> Deployment:
         "scheduler.max_num_seqs": point.batch,
         "scheduler.max_num_batched_tokens": rows,
         "cache.block_size": block,
-        "cache.num_blocks": point.batch * (point.context // block + 1),
+        "cache.num_blocks": point.batch * ((point.context + NEW_POSITIONS) // block + 1),
         "max_model_len": point.context + NEW_POSITIONS,
         "cache.prefix": "false",
     }

@@ -15,7 +15,18 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from xdeepserve.bench import balancing, carriers, comm, ems, engine, paper_rows, pipelines, plan, superpod
+from xdeepserve.bench import (
+    balancing,
+    carriers,
+    comm,
+    ems,
+    engine,
+    interference,
+    paper_rows,
+    pipelines,
+    plan,
+    superpod,
+)
 from xdeepserve.bench.papers import PAPERS, paper_of
 from xdeepserve.bench.report import Row
 from xdeepserve.bench.said_in_papers import TRENDS, Trend, Values
@@ -26,6 +37,7 @@ ROWS: dict[str, Source] = {
     "a2e": comm.trampolines,
     "carriers": carriers.rows,
     "messages": comm.buffers,
+    "interference": interference.rows,
     "pull and push": comm.pull_push,
     "exchanges": lambda: (*comm.exchanges(), *paper_rows.bandwidths()),
     "GEMMs": paper_rows.gemms,

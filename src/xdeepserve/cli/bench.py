@@ -63,7 +63,7 @@ SUITES = {
     ),
     "papers": Suite(
         "every value that the papers publish: ours beside it, or why there is none; two minutes",
-        ("paper", "plot", "trends", "fits"),
+        ("paper", "plot", "trends", "fits", "ablations"),
     ),
     "kernels": Suite("wall time of each kernel beside this computer's limits, NumPy and PyTorch; minutes"),
     "decode": Suite(
@@ -104,6 +104,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "action": "store_true",
         "help": "instead, the numbers that were fitted, and each table as it would be without itself",
     },
+    "ablations": {
+        "action": "store_true",
+        "help": "instead, which rows each mechanism of the timing model changes, by switching it off",
+    },
     "plot": {"type": Path, "metavar": "FILE", "help": "draw it as well (needs matplotlib)"},
     "ranks": {
         "action": "store_true",
@@ -138,7 +142,7 @@ def add_options(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the rows of one suite. Raises InputError for options of another one."""
-    from xdeepserve.bench import comm
+    from xdeepserve.bench import ablations, comm
     from xdeepserve.bench.report import Row, print_rows, print_summary
 
     _check(args)
@@ -146,6 +150,9 @@ def run(args: argparse.Namespace) -> int:
         return _tell_trends(args)
     if args.fits:
         return _tell_fits(args)
+    if args.ablations:
+        ablations.print_changes(ablations.all_changes(), args.json)
+        return 0
     if args.plot is not None:
         comm.pyplot()  # before half a minute of work
     name = "ranks" if args.ranks else "superpod_steps" if args.steps else args.suite
@@ -237,8 +244,9 @@ def _check(args: argparse.Namespace) -> None:
     if args.trends and (args.plot is not None or args.full):
         raise InputError("--trends has no numbers: neither --plot nor --full goes with it")
     for other in ("trends", "plot", "full", "paper"):
-        if args.fits and getattr(args, other):
-            raise InputError(f"--fits is of all papers, and prints two tables: --{other} does not go with it")
+        for table in ("fits", "ablations"):
+            if getattr(args, table) and getattr(args, other):
+                raise InputError(f"--{table} is of all papers: --{other} does not go with it")
     _check_plan(args)
     if args.trace is not None:
         if args.steps:

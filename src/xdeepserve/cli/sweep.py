@@ -177,7 +177,7 @@ def _print(results: Sequence[SweepResult], labels: Labels) -> None:
             busy = f"attention dies compute {r.attention_busy:.0f} %, expert dies {r.experts_busy:.0f} %"
             print(f"{'':>39}{busy}")
         print(f"{'':>39}{', '.join(shown)}")
-    for line in (*refused_lines(results, labels), *best_lines(results, labels)):
+    for line in (*refused_lines(results, labels), *beyond_lines(results), *best_lines(results, labels)):
         print(line)
 
 
@@ -196,6 +196,12 @@ def refused_lines(results: Sequence[SweepResult], labels: Labels) -> list[str]:
         which = "" if [*alike] == [SHARED] else f"{'; '.join(alike)}: "
         lines.append(f"refused: {which}{reason}")
     return lines
+
+
+def beyond_lines(results: Sequence[SweepResult]) -> list[str]:
+    """What no published time is like, each once."""
+    notes = dict.fromkeys(note for r in results for note in r.beyond)
+    return [f"how far off is not known: {note}" for note in notes]
 
 
 def best_lines(results: Sequence[SweepResult], labels: Labels) -> list[str]:

@@ -53,18 +53,17 @@ class Outbox:
         """Offset in this rank's memory of its block for a reader."""
         return self.region.offset + self.blocks.block_offset(reader)
 
-    async def write(
-        self, rows: npt.NDArray[np.uint8], counts: Int64, means: Means, name: str, since_ns: int
-    ) -> None:
+    async def write(self, rows: npt.NDArray[np.uint8], counts: Int64, means: Means, name: str) -> None:
         """Step 3: store rows, which are grouped by reader, in the blocks for those readers.
 
-        The kernel has loaded or computed them since `since_ns`, and stored them as it went.
+        That follows the load of what they are made of: chunk by chunk the two would overlap, but they share
+        the die's HBM.
 
         rows: uint8 [N, row_nbytes]; counts: [readers], sums to N, none above rows_per_block.
         """
         if not len(rows):
             return
-        await self.die.mte.store_view(rows.nbytes, None, means.cores, name, since_ns)
+        await self.die.mte.store_view(rows.nbytes, None, means.cores, name)
         starts = np.cumsum(counts) - counts
         shift = self.blocks.first_row(np.arange(len(counts))) - starts
         self._rows[np.arange(len(rows)) + np.repeat(shift, counts)] = rows
@@ -75,23 +74,16 @@ class Outbox:
         counts: Int64,
         means: Means,
         name: str,
-        start_ns: int,
         chosen: npt.NDArray[np.bool_] | None = None,
     ) -> None:
         """Step 4: tell every reader, also those that get nothing, how many rows there are and where.
 
         `chosen`, a mask, leaves out readers that do not wait to be told.
 
-        The scalar units of the cores make out the fields one by one. The fields are there when all that the
-        operation has done since `start_ns` is done, but not before the exchange's fixed part is over, behind
-        which launch, loads, stores and posts hide if they are few.
+        The cores meet, since a field speaks of rows that all of them have stored; then their scalar units
+        make out the fields one by one.
         """
-        spec, cores = self.die.spec, means.cores or self.die.spec.num_cores("aiv")
-        # Of the fixed part there remain the posts, their flight, and the reader's look at the last of them.
-        num_posts = len(counts) if chosen is None else int(chosen.sum())
-        rest_ns = spec.startup_ns("mte") + spec.pieces_ns(num_posts, cores)
-        rest_ns += spec.far_latency_ns() + spec.poll_ns() + spec.field_poll_ns()
-        await self.die.clock.sleep_until(start_ns + spec.exchange_fixed_ns() - rest_ns)
+        await self.die.clock.sleep(self.die.spec.meeting_ns())
         self._field["event_id"] = event_id
         self._field["num_tokens"] = counts
         raw = self._field.view(np.uint8).reshape(-1, FIELD.size)

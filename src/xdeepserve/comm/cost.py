@@ -2,16 +2,16 @@
 
 The protocols of this package take the time that their engine operations add up to. The formulas here give the
 same in closed form for the exchanges of hundreds of ranks, of which each rank's hundred thousand accesses
-need not be simulated one by one. Both levels read the same parameter table (`hw.spec`), and
-the tests compare them where both can run. That includes the two numbers of an exchange that are fitted to CM
-Table 6, its fixed part and the price of a copy: where the levels agree they add things up alike, which does
-not make either number right. All times are ns, not rounded.
+need not be simulated one by one. Both levels read the same parameter table (`hw.spec`), and the tests compare
+them where both can run: each level adds up an operator's own steps. All times are ns, not rounded; rows are
+those of the INT8 recipe, activations in a die's memory float32.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -19,57 +19,156 @@ from xdeepserve.comm.means import Carrier
 from xdeepserve.hw.spec import Spec
 from xdeepserve.hw.topology import Topology
 
+Op: TypeAlias = Literal["dispatch", "combine"]
+Way: TypeAlias = Literal["pull", "push"]  # xDeepServe's operators (XDS 3.2), or the fused ones of CM 4.2.1
+ACTIVATION, ANSWER = 4, 2  # bytes of an element where it is computed, and on its way back
+SCALE_SLOT = 512  # bytes of a pushed message beside its INT8 payload (CM 4.2.1)
+HEADER = 32  # of a pulled row
+
 
 class CommCost(msgspec.Struct, frozen=True):
-    """Costs on pods of one kind."""
+    """Costs on pods of one kind, of tokens with `hidden` elements that go their `way` between experts."""
 
     spec: Spec = Spec()
     topology: Topology = Topology()
+    hidden: int = 7168
+    way: Way = "pull"
 
-    def exchange_ns(self, num_ranks: int, batch: float, copies: int, stretch: float = 1.0) -> float:
-        """A dispatch or a combine in which each rank has `batch` tokens for `copies` experts each.
+    def exchange_ns(
+        self,
+        op: Op,
+        num_ranks: int,
+        batch: float,
+        copies: int,
+        stretch: float = 1.0,
+        senders: int | None = None,
+    ) -> float:
+        """A dispatch or a combine in which each rank has `batch` tokens for `copies` experts each, or each
+        of some `senders`.
 
-        A fixed part, and a price for each copy that crosses the UB port of the busiest rank. Of a rank's
-        copies those that stay in its package (its own die and the sister die) cost nothing; those that leave
-        the server pay the inter-server loss; and random routing makes the busiest of many ranks receive more
-        than the average, by as many standard deviations as the maximum of so many normal variables has.
+        What a rank does itself, and a price for each copy that crosses the UB port of the busiest one.
         `stretch` is what serving adds to a micro-benchmark: uneven ranks, and waiting for them.
         """
-        spec, topology = self.spec, self.topology
         rows = batch * copies
+        share = min(1.0, (senders or num_ranks) / num_ranks)
+        come = rows * share * self.busiest(num_ranks, rows * share)
+        if self.way == "push":
+            own = self.push_ns(op, num_ranks, come)
+        else:
+            own = self.pull_ns(op, num_ranks, batch, copies, come)
+        return own + self.crossing_ns(num_ranks, max(rows, come)) * stretch
+
+    def busiest(self, num_ranks: int, rows: float) -> float:
+        """What the busiest rank receives if the average one has so many rows, as a ratio: random routing adds
+        as many standard deviations as the maximum of so many normal variables has."""
         if rows == 0:
-            return 1e9 * spec.exchange_fixed.value
+            return 1.0
+        return 1 + expected_maximum(num_ranks) * math.sqrt((1 - 1 / num_ranks) / rows)
+
+    def crossing_ns(self, num_ranks: int, rows: float) -> float:
+        """Token copies of the busiest rank at its port.
+
+        Those that stay in its package (its own die and the sister die) cost nothing, and those that leave the
+        server pay the inter-server loss.
+        """
+        spec, topology = self.spec, self.topology
         leaving = 1 - min(1.0, topology.dies_per_chip / num_ranks)
         far = max(0.0, 1 - topology.dies_per_server / num_ranks)
-        deviation = math.sqrt((1 - 1 / num_ranks) / rows)
-        busiest = 1 + expected_maximum(num_ranks) * deviation
-        load = rows * leaving * (1 + spec.inter_server_loss.value * far) * busiest
-        return 1e9 * (spec.exchange_fixed.value + spec.exchange_copy.value * load * stretch)
+        load = rows * leaving * (1 + spec.inter_server_loss.value * far)
+        return 1e9 * spec.exchange_copy.value * load
 
-    def bulk_ns(self, nbytes: float, carrier: Carrier = "mte") -> float:
-        """The other stage of A2E or E2A: a die's tokens in one piece to or from its trampoline."""
-        ns = 1e9 * self.spec.exchange_fixed.value + self.spec.link_ns(0, 0, nbytes)
-        return ns + self.start_ns(carrier, 1, self.spec.attention_cores.value)
+    def pull_ns(self, op: Op, num_ranks: int, batch: float, copies: int, come: float) -> float:
+        """A rank's own steps of a pull-based operator (XDS 3.2), with so many rows `come` for its experts.
 
-    def among_ns(self, num_experts: int, batch: float, copies: int, carrier: Carrier = "mte") -> float:
-        """The stage of A2E or E2A among the expert dies, each of which pulls from all others."""
-        exchange = self.exchange_ns(num_experts, batch, copies)
-        return exchange + self.start_ns(carrier, num_experts, self.spec.num_cores("aiv"))
+        A launch; what it loads and stores of rows, which share HBM; fields for all, and a note of each that
+        comes. The cores meet before they post fields, and in dispatch also when they know all counts.
+        """
+        spec = self.spec
+        if op == "dispatch":
+            load, quantise = ACTIVATION * batch * self.hidden, 4 * batch * self.hidden
+            staged, meetings = batch * copies * (self.hidden + HEADER), 2
+        else:
+            load, quantise = ACTIVATION * come * self.hidden, 0.0
+            staged, meetings = come * ANSWER * self.hidden, 1
+        own = spec.kernel_ns(0, 0) + self._vector_ns(quantise) + spec.hbm_ns(load + staged)
+        noted = spec.field_poll_ns() * num_ranks / spec.num_cores("aiv")
+        return own + meetings * spec.meeting_ns() + self.told_ns(num_ranks) + noted
 
-    def start_ns(self, carrier: Carrier, num_pieces: int, cores: float) -> float:
-        """What it takes that a carrier is asked for so many pieces by so many AIV cores, and begins. The
-        fixed part of an exchange, which is fitted to cores that carry themselves, has theirs."""
+    def push_ns(self, op: Op, num_ranks: int, come: float) -> float:
+        """A rank's own steps of a fused operator beside its push (CM 4.2.1), with so many rows `come`.
+
+        A launch; flags for all ranks, or on the way back one for each answer; a gather or a weighted sum of
+        what has come. In dispatch the cores meet before the flags, and when they know all counts.
+        """
+        spec = self.spec
+        if op == "dispatch":
+            own = 2 * spec.meeting_ns() + self.told_ns(num_ranks)
+            return spec.kernel_ns(0, 0) + own + spec.hbm_ns(2 * come * (self.hidden + SCALE_SLOT))
+        summed = max(spec.hbm_ns(come * ANSWER * self.hidden), self._vector_ns(2 * come * self.hidden))
+        return spec.kernel_ns(0, 0) + self.told_ns(come) + summed
+
+    def told_ns(self, num_fields: float, cores: int | None = None) -> float:
+        """Fields that a rank posts one by one, their flight to another server, and a look at the last."""
+        spec = self.spec
+        posts = spec.pieces_ns(math.ceil(num_fields), cores or spec.num_cores("aiv"))
+        return spec.startup_ns("mte") + posts + spec.far_latency_ns() + spec.poll_ns()
+
+    def _vector_ns(self, operations: float, cores: int | None = None) -> float:
+        return self.spec.kernel_ns(operations, 0, "aiv", cores, is_fused=True)
+
+    # ---- A2E and E2A (XDS 3.3) --------------------------------------------------------------------------
+
+    def post_ns(self, batch: float, carrier: Carrier = "mte") -> float:
+        """A2E's first stage: an attention die, which has few cores for this, quantises its tokens and posts
+        them in one piece, which its trampoline pulls."""
+        spec, cores = self.spec, int(self.spec.attention_cores.value)
+        local = spec.link_ns(ACTIVATION * batch * self.hidden, 0, 0, cores)
+        local += spec.link_ns(batch * (self.hidden + HEADER), 0, 0, cores)
+        own = spec.kernel_ns(0, 0) + local + self._vector_ns(4 * batch * self.hidden, cores)
+        told = spec.meeting_ns() + self.told_ns(1, cores) + spec.field_poll_ns() / spec.num_cores("aiv")
+        return own + told + spec.link_ns(0, 0, batch * (self.hidden + HEADER)) + self.start_ns(carrier, 1)
+
+    def return_ns(self, batch: float, copies: int, carrier: Carrier = "mte") -> float:
+        """E2A's second stage: a trampoline adds up answers and posts the sums, which the attention die's few
+        cores pull."""
+        spec, cores = self.spec, int(self.spec.attention_cores.value)
+        rows, sums = batch * copies * ANSWER * self.hidden, ACTIVATION * batch * self.hidden
+        added = max(spec.hbm_ns(rows), self._vector_ns(2 * batch * copies * self.hidden))
+        told = spec.meeting_ns() + self.told_ns(1) + spec.field_poll_ns() / cores
+        pulled = spec.link_ns(0, 0, sums, cores if carrier == "mte" else None)
+        return added + spec.hbm_ns(sums) + told + pulled + self.start_ns(carrier, 1, cores)
+
+    def among_ns(
+        self,
+        op: Op,
+        num_experts: int,
+        batch: float,
+        copies: int,
+        carrier: Carrier = "mte",
+        trampolines: int | None = None,
+    ) -> float:
+        """The stage of A2E or E2A among the expert dies, each of which exchanges with all others; not all are
+        `trampolines`, which have tokens."""
+        start = self.start_ns(carrier, num_experts) if self.way == "pull" else 0.0
+        return start + self.exchange_ns(op, num_experts, batch, copies, senders=trampolines)
+
+    def start_ns(self, carrier: Carrier, num_pieces: int, cores: int | None = None) -> float:
+        """What it takes that a carrier is asked for so many pieces by so many AIV cores, and begins; nothing
+        for cores that carry themselves."""
         if carrier == "mte":
             return 0.0
-        return self.spec.startup_ns(carrier) + self.spec.pieces_ns(num_pieces, int(cores))
+        posts = self.spec.pieces_ns(num_pieces, cores or self.spec.num_cores("aiv"))
+        return self.spec.startup_ns(carrier) + posts
 
-    def a2e_ns(self, num_experts: int, batch: int, copies: int, token_nbytes: int) -> float:
-        """A2E or E2A through trampolines, one for each attention die (XDS 3.3).
+    def a2e_ns(self, num_attention: int, num_experts: int, batch: int, copies: int) -> float:
+        """A2E through trampolines, one for each attention die (XDS 3.3)."""
+        among = self.among_ns("dispatch", num_experts, batch, copies, trampolines=num_attention)
+        return self.post_ns(batch) + among
 
-        One stage is an exchange among the expert dies; the other moves each token once between an attention
-        die and its trampoline, in bulk, at the speed of the UB port.
-        """
-        return self.bulk_ns(batch * token_nbytes) + self.among_ns(num_experts, batch, copies)
+    def e2a_ns(self, num_attention: int, num_experts: int, batch: int, copies: int) -> float:
+        """And E2A."""
+        among = self.among_ns("combine", num_experts, batch, copies, trampolines=num_attention)
+        return among + self.return_ns(batch, copies)
 
 
 @functools.cache

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from .engines import Copy, Fabric, Gather, move, traffic_of, whole_copies
@@ -31,7 +32,7 @@ class DMA:
         """Move the pieces; returns when the last byte is visible. A byte takes the time of `weight` bytes."""
         pieces = whole_copies(pieces)
         traffic = traffic_of(self.fabric, self.place, pieces)
-        end = self._reserve(*traffic, len(pieces), name, weight=weight, is_payload=True)
+        end = self._reserve(*traffic, len(pieces), name, weight=weight, is_payload=True, pieces=pieces)
         await self.fabric.clock.sleep_until(end)
         move(self.fabric, pieces, die=self.node if self.kind == "urma" else None)
 
@@ -72,6 +73,7 @@ class DMA:
         crossing: tuple[Integers, Integers] | None = None,
         weight: float = 1.0,
         is_payload: bool = False,
+        pieces: Sequence[Copy] = (),
     ) -> int:
         fabric, spec = self.fabric, self.fabric.spec
         # Reading and writing overlap: the slower side is the time.
@@ -85,6 +87,12 @@ class DMA:
         end = ready + math.ceil(link_ns)
         if crossing is not None:
             end = max(end, fabric.ports.pull(self.node, *crossing, ready))
+        # Both ends' ports: what crosses them otherwise is waited for, and waits.
+        routes = Counter[tuple[int, int]]()
+        for src, dst, nbytes in pieces:
+            routes[src.node, dst.node] += nbytes
+        for (src_node, dst_node), nbytes in routes.items():
+            end = max(end, fabric.ports.carry(src_node, dst_node, weight * nbytes, ready))
         if is_payload and loads.local + stores.local < loads.nbytes + stores.nbytes:
             end += fabric.checksums.time_ns(weight * stores.nbytes, spec)
         self.busy_until = end

@@ -4,6 +4,9 @@ Between dies an exchange of tokens is bound by messages, not bytes: CM Table 6 h
 of 7.5 KB and of 14 KB. So each copy that leaves its package takes `Spec.exchange_copy` of the port that it
 leaves by and of the port that it arrives at, more between servers. Copies of one call are all under way at
 once; at each port they queue behind those of earlier calls.
+
+What DMA and URMA carry in bulk passes the same ports, by its bytes: so a far die that many pull from is a
+bottleneck, and KV caches on their way over UB delay a dispatch, as they do not over RoCE (CM 4.3.3).
 """
 
 from __future__ import annotations
@@ -32,6 +35,17 @@ class Ports:
     def push(self, node: int, nodes: npt.NDArray[np.int64], copies: npt.NDArray[np.int64], ready: int) -> int:
         """`node` writes copies[i] messages to the different nodes[i], from `ready` on; the end."""
         return self._pass(self.into, self.out, node, nodes, copies, ready)
+
+    def carry(self, src: int, dst: int, nbytes: float, ready: int) -> int:
+        """So many bytes from one node to another, in bulk, from `ready` on; the end."""
+        topology = self.topology
+        if src // topology.dies_per_chip == dst // topology.dies_per_chip:
+            return ready
+        is_far = src // topology.dies_per_server != dst // topology.dies_per_server
+        ns = self.spec.link_ns(0, 0, nbytes) if is_far else self.spec.link_ns(0, nbytes, 0)
+        self.out[src] = max(self.out[src], ready) + ns
+        self.into[dst] = max(self.into[dst], ready) + ns
+        return math.ceil(max(self.out[src], self.into[dst]))
 
     def _pass(
         self,

@@ -68,12 +68,12 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     gc_pause: Param = Param(100e-3, "s", "XDS 4.4: jitter can exceed 100 ms; here the collector's pause")
 
     # A decoder layer at full size: fitted to all 14 decode rows of CM Tables 3-4 and 5.4
-    small_kernels: Param = Param(108e-6, "s", "fitted: decode; norms, small kernels and sync of a layer")
+    small_kernels: Param = Param(114e-6, "s", "fitted: decode; norms, small kernels and sync of a layer")
     barrier_stretch: Param = Param(
-        1.9, "ratio", "fitted: decode; imbalance of experts and waiting, on expert load and token copies"
+        2.03, "ratio", "fitted: decode; imbalance of experts and waiting, on expert load and token copies"
     )
     pass_overhead: Param = Param(
-        0.25e-3, "s", "fitted, weakly: decode; host and head of the main pass, and again of MTP's"
+        0.54e-3, "s", "fitted, weakly: decode; host and head of the main pass, and again of MTP's"
     )
     gate: Param = Param(10e-6, "s", "assumed: routing of a microbatch's tokens")
 
@@ -81,7 +81,6 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     ub_bandwidth: Param = Param(
         196e9, "B/s", "public (CM384 launch): per die, one way; XDS 2.2: 400 GB/s per chip"
     )
-    ub_efficiency: Param = Param(0.97, "ratio", "fitted: XDS Figure 5, feasible from 0.94")
     inter_server_loss: Param = Param(0.03, "ratio", "CM 3.2: bandwidth between servers, upper bound")
     inter_server_latency: Param = Param(1e-6, "s", "CM 3.2: more than within a server, upper bound")
     roce_bandwidth: Param = Param(25e9, "B/s", "assumed: 200 Gb/s; CM 3.3.1: one interface per die")
@@ -93,26 +92,28 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     stream_flag: Param = Param(1e-6, "s", "assumed: a stream is blocked, or sees that a CPU lets it go on")
     vpc_bandwidth: Param = Param(50e9, "B/s", "CM 4.4: at most 400 Gb/s through a server's Qingtian card")
     vpc_startup: Param = Param(50e-6, "s", "assumed: a message through two hosts' network stacks")
-    storage_bandwidth: Param = Param(2.1e9, "B/s", "CM Table 1: 671 GB of weights from OBS in 320 s")
+    storage_bandwidth: Param = Param(2.1e9, "B/s", "fitted: CM Table 1: 671 GB of weights from OBS in 320 s")
 
-    pool_load: Param = Param(134e9, "B/s", "CM Table 1: 671 GB of weights from DRAM to an instance in 5 s")
+    pool_load: Param = Param(
+        134e9, "B/s", "fitted: CM Table 1: 671 GB of weights from DRAM to an instance in 5 s"
+    )
 
     # Engines
     mte_startup: Param = Param(
         0.5e-6,
         "s",
-        "fitted: XDS Figure 5: before a kernel's first access moves, of a copy or a send alike; up to 0.8 us",
+        "assumed: before a kernel's first access moves, of a copy or a send; XDS Figure 5 allows 0.75 us",
     )
-    mte_bandwidth: Param = Param(34e9, "B/s", "fitted: XDS Figure 5, per AIV core, feasible 28 to 58")
-    ring_slot: Param = Param(8192, "B", "fitted: with ring_slots, XDS Figure 5; XDS 3.1: of fixed size")
-    ring_slots: Param = Param(192, "slots", "fitted: with ring_slot, XDS Figure 5; XDS 3.1: a fixed number")
+    mte_bandwidth: Param = Param(34e9, "B/s", "fitted: XDS Figure 5, per AIV core, which allows 33.5 to 36")
+    ring_slot: Param = Param(8192, "B", "assumed: XDS 3.1: of fixed size; Figure 5 allows 4 to 8 KB")
+    ring_slots: Param = Param(192, "slots", "assumed: XDS 3.1: a fixed number; Figure 5 allows 160 and more")
     dma_startup: Param = Param(10e-6, "s", "assumed: XDS 3.1 says higher than MTE")
     urma_startup: Param = Param(6e-6, "s", "assumed: XDS 3.3 says higher than MTE, no CPU in the way")
     piece_overhead: Param = Param(
         1e-6,
         "s",
         "assumed: the scalar unit of one AIV core issues one access of a batch, so also posts one field; "
-        "XDS 3.3 calls it limited, and CM Table 6 (flat from EP 128 to 256) lets 48 cores hide 256",
+        "XDS 3.3 calls it limited, and it is why in CM Table 6 dispatch grows more with EP than combine",
     )
     field_poll: Param = Param(
         1e-6,
@@ -125,11 +126,13 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         "assumed: AIV cores that an attention die spares for A2E and E2A beside its own kernels; XDS 3.1 and "
         "3.3: few, an expert die has all for its persistent kernels",
     )
-    exchange_fixed: Param = Param(
-        37.42e-6, "s", "fitted: CM Table 6, EP 8 and 256: a dispatch or combine without its tokens"
+    core_meeting: Param = Param(
+        9.84e-6,
+        "s",
+        "fitted: CM Table 6, EP 8 and 256: all AIV cores of an operator wait for the last of them",
     )
     exchange_copy: Param = Param(
-        99.45e-9, "s", "fitted: CM Table 6, EP 8 and 256: one token's copy at the busiest die's UB port"
+        91.19e-9, "s", "fitted: CM Table 6, EP 8 and 256: one token's copy at the busiest die's UB port"
     )
     poll_latency: Param = Param(0.5e-6, "s", "assumed: one AIV core reads a flag in its own HBM")
 
@@ -177,7 +180,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         share = 1.0 if cores is None else min(1.0, cores / self.num_cores("aic"))
         int8 = work.int8 / (self.int8_peak.value * self.int8_gemm_efficiency.value)
         bf16 = work.bf16 / (self.bf16_peak.value * self.bf16_gemm_efficiency.value)
-        attention = work.attention / (self.bf16_peak.value * self.compute_efficiency.value)
+        products = work.attention / self.bf16_peak.value + work.int8_attention / self.int8_peak.value
+        attention = products / self.compute_efficiency.value
         fixed = (
             work.layers * self.small_kernels.value
             + work.gates * self.gate.value
@@ -210,8 +214,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         `near` and `far` bytes cross the UB port, within and between servers. The bound of `cores` AIVs
         applies to MTE only; None means that no AIV carries the data (DMA, URMA).
         """
-        bandwidth = self.ub_bandwidth.value * self.ub_efficiency.value
-        port = 1e9 * (near_bytes + far_bytes / (1 - self.inter_server_loss.value)) / bandwidth
+        crossing = near_bytes + far_bytes / (1 - self.inter_server_loss.value)
+        port = 1e9 * crossing / self.ub_bandwidth.value
         time = port + self.hbm_ns(local_bytes)
         if cores is not None:
             time = max(
@@ -273,8 +277,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         params = {"mte": self.mte_startup, "dma": self.dma_startup, "urma": self.urma_startup}
         return _ns(params[engine].value)
 
-    def exchange_fixed_ns(self) -> int:
-        return _ns(self.exchange_fixed.value)
+    def meeting_ns(self) -> int:
+        return _ns(self.core_meeting.value)
 
     def field_poll_ns(self) -> int:
         return _ns(self.field_poll.value)

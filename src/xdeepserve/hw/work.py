@@ -16,6 +16,7 @@ class Work(NamedTuple):
     int8: float = 0.0  # operations of INT8 GEMMs
     bf16: float = 0.0  # of GEMMs in BF16
     attention: float = 0.0  # of attention's products, in BF16
+    int8_attention: float = 0.0  # and in INT8
     weights: float = 0.0  # bytes of weights that are read
     cache: float = 0.0  # bytes of KV that are read
     layers: float = 0.0  # how many layers' small kernels are launched with it

@@ -242,6 +242,22 @@ def attention(
     return matmul_exact(factors(p * c_scale), c.astype(F32)) / total[:, None]
 
 
+def unabsorbed_attention(
+    q_nope: Array, q_pe: Array, c: Array, k_pe: Array, w_uk: Array, w_uv: Array, softmax_scale: float
+) -> Array:
+    """MLA of one token as CloudMatrix prefills (4.3.1): keys and values of all heads, as of ordinary heads.
+
+    q_nope [H, N], q_pe [H, R]; c [S, C], k_pe [S, R], float32; w_uk [H, N, C], w_uv [H, C, V] -> [H, V]. The
+    same function as the absorbed form (`attention` between two products with w_uk and w_uv) in the real
+    numbers, but other roundings: nothing runs it, its results are near and never promised to be equal.
+    """
+    keys, values = np.einsum("sc,hnc->hsn", c, w_uk), np.einsum("sc,hcv->hsv", c, w_uv)
+    scores = (np.einsum("hn,hsn->hs", q_nope, keys) + q_pe @ k_pe.T) * F32(softmax_scale)
+    p = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    total: Array = np.einsum("hs,hsv->hv", p, values) / p.sum(axis=-1)[:, None]
+    return total
+
+
 def grouped_attention(q: Array, k: Array, v: Array, v_scale: Array | None, softmax_scale: float) -> Array:
     """GQA (arXiv:2305.13245) of one token: the queries that share a head of keys and values.
 

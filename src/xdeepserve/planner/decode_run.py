@@ -66,6 +66,7 @@ class DecodeRun(msgspec.Struct, frozen=True):
     spent_ns       by stage and exchange, waiting included
     num_tokens     that were generated
     experts_ns     that the busiest of the dies with experts alone computes; 0 if there are none
+    combine_ns     of `spent_ns`, what combines take without waiting for the last rank
     """
 
     iteration_ns: int
@@ -73,6 +74,7 @@ class DecodeRun(msgspec.Struct, frozen=True):
     num_requests: int
     num_tokens: int
     experts_ns: float = 0.0
+    combine_ns: float = 0.0
 
     def share(self, *names: str) -> float:
         """Time in the stages of these names, in percent of the iteration."""
@@ -175,6 +177,7 @@ def _result(plan: PodPlan, iteration_ns: int, num_requests: int, num_tokens: int
         num_requests=num_requests,
         num_tokens=num_tokens,
         experts_ns=max((sum(each.spent_ns.values()) for each in net.expert_timelines), default=0),
+        combine_ns=sum(hub.priced_ns["combine"] for hub in net.hubs),
     )
 
 

@@ -16,7 +16,7 @@ import msgspec
 from xdeepserve.engine.deploy.deployment import Deployment, Device
 from xdeepserve.engine.run.clock.m2n_hub import m2n_row_nbytes
 from xdeepserve.engine.run.clock.routing import TimingConfig
-from xdeepserve.engine.run.clock.trampoline_hub import SCALE_SLOT
+from xdeepserve.engine.run.clock.trampoline_hub import slower_way, way_back_ns
 from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.accelerators import ACCELERATORS
 from xdeepserve.model.checkpoint import Checkpoint
@@ -103,15 +103,16 @@ class Ways(NamedTuple):
 class OverTrampolines(NamedTuple):
     """Through an exchange among the expert dies each way, and back in bulk as fast as posting goes."""
 
-    exchange: Curve
+    exchange: Curve  # the mean of both ways
+    slower: Curve  # of both
     back: Curve
 
     def __call__(self, rows: float, copies: float) -> float:
         return 2 * self.exchange(rows) + self.back(rows)
 
     def busy(self, rows: float, copies: float) -> float:
-        """How long one way keeps an expert die busy."""
-        return self.exchange(rows)
+        """How long a way keeps an expert die busy, the slower of both."""
+        return self.slower(rows)
 
 
 class OverCards(NamedTuple):
@@ -238,10 +239,15 @@ class PodProfile:
             posts.append(posting)
             exchanges.append(rest)
         post = Curve(AWAY_ROWS, tuple(posts))
-        ratio = 2 * self.config.hidden_size / (self.config.hidden_size + SCALE_SLOT)
-        back = Curve(AWAY_ROWS, tuple(post(rows * ratio) for rows in AWAY_ROWS))
-        ways = ((ns - back(rows)) / 2 for rows, ns in zip(AWAY_ROWS, exchanges, strict=True))
-        return Ways(post, OverTrampolines(Curve(AWAY_ROWS, tuple(ways)), back))
+        backs = (way_back_ns(self.config, rows, has_shared=shared > 0) for rows in AWAY_ROWS)
+        back = Curve(AWAY_ROWS, tuple(backs))
+        ways = [(ns - back(rows)) / 2 for rows, ns in zip(AWAY_ROWS, exchanges, strict=True)]
+        slower = [
+            ns * slower_way(self.config, routed + shared, rows, has_shared=shared > 0)
+            for rows, ns in zip(AWAY_ROWS, ways, strict=True)
+        ]
+        both = Curve(AWAY_ROWS, tuple(ways)), Curve(AWAY_ROWS, tuple(slower))
+        return Ways(post, OverTrampolines(*both, back))
 
     def _by_cards(self, routed: int, shared: int, devices: tuple[Device, Device]) -> Ways:
         """Two runs tell what an attention die's card takes for a row, two more, in which a few dies send to

@@ -141,10 +141,8 @@ def _ones(count: int) -> Callable[[int], list[StepShare]]:
 
 
 def _feed(run: DecodeRun) -> float:
-    """Until the busiest die has fed its experts: the others wait for it in the combine, which without that
-    takes as long as a dispatch that all come to at once."""
-    spent = run.spent_ns
-    return spent.get(FEED, 0.0) + spent.get("combine", 0.0) - spent.get("dispatch", 0.0)
+    """Until the busiest die has fed its experts: the others wait for it in the combine."""
+    return run.spent_ns.get(FEED, 0.0) + run.spent_ns.get("combine", 0.0) - run.combine_ns
 
 
 def _attention(run: DecodeRun) -> float:

@@ -162,9 +162,11 @@ def _up_work(model: Model, layer: Layer, n: Counts) -> Work:
 
 
 def _attend_work(model: Model, layer: Layer, n: Counts) -> Work:
-    c = model.config
-    products = model.heads * (2 * c.kv_lora_rank + c.qk_rope_head_dim)
-    return Work(attention=2.0 * n.context * products, cache=float(n.kv_tokens * KV_NBYTES * c.kv_columns))
+    c, cache = model.config, float(n.kv_tokens * KV_NBYTES * model.config.kv_columns)
+    latent, rope = (2.0 * n.context * model.heads * each for each in (2 * c.kv_lora_rank, c.qk_rope_head_dim))
+    if model.recipe == "int8" and layer.int8_attention:
+        return Work(attention=rope, int8_attention=latent, cache=cache)
+    return Work(attention=latent + rope, cache=cache)
 
 
 def _head_work(model: Model, layer: Layer, n: Counts) -> Work:

@@ -20,20 +20,18 @@ async def combine(xccl: XCCL, expert_out: Float32, event_id: int) -> Float32:
     """Combine on one rank: answers [N, H] go back to their tokens' ranks. Returns float32 [T, K, H]."""
     layout, means, steps, op = xccl.layout, xccl.means, xccl.steps, xccl.titles.combine
     received = xccl.received
-    start_ns = xccl.die.clock.now
     assert received is not None  # the phase says so
 
     rows = await load_answers(xccl, op, layout, expert_out)
 
-    launched_ns = start_ns + xccl.die.spec.kernel_ns(0, 0)
     # Step 3: MTE3 writes the rows to the local managed area. They are grouped by source rank already, and a
     # token's answer goes to where the token came from.
     counts = received.num_tokens_per_rank
-    await xccl.outboxes["combine"].write(rows, counts, means, f"{op} 3 write rows", launched_ns)
+    await xccl.outboxes["combine"].write(rows, counts, means, f"{op} 3 write rows")
     await steps.passed(op, 3)
 
     # Step 4: tell every rank.
-    await xccl.outboxes["combine"].post(event_id, counts, means, f"{op} 4 post fields", start_ns)
+    await xccl.outboxes["combine"].post(event_id, counts, means, f"{op} 4 post fields")
     await steps.passed(op, 4)
 
     # Step 5: wait until all ranks have told. The second barrier: here the slowest expert is waited for.

@@ -19,25 +19,28 @@ async def dispatch(
 ) -> Received:
     """Dispatch on one rank, in seven steps: x [T, H] goes to the ranks of its experts, topk_idx [T, K]."""
     layout, means, steps, op = xccl.layout, xccl.means, xccl.steps, xccl.titles.dispatch
-    start_ns = xccl.die.clock.now
 
     payload, scale = await load_tokens(xccl, op, x, scale)
 
-    launched_ns = start_ns + xccl.die.spec.kernel_ns(0, 0)
     # Step 3: MTE3 writes one row per (token, slot) to the local managed area, partitioned by destination.
     rows, sent = pack_tokens(op, layout, xccl.expert_rank, xccl.group.num_ranks, payload, scale, topk_idx)
-    await xccl.outboxes["dispatch"].write(rows, sent.counts, means, f"{op} 3 write rows", launched_ns)
+    await xccl.outboxes["dispatch"].write(rows, sent.counts, means, f"{op} 3 write rows")
     xccl.sent = sent
     await steps.passed(op, 3)
 
     # Step 4: tell every rank, also those that get nothing.
-    await xccl.outboxes["dispatch"].post(event_id, sent.counts, means, f"{op} 4 post fields", start_ns)
+    await xccl.outboxes["dispatch"].post(event_id, sent.counts, means, f"{op} 4 post fields")
     await steps.passed(op, 4)
 
     # Step 5: wait until all ranks have told. A barrier: here the slowest attention is waited for.
     inbox = xccl.inboxes["dispatch"]
     counts = await inbox.wait(op, event_id, xccl.turns.event_before, means, steps.lane)
     await steps.passed(op, 5)
+
+    # Where a row goes follows from all counts, so the cores meet. They need not in combine: a rank knows how
+    # many answers will come from whom.
+    if counts.any():
+        await xccl.die.clock.sleep(xccl.die.spec.meeting_ns())
 
     # Steps 6-7: MTE2 pulls the peers' rows, MTE3 writes them to the local app area, in ping-pong.
     rows = await inbox.pull(op, counts, means)

@@ -30,7 +30,6 @@ async def fused_combine(
     op = xccl.titles.combine
     assert received is not None  # the phase says so
     num_tokens, top_k = xccl.topk_idx.shape
-    start_ns = die.clock.now
     await die.clock.sleep(spec.kernel_ns(0, 0))
 
     # Step 1: the cores loop over the peers and their received tokens, in the pipeline of FusedDispatch: load
@@ -51,7 +50,7 @@ async def fused_combine(
         (answer_address(xccl, *origin), raw[row * size : (row + 1) * size])
         for row, origin in zip(by_source.tolist(), origins, strict=True)
     ]
-    pushing_ns, operations = die.clock.now, max(1, layout.answers.work[1]) * expert_out.size
+    operations = max(1, layout.answers.work[1]) * expert_out.size
     if pieces:
         await die.mte.push(
             pieces,
@@ -62,7 +61,6 @@ async def fused_combine(
             name=f"{op} 1 push",
             copies=xccl.crossing(np.bincount(received.source_rank, minlength=xccl.group.num_ranks)),
         )
-    pushing_ns = die.clock.now - pushing_ns
     await xccl.steps.passed(op, 1)
 
     # Step 2: for each token, add the key's bit to its flag at the origin: atomic, since other ranks add as
@@ -80,7 +78,6 @@ async def fused_combine(
     xccl.clear_token_flags()
     flops, nbytes = (num_tokens * top_k * each for each in (2 * layout.hidden, layout.combine_message))
     result = await xccl.work(f"{op} 3 sum", partial(_sum, xccl, topk_weights, shared), flops, nbytes)
-    await xccl.spend_fixed(start_ns + pushing_ns)
     await xccl.steps.passed(op, 3)
     return result
 

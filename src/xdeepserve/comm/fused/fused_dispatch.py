@@ -43,7 +43,6 @@ async def fused_dispatch(
     """FusedDispatch on one rank: quantise x [T, H], push it to the ranks of its experts, topk_idx [T, K]."""
     die, layout, spec, op = xccl.die, xccl.layout, xccl.die.spec, xccl.titles.dispatch
     xccl.topk_idx = topk_idx.copy()  # for FusedCombine, when the caller may have reused it
-    start_ns = die.clock.now
     await die.clock.sleep(spec.kernel_ns(0, 0))
 
     # Step 1: the cores loop over (token, key) in a pipeline of three stages, one token a step: (1) load the
@@ -67,7 +66,7 @@ async def fused_dispatch(
             pieces.append((block.plus(layout.dispatch_offset(xccl.rank, 0)), raw[start:stop]))
             start = stop
     is_quantised = xccl.quantize is not None and scale is None
-    pushing_ns, flops = die.clock.now, 4 * len(order) * layout.hidden if is_quantised else 0
+    flops = 4 * len(order) * layout.hidden if is_quantised else 0
     if pieces:
         await die.mte.push(
             pieces,
@@ -78,24 +77,25 @@ async def fused_dispatch(
             name=f"{op} 1 push",
             copies=xccl.crossing(counts),
         )
-    pushing_ns = die.clock.now - pushing_ns
     await xccl.steps.passed(op, 1)
 
-    # Step 2: a barrier over the cores (all tokens are written: one engine's stores complete in order), then
+    # Step 2: the cores meet (all tokens are written: one engine's stores complete in order), then
     # the number of tokens for each expert goes to the expert's rank, as a flag, also if there are none.
+    await die.clock.sleep(spec.meeting_ns())
     flags = np.zeros(xccl.group.num_ranks, layout.flag_dtype)
     np.add.at(flags["counts"], (destination, xccl.local_idx[topk_idx.reshape(-1)]), 1)
     xccl.board.begin(event_id)
     await xccl.board.post(flags, f"{op} 2 flags", xccl.num_cores)
     await xccl.steps.passed(op, 2)
 
-    # Step 3: poll all flags; prefix sums of the counts are the output offsets; gather the tokens there.
+    # Step 3: poll all flags; prefix sums of the counts are the output offsets, so the cores meet once more;
+    # gather the tokens there.
     flags = await xccl.board.wait(op, xccl.means.timeout_ns)
+    await die.clock.sleep(spec.meeting_ns())
     num_tokens = int(flags["counts"].sum())
     nbytes = num_tokens * layout.dispatch_message
     gather = partial(_gather, xccl, flags["counts"].astype(np.int64))
     received = await xccl.work(f"{op} 3 gather", gather, 0, 2 * nbytes)
-    await xccl.spend_fixed(start_ns + pushing_ns)
     xccl.received = received
     await xccl.steps.passed(op, 3)
     return received

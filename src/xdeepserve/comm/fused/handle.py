@@ -130,10 +130,6 @@ class FusedXCCL(Handle):
         gets = counts > 0
         return np.asarray(self.group.dies, np.int64)[gets], counts[gets]
 
-    async def spend_fixed(self, since_ns: int) -> None:
-        """All that an operator does beside its push takes an exchange's fixed part, or longer."""
-        await self.die.clock.sleep_until(since_ns + self.die.spec.exchange_fixed_ns())
-
     def region(self, part: str, die: int | None = None) -> Region:
         """A region of this rank, or of another die of the group: flags, dispatch, output ..."""
         memory = self.die.fabric.memories[self.die.index if die is None else die]

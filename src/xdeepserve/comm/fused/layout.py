@@ -81,6 +81,7 @@ class FusedLayout(msgspec.Struct, frozen=True):
     quantize: bool = True
     name: str = "fused"
     int8_answers: bool = False  # of layouts that quantise
+    alignment: int = MESSAGE_ALIGNMENT  # of payloads in messages, and the size of a slot
 
     def __post_init__(self) -> None:
         for field in ("num_ranks", "local_batch", "top_k", "hidden", "experts_per_rank"):
@@ -128,15 +129,15 @@ class FusedLayout(msgspec.Struct, frozen=True):
     @property
     def slot_offset(self) -> int:
         """Where in a dispatch message its scale and routing stand."""
-        return padded(self.hidden * self.dispatch_payload.itemsize, MESSAGE_ALIGNMENT)
+        return padded(self.hidden * self.dispatch_payload.itemsize, self.alignment)
 
     @property
     def dispatch_message(self) -> int:
-        return self.slot_offset + MESSAGE_ALIGNMENT
+        return self.slot_offset + self.alignment
 
     @property
     def combine_message(self) -> int:
-        return padded(self.answers.nbytes, MESSAGE_ALIGNMENT)
+        return padded(self.answers.nbytes, self.alignment)
 
     # ---- buffers ------------------------------------------------------------------------------------
 

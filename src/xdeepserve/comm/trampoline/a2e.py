@@ -3,8 +3,8 @@
 In a naive pull (`naive`) each attention die posts a field at all X expert dies, and stores a row for each
 expert of a token. The scalar units of the few AIV cores that it spares beside its own kernels
 (`Spec.attention_cores`) are the bottleneck. Here it posts one field, at its trampoline: an expert die, which
-has all its cores for this, and forwards tokens. The second stage costs another exchange's fixed part, so
-trampolines pay where X fields take an attention die longer than that: at the paper's 160 and 288 dies with
+has all its cores for this, and forwards tokens. The second stage costs another launch, rows and fields,
+so trampolines pay where X fields take an attention die longer than that: at the paper's 160 and 288 dies with
 four cores they do, with all 48 cores on an attention die they would not (`xdeepserve bench comm` shows both).
 The steps are dispatch's, in either stage; A2E and E2A are the first stages, A2E' and E2A' the second ones.
 Where the layout `pushes`, expert dies exchange by FusedDispatch and FusedCombine, which add up on arrival.
@@ -78,22 +78,20 @@ class AttentionSide(Side):
 
     async def _a2e(self, x: Float32, topk_idx: Int32, topk_weights: Float32, event_id: int) -> None:
         layout, means, steps = self.layout, self.means, self.steps
-        start_ns = self.die.clock.now
         payload, scale = await load_tokens(self, "A2E", x, None)
 
-        launched_ns = start_ns + self.die.spec.kernel_ns(0, 0)
         # Step 3: one row per token in the local managed area, whatever the number of its experts.
         rows = np.zeros((len(x), layout.tokens.row_nbytes), np.uint8)
         token = rows[:, : layout.token_dtype.itemsize].view(layout.token_dtype)[:, 0]
         token["topk_idx"], token["topk_weights"] = topk_idx, topk_weights
         token["scale"], token["payload"] = scale, payload
         counts = np.array([len(x)])
-        await self.outbox.write(rows, counts, means, "A2E 3 write rows", launched_ns)
+        await self.outbox.write(rows, counts, means, "A2E 3 write rows")
         self.num_sent = len(x)
         await steps.passed("A2E", 3)
 
         # Step 4: one field, at the trampoline, instead of one at every expert die.
-        await self.outbox.post(event_id, counts, means, "A2E 4 post field", start_ns)
+        await self.outbox.post(event_id, counts, means, "A2E 4 post field")
         await steps.passed("A2E", 4)
         if (trace := self.die.trace).is_on:
             key, now = arrow("A2E", layout, self.die.index, event_id), self.die.clock.now
@@ -210,19 +208,19 @@ class ExpertSide(Side):
             return
         steps.begin()
         # Second stage: steps 1 and 2 are fused into this kernel, which has the answers in hand.
-        start_ns = self.die.clock.now
         payload: Any = answers
         if layout.reduce and not layout.pushes:
             total = partial(weighted_sum, answers, self._weights)
-            payload = await self.work("E2A' 2 weighted sum", total, 2 * answers.size)
+            nbytes = answers.size // layout.hidden * layout.experts.combine_row
+            payload = await self.work("E2A' 2 weighted sum", total, 2 * answers.size, nbytes)
         elif layout.quantize and not layout.reduce:
             payload = to_bf16(answers)  # exact: they came as bfloat16
         await steps.passed("E2A'", 2)
         rows = np.zeros((len(answers), layout.answers.row_nbytes), np.uint8)
         rows[:, : layout.answer_dtype.itemsize].view(layout.answer_dtype)[:, 0]["payload"] = payload
-        await self.outbox.write(rows, self._served_counts, means, "E2A' 3 write rows", start_ns)
+        await self.outbox.write(rows, self._served_counts, means, "E2A' 3 write rows")
         await steps.passed("E2A'", 3)
-        await self.outbox.post(event_id, self._served_counts, means, "E2A' 4 post fields", start_ns)
+        await self.outbox.post(event_id, self._served_counts, means, "E2A' 4 post fields")
         await steps.passed("E2A'", 4)
         if self.die.trace.is_on:
             for peer in self._peers:

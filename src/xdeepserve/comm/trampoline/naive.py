@@ -67,15 +67,13 @@ class NaiveAttentionSide(Side):
 
     async def _a2e(self, x: Float32, topk_idx: Int32, topk_weights: Float32, event_id: int) -> None:
         layout, means, steps = self.layout.naive, self.means, self.steps
-        start_ns = self.die.clock.now
-        launched_ns = start_ns + self.die.spec.kernel_ns(0, 0)
         payload, scale = await load_tokens(self, "A2E", x, None)
         num_experts = self.sides.experts.num_ranks
         rows, self.sent = pack_tokens("A2E", layout, self.expert_rank, num_experts, payload, scale, topk_idx)
         self._weights = topk_weights.copy()
-        await self.outbox.write(rows, self.sent.counts, means, "A2E 3 write rows", launched_ns)
+        await self.outbox.write(rows, self.sent.counts, means, "A2E 3 write rows")
         await steps.passed("A2E", 3)
-        await self.outbox.post(event_id, self.sent.counts, means, "A2E 4 post fields", start_ns)
+        await self.outbox.post(event_id, self.sent.counts, means, "A2E 4 post fields")
         await steps.passed("A2E", 4)
 
     async def _e2a(self, event_id: int) -> Float32:
@@ -120,6 +118,8 @@ class NaiveExpertSide(Side):
         means, steps = self.means, self.steps
         counts = await self.inbox.wait("A2E", event_id, self.turns.event_before, means, steps.lane)
         await steps.passed("A2E", 5)
+        if counts.any():
+            await self.die.clock.sleep(self.die.spec.meeting_ns())  # as in dispatch
         rows = await self.inbox.pull("A2E", counts, means)
         await steps.passed("A2E", 7)
         received = unpack_tokens(self.layout.naive, rows, counts)
@@ -130,12 +130,10 @@ class NaiveExpertSide(Side):
 
     async def _e2a(self, expert_out: Float32, event_id: int) -> None:
         layout, means, steps, received = self.layout.naive, self.means, self.steps, self.received
-        start_ns = self.die.clock.now
-        launched_ns = start_ns + self.die.spec.kernel_ns(0, 0)
         assert received is not None
         rows = await load_answers(self, "E2A", layout, expert_out)
         counts = received.num_tokens_per_rank
-        await self.outbox.write(rows, counts, means, "E2A 3 write rows", launched_ns)
+        await self.outbox.write(rows, counts, means, "E2A 3 write rows")
         await steps.passed("E2A", 3)
-        await self.outbox.post(event_id, counts, means, "E2A 4 post fields", start_ns)
+        await self.outbox.post(event_id, counts, means, "E2A 4 post fields")
         await steps.passed("E2A", 4)

@@ -88,7 +88,7 @@ class FlowTrampoline(Side):
         await newer(self.inbox, "A2E", self.label, self.taken, np.array([number]))
         come_ns = self.die.clock.now
         event_id, token = await self._take(number)
-        counts, sent = await self._hand_on(number, event_id, token, come_ns)
+        counts, sent = await self._hand_on(number, event_id, token)
         await self._answer(number, event_id, await self._merge(number, event_id, token, counts, sent))
         return event_id, come_ns
 
@@ -106,7 +106,7 @@ class FlowTrampoline(Side):
         return event_id, rows[:, : layout.token_dtype.itemsize].view(layout.token_dtype)[:, 0]
 
     async def _hand_on(
-        self, number: int, event_id: int, token: npt.NDArray[np.void], start_ns: int
+        self, number: int, event_id: int, token: npt.NDArray[np.void]
     ) -> tuple[Int64, SentRows]:
         """A2E', steps 3 and 4, and the wait for the answers of those only that tokens go to: how many rows
         each die has for each attention die."""
@@ -119,8 +119,8 @@ class FlowTrampoline(Side):
         counts[mine] = sent.counts
         if not counts.any():
             return counts, sent
-        await self._copies.write(rows, counts, means, "A2E' 3 write rows", start_ns)
-        await self._copies.post(event_id, counts, means, "A2E' 4 post fields", start_ns, counts > 0)
+        await self._copies.write(rows, counts, means, "A2E' 3 write rows")
+        await self._copies.post(event_id, counts, means, "A2E' 4 post fields", counts > 0)
         self._draw_all("A2E'", number, event_id, sent.counts)
         # It knows whom it waits for, so it is not the attention die behind it that gives up first.
         patience = means._replace(timeout_ns=means.timeout_ns * 9 // 10)
@@ -144,12 +144,12 @@ class FlowTrampoline(Side):
 
     async def _answer(self, number: int, event_id: int, payload: Float32) -> None:
         """E2A', steps 3 and 4, to one attention die."""
-        layout, means, start_ns = self.layout, self.means, self.die.clock.now
+        layout, means = self.layout, self.means
         rows = np.zeros((len(payload), layout.answers.row_nbytes), np.uint8)
         rows[:, : layout.answer_dtype.itemsize].view(layout.answer_dtype)[:, 0]["payload"] = payload
         counts, chosen = self._at(number, len(payload)), np.arange(len(self.served)) == number
-        await self.outbox.write(rows, counts, means, "E2A' 3 write rows", start_ns)
-        await self.outbox.post(event_id, counts, means, "E2A' 4 post field", start_ns, chosen)
+        await self.outbox.write(rows, counts, means, "E2A' 3 write rows")
+        await self.outbox.post(event_id, counts, means, "E2A' 4 post field", chosen)
         self._draw("E2A'", number, event_id)
 
     def _at(self, number: int, count: int) -> Int64:
@@ -236,15 +236,13 @@ class FlowExpertSide(Side):
 
     async def answer(self, arrival: Arrival, expert_out: Float32) -> None:
         """E2A, steps 1 to 4, for one attention die: float32 [N, H], a row for each of the arrival's."""
-        layout, means, steps, die = self.layout.naive, self.means, self.steps, self.die
-        start_ns = die.clock.now
+        layout, means, steps = self.layout.naive, self.means, self.steps
         steps.begin()
-        launched_ns = start_ns + die.spec.kernel_ns(0, 0)
         rows = await load_answers(self, "E2A", layout, expert_out)
         counts = arrival.received.num_tokens_per_rank
-        await self.outbox.write(rows, counts, means, "E2A 3 write rows", launched_ns)
+        await self.outbox.write(rows, counts, means, "E2A 3 write rows")
         chosen = np.arange(len(counts)) == arrival.attention
-        await self.outbox.post(arrival.event_id, counts, means, "E2A 4 post field", start_ns, chosen)
+        await self.outbox.post(arrival.event_id, counts, means, "E2A 4 post field", chosen)
         self._draw("E2A", arrival.attention, arrival.event_id)
 
     def _draw(self, op: str, attention: int, event_id: int) -> None:

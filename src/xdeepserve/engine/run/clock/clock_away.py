@@ -77,7 +77,6 @@ class ClockTrampolines:
                     placed[d] if placed else None,
                     sizes.num_slots,
                     "mte" if sizes.carrier == "rdma" else sizes.carrier,
-                    sizes.exchange == "push",
                 )
                 for d in range(sizes.num_domains)
             ]
@@ -142,7 +141,7 @@ class ClockFlows:
         carrier = sizes.carrier
         assert carrier != "rdma"  # M2N has no trampolines
         copies = team.config.num_experts_per_tok + (sizes.num_shared_dies > 0)
-        return ByTrampoline(cost, len(team.expert_dies), copies, team.config.hidden_size, carrier)
+        return ByTrampoline(cost, len(team.expert_dies), copies, carrier)
 
     def attention_end(self, rank: int, microbatch: int, timeline: Timeline) -> Trampoline:
         """It sends, and waits for those alone that it has sent to."""

@@ -72,7 +72,8 @@ class ClockNet:
         pod, config = team.pod, team.config
         self._shapes = ModelShapes(config, team.recipe, sizes)
         spec = pod.spec_of(team.dies[0])
-        cost = CommCost(spec, Topology() if sizes.hardware == "cm384" else SERVER)
+        topology = Topology() if sizes.hardware == "cm384" else SERVER
+        cost = CommCost(spec, topology, config.hidden_size, sizes.exchange)
         self.timelines: dict[int, list[Timeline]] = {rank: [] for rank in range(sizes.num_dies)}
         self.expert_timelines: list[Timeline] = []  # of dies that have experts alone
         timeout_ns, held = sizes.exchange_timeout_ns, [len(own) for own in sizes.slots_of]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from xdeepserve.comm.cost import CommCost
+from xdeepserve.comm.cost import CommCost, Op
 from xdeepserve.comm.exchange.rows import Received
 from xdeepserve.engine.run.clock.meeting import Meeting
 from xdeepserve.engine.run.clock.routing import PlacedRouting, Routing, TimingConfig
@@ -76,6 +76,7 @@ class ExchangeHub:
         self.copies = model.num_experts_per_tok + (self.num_shared > 0)
         # Of the latest events: last arrival at the dispatch - first arrival.
         self.spreads_ns: dict[int, int] = {}
+        self.priced_ns: dict[Op, float] = {"dispatch": 0.0, "combine": 0.0}  # all so far, without waiting
         self._meetings: dict[tuple[str, int], Meeting[Brought]] = {}
 
     async def meet(self, op: str, rank: int, event: int, num_tokens: int) -> Meeting[Brought]:
@@ -105,14 +106,14 @@ class ExchangeHub:
             self.routing.collect(*drawn)
             self.spreads_ns[meeting.event] = meeting.last_ns - meeting.first_ns
             self.spreads_ns.pop(meeting.event - KEPT, None)
-        return self.cost.exchange_ns(self.num_dies, batch, self.copies, stretch), load
+        op: Op = "dispatch" if meeting.op == "dispatch" else "combine"
+        price_ns = self.cost.exchange_ns(op, self.num_dies, batch, self.copies, stretch)
+        self.priced_ns[op] += price_ns
+        return price_ns, load
 
 
 class ClockExchange:
-    """One rank's end, without bytes; `lane` is where traces show it, and what `is_fused` by another name.
-
-    The price is one: CM Table 6, to which it is fitted, is of fused operators.
-    """
+    """One rank's end, without bytes; `lane` is where traces show it, and what `is_fused` by another name."""
 
     def __init__(
         self, timeline: Timeline, rank: int, hub: ExchangeHub, lane: str = "XCCL", is_fused: bool = False

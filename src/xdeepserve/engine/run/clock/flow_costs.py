@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from xdeepserve.comm.cost import CommCost
+from xdeepserve.comm.cost import CommCost, Op
 from xdeepserve.comm.means import Carrier
 from xdeepserve.comm.services.service_cost import ServiceCost
-from xdeepserve.engine.run.clock.trampoline_hub import SCALE_SLOT
 
 
 class Errand(NamedTuple):
@@ -41,18 +40,15 @@ class ByTrampoline(NamedTuple):
     cost: CommCost
     num_experts: int
     copies: int
-    hidden: int
     carrier: Carrier
 
     def post_ns(self, sent: Errand) -> float:
         """A2E."""
-        return self.cost.bulk_ns(sent.num_tokens * (self.hidden + SCALE_SLOT), self.carrier)
+        return self.cost.post_ns(sent.num_tokens, self.carrier)
 
     def there_ns(self, sent: Errand) -> float:
         """A2E'."""
-        if not sent.num_rows:
-            return 0.0
-        return self.cost.among_ns(self.num_experts, sent.num_tokens, self.copies, self.carrier)
+        return self._among_ns("dispatch", sent)
 
     def answer_ns(self, num_rows: int, num_sent: int) -> float:
         """A stream of its own does that."""
@@ -60,7 +56,13 @@ class ByTrampoline(NamedTuple):
 
     def back_ns(self, sent: Errand) -> float:
         """E2A and E2A'."""
-        return self.there_ns(sent) + self.cost.bulk_ns(2 * sent.num_tokens * self.hidden, self.carrier)
+        back_ns = self.cost.return_ns(sent.num_tokens, self.copies, self.carrier)
+        return self._among_ns("combine", sent) + back_ns
+
+    def _among_ns(self, op: Op, sent: Errand) -> float:
+        if not sent.num_rows:
+            return 0.0
+        return self.cost.among_ns(op, self.num_experts, sent.num_tokens, self.copies, self.carrier)
 
     def read_ns(self, sent: Errand) -> float:
         """The sums come by themselves."""

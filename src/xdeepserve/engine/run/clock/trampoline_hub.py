@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
+from typing import get_args
 
 import numpy as np
 
-from xdeepserve.comm.cost import CommCost
+from xdeepserve.comm.cost import CommCost, Op
 from xdeepserve.comm.exchange.layout import Group
 from xdeepserve.comm.exchange.rows import Received
 from xdeepserve.comm.means import Carrier
@@ -23,8 +24,6 @@ from xdeepserve.hw.die import Die
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.shapes import shape_only
-
-SCALE_SLOT = 512  # bytes that a token's scale takes beside its INT8 payload (CM 4.2.1)
 
 
 class TrampolineHub:
@@ -49,7 +48,6 @@ class TrampolineHub:
         placed: PlacedRouting | None = None,
         first_copy: int = 0,
         carrier: Carrier = "mte",
-        pushes: bool = False,
     ) -> None:
         """`carrier` brings what is pulled, among expert dies as well unless these push. `placed` knows where
         experts and their replicas are, if there are any; `first_copy` is the first physical expert that is a
@@ -69,7 +67,6 @@ class TrampolineHub:
         self.routing = placed or Routing(self.num_routed, config.skew, config.seed)
         self.first_copy = first_copy
         self.carrier: Carrier = carrier
-        self._among: Carrier = "mte" if pushes else carrier
         self._a2e: dict[int, Meeting[Brought]] = {}
         self._e2a: dict[int, Meeting[None]] = {}
         self.tally = Tally(cost.spec, num_routed, model.num_experts_per_tok)
@@ -108,19 +105,16 @@ class TrampolineHub:
         routed = self.routing.counts(*drawn)
         self.routing.collect(*drawn)
         shared = total / self.num_shared if self.num_shared else 0.0
-        return self._exchange_ns(), Brought(routed, total * top_k / self.num_routed, shared)
+        return self._exchange_ns("dispatch"), Brought(routed, total * top_k / self.num_routed, shared)
 
     def _settle_e2a(self, meeting: Meeting[None]) -> tuple[float, None]:
         # Attention dies have all been here when they post the next event, so the one before is history.
         self._e2a.pop(meeting.event - 2, None)
-        return self._exchange_ns(), None
+        return self._exchange_ns("combine"), None
 
-    def _exchange_ns(self) -> float:
-        return self.cost.among_ns(self.num_experts, self._batch, self.copies, self._among)
-
-    def bulk_ns(self, nbytes: float) -> float:
-        """The stage between an attention die and its trampoline."""
-        return self.cost.bulk_ns(nbytes, self.carrier)
+    def _exchange_ns(self, op: Op) -> float:
+        sizes = self.num_experts, self._batch, self.copies
+        return self.cost.among_ns(op, *sizes, self.carrier, self.num_attention)
 
 
 class ClockAttentionSide:
@@ -140,8 +134,7 @@ class ClockAttentionSide:
     async def a2e(self, x: Array, topk_idx: Array, topk_weights: Array, event_id: int) -> None:
         """Stage 1, in bulk; returns when the tokens are posted."""
         self._num_tokens = len(x)
-        nbytes = len(x) * (self._hidden + SCALE_SLOT)
-        self.timeline.add("XCCL", "A2E", self.hub.bulk_ns(nbytes))
+        self.timeline.add("XCCL", "A2E", self.hub.cost.post_ns(len(x), self.hub.carrier))
         now, die = await self.timeline.catch_up(), self.timeline.die
         die.trace.depart(("A2E", die.index, self.hub, event_id), "A2E", die.index, "XCCL", now - 1)
         self.hub.tally.come(event_id, len(x))
@@ -150,8 +143,9 @@ class ClockAttentionSide:
     async def e2a(self, event_id: int) -> Array:
         """[T, H], when the answers have come back."""
         start, meeting = await self.timeline.catch_up(), self.hub.e2a(event_id)
-        bulk = round(self.hub.bulk_ns(self._num_tokens * self._hidden * 2))
-        await meeting.wait(f"attention {self.rank}", bulk)
+        hub = self.hub
+        back_ns = round(hub.cost.return_ns(self._num_tokens, hub.copies, hub.carrier))
+        await meeting.wait(f"attention {self.rank}", back_ns)
         self.timeline.waited("XCCL", "E2A", start, "E2A'")
         die = self.timeline.die
         key = "E2A'", die.index, self.hub, event_id
@@ -198,3 +192,15 @@ class ClockExpertSide:
             for attention in sides.served(self.index):
                 key = op, sides.attention[attention], self.hub, event
                 end(key, op, die.index, lane, die.clock.now - 1)
+
+
+def way_back_ns(model: ModelConfig, rows: float, has_shared: bool) -> float:
+    """E2A's second stage, from a trampoline to its attention die, for so many rows of a microbatch."""
+    return CommCost(hidden=model.hidden_size).return_ns(rows, model.num_experts_per_tok + has_shared)
+
+
+def slower_way(model: ModelConfig, num_experts: int, rows: float, has_shared: bool) -> float:
+    """Of the two ways among expert dies, the slower one's time over the mean of both."""
+    cost, top_k = CommCost(hidden=model.hidden_size), model.num_experts_per_tok + has_shared
+    times = [cost.among_ns(op, num_experts, rows, top_k) for op in get_args(Op)]
+    return 2 * max(times) / sum(times)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from xdeepserve.comm.cost import Op
 from xdeepserve.comm.exchange.layout import Group, Layout
 from xdeepserve.comm.fused.layout import FusedLayout
 from xdeepserve.engine.die.program import Executor
@@ -56,7 +57,7 @@ class ColocatedGang(Gang):
             if column[0].moe is not None
         }
         dies = [executor.die for executor in self.executors]
-        self.timetable = Timetable(dies)
+        self.timetable = Timetable(dies, config.hidden_size, sizes.exchange)
         if self._exchange is None:
             # No row leaves its die; the numbers of the exchange say what an expert takes.
             experts, top_k = len(first.mem.slots), config.num_experts_per_tok
@@ -167,7 +168,8 @@ class ColocatedGang(Gang):
             rest = iter(own)
             for item in items:
                 if isinstance(item, Meet):
-                    tt.meet(item.op.replace("_", " "), self._exchange_ns(shares))
+                    op: Op = "dispatch" if "dispatch" in item.op else "combine"
+                    tt.meet(item.op.replace("_", " "), self._exchange_ns(op, shares))
                 elif item.rows == "received":
                     tt.stages([self._time_experts(item, visit, shares, self.received[at].sum(axis=1))])
                 else:
@@ -220,7 +222,7 @@ class ColocatedGang(Gang):
             np.add.at(copied, self.copy_rank, rows)
         return list(copied.tolist())
 
-    def _exchange_ns(self, shares: Sequence[Share]) -> int:
+    def _exchange_ns(self, op: Op, shares: Sequence[Share]) -> int:
         tt, batch = self.timetable, max(len(share.h) for share in shares)
         stretch = tt.spec.barrier_stretch.value
-        return round(tt.cost.exchange_ns(len(shares), batch, self.shape.copies, stretch))
+        return round(tt.cost.exchange_ns(op, len(shares), batch, self.shape.copies, stretch))

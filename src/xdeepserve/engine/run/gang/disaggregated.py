@@ -79,11 +79,12 @@ class DisaggregatedGang(Gang):
         assert carrier != "rdma"  # cards of several kinds of hardware have no twin
         self.timetable = DisaggregatedTimetable(
             [executor.die for executor in executors],
+            self.executors[0].config.hidden_size,
+            sizes.exchange,
             [program.die for program in self.programs],
             self.num_domains,
             self.num_microbatches,
             carrier,
-            "mte" if sizes.exchange == "push" else carrier,
         )
         self.prices = ExpertPrices(self.programs, moe_layers, self.shape.top_k, self.timetable.spec)
         # By pass through a layer, and microbatch: what is wrong at the end of E2A', and of A2E, A2E' and E2A;
@@ -213,8 +214,7 @@ class DisaggregatedGang(Gang):
             tt.come_back(leaves[m], times[m])
 
     def _token_times(self, rows: np.ndarray) -> TokenTimes:
-        s = self.exchange
-        return self.timetable.token_times(rows, s.copies, s.token_nbytes, s.answer_nbytes)
+        return self.timetable.token_times(rows, self.exchange.copies)
 
     def _experts_ns(self, m: int, visits: Sequence[Visit], passes: Sequence[int]) -> np.ndarray:
         """[layers with experts, domains, expert dies]: what these take of each for the tokens of a domain."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from xdeepserve.comm.cost import CommCost
+from xdeepserve.comm.cost import CommCost, Op, Way
 from xdeepserve.comm.means import Carrier
 from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND, stream_item
 from xdeepserve.engine.run.gang.drawing import Drawing
@@ -38,7 +38,8 @@ class TokenTimes(NamedTuple):
 
     post_ns: Ns  # [A]: from each die to its trampoline
     return_ns: Ns  # [A]: and back
-    exchange_ns: list[int]  # by domain: among the expert dies
+    dispatch_ns: list[int]  # by domain: among the expert dies
+    combine_ns: list[int]
 
 
 class Timetable:
@@ -47,9 +48,9 @@ class Timetable:
     `drawing` is what a trace shows of them.
     """
 
-    def __init__(self, dies: Sequence[Die], num_domains: int = 0) -> None:
+    def __init__(self, dies: Sequence[Die], hidden: int, way: Way, num_domains: int = 0) -> None:
         self.dies, self.spec = dies, dies[0].spec
-        self.cost = CommCost(self.spec, dies[0].fabric.topology)
+        self.cost = CommCost(self.spec, dies[0].fabric.topology, hidden, way)
         self.drawing = Drawing(dies, num_domains)
         self.attention: Ns = np.zeros(len(dies), np.int64)
 
@@ -75,23 +76,24 @@ class Timetable:
 
 class DisaggregatedTimetable(Timetable):
     """Where experts have dies of their own. `experts` is when each of these came to what it does. `carrier`
-    brings rows between attention dies and trampolines, `among` those between expert dies."""
+    brings rows that are pulled."""
 
     def __init__(
         self,
         dies: Sequence[Die],
+        hidden: int,
+        way: Way,
         expert_dies: Sequence[Die],
         num_domains: int,
         num_microbatches: int,
         carrier: Carrier,
-        among: Carrier,
     ) -> None:
-        super().__init__(dies, num_domains)
+        super().__init__(dies, hidden, way, num_domains)
         self.expert_dies, self._num_domains = expert_dies, num_domains
         self._num_places = num_domains * num_microbatches
         self._per_domain = len(dies) // num_domains
         self.expert_drawing = Drawing(expert_dies)
-        self._carrier, self._among = carrier, among
+        self._carrier = carrier
 
     def begin_apart(self, attention: Ns, experts: Ns) -> None:
         """All dies have come."""
@@ -101,20 +103,19 @@ class DisaggregatedTimetable(Timetable):
         self._received = self._sent = int(experts.max(initial=0))
         self._sent_at = [0] * self._num_places  # when the buffers of a place were last free
 
-    def token_times(self, rows: Ns, copies: int, token_nbytes: int, answer_nbytes: int) -> TokenTimes:
+    def token_times(self, rows: Ns, copies: int) -> TokenTimes:
         """Of a microbatch that has `rows` [A] of each die, each one for `copies` experts."""
-        num_ranks, by_domain = len(self.expert_dies), rows.reshape(self._num_domains, -1)
-        exchange_ns = [
-            round(self.cost.among_ns(num_ranks, int(mine.max(initial=0)), copies, self._among))
-            for mine in by_domain
+        cost, carrier, num_ranks = self.cost, self._carrier, len(self.expert_dies)
+        most = [int(mine.max(initial=0)) for mine in rows.reshape(self._num_domains, -1)]
+        ops: tuple[Op, Op] = "dispatch", "combine"
+        among = [
+            [round(cost.among_ns(op, num_ranks, n, copies, carrier, self._per_domain)) for n in most]
+            for op in ops
         ]
-        return TokenTimes(self._bulk_ns(rows, token_nbytes), self._bulk_ns(rows, answer_nbytes), exchange_ns)
-
-    def _bulk_ns(self, rows: Ns, row_nbytes: int) -> Ns:
-        """Time of the stage between an attention die and its trampoline, for each die."""
         counts, of_die = np.unique(rows, return_inverse=True)
-        bulk = np.array([self.cost.bulk_ns(count * row_nbytes, self._carrier) for count in counts.tolist()])
-        return bulk.round().astype(np.int64)[of_die]
+        post = [round(cost.post_ns(count, carrier)) for count in counts.tolist()]
+        back = [round(cost.return_ns(count, copies, carrier)) for count in counts.tolist()]
+        return TokenTimes(np.array(post)[of_die], np.array(back)[of_die], *among)
 
     # ---- attention dies -----------------------------------------------------------------------------
 
@@ -150,22 +151,24 @@ class DisaggregatedTimetable(Timetable):
         before = self.attention
         self.attention = before + times.post_ns
         posted, leaves = self.attention.reshape(self._num_domains, -1).max(axis=1).tolist(), []
-        for domain, (posted_ns, exchange) in enumerate(zip(posted, times.exchange_ns, strict=True)):
+        for domain, posted_ns in enumerate(posted):
             if self.drawing.is_on:
                 self._draw_post(domain, before)
-            leaves.append(self._serve_item(microbatch, domain, posted_ns, exchange, kernels_ns[domain]))
+            leaves.append(self._serve_item(microbatch, domain, posted_ns, times, kernels_ns[domain]))
         return leaves
 
-    def _serve_item(self, microbatch: int, domain: int, posted_ns: int, exchange: int, kernels_ns: Ns) -> int:
+    def _serve_item(
+        self, microbatch: int, domain: int, posted_ns: int, times: TokenTimes, kernels_ns: Ns
+    ) -> int:
         """A2E, experts and E2A of one item, pipelined with the items around it; when the answers leave."""
         place = microbatch * self._num_domains + domain
         # The three streams of an expert die each take one item after another.
         start = max(posted_ns, self._received, self._sent_at[place])
-        self._received = received = start + exchange
+        self._received = received = start + times.dispatch_ns[domain]
         begin = np.maximum(self.experts, received)
         self.experts = begin + kernels_ns
         computed = max(int(self.experts.max()), self._sent)
-        self._sent = self._sent_at[place] = sent = computed + exchange
+        self._sent = self._sent_at[place] = sent = computed + times.combine_ns[domain]
         if self.expert_drawing.is_on:
             self._draw_item(microbatch, domain, (start, received), begin, (computed, sent))
         return sent

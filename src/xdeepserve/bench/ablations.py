@@ -1,0 +1,226 @@
+"""`xdeepserve bench papers --ablations`: what each mechanism of the timing model does to the published rows.
+
+One mechanism at a time is switched off (or another form of it on), all fitted numbers left as they are, and
+every row that a formula gives, or a short simulation, is computed again. A mechanism names the groups of rows
+that it is about; the test holds that these change, and no others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from xdeepserve.bench import comm, interference, paper_rows, pipelines, prefill_formula, superpod
+from xdeepserve.bench.decode_formula import LayerCost, Load
+from xdeepserve.bench.prefill_formula import PrefillCost
+from xdeepserve.bench.report import Row
+from xdeepserve.comm.cost import CommCost
+from xdeepserve.hw.spec import Param, Spec
+from xdeepserve.hw.topology import Plane
+from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.presets import resolve_model
+
+PUSHED = frozenset({"FusedDispatch", "FusedCombine"})
+EXCHANGES = PUSHED | {"A2E", "E2A", "crossing"}
+DECODE = frozenset({"Table 4", "stream 1", "layer", "gains"})
+PREFILL = frozenset({"prefill", "prefill's gain"})
+
+
+class Formulas(NamedTuple):
+    """What all rows are made of."""
+
+    spec: Spec
+    config: ModelConfig
+    pull: CommCost
+    push: CommCost
+    splits: Sequence[int] | None = None  # of cores between two streams, if not the best is chosen
+    unabsorbed: bool = True  # prefill's attention
+    kv_plane: Plane = Plane.UB  # on which KV comes while dies dispatch
+
+    @staticmethod
+    def with_spec(spec: Spec) -> Formulas:
+        config = resolve_model(superpod.MODEL).config
+        return Formulas(spec, config, CommCost(spec), CommCost(spec, way="push"))
+
+    @property
+    def layer(self) -> LayerCost:
+        """CloudMatrix's decode."""
+        cost = LayerCost if self.splits is None else _FixedSplit
+        return cost(self.config, self.spec, self.push)
+
+
+class _FixedSplit(LayerCost, frozen=True):
+    """Streams that have 16 and 8 cores whatever they have to do."""
+
+    def microbatched_ns(self, load: Load, dies: Any, splits: Sequence[int] = ()) -> float:
+        return LayerCost.microbatched_ns(self, load, dies, (pipelines.CM_SPLIT,))
+
+
+class _EvenRouting(CommCost, frozen=True):
+    """Every rank receives the mean."""
+
+    def busiest(self, num_ranks: int, rows: float) -> float:
+        return 1.0
+
+
+class Mechanism(NamedTuple):
+    """What is switched off, how, and the groups of rows that it is about."""
+
+    name: str
+    off: Callable[[], Formulas]
+    groups: frozenset[str]
+
+
+class Shift(msgspec.Struct, frozen=True):
+    """How far a group's rows move without a mechanism, in percent: the largest move, with its sign."""
+
+    mechanism: str
+    group: str
+    percent: float
+    expected: bool
+
+
+def without(**values: float) -> Formulas:
+    """Parameters with other values."""
+    spec = Spec()
+    changed = {name: Param(value, getattr(spec, name).unit, "switched off") for name, value in values.items()}
+    return Formulas.with_spec(msgspec.structs.replace(spec, **changed))
+
+
+def whole() -> Formulas:
+    """Nothing is switched off."""
+    return Formulas.with_spec(Spec())
+
+
+def _even() -> Formulas:
+    return whole()._replace(pull=_EvenRouting(), push=_EvenRouting(way="push"))
+
+
+def _int8_attention() -> Formulas:
+    machine = whole()
+    layers = frozenset(range(machine.config.num_hidden_layers))
+    return machine._replace(config=msgspec.structs.replace(machine.config, int8_attention=layers))
+
+
+MECHANISMS = (
+    # 1. What exchanges consist of
+    Mechanism(
+        "cores of an operator meet",
+        lambda: without(core_meeting=0),
+        DECODE | {"FusedDispatch", "A2E", "E2A", "crossing", "prefill's gain"},  # KV's port lets others meet
+    ),
+    Mechanism(
+        "fields are posted and noted one by one",
+        lambda: without(piece_overhead=0, field_poll=0),
+        DECODE | EXCHANGES - {"crossing"} | {"prefill's gain", "dispatch beside KV"},
+    ),
+    Mechanism(
+        "a message takes its time at a port",
+        lambda: without(exchange_copy=0),
+        DECODE | EXCHANGES - {"crossing"} | {"prefill's gain", "dispatch beside KV"},
+    ),
+    Mechanism("routing is uneven", _even, DECODE | EXCHANGES - {"A2E"} | {"prefill's gain"}),
+    Mechanism(
+        "servers are apart",
+        lambda: without(inter_server_loss=0, inter_server_latency=0),
+        DECODE | EXCHANGES - {"crossing"} | {"prefill's gain", "send and receive", "dispatch beside KV"},
+    ),
+    Mechanism("serving waits for the slowest", lambda: without(barrier_stretch=1), DECODE),
+    # 2. What is shared
+    Mechanism(
+        "an attention die has few cores to spare",
+        lambda: without(attention_cores=48),
+        frozenset({"A2E", "E2A"}),
+    ),
+    Mechanism(
+        "a vector core moves so many bytes",
+        lambda: without(mte_bandwidth=1e15),
+        frozenset({"send and receive", "A2E", "E2A"}),
+    ),
+    Mechanism(
+        "KV and exchanges share ports",
+        lambda: whole()._replace(kv_plane=Plane.ROCE),
+        frozenset({"dispatch beside KV"}),
+    ),
+    # 3. Kernels
+    Mechanism("a tile begins and ends", lambda: without(tile_overhead=0), frozenset({"Table 9"})),
+    Mechanism(
+        "cores are split as suits the load",
+        lambda: whole()._replace(splits=(pipelines.CM_SPLIT,)),
+        frozenset({"Table 4", "layer", "gains"}),
+    ),
+    Mechanism("attention is BF16", _int8_attention, DECODE - {"stream 1"} | {"stream 0"}),
+    Mechanism(
+        "attention keeps a share of its peak",
+        lambda: without(compute_efficiency=1),
+        DECODE - {"stream 1"} | {"stream 0", "A2E"} | PREFILL,  # vector cores keep that share, too
+    ),
+    # 4. Prefill
+    Mechanism("prefill's attention is not absorbed", lambda: whole()._replace(unabsorbed=False), PREFILL),
+)
+
+
+def groups(machine: Formulas) -> dict[str, list[Row]]:
+    """Rows by what they are of."""
+    exchanges, layer = comm.exchanges(machine.push), machine.layer
+    decode, a2e = superpod.formulas(layer), comm.a2e(machine.pull)
+    prefill = prefill_formula.rows(
+        PrefillCost(machine.config, unabsorbed=machine.unabsorbed, comm=machine.pull, spec=machine.spec)
+    )
+
+    def named(rows: Iterable[Row], *prefixes: str) -> list[Row]:
+        return [row for row in rows if row.name.startswith(prefixes)]
+
+    return {
+        "send and receive": comm.figure_5(machine.spec),
+        "dispatch beside KV": [_beside_kv(machine)],
+        "FusedDispatch": named(exchanges, "cm.t6/dispatch/"),
+        "FusedCombine": named(exchanges, "cm.t6/combine/"),
+        "A2E": named(a2e, "xds.a2e"),
+        "E2A": named(a2e, "xds.e2a"),
+        "crossing": list(paper_rows.crossover(machine.pull)),
+        "Table 9": list(paper_rows.gemms(machine.spec)),
+        "Table 4": named(decode, "cm.t4/"),
+        "stream 0": named(decode, "cm.streams/stream0"),
+        "stream 1": named(decode, "cm.streams/stream1"),
+        "layer": named(decode, "cm.mtp.layer/"),
+        "gains": [*pipelines.gains_by_formula(layer), *paper_rows.gains_by_drafts(layer)],
+        "prefill": named(prefill, "cm.t2/"),
+        "prefill's gain": named(prefill, "cm.mb.prefill"),
+    }
+
+
+def _beside_kv(machine: Formulas) -> Row:
+    time = interference.dispatch_ns(machine.kv_plane, machine.spec)
+    return Row("interference/ub/dispatch", time / 1000, "us", "predicted")
+
+
+def all_changes() -> list[Shift]:
+    """Every group that shifts, or should, without each mechanism."""
+    before, found = groups(whole()), []
+    for mechanism in MECHANISMS:
+        for group, rows in groups(mechanism.off()).items():
+            moves = [
+                100 * (after.value / row.value - 1) for row, after in zip(before[group], rows, strict=True)
+            ]
+            most, expected = max(moves, key=abs), group in mechanism.groups
+            if expected or any(moves):
+                found.append(Shift(mechanism.name, group, most, expected))
+    return found
+
+
+def print_changes(found: Sequence[Shift], is_json: bool) -> None:
+    """A line for each mechanism and group."""
+    if is_json:
+        print(json.dumps({"ablations": msgspec.to_builtins(list(found))}))
+        return
+    print("Without each mechanism, all else as it is: the largest change of rows, in percent")
+    for mechanism in MECHANISMS:
+        print(f"\n{mechanism.name}")
+        for one in found:
+            if one.mechanism == mechanism.name:
+                says = "" if one.expected and one.percent else "  not as expected"
+                print(f"  {one.group:20} {one.percent:+8.1f}{says}")

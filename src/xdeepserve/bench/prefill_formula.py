@@ -1,0 +1,89 @@
+"""A layer of CloudMatrix's prefill in closed form (CM 4.3), and what its two microbatches gain.
+
+Stages and their prices are those of the Program that every run walks, but that attention is not absorbed: a
+prompt's keys and values are made once, for all heads, so that each position costs a head N + R + V products
+and not 2 C + R (`unabsorbed`). What vector work, collectives and launches add has no published size: one
+number stands for it, the share of the layer's time that its stages would take alone, fitted to the one
+throughput of Table 2 with even experts. From it follows what a layer takes without microbatches.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from xdeepserve.bench.decode_formula import expert_layer
+from xdeepserve.bench.report import Row
+from xdeepserve.comm.cost import CommCost, Op
+from xdeepserve.hw.spec import Param, Spec
+from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.presets import resolve_model
+from xdeepserve.step.frame import Model
+from xdeepserve.step.layer import Where, decoder_layer
+from xdeepserve.step.stage import Counts, stages
+
+MODEL = "deepseek-r1"
+CHIP_TOKENS, PROMPT, DIES_PER_CHIP = 16384, 4096, 2  # CM Table 2
+EP = 32  # dies of a prefill instance (CM 4.1)
+EFFICIENCY = Param(
+    0.556, "ratio", "fitted: CM Table 2, perfect EPLB: a layer's stages over its time with two microbatches"
+)
+
+
+class PrefillCost(msgspec.Struct, frozen=True):
+    """One model's, on dies of which each has `CHIP_TOKENS` / 2 tokens of prompts of PROMPT tokens."""
+
+    config: ModelConfig
+    efficiency: float = EFFICIENCY.value
+    unabsorbed: bool = True
+    comm: CommCost = CommCost()
+    spec: Spec = Spec()
+
+    @property
+    def tokens(self) -> int:
+        """A die's."""
+        return CHIP_TOKENS // DIES_PER_CHIP
+
+    def compute_ns(self) -> float:
+        """All stages of a layer with experts, at their own efficiencies."""
+        c, layer, tokens = self.config, expert_layer(self.config), self.tokens
+        copies = tokens * c.num_experts_per_tok
+        counts = Counts(tokens, tokens * PROMPT / 2, tokens, copies, c.n_routed_experts / EP)
+        total, program = 0.0, decoder_layer(layer, Where("among"))
+        for stage in stages((*program.attention, *program.feed)):
+            work = stage.work(Model(c, "int8", c.num_attention_heads), layer, counts)
+            if stage.attends and self.unabsorbed:
+                width = c.qk_head_dim + c.v_head_dim
+                products = 2.0 * counts.context * c.num_attention_heads * width
+                work = work._replace(attention=products, int8_attention=0.0)
+            total += self.spec.stage_ns(work)
+        return total
+
+    def exchanges_ns(self) -> float:
+        """Dispatch and combine."""
+        ops: tuple[Op, Op] = "dispatch", "combine"
+        copies = self.config.num_experts_per_tok
+        return sum(self.comm.exchange_ns(op, EP, self.tokens, copies) for op in ops)
+
+    def layer_ns(self, microbatches: bool = True) -> float:
+        """Two microbatches hide the shorter of computing and exchanging behind the other (CM 4.3.2)."""
+        parts = self.compute_ns() / self.efficiency, self.exchanges_ns()
+        return max(parts) if microbatches else sum(parts)
+
+    def batch_ns(self) -> float:
+        """All of a chip's tokens, to the first new ones."""
+        return self.config.num_hidden_layers * self.layer_ns()
+
+    def throughput(self) -> float:
+        """Tokens per second of a chip."""
+        return CHIP_TOKENS / self.batch_ns() * 1e9
+
+
+def rows(cost: PrefillCost | None = None) -> list[Row]:
+    """CM Table 2 with even experts; 5.4.1, Figure 21."""
+    cost = cost or PrefillCost(resolve_model(MODEL).config)
+    gain = cost.layer_ns(microbatches=False) / cost.layer_ns()
+    return [
+        Row("cm.t2/perfect EPLB", cost.throughput(), "tok/s", "calibrated"),
+        Row("cm.mb.prefill", gain, "x", "predicted"),
+        Row("cm.mb.prefill.layer", 100 * (1 - 1 / gain), "%", "predicted"),
+    ]
