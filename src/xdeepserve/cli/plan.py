@@ -173,7 +173,7 @@ def _pod(args: argparse.Namespace, names: list[str]) -> int:
     best, bound = found[0], f"T_iter <= {args.slo_ms:g} ms"
     pod = "1 die" if dies == 1 else f"{dies} dies"
     print(f"{args.model} on {pod}, prompts of {demand.prompt}, {demand.output} new, {bound}\n")
-    _print("", explain.pod_table(found[:SHOWN]))
+    _print("", explain.pod_table(explain.shown(found, SHOWN), asked.counts_price))
     _print("why", explain.pod_reasons(profile, best, slo_ns))
     _print("if", explain.pod_sensitivity(profile, best, slo_ns, args.extrapolate))
     if args.file is not None:
