@@ -48,8 +48,9 @@ class PodSpace(NamedTuple):
     devices: tuple[Device, ...] = ("cm384",)
 
     def wants(self, *kinds: str) -> bool:
-        """Whether one of these kinds may be planned."""
-        return not self.kinds or bool({*self.kinds} & {*kinds})
+        """Whether one of these kinds may be planned; a TE of one die counts as colocated."""
+        asked = {*self.kinds} | ({"monolithic"} if "colocated" in self.kinds else set())
+        return not self.kinds or bool(asked & {*kinds})
 
     @property
     def pairs(self) -> list[tuple[Device, Device]]:
@@ -154,14 +155,19 @@ def plans(profile: PodProfile, asked: PodSpace) -> list[LayoutPlan]:
     found += _climbed(profile, asked, found)
     if asked.extrapolates and HERE in asked.pairs:
         found += _beside_prefill(profile, asked, found)
-    found = [plan for plan in found if asked.wants(plan.layout.kind)]
-    if not found:
+    wanted = [plan for plan in found if asked.wants(plan.layout.kind)]
+    if found and not wanted:
+        kinds = ", ".join(dict.fromkeys(plan.layout.kind for plan in ranked(found, False)))
+        raise DeploymentError(
+            f"no {', '.join(asked.kinds)} has {dies}, some for prompts: more dies would do, or {kinds}"
+        )
+    if not wanted:
         least_ns = min(predict(profile, each, least_known(profile, each)) for each in fitting)
         raise DeploymentError(
             f"no plan keeps {asked.slo_ns / 1e6:g} ms: the shortest iteration on {dies} takes "
             f"{least_ns / 1e6:.2f} ms; --slo-ms {math.ceil(least_ns / 1e5) / 10:g} would do"
         )
-    return ranked(found, asked.counts_price)
+    return ranked(wanted, asked.counts_price)
 
 
 def ranked(found: Sequence[LayoutPlan], counts_price: bool) -> list[LayoutPlan]:
