@@ -254,12 +254,13 @@ def _beside_prefill(profile: PodProfile, asked: PodSpace, found: Sequence[Layout
 
 def _nothing_fits(profile: PodProfile, asked: PodSpace, dies: str, has_some: bool) -> str:
     """Why there is no layout at all, and what there would be."""
-    name, kinds = profile.checkpoint.name, ", ".join(asked.kinds) or "layout"
-    devices = ", ".join(asked.devices)
+    name, kinds, devices = profile.checkpoint.name, ", ".join(asked.kinds), ", ".join(asked.devices)
     if not has_some:
+        kinds = kinds or "layout"
         return f"no {kinds} has {dies} of {devices}: experts apart take 3 dies or more; add cm384 or --dies"
     roomy = max(ACCELERATORS.values(), key=lambda each: each.spec.hbm_bytes.value).name
+    other = "" if roomy in asked.devices else f", or {roomy}, which has the most memory"
     return (
-        f"model {name} does not fit on {dies} of {devices} as {kinds}: more dies would do, or {roomy}, which "
-        "has the most memory"
+        f"model {name} does not fit on {dies} of {devices}{f' as {kinds}' * bool(kinds)}: more dies would "
+        f"do{other}"
     )
