@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.dp.sampling_params import SamplingParams
-from xdeepserve.engine.run.clock.routing import TimingConfig
+from xdeepserve.engine.run.clock.routing import Routing, TimingConfig, busiest
 from xdeepserve.errors import DeploymentError
 from xdeepserve.llm import LLM, digest
 from xdeepserve.model.presets import resolve_model
@@ -130,6 +131,13 @@ def test_a_table_shows_the_best_of_each_kind(tiny: PodProfile) -> None:
     assert {plan.layout.kind for plan in few} == kinds
     assert few[0] is found[0]
     assert explain.shown(found, len(found)) == found
+
+
+@pytest.mark.parametrize(("slots", "copies"), [(1, 40), (32, 1408), (256, 5000)])
+def test_the_busiest_slot_gets_as_many_copies_as_are_drawn(slots: int, copies: int) -> None:
+    routing = Routing(slots, 0.0, 0)
+    drawn = [routing.counts(event, 0, copies).max() for event in range(200)]
+    assert busiest(slots, copies) == pytest.approx(np.mean(drawn), rel=0.08)
 
 
 def test_cards_are_as_busy_as_the_die_that_most_copies_come_to(r1: PodProfile) -> None:

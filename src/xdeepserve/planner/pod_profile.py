@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from xdeepserve.comm.cost import expected_maximum
 from xdeepserve.engine.deploy.deployment import Deployment, Device
 from xdeepserve.engine.run.clock.m2n_hub import m2n_row_nbytes
-from xdeepserve.engine.run.clock.routing import TimingConfig
+from xdeepserve.engine.run.clock.routing import TimingConfig, busiest
 from xdeepserve.engine.run.clock.trampoline_hub import SCALE_SLOT
 from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.accelerators import ACCELERATORS
@@ -229,9 +228,8 @@ class PodProfile:
     def copies(self, routed: int, shared: int, rows: float) -> float:
         """Token copies at the die that most of them come to, of `rows` tokens in all: by chance a few
         standard deviations more than its part of them."""
-        mean = rows * self.config.num_experts_per_tok / routed
-        chance = expected_maximum(routed) * math.sqrt(mean * (1 - 1 / routed))
-        return max(mean + chance, rows / shared if shared else 0.0)
+        most = busiest(routed, rows * self.config.num_experts_per_tok)
+        return max(most, rows / shared if shared else 0.0)
 
     def _away(self, routed: int, shared: int, devices: tuple[Device, Device] = HERE) -> Ways:
         """Between attention dies and so many expert dies, of which a few stand for all."""
