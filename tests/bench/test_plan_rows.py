@@ -1,6 +1,11 @@
 """`bench plan` beside what MegaScale-Infer publishes."""
 
+from pathlib import Path
+
+import pytest
+
 from xdeepserve.bench import plan
+from xdeepserve.errors import InputError
 
 
 def test_tables_and_identities_are_exact() -> None:
@@ -28,3 +33,18 @@ def test_dbrx_peaks_at_eight_attention_nodes() -> None:
 def test_a_deployment_is_predicted_and_run() -> None:
     (row,) = plan.of_deployment("tiny", "colocated", 100)
     assert "bound of 5 %: kept" in row.note
+
+
+@pytest.mark.parametrize(("length", "blocks"), [(736, 46), (736, 92), (100, 7)])
+def test_a_file_is_run_with_the_requests_that_it_has_room_for(
+    tmp_path: Path, length: int, blocks: int
+) -> None:
+    """By default two tokens before the greatest length, which a whole number of blocks holds, too."""
+    file = tmp_path / "plan.toml"
+    file.write_text(
+        f'kind = "colocated"\nmax_model_len = {length}\ndies = 4\n[cache]\nnum_blocks = {blocks}\n'
+    )
+    (row,) = plan.of_deployment("tiny", str(file), None)
+    assert "bound of 5 %: kept" in row.note
+    with pytest.raises(InputError, match=f"decode after 1 to {length - 2} positions; try {length - 2}"):
+        plan.of_deployment("tiny", str(file), length)

@@ -38,6 +38,11 @@ def test_one_die_is_no_dies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "on 1 die takes" in capsys.readouterr().err
 
 
+def test_a_die_alone_is_colocated(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY[:4], "50", "--dies", "1", *TINY[7:], "--kind", "colocated"]) == 0
+    assert "\nmonolithic 1 " in capsys.readouterr().out
+
+
 def test_devices_are_compared_and_every_row_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
     args = ["plan", "--model", "dbrx", "--slo-ms", "150", "--hardware", "h20,l40s"]
     assert main([*args, "--extrapolate"]) == 0
@@ -75,6 +80,13 @@ def test_devices_are_compared_and_every_row_is_marked(capsys: pytest.CaptureFixt
             "experts apart take 3 dies or more",
         ),
         (["--model", "deepseek-r1", "--slo-ms", "50", "--dies", "4"], "the least is 32"),
+        (["--model", "tiny", "--slo-ms", "2", "--hardware", ""], "unknown hardware ''"),
+        (["--model", "tiny", "--slo-ms", "2", "--trace", "made:seed=1"], "request of --trace has"),
+        (["--model", "tiny", "--slo-ms", "2", "--output", "5000"], "try a shorter --output"),
+        (
+            ["--model", "tiny", "--slo-ms", "5", "--dies", "1", "--kind", "pd", "--extrapolate"],
+            "no pd has 1 die, some for prompts: more dies would do, or monolithic",
+        ),
         (["--model", "tiny", "--slo-ms", "2", "-o", "plan.yaml"], "a deployment is a .toml file"),
     ],
 )

@@ -7,7 +7,7 @@ Rows of the paper's are in BF16 on devices that nobody has timed here: identitie
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,17 +17,30 @@ from xdeepserve.bench import comm
 from xdeepserve.bench.fits import all_left_out
 from xdeepserve.bench.report import Kind, Row
 from xdeepserve.bench.superpod import COMM_RATIO_DBRX, MEGASCALE
+from xdeepserve.engine.deploy.deployment import Deployment
+from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.run.clock.routing import TimingConfig
+from xdeepserve.errors import DeploymentError, InputError
 from xdeepserve.hw.accelerators import ACCELERATORS
 from xdeepserve.model.presets import resolve_model
-from xdeepserve.planner.decode_run import decode_iteration
+from xdeepserve.planner.decode_run import DecodeRun, decode_iteration
 from xdeepserve.planner.devices import pairings, space_of
-from xdeepserve.planner.layouts import LayoutPlan, PodLayout, is_known, layout_of, least_known, predict
+from xdeepserve.planner.layouts import (
+    LayoutPlan,
+    PodLayout,
+    is_known,
+    layout_of,
+    least_known,
+    predict,
+    sized,
+    times_apart,
+)
 from xdeepserve.planner.moe_shape import BF16, PUBLISHED
 from xdeepserve.planner.performance import Curve, Times, moe_util
 from xdeepserve.planner.pod_profile import Demand, PodProfile
-from xdeepserve.planner.pod_search import PodSpace, plans
+from xdeepserve.planner.pod_search import MICROBATCHES, PodSpace, plans
+from xdeepserve.planner.pod_search import exhaustive as exhaustive_pod
 from xdeepserve.planner.search import NodeKind, Space, algorithm_1, balanced, exhaustive, search
 
 SLO_NS = 150e6  # MS 7.1
@@ -36,15 +49,23 @@ GPUS = ("l20", "h800", "a800", "h20", "l40s")
 RATIO_BOUND, RUN_BOUND = 4, 5  # percent
 NUM_SPACES = 200
 NUM_DRAWN = 8
+BOUNDS_MS, M_DIES = (80.0, 110.0), 48
 # Model, dies, SLO in ms: plans of every layout are run.
 MIXED = (("deepseek-r1", 64, 100.0), ("dbrx", 24, 150.0))
+# Model, dies, bounds in ms, number: pods whose layouts are all tried.
+PODS = (
+    ("tiny", (1, 13), (0.5, 6.0), 100),
+    ("dbrx", (4, 26), (15.0, 200.0), 94),
+    ("deepseek-r1", (34, 70), (35.0, 120.0), 6),
+)
 CHECKED = (("deepseek-r1", 64, 50.0), ("deepseek-r1", 96, 100.0), ("tiny", 16, 4.0))
 
 
 def all_rows() -> Iterator[Row]:
     """Rows as they are found."""
-    parts = table_3, identities, microbatches, dbrx, pairs, spaces, checked, drawn, mixed, superpod, left_out
-    return itertools.chain.from_iterable(part() for part in parts)
+    published = table_3, identities, microbatches, dbrx, pairs, spaces
+    runs = checked, drawn, best_number, mixed, superpod, left_out
+    return itertools.chain.from_iterable(part() for part in (*published, *runs))
 
 
 # ---- what the paper publishes ------------------------------------------------------------------------------
@@ -145,50 +166,68 @@ def random_space(rng: np.random.Generator) -> Space:
 
 
 def shares(count: int = NUM_SPACES, seed: int = 0) -> Iterator[tuple[float, float]]:
-    """For random spaces that have a plan: the planner's throughput per cost, and that of Algorithm 1 as the
-    paper prints it, over the best of all points."""
+    """For random spaces: the planner's throughput per cost, and that of Algorithm 1 as the paper prints it,
+    over the best of all points. 1 as well where there is no plan, and none is found."""
     rng = np.random.default_rng(seed)
     for _ in range(count):
         space = random_space(rng)
         best, found, printed = exhaustive(space), search(space), algorithm_1(space)
-        if best is not None:
+        if best is None:
+            yield float(not found), float(not printed)
+        else:
             yield tuple(plans[0].tpuc / best.tpuc if plans else 0.0 for plans in (found, printed))  # type: ignore[misc]
 
 
-def spaces() -> list[Row]:
+def pod_shares(seed: int = 0) -> Iterator[float]:
+    """For random pods and bounds: the planner's tokens per second over those of the best of all layouts. 1 as
+    well where no layout keeps the bound, and none is found."""
+    rng = np.random.default_rng(seed)
+    for model, (least, most), (shortest, longest), count in PODS:
+        profile = PodProfile(resolve_model(model), Demand())
+        for _ in range(count):
+            dies, slo_ms = int(rng.integers(least, most + 1)), shortest * (longest / shortest) ** rng.random()
+            space = PodSpace(dies, 1e6 * slo_ms)
+            best = exhaustive_pod(profile, space)
+            try:
+                found = plans(profile, space)[0].throughput
+            except DeploymentError:
+                found = 0.0
+            yield found / best[0].throughput if best else float(not found)
+
+
+def spaces() -> Iterator[Row]:
     """The worst of all, and how many are the best."""
-    both = list(shares())
-    rows = []
-    for name, some in zip(("planner", "Algorithm 1 as printed"), zip(*both, strict=True), strict=True):
-        exact = sum(share > 1 - 1e-12 for share in some)
-        note = f"the best point in {exact} of {len(some)} spaces that have one"
-        rows.append(Row(f"plan/exhaustive/{name}/worst", 100 * min(some), "%", "measured", note))
-    return rows
+    planner, printed = zip(*shares(), strict=True)
+    yield _worst("planner", planner, "spaces")
+    yield _worst("Algorithm 1 as printed", printed, "spaces")
+    yield _worst("pods", list(pod_shares()), "pods and bounds")
+
+
+def _worst(name: str, found: Sequence[float], of: str) -> Row:
+    exact = sum(share > 1 - 1e-12 for share in found)
+    note = f"the best point in {exact} of {len(found)} {of}"
+    return Row(f"plan/exhaustive/{name}/worst", 100 * min(found), "%", "measured", note)
 
 
 # ---- against timing-only runs -----------------------------------------------------------------------------
 
 
-def checked() -> list[Row]:
+def checked() -> Iterator[Row]:
     """The best plan of each kind of layout, run."""
-    rows = []
     for model, dies, slo_ms in CHECKED:
         profile = PodProfile(resolve_model(model), Demand())
         best: dict[str, tuple[PodLayout, int]] = {}
         for plan in plans(profile, PodSpace(dies, 1e6 * slo_ms, True)):
             best.setdefault(plan.layout.kind, (plan.layout, plan.requests))
         for layout, requests in best.values():
-            name = f"plan/{model}/{layout.title()}"
-            rows += _against_run(name, profile, layout, requests)
-    return rows
+            yield _against_run(f"plan/{model}/{layout.title()}", profile, layout, requests)
 
 
-def drawn(count: int = NUM_DRAWN, seed: int = 0) -> list[Row]:
+def drawn(count: int = NUM_DRAWN, seed: int = 0) -> Iterator[Row]:
     """Layouts and batches that nobody has chosen, within what was measured, run: a plan is the best of many
     predictions, which have to hold elsewhere, too."""
     rng, profile = np.random.default_rng(seed), PodProfile(resolve_model("deepseek-r1"), Demand())
-    rows: list[Row] = []
-    while len(rows) < count:
+    while count:
         routed = int(rng.choice([16, 32, 64]))
         layout = PodLayout(
             kind="moe-attention",
@@ -200,14 +239,13 @@ def drawn(count: int = NUM_DRAWN, seed: int = 0) -> list[Row]:
         )
         requests = int(rng.choice([1, 3, 8, 20, 50, 90]))
         if requests >= least_known(profile, layout) and is_known(layout, requests):
+            count -= 1
             name = f"plan/drawn/{layout.title()}, {requests} requests"
-            rows += _against_run(name, profile, layout, requests)
-    return rows
+            yield _against_run(name, profile, layout, requests)
 
 
-def mixed() -> list[Row]:
+def mixed() -> Iterator[Row]:
     """The best plan of each pair of devices, by throughput per cost, run."""
-    rows = []
     for model, dies, slo_ms in MIXED:
         profile, best = PodProfile(resolve_model(model), Demand()), dict[tuple[str, str], LayoutPlan]()
         space = PodSpace(dies, 1e6 * slo_ms, True, devices=("h20", "l40s"))
@@ -215,8 +253,29 @@ def mixed() -> list[Row]:
             best.setdefault(plan.layout.devices, plan)
         for plan in best.values():
             name = f"plan/{model}/{plan.layout.title()}"
-            rows += _against_run(name, profile, plan.layout, plan.requests)
-    return rows
+            yield _against_run(name, profile, plan.layout, plan.requests)
+
+
+def best_number() -> Iterator[Row]:
+    """How many microbatches give most tokens per second, in DeepSeek-R1's best layout of each bound: by
+    prediction, and by runs of all numbers with as many requests as each has under the bound."""
+    profile = PodProfile(resolve_model("deepseek-r1"), Demand())
+    for slo_ms in BOUNDS_MS:
+        space = PodSpace(M_DIES, 1e6 * slo_ms, kinds=("moe-attention",))
+        first = plans(profile, space)[0].layout
+        layouts = [msgspec.structs.replace(first, microbatches=m) for m in MICROBATCHES]
+        sizes = [sized(profile, layout, space.slo_ns, False) for layout in layouts]
+        tried = [plan for plan in sizes if plan is not None]
+        ran = [_throughput(plan, _run(profile, plan.layout, plan.requests).iteration_ns) for plan in tried]
+        m = max(tried, key=lambda plan: plan.throughput).layout.microbatches
+        run = tried[ran.index(max(ran))].layout.microbatches
+        note = f"runs: {run}, of {len(tried)} numbers that keep {slo_ms:g} ms"
+        yield Row(f"plan/best m/{first.title().split(',')[0]}", m, "microbatches", "predicted", note)
+
+
+def _throughput(plan: LayoutPlan, iteration_ns: float) -> float:
+    """Tokens per second, had its iteration taken so long."""
+    return msgspec.structs.replace(plan, iteration_ns=iteration_ns).throughput
 
 
 def left_out() -> list[Row]:
@@ -229,32 +288,64 @@ def left_out() -> list[Row]:
 
 
 def superpod() -> list[Row]:
-    """What is proposed for DeepSeek-R1 on a SuperPod at 50 ms, beside what xDeepServe 7.1 runs. Without MTP,
-    with MegaScale's medians of prompts and answers."""
-    best = plans(PodProfile(resolve_model("deepseek-r1"), Demand()), PodSpace(768, 50e6))[0]
-    note = f"{best.layout.title()}; xDeepServe 7.1: 3 x 160 + 256 + 32, m = 2, with MTP"
-    return [Row("plan/deepseek-r1/768 dies/best", best.throughput, "tok/s", "predicted", note)]
+    """What is proposed for DeepSeek-R1 on a SuperPod at 50 ms, and what xDeepServe 7.1 runs, by the same
+    bound. Without MTP, with MegaScale's medians of prompts and answers."""
+    profile, space = PodProfile(resolve_model("deepseek-r1"), Demand()), PodSpace(768, 50e6)
+    published = PodLayout(kind="moe-attention", dies=160, domains=3, microbatches=2, routed=256, shared=32)
+    rows = []
+    for name, plan in (
+        ("best", plans(profile, space)[0]),
+        ("xDeepServe 7.1's", sized(profile, published, space.slo_ns, False)),
+    ):
+        assert plan is not None
+        layout = plan.layout
+        arriving, pace = plan.requests * layout.dies, times_apart(profile, layout, plan.requests).f
+        busy = [
+            f"{profile.other(held, stage, arriving / held) / 1e3:.0f} us"
+            for held, stage in ((layout.routed, "Experts"), (layout.shared, "SharedExpert"))
+        ]
+        note = (
+            f"{layout.title()}: routed dies compute {busy[0]}, shared ones {busy[1]}, of {pace / 1e3:.0f} us"
+        )
+        rows.append(Row(f"plan/deepseek-r1/768 dies/{name}", plan.throughput, "tok/s", "predicted", note))
+    return rows
 
 
 def of_deployment(model: str, deployment: str, context: int | None) -> list[Row]:
-    """One deployment, a preset or a file, with as many requests as it takes. They are at `context`, or at the
-    end of their greatest length."""
+    """One deployment, a preset or a file, with as many requests as it takes and has KV blocks for. They are
+    at `context`, or two tokens before their greatest length. InputError for a context without room."""
     checkpoint, resolved = resolve_model(model), resolve(deployment)
     layout, requests = layout_of(resolved, checkpoint.config)
-    max_len = resolved.max_model_len or checkpoint.config.max_position_embeddings
-    profile = PodProfile(checkpoint, Demand.at(context or max_len - 1, max_len))
-    return _against_run(f"plan/{model}/{resolved.name}", profile, layout, requests)
+    sizes = next(te for te in fit(resolved, checkpoint.config, True) if te.role != "prefill")
+    longest = min(sizes.max_model_len, sizes.num_blocks * sizes.block_size) - 2
+    if not 1 <= (context := context or longest) <= longest:
+        raise InputError(
+            f"--context {context}: requests of deployment {resolved.name} decode after 1 to {longest} "
+            f"positions; try {longest}"
+        )
+    room = sizes.num_blocks // -(-(context + 2) // sizes.block_size)
+    requests = max(1, min(requests, room // layout.microbatches))
+    profile = PodProfile(checkpoint, Demand.at(context, sizes.max_model_len))
+    return [_against_run(f"plan/{model}/{resolved.name}", profile, layout, requests, resolved)]
 
 
-def _against_run(name: str, profile: PodProfile, layout: PodLayout, requests: int) -> list[Row]:
-    """Milliseconds of an iteration, predicted and run."""
-    predicted = predict(profile, layout, requests)
-    settings = layout.deployment(profile.demand, requests)
+def _run(
+    profile: PodProfile, layout: PodLayout, requests: int, deployment: Deployment | None = None
+) -> DecodeRun:
+    """An iteration of a layout, or of the deployment that has it."""
+    settings = deployment or layout.deployment(profile.demand, requests)
     batch = requests * layout.microbatches
-    run = decode_iteration(profile.checkpoint, settings, profile.demand.context, batch, TimingConfig())
+    return decode_iteration(profile.checkpoint, settings, profile.demand.context, batch, TimingConfig())
+
+
+def _against_run(
+    name: str, profile: PodProfile, layout: PodLayout, requests: int, deployment: Deployment | None = None
+) -> Row:
+    """Milliseconds of an iteration, predicted and run."""
+    predicted, run = predict(profile, layout, requests), _run(profile, layout, requests, deployment)
     error = 100 * (predicted / run.iteration_ns - 1)
     row = Row(f"{name}/T_iter", predicted / 1e6, "ms", "predicted", f"run: {run.iteration_ns / 1e6:.3f} ms, ")
-    return [_bounded(row, error, RUN_BOUND)]
+    return _bounded(row, error, RUN_BOUND)
 
 
 def _bounded(row: Row, error: float, bound: int) -> Row:

@@ -30,7 +30,7 @@ SUITES = {
         "scheduling, MTP, launching and load balancing against what they replaced, in virtual time; minutes"
     ),
     "plan": Suite(
-        "the planner beside the papers, exhaustive search and timing-only runs; a minute",
+        "the planner beside the papers, exhaustive search and timing-only runs; minutes",
         ("model", "deployment", "context", "plot"),
     ),
     "m2n": Suite(

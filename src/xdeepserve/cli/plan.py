@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         if args.file.suffix != ".toml":
             raise InputError(f"-o {args.file}: a deployment is a .toml file; try {args.file}.toml")
         check_writable(args.file, "-o")
-    names = dict.fromkeys((args.hardware or POD).split(","))
+    names = dict.fromkeys((POD if args.hardware is None else args.hardware).split(","))
     runs_here = list(names) == [POD] or args.file is not None or args.dies is not None
     return _pod(args, list(names)) if runs_here else _devices(args, list(names))
 
@@ -161,10 +161,11 @@ def _pod(args: argparse.Namespace, names: list[str]) -> int:
     asked, demand, checkpoint = _asked(args, names), _demand(args), resolve_model(args.model)
     limit = checkpoint.config.max_position_embeddings
     if demand.max_len > limit:
-        nearest = "a shorter trace" if args.trace else f"--prompt {max(1, limit - demand.output)}"
+        whose = "the longest request of --trace has" if args.trace else "--prompt and --output are together"
+        nearest = f"--prompt {limit - demand.output}" if limit > demand.output else "a shorter --output"
+        nearest = "a shorter trace" if args.trace else nearest
         raise InputError(
-            f"--prompt and --output are {demand.max_len} tokens together, and {args.model} has {limit} "
-            f"positions; try {nearest}"
+            f"{whose} {demand.max_len} tokens, and {args.model} has {limit} positions; try {nearest}"
         )
     slo_ns, dies = asked.slo_ns, asked.num_dies
     with working("plan: timing-only runs"):
@@ -173,7 +174,7 @@ def _pod(args: argparse.Namespace, names: list[str]) -> int:
     best, bound = found[0], f"T_iter <= {args.slo_ms:g} ms"
     pod = "1 die" if dies == 1 else f"{dies} dies"
     print(f"{args.model} on {pod}, prompts of {demand.prompt}, {demand.output} new, {bound}\n")
-    _print("", explain.pod_table(found[:SHOWN]))
+    _print("", explain.pod_table(explain.shown(found, SHOWN), asked.counts_price))
     _print("why", explain.pod_reasons(profile, best, slo_ns))
     _print("if", explain.pod_sensitivity(profile, best, slo_ns, args.extrapolate))
     if args.file is not None:

@@ -6,6 +6,7 @@ that leaves HTML alone, `raise_exception`, `strftime_now`, loop controls, and `{
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -27,10 +28,8 @@ class ChatTemplate:
 
     def __init__(self, source: str, origin: str) -> None:
         self.source, self.origin = source, origin
-        environment = _environment()
         try:
-            self._template = environment.from_string(source)
-            self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
+            self._template, self.variables = _compiled(source)
         except jinja2.TemplateSyntaxError as error:
             raise CheckpointError(f"{origin}: chat template, line {error.lineno}: {error.message}") from None
 
@@ -62,6 +61,14 @@ class ChatTemplate:
                     param="messages",
                 )
         return "".join(pieces)
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(source: str) -> tuple[jinja2.Template, frozenset[str]]:
+    """A template, and the variables that it asks for. A process may have many engines of one checkpoint."""
+    environment = _environment()
+    variables = jinja2.meta.find_undeclared_variables(environment.parse(source))
+    return environment.from_string(source), frozenset(variables)
 
 
 def load_chat_templates(directory: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, ChatTemplate]:

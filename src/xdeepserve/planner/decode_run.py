@@ -26,6 +26,8 @@ from xdeepserve.hw.spec import Spec
 from xdeepserve.loop import run
 from xdeepserve.model.checkpoint import Checkpoint
 
+PARAMS = SamplingParams(max_tokens=None)  # of all requests
+
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
@@ -191,7 +193,7 @@ def _resume(group: DPGroup, index: int, share: StepShare, finish: Any) -> None:
         token_ids=DummyTokens(num_tokens),
         num_prompt=num_tokens if share.rows else before,
         max_tokens=max(1, before),
-        params=SamplingParams(max_tokens=None),
+        params=PARAMS,
         seed=0,
         on_tokens=finish,
     )

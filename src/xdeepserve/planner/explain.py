@@ -13,6 +13,7 @@ from xdeepserve.planner.layouts import LayoutPlan, max_requests, sized
 from xdeepserve.planner.moe_shape import BF16, MoEShape
 from xdeepserve.planner.performance import Curve, Times, util
 from xdeepserve.planner.pod_profile import ROWS, Demand, PodProfile
+from xdeepserve.planner.pod_search import worth
 
 EXTRAPOLATED = "extrapolated"
 WORDS = (
@@ -40,6 +41,8 @@ def conditions(times: Times, m: int, layers: int) -> list[str]:
     low, high = times.bounds(m, layers)
     is_hidden = times.hides_communication(m)
     slower = "attention sets" if times.f == times.a else "the experts set"
+    if times.busy > max(times.a, times.e):
+        slower = "the experts, busy with other domains or what they exchange, set"
     return [
         f"(1) T_a = {times.a / 1e3:.0f} us, T_e = {times.e / 1e3:.0f} us, T_f = {times.f / 1e3:.0f} us: "
         f"{slower} the pace",
@@ -56,19 +59,33 @@ def conditions(times: Times, m: int, layers: int) -> list[str]:
 # ---- pods ------------------------------------------------------------------------------------------------
 
 
-def pod_table(plans: Sequence[LayoutPlan]) -> list[str]:
-    """A line for each plan."""
+def shown(plans: Sequence[LayoutPlan], count: int) -> list[LayoutPlan]:
+    """The best of each kind and pair of devices, and then of all, in their order."""
+    firsts: dict[tuple[object, ...], int] = {}
+    for i, plan in enumerate(plans):
+        firsts.setdefault((plan.layout.kind, plan.layout.devices), i)
+    chosen = [*firsts.values(), *(i for i in range(len(plans)) if i not in firsts.values())]
+    return [plans[i] for i in sorted(chosen[:count])]
+
+
+def pod_table(plans: Sequence[LayoutPlan], counts_price: bool = False) -> list[str]:
+    """A line for each plan, the last figure for a chip of two dies, or for a price of 1."""
+    per = "per cost" if counts_price else "per chip"
+    width = max(len(plan.layout.title()) for plan in plans)
     lines = [
-        f"{'deployment':39} {'dies':>4} {'batch':>6} {'T_iter':>9} {'TPOT':>9} {'tok/s':>10} "
-        f"{'per chip':>8}  bound"
+        f"{'deployment':{width}} {'dies':>4} {'batch':>6} {'T_iter':>9} {'TPOT':>9} {'tok/s':>10} "
+        f"{per:>8}  bound"
     ]
     for plan in plans:
+        layout = plan.layout
+        share = worth(plan, True) if counts_price else 2 * plan.throughput / layout.total
         lines.append(
-            f"{plan.layout.title():39} {plan.layout.total:4} {plan.requests * plan.layout.microbatches:6} "
+            f"{layout.title():{width}} {layout.total:4} {plan.requests * layout.microbatches:6} "
             f"{plan.iteration_ns / 1e6:6.2f} ms {plan.tpot_ns / 1e6:6.2f} ms {plan.throughput:10,.0f} "
-            f"{2 * plan.throughput / plan.layout.total:8,.0f}"
+            f"{share:8,.0f}"
             f"  {plan.bound}" + (f"  {EXTRAPOLATED}: {', '.join(plan.notes)}" if plan.notes else "")
         )
+    lines.append("deployment: domains x attention dies + routed + shared expert dies; batch: of a DP group")
     gap_ms = 1e3 * Spec().scheduler_gap.value
     lines.append(f"TPOT: T_iter and the scheduler's gap of {gap_ms:g} ms; tok/s by TPOT, as in sweep")
     if any(not plan.layout.routed for plan in plans):

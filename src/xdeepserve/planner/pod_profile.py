@@ -15,7 +15,7 @@ import msgspec
 
 from xdeepserve.engine.deploy.deployment import Deployment, Device
 from xdeepserve.engine.run.clock.m2n_hub import m2n_row_nbytes
-from xdeepserve.engine.run.clock.routing import TimingConfig
+from xdeepserve.engine.run.clock.routing import TimingConfig, busiest
 from xdeepserve.engine.run.clock.trampoline_hub import slower_way, way_back_ns
 from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.accelerators import ACCELERATORS
@@ -83,10 +83,11 @@ def decode_settings(kind: str, demand: Demand, requests: int, parts: int = 1, **
 
 
 def decode_deployment(kind: str, demand: Demand, requests: int, parts: int = 1, **sizes: Any) -> Deployment:
-    """A deployment of `decode_settings`."""
-    return msgspec.convert(
-        {"name": "plan"} | decode_settings(kind, demand, requests, parts, **sizes), Deployment
-    )
+    """A deployment of `decode_settings` to time, with one KV block for each request, which nobody shares."""
+    settings = decode_settings(kind, demand, requests, parts, **sizes)
+    block = BLOCK * (demand.max_len // BLOCK + 1)
+    cache = {"block_size": block, "num_blocks": requests * parts, "prefix": False}
+    return msgspec.convert({"name": "plan"} | settings | {"cache": cache}, Deployment)
 
 
 class Ways(NamedTuple):
@@ -152,6 +153,7 @@ class PodProfile:
         self.names = tuple(stage.name for stage in stages(ATTENTION[c.attention]))
         self.stages = functools.cache(self._stages)
         self.away = functools.cache(self._away)
+        self.by_cards = functools.cache(self._by_cards)
         self.weight_nbytes = functools.cache(self._weight_nbytes)
         self.prefill_rate = functools.cache(self._prefill_rate)
 
@@ -225,13 +227,15 @@ class PodProfile:
         return max(copies, alone)
 
     def copies(self, routed: int, shared: int, rows: float) -> float:
-        """Token copies at the die that most of them come to, of `rows` tokens in all."""
-        return max(rows * self.config.num_experts_per_tok / routed, rows / shared if shared else 0.0)
+        """Token copies at the die that most of them come to, of `rows` tokens in all: by chance a few
+        standard deviations more than its part of them."""
+        most = busiest(routed, rows * self.config.num_experts_per_tok)
+        return max(most, rows / shared if shared else 0.0)
 
     def _away(self, routed: int, shared: int, devices: tuple[Device, Device] = HERE) -> Ways:
         """Between attention dies and so many expert dies, of which a few stand for all."""
         if devices != HERE:
-            return self._by_cards(routed, shared, devices)
+            return self.by_cards(shared > 0, devices)
         posts, exchanges = [], []
         for rows in AWAY_ROWS:
             sample = min(SAMPLE, routed)
@@ -249,15 +253,16 @@ class PodProfile:
         both = Curve(AWAY_ROWS, tuple(ways)), Curve(AWAY_ROWS, tuple(slower))
         return Ways(post, OverTrampolines(*both, back))
 
-    def _by_cards(self, routed: int, shared: int, devices: tuple[Device, Device]) -> Ways:
+    def _by_cards(self, has_shared: bool, devices: tuple[Device, Device]) -> Ways:
         """Two runs tell what an attention die's card takes for a row, two more, in which a few dies send to
-        one, what an expert die's takes for a copy."""
-        posts = [self._exchange(rows, 1, routed, shared, devices)[0] for rows in CARD_ROWS]
+        one, which holds all routed experts, what an expert die's takes for a copy."""
+        sizes = 1, int(has_shared), devices
+        posts = [self._exchange(rows, 1, *sizes)[0] for rows in CARD_ROWS]
         near = (posts[1] - posts[0]) / (CARD_ROWS[1] - CARD_ROWS[0])
         token, answer = m2n_row_nbytes(self.config)
         answers = answer / token
-        rests = [self._exchange(CROWD_ROWS, dies, routed, shared, devices, 1)[1] for dies in CROWDS]
-        copies = [self.copies(routed, shared, CROWD_ROWS * dies * routed) for dies in CROWDS]
+        rests = [self._exchange(CROWD_ROWS, dies, *sizes)[1] for dies in CROWDS]
+        copies = [self.copies(1, 0, CROWD_ROWS * dies) for dies in CROWDS]
         far = max(0.0, (rests[1] - rests[0]) / (copies[1] - copies[0]) / (1 + answers))
         way = OverCards(near, far, answers, 0.0)
         fixed = max(0.0, rests[1] - way(CROWD_ROWS, copies[1]))
@@ -270,11 +275,10 @@ class PodProfile:
         routed: int,
         shared: int,
         devices: tuple[Device, Device],
-        sample: int = SAMPLE,
     ) -> tuple[float, float]:
         """What sending `rows` takes an attention die, and what it then waits besides the experts' time, if
-        `dies` of them share `sample` routed expert dies."""
-        sample = min(sample, routed)
+        `dies` of them share a sample of `routed` expert dies."""
+        sample = min(SAMPLE, routed)
         deployment = decode_deployment(
             "moe-attention",
             self.demand,

@@ -29,8 +29,9 @@ from xdeepserve.planner.pod_profile import HERE, PodProfile, usable_nbytes
 
 MICROBATCHES = (1, 2, 3, 4)
 DOMAINS = range(1, 9)
-SIZES = 4  # of TEs or of expert dies that are tried, the largest: smaller ones read more weights for a token
-ROUTED_PER_SHARED = (8, 4)  # the first as in xDeepServe 7.1: 256 and 32
+ROUTED_PER_SHARED = (16, 12, 8, 6, 4, 3, 2)  # 8 in xDeepServe 7.1: 256 and 32
+PRICED_SIZES = 3  # of expert dies that are tried where a die's price counts: each kind is timed for each
+CLIMBS = 6  # plans of which attention and shared dies are moved one by one while that is better
 SHARES = (1, 2, 4)  # of the dies that are left, attention has one in so many, where a die's price counts
 KINDS = ("colocated", "pd", "moe-attention", "transformerless")
 
@@ -47,8 +48,9 @@ class PodSpace(NamedTuple):
     devices: tuple[Device, ...] = ("cm384",)
 
     def wants(self, *kinds: str) -> bool:
-        """Whether one of these kinds may be planned."""
-        return not self.kinds or bool({*self.kinds} & {*kinds})
+        """Whether one of these kinds may be planned; a TE of one die counts as colocated."""
+        asked = {*self.kinds} | ({"monolithic"} if "colocated" in self.kinds else set())
+        return not self.kinds or bool(asked & {*kinds})
 
     @property
     def pairs(self) -> list[tuple[Device, Device]]:
@@ -76,29 +78,30 @@ def least_dies(profile: PodProfile, memory: float = 1.0) -> int:
 
 
 def together(profile: PodProfile, asked: PodSpace) -> Iterator[PodLayout]:
-    """Colocated TEs, as many as there are dies for: the largest sizes that fit."""
+    """Colocated TEs, as many as there are dies for, of every size that fits."""
     if "cm384" not in asked.devices or not asked.wants("colocated", "monolithic", "pd"):
         return
     least, experts = least_dies(profile, asked.memory), profile.config.n_routed_experts
-    for dies in [n for n in even(experts, asked.num_dies) if n >= least][-SIZES:]:
+    for dies in [n for n in even(experts, asked.num_dies) if n >= least]:
         kind = "colocated" if dies > 1 else "monolithic"
         yield PodLayout(kind=kind, dies=dies, count=asked.num_dies // dies)
 
 
 def apart(profile: PodProfile, asked: PodSpace) -> Iterator[PodLayout]:
-    """Expert dies of a few sizes; attention dies get what is left, or a part of it, in equal domains."""
+    """Expert dies of each size; attention dies get what is left, or a part of it, in equal domains."""
     if not asked.wants("moe-attention", "transformerless"):
         return
-    fewer = asked.counts_price  # choices: each pair of devices is timed for each
-    for routed in even(profile.config.n_routed_experts, asked.num_dies // 2)[-(SIZES // (1 + fewer)) :]:
-        ratios = ROUTED_PER_SHARED[: 1 if fewer else None]
-        some = {max(1, routed // ratio) for ratio in ratios} if profile.has_shared else {0}
+    sizes = even(profile.config.n_routed_experts, asked.num_dies - 1)
+    for routed in sizes[-PRICED_SIZES:] if asked.counts_price else sizes:
+        some = {max(1, routed // ratio) for ratio in ROUTED_PER_SHARED} if profile.has_shared else {0}
         numbers = itertools.product(asked.pairs, sorted(some), DOMAINS, MICROBATCHES)
         for devices, shared, domains, m in numbers:
             if domains > 1 and devices != HERE:  # MS has none: all attention nodes send at once
                 continue
             left = (asked.num_dies - routed - shared) // domains
-            for dies in {max(0, left) // share for share in SHARES[: None if fewer else 1]} - {0}:
+            for dies in {max(0, left) // share for share in SHARES[: None if asked.counts_price else 1]} - {
+                0
+            }:
                 if dies:
                     yield PodLayout(
                         kind="moe-attention",
@@ -149,22 +152,87 @@ def plans(profile: PodProfile, asked: PodSpace) -> list[LayoutPlan]:
         raise DeploymentError(_nothing_fits(profile, asked, dies, any(every)))
     limits = asked.slo_ns, asked.extrapolates, asked.memory
     found = [plan for layout in fitting if (plan := sized(profile, layout, *limits)) is not None]
+    found += _climbed(profile, asked, found)
     if asked.extrapolates and HERE in asked.pairs:
         found += _beside_prefill(profile, asked, found)
-    found = [plan for plan in found if asked.wants(plan.layout.kind)]
-    if not found:
+    wanted = [plan for plan in found if asked.wants(plan.layout.kind)]
+    if found and not wanted:
+        kinds = ", ".join(dict.fromkeys(plan.layout.kind for plan in ranked(found, False)))
+        raise DeploymentError(
+            f"no {', '.join(asked.kinds)} has {dies}, some for prompts: more dies would do, or {kinds}"
+        )
+    if not wanted:
         least_ns = min(predict(profile, each, least_known(profile, each)) for each in fitting)
         raise DeploymentError(
             f"no plan keeps {asked.slo_ns / 1e6:g} ms: the shortest iteration on {dies} takes "
             f"{least_ns / 1e6:.2f} ms; --slo-ms {math.ceil(least_ns / 1e5) / 10:g} would do"
         )
-    return ranked(found, asked.counts_price)
+    return ranked(wanted, asked.counts_price)
 
 
 def ranked(found: Sequence[LayoutPlan], counts_price: bool) -> list[LayoutPlan]:
-    """By tokens per second, or that for a price of 1."""
-    price = (lambda plan: plan.layout.price) if counts_price else (lambda plan: 1.0)
-    return sorted(found, key=lambda plan: (-plan.throughput / price(plan), plan.layout.total))
+    """By tokens per second, or that for a price of 1; then by dies."""
+    return sorted(found, key=lambda plan: (-worth(plan, counts_price), plan.layout.total))
+
+
+def worth(plan: LayoutPlan, counts_price: bool) -> float:
+    """Tokens per second, or that for a price of 1."""
+    return plan.throughput / (plan.layout.price if counts_price else 1.0)
+
+
+def _climbed(profile: PodProfile, asked: PodSpace, found: Sequence[LayoutPlan]) -> list[LayoutPlan]:
+    """From the best plan of each split: better ones near it, which ROUTED_PER_SHARED and SHARES leave out."""
+    starts: dict[tuple[object, ...], LayoutPlan] = {}
+    for plan in ranked([plan for plan in found if plan.layout.routed], asked.counts_price):
+        layout = plan.layout
+        starts.setdefault((layout.devices, layout.routed, layout.domains, layout.microbatches), plan)
+    limits, better = (asked.slo_ns, asked.extrapolates, asked.memory), []
+    for plan in list(starts.values())[:CLIMBS]:
+        while True:
+            near = [sized(profile, layout, *limits) for layout in _neighbours(profile, asked, plan.layout)]
+            top = ranked([plan, *(each for each in near if each is not None)], asked.counts_price)[0]
+            if worth(top, asked.counts_price) <= worth(plan, asked.counts_price):
+                break
+            plan = top
+            better.append(plan)
+    return better
+
+
+def _neighbours(profile: PodProfile, asked: PodSpace, layout: PodLayout) -> Iterator[PodLayout]:
+    """With a die more or less in each domain, or of the shared expert, or both for each other."""
+    least, most = (1, layout.routed) if profile.has_shared else (0, 0)
+    for step in (-1, 1):
+        for dies, shared in ((step, 0), (0, step), (step, -step * layout.domains)):
+            other = msgspec.structs.replace(layout, dies=layout.dies + dies, shared=layout.shared + shared)
+            if other.dies and least <= other.shared <= most and other.total <= asked.num_dies:
+                yield other
+
+
+def exhaustive(profile: PodProfile, asked: PodSpace) -> list[LayoutPlan]:
+    """All plans of CloudMatrix384 dies without prefill, one by one, the best first: for small pods."""
+    limits = asked.slo_ns, asked.extrapolates, asked.memory
+    fitting = [each for each in _every(profile, asked.num_dies) if max_requests(profile, each) >= 1]
+    found = [sized(profile, layout, *limits) for layout in fitting]
+    return ranked([plan for plan in found if plan is not None], False)
+
+
+def _every(profile: PodProfile, num_dies: int) -> Iterator[PodLayout]:
+    """All sizes of TEs; all ways to cut dies in attention, routed and shared ones."""
+    for dies in even(profile.config.n_routed_experts, num_dies):
+        kind = "colocated" if dies > 1 else "monolithic"
+        for count in range(1, num_dies // dies + 1):
+            yield PodLayout(kind=kind, dies=dies, count=count)
+        for shared in range(1, dies + 1) if profile.has_shared else (0,):
+            for domains, m in itertools.product(DOMAINS, MICROBATCHES):
+                for part in range(1, (num_dies - dies - shared) // domains + 1):
+                    yield PodLayout(
+                        kind="moe-attention",
+                        dies=part,
+                        domains=domains,
+                        microbatches=m,
+                        routed=dies,
+                        shared=shared,
+                    )
 
 
 def _beside_prefill(profile: PodProfile, asked: PodSpace, found: Sequence[LayoutPlan]) -> list[LayoutPlan]:
@@ -186,12 +254,13 @@ def _beside_prefill(profile: PodProfile, asked: PodSpace, found: Sequence[Layout
 
 def _nothing_fits(profile: PodProfile, asked: PodSpace, dies: str, has_some: bool) -> str:
     """Why there is no layout at all, and what there would be."""
-    name, kinds = profile.checkpoint.name, ", ".join(asked.kinds) or "layout"
-    devices = ", ".join(asked.devices)
+    name, kinds, devices = profile.checkpoint.name, ", ".join(asked.kinds), ", ".join(asked.devices)
     if not has_some:
+        kinds = kinds or "layout"
         return f"no {kinds} has {dies} of {devices}: experts apart take 3 dies or more; add cm384 or --dies"
     roomy = max(ACCELERATORS.values(), key=lambda each: each.spec.hbm_bytes.value).name
+    other = "" if roomy in asked.devices else f", or {roomy}, which has the most memory"
     return (
-        f"model {name} does not fit on {dies} of {devices} as {kinds}: more dies would do, or {roomy}, which "
-        "has the most memory"
+        f"model {name} does not fit on {dies} of {devices}{f' as {kinds}' * bool(kinds)}: more dies would "
+        f"do{other}"
     )
