@@ -168,20 +168,64 @@ def test_a_block_has_the_keys_and_values_of_all_heads(tmp_path: Path) -> None:
             assert memory.block_nbytes == 3 * llm.engine.plan.deployment.cache.block_size * nbytes
 
 
+NO_KEYS = "needs a cache with keys of an indexer: model_type must be deepseek_v32 or glm_moe_dsa"
+
+
 @pytest.mark.parametrize(
-    ("command", "message"),
+    ("name", "changes", "settings", "message"),
     [
         (
-            ["generate", "--prompt-ids", "1", "--set", "mtp=1"],
+            "qwen-every-layer-of-experts",
+            {},
+            ["--set", "mtp=1"],
             "mtp=1 needs an MTP layer, and the checkpoint has none",
+        ),
+        (
+            "qwen-every-layer-of-experts",
+            {"model_type": "qwen2_moe"},
+            [],
+            'model_type "qwen2_moe" is not supported (supported: deepseek_v3, kimi_k2, deepseek_v32, '
+            "glm_moe_dsa, glm4_moe_lite, qwen3_moe, glm4_moe, minimax_m2)",
+        ),
+        (
+            "sparse-yarn-groups-mtp",
+            {"model_type": "deepseek_v3"},
+            [],
+            f'index_topk {NO_KEYS}, found "deepseek_v3"',
+        ),
+        (
+            "sparse-yarn-groups-mtp",
+            {"model_type": "deepseek_v3", "index_topk": None},
+            [],
+            f"model.layers.0.self_attn.indexer.k_norm.bias {NO_KEYS}",
+        ),
+        (
+            "groups-yarn-mtp",
+            {"model_type": "deepseek_v32"},
+            [],
+            "20 of 227 tensors are missing: model.layers.0.self_attn.indexer.wq_b.weight",
+        ),
+        ("sparse-yarn-groups-mtp", {"index_topk": 0}, [], "index_topk must be an integer >= 1, found 0"),
+        (
+            "glm-sparse-shared-mtp",
+            {"indexer_types": None, "index_topk_pattern": "FSXFS"},
+            [],
+            'index_topk_pattern must be "full" or "shared" (F or S) for each of 5 layers, the first one '
+            'full, found "FSXFS"',
         ),
     ],
 )
 def test_what_is_not_for_it_is_refused_in_a_line(
-    command: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str,
+    changes: dict[str, object],
+    settings: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    directory = str(qwen(tmp_path))
-    assert main([*command, "--model", directory]) == 2
+    directory = BY_NAME[name].checkpoint_dir(tmp_path)
+    (directory / "config.json").write_text(json.dumps(BY_NAME[name].config | changes))
+    assert main(["generate", "--prompt-ids", "1", *settings, "--model", str(directory)]) == 2
     err = capsys.readouterr().err
     assert message in err
     assert err.strip().count("\n") == 0
