@@ -72,7 +72,7 @@ def mtp_logits(model: PreTrainedModel, prompt: list[int], first_token: int) -> n
         config.mtp_mlp_layer_types = ["sparse"] * config.num_mtp_layers
         config.mtp_layer_types = ["indexed_attention"] * config.num_mtp_layers
     mtp = MtpModel.from_pretrained(model).eval()
-    if hasattr(config, "index_topk"):  # MtpModel makes no mask for an indexer, and takes one result of a layer
+    if hasattr(config, "index_topk"):  # MtpModel makes no mask for it, and wants one result of a layer
         mtp.create_masks_for_mtp_layer = causal_mask
         for layer in mtp.layers:
             layer.mtp_block.register_forward_hook(

@@ -314,8 +314,8 @@ def test_what_is_refused_of_shared_choices(load, words: Any) -> None:
 @pytest.mark.parametrize("family", [name for name, row in FAMILIES.items() if row.attention != "dsa"])
 def test_an_indexer_without_keys_in_the_cache_is_refused(load, family: str) -> None:
     """V3.2's config under the name of a family whose cache has no place for an indexer's keys."""
-    message = "index_topk needs a cache with keys of an indexer: model_type must be deepseek_v32 or glm_moe_dsa"
-    with pytest.raises(CheckpointError, match=f'{message}, found "{family}"'):
+    message = "index_topk needs a cache with keys of an indexer: model_type must be deepseek_v32 or "
+    with pytest.raises(CheckpointError, match=f'{message}glm_moe_dsa, found "{family}"'):
         load(model_type=family, index_topk=2048)
 
 
