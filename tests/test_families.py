@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -15,6 +17,7 @@ from tests.model.hf_fixtures import Fixture, fixtures
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.cli import main
 from xdeepserve.llm import digest
+from xdeepserve.model import canonical
 from xdeepserve.model.checkpoint import SINGLE_FILE, open_checkpoint
 from xdeepserve.model.export import write_checkpoint
 from xdeepserve.model.reference import Reference
@@ -135,24 +138,61 @@ def test_every_way_gives_the_bits_of_the_reference(name: str, recipe: Recipe, tm
         assert choice.token_ids == expected.argmax(axis=-1).tolist()
 
 
+def without_scores(tensors: dict[str, np.ndarray], indexer: str) -> None:
+    """All positions tie, and the lowest win everywhere."""
+    tensors[f"{indexer}.weights_proj.weight"][:] = 0
+
+
+def without_positions(tensors: dict[str, np.ndarray], indexer: str) -> None:
+    """What RoPE would turn of keys is 0: in the first layer equal tokens tie, wherever they stand."""
+    tensors[f"{indexer}.k_norm.weight"][:12] = tensors[f"{indexer}.k_norm.bias"][:12] = 0
+
+
+def highest_positions(scores: np.ndarray, top_k: int) -> np.ndarray:
+    """As who breaks ties the other way would choose."""
+    return np.sort(len(scores) - 1 - np.argsort(-scores[::-1], kind="stable")[:top_k])
+
+
+TIES = [
+    ("monolithic", ["scheduler.max_num_batched_tokens=16"]),
+    ("colocated", ["tp=2", "dies=2", "cache.block_size=32"]),
+    ("pd", ["prefill.tp=2", "prefill.tp_mode=sp-tp-sp"]),
+    ("moe-attention", ["lockstep=true", "scheduler.max_num_batched_tokens=48"]),
+]
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_ties_at_the_boundary_of_the_choice(recipe: Recipe, tmp_path: Path) -> None:
-    """No score counts in the second half of the layers: all positions tie, and the lowest win everywhere."""
-    directory = BY_NAME["sparse-listed-layers-plain"].checkpoint_dir(tmp_path)
+@pytest.mark.parametrize(
+    ("construct", "layers", "sizes"),
+    [(without_scores, (2, 3), {}), (without_positions, (0,), {"index_head_dim": 24})],
+)
+def test_ties_at_the_boundary_of_the_choice(
+    construct: Callable[[dict[str, np.ndarray], str], None],
+    layers: tuple[int, ...],
+    sizes: dict[str, int],
+    recipe: Recipe,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever chose the highest of equal ones would be found out. Later, prefixes are cached."""
+    fixture = BY_NAME["sparse-listed-layers-plain"]
+    directory = dataclasses.replace(fixture, config=fixture.config | sizes).checkpoint_dir(tmp_path)
     tensors = load_file(directory / SINGLE_FILE)
-    for layer_idx in (2, 3):
-        tensors[f"model.layers.{layer_idx}.self_attn.indexer.weights_proj.weight"][:] = 0
+    for layer_idx in layers:
+        construct(tensors, f"model.layers.{layer_idx}.self_attn.indexer")
     save_file(tensors, directory / SINGLE_FILE, metadata={"format": "pt"})
     checkpoint = open_checkpoint(directory)
     reference = Reference(checkpoint, recipe, 256)
-    for deployment, overrides in (
-        ("monolithic", ["scheduler.max_num_batched_tokens=16"]),
-        ("colocated", ["tp=2", "dies=2", "cache.block_size=32"]),
-        ("pd", ["prefill.tp=2", "prefill.tp_mode=sp-tp-sp"]),
-    ):
+    expected = [reference.logits(prompt) for prompt in PROMPTS]
+    digests = set()
+    for deployment, overrides in TIES:
         with LLM(checkpoint, deployment, recipe, overrides=overrides) as llm:
-            for prompt in PROMPTS:
-                assert np.array_equal(llm.logits(prompt), reference.logits(prompt))
+            for prompt, logits in zip(PROMPTS, expected, strict=True):
+                assert np.array_equal(llm.logits(prompt), logits)
+            digests |= {digest(llm.generate(PROMPTS, PARAMS, keep_logits=True)) for _ in range(2)}
+    assert len(digests) == 1
+    monkeypatch.setattr(canonical, "top_positions", highest_positions)
+    assert not np.array_equal(reference.logits(PROMPTS[2]), expected[2])
 
 
 def qwen(tmp_path: Path) -> Path:
