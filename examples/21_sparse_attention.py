@@ -2,18 +2,21 @@
 
 DeepSeek-V3.2 has an indexer in each layer. It scores all earlier positions with small heads of its own, and
 attention sees the best of them alone. This prints one token's scores and the choice; what a tie does, and why
-everybody must break it alike; and what becomes of the answer if a page of the indexer's keys is stale while
-the latents beside it are right. The model is seeded: its tokens mean nothing, but each of them is checked.
+everybody must break it alike; why short prompts prove nothing; and what becomes of the answer if a page of
+the indexer's keys is stale while the latents beside it are right. Other systems have had each of these bugs.
+The model is seeded: its tokens mean nothing, but each of them is checked.
 
     python examples/21_sparse_attention.py
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import tempfile
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from xdeepserve import LLM, SamplingParams
@@ -82,7 +85,21 @@ def show_tie(scores: Array) -> None:
     print(f"  here {min(last, next_one)} is chosen, the lower one: {min(last, next_one) in found}")
     lowest = c.top_positions(np.zeros_like(scores), TOP_K)
     print(f"  of {len(scores)} scores that are all the same: {lowest.tolist()}")
-    print("  Two servers that break a tie differently attend to different tokens from there on.")
+    print("  Two servers that break a tie differently attend to different tokens from there on")
+    print("  (vLLM, pull request 56749: the same prompt got different answers).")
+
+
+def show_short_prompts(checkpoint: SeededCheckpoint) -> None:
+    """Whoever chooses wrongly, here by attending to all, is right as long as nothing is left out."""
+    title("Up to the top-k nothing shows")
+    dense = copy.copy(checkpoint)
+    dense.config = msgspec.structs.replace(checkpoint.config, index_topk=len(PROMPT))
+    sparse_logits, dense_logits = (Reference(m, "fp32", 64).logits(PROMPT) for m in (checkpoint, dense))
+    is_same = (sparse_logits == dense_logits).all(axis=1)
+    print(f"  attending to all gives the same bits for tokens 0 to {int(is_same.argmin()) - 1}")
+    print(f"  and other bits for {int((~is_same).sum())} of the other {len(PROMPT) - TOP_K}")
+    print("  So a test needs prompts longer than the top-k")
+    print("  (mlx-lm, issue 1443: right up to 2,048 tokens, garbage beyond).")
 
 
 def show_stale_page(checkpoint: SeededCheckpoint) -> None:
@@ -107,7 +124,8 @@ def show_stale_page(checkpoint: SeededCheckpoint) -> None:
     print(f"  with stale pages      {stale.token_ids}")
     print(f"  the cached prefix gives the bits of the reference: {np.array_equal(again.logits, expected)}")
     print(f"  stale pages give the same tokens: {stale.token_ids == right.token_ids}")
-    print("  No error was raised: the latents were right, and attention was right, of the wrong positions.")
+    print("  No error was raised: the latents were right, and attention was right, of the wrong positions")
+    print("  (SGLang, 30321: a cache of the indexer's keys that was evicted apart from the latents).")
     print("  So both pools of a block lie in the block's own bytes: they move and are evicted together.")
 
 
@@ -116,6 +134,7 @@ def main() -> None:
         checkpoint = seeded_model(Path(directory))
         layer, chosen = first_layer(Reference(checkpoint, "fp32", 64))
         show_tie(show_choice(layer, chosen))
+        show_short_prompts(checkpoint)
         show_stale_page(checkpoint)
 
 

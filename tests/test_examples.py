@@ -260,6 +260,8 @@ PROMISES = {
         "positions 14 and 26 are given one score, -0.039479, and one place is left",
         "here 14 is chosen, the lower one: True",
         "of 40 scores that are all the same: [0, 1, 2, 3, 4, 5, 6, 7]",
+        "attending to all gives the same bits for tokens 0 to 7",
+        "and other bits for 32 of the other 32",
         "a block of a layer: 5120 bytes for attention, 1536 for the indexer",
         "right                 [150, 7, 203, 209, 188, 262, 155, 115, 29, 111, 113, 246]",
         "from the prefix cache [150, 7, 203, 209, 188, 262, 155, 115, 29, 111, 113, 246]",

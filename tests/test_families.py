@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -15,6 +17,7 @@ from tests.model.hf_fixtures import Fixture, fixtures
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.cli import main
 from xdeepserve.llm import digest
+from xdeepserve.model import canonical
 from xdeepserve.model.checkpoint import SINGLE_FILE, open_checkpoint
 from xdeepserve.model.export import write_checkpoint
 from xdeepserve.model.reference import Reference
@@ -135,24 +138,61 @@ def test_every_way_gives_the_bits_of_the_reference(name: str, recipe: Recipe, tm
         assert choice.token_ids == expected.argmax(axis=-1).tolist()
 
 
+def without_scores(tensors: dict[str, np.ndarray], indexer: str) -> None:
+    """All positions tie, and the lowest win everywhere."""
+    tensors[f"{indexer}.weights_proj.weight"][:] = 0
+
+
+def without_positions(tensors: dict[str, np.ndarray], indexer: str) -> None:
+    """What RoPE would turn of keys is 0: in the first layer equal tokens tie, wherever they stand."""
+    tensors[f"{indexer}.k_norm.weight"][:12] = tensors[f"{indexer}.k_norm.bias"][:12] = 0
+
+
+def highest_positions(scores: np.ndarray, top_k: int) -> np.ndarray:
+    """As who breaks ties the other way would choose."""
+    return np.sort(len(scores) - 1 - np.argsort(-scores[::-1], kind="stable")[:top_k])
+
+
+TIES = [
+    ("monolithic", ["scheduler.max_num_batched_tokens=16"]),
+    ("colocated", ["tp=2", "dies=2", "cache.block_size=32"]),
+    ("pd", ["prefill.tp=2", "prefill.tp_mode=sp-tp-sp"]),
+    ("moe-attention", ["lockstep=true", "scheduler.max_num_batched_tokens=48"]),
+]
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_ties_at_the_boundary_of_the_choice(recipe: Recipe, tmp_path: Path) -> None:
-    """No score counts in the second half of the layers: all positions tie, and the lowest win everywhere."""
-    directory = BY_NAME["sparse-listed-layers-plain"].checkpoint_dir(tmp_path)
+@pytest.mark.parametrize(
+    ("construct", "layers", "sizes"),
+    [(without_scores, (2, 3), {}), (without_positions, (0,), {"index_head_dim": 24})],
+)
+def test_ties_at_the_boundary_of_the_choice(
+    construct: Callable[[dict[str, np.ndarray], str], None],
+    layers: tuple[int, ...],
+    sizes: dict[str, int],
+    recipe: Recipe,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever chose the highest of equal ones would be found out. Later, prefixes are cached."""
+    fixture = BY_NAME["sparse-listed-layers-plain"]
+    directory = dataclasses.replace(fixture, config=fixture.config | sizes).checkpoint_dir(tmp_path)
     tensors = load_file(directory / SINGLE_FILE)
-    for layer_idx in (2, 3):
-        tensors[f"model.layers.{layer_idx}.self_attn.indexer.weights_proj.weight"][:] = 0
+    for layer_idx in layers:
+        construct(tensors, f"model.layers.{layer_idx}.self_attn.indexer")
     save_file(tensors, directory / SINGLE_FILE, metadata={"format": "pt"})
     checkpoint = open_checkpoint(directory)
     reference = Reference(checkpoint, recipe, 256)
-    for deployment, overrides in (
-        ("monolithic", ["scheduler.max_num_batched_tokens=16"]),
-        ("colocated", ["tp=2", "dies=2", "cache.block_size=32"]),
-        ("pd", ["prefill.tp=2", "prefill.tp_mode=sp-tp-sp"]),
-    ):
+    expected = [reference.logits(prompt) for prompt in PROMPTS]
+    digests = set()
+    for deployment, overrides in TIES:
         with LLM(checkpoint, deployment, recipe, overrides=overrides) as llm:
-            for prompt in PROMPTS:
-                assert np.array_equal(llm.logits(prompt), reference.logits(prompt))
+            for prompt, logits in zip(PROMPTS, expected, strict=True):
+                assert np.array_equal(llm.logits(prompt), logits)
+            digests |= {digest(llm.generate(PROMPTS, PARAMS, keep_logits=True)) for _ in range(2)}
+    assert len(digests) == 1
+    monkeypatch.setattr(canonical, "top_positions", highest_positions)
+    assert not np.array_equal(reference.logits(PROMPTS[2]), expected[2])
 
 
 def qwen(tmp_path: Path) -> Path:
@@ -168,20 +208,64 @@ def test_a_block_has_the_keys_and_values_of_all_heads(tmp_path: Path) -> None:
             assert memory.block_nbytes == 3 * llm.engine.plan.deployment.cache.block_size * nbytes
 
 
+NO_KEYS = "needs a cache with keys of an indexer: model_type must be deepseek_v32 or glm_moe_dsa"
+
+
 @pytest.mark.parametrize(
-    ("command", "message"),
+    ("name", "changes", "settings", "message"),
     [
         (
-            ["generate", "--prompt-ids", "1", "--set", "mtp=1"],
+            "qwen-every-layer-of-experts",
+            {},
+            ["--set", "mtp=1"],
             "mtp=1 needs an MTP layer, and the checkpoint has none",
+        ),
+        (
+            "qwen-every-layer-of-experts",
+            {"model_type": "qwen2_moe"},
+            [],
+            'model_type "qwen2_moe" is not supported (supported: deepseek_v3, kimi_k2, deepseek_v32, '
+            "glm_moe_dsa, glm4_moe_lite, qwen3_moe, glm4_moe, minimax_m2)",
+        ),
+        (
+            "sparse-yarn-groups-mtp",
+            {"model_type": "deepseek_v3"},
+            [],
+            f'index_topk {NO_KEYS}, found "deepseek_v3"',
+        ),
+        (
+            "sparse-yarn-groups-mtp",
+            {"model_type": "deepseek_v3", "index_topk": None},
+            [],
+            f"model.layers.0.self_attn.indexer.k_norm.bias {NO_KEYS}",
+        ),
+        (
+            "groups-yarn-mtp",
+            {"model_type": "deepseek_v32"},
+            [],
+            "20 of 227 tensors are missing: model.layers.0.self_attn.indexer.wq_b.weight",
+        ),
+        ("sparse-yarn-groups-mtp", {"index_topk": 0}, [], "index_topk must be an integer >= 1, found 0"),
+        (
+            "glm-sparse-shared-mtp",
+            {"indexer_types": None, "index_topk_pattern": "FSXFS"},
+            [],
+            'index_topk_pattern must be "full" or "shared" (F or S) for each of 5 layers, the first one '
+            'full, found "FSXFS"',
         ),
     ],
 )
 def test_what_is_not_for_it_is_refused_in_a_line(
-    command: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str,
+    changes: dict[str, object],
+    settings: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    directory = str(qwen(tmp_path))
-    assert main([*command, "--model", directory]) == 2
+    directory = BY_NAME[name].checkpoint_dir(tmp_path)
+    (directory / "config.json").write_text(json.dumps(BY_NAME[name].config | changes))
+    assert main(["generate", "--prompt-ids", "1", *settings, "--model", str(directory)]) == 2
     err = capsys.readouterr().err
     assert message in err
     assert err.strip().count("\n") == 0

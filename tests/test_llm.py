@@ -43,6 +43,15 @@ def test_greedy_tokens_and_logits_of_transformers(fixture: Fixture, deployment: 
             assert np.abs(logits[-1] - expected).max() < 2e-3
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems take the pages back when they like")
+def test_who_closes_gives_memory_back_at_once() -> None:
+    """Whoever still holds the pod, or a view of a die's memory, keeps no pages of it."""
+    with LLM("tiny-random") as llm:
+        seen = np.frombuffer(llm.engine.je.tes[0].executors[0].die.memory.buffer, np.uint8)
+        assert seen.any()
+    assert not seen.any()
+
+
 def test_logits_are_the_reference_bits(llm: LLM, tiny: TinyCheckpoint) -> None:
     ids = [(7 * i) % 300 for i in range(150)]  # longer than a step
     assert np.array_equal(llm.logits(ids), Reference(tiny, "int8").logits(ids))

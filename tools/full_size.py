@@ -2,9 +2,9 @@
 
 Held at once it takes 16 GB and more. Here each layer is built, loaded into a pod of one die and run by
 itself, and what it makes of the rows goes on into the next one, so that a prompt passes the whole model.
-Python gives a layer's memory back late: the peak grows by some 0.6 GB a layer. Nothing is written to disk. It
-prints, of each layer and of all, what the weights weigh, what loading takes, and tokens per second of prefill
-and of decoding, by CPU time; and the peak of resident memory.
+Nothing is written to disk. It prints, of each layer and of all, what the weights weigh, what loading takes
+(making them from the seed and rounding them included), and tokens per second of prefill and of decoding, by
+CPU time; and the peak of resident memory, which is that of one layer.
 
     python tools/full_size.py [--layers N] [--prompt T]
 """

@@ -53,6 +53,13 @@ def greedy(model: PreTrainedModel, prompt: list[int]) -> tuple[np.ndarray, list[
     return logits[0].numpy(), ids[len(prompt) :], min(leads)
 
 
+def causal_mask(_layer: int, inputs_embeds: torch.Tensor, *_: object) -> dict[str, torch.Tensor]:
+    """0 for positions up to a token's own, -inf behind it, [1, 1, T, T]: as the main model makes it."""
+    count = inputs_embeds.shape[1]
+    mask = torch.full((count, count), torch.finfo(inputs_embeds.dtype).min).triu(1)
+    return {"attention_mask": mask[None, None].to(inputs_embeds.dtype)}
+
+
 @torch.no_grad()
 def mtp_logits(model: PreTrainedModel, prompt: list[int], first_token: int) -> np.ndarray:
     """The draft logits of transformers' own MTP layer after the prompt and one token."""
@@ -60,10 +67,17 @@ def mtp_logits(model: PreTrainedModel, prompt: list[int], first_token: int) -> n
     layer = re.escape(f"model.layers.{model.config.num_hidden_layers}.")
     model._keys_to_ignore_on_load_unexpected = [f"{layer}.*"]
     config = model.config
-    if config.model_type == "glm4_moe_lite":  # transformers counts MTP layers of DeepSeek's class alone
+    if hasattr(config, "mlp_layer_types"):  # transformers counts MTP layers of DeepSeek-V3's class alone
         config.num_mtp_layers = config.num_nextn_predict_layers
         config.mtp_mlp_layer_types = ["sparse"] * config.num_mtp_layers
+        config.mtp_layer_types = ["indexed_attention"] * config.num_mtp_layers
     mtp = MtpModel.from_pretrained(model).eval()
+    if hasattr(config, "index_topk"):  # MtpModel makes no mask for it, and wants one result of a layer
+        mtp.create_masks_for_mtp_layer = causal_mask
+        for layer in mtp.layers:
+            layer.mtp_block.register_forward_hook(
+                lambda _module, _inputs, out: out[0] if isinstance(out, tuple) else out
+            )
     hidden = model.model(torch.tensor([prompt]), use_cache=False).last_hidden_state
     positions = torch.arange(1, len(prompt) + 1)[None]
     shifted = torch.tensor([[*prompt[1:], first_token]])
@@ -115,9 +129,7 @@ def expected(fixture: Fixture, directory: Path) -> dict[str, np.ndarray]:
         "sin": sin[0, :, :half].numpy(),
         "softmax_scale": np.float64(model.model.layers[0].self_attn.scaling),
     }
-    # transformers 5.23's MtpModel makes no masks for layers with an indexer.
-    has_mtp = fixture.config["model_type"] not in ("deepseek_v32", "glm_moe_dsa")
-    if has_mtp and fixture.config.get("num_nextn_predict_layers"):
+    if fixture.config.get("num_nextn_predict_layers"):
         pairs = zip(fixture.prompts, runs, strict=True)
         arrays["mtp_logits"] = np.stack(
             [mtp_logits(model, prompt, tokens[0]) for prompt, (_, tokens, _) in pairs]

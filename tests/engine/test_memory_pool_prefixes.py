@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.model.hf_fixtures import fixtures
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.ems.context_cache import BITS
 from xdeepserve.ems.directory import open_volumes
@@ -16,6 +17,7 @@ from xdeepserve.ems.mp_server import MPServer
 from xdeepserve.engine.dp import events
 from xdeepserve.errors import DeploymentError, InputError
 from xdeepserve.llm import digest
+from xdeepserve.model.checkpoint import open_checkpoint
 from xdeepserve.model.presets import TinyCheckpoint, resolve_model
 
 PROMPTS = [[(7 * i + j * j) % 300 for j in range(100 + 20 * i)] for i in range(3)]
@@ -213,6 +215,48 @@ def test_the_bits_of_blocks_are_those_of_earlier_versions(
     sha = hashlib.blake2b(b"".join(sorted(blocks)), digest_size=16)
     assert all(blocks)
     assert (BITS, sha.hexdigest()) == (1, BLOCKS[precision])
+
+
+@pytest.mark.parametrize("precision", BLOCKS)
+@pytest.mark.parametrize(
+    ("name", "drafts", "apart"),
+    [
+        ("sparse-yarn-groups-mtp", "mtp=1", "index_k"),
+        ("glm-sparse-shared-mtp", "mtp=1", "index_k"),
+        ("qwen-every-layer-of-experts", "mtp=0", "latent"),
+    ],
+)
+def test_all_pools_of_a_block_are_put_read_and_evicted_together(
+    name: str, drafts: str, apart: str, precision: str, tmp_path: Path
+) -> None:
+    """An indexer's keys beside the latents that they choose from; keys and values of grouped queries."""
+    fixture = next(each for each in fixtures() if each.name == name)
+    model, pool = open_checkpoint(fixture.checkpoint_dir(tmp_path)), tmp_path / "pool"
+    pool.mkdir()
+    expected = served(None, model, drafts, precision=precision)[0]
+    for deployment, cached in (("monolithic", [0, 0, 0]), ("monolithic", ALL), ("pd", ALL)):
+        found = served(pool, model, drafts, deployment=deployment, precision=precision)
+        assert found[:2] == (expected, cached)
+    volumes = open_volumes(pool, [])
+    sizes = {len(volume.get(key) or b"") for volume in volumes.values() for key in volume.rows}
+    for volume in volumes.values():
+        volume.close()
+    settings = [f"ems.path={pool}", "ems.block_size=16", "ems.servers=2", "ems.dram_mb=1", "ems.volume_mb=1"]
+    with LLM(model, "monolithic", precision, overrides=[*settings, drafts]) as llm:  # type: ignore[arg-type]
+        memory = llm.engine.je.tes[0].executors[0].mem
+        assert sizes == {memory.block_nbytes}
+        assert llm.engine.plan.pool_use is not None
+        llm.engine.plan.pool_use.crowd()
+        others = [[token + 1 for token in prompt] for prompt in PROMPTS]
+        llm.generate(others, PARAMS)
+        counts = llm.engine.stats().pool
+        assert counts["dram evictions"] > 0
+        assert counts["volume evictions"] > 0
+        assert digest(llm.generate(PROMPTS, PARAMS, keep_logits=True)) == expected
+        llm.engine.plan.pool_use.pool.check_integrity()
+        for cache in memory.kv_caches():
+            getattr(cache, apart)[:] = 0  # were one part left behind, it would be found out
+        assert digest(llm.generate(PROMPTS, PARAMS, keep_logits=True)) != expected
 
 
 def test_dies_with_the_same_latents_write_a_share_each(tiny: TinyCheckpoint, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from xdeepserve.model.config import (
     read_json_object,
 )
 from xdeepserve.model.config_limits import LIMITS, MAX_EXPERTS
+from xdeepserve.model.families import FAMILIES
 from xdeepserve.model.presets import PRESET_DIRECTORY
 from xdeepserve.model.rope import RopeConfig, YarnConfig, rope_tables
 
@@ -306,7 +307,16 @@ def test_layers_that_share_what_was_chosen(load, changes: dict[str, Any], shared
 def test_what_is_refused_of_shared_choices(load, words: Any) -> None:
     with pytest.raises(CheckpointError, match=r'must be "full" or "shared".* for each of 6 layers') as caught:
         load(**(GLM_SPARSE | {"index_topk_pattern": words}))
+    assert str(caught.value).endswith(f"found {json.dumps(words)}")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("family", [name for name, row in FAMILIES.items() if row.attention != "dsa"])
+def test_an_indexer_without_keys_in_the_cache_is_refused(load, family: str) -> None:
+    """V3.2's config under the name of a family whose cache has no place for an indexer's keys."""
+    message = "index_topk needs a cache with keys of an indexer: model_type must be deepseek_v32 or "
+    with pytest.raises(CheckpointError, match=f'{message}glm_moe_dsa, found "{family}"'):
+        load(model_type=family, index_topk=2048)
 
 
 def test_mtp_layers_by_their_new_name(load) -> None:

@@ -65,6 +65,11 @@ class AddressSpace:
         self._find_areas()
         return self._memories
 
+    def give_back(self) -> None:
+        """All nodes' pages go back to the system: the pod has ended, and nobody reads its memory any more."""
+        for memory in self._memories.values():
+            memory.give_back()
+
     def release(self, node: int) -> None:
         """Take back the memory of a node and its plan; another may then be planned and materialised.
 

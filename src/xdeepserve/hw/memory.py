@@ -341,6 +341,12 @@ class Memory:
         """Overwrite bytes, by default all: who has a view, and should not, finds no old content there."""
         np.frombuffer(self.buffer, np.uint8)[start:stop] = SCRIBBLE
 
+    def give_back(self) -> None:
+        """Nobody reads it any more: its pages are the system's again at once, whoever still has views, which
+        find zeros, or what the pages shared with others."""
+        if isinstance(mapping := self.buffer.obj, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+            mapping.madvise(mmap.MADV_DONTNEED)
+
     def regions_at(self, start: int, stop: int) -> list[Region]:
         """What has bytes in [start, stop), in the order of areas, and there of allocation."""
         regions = [each for area in (self.metadata, self.managed, self.app) for each in area.regions.values()]

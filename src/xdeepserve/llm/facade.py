@@ -321,6 +321,7 @@ def _close(
             loop.call_soon_threadsafe(loop.stop)
             thread.join()
             loop.close()
+            engine.plan.pod.memories.give_back()  # cycles keep it until the garbage collector comes by
 
 
 async def _end(owner: Engine, guests: Sequence[Engine]) -> None:

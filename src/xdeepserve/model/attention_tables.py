@@ -100,13 +100,13 @@ GQA = (
     Tensor("wo", ("self_attn.o_proj",), "H NV", "int8", "inputs"),
     Tensor("ffn_norm", ("post_attention_layernorm",), "H"),
 )
-_INDEXER = "self_attn.indexer."
+INDEXER = "self_attn.indexer."
 DSA = (
     *MLA,
-    Tensor("index_wq", (f"{_INDEXER}wq_b",), "NX Q", "matrix", arrange=_indexed),
-    Tensor("index_wk", (f"{_INDEXER}wk",), "X H", "matrix", arrange=_indexed),
-    Tensor("index_norm", (f"{_INDEXER}k_norm",), "X", arrange=_indexed),
-    Tensor("index_bias", (f"{_INDEXER}k_norm",), "X", arrange=_indexed, parameter="bias"),
-    Tensor("index_gate", (f"{_INDEXER}weights_proj",), "NI H", "router"),
+    Tensor("index_wq", (f"{INDEXER}wq_b",), "NX Q", "matrix", arrange=_indexed),
+    Tensor("index_wk", (f"{INDEXER}wk",), "X H", "matrix", arrange=_indexed),
+    Tensor("index_norm", (f"{INDEXER}k_norm",), "X", arrange=_indexed),
+    Tensor("index_bias", (f"{INDEXER}k_norm",), "X", arrange=_indexed, parameter="bias"),
+    Tensor("index_gate", (f"{INDEXER}weights_proj",), "NI H", "router"),
 )
 ATTENTION: dict[AttentionKind, tuple[Tensor, ...]] = {"mla": MLA, "gqa": GQA, "dsa": DSA, "dsa-shared": MLA}

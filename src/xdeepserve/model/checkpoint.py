@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import CheckpointError
-from .config import ModelConfig, load_config, read_json_object
+from .attention_tables import INDEXER
+from .config import NEEDS_INDEXER, ModelConfig, load_config, read_json_object
 from .config_limits import MAX_FILE_NAME, MAX_INDEX_BYTES, MAX_INDEXED
 from .tensor_file import TensorFile
 from .tensors import mtp_section, stored_tensors
@@ -195,6 +196,9 @@ def _check_complete(directory: Path, config: ModelConfig, stored: dict[str, Tens
     """Every tensor there, of the right shape and of a dtype that can be read; all from headers."""
     expected = expected_tensors(config)
     missing = [name for name in expected if _find(name, config, stored) is None]
+    indexer = [name for name in stored if INDEXER in name] if config.attention != "dsa" else []
+    if indexer:
+        raise CheckpointError(f"{directory}: {_abridged(indexer[0])} {NEEDS_INDEXER}")
     if missing:
         raise CheckpointError(
             f"{directory}: {len(missing)} of {len(expected)} tensors are missing: {_first_few(missing)}"

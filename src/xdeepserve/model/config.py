@@ -33,6 +33,10 @@ from .rope import RopeConfig, YarnConfig
 
 LATENT_NORM_EPS = 1e-6  # MLA's q_norm and kv_norm do not follow rms_norm_eps
 INDEX_NORM_EPS = 1e-6  # nor does the norm of the indexer's keys
+NEEDS_INDEXER = (
+    "needs a cache with keys of an indexer: model_type must be "
+    f"{' or '.join(name for name, family in FAMILIES.items() if family.attention == 'dsa')}"
+)
 INT8_ATTENTION = "xdeepserve_int8_attention"  # this package's own key: layer numbers, written by quantize
 
 
@@ -221,6 +225,8 @@ class _ConfigReader(Reader):
             self.problems.append(f"model_type {found} (supported: {', '.join(FAMILIES)})")
         else:
             self.family = FAMILIES[model_type]
+            if self.family.attention != "dsa" and self.raw.get("index_topk") is not None:
+                self.problems.append(f"index_topk {NEEDS_INDEXER}, found {abridged(model_type)}")
         self.own = {ours: key for key, ours in self.family.names.items() if key in self.raw}
         renamed = {self.family.names.get(key, key): value for key, value in self.raw.items()}
         self.raw = {**self.family.defaults, **renamed}

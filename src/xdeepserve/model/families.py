@@ -12,7 +12,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from .config_reader import Reader
+from .config_reader import Reader, abridged
 
 AttentionKind: TypeAlias = Literal["mla", "gqa", "dsa", "dsa-shared"]
 QKNorm: TypeAlias = Literal["none", "head", "all"]
@@ -66,7 +66,8 @@ def _shared_choices(reader: Reader, num_layers: int) -> frozenset[int]:
     is_list = isinstance(words, list) and len(words) == num_layers
     if not is_list or {*map(str, words)} - {"full", "shared"} or words[0] != "full":
         reader.problems.append(
-            f'{key} must be "full" or "shared" (F or S) for each of {num_layers} layers, the first one full'
+            f'{key} must be "full" or "shared" (F or S) for each of {num_layers} layers, the first one full, '
+            f"found {abridged(reader.raw[key])}"
         )
         return frozenset()
     return frozenset(i for i, word in enumerate(words) if word == "shared")
