@@ -237,14 +237,16 @@ def test_what_is_permitted_follows_from_the_plan(judge: Judge) -> None:
     assert "die 0 of prefill 0 is lost" in verdicts[1].why or "waits for peer" in verdicts[1].why
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(50, marks=pytest.mark.campaign)])
-def test_random_schedules_come_to_nothing_bad(judge: Judge, count: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "equal", "named"), [(12, 2, 0), pytest.param(50, 8, 4, marks=pytest.mark.campaign)]
+)
+def test_random_schedules_come_to_nothing_bad(judge: Judge, count: int, equal: int, named: int) -> None:
     found = tried(judge, campaign.random_trials(judge, list(PODS), count, seed=0))
     assert found.bugs == []
     assert found.tally.schedules == count
-    assert found.tally.equal > count // 6
-    assert found.tally.named_errors > count // 12
-    assert count < 50 or found.tally.stages["2"] > 0
+    assert found.tally.equal > equal
+    assert found.tally.named_errors > named
+    assert found.tally.stages["2"] > 0
 
 
 @pytest.mark.parametrize("bug", FOUND)

@@ -46,7 +46,7 @@ def test_a_host_that_stands_still_for_a_while_is_only_late(
             assert all(te.shell == "healthy" for te in llm.engine.health())
             return llm.engine.stats().virtual_ns
 
-    late_ns = run(Fault(2000.0, host=0, kind="stalled", for_us=2500.0)) - run()
+    late_ns = run(Fault(2500.0, host=0, kind="stalled", for_us=2500.0)) - run()
     assert 100_000 < late_ns < 3_000_000
 
 

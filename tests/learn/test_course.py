@@ -13,6 +13,7 @@ from xdeepserve.learn.trial import try_file
 
 QUANTISED = "k.quantize_rows(q, scale, x)"
 ONE_SCALE = "scale[:] = np.abs(x).max(initial=1e-12) / np.float32(127); q[:] = np.rint(x / scale[:, None])"
+SCALED = "F32 = np.float32; top = np.abs(x).max(axis=1, initial=1e-12); scale[:] = top / F32(127); q[:] = "
 WITHOUT_FLOOR = (
     "scale[:] = np.abs(x).max(axis=1, initial=0) / np.float32(127); "
     "q[:] = np.rint(np.divide(x, scale[:, None], out=np.zeros_like(x), where=scale[:, None] > 0))"
@@ -167,6 +168,30 @@ RARE_MISTAKES = (
         "sorted((n for n in overwritten if n >= step), reverse=True)",
         "reversed([n for n in overwritten if n >= step])",
         "rows, block",
+    ),
+    (
+        "rollback_rows",
+        "sorted((n for n in overwritten if n >= step), reverse=True)",
+        "[n for n in overwritten if n >= step]",
+        "rows, block",
+    ),
+    ("kv_handoff", 'check_alignment("destination", dst)', "pass", "expected AddressError .*destination span"),
+    ("combine_order", "np.zeros((slot_out", "-np.zeros((slot_out", "sum, token 0, column 0: expected 0.0"),
+    ("int8_tokens", QUANTISED, f"{SCALED}np.floor(x / scale[:, None] + F32(0.5))", "q, token 0, column"),
+    ("int8_tokens", QUANTISED, f"{SCALED}np.rint(x * (1 / scale)[:, None])", r"q, token \d, column"),
+    ("int8_tokens", QUANTISED, f"{SCALED}np.rint(127 * x.astype(float) / top[:, None])", "q, token"),
+    ("mla_absorption", "if self.is_int8:", "if True:", "output, position 0, head 0, value 0: expected"),
+    (
+        "mla_absorption",
+        "at in enumerate(seen)",
+        "at in enumerate(map(slice, range(1, 99)[: len(q)]))",
+        "output",
+    ),
+    (
+        "mla_absorption",
+        "np.ascontiguousarray(o).reshape(len(q), -1)",
+        "o",
+        r"layout: expected .float32 \[13, 256\], contiguous., yours is .float32 \[13, 8, 32\], not cont",
     ),
 )
 

@@ -10,13 +10,18 @@ import numpy as np
 
 from xdeepserve.comm.distflow import spans
 from xdeepserve.comm.distflow.spans import Span
+from xdeepserve.comm.exchange import rows
 from xdeepserve.engine.balance import eplb
 from xdeepserve.engine.die import drafts
 from xdeepserve.engine.dp.block_table import BlockTable, Holding
+from xdeepserve.engine.run import arithmetic
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.memory import Address
 from xdeepserve.learn.stand_in import NotYetError
 from xdeepserve.model import canonical
+from xdeepserve.model.checkpoint import Checkpoint
+from xdeepserve.model.reference import Canonical, Reference
+from xdeepserve.model.weights import RECIPES
 
 
 @contextlib.contextmanager
@@ -38,6 +43,34 @@ def gates() -> None:
     canonical.gate(tied, np.round(bias), 8, 3, 2, True, 2.5)
     canonical.gate(small, none, 2, 1, 2, True, 1.0)
     canonical.gate(tied * small[:1] + bias**2, bias, 2, 1, 2, False, 2.5)
+
+
+def sums() -> None:
+    """Products that are all -0, a sum that cancels, and no token at all."""
+    rows.weighted_sum(np.full((1, 2, 3), -0.0, np.float32), np.ones((1, 2), np.float32))
+    rows.weighted_sum(np.array([[[1.0], [2.0**-24], [-1.0]]], np.float32), np.ones((1, 3), np.float32))
+    rows.weighted_sum(np.zeros((0, 4, 5), np.float32), np.zeros((0, 4), np.float32))
+
+
+def quantised() -> None:
+    """Halves, with a scale of 1, and of scales whose reciprocal is rounded what lies next to a half."""
+    halves = np.arange(-126.5, 127, dtype=np.float32)
+    arithmetic.quantize_rows(np.append(halves, np.float32(127))[None])
+    tops = np.array([3.0, 0.7, 41.0, 1e-3], np.float32)
+    next_to = halves * (tops / np.float32(127))[:, None]
+    arithmetic.quantize_rows(np.concatenate([next_to, tops[:, None]], axis=1))
+
+
+def attentions(model: Checkpoint) -> None:
+    """A recipe without INT8, and tokens that see positions here and there."""
+    rng = np.random.default_rng(4)
+    for recipe in RECIPES:
+        weights, c = Reference(model, recipe).weights, model.config
+        layer = Canonical(c, recipe, weights.layers[0], weights.cos[:4], weights.sin[:4])
+        queries = [(c.num_attention_heads, each) for each in (c.qk_nope_head_dim, c.qk_rope_head_dim)]
+        widths = (*queries, (c.kv_lora_rank,), (c.qk_rope_head_dim,))
+        seen = [np.array(positions) for positions in ([0], [1], [0, 2], [1, 2, 3])]
+        layer.attend_to(seen, *(rng.standard_normal((4, *width)).astype(np.float32) for width in widths))
 
 
 def copies() -> None:
@@ -62,6 +95,7 @@ def pairs() -> None:
     for src, dst in (
         (cut(0, 64), cut(1, 32)),
         (cut(0, 64, first=8), cut(1, 64)),
+        (cut(0, 64), cut(1, 64, first=8)),
         (cut(0, 32, 0, 32), cut(1, 64)),
         (cut(0, 64), cut(0, 64, first=32)),
         (cut(0, 64, 64), cut(1, 64) * 2),
@@ -81,7 +115,12 @@ def placements() -> None:
 
 
 def steps_undone() -> dict[str, np.ndarray[Any, Any]]:
-    """Two steps of three, which stand there in another order."""
+    """Two steps of three, in the order in which they were, and in others."""
     rows = [np.full(4, value, np.float32) for value in range(4)]
-    undone = drafts.rows_before({5: {7: rows[3]}, 3: {7: rows[0]}, 4: {7: rows[1], 8: rows[2]}}, 4)
-    return {f"block {block}, two steps undone": row for block, row in sorted(undone.items())}
+    found = {3: {7: rows[0]}, 4: {7: rows[1], 8: rows[2]}, 5: {7: rows[3]}}
+    orders = (3, 4, 5), (5, 3, 4), (4, 5, 3)
+    return {
+        f"block {block}, two steps undone, which stood there as {order}": row
+        for order in orders
+        for block, row in sorted(drafts.rows_before({step: found[step] for step in order}, 4).items())
+    }

@@ -21,6 +21,14 @@ def _packed(result: Any, args: tuple[Any, ...]) -> dict[str, Any]:
     return {"counts": sent.counts, "order": sent.order, **fields, "rows": rows, "shape": sent.shape}
 
 
+def _by_head(result: Any, args: tuple[Any, ...]) -> dict[str, Any]:
+    """Whether it is laid out as it must be, then the numbers of each head."""
+    (tokens, heads), rows = args[2].shape[:2], np.asarray(result)
+    layout = f"{rows.dtype} {list(rows.shape)}, {'' if rows.flags.c_contiguous else 'not '}contiguous"
+    by_head = rows.reshape(tokens, heads, -1) if rows.size and rows.size % (tokens * heads) == 0 else rows
+    return {"layout": layout, "output": by_head}
+
+
 def _booked(result: Any, args: tuple[Any, ...]) -> dict[str, Any]:
     """A copy of a block, and the books as they are after it."""
     table, holding = args[:2]
@@ -95,7 +103,7 @@ COURSE = (
         name="attend_to",
         where="attention of the forward pass",
         scene=scenes.forward_pass,
-        parts=lambda result, args: {"output": result.reshape(*args[2].shape[:2], -1)},
+        parts=_by_head,
         axes={"output": ("position", "head", "value")},
         hints=(
             "q . (W_uk c) = (W_uk^T q) . c: each head's query goes into the latent space once, by w_uk.",
@@ -228,7 +236,7 @@ COURSE = (
         section="xDeepServe 6.2",
         owner="xdeepserve.engine.die.drafts",
         name="rows_before",
-        where="rollback, step 3",
+        where="rollback, its step 3",
         scene=scenes.a_die_that_fails_twice,
         parts=lambda result, args: {
             "blocks": sorted(result),

@@ -120,7 +120,10 @@ def through_trampolines() -> Bits:
         found = await asyncio.gather(*tasks)
         return {f"rank {rank}, answers": found[rank] for rank in range(len(sides))}
 
-    return run(main())
+    answers = run(main())
+    by_hand.sums()
+    by_hand.quantised()
+    return answers
 
 
 @functools.cache
@@ -146,6 +149,7 @@ def forward_pass() -> Bits:
             )
         found[f"request {number}, logits"] = logits
     by_hand.gates()
+    by_hand.attentions(resolve_model("tiny-random"))
     return found
 
 

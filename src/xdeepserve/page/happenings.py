@@ -83,10 +83,17 @@ class Happenings:
         """Nobody watches from now on: nobody will see how requests end that have not."""
         self._seen = {seq_id: seen for seq_id, seen in self._seen.items() if seen.state == "ended"}
 
-    def lose(self, lost: set[int]) -> None:
-        """These dies are lost."""
-        for die in sorted(lost - self._lost):
+    def lose(self, lost: set[int], broken: set[int]) -> None:
+        """These dies nobody may hold now: some are broken, the others were given up with them, until it is
+        known that they are well."""
+        new, well = lost - self._lost, self._lost - lost
+        for die in sorted(new & broken):
             self.note("fault", f"die {die} is lost", die)
+        for dies, text in ((new - broken, "given up with a TE that is lost"), (well, "well, and free again")):
+            if dies:
+                first, last = min(dies), max(dies)
+                which = f"die {first} is" if first == last else f"{len(dies)} of dies {first} to {last} are"
+                self.note("fault", f"{which} {text}", first)
         self._lost = set(lost)
 
     def note(self, kind: str, text: str, die: int = -1) -> None:

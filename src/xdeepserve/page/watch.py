@@ -83,7 +83,7 @@ class Look:
         """Look at everything; how many bytes of it are new."""
         engine, happened = self._engine, self.happenings
         pod = pod_part(engine, self._no_kill)
-        happened.lose(engine.plan.pod.lost)
+        happened.lose(engine.plan.pod.lost, engine.plan.pod.memories.silent)
         parts: dict[str, Part | None] = {
             "pod": pod,
             "now": now_part(engine, happened.num_tokens),
