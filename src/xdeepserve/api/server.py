@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import math
@@ -227,7 +228,8 @@ def bind(host: str, port: int) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as exc:
         listener.close()
-        raise InputError(f"cannot listen on {where}: {exc.strerror or exc}") from exc
+        hint = "; --port 0 picks a free one" if exc.errno == errno.EADDRINUSE else ""
+        raise InputError(f"cannot listen on {where}: {exc.strerror or exc}{hint}") from exc
     listener.setblocking(False)
     return listener
 

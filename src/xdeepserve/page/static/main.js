@@ -27,7 +27,10 @@ function show(at) {
   $("scrub").setAttribute("aria-valuetext", `${ms(now.ns)} of virtual time`);
   $("at").textContent = `${index + 1} of ${states.length}, ${ms(now.ns)}`;
   map.setState(state); timeline.setState(state); panels.setState(state); token.setState(state);
+  document.body.classList.toggle("stepless", !state.step);  // there is nothing to tell of a step that is to come
+  const wasLost = shown?.now.lost.includes(chosen);
   shown = state;
+  if (chosen !== null && now.lost.includes(chosen) !== wasLost) drawDie();
 }
 function pause(on) {
   paused = on;
@@ -84,10 +87,11 @@ function closeDie() { $("die").hidden = true; chosen = null; map.choose(null); }
 function drawDie() {
   if (!shown) return;
   const row = shown.pod.dies.find((each) => each[0] === chosen) ?? [chosen, -1, "lost", -1, -1, -1, -1];
-  $("die-title").textContent = `Die ${chosen}`;
+  const isLost = shown.now.lost.includes(chosen);
+  $("die-title").textContent = `Die ${chosen}${isLost ? ", lost" : ""}`;
   const bytes = el("div", { className: "bytes" }), why = el("p", { className: "none", role: "status" }), keys = el("div", { className: "keys" });
   const buttons = [["Lose it", "lost", "The die fails, with all that it holds"], ["Glitch", "glitch", "What it is at ends with an error code; its memory stays"]].map(([text, kind, title]) => {
-    const button = el("button", { className: "danger", textContent: text, title, disabled: !shown.live || shown.pod.no_kill !== null });
+    const button = el("button", { className: "danger", textContent: text, title, disabled: !shown.live || isLost || shown.pod.no_kill !== null });
     button.dataset.kind = kind;
     button.addEventListener("click", () => breakDie(chosen, kind, why));
     return button;
