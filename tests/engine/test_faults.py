@@ -35,7 +35,7 @@ def serve(deployment: str, settings: list[str], faults: list[Fault]) -> tuple[li
 
 def test_a_stall_costs_time_and_nothing_else(expected: list[str]) -> None:
     quiet, stalled = (
-        serve("colocated", ["dies=4"], faults) for faults in ([], [Fault(2000, 2, "stalled", 700)])
+        serve("colocated", ["dies=4"], faults) for faults in ([], [Fault(1500, 2, "stalled", 700)])
     )
     assert quiet[0] == stalled[0] == expected
     assert quiet[1] == stalled[1] == {}

@@ -87,15 +87,15 @@ def test_prefill_and_decode(deployment: str) -> None:
     ("deployment", "settings"),
     [("colocated", ("dies=4",)), ("colocated", ("dies=18", *SLOTS)), ("moe-attention", ())],
 )
-def test_it_takes_the_same_time_where_only_time_passes(deployment: str, settings: tuple[str, ...]) -> None:
-    """One price for both ways: it is fitted to CloudMatrix's Table 6."""
+def test_it_takes_its_own_time_where_only_time_passes(deployment: str, settings: tuple[str, ...]) -> None:
+    """Each way is priced by its own steps; few rows are there sooner if nobody has to come for them."""
     ends = []
     for exchange in ("pull", "push"):
         _, spans = serve(deployment, "int8", *settings, f"exchange={exchange}", timing_only=True)
         ends.append(max(span.end_ns for span in spans))
         if deployment == "colocated":
             assert any(span.name == "fused combine" for span in spans) is (exchange == "push")
-    assert ends[0] == ends[1]
+    assert 0.95 * ends[0] < ends[1] < ends[0]
 
 
 def test_what_cannot_be_is_refused_in_one_line() -> None:

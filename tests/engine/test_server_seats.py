@@ -17,7 +17,7 @@ from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.die.expert_server import ExpertServerProgram
 from xdeepserve.engine.dp.events import ServerMoved
 from xdeepserve.engine.serving.engine import Engine
-from xdeepserve.errors import DeploymentError, RequestError, XDeepServeError
+from xdeepserve.errors import DeploymentError, LostDieError, RequestError, XDeepServeError
 from xdeepserve.hw.faults import Fault
 from xdeepserve.llm import digest
 from xdeepserve.model.presets import resolve_model
@@ -171,7 +171,7 @@ def test_lives_at_random(seed: int) -> None:
         clock = engine.plan.pod.clock
         for _ in range(8):
             await clock.sleep(round(1000 * rng.uniform(100, 1500)))
-            with contextlib.suppress(RequestError):  # somebody is there, or nobody, or nobody else
+            with contextlib.suppress(RequestError, LostDieError):  # somebody is there, nobody, nobody else
                 if rng.random() < 0.6:
                     await engine.add_server(server=rng.choice([None, rng.randrange(8)]))
                 else:

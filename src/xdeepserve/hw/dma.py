@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Literal
 
 from .engines import Copy, Fabric, Gather, move, traffic_of, whole_copies
@@ -23,16 +24,21 @@ class DMA:
         self.place = Place.of(node, fabric.topology, fabric.spec, fabric.links)
         self.lane = kind.upper()
         self.busy_until = 0
+        # Until then it waits for a link, or stands still: what comes behind that keeps no port from others.
+        self.held_until = 0
 
     def stall(self, until: int) -> None:
         """Nothing begins before `until`."""
-        self.busy_until = max(self.busy_until, until)
+        self.busy_until = self.held_until = max(self.busy_until, until)
 
     async def copy(self, pieces: Iterable[Copy], name: str = "copy", weight: float = 1.0) -> None:
         """Move the pieces; returns when the last byte is visible. A byte takes the time of `weight` bytes."""
         pieces = whole_copies(pieces)
         traffic = traffic_of(self.fabric, self.place, pieces)
-        end = self._reserve(*traffic, len(pieces), name, weight=weight, is_payload=True, pieces=pieces)
+        routes = Counter[tuple[int, int]]()
+        for src, dst, nbytes in pieces:
+            routes[src.node, dst.node] += nbytes
+        end = self._reserve(*traffic, len(pieces), name, weight=weight, is_payload=True, routes=routes)
         await self.fabric.clock.sleep_until(end)
         move(self.fabric, pieces, die=self.node if self.kind == "urma" else None)
 
@@ -41,7 +47,8 @@ class DMA:
         loads, stores = Traffic(self.place), Traffic(self.place)
         loads.add(src, nbytes)
         stores.add(dst, nbytes)
-        await self.fabric.clock.sleep_until(self._reserve(loads, stores, 1, name))
+        end = self._reserve(loads, stores, 1, name, routes={(src, dst): nbytes})
+        await self.fabric.clock.sleep_until(end)
 
     async def gather(
         self,
@@ -73,7 +80,7 @@ class DMA:
         crossing: tuple[Integers, Integers] | None = None,
         weight: float = 1.0,
         is_payload: bool = False,
-        pieces: Sequence[Copy] = (),
+        routes: Mapping[tuple[int, int], int] = MappingProxyType({}),
     ) -> int:
         fabric, spec = self.fabric, self.fabric.spec
         # Reading and writing overlap: the slower side is the time.
@@ -81,20 +88,21 @@ class DMA:
             spec.link_ns(loads.local, loads.near, loads.far),
             spec.link_ns(stores.local, stores.near, stores.far),
         )
-        start = max(fabric.clock.now, self.busy_until, loads.free_ns, stores.free_ns)
+        now, free_ns = fabric.clock.now, max(loads.free_ns, stores.free_ns)
+        start = max(now, self.busy_until, free_ns)
+        is_held = now < start <= max(self.held_until, free_ns)
         fixed = spec.startup_ns(self.kind) + spec.pieces_ns(num_pieces, cores)
         ready = start + fixed + max(loads.latency_ns, stores.latency_ns)
         end = ready + math.ceil(link_ns)
         if crossing is not None:
             end = max(end, fabric.ports.pull(self.node, *crossing, ready))
         # Both ends' ports: what crosses them otherwise is waited for, and waits.
-        routes = Counter[tuple[int, int]]()
-        for src, dst, nbytes in pieces:
-            routes[src.node, dst.node] += nbytes
-        for (src_node, dst_node), nbytes in routes.items():
-            end = max(end, fabric.ports.carry(src_node, dst_node, weight * nbytes, ready))
+        for (src, dst), nbytes in routes.items() if not is_held else ():
+            end = max(end, fabric.ports.carry(src, dst, weight * nbytes, ready))
         if is_payload and loads.local + stores.local < loads.nbytes + stores.nbytes:
             end += fabric.checksums.time_ns(weight * stores.nbytes, spec)
         self.busy_until = end
+        if is_held:
+            self.held_until = end
         fabric.trace.span(self.node, self.lane, name, start, end, {"bytes": stores.nbytes})
         return end
