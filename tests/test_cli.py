@@ -205,7 +205,7 @@ def test_verify_json_and_its_exit_code(
         out.view("int32")[0, 0] ^= 1
 
     monkeypatch.setattr(linear.k, "scatter_rows", off_by_one_bit)
-    assert main(["verify", "--deployments", "monolithic", "--precision", "int8", "--json"]) == 1
+    assert main(["verify", "--deployments", "monolithic", "--precision", "fp32", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["bit_exact"] is False
 
 
