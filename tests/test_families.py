@@ -327,13 +327,13 @@ def test_a_run_that_only_takes_time(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_attention_costs_no_more_than_what_is_chosen(tmp_path: Path) -> None:
-    config = open_checkpoint(BY_NAME["sparse-yarn-groups-mtp"].checkpoint_dir(tmp_path)).config
+    checkpoint = open_checkpoint(BY_NAME["sparse-yarn-groups-mtp"].checkpoint_dir(tmp_path))
+    config, layer = checkpoint.config, Reference(checkpoint, "int8").weights.layers[0]
     model, top_k = Model(config, "int8", config.num_attention_heads), config.index_topk
     few, many = Counts(1, top_k, top_k), Counts(1, 8 * top_k, 8 * top_k)
-    assert sparse.attend.work(model, None, few) == sparse.attend.work(model, None, many)
-    assert (
-        sparse.choose.work(model, None, many).attention == 8 * sparse.choose.work(model, None, few).attention
-    )
+    assert sparse.attend.work(model, layer, few) == sparse.attend.work(model, layer, many)
+    of_few, of_many = (sparse.choose.work(model, layer, each).attention for each in (few, many))
+    assert of_many == 8 * of_few
 
 
 @pytest.mark.parametrize("method", ["rtn", "cloudmatrix"])
