@@ -99,7 +99,7 @@ function drawDie() {
   keys.append(...buttons);
   why.textContent = shown.live ? shown.pod.no_kill ?? "" : "Dies of a record cannot be broken.";
   $("die-body").replaceChildren(...map.words(row).split("\n").map((line) => el("p", { textContent: line })), keys, why, el("h2", { textContent: "Its memory" }), bytes);
-  listRegions(chosen, bytes);
+  if (isLost) bytes.textContent = "It does not answer."; else listRegions(chosen, bytes);
 }
 async function breakDie(die, kind, why) {
   const response = await fetch("page/break", { method: "POST", headers: keyed({ "Content-Type": "application/json" }), body: JSON.stringify({ die, kind }) }).catch(() => null);
