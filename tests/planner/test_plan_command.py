@@ -55,6 +55,17 @@ def test_devices_are_compared_and_every_row_is_marked(capsys: pytest.CaptureFixt
     assert "--extrapolate plans all the same" in capsys.readouterr().err
 
 
+def test_what_leaves_no_plan_is_said_beside_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "dbrx", "--slo-ms", "14.6", "--hardware", "h20", "--extrapolate"]) == 0
+    assert "SLO 20 % shorter         no batch is left" in capsys.readouterr().out
+
+
+def test_devices_that_are_only_compared_have_no_kinds(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--hardware", "h20", "--extrapolate", "--kind", "pd"]
+    assert main(["plan", "--model", "dbrx", "--slo-ms", "150", *asked]) == 2
+    assert "--kind pd: devices are compared with attention and experts apart" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

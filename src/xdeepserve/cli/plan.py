@@ -104,6 +104,10 @@ def _devices(args: argparse.Namespace, names: list[str]) -> int:
     from xdeepserve.planner.devices import pairings
     from xdeepserve.planner.moe_shape import PUBLISHED, shape_of
 
+    if args.kind:
+        raise InputError(
+            f"--kind {args.kind}: devices are compared with attention and experts apart; --dies N plans a pod"
+        )
     devices = [accelerator(name) for name in names]
     if not args.extrapolate:
         raise InputError(_untimed([device.name for device in devices], "in BF16 "))

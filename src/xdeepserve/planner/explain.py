@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from xdeepserve.errors import InputError
 from xdeepserve.hw.spec import Spec
 from xdeepserve.planner.devices import Pairing, cheaper, pairings, slower
 from xdeepserve.planner.layouts import LayoutPlan, max_requests, sized
@@ -209,8 +210,14 @@ def device_sensitivity(shape: MoEShape, best: Pairing, context: float, slo_ns: f
     }
     lines = []
     for name, (attention, experts, positions, slo) in cases.items():
-        found = pairings(shape, [attention, experts], positions, slo)
-        other = next(pair.plan for pair in found if pair[:2] == (attention, experts))
+        try:
+            found = pairings(shape, [attention, experts], positions, slo)
+        except InputError:  # no pair keeps the bound then
+            found = []
+        other = next((pair.plan for pair in found if pair[:2] == (attention, experts)), None)
+        if other is None:
+            lines.append(f"{name:24} no batch is left")
+            continue
         lines.append(
             f"{name:24} {_change(other.tpuc / best.plan.tpuc)} per cost, {other.n_a} x {other.attention.tp} "
             f"and E x {other.experts.tp}, m = {other.m}, next bound: {other.bound}"
