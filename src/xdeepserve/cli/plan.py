@@ -180,7 +180,7 @@ def _pod(args: argparse.Namespace, names: list[str]) -> int:
     print(f"{args.model} on {pod}, prompts of {demand.prompt}, {demand.output} new, {bound}\n")
     _print("", explain.pod_table(explain.shown(found, SHOWN), asked.counts_price))
     _print("why", explain.pod_reasons(profile, best, slo_ns))
-    _print("if", explain.pod_sensitivity(profile, best, slo_ns, args.extrapolate))
+    _print("if, with this layout kept", explain.pod_sensitivity(profile, best, slo_ns, args.extrapolate))
     if args.file is not None:
         check = (
             f"xdeepserve bench plan --model {args.model} --deployment {args.file} --context {demand.context}"
