@@ -20,7 +20,14 @@ def test_a_plan_is_printed_written_checked_and_run(
     file = tmp_path / "plan.toml"
     assert main([*TINY, "-o", str(file)]) == 0
     out = capsys.readouterr().out
-    for promised in ("next bound", "why:", "(7) T_iter", "(8)", "if, with this layout kept:", "SLO 20 % shorter"):
+    for promised in (
+        "next bound",
+        "why:",
+        "(7) T_iter",
+        "(8)",
+        "if, with this layout kept:",
+        "SLO 20 % shorter",
+    ):
         assert promised in out
     check = out.split("to check it: xdeepserve ")[1].split()
     assert main(check) == 0
