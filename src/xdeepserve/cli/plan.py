@@ -38,7 +38,12 @@ def add_options(parser: Parser) -> None:
         metavar="T",
         help="T_iter, a decode iteration, may take so long; TPOT, as sweep has it, is 2 ms more",
     )
-    option("--dies", type=int, metavar="N", help=f"of a CloudMatrix384; default {MAX_DIES}, a SuperPod")
+    option(
+        "--dies",
+        type=int,
+        metavar="N",
+        help=f"of a CloudMatrix384; default {MAX_DIES}, a SuperPod; of other devices {MIXED_DIES}",
+    )
     option(
         "--hardware",
         metavar="A,B",

@@ -199,13 +199,11 @@ class CacheFile(IndexDataCacheFile):
 
     def save(self, key: Any, data: Any) -> None:
         """Data first: what the index names is always there."""
-        file = self._data_name_pattern.replace("{number:d}", self._named(key))
+        name = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
+        file = self._data_name_pattern.replace("{number:d}", name)
         self._save_data(file, data)
         self._save_index(self._load_index() | {key: file})
         self._lock(key, is_done=True)
-
-    def _named(self, key: Any) -> str:
-        return hashlib.sha256(repr(key).encode()).hexdigest()[:16]
 
     def _lock(self, key: Any, *, is_done: bool = False) -> bool:
         """Whether nobody else compiles it: then this process does, and keeps the lock until it has saved."""
@@ -218,7 +216,7 @@ class CacheFile(IndexDataCacheFile):
         except BlockingIOError:
             return False
         except OSError:  # a folder that cannot be written, a file system without locks
-            return True
+            pass
         return True
 
 

@@ -92,16 +92,15 @@ def apart(profile: PodProfile, asked: PodSpace) -> Iterator[PodLayout]:
     if not asked.wants("moe-attention", "transformerless"):
         return
     sizes = even(profile.config.n_routed_experts, asked.num_dies - 1)
+    shares = SHARES[: None if asked.counts_price else 1]
     for routed in sizes[-PRICED_SIZES:] if asked.counts_price else sizes:
         some = {max(1, routed // ratio) for ratio in ROUTED_PER_SHARED} if profile.has_shared else {0}
         numbers = itertools.product(asked.pairs, sorted(some), DOMAINS, MICROBATCHES)
         for devices, shared, domains, m in numbers:
             if domains > 1 and devices != HERE:  # MS has none: all attention nodes send at once
                 continue
-            left = (asked.num_dies - routed - shared) // domains
-            for dies in {max(0, left) // share for share in SHARES[: None if asked.counts_price else 1]} - {
-                0
-            }:
+            left = max(0, (asked.num_dies - routed - shared) // domains)
+            for dies in {left // share for share in shares}:
                 if dies:
                     yield PodLayout(
                         kind="moe-attention",

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from xdeepserve.comm.cost import expected_maximum
+from xdeepserve.comm.cost import CommCost
 from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.replicas import first_tables, moe_layers
 from xdeepserve.errors import DeploymentError
@@ -69,7 +67,7 @@ def busiest(num_slots: int, num_copies: float) -> float:
     """Copies that the slot with most of them receives, on average and as if normally distributed, if all are
     equally popular."""
     mean = num_copies / num_slots
-    return mean + expected_maximum(num_slots) * math.sqrt(mean * (1 - 1 / num_slots))
+    return mean * CommCost().busiest(num_slots, mean)
 
 
 class PlacedRouting:
