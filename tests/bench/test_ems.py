@@ -89,7 +89,7 @@ def test_public_formats_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("{", "line 1: not a request in the format mooncake"),
+        ("{", "line 1: not a request in the format mooncake .is it bailian or azure"),
         ("[]", "line 1: not a request in the format mooncake"),
         ('{"timestamp": 1}', "line 1: not a request in the format mooncake: it has no 'hash_ids'"),
         (

@@ -58,6 +58,7 @@ def test_devices_are_compared_and_every_row_is_marked(capsys: pytest.CaptureFixt
     assert len(rows) == 4
     assert all(row.endswith("extrapolated") for row in rows)
     assert "(1) T_a" in out
+    assert "price of 1 is assumed" not in out
     assert main(args) == 2
     assert "--extrapolate plans all the same" in capsys.readouterr().err
 
@@ -81,7 +82,10 @@ def test_devices_that_are_only_compared_have_no_kinds(capsys: pytest.CaptureFixt
         (["--model", "tiny", "--slo-ms", "0"], "--slo-ms must be a number above 0"),
         (["--model", "tiny", "--slo-ms", "nan"], "--slo-ms must be a number above 0"),
         (["--model", "tiny", "--slo-ms", "0.1", "--dies", "4"], "--slo-ms"),
-        (["--model", "tiny", "--slo-ms", "2", "--prompt", "0"], "--prompt must be at least 1"),
+        (
+            ["--model", "tiny", "--slo-ms", "2", "--prompt", "0"],
+            "--prompt must be at least 1, found 0; try 1",
+        ),
         (["--model", "tiny", "--slo-ms", "2", "--prompt", "9000"], "try --prompt 1889"),
         (["--model", "tiny", "--slo-ms", "2", "--hardware", "h21"], "did you mean h20?"),
         (["--model", "dbrx", "--slo-ms", "2", "--dies", "16"], "would do"),
@@ -100,11 +104,27 @@ def test_devices_that_are_only_compared_have_no_kinds(capsys: pytest.CaptureFixt
         (["--model", "deepseek-r1", "--slo-ms", "50", "--dies", "4"], "the least is 32"),
         (["--model", "tiny", "--slo-ms", "2", "--hardware", ""], "unknown hardware ''"),
         (["--model", "tiny", "--slo-ms", "2", "--trace", "made:seed=1"], "request of --trace has"),
-        (["--model", "tiny", "--slo-ms", "2", "--output", "5000"], "try a shorter --output"),
+        (["--model", "tiny", "--slo-ms", "2", "--output", "5000"], "try --output 1477"),
         (
             ["--model", "tiny", "--slo-ms", "5", "--dies", "1", "--kind", "pd", "--extrapolate"],
             "no pd has 1 die, some for prompts: more dies would do, or monolithic",
         ),
+        (["--model", "tiny", "--slo-ms", "2", "--prompt", "5000", "--output", "5000"], "--output 1024"),
+        (["--model", "tiny", "--slo-ms", "2", "--format", "azure"], "there is no --trace"),
+        (["--model", "tiny", "--slo-ms", "2", "--kind", ""], "--kind '': there are colocated"),
+        (
+            ["--model=tiny", "--slo-ms=50", "--hardware=910b,cm384", "--kind=colocated", "--dies=8"],
+            "--kind colocated is of cm384 alone, without 910b",
+        ),
+        (
+            ["--model", "dbrx", "--slo-ms", "50", "--hardware", "h20", "--extrapolate", "--prompt", "60000"],
+            "dbrx has 32768 positions; try --prompt 32609",
+        ),
+        (
+            ["--model", "dbrx", "--slo-ms", "1", "--hardware", "h20", "--extrapolate"],
+            "an iteration of one request for each attention node takes 14.50 ms; --slo-ms 14.5 would do",
+        ),
+        (["--model", "tiny", "--slo-ms", "2", "-o", "nowhere/plan.toml"], "there is no folder nowhere"),
         (["--model", "tiny", "--slo-ms", "2", "-o", "plan.yaml"], "a deployment is a .toml file"),
     ],
 )

@@ -20,7 +20,7 @@ from xdeepserve.comm.m2n.group_calls import GroupCalls, GroupCosts
 from xdeepserve.comm.m2n.layout import M2NLayout
 from xdeepserve.comm.m2n.m2n_sides import M2NAttention, M2NExpert, M2NMesh
 from xdeepserve.engine.run.arithmetic import quantize_rows
-from xdeepserve.hw.congestion import DEFAULT_CONTROL
+from xdeepserve.hw.congestion import DEFAULT_CONTROL, TUNED_CONTROL
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.rdma import RDMANetwork
 
@@ -42,11 +42,12 @@ class Latencies(NamedTuple):
     worst: float
 
 
-def m2n(count: int, nbytes: int, rounds: int = ROUNDS, **network: Any) -> Latencies:
-    """So many senders, as many receivers, and bytes from each to each."""
+def m2n(count: int, nbytes: int, rounds: int = ROUNDS, hot: int = 1, **network: Any) -> Latencies:
+    """So many senders, as many receivers, and bytes from each to each; to the first one `hot` times as many.
+    `network` is as RDMANetwork has it."""
     senders, receivers = tuple(range(count)), tuple(range(count, 2 * count))
     group = Group(receivers, tuple(range(count)))
-    layout = M2NLayout(senders, group, 1, count, nbytes - HEADER)
+    layout = M2NLayout(senders, group, hot, count, nbytes - HEADER)
     pod = Pod()
     for die in senders:
         layout.plan_attention(pod.plan(die))
@@ -56,7 +57,9 @@ def m2n(count: int, nbytes: int, rounds: int = ROUNDS, **network: Any) -> Latenc
     mesh = M2NMesh(RDMANetwork(pod.fabric, pod.spec_of, **network), layout)
     sides = [M2NAttention(pod.dies[die], rank, mesh, quantize_rows) for rank, die in enumerate(senders)]
     ends = [M2NExpert(pod.dies[die], rank, mesh, quantize_rows) for rank, die in enumerate(receivers)]
-    rows, counts = np.zeros((count, layout.rows.dispatch_row), np.uint8), np.ones(count, np.int64)
+    counts = np.ones(count, np.int64)
+    counts[0] = hot
+    rows = np.zeros((counts.sum(), layout.rows.dispatch_row), np.uint8)
     return _timed(
         pod,
         rounds,
@@ -112,6 +115,19 @@ def all_rows() -> Iterator[Row]:
         yield Row(f"{name}/median less", less[0], "%", "predicted", note)
         yield Row(f"{name}/worst less", less[1], "%", "predicted", note)
         yield Row(f"{name}/throughput", theirs.median / ours.median, "x", "predicted", note)
+    yield from _uneven()
+
+
+def _uneven() -> Iterator[Row]:
+    """One receiver that gets eight times as much, with the control that MS 5 tunes and without."""
+    tuned, default = (
+        m2n(8, 256 * KIB, 3, 8, control=each).median for each in (TUNED_CONTROL, DEFAULT_CONTROL)
+    )
+    name = "m2n/8 to 8/256 KiB, one receiver 8 times"
+    yield Row(f"{name}/median", tuned / 1e3, "us", "predicted", "tuned congestion control")
+    yield Row(
+        f"{name}/median, default control", default / 1e3, "us", "predicted", "MS 5: no figure published"
+    )
 
 
 def plot(rows: list[Row], path: Path) -> None:

@@ -114,8 +114,15 @@ def overrides_of(args: argparse.Namespace) -> list[str]:
 def check_writable(path: Path, option: str) -> None:
     """Refuse a file that cannot be written, before the work is done. Raises InputError."""
     target = path if path.exists() else path.parent
-    if not os.access(target, os.W_OK) or path.is_dir():
-        raise InputError(f"{option} {path}: cannot be written")
+    if path.is_dir():
+        why = "it is a folder"
+    elif not target.exists():
+        why = f"there is no folder {target}"
+    elif not os.access(target, os.W_OK):
+        why = f"{target} may not be written to"
+    else:
+        return
+    raise InputError(f"{option} {path}: cannot be written: {why}")
 
 
 def note(command: str, text: str) -> None:

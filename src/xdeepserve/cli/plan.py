@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 POD = "cm384"
 MAX_DIES = 768
 MIXED_DIES = 64  # of several kinds, unless it is said
+DEFAULT_FORMAT = "mooncake"
 SHOWN = 8
 
 
@@ -55,7 +56,7 @@ def add_options(parser: Parser) -> None:
     option("--prompt", type=int, metavar="N", help="tokens; default 571, the median of MS 7.1")
     option("--output", type=int, metavar="N", help="tokens; default 159, the median of MS 7.1")
     option("--trace", metavar="TRACE", help="lengths of prompts and answers from a trace, as replay reads it")
-    option("--format", default="mooncake", metavar="F", help="of the trace, as for replay")
+    option("--format", metavar="F", help=f"of the trace, as for replay; default {DEFAULT_FORMAT}")
     option("--extrapolate", action="store_true", help="also plans with what was never timed, marked so")
     option("-o", dest="file", type=Path, metavar="FILE", help="write the best plan, for --deployment FILE")
 
@@ -67,9 +68,11 @@ def run(args: argparse.Namespace) -> int:
     for name in ("prompt", "output"):
         value = getattr(args, name)
         if value is not None and value < 1:
-            raise InputError(f"--{name} must be at least 1, found {value}")
+            raise InputError(f"--{name} must be at least 1, found {value}; try 1")
         if value is not None and args.trace is not None:
             raise InputError(f"--trace has prompts and answers of its own: leave --{name} out")
+    if args.format is not None and args.trace is None:
+        raise InputError("--format is of a trace, and there is no --trace")
     if args.dies is not None and not 1 <= args.dies <= MAX_DIES:
         nearest = 1 if args.dies < 1 else MAX_DIES
         raise InputError(f"--dies must be between 1 and {MAX_DIES}, found {args.dies}; try {nearest}")
@@ -90,14 +93,30 @@ def _demand(args: argparse.Namespace) -> Demand:
     if args.trace is None:
         default = Demand()
         return Demand(args.prompt or default.prompt, args.output or default.output)
-    requests, _ = requests_of(args.trace, args.format)
+    requests, _ = requests_of(args.trace, args.format or DEFAULT_FORMAT)
     count = len(requests)
-    if not count:
-        raise InputError(f"--trace {args.trace} has no requests")
+    if not any(each.input_length + each.output_length for each in requests):
+        raise InputError(f"--trace {args.trace} has {'no tokens in its' if count else 'no'} requests")
     return Demand(
         max(1, round(sum(each.input_length for each in requests) / count)),
         max(1, round(sum(each.output_length for each in requests) / count)),
         max(each.input_length + each.output_length for each in requests),
+    )
+
+
+def _check_length(args: argparse.Namespace, demand: Demand, limit: int) -> None:
+    """Refuse requests of more positions than a model has."""
+    if demand.max_len <= limit:
+        return
+    if args.trace is not None:
+        whose, nearest = "the longest request of --trace has", f"a trace whose requests have {limit} at most"
+    else:
+        whose = "--prompt and --output are together"
+        halves = f"--prompt {limit - limit // 2} --output {limit // 2}"
+        nearest = f"--output {limit - demand.prompt}" if demand.prompt < limit else halves
+        nearest = f"--prompt {limit - demand.output}" if demand.output < limit else nearest
+    raise InputError(
+        f"{whose} {demand.max_len} tokens, and {args.model} has {limit} positions; try {nearest}"
     )
 
 
@@ -109,17 +128,18 @@ def _devices(args: argparse.Namespace, names: list[str]) -> int:
     from xdeepserve.planner.devices import pairings
     from xdeepserve.planner.moe_shape import PUBLISHED, shape_of
 
-    if args.kind:
+    if args.kind is not None:
         raise InputError(
             f"--kind {args.kind}: devices are compared with attention and experts apart; --dies N plans a pod"
         )
     devices = [accelerator(name) for name in names]
     if not args.extrapolate:
         raise InputError(_untimed([device.name for device in devices], "in BF16 "))
-    shape = PUBLISHED.get(args.model.lower())
+    shape, demand = PUBLISHED.get(args.model.lower()), _demand(args)
     if shape is None:
         shape = shape_of(args.model, resolve_model(args.model).config)
-    context, slo_ns = _demand(args).context, 1e6 * args.slo_ms
+    _check_length(args, demand, shape.positions)
+    context, slo_ns = demand.context, 1e6 * args.slo_ms
     found = pairings(shape, devices, context, slo_ns)
     bound = f"T_iter <= {args.slo_ms:g} ms"
     print(f"{shape.name}, {context} positions, E = {shape.experts}, {bound}, tok/s by T_iter, in BF16\n")
@@ -142,10 +162,10 @@ def _asked(args: argparse.Namespace, names: list[str]) -> PodSpace:
     from xdeepserve.hw.accelerators import accelerator
     from xdeepserve.planner.pod_search import KINDS, PodSpace
 
-    kinds = tuple(args.kind.split(",")) if args.kind else ()
+    kinds = () if args.kind is None else tuple(args.kind.split(","))
     for kind in kinds:
         if kind not in KINDS:
-            raise InputError(f"--kind {kind}{meant(kind, KINDS)}: there are {', '.join(KINDS)}")
+            raise InputError(f"--kind '{kind}'{meant(kind, KINDS)}: there are {', '.join(KINDS)}")
     beside = {"pd", "transformerless"} & {*kinds}
     if beside and not args.extrapolate:
         raise InputError(
@@ -154,6 +174,11 @@ def _asked(args: argparse.Namespace, names: list[str]) -> PodSpace:
         )
     devices = [accelerator(name).name for name in names]
     untimed = [name for name in devices if name != POD]
+    if untimed and kinds and {*kinds} <= {"colocated", "pd"}:
+        raise InputError(
+            f"--kind {args.kind} is of {POD} alone, without {', '.join(untimed)}: these are planned with "
+            "experts on dies of their own; try --kind moe-attention"
+        )
     if untimed and not args.extrapolate:
         raise InputError(_untimed(untimed))
     dies = args.dies or (MAX_DIES if not untimed else MIXED_DIES)
@@ -168,14 +193,7 @@ def _pod(args: argparse.Namespace, names: list[str]) -> int:
     from xdeepserve.planner.pod_search import plans
 
     asked, demand, checkpoint = _asked(args, names), _demand(args), resolve_model(args.model)
-    limit = checkpoint.config.max_position_embeddings
-    if demand.max_len > limit:
-        whose = "the longest request of --trace has" if args.trace else "--prompt and --output are together"
-        nearest = f"--prompt {limit - demand.output}" if limit > demand.output else "a shorter --output"
-        nearest = "a shorter trace" if args.trace else nearest
-        raise InputError(
-            f"{whose} {demand.max_len} tokens, and {args.model} has {limit} positions; try {nearest}"
-        )
+    _check_length(args, demand, checkpoint.config.max_position_embeddings)
     slo_ns, dies = asked.slo_ns, asked.num_dies
     with working("plan: timing-only runs"):
         profile = PodProfile(checkpoint, demand)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -62,7 +63,7 @@ def pairings(shape: MoEShape, devices: Sequence[Accelerator], context: float, sl
     if not found:
         raise InputError(
             f"no plan keeps {slo_ns / 1e6:g} ms: an iteration of one request for each attention node takes "
-            f"{min(least) / 1e6:.1f} ms; --slo-ms {2 * min(least) / 1e6:.0f} would leave room for a batch"
+            f"{min(least) / 1e6:.2f} ms; --slo-ms {math.ceil(min(least) / 1e5) / 10:g} would do"
         )
     return sorted(found, key=lambda pair: -pair.plan.tpuc)
 

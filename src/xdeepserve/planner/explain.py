@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from xdeepserve.errors import InputError
+from xdeepserve.hw.accelerators import ACCELERATORS, Accelerator
 from xdeepserve.hw.spec import Spec
 from xdeepserve.planner.devices import Pairing, cheaper, pairings, slower
 from xdeepserve.planner.layouts import LayoutPlan, max_requests, sized
@@ -28,13 +29,14 @@ BOUNDS = {
 }
 
 
-def lines_of(attention: Curve, experts: Curve) -> str:
+def lines_of(attention: Curve, experts: Curve) -> list[str]:
     """k1 to k4 of a layer, by rows of attention and by token copies of experts, and how well lines fit."""
     (k1, k2), (k3, k4) = attention.line(), experts.line()
-    return (
+    return [
         f"fitted: T_a = {k1 / 1e3:.3g} us b_a + {k2 / 1e3:.0f} us (within {100 * attention.misfit():.0f} %), "
-        f"T_e = {k3 / 1e3:.3g} us b_e + {k4 / 1e3:.0f} us (within {100 * experts.misfit():.0f} %)"
-    )
+        f"T_e = {k3 / 1e3:.3g} us b_e + {k4 / 1e3:.0f} us (within {100 * experts.misfit():.0f} %)",
+        "plans are made with the points that were measured, not with these lines",
+    ]
 
 
 def conditions(times: Times, m: int, layers: int) -> list[str]:
@@ -89,9 +91,18 @@ def pod_table(plans: Sequence[LayoutPlan], counts_price: bool = False) -> list[s
     lines.append("deployment: domains x attention dies + routed + shared expert dies; batch: of a DP group")
     gap_ms = 1e3 * Spec().scheduler_gap.value
     lines.append(f"TPOT: T_iter and the scheduler's gap of {gap_ms:g} ms; tok/s by TPOT, as in sweep")
+    if counts_price:
+        named = {device for plan in plans for device in plan.layout.devices}
+        lines += assumed_prices(device for name, device in ACCELERATORS.items() if name in named)
     if any(not plan.layout.routed for plan in plans):
         lines.append("m is 1 where it is not said: pipeline.microbatches=2 is not planned; sweep times it")
     return lines
+
+
+def assumed_prices(devices: Iterable[Accelerator]) -> list[str]:
+    """A line about devices whose price nobody has published, if there are some."""
+    names = [device.name for device in devices if device.price.source.startswith("assumed")]
+    return [f"a price of 1 is assumed for {', '.join(names)}: no price is published"] if names else []
 
 
 def pod_reasons(profile: PodProfile, plan: LayoutPlan, slo_ns: float) -> list[str]:
@@ -106,7 +117,7 @@ def pod_reasons(profile: PodProfile, plan: LayoutPlan, slo_ns: float) -> list[st
     experts = Curve(copies, tuple(profile.other(dies, "Experts", rows, far) for rows in ROWS))
     return [
         *WORDS,
-        lines_of(attention, experts),
+        *lines_of(attention, experts),
         *lines,
         f"(7) T_iter = {plan.iteration_ns / 1e6:.2f} ms <= {slo_ns / 1e6:g} ms",
         f"(8) {plan.requests} requests in a microbatch, of {room} that a die has room for",
@@ -171,7 +182,8 @@ def device_table(found: Sequence[Pairing]) -> list[str]:
             f"{plan.total_ns / 1e6:6.1f} ms {plan.throughput:9,.0f} {plan.tpuc:8.0f}  {plan.bound}"
             f"  {EXTRAPOLATED}"
         )
-    return lines
+    devices = {each.name: each for pair in found for each in pair[:2]}
+    return lines + assumed_prices(devices.values())
 
 
 def device_reasons(shape: MoEShape, best: Pairing, context: float, slo_ns: float) -> list[str]:
@@ -186,7 +198,7 @@ def device_reasons(shape: MoEShape, best: Pairing, context: float, slo_ns: float
     into = util(plan.experts.message, best.experts.network.value, received)
     return [
         *WORDS,
-        lines_of(plan.attention.time, plan.experts.time),
+        *lines_of(plan.attention.time, plan.experts.time),
         f"k1 E / (k3 K) = {balanced:.1f} attention nodes balance {shape.experts} expert nodes; "
         f"{plan.n_a} were best",
         *conditions(plan.times, plan.m, shape.layers),

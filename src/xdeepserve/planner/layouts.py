@@ -256,7 +256,8 @@ def sized(
         return None
     notes = []
     if not is_known(layout, rows):
-        notes.append(f"batch beyond the {ROWS[-1]} rows that were measured")
+        whose = "batch" if rows > ROWS[-1] else "rows of an expert die"
+        notes.append(f"{whose} beyond the {ROWS[-1]} that were measured")
     if rows < least_known(profile, layout):
         notes.append("experts with too few tokens for what was measured")
     if layout.prefill[0]:

@@ -7,6 +7,7 @@ beside it, and sparse attention, whose indexer chooses what it attends to.
 
 from __future__ import annotations
 
+import sys
 from typing import NamedTuple
 
 import msgspec
@@ -72,6 +73,7 @@ class MoEShape(msgspec.Struct, frozen=True, kw_only=True):
     queries   width of all query heads in GQA, which Table 2 has for h
     mla       latent attention in place of GQA
     matrices  of an expert: 3 where its input is gated; Table 2 counts 2
+    positions  of a request at most
     """
 
     name: str
@@ -84,6 +86,7 @@ class MoEShape(msgspec.Struct, frozen=True, kw_only=True):
     mla: MLA | None = None
     matrices: int = 3
     queries: int = 0
+    positions: int = sys.maxsize
 
     def attention_gemms(self, tp: int) -> list[Gemm]:
         """Table 2's two rows; MLA's projections, of which those into latent spaces are on every device."""
@@ -161,7 +164,9 @@ class MoEShape(msgspec.Struct, frozen=True, kw_only=True):
         return BF16 * self.layers * 3 * self.hidden * self.intermediate
 
 
-def _published(name: str, layers: int, hidden: int, experts: int, top_k: int, inner: int, g: int) -> MoEShape:
+def _published(
+    name: str, layers: int, hidden: int, experts: int, top_k: int, inner: int, g: int, n: int
+) -> MoEShape:
     return MoEShape(
         name=name,
         layers=layers,
@@ -170,14 +175,16 @@ def _published(name: str, layers: int, hidden: int, experts: int, top_k: int, in
         top_k=top_k,
         intermediate=inner,
         group=g,
+        positions=n,
     )
 
 
-# MS Table 4; g is public for the first two (48 heads, 8 of keys) and assumed for the third (64 and 8).
+# MS Table 4; g and positions are public for the first two (48 heads, 8 of keys) and assumed for the third (64
+# and 8, as DBRX).
 PUBLISHED = {
-    "mixtral-8x22b": _published("Mixtral-8x22B", 56, 6144, 8, 2, 16384, 6),
-    "dbrx": _published("DBRX", 40, 6144, 16, 4, 10752, 6),
-    "scaled-moe": _published("Scaled-MoE", 48, 8192, 32, 4, 8192, 8),
+    "mixtral-8x22b": _published("Mixtral-8x22B", 56, 6144, 8, 2, 16384, 6, 65536),
+    "dbrx": _published("DBRX", 40, 6144, 16, 4, 10752, 6, 32768),
+    "scaled-moe": _published("Scaled-MoE", 48, 8192, 32, 4, 8192, 8, 32768),
 }
 
 
@@ -206,4 +213,5 @@ def shape_of(name: str, c: ModelConfig) -> MoEShape:
         group=heads // c.num_key_value_heads if c.attention == "gqa" else 1,
         queries=heads * c.qk_head_dim,
         mla=latents if c.has_latents else None,
+        positions=c.max_position_embeddings,
     )

@@ -89,7 +89,8 @@ def _request(where: str, line: str, form: TraceFormat) -> TracedRequest:
     except KeyError as error:
         raise InputError(f"{where}: not a request in the format {form}: it has no {error}") from None
     except (msgspec.DecodeError, TypeError) as error:
-        raise InputError(f"{where}: not a request in the format {form}: {error}") from None
+        others = " or ".join(name for name in get_args(TraceFormat) if name != form)
+        raise InputError(f"{where}: not a request in the format {form} (is it {others}?): {error}") from None
     numbers = (*lengths, *blocks)
     if not all(type(each) is int and 0 <= each < 1 << 62 for each in numbers):
         raise InputError(f"{where}: input_length, output_length and hash_ids are whole numbers, 0 or more")
