@@ -21,12 +21,13 @@ from tests.engine.histories import APART, SMALL, TES
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.dp.events import TEChanged
-from xdeepserve.engine.loading import Loading
 from xdeepserve.engine.messages import StepFailed
+from xdeepserve.engine.npu_fork import Fork
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.live import Request
 from xdeepserve.engine.weight_digests import digests
 from xdeepserve.errors import DeploymentError, HardwareError, InputError, RequestError, XDeepServeError
+from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.memory import SCRIBBLE
 from xdeepserve.llm import build_engine, digest
 from xdeepserve.llm.request_outputs import collected
@@ -515,14 +516,15 @@ def test_what_came_is_compared_with_what_was_sent(
     tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build_engine(tiny, "colocated", "int8", overrides=[*SMALL, "dies=2"])
-    copy = Loading._copy
+    copy, memories = Fork._copy, engine.plan.pod.memories
 
-    async def with_a_flipped_bit(self: Loading, source: Any, die: int, target: Any) -> None:
-        await copy(self, source, die, target)
+    async def with_a_flipped_bit(self: Fork, i: int, die: int, pieces: list[Copy], on_bytes: Any) -> None:
+        await copy(self, i, die, pieces, on_bytes)
         if die == 3:
-            next(iter(target.weights().values())).reshape(-1).view(np.uint8)[7] ^= 1
+            at = pieces[0].dst.plus(7)
+            memories.write(at, bytes([memories.read(at, 1)[0] ^ 1]))
 
-    monkeypatch.setattr(Loading, "_copy", with_a_flipped_bit)
+    monkeypatch.setattr(Fork, "_copy", with_a_flipped_bit)
 
     async def main() -> None:
         await engine.start()

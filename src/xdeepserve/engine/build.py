@@ -274,7 +274,7 @@ class PodPlan:
         lost of them meanwhile. HardwareError if they are not those that the first ones had, LostDieError if a
         die has failed meanwhile. `peers` are the TEs that are ready."""
         pool = None if self.pool_use is None else self.pool_use.weights(te)
-        self.loadings[te.sizes.name] = loading = Loading(te, source, peers, self._cached, pool)
+        self.loadings[te.sizes.name] = loading = Loading(te, source, peers, self._cached, pool, self.loadings)
         try:
             await loading.run(is_timing_only=self.timing is not None)
             await mend()
@@ -282,6 +282,9 @@ class PodPlan:
                 raise LostDieError(f"die {die} of {te.sizes.name} is lost: its memory does not answer")
             if self.timing is None:
                 self._digests.check(te, loading.source)
+        except BaseException:
+            loading.give_up()
+            raise
         finally:
             del self.loadings[te.sizes.name]
         self._cache([te])

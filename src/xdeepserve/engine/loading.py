@@ -2,7 +2,7 @@
 
     storage   the object store that holds the checkpoint, over the VPC card of each server (CloudMatrix 5.4.3)
     host      the page cache of servers that have read it before, over UB by the dies' DMA
-    peer      a TE of the same shape that is ready: die to die over UB, all dies at once (DeepServe 6)
+    peer      a TE of the same shape: die to die over UB, all dies at once, along a chain (npu_fork.py)
     pool      the memory pool, if there is one, and storage by way of it (CloudMatrix 4.4.3)
 
 However they come, they are the same bytes (`weight_digests.py`).
@@ -10,13 +10,16 @@ However they come, they are the same bytes (`weight_digests.py`).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol
 
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.expert_memory import ExpertMemory
+from xdeepserve.engine.npu_fork import BrokenForkError, Fork
 from xdeepserve.engine.te.reports import TEReport
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import DeploymentError, HardwareError, LostDieError
@@ -87,13 +90,18 @@ class Piece(NamedTuple):
 def load_ns(te: TEPlan, source: Source) -> int:
     """What it takes in virtual time until all dies of a TE have their weights. All load side by side."""
     spec, topology = te.spec, te.pod.topology
-    most = max(sum(nbytes for _, nbytes in own_arrays(mem)) for _, mem in te.all_memories)
+    most = most_nbytes(te)
     if source != "storage":  # one side of UB carries a die's bytes
         return spec.startup_ns("dma") + math.ceil(spec.link_ns(0, most, 0))
     of_server: dict[int, list[tuple[int, Holder]]] = {}
     for die, mem in te.all_memories:
         of_server.setdefault(topology.server_of(die), []).append((die, mem))
     return _storage_ns(te, [sum(distinct_pieces(each).values()) for each in of_server.values()])
+
+
+def most_nbytes(te: TEPlan) -> int:
+    """Bytes of weights on the die that has most of them."""
+    return max(sum(nbytes for _, nbytes in own_arrays(mem)) for _, mem in te.all_memories)
 
 
 def distinct_pieces(memories: Sequence[tuple[int, Holder]]) -> dict[Piece, int]:
@@ -149,12 +157,15 @@ class Loading:
         peers: Callable[[], Sequence[TEPlan]],
         cached: set[int],
         pool: PoolSource | None = None,
+        beside: Mapping[str, Loading] = MappingProxyType({}),
     ) -> None:
-        """`peers` are the TEs of the model that are ready, `cached` the servers whose page cache has it.
+        """`peers` are the TEs of the model that are ready, `cached` the servers whose page cache has it,
+        `beside` all that load, in the order in which they began.
 
         DeploymentError if `source` cannot give it.
         """
         self.te, self.done, self.total, self._peers, self._pool = te, 0, 0, peers, pool
+        self._beside, self._fork = beside, Fork(te.sizes.name, te.pod, 0)  # the last that it has begun
         self._failed: list[TEPlan] = []  # peers that others may not know yet to be lost
         missing = {te.pod.topology.server_of(die) for die, _ in te.all_memories} - cached
         if source == "pool" and pool is None:
@@ -188,17 +199,22 @@ class Loading:
         without one."""
         for source in self._sources:
             self.source = source
-            if is_timing_only:
+            if source == "peer":
+                if not await self._find_peer(is_timing_only):
+                    continue
+            elif is_timing_only:
                 await self.te.pod.clock.sleep(load_ns(self.te, source))
             elif source == "pool":
                 assert self._pool is not None
                 await self._pool.load()
-            elif source != "peer":
+            else:
                 await self._read()
-            elif not await self._find_peer():
-                continue
             return
         raise HardwareError(f"{self.te.sizes.name} cannot load from a peer: those that were ready are lost")
+
+    def give_up(self) -> None:
+        """It has failed: who reads what it has looks elsewhere."""
+        self._fork.break_off()
 
     async def _read(self) -> None:
         """From storage or page caches."""
@@ -208,40 +224,62 @@ class Loading:
             self.done, self.total = done, total
             await clock.sleep_until(start + duration * done // total)
 
-    def _peer(self) -> TEPlan | None:
-        """A TE like this one that is ready and whole, and was so while this one read it."""
-        peers = (peer for peer in self._peers() if peer not in self._failed and not peer.has_bad_pages)
-        return next((peer for peer in peers if _is_alike(peer, self.te)), None)
+    def _peer(self) -> tuple[TEPlan, Fork | None] | None:
+        """Whom to read of the TEs like this one that are whole, and were so while this one read them.
 
-    async def _find_peer(self) -> bool:
+        One that is ready and that nobody reads, else the last of the shortest chain, else any that is ready.
+        """
+        good = [te for te in self._peers() if self._can_read(te)]
+        for te in good:
+            if not te.num_readers:
+                return te, None
+        earlier = itertools.takewhile(lambda each: each is not self, self._beside.values())
+        chain = [each for each in earlier if each._fork.can_be_read and self._can_read(each.te)]
+        if chain:
+            last = min(chain, key=lambda each: each._fork.hops)
+            return last.te, last._fork
+        return (good[0], None) if good else None
+
+    def _can_read(self, te: TEPlan) -> bool:
+        return te not in self._failed and not te.has_bad_pages and _is_alike(te, self.te)
+
+    async def _find_peer(self, is_timing_only: bool) -> bool:
         """From a peer that is there until all has come; False if none is."""
-        while (peer := self._peer()) is not None:
+        while (found := self._peer()) is not None:
+            peer, before = found
             num_lost_pages = peer.num_lost_pages
-            with suppress(LostDieError):  # its memory does not answer
-                await self._fork(peer)
-            if not peer.is_lost and peer.num_lost_pages == num_lost_pages:
-                return True
+            with suppress(LostDieError, BrokenForkError):  # its memory does not answer
+                await self._read_peer(peer, before, is_timing_only)
+                if not peer.is_lost and peer.num_lost_pages == num_lost_pages:
+                    return True
+            self._fork.break_off()
             self._failed.append(peer)
         return False
 
-    async def _fork(self, peer: TEPlan) -> None:
+    async def _read_peer(self, peer: TEPlan, before: Fork | None, is_timing_only: bool) -> None:
         """Every die gets the weights of its peer by its own DMA."""
-        self.done = 0
-        pod, pairs = self.te.pod, zip(peer.all_memories, self.te.all_memories, strict=True)
-        self.total = sum(nbytes for _, mem in self.te.all_memories for _, nbytes in own_arrays(mem))
+        te, pairs = self.te, zip(peer.all_memories, self.te.all_memories, strict=True)
+        self._fork = fork = Fork(te.sizes.name, te.pod, len(te.all_memories), before)
         peer.num_readers += 1
         try:
-            await pod.clock.gather(*(self._copy(theirs, die, mine) for (_, theirs), (die, mine) in pairs))
+            if is_timing_only:
+                await fork.pass_time(most_nbytes(te))
+                return
+            pieces = {die: _copies(theirs, mine) for (_, theirs), (die, mine) in pairs}
+            self.done, self.total = 0, sum(each.nbytes for copies in pieces.values() for each in copies)
+            await fork.copy(pieces, self._add)
         finally:
             peer.num_readers -= 1
 
-    async def _copy(self, source: Holder, die: int, target: Holder) -> None:
-        at, to = source.workspace.address, target.workspace.address
-        pieces = [
-            Copy(at(f"weights/{name}"), to(f"weights/{name}"), nbytes) for name, nbytes in own_arrays(target)
-        ]
-        await self.te.pod.dies[die].dma.copy(pieces, name="weights")
-        self.done += sum(piece.nbytes for piece in pieces)
+    def _add(self, nbytes: int) -> None:
+        self.done += nbytes
+
+
+def _copies(source: Holder, target: Holder) -> list[Copy]:
+    """What a die reads of its peer's weights."""
+    at, to = source.workspace.address, target.workspace.address
+    arrays = own_arrays(target)
+    return [Copy(at(f"weights/{name}"), to(f"weights/{name}"), nbytes) for name, nbytes in arrays]
 
 
 def own_arrays(mem: Holder) -> list[tuple[str, int]]:
