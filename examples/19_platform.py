@@ -3,9 +3,9 @@
 Traffic of chats comes to four TEs at the grain of a step: what a step costs is read off timing-only runs of
 the engine, for its counts, and the step itself is not run. Each decision is printed with its reason
 (DeepServe 5), then what policies come to on a busy hour. Then TEs come and go: a burst brings more by
-NPU-fork (DeepServe 6), one is lost, and some change their role as long prompts give way to long answers
-(CloudMatrix 4.1); a line for each decision. At last traffic of the same kind is served with tokens by a small
-pod, whose bits are those of one die.
+NPU-fork (DeepServe 6), one is lost, some change their role as long prompts give way to long answers, and
+servers of a memory pool come and go with chats (CloudMatrix 4.1); a line for each decision. At last traffic
+of the same kind is served with tokens by a small pod, whose bits are those of one die.
 
     python examples/19_platform.py
 """
@@ -18,15 +18,25 @@ import msgspec
 
 from xdeepserve import LLM
 from xdeepserve.engine.balance.te_policies import Policy
+from xdeepserve.hw.spec import Spec
 from xdeepserve.llm import digest
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.platform.auto_scaler import ScaleBounds
-from xdeepserve.platform.cluster import Cluster, ClusterTE, fleet_tes, priced_kinds, scale_up_of
+from xdeepserve.platform.cluster import (
+    Cluster,
+    ClusterTE,
+    fleet_tes,
+    position_nbytes,
+    priced_kinds,
+    scale_up_of,
+)
 from xdeepserve.platform.fleet import Fleet
+from xdeepserve.platform.fleet_pool import FleetPool
 from xdeepserve.platform.fleet_roles import FleetRoles
 from xdeepserve.platform.fleet_scaling import FleetScaler, ScaleEvent
 from xdeepserve.platform.fleet_words import Decision, FleetTE, TERole
 from xdeepserve.platform.made_traffic import MadeTraffic, made
+from xdeepserve.platform.pool_size import PoolBounds
 from xdeepserve.platform.role_ratio import RoleBounds
 from xdeepserve.platform.scale_up import ScaleUp, ScaleWays
 from xdeepserve.platform.service_report import Bounds, report
@@ -42,6 +52,7 @@ SMALL = MadeTraffic(requests=12, seconds=0.05, prompt=80, output=6, system=32, b
 BURST = MadeTraffic(
     requests=4000, seconds=12, swing=1.0, prompt=600, output=80, spread=0.5, turns=1, systems=0, block=16
 )
+CHATS = MadeTraffic(requests=1500, seconds=3, prompt=300, output=10, systems=0, block=16, pause=0.2)
 PROMPTS = MadeTraffic(requests=6000, seconds=4, spread=0.3, turns=1, systems=0, block=16)
 SHOWN = 6
 BOUNDS = Bounds(ttft_s=0.008, tpot_ms=5)
@@ -124,6 +135,27 @@ def roles(kind: FleetTE, scale_up: ScaleUp) -> None:
     print(f"  {len(served):,} of {2 * PROMPTS.requests:,} requests served")
 
 
+def pool(tes: Sequence[FleetTE]) -> None:
+    print("\nchats between strangers, on TEs that share a memory pool of 1 MiB a server:")
+    fleet = Fleet(tes, "round-robin")
+    bounds = PoolBounds(most=8, worth=1e-4, every_s=0.05, patience_s=0.2, calm_s=0.3, while_s=0.5)
+    block_nbytes = CHATS.block * position_nbytes(resolve_model(CLUSTER.model))
+    shared = FleetPool(fleet, 1, 2**20 // block_nbytes, block_nbytes, bounds, Spec())
+    trace = []
+    for number, turns in enumerate((1, 8, 1)):  # 1: nobody comes twice
+        phase = made(msgspec.structs.replace(CHATS, turns=turns, seed=number))
+        later, other = round(1e9 * CHATS.seconds * number), number << 32
+        for each in [each for each in phase if each.at_ns < 1e9 * CHATS.seconds]:
+            blocks = tuple(block + other for block in each.blocks)
+            trace.append(each._replace(at_ns=each.at_ns + later, blocks=blocks))
+    served = fleet.run(sorted(trace, key=lambda each: each.at_ns))
+    told(shared.events)
+    for number in range(3):
+        mine = [each for each in served if each.at_ns // (1e9 * CHATS.seconds) == number]
+        cached = sum(each.num_cached for each in mine) / sum(each.num_prompt for each in mine)
+        print(f"  phase {number}: {len(mine):,} requests, {100 * cached:.0f} % of their prompts were there")
+
+
 def with_tokens() -> None:
     print("\nthe same kind of traffic, with tokens:")
     digests = {}
@@ -152,6 +184,7 @@ def main() -> None:
     scale_up = scale_up_of(resolve_model(CLUSTER.model), CLUSTER.te[0], kinds[0].price, ScaleWays())
     scaling(tes[0], scale_up)
     roles(tes[0], scale_up)
+    pool(tes)
     with_tokens()
 
 

@@ -6,9 +6,10 @@ import msgspec
 import pytest
 
 from tests.platform.test_fleet import LIMITS, PRICE
-from xdeepserve.bench import pdc, scale
+from xdeepserve.bench import pdc, pool_servers, scale
 from xdeepserve.bench.report import Row
 from xdeepserve.cli import main
+from xdeepserve.platform import cluster as cluster_module
 from xdeepserve.platform.cluster import PricedKind
 from xdeepserve.platform.made_traffic import MadeTraffic
 from xdeepserve.platform.scale_up import HeldWeights, ScaleUp
@@ -60,12 +61,30 @@ def test_every_ratio_and_one_that_follows(monkeypatch: pytest.MonkeyPatch) -> No
         "long answers": MadeTraffic(prompt=20, output=200),
     }
     monkeypatch.setattr(pdc, "PHASES", traffic)
+    monkeypatch.setattr(pdc, "pool_rows", list)
     rows = {row.name: row.value for row in pdc.all_rows()}
     assert rows["pdc/long prompts/best ratio"] > rows["pdc/long answers/best ratio"]
     fixed = [rows[f"pdc/fixed {count}:{pdc.TOTAL - count}"] for count in range(1, pdc.TOTAL)]
     assert rows["pdc/adaptive/knows"] > sorted(fixed)[len(fixed) // 2], "better than most, late as it is"
     assert rows["pdc/adaptive/changes"] >= 2
     assert all(0 <= value <= 100 for name, value in rows.items() if "fixed" in name)
+
+
+def test_a_pool_that_follows_is_small_and_found_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = msgspec.structs.replace(pool_servers.POOL, server_gib=1, worth=1e-3, every_s=1, most=8)
+    chats = MadeTraffic(requests=600, turns=6, systems=0, prompt=400, output=10, pause=4, block=LIMITS.block)
+    strangers = MadeTraffic(requests=100, turns=1, systems=0, prompt=100, output=10, block=LIMITS.block)
+    cluster = msgspec.structs.replace(pool_servers.CLUSTER, model="tiny")
+    kind = PricedKind(PRICE, LIMITS, None, 0.0)
+    monkeypatch.setattr(pool_servers, "priced_kinds", lambda cluster, block: [kind])
+    monkeypatch.setattr(pool_servers, "PHASES", (strangers, chats, strangers))
+    for name, value in {"SECONDS": 40.0, "FIXED": (1, 8), "CLUSTER": cluster, "POOL": small}.items():
+        monkeypatch.setattr(pool_servers, name, value)
+    monkeypatch.setattr(cluster_module, "position_nbytes", lambda model: 2**30 // (60 * LIMITS.block))
+    rows = {row.name: row.value for row in pool_servers.pool_rows()}
+    few, many, follows = (f"pdc/pool/{way}" for way in ("fixed 1", "fixed 8", "adaptive"))
+    assert rows[f"{few}/cached"] < rows[f"{follows}/cached"] <= rows[f"{many}/cached"]
+    assert rows[f"{few}/servers"] == 1 < rows[f"{follows}/servers"] < 8
 
 
 def test_options_of_others_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,6 +79,7 @@ MEANINGS = {
     "scale": "Seconds until the last of so many TEs serves, by remedies and steps (DeepServe 6, Table 2).",
     "scale/source": "A step of a TE that decodes, alone and while its weights are read for a new one.",
     "pdc": "Requests within bounds by phase of a workload, as TEs prefill and decode (CloudMatrix 4.1).",
+    "pdc/pool": "Chats between strangers, by how many servers the memory pool has (CloudMatrix 4.1).",
     "recovery": "Tokens per second around a fault, and how much later the last one comes, by stage.",
     "decode": "Tokens per second on this computer, by deployment, batch and threads.",
     "prefill": "Tokens of prompts per second on this computer, by deployment, batch, length and threads.",

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 
+from xdeepserve.bench.pool_servers import pool_rows
 from xdeepserve.bench.report import Row
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.platform.cluster import Cluster, ClusterTE, fleet_tes, priced_kinds, scale_up_of
@@ -64,6 +65,7 @@ def all_rows() -> Iterator[Row]:
         yield Row(f"pdc/{way}", within(served), "%", "predicted", "of all phases")
     for way, count in changes.items():
         yield Row(f"pdc/{way}/changes", count, "", "predicted", "of a TE's role")
+    yield from pool_rows()
 
 
 def rates_of(traffic: MadeTraffic, tes: dict[TERole, FleetTE]) -> RoleRates:

@@ -153,6 +153,7 @@ def _time_only(
         ClusterTE,
         check_policy,
         fleet_tes,
+        pool_of,
         priced_kinds,
         read_cluster,
         scaler_of,
@@ -184,11 +185,12 @@ def _time_only(
                 stale_ns=round(1e6 * sized.stale_ms),
                 explain=decisions.append if args.explain else None,
             )
-            scaler = scaler_of(sized, kinds, fleet, bounds)
+            changes = scaler_of(sized, kinds, fleet, bounds), pool_of(sized, fleet)
             outcomes = [each.outcome() for each in fleet.run(requests, status.progress)]
             names = [te.name for te in fleet.tes]
             found = report(outcomes, names, bounds, fleet.busy_ns())
-            return fleet, outcomes, found, scaler.events if scaler else []
+            events = [event for each in changes if each is not None for event in each.events]
+            return fleet, outcomes, found, sorted(events, key=lambda event: event.at_ns)
 
         if args.cluster is None:
             cluster = _sized(cluster, serve, status)
@@ -196,7 +198,7 @@ def _time_only(
     more: dict[str, Any] = {"model": cluster.model, "cluster": _of(cluster), "policy": cluster.policy}
     if error is not None:
         more["lengths"] = error.line()
-    if cluster.roles is not None or cluster.scale is not None:
+    if (cluster.roles, cluster.scale, cluster.pool) != (None, None, None):
         more["scaling"] = events
     if args.explain:
         more["decisions"] = [explained(each, fleet) for each in decisions]

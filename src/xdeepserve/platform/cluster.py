@@ -13,6 +13,11 @@ most = 24
 Or, where there are TEs with role = "prefill" and alike ones with role = "decode":
 
 [roles]  # they change their roles as the workload does
+
+And for any:
+
+[pool]  # all share a memory pool of prompts' KV, whose servers come and go as the workload does
+server_gib = 256
 """
 
 from __future__ import annotations
@@ -30,15 +35,18 @@ from xdeepserve.engine.deploy.deployment import CacheConfig, Deployment, Schedul
 from xdeepserve.engine.description import fullest
 from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.errors import InputError, meant
+from xdeepserve.hw.spec import Spec
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.planner.pod_profile import usable_nbytes
 from xdeepserve.platform.auto_scaler import ScaleBounds
 from xdeepserve.platform.fleet import Fleet
+from xdeepserve.platform.fleet_pool import FleetPool
 from xdeepserve.platform.fleet_roles import FleetRoles
 from xdeepserve.platform.fleet_scaling import FleetScaler
 from xdeepserve.platform.fleet_words import FleetTE, TERole
 from xdeepserve.platform.length_predictor import Lengths
+from xdeepserve.platform.pool_size import PoolBounds
 from xdeepserve.platform.role_ratio import RoleBounds
 from xdeepserve.platform.scale_up import ScaleUp, ScaleWays, dummy_ns, held_weights
 from xdeepserve.platform.service_report import Bounds
@@ -71,6 +79,22 @@ class ClusterScale(ScaleBounds, frozen=True, forbid_unknown_fields=True):
     fork: bool = True
 
 
+class ClusterPool(PoolBounds, frozen=True, forbid_unknown_fields=True):
+    """A memory pool of prompts' KV: how many servers at first, and what each has room for."""
+
+    servers: int = 1
+    server_gib: float = 256.0
+
+    def wrong(self) -> list[str]:
+        """Every contradiction."""
+        found = super().wrong()
+        if not self.least <= self.servers <= self.most:
+            found.append(f"pool: servers={self.servers} lies outside its least and most")
+        if not 1 <= self.server_gib <= 1e6:
+            found.append(f"pool: server_gib must lie in [1, 1e+06], found {self.server_gib:g}")
+        return found
+
+
 class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The TEs, and how requests find them."""
 
@@ -81,6 +105,7 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lengths: Lengths = "none"  # what policies are told of answers that are yet to come
     scale: ClusterScale | None = None
     roles: RoleBounds | None = None
+    pool: ClusterPool | None = None
 
     def check(self, name: str) -> None:
         """InputError with every contradiction."""
@@ -117,6 +142,8 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 wrong.append("scale needs TEs of one kind, with role=both")
             elif not self.scale.least <= self.te[0].count <= self.scale.most:
                 wrong.append(f"scale: count={self.te[0].count} lies outside its least and most")
+        if self.pool is not None:
+            wrong += self.pool.wrong()
         if self.roles is not None:
             wrong += self.roles.wrong()
             if [te.role for te in self.te] != ["prefill", "decode"]:
@@ -219,6 +246,20 @@ def scaler_of(
     return FleetScaler(fleet, fleet.tes[0], scale_up, scale, service)
 
 
+def pool_of(cluster: Cluster, fleet: Fleet) -> FleetPool | None:
+    """The memory pool of this fleet, if it has one. InputError for a server without room for a block."""
+    pool, limits = cluster.pool, fleet.tes[0].limits
+    if pool is None:
+        return None
+    block_nbytes = limits.block * position_nbytes(resolve_model(cluster.model))
+    room = int(pool.server_gib * 2**30 // block_nbytes)
+    if not room:
+        raise InputError(
+            f"pool: server_gib={pool.server_gib:g} has no room for a block of {block_nbytes} bytes"
+        )
+    return FleetPool(fleet, pool.servers, room, block_nbytes, pool, Spec())
+
+
 def scale_up_of(model: Checkpoint, te: ClusterTE, price: StepPrice, ways: ScaleWays) -> ScaleUp:
     """What it takes to bring TEs of a kind."""
     return ScaleUp(held_weights(model, deployment_of(te)), dummy_ns(price), te.dies, ways)
@@ -252,8 +293,6 @@ def position_nbytes(model: Checkpoint) -> int:
 
 def transfer_ns(model: Checkpoint) -> float:
     """A position of KV from die to die over UB, startup apart."""
-    from xdeepserve.hw.spec import Spec
-
     return Spec().link_ns(0, 0, position_nbytes(model))
 
 

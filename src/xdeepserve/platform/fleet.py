@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -24,6 +25,16 @@ from xdeepserve.platform.traces import TracedRequest
 
 Predict = Callable[[TracedRequest], float]
 EVERY = 500  # requests between two words about progress
+
+
+class Pool(Protocol):
+    """A memory pool that all TEs share (platform/fleet_pool.py)."""
+
+    block_ns: float  # what a block takes on its way to a TE
+
+    def match(self, blocks: tuple[int, ...]) -> int: ...
+
+    def use(self, blocks: tuple[int, ...], known: int) -> None: ...
 
 
 class Fleet:
@@ -68,6 +79,7 @@ class Fleet:
         self._num_left = 0  # requests that have not ended
         self.on_end: Callable[[ServedRequest], None] = lambda each: None
         self.on_arrive: Callable[[TracedRequest], None] = lambda each: None
+        self.pool: Pool | None = None
         for te in tes:
             self.join(te)
 
@@ -231,8 +243,15 @@ class Fleet:
         if not self._takes.any():
             self._homeless.append(TETask(number, request, number))
             return
-        te = self._choose(number, request)
-        self._come(self._fronts[te], TETask(number, request, number))
+        task = TETask(number, request, number)
+        pool = self.pool
+        if pool is None:
+            self._come(self._fronts[self._choose(number, request)], task)
+            return
+        task.pooled = pool.match(request.blocks)
+        te = self._choose(number, request, task.pooled)
+        num_more = task.pooled - self.tree.match(request.blocks).get(te, 0)
+        self._schedule(self._fronts[te], self.now + pool.block_ns * max(0, num_more), task)
 
     def _come(self, index: int, task: TETask) -> None:
         if self._owners[index] in self._lost:  # while its KV was on the way
@@ -280,6 +299,9 @@ class Fleet:
         first, done = stepper.end()
         for task in first:
             self._first.setdefault(task.number, (self.now, task.cached))
+            if self.pool is not None:
+                whole = task.request.input_length // stepper.limits.block
+                self.pool.use(task.request.blocks[:whole], task.own)
         for task in done:
             if stepper.decodes or task.request.output_length == 1:
                 self._end(index, task)
@@ -328,13 +350,16 @@ class Fleet:
         known.kv_load[te] = max(half.kv_load for half in halves)
         known.positions[te] = sum(half.positions for half in halves)
 
-    def _choose(self, number: int, request: TracedRequest) -> int:
+    def _choose(self, number: int, request: TracedRequest, pooled: int = 0) -> int:
         while self._notices and self._notices[0][0] + self._stale_ns <= self.now:
             _, te, blocks, has = self._notices.popleft()
             (self.tree.publish if has else self.tree.evict)(te, blocks)
         known = self._known
-        known.cached[:] = 0
+        found = dict.fromkeys(self.serving, pooled) if pooled else {}
         for te, num_blocks in self.tree.match(request.blocks).items():
+            found[te] = max(pooled, num_blocks)
+        known.cached[:] = 0
+        for te, num_blocks in found.items():
             tokens = num_blocks * self.tes[te].limits.block
             known.cached[te] = min(tokens, request.input_length - 1)
         predicted = self.predict(request)

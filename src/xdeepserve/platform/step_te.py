@@ -44,14 +44,19 @@ class StepLimits(NamedTuple):
 
 
 class TETask:
-    """A request's prefill, decode or both, at one TE."""
+    """A request's prefill, decode or both, at one TE. Of its prompt `pooled` blocks come from a memory pool,
+    and its DP group has `own` in its cache."""
 
-    __slots__ = ("base", "before", "cached", "cost", "group", "left", "need", "number", "request", "serial")
+    __slots__ = (
+        *("base", "before", "cached", "cost", "group", "left", "need", "number", "own", "pooled", "request"),
+        "serial",
+    )
 
     def __init__(self, number: int, request: TracedRequest, serial: int) -> None:
         self.number, self.request, self.serial = number, request, serial
         self.group, self.cached, self.before, self.left = -1, 0, 0, 0
         self.cost, self.base, self.need = 0.0, 0.0, 0
+        self.own = self.pooled = 0
 
     @property
     def is_long(self) -> bool:
@@ -108,9 +113,13 @@ class StepTE:
     @property
     def queued_ns(self) -> float:
         """How long its prompts take that are not computed, in full steps of all groups, about."""
+        return self.queued * self.token_ns
+
+    @property
+    def token_ns(self) -> float:
+        """What a token of a prompt takes, in full steps of all groups, without what it attends to."""
         rows, count = self.limits.num_rows, self.price.num_groups
-        full = self.price(StepCounts(rows, rows * count, 0.0, 0.0))
-        return self.queued / (rows * count) * full
+        return self.price(StepCounts(rows, rows * count, 0.0, 0.0)) / (rows * count)
 
     # ---- requests -----------------------------------------------------------------------------------
 
@@ -162,7 +171,7 @@ class StepTE:
         total = task.request.input_length
 
         def key(group: int) -> tuple[float, int, int]:
-            cached = min(found.get(group, 0) * limits.block, total - 1)
+            cached = min(max(found.get(group, 0), task.pooled) * limits.block, total - 1)
             own = prefill_cost(float(total - cached), float(cached))
             return self._queued[group] + own, self._held[group], group
 
@@ -174,8 +183,9 @@ class StepTE:
         if not self.prefills:
             self._decode(task)
             return
-        total = task.request.input_length
-        task.cached = task.before = min(num_blocks * self.limits.block, total - 1)
+        total, task.own = task.request.input_length, num_blocks
+        found = max(num_blocks, task.pooled)
+        task.cached = task.before = min(found * self.limits.block, total - 1)
         task.left = total - task.cached
         self.queued -= task.cost
         task.cost = prefill_cost(float(task.left), float(task.cached))

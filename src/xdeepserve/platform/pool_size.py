@@ -1,0 +1,76 @@
+"""How many servers the memory pool has: a pure function of the workload (CloudMatrix 4.1, the C of P:D:C).
+
+The paper says that the cache's servers scale with what is cached and how it is used, and leaves open how.
+Here a server is worth a share of a TE's time, since its memory could be for something else, and saves what
+TEs do not compute because their prompts' KV is there. The number follows where that is best by a margin, for
+a while, and if it pays until the horizon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+
+class PoolBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How many servers there may be, and how readily they come and go."""
+
+    least: int = 1
+    most: int = 32
+    worth: float = 0.01  # of a TE's time, that a server has to save
+    margin: float = 0.5  # of a server's worth, that has to be won
+    horizon_s: float = 120.0  # for which the workload is taken to stay
+    patience_s: float = 10.0  # a number is the better one at every look for so long
+    calm_s: float = 30.0  # after a change, before another
+    every_s: float = 2.0  # between two looks
+    while_s: float = 60.0  # over which the workload is taken
+
+    def wrong(self) -> list[str]:
+        """Every contradiction."""
+        bounds = {"least": (1, 384), "most": (1, 384), "every_s": (1e-6, 1e6), "while_s": (1e-6, 1e6)}
+        found = [
+            f"pool: {name} must lie in [{low:g}, {high:g}], found {value:g}"
+            for name in PoolBounds.__struct_fields__
+            for (low, high), value in [(bounds.get(name, (0.0, 1e6)), getattr(self, name))]
+            if not low <= value <= high
+        ]
+        if self.least > self.most:
+            found.append(f"pool: least={self.least} is more than most={self.most}")
+        return found
+
+
+class PoolState(msgspec.Struct, frozen=True):
+    """How many servers there are to be, and what has to be remembered for the next look."""
+
+    servers: int
+    reason: str = ""  # of the last change
+    changed_s: float = 0.0
+    better: int = 0  # the number that has been the better one since `since`
+    since: float | None = None
+
+
+def next_servers(
+    before: PoolState, now_s: float, saved: Sequence[float], change_s: float, bounds: PoolBounds
+) -> PoolState:
+    """The number after this look. `saved[n - 1]` is what n servers save, in TEs; a server needs `change_s` to
+    come, or to give away what it has."""
+
+    def value(servers: int) -> float:
+        return saved[servers - 1] - bounds.worth * servers
+
+    count = before.servers
+    best = max(range(bounds.least, bounds.most + 1), key=lambda n: (value(n), -n))
+    gain = value(best) - value(count)
+    won, lost = gain * (bounds.horizon_s - change_s), bounds.worth * abs(best - count) * change_s
+    if best == count or gain < bounds.margin * bounds.worth or won <= lost:
+        return msgspec.structs.replace(before, since=None, better=count)
+    if before.since is None or (before.better > count) != (best > count):
+        return msgspec.structs.replace(before, since=now_s, better=best)
+    if now_s - before.since < bounds.patience_s or now_s - before.changed_s < bounds.calm_s:
+        return msgspec.structs.replace(before, better=best)
+    reason = (
+        f"{saved[count - 1]:.2f} TEs' time is saved by {count}, {saved[best - 1]:.2f} would be by {best}; "
+        f"a server is worth {bounds.worth:g}"
+    )
+    return PoolState(best, reason, now_s, best)
