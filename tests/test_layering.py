@@ -100,8 +100,8 @@ def test_imports_run_downward(path: Path) -> None:
 
 ENGINE = (  # its rooms and files, from the bottom: each may use those before it
     "deploy", "messages", "lanes", "recovery", "walk", "die", "outside", "run", "balance", "dp", "te",
-    "npu_fork", "loading", "pool_weights", "pool_use", "weight_digests", "build", "expert_process", "description",
-    "job", "serving",
+    "npu_fork", "loading", "pool_weights", "pool_use", "weight_digests", "build", "expert_process",
+    "description", "job", "serving",
 )  # fmt: skip
 
 

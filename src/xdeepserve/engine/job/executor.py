@@ -66,9 +66,8 @@ class JobExecutor:
         if self._journey is not None:
             tell.observers.insert(0, self._journey.see)
 
-    def start(self, te: TE) -> None:
-        """Start a TE, and link it with those that it prefills for, or decodes for."""
-        te.start()
+    def take(self, te: TE) -> None:
+        """A TE runs: link it with those that it prefills for, or decodes for, and give it work."""
         te.on_turn = self._admission.look
         if self._journey is not None:
             self._journey.join(te, is_alone=len(self.tes) == 1)

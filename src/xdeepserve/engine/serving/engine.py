@@ -93,7 +93,8 @@ class Engine:
         """Spawn the die programs and the main loop, and wait until all of them wait for work."""
         self.load()
         for te in self.je.tes:
-            self.je.start(te)
+            te.start()
+            self.je.take(te)
         for outside in self.plan.outside:
             await outside.start()
         self._group.control_plane.start()

@@ -19,6 +19,7 @@ from xdeepserve.engine.loading import SOURCES, Source
 from xdeepserve.engine.serving.control_plane import ControlPlane
 from xdeepserve.engine.serving.counters import Counters
 from xdeepserve.engine.serving.failover import Failover
+from xdeepserve.engine.te.dummy_request import serve_dummy
 from xdeepserve.engine.te.reports import ServerReport, TEHealth, TEReport
 from xdeepserve.engine.te.te import TE
 from xdeepserve.engine.te.te_plan import TEPlan
@@ -189,8 +190,12 @@ class TEGroup:
             te.load()
             self._loading.append(te)
             await self._plan.bring(plan, source, self._ready_plans, te.lost_pages.mend)
+            te.start()
+            await serve_dummy(te, TIMEOUT_NS)
         except BaseException:
             if te is not None:
+                te.kill()
+                await self.until_unused(plan)
                 te.give_up()
             self._plan.release(plan)
             raise
@@ -199,7 +204,7 @@ class TEGroup:
             for other in self._je.tes:  # one that leaves may have waited for its reader
                 other.wake()
         self._je.tes.append(te)
-        self._je.start(te)
+        self._je.take(te)
         return plan.sizes.name
 
     # ---- expert servers -----------------------------------------------------------------------------

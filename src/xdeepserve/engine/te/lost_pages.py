@@ -61,7 +61,9 @@ class LostPages:
         plan.num_lost_pages += 1
         if te.life == "loading":  # as a memory that is new; `mend` brings weights that were there already
             plan.pod.memory(error.die).buffer[error.offset : error.stop] = bytes(error.nbytes)
-        elif self.is_fatal(plan.pod.memories.plans[error.die], error.offset):
+            self.note(error)
+            return  # no step runs that would have to be called back
+        if self.is_fatal(plan.pod.memories.plans[error.die], error.offset):
             te.fail(error)
             return
         self.note(error)

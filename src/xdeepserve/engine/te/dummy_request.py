@@ -1,0 +1,43 @@
+"""The dummy request of a TE that has loaded (DeepServe 6, TE-Post-Load): each DP group computes one token.
+
+All that a request needs runs once before somebody depends on it: weights, kernels, exchanges, host. What
+fails there is the TE's own: nobody has sent it anything yet.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from xdeepserve.engine.dp.sampling_params import SamplingParams
+from xdeepserve.engine.dp.sequence import SampledToken, Sequence
+from xdeepserve.hw.waiting import Waiting
+
+if TYPE_CHECKING:
+    from xdeepserve.engine.te.te import TE
+
+PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+
+
+async def serve_dummy(te: TE, timeout_ns: int) -> None:
+    """From within a process, when the TE runs. Raises what fails meanwhile; DeadlineError after a while."""
+    clock, groups, ended = te.plan.pod.clock, len(te.groups), set[int]()
+    waiter = clock.waiter(lambda: Waiting("dummy request", te.sizes.name, "-", "groups", groups, len(ended)))
+
+    def end(seq: Sequence, _: list[SampledToken]) -> bool:
+        ended.add(seq.seq_id)
+        if len(ended) == groups:
+            waiter.wake()
+        return True
+
+    def fail(_: TE, error: Exception) -> None:
+        waiter.fail(error)
+
+    on_failure, te.on_failure = te.on_failure, fail
+    try:
+        for group in te.groups:
+            seq_id = -1 - group.rank  # the engine's begin at 0
+            group.places.move(Sequence(seq_id, 0, [0], 1, 1, PARAMS, 0, end), "add")
+        te.wake()
+        await clock.wait(waiter, clock.now + timeout_ns)
+    finally:
+        te.on_failure = on_failure

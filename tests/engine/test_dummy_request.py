@@ -1,0 +1,75 @@
+"""A TE that has loaded serves a dummy request before anybody sends it something (DeepServe 6)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.engine.histories import APART, SMALL, TES
+from xdeepserve import LLM, SamplingParams
+from xdeepserve.engine.dp.events import TEChanged
+from xdeepserve.engine.serving.engine import Engine
+from xdeepserve.errors import XDeepServeError
+from xdeepserve.llm import build_engine, digest
+from xdeepserve.loop import run
+from xdeepserve.model.presets import TinyCheckpoint
+
+PARAMS = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+PODS: list[tuple[str, tuple[str, ...], Any]] = [
+    ("colocated", ("dies=2", "mtp=1"), "both"),
+    ("colocated", ("dies=2", "lockstep=true"), "both"),
+    ("pd", TES, "prefill"),
+    ("pd", (*TES, "execution.decode.overlap=true"), "decode"),
+    ("moe-attention", (*APART, "dataflow=true"), "both"),
+    ("eaas", ("attention.dies=2", "experts.routed_dies=2"), "both"),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "role"), PODS, ids=[f"{name} {role}" for name, _, role in PODS])
+def test_each_group_has_computed_before_requests_come(
+    tiny: TinyCheckpoint, name: str, settings: tuple[str, ...], role: Any
+) -> None:
+    with LLM(tiny, "monolithic", overrides=SMALL) as llm:
+        expected = digest(llm.generate([[1, 2, 3]] * 6, PARAMS, keep_logits=True))
+    with LLM(tiny, name, overrides=[*SMALL, *settings]) as llm:
+        added = llm.add_te(role)
+        te = next(te for te in llm.engine.je.tes if te.sizes.name == added)
+        rows = [group.scheduler.stats.rows_per_step for group in te.groups]
+        assert [sum(count * num for count, num in each.items()) for each in rows] == [1] * len(te.groups)
+        assert not te.num_sequences
+        assert digest(llm.generate([[1, 2, 3]] * 6, PARAMS, keep_logits=True)) == expected
+        llm.engine.check_integrity()
+
+
+@pytest.mark.parametrize("how", ["lost", "stalled"])
+def test_a_te_that_cannot_serve_it_does_not_join(tiny: TinyCheckpoint, how: str) -> None:
+    """Its dies are given back, and the others serve on."""
+    engine = build_engine(tiny, "colocated", "int8", overrides=[*SMALL, "dies=2"])
+    pod = engine.plan.pod
+
+    def hear(event: Any) -> None:
+        if isinstance(event, TEChanged) and event == TEChanged("te 1", "ready"):
+            if how == "lost":
+                pod.break_die(3)
+            else:
+                pod.dies[3].stall(pod.clock.now + 10**13)
+
+    async def main() -> None:
+        await engine.start()
+        engine.observe(hear)
+        with pytest.raises(XDeepServeError):
+            await engine.add_te(source="peer")
+        assert [te.sizes.name for te in engine.je.tes] == ["te"]
+        assert {2, 3}.isdisjoint(pod.holders)
+        await _answers(engine)
+        engine.check_integrity()
+        await engine.stop()
+
+    run(main())
+
+
+async def _answers(engine: Engine) -> None:
+    async for _ in engine.submit([1, 2, 3], PARAMS, "after"):
+        pass
+    await engine.settle()
