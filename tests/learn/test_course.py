@@ -250,6 +250,24 @@ def test_a_rare_mistake_is_found(slug: str, old: str, new: str, message: str, tm
     assert str(caught.value).startswith(exercise.where)
 
 
+@pytest.mark.parametrize(
+    ("slug", "mistake", "given"),
+    [
+        ("ring_tail", 1, "base=8, first=0, stop=1, num_cores=3"),
+        ("kv_handoff", 0, "src=[Span(address=Address(node=0, offset=0), nbytes=96), Span("),
+        ("int8_tokens", 0, "x=float32 [5, 32]"),
+        ("copy_on_write", 1, "block_idx=0"),
+        ("rollback_rows", 2, "overwritten=dict with keys [3, 4, 5], step=4"),
+    ],
+)
+def test_what_a_call_was_given_is_said(slug: str, mistake: int, given: str, tmp_path: Path) -> None:
+    (exercise,) = [each for each in COURSE if each.slug == slug]
+    with pytest.raises(NotYetError) as caught:
+        checked(exercise, rewritten(exercise, *MISTAKES[slug][mistake][:2]), tmp_path)
+    assert caught.value.given.startswith(given)
+    assert "\n" not in caught.value.given
+
+
 def test_each_has_three_mistakes() -> None:
     assert {slug: len(mistakes) for slug, mistakes in MISTAKES.items()} == {each.slug: 3 for each in COURSE}
 
