@@ -129,6 +129,25 @@ MISTAKES = {
 # What no short run meets, and calls by hand do.
 RARE_MISTAKES = (
     (
+        "dispatch_counts",
+        'chosen[np.argsort(destination, kind="stable")]',
+        'np.argsort(destination, kind="stable")',
+        "order, row 0: expected 1, yours is 0",
+    ),
+    ("dispatch_counts", "if counts.max() > layout.rows_per_block:", "if False:", "expected AddressError"),
+    (
+        "dispatch_counts",
+        "raise AddressError(",
+        "raise ValueError(",
+        r"expected AddressError .*, yours: .*ValueError",
+    ),
+    (
+        "dispatch_counts",
+        "np.ascontiguousarray(payload)",
+        "payload.astype(np.int8)",
+        "in pack_tokens: ValueError",
+    ),
+    (
         "group_gating",
         'np.argsort(-masked, axis=-1, kind="stable")',
         "np.lexsort((-np.arange(masked.shape[1])[None].repeat(len(masked), 0), -masked), axis=-1)",

@@ -11,6 +11,7 @@ import numpy as np
 from xdeepserve.comm.distflow import spans
 from xdeepserve.comm.distflow.spans import Span
 from xdeepserve.comm.exchange import rows
+from xdeepserve.comm.exchange.layout import Layout
 from xdeepserve.engine.balance import eplb
 from xdeepserve.engine.die import drafts
 from xdeepserve.engine.dp.block_table import BlockTable, Holding
@@ -43,6 +44,20 @@ def gates() -> None:
     canonical.gate(tied, np.round(bias), 8, 3, 2, True, 2.5)
     canonical.gate(small, none, 2, 1, 2, True, 1.0)
     canonical.gate(tied * small[:1] + bias**2, bias, 2, 1, 2, False, 2.5)
+
+
+def packed() -> None:
+    """Rows in float32, some (token, slot) alone, a rank that gets none, and more rows than a block holds."""
+    layout = Layout(num_ranks=3, max_tokens=2, top_k=2, hidden=4, max_experts_per_rank=1, quantize=False)
+    x, scale = np.arange(8, dtype=np.float32).reshape(2, 4) - np.float32(0.5), np.ones(2, np.float32)
+    expert_rank = np.array([0, 2, 1])
+    for experts, chosen in (
+        ([[1, 0], [0, 1]], None),
+        ([[1, 0], [0, 1]], np.array([1, 3])),
+        ([[0, 0], [0, 1]], None),
+    ):
+        with refused_by_some():
+            rows.pack_tokens("by hand", layout, expert_rank, 3, x, scale, np.array(experts, np.int32), chosen)
 
 
 def sums() -> None:

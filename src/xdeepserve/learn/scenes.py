@@ -121,6 +121,7 @@ def through_trampolines() -> Bits:
         return {f"rank {rank}, answers": found[rank] for rank in range(len(sides))}
 
     answers = run(main())
+    by_hand.packed()
     by_hand.sums()
     by_hand.quantised()
     return answers

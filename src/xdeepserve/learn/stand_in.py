@@ -118,15 +118,17 @@ class StandIn:
 
     def _check_refuses(self, refusal: XDeepServeError, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         """NotYetError unless the learner's raises the same kind of error."""
+        expected = f"expected {type(refusal).__name__} ({refusal})"
         try:
             with self.guard(), blamed(self.path):
                 found = self.theirs(*args, **named)
         except NotYetError as error:
             if isinstance(error.__cause__, type(refusal)):
                 return
-            raise
-        kind = type(refusal).__name__
-        raise NotYetError(f"expected {kind} ({refusal}), yours returns a {type(found).__name__}")
+            if isinstance(error.__cause__, NotImplementedError):
+                raise
+            raise NotYetError(f"{expected}, yours: {error}") from error
+        raise NotYetError(f"{expected}, yours returns a {type(found).__name__}")
 
     def _compare(self, expected: Any, own: tuple[Any, Any], found: Any, theirs: tuple[Any, Any]) -> None:
         """NotYetError at the first difference, in what is returned or in what has been changed."""
