@@ -129,6 +129,20 @@ MISTAKES = {
 # What no short run meets, and calls by hand do.
 RARE_MISTAKES = (
     (
+        "copy_on_write",
+        "if not self.is_shared(holding, block_idx):",
+        "if self._users[old] == 1:",
+        "yours is None",
+    ),
+    (
+        "mtp_acceptance",
+        "row_of[draft - 1]",
+        "(draft - 1) % len(sampled)",
+        "call 17: accepted drafts, sequence 1",
+    ),
+    ("eplb_placement", "min(swaps)", "min(swaps, key=lambda swap: swap[0])", r"call 2\d: replicas, die"),
+    ("eplb_placement", "not is_on[expert, taken]", "primary[expert] != taken", r"call 2\d: replicas, die"),
+    (
         "dispatch_counts",
         'chosen[np.argsort(destination, kind="stable")]',
         'np.argsort(destination, kind="stable")',
