@@ -165,7 +165,7 @@ class PodWatch:
                 has_step = step.caught is not None
                 number = self._look.frames.number
                 nbytes = self._look.look()
-                # By the clock on the wall: a pod that gets little of a busy machine gives no larger part of it.
+                # By the clock on the wall: a pod that gets little of a busy machine gives no larger part.
                 cost = time.monotonic() - began
                 if has_step:  # drawing it took about as long as looking at it
                     next_step = began + max(STEP_PAUSE_S, 2 * COST_FACTOR * cost)
