@@ -59,6 +59,8 @@ async def test_a_frame_of_768_dies_is_drawn_in_less_than_a_sixtieth(serve: Serve
 
 
 @CHROMIUM
+@pytest.mark.idle
+@pytest.mark.campaign
 async def test_the_first_paint_comes_within_a_second(serve: Serve) -> None:
     async with serve() as (address, _):
         painted = []
