@@ -107,8 +107,13 @@ def copies() -> None:
 
 def confirmed() -> None:
     """Drafts after a prompt, of which one row alone has logits; and a step of nobody."""
-    rows_of = {"token_ids": [1, 2, 3, 7, 8, 9], "seq_of": [0, 0, 0, 1, 1, 1], "logit_rows": [2, 3, 4, 5]}
-    plan = StepPlan(step=1, num_drafts=[0, 2], **rows_of)
+    plan = StepPlan(
+        step=1,
+        token_ids=[1, 2, 3, 7, 8, 9],
+        seq_of=[0, 0, 0, 1, 1, 1],
+        num_drafts=[0, 2],
+        logit_rows=[2, 3, 4, 5],
+    )
     for tokens in ([5, 8, 9, 4], [5, 8, 1, 9], [8, 9, 9, 4]):
         sampler.accepted(plan, np.array(tokens, np.int32))
     sampler.accepted(StepPlan(step=2), np.zeros(0, np.int32))

@@ -175,7 +175,9 @@ def _said(value: Any) -> str:
         return text if value.size <= SHORT else f"{value.dtype} {list(value.shape)}"
     if isinstance(value, dict):
         return f"dict with keys {[*value]}"
-    if not isinstance(value, int | float | str | list | tuple | None):
+    if value is None or isinstance(value, int | float):
+        return repr(value)
+    if not isinstance(value, str | list | tuple):
         return ""
     text = repr(value)
     return text if len(text) <= LINE else f"{type(value).__name__} of {len(value)}"
