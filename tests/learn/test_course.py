@@ -129,6 +129,39 @@ MISTAKES = {
 # What no short run meets, and calls by hand do.
 RARE_MISTAKES = (
     (
+        "copy_on_write",
+        "if not self.is_shared(holding, block_idx):",
+        "if self._users[old] == 1:",
+        "yours is None",
+    ),
+    (
+        "mtp_acceptance",
+        "row_of[draft - 1]",
+        "(draft - 1) % len(sampled)",
+        "call 17: accepted drafts, sequence 1",
+    ),
+    ("eplb_placement", "min(swaps)", "min(swaps, key=lambda swap: swap[0])", r"call 2\d: replicas, die"),
+    ("eplb_placement", "not is_on[expert, taken]", "primary[expert] != taken", r"call 2\d: replicas, die"),
+    (
+        "dispatch_counts",
+        'chosen[np.argsort(destination, kind="stable")]',
+        'np.argsort(destination, kind="stable")',
+        "order, row 0: expected 1, yours is 0",
+    ),
+    ("dispatch_counts", "if counts.max() > layout.rows_per_block:", "if False:", "expected AddressError"),
+    (
+        "dispatch_counts",
+        "raise AddressError(",
+        "raise ValueError(",
+        r"expected AddressError .*, yours: .*ValueError",
+    ),
+    (
+        "dispatch_counts",
+        "np.ascontiguousarray(payload)",
+        "payload.astype(np.int8)",
+        "in pack_tokens: ValueError",
+    ),
+    (
         "group_gating",
         'np.argsort(-masked, axis=-1, kind="stable")',
         "np.lexsort((-np.arange(masked.shape[1])[None].repeat(len(masked), 0), -masked), axis=-1)",
@@ -248,6 +281,24 @@ def test_a_rare_mistake_is_found(slug: str, old: str, new: str, message: str, tm
     with pytest.raises(NotYetError, match=message) as caught:
         checked(exercise, rewritten(exercise, old, new), tmp_path)
     assert str(caught.value).startswith(exercise.where)
+
+
+@pytest.mark.parametrize(
+    ("slug", "mistake", "given"),
+    [
+        ("ring_tail", 1, "base=8, first=0, stop=1, num_cores=3"),
+        ("kv_handoff", 0, "src=[Span(address=Address(node=0, offset=0), nbytes=96), Span("),
+        ("int8_tokens", 0, "x=float32 [5, 32]"),
+        ("copy_on_write", 1, "block_idx=0"),
+        ("rollback_rows", 2, "overwritten=dict with keys [3, 4, 5], step=4"),
+    ],
+)
+def test_what_a_call_was_given_is_said(slug: str, mistake: int, given: str, tmp_path: Path) -> None:
+    (exercise,) = [each for each in COURSE if each.slug == slug]
+    with pytest.raises(NotYetError) as caught:
+        checked(exercise, rewritten(exercise, *MISTAKES[slug][mistake][:2]), tmp_path)
+    assert caught.value.given.startswith(given)
+    assert "\n" not in caught.value.given
 
 
 def test_each_has_three_mistakes() -> None:

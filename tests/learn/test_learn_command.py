@@ -46,6 +46,7 @@ def test_a_learners_way(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = told(capsys, "check")
     assert code == 1
     assert "not written yet (01_ring_tail.py, line 13 in last_chunks)" in out
+    assert "given" not in out
 
     assert "exercise 1, hint 1 of 3: Of n cores" in told(capsys, "hint")[1]
     assert "hint 2 of 3: A chunk ID" in told(capsys, "hint", "1")[1]
@@ -62,6 +63,9 @@ def test_a_learners_way(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     assert "passed, 24 calls, every bit equal" in out
     assert told(capsys, "list")[1].splitlines()[0].endswith("solved")
+    mine.write_text(f"{OWN}own = last_chunks\ndef last_chunks(*args):\n    return own(*args)[:1]\n")
+    code, out, _ = told(capsys, "check", "1")
+    assert out.splitlines()[2:] == ["  it was given base=0, first=0, stop=3, num_cores=3"]
     mine.write_text(OWN + "# tidied\n")
     assert told(capsys, "list")[1].splitlines()[0].endswith("changed since")
 

@@ -77,6 +77,8 @@ def _check(args: argparse.Namespace, folder: WorkingFolder, exercise: Exercise) 
         verdict = check_apart(exercise, source)
     if not verdict.is_passed:
         print(f"exercise {exercise.number}, {exercise.title}: not yet\n  {verdict.text}")
+        if verdict.given:
+            print(f"  it was given {verdict.given}")
         return 1
     folder.passed(exercise, digest)
     calls = f"{verdict.num_calls} call{'s' * (verdict.num_calls != 1)}"

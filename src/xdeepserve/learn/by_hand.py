@@ -11,9 +11,12 @@ import numpy as np
 from xdeepserve.comm.distflow import spans
 from xdeepserve.comm.distflow.spans import Span
 from xdeepserve.comm.exchange import rows
+from xdeepserve.comm.exchange.layout import Layout
 from xdeepserve.engine.balance import eplb
-from xdeepserve.engine.die import drafts
+from xdeepserve.engine.die import drafts, sampler
 from xdeepserve.engine.dp.block_table import BlockTable, Holding
+from xdeepserve.engine.dp.rtc import RTC
+from xdeepserve.engine.messages import StepPlan
 from xdeepserve.engine.run import arithmetic
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.memory import Address
@@ -45,6 +48,20 @@ def gates() -> None:
     canonical.gate(tied * small[:1] + bias**2, bias, 2, 1, 2, False, 2.5)
 
 
+def packed() -> None:
+    """Rows in float32, some (token, slot) alone, a rank that gets none, and more rows than a block holds."""
+    layout = Layout(num_ranks=3, max_tokens=2, top_k=2, hidden=4, max_experts_per_rank=1, quantize=False)
+    x, scale = np.arange(8, dtype=np.float32).reshape(2, 4) - np.float32(0.5), np.ones(2, np.float32)
+    expert_rank = np.array([0, 2, 1])
+    for experts, chosen in (
+        ([[1, 0], [0, 1]], None),
+        ([[1, 0], [0, 1]], np.array([1, 3])),
+        ([[0, 0], [0, 1]], None),
+    ):
+        with refused_by_some():
+            rows.pack_tokens("by hand", layout, expert_rank, 3, x, scale, np.array(experts, np.int32), chosen)
+
+
 def sums() -> None:
     """Products that are all -0, a sum that cancels, and no token at all."""
     rows.weighted_sum(np.full((1, 2, 3), -0.0, np.float32), np.ones((1, 2), np.float32))
@@ -74,13 +91,32 @@ def attentions(model: Checkpoint) -> None:
 
 
 def copies() -> None:
-    """A block that two share, with a slot to be had and without one."""
+    """A block that one has alone, or two share, with a slot to be had and without; one in the index."""
     for num_blocks in (2, 1):
         table, holding = BlockTable(num_blocks, 4, 64), Holding()
         table.append_block(holding)
+        table.copy(holding, 0)
         child = table.fork(holding)
         with refused_by_some():
             table.copy(child, 0)
+    table, holding = RTC(2, 4, 64), Holding()
+    table.append_block(holding)
+    table.publish(holding, [1, 2, 3, 4])
+    table.copy(holding, 0)
+
+
+def confirmed() -> None:
+    """Drafts after a prompt, of which one row alone has logits; and a step of nobody."""
+    plan = StepPlan(
+        step=1,
+        token_ids=[1, 2, 3, 7, 8, 9],
+        seq_of=[0, 0, 0, 1, 1, 1],
+        num_drafts=[0, 2],
+        logit_rows=[2, 3, 4, 5],
+    )
+    for tokens in ([5, 8, 9, 4], [5, 8, 1, 9], [8, 9, 9, 4]):
+        sampler.accepted(plan, np.array(tokens, np.int32))
+    sampler.accepted(StepPlan(step=2), np.zeros(0, np.int32))
 
 
 def pairs() -> None:
@@ -105,13 +141,22 @@ def pairs() -> None:
 
 
 def placements() -> None:
-    """Dies with other work, an expert that is replicated twice, a swap, and a replica with no place."""
+    """Dies with other work, an expert that is replicated twice, a swap, and a replica with no place; swaps
+    that are equally good, that siblings forbid, and after which loads are others."""
     tokens = np.array([[40, 10], [6, 6], [30, 2], [5, 5]], np.int64)
     eplb.place(tokens, [0, 2], [0, 1, 2, 3], [1, 1, 1, 1], [0.0, 0.5, 0.0, 0.25])
     eplb.place(tokens, [0, 0, 2], [0, 1, 2, 3], [0, 1, 1, 2])
     eplb.place(tokens, [0, 2], [0, 1, 2, 3], [1, 0, 1, 0])
     eplb.place(tokens, [2, 1, 0], [0, 1, 1, 0], [2, 1])
     eplb.place(tokens, [0, 0], [0, 1, 2, 3], [2, 1, 0, 0])
+    for counts, chosen, primary, free in (
+        ([12, 24, 4, 4, 12], [4, 0, 4, 1], [2, 1, 2, 1, 2], [2, 2, 1]),
+        ([16, 16, 8, 12], [1, 1, 2, 0, 3], [0, 0, 2, 1], [2, 2, 2]),
+        ([24, 4, 4, 16], [1, 2, 2, 3], [0, 0, 0, 1], [2, 1, 2]),
+        ([12, 12, 24, 8], [0, 2, 2], [1, 2, 0, 0], [0, 2, 1]),
+        ([24, 4, 4, 24], [0, 0, 3, 2], [1, 2, 2, 0], [2, 2, 1]),
+    ):
+        eplb.place(np.array(counts, np.int64)[:, None], chosen, primary, free)
 
 
 def steps_undone() -> dict[str, np.ndarray[Any, Any]]:

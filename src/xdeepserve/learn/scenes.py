@@ -121,6 +121,7 @@ def through_trampolines() -> Bits:
         return {f"rank {rank}, answers": found[rank] for rank in range(len(sides))}
 
     answers = run(main())
+    by_hand.packed()
     by_hand.sums()
     by_hand.quantised()
     return answers
@@ -183,7 +184,9 @@ def drafts_of_two() -> Bits:
     """A trained model drafts two tokens ahead, and is right now and then."""
     params = SamplingParams(max_tokens=24, temperature=0.8, seed=1, ignore_eos=True)
     prompts = ["Once upon a time", "def scale(x):", "A fox called Mia"]
-    return tokens(prompts, params, "tiny", "monolithic", "mtp=2")
+    found = tokens(prompts, params, "tiny", "monolithic", "mtp=2")
+    by_hand.confirmed()
+    return found
 
 
 def kv_goes_to_decode() -> Bits:

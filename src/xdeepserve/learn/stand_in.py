@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -22,9 +23,17 @@ from xdeepserve.errors import XDeepServeError
 from xdeepserve.learn.differences import first_difference
 from xdeepserve.learn.exercise import Exercise
 
+SHORT = 16  # elements of an array that is said whole
+LINE = 240  # characters of another value
+
 
 class NotYetError(XDeepServeError):
-    """The learner's function is not written, fails, or differs: one line that says where."""
+    """The learner's function is not written, fails, or differs: one line that says where. `given` is what
+    the call was given, for another line, or empty."""
+
+    def __init__(self, text: str, given: str = "") -> None:
+        super().__init__(text)
+        self.given = given
 
 
 def place_in(path: Path, error: BaseException) -> str:
@@ -101,21 +110,25 @@ class StandIn:
             self._compare(expected, copied, found, (args, named))
         except NotYetError as error:
             at = _rank(caller) or f", call {self.num_calls}"
-            self.failure = NotYetError(f"{self.exercise.where}{at}: {error}")
+            is_written = not isinstance(error.__cause__, NotImplementedError)
+            given = _given(self.own, *copied) if is_written else ""
+            self.failure = NotYetError(f"{self.exercise.where}{at}: {error}", given)
             raise self.failure from error
         return found
 
     def _check_refuses(self, refusal: XDeepServeError, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         """NotYetError unless the learner's raises the same kind of error."""
+        expected = f"expected {type(refusal).__name__} ({refusal})"
         try:
             with self.guard(), blamed(self.path):
                 found = self.theirs(*args, **named)
         except NotYetError as error:
             if isinstance(error.__cause__, type(refusal)):
                 return
-            raise
-        kind = type(refusal).__name__
-        raise NotYetError(f"expected {kind} ({refusal}), yours returns a {type(found).__name__}")
+            if isinstance(error.__cause__, NotImplementedError):
+                raise
+            raise NotYetError(f"{expected}, yours: {error}") from error
+        raise NotYetError(f"{expected}, yours returns a {type(found).__name__}")
 
     def _compare(self, expected: Any, own: tuple[Any, Any], found: Any, theirs: tuple[Any, Any]) -> None:
         """NotYetError at the first difference, in what is returned or in what has been changed."""
@@ -148,6 +161,26 @@ def _arguments(args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
     everything = {**{f"argument {i}": value for i, value in enumerate(args)}, **named}
     kept = {name: [*value] if isinstance(value, dict) else value for name, value in everything.items()}
     return {name: value for name, value in kept.items() if isinstance(value, np.ndarray | list)}
+
+
+def _given(own: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> str:
+    """The arguments by name, as far as they are values: of what is long, its kind and size."""
+    given = inspect.signature(own).bind(*args, **named).arguments
+    return ", ".join(f"{name}={text}" for name, value in given.items() if (text := _said(value)))
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        text = " ".join(np.array2string(value, separator=", ").split())
+        return text if value.size <= SHORT else f"{value.dtype} {list(value.shape)}"
+    if isinstance(value, dict):
+        return f"dict with keys {[*value]}"
+    if value is None or isinstance(value, int | float):
+        return repr(value)
+    if not isinstance(value, str | list | tuple):
+        return ""
+    text = repr(value)
+    return text if len(text) <= LINE else f"{type(value).__name__} of {len(value)}"
 
 
 def _rank(frame: FrameType | None) -> str:

@@ -31,10 +31,12 @@ FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
 
 
 class Verdict(msgspec.Struct):
-    """What has come of a check: calls that were equal if it is passed, else one line."""
+    """What has come of a check: calls that were equal if it is passed, else one line, and, of a call that
+    differs, what it was given."""
 
     num_calls: int = 0
     text: str = ""
+    given: str = ""
 
     @property
     def is_passed(self) -> bool:
@@ -104,7 +106,7 @@ def main(arguments: list[str]) -> None:
         try:
             found = Verdict(try_file(exercise_of(int(number)), Path(path), guard))
         except NotYetError as error:
-            found = Verdict(text=str(error))
+            found = Verdict(text=str(error), given=error.given)
     Path(verdict).write_bytes(msgspec.json.encode(found))
 
 

@@ -87,7 +87,7 @@ def die_bytes(engine: Engine, die: int, region: str | None) -> DieBytes:
         place,
         region=row,
         hex=data,
-        axes=" × ".join(f"{count} {name}" for name, count in cells.dims),
+        axes=" × ".join(f"{count} {name}{'s' * (count != 1)}" for name, count in cells.dims),
         item_nbytes=cells.dtype.itemsize,
         members=[*_members(cells, bytes(memory.read(row.offset, shown * cells.dtype.itemsize)))],
     )

@@ -26,6 +26,7 @@ def pack_tokens(
     payload [T, H], int8 or float32; scale float32 [T]; topk_idx int32 [T, K], physical experts.
     chosen: None for all, else flat (token, slot), ascending int64.
     Returns rows uint8 [N, layout.dispatch_row] and SentRows(order int64 [N], the flat (token, slot) of each
-    row; counts int64 [num_ranks]; shape (T, K)).
+    row; counts int64 [num_ranks]; shape (T, K)). AddressError (xdeepserve.errors) if a rank would get
+    more rows than layout.rows_per_block.
     """
     raise NotImplementedError

@@ -9,11 +9,11 @@ export function setState(next) {
   state = next;
 }
 export function redraw() { dirty = new Set(ALL); }
-export function tick() {
-  if (!state || !dirty.size) return;
-  const names = dirty;
-  dirty = new Set();
-  for (const name of names) ({ groups, requests, heat, traffic, pool, events })[name]();
+export function tick() {  // one in each frame, so that no frame is late
+  const [name] = dirty;
+  if (!state || !name) return;
+  dirty.delete(name);
+  ({ groups, requests, heat, traffic, pool, events })[name]();
 }
 
 // A column for each DP group: blocks in use, cached ones above, running and waiting sequences as dots.
@@ -25,7 +25,8 @@ function groups() {
   let x = 0, i = 0, labelled = -1;
   const rows = new Map(state.pod.dies.filter((row) => row[4] >= 0).map((row) => [`${row[1]} ${row[4]}`, row]));
   tes.forEach((te, t) => {
-    if (x >= labelled) { c.fillStyle = ink("dim"); c.fillText(te.name, x, h - 6); labelled = x + c.measureText(te.name).width + 8; }
+    const start = Math.max(x, labelled), end = start + c.measureText(te.name).width;
+    if (start === x || end <= x + te.num_groups * (wide + gap)) { c.fillStyle = ink("dim"); c.fillText(te.name, start, h - 6); labelled = end + 8; }
     for (let rank = 0; rank < te.num_groups; rank++, i++) {
       const used = g.used[i] / te.num_blocks * low, cached = g.cached[i] / te.num_blocks * low;
       c.fillStyle = ink("soft"); c.fillRect(x, 0, wide, low);
@@ -68,17 +69,11 @@ function heat() {
   if (!data?.layers.length) return;
   const sheet = paper(canvas, Math.max(40, Math.min(180, data.layers.length * 22)) + 16);
   if (!sheet) return;
-  const { c, w, h } = sheet, left = 22, wide = (w - left) / data.columns.length, high = (h - 16) / data.layers.length, most = Math.max(1, ...data.values.flat());
+  const { c, w, h } = sheet, left = 22, wide = (w - left) / data.columns.length, high = (h - 16) / data.layers.length, most = data.values.reduce((a, row) => Math.max(a, ...row), 1);
   at.heat = { left, wide, high };
-  data.layers.forEach((layer, y) => {
-    c.fillStyle = ink("dim"); if (high > 9 || y % 4 === 0) c.fillText(layer, 0, Math.max(6, y * high + high / 2));
-    data.values[y].forEach((value, x) => {
-      const share = value / most;
-      c.fillStyle = value ? `hsl(${45 - 38 * share} 92% ${isDark() ? 22 + 40 * share : 88 - 42 * share}%)` : ink("soft");
-      c.fillRect(left + x * wide, y * high, Math.max(0.7, wide - (wide > 3 ? 1 : 0)), high - 1);
-    });
-  });
+  cells(c, data, most, left, wide, high);
   c.fillStyle = ink("dim");
+  data.layers.forEach((layer, y) => { if (y % Math.ceil(15 / high) === 0) c.fillText(layer, 0, Math.max(6, y * high + high / 2)); });
   const what = data.unit === "rows" ? "expert" : "die", last = data.columns.at(-1);
   c.fillText(`${what} ${data.columns[0]}`, left, h - 7); c.textAlign = "right"; c.fillText(`${what} ${last}`, w, h - 7); c.textAlign = "left";
   const text = data.unit === "rows" ? `rows by layer and physical expert in the drawn step; at most ${most}` : `µs by layer and die with experts in the drawn step; at most ${most}`;
@@ -90,12 +85,31 @@ function heatTip(x, y) {
   return value === undefined ? "" : `layer ${data.layers[line]}, ${data.unit === "rows" ? "expert" : "die"} ${data.columns[column]}: ${value} ${data.unit === "rows" ? "rows" : "µs"}`;
 }
 
+// A pixel each, from a scale of 64 colours, made larger: there may be ten thousands of them. Zero is as pale as the ground.
+function cells(c, { columns, layers, values }, most, left, wide, high) {
+  const image = new ImageData(columns.length, layers.length), scale = Array.from({ length: 65 }, (_, i) => warm(i / 64));
+  values.flat().forEach((value, i) => { if (value) image.data.set(scale[Math.round(64 * value / most)], 4 * i); });
+  const small = new OffscreenCanvas(columns.length, layers.length);
+  small.getContext("2d").putImageData(image, 0, 0);
+  c.fillStyle = ink("soft"); c.fillRect(left, 0, columns.length * wide, layers.length * high);
+  c.imageSmoothingEnabled = wide < 1; c.drawImage(small, left, 0, columns.length * wide, layers.length * high);
+  c.fillStyle = ink("card");
+  layers.forEach((_, y) => c.fillRect(left, (y + 1) * high - 1, columns.length * wide, 1));
+  if (wide > 3) columns.forEach((_, x) => c.fillRect(left + (x + 1) * wide - 1, 0, 1, layers.length * high));
+}
+// From pale yellow to red, as red, green, blue and opacity.
+function warm(share) {
+  const hue = (45 - 38 * share) / 30, light = isDark() ? 0.22 + 0.4 * share : 0.88 - 0.42 * share, part = 0.92 * Math.min(light, 1 - light);
+  const of = (n) => Math.round(255 * (light - part * Math.max(-1, Math.min((n + hue) % 12 - 3, 9 - (n + hue) % 12, 1))));
+  return [of(0), of(8), of(4), 255];
+}
+
 // From whom (down) to whom (across), the dies that the pairs name.
 function traffic() {
   const data = state.traffic;
   if (!data) return;
   const total = `${size(data.nbytes)} between ${data.num_pairs} pairs while the step was drawn`;
-  $("traffic-sum").textContent = data.num_pairs ? total + (data.pairs.length < data.num_pairs ? `; the ${data.pairs.length} with most are drawn` : "") : state.pod.runs === "lockstep" ? "dies in lockstep exchange as one: no pairs" : "nothing moved";
+  $("traffic-sum").textContent = data.num_pairs ? total + (data.pairs.length < data.num_pairs ? `; the ${data.pairs.length} with most are drawn` : "") : { lockstep: "dies in lockstep exchange as one: no pairs", "time only": "a run in time only moves no bytes" }[state.pod.runs] ?? "nothing moved";
   const dies = [...new Set(data.pairs.flatMap(([a, b]) => [a, b]))].sort((a, b) => a - b), n = dies.length;
   const sheet = paper($("pairs"), n ? Math.min(230, 30 + n * 18) : 10);
   if (!sheet || !n) return;

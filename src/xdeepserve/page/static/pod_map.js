@@ -30,6 +30,14 @@ function sections(pod) {
   return [...found.values()];
 }
 
+// In how many columns n dies stand: whole rows, if there is such a number near the wanted shape.
+function broad(n, aspect) {
+  const about = Math.sqrt(n * aspect);
+  if (n <= 8) return n;
+  for (let by = 0; by < 0.4 * about; by++) for (const columns of [Math.ceil(about) + by, Math.ceil(about) - by]) if (columns > 0 && n % columns === 0) return columns;
+  return Math.ceil(about);
+}
+
 function layOut(pod, w, h, c) {
   const all = sections(pod), per = pod.chips_per_server * pod.dies_per_chip;
   const tries = [];
@@ -39,7 +47,7 @@ function layOut(pod, w, h, c) {
     boxes = []; labels = [];
     let x = 4, y = 4, line = 0, te = null;
     for (const each of all) {
-      const columns = arrangement === "server" ? pod.chips_per_server : each.dies.length <= 8 ? each.dies.length : Math.ceil(Math.sqrt(each.dies.length * aspect));
+      const columns = arrangement === "server" ? pod.chips_per_server : broad(each.dies.length, aspect);
       const rows = arrangement === "server" ? pod.dies_per_chip : Math.ceil(each.dies.length / columns);
       const narrow = cell < 7 && arrangement === "server";
       const text = narrow ? String(each.server) : `${each.label}${each.dies.length > 1 && arrangement === "role" ? ` × ${each.dies.length}` : ""}`;
@@ -76,8 +84,6 @@ export function tick(now) {
   if (key !== laidFor) { layOut(pod, w, most, c); laidFor = key; return; }
   const lost = new Set(state.now.lost.concat(state.now.lost_servers)), busy = state.load?.busy ?? [];
   moving = false;
-  c.fillStyle = ink("dim");
-  for (const label of labels) c.fillText(label.text, label.x, label.y);
   for (const box of boxes) {
     const p = at.get(box.row[0]), want = (busy[box.i] ?? 0) / 1000;
     for (const [name, target] of [["x", box.x], ["y", box.y], ["s", box.s], ["load", want]]) {
@@ -91,15 +97,24 @@ export function tick(now) {
     if (lost.has(box.row[0])) {
       c.strokeStyle = ink("bad"); c.lineWidth = Math.max(1, p.s / 14); c.beginPath();
       c.moveTo(p.x + 2, p.y + 2); c.lineTo(p.x + p.s - 2, p.y + p.s - 2); c.moveTo(p.x + p.s - 2, p.y + 2); c.lineTo(p.x + 2, p.y + p.s - 2); c.stroke();
-    } else if (p.s > 19) {
-      c.fillStyle = isDark() || p.load > 0.55 ? "#fff" : ink("ink");
-      c.textAlign = "center"; c.fillText(box.row[0], p.x + p.s / 2, p.y + p.s / 2 + 0.5); c.textAlign = "left";
-    }
-    if (box.row[0] === chosen || (document.activeElement === canvas && boxes[focus] === box)) {
-      c.strokeStyle = ink("ink"); c.lineWidth = 2; c.strokeRect(p.x - 2, p.y - 2, p.s + 4, p.s + 4);
     }
   }
   if (arcs && state.traffic) drawArcs(c, now, flows);
+  drawWords(c, lost);
+}
+
+// Names of sections and numbers of dies, above the lines; and who is chosen.
+function drawWords(c, lost) {
+  const dark = isDark(), text = ink("ink");
+  c.fillStyle = ink("dim"); c.strokeStyle = ink("card"); c.lineWidth = 4; c.lineJoin = "round";
+  for (const label of labels) { c.strokeText(label.text, label.x, label.y); c.fillText(label.text, label.x, label.y); }
+  c.strokeStyle = text; c.lineWidth = 2; c.textAlign = "center";
+  for (const box of boxes) {
+    const p = at.get(box.row[0]);
+    if (p.s > 19 && !lost.has(box.row[0])) { c.fillStyle = dark || p.load > 0.55 ? "#fff" : text; c.fillText(box.row[0], p.x + p.s / 2, p.y + p.s / 2 + 0.5); }
+    if (box.row[0] === chosen || (document.activeElement === canvas && boxes[focus] === box)) c.strokeRect(p.x - 2, p.y - 2, p.s + 4, p.s + 4);
+  }
+  c.textAlign = "left";
 }
 
 function drawArcs(c, now, flows) {

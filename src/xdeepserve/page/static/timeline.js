@@ -46,7 +46,7 @@ export function tick() {
   if (!sheet) return;
   drawnFor = step;
   const { c, w, h } = sheet, left = MARGIN(), total = step.end_ns - step.start_ns, [from, to] = view.map((x) => x * total), scale = (w - left) / (to - from);
-  $("step-name").textContent = `${step.te}, step ${step.step}: ${ms(total)}, ${step.num_rows} row${step.num_rows === 1 ? "" : "s"} of DP group ${step.group}${step.num_shown < step.num_dies ? `; ${step.num_shown} of ${step.num_dies} dies shown` : ""}${step.last_layer - step.first_layer + 1 < state.pod.num_layers ? `, layers ${step.first_layer} to ${step.last_layer}` : ""}`;
+  $("step-name").textContent = `${step.te}, step ${step.step}: ${ms(total)}, ${step.num_rows} row${step.num_rows === 1 ? "" : "s"} of DP group ${step.group}${step.num_shown < step.num_dies ? `; ${step.num_shown} of ${step.num_dies} dies shown` : ""}${step.last_layer - step.first_layer + 1 < state.pod.num_layers ? `, layers ${step.first_layer} to ${step.last_layer}` : ""}${state.pod.runs === "tasks" ? "" : "; exchanges with their waits"}`;
   let y = 4, die = null;
   const known = new Map(state.pod.dies.map((row) => [row[0], row]));
   for (const row of rows) {
