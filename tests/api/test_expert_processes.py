@@ -28,12 +28,12 @@ ENVIRONMENT = {**os.environ, "XDEEPSERVE_TOKEN": "a token"}
 
 
 class Command:
-    """A running command, whose lines are kept."""
+    """A running command, whose lines are kept. `machine`: words before it that have it run elsewhere."""
 
-    def __init__(self, *words: str) -> None:
+    def __init__(self, *words: str, machine: Sequence[str] = ()) -> None:
         self.lines: list[str] = []
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "xdeepserve.cli", *words],
+            [*machine, sys.executable, "-m", "xdeepserve.cli", *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
