@@ -11,6 +11,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
+import msgspec
+
 from xdeepserve.bench.report import Row
 from xdeepserve.engine.deploy.deployment import (
     AttentionConfig,
@@ -31,26 +33,27 @@ PER_SHARED = 8  # servers for one with the shared expert
 
 def services(clients: int, routed: int, shared: int, batch: int, microbatches: int = 2) -> Deployment:
     """`batch` requests on each client."""
-    return Deployment(
+    deployment = Deployment(
         name="expert services",
         kind="eaas",
         attention=AttentionConfig(domains=1, dies=clients, microbatches=microbatches),
         experts=ExpertConfig(routed_dies=routed, shared_dies=shared),
-        **_room(batch),
     )
+    return _with_room(deployment, batch)
 
 
 def colocated(dies: int, batch: int) -> Deployment:
     """The baseline: every die has attention and experts, in one group."""
-    return Deployment(name="colocated", kind="colocated", exchange="push", dies=dies, **_room(batch))
+    return _with_room(Deployment(name="colocated", kind="colocated", exchange="push", dies=dies), batch)
 
 
-def _room(batch: int) -> dict[str, object]:
-    return {
-        "max_model_len": CONTEXT + 64,
-        "scheduler": SchedulerConfig(max_num_seqs=batch, max_num_batched_tokens=batch),
-        "cache": CacheConfig(block_size=128, num_blocks=batch * (CONTEXT // 128 + 1), prefix=False),
-    }
+def _with_room(deployment: Deployment, batch: int) -> Deployment:
+    return msgspec.structs.replace(
+        deployment,
+        max_model_len=CONTEXT + 64,
+        scheduler=SchedulerConfig(max_num_seqs=batch, max_num_batched_tokens=batch),
+        cache=CacheConfig(block_size=128, num_blocks=batch * (CONTEXT // 128 + 1), prefix=False),
+    )
 
 
 @functools.cache

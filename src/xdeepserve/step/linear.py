@@ -196,10 +196,10 @@ class Linears:
 
     def _grouped(self, out: Array, rows: Rows, offsets: Array, layer: Linear) -> None:
         threads, num_ops = self.threads, len(out) * layer.k * layer.n
-        if layer.scale is None:
-            by_columns, on_grid = k.grouped_matmul, k.grid_matmul
-            args = [out, rows.x, offsets, layer.w]
-        else:
+        by_columns: Callable[..., None] = k.grouped_matmul
+        on_grid: Callable[..., None] = k.grid_matmul
+        args: list[Any] = [out, rows.x, offsets, layer.w]
+        if layer.scale is not None:
             by_columns, on_grid = k.grouped_matmul_int8, k.grid_matmul_int8
             args = [out, rows.x, rows.scale, offsets, layer.w, layer.scale]
         if threads.can_share_columns(layer.n):
