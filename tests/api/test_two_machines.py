@@ -22,7 +22,7 @@ from xdeepserve import LLM
 from xdeepserve.comm.services.layout import Presence
 from xdeepserve.errors import DeadlineError
 
-NEAR, FAR = "10.213.77.1", "10.213.77.2"
+NEAR, FAR = (f"10.213.{os.getpid() % 250}.{host}" for host in (1, 2))  # workers have networks of their own
 TIMEOUT_S, CUT_S, BOUND_S = 1.0, 3.0, 60.0
 SETTINGS = (
     "experts.routed_dies=2",
