@@ -124,16 +124,21 @@ def test_a_cached_prefix_is_found_again_and_changes_nothing(tiny: TinyCheckpoint
         llm.engine.check_integrity()
 
 
-def test_two_threads_are_used_and_change_nothing(tiny: TinyCheckpoint, monkeypatch) -> None:
+@pytest.mark.parametrize(("count", "is_even"), [(2, True), (3, False)])
+def test_threads_are_used_and_change_nothing(
+    tiny: TinyCheckpoint, monkeypatch, count: int, is_even: bool
+) -> None:
+    """Three have no even shares of an expert's columns: each takes every third tile of all experts."""
     monkeypatch.setattr("xdeepserve.step.linear.PARALLEL_OPS", 1000)
     prompts = [list(range(100)), [3]]
     with LLM(tiny, "monolithic", overrides=["threads=1"]) as one:
         expected = digest(one.generate(prompts, GREEDY, keep_logits=True))
-    with LLM(tiny, "monolithic", overrides=["threads=2"]) as two:
-        assert digest(two.generate(prompts, GREEDY, keep_logits=True)) == expected
-        pool = two.engine._threads._pool
-        assert pool is not None
-        assert pool._threads, "the second thread never ran"
+    with LLM(tiny, "monolithic", overrides=[f"threads={count}"]) as some:
+        assert digest(some.generate(prompts, GREEDY, keep_logits=True)) == expected
+        threads = some.engine._threads
+        assert threads.can_share_columns(tiny.config.hidden_size) == is_even
+        assert threads._pool is not None
+        assert threads._pool._threads, "no other thread ever ran"
 
 
 def test_sampling_depends_on_seed_and_choice_only(llm: LLM) -> None:

@@ -26,6 +26,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import Any
 
 
 def meant(name: object, known: Iterable[str]) -> str:
@@ -147,9 +148,14 @@ class WaitError(ProtocolError):
 
 
 class DeadlineError(WaitError):
-    """A wait that ended at its deadline in virtual time."""
+    """A wait that ended at its deadline in virtual time; or, for a process, when it had lasted `real_s`."""
 
     kind = "deadline passed"
+
+    def __init__(self, *, real_s: float | None = None, **wait: Any) -> None:
+        super().__init__(**wait)
+        if real_s is not None:
+            self.args = (f"{self}, after {real_s:.1f} s of this computer's time",)
 
 
 class DeadlockError(WaitError):

@@ -1,8 +1,40 @@
 """`bench eaas`: the loss of one of many servers costs little once it is known, and no bits."""
 
+from collections.abc import Iterator
+
+import msgspec
 import pytest
 
-from xdeepserve.bench import eaas
+from xdeepserve.bench import eaas, eaas_full_size
+from xdeepserve.model.checkpoint import Checkpoint
+from xdeepserve.model.presets import resolve_model
+
+
+@pytest.fixture
+def shallow(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The same model with five layers."""
+
+    def resolve(name: str) -> Checkpoint:
+        model = resolve_model(name)
+        model.config = msgspec.structs.replace(model.config, num_hidden_layers=5)
+        return model
+
+    monkeypatch.setattr(eaas_full_size, "resolve_model", resolve)
+    eaas_full_size.halves.cache_clear()
+    yield
+    eaas_full_size.halves.cache_clear()
+
+
+@pytest.mark.usefixtures("shallow")
+def test_at_the_papers_size() -> None:
+    rows = {row.name: row for row in eaas_full_size.rows()}
+    assert 1.7 < rows["eaas/r1/scaling=32_to_64"].value < 2.2
+    assert rows["eaas.save"].value >= 37.5
+    assert rows["eaas.fail"].value < 2
+    hidden, waited = (rows[f"eaas/r1/balance/skew=0.6/microbatches={m}"].value for m in (2, 1))
+    assert waited > 2 * hidden  # a second microbatch has the time that the hottest server takes
+    fewer, more = (rows[name].value for name in ("eaas.abl.dbo/dies=64", "eaas/r1/double_batching/dies=64"))
+    assert fewer < more < 50
 
 
 @pytest.mark.campaign

@@ -15,7 +15,8 @@ from xdeepserve.cli import main
 from xdeepserve.hw.grouped_gemm import GroupedGemm
 from xdeepserve.hw.spec import Spec
 
-SLOW = (superpod.colocated, superpod.disaggregated, ems.table_1)  # whose rows have tests of their own
+# Their rows have tests of their own.
+SLOW = (superpod.colocated, superpod.disaggregated, ems.table_1, *papers.SOURCES["eaas"])
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def test_every_published_value_has_an_id_and_every_id_rows_or_a_reason() -> None
 def test_every_published_value_has_a_row(rows: list[Row]) -> None:
     names = {row.name for row in rows}
     names |= {name for row in names for name in papers.ALSO.get(row, ())}
-    slow = ("xds.dec288", "xds.disagg", "xds.headline", "xds.ep.share25", "cm.t1/")
+    slow = ("xds.dec288", "xds.disagg", "xds.headline", "xds.ep.share25", "cm.t1/", "eaas.")
     assert {name for name in published() if not name.startswith(slow)} <= names
 
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from tests.model.bits import F32, assert_same_bits, few, normal, seeds
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
-from xdeepserve.model.kernels.gemm import CHUNK
+from xdeepserve.model.kernels.gemm import CHUNK, rows_near
+from xdeepserve.model.kernels.grid import shrink_groups
 from xdeepserve.model.packing import (
     pack_f32,
     pack_int8,
@@ -170,6 +171,59 @@ def test_grouped_matmul(seed: int, rows: int, experts: int, is_int8: bool) -> No
         expected = [c.matmul(x[i : i + 1], w[e])[0] for i, e in enumerate(idx)]
     k.scatter_rows(back, out, order)
     assert_same_bits(back, np.array(expected, F32).reshape(rows, 10))
+
+
+@few
+@given(
+    seeds, st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(1, 200), st.integers(1, 5),
+    st.booleans(),
+)  # fmt: skip
+def test_a_static_grid_makes_the_same_bits(
+    seed: int, sizes: list[int], n: int, workers: int, is_int8: bool
+) -> None:
+    """Whatever groups are empty, however many workers there are; each output is written by one of them."""
+    rows, depth = sum(sizes), 9
+    bounds = np.cumsum([0, *sizes], dtype=np.int32)
+    x, w = normal(seed, rows, depth), normal(seed + 1, len(sizes), depth, n)
+    whole, out, owners = (np.empty((rows, n), F32) for _ in range(3))
+    owners[:] = 0
+    if is_int8:
+        wq, ws = c.quantize_rows(np.ascontiguousarray(w.transpose(0, 2, 1)))
+        args = (*c.quantize_rows(x), bounds, pack_int8(wq).ravel(), ws.ravel())
+        grouped, grid = k.grouped_matmul_int8, k.grid_matmul_int8
+    else:
+        args = (x, bounds, pack_f32(w).ravel())
+        grouped, grid = k.grouped_matmul, k.grid_matmul
+    grouped(whole, *args)
+    scratch = np.empty(k.grid_scratch(len(sizes), rows), F32)
+    for worker in range(workers):
+        out[:] = np.nan
+        grid(out, *args, scratch, worker, workers)
+        mine = ~np.isnan(out)
+        assert_same_bits(out[mine], whole[mine])
+        owners += mine
+    assert (owners == 1).all()
+
+
+def test_many_rows_are_computed_some_at_a_time() -> None:
+    """INT8 rows of a group that do not fit into the second-level cache are tiles of their own."""
+    rows, depth, n = 200, 4096, 33
+    assert rows > rows_near.py_func(depth)
+    q, s = c.quantize_rows(normal(3, rows, depth))
+    wq, ws = c.quantize_rows(normal(4, 2, n, depth))
+    bounds = np.array([0, rows - 1, rows], np.int32)
+    args = (q, s, bounds, pack_int8(wq).ravel(), ws.ravel())
+    whole, out = np.empty((rows, n), F32), np.empty((rows, n), F32)
+    k.grouped_matmul_int8(whole, *args)
+    for worker in range(3):
+        k.grid_matmul_int8(out, *args, np.empty(k.grid_scratch(2, rows), F32), worker, 3)
+    assert_same_bits(out, whole)
+
+
+def test_a_grid_looks_at_groups_with_rows_alone() -> None:
+    bounds, active = np.array([0, 0, 2, 2, 2, 3, 3], np.int32), np.empty(6, np.int32)
+    assert shrink_groups.py_func(active, bounds) == 2
+    assert active[:2].tolist() == [1, 4]
 
 
 @few

@@ -1,4 +1,7 @@
-"""Expert servers that are lost: tokens per second before, meanwhile and after (EaaS 5.4, Figure 10).
+"""Expert services beside the paper's figures, and expert servers that are lost (EaaS 5.3 to 5.6).
+
+DeepSeek-R1 on up to 64 dies, in time only: bench/eaas_full_size.py. Then tokens per second before, meanwhile
+and after a loss (5.4, Figure 10), with every token computed.
 
 In the pod, in virtual time, one of 64 servers is lost for good in the middle of a run; all that it did has
 replicas, spread over others. The paper publishes less than 2 % for a GPU out of 64. Rows say how long it
@@ -17,6 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from xdeepserve.bench import eaas_full_size
 from xdeepserve.bench.report import Row
 from xdeepserve.comm.services.layout import Presence
 from xdeepserve.engine.dp.events import Observed, ServerHeard, StepEnded
@@ -51,6 +55,7 @@ class Decoded(NamedTuple):
 
 def all_rows() -> Iterator[Row]:
     """Virtual time first."""
+    yield from eaas_full_size.rows()
     yield from _lost_in_the_pod()
     for transport in ("pod", "shm", "tcp"):
         yield from _killed(transport)

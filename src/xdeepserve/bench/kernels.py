@@ -25,10 +25,13 @@ from xdeepserve.model.cache_layout import cache_shape, scratch_size
 from xdeepserve.model.canonical import factors
 from xdeepserve.model.kernels import limits
 from xdeepserve.model.packing import pack_bf16, packed_shape_f32, packed_shape_int8
+from xdeepserve.step.linear import column_shares
 
 SHAPES = ((512, 1024), (1024, 1024), (2048, 4096))  # K, N
 ROWS = (1, 16, 64, 256)
 GROUPS, GROUP_K, GROUP_N = 32, 1024, 384  # experts of the decode benchmark's model
+MANY_GROUPS, FEW_K, FEW_N = 256, 256, 128  # an expert server with many experts, as narrow as a small model's
+ACTIVE, WORKERS = (8, 256), (1, 2, 8, 32)
 RANK, NOPE, ROPE = 512, 64, 64
 ATTENTION = ((1, 16, 4096), (1, 128, 4096), (8, 16, 1024))  # sequences, heads, context
 REPEATS, REPEATS_OF_LIMITS = 9, 50
@@ -70,6 +73,7 @@ def all_rows() -> list[Row]:
     rows += _f32(rng, f32_peak)
     rows += _exact(rng, exact_peak)
     rows += _grouped(rng, dot_peak, triad)
+    rows += on_a_grid(rng)
     rows += _attention(rng, torch)
     return rows
 
@@ -148,6 +152,32 @@ def _grouped(rng: np.random.Generator, peak: float, triad: float) -> Iterator[Ro
             partial(k.grouped_matmul_int8, out, q, scale, bounds, w, w_scale),
             bound,
         )
+
+
+def on_a_grid(rng: np.random.Generator) -> Iterator[Row]:
+    """Many groups of which few have rows, 4 each (EaaS 4.1): the busiest of so many workers, which share
+    columns of every group, or tiles of those with rows. One of them at a time, alone on this computer."""
+    shape = (MANY_GROUPS, *packed_shape_int8(FEW_K, FEW_N))
+    w, w_scale = (
+        rng.integers(0, 256, shape).astype(np.uint8).ravel(),
+        np.ones(MANY_GROUPS * FEW_N, np.float32),
+    )
+    for active in ACTIVE:
+        sizes = np.zeros(MANY_GROUPS, np.int32)
+        sizes[rng.permutation(MANY_GROUPS)[:active]] = 4
+        bounds, m = np.append(np.int32(0), np.cumsum(sizes, dtype=np.int32)), 4 * active
+        q, scale = rng.integers(-127, 128, (m, FEW_K)).astype(np.int8), np.ones(m, np.float32)
+        args = (np.empty((m, FEW_N), np.float32), q, scale, bounds, w, w_scale)
+        scratch = np.empty(k.grid_scratch(MANY_GROUPS, m), np.float32)
+        for count in WORKERS:
+            first, last = max(
+                column_shares(k.num_groups(FEW_N), count), key=lambda share: share[1] - share[0]
+            )
+            columns = seconds(partial(k.grouped_matmul_int8, *args, first, last))
+            grid = seconds(partial(k.grid_matmul_int8, *args, scratch, 0, count))
+            name = f"gemm.grid/groups={MANY_GROUPS},active={active},k={FEW_K},n={FEW_N},workers={count}"
+            yield Row(f"{name}/columns", 1e6 * columns, "us", "measured")
+            yield Row(f"{name}/tiles", 1e6 * grid, "us", "measured")
 
 
 def _attention(rng: np.random.Generator, torch: Any) -> Iterator[Row]:

@@ -20,7 +20,16 @@ from typing import Any, Literal
 
 import msgspec
 
-from xdeepserve.bench import comm, ems, paper_rows, pipelines, plan, prefill_formula, superpod
+from xdeepserve.bench import (
+    comm,
+    eaas_full_size,
+    ems,
+    paper_rows,
+    pipelines,
+    plan,
+    prefill_formula,
+    superpod,
+)
 from xdeepserve.bench.report import Row
 from xdeepserve.errors import InputError
 
@@ -56,6 +65,7 @@ SOURCES: dict[str, tuple[Callable[[], Iterable[Row]], ...]] = {
         ems.table_1,
         ems.figure_23,
     ),
+    "eaas": (eaas_full_size.saving, eaas_full_size.loss, eaas_full_size.double_batching),
     "ms": (plan.table_3, plan.identities, plan.dbrx, superpod.megascale),
 }
 ALSO = {  # the same value, published under another id

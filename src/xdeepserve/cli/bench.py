@@ -59,7 +59,7 @@ SUITES = {
         "what faults cost by stage of recovery: tokens per second around each, in virtual time", ("plot",)
     ),
     "eaas": Suite(
-        "tokens per second around the loss of an expert server: one of 64 in virtual time, and processes"
+        "experts as services: R1 on 32 to 64 dies, and what a lost server costs, in virtual time and real"
     ),
     "papers": Suite(
         "every value that the papers publish: ours beside it, or why there is none; two minutes",

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from xdeepserve.jit.compiling import uses_amx
 from xdeepserve.model import kernels as k
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.kernels.gemm import WIDE
 from xdeepserve.model.tensors import MLP, Linear
 
 NO_SCALE = np.empty(0, np.float32)
+UNEVEN = 1.1  # of the mean share of columns: what a thread may have to do at most
 PARALLEL_OPS = 1 << 22  # multiply-adds below which a second thread costs more than it brings
 
 
@@ -22,6 +25,13 @@ class Buffers(Protocol):
     """A die's named buffers; `take` views the beginning of one as an array of that shape."""
 
     def take(self, name: str, *shape: int) -> Array: ...
+
+
+def column_shares(groups: int, count: int) -> list[tuple[int, int]]:
+    """Groups of columns, first and last, of each of `count` threads. A wide tile takes some at once, so the
+    cuts are between those."""
+    cuts = [WIDE * round(groups * i / count / WIDE) for i in range(count)] + [groups]
+    return [*pairwise(cuts)]
 
 
 class Threads:
@@ -40,13 +50,17 @@ class Threads:
         if self._pool is None or num_ops < PARALLEL_OPS:
             kernel(*args)
             return
-        groups = k.num_groups(args[0].shape[1] // num_outputs)
-        # A wide tile takes some groups at once, so cut between those.
-        cuts = [WIDE * round(groups * i / self.count / WIDE) for i in range(self.count)] + [groups]
-        jobs = [self._pool.submit(kernel, *args, cuts[i], cuts[i + 1]) for i in range(1, self.count)]
-        kernel(*args, cuts[0], cuts[1])
+        first, *shares = column_shares(k.num_groups(args[0].shape[1] // num_outputs), self.count)
+        jobs = [self._pool.submit(kernel, *args, *share) for share in shares]
+        kernel(*args, *first)
         for job in jobs:
             job.result()
+
+    def can_share_columns(self, n: int) -> bool:
+        """Whether n columns of a GEMM are enough for all threads to have about as many; a matrix unit needs
+        more of them at once than a grid hands out."""
+        tiles = -(-k.num_groups(n) // WIDE)
+        return uses_amx() or -(-tiles // self.count) * self.count <= UNEVEN * tiles
 
     def over_pieces(self, kernel: Callable[..., None], num_ops: float, scratch_size: int, *args: Any) -> None:
         """kernel(*args, scratch, worker, num_workers), each with float32 scratch memory of its own."""
@@ -181,10 +195,14 @@ class Linears:
         self._grouped(out, act, offsets, experts.w2)
 
     def _grouped(self, out: Array, rows: Rows, offsets: Array, layer: Linear) -> None:
-        num_ops, over_columns = len(out) * layer.k * layer.n, self.threads.over_columns
-        if layer.scale is None:
-            over_columns(k.grouped_matmul, num_ops, out, rows.x, offsets, layer.w)
+        threads, num_ops = self.threads, len(out) * layer.k * layer.n
+        by_columns: Callable[..., None] = k.grouped_matmul
+        on_grid: Callable[..., None] = k.grid_matmul
+        args: list[Any] = [out, rows.x, offsets, layer.w]
+        if layer.scale is not None:
+            by_columns, on_grid = k.grouped_matmul_int8, k.grid_matmul_int8
+            args = [out, rows.x, rows.scale, offsets, layer.w, layer.scale]
+        if threads.can_share_columns(layer.n):
+            threads.over_columns(by_columns, num_ops, *args)
         else:
-            over_columns(
-                k.grouped_matmul_int8, num_ops, out, rows.x, rows.scale, offsets, layer.w, layer.scale
-            )
+            threads.over_pieces(on_grid, num_ops, k.grid_scratch(len(offsets) - 1, len(out)), *args)

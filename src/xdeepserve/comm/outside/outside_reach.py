@@ -102,7 +102,7 @@ class OutsideReach:
         deadline_ns: int,
         describe: Callable[[], Waiting],
     ) -> None:
-        spec, num_looks = self.die.spec, 0
+        spec, num_looks, begin = self.die.spec, 0, time.monotonic()
         # Whoever is as far as this one writes first, so that servers have the requests of all of them.
         await self.die.clock.sleep(spec.startup_ns("urma") + spec.far_latency_ns())
         far = [(address.node, address.offset) for address, _ in places if address.node != self.die.index]
@@ -113,6 +113,7 @@ class OutsideReach:
             if observe():
                 return
             if time.monotonic_ns() >= deadline_ns:
-                raise DeadlineError(**describe()._asdict(), at_ns=self.die.clock.now)
+                waited_s, wait = time.monotonic() - begin, describe()._asdict()
+                raise DeadlineError(real_s=waited_s, at_ns=self.die.clock.now, **wait)
             await nap(num_looks)
             num_looks += 1

@@ -10,6 +10,7 @@ change the order in which one output is summed.
     vector_math            exp and its relatives on vectors
     rows                   norm, quantisation, SwiGLU, sums
     gemm, gemm_exact       float32 and INT8 matrix products; exact products of BF16 numbers
+    grid                   products of many groups of rows, of which few have some, on a static grid
     pair_dots              exact products two at a time, by AVX-512 BF16
     matrix_unit            the tiles of AMX; gemm_matrix, mla_matrix: products and attention with them
     latent_cache           what precedes attention per token
@@ -30,6 +31,7 @@ from xdeepserve.model.kernels.gemm import (
     num_groups,
 )
 from xdeepserve.model.kernels.gemm_exact import matmul_exact, matmul_exact_blocked, matmul_exact_heads
+from xdeepserve.model.kernels.grid import grid_matmul, grid_matmul_int8, grid_scratch
 from xdeepserve.model.kernels.indexer import choose_positions, gather_positions, layer_norm
 from xdeepserve.model.kernels.latent_cache import append_heads, append_kv, rope_heads
 from xdeepserve.model.kernels.mla import attention
@@ -62,6 +64,9 @@ __all__ = [
     "gather_positions",
     "gather_rows",
     "gather_tokens",
+    "grid_matmul",
+    "grid_matmul_int8",
+    "grid_scratch",
     "group_rows",
     "grouped_matmul",
     "grouped_matmul_int8",

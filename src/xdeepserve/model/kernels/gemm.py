@@ -160,6 +160,18 @@ def _tree_group(out, o, ldo, x, i, ldx, rows, w, j, ahead, k_size, num_blocks, p
         _tree_1(out, to, ldo, x, at, ldx, w, j, 0, k_size, num_blocks, partial, count)
 
 
+@part
+def f32_columns(out, o, x, i, rows, w, j, k_size, sums, n, first, last):
+    """`rows` rows x[i ...] by the column groups [first, last) of the weights at w[j ...], to out[o ...]."""
+    ldx, ldo, group = x.shape[1], out.shape[1], k_size * COLUMNS
+    ahead, chunk = group if rows > FEW_F32 else 0, CHUNK if rows > F32_ROWS else k_size
+    for g in range(first, last):
+        at, to, count = j + g * group, o + g * COLUMNS, n - g * COLUMNS
+        for k in range(0, k_size, chunk):
+            until = min(k + chunk, k_size)
+            _f32_group(out, to, ldo, x, i, ldx, rows, w, at, ahead, k, until, k_size, sums, count)
+
+
 @kernel
 def gemm_f32(out, x, w, k_size, n, num_blocks, batches, x_step, out_step, bounds, first, last):
     """`batches` products with one weight each: of the rows between two bounds, or of all rows, whose columns
@@ -176,16 +188,14 @@ def gemm_f32(out, x, w, k_size, n, num_blocks, batches, x_step, out_step, bounds
         rows = stop - start
         if rows == 0:
             continue
-        i, o = start * ldx + b * x_step, start * ldo + b * out_step
-        ahead, chunk = group if rows > FEW_F32 else 0, CHUNK if rows > F32_ROWS else k_size
+        i, o, w_at = start * ldx + b * x_step, start * ldo + b * out_step, b * per_batch
+        if num_blocks == 1:
+            f32_columns(out, o, x, i, rows, w, w_at, k_size, sums, n, first, last)
+            continue
+        ahead = group if rows > FEW_F32 else 0
         for g in range(first, last):
-            j, to, count = b * per_batch + g * group, o + g * COLUMNS, n - g * COLUMNS
-            if num_blocks > 1:
-                _tree_group(out, to, ldo, x, i, ldx, rows, w, j, ahead, k_size, num_blocks, partial, count)
-                continue
-            for k in range(0, k_size, chunk):
-                until = min(k + chunk, k_size)
-                _f32_group(out, to, ldo, x, i, ldx, rows, w, j, ahead, k, until, k_size, sums, count)
+            j, to, count = w_at + g * group, o + g * COLUMNS, n - g * COLUMNS
+            _tree_group(out, to, ldo, x, i, ldx, rows, w, j, ahead, k_size, num_blocks, partial, count)
 
 
 def num_groups(n: int) -> int:
@@ -307,21 +317,47 @@ def _int8_narrow(out, o, ldo, q, m, stop, w, j, k_size, start, scale, w_scale, n
         _int8_1x1(out, to, ldo, q, i, w, j, 0, k_size, start, scale, m, w_scale, n, count)
 
 
+@part
+def int8_start(start, q):
+    """start int32 [M]: the dot product takes unsigned weights w + 128, so 128 times the row's sum comes off
+    to begin with."""
+    for m in range(q.shape[0]):
+        row, total = q[m], np.int32(0)
+        for k in range(q.shape[1]):
+            total += np.int32(row[k])
+        start[m] = np.int32(-128) * total
+
+
+@part
+def int8_columns(out, q, m, stop, w, weights, group, start, scale, w_scale, columns, n, first, last):
+    """Rows [m, stop), so few that they stay in the second-level cache, of the column groups [first, last)."""
+    k_size, ldo, g = q.shape[1], out.shape[1], first
+    while g < last:
+        j, o = weights + g * group, g * COLUMNS
+        at, left = columns + o, n - o
+        if stop - m > FEW and g + WIDE <= last:
+            ahead = WIDE * group
+            _int8_wide(out, o, ldo, q, m, stop, w, j, ahead, k_size, start, scale, w_scale, at, left)
+            g += WIDE
+        else:
+            _int8_narrow(out, o, ldo, q, m, stop, w, j, k_size, start, scale, w_scale, at, left)
+            g += 1
+
+
+@part
+def rows_near(k_size):
+    """How many INT8 rows are computed together."""
+    return max(NEAR // k_size // ROWS, 1) * ROWS
+
+
 @kernel
 def gemm_int8(out, q, scale, w, w_scale, n, bounds, first, last):
     """Grouped by the rows between bounds, or one group of all rows."""
     num_rows, k_size = q.shape
-    ldo = out.shape[1]
     group = (k_size + DEPTH - 1) // DEPTH * DEPTH * COLUMNS
     per_batch = (n + COLUMNS - 1) // COLUMNS * group
-    # The dot product takes unsigned weights w + 128, so 128 times the row's sum comes off to begin with.
-    start = np.empty(num_rows, np.int32)
-    for m in range(num_rows):
-        row, total = q[m], np.int32(0)
-        for k in range(k_size):
-            total += np.int32(row[k])
-        start[m] = np.int32(-128) * total
-    near = max(NEAR // k_size // ROWS, 1) * ROWS
+    start, near = np.empty(num_rows, np.int32), rows_near(k_size)
+    int8_start(start, q)
     for b in range(max(bounds.size - 1, 1)):
         begin, end = 0, num_rows
         if bounds.size > 0:
@@ -333,17 +369,7 @@ def gemm_int8(out, q, scale, w, w_scale, n, bounds, first, last):
             continue
         for m in range(begin, end, near):
             stop = min(m + near, end)
-            g = first
-            while g < last:
-                j, o = weights + g * group, g * COLUMNS
-                at, left = columns + o, n - o
-                if stop - m > FEW and g + WIDE <= last:
-                    ahead = WIDE * group
-                    _int8_wide(out, o, ldo, q, m, stop, w, j, ahead, k_size, start, scale, w_scale, at, left)
-                    g += WIDE
-                else:
-                    _int8_narrow(out, o, ldo, q, m, stop, w, j, k_size, start, scale, w_scale, at, left)
-                    g += 1
+            int8_columns(out, q, m, stop, w, weights, group, start, scale, w_scale, columns, n, first, last)
 
 
 def matmul_int8(
