@@ -88,6 +88,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["bench", "papers", "--paper", "ms", "--json", "--plot", str(picture)]) == 0
     found = json.loads(capsys.readouterr().out)
     assert picture.read_text().startswith("<?xml")
+    assert picture.with_stem("ms-figures").read_text().startswith("<?xml")
     arithmetic = found["errors_pct"]["arithmetic"]
     assert arithmetic == pytest.approx({"values": 18, "median": 0, "largest": 0.3}, abs=0.1)
     assert {"id": "ms.ridge", "rows": ["ms.ridge"]}.items() <= found["ids"][4].items()

@@ -14,18 +14,19 @@ from typing import Any, NamedTuple
 import msgspec
 
 from xdeepserve.bench import comm, interference, paper_rows, pipelines, prefill_formula, superpod
-from xdeepserve.bench.decode_formula import LayerCost, Load
+from xdeepserve.bench.decode_formula import EP320, LayerCost, Load, Tiles
 from xdeepserve.bench.prefill_formula import PrefillCost
 from xdeepserve.bench.report import Row
 from xdeepserve.comm.cost import CommCost
 from xdeepserve.hw.spec import Param, Spec
+from xdeepserve.hw.switches import SUB_PLANES
 from xdeepserve.hw.topology import Plane
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import resolve_model
 
 PUSHED = frozenset({"FusedDispatch", "FusedCombine"})
 EXCHANGES = PUSHED | {"A2E", "E2A", "crossing"}
-DECODE = frozenset({"Table 4", "stream 1", "layer", "gains"})
+DECODE = frozenset({"Table 4", "stream 1", "layer", "gains", "streams of batch 8"})
 PREFILL = frozenset({"prefill", "prefill's gain"})
 
 
@@ -39,6 +40,8 @@ class Formulas(NamedTuple):
     splits: Sequence[int] | None = None  # of cores between two streams, if not the best is chosen
     unabsorbed: bool = True  # prefill's attention
     kv_plane: Plane = Plane.UB  # on which KV comes while dies dispatch
+    shares_hbm: bool = True  # two streams of a die
+    tiles: Tiles = "BSND"  # of attention
 
     @staticmethod
     def with_spec(spec: Spec) -> Formulas:
@@ -49,7 +52,7 @@ class Formulas(NamedTuple):
     def layer(self) -> LayerCost:
         """CloudMatrix's decode."""
         cost = LayerCost if self.splits is None else _FixedSplit
-        return cost(self.config, self.spec, self.push)
+        return cost(self.config, self.spec, self.push, self.shares_hbm, self.tiles)
 
 
 class _FixedSplit(LayerCost, frozen=True):
@@ -99,6 +102,12 @@ def _even() -> Formulas:
     return whole()._replace(pull=_EvenRouting(), push=_EvenRouting(way="push"))
 
 
+def _one_sub_plane() -> Formulas:
+    machine = without(ub_bandwidth=Spec().ub_bandwidth.value / SUB_PLANES)
+    one = msgspec.structs.replace(machine.pull, spread=False)
+    return machine._replace(pull=one, push=msgspec.structs.replace(one, way="push"))
+
+
 def _int8_attention() -> Formulas:
     machine = whole()
     layers = frozenset(range(machine.config.num_hidden_layers))
@@ -128,6 +137,11 @@ MECHANISMS = (
         lambda: without(inter_server_loss=0, inter_server_latency=0),
         DECODE | EXCHANGES - {"crossing"} | {"prefill's gain", "send and receive", "dispatch beside KV"},
     ),
+    Mechanism(
+        "messages are spread over sub-planes",
+        _one_sub_plane,
+        DECODE | EXCHANGES - {"crossing"} | {"prefill's gain", "send and receive", "dispatch beside KV"},
+    ),
     Mechanism("serving waits for the slowest", lambda: without(barrier_stretch=1), DECODE),
     # 2. What is shared
     Mechanism(
@@ -141,6 +155,11 @@ MECHANISMS = (
         frozenset({"send and receive", "A2E", "E2A"}),
     ),
     Mechanism(
+        "streams share HBM",  # those of CloudMatrix's batches read weights while the other one exchanges
+        lambda: whole()._replace(shares_hbm=False),
+        frozenset({"streams of batch 8"}),
+    ),
+    Mechanism(
         "KV and exchanges share ports",
         lambda: whole()._replace(kv_plane=Plane.ROCE),
         frozenset({"dispatch beside KV"}),
@@ -151,6 +170,11 @@ MECHANISMS = (
         "cores are split as suits the load",
         lambda: whole()._replace(splits=(pipelines.CM_SPLIT,)),
         frozenset({"Table 4", "layer", "gains"}),
+    ),
+    Mechanism(
+        "attention's tiles follow the rows of drafts",
+        lambda: whole()._replace(tiles="BNSD"),
+        DECODE - {"stream 1"} | {"stream 0"},
     ),
     Mechanism("attention is BF16", _int8_attention, DECODE - {"stream 1"} | {"stream 0"}),
     Mechanism(
@@ -186,11 +210,18 @@ def groups(machine: Formulas) -> dict[str, list[Row]]:
         "Table 4": named(decode, "cm.t4/"),
         "stream 0": named(decode, "cm.streams/stream0"),
         "stream 1": named(decode, "cm.streams/stream1"),
+        "streams of batch 8": [_second_of_few(layer)],
         "layer": named(decode, "cm.mtp.layer/"),
         "gains": [*pipelines.gains_by_formula(layer), *paper_rows.gains_by_drafts(layer)],
         "prefill": named(prefill, "cm.t2/"),
         "prefill's gain": named(prefill, "cm.mb.prefill"),
     }
+
+
+def _second_of_few(cost: LayerCost) -> Row:
+    """Of a microbatch that is so small that both streams read most of the time."""
+    _, second = cost.streams_ns(Load(requests=2, rows=2, context=pipelines.CM_CONTEXT), EP320, 16)
+    return Row("streams/batch=8/stream1", second / 1000, "us", "predicted")
 
 
 def _beside_kv(machine: Formulas) -> Row:

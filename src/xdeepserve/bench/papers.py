@@ -20,7 +20,17 @@ from typing import Any, Literal
 
 import msgspec
 
-from xdeepserve.bench import comm, ems, paper_rows, pipelines, plan, prefill_formula, superpod
+from xdeepserve.bench import (
+    comm,
+    ems,
+    expert_skew,
+    figures,
+    paper_rows,
+    pipelines,
+    plan,
+    prefill_formula,
+    superpod,
+)
 from xdeepserve.bench.report import Row
 from xdeepserve.errors import InputError
 
@@ -38,6 +48,7 @@ SOURCES: dict[str, tuple[Callable[[], Iterable[Row]], ...]] = {
         paper_rows.crossover,
         comm.a2e,
         paper_rows.latency_by_drafts,
+        expert_skew.rows,
         superpod.colocated,
         superpod.disaggregated,
     ),
@@ -224,7 +235,9 @@ def as_json(rows: Sequence[Row], paper: str | None = None) -> dict[str, Any]:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Ours over theirs, a point for each value, by paper and by where it comes from."""
+    """Ours over theirs, a point for each value, by paper and by where it comes from; and the papers' figures
+    in a second file, FILE-figures."""
+    figures.plot(dict.fromkeys(paper_of(row.name) for row in rows), path.with_stem(f"{path.stem}-figures"))
     pyplot = comm.pyplot()
     some = [row for row in rows if has_error(row)]
     figure, axes = pyplot.subplots(figsize=(8, 0.16 * len(some) + 1))
