@@ -41,8 +41,8 @@ def test_every_published_value_has_a_row(rows: list[Row]) -> None:
 
 
 def test_predictions_are_as_close_as_is_said(rows: list[Row]) -> None:
-    predicted = papers.errors(rows)["predicted"]
-    assert len(predicted) >= 25
+    predicted = papers.errors(rows)["predicted"]  # each value once
+    assert len(predicted) >= 20
     assert statistics.median(predicted) < 8
     assert sum(error <= papers.WITHIN for error in predicted) >= 0.8 * len(predicted)
     assert all(papers.paper_values()[papers.id_of(row)].why for row in rows if papers.is_far(row))
@@ -82,7 +82,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["bench", "papers", "--paper", "ds", "--full"]) == 0
     out = capsys.readouterr().out
     assert "DeepServe publishes 20 things" in out
-    assert "ds.fork.order: NPU-fork links (6.2, Fig 10): missing; " in out
+    assert "ds.fork.order: NPU-fork links (6.2, Fig 10): built; bench scale" in out
+    assert out.count(": missing; ") == 1  # pipeline parallelism
     pytest.importorskip("matplotlib")
     picture = tmp_path / "ms.svg"
     assert main(["bench", "papers", "--paper", "ms", "--json", "--plot", str(picture)]) == 0

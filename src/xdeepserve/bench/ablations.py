@@ -219,7 +219,7 @@ def groups(machine: Formulas) -> dict[str, list[Row]]:
 
 
 def _second_of_few(cost: LayerCost) -> Row:
-    """Of a microbatch that is so small that both streams read most of the time."""
+    """Stream 1 where microbatches are so small that both streams read most of the time."""
     _, second = cost.streams_ns(Load(requests=2, rows=2, context=pipelines.CM_CONTEXT), EP320, 16)
     return Row("streams/batch=8/stream1", second / 1000, "us", "predicted")
 

@@ -131,7 +131,7 @@ class LayerCost(msgspec.Struct, frozen=True):
         return 1 + expected_maximum(cores) * math.sqrt(variance / of_core) / mean
 
     def experts_work(self, load: Load, dies: ExpertDies) -> Work:
-        """Of the busiest die, with routed experts or a shared one."""
+        """What the busiest die does, with routed experts or a shared one."""
         total = load.requests * load.rows * dies.total
         mean = self.config.num_experts_per_tok * total / dies.routed
         busiest = max(total / dies.shared, self.spec.billed_copies(0, mean))

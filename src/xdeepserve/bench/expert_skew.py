@@ -50,7 +50,7 @@ def rows() -> list[Row]:
 
 
 def hottest_over_mean(load: npt.NDArray[np.float64], slots: int) -> float:
-    """Of the dies with routed experts, with so many redundant slots on every die."""
+    """The hottest die over the mean of those with routed experts, with so many redundant slots on each."""
     counts = np.round(load * TOKENS / len(load)).astype(np.int64)[:, None]
     primary, free = list(range(EP288.routed)), [slots] * EP288.total
     shared = 1 / (resolve_model(MODEL).config.num_experts_per_tok * EP288.shared)

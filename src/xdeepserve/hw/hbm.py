@@ -45,7 +45,8 @@ class SharedHBM:
 
     def _advance(self) -> None:
         """All that were under way, to now. Who begins or ends always comes here: shares were the same."""
-        elapsed, self._at_ns = self.clock.now - self._at_ns, self.clock.now
+        elapsed: float = self.clock.now - self._at_ns
+        self._at_ns = self.clock.now
         while elapsed > 0 and self._draws:
             elapsed -= step(self._draws, elapsed)
             self._draws = [draw for draw in self._draws if draw.left_ns > 0]
