@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from xdeepserve.bench import comm, interference, paper_rows, pipelines, prefill_formula, superpod
-from xdeepserve.bench.decode_formula import EP320, LayerCost, Load, Tiles
+from xdeepserve.bench.decode_formula import EP320, ExpertDies, LayerCost, Load, Tiles
 from xdeepserve.bench.prefill_formula import PrefillCost
 from xdeepserve.bench.report import Row
 from xdeepserve.comm.cost import CommCost
@@ -37,8 +37,9 @@ class Formulas(NamedTuple):
     config: ModelConfig
     pull: CommCost
     push: CommCost
-    splits: Sequence[int] | None = None  # of cores between two streams, if not the best is chosen
+    decode: type[LayerCost] = LayerCost  # how microbatches of a layer go
     unabsorbed: bool = True  # prefill's attention
+    hides: bool = True  # its two microbatches one's exchanges behind the other's kernels
     kv_plane: Plane = Plane.UB  # on which KV comes while dies dispatch
     shares_hbm: bool = True  # two streams of a die
     tiles: Tiles = "BSND"  # of attention
@@ -51,15 +52,21 @@ class Formulas(NamedTuple):
     @property
     def layer(self) -> LayerCost:
         """CloudMatrix's decode."""
-        cost = LayerCost if self.splits is None else _FixedSplit
-        return cost(self.config, self.spec, self.push, self.shares_hbm, self.tiles)
+        return self.decode(self.config, self.spec, self.push, self.shares_hbm, self.tiles)
 
 
 class _FixedSplit(LayerCost, frozen=True):
     """Streams that have 16 and 8 cores whatever they have to do."""
 
-    def microbatched_ns(self, load: Load, dies: Any, splits: Sequence[int] = ()) -> float:
+    def microbatched_ns(self, load: Load, dies: ExpertDies, splits: Sequence[int] = ()) -> float:
         return LayerCost.microbatched_ns(self, load, dies, (pipelines.CM_SPLIT,))
+
+
+class _OneStream(LayerCost, frozen=True):
+    """All cores do one thing after another."""
+
+    def microbatched_ns(self, load: Load, dies: ExpertDies, splits: Sequence[int] = ()) -> float:
+        return self.serial_ns(load, dies)
 
 
 class _EvenRouting(CommCost, frozen=True):
@@ -168,7 +175,7 @@ MECHANISMS = (
     Mechanism("a tile begins and ends", lambda: without(tile_overhead=0), frozenset({"Table 9"})),
     Mechanism(
         "cores are split as suits the load",
-        lambda: whole()._replace(splits=(pipelines.CM_SPLIT,)),
+        lambda: whole()._replace(decode=_FixedSplit),
         frozenset({"Table 4", "layer", "gains"}),
     ),
     Mechanism(
@@ -182,7 +189,13 @@ MECHANISMS = (
         lambda: without(compute_efficiency=1),
         DECODE - {"stream 1"} | {"stream 0", "A2E"} | PREFILL,  # vector cores keep that share, too
     ),
+    Mechanism(
+        "two streams go side by side",
+        lambda: whole()._replace(decode=_OneStream),
+        frozenset({"Table 4", "layer", "gains"}),
+    ),
     # 4. Prefill
+    Mechanism("prefill's exchanges hide behind its kernels", lambda: whole()._replace(hides=False), PREFILL),
     Mechanism("prefill's attention is not absorbed", lambda: whole()._replace(unabsorbed=False), PREFILL),
 )
 
@@ -192,7 +205,13 @@ def groups(machine: Formulas) -> dict[str, list[Row]]:
     exchanges, layer = comm.exchanges(machine.push), machine.layer
     decode, a2e = superpod.formulas(layer), comm.a2e(machine.pull)
     prefill = prefill_formula.rows(
-        PrefillCost(machine.config, unabsorbed=machine.unabsorbed, comm=machine.pull, spec=machine.spec)
+        PrefillCost(
+            machine.config,
+            unabsorbed=machine.unabsorbed,
+            comm=machine.pull,
+            spec=machine.spec,
+            hides=machine.hides,
+        )
     )
 
     def named(rows: Iterable[Row], *prefixes: str) -> list[Row]:

@@ -32,7 +32,8 @@ EFFICIENCY = Param(
 
 
 class PrefillCost(msgspec.Struct, frozen=True):
-    """One model's, on dies of which each has `CHIP_TOKENS` / 2 tokens of prompts of `prompt` tokens."""
+    """One model's, on dies of which each has `CHIP_TOKENS` / 2 tokens of prompts of `prompt` tokens.
+    Without `hides` two microbatches go one after the other."""
 
     config: ModelConfig
     efficiency: float = EFFICIENCY.value
@@ -40,6 +41,7 @@ class PrefillCost(msgspec.Struct, frozen=True):
     comm: CommCost = CommCost()
     spec: Spec = Spec()
     prompt: int = PROMPT
+    hides: bool = True
 
     @property
     def tokens(self) -> int:
@@ -65,7 +67,7 @@ class PrefillCost(msgspec.Struct, frozen=True):
     def layer_ns(self, microbatches: bool = True) -> float:
         """Two microbatches hide the shorter of computing and exchanging behind the other (CM 4.3.2)."""
         parts = self.compute_ns() / self.efficiency, self.exchanges_ns()
-        return max(parts) if microbatches else sum(parts)
+        return max(parts) if microbatches and self.hides else sum(parts)
 
     def batch_ns(self, microbatches: bool = True) -> float:
         """All of a chip's tokens, to the first new ones."""
