@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from xdeepserve.bench import ems, paper_rows, papers, superpod
+from xdeepserve.bench import ems, expert_skew, paper_rows, papers, superpod
 from xdeepserve.bench.report import Row, published
 from xdeepserve.cli import main
 from xdeepserve.hw.grouped_gemm import GroupedGemm
@@ -63,6 +63,18 @@ def test_what_follows_in_a_line(source: object, bound: float) -> None:
     errors = [abs(row.error_pct) for row in source()]
     assert errors
     assert max(errors) <= bound
+
+
+def test_a_skewed_layer_waits_for_its_hottest_die() -> None:
+    load = expert_skew.loads(256, 30)
+    assert load.mean() == pytest.approx(1)
+    assert load.max() == pytest.approx(30)
+    assert list(load) == sorted(load, reverse=True)
+    times = [expert_skew.layer_ns(hottest) for hottest in (1, 2, 10, 30)]
+    assert times[0] == times[1] < times[2] < times[3]  # ordinary imbalance is billed in any case
+    native, one = (expert_skew.hottest_over_mean(load, slots) for slots in (0, 1))
+    assert native == pytest.approx(30, rel=0.001)
+    assert 1 <= one < 2
 
 
 def test_waves_of_tiles() -> None:
