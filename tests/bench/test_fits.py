@@ -53,8 +53,12 @@ def test_all_that_is_fitted_is_listed_and_the_decode_rows_say_as_much_without_ea
     far = {"CM Table 4", "CM Figure 23"}
     assert all(one["largest"] < (18 if one["table"] in far else 15) for one in left_out)
     assert len(told["parameters"]) == 14
+    assert {*told["parameters"]} - of_fits | {fits.COMM_RATIO} > fits.READ_OFF
     assert main(["bench", "papers", "--fits"]) == 0
-    assert "CM Table 6" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "10 numbers are fitted to several" in out
+    assert "4 numbers are read off one" in out
+    assert "CM Table 6" in out
 
 
 @pytest.mark.parametrize("other", [["--trends"], ["--full"], ["--paper", "cm"]])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from xdeepserve.bench import ems, paper_rows, papers, superpod
+from xdeepserve.bench import ems, expert_skew, paper_rows, papers, superpod
 from xdeepserve.bench.report import Row, published
 from xdeepserve.cli import main
 from xdeepserve.hw.grouped_gemm import GroupedGemm
@@ -42,8 +42,8 @@ def test_every_published_value_has_a_row(rows: list[Row]) -> None:
 
 
 def test_predictions_are_as_close_as_is_said(rows: list[Row]) -> None:
-    predicted = papers.errors(rows)["predicted"]
-    assert len(predicted) >= 25
+    predicted = papers.errors(rows)["predicted"]  # each value once
+    assert len(predicted) >= 20
     assert statistics.median(predicted) < 8
     assert sum(error <= papers.WITHIN for error in predicted) >= 0.8 * len(predicted)
     assert all(papers.paper_values()[papers.id_of(row)].why for row in rows if papers.is_far(row))
@@ -66,6 +66,18 @@ def test_what_follows_in_a_line(source: object, bound: float) -> None:
     assert max(errors) <= bound
 
 
+def test_a_skewed_layer_waits_for_its_hottest_die() -> None:
+    load = expert_skew.loads(256, 30)
+    assert load.mean() == pytest.approx(1)
+    assert load.max() == pytest.approx(30)
+    assert list(load) == sorted(load, reverse=True)
+    times = [expert_skew.layer_ns(hottest) for hottest in (1, 2, 10, 30)]
+    assert times[0] == times[1] < times[2] < times[3]  # ordinary imbalance is billed in any case
+    native, one = (expert_skew.hottest_over_mean(load, slots) for slots in (0, 1))
+    assert native == pytest.approx(30, rel=0.001)
+    assert 1 <= one < 2
+
+
 def test_waves_of_tiles() -> None:
     """One more tile than there are cores takes as long as a second wave."""
     spec = Spec()
@@ -83,12 +95,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["bench", "papers", "--paper", "ds", "--full"]) == 0
     out = capsys.readouterr().out
     assert "DeepServe publishes 20 things" in out
-    assert "ds.fork.order: NPU-fork links (6.2, Fig 10): missing; " in out
+    assert "ds.fork.order: NPU-fork links (6.2, Fig 10): built; bench scale" in out
+    assert " ".join(out.split()).count(": missing; ") == 1  # pipeline parallelism
     pytest.importorskip("matplotlib")
     picture = tmp_path / "ms.svg"
     assert main(["bench", "papers", "--paper", "ms", "--json", "--plot", str(picture)]) == 0
     found = json.loads(capsys.readouterr().out)
     assert picture.read_text().startswith("<?xml")
+    assert picture.with_stem("ms-figures").read_text().startswith("<?xml")
     arithmetic = found["errors_pct"]["arithmetic"]
     assert arithmetic == pytest.approx({"values": 18, "median": 0, "largest": 0.3}, abs=0.1)
     assert {"id": "ms.ridge", "rows": ["ms.ridge"]}.items() <= found["ids"][4].items()

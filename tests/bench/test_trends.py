@@ -7,7 +7,8 @@ import pytest
 
 from xdeepserve.bench import trends
 from xdeepserve.bench.papers import PAPERS, paper_of
-from xdeepserve.bench.said_in_papers import TRENDS, Trend, Values
+from xdeepserve.bench.said_in_papers import TRENDS
+from xdeepserve.bench.trend import Trend, Values
 from xdeepserve.cli import main
 
 SLOW = ("engine", "loading", "experts", "microbatches")  # minutes in all

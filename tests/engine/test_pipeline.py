@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from xdeepserve import LLM, SamplingParams
+from xdeepserve.bench import pipelines
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
@@ -314,3 +315,26 @@ def test_prefill_spreads_over_three_kinds_of_engines(tiny: TinyCheckpoint) -> No
             for b in kernels
             if b.name == name and a.args and b.args
         )
+
+
+@pytest.mark.parametrize(("context", "batch", "start"), [(1024, 48, 22), (16384, 12, 6)])
+def test_cores_move_to_the_stream_that_takes_longer(context: int, batch: int, start: int) -> None:
+    """CM 4.2.3: from a split that suits the other case, near the best one of some that stay."""
+    moving = pipelines.simulated_layer_us(batch, 1, start, context, adaptive=True)
+    fixed = [pipelines.simulated_layer_us(batch, 1, cores, context) for cores in (start, 10, 16)]
+    assert moving < 1.03 * min(fixed)
+    assert moving < 0.95 * fixed[0]
+
+
+def test_moving_cores_changes_no_token(tiny: TinyCheckpoint) -> None:
+    spec = slow(3e-5, 1 / 200)
+    fixed = serve(tiny, spec, 8, 60, [TWO, "pipeline.overlap=cores", "pipeline.attention_cores=4"])
+    moving = serve(
+        tiny,
+        spec,
+        8,
+        60,
+        [TWO, "pipeline.overlap=cores", "pipeline.attention_cores=4", "pipeline.adaptive=true"],
+    )
+    assert moving.tokens == fixed.tokens
+    assert moving.tpot < fixed.tpot

@@ -205,3 +205,32 @@ async def test_a_bad_piece_or_flag_is_refused_before_anything_moves() -> None:
     with pytest.raises(AddressError):
         await pod.dies[0].spawn(stream.copy([good], 1, [(Address(1, SIZE), b"x")]))
     assert image(pod) == before
+
+
+def test_streams_to_one_die_share_its_port_and_those_to_others_do_not() -> None:
+    """A far end that two write to takes both one after the other; within a chip no port is passed."""
+
+    def ends(routes: list[tuple[int, int]]) -> list[int]:
+        pod, nbytes = Pod(), 1 << 22
+        for node in {node for route in routes for node in route}:
+            pod.plan(node).app.alloc("data", nbytes)
+        pod.materialise()
+
+        async def send(src: int, dst: int) -> int:
+            stream = Stream(pod.dies[src].mte, "send")
+            await stream.copy([Copy(Address(src, 0), Address(dst, 0), nbytes)], 48)
+            await stream.drain()
+            return pod.clock.now
+
+        async def main() -> list[int]:
+            return list(await asyncio.gather(*[pod.dies[src].spawn(send(src, dst)) for src, dst in routes]))
+
+        return asyncio.run(main())
+
+    (alone,) = ends([(16, 0)])
+    assert ends([(16, 0), (17, 40)]) == [alone, alone]
+    first, second = ends([(16, 0), (40, 0)])
+    assert first == alone
+    (load,) = ends([(0, 1)])  # most of it is MTE2, of the die's own memory
+    assert second > 1.8 * alone - load
+    assert ends([(0, 1), (16, 1)])[0] == load

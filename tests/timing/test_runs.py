@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.timing.closed_forms import ClosedForms
 from xdeepserve.bench import pipelines, superpod
-from xdeepserve.bench.decode_formula import EP320, SPLITS, LayerCost, Load
+from xdeepserve.bench.decode_formula import EP320, SPLITS, LayerCost, Load, expert_layer
 from xdeepserve.cli import main
 from xdeepserve.comm.cost import CommCost
 from xdeepserve.engine.build import PodPlan
@@ -25,10 +25,14 @@ from xdeepserve.errors import CheckpointError, DeadlineError, DeploymentError
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.spec import Spec
 from xdeepserve.hw.topology import Topology
+from xdeepserve.hw.work import Work
 from xdeepserve.llm import LLM
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.planner.decode_run import DecodeRun, DummyTokens, decode_iteration
+from xdeepserve.step.frame import Model
+from xdeepserve.step.layer import Where, decoder_layer
+from xdeepserve.step.stage import Counts, stages
 
 NUM_LAYERS = 8
 
@@ -217,7 +221,7 @@ def test_two_streams_take_what_their_formula_says() -> None:
     serial = pipelines.simulated_layer_us(48, 1, None)
     assert serial == pytest.approx(cost.serial_ns(load, EP320) / 1000, rel=0.01)
     for cores in SPLITS:
-        formula = 2 * max(cost.stream0_ns(half, cores), cost.stream1_ns(half, EP320, 24 - cores)) / 1000
+        formula = 2 * max(cost.streams_ns(half, EP320, cores)) / 1000
         assert pipelines.simulated_layer_us(48, 1, cores) == pytest.approx(formula, rel=0.01)
     assert pipelines.simulated_layer_us(48, 1, 16) < serial
 
@@ -242,3 +246,40 @@ def test_ping_pong_takes_what_its_formula_says() -> None:
     assert gains[0] == pytest.approx(2)
     assert 1.1 < gains[1] < 1.4
     assert gains[2] == pytest.approx(1)
+
+
+def test_prompts_take_less_with_keys_and_values_of_all_heads() -> None:
+    """CM 4.3.1: in time, as the closed form has it; tokens are the same, and so is decode's time."""
+    times = {}
+    for form in ("absorbed", "unabsorbed"):
+        settings = ["dies=2", "max_model_len=4400", "scheduler.max_num_batched_tokens=4096"]
+        settings.append(f"prefill_attention={form}")
+        with LLM("deepseek-r1", "colocated", overrides=settings, timing_only=True) as llm:
+            (output,) = llm.generate([[7] * 4096], SamplingParams(max_tokens=3, ignore_eos=True))
+        assert output.metrics is not None
+        times[form] = output.metrics.ttft_ns, output.metrics.tpot_ns
+    c = resolve_model("deepseek-r1").config
+    context, heads = 4096 * 4097 / 2, c.num_attention_heads
+    widths = 2 * c.kv_lora_rank + c.qk_rope_head_dim, c.qk_head_dim + c.v_head_dim
+    spec = Spec()
+    saved = 2 * context * heads * (widths[0] - widths[1])
+    expected = 1e9 * saved / spec.bf16_peak.value / spec.compute_efficiency.value * c.num_hidden_layers
+    assert times["absorbed"][0] - times["unabsorbed"][0] == pytest.approx(expected, rel=1e-6)
+    assert times["absorbed"][1] == times["unabsorbed"][1]
+
+
+def test_chunks_make_keys_and_values_of_earlier_positions_again() -> None:
+    """And rows that decode stay absorbed, which takes them fewer operations."""
+    config = resolve_model("deepseek-r1").config
+    layer, heads = expert_layer(config), config.num_attention_heads
+    (stage,) = [each for each in stages(decoder_layer(layer, Where()).attention) if each.attends]
+
+    def work(counts: Counts, unabsorbed: bool = True) -> Work:
+        return stage.work(Model(config, "int8", heads, unabsorbed), layer, counts)
+
+    whole, chunk = work(Counts(2048, 2048 * 1024, 2048)), work(Counts(2048, 2048 * 3072, 4096))
+    assert (whole.bf16, chunk.attention) == (0, 3 * whole.attention)
+    widths = config.qk_nope_head_dim + config.v_head_dim
+    assert chunk.bf16 == 2.0 * 2048 * heads * config.kv_lora_rank * widths
+    decoding = Counts(2, 2 * 4096, 4096)
+    assert work(decoding) == work(decoding, unabsorbed=False)

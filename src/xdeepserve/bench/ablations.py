@@ -9,23 +9,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from xdeepserve.bench import comm, interference, paper_rows, pipelines, prefill_formula, superpod
-from xdeepserve.bench.decode_formula import LayerCost, Load
+from xdeepserve.bench.decode_formula import EP320, ExpertDies, LayerCost, Load, Tiles
 from xdeepserve.bench.prefill_formula import PrefillCost
 from xdeepserve.bench.report import Row
 from xdeepserve.comm.cost import CommCost
 from xdeepserve.hw.spec import Param, Spec
+from xdeepserve.hw.switches import SUB_PLANES
 from xdeepserve.hw.topology import Plane
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import resolve_model
 
 PUSHED = frozenset({"FusedDispatch", "FusedCombine"})
 EXCHANGES = PUSHED | {"A2E", "E2A", "crossing"}
-DECODE = frozenset({"Table 4", "stream 1", "layer", "gains"})
+DECODE = frozenset({"Table 4", "stream 1", "layer", "gains", "streams of batch 8"})
 PREFILL = frozenset({"prefill", "prefill's gain"})
 
 
@@ -36,9 +37,12 @@ class Formulas(NamedTuple):
     config: ModelConfig
     pull: CommCost
     push: CommCost
-    splits: Sequence[int] | None = None  # of cores between two streams, if not the best is chosen
+    decode: type[LayerCost] = LayerCost  # how microbatches of a layer go
     unabsorbed: bool = True  # prefill's attention
+    hides: bool = True  # its two microbatches one's exchanges behind the other's kernels
     kv_plane: Plane = Plane.UB  # on which KV comes while dies dispatch
+    shares_hbm: bool = True  # two streams of a die
+    tiles: Tiles = "BSND"  # of attention
 
     @staticmethod
     def with_spec(spec: Spec) -> Formulas:
@@ -48,15 +52,21 @@ class Formulas(NamedTuple):
     @property
     def layer(self) -> LayerCost:
         """CloudMatrix's decode."""
-        cost = LayerCost if self.splits is None else _FixedSplit
-        return cost(self.config, self.spec, self.push)
+        return self.decode(self.config, self.spec, self.push, self.shares_hbm, self.tiles)
 
 
 class _FixedSplit(LayerCost, frozen=True):
     """Streams that have 16 and 8 cores whatever they have to do."""
 
-    def microbatched_ns(self, load: Load, dies: Any, splits: Sequence[int] = ()) -> float:
+    def microbatched_ns(self, load: Load, dies: ExpertDies, splits: Sequence[int] = ()) -> float:
         return LayerCost.microbatched_ns(self, load, dies, (pipelines.CM_SPLIT,))
+
+
+class _OneStream(LayerCost, frozen=True):
+    """All cores do one thing after another."""
+
+    def microbatched_ns(self, load: Load, dies: ExpertDies, splits: Sequence[int] = ()) -> float:
+        return self.serial_ns(load, dies)
 
 
 class _EvenRouting(CommCost, frozen=True):
@@ -99,6 +109,12 @@ def _even() -> Formulas:
     return whole()._replace(pull=_EvenRouting(), push=_EvenRouting(way="push"))
 
 
+def _one_sub_plane() -> Formulas:
+    machine = without(ub_bandwidth=Spec().ub_bandwidth.value / SUB_PLANES)
+    one = msgspec.structs.replace(machine.pull, spread=False)
+    return machine._replace(pull=one, push=msgspec.structs.replace(one, way="push"))
+
+
 def _int8_attention() -> Formulas:
     machine = whole()
     layers = frozenset(range(machine.config.num_hidden_layers))
@@ -128,6 +144,11 @@ MECHANISMS = (
         lambda: without(inter_server_loss=0, inter_server_latency=0),
         DECODE | EXCHANGES - {"crossing"} | {"prefill's gain", "send and receive", "dispatch beside KV"},
     ),
+    Mechanism(
+        "messages are spread over sub-planes",
+        _one_sub_plane,
+        DECODE | EXCHANGES - {"crossing"} | {"prefill's gain", "send and receive", "dispatch beside KV"},
+    ),
     Mechanism("serving waits for the slowest", lambda: without(barrier_stretch=1), DECODE),
     # 2. What is shared
     Mechanism(
@@ -141,6 +162,11 @@ MECHANISMS = (
         frozenset({"send and receive", "A2E", "E2A"}),
     ),
     Mechanism(
+        "streams share HBM",  # those of CloudMatrix's batches read weights while the other one exchanges
+        lambda: whole()._replace(shares_hbm=False),
+        frozenset({"streams of batch 8"}),
+    ),
+    Mechanism(
         "KV and exchanges share ports",
         lambda: whole()._replace(kv_plane=Plane.ROCE),
         frozenset({"dispatch beside KV"}),
@@ -149,8 +175,13 @@ MECHANISMS = (
     Mechanism("a tile begins and ends", lambda: without(tile_overhead=0), frozenset({"Table 9"})),
     Mechanism(
         "cores are split as suits the load",
-        lambda: whole()._replace(splits=(pipelines.CM_SPLIT,)),
+        lambda: whole()._replace(decode=_FixedSplit),
         frozenset({"Table 4", "layer", "gains"}),
+    ),
+    Mechanism(
+        "attention's tiles follow the rows of drafts",
+        lambda: whole()._replace(tiles="BNSD"),
+        DECODE - {"stream 1"} | {"stream 0"},
     ),
     Mechanism("attention is BF16", _int8_attention, DECODE - {"stream 1"} | {"stream 0"}),
     Mechanism(
@@ -158,7 +189,13 @@ MECHANISMS = (
         lambda: without(compute_efficiency=1),
         DECODE - {"stream 1"} | {"stream 0", "A2E"} | PREFILL,  # vector cores keep that share, too
     ),
+    Mechanism(
+        "two streams go side by side",
+        lambda: whole()._replace(decode=_OneStream),
+        frozenset({"Table 4", "layer", "gains"}),
+    ),
     # 4. Prefill
+    Mechanism("prefill's exchanges hide behind its kernels", lambda: whole()._replace(hides=False), PREFILL),
     Mechanism("prefill's attention is not absorbed", lambda: whole()._replace(unabsorbed=False), PREFILL),
 )
 
@@ -168,7 +205,13 @@ def groups(machine: Formulas) -> dict[str, list[Row]]:
     exchanges, layer = comm.exchanges(machine.push), machine.layer
     decode, a2e = superpod.formulas(layer), comm.a2e(machine.pull)
     prefill = prefill_formula.rows(
-        PrefillCost(machine.config, unabsorbed=machine.unabsorbed, comm=machine.pull, spec=machine.spec)
+        PrefillCost(
+            machine.config,
+            unabsorbed=machine.unabsorbed,
+            comm=machine.pull,
+            spec=machine.spec,
+            hides=machine.hides,
+        )
     )
 
     def named(rows: Iterable[Row], *prefixes: str) -> list[Row]:
@@ -186,11 +229,18 @@ def groups(machine: Formulas) -> dict[str, list[Row]]:
         "Table 4": named(decode, "cm.t4/"),
         "stream 0": named(decode, "cm.streams/stream0"),
         "stream 1": named(decode, "cm.streams/stream1"),
+        "streams of batch 8": [_second_of_few(layer)],
         "layer": named(decode, "cm.mtp.layer/"),
         "gains": [*pipelines.gains_by_formula(layer), *paper_rows.gains_by_drafts(layer)],
         "prefill": named(prefill, "cm.t2/"),
         "prefill's gain": named(prefill, "cm.mb.prefill"),
     }
+
+
+def _second_of_few(cost: LayerCost) -> Row:
+    """Stream 1 where microbatches are so small that both streams read most of the time."""
+    _, second = cost.streams_ns(Load(requests=2, rows=2, context=pipelines.CM_CONTEXT), EP320, 16)
+    return Row("streams/batch=8/stream1", second / 1000, "us", "predicted")
 
 
 def _beside_kv(machine: Formulas) -> Row:

@@ -2,18 +2,22 @@
 
 Stages and their prices are those of the Program that every run walks (`step/layer.py`, `Spec.stage_ns`);
 what is added here is how many rows there are, the formula of an exchange, and how two streams overlap. All
-times are ns, not rounded. `cores` is a stage's share of the AICs; memory bandwidth is the die's.
+times are ns, not rounded. `cores` is a stage's share of the AICs; two streams share HBM's bandwidth.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
+from typing import Literal, TypeAlias
 
 import msgspec
 
-from xdeepserve.comm.cost import CommCost, Op
+from xdeepserve.comm.cost import CommCost, Op, expected_maximum
+from xdeepserve.hw.hbm import side_by_side
 from xdeepserve.hw.spec import Spec
+from xdeepserve.hw.work import Work
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.shapes import packed_shapes
 from xdeepserve.model.tensors import Layer
@@ -23,6 +27,8 @@ from xdeepserve.step.layer import Where, decoder_layer
 from xdeepserve.step.passes import PASS
 from xdeepserve.step.stage import Counts, Program, stages
 
+ACCEPTANCE = 0.7  # of drafts (CM 5.1)
+Tiles: TypeAlias = Literal["BSND", "BNSD"]
 SPLITS = (10, 12, 14, 16, 18)  # AIC cores that the attention stream may get of the two microbatch streams
 
 
@@ -64,60 +70,104 @@ class LayerCost(msgspec.Struct, frozen=True):
     config: ModelConfig
     spec: Spec = Spec()
     comm: CommCost = CommCost(way="push")  # CloudMatrix's fused operators
+    shares_hbm: bool = True  # by two streams
+    tiles: Tiles = "BSND"  # of attention: rows are dealt to cores, or whole requests (CM 4.2.2)
 
-    def program_ns(self, program: Program, counts: Counts, cores: int | None = None) -> float:
-        """All stages of a Program."""
+    def works(self, program: Program, counts: Counts) -> list[Work]:
+        """What each stage of a Program does."""
         model, layer = Model(self.config, "int8", self.config.num_attention_heads), expert_layer(self.config)
-        works = [stage.work(model, layer, counts) for stage in stages(program)]
-        return sum(self.spec.stage_ns(work, cores) for work in works)
+        return [stage.work(model, layer, counts) for stage in stages(program)]
 
-    def stage_ns(self, name: str, counts: Counts, cores: int | None = None) -> float:
-        """One stage of a layer with experts."""
+    def stage_work(self, name: str, counts: Counts) -> Work:
+        """What one stage of a layer with experts does."""
         layer = decoder_layer(expert_layer(self.config), Where("among", has_shared=False))
-        program = (*layer.attention, *layer.feed)
-        return self.program_ns(tuple(stage for stage in stages(program) if stage.name == name), counts, cores)
+        program = tuple(stage for stage in stages((*layer.attention, *layer.feed)) if stage.name == name)
+        (work,) = self.works(program, counts)
+        return work
+
+    def stage_ns(self, name: str, counts: Counts) -> float:
+        """One stage of a layer with experts, by itself."""
+        return self.spec.stage_ns(self.stage_work(name, counts))
 
     def pass_ns(self) -> float:
         """What a pass, the main model's or one of MTP's, takes besides its layers."""
         return self.spec.stage_ns(PASS)
 
-    def exchanges_ns(self, num_ranks: int, batch: float, copies: int) -> float:
+    def exchanges_ns(self, num_ranks: int, batch: float, copies: int) -> list[float]:
         """Dispatch and combine in a layer, stretched as in serving."""
         stretch = self.spec.barrier_stretch.value
         ops: tuple[Op, Op] = "dispatch", "combine"
-        return sum(self.comm.exchange_ns(op, num_ranks, batch, copies, stretch) for op in ops)
+        return [self.comm.exchange_ns(op, num_ranks, batch, copies, stretch) for op in ops]
 
     # ---- a colocated layer with shared experts on dies of their own ------------------------------------
 
-    def stream0_ns(self, load: Load, cores: int | None = None) -> float:
+    def stream0_works(self, load: Load) -> list[Work]:
         """MLAProlog, attention and output projection, with the layer's small kernels."""
         rows = load.requests * load.rows
         counts = Counts(rows, rows * load.context, load.requests * load.context)
-        return self.program_ns(decoder_layer(expert_layer(self.config), Where()).attention, counts, cores)
+        return self.works(decoder_layer(expert_layer(self.config), Where()).attention, counts)
 
-    def stream1_ns(self, load: Load, dies: ExpertDies, cores: int | None = None) -> float:
-        """Gate, dispatch, experts, combine."""
+    def stream0_parts_ns(self, load: Load, cores: int | None = None) -> list[float]:
+        """Its stages."""
+        uneven = self.unevenness(load, cores or self.spec.num_cores("aic"))
+        works = [
+            work._replace(attention=uneven * work.attention, int8_attention=uneven * work.int8_attention)
+            for work in self.stream0_works(load)
+        ]
+        return [self.spec.stage_ns(work, cores) for work in works]
+
+    def stream0_ns(self, load: Load, cores: int | None = None) -> float:
+        """The attention path."""
+        return sum(self.stream0_parts_ns(load, cores))
+
+    def unevenness(self, load: Load, cores: int) -> float:
+        """What the busiest core has of attention, over the mean. A request has its next row and those drafted
+        ones that were accepted, so whole requests differ, and each core has only some of them."""
+        drafts = load.rows - 1
+        if self.tiles == "BSND" or not drafts:
+            return 1.0
+        mean, variance = 1 + drafts * ACCEPTANCE, drafts * ACCEPTANCE * (1 - ACCEPTANCE)
+        of_core = max(1.0, load.requests / cores)
+        return 1 + expected_maximum(cores) * math.sqrt(variance / of_core) / mean
+
+    def experts_work(self, load: Load, dies: ExpertDies) -> Work:
+        """What the busiest die does, with routed experts or a shared one."""
+        total = load.requests * load.rows * dies.total
+        mean = self.config.num_experts_per_tok * total / dies.routed
+        busiest = max(total / dies.shared, self.spec.billed_copies(0, mean))
+        return self.stage_work("Experts", Counts(0, copies=busiest, touched=1))
+
+    def stream1_parts_ns(self, load: Load, dies: ExpertDies, cores: int | None = None) -> list[float]:
+        """Gate and dispatch, experts, combine."""
         rows, c = load.requests * load.rows, self.config
         copies = c.num_experts_per_tok + min(1, c.n_shared_experts)
-        total = rows * dies.total
-        mean = c.num_experts_per_tok * total / dies.routed
-        busiest = max(total / dies.shared, self.spec.billed_copies(0, mean))
-        counts = Counts(rows, copies=busiest, touched=1)
-        exchanges = self.exchanges_ns(dies.total, rows, copies)
-        return self.stage_ns("Gate", counts) + exchanges + self.stage_ns("Experts", counts, cores)
+        dispatch, combine = self.exchanges_ns(dies.total, rows, copies)
+        experts = self.spec.stage_ns(self.experts_work(load, dies), cores)
+        return [self.stage_ns("Gate", Counts(rows)) + dispatch, experts, combine]
+
+    def streams_ns(self, load: Load, dies: ExpertDies, cores: int) -> list[float]:
+        """Both streams, the first with so many AIC cores. They swap their microbatches and so begin at once,
+        and share HBM."""
+        first = self.stream0_works(load)
+        second = (Work(), self.experts_work(load, dies), Work())
+        times = (
+            self.stream0_parts_ns(load, cores),
+            self.stream1_parts_ns(load, dies, self.spec.num_cores("aic") - cores),
+        )
+        reads = [
+            [self.spec.hbm_ns(work.nbytes * self.shares_hbm) for work in each] for each in (first, second)
+        ]
+        ends = side_by_side([[*zip(*each, strict=True)] for each in zip(times, reads, strict=True)])
+        return [round(ns, 3) for ns in ends]  # in steps up to the ends of both streams' kernels
 
     def serial_ns(self, load: Load, dies: ExpertDies) -> float:
         """A layer without microbatches."""
-        return self.stream0_ns(load) + self.stream1_ns(load, dies)
+        return self.stream0_ns(load) + sum(self.stream1_parts_ns(load, dies))
 
     def microbatched_ns(self, load: Load, dies: ExpertDies, splits: Sequence[int] = SPLITS) -> float:
         """A layer of two microbatches in two streams that swap them, with the best of some splits."""
         half = msgspec.structs.replace(load, requests=load.requests / 2)
-        total = self.spec.num_cores("aic")
-        return min(
-            2 * max(self.stream0_ns(half, cores), self.stream1_ns(half, dies, total - cores))
-            for cores in splits
-        )
+        return min(2 * max(self.streams_ns(half, dies, cores)) for cores in splits)
 
     def iteration_ns(
         self, load: Load, dies: ExpertDies, microbatches: bool = True, splits: Sequence[int] = SPLITS

@@ -33,6 +33,8 @@ MEANINGS = {
     "xds.meta.fields": "xDeepServe 3.1: fields of send and receive on each die.",
     "xds.hw.pairs": "xDeepServe 3.1: pairs of dies.",
     "xds.mtp.latency": "xDeepServe 4.6: how much less the time per token is with a drafted token.",
+    "xds.eplb.skew": "xDeepServe, Figure 11a: experts with more than the mean, if the hottest has 30 times.",
+    "xds.eplb.gain": "xDeepServe, Figure 11b: how much less a layer of that skew takes with replicas.",
     "xds.headline": "xDeepServe, abstract: throughput and time per token of decode.",
     "xds.dispatch_sub200": "xDeepServe 1: tokens to the dies of experts on the whole SuperPod.",
     "xds.ep.share25": "xDeepServe 3.2: the share of dispatch and combine.",

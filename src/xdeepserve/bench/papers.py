@@ -24,6 +24,8 @@ from xdeepserve.bench import (
     comm,
     eaas_full_size,
     ems,
+    expert_skew,
+    figures,
     paper_rows,
     pipelines,
     plan,
@@ -47,6 +49,7 @@ SOURCES: dict[str, tuple[Callable[[], Iterable[Row]], ...]] = {
         paper_rows.crossover,
         comm.a2e,
         paper_rows.latency_by_drafts,
+        expert_skew.rows,
         superpod.colocated,
         superpod.disaggregated,
     ),
@@ -77,7 +80,15 @@ ALSO = {  # the same value, published under another id
     "cm.t4/throughput/batch=96": ("cm.t3/throughput", "cm.headline/decode"),
     "cm.t4/throughput/batch=8": ("cm.headline/decode at 15 ms",),
 }
-ARITHMETIC = ("cm.t10/", "ms.t3/", "ms.ridge", "ms.moe_util", "ms.m2n.size")
+ARITHMETIC = (
+    *("cm.t10/", "ms.t3/", "ms.ridge", "ms.moe_util", "ms.m2n.size"),
+    *("cm.t1/cold/", "cm.t1/dram/", "cm.t1/hit/", "cm.t1/switch/local-dram", "cm.t1/switch/ems"),
+)
+RESTATED = (  # what another row says, divided once more: no evidence of its own
+    *("cm.t4/throughput/", "cm.t6/bandwidth/", "cm.t9/bandwidth/", "cm.mb.prefill.layer"),
+    *("xds.dec288.iter/tpot", "xds.dec288.tput", "xds.disagg.perf/tpot", "xds.disagg.perf/tput"),
+)
+OTHER_WAYS = {"/simulated=": ", simulated", "/fit=": ", fitted to four rows"}
 WITHIN = 15  # percent: rows that are further off say why
 MEANS = {
     "given": "given to the model, which predicts nothing of it",
@@ -131,13 +142,11 @@ def all_rows(paper: str | None = None) -> Iterator[Row]:
 
 def how(row: Row) -> str:
     """Where a row comes from: fitted to it, predicted, counted, or arithmetic with other published values;
-    of another fit, or of a simulation."""
+    of another fit, or of a simulation; or another row's value, said again."""
     if row.name.startswith(ARITHMETIC):
         return "arithmetic"
-    for suffix, means in (("/simulated=", ", simulated"), ("/fit=", ", fitted to four rows")):
-        if suffix in row.name:
-            return row.kind + means
-    return row.kind
+    way = "".join(means for part, means in OTHER_WAYS.items() if part in row.name)
+    return row.kind + way + (", said again" if row.name.startswith(RESTATED) else "")
 
 
 def has_error(row: Row) -> bool:
@@ -161,7 +170,7 @@ def print_summary(rows: Sequence[Row], paper: str | None = None, is_full: bool =
     for key in PAPERS if paper is None else (paper,):
         mine = [row for row in rows if paper_of(row.name) == key]
         _print_counts(key)
-        _print_rows([row for row in mine if is_full or how(row) in (row.kind, "arithmetic")])
+        _print_rows([row for row in mine if is_full or not any(part in row.name for part in OTHER_WAYS)])
         _print_reasons(key, mine, is_full)
         print()
     if rows:
@@ -234,7 +243,9 @@ def as_json(rows: Sequence[Row], paper: str | None = None) -> dict[str, Any]:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Ours over theirs, a point for each value, by paper and by where it comes from."""
+    """Ours over theirs, a point for each value, by paper and by where it comes from; and the papers' figures
+    in a second file, FILE-figures."""
+    figures.plot(dict.fromkeys(paper_of(row.name) for row in rows), path.with_stem(f"{path.stem}-figures"))
     pyplot = comm.pyplot()
     some = [row for row in rows if has_error(row)]
     figure, axes = pyplot.subplots(figsize=(8, 0.16 * len(some) + 1))

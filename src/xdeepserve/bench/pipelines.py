@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from xdeepserve.bench.decode_formula import EP320, SPLITS, LayerCost, Load
+from xdeepserve.bench.decode_formula import ACCEPTANCE, EP320, SPLITS, LayerCost, Load
 from xdeepserve.bench.report import Row
 from xdeepserve.comm.cost import CommCost
 from xdeepserve.engine.deploy.deployment import (
@@ -34,7 +34,7 @@ CM_CONTEXT = 4096
 CM_SPLIT = 16  # AIC cores of stream 0 (CM 4.2.3)
 CM_BATCHES = (64, 96, 128)  # of an NPU (CM 5.4.1)
 # Four dies stand for EP320: 256 routed and 32 redundant experts, 32 copies of the shared one.
-CM_TIMING = TimingConfig(acceptance=0.7, of_dies=EP320.total, routed_dies=EP320.routed)
+CM_TIMING = TimingConfig(acceptance=ACCEPTANCE, of_dies=EP320.total, routed_dies=EP320.routed)
 CM_SAMPLE = 4
 # Requests of an NPU, prompt, output.
 TABLE_4 = ((128, 1024, 1024), (112, 2048, 256), (96, 4096, 256), (24, 4096, 256), (8, 4096, 256))
@@ -68,12 +68,14 @@ def _layer_us(deployment: Deployment, context: int, batch: int, timing: TimingCo
 
 
 def cloudmatrix_deployment(
-    batch: int, mtp: int, attention_cores: int | None, context: int = CM_CONTEXT
+    batch: int, mtp: int, attention_cores: int | None, context: int = CM_CONTEXT, adaptive: bool = False
 ) -> Deployment:
     """`batch` requests on each die; without `attention_cores` one stage after the other."""
     pipeline = PipelineConfig()
     if attention_cores is not None:
-        pipeline = PipelineConfig(microbatches=2, overlap="cores", attention_cores=attention_cores)
+        pipeline = PipelineConfig(
+            microbatches=2, overlap="cores", attention_cores=attention_cores, adaptive=adaptive
+        )
     return Deployment(
         name="colocated, EP320",
         kind="colocated",
@@ -87,10 +89,12 @@ def cloudmatrix_deployment(
     )
 
 
-def simulated_layer_us(batch: int, mtp: int, attention_cores: int | None) -> float:
-    """A MoE layer of CloudMatrix's decode."""
-    deployment = cloudmatrix_deployment(batch, mtp, attention_cores)
-    return _layer_us(deployment, CM_CONTEXT, batch, CM_TIMING)
+def simulated_layer_us(
+    batch: int, mtp: int, attention_cores: int | None, context: int = CM_CONTEXT, adaptive: bool = False
+) -> float:
+    """A MoE layer of CloudMatrix's decode; if `adaptive`, of those from the fourteenth on."""
+    deployment = cloudmatrix_deployment(batch, mtp, attention_cores, context, adaptive)
+    return _layer_us(deployment, context, batch, CM_TIMING)
 
 
 def table_4() -> list[Row]:

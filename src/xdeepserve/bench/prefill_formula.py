@@ -1,10 +1,11 @@
 """A layer of CloudMatrix's prefill in closed form (CM 4.3), and what its two microbatches gain.
 
-Stages and their prices are those of the Program that every run walks, but that attention is not absorbed: a
-prompt's keys and values are made once, for all heads, so that each position costs a head N + R + V products
-and not 2 C + R (`unabsorbed`). What vector work, collectives and launches add has no published size: one
-number stands for it, the share of the layer's time that its stages would take alone, fitted to the one
-throughput of Table 2 with even experts. From it follows what a layer takes without microbatches.
+Stages and their prices are those of the Program that every run walks. Attention is not absorbed, as in runs
+with `prefill_attention=unabsorbed`: a prompt's keys and values are made once, for all heads, so that each
+position costs a head N + R + V products and not 2 C + R. What vector work, collectives and launches add has
+no published size: one number stands for it, the share of the layer's time that its stages would take alone,
+fitted to the one throughput of Table 2 with even experts. From it follows what a layer takes without
+microbatches.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from xdeepserve.step.stage import Counts, stages
 
 MODEL = "deepseek-r1"
 CHIP_TOKENS, PROMPT, DIES_PER_CHIP = 16384, 4096, 2  # CM Table 2
+PROMPTS = (1024, 2048, 4096, 8192)
 EP = 32  # dies of a prefill instance (CM 4.1)
 EFFICIENCY = Param(
     0.556, "ratio", "fitted: CM Table 2, perfect EPLB: a layer's stages over its time with two microbatches"
@@ -30,13 +32,16 @@ EFFICIENCY = Param(
 
 
 class PrefillCost(msgspec.Struct, frozen=True):
-    """One model's, on dies of which each has `CHIP_TOKENS` / 2 tokens of prompts of PROMPT tokens."""
+    """One model's, on dies of which each has `CHIP_TOKENS` / 2 tokens of prompts of `prompt` tokens.
+    Without `hides` two microbatches go one after the other."""
 
     config: ModelConfig
     efficiency: float = EFFICIENCY.value
     unabsorbed: bool = True
     comm: CommCost = CommCost()
     spec: Spec = Spec()
+    prompt: int = PROMPT
+    hides: bool = True
 
     @property
     def tokens(self) -> int:
@@ -47,16 +52,11 @@ class PrefillCost(msgspec.Struct, frozen=True):
         """All stages of a layer with experts, at their own efficiencies."""
         c, layer, tokens = self.config, expert_layer(self.config), self.tokens
         copies = tokens * c.num_experts_per_tok
-        counts = Counts(tokens, tokens * PROMPT / 2, tokens, copies, c.n_routed_experts / EP)
-        total, program = 0.0, decoder_layer(layer, Where("among"))
-        for stage in stages((*program.attention, *program.feed)):
-            work = stage.work(Model(c, "int8", c.num_attention_heads), layer, counts)
-            if stage.attends and self.unabsorbed:
-                width = c.qk_head_dim + c.v_head_dim
-                products = 2.0 * counts.context * c.num_attention_heads * width
-                work = work._replace(attention=products, int8_attention=0.0)
-            total += self.spec.stage_ns(work)
-        return total
+        counts = Counts(tokens, tokens * self.prompt / 2, tokens, copies, c.n_routed_experts / EP)
+        program = decoder_layer(layer, Where("among"))
+        model = Model(c, "int8", c.num_attention_heads, self.unabsorbed)
+        works = [stage.work(model, layer, counts) for stage in stages((*program.attention, *program.feed))]
+        return sum(map(self.spec.stage_ns, works))
 
     def exchanges_ns(self) -> float:
         """Dispatch and combine."""
@@ -67,15 +67,15 @@ class PrefillCost(msgspec.Struct, frozen=True):
     def layer_ns(self, microbatches: bool = True) -> float:
         """Two microbatches hide the shorter of computing and exchanging behind the other (CM 4.3.2)."""
         parts = self.compute_ns() / self.efficiency, self.exchanges_ns()
-        return max(parts) if microbatches else sum(parts)
+        return max(parts) if microbatches and self.hides else sum(parts)
 
-    def batch_ns(self) -> float:
+    def batch_ns(self, microbatches: bool = True) -> float:
         """All of a chip's tokens, to the first new ones."""
-        return self.config.num_hidden_layers * self.layer_ns()
+        return self.config.num_hidden_layers * self.layer_ns(microbatches)
 
-    def throughput(self) -> float:
+    def throughput(self, microbatches: bool = True) -> float:
         """Tokens per second of a chip."""
-        return CHIP_TOKENS / self.batch_ns() * 1e9
+        return CHIP_TOKENS / self.batch_ns(microbatches) * 1e9
 
 
 def rows(cost: PrefillCost | None = None) -> list[Row]:
@@ -86,4 +86,14 @@ def rows(cost: PrefillCost | None = None) -> list[Row]:
         Row("cm.t2/perfect EPLB", cost.throughput(), "tok/s", "calibrated"),
         Row("cm.mb.prefill", gain, "x", "predicted"),
         Row("cm.mb.prefill.layer", 100 * (1 - 1 / gain), "%", "predicted"),
+    ]
+
+
+def by_length() -> list[Row]:
+    """Throughput by the length of prompts, with two microbatches and with one (CM Figure 21a)."""
+    costs = [PrefillCost(resolve_model(MODEL).config, prompt=prompt) for prompt in PROMPTS]
+    return [
+        Row(f"prefill/{way}/prompt={cost.prompt}", cost.throughput(way == "two"), "tok/s", "predicted")
+        for way in ("two", "one")
+        for cost in costs
     ]

@@ -3,40 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
-
-class Values(dict[str, float]):
-    """Rows by name."""
-
-    def along(self, name: str, places: Iterable[object]) -> list[float]:
-        """The rows that a name with a `{}` has at these places."""
-        return [self[name.format(place)] for place in places]
-
-    def grows(self, name: str, places: Iterable[object]) -> bool:
-        """Each is larger than the one before."""
-        return all(before < after for before, after in itertools.pairwise(self.along(name, places)))
-
-    def falls(self, name: str, places: Sequence[object]) -> bool:
-        """Each is smaller than the one before."""
-        return self.grows(name, tuple(reversed(places)))
-
-
-class Trend(NamedTuple):
-    """What a paper says and where; which of `trends.ROWS` answer, and how; `why` it does not hold here."""
-
-    id: str
-    where: str
-    said: str
-    rows: str
-    holds: Callable[[Values], bool]
-    why: str = ""
-
+from xdeepserve.bench.trend import Trend, Values
 
 SIZES = (4096, 65536, 262144, 1048544, 4194304, 9437184)
 EPS = (8, 16, 32, 64, 128, 256)
 BATCHES = (8, 24, 96, 112, 128)
+PROMPTS = (1024, 2048, 4096, 8192)
 REUSE = ("12.5%", "25%", "50%", "75%", "90%")
 GPUS = ("l20", "h800", "a800", "h20", "l40s")
 JITTER = "engine/jitter/{}/first_dispatch_p99"
@@ -141,9 +114,12 @@ TRENDS = (
     Trend(
         "xds.statuses",
         "4.3",
-        "the staler what is known of groups, the less even they are",
+        "KV use that groups tell from time to time is enough to load them more evenly than in turn",
         "engine",
-        lambda v: v.grows("engine/decode/status_period={}/kv_spread", ("0.1s", "1s", "10s")),
+        lambda v: (
+            max(v.along("engine/decode/status_period={}/kv_spread", ("0.1s", "1s", "10s")))
+            < v["engine/decode/round-robin/kv_spread"]
+        ),
     ),
     Trend(
         "xds.jitter",
@@ -187,6 +163,16 @@ TRENDS = (
         lambda v: (
             v["engine/experts/tiny/eplb/hottest_die_over_mean"]
             < v["engine/experts/tiny/primaries/hottest_die_over_mean"]
+        ),
+    ),
+    Trend(
+        "xds.eplb.forward",
+        "4.5, Figure 11",
+        "at the published skew a few hot experts hold all dies up, and one slot a die mends most of it",
+        "skew",
+        lambda v: (
+            v["experts/hottest die/one slot a die"] < 2 < 10 < v["experts/hottest die/primaries"]
+            and v["xds.eplb.gain"] > 40
         ),
     ),
     Trend(
@@ -274,6 +260,13 @@ TRENDS = (
         "they are bound by cores: what uses these better needs less of HBM",
         "GEMMs",
         lambda v: all(v.falls(f"cm.t9/bandwidth/groups=4/M={m}/K={{}}", (4096, 8192)) for m in (2048, 7168)),
+    ),
+    Trend(
+        "cm.prefill.lengths",
+        "5.4.1, Figure 21a",
+        "prefill has less throughput the longer prompts are, with two microbatches and without",
+        "prompts",
+        lambda v: all(v.falls(f"prefill/{way}/prompt={{}}", PROMPTS) for way in ("two", "one")),
     ),
     Trend(
         "cm.slo",

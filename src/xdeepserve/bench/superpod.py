@@ -112,8 +112,8 @@ def formulas(cost: LayerCost) -> list[Row]:
         result.append((f"cm.t4/batch={batch}", tpot, "ms"))
         result.append((f"cm.t4/throughput/batch={batch}", 1000 * batch / tpot, "tok/s"))
     half = Load(requests=24, rows=2, context=4096)
-    result.append(("cm.streams/stream0", cost.stream0_ns(half, 16) / 1000, "us"))
-    result.append(("cm.streams/stream1", cost.stream1_ns(half, EP320, 8) / 1000, "us"))
+    for number, ns in enumerate(cost.streams_ns(half, EP320, pipelines.CM_SPLIT)):
+        result.append((f"cm.streams/stream{number}", ns / 1000, "us"))
     for name, rows in (("with", 2), ("without", 1)):
         layer = cost.microbatched_ns(Load(requests=48, rows=rows, context=4096), EP320)
         result.append((f"cm.mtp.layer/{name}", layer / 1000, "us"))

@@ -21,15 +21,18 @@ from xdeepserve.bench import (
     comm,
     ems,
     engine,
+    expert_skew,
     interference,
     paper_rows,
     pipelines,
     plan,
+    prefill_formula,
     superpod,
 )
 from xdeepserve.bench.papers import PAPERS, paper_of
 from xdeepserve.bench.report import Row
-from xdeepserve.bench.said_in_papers import TRENDS, Trend, Values
+from xdeepserve.bench.said_in_papers import TRENDS
+from xdeepserve.bench.trend import Trend, Values
 
 Source: TypeAlias = Callable[[], Iterable[Row]]
 ROWS: dict[str, Source] = {
@@ -53,6 +56,8 @@ ROWS: dict[str, Source] = {
     "loading": ems.table_1,
     "engine": engine.all_rows,
     "experts": balancing.rows,
+    "skew": expert_skew.rows,
+    "prompts": prefill_formula.by_length,
 }
 
 

@@ -17,6 +17,7 @@ import msgspec
 
 from xdeepserve.comm.means import Carrier
 from xdeepserve.hw.spec import Spec
+from xdeepserve.hw.switches import SUB_PLANES
 from xdeepserve.hw.topology import Topology
 
 Op: TypeAlias = Literal["dispatch", "combine"]
@@ -33,6 +34,7 @@ class CommCost(msgspec.Struct, frozen=True):
     topology: Topology = Topology()
     hidden: int = 7168
     way: Way = "pull"
+    spread: bool = True  # a message's packets go by all sub-planes of UB; else by one, whichever
 
     def exchange_ns(
         self,
@@ -75,6 +77,8 @@ class CommCost(msgspec.Struct, frozen=True):
         leaving = 1 - min(1.0, topology.dies_per_chip / num_ranks)
         far = max(0.0, 1 - topology.dies_per_server / num_ranks)
         load = rows * leaving * (1 + spec.inter_server_loss.value * far)
+        if not self.spread and load:
+            load *= self.busiest(SUB_PLANES, load / SUB_PLANES)
         return 1e9 * spec.exchange_copy.value * load
 
     def pull_ns(self, op: Op, num_ranks: int, batch: float, copies: int, come: float) -> float:

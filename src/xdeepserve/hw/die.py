@@ -17,6 +17,7 @@ from .clock import Process
 from .dma import DMA
 from .engines import Fabric
 from .error_codes import ERROR_CODES, PAGE_LOST
+from .hbm import SharedHBM
 from .memory import Address, Memory
 from .mte import MTE
 from .queue import Queue
@@ -57,6 +58,7 @@ class Die:
             "aic": Cores(self.spec.num_cores("aic")),
             "aiv": Cores(self.spec.num_cores("aiv")),
         }
+        self.hbm = SharedHBM(fabric.clock)
         self.mte = MTE(fabric, index)
         self.dma = DMA(fabric, index, "dma")
         self.urma = DMA(fabric, index, "urma")

@@ -174,8 +174,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         """A stage of the model, calibrated: what every run is billed, not rounded.
 
         A roofline of its GEMMs, its attention and the bytes that it reads, with what is fitted to small
-        kernels, routing and passes on top. `cores` is its share of the AIC cores (all by default); HBM
-        bandwidth is the die's whoever uses it.
+        kernels, routing and passes on top. `cores` is its share of the AIC cores (all by default); all of
+        HBM's bandwidth is its own (`hw/hbm.py` has what several share).
         """
         share = 1.0 if cores is None else min(1.0, cores / self.num_cores("aic"))
         int8 = work.int8 / (self.int8_peak.value * self.int8_gemm_efficiency.value)
@@ -188,7 +188,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
             + work.passes * self.pass_overhead.value
         )
         compute = 1e9 * (int8 + bf16 + attention) / share
-        return 1e9 * fixed + max(compute, self.hbm_ns(work.weights + work.cache))
+        return 1e9 * fixed + max(compute, self.hbm_ns(work.nbytes))
 
     def billed_copies(self, received: float, mean: float) -> float:
         """Token copies that the routed experts of a die are billed for, of `mean` copies on each such die.

@@ -10,7 +10,7 @@ calls, flags after data.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from .clock import Process
@@ -62,7 +62,7 @@ class Stream:
         start = max(fabric.clock.now, mte.mte2_busy_until, self._room_at(loads.nbytes / cores))
         loaded = mte.mte2_busy_until = start + load_ns
         store_start = max(loaded + loads.latency_ns, mte.mte3_busy_until)
-        stored = mte.mte3_busy_until = store_start + store_ns
+        stored = mte.mte3_busy_until = self._through_ports(moved, store_start, store_start + store_ns)
         self._held.append((stored, loads.nbytes / cores))
         fabric.trace.span(mte.node, "MTE2", self.name, start, loaded, {"bytes": loads.nbytes})
         fabric.trace.span(mte.node, "MTE3", self.name, store_start, stored, {"bytes": stores.nbytes})
@@ -90,6 +90,16 @@ class Stream:
         assert isinstance(process, Process)
         self._last = process
         await fabric.clock.sleep_until(loaded)
+
+    def _through_ports(self, pieces: Sequence[Copy], start: int, end: int) -> int:
+        """When a chunk is stored that is by `end` if nobody else uses the ports at both ends."""
+        routes = Counter[tuple[int, int]]()
+        for src, dst, nbytes in pieces:
+            routes[src.node, dst.node] += nbytes
+        for (src_node, dst_node), nbytes in routes.items():
+            if src_node != dst_node:
+                end = max(end, self.mte.fabric.ports.carry(src_node, dst_node, nbytes, start))
+        return end
 
     def _room_at(self, nbytes: float) -> int:
         """When a chunk of `nbytes` fits each core's unified buffer."""

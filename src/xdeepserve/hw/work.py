@@ -23,6 +23,11 @@ class Work(NamedTuple):
     gates: float = 0.0  # routings of tokens
     passes: float = 0.0  # passes of the model, whose head and host part are billed with it
 
+    @property
+    def nbytes(self) -> float:
+        """What it reads of HBM."""
+        return self.weights + self.cache
+
     def __add__(self, other: object) -> Work:
         assert isinstance(other, Work)
         return Work._make(map(add, self, other))

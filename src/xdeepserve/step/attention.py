@@ -162,6 +162,23 @@ def _up_work(model: Model, layer: Layer, n: Counts) -> Work:
 
 
 def _attend_work(model: Model, layer: Layer, n: Counts) -> Work:
+    absorbed = _absorbed_work(model, layer, n)
+    if not model.unabsorbed:
+        return absorbed
+    plain = _unabsorbed_work(model, n)._replace(cache=absorbed.cache)
+    return min(absorbed, plain, key=lambda work: work.bf16 + work.attention + work.int8_attention)
+
+
+def _unabsorbed_work(model: Model, n: Counts) -> Work:
+    """Attention to keys and values of all heads (CM 4.3.1). Those of the rows themselves are as many products
+    as absorbing them is; those of earlier positions, in chunks and after cached prefixes, come on top."""
+    c = model.config
+    products = 2.0 * n.context * model.heads * (c.qk_head_dim + c.v_head_dim)
+    earlier = _per_head(model, max(0.0, n.kv_tokens - n.rows), c.qk_nope_head_dim + c.v_head_dim)
+    return Work(bf16=earlier.bf16, attention=products)
+
+
+def _absorbed_work(model: Model, layer: Layer, n: Counts) -> Work:
     c, cache = model.config, float(n.kv_tokens * KV_NBYTES * model.config.kv_columns)
     latent, rope = (2.0 * n.context * model.heads * each for each in (2 * c.kv_lora_rank, c.qk_rope_head_dim))
     if model.recipe == "int8" and layer.int8_attention:

@@ -64,11 +64,13 @@ class Batch(NamedTuple):
 
 
 class Model(NamedTuple):
-    """The model as one die has it: its sizes, its recipe, and how many heads are the die's."""
+    """The model as one die has it: its sizes, its recipe, how many heads are the die's, and whether MLA is
+    billed `unabsorbed` where that takes fewer operations, as in prompts."""
 
     config: ModelConfig
     recipe: Recipe
     heads: int
+    unabsorbed: bool = False
 
     @property
     def is_int8(self) -> bool:

@@ -30,6 +30,7 @@ Load = Literal["auto", "always", "never"]
 Overlap = Literal["cores", "engines"]
 Fabric = Literal["auto", "ub", "roce", "vpc"]
 Transfer = Literal["request", "layer"]
+Attention = Literal["absorbed", "unabsorbed"]
 Transport = Literal["pod", "shm", "tcp"]  # EaaS 4.4
 # AIV cores' own engines, or the DMA engine that they ask (xDeepServe 3.3); network cards (MegaScale-Infer 5).
 Carrier = Literal["mte", "urma", "rdma"]
@@ -317,6 +318,9 @@ class PipelineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "AIC cores of the attention stream where microbatches overlap by cores, of 24 (of 20 if prefill on "
         "910b does so), and AIV cores alike",
     ] = 16
+    adaptive: Annotated[
+        bool, "AIC cores move between the streams, one a layer, until both take as long; from attention_cores"
+    ] = False
 
 
 class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -356,6 +360,11 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         Over,
         "on UB: decode's DMA engine pulls KV, or kernels of both sides send and receive it through rings",
     ] = "dma"
+    prefill_attention: Annotated[
+        Attention,
+        "how MLA of prompts is billed: absorbed, as it is computed here; unabsorbed, with keys and values of "
+        "all heads made first (CloudMatrix 4.3.1). Changes virtual time, and no token",
+    ] = "absorbed"
     checksums: Annotated[
         bool,
         "over payloads between nodes: bits that flip on their way are found, which takes time",

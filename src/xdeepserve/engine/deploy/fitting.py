@@ -160,6 +160,8 @@ def size(
         num_microbatches=attention.microbatches if row.is_apart else pipeline.microbatches,
         turns=turns,
         attention_cores=pipeline.attention_cores if turns == "overlap" and overlap == "cores" else 0,
+        moves_cores=pipeline.adaptive,
+        unabsorbed=d.prefill_attention == "unabsorbed",
         num_shared_dies=te.num_shared_dies,
         redundant_slots=max(map(len, copies_of), default=experts.redundant_slots),
         copies_of=copies_of,

@@ -124,6 +124,7 @@ RULES: dict[str, Rule] = {
     "attention.carrier": _by_urma,
     "pipeline.overlap": _one_microbatch,
     "pipeline.attention_cores": _by_engines,
+    "pipeline.adaptive": _by_engines,
     "cache.load": _no_host_blocks,
     "cache.max_keys": _no_prefixes,
     "execution.mtp": _no_drafts,

@@ -43,6 +43,8 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     num_microbatches: int = 1
     turns: Turns = "serial"
     attention_cores: int = 0  # AIC cores of the attention stream; 0 unless microbatches overlap by cores
+    moves_cores: bool = False  # between the two streams
+    unabsorbed: bool = False  # attention to prompts is billed so
     num_shared_dies: int = 0  # the last ones of these, each with a copy of the shared expert for others
     redundant_slots: int = 0  # of each layer, on each of these dies: see engine/die/replicas.py
     copies_of: tuple[tuple[int, ...], ...] = ()  # routed experts that these hold from the start, if any

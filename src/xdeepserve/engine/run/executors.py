@@ -12,6 +12,7 @@ from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.program import Executor, Traversal
 from xdeepserve.engine.die.workspace import Workspace
 from xdeepserve.engine.run.net import Net
+from xdeepserve.engine.walk.core_split import CoreSplit
 from xdeepserve.engine.walk.runner import Pace, Runner
 from xdeepserve.engine.walk.schedule import Schedule, away_and_back, in_slices, overlap, serial
 from xdeepserve.hw.queue import Queue
@@ -40,7 +41,7 @@ def traversal(net: Net, rank: int, mem: DieMemory, weights: ModelWeights, thread
 
     def runner(pace: Pace, buffers: Workspace) -> Runner:
         frame = Frame(
-            Model(mem.config, mem.recipe, len(mem.heads)),
+            Model(mem.config, mem.recipe, len(mem.heads), sizes.unabsorbed),
             buffers,
             threads,
             (weights.cos, weights.sin),
@@ -89,9 +90,10 @@ def connect(net: Net, rank: int, runner: Runner, microbatch: int) -> None:
 
 def schedule(sizes: Sizes) -> Schedule:
     """Whose turn it is."""
+    split = CoreSplit(sizes.attention_cores, sizes.moves_cores) if sizes.overlap == "cores" else None
     schedules: dict[Turns, Schedule] = {
         "serial": serial,
-        "overlap": partial(overlap, attention_cores=sizes.attention_cores or None),
+        "overlap": partial(overlap, split=split),
         "away-and-back": away_and_back,
         "dataflow": away_and_back,  # its exchanges have no barriers
         "services": away_and_back,

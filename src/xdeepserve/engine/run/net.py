@@ -217,7 +217,8 @@ class ProtocolNet:
 
     def pace(self, rank: int, microbatch: int | None) -> Pace:
         """Kernels run."""
-        return Computing(self._die(rank))
+        by_cores = microbatch is not None and self.team.sizes.overlap == "cores"
+        return Computing(self._die(rank), shares_hbm=by_cores)
 
     def exchange(self, rank: int, pace: Pace, microbatch: int) -> Exchange:
         """XCCL of a rank. By cores it has those of stream 1; by engines the DMA engine carries what is

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -36,6 +36,7 @@ class Pace(Protocol):
         duration_ns: float,
         kernel: Callable[[], None],
         place: dict[str, int],
+        hbm_ns: float,
     ) -> Awaitable[None]: ...
 
     async def settle(self) -> None:
@@ -46,10 +47,11 @@ class Pace(Protocol):
 
 
 class Computing:
-    """Kernels run when they are launched, and then their virtual time passes."""
+    """Kernels run when they are launched, and then their virtual time passes; more of it where they share HBM
+    with those of another stream."""
 
-    def __init__(self, die: Die) -> None:
-        self.die = die
+    def __init__(self, die: Die, shares_hbm: bool = False) -> None:
+        self.die, self.shares_hbm = die, shares_hbm
 
     def spend(
         self,
@@ -59,8 +61,15 @@ class Computing:
         duration_ns: float,
         kernel: Callable[[], None],
         place: dict[str, int],
+        hbm_ns: float,
     ) -> Awaitable[None]:
-        return self.die.run(name, kernel, round(duration_ns), core, cores, place)
+        run = self.die.run(name, kernel, round(duration_ns), core, cores, place)
+        return self._share(run, round(duration_ns), hbm_ns) if self.shares_hbm else run
+
+    async def _share(self, run: Awaitable[None], duration_ns: int, hbm_ns: float) -> None:
+        draw = self.die.hbm.begin(duration_ns, hbm_ns)
+        await run
+        await self.die.hbm.end(draw)
 
     async def settle(self) -> None:
         """It is there."""
@@ -110,6 +119,13 @@ def all_cores(core: Core) -> int | None:
     return None
 
 
+class Price(NamedTuple):
+    """What a stage takes by itself, in ns, and for how much of it its bytes keep HBM busy."""
+
+    ns: float
+    hbm_ns: float
+
+
 class Runner:
     """The rows of one frame on one die. Without `launcher` launches cost nothing.
 
@@ -127,7 +143,7 @@ class Runner:
         self.cores: Callable[[Core], int | None] = all_cores
         self.home: dict[str, int] = {}  # the die's DP domain, if there are some: for traces
         self.place: dict[str, int] = {}  # the same, and layer and microbatch
-        self._prices: dict[tuple[Any, ...], float] = {}
+        self._prices: dict[tuple[Any, ...], Price] = {}
 
     # ---- where it is --------------------------------------------------------------------------------
 
@@ -171,8 +187,8 @@ class Runner:
                 self.launcher.stage(stage.name)
             return
         copies = self._copies(stage, rows) if stage.name == "Experts" else (0, 0, 0)
-        price = self.price_of(stage, f.layer, Counts(rows, f.batch.context, f.batch.kv_tokens, *copies))
-        await self.launch(stage.name, stage.core, price, partial(stage.run, f), rows)
+        price = self._price(stage, f.layer, Counts(rows, f.batch.context, f.batch.kv_tokens, *copies))
+        await self.launch(stage.name, stage.core, price.ns, partial(stage.run, f), rows, price.hbm_ns)
 
     def _rows(self, stage: Stage) -> int:
         f = self.frame
@@ -186,6 +202,9 @@ class Runner:
 
     def price_of(self, stage: Stage, weights: Layer | Held, counts: Counts) -> float:
         """What a stage of a layer, or of its experts, takes on such a die, in ns."""
+        return self._price(stage, weights, counts).ns
+
+    def _price(self, stage: Stage, weights: Layer | Held, counts: Counts) -> Price:
         cores = self.cores(stage.core)
         if not stage.attends:  # then the same price holds in the next step
             counts = counts._replace(context=0, kv_tokens=0)
@@ -195,7 +214,8 @@ class Runner:
             if len(self._prices) >= MAX_KEPT:
                 self._prices.clear()
             work = stage.work(self.frame.model, weights, counts)
-            price = self._prices[key] = self.die.spec.stage_ns(work, cores if stage.core == "aic" else None)
+            ns = self.die.spec.stage_ns(work, cores if stage.core == "aic" else None)
+            price = self._prices[key] = Price(ns, self.die.spec.hbm_ns(work.nbytes))
         return price
 
     def _copies(self, stage: Stage, rows: int) -> tuple[float, float, float]:
@@ -214,15 +234,16 @@ class Runner:
         duration_ns: float,
         kernel: Callable[[], None] = lambda: None,
         rows: int = 0,
+        hbm_ns: float = 0.0,
     ) -> None:
-        """A kernel of this die that takes `duration_ns`, with so many rows."""
+        """A kernel of this die that takes `duration_ns`, `hbm_ns` of it at all of HBM, with so many rows."""
         if self.launcher is not None:
             self.launcher.stage(name)
             if self.launcher.is_eager:
                 await self.pace.settle()
                 await self.launcher.kernel()
         place = self._told(name, rows) if self.die.trace.is_on else self.place
-        await self.pace.spend(name, core, self.cores(core), duration_ns, kernel, place)
+        await self.pace.spend(name, core, self.cores(core), duration_ns, kernel, place, hbm_ns)
 
     def _told(self, name: str, rows: int) -> dict[str, Any]:
         """What a trace tells of a kernel: where it is, its rows, and of experts how many each physical one

@@ -20,6 +20,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from xdeepserve.engine.lanes import STREAMS
+from xdeepserve.engine.walk.core_split import CoreSplit
 from xdeepserve.engine.walk.launcher import MicrobatchLaunches
 from xdeepserve.engine.walk.runner import Runner, all_cores
 from xdeepserve.hw.clock import Clock
@@ -177,12 +178,12 @@ def microbatch_cores(die: Die, attention_cores: int, is_attention: bool, core: C
 
 
 async def overlap(
-    runners: Sequence[Runner], visits: Visits, end_layer: EndLayer, attention_cores: int | None
+    runners: Sequence[Runner], visits: Visits, end_layer: EndLayer, split: CoreSplit | None
 ) -> None:
     """Each microbatch is a process of its own, with buffers and exchanges of its own, and streams are what
     they take turns at. Turns go by layer, then by microbatch, on every die: so exchanges meet in one order.
 
-    By cores, with `attention_cores` of the AIC cores for stream 0, and AIV cores alike:
+    By cores, with a `split` of the AIC cores, and AIV cores alike:
 
         stream 0   MLAProlog, MLA, output projection    mb 0 | mb 1 | mb 0, next layer | mb 1 ...
         stream 1   gate, dispatch, experts, combine            mb 0 | mb 1             | mb 0 ...
@@ -193,15 +194,17 @@ async def overlap(
     die, launcher = runners[0].die, runners[0].launcher
     streams = [InOrder(die.clock, f"stream {i} of die {die.index}") for i in range(2)]
     num_ended: Counter[int] = Counter()
-    by_cores = attention_cores is not None
+    by_cores, num_cores = split is not None, die.spec.num_cores("aic")
 
     async def half(m: int, stream: int, name: str, program: Program) -> None:
         runner, start = runners[m], die.clock.now
-        if attention_cores is not None:
-            runner.cores = partial(microbatch_cores, die, attention_cores, stream == 0)
+        if split is not None:
+            runner.cores = partial(microbatch_cores, die, split.attention, stream == 0)
             name = f"{name} of microbatch {m}"
         await runner.run(program)
         await runner.pace.settle()
+        if split is not None:
+            split.spend(stream, die.clock.now - start)
         lane = STREAMS[stream] if by_cores else f"microbatch {m}"
         die.trace.span(die.index, lane, name, start, die.clock.now, runner.place)
 
@@ -219,6 +222,8 @@ async def overlap(
                 await half(m, 1, "MLP" if layer.moe is None else "experts", program.feed)
             num_ended[number] += 1
             if num_ended[number] == len(runners):
+                if split is not None:
+                    split.end_layer(num_cores)
                 await end_layer(index)
 
     launches = [] if launcher is None else [MicrobatchLaunches(launcher) for _ in runners]

@@ -117,8 +117,9 @@ class ClockNet:
 
     def pace(self, rank: int, microbatch: int | None) -> Pace:
         """A timeline for the die, and one for each microbatch that overlaps."""
-        takes_turns = microbatch is not None and self.team.sizes.overlap == "engines"
-        timeline = Timeline(self.team.pod.dies[self.team.dies[rank]], takes_turns)
+        overlap = None if microbatch is None else self.team.sizes.overlap
+        die = self.team.pod.dies[self.team.dies[rank]]
+        timeline = Timeline(die, takes_turns=overlap == "engines", shares_hbm=overlap == "cores")
         self.timelines[rank].append(timeline)
         return timeline
 

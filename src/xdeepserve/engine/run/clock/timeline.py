@@ -17,11 +17,11 @@ class Timeline:
     """The pace of one die program, or of one of its microbatches: no kernel runs.
 
     `spent_ns` adds up by stage or exchange, waiting included. With `takes_turns` it shares the die's cores
-    with another one, and whoever has them is waited for.
+    with another one, and whoever has them is waited for; if it `shares_hbm`, kernels of both draw on that.
     """
 
-    def __init__(self, die: Die, takes_turns: bool = False) -> None:
-        self.die, self.takes_turns = die, takes_turns
+    def __init__(self, die: Die, takes_turns: bool = False, shares_hbm: bool = False) -> None:
+        self.die, self.takes_turns, self.shares_hbm = die, takes_turns, shares_hbm
         self.spent_ns: Counter[str] = Counter()
         self.place: dict[str, int] = {}  # layer, microbatch: for traces
         self._ahead_ns = 0
@@ -34,9 +34,15 @@ class Timeline:
         duration_ns: float,
         kernel: Callable[[], None],
         place: dict[str, int],
+        hbm_ns: float,
     ) -> None:
         """A stage, from where the program stands."""
         self.place = place
+        if self.shares_hbm and duration_ns:
+            start = await self.catch_up()
+            await self.die.hbm.end(self.die.hbm.begin(round(duration_ns), hbm_ns))
+            self.waited(core.upper(), name, start)
+            return
         if not self.takes_turns:
             self.add(core.upper(), name, duration_ns)
             return

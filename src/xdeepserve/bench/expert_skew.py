@@ -1,0 +1,79 @@
+"""What EPLB gains at full size (xDeepServe 4.5, Figure 11).
+
+Of how tokens spread over a layer's experts the paper publishes two numbers. A power law of the experts' ranks
+has one, which the first fixes: the hottest expert has 30 times the mean. The second follows. Then replicas
+are chosen and placed by `engine/balance/eplb.py`, in one slot on each of 288 dies (7.1), and a layer of
+decode takes what its hottest die does. The batch is not published: it is that of 7.1.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from xdeepserve.bench.decode_formula import LayerCost, Load
+from xdeepserve.bench.paper_rows import EP288
+from xdeepserve.bench.report import Row
+from xdeepserve.bench.superpod import BATCH_288, MODEL
+from xdeepserve.comm.cost import CommCost, Op
+from xdeepserve.engine.balance.eplb import hottest_die, place, select
+from xdeepserve.model.presets import resolve_model
+from xdeepserve.step.stage import Counts
+
+HOTTEST, CONTEXT = 30.0, 1024  # times the mean; positions (XDS Figure 11)
+TOKENS = 1_000_000  # that experts are counted by
+
+
+def loads(num_experts: int, hottest: float) -> npt.NDArray[np.float64]:
+    """[experts], of mean 1: powers of the rank, of which the first has so many times the mean."""
+    low, high = 0.0, 8.0
+    ranks = np.arange(1, num_experts + 1, dtype=np.float64)
+    for _ in range(100):
+        power = (low + high) / 2
+        found = ranks**-power
+        found /= found.mean()
+        low, high = (power, high) if found[0] < hottest else (low, power)
+    return found
+
+
+def rows() -> list[Row]:
+    """Experts above the mean; and how much less a forward pass takes with replicas."""
+    load = loads(EP288.routed, HOTTEST)
+    native, balanced = hottest_over_mean(load, 0), hottest_over_mean(load, 1)
+    gain = 100 * (1 - layer_ns(balanced) / layer_ns(native))
+    return [
+        Row("xds.eplb.skew", 100 * float(np.mean(load > 1)), "%", "predicted"),
+        Row("xds.eplb.gain", gain, "%", "predicted"),
+        Row("experts/hottest die/primaries", native, "x", "predicted", "over the mean of dies with experts"),
+        Row("experts/hottest die/one slot a die", balanced, "x", "predicted"),
+    ]
+
+
+def hottest_over_mean(load: npt.NDArray[np.float64], slots: int) -> float:
+    """The hottest die over the mean of those with routed experts, with so many redundant slots on each."""
+    counts = np.round(load * TOKENS / len(load)).astype(np.int64)[:, None]
+    primary, free = list(range(EP288.routed)), [slots] * EP288.total
+    shared = 1 / (resolve_model(MODEL).config.num_experts_per_tok * EP288.shared)
+    base = [0.0] * EP288.routed + [shared] * EP288.shared
+    chosen = select(counts, sum(free), EP288.total)
+    held = place(counts, chosen, primary, free, base)
+    return hottest_die(counts, primary, held, base) / float(counts.mean())
+
+
+def layer_ns(hottest: float) -> float:
+    """A layer of decode, if so many times the mean come to one die: at its port, and for its experts."""
+    cost = LayerCost(resolve_model(MODEL).config, comm=CommCost())
+    load, c = Load(requests=BATCH_288, rows=2, context=CONTEXT), cost.config
+    received = load.requests * load.rows * c.num_experts_per_tok * EP288.total / EP288.routed
+    even = cost.spec.barrier_stretch.value  # what ordinary imbalance is billed as
+    ops: tuple[Op, Op] = "dispatch", "combine"
+    exchanges = (
+        cost.comm.exchange_ns(
+            op, EP288.total, load.requests * load.rows, c.num_experts_per_tok + 1, max(even, hottest)
+        )
+        for op in ops
+    )
+    copies = cost.spec.billed_copies(hottest * received, received)
+    experts = cost.stage_ns("Experts", Counts(0, copies=copies, touched=1))
+    gate = cost.stage_ns("Gate", Counts(load.requests * load.rows))
+    return cost.stream0_ns(load) + gate + sum(exchanges) + experts
