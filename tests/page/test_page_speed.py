@@ -19,6 +19,7 @@ from xdeepserve.page.parts import GroupsPart
 from xdeepserve.page.watch import PodWatch
 
 SHOWN = "globalThis.xdeepserve && xdeepserve.shown"
+PAINTS = "performance.getEntriesByName('first-contentful-paint')"
 FRAME_MS = 1000 / 60
 NUM_TICKS = 20
 CHROMIUM = pytest.mark.skipif(find_chromium() is None, reason="there is no Chromium on this machine")
@@ -67,10 +68,8 @@ async def test_the_first_paint_comes_within_a_second(serve: Serve) -> None:
         for _ in range(3):
             async with chromium() as tab:
                 await tab.open(address)
-                await tab.until(SHOWN)
-                painted.append(
-                    await tab.run("performance.getEntriesByName('first-contentful-paint')[0].startTime")
-                )
+                await tab.until(f"({SHOWN}) && {PAINTS}.length")
+                painted.append(await tab.run(f"{PAINTS}[0].startTime"))
         assert min(painted) < 1000, painted
 
 
