@@ -145,27 +145,13 @@ def _with_tokens(
 def _time_only(
     args: argparse.Namespace, requests: Sequence[TracedRequest], block: int, bounds: Bounds
 ) -> tuple[list[Outcome], ServiceReport, dict[str, Any]]:
-    import msgspec
-
     from xdeepserve.engine.balance.heat_map import read_heat_map
-    from xdeepserve.platform.cluster import (
-        Cluster,
-        ClusterTE,
-        check_policy,
-        fleet_tes,
-        pool_of,
-        priced_kinds,
-        read_cluster,
-        scaler_of,
-    )
+    from xdeepserve.platform.cluster import fleet_tes, pool_of, priced_kinds, scaler_of
     from xdeepserve.platform.fleet import Fleet
     from xdeepserve.platform.length_predictor import told_lengths
     from xdeepserve.platform.service_report import report
 
-    if args.policy is not None:
-        check_policy(args.policy)
-    cluster = Cluster((ClusterTE(),)) if args.cluster is None else read_cluster(args.cluster)
-    cluster = msgspec.structs.replace(cluster, policy=args.policy or cluster.policy)
+    cluster = _asked(args)
     heat = None if args.heat is None else read_heat_map(args.heat)
     predict, error = told_lengths(cluster.lengths, requests)
     decisions: list[Decision] = []
@@ -207,6 +193,18 @@ def _time_only(
     if not heat and cluster.policy == "deepserve" and {te.apart for te in cluster.te} == {True, False}:
         note(args.command, "without --heat, deepserve takes TEs of both kinds for alike")
     return outcomes, found, more
+
+
+def _asked(args: argparse.Namespace) -> Cluster:
+    """The cluster of a file, or TEs whose number is to be found; with the policy that is asked for."""
+    import msgspec
+
+    from xdeepserve.platform.cluster import Cluster, ClusterTE, check_policy, read_cluster
+
+    if args.policy is not None:
+        check_policy(args.policy)
+    cluster = Cluster((ClusterTE(),)) if args.cluster is None else read_cluster(args.cluster)
+    return msgspec.structs.replace(cluster, policy=args.policy or cluster.policy)
 
 
 def _of(cluster: Cluster) -> str:
