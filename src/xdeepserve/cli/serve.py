@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from xdeepserve.cli.options import (
     Parser,
@@ -21,6 +22,9 @@ from xdeepserve.cli.options import (
 )
 from xdeepserve.cli.status import working
 from xdeepserve.errors import InputError
+
+if TYPE_CHECKING:
+    from xdeepserve.api.options import ServerOptions
 
 
 def add_options(parser: Parser) -> None:
@@ -68,42 +72,13 @@ def add_options(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Load the model and answer requests until SIGINT or SIGTERM."""
-    from xdeepserve.api.options import ServerOptions
-    from xdeepserve.api.server import bind, run_server
-    from xdeepserve.jobs.agent_tools import read_tools
-    from xdeepserve.jobs.state_file import check_state
+    from xdeepserve.api.server import run_server
     from xdeepserve.llm import build_engine
     from xdeepserve.model.presets import resolve_model
 
-    if args.uds is not None and (args.host is not None or args.port is not None):
-        raise InputError("--uds is instead of --host and --port: leave these out")
     host = "127.0.0.1" if args.host is None else args.host
     port = 8000 if args.port is None else args.port
-    options = ServerOptions(
-        served_model_names=tuple(args.served_model_name),
-        api_keys=tuple(args.api_key),
-        allowed_origins=tuple(args.allowed_origins),
-        ssl_certfile=args.ssl_certfile,
-        ssl_keyfile=args.ssl_keyfile,
-        uds=args.uds,
-        admin=args.admin,
-        record=args.record,
-        state=args.state,
-        tools=args.tools,
-        member=args.member,
-    )
-    # What cannot work is said before a large model is loaded.
-    options.ssl_context()
-    if args.record is not None:
-        check_writable(args.record, "--record")
-    if args.state is not None:
-        check_state(args.state)
-    if args.tools is not None:
-        if args.state is None:
-            raise InputError("--tools needs --state DIR, where the jobs of agents are kept")
-        read_tools(args.tools)
-    if args.uds is None:
-        bind(host, port).close()
+    options = _options(args, host, port)
     overrides = overrides_of(args)
     engine = build_engine(
         args.model,
@@ -131,3 +106,39 @@ def run(args: argparse.Namespace) -> int:
         run_server(lambda: engine, host, port, ready, options)
     print("xdeepserve serve: has shut down", file=sys.stderr, flush=True)
     return 0
+
+
+def _options(args: argparse.Namespace, host: str, port: int) -> ServerOptions:
+    """What the server is told. InputError for what cannot work, before a large model is loaded."""
+    from xdeepserve.api.options import ServerOptions
+    from xdeepserve.api.server import bind
+    from xdeepserve.jobs.agent_tools import read_tools
+    from xdeepserve.jobs.state_file import check_state
+
+    if args.uds is not None and (args.host is not None or args.port is not None):
+        raise InputError("--uds is instead of --host and --port: leave these out")
+    options = ServerOptions(
+        served_model_names=tuple(args.served_model_name),
+        api_keys=tuple(args.api_key),
+        allowed_origins=tuple(args.allowed_origins),
+        ssl_certfile=args.ssl_certfile,
+        ssl_keyfile=args.ssl_keyfile,
+        uds=args.uds,
+        admin=args.admin,
+        record=args.record,
+        state=args.state,
+        tools=args.tools,
+        member=args.member,
+    )
+    options.ssl_context()
+    if args.record is not None:
+        check_writable(args.record, "--record")
+    if args.state is not None:
+        check_state(args.state)
+    if args.tools is not None:
+        if args.state is None:
+            raise InputError("--tools needs --state DIR, where the jobs of agents are kept")
+        read_tools(args.tools)
+    if args.uds is None:
+        bind(host, port).close()
+    return options
