@@ -16,12 +16,21 @@ import re
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from hf_fixtures import DIRECTORY, NUM_GREEDY_TOKENS, ROPE_POSITIONS, Fixture, fixtures
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from hf_fixtures import (
+    DIRECTORY,
+    NUM_GREEDY_TOKENS,
+    ROPE_POSITIONS,
+    WRITTEN_CONFIGS,
+    Fixture,
+    fixtures,
+    written_configs,
+)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
 
@@ -100,6 +109,17 @@ def experts_used(model: PreTrainedModel, prompt: list[int]) -> int:
     return min(used)
 
 
+def keep_written_config(fixture: Fixture, directory: Path) -> None:
+    """The config.json that `save_pretrained` writes of a fixture. Kimi's would be read with remote code."""
+    if fixture.config["model_type"] == "kimi_k2":
+        return
+    written: dict[str, Any] = json.loads(AutoConfig.from_pretrained(directory).to_json_string())
+    found = written_configs() | {fixture.name: written}
+    order = [each.name for each in fixtures() if each.name in found]
+    lines = [f"{json.dumps(name)}: {json.dumps(found[name], sort_keys=True)}" for name in order]
+    WRITTEN_CONFIGS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
 def expected(fixture: Fixture, directory: Path) -> dict[str, np.ndarray]:
     config_path = directory / "config.json"
     if fixture.config["model_type"] == "kimi_k2":
@@ -149,7 +169,9 @@ def main() -> None:
         if wanted and fixture.name not in wanted:
             continue
         with tempfile.TemporaryDirectory() as directory:
-            arrays = expected(fixture, fixture.checkpoint_dir(Path(directory)))
+            checkpoint = fixture.checkpoint_dir(Path(directory))
+            keep_written_config(fixture, checkpoint)
+            arrays = expected(fixture, checkpoint)
         np.savez(DIRECTORY / f"{fixture.name}.npz", **arrays)
 
 

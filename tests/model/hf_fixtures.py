@@ -23,6 +23,7 @@ from xdeepserve.model.export import to_storage, write_checkpoint
 from xdeepserve.model.seeded import SeededCheckpoint, hash_words
 
 DIRECTORY = Path(__file__).parent.parent / "fixtures" / "hf"
+WRITTEN_CONFIGS = DIRECTORY / "written_configs.json"
 PROMPT_LENGTHS = (1, 17, 130)
 NUM_GREEDY_TOKENS = 24
 ROPE_POSITIONS = (0, 1, 2, 7, 31, 63, 129, 500)
@@ -93,6 +94,12 @@ def deal_into_shards(directory: Path, checkpoint: SeededCheckpoint, storage: str
         }
         save_file(held, directory / file, metadata={"format": "pt"})
     (directory / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def written_configs() -> dict[str, dict[str, Any]]:
+    """What transformers writes into config.json once it has read a fixture's, by name."""
+    configs: dict[str, dict[str, Any]] = json.loads(WRITTEN_CONFIGS.read_text())
+    return configs
 
 
 def fixtures() -> list[Fixture]:

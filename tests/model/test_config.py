@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.model.hf_fixtures import Fixture, fixtures, written_configs
 from xdeepserve.errors import CheckpointError
 from xdeepserve.model.config import (
     INT8_ATTENTION,
@@ -44,6 +45,23 @@ def load(tmp_path: Path):
         return load_config(tmp_path)
 
     return load_changed
+
+
+@pytest.mark.parametrize(
+    "fixture", [f for f in fixtures() if f.name in written_configs()], ids=lambda f: f.name
+)
+def test_what_transformers_writes_means_what_it_has_read(fixture: Fixture, tmp_path: Path) -> None:
+    """With every default spelled out, and in its own words for layers, RoPE and experts."""
+    found = []
+    for raw in (fixture.config, written_configs()[fixture.name]):
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        found.append(load_config(tmp_path))
+    assert found[0] == found[1]
+
+
+def test_every_family_of_transformers_has_a_written_config() -> None:
+    written = {config["model_type"] for config in written_configs().values()}
+    assert written == FAMILIES.keys() - {"kimi_k2"}
 
 
 def test_tiny(tiny_config: ModelConfig) -> None:
@@ -141,12 +159,19 @@ def test_glm_lists_its_dense_layers_and_mtp_has_experts(load, words: Any, expect
         (["dense", "sparse"], 'mlp_layer_types must be "dense" or "sparse" for each of 4 layers'),
         (["dense", "sparse", "moe", 1], "mlp_layer_types must be"),
         ("dense", "mlp_layer_types must be"),
-        (["dense", "dense", "sparse", "sparse"], "first_k_dense_replace is not 2, as mlp_layer_types says"),
     ],
 )
 def test_lists_of_layers_that_are_refused(load, words: Any, message: str) -> None:
     with pytest.raises(CheckpointError, match=re.escape(message)):
         load(model_type="glm4_moe_lite", mlp_layer_types=words, first_k_dense_replace=1)
+
+
+@pytest.mark.parametrize("family", ["glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"])
+def test_words_for_layers_win_over_a_number_of_dense_ones(load, family: str) -> None:
+    """transformers writes both, and the number is its default, whatever the words say."""
+    words = ["dense", "sparse", "dense", "sparse"]
+    config = load(model_type=family, mlp_layer_types=words, first_k_dense_replace=3)
+    assert [config.is_moe(i) for i in range(5)] == [False, True, False, True, True]
 
 
 QWEN: dict[str, Any] = {"model_type": "qwen3_moe", "scoring_func": "softmax", "n_group": 1, "topk_group": 1}
@@ -163,6 +188,10 @@ def test_qwen_has_keys_and_values_of_groups_of_heads(tmp_path: Path) -> None:
     assert (config.n_routed_experts, config.n_shared_experts, config.norm_topk_prob) == (8, 0, False)
     assert [config.is_moe(i) for i in range(6)] == [False, True, False, False, False, True]
     assert (config.bos_token_id, config.eos_token_ids, config.num_nextn_predict_layers) == (None, (), 0)
+
+
+def test_no_list_of_dense_layers_is_an_empty_one(load) -> None:
+    assert load(**(QWEN | {"mlp_only_layers": None})).num_moe_layers == 4
 
 
 @pytest.mark.parametrize(
@@ -271,6 +300,11 @@ def test_sparse_attention_has_an_indexer(load, tmp_path: Path) -> None:
         ({"index_head_dim": 8}, "index_head_dim (8) must not be less than qk_rope_head_dim (16)"),
         ({"q_lora_rank": None}, "q_lora_rank must not be null: the indexer reads the query's latent"),
         ({"rope_interleave": False}, "rope_interleave false is not supported (only true is)"),
+        ({"indexer_rope_interleave": True}, "indexer_rope_interleave true is not supported (only false is)"),
+        (
+            {"model_type": "glm_moe_dsa", "indexer_rope_interleave": False},
+            "indexer_rope_interleave false is not supported (only true is)",
+        ),
         ({INT8_ATTENTION: [1]}, f"{INT8_ATTENTION} is for MLA, and this is DSA"),
     ],
 )

@@ -119,6 +119,23 @@ def test_ties_go_to_the_lowest_position(top_k: int) -> None:
     assert found[0].tolist() == [*range(top_k - 1), 40]
 
 
+@pytest.mark.parametrize("is_exact", [False, True])
+@pytest.mark.parametrize("weights", [(np.inf, 1.0), (np.inf, -np.inf), (-np.inf, -1.0), (3e38, 3e38)])
+@pytest.mark.parametrize("large", [1.0, 1e38])
+def test_what_is_not_a_number_is_the_least(
+    large: float, weights: tuple[float, float], is_exact: bool
+) -> None:
+    """Sums beyond float32, as no model has them: as many positions are chosen as of any other scores."""
+    q, key, w = normal(1, 1, 2, 6) * F32(large), normal(2, 50, 6), np.array([weights], F32)
+    if is_exact:
+        q, key = c.factors(q), c.factors(key)
+    with np.errstate(all="ignore"):
+        found = chosen_by_kernel(q, key, w, 16, 9, 7)
+        scores = c.index_scores(q[0], key, w[0], is_exact)
+    assert found[0].tolist() == c.top_positions(scores, 9).tolist()
+    assert not np.isnan(scores).any()
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_whoever_may_see_all_positions_computes_as_v3(recipe: Recipe, tmp_path: Path) -> None:
     """The same bits, for as long as there are no more positions than are chosen."""

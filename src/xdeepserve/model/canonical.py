@@ -276,12 +276,14 @@ def grouped_attention(q: Array, k: Array, v: Array, v_scale: Array | None, softm
 def index_scores(q: Array, k: Array, weights: Array, is_exact: bool) -> Array:
     """The lightning indexer's scores of one token (DeepSeek-V3.2, section 2.1): I = sum_j w_j relu(q_j . k).
 
-    q [H, D], k [S, D], weights [H] -> [S]. Products count D^-1/2, weights H^-1/2; heads ascend.
+    q [H, D], k [S, D], weights [H] -> [S]. Products count D^-1/2, weights H^-1/2; heads ascend. What is not a
+    number is the least that there is: a product 0, a score -inf.
     """
     heads, depth = q.shape
     products = matmul_exact(factors(q), factors(k).T) if is_exact else matmul(q, k.T)
-    relu = np.maximum(products * F32(depth**-0.5), F32(0.0))
-    return matmul((weights * F32(heads**-0.5))[None], relu)[0]
+    relu = np.fmax(products * F32(depth**-0.5), F32(0.0))
+    scores: Array = np.fmax(matmul((weights * F32(heads**-0.5))[None], relu)[0], F32(-np.inf))
+    return scores
 
 
 def top_positions(scores: Array, top_k: int) -> Array:

@@ -61,7 +61,7 @@ class Reader:
         return ()
 
     def layer_numbers(self, key: str) -> frozenset[int]:
-        value = self.raw.get(key, [])
+        value = [] if self.is_null(key) else self.raw.get(key, [])
         if isinstance(value, list) and all(type(layer_idx) is int and layer_idx >= 0 for layer_idx in value):
             return frozenset(value)
         self.problems.append(f"{self.key(key)} must be a list of layer numbers, found {abridged(value)}")

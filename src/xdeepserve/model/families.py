@@ -27,7 +27,8 @@ def _first_dense(reader: Reader, num_layers: int) -> tuple[int, frozenset[int]]:
 
 
 def _listed(reader: Reader, num_layers: int, default: int = 1) -> tuple[int, frozenset[int]]:
-    """GLM's: a word for each layer; without them, what DeepSeek's key says."""
+    """GLM's: a word for each layer, whatever DeepSeek's key says beside them (transformers writes both, the
+    key at its default); without them, that key."""
     words = reader.raw.get("mlp_layer_types")
     if words is None:
         return reader.integer("first_k_dense_replace", default, minimum=0), frozenset()
@@ -35,8 +36,6 @@ def _listed(reader: Reader, num_layers: int, default: int = 1) -> tuple[int, fro
         reader.problems.append(f'mlp_layer_types must be "dense" or "sparse" for each of {num_layers} layers')
         return 0, frozenset()
     first = words.index("sparse") if "sparse" in words else num_layers
-    if reader.raw.get("first_k_dense_replace", first) != first:
-        reader.problems.append(f"first_k_dense_replace is not {first}, as mlp_layer_types says")
     return first, frozenset(i for i, word in enumerate(words) if word == "dense" and i > first)
 
 
@@ -191,7 +190,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v32": Family(
         attention="dsa",
         defaults={"max_position_embeddings": 163840, "num_nextn_predict_layers": 0},
-        only={"rope_interleave": True},
+        only={"rope_interleave": True, "indexer_rope_interleave": False},
         dense_layers=partial(_listed, default=3),
     ),
     "glm_moe_dsa": Family(
@@ -212,7 +211,7 @@ FAMILIES: dict[str, Family] = {
             "rms_norm_eps": 1e-5,
             "num_nextn_predict_layers": 0,
         },
-        only={"rope_interleave": True},
+        only={"rope_interleave": True, "indexer_rope_interleave": True},
         dense_layers=partial(_listed, default=3),
         index_interleave=True,
         shared_choices=_shared_choices,

@@ -17,7 +17,7 @@ from xdeepserve.model.kernels.rows import inverse_rms
 from xdeepserve.model.kernels.simd import load, maximum, splat, tree_sum
 from xdeepserve.model.kernels.vector_math import put, take
 
-ZERO = np.float32(0.0)
+ZERO, LOWEST = np.float32(0.0), np.float32(-np.inf)
 
 
 @kernel
@@ -64,7 +64,8 @@ def _dots(cache, one, other, q, at, depth, is_exact):
 
 @part
 def _score_tiles(scores, first, length, cache, one, other, q, at, weights, w_at, heads, depth, is_exact):
-    """Scores of the 32 positions from `first` on, of those that there are, from two tiles."""
+    """Scores of the 32 positions from `first` on, of those that there are, from two tiles. What is not a
+    number is the least of all: or fewer would be chosen than there is room for."""
     by_head, by_product = np.float32(heads**-0.5), splat(np.float32(depth**-0.5))
     total, total2 = splat(ZERO), splat(ZERO)
     for h in range(heads):
@@ -72,9 +73,9 @@ def _score_tiles(scores, first, length, cache, one, other, q, at, weights, w_at,
         weight = splat(weights[w_at + h] * by_head)
         total = total + weight * maximum(dot * by_product, splat(ZERO))
         total2 = total2 + weight * maximum(dot2 * by_product, splat(ZERO))
-    put(scores, first, total, length - first)
+    put(scores, first, maximum(total, splat(LOWEST)), length - first)
     if length - first > TILE:
-        put(scores, first + TILE, total2, length - first - TILE)
+        put(scores, first + TILE, maximum(total2, splat(LOWEST)), length - first - TILE)
 
 
 @part
