@@ -139,7 +139,9 @@ def test_servers_come_where_chats_go_on() -> None:
     assert pool.cache.servers == pool.state.servers > 1
 
 
-def test_time_of_servers_is_counted_to_the_moment_in_which_they_change() -> None:
+def test_time_of_servers_is_counted_to_the_moment_in_which_they_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A look each second, and half a second until what is wanted is there."""
     bounds = PoolBounds(most=8, worth=1e-4, patience_s=2, calm_s=4, while_s=10, every_s=1)
     traffic = MadeTraffic(requests=300, seconds=30, prompt=400, output=20, turns=6, pause=2, systems=4,
@@ -149,7 +151,12 @@ def test_time_of_servers_is_counted_to_the_moment_in_which_they_change() -> None
     pool = FleetPool(fleet, 1, 40, block_nbytes, bounds, Spec())
     counts: list[tuple[float, int]] = []
     resize = pool.cache.resize
-    pool.cache.resize = lambda servers: (counts.append((fleet.now, pool.cache.servers)), resize(servers))[1]  # type: ignore[method-assign]
+
+    def heard(servers: int) -> None:
+        counts.append((fleet.now, pool.cache.servers))
+        resize(servers)
+
+    monkeypatch.setattr(pool.cache, "resize", heard)
     fleet.run(made(traffic))
     counts.append((fleet.now, pool.cache.servers))
     assert len(counts) > 1

@@ -101,7 +101,7 @@ def _request(where: str, line: str, form: TraceFormat) -> TracedRequest:
 
 def _azure(path: Path, lines: Iterator[str]) -> Iterator[tuple[int, TracedRequest]]:
     rows = _rows(path, lines)
-    _, header = next(rows, (0, []))
+    header = next((row for _, row in rows), [])
     missing = [name for name in COLUMNS if name not in header]
     if missing:
         raise InputError(f"{path}, line 1: not a trace in the format azure: no column {missing[0]}")
