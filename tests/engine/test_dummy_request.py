@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,8 +11,11 @@ import pytest
 from tests.engine.histories import APART, SMALL, TES
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.dp.events import TEChanged
+from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.serving.engine import Engine
-from xdeepserve.errors import XDeepServeError
+from xdeepserve.engine.te.dummy_request import serve_dummy
+from xdeepserve.errors import HardwareError, XDeepServeError
+from xdeepserve.hw.clock import Clock
 from xdeepserve.llm import build_engine, digest
 from xdeepserve.loop import run
 from xdeepserve.model.presets import TinyCheckpoint
@@ -63,6 +68,63 @@ def test_a_te_that_cannot_serve_it_does_not_join(tiny: TinyCheckpoint, how: str)
         assert [te.sizes.name for te in engine.je.tes] == ["te"]
         assert {2, 3}.isdisjoint(pod.holders)
         await _answers(engine)
+        engine.check_integrity()
+        await engine.stop()
+
+    run(main())
+
+
+def test_what_fails_in_the_moment_of_the_last_answer_is_heard() -> None:
+    clock, seqs = Clock(), list[Sequence]()
+
+    async def turn() -> None:
+        for seq in seqs:
+            seq.on_tokens(seq, [])
+        te.on_failure(te, HardwareError("its loop has ended"))
+
+    te: Any = SimpleNamespace(
+        plan=SimpleNamespace(pod=SimpleNamespace(clock=clock)),
+        sizes=SimpleNamespace(name="te 1"),
+        groups=[
+            SimpleNamespace(rank=rank, places=SimpleNamespace(move=lambda seq, _: seqs.append(seq)))
+            for rank in range(2)
+        ],
+        wake=lambda: clock.spawn(turn(), name="turn"),
+        on_failure=None,
+    )
+
+    async def main() -> None:
+        with pytest.raises(HardwareError, match="its loop has ended"):
+            await clock.spawn(serve_dummy(te, 1000), name="dummy")
+
+    run(main())
+    assert len(seqs) == 2
+    assert te.on_failure is None
+
+
+@pytest.mark.parametrize("times", [1, 20])
+def test_who_asked_goes_away_during_it(tiny: TinyCheckpoint, times: int) -> None:
+    """However often it is cancelled, its dies are given back."""
+    engine = build_engine(tiny, "colocated", "int8", overrides=[*SMALL, "dies=2"])
+    has_started = asyncio.Event()
+
+    def hear(event: Any) -> None:
+        if event == TEChanged("te 1", "ready"):
+            has_started.set()
+
+    async def main() -> None:
+        await engine.start()
+        engine.observe(hear)
+        adding = asyncio.create_task(engine.add_te(source="peer"))
+        await has_started.wait()
+        for _ in range(times):
+            adding.cancel()
+            await asyncio.sleep(0)
+        with pytest.raises(asyncio.CancelledError):
+            await adding
+        await _answers(engine)
+        assert {2, 3}.isdisjoint(engine.plan.pod.holders)
+        assert len(engine.plan.tes) == 1
         engine.check_integrity()
         await engine.stop()
 

@@ -97,6 +97,32 @@ def test_a_chain_is_as_long_as_there_are_who_load(engine: Engine) -> None:
     assert run(main()) == [None, "te 1", "te 2"]
 
 
+def test_who_read_nobody_to_the_end_leaves_its_place_to_who_comes(engine: Engine) -> None:
+    """The third goes away, and the fourth reads the second: the first TE gives its weights once."""
+    clock = engine.plan.pod.clock
+
+    async def change() -> list[str | None]:
+        joining = await _joins(engine, 4)
+        await clock.sleep(load_ns(engine.plan.tes[0], "peer") // 2)
+        joining[2].cancel()
+        await clock.sleep(1)
+        forks = [loading._fork for loading in engine.plan.loadings.values()]
+        read = [fork.before and fork.before.name for fork in forks]
+        assert engine.plan.tes[0].num_readers == 1
+        for task in (*joining[:2], joining[3]):
+            await clock.join(task)
+        return read
+
+    async def main() -> list[str | None]:
+        await engine.start()
+        read = await clock.spawn(change(), name="change")
+        engine.check_integrity()
+        await engine.stop()
+        return read
+
+    assert run(main()) == [None, "te 1", "te 2"]
+
+
 @pytest.mark.parametrize("how", ["lost", "cancelled"])
 def test_who_is_in_the_middle_goes_away_at_each_tenth(
     tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch, how: str

@@ -139,6 +139,32 @@ def test_servers_come_where_chats_go_on() -> None:
     assert pool.cache.servers == pool.state.servers > 1
 
 
+def test_time_of_servers_is_counted_to_the_moment_in_which_they_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A look each second, and half a second until what is wanted is there."""
+    bounds = PoolBounds(most=8, worth=1e-4, patience_s=2, calm_s=4, while_s=10, every_s=1)
+    traffic = MadeTraffic(requests=300, seconds=30, prompt=400, output=20, turns=6, pause=2, systems=4,
+                          system=100, block=LIMITS.block)  # fmt: skip
+    fleet = Fleet([FleetTE(f"te {n}", PRICE, LIMITS) for n in range(4)], "round-robin")
+    block_nbytes = Spec().ub_bandwidth.value * 0.5 / 40
+    pool = FleetPool(fleet, 1, 40, block_nbytes, bounds, Spec())
+    counts: list[tuple[float, int]] = []
+    resize = pool.cache.resize
+
+    def heard(servers: int) -> None:
+        counts.append((fleet.now, pool.cache.servers))
+        resize(servers)
+
+    monkeypatch.setattr(pool.cache, "resize", heard)
+    fleet.run(made(traffic))
+    counts.append((fleet.now, pool.cache.servers))
+    assert len(counts) > 1
+    starts = [0.0, *(at for at, _ in counts)]
+    expected = sum((at - start) * n for start, (at, n) in zip(starts, counts, strict=False)) / 1e9
+    assert pool.server_s == pytest.approx(expected)
+
+
 def test_a_cluster_file_with_a_pool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "cluster.toml"
     te = 'model = "tiny"\n[[te]]\ncount = 2\ndies = 4\n'

@@ -6,11 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.platform.test_fleet import LIMITS, PRICE
 from xdeepserve.cli import main
+from xdeepserve.cli.replay import explained
 from xdeepserve.errors import InputError
 from xdeepserve.llm import LLM, digest
 from xdeepserve.model.presets import TinyCheckpoint
 from xdeepserve.platform.cluster import Cluster, ClusterTE, fleet_tes, least_count, priced_kinds, read_cluster
+from xdeepserve.platform.fleet import Fleet
+from xdeepserve.platform.fleet_words import Decision, FleetTE
 from xdeepserve.platform.made_traffic import MadeTraffic, made
 from xdeepserve.platform.service_report import Bounds, Outcome, report
 from xdeepserve.platform.token_replay import prompts_of, replayed
@@ -221,3 +225,14 @@ def test_what_cannot_be_replayed_is_said_in_a_line(
     error = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert len(error) == 1
     assert reason in error[0]
+
+
+@pytest.mark.parametrize(("most", "shown", "more"), [(8, 8, "; 2 more"), (10, 10, "")])
+def test_a_decision_has_the_scores_of_the_best_or_of_all(most: int, shown: int, more: str) -> None:
+    decided: list[Decision] = []
+    fleet = Fleet([FleetTE(f"te {n}", PRICE, LIMITS) for n in range(10)], "load", explain=decided.append)
+    fleet.run(made(MadeTraffic(requests=3, seconds=1, prompt=40, output=4, block=LIMITS.block)))
+    line = explained(decided[0], fleet, most)
+    assert line.startswith("request 0 -> te 0 (te 0: ")
+    assert line.count("te ") == 1 + shown
+    assert line.endswith(f"{more})")

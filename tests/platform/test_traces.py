@@ -35,6 +35,11 @@ def test_azures_traces_of_both_years(tmp_path: Path) -> None:
         ("azure", HEADER, "no requests in it"),
         (
             "azure",
+            HEADER + f"2024-05-10 00:00:00,{'1' * 140_000},2",
+            "line 2: not a row of CSV: field larger",
+        ),
+        (
+            "azure",
             HEADER + "2024-05-10 00:00:01,1,2\n\n2024-05-10 00:00:00,1,2\n",
             "line 4: TIMESTAMP runs backwards: 1 s before line 2",
         ),

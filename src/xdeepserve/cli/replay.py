@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ENOUGH = 0.9  # of requests within their bounds: so many TEs are as many as a load needs
 SHOWN_EVENTS = 40  # of scaling
-EXPLAINED = 8  # TEs whose scores a decision shows
+EXPLAINED = 8  # TEs whose scores a decision shows; with --json, all
 
 
 def add_options(parser: Parser) -> None:
@@ -48,7 +48,11 @@ def add_options(parser: Parser) -> None:
     option("--shrink", type=int, default=1, metavar="N", help="with tokens: divide all lengths by N")
     option("--slo-ttft", type=float, default=30.0, metavar="S", help="a bound in seconds; default 30")
     option("--slo-tpot", type=float, default=100.0, metavar="MS", help="a bound in ms; default 100")
-    option("--explain", action="store_true", help="a line for each request: its TE, and the scores of all")
+    option(
+        "--explain",
+        action="store_true",
+        help="a line for each request: its TE, and the scores of the eight best; with --json, of all",
+    )
     option("--plot", type=Path, metavar="FILE", help="draw TTFT and TPOT over time (needs matplotlib)")
     option("--json", action="store_true", help="print one JSON object")
 
@@ -187,7 +191,8 @@ def _time_only(
     if (cluster.roles, cluster.scale, cluster.pool) != (None, None, None):
         more["scaling"] = events
     if args.explain:
-        more["decisions"] = [explained(each, fleet) for each in decisions]
+        most = len(fleet.tes) if args.json else EXPLAINED
+        more["decisions"] = [explained(each, fleet, most) for each in decisions]
         if not args.json:
             print(*more["decisions"], "", sep="\n")
     if not heat and cluster.policy == "deepserve" and {te.apart for te in cluster.te} == {True, False}:
@@ -229,10 +234,10 @@ def _sized(cluster: Cluster, serve: Any, status: Status) -> Cluster:
     return least_count(cluster, within, ENOUGH)
 
 
-def explained(decision: Decision, fleet: Fleet) -> str:
-    """A decision in a line: the best TEs first, with the keys that decided."""
+def explained(decision: Decision, fleet: Fleet, most: int) -> str:
+    """A decision in a line: the `most` best TEs, the best first, with the keys that decided."""
     could = [te for te, keys in enumerate(decision.keys) if keys[0] != float("inf")]
-    order = sorted(could, key=lambda te: (*decision.keys[te], te))[:EXPLAINED]
+    order = sorted(could, key=lambda te: (*decision.keys[te], te))[:most]
     keys = (", ".join(f"{key:.4g}" for key in decision.keys[te]) for te in order)
     scores = "; ".join(f"{fleet.tes[te].name}: {each}" for te, each in zip(order, keys, strict=True))
     more = f"; {len(could) - len(order)} more" if len(could) > len(order) else ""

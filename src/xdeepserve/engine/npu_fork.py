@@ -83,8 +83,10 @@ class Fork:
         return bool(self.came) and not self.is_broken and self.after is None
 
     def break_off(self) -> None:
-        """Whoever reads this one has to look elsewhere."""
+        """Whoever reads this one has to look elsewhere, and who was read may be read by another."""
         self.is_broken = True
+        if self.before is not None and self.before.after is self:
+            self.before.after = None
         for process in self.after._processes if self.after is not None else ():
             process.interrupt(self._broken())
 

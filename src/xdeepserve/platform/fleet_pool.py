@@ -56,10 +56,14 @@ class FleetPool:
         tokens = np.cumsum(found) * stepper.limits.block / seconds
         return [float(each) for each in tokens * stepper.token_ns / 1e9]
 
+    def _count(self) -> None:
+        """Add what there has been since the last time, before anything changes."""
+        self.server_s += self.cache.servers * (self.fleet.now - self._counted_at) / 1e9
+        self._counted_at = self.fleet.now
+
     def _look(self) -> None:
         fleet = self.fleet
-        self.server_s += self.cache.servers * (fleet.now - self._counted_at) / 1e9
-        self._counted_at = fleet.now
+        self._count()
         if not fleet.is_open:
             return
         if not self._is_changing:
@@ -74,6 +78,7 @@ class FleetPool:
         fleet.at(fleet.now + 1e9 * self.bounds.every_s, self._look)
 
     def _change(self) -> None:
+        self._count()
         before, after = self.cache.servers, self.state.servers
         self.cache.resize(after)
         self._is_changing = False

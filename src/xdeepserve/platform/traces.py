@@ -100,17 +100,17 @@ def _request(where: str, line: str, form: TraceFormat) -> TracedRequest:
 
 
 def _azure(path: Path, lines: Iterator[str]) -> Iterator[tuple[int, TracedRequest]]:
-    rows = csv.reader(lines)
-    header = next(rows, [])
+    rows = _rows(path, lines)
+    header = next((row for _, row in rows), [])
     missing = [name for name in COLUMNS if name not in header]
     if missing:
         raise InputError(f"{path}, line 1: not a trace in the format azure: no column {missing[0]}")
     columns = [header.index(name) for name in COLUMNS]
     first: datetime | None = None
-    for row in rows:
+    for number, row in rows:
         if not row:
             continue
-        where = f"{path}, line {rows.line_num}"
+        where = f"{path}, line {number}"
         if len(row) <= max(columns):
             raise InputError(f"{where}: {len(row)} fields, where the header has {len(header)}")
         text, *lengths = (row[column].strip() for column in columns)
@@ -118,7 +118,17 @@ def _azure(path: Path, lines: Iterator[str]) -> Iterator[tuple[int, TracedReques
         first = first or at
         numbers = [_whole(where, *each) for each in zip(COLUMNS[1:], lengths, strict=True)]
         at_ns = 1000 * ((at - first) // MICROSECOND)
-        yield rows.line_num, TracedRequest(at_ns, numbers[0], numbers[1], ())
+        yield number, TracedRequest(at_ns, numbers[0], numbers[1], ())
+
+
+def _rows(path: Path, lines: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
+    """Rows of CSV, each with the number of its last line."""
+    rows = csv.reader(lines)
+    try:
+        for row in rows:
+            yield rows.line_num, row
+    except csv.Error as error:
+        raise InputError(f"{path}, line {rows.line_num}: not a row of CSV: {error}") from None
 
 
 def _date(where: str, text: str) -> datetime:

@@ -193,11 +193,9 @@ class TEGroup:
             te.start()
             await serve_dummy(te, TIMEOUT_NS)
         except BaseException:
-            if te is not None:
-                te.kill()
-                await self.until_unused(plan)
-                te.give_up()
-            self._plan.release(plan)
+            # A process of its own, which goes on if this one is cancelled once more.
+            clock = self._plan.pod.clock
+            await clock.join(clock.spawn(self._give_back(plan, te), name=f"end of {plan.sizes.name}"))
             raise
         finally:
             self._loading = [each for each in self._loading if each is not te]
@@ -206,6 +204,14 @@ class TEGroup:
         self._je.tes.append(te)
         self._je.take(te)
         return plan.sizes.name
+
+    async def _give_back(self, plan: TEPlan, te: TE | None) -> None:
+        """The dies of one that does not join, when nobody is at them any more."""
+        if te is not None:
+            te.kill()
+            await self.until_unused(plan)
+            te.give_up()
+        self._plan.release(plan)
 
     # ---- expert servers -----------------------------------------------------------------------------
 

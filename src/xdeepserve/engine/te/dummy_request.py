@@ -29,7 +29,10 @@ async def serve_dummy(te: TE, timeout_ns: int) -> None:
             waiter.wake()
         return True
 
+    failures: list[Exception] = []  # also of the moment in which the last group ended
+
     def fail(_: TE, error: Exception) -> None:
+        failures.append(error)
         waiter.fail(error)
 
     on_failure, te.on_failure = te.on_failure, fail
@@ -39,5 +42,7 @@ async def serve_dummy(te: TE, timeout_ns: int) -> None:
             group.places.move(Sequence(seq_id, 0, [0], 1, 1, PARAMS, 0, end), "add")
         te.wake()
         await clock.wait(waiter, clock.now + timeout_ns)
+        if failures:
+            raise failures[0]
     finally:
         te.on_failure = on_failure
