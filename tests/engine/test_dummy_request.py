@@ -51,10 +51,11 @@ def test_each_group_has_computed_before_requests_come(
 def test_a_te_that_cannot_serve_it_does_not_join(tiny: TinyCheckpoint, how: str) -> None:
     """Its dies are given back, and the others serve on."""
     engine = build_engine(tiny, "colocated", "int8", overrides=[*SMALL, "dies=2"])
-    pod = engine.plan.pod
+    pod, seen = engine.plan.pod, list[list[str]]()
 
     def hear(event: Any) -> None:
         if isinstance(event, TEChanged) and event == TEChanged("te 1", "ready"):
+            seen.extend([[te.name for te in engine.tes()], [te.name for te in engine.health()]])
             if how == "lost":
                 pod.break_die(3)
             else:
@@ -66,6 +67,7 @@ def test_a_te_that_cannot_serve_it_does_not_join(tiny: TinyCheckpoint, how: str)
         with pytest.raises(XDeepServeError):
             await engine.add_te(source="peer")
         assert [te.sizes.name for te in engine.je.tes] == ["te"]
+        assert seen == [["te", "te 1"]] * 2
         assert {2, 3}.isdisjoint(pod.holders)
         await _answers(engine)
         engine.check_integrity()

@@ -92,6 +92,11 @@ class TEGroup:
         """Another TE is on its way in the place of one that was given up."""
         return self._je.homeless.is_open
 
+    @property
+    def _running(self) -> list[TE]:
+        """All that have tasks, one that serves its dummy request included."""
+        return [*self._je.tes, *(te for te in self._loading if te.is_running)]
+
     def reports(self) -> list[TEReport]:
         """All TEs, those included that are loading."""
         found = [
@@ -103,7 +108,7 @@ class TEGroup:
                 num_sequences=te.num_sequences,
                 kv_load=te.kv_load,
             )
-            for te in self._je.tes
+            for te in self._running
         ]
         return found + [loading.report() for loading in self._plan.loadings.values()]
 
@@ -139,7 +144,7 @@ class TEGroup:
                 lost_servers=tuple(sorted(te.monitor.masked)),
                 links=self._je.links.troubles(te),
             )
-            for te in self._je.tes
+            for te in self._running
         ]
         loading = [TEHealth(name=name, num_groups=0, life="loading") for name in self._plan.loadings]
         lost = list(self._lost_health)
