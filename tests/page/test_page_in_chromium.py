@@ -158,6 +158,13 @@ async def test_an_answer_that_was_cut_off_has_no_digest(serve: Serve) -> None:
         assert await tab.run(f"{DIGEST}.length") == 0
 
 
+async def _another(port: int, deployment: str, *overrides: str) -> TestServer:
+    """A server of another pod on the same port."""
+    server = TestServer(build_app(build_engine("tiny", deployment, "int8", overrides=overrides)), port=port)
+    await server.start_server(shutdown_timeout=1.0)
+    return server
+
+
 async def test_a_server_that_goes_away_and_comes_back(serve: Serve) -> None:
     async with chromium() as tab:
         async with serve("monolithic") as (address, _):
@@ -166,10 +173,14 @@ async def test_a_server_that_goes_away_and_comes_back(serve: Serve) -> None:
         await tab.until("notice.textContent.includes('asking again')")
         assert await tab.run("xdeepserve.shown.pod.model") == "tiny"
         port = int(address.rstrip("/").rsplit(":")[-1])
-        engine = build_engine("tiny", "colocated", "int8", overrides=["dies=2"])
-        server = TestServer(build_app(engine), port=port)
-        await server.start_server(shutdown_timeout=1.0)
-        async with server:
+        async with await _another(port, "colocated", "dies=2"):
             await tab.until("xdeepserve.shown.pod.dies.length === 2")
             assert await tab.run("notice.hidden")
             assert await tab.run("document.getElementById('who').textContent.includes('colocated')")
+            await tab.run("document.getElementById('pause').click()")
+        await tab.until("notice.textContent.includes('asking again')")
+        async with await _another(port, "monolithic"):  # who looks at a moment keeps it
+            await tab.until("notice.hidden")
+            assert await tab.run("xdeepserve.shown.pod.dies.length") == 2
+            await tab.run("document.getElementById('pause').click()")
+            await tab.until("xdeepserve.shown.pod.dies.length === 1")

@@ -110,8 +110,8 @@ export async function readRecord(file) {
 export class History {
   constructor(most = 1200) { this.most = most; this.clear(); }
   clear() { this.states = []; this.dropped = 0; }
-  add(frame) {
-    const before = this.states.at(-1);
+  add(frame, isWhole = false) {  // the first one of a stream has all parts that there are
+    const before = isWhole ? null : this.states.at(-1);
     const state = { ...(before ?? {}), ...frame.parts, frame: frame.frame, changed: Object.keys(frame.parts) };
     if (!state.pod || !state.now) return;
     this.states.push(state);

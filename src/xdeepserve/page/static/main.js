@@ -8,7 +8,7 @@ import * as timeline from "./timeline.js";
 import * as token from "./token.js";
 
 const history = new History();
-let live = true, paused = false, index = 0, record = null, hello = { format: NAME, version: VERSION, software: "" }, chosen = null, pod = null, shown = null;
+let live = true, paused = false, index = 0, record = null, hello = { format: NAME, version: VERSION, software: "" }, chosen = null, pod = null, shown = null, isFirst = true;
 
 function show(at) {
   const states = history.states;
@@ -52,13 +52,17 @@ function notice(text, isBad) {
 
 follow({
   hello(found) {
-    hello = found; live = true;
-    if (!record) { history.clear(); if (paused) pause(false); notice(""); }
+    hello = found; live = isFirst = true;
+    if (!record) { if (!paused) history.clear(); notice(""); }  // who looks at a moment keeps it
   },
   frame(frame) {
     if (record) return;
-    history.add(frame);
-    if (!paused) show(history.states.length - 1); else $("scrub").max = history.states.length - 1;
+    const before = history.dropped;
+    history.add(frame, isFirst);
+    isFirst = false;
+    if (!paused) return show(history.states.length - 1);
+    index = Math.max(0, index - (history.dropped - before));  // what is shown has moved, or was the oldest
+    $("scrub").max = history.states.length - 1; $("scrub").value = index;
   },
   gone(why, again) {
     live = false;
