@@ -49,7 +49,7 @@ async def change(engine: Engine) -> None:
     name = await engine.add_te(source="peer")
     weights = sum(mem.weight_nbytes for _, mem in engine.plan.tes[-1].all_memories)
     took = (clock.now - start) / 1e3
-    show(engine, f"{name} has joined: {weights / 1e6:.1f} MB from its peer in {took:.0f} us")
+    show(engine, f"{name} has joined: {weights / 1e6:.1f} MB from its peer, a dummy request: {took:.0f} us")
 
     moved: list[int] = []
     engine.observe(lambda event: moved.append(event.seq_id) if isinstance(event, events.MovedOut) else None)
@@ -60,7 +60,7 @@ async def change(engine: Engine) -> None:
 
     start = clock.now
     name = await engine.add_te(source="storage")
-    show(engine, f"{name} has joined, from storage in {(clock.now - start) / 1e6:.1f} ms")
+    show(engine, f"{name} has joined, from storage: {(clock.now - start) / 1e6:.1f} ms")
 
 
 def main() -> None:

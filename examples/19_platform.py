@@ -149,7 +149,7 @@ def pool(tes: Sequence[FleetTE]) -> None:
             blocks = tuple(block + other for block in each.blocks)
             trace.append(each._replace(at_ns=each.at_ns + later, blocks=blocks))
     served = fleet.run(sorted(trace, key=lambda each: each.at_ns))
-    told(shared.events)
+    told(shared.events, 70)
     for number in range(3):
         mine = [each for each in served if each.at_ns // (1e9 * CHATS.seconds) == number]
         cached = sum(each.num_cached for each in mine) / sum(each.num_prompt for each in mine)

@@ -357,10 +357,10 @@ PROMISES = {
     "15_living_pod": [
         "[AAAA............]  at rest",
         "A = te (ready, 16 sequences)",
-        "[AAAABBBB........]  te 1 has joined: 10.3 MB from its peer in 116 us",
+        "[AAAABBBB........]  te 1 has joined: 10.3 MB from its peer, a dummy request: 1295 us",
         "[....AAAA........]  te has been removed: 16 sequences go on elsewhere",
         "now [219]",
-        "[BBBBAAAA........]  te 2 has joined, from storage in 1.7 ms",
+        "[BBBBAAAA........]  te 2 has joined, from storage: 2.9 ms",
         ": equal",
         "times so far, on TEs that are gone included",
         ": equal",

@@ -1,7 +1,6 @@
 """The decode formulas against the published values, and against themselves."""
 
 from collections import defaultdict
-from functools import partial
 
 import pytest
 from hypothesis import given
@@ -42,7 +41,10 @@ def test_stages_cost_what_is_written_down_by_hand(rows: int, context: int, cores
     """Prolog and output projection together: a roofline of each, or one of both, differ a little where one
     of them is bound by memory."""
     counts = Counts(rows, rows * context, rows * context, copies=3 * rows, touched=2)
-    price = partial(COST.stage_ns, counts=counts, cores=cores)
+
+    def price(name: str) -> float:
+        return COST.spec.stage_ns(COST.stage_work(name, counts), cores)
+
     assert price("MLA") == pytest.approx(FORMS.attention_ns(rows * context, rows * context, cores))
     assert price("Gate") == FORMS.gate_ns()
     assert price("Experts") == pytest.approx(FORMS.mlp_ns(3 * rows, FORMS.expert, 2, cores))
