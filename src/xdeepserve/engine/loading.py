@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.expert_memory import ExpertMemory
-from xdeepserve.engine.npu_fork import BrokenForkError, Fork
+from xdeepserve.engine.npu_fork import BrokenForkError, Fork, copy_ns
 from xdeepserve.engine.te.reports import TEReport
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import DeploymentError, HardwareError, LostDieError
@@ -89,10 +89,9 @@ class Piece(NamedTuple):
 
 def load_ns(te: TEPlan, source: Source) -> int:
     """What it takes in virtual time until all dies of a TE have their weights. All load side by side."""
-    spec, topology = te.spec, te.pod.topology
-    most = most_nbytes(te)
-    if source != "storage":  # one side of UB carries a die's bytes
-        return spec.startup_ns("dma") + math.ceil(spec.link_ns(0, most, 0))
+    topology = te.pod.topology
+    if source != "storage":
+        return copy_ns(te.spec, most_nbytes(te))
     of_server: dict[int, list[tuple[int, Holder]]] = {}
     for die, mem in te.all_memories:
         of_server.setdefault(topology.server_of(die), []).append((die, mem))

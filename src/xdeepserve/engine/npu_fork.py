@@ -19,6 +19,7 @@ from xdeepserve.errors import HardwareError
 from xdeepserve.hw.clock import Process
 from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.pod import Pod
+from xdeepserve.hw.spec import Spec
 from xdeepserve.hw.waiting import Waiter, Waiting
 
 CHUNK_NBYTES = 64 << 20  # long against a startup, short against a die
@@ -32,7 +33,6 @@ class Fork:
     """How far a TE that loads has come, and who waits for that.
 
     before  the fork that it reads; None: a TE that is ready
-    hops    from a TE that is ready
     after   the one that reads it
     came    chunks by die, in the order of the TE's dies
     """
@@ -40,7 +40,6 @@ class Fork:
     def __init__(self, name: str, pod: Pod, num_dies: int, before: Fork | None = None) -> None:
         self.name, self.before, self._pod = name, before, pod
         self.after: Fork | None = None
-        self.hops: int = 1 if before is None else before.hops + 1
         self.came, self.is_broken = [0] * num_dies, False
         self._waiting: list[Waiter] = []
         self._processes: list[Process] = []
@@ -65,17 +64,19 @@ class Fork:
     async def pass_time(self, nbytes: int) -> None:
         """The same where no byte moves: what it takes the die with most, whose last chunk comes when the
         source has it."""
-        spec = self._pod.spec
-        whole, last = (
-            spec.startup_ns("dma") + spec.link_ns(0, n, 0) for n in (nbytes, min(nbytes, CHUNK_NBYTES))
-        )
+        whole_ns, last_ns = (copy_ns(self._pod.spec, n) for n in (nbytes, min(nbytes, CHUNK_NBYTES)))
         with self._may_break():
-            end = self._pod.clock.now + math.ceil(whole)
+            end = self._pod.clock.now + whole_ns
             if self.before is not None:
                 await self._has_come(0, 0)
-                end = max(end, self._pod.clock.now + math.ceil(last))
+                end = max(end, self._pod.clock.now + last_ns)
             await self._pod.clock.sleep_until(end)
             self._tell(0)
+
+    @property
+    def hops(self) -> int:
+        """From a TE that is ready."""
+        return 1 if self.before is None else self.before.hops + 1
 
     @property
     def can_be_read(self) -> bool:
@@ -123,6 +124,11 @@ class Fork:
 
     def _broken(self) -> BrokenForkError:
         return BrokenForkError(f"{self.name} does not get its weights, and so cannot give them")
+
+
+def copy_ns(spec: Spec, nbytes: int) -> int:
+    """What it takes a die's DMA to bring bytes over UB: one side of it carries them."""
+    return spec.startup_ns("dma") + math.ceil(spec.link_ns(0, nbytes, 0))
 
 
 def chunks(pieces: Sequence[Copy]) -> Iterator[list[Copy]]:

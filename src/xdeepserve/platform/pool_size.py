@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from xdeepserve.platform.patience import Followed, still_waits
+
 
 class PoolBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How many servers there may be, and how readily they come and go."""
@@ -40,14 +42,10 @@ class PoolBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return found
 
 
-class PoolState(msgspec.Struct, frozen=True):
-    """How many servers there are to be, and what has to be remembered for the next look."""
+class PoolState(Followed, frozen=True):
+    """How many servers there are to be."""
 
     servers: int
-    reason: str = ""  # of the last change
-    changed_s: float = 0.0
-    better: int = 0  # the number that has been the better one since `since`
-    since: float | None = None
 
 
 def next_servers(
@@ -65,12 +63,11 @@ def next_servers(
     won, lost = gain * (bounds.horizon_s - change_s), bounds.worth * abs(best - count) * change_s
     if best == count or gain < bounds.margin * bounds.worth or won <= lost:
         return msgspec.structs.replace(before, since=None, better=count)
-    if before.since is None or (before.better > count) != (best > count):
-        return msgspec.structs.replace(before, since=now_s, better=best)
-    if now_s - before.since < bounds.patience_s or now_s - before.changed_s < bounds.calm_s:
-        return msgspec.structs.replace(before, better=best)
+    waits = still_waits(before, now_s, count, best, bounds.patience_s, bounds.calm_s)
+    if waits is not None:
+        return waits
     reason = (
         f"{saved[count - 1]:.2f} TEs' time is saved by {count}, {saved[best - 1]:.2f} would be by {best}; "
         f"a server is worth {bounds.worth:g}"
     )
-    return PoolState(best, reason, now_s, best)
+    return PoolState(best, reason=reason, changed_s=now_s, better=best)

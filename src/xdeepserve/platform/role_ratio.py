@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from xdeepserve.platform.patience import Followed, still_waits
 from xdeepserve.platform.step_price import StepCounts, StepPrice
 from xdeepserve.platform.step_te import StepLimits
 
@@ -63,14 +64,10 @@ class RoleRates(NamedTuple):
         return max(range(1, total), key=lambda count: (self.capacity(count, total - count), -count))
 
 
-class RoleState(msgspec.Struct, frozen=True):
-    """How many are to prefill, and what has to be remembered for the next look."""
+class RoleState(Followed, frozen=True):
+    """How many are to prefill."""
 
     num_prefill: int
-    reason: str = ""  # of the last change
-    changed_s: float = 0.0
-    better: int = 0  # the split that has been the better one since `since`
-    since: float | None = None
 
 
 def role_rates(
@@ -111,14 +108,12 @@ def next_roles(
     won = (then - now) * (bounds.horizon_s - change_s)
     if best == count or then < now * (1 + bounds.margin) or won <= lost:
         return msgspec.structs.replace(before, since=None, better=count)
-    is_more = best > count
-    if before.since is None or (before.better > count) != is_more:
-        return msgspec.structs.replace(before, since=now_s, better=best)
-    if now_s - before.since < bounds.patience_s or now_s - before.changed_s < bounds.calm_s:
-        return msgspec.structs.replace(before, better=best)
+    waits = still_waits(before, now_s, count, best, bounds.patience_s, bounds.calm_s)
+    if waits is not None:
+        return waits
     here, there = (rates.capacity(each, total - each) for each in (count, best))
     reason = (
         f"{work.rate:.1f} requests/s of {work.prompt:.0f} + {work.output:.0f} tokens: {here:.1f}/s as it is, "
         f"{there:.1f}/s then; {won:.0f} won, {lost:.0f} lost meanwhile"
     )
-    return RoleState(best, reason, now_s, best)
+    return RoleState(best, reason=reason, changed_s=now_s, better=best)

@@ -25,6 +25,7 @@ import msgspec
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Deployment
 from xdeepserve.engine.loading import distinct_pieces, own_arrays
+from xdeepserve.engine.npu_fork import CHUNK_NBYTES
 from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.hw.spec import Param, Spec
 from xdeepserve.model.checkpoint import Checkpoint
@@ -44,7 +45,7 @@ class ScaleCosts(msgspec.Struct, frozen=True, kw_only=True):
     tensors: Param = Param(0.3, "s", "DS 6.2: tensor initialisation when loading from DRAM")
     link: Param = Param(0.05, "s", "assumed: source and target connect (DS 6.2: before a fork)")
     push: Param = Param(1e-3, "s", "assumed: a message to each job executor; DS Table 2: pushed")
-    chunk: Param = Param(64 * 2**20, "B", "ours: of a chain, long against a startup, short against a die")
+    chunk: Param = Param(CHUNK_NBYTES, "B", "ours: of a chain, long against a startup, short against a die")
 
 
 class ScaleWays(msgspec.Struct, frozen=True):
