@@ -88,6 +88,7 @@ RESTATED = (  # what another row says, divided once more: no evidence of its own
     *("cm.t4/throughput/", "cm.t6/bandwidth/", "cm.t9/bandwidth/", "cm.mb.prefill.layer"),
     *("xds.dec288.iter/tpot", "xds.dec288.tput", "xds.disagg.perf/tpot", "xds.disagg.perf/tput"),
 )
+ELSEWHERE = ("eaas.",)  # of Hopper GPUs over RoCE, at contexts beyond compared.BOUNDS
 OTHER_WAYS = {"/simulated=": ", simulated", "/fit=": ", fitted to four rows"}
 WITHIN = 15  # percent: rows that are further off say why
 MEANS = {
@@ -142,9 +143,11 @@ def all_rows(paper: str | None = None) -> Iterator[Row]:
 
 def how(row: Row) -> str:
     """Where a row comes from: fitted to it, predicted, counted, or arithmetic with other published values;
-    of another fit, or of a simulation; or another row's value, said again."""
+    of another fit, or of a simulation; of hardware that is not billed; or another row's value, said again."""
     if row.name.startswith(ARITHMETIC):
         return "arithmetic"
+    if row.name.startswith(ELSEWHERE):
+        return f"{row.kind}, on other hardware"
     way = "".join(means for part, means in OTHER_WAYS.items() if part in row.name)
     return row.kind + way + (", said again" if row.name.startswith(RESTATED) else "")
 
