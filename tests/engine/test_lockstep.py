@@ -554,13 +554,6 @@ def test_a_push_that_does_not_come_is_an_error(
     ("model", "deployment", "override", "reason"),
     [
         ("tiny-random", "pd", "lockstep=true", "lockstep is for monolithic, colocated, .*, not for pd"),
-        ("tiny-random", "colocated", "tp=2 lockstep=true", "lockstep needs DP groups of one die, found tp=2"),
-        (
-            "tiny-random",
-            "colocated",
-            "pipeline.microbatches=2 lockstep=true",
-            "pipeline.microbatches=2",
-        ),
         ("tiny-random", "superpod", "mtp=0", "experts.routed_dies=256 is more than the model's 16"),
         ("tiny-r1", "superpod", "fabric=ub", "UB does not leave the pod"),
         ("tiny-r1", "superpod", "attention.dies=161", "a SuperPod has 768 dies, this deployment needs 771"),

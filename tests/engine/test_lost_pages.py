@@ -71,6 +71,7 @@ WAYS: list[tuple[str, tuple[str, ...], int]] = [  # with the die that loses a pa
     ("colocated", ("dies=2", "exchange=push"), 1),
     ("colocated", ("dies=2", "lockstep=true", "mtp=1"), 1),
     ("colocated", ("dies=2", "tp=2"), 0),
+    ("colocated", ("dies=4", "lockstep=true", "tp=2", "pipeline.microbatches=2"), 2),
     ("colocated", ("dies=2", "pipeline.microbatches=2"), 0),
     ("colocated", ("dies=2", "experts.redundant_slots=1", "experts.balance_interval=0.0003"), 1),
     ("pd", (*PD, "transfer=layer"), 0),

@@ -77,7 +77,7 @@ def test_a_faster_device_takes_less_of_its_own_half_alone() -> None:
         ),
         ("moe-attention", [*H20, "dataflow=true"], "dataflow for nobody: choose one"),
         ("moe-attention", [*H20, "exchange=push"], "has no trampolines"),
-        ("moe-attention", ["attention.carrier=rdma", "lockstep=true"], "lockstep has no kernels for it"),
+        ("moe-attention", ["attention.carrier=rdma", "lockstep=true"], "lockstep takes a group as one"),
         (
             "eaas",
             ["experts.hardware=h20"],

@@ -179,11 +179,6 @@ def test_a_decode_step_reads_less_of_the_projection() -> None:
         ("colocated", ["o_proj_tp=3"], "o_proj_tp must be one of 1, 2, 4, 8, found 3"),
         ("colocated", ["o_proj_tp=4", "dies=6"], "dies=6 cannot be groups of o_proj_tp=4"),
         ("colocated", ["o_proj_tp=2", "tp=2"], "o_proj_tp=2 is for DP groups of one die, found tp=2"),
-        (
-            "colocated",
-            ["o_proj_tp=2", "lockstep=true"],
-            "lockstep has DP groups whose output projections are their own, found o_proj_tp=2",
-        ),
         ("pd", ["decode.o_proj_tp=16"], r"decode\.o_proj_tp must be one of"),
         ("monolithic", ["o_proj_tp=2"], "o_proj_tp is no setting of monolithic"),
         ("moe-attention", ["o_proj_tp=2"], "o_proj_tp is no setting of moe-attention"),

@@ -49,6 +49,7 @@ WAYS: list[tuple[str, tuple[str, ...], int]] = [  # with the die that glitches
     ("monolithic", ("mtp=2", "execution.overlap=true"), 0),
     ("colocated", ("dies=2", "exchange=push"), 1),
     ("colocated", ("dies=2", "lockstep=true", "mtp=1"), 1),
+    ("colocated", ("dies=4", "lockstep=true", "tp=2", "pipeline.microbatches=2"), 2),
     ("colocated", ("dies=2", "tp=2"), 0),
     ("colocated", ("dies=2", "o_proj_tp=2"), 1),
     ("colocated", ("dies=2", "pipeline.microbatches=2"), 0),

@@ -39,6 +39,7 @@ def pushes(config: ModelConfig, dies: int) -> list[Case]:
         for tp in tensor_parallel_sizes(config, min(2, dies), mode):
             split = (PUSH, f"dies={dies - dies % tp}", f"tp={tp}", f"tp_mode={mode}")
             ways.append(("colocated", f"{mode.upper()} of {tp}", split))
+            ways.append(("colocated", f"{mode.upper()} of {tp}, in lockstep", (*split, "lockstep=true")))
     rows = [Case(name, f"by push, {variant}", overrides, crowded=True) for name, variant, overrides in ways]
     if config.n_routed_experts > 1:
         rows += [

@@ -29,6 +29,8 @@ def tensor_parallel(config: ModelConfig, dies: int) -> list[Case]:
                 if num_routed_experts(config, 1):
                     halves = (f"dies={num_dies}", *setting, "pipeline.microbatches=2")
                     rows.append(Case("colocated", f"{label} of 2, 2 microbatches", halves, crowded=True))
+                    met = (*halves, "lockstep=true")
+                    rows.append(Case("colocated", f"{label} of 2, 2 microbatches, in lockstep", met))
             if tp <= 4:
                 prefill = (f"prefill.dies={tp}", f"prefill.tp={tp}", f"prefill.tp_mode={mode}")
                 rows.append(Case("pd", f"prefill by {label} of {tp}", (*prefill, "decode.dies=2")))
@@ -59,6 +61,7 @@ def out_projections(config: ModelConfig, dies: int) -> list[Case]:
             ahead = (*base, "execution.overlap=true", LATE)
             rows.append(Case("colocated", f"{name}, 2 microbatches, {drafts}", halves, crowded=True))
             rows.append(Case("colocated", f"{name}, planned ahead", ahead))
+            rows.append(Case("colocated", f"{name}, in lockstep", (*base, "lockstep=true"), crowded=True))
             if has_experts:
                 moving = (*base, *REPLICAS, "exchange=push")
                 rows += [
@@ -92,6 +95,7 @@ def pipelines(config: ModelConfig, dies: int) -> list[Case]:
         Case("colocated", "2 microbatches by cores", two),
         Case("colocated", "2 microbatches by cores, among others", two, crowded=True),
         Case("colocated", "2 microbatches by engines", engines),
+        Case("colocated", "2 microbatches by engines, in lockstep", (*engines, "lockstep=true")),
         Case("pd", "2 microbatches on both sides", pair[:1]),
         *([Case("pd", "2 microbatches on both sides, prefill TP1", pair)] if dies > 1 else []),
         Case(

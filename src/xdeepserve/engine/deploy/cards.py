@@ -39,5 +39,5 @@ def reasons_against(d: Deployment) -> list[str]:
     if d.exchange == "push":
         reasons.append(f"{what} has no trampolines, which exchange=push is between")
     if d.lockstep:
-        reasons.append(f"{what} runs as tasks: lockstep has no kernels for it")
+        reasons.append(f"{what} goes from card to card without a group, and lockstep takes a group as one")
     return reasons

@@ -93,6 +93,8 @@ def _is_lockstep(d: Deployment, row: TEKind, config: ModelConfig) -> bool:
     if d.lockstep is not None:
         return d.lockstep and row.lockstep != "never"
     is_possible = row.lockstep == "large" and not refusals.reasons_against_lockstep(d, config)
+    if max(d.tp or 1, d.o_proj_tp or 1) > 1 or _turns(d, row) == "overlap":
+        is_possible = False  # their stages are tasks' in any case
     if row.is_single and d.execution is not None:
         is_possible = False  # a step on one die is one call, and has no launches that would cost something
     return is_possible and num_parameters(config) >= LARGE_MODEL

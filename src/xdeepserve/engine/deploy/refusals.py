@@ -136,17 +136,6 @@ def reasons_against_lockstep(d: Deployment, config: ModelConfig) -> list[str]:
     if row is None:
         kinds = ", ".join(kind for kind in DEPLOYMENTS if in_lockstep(kind))
         reasons.append(f"lockstep is for {kinds}, not for {d.kind}")
-    elif "tp" in row.sections and (d.tp or 1) > 1:
-        reasons.append(f"lockstep needs DP groups of one die, found tp={d.tp}")
-    if row and "o_proj_tp" in row.sections and (d.o_proj_tp or 1) > 1:
-        reasons.append(
-            f"lockstep has DP groups whose output projections are their own, found o_proj_tp={d.o_proj_tp}"
-        )
-    if row and "pipeline" in row.sections and d.pipeline is not None and d.pipeline.microbatches > 1:
-        reasons.append(
-            f"lockstep runs a step's layers one after the other, found "
-            f"pipeline.microbatches={d.pipeline.microbatches}"
-        )
     if d.dataflow:
         reasons.append(
             "lockstep takes all dies through a stage at once, and dataflow lets each go on by itself: they "

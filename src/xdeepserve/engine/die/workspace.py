@@ -78,5 +78,8 @@ class _Subset(Workspace):
         super().__init__(whole._area)
         self._whole, self._prefix = whole, prefix
 
+    def __contains__(self, name: str) -> bool:
+        return self._prefix + name in self._whole
+
     def take(self, name: str, *shape: int) -> Array:
         return self._whole.take(self._prefix + name, *shape)

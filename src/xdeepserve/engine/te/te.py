@@ -81,7 +81,7 @@ class TE:
         reports = [self._turns.inbox_of(group) for group in self.groups for _ in group.dies]
         self.executors = plan.executors(threads, reports)
         self.expert_programs = plan.expert_programs(threads, self.inbox)
-        self._gang = plan.gang(self.executors, self.expert_programs, threads.count)
+        self._gangs = plan.gangs(self.executors, self.expert_programs, threads.count)
         health, recovery = health or HealthConfig(), recovery or RecoveryConfig()
         self.health = Heartbeats(plan.sizes.name, len(self.groups), health, lambda: pod.clock.now)
         self.recovery = plan.rollback(recovery)
@@ -229,8 +229,8 @@ class TE:
 
     def close(self) -> None:
         """Let this computer's threads go."""
-        if self._gang is not None:
-            self._gang.close()
+        for gang in self._gangs:
+            gang.close()
 
     def kill(self) -> None:
         """It is lost: end every task at once, without waiting."""

@@ -214,16 +214,16 @@ class TEPlan:
             for number, mem in self.expert_memories.items()
         ]
 
-    def gang(
+    def gangs(
         self, executors: Sequence[Executor], programs: Sequence[ExpertProgram], threads: int
-    ) -> Gang | None:
+    ) -> list[Gang]:
         """Who runs the layers of all these dies, if they run in lockstep."""
         if not self.sizes.is_lockstep:
-            return None
-        from xdeepserve.engine.run.gang.choice import gang_of  # kernels that take a while to import
+            return []
+        from xdeepserve.engine.run.gang.choice import gangs_of  # kernels that take a while to import
 
         assert isinstance(self.net, ProtocolNet)
-        return gang_of(self.net, executors, programs, threads)
+        return gangs_of(self.net, executors, programs, threads)
 
     def host_queue(self, die: int, name: str) -> HostQueue[msgspec.Struct]:
         """What a loop waits for that runs on the server of a die."""

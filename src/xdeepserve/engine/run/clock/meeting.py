@@ -46,7 +46,12 @@ class Meeting(Generic[V]):
         if len(self.came) < len(self.members):
             return
         self.last_ns, self.last_member = self.clock.now, member
-        duration, self._value = self._settle(self)
+        try:
+            duration, self._value = self._settle(self)
+        except Exception as error:
+            for waiter, _ in self._waiters:
+                waiter.fail(error)
+            raise
         self.ends_ns = self.last_ns + round(duration)
         for waiter, more in self._waiters:
             waiter.wake(delay_ns=self.ends_ns - self.last_ns + more)

@@ -6,6 +6,7 @@ Programs are those of `step`; a kernel stands for a *span* of their stages.
 
 - `gang`: the dies' meeting, and the spans that they have kernels for; `choice`: which gang a TE's dies are
 - `colocated`: each die has attention and a share of the experts; `monolithic`: one die, whose threads share
+- `met_exchanges`: exchanges alone, of dies whose stages are tasks
 - `disaggregated`: experts have dies of their own; `lockstep`: the program of such a die
 - `tables`, `dimensions`: where everything lies, by die; the numbers that all dies share
 - `timetable`: when all this happens, in virtual time; `drawing`: in traces

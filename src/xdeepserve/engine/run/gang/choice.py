@@ -11,17 +11,31 @@ from xdeepserve.engine.run.gang.disaggregated import DisaggregatedGang
 from xdeepserve.engine.run.gang.gang import Gang
 from xdeepserve.engine.run.gang.kernels.sync import HAS_TEAMS
 from xdeepserve.engine.run.gang.lockstep import LockstepExpertProgram
+from xdeepserve.engine.run.gang.met_exchanges import (
+    MetExchanges,
+    PushedMetExchanges,
+    has_stages_of_tasks,
+    use_met_exchanges,
+)
 from xdeepserve.engine.run.gang.monolithic import MonolithicGang
 from xdeepserve.engine.run.gang.pushed import PushingExpertsGang, PushingGang
 from xdeepserve.engine.run.net import ProtocolNet
 
 
-def gang_of(
+def gangs_of(
     net: ProtocolNet, executors: Sequence[Executor], programs: Sequence[ExpertProgram], threads: int
-) -> Gang:
-    """Who runs the layers of all dies of a TE, which from then on meet there."""
+) -> list[Gang]:
+    """Who runs the layers of all dies of a TE, or what of them is not the dies' own, a microbatch each. From
+    then on the dies meet there."""
     gang: Gang
     pushes = net.team.sizes.exchange == "push"
+    if not net.a2e and has_stages_of_tasks(executors[0]):
+        use_met_exchanges(executors)
+        met = PushedMetExchanges if pushes else MetExchanges
+        parts = [met(executors, exchange, threads, part) for part, exchange in enumerate(net.exchanges)]
+        for part in parts:
+            part.join()
+        return [*parts]
     if net.a2e:
         shared = [net.team.shared_expert(rank) for rank in range(len(executors))]
         kind = PushingExpertsGang if pushes else DisaggregatedGang
@@ -35,4 +49,4 @@ def gang_of(
         exchange = net.exchanges[0] if net.exchanges else None
         gang = (PushingGang if pushes else ColocatedGang)(executors, exchange, threads)
     gang.join()
-    return gang
+    return [gang]

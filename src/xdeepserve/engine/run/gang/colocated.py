@@ -52,7 +52,7 @@ class ColocatedGang(Gang):
         first, num = self.executors[0], len(self.executors)
         config, sizes = first.config, first.mem.sizes
         self.experts = {
-            at: tables.own_expert_table(self.executors, column)
+            at: tables.own_expert_table(self.executors, self.spaces, column)
             for at, column in enumerate(self.columns)
             if column[0].moe is not None
         }
@@ -76,7 +76,7 @@ class ColocatedGang(Gang):
         self.faults = np.zeros((len(self.columns), 2, num), np.int64)
         self.one = tables.address(ONE)
         self.sent = np.array(
-            [tables.address(executor.ws.take("expert_sent", 1)) for executor in self.executors], np.int64
+            [tables.address(space.take("expert_sent", 1)) for space in self.spaces], np.int64
         )
 
     def connect(self, group: Group, layout: Layout | FusedLayout) -> None:
@@ -169,7 +169,8 @@ class ColocatedGang(Gang):
             for item in items:
                 if isinstance(item, Meet):
                     op: Op = "dispatch" if "dispatch" in item.op else "combine"
-                    tt.meet(item.op.replace("_", " "), self._exchange_ns(op, shares))
+                    batch = max(len(share.h) for share in shares)
+                    tt.meet(item.op.replace("_", " "), self.exchange_ns(op, batch))
                 elif item.rows == "received":
                     tt.stages([self._time_experts(item, visit, shares, self.received[at].sum(axis=1))])
                 else:
@@ -191,18 +192,11 @@ class ColocatedGang(Gang):
         self, stage: Stage, visit: Visit, shares: Sequence[Share], received: np.ndarray
     ) -> Timed:
         """The routed experts of each die, on the copies that it has received [R]."""
-        spec, first, sizes = self.timetable.spec, self.executors[0], self.executors[0].mem.sizes
-        rows = np.array([len(share.h) for share in shares])
-        mean = int(rows.sum()) * self.shape.top_k / sizes.num_primary_dies
-        copied, index = self._copied(rows), first.layer_index[id(visit.layer)]
-        ns = np.zeros(len(shares), np.int64)
+        first, rows = self.executors[0], np.array([len(share.h) for share in shares])
+        index, ns = first.layer_index[id(visit.layer)], np.zeros(len(shares), np.int64)
         for rank, count in enumerate(received.tolist()):
             if count:
-                executor, routed = self.executors[rank], count - copied[rank]
-                touched = min(routed, len(executor.mem.slots))
-                counts = Counts(
-                    count, copies=spec.billed_copies(routed, mean), touched=touched, shared=copied[rank]
-                )
+                executor, counts = self.executors[rank], self.billed(rank, count, rows)
                 if executor.mem.is_shared:  # its Program is another one
                     layer = self.columns[self.pass_of(visit.cache)][rank]
                     own = next(
@@ -215,14 +209,17 @@ class ColocatedGang(Gang):
                     ns[rank] = round(first.runner.price_of(stage, visit.layer, counts))
         return Timed(stage.name, stage.core, ns)
 
-    def _copied(self, rows: np.ndarray) -> list[int]:
-        """By rank, rows for its copy of the shared expert, of the `rows` [R] of all."""
-        copied = np.zeros(len(rows), np.int64)
-        if self.copy_rank is not None:
-            np.add.at(copied, self.copy_rank, rows)
-        return list(copied.tolist())
+    def billed(self, rank: int, received: int, rows: np.ndarray) -> Counts:
+        """What a die's experts are billed for that have `received` so many copies, of the `rows` [R] of all
+        dies: those for its copy of the shared expert by themselves."""
+        copied = 0 if self.copy_rank is None else int(rows[self.copy_rank == rank].sum())
+        executor, routed = self.executors[rank], received - copied
+        mean = int(rows.sum()) * self.shape.top_k / executor.mem.sizes.num_primary_dies
+        copies = self.timetable.spec.billed_copies(routed, mean)
+        return Counts(received, copies=copies, touched=min(routed, len(executor.mem.slots)), shared=copied)
 
-    def _exchange_ns(self, op: Op, shares: Sequence[Share]) -> int:
-        tt, batch = self.timetable, max(len(share.h) for share in shares)
+    def exchange_ns(self, op: Op, batch: int) -> int:
+        """A dispatch or a combine of all dies, of which the fullest has `batch` rows."""
+        tt = self.timetable
         stretch = tt.spec.barrier_stretch.value
-        return round(tt.cost.exchange_ns(op, len(shares), batch, self.shape.copies, stretch))
+        return round(tt.cost.exchange_ns(op, len(self.dies), batch, self.shape.copies, stretch))

@@ -71,6 +71,7 @@ class Gang(ABC):
     def __init__(self, executors: Sequence[Executor], members: Sequence[str], num_threads: int) -> None:
         self.executors, self.members, self.num_threads = executors, members, num_threads
         self.dies = [executor.die for executor in executors]  # of all members
+        self.spaces = [executor.ws for executor in executors]  # what kernels read and write
         self._clock: Clock = executors[0].die.clock
         self._came: dict[int, int] = {}  # member -> when it came
         self._shares: dict[int, Share] = {}
@@ -183,7 +184,7 @@ class Gang(ABC):
         executors, first = self.executors, self.executors[0]
         mem = first.mem
         self.shape = Shape.of(mem, LATENT_NORM_EPS)
-        self.buffers = tables.buffers(executors)
+        self.buffers = tables.buffers(executors, self.spaces)
         # Passes through layers: an MTP layer that is used again has a cache of its own each time.
         self.columns = [list(column) for column in zip(*map(_passes, executors), strict=True)]
         self._pass_at = {id(cache): i for i, cache in enumerate(first.caches)}

@@ -24,6 +24,7 @@ from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.die.replicas import ReplicaMap
+from xdeepserve.engine.die.workspace import Workspace
 from xdeepserve.engine.run.gang.kernels import attention as a
 from xdeepserve.engine.run.gang.kernels import experts as e
 from xdeepserve.hw.die import Die
@@ -45,12 +46,12 @@ def base(memory: Memory) -> int:
     return address(np.frombuffer(memory.buffer, np.uint8, 1))
 
 
-def buffers(executors: Sequence[Executor]) -> Table:
+def buffers(executors: Sequence[Executor], spaces: Sequence[Workspace]) -> Table:
     """[A, NUM_COLUMNS]: the workspaces of the dies with attention, their rotary tables and how long these
     are, their ranks, which buffer tells where tokens go, and the shared expert's number."""
     rows = []
-    for executor in executors:
-        ws, w = executor.ws, executor.weights
+    for executor, ws in zip(executors, spaces, strict=True):
+        w = executor.weights
         row = [address(ws.take(name, 1)) if name in ws else 0 for name in a.BUFFERS]
         routes = row[a.TOPK_PHYSICAL] or row[a.TOPK_IDX]
         shared = executor.runner.frame.shared_expert
@@ -225,22 +226,30 @@ def expert_table(programs: Sequence[ExpertProgram], layer: int) -> Table:
     table = np.zeros((len(programs), e.NUM_EXPERT_COLUMNS), np.int64)
     for row, program in zip(table, programs, strict=True):
         held = program.layers[layer]
-        _fill_experts(row, program.mem, held.experts, held.shared)
+        _fill_experts(row, program.mem, program.mem.workspace, held.experts, held.shared)
     return table
 
 
-def own_expert_table(executors: Sequence[Executor], layers: Sequence[Layer]) -> Table:
+def own_expert_table(
+    executors: Sequence[Executor], spaces: Sequence[Workspace], layers: Sequence[Layer]
+) -> Table:
     """[R, NUM_EXPERT_COLUMNS]: the same where each die has attention, too; a layer for each."""
     table = np.zeros((len(executors), e.NUM_EXPERT_COLUMNS), np.int64)
-    for row, executor, layer in zip(table, executors, layers, strict=True):
+    for row, executor, space, layer in zip(table, executors, spaces, layers, strict=True):
         assert layer.moe is not None
-        _fill_experts(row, executor.mem, layer.moe.experts, layer.moe.shared)
+        _fill_experts(row, executor.mem, space, layer.moe.experts, layer.moe.shared)
     return table
 
 
-def _fill_experts(row: Table, mem: DieMemory | ExpertMemory, experts: MLP | None, shared: MLP | None) -> None:
+def _fill_experts(
+    row: Table,
+    mem: DieMemory | ExpertMemory,
+    space: Workspace,
+    experts: MLP | None,
+    shared: MLP | None,
+) -> None:
     """Slots with routed experts, and a copy of the shared one if it is there for all dies."""
-    take = mem.workspace.take
+    take = space.take
     if experts is not None and mem.slots:
         row[e.FIRST_EXPERT], row[e.NUM_EXPERTS] = mem.slots.start, len(mem.slots)
         row[e.NUM_PRIMARIES] = len(mem.experts)

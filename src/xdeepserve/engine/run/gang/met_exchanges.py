@@ -1,0 +1,191 @@
+"""Exchanges with experts in lockstep, between dies whose stages are tasks.
+
+Dies that share a layer by collectives (TP, output projections), or cut a step into microbatches, meet each
+other inside of a layer: their stages are launched one by one, as in any pod. What grows with the square of
+the dies is made for all at once, by the kernels of `colocated` and `pushed`:
+
+    dispatch   the last to come moves every row to its experts, and runs them
+    combine    the last to come moves every answer back, adds the shared expert's and the residual
+
+The stages whose kernels have run there (experts, shared expert, sum) are launched all the same, and only take
+time: so dies are as busy as they would be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from xdeepserve.comm.cost import Op
+from xdeepserve.comm.exchange.layout import Group, Layout
+from xdeepserve.comm.exchange.rows import Received
+from xdeepserve.comm.fused.layout import FusedLayout
+from xdeepserve.engine.die.program import Executor
+from xdeepserve.engine.run.clock.exchange_hub import received
+from xdeepserve.engine.run.clock.meeting import Meeting
+from xdeepserve.engine.run.gang import tables
+from xdeepserve.engine.run.gang.colocated import ColocatedGang
+from xdeepserve.engine.run.gang.gang import Call
+from xdeepserve.engine.run.gang.kernels import attention as a
+from xdeepserve.engine.run.gang.pushed import PushingGang
+from xdeepserve.engine.walk.runner import Runner
+from xdeepserve.model.canonical import Array
+from xdeepserve.model.shapes import shape_only
+from xdeepserve.step.frame import Frame
+from xdeepserve.step.shard import GATHER
+from xdeepserve.step.stage import LayerProgram, Meet, Stage
+
+DISPATCHES = "dispatch", "fused_dispatch"
+
+
+def has_stages_of_tasks(executor: Executor) -> bool:
+    """Whether a die meets others inside of a layer, or runs several microbatches."""
+    sizes = executor.mem.sizes
+    return sizes.num_sharing > 1 or sizes.turns == "overlap"
+
+
+def use_met_exchanges(executors: Sequence[Executor]) -> None:
+    """What follows a dispatch takes time only, on all these dies."""
+    for executor in executors:
+        way = executor.traversal
+        known = {id(program): _without_experts(program) for program in way.programs}
+        executor.traversal = way._replace(programs=[known[id(program)] for program in way.programs])
+
+
+def _without_experts(program: LayerProgram) -> LayerProgram:
+    """A layer whose stages between the dispatch and the layer's end, or the gathering of a DP group's rows,
+    have been run by others."""
+    feed: list[Stage | Meet] = []
+    is_met = False
+    for item in program.feed:
+        if isinstance(item, Meet):
+            is_met |= item.op in DISPATCHES
+        elif item is GATHER[0]:
+            is_met = False
+        elif is_met:
+            item = item._replace(ops=tuple(op._replace(kernel=_nothing) for op in item.ops))
+        feed.append(item)
+    return program._replace(feed=tuple(feed))
+
+
+def _nothing(f: Frame) -> None:
+    """Done."""
+
+
+class MetExchanges(ColocatedGang):
+    """Dispatch, experts and combine between all dies, in one of their microbatches."""
+
+    def __init__(
+        self,
+        executors: Sequence[Executor],
+        exchange: tuple[Group, Layout | FusedLayout],
+        num_threads: int,
+        part: int,
+    ) -> None:
+        super().__init__(executors, exchange, num_threads)
+        overlaps = executors[0].mem.sizes.turns == "overlap"
+        if overlaps:
+            self.spaces = [executor.mem.layer_workspace(part) for executor in executors]
+        self.lane = f"XCCL microbatch {part}" if overlaps else "XCCL"
+        self.part, self._meetings = part, dict[tuple[str, int], Meeting[int]]()
+        self.cuts = np.zeros((len(executors), 2), np.int64)
+        self.inputs = np.zeros((len(executors), a.NUM_INPUTS), np.int64)
+
+    def join(self) -> None:
+        """From now on exchanges of the dies' microbatch meet here."""
+        for executor in self.executors:
+            runner = executor.traversal.runners[self.part]
+            runner.exchange = MetExchange(self, executor, runner)
+
+    def bring(self, rank: int, h: Array) -> None:
+        """The rows of a die that comes to a dispatch."""
+        self.cuts[rank, 1], self.inputs[rank, a.H] = len(h), tables.address(h)
+
+    async def meet(self, op: Op, rank: int, at: int, event: int) -> Meeting[int]:  # type: ignore[override]
+        """Of a die, in pass `at` of a step; returns when the exchange has ended."""
+        key = (op, event)
+        if key not in self._meetings:
+            timeout_ns, name = self.executors[0].mem.sizes.exchange_timeout_ns, self.ops[op == "combine"]
+            self._meetings[key] = Meeting(
+                self._clock, name, event, range(len(self.dies)), timeout_ns, lambda met: self._settle(key, at)
+            )
+        meeting = self._meetings[key]
+        meeting.come(rank, self.cuts[rank, 1])
+        await meeting.wait(rank)
+        return meeting
+
+    def forget(self) -> None:
+        """Nobody is in a meeting any more."""
+        self._meetings.clear()
+
+    def _settle(self, key: tuple[Op, int], at: int) -> tuple[float, int]:
+        """All have come: the bytes, and what they take; the pass."""
+        (op, event), clock = key, self._clock
+        del self._meetings[key]
+        for die in self.dies:  # one may have been lost since it came
+            die.check_alive()
+        if not self._is_ready:
+            self._find_layers()
+            self.prepare()
+            self._is_ready = True
+        calls: list[Call] = [self._combine(at, event)]
+        if op == "dispatch":
+            calls = [self._dispatch(event), self._run_experts(at, event)]
+        for call in calls:  # each is a barrier
+            self.spread(call)
+        which = int(op == "combine")
+        self.check(self.faults[at][which], self.ops[which], "rank", event)
+        slowness = max(die.slowness for die in self.dies)
+        wait_ns = max(0, self._free_ns() - clock.now)
+        return wait_ns + slowness * self.exchange_ns(op, int(self.cuts[:, 1].max())), at
+
+
+class PushedMetExchanges(MetExchanges, PushingGang):
+    """FusedDispatch and FusedCombine."""
+
+
+class MetExchange:
+    """A rank's end, whose rows stay where the kernels find them."""
+
+    def __init__(self, gang: MetExchanges, executor: Executor, runner: Runner) -> None:
+        self._gang, self._rank, self._runner, self._die = gang, executor.rank, runner, executor.die
+        self._pass_at = {id(cache): at for at, cache in enumerate(executor.caches)}
+        self._num_slots = len(executor.mem.slots)
+        self._place: dict[str, int] = {}
+
+    def at(self, place: dict[str, int]) -> None:
+        """What comes belongs there: for traces."""
+        self._place = place
+
+    def reset(self, epoch: int) -> None:
+        """Forget an exchange that was not ended."""
+        self._gang.forget()
+
+    async def dispatch(self, x: Array, topk_idx: Array, event_id: int) -> Received:
+        """How many rows came for this rank's experts, which have treated them."""
+        gang, mine = self._gang, self._runner.frame.mine
+        gang.bring(self._rank, mine)
+        at = await self._meet("dispatch", event_id)
+        return received(int(gang.received[at, self._rank].sum()), mine.shape[1])
+
+    async def combine(self, expert_out: Array, topk_weights: Array, event_id: int) -> Array:
+        """The answers [T, K, H] to the rank's own tokens, or their sums [T, H], as a shape: they have been
+        added to the rows."""
+        await self._meet("combine", event_id)
+        num_rows, hidden = self._runner.frame.mine.shape
+        top_k = self._gang.shape.top_k
+        pushes = isinstance(self._gang, PushingGang)
+        return shape_only(np.float32, num_rows, *(() if pushes else (top_k,)), hidden)
+
+    def bill(self, received: int) -> tuple[float, float, float]:
+        """Copies of routed experts, how many of these have rows, and rows for a copy of the shared one."""
+        counts = self._gang.billed(self._rank, received, self._gang.cuts[:, 1])
+        return counts.copies, counts.touched, counts.shared
+
+    async def _meet(self, op: Op, event: int) -> int:
+        gang, start = self._gang, self._die.clock.now
+        meeting = await gang.meet(op, self._rank, self._pass_at[id(self._runner.frame.cache)], event)
+        self._die.trace.span(self._die.index, gang.lane, meeting.op, start, self._die.clock.now, self._place)
+        meeting.draw([die.index for die in gang.dies], self._rank, self._die, gang.lane)
+        return meeting.value
