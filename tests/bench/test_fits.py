@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 
+import numpy as np
 import pytest
 
 from xdeepserve.bench import fits
@@ -52,16 +53,26 @@ def test_all_that_is_fitted_is_listed_and_the_decode_rows_say_as_much_without_ea
     # The four values of Figure 23 agree with no line: without 2.28 times, which says least, that is 17 % off.
     far = {"CM Table 4", "CM Figure 23"}
     assert all(one["largest"] < (18 if one["table"] in far else 15) for one in left_out)
-    assert len(told["parameters"]) == 14
+    assert len(told["parameters"]) == 15
     assert {*told["parameters"]} - of_fits | {fits.COMM_RATIO} > fits.READ_OFF
     assert main(["bench", "papers", "--fits"]) == 0
     out = capsys.readouterr().out
     assert "10 numbers are fitted to several" in out
-    assert "4 numbers are read off one" in out
+    assert "5 numbers are read off one" in out
     assert "CM Table 6" in out
 
 
-@pytest.mark.parametrize("other", [["--trends"], ["--full"], ["--paper", "cm"]])
+def test_a_number_at_its_bound_leaves_the_others_free() -> None:
+    """The least of a quadratic within bounds, by hand: x + y = 3 with x at most 1, and y dearer."""
+    normal, slope = np.array([[2.0, 1.0], [1.0, 1.0]]), np.array([-5.0, -3.0])  # least at (2, 1)
+    low, high = np.array([-9.0, -9.0]), np.array([1.0, 9.0])
+    assert fits._bounded_step(normal, slope, low, high) == pytest.approx([1.0, 2.0])
+    assert fits._bounded_step(normal, slope, low, high + 9) == pytest.approx([2.0, 1.0])
+
+
+@pytest.mark.parametrize("other", [["--trends"], ["--full"], ["--paper", "cm"], ["--paper", ""]])
 def test_what_does_not_go_with_it(other: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "papers", "--fits", *other]) == 2
     assert f"{other[0]} does not go with it" in capsys.readouterr().err
+    assert main(["bench", "papers", "--fits", "--ablations"]) == 2
+    assert "choose one" in capsys.readouterr().err

@@ -51,7 +51,7 @@ def test_all_predictions_are_as_close_as_is_said() -> None:
     found = list(papers.all_rows())
     _are_close(found, at_least=25)
     assert len(found) >= 60
-    assert len(papers.errors(found)["predicted, on other hardware"]) == 3
+    assert len(papers.errors(found)[papers.PREDICTED_ELSEWHERE]) == 2
 
 
 def _are_close(rows: list[Row], at_least: int) -> None:

@@ -1,8 +1,9 @@
 """`xdeepserve bench papers --ablations`: what each mechanism of the timing model does to the published rows.
 
 One mechanism at a time is switched off (or another form of it on), all fitted numbers left as they are, and
-every row that a formula gives, or a short simulation, is computed again. A mechanism names the groups of rows
-that it is about; the test holds that these change, and no others.
+every row of `groups` is computed again: those that a formula gives, or a short simulation. Pods of hundreds
+of dies and Figure 23's queue are not among them. A mechanism names the groups that it is about; the test
+holds that these change, and no others.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from xdeepserve.model.presets import resolve_model
 
 PUSHED = frozenset({"FusedDispatch", "FusedCombine"})
 EXCHANGES = PUSHED | {"A2E", "E2A", "crossing"}
-DECODE = frozenset({"Table 4", "stream 1", "layer", "gains", "streams of batch 8"})
+DECODE = frozenset(
+    {"Table 4", "stream 1", "layer", "a layer's gain", "gains", "streams of batch 8", "time per token"}
+)
 PREFILL = frozenset({"prefill", "prefill's gain"})
 
 
@@ -53,6 +56,11 @@ class Formulas(NamedTuple):
     def layer(self) -> LayerCost:
         """CloudMatrix's decode."""
         return self.decode(self.config, self.spec, self.push, self.shares_hbm, self.tiles)
+
+    @property
+    def pulled_layer(self) -> LayerCost:
+        """xDeepServe's, whose exchanges pull."""
+        return self.decode(self.config, self.spec, self.pull, self.shares_hbm, self.tiles)
 
 
 class _FixedSplit(LayerCost, frozen=True):
@@ -192,7 +200,7 @@ MECHANISMS = (
     Mechanism(
         "two streams go side by side",
         lambda: whole()._replace(decode=_OneStream),
-        frozenset({"Table 4", "layer", "gains"}),
+        frozenset({"Table 4", "layer", "a layer's gain", "gains"}),
     ),
     # 4. Prefill
     Mechanism("prefill's exchanges hide behind its kernels", lambda: whole()._replace(hides=False), PREFILL),
@@ -232,6 +240,8 @@ def groups(machine: Formulas) -> dict[str, list[Row]]:
         "streams of batch 8": [_second_of_few(layer)],
         "layer": named(decode, "cm.mtp.layer/"),
         "gains": [*pipelines.gains_by_formula(layer), *paper_rows.gains_by_drafts(layer)],
+        "a layer's gain": list(paper_rows.microbatches(layer)),
+        "time per token": list(paper_rows.latency_by_drafts(machine.pulled_layer)),
         "prefill": named(prefill, "cm.t2/"),
         "prefill's gain": named(prefill, "cm.mb.prefill"),
     }

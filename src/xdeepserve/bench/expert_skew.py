@@ -17,10 +17,12 @@ from xdeepserve.bench.report import Row
 from xdeepserve.bench.superpod import BATCH_288, MODEL
 from xdeepserve.comm.cost import CommCost, Op
 from xdeepserve.engine.balance.eplb import hottest_die, place, select
+from xdeepserve.hw.spec import Param
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.step.stage import Counts
 
 HOTTEST, CONTEXT = 30.0, 1024  # times the mean; positions (XDS Figure 11)
+EXPONENT = Param(0.877, "", "fitted: XDS Figure 11a, the hottest expert of 256 has 30 times the mean")
 TOKENS = 1_000_000  # that experts are counted by
 
 

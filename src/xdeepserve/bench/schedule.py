@@ -98,11 +98,29 @@ def compared(name: str, rate: float, tes: list[FleetTE], heat: HeatMap) -> Itera
         yield Row(f"{at}/{way}/tpot", each.tpot, "ms", "predicted")
         yield Row(f"{at}/{way}/latency", each.latency, "ms", "predicted")
         yield Row(f"{at}/{way}/hits", 100 * each.hits, "%", "predicted")
-    gain = results["round-robin"].latency / results["pd-aware"].latency
-    should = dict(zip(RATES, ("as good", "better", "worse"), strict=True))[rate]
-    yield Row(f"{at}/claim/pd-aware over round-robin", gain, "x", "predicted", f"the paper: {should}")
+    yield _claim(at, rate, results["round-robin"].latency / results["pd-aware"].latency)
     yield Row(f"{at}/deepserve/regret", regret(work, tes, heat, mean), "%", "predicted", "of latency")
     yield from answer_lengths.rows(at, work, tes, heat, STALE_NS)
+
+
+def claims() -> Iterator[Row]:
+    """What DeepServe says of the heat map and of PD-aware scheduling, by itself."""
+    kinds = priced_kinds(Cluster(heatmap.PAIR), block=512)
+    heat, tes = heatmap.measured(kinds), six(kinds)
+    yield Row("schedule/heatmap/stable", 100 * heat.stable, "%", "predicted")
+    for name in TRACES:
+        for rate in RATES:
+            work = trace(name, rate)
+            mean = float(np.mean([each.output_length for each in work]))
+            ways: tuple[Policy, ...] = ("round-robin", "pd-aware")
+            other, aware = (PolicyResult.of(serve(way, work, tes, heat, mean)).latency for way in ways)
+            yield _claim(f"schedule/{name}/rate={rate:g}", rate, other / aware)
+
+
+def _claim(at: str, rate: float, gain: float) -> Row:
+    """How many times as fast the mean request is, PD-aware over round robin (DeepServe 5.3.2, Figure 7)."""
+    should = dict(zip(RATES, ("as good", "better", "worse"), strict=True))[rate]
+    return Row(f"{at}/claim/pd-aware over round-robin", gain, "x", "predicted", f"the paper: {should}")
 
 
 def trace(name: str, rate: float) -> list[TracedRequest]:

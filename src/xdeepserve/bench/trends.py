@@ -1,8 +1,8 @@
 """`xdeepserve bench papers --trends`: what the papers say in words, and whether it holds here.
 
 What is faster than what, what grows with what, where a gain is largest: each trend (`said_in_papers.py`) is a
-question to the rows of the other benchmarks. It needs no published number, so no fitted one can answer it
-alone. One that does not hold says why.
+question to the rows of the other benchmarks, and needs no published number. Some are of rows that numbers
+were fitted to, and hold for that reason, too. One that does not hold says why.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from xdeepserve.bench import (
     balancing,
     carriers,
     comm,
+    eaas_full_size,
     ems,
     engine,
     expert_skew,
@@ -27,6 +28,7 @@ from xdeepserve.bench import (
     pipelines,
     plan,
     prefill_formula,
+    schedule,
     superpod,
 )
 from xdeepserve.bench.papers import PAPERS, paper_of
@@ -42,6 +44,7 @@ ROWS: dict[str, Source] = {
     "messages": comm.buffers,
     "interference": interference.rows,
     "pull and push": comm.pull_push,
+    "crossing": paper_rows.crossover,
     "exchanges": lambda: (*comm.exchanges(), *paper_rows.bandwidths()),
     "GEMMs": paper_rows.gemms,
     "decode": lambda: (
@@ -58,6 +61,9 @@ ROWS: dict[str, Source] = {
     "experts": balancing.rows,
     "skew": expert_skew.rows,
     "prompts": prefill_formula.by_length,
+    "policies": schedule.claims,
+    "services": eaas_full_size.scaling,
+    "loss": eaas_full_size.loss,
 }
 
 
@@ -86,9 +92,12 @@ def answer(trend: Trend) -> Answer:
 
 def all_answers(paper: str | None = None) -> Iterator[Answer]:
     """Answers to the trends of one paper, or of all."""
-    for trend in TRENDS:
-        if paper in (None, paper_of(trend.id)):
-            yield answer(trend)
+    return (answer(trend) for trend in TRENDS if paper in (None, paper_of(trend.id)))
+
+
+def count(paper: str | None = None) -> int:
+    """How many trends there are of one paper, or of all."""
+    return sum(paper in (None, paper_of(trend.id)) for trend in TRENDS)
 
 
 def print_answers(found: Sequence[Answer], form: Literal["text", "json"]) -> None:

@@ -208,7 +208,7 @@ def _tell_trends(args: argparse.Namespace) -> int:
     with working("bench papers --trends") as status:
         for one in trends.all_answers(args.paper):
             found.append(one)
-            status.detail = f"{len(found)} of {len(trends.TRENDS)}"
+            status.detail = f"{len(found)} of {trends.count(args.paper)}"
     trends.print_answers(found, "json" if args.json else "text")
     return 0
 
@@ -243,9 +243,11 @@ def _check(args: argparse.Namespace) -> None:
         check_writable(args.map, "--map")
     if args.trends and (args.plot is not None or args.full):
         raise InputError("--trends has no numbers: neither --plot nor --full goes with it")
+    if args.fits and args.ablations:
+        raise InputError("--fits and --ablations are two tables: choose one")
     for other in ("trends", "plot", "full", "paper"):
         for table in ("fits", "ablations"):
-            if getattr(args, table) and getattr(args, other):
+            if getattr(args, table) and getattr(args, other) not in (None, False):
                 raise InputError(f"--{table} is of all papers: --{other} does not go with it")
     _check_plan(args)
     if args.trace is not None:

@@ -69,6 +69,7 @@ class DecodeRun(msgspec.Struct, frozen=True):
     num_tokens     that were generated
     experts_ns     that the busiest of the dies with experts alone computes; 0 if there are none
     combine_ns     of `spent_ns`, what combines take without waiting for the last rank
+    drafts_ns      of a traced run: the MTP layer and its drafts, on the first die
     """
 
     iteration_ns: int
@@ -77,6 +78,7 @@ class DecodeRun(msgspec.Struct, frozen=True):
     num_tokens: int
     experts_ns: float = 0.0
     combine_ns: float = 0.0
+    drafts_ns: float = 0.0
 
     def share(self, *names: str) -> float:
         """Time in the stages of these names, in percent of the iteration."""
@@ -97,13 +99,14 @@ def decode_iteration(
     context: int,
     requests: int,
     timing: TimingConfig,
-    trace: Path | None = None,
+    trace: Path | bool = False,
     spec: Spec | None = None,
 ) -> DecodeRun:
     """Fill each DP group that decodes with `requests` sequences of `context` positions, and run a step of
     them all. Where time is spent is told of the first TE that decodes.
 
-    `trace` is a file to write its timeline to, `spec` of other dies than a CloudMatrix384's.
+    `trace`: whether there is a timeline, or a file to write it to; `spec` is of other dies than a
+    CloudMatrix384's.
     """
     shares = [StepShare(context)] * requests
     return one_step(checkpoint, deployment, lambda _: shares, timing, trace, spec)
@@ -114,11 +117,11 @@ def one_step(
     deployment: Deployment,
     shares_of: Callable[[int], Seq[StepShare]],
     timing: TimingConfig,
-    trace: Path | None = None,
+    trace: Path | bool = False,
     spec: Spec | None = None,
 ) -> DecodeRun:
     """A step of all TEs that decode, in which each of their DP groups has the shares of its number."""
-    engine = Engine(PodPlan(checkpoint, deployment, timing=timing, trace=trace is not None, spec=spec))
+    engine = Engine(PodPlan(checkpoint, deployment, timing=timing, trace=bool(trace), spec=spec))
     engine.load()
     clock = engine.plan.pod.clock
     groups = [group for te in engine.je.tes if te.sizes.role != "prefill" for group in te.groups]
@@ -159,7 +162,7 @@ def one_step(
 
     with uncollected():
         start = run(main())
-    if trace is not None:
+    if isinstance(trace, Path):
         engine.plan.pod.trace.write(trace)
     return _result(engine.plan, max(ends) - start, total, num_tokens)
 
@@ -173,7 +176,14 @@ def _result(plan: PodPlan, iteration_ns: int, num_requests: int, num_tokens: int
         for timeline in timelines:
             spent.update(timeline.spent_ns)
     count = len(net.timelines)
+    layers, first = plan.config.num_hidden_layers, net.team.dies[0]
+    drafts = [
+        span
+        for span in plan.pod.trace.spans
+        if span.node == first and (span.name == "Draft" or (span.args or {}).get("layer", 0) >= layers)
+    ]
     return DecodeRun(
+        drafts_ns=max(s.end_ns for s in drafts) - min(s.start_ns for s in drafts) if drafts else 0.0,
         iteration_ns=iteration_ns,
         spent_ns={name: ns / count for name, ns in spent.items()},
         num_requests=num_requests,
