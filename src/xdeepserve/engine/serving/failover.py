@@ -19,8 +19,9 @@ from typing import Literal, Protocol, TypeAlias
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import RecoveryConfig, Role
 from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.job.links import MAY_BE_OVER
 from xdeepserve.engine.te.te_plan import TEPlan
-from xdeepserve.errors import DeploymentError, HardwareError, XDeepServeError
+from xdeepserve.errors import DeploymentError, XDeepServeError
 from xdeepserve.hw.self_test import well_dies
 from xdeepserve.machine import follow
 
@@ -149,6 +150,7 @@ class Failover:
 
     async def _replace(self, role: Role, spare: int = 0) -> bool:
         """Stage 2, leaving so many dies free; whether there is a TE of the role more."""
+        tried: list[int] = []
         while True:
             free = self._pod.free_dies(self._dies)
             sizes = self._plan.largest(role, len(free) - spare)
@@ -158,9 +160,10 @@ class Failover:
                 await self._group.join(role, sizes.at(free[: len(sizes.every_die)]))
             except DeploymentError:
                 return False
-            except HardwareError:
-                if free == self._pod.free_dies(self._dies):  # no die has failed: it would end so again
+            except MAY_BE_OVER:
+                if free == tried == self._pod.free_dies(self._dies):  # all are well: it would end so again
                     raise
+                tried = free
             else:
                 return True
 

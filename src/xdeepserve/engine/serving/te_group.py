@@ -13,7 +13,7 @@ from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Role
 from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.job.executor import JobExecutor
-from xdeepserve.engine.job.links import SETTLE_NS, TIMEOUT_NS
+from xdeepserve.engine.job.links import MAY_BE_OVER, SETTLE_NS, TIMEOUT_NS
 from xdeepserve.engine.job.roster import can_serve
 from xdeepserve.engine.loading import SOURCES, Source
 from xdeepserve.engine.serving.control_plane import ControlPlane
@@ -24,6 +24,7 @@ from xdeepserve.engine.te.reports import ServerReport, TEHealth, TEReport
 from xdeepserve.engine.te.te import TE
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import LostDieError, PageLostError, RequestError, XDeepServeError, abridged
+from xdeepserve.hw.self_test import well_dies
 from xdeepserve.step.linear import Threads
 
 T = TypeVar("T")
@@ -197,10 +198,10 @@ class TEGroup:
             await self._plan.bring(plan, source, self._ready_plans, te.lost_pages.mend)
             te.start()
             await serve_dummy(te, TIMEOUT_NS)
-        except BaseException:
+        except BaseException as error:
             # A process of its own, which goes on if this one is cancelled once more.
-            clock = self._plan.pod.clock
-            await clock.join(clock.spawn(self._give_back(plan, te), name=f"end of {plan.sizes.name}"))
+            clock, end = self._plan.pod.clock, self._give_back(plan, te, error)
+            await clock.join(clock.spawn(end, name=f"end of {plan.sizes.name}"))
             raise
         finally:
             self._loading = [each for each in self._loading if each is not te]
@@ -210,12 +211,16 @@ class TEGroup:
         self._je.take(te)
         return plan.sizes.name
 
-    async def _give_back(self, plan: TEPlan, te: TE | None) -> None:
-        """The dies of one that does not join, when nobody is at them any more."""
+    async def _give_back(self, plan: TEPlan, te: TE | None, error: BaseException) -> None:
+        """The dies of one that does not join, when nobody is at them any more. If something has failed there,
+        nobody gets those again that are not well."""
         if te is not None:
             te.kill()
             await self.until_unused(plan)
             te.give_up()
+            if isinstance(error, MAY_BE_OVER):
+                well = await well_dies(self._plan.pod, plan.every_die, plan.sizes.lost_ns)
+                self._plan.pod.lose([die for die in plan.every_die if die not in well])
         self._plan.release(plan)
 
     # ---- expert servers -----------------------------------------------------------------------------
