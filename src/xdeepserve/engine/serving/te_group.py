@@ -122,7 +122,7 @@ class TEGroup:
         unheard = [each for te in running for each in te.plan.needed_dies if each in self._plan.pod.lost]
         if unheard:
             return f"nobody has found yet that die {unheard[0]} is lost: ask for something first"
-        if te.seats.can_miss(die) or self._is_needless(te):
+        if te.seats.can_miss(die) or te.clients.can_miss(die) or self._is_needless(te):
             return None
         if self._failover is not None:
             return self._failover.cannot_replace(
@@ -338,7 +338,9 @@ class TEGroup:
                 te.lost_pages.lose(te, error)
 
     async def _give_up(self, te: TE, die: int) -> None:
-        if te.is_running and te in self._je.tes:
+        if te.clients.can_miss(die):
+            te.clients.go_on_without([te.plan.dies.index(die)])
+        elif te.is_running and te in self._je.tes and die in te.plan.needed_dies:
             self._lose(te, LostDieError(f"die {die} of {te.sizes.name} is lost: its memory does not answer"))
 
     def _lose(self, te: TE, error: Exception) -> None:
