@@ -12,7 +12,7 @@ Prefill and decode fail over apart. Whoever has to wait for a TE of some role do
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import count
 from typing import Literal, Protocol, TypeAlias
 
@@ -20,6 +20,7 @@ from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import RecoveryConfig, Role
 from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.job.links import MAY_BE_OVER
+from xdeepserve.engine.serving.joining import until_unused
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import DeploymentError, XDeepServeError
 from xdeepserve.hw.self_test import well_dies
@@ -45,10 +46,6 @@ ORDER: tuple[Role, ...] = ("both", "decode", "prefill")
 class Survivors(Protocol):
     """What Failover needs of the TEs that serve a model."""
 
-    async def join(self, role: Role, place: Sizes) -> str: ...
-
-    async def until_unused(self, te: TEPlan) -> None: ...
-
     def give_up_all(self, reason: XDeepServeError) -> list[TEPlan]: ...
 
     async def spare_prefill(self) -> bool: ...
@@ -60,12 +57,14 @@ class Failover:
     def __init__(
         self,
         group: Survivors,
+        join: Callable[[Role, Sizes], Awaitable[str]],
         plan: PodPlan,
         config: RecoveryConfig,
         timeout_ns: int,
         on_end: Callable[[XDeepServeError | None], None],
     ) -> None:
         self._group, self._plan, self._config, self._timeout_ns = group, plan, config, timeout_ns
+        self._join = join
         self._on_end, self._pod = on_end, plan.pod
         self._wanted = Counter(te.sizes.role for te in plan.tes)
         own = [die for te in plan.tes for die in te.every_die]
@@ -143,7 +142,7 @@ class Failover:
 
     async def _test(self, te: TEPlan) -> None:
         """Give its dies back, those that are well to whoever needs them."""
-        await self._group.until_unused(te)
+        await until_unused(te)
         well = await well_dies(self._pod, te.every_die, self._timeout_ns)
         te.release()
         self._pod.restore(well)
@@ -157,7 +156,7 @@ class Failover:
             if sizes is None:
                 return False
             try:
-                await self._group.join(role, sizes.at(free[: len(sizes.every_die)]))
+                await self._join(role, sizes.at(free[: len(sizes.every_die)]))
             except DeploymentError:
                 return False
             except MAY_BE_OVER:
