@@ -89,7 +89,7 @@ def test_how_long_the_steps_of_a_client_take() -> None:
 
 
 def test_sums_at_the_servers_are_fewer_rows() -> None:
-    """A row for each (token, server) instead of each (token, expert), and the router's scores beside requests."""
+    """A row for each (token, server) instead of each (token, expert); the router's scores go there, too."""
     rows = ServiceCost(Spec(), Layout(4, 128, 9, 7168, 8, quantize=True))
     sums = rows._replace(server_sums=True)
     assert rows.back_share(128, 128 * 8, 2) == 1
