@@ -183,6 +183,7 @@ OTHERS_GO_ON = {  # a TE is lost, and nobody may miss it
         )
         for what, fault in (
             ("a client that nobody else waits for was lost", Fault(2064.194, 0, "lost")),
+            ("the only server with some experts was lost", Fault(2064.194, 6, "lost")),
             ("a client reported an error once", Fault(2064.194, 0, "glitch", code="unspecified")),
             ("a link failed", Fault(2064.194, link=(0, 6), plane="ub", kind="down")),
         )

@@ -19,8 +19,7 @@ from typing import Literal, Protocol, TypeAlias
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import RecoveryConfig, Role
 from xdeepserve.engine.deploy.sizes import Sizes
-from xdeepserve.engine.job.links import MAY_BE_OVER
-from xdeepserve.engine.serving.joining import until_unused
+from xdeepserve.engine.serving.joining import FAILED, until_unused
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import DeploymentError, XDeepServeError
 from xdeepserve.hw.self_test import well_dies
@@ -159,7 +158,7 @@ class Failover:
                 await self._join(role, sizes.at(free[: len(sizes.every_die)]))
             except DeploymentError:
                 return False
-            except MAY_BE_OVER:
+            except FAILED:
                 if free == tried == self._pod.free_dies(self._dies):  # all are well: it would end so again
                     raise
                 tried = free

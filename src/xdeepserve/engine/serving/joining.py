@@ -10,13 +10,15 @@ from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Role
 from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.job.executor import JobExecutor
-from xdeepserve.engine.job.links import MAY_BE_OVER, SETTLE_NS, TIMEOUT_NS
+from xdeepserve.engine.job.links import SETTLE_NS, TIMEOUT_NS
 from xdeepserve.engine.loading import SOURCES, Source
 from xdeepserve.engine.te.dummy_request import serve_dummy
 from xdeepserve.engine.te.te import TE
 from xdeepserve.engine.te.te_plan import TEPlan
-from xdeepserve.errors import RequestError, XDeepServeError, abridged
+from xdeepserve.errors import HardwareError, ProtocolError, RequestError, XDeepServeError, abridged
 from xdeepserve.hw.self_test import well_dies
+
+FAILED = (HardwareError, ProtocolError)  # what is said when dies fail, by themselves or by who waits for them
 
 
 class Joining:
@@ -105,7 +107,7 @@ class Joining:
             te.kill()
             await until_unused(plan)
             te.give_up()
-            if isinstance(error, MAY_BE_OVER):
+            if isinstance(error, FAILED):
                 well = await well_dies(self._plan.pod, plan.every_die, plan.sizes.lost_ns)
                 self._plan.pod.lose([die for die in plan.every_die if die not in well])
         self._plan.release(plan)
