@@ -173,6 +173,21 @@ OTHERS_GO_ON = {  # a TE is lost, and nobody may miss it
         num_requests=6,
         faults=(Fault(13716.1, 1, "lost"),),
     ),
+    **{
+        f"{what} while a TE that was to take the place of another served its dummy request": FaultSchedule(
+            "eaas",
+            ("recovery.failover=true",),
+            seed=44,
+            num_requests=1,
+            faults=(Fault(4.244, 4, "lost"), fault),
+        )
+        for what, fault in (
+            ("a client that nobody else waits for was lost", Fault(2064.194, 0, "lost")),
+            ("the only server with some experts was lost", Fault(2064.194, 6, "lost")),
+            ("a client reported an error once", Fault(2064.194, 0, "glitch", code="unspecified")),
+            ("a link failed", Fault(2064.194, link=(0, 6), plane="ub", kind="down")),
+        )
+    },
 }
 CROWDED = (
     FaultSchedule(  # without a fault: choices without blocks waited for those whose blocks waited for them

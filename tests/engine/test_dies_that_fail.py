@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engine.histories import SMALL
+from tests.engine.histories import APART, SMALL
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.loading import load_ns
 from xdeepserve.engine.messages import StepFailed
@@ -243,3 +245,28 @@ def test_a_te_leaves_whose_die_has_failed_unseen(tiny: TinyCheckpoint, way: str)
         assert set(pod.holders) == set(pod.memories.plans) & set(range(768)) == {0, 1}
         llm.add_te()
         assert set(pod.holders) == {0, 1, 4, 5}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("eaas", ("attention.dies=2", "experts.routed_dies=2")),
+        ("moe-attention", APART),
+        ("moe-attention", (*APART, "dataflow=true")),
+        ("moe-attention", (*APART, "lockstep=true")),
+    ],
+)
+def test_kernels_of_experts_that_end_before_they_begin_leave_nothing(
+    tiny: TinyCheckpoint, name: str, settings: tuple[str, ...]
+) -> None:
+    async def end_at_once(engine: Engine) -> None:
+        for program in engine.je.tes[0].expert_programs:
+            for stream in program._start():
+                stream.cancel()
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with LLM(tiny, name, overrides=[*SMALL, *settings]) as llm:
+            llm.generate([[1, 2, 3]], PARAMS, meanwhile=end_at_once)
+        gc.collect()
+    assert not [str(each.message) for each in seen]

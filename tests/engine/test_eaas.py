@@ -16,7 +16,7 @@ from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.no_effect import without_effect
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.die.expert_server import ExpertServerProgram
-from xdeepserve.engine.dp.events import ServerHeard
+from xdeepserve.engine.dp.events import ClientLost, ServerHeard
 from xdeepserve.errors import DeploymentError, FieldError, XDeepServeError
 from xdeepserve.hw.faults import Fault
 from xdeepserve.llm import digest
@@ -276,10 +276,59 @@ def test_who_asks_hears_which_servers_are_lost() -> None:
     assert (te.num_servers, te.lost_servers, found) == (0, (), {})
 
 
-def test_a_client_that_is_lost_takes_its_te_and_another_te_comes() -> None:
+WAYS_WITHOUT_CLIENTS: list[tuple[tuple[str, ...], tuple[float, ...]]] = [
+    ((), (700.0,)),  # by the monitor, while steps run
+    (("services.heartbeat_ms=0.1", "services.batch_clients=3", "mtp=1"), (2.0, 700.0, 1500.0)),
+    (("services.heartbeat_ms=1000000",), (700.0,)),  # by the heartbeats of DP groups
+    (("attention.microbatches=2", "scheduler.dispatch=two-level", COPIES), (400.0, 2500.0)),
+]
+
+
+@pytest.mark.parametrize(("settings", "at_us"), WAYS_WITHOUT_CLIENTS, ids=str)
+def test_clients_that_are_lost_cost_neither_requests_nor_bits(
+    settings: tuple[str, ...], at_us: tuple[float, ...]
+) -> None:
+    """Servers release their slots, also servers that come later; other groups go on with what they had."""
+    faults = [Fault(each, die, "lost") for die, each in enumerate(at_us)]
+    gone: list[ClientLost] = []
+    overrides = ["max_model_len=64", *settings]
+    with LLM("tiny-random", "eaas", "int8", overrides=overrides, faults=faults) as llm:
+        llm.engine.observe(lambda event: gone.append(event) if isinstance(event, ClientLost) else None)
+        te = llm.engine.je.tes[0]
+        outputs = llm.generate(PROMPTS, PARAMS, keep_logits=True)
+        assert digest(outputs) == expected("int8")
+        assert [(each.rank, each.die) for each in gone] == [(rank, rank) for rank in range(len(at_us))]
+        assert not llm.engine.lost
+        (health,) = llm.engine.health()
+        assert health.lost == tuple(range(len(at_us)))
+        for program in te.expert_programs:
+            server = program.server  # type: ignore[attr-defined]
+            layout = server.layout
+            offline = {n // layout.num_slots for n in range(layout.num_all_slots) if server.state(n) == 3}
+            assert offline == set(range(len(at_us)))
+        assert digest(llm.generate(PROMPTS, PARAMS, keep_logits=True)) == expected("int8")
+        llm.engine.check_integrity()
+
+
+def test_a_client_and_a_server_are_lost_at_once() -> None:
+    faults = [Fault(700.0, die, "lost") for die in (1, FIRST_SERVER + 1)]
+    for seed in range(3):
+        found = served("int8", COPIES, "services.heartbeat_ms=0.2", faults=faults, seed=seed)
+        assert found.digest == expected("int8")
+
+
+def test_steps_are_run_again_without_a_client_that_is_lost() -> None:
+    faults = [Fault(700.0, 0, "lost"), Fault(30_000.0, 2, "glitch", code="dma-error")]
+    params = SamplingParams(max_tokens=40, temperature=1.0, seed=3, ignore_eos=True)
+    found = served("int8", "services.heartbeat_ms=0.2", faults=faults, params=params)
+    assert (found.digest, found.num_rollbacks) == (expected("int8", 40), 1)
+
+
+def test_the_last_client_that_is_lost_takes_its_te_and_another_te_comes() -> None:
     """Servers are asked ever more seldom while the silence of a client is what is waited for."""
     overrides = ["max_model_len=64", "recovery.failover=true", COPIES]
-    with LLM("tiny-random", "eaas", overrides=overrides, faults=[Fault(700.0, 0, "lost")]) as llm:
+    faults = [Fault(700.0 + die, die, "lost") for die in range(4)]
+    with LLM("tiny-random", "eaas", overrides=overrides, faults=faults) as llm:
         outputs = llm.generate(PROMPTS, PARAMS, keep_logits=True)
         assert [*llm.engine.lost] == ["te"]
         llm.engine.check_integrity()

@@ -82,10 +82,31 @@ def test_how_long_the_steps_of_a_client_take() -> None:
     cost = ServiceCost(Spec(), Layout(4, 1, 3, 64, 4, quantize=True))
     assert cost.write_ns(1, 3, 3) == pytest.approx(29.2 * US, rel=0.02)
     assert cost.read_ns(1, 3, 3) == pytest.approx(29.0 * US, rel=0.02)
-    assert cost.answer_ns(2, 2) == pytest.approx(9.1 * US, rel=0.02)
+    assert cost.answer_ns(2, 2, 2) == pytest.approx(9.1 * US, rel=0.02)
     assert cost.write_ns(0, 0, 0) < 10 * US  # nobody to write to
     far = cost._replace(far=1.0)
     assert far.write_ns(1, 3, 3) > cost.write_ns(1, 3, 3) + 2 * Spec().far_latency_ns() - 1
+
+
+def test_sums_at_the_servers_are_fewer_rows() -> None:
+    """A row for each (token, server) instead of each (token, expert); the router's scores go there, too."""
+    rows = ServiceCost(Spec(), Layout(4, 128, 9, 7168, 8, quantize=True))
+    sums = rows._replace(server_sums=True)
+    assert rows.back_share(128, 128 * 8, 2) == 1
+    assert sums.back_share(128, 128 * 8, 1) == 1 / 8  # all of a token's experts are there
+    assert sums.back_share(128, 128, 64) == 1  # one copy of each token
+    assert sums.back_share(4, 8, 2) == 0.75  # two copies, on the same server every other time
+    assert sums.read_ns(128, 1024, 8) < rows.read_ns(128, 1024, 8)
+    assert sums.write_ns(128, 1024, 8) > rows.write_ns(128, 1024, 8)
+    assert sums.read_ns(0, 0, 0) < rows.read_ns(128, 1024, 8)
+
+
+def test_sums_at_the_servers_are_for_time_alone() -> None:
+    """With few servers most experts of a token are on the same ones."""
+    sums = ["experts.routed_dies=2", "services.server_sums=true"]
+    assert end_ns("eaas", sums, True) < end_ns("eaas", sums[:1], True)
+    with pytest.raises(DeploymentError, match=r"server_sums is for timing-only runs: sums .* bits must not$"):
+        LLM("tiny-random", "eaas", overrides=sums)
 
 
 def test_who_does_not_answer_is_named() -> None:

@@ -34,8 +34,8 @@ def permits_errors(schedule: FaultSchedule, plan: PodPlan) -> bool:
     or blocked is no reason: that is over before any deadline. Neither is a glitch after which a TE runs its
     steps again; others cost it all of its dies. Nor is a page of memory that is lost, where KV is recomputed,
     if it had no metadata. Nor are expert servers that are lost, if others have their experts that do not
-    leave; nobody counts on those who come. Nor is what breaks of the memory pool: who gets no answer there
-    computes.
+    leave, nor their clients, if there are others; nobody counts on those who come. Nor is what breaks of the
+    memory pool: who gets no answer there computes.
 
     With failover they may only if the dies that are left are not enough for a TE of each role; or if a link
     is down, by which KV may have to go then.
@@ -75,7 +75,7 @@ def _is_broken(te: TEPlan, faults: Sequence[Fault], leaving: Collection[int]) ->
     lost |= {fault.die for fault in faults if fault.page is not None and _holds_metadata(fault, te)}
     hosts = {fault.host for fault in faults if fault.kind == "lost"}
     if all(fault.kind not in ("glitch", "bad-page") for fault in faults):  # a rollback needs every die
-        lost -= _missed_by_nobody(te, lost, leaving)
+        lost -= _missed_by_nobody(te, lost, leaving) | _missed_clients(te, lost)
     loses = any(die in lost or te.pod.topology.server_of(die) in hosts for die in te.every_die)
     return loses or _is_cut(te, te, faults)
 
@@ -97,6 +97,12 @@ def _missed_by_nobody(te: TEPlan, lost: Collection[int | None], leaving: Collect
     if not set(shared) <= out:
         found |= set(shared)
     return found
+
+
+def _missed_clients(te: TEPlan, lost: Collection[int | None]) -> set[int]:
+    """Clients of expert servers that are lost, if there are others."""
+    there = set(te.dies) if te.can_miss_clients else set[int]()
+    return there if there - {*lost} else set()
 
 
 def _holds_metadata(fault: Fault, te: TEPlan) -> bool:

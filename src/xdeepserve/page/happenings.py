@@ -63,6 +63,8 @@ class Happenings:
             case events.ServerHeard():
                 now = "lost" if event.is_lost else "heard again"
                 self.note("server", f"expert server {event.server} of {event.te} is {now}", event.die)
+            case events.ClientLost():
+                self.note("client", f"DP group {event.rank} of {event.te} is lost, others go on", event.die)
             case events.ServerMoved():
                 now = "has come to" if event.is_there else "has left"
                 self.note("server", f"expert server {event.server} {now} {event.te}", event.die)

@@ -44,6 +44,7 @@ class Case(msgspec.Struct, frozen=True):
     reconfigurations: int = 0  # times, at least, that replicas of experts change meanwhile
     faults: tuple[Fault, ...] = ()  # a die that is lost costs its TE, and nothing else does
     servers_lost: int = 0  # of these dies, expert servers, whose TEs go on
+    clients_lost: int = 0  # clients of expert servers likewise
     servers_back: int = 0  # of these, those in whose place another one has come
     rollbacks: int = 0  # times, at least, that steps are run again meanwhile
     pool: Writer | None = None  # there is a memory pool, and prefixes come from it
@@ -52,6 +53,11 @@ class Case(msgspec.Struct, frozen=True):
     arrivals: int | None = None  # seed of random arrival times, else all come at once
     form: bool = False  # answers are JSON of a schema; needs a tokenizer
     clock_seed: int | None = None
+
+    @property
+    def num_lost(self) -> int:
+        """Dies that are lost."""
+        return sum(fault.kind == "lost" for fault in self.faults)
 
     @property
     def subject(self) -> Subject:

@@ -108,7 +108,9 @@ def _row(recipe: Recipe, case: Case, served: Served, expected: str) -> MatrixRow
         missing = "nothing was evicted from the memory pool"
     elif served.num_masked != (num_out := case.servers_lost - case.servers_back):
         missing = f"the monitor holds {served.num_masked} servers for lost, not {num_out}"
-    elif served.num_lost != (losses := sum(f.kind == "lost" for f in case.faults) - case.servers_lost):
+    elif served.num_missed != case.clients_lost:
+        missing = f"{served.num_missed} clients were lost, not {case.clients_lost}"
+    elif served.num_lost != (losses := case.num_lost - case.servers_lost - case.clients_lost):
         missing = f"{served.num_lost} TEs were lost with {losses} dies"
     elif served.num_rollbacks < case.rollbacks:
         missing = f"steps were run again {served.num_rollbacks} of {case.rollbacks} times"

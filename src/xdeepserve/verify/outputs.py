@@ -72,6 +72,7 @@ class Served(NamedTuple):
     num_lost: int  # TEs that have failed
     num_rollbacks: int
     num_masked: int  # expert servers that the monitor holds for lost
+    num_missed: int  # clients of expert servers that their TEs go on without
     second: str | None  # digest of what a second model answered beside it, if there was one
 
 
@@ -146,6 +147,7 @@ def _served(engine: Engine, outputs: list[RequestOutput], second: str | None) ->
         len(engine.lost),
         stats.num_recoveries["3"],
         sum(len(te.monitor.masked) for te in engine.je.tes),
+        sum(len(te.clients.lost) for te in engine.je.tes),
         second,
     )
 

@@ -44,7 +44,7 @@ def services(config: ModelConfig) -> list[Case]:
 
 
 def _losses(config: ModelConfig) -> list[Case]:
-    """An expert server is lost, whose experts have copies: its TE goes on."""
+    """An expert server is lost, whose experts have copies, or a client: its TE goes on."""
     first = 3  # server, after the clients
     two = ("experts.routed_dies=2", COPIES, f"attention.dies={first}", *SOON)
     busy = Fault(die=first + 1, kind="lost", operation="expert serve", step=2, event=9)
@@ -58,6 +58,9 @@ def _losses(config: ModelConfig) -> list[Case]:
     back = TEChange(4 * MS, "add server", "te", 1)
     name = "a server is lost and comes back"
     rows.append(msgspec.structs.replace(rows[1], variant=name, life=(back,), servers_back=1))
+    rows.append(
+        Case("eaas", "a client is lost", two, crowded=True, faults=(Fault(900.0, 1, "lost"),), clients_lost=1)
+    )
     more = (*two, "experts.vacancies=1")
     turns = (TEChange(1 * MS, "add server", "te", 2), TEChange(1 * MS, "remove server", "te", 0))
     rows.append(Case("eaas", "a server joins, another leaves", more, crowded=True, life=turns))

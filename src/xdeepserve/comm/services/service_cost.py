@@ -15,11 +15,21 @@ from xdeepserve.hw.spec import Spec
 
 class ServiceCost(NamedTuple):
     """`rows` are those of requests and answers; `far` is the share of servers on another server of the pod
-    than the client's."""
+    than the client's. With `server_sums` servers weigh and sum what their experts make of a token, as the
+    paper's do (3.2), for which the router's scores travel, too."""
 
     spec: Spec
     rows: Layout
     far: float = 0.0
+    server_sums: bool = False
+
+    def back_share(self, num_tokens: int, num_rows: int, num_servers: int) -> float:
+        """Rows of answers for each row of a request: 1, or the expected share of (token, server) among
+        (token, expert) when each copy of a token goes to any of the servers."""
+        if not self.server_sums or not num_rows:
+            return 1.0
+        copies = num_rows / num_tokens
+        return num_servers * (1 - (1 - 1 / num_servers) ** copies) / copies
 
     def write_ns(self, num_tokens: int, num_rows: int, num_servers: int) -> float:
         """Expert write, 1 to 5: until the last state is on its server."""
@@ -28,26 +38,30 @@ class ServiceCost(NamedTuple):
         ns = spec.kernel_ns(0, 0) + self._load_ns(4 * num_tokens * rows.hidden) + self._vector_ns(operations)
         if not num_servers:
             return ns
-        nbytes = num_rows * rows.dispatch_row
+        nbytes = num_rows * (rows.dispatch_row + 4 * self.server_sums)
         ns += spec.startup_ns("mte") + self._load_ns(nbytes)  # the outbox
         ns += self._urma_ns(2 * num_servers, nbytes + num_servers * HEADER.size)
         return ns + self._urma_ns(num_servers, num_servers)
 
-    def answer_ns(self, num_rows: int, num_requests: int) -> float:
-        """Expert serve, 2 to 4: what a server does with the outputs of a batch."""
+    def answer_ns(self, num_rows: int, num_requests: int, num_back: float) -> float:
+        """Expert serve, 2 to 4: what a server does with the outputs of a batch, of which `num_back` rows are
+        written."""
         spec, (_, operations) = self.spec, self.rows.answers.work
-        elements = num_rows * self.rows.hidden
-        ns = spec.kernel_ns(0, 0) + self._load_ns(4 * elements) + self._vector_ns(operations * elements)
-        ns += self._load_ns(num_rows * self.rows.combine_row)
+        elements, hidden = num_rows * self.rows.hidden, self.rows.hidden
+        work = operations * num_back * hidden + 2 * elements * self.server_sums
+        ns = spec.kernel_ns(0, 0) + self._load_ns(4 * elements) + self._vector_ns(work)
+        ns += self._load_ns(num_back * self.rows.combine_row)
         return ns + spec.pieces_ns(num_requests, spec.num_cores("aiv"))
 
     def read_ns(self, num_tokens: int, num_rows: int, num_servers: int) -> float:
         """Expert read, 1 to 4: from the last answer's state until the sums are there."""
         spec, rows = self.spec, self.rows
-        ns = self._vector_ns(2 * num_tokens * rows.top_k * rows.hidden)
+        num_back = num_rows * self.back_share(num_tokens, num_rows, num_servers)
+        summed = num_back if self.server_sums else num_tokens * rows.top_k
+        ns = self._vector_ns(2 * summed * rows.hidden)
         if not num_servers:
             return ns
-        nbytes = num_rows * rows.combine_row + num_servers * HEADER.size
+        nbytes = num_back * rows.combine_row + num_servers * HEADER.size
         ns += spec.startup_ns("urma") + spec.pieces_ns(1, 1) + spec.far_latency_ns()  # the poll that sees it
         return ns + self._urma_ns(2 * num_servers, nbytes) + self._urma_ns(num_servers, num_servers)
 

@@ -105,6 +105,7 @@ class ServiceServer(Handle):
         self._mine = np.flatnonzero(np.asarray(layout.servers.expert_rank) == index)
         self._names = [f"client {client}" for client in range(len(layout.clients))]
         self.generation = generation
+        self._lost: set[int] = set()  # clients, in every generation
         self.refusals: list[str] = []  # why clients were put offline
         self.register()
 
@@ -119,10 +120,16 @@ class ServiceServer(Handle):
         self._offline: set[int] = set()  # clients that get no answers any more
         for number in range(self.layout.num_all_slots):
             self._set(number, SlotEvent.REGISTER)
+        for client in self._lost:
+            self._put_offline(client)
         self.die.memory.write(self._card.offset, CARD.pack(*self.layout.card(self.generation)))
 
     def release(self, client: int) -> None:
-        """The monitor holds a client for lost: its slots are offline, and nobody waits for it."""
+        """The monitor holds a client for lost: its slots are offline, and nobody waits for it any more."""
+        self._lost.add(client)
+        self._put_offline(client)
+
+    def _put_offline(self, client: int) -> None:
         self._present.discard(client)
         self._offline.add(client)
         for slot in range(self.layout.num_slots):
@@ -251,7 +258,7 @@ class ServiceServer(Handle):
             except ProtocolError as error:
                 self.refusals.append(str(error))
                 self._set(number, SlotEvent.REFUSE)
-                self.release(number // self.layout.num_slots)
+                self._put_offline(number // self.layout.num_slots)
                 continue
             room -= len(asked)
             batch.append(asked)

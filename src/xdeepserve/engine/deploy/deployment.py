@@ -303,6 +303,9 @@ class ServiceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         float, "the same of server processes: milliseconds of this computer's time (experts.transport)"
     ] = 5000.0
     heartbeat_ms: Annotated[float, "virtual milliseconds between two looks of the monitor at servers"] = 2.0
+    server_sums: Annotated[
+        bool, "timing-only: servers answer with a sum over their experts for each token, as the paper's do"
+    ] = False
     lost_heartbeats: Annotated[int, "so many without an answer, and clients hear that a server is lost"] = 3
 
 

@@ -41,6 +41,8 @@ def fit(deployment: Deployment, config: ModelConfig, is_timing_only: bool = Fals
         holders = {te.name: te.num_holders for te in tes}
         if is_timing_only:
             reasons += refusals.reasons_against_timing(deployment)
+        else:
+            reasons += refusals.reasons_against_tokens(deployment)
         reasons += refusals.reasons_against_slots(deployment, num_experts, holders)
     first_die = _places(deployment, tes, reasons)
     if reasons:

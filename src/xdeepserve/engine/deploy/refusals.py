@@ -257,6 +257,16 @@ def reasons_against_timing(d: Deployment) -> list[str]:
     return reasons
 
 
+def reasons_against_tokens(d: Deployment) -> list[str]:
+    """What only a run has that computes nothing."""
+    if d.services is None or not d.services.server_sums:
+        return []
+    return [
+        "services.server_sums is for timing-only runs: sums at servers depend on who has which expert, and "
+        "bits must not"
+    ]
+
+
 def reasons_against_slots(d: Deployment, num_experts: int, num_holders: Mapping[str, int]) -> list[str]:
     """What is wrong with the number of slots; `num_holders` are the dies with routed experts of each TE.
 

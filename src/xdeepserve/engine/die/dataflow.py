@@ -19,7 +19,7 @@ import numpy as np
 
 from xdeepserve.comm.trampoline.token_flow import Arrival, FlowExpertSide, FlowTrampoline
 from xdeepserve.engine.die.expert_memory import STOP, ExpertMemory
-from xdeepserve.engine.die.experts import ExpertProgram
+from xdeepserve.engine.die.experts import ExpertProgram, Stream
 from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND, TRAMPOLINE, stream_item
 from xdeepserve.engine.walk.runner import Pace
 from xdeepserve.hw.clock import Process
@@ -62,19 +62,14 @@ class DataflowExpertProgram(ExpertProgram):
         self._next_answer = 0  # row of the buffer of answers
 
     def _start(self) -> list[Process]:
-        return [
-            self._spawn(stream, name)
-            for name, stream in (
-                *(
-                    (f"trampoline {i} of attention {attention}", self._forward(i, trampoline, number))
-                    for i, trampoline in enumerate(self.trampolines)
-                    for number, attention in enumerate(trampoline.served)
-                ),
-                *((f"A2E receive {i}", self._take(i, flow)) for i, flow in enumerate(self.flows)),
-                ("experts", self._serve()),
-                ("E2A send", self._answer()),
-            )
+        streams: list[tuple[str, Stream]] = [
+            (f"trampoline {i} of attention {attention}", partial(self._forward, i, trampoline, number))
+            for i, trampoline in enumerate(self.trampolines)
+            for number, attention in enumerate(trampoline.served)
         ]
+        streams += [(f"A2E receive {i}", partial(self._take, i, flow)) for i, flow in enumerate(self.flows)]
+        streams += [("experts", self._serve), ("E2A send", self._answer)]
+        return [self._spawn(stream, name) for name, stream in streams]
 
     async def _until_stop(self, streams: Sequence[Process]) -> None:
         """They serve whoever comes until the doorbell says stop."""

@@ -70,7 +70,7 @@ class ExpertServerProgram(ExpertProgram):
         self.server = server
 
     def _start(self) -> list[Process]:
-        return [self._spawn(self._serve(), "expert service")]
+        return [self._spawn(self._serve, "expert service")]
 
     async def _until_stop(self, streams: Sequence[Process]) -> None:
         """It serves whoever comes until the doorbell says stop."""

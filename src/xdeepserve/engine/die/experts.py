@@ -35,6 +35,9 @@ from xdeepserve.step.layer import expert_stage
 from xdeepserve.step.linear import Threads
 from xdeepserve.step.stage import Counts
 
+Stream = Callable[[], Coroutine[Any, Any, None]]
+"""What a kernel of an expert die does; begun only when its process has its first turn, if it ever has one."""
+
 
 class ExpertEnd(Protocol):
     """An expert die's end of A2E and E2A."""
@@ -97,13 +100,13 @@ class ExpertProgram:
         return [
             self._spawn(stream, name)
             for name, stream in (
-                ("A2E receive", self._receive()),
-                ("experts", self._compute()),
-                ("E2A send", self._send()),
+                ("A2E receive", self._receive),
+                ("experts", self._compute),
+                ("E2A send", self._send),
             )
         ]
 
-    def _spawn(self, stream: Coroutine[Any, Any, None], name: str) -> Process:
+    def _spawn(self, stream: Stream, name: str) -> Process:
         process = self.die.spawn(self._guarded(stream), name=name)
         assert isinstance(process, Process)
         return process
@@ -157,7 +160,7 @@ class ExpertProgram:
         """Start what runs beside the kernels for as long as they do, if there are redundant slots."""
         if self.mem.redundant is None:
             return []
-        return [self.die.spawn(self._guarded(self._load(self.mem.redundant)), name="load experts")]
+        return [self.die.spawn(self._guarded(partial(self._load, self.mem.redundant)), name="load experts")]
 
     async def _load(self, redundant: RedundantSlots) -> None:
         """Beside the kernels: fill redundant slots that no token goes to."""
@@ -167,9 +170,9 @@ class ExpertProgram:
             await again_after_glitches(partial(load_experts, self.die, redundant, command.loads))
             self.reports.put(ExpertsLoaded(self.die.index))
 
-    async def _guarded(self, stream: Coroutine[Any, Any, None]) -> None:
+    async def _guarded(self, stream: Stream) -> None:
         try:
-            await stream
+            await stream()
         except RollbackCalled:
             pass
         except GlitchError as error:

@@ -177,6 +177,14 @@ class ServerHeard(msgspec.Struct, frozen=True):
     is_lost: bool
 
 
+class ClientLost(msgspec.Struct, frozen=True):
+    """A client of expert servers, a DP group, is lost, and its TE goes on without. Only observers hear."""
+
+    te: str
+    rank: int
+    die: int
+
+
 class ServerMoved(msgspec.Struct, frozen=True):
     """An expert server has come to a seat of its TE, or has left it. Only observers hear."""
 
@@ -187,7 +195,7 @@ class ServerMoved(msgspec.Struct, frozen=True):
     is_there: bool
 
 
-Observed: TypeAlias = Event | StepEnded | TEChanged | TERolledBack | ServerHeard | ServerMoved
+Observed: TypeAlias = Event | StepEnded | TEChanged | TERolledBack | ServerHeard | ServerMoved | ClientLost
 Observer: TypeAlias = Callable[[Observed], None]
 
 

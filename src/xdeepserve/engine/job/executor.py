@@ -68,7 +68,7 @@ class JobExecutor:
 
     def take(self, te: TE) -> None:
         """A TE runs: link it with those that it prefills for, or decodes for, and give it work."""
-        te.on_turn = self._admission.look
+        te.on_turn, te.clients.is_open = self._admission.look, True
         if self._journey is not None:
             self._journey.join(te, is_alone=len(self.tes) == 1)
         self._admission.look()
@@ -211,9 +211,10 @@ class JobExecutor:
         te.wake()
 
     def _move(self, job: Job) -> None:
-        """A sequence has left its TE: another one of its role goes on with it."""
+        """A sequence has left its TE: another one of its role goes on with it. Or its group, which is lost:
+        another group does."""
         job.te.te_shell.forget(job.seq)
-        self.give([job.seq], self.tes.successors(job.te))
+        self.give([job.seq], [job.te] if job.te.life == "ready" else self.tes.successors(job.te))
 
     def _prefilled(self, job: Job, group_id: GroupId) -> None:
         """Steps 3 to 5: register the transfer, choose the decode TE, let its shell choose a group.

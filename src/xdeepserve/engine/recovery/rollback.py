@@ -58,6 +58,7 @@ class Rollback:
         self.name, self._pod, self._config, self._timeout_ns = name, pod, config, timeout_ns
         self._dies = [pod.dies[die] for die in dies]
         self._every_die = [*self._dies, *(pod.dies[die] for die in expert_dies)]
+        self._out: set[int] = set()
         self.phase: RollbackPhase = "serving"
         self.epoch = 0
         self.reason: str | None = None  # of the rollback that is under way
@@ -76,12 +77,14 @@ class Rollback:
         return step_idx + 2
 
     def leave_out(self, die: int) -> None:
-        """A die with experts alone is lost, and its TE goes on without: it is not called back."""
+        """A die is lost that its TE goes on without: it is not called back."""
+        self._out.add(die)
         self._every_die = [each for each in self._every_die if each.index != die]
         self._awaited.discard(die)
 
     def take_in(self, die: int) -> None:
         """It is not lost after all."""
+        self._out.discard(die)
         self._every_die = sorted([*self._every_die, self._pod.dies[die]], key=lambda each: each.index)
 
     def step_ended(self) -> None:
@@ -109,7 +112,8 @@ class Rollback:
         for die in self._every_die:
             RollbackField(die).write(Epochs(self.epoch, self.epoch - 1))
         for die, step in zip(self._dies, first_steps, strict=True):
-            die.put(RollBack(self.epoch, step))
+            if die.index not in self._out:
+                die.put(RollBack(self.epoch, step))
         deadline_ns = self._pod.clock.now + self._timeout_ns
         while self._awaited:
             await self._hear(hear, deadline_ns)
@@ -143,7 +147,8 @@ class Rollback:
         self._move("resume")
         self.reason = None
         for die in self._dies:
-            die.put(Resume(self.epoch))
+            if die.index not in self._out:
+                die.put(Resume(self.epoch))
         for die in self._every_die:
             RollbackField(die).write(Epochs(self.epoch, self.epoch, step))
 

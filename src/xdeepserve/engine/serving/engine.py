@@ -137,7 +137,7 @@ class Engine:
         source no weights.
         """
         self._check_runs()
-        return await self._group.add(role, source)
+        return await self._group.joining.add(role, source)
 
     async def drain(self, te: str) -> None:
         """Give a TE no new work; it is gone, and its dies are free, when it has ended what it has.

@@ -12,15 +12,16 @@ Prefill and decode fail over apart. Whoever has to wait for a TE of some role do
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import count
 from typing import Literal, Protocol, TypeAlias
 
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import RecoveryConfig, Role
 from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.serving.joining import FAILED, until_unused
 from xdeepserve.engine.te.te_plan import TEPlan
-from xdeepserve.errors import DeploymentError, HardwareError, XDeepServeError
+from xdeepserve.errors import DeploymentError, XDeepServeError
 from xdeepserve.hw.self_test import well_dies
 from xdeepserve.machine import follow
 
@@ -44,10 +45,6 @@ ORDER: tuple[Role, ...] = ("both", "decode", "prefill")
 class Survivors(Protocol):
     """What Failover needs of the TEs that serve a model."""
 
-    async def join(self, role: Role, place: Sizes) -> str: ...
-
-    async def until_unused(self, te: TEPlan) -> None: ...
-
     def give_up_all(self, reason: XDeepServeError) -> list[TEPlan]: ...
 
     async def spare_prefill(self) -> bool: ...
@@ -59,12 +56,14 @@ class Failover:
     def __init__(
         self,
         group: Survivors,
+        join: Callable[[Role, Sizes], Awaitable[str]],
         plan: PodPlan,
         config: RecoveryConfig,
         timeout_ns: int,
         on_end: Callable[[XDeepServeError | None], None],
     ) -> None:
         self._group, self._plan, self._config, self._timeout_ns = group, plan, config, timeout_ns
+        self._join = join
         self._on_end, self._pod = on_end, plan.pod
         self._wanted = Counter(te.sizes.role for te in plan.tes)
         own = [die for te in plan.tes for die in te.every_die]
@@ -142,25 +141,27 @@ class Failover:
 
     async def _test(self, te: TEPlan) -> None:
         """Give its dies back, those that are well to whoever needs them."""
-        await self._group.until_unused(te)
+        await until_unused(te)
         well = await well_dies(self._pod, te.every_die, self._timeout_ns)
         te.release()
         self._pod.restore(well)
 
     async def _replace(self, role: Role, spare: int = 0) -> bool:
         """Stage 2, leaving so many dies free; whether there is a TE of the role more."""
+        tried: list[int] = []
         while True:
             free = self._pod.free_dies(self._dies)
             sizes = self._plan.largest(role, len(free) - spare)
             if sizes is None:
                 return False
             try:
-                await self._group.join(role, sizes.at(free[: len(sizes.every_die)]))
+                await self._join(role, sizes.at(free[: len(sizes.every_die)]))
             except DeploymentError:
                 return False
-            except HardwareError:
-                if free == self._pod.free_dies(self._dies):  # no die has failed: it would end so again
+            except FAILED:
+                if free == tried == self._pod.free_dies(self._dies):  # all are well: it would end so again
                     raise
+                tried = free
             else:
                 return True
 

@@ -10,16 +10,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from xdeepserve.engine.build import PodPlan
-from xdeepserve.engine.deploy.deployment import Role
-from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.job.executor import JobExecutor
-from xdeepserve.engine.job.links import SETTLE_NS, TIMEOUT_NS
 from xdeepserve.engine.job.roster import can_serve
-from xdeepserve.engine.loading import SOURCES, Source
 from xdeepserve.engine.serving.control_plane import ControlPlane
 from xdeepserve.engine.serving.counters import Counters
 from xdeepserve.engine.serving.failover import Failover
-from xdeepserve.engine.te.dummy_request import serve_dummy
+from xdeepserve.engine.serving.joining import Joining, until_unused
 from xdeepserve.engine.te.reports import ServerReport, TEHealth, TEReport
 from xdeepserve.engine.te.te import TE
 from xdeepserve.engine.te.te_plan import TEPlan
@@ -30,7 +26,7 @@ T = TypeVar("T")
 
 
 class TEGroup:
-    """Plans, loads, starts and ends the TEs that a job executor gives requests to.
+    """The TEs that a job executor gives requests to: who fails, leaves or, by `joining`, comes.
 
     `on_failure` is told when one fails without which nothing can serve.
     """
@@ -46,20 +42,19 @@ class TEGroup:
         self._past = Counters.of([])  # of TEs that are gone
         self.lost: dict[str, XDeepServeError] = {}  # TEs that have failed while others went on, and why
         self._lost_health: list[TEHealth] = []
-        self._joining: list[asyncio.Task[str]] = []
         self._leaving: list[asyncio.Task[None]] = []
         self._moving: list[asyncio.Task[Any]] = []  # expert servers that come and go
         self._end: str | None = None  # why nobody can join, or leave, any more
         recovery, lost_ns = plan.deployment.recovery, plan.tes[0].sizes.lost_ns
+        self.joining = Joining(plan, je, self._make)
         self._failover: Failover | None = None
         if recovery.failover and not plan.outside:
-            self._failover = Failover(self, plan, recovery, lost_ns, self._end_failover)
+            self._failover = Failover(self, self.joining.join, plan, recovery, lost_ns, self._end_failover)
         for te in plan.tes:
             je.tes.append(self._make(te))
         self.control_plane = ControlPlane(plan.pod, plan.deployment.health, lambda: je.tes, self._lose)
         plan.pod.memories.on_silence[self] = self._find_lost
         plan.pod.memories.on_page_lost[self] = self._lose_page
-        self._loading: list[TE] = []
 
     def _make(self, plan: TEPlan) -> TE:
         d = self._plan.deployment
@@ -95,7 +90,7 @@ class TEGroup:
     @property
     def _running(self) -> list[TE]:
         """All that have tasks, one that serves its dummy request included."""
-        return [*self._je.tes, *(te for te in self._loading if te.is_running)]
+        return [*self._je.tes, *(te for te in self.joining.loading if te.is_running)]
 
     def reports(self) -> list[TEReport]:
         """All TEs, those included that are loading."""
@@ -121,7 +116,7 @@ class TEGroup:
         unheard = [each for te in running for each in te.plan.needed_dies if each in self._plan.pod.lost]
         if unheard:
             return f"nobody has found yet that die {unheard[0]} is lost: ask for something first"
-        if te.seats.can_miss(die) or self._is_needless(te):
+        if te.seats.can_miss(die) or te.clients.can_miss(die) or self._is_needless(te):
             return None
         if self._failover is not None:
             return self._failover.cannot_replace(
@@ -153,70 +148,6 @@ class TEGroup:
         return running + loading + lost
 
     # ---- how they come and go -----------------------------------------------------------------------
-
-    async def add(self, role: Role, source: Source) -> str:
-        """One more TE, like the first of its role: its name, once it takes requests.
-
-        Its load ends, and its dies are free again, if whoever asked for it goes away.
-        """
-        if source not in SOURCES:
-            known = ", ".join(SOURCES)
-            raise RequestError(f"source must be one of {known}, found {abridged(source)}", param="source")
-        joining = self._joins(role, source)
-        try:
-            return await joining
-        except asyncio.CancelledError:
-            joining.cancel()
-            if self._end is None:
-                raise
-            raise XDeepServeError(f"no TE of role {role} can join: {self._end}") from None
-
-    def _joins(self, role: Role, source: Source, place: Sizes | None = None) -> asyncio.Task[str]:
-        name = f"loading of a TE for {role}"
-        joining = self._plan.pod.clock.spawn(self._join(role, source, place), name=name)
-        self._joining = [*(each for each in self._joining if not each.done()), joining]
-        return joining
-
-    async def join(self, role: Role, place: Sizes) -> str:
-        """From within a process: one more TE, which says where it is."""
-        joining = self._joins(role, "auto", place)
-        try:
-            await self._plan.pod.clock.join(joining)
-        except asyncio.CancelledError:
-            raise XDeepServeError(f"no TE of role {role} can join: {self._end}") from None
-        return joining.result()
-
-    async def _join(self, role: Role, source: Source, place: Sizes | None) -> str:
-        plan = self._plan.add(role, place)
-        te: TE | None = None
-        try:
-            self._plan.materialise([plan])
-            te = self._make(plan)
-            te.load()
-            self._loading.append(te)
-            await self._plan.bring(plan, source, self._ready_plans, te.lost_pages.mend)
-            te.start()
-            await serve_dummy(te, TIMEOUT_NS)
-        except BaseException:
-            # A process of its own, which goes on if this one is cancelled once more.
-            clock = self._plan.pod.clock
-            await clock.join(clock.spawn(self._give_back(plan, te), name=f"end of {plan.sizes.name}"))
-            raise
-        finally:
-            self._loading = [each for each in self._loading if each is not te]
-            for other in self._je.tes:  # one that leaves may have waited for its reader
-                other.wake()
-        self._je.tes.append(te)
-        self._je.take(te)
-        return plan.sizes.name
-
-    async def _give_back(self, plan: TEPlan, te: TE | None) -> None:
-        """The dies of one that does not join, when nobody is at them any more."""
-        if te is not None:
-            te.kill()
-            await self.until_unused(plan)
-            te.give_up()
-        self._plan.release(plan)
 
     # ---- expert servers -----------------------------------------------------------------------------
 
@@ -254,22 +185,20 @@ class TEGroup:
                 raise
             raise XDeepServeError(f"{name} no more: {self._end}") from None
 
-    def _ready_plans(self) -> list[TEPlan]:
-        return [te.plan for te in self._je.tes if te.life == "ready"]
-
     async def close(self) -> None:
         """Without requests: who is loading gives its dies back, who leaves goes, and nobody else comes."""
         self.control_plane.end()
         self.end("the engine has been stopped")
-        await asyncio.gather(*self._joining, *self._leaving, *self._moving, return_exceptions=True)
+        await asyncio.gather(*self.joining.processes, *self._leaving, *self._moving, return_exceptions=True)
         self._plan.pod.memories.on_silence.pop(self, None)
         self._plan.pod.memories.on_page_lost.pop(self, None)
 
     def end(self, why: str) -> None:
         """Nobody can join any more, and who leaves hears why it does not come to that."""
         self._end = self._end or why
-        for joining in (*self._joining, *self._moving):
-            joining.cancel()
+        self.joining.end(why)
+        for moving in self._moving:
+            moving.cancel()
 
     async def part_with(self, name: str, moves_out: bool) -> None:
         """Have a TE leave when it has ended what it has; or, if that `moves_out`, at the end of its step.
@@ -328,12 +257,14 @@ class TEGroup:
 
     def _lose_page(self, error: PageLostError) -> None:
         """A page of a die's memory is lost: its TE puts right what it can, also while it loads."""
-        for te in (*self._je.tes, *self._loading):
+        for te in (*self._je.tes, *self.joining.loading):
             if error.die in te.plan.every_die and (te.is_running or te.life == "loading"):
                 te.lost_pages.lose(te, error)
 
     async def _give_up(self, te: TE, die: int) -> None:
-        if te.is_running and te in self._je.tes:
+        if te.clients.can_miss(die):
+            te.clients.go_on_without([te.plan.dies.index(die)])
+        elif te.is_running and te in self._je.tes and die in te.plan.needed_dies:
             self._lose(te, LostDieError(f"die {die} of {te.sizes.name} is lost: its memory does not answer"))
 
     def _lose(self, te: TE, error: Exception) -> None:
@@ -398,17 +329,10 @@ class TEGroup:
 
     async def _bury(self, te: TEPlan) -> None:
         """The memory of a TE that is lost is free when nobody is at it any more; its dies never are."""
-        await self.until_unused(te)
+        await until_unused(te)
         te.release()
-
-    async def until_unused(self, te: TEPlan) -> None:
-        """From within a process: until all that was under way there has heard that it is over."""
-        pause_ns = SETTLE_NS
-        while te.is_in_use and pause_ns < TIMEOUT_NS:
-            await self._plan.pod.clock.sleep(pause_ns)
-            pause_ns *= 2
 
     async def settle(self) -> None:
         """All TEs have ended: until their dies can be given back."""
         for te in self._plan.tes:
-            await self._plan.pod.clock.spawn(self.until_unused(te), name=f"end of {te.sizes.name}")
+            await self._plan.pod.clock.spawn(until_unused(te), name=f"end of {te.sizes.name}")

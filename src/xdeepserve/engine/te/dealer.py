@@ -15,12 +15,14 @@ if TYPE_CHECKING:
 class Dealer:
     """Deals out prefilled sequences at once, and requests if groups may be asked how they are.
 
-    With a `gather` an all-gather is the leader's only way to know the groups. That takes its time, which is
-    that of the TE's loop. While the TE moves out nobody gets anything.
+    Where statuses are gathered an all-gather is the leader's only way to know the groups. That takes its
+    time, which is that of the TE's loop. While the TE moves out nobody gets anything.
     """
 
-    def __init__(self, te: TE, gather: StatusGather | None) -> None:
-        self._te, self._gather = te, gather
+    def __init__(self, te: TE) -> None:
+        self._te, self._gather = te, None
+        if te.plan.gathers_statuses:
+            self._gather = StatusGather(te.groups, te.sizes.exchange_timeout_ns)
         self._has_called = False
 
     def deal(self) -> None:

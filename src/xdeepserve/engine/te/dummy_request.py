@@ -20,12 +20,19 @@ PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 async def serve_dummy(te: TE, timeout_ns: int) -> None:
     """From within a process, when the TE runs. Raises what fails meanwhile; DeadlineError after a while."""
-    clock, groups, ended = te.plan.pod.clock, len(te.groups), set[int]()
-    waiter = clock.waiter(lambda: Waiting("dummy request", te.sizes.name, "-", "groups", groups, len(ended)))
+    clock, missing = te.plan.pod.clock, {group.rank for group in te.groups}
+
+    def awaited() -> Waiting:
+        names = ", ".join(f"DP group {rank}" for rank in sorted(missing)[:4])
+        peers = f"{names} ..." if len(missing) > 4 else names
+        count = len(te.groups)
+        return Waiting("dummy request", te.sizes.name, peers, "groups", count, count - len(missing))
+
+    waiter = clock.waiter(awaited)
 
     def end(seq: Sequence, _: list[SampledToken]) -> bool:
-        ended.add(seq.seq_id)
-        if len(ended) == groups:
+        missing.discard(-1 - seq.seq_id)
+        if not missing:
             waiter.wake()
         return True
 

@@ -43,6 +43,7 @@ class Heartbeats:
             round(1e9 * seconds) for seconds in (config.probe_s, config.suspect_s, config.lost_s)
         )
         self._pulses = [_Pulse() for _ in range(num_groups)]
+        self._given_up: set[int] = set()  # groups that nobody waits for any more
         self.shell: Health = "healthy"  # what the control plane knows of the shell itself
 
     def ask(self, rank: int, num_answers: int, delay_ns: int = 0) -> None:
@@ -57,6 +58,14 @@ class Heartbeats:
         pulse, now = self._pulses[rank], self._now()
         pulse.num_due = max(0, pulse.num_due - 1)
         pulse.took_ns, pulse.since_ns = max(0, now - pulse.since_ns), now
+
+    def give_up(self, rank: int) -> None:
+        """A group is lost for ever, and its TE goes on without."""
+        self._given_up.add(rank)
+        self._pulses[rank] = _Pulse()
+
+    def is_given_up(self, rank: int) -> bool:
+        return rank in self._given_up
 
     def notice(self, rank: int) -> None:
         """A sign of life that nobody had asked for: it owes its answers still, but is there."""
@@ -79,11 +88,13 @@ class Heartbeats:
     def wants_probe(self, rank: int) -> bool:
         """A group that owes nothing has not been heard of for a while, or not in good time."""
         pulse = self._pulses[rank]
+        if rank in self._given_up:
+            return False
         return not pulse.num_due and self._now() - pulse.since_ns >= self.probe_ns
 
     def state(self, rank: int) -> Health:
         silent = self.silent_ns(rank)
-        if silent >= self.lost_ns:
+        if rank in self._given_up or silent >= self.lost_ns:
             return "lost"
         return "suspect" if max(silent, self._pulses[rank].took_ns) >= self.suspect_ns else "healthy"
 
@@ -104,7 +115,7 @@ class Heartbeats:
 
     def error(self) -> DeadlineError | None:
         """What to raise when groups are lost; None if none is."""
-        lost = self.ranks("lost")
+        lost = tuple(rank for rank in self.ranks("lost") if rank not in self._given_up)
         if not lost:
             return None
         names = ", ".join(f"DP group {rank}" for rank in lost[:4]) + (" ..." if len(lost) > 4 else "")

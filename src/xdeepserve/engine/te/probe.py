@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from xdeepserve.engine.dp.group import DPGroup
@@ -14,7 +15,7 @@ class Prober:
 
     def __init__(self, groups: Sequence[DPGroup], health: Heartbeats, wake: Callable[[], None]) -> None:
         self.groups, self.health, self._wake = groups, health, wake
-        self._num_out = 0  # answers that are missing
+        self._num_out = Counter[int]()  # answers that are missing, by group
         self._answered: asyncio.Event | None = None  # set when none is
         self._is_over = False  # nobody answers any more
 
@@ -23,13 +24,18 @@ class Prober:
         num_dies = len(self.groups[rank].dies)
         self.groups[rank].probe()
         self.health.ask(rank, num_dies)
-        self._num_out += num_dies
+        self._num_out[rank] += num_dies
 
     def hear(self, rank: int) -> None:
         """One of them has answered."""
         self.health.hear(rank)
-        self._num_out -= 1
-        if not self._num_out:
+        self._num_out[rank] -= 1
+        if not self._num_out.total():
+            self._release()
+
+    def give_up(self, rank: int) -> None:
+        """A group answers no more."""
+        if self._num_out.pop(rank, 0) and not self._num_out.total():
             self._release()
 
     async def ask_all(self) -> None:
@@ -37,7 +43,7 @@ class Prober:
 
         If it works, it hears of its dies anyway.
         """
-        ranks = range(len(self.groups))
+        ranks = [rank for rank in range(len(self.groups)) if not self.health.is_given_up(rank)]
         if self._is_over or any(map(self.health.is_due, ranks)):
             return
         self._answered = asyncio.Event()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import msgspec
 
+from xdeepserve.engine.balance.trigger import Skew
 from xdeepserve.engine.deploy.deployment import Role
 from xdeepserve.engine.te.life import Life
 
@@ -37,6 +39,14 @@ class ExpertLoad(msgspec.Struct, frozen=True, kw_only=True):
     layer: int
     hottest_expert: float
     hottest_die: float  # with the replicas that there are
+
+
+def expert_loads(te: str, layers: Sequence[int], skews: Sequence[Skew]) -> list[ExpertLoad]:
+    """Of the layers whose load has been collected so far."""
+    return [
+        ExpertLoad(te=te, layer=layer, hottest_expert=skew.experts, hottest_die=skew.dies)
+        for layer, skew in zip(layers, skews, strict=False)
+    ]
 
 
 class ServerReport(msgspec.Struct, frozen=True, kw_only=True):

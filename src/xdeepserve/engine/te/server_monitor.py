@@ -10,8 +10,8 @@ Servers register with it (4.4, steps 1 and 2 of the handshake), which tells ever
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
 
 from xdeepserve.comm.services.layout import BELL, SEAT, Presence, ServiceLayout
 from xdeepserve.engine.deploy.deployment import ServiceConfig
@@ -20,23 +20,27 @@ from xdeepserve.engine.outside.watcher import Watcher
 from xdeepserve.engine.run.net import ProtocolNet
 from xdeepserve.engine.te.te_plan import TEPlan
 
+if TYPE_CHECKING:
+    from xdeepserve.engine.te.lost_clients import LostClients
+    from xdeepserve.engine.te.server_seats import ServerSeats
+
 NEVER_NS = 1 << 62
 QUIET = 8  # looks without a step that ends, after which they become rarer
 
 
 class ServerMonitor:
-    """The servers of one TE, if it has any. `leave_out` and `take_in` are told of dies that are lost, and of
-    those that were only slow."""
+    """The servers and clients of one TE, if it has any. `seats` are told of servers that are lost, and of
+    those that were only slow; `clients`, of those of them that are lost."""
 
     def __init__(
         self,
         plan: TEPlan,
         tell: Events,
-        leave_out: Callable[[int], None],
-        take_in: Callable[[int], None],
+        seats: ServerSeats,
+        clients: LostClients,
     ) -> None:
         self._pod, self._tell, self._name = plan.pod, tell, plan.sizes.name
-        self._leave_out, self._take_in = leave_out, take_in
+        self._seats, self._clients = seats, clients
         self._layout: ServiceLayout | None = plan.services
         self._times = plan.sizes.services or ServiceConfig()
         self._die_of = {} if self._layout is None else plan.team.expert_at  # by server, as they come and go
@@ -44,6 +48,8 @@ class ServerMonitor:
         self._asked: dict[int, int] = {}  # the latest one, by server
         self._missed: dict[int, int] = {}  # answers, in a row
         self._masked: set[int] = set()  # servers
+        self._dies = () if self._layout is None else plan.dies  # of clients
+        self._silent: dict[int, int] = {}  # looks in a row, by client
         self.leaving: set[int] = set()
         self._epochs: dict[int, int] = {}  # of seats, where it is not the first
         self._next_ns = 0
@@ -87,6 +93,7 @@ class ServerMonitor:
             is_lost = self._missed[server] >= self._times.lost_heartbeats
             if is_lost != (server in self.masked):
                 self._mask(server, is_lost)
+        self._look_at_clients()
         self._count += 1
         for server, die in self._die_of.items():
             at, self._asked[server] = self._bell(die), self._count
@@ -94,6 +101,14 @@ class ServerMonitor:
             self._pod.memory(die).write(at, BELL.pack(self._count, answered))
         factor = 1 << min(10, max(0, self._num_quiet - QUIET - self._times.lost_heartbeats))
         self._next_ns = now + factor * max(1, round(1e6 * self._times.heartbeat_ms))
+
+    def _look_at_clients(self) -> None:
+        """From a client that is lost no read comes back either; one that is only slow its group's heartbeat
+        waits for."""
+        silent = {rank for rank, die in enumerate(self._dies) if die in self._pod.memories.silent}
+        self._silent = {rank: self._silent.get(rank, 0) + 1 for rank in silent}
+        times = self._times.lost_heartbeats
+        self._clients.go_on_without(rank for rank, missed in self._silent.items() if missed >= times)
 
     def find_lost(self) -> None:
         """Mask at once the servers whose memory does not answer: who calls all dies back waits for each."""
@@ -116,7 +131,7 @@ class ServerMonitor:
         """Tell all clients that a server is lost, or that it is not."""
         self._masked ^= {server}
         self._write_mask(server, self.presence(server))
-        (self._leave_out if is_lost else self._take_in)(self._die_of[server])
+        (self._seats.leave_out if is_lost else self._seats.take_in)(self._die_of[server])
         self._tell.show(ServerHeard(self._name, server, self._die_of[server], is_lost))
 
     # ---- who is there -------------------------------------------------------------------------------
@@ -190,11 +205,9 @@ class OutsideMonitor(ServerMonitor):
         return self._watcher.seats[server].epoch
 
 
-def server_monitor(
-    plan: TEPlan, tell: Events, leave_out: Callable[[int], None], take_in: Callable[[int], None]
-) -> ServerMonitor:
+def server_monitor(plan: TEPlan, tell: Events, seats: ServerSeats, clients: LostClients) -> ServerMonitor:
     """The one of a TE, wherever its servers are."""
     watcher = plan.net.watcher if isinstance(plan.net, ProtocolNet) else None
     if watcher is None:
-        return ServerMonitor(plan, tell, leave_out, take_in)
-    return OutsideMonitor(watcher, plan, tell, leave_out, take_in)
+        return ServerMonitor(plan, tell, seats, clients)
+    return OutsideMonitor(watcher, plan, tell, seats, clients)

@@ -166,7 +166,9 @@ class ServerSeats:
         former = self._vacate(number)
         plan.team.expert_at[number], plan.expert_memories[number] = die, mem
         RollbackField(self._pod.dies[die]).write(Epochs(epoch, epoch))
-        te.begin(plan.net.expert_program(number, mem, self._threads, te.inbox))
+        program = plan.net.expert_program(number, mem, self._threads, te.inbox)
+        te.clients.introduce(program)
+        te.begin(program)
         if te.reconfiguration is not None:
             te.reconfiguration.replace(number, die, mem)
         self.take_in(die)

@@ -33,7 +33,7 @@ class DPMaster:
         self.group, self._te, self._awake = group, te, awake
         self.inbox = te.plan.host_queue(group.dies[0].index, f"inbox of {group.id}")
         self.steps = StepsUnderWay(te.sizes.tp)
-        self._is_over = False
+        self._is_over = self._is_lost = False
 
     async def run(self) -> None:
         """Until it is told to stop, and has nothing more to do."""
@@ -41,6 +41,8 @@ class DPMaster:
         try:
             while self._turn() or not self._is_over:
                 message = await self.inbox.get()
+                if self._is_lost:
+                    return
                 self._rise()
                 if isinstance(message, Shutdown):
                     self._is_over = True
@@ -52,6 +54,13 @@ class DPMaster:
                 await asyncio.sleep(0)
         except Exception as error:
             te.fail(error)
+
+    def end(self) -> None:
+        """Its dies are lost: nothing runs any more, and nothing that they have said counts."""
+        self._is_lost = self._is_over = True
+        self.steps.take()
+        self._awake.discard(self.group.rank)
+        self.inbox.put(Shutdown())
 
     def wake(self) -> None:
         """If it rests, it looks whether there is something to do."""
@@ -110,6 +119,8 @@ class DPMaster:
     def _turn(self) -> bool:
         """Begin the next step if that is possible, with `plans_ahead` while one runs; whether one does."""
         te, room = self._te, 1 + self._te.sizes.plans_ahead
+        if self._is_lost:
+            return False
         self.group.poll_transfers()
         while len(self.steps) < room:
             te.dealer.deal()
@@ -155,6 +166,10 @@ class StepsApart:
         """Have the loops end when they have nothing to do."""
         for master in self._masters:
             master.inbox.put(Shutdown())
+
+    def end(self, rank: int) -> None:
+        """The dies of a group are lost, and the others go on."""
+        self._masters[rank].end()
 
     def wake(self, group: DPGroup | None = None) -> None:
         """There is something new for a group, or for all that have something."""

@@ -32,13 +32,13 @@ from xdeepserve.engine.te.host import Host
 from xdeepserve.engine.te.kv_statuses import KVStatuses
 from xdeepserve.engine.te.layer_reports import LayerReports
 from xdeepserve.engine.te.life import LIVES, Life
+from xdeepserve.engine.te.lost_clients import LostClients
 from xdeepserve.engine.te.lost_pages import LostPages, Mend
 from xdeepserve.engine.te.probe import Prober
-from xdeepserve.engine.te.reports import ExpertLoad
+from xdeepserve.engine.te.reports import ExpertLoad, expert_loads
 from xdeepserve.engine.te.server_monitor import server_monitor
 from xdeepserve.engine.te.server_seats import ServerSeats
 from xdeepserve.engine.te.shell import TEShell
-from xdeepserve.engine.te.status_gather import StatusGather
 from xdeepserve.engine.te.steps_apart import StepsApart
 from xdeepserve.engine.te.steps_together import StepsTogether
 from xdeepserve.engine.te.te_plan import TEPlan
@@ -91,11 +91,11 @@ class TE:
         self.te_shell = TEShell(
             self.groups, self.health, tell, policy, decode_policy, eplb, statuses=statuses, wake=wake
         )
-        gather = StatusGather(self.groups, self.sizes.exchange_timeout_ns) if plan.gathers_statuses else None
-        self.dealer = Dealer(self, gather)
+        self.dealer = Dealer(self)
         self.reconfiguration = None if eplb is None else plan.reconfiguration(eplb, self.inbox)
         self.seats = ServerSeats(self, threads)
-        self.monitor = server_monitor(plan, tell, self.seats.leave_out, self.seats.take_in)
+        self.clients = LostClients(self, self._turns)
+        self.monitor = server_monitor(plan, tell, self.seats, self.clients)
         self.lost_pages = LostPages(plan, self.groups, self.reconfiguration, mend)
         for group in self.groups:
             group.scheduler.fails_lost = recovery.kv_loss == "fail"
@@ -133,12 +133,8 @@ class TE:
     @property
     def expert_load(self) -> list[ExpertLoad]:
         """How uneven the load of each layer's experts was in the latest time slice."""
-        if (balance := self.reconfiguration) is None:
-            return []
-        return [
-            ExpertLoad(te=self.sizes.name, layer=layer, hottest_expert=skew.experts, hottest_die=skew.dies)
-            for layer, skew in zip(balance.layers, balance.skews, strict=False)
-        ]
+        balance = self.reconfiguration
+        return [] if balance is None else expert_loads(self.sizes.name, balance.layers, balance.skews)
 
     @property
     def num_reconfigurations(self) -> int:
@@ -279,6 +275,9 @@ class TE:
                     is_over = await self._turn()
                 except GlitchError as error:
                     await self._roll_back(error)
+                except DeadlineError:
+                    if not self.clients.go_on_without(self.health.ranks("lost")):
+                        raise
         except Exception as error:
             self.fail(error)
 

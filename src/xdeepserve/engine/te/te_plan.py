@@ -120,6 +120,14 @@ class TEPlan:
         return self.net.services
 
     @property
+    def can_miss_clients(self) -> bool:
+        """Whether it goes on when DP groups are lost: their dies meet no others, and nobody else gathers what
+        they know. Of server processes the monitor is another process, which looks at servers alone."""
+        sizes = self.sizes
+        is_alone = sizes.tp == 1 and not (self.gathers_statuses or self.eplb_trigger())
+        return self.services is not None and sizes.transport == "pod" and is_alone
+
+    @property
     def needed_dies(self) -> tuple[int, ...]:
         """Those without which it cannot go on. Of an expert server clients find out whether they can."""
         return self.every_die if self.services is None else self.dies

@@ -199,7 +199,8 @@ class ClockServices(ClockFlows):
         )
         server_of = team.pod.topology.server_of
         pairs = [server_of(client) != server_of(die) for client in team.dies for die in team.expert_dies]
-        return ByRequest(ServiceCost(cost.spec, layout.rows, sum(pairs) / len(pairs)))
+        sums = team.sizes.services is not None and team.sizes.services.server_sums
+        return ByRequest(ServiceCost(cost.spec, layout.rows, sum(pairs) / len(pairs), sums))
 
 
 def clock_way(sizes: Sizes) -> Callable[[Team, CommCost, TimingConfig, Sequence[PlacedRouting]], ClockAway]:

@@ -19,14 +19,17 @@ class Errand(NamedTuple):
 
 class WayCost(Protocol):
     """What a way takes, in ns: for the attention die, which does nothing else meanwhile; until the expert
-    dies have it; for an expert die, to answer so many sendings; from the last answer until the attention die
-    can have them; and for that die, to have them."""
+    dies have it; for an expert die, to answer so many sendings with `num_back` rows; from the last answer
+    until the attention die can have them; and for that die, to have them."""
 
     def post_ns(self, sent: Errand) -> float: ...
 
     def there_ns(self, sent: Errand) -> float: ...
 
-    def answer_ns(self, num_rows: int, num_sent: int) -> float: ...
+    def answer_ns(self, num_rows: int, num_sent: int, num_back: float) -> float: ...
+
+    def back_share(self, sent: Errand) -> float:
+        """Rows that come back for each that goes there."""
 
     def back_ns(self, sent: Errand) -> float: ...
 
@@ -50,9 +53,13 @@ class ByTrampoline(NamedTuple):
         """A2E'."""
         return self._among_ns("dispatch", sent)
 
-    def answer_ns(self, num_rows: int, num_sent: int) -> float:
+    def answer_ns(self, num_rows: int, num_sent: int, num_back: float) -> float:
         """A stream of its own does that."""
         return 0.0
+
+    def back_share(self, sent: Errand) -> float:
+        """All of them."""
+        return 1.0
 
     def back_ns(self, sent: Errand) -> float:
         """E2A and E2A'."""
@@ -82,9 +89,13 @@ class ByRequest(NamedTuple):
         """The server's poll."""
         return self.cost.spec.poll_ns()
 
-    def answer_ns(self, num_rows: int, num_sent: int) -> float:
+    def answer_ns(self, num_rows: int, num_sent: int, num_back: float) -> float:
         """Expert serve."""
-        return self.cost.answer_ns(num_rows, num_sent)
+        return self.cost.answer_ns(num_rows, num_sent, num_back)
+
+    def back_share(self, sent: Errand) -> float:
+        """One for each (token, expert), or for each (token, server)."""
+        return self.cost.back_share(*sent)
 
     def back_ns(self, sent: Errand) -> float:
         """They lie where the client reads them."""

@@ -144,6 +144,7 @@ class FlowServer:
 
     async def answer(self, batch: Sequence[FlowBatch], expert_out: Array) -> None:
         """Answers to a batch; returns when the die can go on."""
-        (one,) = batch
-        await self.hub.clock.sleep(round(self.hub.cost.answer_ns(len(one.received), len(one.lanes))))
+        (one,), hub = batch, self.hub
+        num_back = float(hub.rows[:, self.index, one.lanes].sum(0) @ hub.back_share[one.lanes])
+        await hub.clock.sleep(round(hub.cost.answer_ns(len(one.received), len(one.lanes), num_back)))
         self.hub.answered(self.index, one.lanes)

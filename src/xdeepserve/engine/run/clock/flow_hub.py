@@ -42,6 +42,7 @@ class FlowHub:
         self.here = np.zeros((num_experts, num_lanes), bool)
         self.heard, self.open = self.here.copy(), self.here.copy()
         self.events, self.came_ns = np.zeros(num_lanes, np.int64), np.zeros(num_lanes, np.int64)
+        self.back_share = np.ones(num_lanes)  # rows that come back for each that goes there
         self._sent: list[Errand | None] = [None] * num_lanes
         self._back_ns: list[int | None] = [None] * num_lanes  # when it is back, once all have answered
         self._waiters: dict[int, Waiter] = {}
@@ -57,6 +58,7 @@ class FlowHub:
         """Tokens leave an attention die now, with `rows` [2, experts]."""
         self.rows[:, :, lane], self.open[:, lane], self.events[lane] = rows, rows.any(0), event
         self._sent[lane], self._back_ns[lane] = sent, None
+        self.back_share[lane] = self.cost.back_share(sent)
         self.clock.spawn(self._carry(lane, sent), name=f"tokens of lane {lane}")
 
     async def _carry(self, lane: int, sent: Errand) -> None:

@@ -19,7 +19,7 @@ class LockstepExpertProgram(ExpertProgram):
     index: int
 
     def _start(self) -> list[Process]:
-        return [self._spawn(self._meet(), "experts")]
+        return [self._spawn(self._meet, "experts")]
 
     async def _meet(self) -> None:
         """Serve step after step until the doorbell says stop."""

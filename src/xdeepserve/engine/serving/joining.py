@@ -1,0 +1,121 @@
+"""TEs that join: planned, loaded, tried by a dummy request, and only then given work (DeepServe 6)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from xdeepserve.engine.build import PodPlan
+from xdeepserve.engine.deploy.deployment import Role
+from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.job.executor import JobExecutor
+from xdeepserve.engine.job.links import SETTLE_NS, TIMEOUT_NS
+from xdeepserve.engine.loading import SOURCES, Source
+from xdeepserve.engine.te.dummy_request import serve_dummy
+from xdeepserve.engine.te.te import TE
+from xdeepserve.engine.te.te_plan import TEPlan
+from xdeepserve.errors import HardwareError, ProtocolError, RequestError, XDeepServeError, abridged
+from xdeepserve.hw.self_test import well_dies
+
+FAILED = (HardwareError, ProtocolError)  # what is said when dies fail, by themselves or by who waits for them
+
+
+class Joining:
+    """Those that are on their way to a job executor. `make` makes a TE of its plan."""
+
+    def __init__(self, plan: PodPlan, je: JobExecutor, make: Callable[[TEPlan], TE]) -> None:
+        self._plan, self._je, self._make = plan, je, make
+        self.loading: list[TE] = []
+        self._processes: list[asyncio.Task[str]] = []
+        self._end: str | None = None  # why nobody can join any more
+
+    @property
+    def processes(self) -> list[asyncio.Task[Any]]:
+        """One for each, which ends when it takes requests, or has given its dies back."""
+        return [*self._processes]
+
+    def end(self, why: str) -> None:
+        """Nobody can join any more; those that load give their dies back."""
+        self._end = self._end or why
+        for process in self._processes:
+            process.cancel()
+
+    async def add(self, role: Role, source: Source) -> str:
+        """One more TE, like the first of its role: its name, once it takes requests.
+
+        Its load ends, and its dies are free again, if whoever asked for it goes away.
+        """
+        if source not in SOURCES:
+            known = ", ".join(SOURCES)
+            raise RequestError(f"source must be one of {known}, found {abridged(source)}", param="source")
+        joining = self._begin(role, source)
+        try:
+            return await joining
+        except asyncio.CancelledError:
+            joining.cancel()
+            if self._end is None:
+                raise
+            raise XDeepServeError(f"no TE of role {role} can join: {self._end}") from None
+
+    async def join(self, role: Role, place: Sizes) -> str:
+        """From within a process: one more TE, which says where it is."""
+        joining = self._begin(role, "auto", place)
+        try:
+            await self._plan.pod.clock.join(joining)
+        except asyncio.CancelledError:
+            raise XDeepServeError(f"no TE of role {role} can join: {self._end}") from None
+        return joining.result()
+
+    def _begin(self, role: Role, source: Source, place: Sizes | None = None) -> asyncio.Task[str]:
+        name = f"loading of a TE for {role}"
+        joining = self._plan.pod.clock.spawn(self._join(role, source, place), name=name)
+        self._processes = [*(each for each in self._processes if not each.done()), joining]
+        return joining
+
+    async def _join(self, role: Role, source: Source, place: Sizes | None) -> str:
+        plan = self._plan.add(role, place)
+        te: TE | None = None
+        try:
+            self._plan.materialise([plan])
+            te = self._make(plan)
+            te.load()
+            self.loading.append(te)
+            await self._plan.bring(plan, source, self._ready_plans, te.lost_pages.mend)
+            te.start()
+            await serve_dummy(te, TIMEOUT_NS)
+        except BaseException as error:
+            # A process of its own, which goes on if this one is cancelled once more.
+            clock, end = self._plan.pod.clock, self._give_back(plan, te, error)
+            await clock.join(clock.spawn(end, name=f"end of {plan.sizes.name}"))
+            raise
+        finally:
+            self.loading = [each for each in self.loading if each is not te]
+            for other in self._je.tes:  # one that leaves may have waited for its reader
+                other.wake()
+        self._je.tes.append(te)
+        self._je.take(te)
+        return plan.sizes.name
+
+    def _ready_plans(self) -> list[TEPlan]:
+        return [te.plan for te in self._je.tes if te.life == "ready"]
+
+    async def _give_back(self, plan: TEPlan, te: TE | None, error: BaseException) -> None:
+        """The dies of one that does not join, when nobody is at them any more. If something has failed there,
+        nobody gets those again that are not well."""
+        if te is not None:
+            te.kill()
+            await until_unused(plan)
+            te.give_up()
+            if isinstance(error, FAILED):
+                well = await well_dies(self._plan.pod, plan.every_die, plan.sizes.lost_ns)
+                self._plan.pod.lose([die for die in plan.every_die if die not in well])
+        self._plan.release(plan)
+
+
+async def until_unused(te: TEPlan) -> None:
+    """From within a process: until all that was under way on a TE's dies has heard that it is over."""
+    pause_ns = SETTLE_NS
+    while te.is_in_use and pause_ns < TIMEOUT_NS:
+        await te.pod.clock.sleep(pause_ns)
+        pause_ns *= 2
