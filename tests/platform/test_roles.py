@@ -1,5 +1,6 @@
 """How many TEs prefill and how many decode: the pure function, and fleets whose TEs change roles."""
 
+import functools
 import itertools
 
 import msgspec
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.platform.test_fleet import LIMITS, PRICE, small
+from xdeepserve.errors import XDeepServeError
 from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.fleet_roles import FleetRoles
 from xdeepserve.platform.fleet_words import FleetTE, TERole
@@ -148,3 +150,12 @@ def test_roles_of_a_fleet_follow_its_workload() -> None:
     assert splits[-1] < 3
     kinds = [event.te.split()[0] for event in results[0][1] if event.what == "joins"]
     assert {"prefill", "decode"} == set(kinds)
+
+
+def test_a_fleet_without_tes_does_not_wait_for_ever() -> None:
+    fleet = fleet_of("prefill", "decode")
+    FleetRoles(fleet, tes(), UP, RoleBounds(), Bounds(1, 100))
+    for te in range(2):
+        fleet.at(1e3, functools.partial(fleet.lose, te))
+    with pytest.raises(XDeepServeError, match="1 requests of the trace wait for a TE, and none comes"):
+        fleet.run(small(seed=8)[:1])

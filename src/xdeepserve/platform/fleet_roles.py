@@ -91,7 +91,9 @@ class FleetRoles:
             before, self.state = self.state, next_roles(self.state, *args)
             if self.state.num_prefill != before.num_prefill:
                 self._change(before.num_prefill)
-        fleet.at(fleet.now + 1e9 * self.bounds.every_s, self._look)
+        # Where nobody comes, ends or changes, nothing follows from looking again.
+        again = fleet.look_at if work is None and not self._changing else fleet.at
+        again(fleet.now + 1e9 * self.bounds.every_s, self._look)
 
     def _change(self, before: int) -> None:
         wanted = self.state.num_prefill

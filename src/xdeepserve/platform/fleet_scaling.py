@@ -16,6 +16,7 @@ import msgspec
 
 from xdeepserve.platform.auto_scaler import ScaleBounds, ScaleLook, ScaleState, next_wanted
 from xdeepserve.platform.fleet import Fleet
+from xdeepserve.platform.fleet_load import alone_ns, load_of, prefill_ns
 from xdeepserve.platform.fleet_words import FleetTE, ServedRequest
 from xdeepserve.platform.scale_up import ScaleUp
 from xdeepserve.platform.service_report import Bounds, is_within
@@ -73,7 +74,7 @@ class FleetScaler:
         self._ended += 1
         if is_within(each, self.service):
             return
-        alone = self.fleet.alone_ns(served.te, served.num_prompt)
+        alone = alone_ns(self.fleet, served.te, served.num_prompt)
         self._missed += alone <= 1e9 * self.service.ttft_s
 
     def _look(self) -> None:
@@ -84,7 +85,7 @@ class FleetScaler:
             del self._draining[te]
             self._tell("leaves", fleet.tes[te].name, "it has ended what it had")
         load = max(
-            self._prefill_share(), sum(fleet.load_of(te, 1e9 * self.service.ttft_s) for te in fleet.serving)
+            self._prefill_share(), sum(load_of(fleet, te, 1e9 * self.service.ttft_s) for te in fleet.serving)
         )
         missed = self._missed / self._ended if self._ended else None
         self._ended = self._missed = 0
@@ -99,7 +100,7 @@ class FleetScaler:
     def _prefill_share(self) -> float:
         """How many TEs' time prompts have taken lately."""
         now, recent = self.fleet.now, self._prefills
-        recent.append((now, self.fleet.prefill_ns))
+        recent.append((now, prefill_ns(self.fleet)))
         while len(recent) > 2 and recent[1][0] <= now - 1e9 * WHILE_S:
             recent.popleft()
         (since, before), (_, total) = recent[0], recent[-1]
