@@ -55,6 +55,7 @@ from xdeepserve.platform.te_task import StepLimits
 from xdeepserve.step.attention import KV_NBYTES
 
 MAX_TES, MAX_DIES = 4096, 768
+FleetChange = FleetScaler | FleetRoles | FleetPool  # what a fleet's TEs or servers follow
 
 
 class ClusterTE(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

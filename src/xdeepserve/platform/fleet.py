@@ -42,7 +42,7 @@ class Fleet:
     """TEs and one job executor, whose hints of prefixes are `stale_ns` old.
 
     `predict` tells the length of an answer, `heat` which kind of TE is better; `explain` hears of decisions;
-    `forced` are TEs of some requests, by number, whatever the policy says.
+    `forced` are TEs of some requests, by number, whatever the policy says, as long as they take any.
     """
 
     def __init__(
@@ -375,7 +375,9 @@ class Fleet:
             some = scores(self.policy, asked, known.among(self._takes), self.heat)
             keys = np.full((len(self.tes), some.shape[1]), np.inf)
             keys[self._takes] = some
-        te = self._forced.get(number, best(keys))
+        te = self._forced.get(number, -1)
+        if te not in self.serving or not self._takes[te]:
+            te = best(keys)
         if self._explain is not None:
             self._explain(Decision(number, te, keys, predicted))
         return te
