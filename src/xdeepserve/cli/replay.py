@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +13,9 @@ from xdeepserve.cli.status import Status, working
 from xdeepserve.errors import InputError
 
 if TYPE_CHECKING:
-    from xdeepserve.platform.cluster import Cluster, FleetChange
+    from xdeepserve.platform.cluster import Cluster
+    from xdeepserve.platform.cluster_replay import ClusterServed
     from xdeepserve.platform.fleet import Fleet
-    from xdeepserve.platform.fleet_scaling import ScaleEvent
     from xdeepserve.platform.fleet_words import Decision
     from xdeepserve.platform.hindsight import Hindsight
     from xdeepserve.platform.service_report import Bounds, Outcome, ServiceReport
@@ -156,11 +156,10 @@ def _time_only(
     args: argparse.Namespace, requests: Sequence[TracedRequest], block: int, bounds: Bounds
 ) -> tuple[list[Outcome], ServiceReport, dict[str, Any]]:
     from xdeepserve.engine.balance.heat_map import read_heat_map
-    from xdeepserve.platform.cluster import fleet_tes, pool_of, priced_kinds, scaler_of
-    from xdeepserve.platform.fleet import Fleet
+    from xdeepserve.platform.cluster import priced_kinds
+    from xdeepserve.platform.cluster_replay import ClusterReplay
     from xdeepserve.platform.hindsight import hindsights
     from xdeepserve.platform.length_predictor import told_lengths
-    from xdeepserve.platform.service_report import report
 
     cluster = _asked(args)
     heat = None if args.heat is None else read_heat_map(args.heat)
@@ -170,23 +169,13 @@ def _time_only(
         status.text = "replay: steps are priced"
         kinds = priced_kinds(cluster, block, status.progress)
 
-        def made(sized: Cluster, forced: Mapping[int, int]) -> tuple[Fleet, list[FleetChange | None]]:
-            explain = decisions.append if args.explain and not forced else None
-            stale_ns = round(1e6 * sized.stale_ms)
-            tes = fleet_tes(sized, kinds)
-            fleet = Fleet(tes, sized.policy, heat, predict, stale_ns, explain, forced)
-            return fleet, [scaler_of(sized, kinds, fleet, bounds), pool_of(sized, fleet)]
+        replay = ClusterReplay(requests, kinds, heat, predict, bounds)
 
-        def serve(sized: Cluster) -> tuple[Fleet, list[Outcome], ServiceReport, list[ScaleEvent]]:
+        def serve(sized: Cluster) -> ClusterServed:
             count = sum(te.count for te in sized.te)
             status.text = f"replay: {len(requests):,} requests on {count} TE{'s' if count > 1 else ''}"
             decisions.clear()
-            fleet, changes = made(sized, {})
-            outcomes = [each.outcome() for each in fleet.run(requests, status.progress)]
-            names = [te.name for te in fleet.tes]
-            found = report(outcomes, names, bounds, fleet.busy_ns())
-            events = [event for each in changes if each is not None for event in each.events]
-            return fleet, outcomes, found, sorted(events, key=lambda event: event.at_ns)
+            return replay.serve(sized, decisions.append if args.explain else None, status.progress)
 
         if args.cluster is None:
             cluster = _sized(cluster, serve, status)
@@ -194,8 +183,8 @@ def _time_only(
         tried: list[Hindsight] = []
         if args.explain and args.regret != 0:
             status.text = "replay: requests are tried on other TEs"
-            tried = hindsights(lambda forced: made(cluster, forced)[0], requests, decisions, fleet.served,
-                               args.regret, status.progress)  # fmt: skip
+            tried = hindsights(lambda forced: replay.fleet(cluster, None, forced)[0], requests, decisions,
+                               fleet.served, args.regret, status.progress)  # fmt: skip
     more: dict[str, Any] = {"model": cluster.model, "cluster": _of(cluster), "policy": cluster.policy}
     if error is not None:
         more["lengths"] = error.line()
@@ -236,14 +225,14 @@ def _of(cluster: Cluster) -> str:
     return f"{num_tes} TEs, {sum(te.count * te.dies for te in cluster.te)} dies"
 
 
-def _sized(cluster: Cluster, serve: Any, status: Status) -> Cluster:
+def _sized(cluster: Cluster, serve: Callable[[Cluster], ClusterServed], status: Status) -> Cluster:
     """The fewest TEs of which ENOUGH of the requests are within their bounds."""
     from xdeepserve.platform.cluster import least_count
 
     def within(sized: Cluster) -> float:
-        found = serve(sized)[2]
+        found = serve(sized).report
         status.row(f"{sized.te[0].count} TEs have {100 * found.within:.1f} % within the bounds")
-        return float(found.within)
+        return found.within
 
     return least_count(cluster, within, ENOUGH)
 
