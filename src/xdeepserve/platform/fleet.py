@@ -161,7 +161,12 @@ class Fleet:
     def is_empty(self, te: int) -> bool:
         """Whether it has nothing, and nothing is on its way to it."""
         coming = any(isinstance(what, TETask) and self._owners[at] == te for _, _, at, what in self._events)
-        return not coming and not any(stepper.num_tasks for stepper in self.steppers_of(te))
+        has_any = coming or any(stepper.num_tasks for stepper in self.steppers_of(te))
+        return self.is_lost(te) or not has_any
+
+    def is_lost(self, te: int) -> bool:
+        """Whether it is gone with all that it had."""
+        return te in self._lost
 
     def steppers_of(self, te: int) -> list[StepTE]:
         """One, or two of a pair."""
@@ -221,8 +226,7 @@ class Fleet:
         return self.served
 
     def _check(self, requests: Sequence[TracedRequest]) -> None:
-        steppers = self.steppers
-        room = min(stepper.limits.num_positions for stepper in steppers)
+        room = min(stepper.limits.num_positions for stepper in self.steppers)
         for number, each in enumerate(requests):
             if each.input_length + each.output_length > room:
                 raise InputError(
