@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Coroutine
+from typing import Any
 
 import pytest
 
@@ -12,13 +14,14 @@ from xdeepserve.engine import npu_fork
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.loading import load_ns, most_nbytes
-from xdeepserve.engine.npu_fork import chunks
+from xdeepserve.engine.npu_fork import BrokenForkError, Fork, chunks
 from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.weight_digests import digests
 from xdeepserve.errors import LostDieError
 from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.memory import Address
+from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.spec import Spec
 from xdeepserve.llm import build_engine
 from xdeepserve.loop import run
@@ -189,6 +192,34 @@ def test_a_chain_takes_time_without_bytes(tiny: TinyCheckpoint, monkeypatch: pyt
     chunk = math.ceil(spec.startup_ns("dma") + spec.link_ns(0, 1 << 18, 0))
     assert [end - priced[0] for end in priced] == [0, chunk, 2 * chunk]
     assert real[2] - real[0] > 2 * chunk  # and what many small arrays of a chunk take
+
+
+@pytest.mark.parametrize("when", ["waits", "copies"])
+def test_who_is_about_to_run_when_its_source_breaks_hears_of_it(when: str) -> None:
+    """It is not interrupted, since it does not wait: it looks at its source before and after a chunk."""
+    pod = Pod()
+    areas = [pod.plan(die).app.alloc("bytes", 4096) for die in range(2)]
+    pod.materialise()
+    source = Fork("te 1", pod, 1)
+    source.came = [int(when == "copies")]
+    reader = Fork("te 2", pod, 1, source)
+    pieces = {1: [Copy(areas[0].address, areas[1].address, 4096)]}
+
+    async def breaks() -> None:
+        copying = pod.clock.spawn(reader.copy(pieces, lambda nbytes: None), name="reads")
+        await pod.clock.sleep(1)
+        source.after = None  # nobody is interrupted
+        source.break_off()
+        source._tell(0)
+        await pod.clock.join(copying)
+
+    with pytest.raises(BrokenForkError, match="te 1 does not get its weights"):
+        run(_spawned(pod, breaks()))
+    assert reader.came == [0]
+
+
+async def _spawned(pod: Pod, work: Coroutine[Any, Any, None]) -> None:
+    await pod.clock.spawn(work, name="test")
 
 
 def test_chunks_keep_order_and_cut_what_is_longer(monkeypatch: pytest.MonkeyPatch) -> None:

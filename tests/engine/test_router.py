@@ -1,15 +1,19 @@
 """Step 1: which TE gets a request, by cache status, prompt length and load; and several job executors."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
+import msgspec
 import pytest
 
 from tests.engine.test_links import PARAMS, PROMPTS
 from xdeepserve import LLM, SamplingParams
+from xdeepserve.engine.balance.heat_map import HeatMap
 from xdeepserve.engine.deploy.deployment import Route
 from xdeepserve.engine.dp.events import Assigned, Observed
-from xdeepserve.errors import DeploymentError
+from xdeepserve.errors import DeploymentError, InputError
+from xdeepserve.evals.samples import examined
 from xdeepserve.llm import digest
 from xdeepserve.model.presets import TinyCheckpoint
 
@@ -19,12 +23,12 @@ SHORT = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
 
 
 def assigned(llm: LLM) -> dict[int, str]:
-    """The TE of each sequence, from now on."""
+    """The first TE of each sequence, from now on."""
     found: dict[int, str] = {}
 
     def see(event: Observed) -> None:
         if isinstance(event, Assigned):
-            found[event.seq_id] = event.te
+            found.setdefault(event.seq_id, event.te)
 
     llm.engine.observe(see)
     return found
@@ -85,9 +89,89 @@ def test_no_job_executor_is_refused() -> None:
         LLM("tiny-random", "pd", overrides=["scheduler.job_executors=0"])
 
 
+HEAT = HeatMap(
+    "a test", (1, 30), (1, 6), (1.0,), (((-0.1, -0.1), (0.1, -0.1)),)
+)  # long prompts, short answers
+BOTH_KINDS = """
+kind = "mixed"
+[[te]]
+role = "prefill"
+dies = 1
+count = 2
+[[te]]
+role = "decode"
+dies = 1
+[[te]]
+dies = 1
+count = 2
+"""
+
+
+def two_kinds(folder: Path) -> tuple[str, str]:
+    """Files of a deployment with TEs of both kinds, and of a heat map."""
+    deployment, heat = folder / "kinds.toml", folder / "heat.json"
+    deployment.write_text(BOTH_KINDS)
+    heat.write_bytes(msgspec.json.encode(HEAT))
+    return str(deployment), str(heat)
+
+
+@pytest.mark.parametrize("route", ["pd-aware", "deepserve"])
+def test_the_heat_map_says_which_kind_of_te_has_a_request(
+    tiny: TinyCheckpoint, tmp_path: Path, route: str
+) -> None:
+    """Lengths of answers are known where nothing else ends them; who is of another kind than before has the
+    same bits."""
+    deployment, heat = two_kinds(tmp_path)
+    prompts = [[5 * i + j % 9 for j in range(40 if i % 2 else 8)] for i in range(16)]
+    params = [SHORT if i % 4 < 2 else msgspec.structs.replace(SHORT, max_tokens=9) for i in range(16)]
+    with LLM(tiny, "monolithic", overrides=["max_model_len=256"]) as llm:
+        expected = digest(llm.generate(prompts, params, keep_logits=True))
+    settings = ["max_model_len=256", f"scheduler.route={route}", f"scheduler.heat={heat}"]
+    with LLM(tiny, deployment, overrides=settings) as llm:
+        roles = {te.sizes.name: te.sizes.role for te in llm.engine.je.tes}
+        places = assigned(llm)
+        assert digest(llm.generate(prompts, params, keep_logits=True)) == expected
+        found = [roles[places[i]] for i in range(16)]
+        assert found == ["prefill" if i % 4 == 1 else "both" for i in range(16)]
+        assert len(set(places.values())) >= 3, "not one TE of a kind alone"
+    with LLM(tiny, deployment, overrides=settings[:1]) as llm:
+        assert digest(llm.generate(prompts, params, keep_logits=True)) == expected
+
+
+def test_answers_are_predicted_from_the_tokens_of_prompts(tmp_path: Path) -> None:
+    """`tiny` recalls a fact in a few tokens, and tells stories at length."""
+    deployment, heat = two_kinds(tmp_path)
+    outputs = (1, 48)
+    map_of_answers = HeatMap("a test", (1,), outputs, (1.0,), (((0.1, -0.1),),))
+    Path(heat).write_bytes(msgspec.json.encode(map_of_answers))
+    samples = [examined(domain, index) for index in range(4) for domain in ("recall", "stories")]
+    settings = ["max_model_len=512", "scheduler.route=pd-aware", f"scheduler.heat={heat}"]
+    with LLM("tiny", deployment, overrides=settings) as llm:
+        roles = {te.sizes.name: te.sizes.role for te in llm.engine.je.tes}
+        places = assigned(llm)
+        params = SamplingParams(max_tokens=200, temperature=0.0)
+        found = llm.generate([each.prompt for each in samples], params)
+    for index, output in enumerate(found):
+        is_short = len(output.outputs[0].token_ids) < outputs[1]
+        assert (roles[places[index]] == "prefill") == is_short == (index % 2 == 0)
+
+
+def test_pd_aware_without_a_map_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DeploymentError, match=r"route=pd-aware looks .* in a heat map: set scheduler.heat"):
+        LLM("tiny-random", "pd", overrides=["scheduler.route=pd-aware"])
+    (tmp_path / "no.json").write_text("{}")
+    with pytest.raises(InputError, match="not a heat map"):
+        LLM(
+            "tiny-random", "pd", overrides=["scheduler.route=deepserve", f"scheduler.heat={tmp_path}/no.json"]
+        )
+
+
 @pytest.mark.parametrize("route", get_args(Route))
-def test_no_policy_changes_a_bit(tiny: TinyCheckpoint, route: str) -> None:
+def test_no_policy_changes_a_bit(tiny: TinyCheckpoint, tmp_path: Path, route: str) -> None:
     """Conversations, one turn after the other: digests are those of one die, and every TE has its share."""
+    settings = [*FEWEST, f"scheduler.route={route}", "cache.num_blocks=64"]
+    if route in ("pd-aware", "deepserve"):
+        settings.append(f"scheduler.heat={two_kinds(tmp_path)[1]}")
     turns = [[10 * i + j % 7 for j in range(40)] for i in range(6)]
 
     def twice(llm: LLM) -> list[str]:
@@ -95,10 +179,10 @@ def test_no_policy_changes_a_bit(tiny: TinyCheckpoint, route: str) -> None:
 
     with LLM(tiny, "monolithic", overrides=["max_model_len=256"]) as llm:
         expected = twice(llm)
-    with LLM(tiny, "pd", overrides=[*FEWEST, f"scheduler.route={route}", "cache.num_blocks=64"]) as llm:
+    with LLM(tiny, "pd", overrides=settings) as llm:
         places = assigned(llm)
         assert twice(llm) == expected
-        if route in ("round-robin", "sequences"):
+        if route in ("round-robin", "sequences", "pd-aware"):
             assert [places[i] for i in range(12)] == ["prefill 0", "prefill 1"] * 6
         if route == "prefix":
             assert [places[i + 6] for i in range(6)] == [places[i] for i in range(6)]

@@ -11,7 +11,7 @@ from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.fleet_words import Decision, FleetTE, ServedRequest
 from xdeepserve.platform.made_traffic import MadeTraffic, made
 from xdeepserve.platform.step_price import StepCounts, StepPrice
-from xdeepserve.platform.step_te import StepLimits
+from xdeepserve.platform.te_task import StepLimits
 from xdeepserve.platform.traces import TracedRequest
 
 PRICE = StepPrice(

@@ -102,6 +102,42 @@ def test_a_request_that_no_te_serves_in_time_asks_for_none() -> None:
     assert scaler.events == []
 
 
+def test_pre_warmed_tes_are_taken_and_started_anew() -> None:
+    """One is there: of two that come the second starts cold; later there is one again."""
+    fleet = Fleet([te("te 0")], "load")
+    scaler = FleetScaler(fleet, KIND, UP, ScaleBounds(most=8, down_s=1e6), SERVICE, warm=1)
+    assert scaler.warm is not None
+    fleet.at(1e9, lambda: scaler._bring(2))
+    fleet.at(1e9 + 1, lambda: ready.append(scaler.warm.ready))  # type: ignore[union-attr]
+    fleet.at(100e9, lambda: scaler._bring(1))
+    ready: list[int] = []
+    fleet.run([TracedRequest(n * 10**9, 50, 2, ()) for n in range(200)])
+    joins = [(each.at_ns / 1e9, each.reason) for each in scaler.events if each.what == "joins"]
+    warm_s, cold_s = (sum(step.seconds for step in UP.steps(1, 1, is_warm)) for is_warm in (True, False))
+    assert cold_s == pytest.approx(warm_s + UP.warming_s - 0.2)
+    assert [at for at, _ in joins] == pytest.approx([1 + warm_s, 1 + cold_s, 100 + warm_s], abs=0.1)
+    assert ["pre-warmed, 0 left" in reason for _, reason in joins] == [True, False, True]
+    assert "none was pre-warmed" in joins[1][1]
+    assert ready == [0]
+    made_ready = [each.at_ns / 1e9 for each in scaler.events if each.what == "warm"]
+    assert made_ready == pytest.approx([1 + UP.warming_s, 100 + UP.warming_s])
+    assert scaler.warm.ready == 1
+
+
+def test_who_is_called_off_gives_its_pre_warmed_te_back() -> None:
+    fleet = Fleet([te("te 0")], "load")
+    scaler = FleetScaler(fleet, KIND, UP, ScaleBounds(most=8, down_s=1e6), SERVICE, warm=2)
+    assert scaler.warm is not None
+    fleet.at(1e9, lambda: scaler._bring(2))
+    fleet.at(1e9 + 1, lambda: scaler._part_with(1))
+    fleet.run([TracedRequest(n * 10**9, 50, 2, ()) for n in range(100)])
+    assert [each.what for each in scaler.events if each.te == "new 1"] == ["called off"]
+    assert scaler.warm.ready == 2
+    assert [each.reason for each in scaler.events if each.what == "warm"] == [
+        "one more is pre-warmed, 2 in all"
+    ]
+
+
 def test_the_five_steps() -> None:
     ub, startup = UP.spec.link_ns(0, 0, 2**26), UP.spec.startup_ns("dma")
     chunks = 160

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.platform.test_fleet import LIMITS, PRICE
 from xdeepserve.cli import main
+from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.spec import Spec
 from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.fleet_pool import FleetPool
@@ -19,6 +20,7 @@ from xdeepserve.platform.fleet_words import FleetTE, ServedRequest
 from xdeepserve.platform.made_traffic import MadeTraffic, made
 from xdeepserve.platform.pool_cache import PoolCache
 from xdeepserve.platform.pool_size import PoolBounds, PoolState, next_servers
+from xdeepserve.platform.traces import TracedRequest
 
 BOUNDS = PoolBounds(most=8, patience_s=4, calm_s=10, horizon_s=100)
 PROMPTS = st.lists(
@@ -128,6 +130,78 @@ def test_what_the_pool_has_is_not_computed_again() -> None:
         assert pool is None or not pool.events
         shares.append(sum(each.num_cached for each in found) / sum(each.num_prompt for each in found))
     assert shares[0] < shares[1] < shares[2]
+
+
+class PlainPool:
+    """It has every block that anybody has computed, and a block takes a millisecond."""
+
+    block_ns = 1e6
+
+    def __init__(self) -> None:
+        self.blocks: set[int] = set()
+
+    def match(self, blocks: tuple[int, ...]) -> int:
+        return next((i for i, block in enumerate(blocks) if block not in self.blocks), len(blocks))
+
+    def use(self, blocks: tuple[int, ...], known: int) -> None:
+        self.blocks.update(blocks)
+
+
+def with_plain_pool(policy: str = "sequences", count: int = 2) -> Fleet:
+    tes = [FleetTE(f"te {n}", PRICE, LIMITS) for n in range(count)]
+    fleet = Fleet(tes, policy)  # type: ignore[arg-type]
+    fleet.pool = PlainPool()
+    return fleet
+
+
+def test_who_waits_for_its_kv_is_load() -> None:
+    """One fills the pool; of two that come while nothing runs the second finds the first one's TE busy."""
+    fleet = with_plain_pool()
+    prompt = TracedRequest(0, 161, 2, tuple(range(10)))
+    twice = [prompt._replace(at_ns=10**9 + n) for n in range(2)]
+    seen: list[tuple[list[float], list[float]]] = []
+    fleet._explain = lambda each: seen.append((fleet._known.sequences.tolist(), fleet._known.queued.tolist()))
+    fleet.run([prompt, *twice])
+    assert seen[1][0] == [0, 0]
+    assert seen[2][0] == [1, 0], "its blocks are on their way"
+    (left, nothing) = seen[2][1]
+    assert 0 < left < 2, "one token is left to compute, by two groups"
+    assert nothing == 0
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_a_group_waits_for_what_it_has_not_itself(is_full: bool) -> None:
+    """One TE of two groups: what the other group has comes from the pool, and not at once."""
+    fleet = with_plain_pool(count=1)
+    prompt = TracedRequest(0, 161, 2, tuple(range(10)))
+    busy = [TracedRequest(10**9 - 1, 161, 400, tuple(range(90, 100)))] if is_full else []
+    again = prompt._replace(at_ns=10**9)
+    if busy:  # the group that has them is full
+        fleet.steppers[0].limits = LIMITS._replace(num_seqs=1)
+    served = {each.number: each for each in fleet.run([prompt, *busy, again])}
+    last = served[max(served)]
+    assert last.num_cached == 160
+    waited = last.ttft_ns >= 10 * PlainPool.block_ns
+    assert waited == is_full
+    fleet.check_integrity()
+
+
+def test_a_te_is_lost_while_kv_is_on_its_way_to_it() -> None:
+    fleet = with_plain_pool("round-robin")
+    prompt = TracedRequest(0, 161, 2, tuple(range(10)))
+    fleet.at(1e9 + 1e6, lambda: fleet.lose(1))
+    served = fleet.run([prompt, prompt._replace(at_ns=10**9)])
+    assert [each.te for each in served] == [0, 0]
+    assert served[1].num_cached == 160
+    fleet.steppers[0].check_integrity()
+
+
+def test_a_pool_without_tes_does_not_wait_for_ever() -> None:
+    fleet = Fleet([FleetTE("te", PRICE, LIMITS)])
+    FleetPool(fleet, 1, 40, 1e6, PoolBounds(), Spec())
+    fleet.at(1e3, lambda: fleet.lose(0))
+    with pytest.raises(XDeepServeError, match="1 requests of the trace wait for a TE, and none comes"):
+        fleet.run([TracedRequest(0, 64, 20, ())])
 
 
 def test_servers_come_where_chats_go_on() -> None:

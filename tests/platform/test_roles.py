@@ -1,5 +1,6 @@
 """How many TEs prefill and how many decode: the pure function, and fleets whose TEs change roles."""
 
+import functools
 import itertools
 
 import msgspec
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.platform.test_fleet import LIMITS, PRICE, small
+from xdeepserve.errors import XDeepServeError
 from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.fleet_roles import FleetRoles
 from xdeepserve.platform.fleet_words import FleetTE, TERole
@@ -148,3 +150,34 @@ def test_roles_of_a_fleet_follow_its_workload() -> None:
     assert splits[-1] < 3
     kinds = [event.te.split()[0] for event in results[0][1] if event.what == "joins"]
     assert {"prefill", "decode"} == set(kinds)
+
+
+def test_a_te_that_is_lost_while_it_changes_does_not_come_back() -> None:
+    trace = small(seed=8)
+    fleet = fleet_of("prefill", "prefill", "decode")
+    roles = FleetRoles(fleet, tes(), UP, RoleBounds(every_s=0.05, patience_s=1e6), Bounds(1, 100))
+
+    def drain() -> None:
+        roles._changing[0] = "decode"
+        fleet.drain(0)
+
+    def lose() -> None:
+        assert not fleet.is_empty(0)
+        fleet.lose(0)
+
+    busy = next(each.at_ns for each in trace if each.input_length > 100)
+    fleet.at(busy + 1.0, drain)
+    fleet.at(busy + 2.0, lose)
+    assert len(fleet.run(trace)) == len(trace)
+    assert roles._changing == {}
+    assert [event.what for event in roles.events] == []
+    assert len(fleet.tes) == 3
+
+
+def test_a_fleet_without_tes_does_not_wait_for_ever() -> None:
+    fleet = fleet_of("prefill", "decode")
+    FleetRoles(fleet, tes(), UP, RoleBounds(), Bounds(1, 100))
+    for te in range(2):
+        fleet.at(1e3, functools.partial(fleet.lose, te))
+    with pytest.raises(XDeepServeError, match="1 requests of the trace wait for a TE, and none comes"):
+        fleet.run(small(seed=8)[:1])

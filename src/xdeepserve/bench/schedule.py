@@ -17,6 +17,7 @@ be even at low load, better at the middle one, and worse at the highest.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -29,6 +30,7 @@ from xdeepserve.engine.balance.te_policies import POLICIES, Policy
 from xdeepserve.platform.cluster import Cluster, ClusterTE, PricedKind, fleet_tes, priced_kinds
 from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.fleet_words import Decision, FleetTE, ServedRequest
+from xdeepserve.platform.hindsight import hindsights
 from xdeepserve.platform.made_traffic import MadeTraffic, made
 from xdeepserve.platform.traces import TracedRequest
 
@@ -141,26 +143,18 @@ def serve(
     tes: Sequence[FleetTE],
     heat: HeatMap,
     mean: float | None,
-    forced: dict[int, int] | None = None,
 ) -> list[ServedRequest]:
     """The requests, served. Without a `mean` the true length of each answer is told."""
-    return Fleet(
-        tes, policy, heat, lambda each: each.output_length if mean is None else mean, STALE_NS, forced=forced
-    ).run(work)
+    return Fleet(tes, policy, heat, lambda each: each.output_length if mean is None else mean, STALE_NS).run(
+        work
+    )
 
 
 def regret(work: Sequence[TracedRequest], tes: Sequence[FleetTE], heat: HeatMap, mean: float) -> float:
     """How much longer some requests took than on the TE that turned out best, all others as they were: the
     mean, in percent of the best."""
     chosen: list[Decision] = []
-    Fleet(tes, "deepserve", heat, lambda _: mean, STALE_NS, explain=chosen.append).run(work)
-    ways = {each.number: each.te for each in chosen}
-    lost = []
-    for number in range(0, len(work), len(work) // SAMPLED):
-        times = []
-        for te in range(len(tes)):
-            served = serve("deepserve", work, tes, heat, mean, forced={**ways, number: te})
-            (each,) = (one for one in served if one.number == number)
-            times.append(each.last_ns - each.at_ns)
-        lost.append(times[ways[number]] / min(times) - 1)
-    return 100 * float(np.mean(lost))
+    fleet = partial(Fleet, tes, "deepserve", heat, lambda _: mean, STALE_NS)
+    served = fleet(explain=chosen.append).run(work)
+    found = hindsights(lambda ways: fleet(forced=ways), work, chosen, served, SAMPLED)
+    return 100 * float(np.mean([each.regret for each in found]))

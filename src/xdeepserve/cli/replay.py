@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,10 @@ from xdeepserve.errors import InputError
 
 if TYPE_CHECKING:
     from xdeepserve.platform.cluster import Cluster
+    from xdeepserve.platform.cluster_replay import ClusterServed
     from xdeepserve.platform.fleet import Fleet
-    from xdeepserve.platform.fleet_scaling import ScaleEvent
     from xdeepserve.platform.fleet_words import Decision
+    from xdeepserve.platform.hindsight import Hindsight
     from xdeepserve.platform.service_report import Bounds, Outcome, ServiceReport
     from xdeepserve.platform.traces import TracedRequest
 
@@ -51,8 +52,11 @@ def add_options(parser: Parser) -> None:
     option(
         "--explain",
         action="store_true",
-        help="a line for each request: its TE, and the scores of the eight best; with --json, of all",
+        help="a line for each request: its TE, and the scores of the eight best; with --json, of all; "
+        "and, of some requests, what turned out best",
     )
+    option("--regret", type=int, metavar="N", help="with --explain: how many requests are tried on every "
+           "TE, each in as many replays; by default as many as take some seconds")  # fmt: skip
     option("--plot", type=Path, metavar="FILE", help="draw TTFT and TPOT over time (needs matplotlib)")
     option("--json", action="store_true", help="print one JSON object")
 
@@ -88,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"trace": args.trace, **msgspec.to_builtins(more), **msgspec.to_builtins(found)}))
         return 0
     for name, value in more.items():
-        if name not in ("decisions", "scaling"):
+        if name not in ("decisions", "hindsight", "scaling"):
             print(f"{name:<11}{value}")
     events = more.get("scaling", ())
     print(*(event.line() for event in events[:SHOWN_EVENTS]), sep="\n", end="\n" if events else "")
@@ -108,7 +112,9 @@ def _check(args: argparse.Namespace) -> None:
             raise InputError(f"{', '.join(idle)} belongs to --deployment")
     elif args.policy is not None or args.heat is not None or args.explain:
         raise InputError("--policy, --heat and --explain belong to --cluster; see scheduler.route")
-    for name, least in (("first", 1), ("shrink", 1)):
+    if args.regret is not None and not args.explain:
+        raise InputError("--regret belongs to --explain")
+    for name, least in (("first", 1), ("shrink", 1), ("regret", 0)):
         value = getattr(args, name)
         if value is not None and value < least:
             raise InputError(f"--{name} must be at least {least}, found {value}")
@@ -150,10 +156,10 @@ def _time_only(
     args: argparse.Namespace, requests: Sequence[TracedRequest], block: int, bounds: Bounds
 ) -> tuple[list[Outcome], ServiceReport, dict[str, Any]]:
     from xdeepserve.engine.balance.heat_map import read_heat_map
-    from xdeepserve.platform.cluster import fleet_tes, pool_of, priced_kinds, scaler_of
-    from xdeepserve.platform.fleet import Fleet
+    from xdeepserve.platform.cluster import priced_kinds
+    from xdeepserve.platform.cluster_replay import ClusterReplay
+    from xdeepserve.platform.hindsight import hindsights
     from xdeepserve.platform.length_predictor import told_lengths
-    from xdeepserve.platform.service_report import report
 
     cluster = _asked(args)
     heat = None if args.heat is None else read_heat_map(args.heat)
@@ -163,28 +169,22 @@ def _time_only(
         status.text = "replay: steps are priced"
         kinds = priced_kinds(cluster, block, status.progress)
 
-        def serve(sized: Cluster) -> tuple[Fleet, list[Outcome], ServiceReport, list[ScaleEvent]]:
+        replay = ClusterReplay(requests, kinds, heat, predict, bounds)
+
+        def serve(sized: Cluster) -> ClusterServed:
             count = sum(te.count for te in sized.te)
             status.text = f"replay: {len(requests):,} requests on {count} TE{'s' if count > 1 else ''}"
             decisions.clear()
-            fleet = Fleet(
-                fleet_tes(sized, kinds),
-                sized.policy,
-                heat,
-                predict,
-                stale_ns=round(1e6 * sized.stale_ms),
-                explain=decisions.append if args.explain else None,
-            )
-            changes = scaler_of(sized, kinds, fleet, bounds), pool_of(sized, fleet)
-            outcomes = [each.outcome() for each in fleet.run(requests, status.progress)]
-            names = [te.name for te in fleet.tes]
-            found = report(outcomes, names, bounds, fleet.busy_ns())
-            events = [event for each in changes if each is not None for event in each.events]
-            return fleet, outcomes, found, sorted(events, key=lambda event: event.at_ns)
+            return replay.serve(sized, decisions.append if args.explain else None, status.progress)
 
         if args.cluster is None:
             cluster = _sized(cluster, serve, status)
         fleet, outcomes, found, events = serve(cluster)
+        tried: list[Hindsight] = []
+        if args.explain and args.regret != 0:
+            status.text = "replay: requests are tried on other TEs"
+            tried = hindsights(lambda forced: replay.fleet(cluster, None, forced)[0], requests, decisions,
+                               fleet.served, args.regret, status.progress)  # fmt: skip
     more: dict[str, Any] = {"model": cluster.model, "cluster": _of(cluster), "policy": cluster.policy}
     if error is not None:
         more["lengths"] = error.line()
@@ -192,7 +192,10 @@ def _time_only(
         more["scaling"] = events
     if args.explain:
         most = len(fleet.tes) if args.json else EXPLAINED
-        more["decisions"] = [explained(each, fleet, most) for each in decisions]
+        after = {each.number: each for each in tried}
+        more["decisions"] = [explained(each, fleet, most, after.get(each.number)) for each in decisions]
+        more["hindsight"] = tried
+        more["regret"] = regret_of(tried)
         if not args.json:
             print(*more["decisions"], "", sep="\n")
     if not heat and cluster.policy == "deepserve" and {te.apart for te in cluster.te} == {True, False}:
@@ -222,23 +225,43 @@ def _of(cluster: Cluster) -> str:
     return f"{num_tes} TEs, {sum(te.count * te.dies for te in cluster.te)} dies"
 
 
-def _sized(cluster: Cluster, serve: Any, status: Status) -> Cluster:
+def _sized(cluster: Cluster, serve: Callable[[Cluster], ClusterServed], status: Status) -> Cluster:
     """The fewest TEs of which ENOUGH of the requests are within their bounds."""
     from xdeepserve.platform.cluster import least_count
 
     def within(sized: Cluster) -> float:
-        found = serve(sized)[2]
+        found = serve(sized).report
         status.row(f"{sized.te[0].count} TEs have {100 * found.within:.1f} % within the bounds")
-        return float(found.within)
+        return found.within
 
     return least_count(cluster, within, ENOUGH)
 
 
-def explained(decision: Decision, fleet: Fleet, most: int) -> str:
-    """A decision in a line: the `most` best TEs, the best first, with the keys that decided."""
+def explained(decision: Decision, fleet: Fleet, most: int, after: Hindsight | None = None) -> str:
+    """A decision in a line: the `most` best TEs, the best first, with the keys that decided; and which one
+    turned out best, if that was tried."""
     could = [te for te, keys in enumerate(decision.keys) if keys[0] != float("inf")]
     order = sorted(could, key=lambda te: (*decision.keys[te], te))[:most]
     keys = (", ".join(f"{key:.4g}" for key in decision.keys[te]) for te in order)
     scores = "; ".join(f"{fleet.tes[te].name}: {each}" for te, each in zip(order, keys, strict=True))
     more = f"; {len(could) - len(order)} more" if len(could) > len(order) else ""
-    return f"request {decision.number} -> {fleet.tes[decision.te].name} ({scores}{more})"
+    line = f"request {decision.number} -> {fleet.tes[decision.te].name} ({scores}{more})"
+    if after is None:
+        return line
+    took = f"{line}; it took {after.took_ns / 1e9:.3f} s"
+    if after.best == after.te:
+        return f"{took}, the best"
+    best = f"{after.best_ns / 1e9:.3f} s on {fleet.tes[after.best].name}"
+    return f"{took}, and {best}: regret {100 * after.regret:.1f} %"
+
+
+def regret_of(tried: Sequence[Hindsight]) -> str:
+    """How much longer requests took than on the TE that turned out best."""
+    if not tried:
+        return "of none"
+    lost = [100 * each.regret for each in tried]
+    right = sum(each.best == each.te for each in tried)
+    return (
+        f"{sum(lost) / len(lost):.1f} % on average of {len(lost)} requests, at most {max(lost):.1f} %; "
+        f"{right} had the best TE"
+    )

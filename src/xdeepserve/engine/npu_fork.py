@@ -58,6 +58,7 @@ class Fork:
             for number, chunk in enumerate(chunks(pieces)):
                 await self._has_come(index, number)
                 await self._pod.dies[die].dma.copy(chunk, name="weights")
+                self._check_source()  # who was about to run when it broke was not interrupted
                 self._tell(index)
                 on_bytes(sum(piece.nbytes for piece in chunk))
 
@@ -93,12 +94,16 @@ class Fork:
 
     @contextmanager
     def _may_break(self) -> Iterator[None]:
-        """The process that runs is interrupted if the source breaks off while it is in here."""
+        """The process that runs is interrupted if the source breaks off while it waits in here, and whatever
+        a broken source does to it is that it is broken."""
         process = asyncio.current_task()
         assert isinstance(process, Process)
         self._processes.append(process)
         try:
             yield
+        except HardwareError:
+            self._check_source()
+            raise
         finally:
             self._processes.remove(process)
 
@@ -113,14 +118,18 @@ class Fork:
         before = self.before
         if before is None:
             return
-        if before.is_broken:
-            raise before._broken()
+        self._check_source()
         while before.came[index] <= number:
             waiter = self._pod.clock.waiter(
                 lambda: Waiting("fork", self.name, before.name, "chunks", number + 1, before.came[index])
             )
             before._waiting.append(waiter)
             await self._pod.clock.wait(waiter)
+            self._check_source()
+
+    def _check_source(self) -> None:
+        if self.before is not None and self.before.is_broken:
+            raise self.before._broken()
 
     def _broken(self) -> BrokenForkError:
         return BrokenForkError(f"{self.name} does not get its weights, and so cannot give them")

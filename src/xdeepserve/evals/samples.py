@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from xdeepserve.corpus import EXAMINED, Sample, chat, sample
+from xdeepserve.corpus import EXAMINED, Sample, Split, chat, sample
 from xdeepserve.corpus.user_text import paragraphs
 from xdeepserve.errors import InputError
 
@@ -23,9 +23,9 @@ def held_out(domains: Sequence[str] = EXAMINED, num_samples: int = 40) -> list[S
     return [examined(domain, i) for domain in domains for i in range(num_samples)]
 
 
-def examined(domain: str, index: int) -> Sample:
-    """A held-out sample; one that begins with nothing is given its first words, to say what is asked for."""
-    one = sample(domain, "held-out", SEED, index)
+def examined(domain: str, index: int, split: Split = "held-out") -> Sample:
+    """A sample; one that begins with nothing is given its first words, to say what is asked for."""
+    one = sample(domain, split, SEED, index)
     if one.prompt not in ("", chat.BEGIN):
         return one
     prompt, answer = _opened(one.answer)

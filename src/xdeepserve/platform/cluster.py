@@ -51,10 +51,11 @@ from xdeepserve.platform.role_ratio import RoleBounds
 from xdeepserve.platform.scale_up import ScaleUp, ScaleWays, dummy_ns, held_weights
 from xdeepserve.platform.service_report import Bounds
 from xdeepserve.platform.step_price import Progress, StepPrice, priced, with_room
-from xdeepserve.platform.step_te import StepLimits
+from xdeepserve.platform.te_task import StepLimits
 from xdeepserve.step.attention import KV_NBYTES
 
 MAX_TES, MAX_DIES = 4096, 768
+FleetChange = FleetScaler | FleetRoles | FleetPool  # what a fleet's TEs or servers follow
 
 
 class ClusterTE(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,11 +73,21 @@ class ClusterTE(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ClusterScale(ScaleBounds, frozen=True, forbid_unknown_fields=True):
-    """An AutoScaler, and how TEs come."""
+    """An AutoScaler, and how TEs come; `warm` is how many pre-warmed ones there are, by default enough."""
 
     prewarmed: bool = True
+    warm: int | None = None
     preloaded: bool = True
     fork: bool = True
+
+    def wrong(self) -> list[str]:
+        """Every contradiction."""
+        found = super().wrong()
+        if self.warm is not None and not 0 <= self.warm <= MAX_TES:
+            found.append(f"scale: warm must lie in [0, {MAX_TES}], found {self.warm}")
+        if self.warm and not self.prewarmed:
+            found.append(f"scale: warm={self.warm}, and prewarmed=false")
+        return found
 
 
 class ClusterPool(PoolBounds, frozen=True, forbid_unknown_fields=True):
@@ -243,7 +254,7 @@ def scaler_of(
         return None
     ways = ScaleWays(scale.prewarmed, scale.preloaded, scale.fork)
     scale_up = scale_up_of(resolve_model(cluster.model), cluster.te[0], kinds[0].price, ways)
-    return FleetScaler(fleet, fleet.tes[0], scale_up, scale, service)
+    return FleetScaler(fleet, fleet.tes[0], scale_up, scale, service, scale.warm)
 
 
 def pool_of(cluster: Cluster, fleet: Fleet) -> FleetPool | None:

@@ -19,8 +19,9 @@ from xdeepserve.engine.balance.prompt_tree import PromptTree
 from xdeepserve.engine.balance.te_policies import Known, Policy, RoutedRequest, best, scores
 from xdeepserve.errors import InputError, XDeepServeError
 from xdeepserve.platform.fleet_words import Decision, FleetTE, ServedRequest
-from xdeepserve.platform.step_price import StepCounts, StepPrice
-from xdeepserve.platform.step_te import StepLimits, StepTE, TETask
+from xdeepserve.platform.step_price import StepPrice
+from xdeepserve.platform.step_te import StepTE
+from xdeepserve.platform.te_task import StepLimits, TETask
 from xdeepserve.platform.traces import TracedRequest
 
 Predict = Callable[[TracedRequest], float]
@@ -41,7 +42,7 @@ class Fleet:
     """TEs and one job executor, whose hints of prefixes are `stale_ns` old.
 
     `predict` tells the length of an answer, `heat` which kind of TE is better; `explain` hears of decisions;
-    `forced` are TEs of some requests, by number, whatever the policy says.
+    `forced` are TEs of some requests, by number, whatever the policy says, as long as they take any.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Fleet:
         self._moving: set[int] = set()  # that others go on for
         self._whole: dict[int, TracedRequest] = {}  # by number, of those that have moved
         self._events: list[tuple[float, int, int, TETask | Callable[[], None] | None]] = []
+        self._num_looks = 0  # of these events, those that bring nothing by themselves
         self._order = 0
         self._valid: list[int] = []  # the order of the event that ends what is under way, of each stepper
         self.served: list[ServedRequest] = []
@@ -88,7 +90,10 @@ class Fleet:
             if blocks:
                 self._notices.append((self.now, te, blocks, has))
 
-        self.steppers.append(StepTE(price, limits, prefills, decodes, tell))
+        index = len(self.steppers)
+        self.steppers.append(
+            StepTE(price, limits, prefills, decodes, tell, lambda task: self._fetch(index, task))
+        )
         self._owners.append(te)
         self._valid.append(-1)
 
@@ -156,31 +161,12 @@ class Fleet:
     def is_empty(self, te: int) -> bool:
         """Whether it has nothing, and nothing is on its way to it."""
         coming = any(isinstance(what, TETask) and self._owners[at] == te for _, _, at, what in self._events)
-        return not coming and not any(stepper.num_tasks for stepper in self.steppers_of(te))
+        has_any = coming or any(stepper.num_tasks for stepper in self.steppers_of(te))
+        return self.is_lost(te) or not has_any
 
-    def load_of(self, te: int, wait_ns: float) -> float:
-        """1 where its KV or its places are taken, or prompts would wait for `wait_ns`; more if they wait."""
-        loads = []
-        for stepper in self.steppers_of(te):
-            limits, groups = stepper.limits, stepper.price.num_groups
-            loads += [stepper.kv_load, stepper.num_tasks / (limits.num_seqs * groups)]
-            loads.append(stepper.queued_ns / wait_ns)
-        return max(loads)
-
-    @property
-    def prefill_ns(self) -> float:
-        """How long all TEs have computed prompts, in sum."""
-        return sum(stepper.prefill_ns for stepper in self.steppers)
-
-    def alone_ns(self, te: int, num_prompt: int) -> float:
-        """Until the first token of a prompt that finds nobody and no cached prefix, about."""
-        stepper = self.steppers[self._fronts[te]]
-        rows = stepper.limits.num_rows
-        chunks = [(done, min(rows, num_prompt - done)) for done in range(0, num_prompt, rows)]
-        return sum(
-            stepper.price(StepCounts(new, new, new * (done + (new + 1) / 2), done + new))
-            for done, new in chunks
-        )
+    def is_lost(self, te: int) -> bool:
+        """Whether it is gone with all that it had."""
+        return te in self._lost
 
     def steppers_of(self, te: int) -> list[StepTE]:
         """One, or two of a pair."""
@@ -194,6 +180,16 @@ class Fleet:
         """Call it at a time, between steps."""
         heapq.heappush(self._events, (when, self._order, -1, call))
         self._order += 1
+
+    def look_at(self, when: float, look: Callable[[], None]) -> None:
+        """Call it at a time, if by then anything else is to come that could end a request."""
+
+        def call() -> None:
+            self._num_looks -= 1
+            look()
+
+        self._num_looks += 1
+        self.at(when, call)
 
     @property
     def is_open(self) -> bool:
@@ -214,7 +210,7 @@ class Fleet:
         ]
         self._check(requests)
         arrived, self._num_left = 0, len(requests)
-        while arrived < len(requests) or self._events:
+        while arrived < len(requests) or len(self._events) > (self._num_looks if self.is_open else 0):
             if arrived < len(requests) and (not self._events or requests[arrived].at_ns < self._events[0][0]):
                 self.now = float(requests[arrived].at_ns)
                 self.on_arrive(requests[arrived])
@@ -230,8 +226,7 @@ class Fleet:
         return self.served
 
     def _check(self, requests: Sequence[TracedRequest]) -> None:
-        steppers = self.steppers
-        room = min(stepper.limits.num_positions for stepper in steppers)
+        room = min(stepper.limits.num_positions for stepper in self.steppers)
         for number, each in enumerate(requests):
             if each.input_length + each.output_length > room:
                 raise InputError(
@@ -244,14 +239,24 @@ class Fleet:
             self._homeless.append(TETask(number, request, number))
             return
         task = TETask(number, request, number)
-        pool = self.pool
-        if pool is None:
-            self._come(self._fronts[self._choose(number, request)], task)
-            return
-        task.pooled = pool.match(request.blocks)
-        te = self._choose(number, request, task.pooled)
-        num_more = task.pooled - self.tree.match(request.blocks).get(te, 0)
-        self._schedule(self._fronts[te], self.now + pool.block_ns * max(0, num_more), task)
+        if self.pool is not None:
+            task.pooled = self.pool.match(request.blocks)
+        self._come(self._fronts[self._choose(number, request, task.pooled)], task)
+
+    def _fetch(self, index: int, task: TETask) -> bool:
+        """What a pool has by now of a prompt, and the DP group that it is given to has not, takes its time on
+        the way. Whether there is any."""
+        if self.pool is None:
+            return False
+        task.pooled = self.pool.match(task.request.blocks)
+        num_more = task.pooled - task.own
+        if num_more > 0:
+            self.at(self.now + self.pool.block_ns * num_more, lambda: self._fetched(index, task))
+        return num_more > 0
+
+    def _fetched(self, index: int, task: TETask) -> None:
+        if self._owners[index] not in self._lost:  # else it has begun again elsewhere
+            self._between(index, self.steppers[index].fetched, task)
 
     def _come(self, index: int, task: TETask) -> None:
         if self._owners[index] in self._lost:  # while its KV was on the way
@@ -260,13 +265,17 @@ class Fleet:
         if self._owners[index] in self._moving:
             self._send(task, self._owners[index])
             return
+        self._between(index, self.steppers[index].give, task)
+
+    def _between(self, index: int, act: Callable[[TETask], None], task: TETask) -> None:
+        """What is under way ends with its step, and then there is more to do."""
         stepper = self.steppers[index]
         if not stepper.is_idle:
             before = stepper.ends_at
             stepper.interrupt(self.now)
             if stepper.ends_at != before:
                 self._schedule(index, stepper.ends_at)
-        stepper.give(task)
+        act(task)
         if stepper.is_idle:
             self._begin(index)
         self._note(index)
@@ -370,7 +379,9 @@ class Fleet:
             some = scores(self.policy, asked, known.among(self._takes), self.heat)
             keys = np.full((len(self.tes), some.shape[1]), np.inf)
             keys[self._takes] = some
-        te = self._forced.get(number, best(keys))
+        te = self._forced.get(number, -1)
+        if te not in self.serving or not self._takes[te]:
+            te = best(keys)
         if self._explain is not None:
             self._explain(Decision(number, te, keys, predicted))
         return te

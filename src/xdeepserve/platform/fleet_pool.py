@@ -1,6 +1,7 @@
 """A fleet whose TEs share a memory pool of prompts' KV, whose servers come and go (CloudMatrix 4.1, 4.4.2).
 
-A request waits until what the pool has of its prompt has come to its TE, and computes the rest. A server that
+A request waits until what the pool has of its prompt, and its DP group has not, has come there, and computes
+the rest. A server that
 comes takes its part of the keys from the others, one that goes gives its own to them: the time for that is
 one server's bytes over its UB port.
 """
@@ -35,7 +36,7 @@ class FleetPool:
         self._used: deque[tuple[float, list[int]]] = deque()  # when, what each number would have found
         self._is_changing = False
         fleet.pool = self
-        fleet.at(0.0, self._look)
+        fleet.look_at(0.0, self._look)
 
     def match(self, blocks: tuple[int, ...]) -> int:
         """How many blocks of a prompt, from the first on, it has."""
@@ -75,7 +76,7 @@ class FleetPool:
                     "wanted", f"{self.state.servers} servers, not {before.servers}: {self.state.reason}"
                 )
                 fleet.at(fleet.now + 1e9 * self.change_s, self._change)
-        fleet.at(fleet.now + 1e9 * self.bounds.every_s, self._look)
+        fleet.look_at(fleet.now + 1e9 * self.bounds.every_s, self._look)
 
     def _change(self) -> None:
         self._count()

@@ -80,8 +80,11 @@ class FleetRoles:
         if not fleet.is_open:
             return
         for te in [te for te in self._changing if fleet.is_empty(te)]:
+            role = self._changing.pop(te)
+            if fleet.is_lost(te):
+                continue
             self._coming += 1
-            fleet.at(fleet.now + 1e9 * self.change_s, self._joins(te, self._changing.pop(te)))
+            fleet.at(fleet.now + 1e9 * self.change_s, self._joins(te, role))
         work = self._workload()
         if work is not None and not self._changing and not self._coming:
             first, second = self.kinds["prefill"], self.kinds["decode"]
@@ -91,7 +94,9 @@ class FleetRoles:
             before, self.state = self.state, next_roles(self.state, *args)
             if self.state.num_prefill != before.num_prefill:
                 self._change(before.num_prefill)
-        fleet.at(fleet.now + 1e9 * self.bounds.every_s, self._look)
+        # Where nobody comes, ends or changes, nothing follows from looking again.
+        again = fleet.look_at if work is None and not self._changing else fleet.at
+        again(fleet.now + 1e9 * self.bounds.every_s, self._look)
 
     def _change(self, before: int) -> None:
         wanted = self.state.num_prefill

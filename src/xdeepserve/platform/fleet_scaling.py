@@ -16,12 +16,14 @@ import msgspec
 
 from xdeepserve.platform.auto_scaler import ScaleBounds, ScaleLook, ScaleState, next_wanted
 from xdeepserve.platform.fleet import Fleet
+from xdeepserve.platform.fleet_load import alone_ns, load_of, prefill_ns
 from xdeepserve.platform.fleet_words import FleetTE, ServedRequest
 from xdeepserve.platform.scale_up import ScaleUp
 from xdeepserve.platform.service_report import Bounds, is_within
+from xdeepserve.platform.warm_tes import WarmTEs
 
 WHILE_S = 10.0  # over which the time for prompts is taken
-ScaleAct = Literal["wanted", "joins", "drains", "stays", "called off", "leaves", "lost"]
+ScaleAct = Literal["wanted", "joins", "drains", "stays", "called off", "leaves", "lost", "warm"]
 
 
 class ScaleEvent(msgspec.Struct, frozen=True):
@@ -40,17 +42,25 @@ class ScaleEvent(msgspec.Struct, frozen=True):
 
 
 class FleetScaler:
-    """Has a fleet of TEs like `kind` follow its load; `events` tells what it did."""
+    """Has a fleet of TEs like `kind` follow its load; `events` tells what it did. With `warm` there are so
+    many pre-warmed TEs, else as many as come."""
 
     def __init__(
-        self, fleet: Fleet, kind: FleetTE, scale_up: ScaleUp, bounds: ScaleBounds, service: Bounds
+        self,
+        fleet: Fleet,
+        kind: FleetTE,
+        scale_up: ScaleUp,
+        bounds: ScaleBounds,
+        service: Bounds,
+        warm: int | None = None,
     ) -> None:
         bounds.check()
         self.fleet, self.kind, self.bounds, self.service = fleet, kind, bounds, service
         self.scale_up = scale_up
         self.state = ScaleState(len(fleet.serving))
         self.events: list[ScaleEvent] = []
-        self._coming: dict[int, None] = {}  # tickets of TEs on their way
+        self.warm = None if warm is None else WarmTEs(fleet, warm, scale_up.warming_s, self._hear_warm)
+        self._coming: dict[int, bool] = {}  # tickets of TEs on their way: whether they are pre-warmed ones
         self._tickets = 0
         self._draining: dict[int, None] = {}
         self._ended = self._missed = 0  # since the last look
@@ -73,7 +83,7 @@ class FleetScaler:
         self._ended += 1
         if is_within(each, self.service):
             return
-        alone = self.fleet.alone_ns(served.te, served.num_prompt)
+        alone = alone_ns(self.fleet, served.te, served.num_prompt)
         self._missed += alone <= 1e9 * self.service.ttft_s
 
     def _look(self) -> None:
@@ -84,7 +94,7 @@ class FleetScaler:
             del self._draining[te]
             self._tell("leaves", fleet.tes[te].name, "it has ended what it had")
         load = max(
-            self._prefill_share(), sum(fleet.load_of(te, 1e9 * self.service.ttft_s) for te in fleet.serving)
+            self._prefill_share(), sum(load_of(fleet, te, 1e9 * self.service.ttft_s) for te in fleet.serving)
         )
         missed = self._missed / self._ended if self._ended else None
         self._ended = self._missed = 0
@@ -99,7 +109,7 @@ class FleetScaler:
     def _prefill_share(self) -> float:
         """How many TEs' time prompts have taken lately."""
         now, recent = self.fleet.now, self._prefills
-        recent.append((now, self.fleet.prefill_ns))
+        recent.append((now, prefill_ns(self.fleet)))
         while len(recent) > 2 and recent[1][0] <= now - 1e9 * WHILE_S:
             recent.popleft()
         (since, before), (_, total) = recent[0], recent[-1]
@@ -113,12 +123,15 @@ class FleetScaler:
             count -= 1
         serving = len(self.fleet.serving)
         for place in range(1, count + 1):
-            steps = self.scale_up.steps(place, serving)
+            is_warm = self.warm is None or self.warm.take()
+            steps = self.scale_up.steps(place, serving, is_warm)
             ticket, self._tickets = self._tickets, self._tickets + 1
-            self._coming[ticket] = None
+            self._coming[ticket] = is_warm
             seconds = sum(step.seconds for step in steps)
             (load,) = (step for step in steps if step.name == "TE-Load")
             reason = f"{seconds:.2f} s, of which weights {load.seconds:.2f} s ({load.source})"
+            if self.warm is not None:
+                reason += f"; pre-warmed, {self.warm.ready} left" if is_warm else "; none was pre-warmed"
             self.fleet.at(self.fleet.now + 1e9 * seconds, self._joins(ticket, reason))
 
     def _joins(self, ticket: int, reason: str) -> Callable[[], None]:
@@ -133,7 +146,8 @@ class FleetScaler:
     def _part_with(self, count: int) -> None:
         """Who comes latest is called off first; then those go that have least to do."""
         for ticket in sorted(self._coming, reverse=True)[:count]:
-            del self._coming[ticket]
+            if self._coming.pop(ticket) and self.warm is not None:
+                self.warm.give_back()
             self._tell("called off", f"new {ticket}", "it was still on its way")
             count -= 1
         tasks = {te: sum(each.num_tasks for each in self.fleet.steppers_of(te)) for te in self.fleet.serving}
@@ -141,6 +155,9 @@ class FleetScaler:
             self.fleet.drain(te)
             self._draining[te] = None
             self._tell("drains", self.fleet.tes[te].name, f"it ends {tasks[te]} requests first")
+
+    def _hear_warm(self, ready: int) -> None:
+        self._tell("warm", "", f"one more is pre-warmed, {ready} in all")
 
     def _tell(self, what: ScaleAct, te: str, reason: str) -> None:
         self.events.append(ScaleEvent(self.fleet.now, what, te, len(self.fleet.serving), reason))

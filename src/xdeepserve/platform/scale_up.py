@@ -85,14 +85,16 @@ class ScaleUp(msgspec.Struct, frozen=True):
     spec: Spec = Spec()
     costs: ScaleCosts = ScaleCosts()
 
-    def steps(self, place: int, serving: int) -> tuple[StepCost, ...]:
-        """Costs of the TE that is the `place`-th, from 1, of those that come beside `serving` others."""
-        spec, costs, ways = self.spec, self.costs, self.ways
-        pod, start = costs.pod, costs.start.value * (1 - costs.start_saved.value)
+    def steps(self, place: int, serving: int, is_warm: bool = True) -> tuple[StepCost, ...]:
+        """Costs of the TE that is the `place`-th, from 1, of those that come beside `serving` others; not
+        `is_warm` if no pre-warmed one is left for it."""
+        spec, costs = self.spec, self.costs
+        is_warm = is_warm and self.ways.prewarmed
+        start = costs.start.value * (1 - costs.start_saved.value)
         digest = spec.hbm_ns(self.weights.die) / 1e9
         return (
-            StepCost("Scaler-Pre", *_of(costs.warm_pod if ways.prewarmed else pod)),
-            StepCost("TE-Pre-Load", *(_of(costs.warm_te) if ways.prewarmed else (start, costs.start.source))),
+            StepCost("Scaler-Pre", *_of(costs.warm_pod if is_warm else costs.pod)),
+            StepCost("TE-Pre-Load", *(_of(costs.warm_te) if is_warm else (start, costs.start.source))),
             StepCost("TE-Load", *self._load(place, serving)),
             StepCost(
                 "TE-Post-Load",
@@ -105,6 +107,11 @@ class ScaleUp(msgspec.Struct, frozen=True):
     def seconds(self, place: int, serving: int) -> float:
         """All five."""
         return sum(step.seconds for step in self.steps(place, serving))
+
+    @property
+    def warming_s(self) -> float:
+        """Until a pod and the processes of a TE run that nobody had ready."""
+        return sum(step.seconds for step in self.steps(1, 1, is_warm=False)[:2])
 
     def _load(self, place: int, serving: int) -> tuple[float, str]:
         if self.ways.fork and serving:

@@ -14,60 +14,22 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
-from xdeepserve.engine.balance.dp import LONG_PROMPT, prefill_cost
+from xdeepserve.engine.balance.dp import prefill_cost
 from xdeepserve.engine.balance.prompt_tree import PromptTree
 from xdeepserve.platform.step_price import StepCounts, StepPrice
+from xdeepserve.platform.te_task import StepLimits, TETask
 from xdeepserve.platform.traces import TracedRequest
 
 LONGEST_RUN = 256  # steps whose prices are taken for a line
-
-
-class StepLimits(NamedTuple):
-    """What a DP group has room for, and how far a step brings a request.
-
-    num_seqs         sequences
-    num_rows         token rows of a step
-    num_positions    of KV
-    block            tokens of a block of the trace
-    rows_each        of a sequence that decodes, in a step: one, and its drafts
-    tokens_each      that it gets of them on average
-    """
-
-    num_seqs: int
-    num_rows: int
-    num_positions: int
-    block: int
-    rows_each: int = 1
-    tokens_each: float = 1.0
-
-
-class TETask:
-    """A request's prefill, decode or both, at one TE. Of its prompt `pooled` blocks come from a memory pool,
-    and its DP group has `own` in its cache."""
-
-    __slots__ = (
-        *("base", "before", "cached", "cost", "group", "left", "need", "number", "own", "pooled", "request"),
-        "serial",
-    )
-
-    def __init__(self, number: int, request: TracedRequest, serial: int) -> None:
-        self.number, self.request, self.serial = number, request, serial
-        self.group, self.cached, self.before, self.left = -1, 0, 0, 0
-        self.cost, self.base, self.need = 0.0, 0.0, 0
-        self.own = self.pooled = 0
-
-    @property
-    def is_long(self) -> bool:
-        return self.request.input_length >= LONG_PROMPT
 
 
 class StepTE:
     """Requests come by `give`, and time passes by `begin` and `end`.
 
     `prefills` and `decodes` say which halves of a request it does. `tell(block, has)` hears which blocks of
-    prompts it has from now on, or has no more.
+    prompts it has from now on, or has no more. `fetch(task)` is asked for what a pool has of a prompt and its
+    group has not: whether that is on its way, so that `fetched` will be called.
     """
 
     def __init__(
@@ -77,15 +39,11 @@ class StepTE:
         prefills: bool = True,
         decodes: bool = True,
         tell: Callable[[Sequence[int], bool], None] = lambda blocks, has: None,
+        fetch: Callable[[TETask], bool] = lambda task: False,
     ) -> None:
         count = price.num_groups
-        self.price, self.limits, self.prefills, self.decodes, self.tell = (
-            price,
-            limits,
-            prefills,
-            decodes,
-            tell,
-        )
+        self.price, self.limits, self.prefills, self.decodes = price, limits, prefills, decodes
+        self.tell, self.fetch = tell, fetch
         self.tree = PromptTree()  # of its DP groups
         self.waiting: deque[TETask] = deque()
         self.num_tasks = self.num_long = self.num_short = 0
@@ -93,6 +51,7 @@ class StepTE:
         self.busy_ns = self.prefill_ns = 0.0  # in steps, and in those that have parts of prompts
         self.num_steps = 0
         self._queues: list[deque[TETask]] = [deque() for _ in range(count)]
+        self._fetching: list[dict[int, TETask]] = [{} for _ in range(count)]  # by serial: KV is on its way
         self._queued = [0.0] * count
         self._active: dict[int, None] = {}  # groups that prefill
         self._running = [0] * count
@@ -125,7 +84,8 @@ class StepTE:
 
     def tasks(self) -> list[TETask]:
         """All that it has: those who wait, who prefill, who decode."""
-        tasks = [*self.waiting, *(task for queue in self._queues for task in queue)]
+        tasks = [*self.waiting, *(task for group in self._fetching for task in group.values())]
+        tasks += [task for queue in self._queues for task in queue]
         return tasks + [task for _, _, task in sorted(self._ends, key=lambda end: end[:2])]
 
     def need_of(self, request: TracedRequest) -> int:
@@ -140,7 +100,7 @@ class StepTE:
         if self.prefills:
             self.num_long += task.is_long
             self.num_short += not task.is_long
-            task.cost = prefill_cost(float(task.request.input_length), 0.0)
+            task.cost = self._cost(task, task.pooled)
             self.queued += task.cost
         self.waiting.append(task)
         self._admit()
@@ -161,21 +121,30 @@ class StepTE:
         room = [
             group
             for group, held in enumerate(self._held)
-            if held + need <= limits.num_positions
-            and self._running[group] + len(self._queues[group]) < limits.num_seqs
+            if held + need <= limits.num_positions and self._num_seqs(group) < limits.num_seqs
         ]
         if not room:
             return None
         if not self.prefills:
             return min(room, key=lambda group: (self._held[group], group))
-        total = task.request.input_length
 
-        def key(group: int) -> tuple[float, int, int]:
-            cached = min(max(found.get(group, 0), task.pooled) * limits.block, total - 1)
-            own = prefill_cost(float(total - cached), float(cached))
-            return self._queued[group] + own, self._held[group], group
+        def key(group: int) -> tuple[float, int, int, int]:
+            own = found.get(group, 0)
+            cost = self._queued[group] + self._cost(task, max(own, task.pooled))
+            return cost, -own, self._held[group], group
 
         return min(room, key=key)
+
+    def _num_seqs(self, group: int) -> int:
+        return self._running[group] + len(self._queues[group]) + len(self._fetching[group])
+
+    def _cost(self, task: TETask, num_blocks: int) -> float:
+        """What a prompt takes of which so many blocks are there."""
+        cached = self._num_cached(task, num_blocks)
+        return prefill_cost(float(task.request.input_length - cached), float(cached))
+
+    def _num_cached(self, task: TETask, num_blocks: int) -> int:
+        return min(num_blocks * self.limits.block, task.request.input_length - 1)
 
     def _place(self, task: TETask, group: int, num_blocks: int) -> None:
         task.group = group
@@ -183,10 +152,10 @@ class StepTE:
         if not self.prefills:
             self._decode(task)
             return
-        total, task.own = task.request.input_length, num_blocks
-        found = max(num_blocks, task.pooled)
-        task.cached = task.before = min(found * self.limits.block, total - 1)
-        task.left = total - task.cached
+        task.own = num_blocks
+        is_fetched = self.fetch(task)
+        task.cached = task.before = self._num_cached(task, max(num_blocks, task.pooled))
+        task.left = task.request.input_length - task.cached
         self.queued -= task.cost
         task.cost = prefill_cost(float(task.left), float(task.cached))
         self.queued += task.cost
@@ -196,9 +165,20 @@ class StepTE:
                 del cache[block]
                 cache[block] = None
         self._queued[group] += task.cost
-        self._queues[group].append(task)
-        self._active[group] = None
+        if is_fetched:
+            self._fetching[group][task.serial] = task
+        else:
+            self._queue(task)
         self._trim(group)
+
+    def _queue(self, task: TETask) -> None:
+        self._queues[task.group].append(task)
+        self._active[task.group] = None
+
+    def fetched(self, task: TETask) -> None:
+        """What it has waited for has come from the pool."""
+        del self._fetching[task.group][task.serial]
+        self._queue(task)
 
     def _decode(self, task: TETask) -> None:
         """It has its first token, and decodes from the next step on."""
@@ -325,8 +305,9 @@ class StepTE:
         queue.popleft()
         if not queue:
             del self._active[task.group]
-            self._queued[task.group] = 0.0
-        if not any(self._queues) and not self.waiting:
+            if not self._fetching[task.group]:
+                self._queued[task.group] = 0.0
+        if not any(self._queues) and not any(self._fetching) and not self.waiting:
             self.queued = 0.0  # what rounding has left
         whole = task.request.blocks[: task.request.input_length // self.limits.block]
         self._publish(task.group, whole)
@@ -384,6 +365,6 @@ class StepTE:
         assert held == self._held
         for group, cache in enumerate(self._caches):
             assert len(cache) * self.limits.block + held[group] <= self.limits.num_positions
-            assert self._running[group] + len(self._queues[group]) <= self.limits.num_seqs
+            assert self._num_seqs(group) <= self.limits.num_seqs
             for block in cache:
                 assert group in self.tree.match([block])

@@ -20,7 +20,7 @@ llm-d         scorers of its router's guides: prefix cache 3, queue 2, KV use 2,
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,7 @@ from xdeepserve.engine.balance.dp import LONG_PROMPT, prefill_cost
 from xdeepserve.engine.balance.heat_map import HeatMap
 from xdeepserve.engine.deploy.deployment import Route
 
-Policy = Route | Literal["pd-aware"]  # a deployment's scheduler.route; and what needs TEs of two kinds
+Policy = Route  # a deployment's scheduler.route
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 

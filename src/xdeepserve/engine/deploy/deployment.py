@@ -23,7 +23,9 @@ Drafting = Literal["pipelined", "naive"]
 Dispatch = Literal["collaborative", "two-level"]
 Decode = Literal["kv", "next-open", "round-robin"]
 Statuses = Literal["state", "all-gather"]
-Route = Literal["cost", "sequences", "round-robin", "load", "prefix", "deepserve", "dynamo", "llm-d"]
+Route = Literal[
+    "cost", "sequences", "round-robin", "load", "prefix", "deepserve", "pd-aware", "dynamo", "llm-d"
+]
 Admission = Literal["prefill", "decode"]
 Preemption = Literal["recompute", "swap"]
 Load = Literal["auto", "always", "never"]
@@ -74,9 +76,15 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     route: Annotated[
         Route,
         "which of several TEs gets a request; sequences: the one with the fewest; cost: by cached prefix, "
-        "prompt length and load; prefix: the longest one cached; load: the least to prefill; deepserve: "
-        "prefix if load is balanced, else load; dynamo, llm-d: as these do",
+        "prompt length and load; prefix: the longest one cached; load: the least to prefill; pd-aware: the "
+        "kind that the heat map names, in turn; deepserve: of that kind prefix if load is balanced, else "
+        "load; dynamo, llm-d: as these do",
     ] = "sequences"
+    heat: Annotated[
+        str | None,
+        "file of a heat map (bench heatmap --map), from which routes pd-aware and deepserve read whether TEs "
+        "with prefill and decode apart or TEs that do both are better for a request",
+    ] = None
     job_executors: Annotated[int, "of which a request reaches any; each knows what it has given to TEs"] = 1
     admission: Annotated[
         Admission,

@@ -108,7 +108,13 @@ def _at_once(d: Deployment) -> str | None:
     return None if waits or not has_services(d.kind) else "servers wait for nobody: services.batch_clients=1"
 
 
+def _no_kinds(d: Deployment) -> str | None:
+    route = d.scheduler.route
+    return None if route in ("pd-aware", "deepserve") else f"scheduler.route={route} looks at no heat map"
+
+
 RULES: dict[str, Rule] = {
+    "scheduler.heat": _no_kinds,
     "scheduler.statuses": _in_turn,
     "scheduler.decode": _one_way,
     "scheduler.admission": _one_way,

@@ -78,6 +78,8 @@ def _against_steps(d: Deployment) -> list[str]:
         value: Any = functools.reduce(getattr, key.split("."), d)
         if value is not None and value < least:
             reasons.append(f"{key} must {'be at least 1' if least else 'not be negative'}, found {value}")
+    if d.scheduler.route == "pd-aware" and d.scheduler.heat is None:
+        reasons.append("scheduler.route=pd-aware looks kinds of TEs up in a heat map: set scheduler.heat")
     period = d.scheduler.status_period
     if not 0 <= period < math.inf:
         reasons.append(f"scheduler.status_period must be 0 or a number of seconds, found {period:g}")

@@ -1,19 +1,23 @@
 """Step 1 of xDeepServe 5.1: a request comes to one of several job executors, which assigns it a TE.
 
 Job executors share no ledger: each knows what it has given to whom and has not heard to be prefilled, and
-asks TEs what of a prompt they have cached, how many requests they have and how full their KV is. Which of
+asks TEs what of a prompt they have cached, how many requests they have and how full their KV is. How long an
+answer will be is known where only its end can stop it, and predicted from the prompt's tokens where something
+that has learned from the model's answers lies beside its weights (model/answer_lengths.py). Which of
 them a request reaches is drawn from the deployment's seed and the request's number, so that the same requests
 take the same ways again. Whom it chooses is for `balance/te_policies.py` to say.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 import numpy as np
 
 from xdeepserve.engine.balance.dp import LONG_PROMPT, prefill_cost
+from xdeepserve.engine.balance.heat_map import HeatMap
 from xdeepserve.engine.balance.te_policies import Known, RoutedRequest, best, scores
 from xdeepserve.engine.deploy.deployment import Route
 from xdeepserve.engine.dp.sequence import Sequence
@@ -37,7 +41,7 @@ class Ledger:
 
     def known(self, seq: Sequence, tes: Seq[TE]) -> Known:
         """What is known of TEs, for whoever looks for one for a sequence."""
-        known = Known.none(np.zeros(len(tes), bool))
+        known = Known.none(np.array([te.sizes.role != "both" for te in tes]))
         for number, te in enumerate(tes):
             given = [each for each in self._given.values() if each.te == te.sizes.name]
             known.cached[number] = num_cached(te, seq)
@@ -69,10 +73,21 @@ def num_cached(te: TE, seq: Sequence) -> int:
 
 
 class Router:
-    """`num_executors` job executors that choose TEs by `route`, a policy."""
+    """`num_executors` job executors that choose TEs by `route`, a policy.
 
-    def __init__(self, num_executors: int = 1, route: Route = "sequences", seed: int = 0) -> None:
+    `heat` says which kind of TE is better, and `lengths` predicts answers in tokens, for those that ask.
+    """
+
+    def __init__(
+        self,
+        num_executors: int = 1,
+        route: Route = "sequences",
+        seed: int = 0,
+        heat: HeatMap | None = None,
+        lengths: Callable[[Seq[int]], float] | None = None,
+    ) -> None:
         self._ledgers, self._route, self._seed = [Ledger() for _ in range(num_executors)], route, seed
+        self._heat, self._lengths = heat, lengths
         self._num_seen = 0
 
     def reached(self, seq: Sequence) -> int:
@@ -88,15 +103,27 @@ class Router:
         te, ledger = able[0], self._ledgers[self.reached(seq)]
         if self._route != "sequences":
             if len(able) > 1:
-                asked = RoutedRequest(self._num_seen, len(seq.token_ids))
-                te = able[best(scores(self._route, asked, ledger.known(seq, able)))]
+                asked = RoutedRequest(self._num_seen, len(seq.token_ids), self._num_output(seq))
+                te = able[best(scores(self._route, asked, ledger.known(seq, able), self._heat))]
             ledger.give(te, seq)
         self._num_seen += 1
         return te
 
     def _order(self, te: TE) -> tuple[int, int]:
         """In turn is by place, whoever has what."""
-        return 0 if self._route == "round-robin" else te.num_sequences, te.sizes.first_die
+        in_turn = self._route in ("round-robin", "pd-aware")
+        return 0 if in_turn else te.num_sequences, te.sizes.first_die
+
+    def _num_output(self, seq: Sequence) -> float:
+        """Tokens of its answer, as far as they are known or can be predicted; 0: they are not."""
+        if self._heat is None:
+            return 0.0
+        params = seq.params
+        if params.ignore_eos and not params.stop and not params.stop_token_ids:
+            return seq.max_tokens
+        if self._lengths is None:
+            return 0.0
+        return min(seq.max_tokens, max(params.min_tokens, self._lengths(seq.token_ids[: seq.num_prompt])))
 
     def forget(self, seq_id: int) -> None:
         """A sequence weighs on no TE's prefill any more."""

@@ -1,0 +1,70 @@
+"""A trace on the TEs of a cluster, time only, as often as is asked: with other counts, or other choices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+from xdeepserve.engine.balance.heat_map import HeatMap
+from xdeepserve.platform.cluster import (
+    Cluster,
+    FleetChange,
+    PricedKind,
+    fleet_tes,
+    pool_of,
+    scaler_of,
+)
+from xdeepserve.platform.fleet import Fleet, Predict
+from xdeepserve.platform.fleet_scaling import ScaleEvent
+from xdeepserve.platform.fleet_words import Decision
+from xdeepserve.platform.service_report import Bounds, Outcome, ServiceReport, report
+from xdeepserve.platform.step_price import Progress
+from xdeepserve.platform.traces import TracedRequest
+
+
+class ClusterServed(NamedTuple):
+    """The fleet when all was over, what became of requests, the report, and what happened to TEs, by time."""
+
+    fleet: Fleet
+    outcomes: list[Outcome]
+    report: ServiceReport
+    events: list[ScaleEvent]
+
+
+class ClusterReplay:
+    """These requests, on TEs of `kinds`, those of the clusters that are asked for."""
+
+    def __init__(
+        self,
+        requests: Sequence[TracedRequest],
+        kinds: Sequence[PricedKind],
+        heat: HeatMap | None,
+        predict: Predict,
+        bounds: Bounds,
+    ) -> None:
+        self.requests, self._kinds, self._heat = requests, kinds, heat
+        self._predict, self._bounds = predict, bounds
+
+    def fleet(
+        self,
+        cluster: Cluster,
+        explain: Callable[[Decision], None] | None = None,
+        forced: Mapping[int, int] = MappingProxyType({}),
+    ) -> tuple[Fleet, list[FleetChange]]:
+        """The TEs, before anything came, and what they and their pool follow."""
+        stale_ns = round(1e6 * cluster.stale_ms)
+        tes = fleet_tes(cluster, self._kinds)
+        fleet = Fleet(tes, cluster.policy, self._heat, self._predict, stale_ns, explain, forced)
+        changes = scaler_of(cluster, self._kinds, fleet, self._bounds), pool_of(cluster, fleet)
+        return fleet, [each for each in changes if each is not None]
+
+    def serve(
+        self, cluster: Cluster, explain: Callable[[Decision], None] | None, progress: Progress
+    ) -> ClusterServed:
+        """All requests."""
+        fleet, changes = self.fleet(cluster, explain)
+        outcomes = [each.outcome() for each in fleet.run(self.requests, progress)]
+        found = report(outcomes, [te.name for te in fleet.tes], self._bounds, fleet.busy_ns())
+        events = sorted((event for each in changes for event in each.events), key=lambda event: event.at_ns)
+        return ClusterServed(fleet, outcomes, found, events)
