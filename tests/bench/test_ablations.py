@@ -3,31 +3,46 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import pytest
 
 from xdeepserve.bench import ablations, interference
+from xdeepserve.bench.report import Row
 from xdeepserve.cli import main
 
 
 @pytest.mark.parametrize("mechanism", ablations.MECHANISMS, ids=lambda each: each.name)
 def test_a_mechanism_changes_its_rows_and_no_others(mechanism: ablations.Mechanism) -> None:
-    whole = ablations.groups(ablations.whole())
-    changed = {
+    assert changed(ablations.groups, mechanism) == mechanism.groups - ablations.PODS
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("mechanism", ablations.MECHANISMS, ids=lambda each: each.name)
+def test_and_its_pods(mechanism: ablations.Mechanism) -> None:
+    assert changed(ablations.pods, mechanism) == mechanism.groups & ablations.PODS
+
+
+def changed(
+    rows_of: Callable[[ablations.Formulas], dict[str, list[Row]]], mechanism: ablations.Mechanism
+) -> set[str]:
+    """Groups that are others without it."""
+    whole = rows_of(ablations.whole())
+    return {
         group
-        for group, rows in ablations.groups(mechanism.off()).items()
+        for group, rows in rows_of(mechanism.off()).items()
         if [row.value for row in rows] != [row.value for row in whole[group]]
     }
-    assert changed == mechanism.groups
 
 
 def test_every_group_is_some_mechanisms() -> None:
     whole = ablations.groups(ablations.whole())
-    assert frozenset().union(*(each.groups for each in ablations.MECHANISMS)) == set(whole)
+    assert frozenset().union(*(each.groups for each in ablations.MECHANISMS)) == {*whole, *ablations.PODS}
     assert all(whole.values())
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ablations, "pods", lambda machine: {})  # which take three minutes
     assert main(["bench", "papers", "--ablations", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["ablations"]
     assert {one["mechanism"] for one in found} == {each.name for each in ablations.MECHANISMS}

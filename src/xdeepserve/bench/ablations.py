@@ -1,36 +1,58 @@
 """`xdeepserve bench papers --ablations`: what each mechanism of the timing model does to the published rows.
 
 One mechanism at a time is switched off (or another form of it on), all fitted numbers left as they are, and
-every row of `groups` is computed again: those that a formula gives, or a short simulation. Pods of hundreds
-of dies and Figure 23's queue are not among them. A mechanism names the groups that it is about; the test
-holds that these change, and no others.
+every row of `groups` is computed again, and two pods are run again. A mechanism names the groups that it is
+about; the tests hold that these change, and no others.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
 
-from xdeepserve.bench import comm, interference, paper_rows, pipelines, prefill_formula, superpod
+from xdeepserve.bench import (
+    comm,
+    ems,
+    expert_skew,
+    interference,
+    paper_rows,
+    pipelines,
+    prefill_formula,
+    superpod,
+)
 from xdeepserve.bench.decode_formula import EP320, ExpertDies, LayerCost, Load, Tiles
 from xdeepserve.bench.prefill_formula import PrefillCost
 from xdeepserve.bench.report import Row
 from xdeepserve.comm.cost import CommCost
+from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.hw.spec import Param, Spec
 from xdeepserve.hw.switches import SUB_PLANES
 from xdeepserve.hw.topology import Plane
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import resolve_model
+from xdeepserve.planner.decode_run import decode_iteration
 
 PUSHED = frozenset({"FusedDispatch", "FusedCombine"})
 EXCHANGES = PUSHED | {"A2E", "E2A", "crossing"}
 DECODE = frozenset(
-    {"Table 4", "stream 1", "layer", "a layer's gain", "gains", "streams of batch 8", "time per token"}
+    {
+        "Table 4",
+        "stream 1",
+        "layer",
+        "a layer's gain",
+        "gains",
+        "streams of batch 8",
+        "time per token",
+        "EPLB",
+    }
 )
-PREFILL = frozenset({"prefill", "prefill's gain"})
+PREFILL = frozenset({"prefill", "prefill's gain", "Figure 23"})
+FETCHED = frozenset({"prefill's gain", "send and receive", "dispatch beside KV", "Figure 23"})
+PODS = frozenset({"pod of 288", "pod of 768"})
 
 
 class Formulas(NamedTuple):
@@ -61,6 +83,13 @@ class Formulas(NamedTuple):
     def pulled_layer(self) -> LayerCost:
         """xDeepServe's, whose exchanges pull."""
         return self.decode(self.config, self.spec, self.pull, self.shares_hbm, self.tiles)
+
+    @property
+    def prefill(self) -> PrefillCost:
+        """CloudMatrix's."""
+        return PrefillCost(
+            self.config, unabsorbed=self.unabsorbed, comm=self.pull, spec=self.spec, hides=self.hides
+        )
 
 
 class _FixedSplit(LayerCost, frozen=True):
@@ -134,40 +163,42 @@ MECHANISMS = (
     Mechanism(
         "cores of an operator meet",
         lambda: without(core_meeting=0),
-        DECODE | {"FusedDispatch", "A2E", "E2A", "crossing", "prefill's gain"},  # KV's port lets others meet
+        DECODE
+        | PODS
+        | {"FusedDispatch", "A2E", "E2A", "crossing", "prefill's gain"},  # KV's port lets others meet
     ),
     Mechanism(
         "fields are posted and noted one by one",
         lambda: without(piece_overhead=0, field_poll=0),
-        DECODE | EXCHANGES - {"crossing"} | {"prefill's gain", "dispatch beside KV"},
+        DECODE | PODS | EXCHANGES - {"crossing"} | {"prefill's gain", "dispatch beside KV"},
     ),
     Mechanism(
         "a message takes its time at a port",
         lambda: without(exchange_copy=0),
-        DECODE | EXCHANGES - {"crossing"} | {"prefill's gain", "dispatch beside KV"},
+        DECODE | PODS | EXCHANGES - {"crossing"} | {"prefill's gain", "dispatch beside KV"},
     ),
     Mechanism("routing is uneven", _even, DECODE | EXCHANGES - {"A2E"} | {"prefill's gain"}),
     Mechanism(
         "servers are apart",
         lambda: without(inter_server_loss=0, inter_server_latency=0),
-        DECODE | EXCHANGES - {"crossing"} | {"prefill's gain", "send and receive", "dispatch beside KV"},
+        DECODE | PODS | EXCHANGES - {"crossing"} | FETCHED,
     ),
     Mechanism(
         "messages are spread over sub-planes",
-        _one_sub_plane,
-        DECODE | EXCHANGES - {"crossing"} | {"prefill's gain", "send and receive", "dispatch beside KV"},
+        _one_sub_plane,  # which dispatch and combine of a pod know by another parameter, A2E by bandwidth
+        DECODE | {"pod of 768"} | EXCHANGES - {"crossing"} | FETCHED,
     ),
-    Mechanism("serving waits for the slowest", lambda: without(barrier_stretch=1), DECODE),
+    Mechanism("serving waits for the slowest", lambda: without(barrier_stretch=1), DECODE | PODS),
     # 2. What is shared
     Mechanism(
         "an attention die has few cores to spare",
         lambda: without(attention_cores=48),
-        frozenset({"A2E", "E2A"}),
+        frozenset({"A2E", "E2A", "pod of 768"}),
     ),
     Mechanism(
         "a vector core moves so many bytes",
         lambda: without(mte_bandwidth=1e15),
-        frozenset({"send and receive", "A2E", "E2A"}),
+        frozenset({"send and receive", "A2E", "E2A", "pod of 768"}),
     ),
     Mechanism(
         "streams share HBM",  # those of CloudMatrix's batches read weights while the other one exchanges
@@ -191,11 +222,11 @@ MECHANISMS = (
         lambda: whole()._replace(tiles="BNSD"),
         DECODE - {"stream 1"} | {"stream 0"},
     ),
-    Mechanism("attention is BF16", _int8_attention, DECODE - {"stream 1"} | {"stream 0"}),
+    Mechanism("attention is BF16", _int8_attention, DECODE - {"stream 1"} | {"stream 0"} | PODS),
     Mechanism(
         "attention keeps a share of its peak",
         lambda: without(compute_efficiency=1),
-        DECODE - {"stream 1"} | {"stream 0", "A2E"} | PREFILL,  # vector cores keep that share, too
+        DECODE - {"stream 1"} | {"stream 0", "A2E"} | PREFILL | PODS,  # vector cores keep that share, too
     ),
     Mechanism(
         "two streams go side by side",
@@ -203,8 +234,16 @@ MECHANISMS = (
         frozenset({"Table 4", "layer", "a layer's gain", "gains"}),
     ),
     # 4. Prefill
-    Mechanism("prefill's exchanges hide behind its kernels", lambda: whole()._replace(hides=False), PREFILL),
-    Mechanism("prefill's attention is not absorbed", lambda: whole()._replace(unabsorbed=False), PREFILL),
+    Mechanism(
+        "prefill's exchanges hide behind its kernels",
+        lambda: whole()._replace(hides=False),
+        PREFILL,
+    ),
+    Mechanism(
+        "prefill's attention is not absorbed",
+        lambda: whole()._replace(unabsorbed=False),
+        PREFILL,
+    ),
 )
 
 
@@ -212,15 +251,7 @@ def groups(machine: Formulas) -> dict[str, list[Row]]:
     """Rows by what they are of."""
     exchanges, layer = comm.exchanges(machine.push), machine.layer
     decode, a2e = superpod.formulas(layer), comm.a2e(machine.pull)
-    prefill = prefill_formula.rows(
-        PrefillCost(
-            machine.config,
-            unabsorbed=machine.unabsorbed,
-            comm=machine.pull,
-            spec=machine.spec,
-            hides=machine.hides,
-        )
-    )
+    prefill = prefill_formula.rows(machine.prefill)
 
     def named(rows: Iterable[Row], *prefixes: str) -> list[Row]:
         return [row for row in rows if row.name.startswith(prefixes)]
@@ -242,7 +273,9 @@ def groups(machine: Formulas) -> dict[str, list[Row]]:
         "gains": [*pipelines.gains_by_formula(layer), *paper_rows.gains_by_drafts(layer)],
         "a layer's gain": list(paper_rows.microbatches(layer)),
         "time per token": list(paper_rows.latency_by_drafts(machine.pulled_layer)),
+        "EPLB": [expert_skew.gain(machine.pulled_layer)],
         "prefill": named(prefill, "cm.t2/"),
+        "Figure 23": ems.caching(prefill=machine.prefill),
         "prefill's gain": named(prefill, "cm.mb.prefill"),
     }
 
@@ -258,11 +291,37 @@ def _beside_kv(machine: Formulas) -> Row:
     return Row("interference/ub/dispatch", time / 1000, "us", "predicted")
 
 
+def pods(machine: Formulas) -> dict[str, list[Row]]:
+    """xDeepServe's two deployments, simulated, of a model with one layer of experts: what does not hang on
+    parameters or on the model alone is a setting of runs, and stays as it is."""
+    model = copy.copy(resolve_model(superpod.MODEL))
+    dense = model.config.first_k_dense_replace
+    model.config = msgspec.structs.replace(
+        machine.config,
+        num_hidden_layers=dense + 1,
+        int8_attention=frozenset(range(dense + 2)) & machine.config.int8_attention,
+    )
+    found = {}
+    for group, deployment, batch in (
+        ("pod of 288", superpod.colocated_deployment(288, superpod.BATCH_288), superpod.BATCH_288),
+        ("pod of 768", superpod.SUPERPOD, superpod.BATCH_768),
+    ):
+        timing = TimingConfig(acceptance=superpod.XDS_ACCEPTANCE)
+        run = decode_iteration(model, deployment, superpod.CONTEXT, batch, timing, spec=machine.spec)
+        found[group] = [Row(f"ablation/{group}/iteration", run.iteration_ns / 1e6, "ms", "predicted")]
+    return found
+
+
+def all_rows(machine: Formulas) -> dict[str, list[Row]]:
+    """All groups."""
+    return groups(machine) | pods(machine)
+
+
 def all_changes() -> list[Shift]:
-    """Every group that shifts, or should, without each mechanism."""
-    before, found = groups(whole()), []
+    """Every group that shifts, or should, without each mechanism; three minutes."""
+    before, found = all_rows(whole()), []
     for mechanism in MECHANISMS:
-        for group, rows in groups(mechanism.off()).items():
+        for group, rows in all_rows(mechanism.off()).items():
             moves = [
                 100 * (after.value / row.value - 1) for row, after in zip(before[group], rows, strict=True)
             ]

@@ -157,10 +157,10 @@ class Reuse(NamedTuple):
     vpc_ms: float
 
 
-def reuse(share: float, fixed_share: float = FIXED_SHARE) -> Reuse:
+def reuse(share: float, fixed_share: float = FIXED_SHARE, prefill: PrefillCost | None = None) -> Reuse:
     """The time of Table 2's prefill, of which reuse leaves a fixed share and that of the other tokens, and
     what fetching adds to it: dies' DMA over UB, or a server's card of VPC for all its chips."""
-    prefill = PrefillCost(resolve_model(MODEL).config)
+    prefill = prefill or PrefillCost(resolve_model(MODEL).config)
     spec, nbytes = prefill.spec, share * KV_NBYTES
     line = prefill.batch_ns() * (fixed_share + (1 - share) * (1 - fixed_share))
     ub = spec.startup_ns("dma") + spec.link_ns(0, 0, nbytes / DIES_PER_CHIP)
@@ -168,9 +168,9 @@ def reuse(share: float, fixed_share: float = FIXED_SHARE) -> Reuse:
     return Reuse((line + ub) / 1e6, (line + vpc) / 1e6)
 
 
-def caching(fixed_share: float = FIXED_SHARE) -> list[Row]:
+def caching(fixed_share: float = FIXED_SHARE, prefill: PrefillCost | None = None) -> list[Row]:
     """The text of Figure 23."""
-    base, some, half, most = (reuse(share, fixed_share) for share in (0.0, 0.125, 0.5, 0.9))
+    base, some, half, most = (reuse(share, fixed_share, prefill) for share in (0.0, 0.125, 0.5, 0.9))
     return [
         Row("cm.cc.ttft/reuse=50%", base.ub_ms - half.ub_ms, "ms", "calibrated"),
         Row("cm.cc.ttft/reuse=90%", base.ub_ms - most.ub_ms, "ms", "calibrated"),

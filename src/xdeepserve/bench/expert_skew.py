@@ -8,6 +8,8 @@ decode takes what its hottest die does. The batch is not published: it is that o
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import numpy.typing as npt
 
@@ -41,14 +43,26 @@ def loads(num_experts: int, hottest: float) -> npt.NDArray[np.float64]:
 def rows() -> list[Row]:
     """Experts above the mean; and how much less a forward pass takes with replicas."""
     load = loads(EP288.routed, HOTTEST)
-    native, balanced = hottest_over_mean(load, 0), hottest_over_mean(load, 1)
-    gain = 100 * (1 - layer_ns(balanced) / layer_ns(native))
+    native, balanced = hottest()
     return [
         Row("xds.eplb.skew", 100 * float(np.mean(load > 1)), "%", "predicted"),
-        Row("xds.eplb.gain", gain, "%", "predicted"),
+        gain(),
         Row("experts/hottest die/primaries", native, "x", "predicted", "over the mean of dies with experts"),
         Row("experts/hottest die/one slot a die", balanced, "x", "predicted"),
     ]
+
+
+@functools.cache
+def hottest() -> tuple[float, float]:
+    """The hottest die over the mean, without replicas and with one slot for them on each die."""
+    load = loads(EP288.routed, HOTTEST)
+    return hottest_over_mean(load, 0), hottest_over_mean(load, 1)
+
+
+def gain(cost: LayerCost | None = None) -> Row:
+    """How much less a layer takes with replicas."""
+    native, balanced = (layer_ns(each, cost) for each in hottest())
+    return Row("xds.eplb.gain", 100 * (1 - balanced / native), "%", "predicted")
 
 
 def hottest_over_mean(load: npt.NDArray[np.float64], slots: int) -> float:
@@ -62,9 +76,9 @@ def hottest_over_mean(load: npt.NDArray[np.float64], slots: int) -> float:
     return hottest_die(counts, primary, held, base) / float(counts.mean())
 
 
-def layer_ns(hottest: float) -> float:
+def layer_ns(hottest: float, cost: LayerCost | None = None) -> float:
     """A layer of decode, if so many times the mean come to one die: at its port, and for its experts."""
-    cost = LayerCost(resolve_model(MODEL).config, comm=CommCost())
+    cost = cost or LayerCost(resolve_model(MODEL).config, comm=CommCost())
     load, c = Load(requests=BATCH_288, rows=2, context=CONTEXT), cost.config
     received = load.requests * load.rows * c.num_experts_per_tok * EP288.total / EP288.routed
     even = cost.spec.barrier_stretch.value  # what ordinary imbalance is billed as

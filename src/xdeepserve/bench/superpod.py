@@ -168,6 +168,9 @@ def disaggregated_deployment(domains: int, dies: int, routed: int, shared: int, 
     )
 
 
+SUPERPOD = disaggregated_deployment(DOMAINS, 160, 256, 32, BATCH_768)  # XDS 7.1
+
+
 def simulate(deployment: Deployment, batch: int, trace: Path | bool = False) -> DecodeRun:
     """One decode iteration of DeepSeek-R1."""
     timing = TimingConfig(acceptance=XDS_ACCEPTANCE)
@@ -195,7 +198,7 @@ def disaggregated(trace: Path | None = None) -> list[Row]:
     Their forward time has the scheduler's gap in it; an attention stage ends with the output projection,
     which the paper does not name.
     """
-    run = simulate(disaggregated_deployment(DOMAINS, 160, 256, 32, BATCH_768), BATCH_768, trace or True)
+    run = simulate(SUPERPOD, BATCH_768, trace or True)
     forward = run.iteration_ns / 1e6 + GAP_MS
     tpot = forward / (1 + XDS_ACCEPTANCE)
     stages = ("MLAProlog", "MLA", "OProj", "Gate", "A2E")

@@ -151,7 +151,9 @@ def run(args: argparse.Namespace) -> int:
     if args.fits:
         return _tell_fits(args)
     if args.ablations:
-        ablations.print_changes(ablations.all_changes(), args.json)
+        with working("bench papers --ablations"):
+            changes = ablations.all_changes()
+        ablations.print_changes(changes, args.json)
         return 0
     if args.plot is not None:
         comm.pyplot()  # before half a minute of work
