@@ -396,7 +396,7 @@ REFUSED = [
     (["services.batch_timeout_us=-1"], "services.batch_timeout_us must be 0 or"),
     (["services.patience=3"], "unknown setting services.patience"),
     (["exchange=push"], "exchange=push waits for a flag of every die"),
-    (["lockstep=true"], "lockstep is for"),
+    (["lockstep=true"], "expert services take each client by itself"),
     (["tp=2"], "tp is no setting of eaas, which has attention, experts, services"),
 ]
 

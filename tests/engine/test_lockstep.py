@@ -553,7 +553,7 @@ def test_a_push_that_does_not_come_is_an_error(
 @pytest.mark.parametrize(
     ("model", "deployment", "override", "reason"),
     [
-        ("tiny-random", "pd", "lockstep=true", "lockstep is for monolithic, colocated, .*, not for pd"),
+        ("tiny-random", "eaas", "lockstep=true", "expert services take each client by itself"),
         ("tiny-random", "superpod", "mtp=0", "experts.routed_dies=256 is more than the model's 16"),
         ("tiny-r1", "superpod", "fabric=ub", "UB does not leave the pod"),
         ("tiny-r1", "superpod", "attention.dies=161", "a SuperPod has 768 dies, this deployment needs 771"),

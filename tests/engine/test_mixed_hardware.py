@@ -81,7 +81,7 @@ def test_a_faster_device_takes_less_of_its_own_half_alone() -> None:
         (
             "eaas",
             ["experts.hardware=h20"],
-            "have them apart, not eaas",
+            "clients of expert services write and read themselves",
         ),
         ("moe-attention", ["experts.hardware=h21"], "experts.hardware must be one of"),
         ("moe-attention", ["experts.cold_tokens=-1"], "must not be negative"),

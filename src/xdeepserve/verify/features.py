@@ -92,10 +92,15 @@ FEATURES = (
     Feature("A2E by URMA", ("attention.carrier=urma",)),
     Feature("experts on other hardware (M2N)", ("attention.hardware=h20", "experts.hardware=l40s")),
     Feature("experts without barriers (dataflow)", ("dataflow=true",)),
+    Feature("dies as one (lockstep)", ("lockstep=true",)),
     Feature("statuses of DP groups by all-gather", (GATHER,), GATHER_IN_PREFILL),
+    Feature("statuses of DP groups from time to time", ("scheduler.status_period=0.001",)),
+    Feature("2 job executors", ("scheduler.job_executors=2",)),
+    Feature("2 prefill TEs", ("prefill.count=2",)),
     Feature("steps planned ahead", ("execution.overlap=true",)),
     Feature("operator by operator", ("execution.mode=op",)),
     Feature("KV by layer", ("transfer=layer",)),
+    Feature("KV by send and receive", ("transfer_over=send-receive",)),
     Feature("KV over RoCE", ("fabric=roce",)),
     Feature("prefill on Ascend 910B", ("prefill.hardware=910b",)),
     Feature("blocks in the host's memory", HOST),
@@ -108,6 +113,7 @@ MODES = (
     ServingMode("colocated, lockstep", "colocated", ("dies=4", "lockstep=true")),
     ServingMode("colocated, time only", "colocated", ("dies=4",), True),
     ServingMode("pd", "pd"),
+    ServingMode("pd, lockstep", "pd", ("lockstep=true",)),
     ServingMode("pd, time only", "pd", (), True),
     ServingMode("moe-attention", "moe-attention"),
     ServingMode("moe-attention, lockstep", "moe-attention", ("lockstep=true",)),
@@ -118,6 +124,8 @@ MODES = (
     ServingMode("eaas, time only", "eaas", (), True),
     ServingMode("transformerless", "transformerless"),
     ServingMode("transformerless, lockstep", "transformerless", ("lockstep=true",)),
+    ServingMode("transformerless, dataflow", "transformerless", ("dataflow=true",)),
+    ServingMode("transformerless, time only", "transformerless", (), True),
 )
 
 

@@ -123,6 +123,7 @@ def _expert_dies(few: int) -> list[Case]:
         Case("moe-attention", "dataflow, dies wake in order 1", ("dataflow=true",), clock_seed=1),
         Case("transformerless", "dataflow, stragglers", ("dataflow=true", LATE), crowded=True),
         Case("moe-attention", "in lockstep", ("lockstep=true",)),
+        Case("pd", "decode in lockstep", ("lockstep=true",)),
         Case("transformerless", "in lockstep, among others", together, crowded=True),
         *(
             Case("moe-attention", f"in lockstep, {variant}", ("lockstep=true", *overrides))

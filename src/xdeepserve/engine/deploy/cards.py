@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from xdeepserve.engine.deploy.deployment import AttentionConfig, Carrier, Deployment, ExpertConfig
-from xdeepserve.engine.deploy.roles import DEPLOYMENTS
+from xdeepserve.engine.deploy.roles import DEPLOYMENTS, has_services
 
 
 def devices_of(d: Deployment) -> tuple[str, str]:
@@ -27,7 +27,12 @@ def reasons_against(d: Deployment) -> list[str]:
         if device != "cm384"
     )
     has_steps = any("away-and-back" in row.turns for row in DEPLOYMENTS[d.kind])
-    if is_mixed and not has_steps:
+    if is_mixed and has_services(d.kind):
+        reasons.append(
+            f"{names}: clients of expert services write and read themselves, and M2N's messages are taken by "
+            "who receives them"
+        )
+    elif is_mixed and not has_steps:
         reasons.append(f"{names}: only moe-attention and transformerless have them apart, not {d.kind}")
     elif is_mixed and carrier != "rdma":
         reasons.append(f"{names}: no UB leads there; attention.carrier={carrier} needs it, rdma does not")

@@ -55,8 +55,8 @@ def reasons_against_services(d: Deployment, num_experts: int, num_servers: int) 
         )
     if copies and experts.redundant_slots:
         reasons.append(
-            "experts.copies are there from the start, and experts.redundant_slots are filled as load asks: "
-            "choose one"
+            "experts.copies stay where they are, so that any lost server is covered, and "
+            "experts.redundant_slots are filled as load asks: choose one"
         )
     if experts.vacancies < 0:
         reasons.append(f"experts.vacancies must not be negative, found {experts.vacancies}")
@@ -89,6 +89,11 @@ def reasons_against_services(d: Deployment, num_experts: int, num_servers: int) 
     return reasons
 
 
+IN_A_GROUP = (
+    ": where a group waits for every die no copy stands in for a lost one; experts.redundant_slots share load"
+)
+
+
 def reasons_elsewhere(d: Deployment) -> list[str]:
     """Settings of services in a deployment without any."""
     experts = d.experts or ExpertConfig()
@@ -96,7 +101,7 @@ def reasons_elsewhere(d: Deployment) -> list[str]:
         return []
     given = {key: getattr(experts, key) for key in ("counts", "copies", "vacancies", "transport", "monitor")}
     return [
-        f"experts.{key} is for experts that are services (eaas)"
+        f"experts.{key} is for experts that are services (eaas){IN_A_GROUP if key == 'copies' else ''}"
         for key, value in given.items()
         if value not in (None, 0, "pod")
     ]

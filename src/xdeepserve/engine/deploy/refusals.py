@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from xdeepserve.engine.deploy.deployment import Deployment, ExpertConfig, PipelineConfig
-from xdeepserve.engine.deploy.roles import DEPLOYMENTS, has_prefill, in_lockstep
+from xdeepserve.engine.deploy.roles import DEPLOYMENTS, has_prefill, has_services, in_lockstep
 from xdeepserve.errors import abridged
 from xdeepserve.hw.atlas import atlas_a2
 from xdeepserve.hw.spec import Spec
@@ -135,7 +135,11 @@ def _against_send_receive(d: Deployment) -> list[str]:
 def reasons_against_lockstep(d: Deployment, config: ModelConfig) -> list[str]:
     """Why no dies of a deployment can run as one, in lockstep."""
     row, reasons = in_lockstep(d.kind), []
-    if row is None:
+    if has_services(d.kind):
+        reasons.append(
+            "lockstep takes all dies through a stage at once, and expert services take each client by itself"
+        )
+    elif row is None:
         kinds = ", ".join(kind for kind in DEPLOYMENTS if in_lockstep(kind))
         reasons.append(f"lockstep is for {kinds}, not for {d.kind}")
     if d.dataflow:

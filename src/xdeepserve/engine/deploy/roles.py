@@ -81,7 +81,7 @@ LISTED = tuple(
 DEPLOYMENTS: dict[Kind, tuple[TEKind, ...]] = {
     "monolithic": (MONOLITHIC,),
     "colocated": (COLOCATED,),
-    "pd": (PREFILL._replace(can_share=True), DECODE._replace(can_share=True)),
+    "pd": (PREFILL._replace(can_share=True), DECODE._replace(can_share=True, lockstep="asked")),
     "moe-attention": (APART,),
     "transformerless": (PREFILL, DECODE_APART),
     "eaas": (WITH_SERVICES,),
