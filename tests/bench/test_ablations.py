@@ -14,13 +14,13 @@ from xdeepserve.cli import main
 
 @pytest.mark.parametrize("mechanism", ablations.MECHANISMS, ids=lambda each: each.name)
 def test_a_mechanism_changes_its_rows_and_no_others(mechanism: ablations.Mechanism) -> None:
-    assert changed(ablations.groups, mechanism) == mechanism.groups - ablations.PODS
+    assert changed(ablations.groups, mechanism) == mechanism.groups - ablations.SIMULATED
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("mechanism", ablations.MECHANISMS, ids=lambda each: each.name)
-def test_and_its_pods(mechanism: ablations.Mechanism) -> None:
-    assert changed(ablations.pods, mechanism) == mechanism.groups & ablations.PODS
+def test_and_what_is_simulated(mechanism: ablations.Mechanism) -> None:
+    assert changed(ablations.simulated, mechanism) == mechanism.groups & ablations.SIMULATED
 
 
 def changed(
@@ -37,15 +37,20 @@ def changed(
 
 def test_every_group_is_some_mechanisms() -> None:
     whole = ablations.groups(ablations.whole())
-    assert frozenset().union(*(each.groups for each in ablations.MECHANISMS)) == {*whole, *ablations.PODS}
+    assert frozenset().union(*(each.groups for each in ablations.MECHANISMS)) == {
+        *whole,
+        *ablations.SIMULATED,
+    }
     assert all(whole.values())
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ablations, "pods", lambda machine: {})  # which take three minutes
+    monkeypatch.setattr(ablations, "simulated", lambda machine: {})  # which take three minutes
     assert main(["bench", "papers", "--ablations", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["ablations"]
-    assert {one["mechanism"] for one in found} == {each.name for each in ablations.MECHANISMS}
+    assert {one["mechanism"] for one in found} == {
+        each.name for each in ablations.MECHANISMS if each.groups - ablations.SIMULATED
+    }
     assert all(one["expected"] and one["percent"] for one in found)
     assert main(["bench", "papers", "--ablations"]) == 0
     out = capsys.readouterr().out
