@@ -276,7 +276,7 @@ class TE:
                 except GlitchError as error:
                     await self._roll_back(error)
                 except DeadlineError:
-                    if not self.clients.go_on_without(self.health.ranks("lost")):
+                    if not self.clients.go_on_without(self.health.ranks("lost") or self._copying):
                         raise
         except Exception as error:
             self.fail(error)
@@ -334,10 +334,17 @@ class TE:
         for program in self.expert_programs:
             program.mem.doorbell.write(program.die.memory, value)
 
+    @property
+    def _copying(self) -> list[int]:
+        """Groups that wait for a transfer or a copy of theirs, and owe no other answer meanwhile."""
+        there = (g for g in self.groups if not self.health.is_given_up(g.rank))
+        moves = (g for g in there if g.places.has_transfers or (g.rtc.is_moving and not g.places.reserved))
+        return [group.rank for group in moves]
+
     async def _rest(self) -> None:
         """Nothing can run. Wait for a transfer to end if one is under way, else for news from outside."""
         groups = self.groups
-        if any(g.places.has_transfers or (g.rtc.is_moving and not g.places.reserved) for g in groups):
+        if self._copying:
             await self.hear(self._clock.now + self.health.lost_ns)
         elif self.te_shell.has_work and not any(g.handover.sending or g.places.reserved for g in groups):
             raise XDeepServeError(f"{self.sizes.name}: there is work, but none of it can run")
