@@ -173,11 +173,15 @@ class Gang(ABC):
     # ---- the run ------------------------------------------------------------------------------------
 
     def _begin(self, shares: Sequence[Share], came: np.ndarray) -> np.ndarray:
+        self.find_tables()
+        return self.run(shares, came)
+
+    def find_tables(self) -> None:
+        """Find the addresses of all that kernels need; once, when the memories are real."""
         if not self._is_ready:
             self._find_layers()
             self.prepare()
             self._is_ready = True
-        return self.run(shares, came)
 
     def _find_layers(self) -> None:
         """Find the addresses of buffers and weights; once, when the memories are real."""

@@ -88,7 +88,7 @@ class MetExchanges(ColocatedGang):
         if overlaps:
             self.spaces = [executor.mem.layer_workspace(part) for executor in executors]
         self.lane = f"XCCL microbatch {part}" if overlaps else "XCCL"
-        self.part, self._meetings = part, dict[tuple[str, int], Meeting[int]]()
+        self.part, self._meetings = part, dict[tuple[str, int], Meeting[None]]()
         self.cuts = np.zeros((len(executors), 2), np.int64)
         self.inputs = np.zeros((len(executors), a.NUM_INPUTS), np.int64)
 
@@ -102,8 +102,8 @@ class MetExchanges(ColocatedGang):
         """The rows of a die that comes to a dispatch."""
         self.cuts[rank, 1], self.inputs[rank, a.H] = len(h), tables.address(h)
 
-    async def meet(self, op: Op, rank: int, at: int, event: int) -> Meeting[int]:  # type: ignore[override]
-        """Of a die, in pass `at` of a step; returns when the exchange has ended."""
+    async def take_part(self, op: Op, rank: int, at: int, event: int) -> Meeting[None]:
+        """Of a die, in pass `at` of a step; the meeting, which has ended."""
         key = (op, event)
         if key not in self._meetings:
             timeout_ns, name = self.executors[0].mem.sizes.exchange_timeout_ns, self.ops[op == "combine"]
@@ -119,16 +119,13 @@ class MetExchanges(ColocatedGang):
         """Nobody is in a meeting any more."""
         self._meetings.clear()
 
-    def _settle(self, key: tuple[Op, int], at: int) -> tuple[float, int]:
-        """All have come: the bytes, and what they take; the pass."""
-        (op, event), clock = key, self._clock
+    def _settle(self, key: tuple[Op, int], at: int) -> tuple[float, None]:
+        """All have come: the bytes, and what they take."""
+        op, event = key
         del self._meetings[key]
         for die in self.dies:  # one may have been lost since it came
             die.check_alive()
-        if not self._is_ready:
-            self._find_layers()
-            self.prepare()
-            self._is_ready = True
+        self.find_tables()
         calls: list[Call] = [self._combine(at, event)]
         if op == "dispatch":
             calls = [self._dispatch(event), self._run_experts(at, event)]
@@ -137,8 +134,8 @@ class MetExchanges(ColocatedGang):
         which = int(op == "combine")
         self.check(self.faults[at][which], self.ops[which], "rank", event)
         slowness = max(die.slowness for die in self.dies)
-        wait_ns = max(0, self._free_ns() - clock.now)
-        return wait_ns + slowness * self.exchange_ns(op, int(self.cuts[:, 1].max())), at
+        wait_ns = max(0, self._free_ns() - self._clock.now)
+        return wait_ns + slowness * self.exchange_ns(op, int(self.cuts[:, 1].max())), None
 
 
 class PushedMetExchanges(MetExchanges, PushingGang):
@@ -151,7 +148,6 @@ class MetExchange:
     def __init__(self, gang: MetExchanges, executor: Executor, runner: Runner) -> None:
         self._gang, self._rank, self._runner, self._die = gang, executor.rank, runner, executor.die
         self._pass_at = {id(cache): at for at, cache in enumerate(executor.caches)}
-        self._num_slots = len(executor.mem.slots)
         self._place: dict[str, int] = {}
 
     def at(self, place: dict[str, int]) -> None:
@@ -166,8 +162,8 @@ class MetExchange:
         """How many rows came for this rank's experts, which have treated them."""
         gang, mine = self._gang, self._runner.frame.mine
         gang.bring(self._rank, mine)
-        at = await self._meet("dispatch", event_id)
-        return received(int(gang.received[at, self._rank].sum()), mine.shape[1])
+        await self._meet("dispatch", event_id)
+        return received(int(gang.received[self._at, self._rank].sum()), mine.shape[1])
 
     async def combine(self, expert_out: Array, topk_weights: Array, event_id: int) -> Array:
         """The answers [T, K, H] to the rank's own tokens, or their sums [T, H], as a shape: they have been
@@ -183,9 +179,13 @@ class MetExchange:
         counts = self._gang.billed(self._rank, received, self._gang.cuts[:, 1])
         return counts.copies, counts.touched, counts.shared
 
-    async def _meet(self, op: Op, event: int) -> int:
+    @property
+    def _at(self) -> int:
+        """The pass through a layer that the rows are in."""
+        return self._pass_at[id(self._runner.frame.cache)]
+
+    async def _meet(self, op: Op, event: int) -> None:
         gang, start = self._gang, self._die.clock.now
-        meeting = await gang.meet(op, self._rank, self._pass_at[id(self._runner.frame.cache)], event)
+        meeting = await gang.take_part(op, self._rank, self._at, event)
         self._die.trace.span(self._die.index, gang.lane, meeting.op, start, self._die.clock.now, self._place)
         meeting.draw([die.index for die in gang.dies], self._rank, self._die, gang.lane)
-        return meeting.value
