@@ -107,11 +107,13 @@ def deployed(*settings: str, seats: Sequence[int] = ()) -> Iterator[Deployed]:
 
 @contextmanager
 def served(there: Deployed) -> Iterator[openai.OpenAI]:
-    where = ("--set", f"experts.monitor={there.address}", "--port", "0")
-    serve = Command("serve", "--deployment", "eaas", *there.settings, *where)
+    settings = (*there.settings, "--set", f"experts.monitor={there.address}")
+    serve = Command("serve", "--deployment", "eaas", *settings, "--port", "0")
     try:
         address = serve.says("listening on")
-        yield openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
+        where = {"base_url": f"{address}/v1", "api_key": "none"}
+        with openai.OpenAI(**where, max_retries=0, timeout=PATIENCE_S) as client:
+            yield client
         assert serve.end(signal.SIGTERM) == 0, serve.lines
     finally:
         serve.process.kill()
@@ -184,23 +186,28 @@ class Load:
 def soak(
     there: Deployed, seats: list[int], vacancy: int, seconds: float, tell: Callable[[str], None]
 ) -> None:
-    """Kill one of `seats` and start it again, in turn, for so long; one joins at `vacancy`, one leaves."""
+    """Kill one of `seats` and start it again, in turn, for so long; one joins at `vacancy`, one leaves.
+
+    What is lost while a server is away is told apart from what it takes to start its process, which shares
+    this computer's processors with all others.
+    """
     texts = expected()
     with served(there) as client:
         load = Load(client, texts)
         try:
             tell(f"before: {load.during(seconds / 6, 8):.0f} tokens/s")
-            begin, kills = time.monotonic(), 0
+            begin, kills, away = time.monotonic(), 0, []
             while kills < 2 or time.monotonic() - begin < seconds * 4 / 6:
                 name = f"s{seats[kills % len(seats)]}"
                 there.servers[name].end(signal.SIGKILL)
                 there.monitor.says(f"server {name} at seat {name[1:]} is gone", kills // len(seats) + 1)
-                load.during(1.0, 2)  # nobody is there
+                away.append(load.during(seconds / 60, 2))  # nobody is there
                 there.server(name, "--seat", name[1:]).says("serves")
                 load.during(1.0, 2)
                 kills += 1
                 if kills == 1:
                     there.server("joiner", "--seat", str(vacancy)).says("serves")
+            tell(f"with one away: {sum(away) / len(away):.0f} tokens/s")
             tell(f"during: {load.rate(begin, time.monotonic()):.0f} tokens/s, {kills} servers killed")
             assert there.servers["joiner"].end(signal.SIGTERM) == 0  # it leaves
             there.monitor.says(f"server joiner at seat {vacancy} is gone")
