@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from xdeepserve.jit.compiling import kernel, part, tile_part
+from xdeepserve.jit.compiling import kernel, part, register_floats, tile_part
 from xdeepserve.model import canonical as c
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.kernels.gemm_matrix import int8_by_matrix_unit
@@ -46,7 +46,8 @@ F32_ROWS = min(8, TALLEST)
 WIDE = 2  # column groups of an INT8 tile
 CHUNK = 1024  # rows of weights, if there is more than one tile of rows to use them
 NEAR = 1 << 18  # bytes of INT8 rows that are computed together: they stay in the second-level cache
-FEW, FEW_F32 = 4, 1  # rows that have no need for weights before their turn
+# Rows that have no need for weights before their turn. Four keep a wide tile busy, if registers hold it.
+FEW, FEW_F32 = 3 if register_floats() == 512 else 4, 1
 ALL_ROWS = np.empty(0, np.int32)  # `bounds` of a GEMM that is not grouped by rows
 NO_SCALE = np.empty(0, np.float32)
 PARTIAL_TILES = 3  # sums of a tree over canonical.TP_BLOCKS blocks that wait for their neighbour at a time

@@ -3,8 +3,7 @@
 The rows are rounded first, as many at a time as stay in the second-level cache with what they are multiplied
 by. Tiles of 4 x 2 vectors where there is room for them, each a chain of even k, one of odd k and their sum:
 24 registers. One load of weights gives 32 numbers, and each number of x two multiply-adds; so the
-multiply-adds are the limit. A few rows wait for weights instead: their tiles are tall, 8 x 1, so that these
-come from memory once and in the order in which they lie.
+multiply-adds are the limit, from four rows on.
 
 Where tiles are two column groups wide, a thread's last one of an odd number goes with the one before it once
 more, or with itself if there is none: that leaves the same bits.
@@ -22,7 +21,6 @@ from xdeepserve.model.canonical import Array
 from xdeepserve.model.kernels.exact_tiles import (
     EXACT_CHUNK,
     ROWS,
-    TALL,
     WIDE,
     add_chunk,
     entering_row,
@@ -35,7 +33,6 @@ from xdeepserve.model.kernels.tiles import add_tiles, load_tile, store_tile, zer
 from xdeepserve.model.kernels.vector_math import take
 from xdeepserve.model.packing import COLUMNS, PAIR
 
-FEW_ROWS = 8  # that wait for weights: these are read in the order in which they lie, all rows at once
 ALONE = 2  # rows that have no need for weights before their turn
 NEAR = 1 << 16  # numbers of rounded rows that are computed together
 
@@ -68,7 +65,6 @@ def _exact_tile(mr: int, nr: int) -> Any:
 
 
 _wide_rows, _wide_2, _wide_1 = (_exact_tile(mr, WIDE) for mr in (ROWS, 2, 1))
-_tall_rows, _tall_4, _tall_2, _tall_1 = (_exact_tile(mr, 1) for mr in (TALL, 4, 2, 1))
 
 
 @part
@@ -90,30 +86,6 @@ def _wide_group(out, o, ldo, x, ldx, rows, w, j, ldw, ahead, k_size, num_blocks,
 
 
 @part
-def _tall_group(out, o, ldo, x, ldx, rows, w, j, ahead, k_size, num_blocks, partial, count):
-    """At most FEW_ROWS of one column group."""
-    m = 0
-    while m + TALL <= rows:
-        to, at = o + m * ldo, m * ldx
-        _tall_rows(out, to, ldo, x, at, ldx, w, j, 0, ahead, k_size, num_blocks, partial, count)
-        m += TALL
-        ahead = 0
-    if m + 4 <= rows:
-        to, at = o + m * ldo, m * ldx
-        _tall_4(out, to, ldo, x, at, ldx, w, j, 0, ahead, k_size, num_blocks, partial, count)
-        m += 4
-        ahead = 0
-    if m + 2 <= rows:
-        to, at = o + m * ldo, m * ldx
-        _tall_2(out, to, ldo, x, at, ldx, w, j, 0, ahead, k_size, num_blocks, partial, count)
-        m += 2
-        ahead = 0
-    if m < rows:
-        to, at = o + m * ldo, m * ldx
-        _tall_1(out, to, ldo, x, at, ldx, w, j, 0, ahead, k_size, num_blocks, partial, count)
-
-
-@part
 def _round_rows(rounded, width, x, start, ldx, rows, size, w):
     """rounded [rows, width] = the factors of the first `size` of each row from x[start], then zeros."""
     for m in range(rows):
@@ -128,7 +100,7 @@ def _round_rows(rounded, width, x, start, ldx, rows, size, w):
 def gemm_exact(out, x, w, k_size, n, num_blocks, batches, x_step, out_step, first, last):
     """`batches` products with one weight each, of all rows, whose columns then start x_step and out_step
     further right each time; of the column groups [first, last)."""
-    partial = np.empty(PARTIAL_TILES * FEW_ROWS * WIDE * COLUMNS, np.float32)
+    partial = np.empty(PARTIAL_TILES * ROWS * WIDE * COLUMNS, np.float32)
     ldx, ldo, num_rows = x.shape[1], out.shape[1], x.shape[0]
     # Never a multiple of a page, or rows would compete for places in the cache.
     width = (k_size + COLUMNS) // COLUMNS * COLUMNS
@@ -146,14 +118,6 @@ def gemm_exact(out, x, w, k_size, n, num_blocks, batches, x_step, out_step, firs
             rows = min(near, num_rows - m)
             ahead = WIDE * group if rows > ALONE else 0
             _round_rows(rounded, width, x, m * ldx + b * x_step, ldx, rows, k_size, w)
-            if rows <= FEW_ROWS:
-                for g in range(first, last):
-                    j, o = b * per_batch + g * group, m * ldo + b * out_step + g * COLUMNS
-                    _tall_group(
-                        out, o, ldo, rounded, width, rows, w, j, ahead // WIDE, k_size, num_blocks, partial,
-                        min(COLUMNS, n - g * COLUMNS),
-                    )  # fmt: skip
-                continue
             for g in range(first, last, WIDE):
                 at, ldw, count = g, group, n - g * COLUMNS
                 if g + WIDE > last:
