@@ -1,6 +1,7 @@
 """Commands answer at once: progress without a terminal, notes, nearest names, summaries, time-only runs."""
 
 import json
+import re
 import signal
 import time
 from pathlib import Path
@@ -320,6 +321,18 @@ def test_every_suite_has_a_help_of_its_own(capsys: Capture) -> None:
         assert not done.value.code
         text = capsys.readouterr().out
         assert {option for option in OPTIONS if f"--{option}" in text} == {*suite.options}
+
+
+def test_choices_stand_beside_what_a_paper_says() -> None:
+    for name in (
+        "pull/dispatch",
+        "push/dispatch",
+        "carrier/urma",
+        "engine/prefill/two-level/p99_ttft",
+        "engine/decode/status_period=1s/kv_spread",
+        "engine/pd/gain/send-receive_over_dma/layer",
+    ):
+        assert re.search(r"(xDeepServe|CloudMatrix) \d\.\d", MEANINGS[group_of(name)])
 
 
 def test_the_summary_has_a_sentence_for_each_group(capsys: Capture) -> None:

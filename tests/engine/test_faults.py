@@ -43,7 +43,11 @@ def test_a_stall_costs_time_and_nothing_else(expected: list[str]) -> None:
 
 
 @pytest.mark.thin(3)
-@pytest.mark.parametrize("more", [[], ["transfer=layer"], ["transfer_over=send-receive"]], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [[], ["transfer=layer"], ["transfer_over=send-receive"], ["lockstep=true", "decode.tp=2"]],
+    ids=str,
+)
 @pytest.mark.parametrize(("die", "at_us", "te"), [(1, 300, "prefill 0"), (7, 9000, "decode 1")])
 def test_others_go_on_with_what_a_lost_die_had(
     expected: list[str], die: int, at_us: float, te: str, more: list[str]

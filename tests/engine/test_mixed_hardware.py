@@ -77,6 +77,13 @@ def test_a_faster_device_takes_less_of_its_own_half_alone() -> None:
         ),
         ("moe-attention", [*H20, "dataflow=true"], "dataflow for nobody: choose one"),
         ("moe-attention", [*H20, "exchange=push"], "has no trampolines"),
+        ("transformerless", [*H20, "fabric=ub"], "transformerless: fabric=ub does not lead to attention."),
+        (
+            "transformerless",
+            [*H20, "transfer_over=send-receive"],
+            "over ub, which does not lead to attention",
+        ),
+        ("moe-attention", [*H20, "ems.path=pool"], "needs UB, which does not lead to attention"),
         ("moe-attention", ["attention.carrier=rdma", "lockstep=true"], "lockstep takes a group as one"),
         (
             "eaas",

@@ -79,6 +79,10 @@ def reconfigurations(llm: LLM) -> list[Reconfiguration]:
         ("colocated", ["dies=20", "experts.shared_dies=2", "lockstep=true", *OFTEN, *OFTENER]),
         ("colocated", [*COLOCATED, "lockstep=true"]),
         ("colocated", [*COLOCATED, "lockstep=true", "dies=3", "experts.redundant_slots=3", "mtp=2"]),
+        ("colocated", [*COLOCATED, "lockstep=true", "tp=2", "mtp=1"]),
+        ("colocated", [*COLOCATED, "lockstep=true", "pipeline.microbatches=2", "exchange=push"]),
+        ("colocated", ["dies=6", "experts.shared_dies=2", "o_proj_tp=2", "lockstep=true", *OFTEN]),
+        ("pd", ["lockstep=true", "prefill.tp=2", "decode.tp=2", *OFTEN, *OFTENER]),
         ("moe-attention", [*APART, "lockstep=true", "mtp=1"]),
         ("transformerless", [*APART, "lockstep=true", "execution.overlap=true", "threads=2"]),
         ("moe-attention", [*APART, "dataflow=true"]),
@@ -136,7 +140,14 @@ def test_no_step_uses_a_slot_while_its_bytes_change(
             assert reconfigurations(llm)[0].num_done >= 2
 
 
-@pytest.mark.parametrize(("deployment", "overrides"), [("colocated", COLOCATED), ("moe-attention", APART)])
+@pytest.mark.parametrize(
+    ("deployment", "overrides"),
+    [
+        ("colocated", COLOCATED),
+        ("colocated", [*COLOCATED, "tp=2", "pipeline.microbatches=2"]),
+        ("moe-attention", APART),
+    ],
+)
 def test_no_step_in_lockstep_uses_a_slot_while_its_bytes_change(
     tiny: TinyCheckpoint,
     expected: str,

@@ -50,6 +50,7 @@ WAYS: list[tuple[str, tuple[str, ...], int]] = [  # with the die that glitches
     ("colocated", ("dies=2", "exchange=push"), 1),
     ("colocated", ("dies=2", "lockstep=true", "mtp=1"), 1),
     ("colocated", ("dies=4", "lockstep=true", "tp=2", "pipeline.microbatches=2"), 2),
+    ("colocated", ("dies=4", "lockstep=true", "o_proj_tp=2", "exchange=push", "mtp=1"), 3),
     ("colocated", ("dies=2", "tp=2"), 0),
     ("colocated", ("dies=2", "o_proj_tp=2"), 1),
     ("colocated", ("dies=2", "pipeline.microbatches=2"), 0),

@@ -11,9 +11,12 @@ MEANINGS = {
     "xds.e2a": "xDeepServe: the experts' answers back, at the paper's size.",
     "cm.msg": "CloudMatrix: bytes of one token's message in dispatch and combine.",
     "cm.buffers": "CloudMatrix: memory that dispatch and combine set aside on each die.",
-    "pull": "Exchange in which receivers read, of 8 dies, by batch; `push` is the other way.",
-    "push": "Exchange in which senders write, of 8 dies, by batch.",
-    "carrier": "xDeepServe 3.3: A2E and E2A of 28 dies by AIV cores and by URMA, and the work of MTE2.",
+    "pull": "Exchange in which receivers read, of 8 dies, by batch. xDeepServe 3.2: a die pulls rows when "
+    "the metadata of all ranks is there.",
+    "push": "Exchange in which senders write, of 8 dies, by batch. CloudMatrix 4.2.1: straight to the other "
+    "die's buffer, without a local copy and a remote read.",
+    "carrier": "A2E and E2A of 28 dies by AIV cores and by URMA, and the work of MTE2. xDeepServe 3.3: URMA "
+    "starts later, takes fewer AIV cores, and does not contend with computing, which uses MTE2.",
     "ranks": "Wall time here of an exchange among so many ranks, every byte checked.",
     "cm.t4": "CloudMatrix, Table 4: time per token and throughput of DeepSeek-R1 by batch.",
     "cm.streams": "CloudMatrix 4.2.3: how long each of the two streams of a layer takes.",
@@ -62,10 +65,13 @@ MEANINGS = {
     "eaas.fail": "EaaS 5.4: how much less throughput is when one server of 64 dies is lost.",
     "eaas.abl.dbo": "EaaS 5.6: how much less throughput is without a second microbatch.",
     "eaas/r1": "DeepSeek-R1 with expert services on 32 to 64 dies, half of them clients, in time only.",
-    "engine/prefill": "Time to the first token with one shared queue, and with a queue for each group.",
-    "engine/decode": "KV use and time per token if requests go to the emptiest DP group, and in turn.",
+    "engine/prefill": "Time to the first token with one shared queue, and with a queue for each group. "
+    "xDeepServe 4.3: two levels led to stragglers, hence one, whose leader gathers statuses at each step.",
+    "engine/decode": "KV use and time per token if requests go to the emptiest DP group, and in turn. "
+    "xDeepServe 4.3: the lowest KV use of groups with room, by periodic statuses; it names no period.",
     "engine/route": "Time to the first token by how one of several prefill TEs is chosen.",
-    "engine/pd": "From prefill to decode: KV by request and by layer, over each fabric and by messages.",
+    "engine/pd": "From prefill to decode: KV by request and by layer, over each fabric, by DMA and by "
+    "send/receive. xDeepServe 5.1 uses send/receive, 3.1 by cores, which DMA may do as well.",
     "engine/mtp": "Drafting tokens on the die without the host in between, and the naive way.",
     "engine/execution": "Time per token by how the host launches and plans steps.",
     "engine/jitter": "How far apart dies start an exchange if launches are late at random.",

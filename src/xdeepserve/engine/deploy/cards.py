@@ -17,28 +17,32 @@ def carrier_of(d: Deployment) -> Carrier:
     return asked or ("mte" if devices_of(d) == ("cm384", "cm384") else "rdma")
 
 
-def reasons_against(d: Deployment) -> list[str]:
-    """What is wrong with the hardware of attention and of experts, and with cards between them."""
-    carrier, devices, reasons = carrier_of(d), devices_of(d), []
-    is_mixed = devices != ("cm384", "cm384")
-    names = " and ".join(
+def off_ub(d: Deployment) -> str:
+    """The settings of attention's and experts' hardware that no UB leads to; "" if there are none. All dies
+    of such a TE are beside the SuperPod."""
+    return " and ".join(
         f"{key}={device}"
-        for key, device in zip(("attention.hardware", "experts.hardware"), devices, strict=True)
+        for key, device in zip(("attention.hardware", "experts.hardware"), devices_of(d), strict=True)
         if device != "cm384"
     )
+
+
+def reasons_against(d: Deployment) -> list[str]:
+    """What is wrong with the hardware of attention and of experts, and with cards between them."""
+    carrier, names, reasons = carrier_of(d), off_ub(d), []
     has_steps = any("away-and-back" in row.turns for row in DEPLOYMENTS[d.kind])
-    if is_mixed and has_services(d.kind):
+    if names and has_services(d.kind):
         reasons.append(
             f"{names}: clients of expert services write and read themselves, and M2N's messages are taken by "
             "who receives them"
         )
-    elif is_mixed and not has_steps:
+    elif names and not has_steps:
         reasons.append(f"{names}: only moe-attention and transformerless have them apart, not {d.kind}")
-    elif is_mixed and carrier != "rdma":
+    elif names and carrier != "rdma":
         reasons.append(f"{names}: no UB leads there; attention.carrier={carrier} needs it, rdma does not")
     if carrier != "rdma" or not has_steps:
         return reasons
-    what = "attention.carrier=rdma" if not is_mixed else f"M2N, by which {names} is reached,"
+    what = "attention.carrier=rdma" if not names else f"M2N, by which {names} is reached,"
     if d.dataflow:
         reasons.append(f"{what} waits for every sender, and dataflow for nobody: choose one")
     if d.exchange == "push":

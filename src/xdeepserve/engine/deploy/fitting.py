@@ -62,6 +62,8 @@ def _places(d: Deployment, tes: Sequence[TEDies], reasons: list[str]) -> dict[st
             "fabric=ub does not lead from prefill.hardware=910b, which is on no UB plane, to decode: set "
             "fabric=auto, roce or vpc"
         )
+    elif (names := cards.off_ub(d)) and beside and d.fabric == "ub":
+        reasons.append(f"fabric=ub does not lead to {names}: set fabric=auto, roce or vpc")
     elif _total(within) > MAX_DIES:
         reasons.append(f"a SuperPod has {MAX_DIES} dies, this deployment needs {_total(within)}")
     elif beside and d.fabric == "ub":

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from xdeepserve.engine.deploy.cards import off_ub
 from xdeepserve.engine.deploy.deployment import Deployment, ExpertConfig, PipelineConfig
 from xdeepserve.engine.deploy.roles import DEPLOYMENTS, has_prefill, has_services, in_lockstep
 from xdeepserve.errors import abridged
@@ -129,6 +130,8 @@ def _against_send_receive(d: Deployment) -> list[str]:
         reasons.append(f"{what} goes over ub, not over fabric={d.fabric}")
     if any(te.hardware == "910b" for te in (d.prefill, *(d.te or ())) if te is not None):
         reasons.append(f"{what} goes over ub, which 910b prefill is not on")
+    if names := off_ub(d):
+        reasons.append(f"{what} goes over ub, which does not lead to {names}")
     return reasons
 
 
@@ -224,6 +227,8 @@ def _against_pool(d: Deployment) -> list[str]:
         reasons.append("ems.path needs cache.prefix=true: what comes from the pool is a cached prefix")
     if d.prefill is not None and d.prefill.hardware != "cm384":
         reasons.append(f"ems.path needs UB, which prefill.hardware={d.prefill.hardware} is not on")
+    if names := off_ub(d):
+        reasons.append(f"ems.path needs UB, which does not lead to {names}")
     return reasons
 
 

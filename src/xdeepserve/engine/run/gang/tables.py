@@ -52,7 +52,7 @@ def buffers(executors: Sequence[Executor], spaces: Sequence[Workspace]) -> Table
     rows = []
     for executor, ws in zip(executors, spaces, strict=True):
         w = executor.weights
-        row = [address(ws.take(name, 1)) if name in ws else 0 for name in a.BUFFERS]
+        row = [address(ws.take(name, 0)) if name in ws else 0 for name in a.BUFFERS]
         routes = row[a.TOPK_PHYSICAL] or row[a.TOPK_IDX]
         shared = executor.runner.frame.shared_expert
         numbers = len(w.cos), executor.rank, routes, -1 if shared is None else shared
