@@ -86,6 +86,20 @@ def test_who_has_no_te_waits_for_one() -> None:
         Fleet([te("prefill", "prefill")]).run([TracedRequest(0, 100, 5, ())])
 
 
+def test_one_that_is_taken_back_serves_who_has_waited() -> None:
+    fleet = Fleet([te("te 0"), te("te 1")], "load")
+    fleet.at(1e9, lambda: fleet.drain(0))
+    fleet.at(2e9, lambda: fleet.lose(1))
+    fleet.at(4e9, lambda: fleet.resume(0))
+    (served,) = fleet.run([TracedRequest(3 * 10**9, 100, 5, ())])
+    assert (served.te, served.first_ns > 4e9) == (0, True)
+    apart = Fleet([te("prefill", "prefill"), te("decode", "decode")], "load")
+    apart.drain(1)
+    apart.at(4e9, lambda: apart.resume(1))
+    (served,) = apart.run([TracedRequest(0, 100, 5, ())])
+    assert served.first_ns < 4e9 < served.last_ns
+
+
 def test_a_scaler_makes_good_for_who_is_lost() -> None:
     fleet = Fleet([te("te 0"), te("te 1")], "load")
     bounds = ScaleBounds(least=2, most=2, every_s=0.05)
