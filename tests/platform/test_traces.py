@@ -133,6 +133,7 @@ def test_bursts_and_a_swing_of_the_rate() -> None:
         ("made:promt=3", r"'promt=3' is no setting \(did you mean prompt\?\)"),
         ("made:prompt", "'prompt' is no setting"),
         ("made:prompt=x", "Expected `int`"),
+        ("made:prompt=3,prompt=4", "prompt is given twice"),
         ("made:requests=0,burst=-1", r"requests must lie in \[1, .* found 0; burst must lie"),
     ],
 )

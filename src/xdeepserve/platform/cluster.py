@@ -186,7 +186,7 @@ def read_cluster(path: Path) -> Cluster:
 
 def check_policy(name: object) -> None:
     """InputError for a policy that is none."""
-    if name not in POLICIES:
+    if not isinstance(name, str) or name not in POLICIES:
         raise InputError(f"unknown policy '{name}'{meant(name, POLICIES)}: known are {', '.join(POLICIES)}")
 
 
