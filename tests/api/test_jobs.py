@@ -19,6 +19,8 @@ from xdeepserve.api.server import build_app
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.jobs import training
 from xdeepserve.llm import build_engine
+from xdeepserve.model.answer_lengths import FILE
+from xdeepserve.model.presets import PRESET_DIRECTORY
 
 HI = [{"role": "user", "content": "Tell me a story about a cat."}]
 METHOD = {"type": "quantization", "quantization": {"hyperparameters": {"algorithm": "rtn", "samples": 4}}}
@@ -103,7 +105,9 @@ async def test_a_model_is_quantised_and_served(tmp_path: Path) -> None:
         names = [line for line in text.splitlines() if line.startswith("# TYPE")]
         assert len(set(names)) == len(names)  # Prometheus wants each once
         assert len(health["tes"]) == 2
-    with LLM(state / "work" / "00000001" / "model", overrides=["max_model_len=256"]) as llm:
+    model = state / "work" / "00000001" / "model"
+    assert (model / FILE).read_bytes() == (PRESET_DIRECTORY / "tiny" / FILE).read_bytes()
+    with LLM(model, overrides=["max_model_len=256"]) as llm:
         params = SamplingParams(max_tokens=12, temperature=0.0)
         assert llm.chat(HI, params).outputs[0].text == answers[1]
     async with running(state, "max_model_len=256") as api:
