@@ -18,6 +18,7 @@ from xdeepserve.platform.fleet_words import Decision, FleetTE
 from xdeepserve.platform.made_traffic import MadeTraffic, made
 from xdeepserve.platform.service_report import Bounds, Outcome, report
 from xdeepserve.platform.token_replay import prompts_of, replayed
+from xdeepserve.platform.traces import TracedRequest
 
 SMALL = MadeTraffic(requests=14, seconds=0.02, prompt=60, output=5, system=30, block=16, pause=0.01)
 MADE = "made:requests=60,seconds=2,prompt=300,output=20,pause=1,system=64,block=16"
@@ -164,6 +165,20 @@ def test_a_report_by_hand() -> None:
     assert found.ttft_ms["mean"] == 2000
     assert found.tpot_ms["p50"] == 125
     assert [(te.num_requests, te.num_tokens, te.busy) for te in found.tes] == [(1, 20, 0.5), (2, 11, 0.1)]
+
+
+def test_who_computes_a_prompt_has_its_hits_and_who_ends_it_its_tokens() -> None:
+    trace = [TracedRequest(0, 160, 5, tuple(range(10))), TracedRequest(10**9, 160, 5, tuple(range(10)))]
+    both = FleetTE("", PRICE, LIMITS)
+    fleet = Fleet([both._replace(role="prefill"), both._replace(role="decode"), both])
+    fleet.drain(2)
+    outcomes = [each.outcome() for each in fleet.run(trace)]
+    found = report(outcomes, ["prefill", "decode", "both"], Bounds())
+    figures = [(te.num_requests, te.num_tokens, te.hit_rate) for te in found.tes]
+    assert figures == [(2, 0, 159 / 320), (2, 10, 0), (0, 0, 0)]
+    fleet = Fleet([both])
+    alone = report([each.outcome() for each in fleet.run(trace)], ["both"], Bounds())
+    assert [(te.num_requests, te.num_tokens, te.hit_rate) for te in alone.tes] == [(2, 10, 159 / 320)]
 
 
 def test_kinds_that_are_alike_are_priced_once() -> None:

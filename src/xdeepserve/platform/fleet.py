@@ -75,7 +75,7 @@ class Fleet:
         self._order = 0
         self._valid: list[int] = []  # the order of the event that ends what is under way, of each stepper
         self.served: list[ServedRequest] = []
-        self._first: dict[int, tuple[float, int]] = {}  # by number: first token, cached
+        self._first: dict[int, tuple[float, int, int]] = {}  # by number: first token, cached, TE
         self._homeless: list[TETask] = []  # for whom there is no TE
         self._undecoded: list[TETask] = []  # whose KV has nowhere to go
         self._num_left = 0  # requests that have not ended
@@ -314,7 +314,7 @@ class Fleet:
         stepper = self.steppers[index]
         first, done = stepper.end()
         for task in first:
-            self._first.setdefault(task.number, (self.now, task.cached))
+            self._first.setdefault(task.number, (self.now, task.cached, self._owners[index]))
             if self.pool is not None:
                 whole = task.request.input_length // stepper.limits.block
                 self.pool.use(task.request.blocks[:whole], task.own)
@@ -344,11 +344,11 @@ class Fleet:
         self._schedule(index, later, TETask(task.number, request, task.number))
 
     def _end(self, index: int, task: TETask) -> None:
-        first_ns, cached = self._first.pop(task.number)
+        first_ns, cached, first_te = self._first.pop(task.number)
         request = self._whole.pop(task.number, task.request)
         served = ServedRequest(
             task.number, self._owners[index], request.at_ns, first_ns, self.now,
-            request.input_length, request.output_length, cached,
+            request.input_length, request.output_length, cached, first_te,
         )  # fmt: skip
         self.served.append(served)
         self._num_left -= 1
