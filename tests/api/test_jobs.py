@@ -18,6 +18,7 @@ from xdeepserve.api.options import ServerOptions
 from xdeepserve.api.server import build_app
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.jobs import training
+from xdeepserve.jobs.task_kinds import KINDS
 from xdeepserve.llm import build_engine
 from xdeepserve.model.answer_lengths import FILE
 from xdeepserve.model.presets import PRESET_DIRECTORY
@@ -39,8 +40,8 @@ def examples(count: int = 10) -> bytes:
 class running:
     """A server on the shipped model, in a `with` block: the official client."""
 
-    def __init__(self, state: Path | None, *overrides: str) -> None:
-        self.engine: Engine = build_engine("tiny", "monolithic", "int8", overrides=overrides, warm_up=True)
+    def __init__(self, state: Path | None, *overrides: str, deployment: str = "monolithic") -> None:
+        self.engine: Engine = build_engine("tiny", deployment, "int8", overrides=overrides, warm_up=True)
         options = ServerOptions(state=state)
         self.runner = web.AppRunner(build_app(self.engine, options), handler_cancellation=True)
 
@@ -117,6 +118,28 @@ async def test_a_model_is_quantised_and_served(tmp_path: Path) -> None:
         with pytest.raises(openai.NotFoundError, match="does not exist"):
             await chat(api, "ft:tiny:mine:1")
     assert not (state / "work" / "00000001").exists()
+
+
+@pytest.mark.thin(4)
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_te_is_lost_at_each_task_of_a_job(tmp_path: Path, kind: str) -> None:
+    """Another one takes its place: chats do not change, and the job ends with a model that is served."""
+    pod = ("prefill.dies=1", "decode.dies=1", "max_model_len=256", "recovery.failover=true")
+    server = running(tmp_path / "state", *pod, "recovery.spare_dies=4", deployment="pd")
+    async with server as api, asyncio.timeout(SECONDS):
+        story = await chat(api, "tiny")
+        job = await ordered(api)
+        while {task["kind"]: task["state"] for task in job.tasks}[kind] == "waiting":
+            await asyncio.sleep(0.01)
+            job = await api.fine_tuning.jobs.retrieve(job.id)
+        (te,) = (te for te in server.engine.je.tes if te.sizes.role == "decode")
+        server.engine.plan.pod.break_die(te.groups[0].dies[0].index)
+        assert await chat(api, "tiny") == story
+        assert te not in server.engine.je.tes
+        job = await ended(api, job.id)
+        assert (job.status, job.error) == ("succeeded", None)
+        assert await chat(api, job.fine_tuned_model)
+        assert await chat(api, "tiny") == story
 
 
 async def chat(api: openai.AsyncOpenAI, model: str) -> str | None:
