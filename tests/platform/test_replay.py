@@ -190,6 +190,13 @@ def test_kinds_that_are_alike_are_priced_once() -> None:
     assert [te.name for te in fleet_tes(cluster, [both, apart])] == ["both 0", "both 1", "both 2", "apart 0"]
 
 
+def test_tes_without_room_are_refused_before_steps_are_priced() -> None:
+    told: list[int] = []
+    with pytest.raises(InputError, match="deployment 2 dies: no room for KV beside the weights"):
+        priced_kinds(Cluster((ClusterTE(dies=2),)), 512, lambda done, total: told.append(done))
+    assert not told
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

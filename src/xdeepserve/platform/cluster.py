@@ -209,7 +209,8 @@ def priced_kinds(
     def price_of(te: ClusterTE) -> tuple[StepPrice, int]:
         deployment = deployment_of(te)
         if deployment not in prices:
-            prices[deployment] = priced(model, deployment, progress), kv_positions(model, deployment)
+            positions = kv_positions(model, deployment)  # refused before prices are found
+            prices[deployment] = priced(model, deployment, progress), positions
         return prices[deployment]
 
     kinds = []
