@@ -1,16 +1,18 @@
 """Fleets that grow, shrink and lose TEs: nobody is lost, TEs drain, what came is what was asked for."""
 
+import msgspec
 import pytest
 
 from tests.platform.test_fleet import LIMITS, PRICE, small
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.platform.auto_scaler import ScaleBounds
 from xdeepserve.platform.fleet import Fleet
+from xdeepserve.platform.fleet_load import alone_ns
 from xdeepserve.platform.fleet_scaling import FleetScaler
 from xdeepserve.platform.fleet_words import FleetTE
 from xdeepserve.platform.made_traffic import MadeTraffic, made
 from xdeepserve.platform.scale_up import HeldWeights, ScaleUp, ScaleWays
-from xdeepserve.platform.service_report import Bounds
+from xdeepserve.platform.service_report import Bounds, is_within
 from xdeepserve.platform.traces import TracedRequest
 
 UP = ScaleUp(HeldWeights(10 * 2**30, 100 * 2**30), 1e6, 32)
@@ -46,6 +48,24 @@ def test_a_burst_brings_tes_and_its_end_sends_them_away() -> None:
         mean = [sum(each.ttft_ns for each in some) / len(trace) for some in (served, alone)]
         assert mean[0] < mean[1] / 2
     assert results[0] == results[1]
+
+
+def test_time_in_a_queue_asks_for_more() -> None:
+    """Dynamo #10528: in bursts a prompt alone was always served in time, so nobody came, and all waited. Here
+    neither KV nor places are ever taken."""
+    kind = KIND._replace(limits=LIMITS._replace(num_seqs=1000, num_positions=10**6))
+    trace = made(msgspec.structs.replace(BURST, requests=1000, seconds=20, prompt=300, output=2))
+
+    alone = Fleet([kind], "load")
+    assert all(alone_ns(alone, 0, each.input_length) < 0.5e9 * SERVICE.ttft_s for each in trace)
+    late = [each for each in alone.run(trace) if not is_within(each.outcome(), SERVICE)]
+    assert len(late) > 0.9 * len(trace)
+    fleet = Fleet([kind], "load")
+    scaler = FleetScaler(fleet, kind, UP, BOUNDS, SERVICE)
+    served = fleet.run(trace)
+    first = next(event for event in scaler.events if event.what == "wanted")
+    assert first.at_ns < min(each.first_ns for each in late), "before anybody is late"
+    assert sum(is_within(each.outcome(), SERVICE) for each in served) > 0.9 * len(trace)
 
 
 def test_a_te_that_leaves_has_ended_what_it_had() -> None:
