@@ -23,6 +23,7 @@ from tests.jobs.test_job_store import Time
 from tests.jobs.test_task_process import child_of
 from xdeepserve.api import front_door
 from xdeepserve.api.front_door import build_door
+from xdeepserve.cli import main
 from xdeepserve.jobs.cluster_manager import LEASE_S, ClusterManager
 from xdeepserve.jobs.job_store import JobStore
 from xdeepserve.jobs.lease import CLUSTER_MANAGER
@@ -171,6 +172,29 @@ def until(what: Any) -> Any:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     return found
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--deployment", "none.toml"], "deployment none.toml: cannot be read: No such file"),
+        (["--model", "gpt-5"], "model 'gpt-5': neither a preset"),
+        (["--set", "mpt=1"], "unknown setting"),
+        (["--tools", "none.py"], "--tools none.py: FileNotFoundError"),
+        (["--speed"], "unrecognized arguments: --speed"),
+    ],
+)
+def test_what_every_member_would_refuse_is_said_at_once(
+    tmp_path: Path, options: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code: Any = main(["cluster", "--state", str(tmp_path / "state"), "--port", "0", "--", *options])
+    except SystemExit as error:
+        code = error.code
+    assert code == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert line in said
+    assert not [*tmp_path.glob("state/*.log")], "nobody was started"
 
 
 @pytest.mark.campaign

@@ -18,7 +18,10 @@ from xdeepserve.api.options import ServerOptions
 from xdeepserve.api.server import build_app
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.jobs import training
+from xdeepserve.jobs.task_kinds import KINDS
 from xdeepserve.llm import build_engine
+from xdeepserve.model.answer_lengths import FILE
+from xdeepserve.model.presets import PRESET_DIRECTORY
 
 HI = [{"role": "user", "content": "Tell me a story about a cat."}]
 METHOD = {"type": "quantization", "quantization": {"hyperparameters": {"algorithm": "rtn", "samples": 4}}}
@@ -37,8 +40,8 @@ def examples(count: int = 10) -> bytes:
 class running:
     """A server on the shipped model, in a `with` block: the official client."""
 
-    def __init__(self, state: Path | None, *overrides: str) -> None:
-        self.engine: Engine = build_engine("tiny", "monolithic", "int8", overrides=overrides, warm_up=True)
+    def __init__(self, state: Path | None, *overrides: str, deployment: str = "monolithic") -> None:
+        self.engine: Engine = build_engine("tiny", deployment, "int8", overrides=overrides, warm_up=True)
         options = ServerOptions(state=state)
         self.runner = web.AppRunner(build_app(self.engine, options), handler_cancellation=True)
 
@@ -103,7 +106,9 @@ async def test_a_model_is_quantised_and_served(tmp_path: Path) -> None:
         names = [line for line in text.splitlines() if line.startswith("# TYPE")]
         assert len(set(names)) == len(names)  # Prometheus wants each once
         assert len(health["tes"]) == 2
-    with LLM(state / "work" / "00000001" / "model", overrides=["max_model_len=256"]) as llm:
+    model = state / "work" / "00000001" / "model"
+    assert (model / FILE).read_bytes() == (PRESET_DIRECTORY / "tiny" / FILE).read_bytes()
+    with LLM(model, overrides=["max_model_len=256"]) as llm:
         params = SamplingParams(max_tokens=12, temperature=0.0)
         assert llm.chat(HI, params).outputs[0].text == answers[1]
     async with running(state, "max_model_len=256") as api:
@@ -113,6 +118,28 @@ async def test_a_model_is_quantised_and_served(tmp_path: Path) -> None:
         with pytest.raises(openai.NotFoundError, match="does not exist"):
             await chat(api, "ft:tiny:mine:1")
     assert not (state / "work" / "00000001").exists()
+
+
+@pytest.mark.thin(4)
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_te_is_lost_at_each_task_of_a_job(tmp_path: Path, kind: str) -> None:
+    """Another one takes its place: chats do not change, and the job ends with a model that is served."""
+    pod = ("prefill.dies=1", "decode.dies=1", "max_model_len=256", "recovery.failover=true")
+    server = running(tmp_path / "state", *pod, "recovery.spare_dies=4", deployment="pd")
+    async with server as api, asyncio.timeout(SECONDS):
+        story = await chat(api, "tiny")
+        job = await ordered(api)
+        while {task["kind"]: task["state"] for task in job.tasks}[kind] == "waiting":
+            await asyncio.sleep(0.01)
+            job = await api.fine_tuning.jobs.retrieve(job.id)
+        (te,) = (te for te in server.engine.je.tes if te.sizes.role == "decode")
+        server.engine.plan.pod.break_die(te.groups[0].dies[0].index)
+        assert await chat(api, "tiny") == story
+        assert te not in server.engine.je.tes
+        job = await ended(api, job.id)
+        assert (job.status, job.error) == ("succeeded", None)
+        assert await chat(api, job.fine_tuned_model)
+        assert await chat(api, "tiny") == story
 
 
 async def chat(api: openai.AsyncOpenAI, model: str) -> str | None:

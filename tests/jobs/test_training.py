@@ -40,7 +40,7 @@ def test_a_model_learns_and_is_the_same_again(tmp_path: Path) -> None:
     line = json.dumps({"prompt": "Who are you?", "completion": " I am the virtual SuperPod."})
     (tmp_path / "lines").write_text("\n".join([line] * 20))
     order = JobOrder(model="tiny", source="tiny", training=1, training_settings=SETTINGS)
-    written = []
+    source, written = resolve_model("tiny"), []
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
         found: dict[str, Any] = {}
@@ -51,7 +51,9 @@ def test_a_model_learns_and_is_the_same_again(tmp_path: Path) -> None:
         assert perplexity["trained"] < perplexity["original"] / 2
         written.append((spec.model / "model.safetensors").read_bytes())
     assert written[0] == written[1]
-    before = load_file(resolve_model("tiny").directory / "model.safetensors")
+    names = [sorted(path.name for path in each.iterdir()) for each in (source.directory, spec.model)]
+    assert set(names[0]) - set(names[1]) == {"answer_lengths.npy", "evaluation.json", "training.json"}
+    before = load_file(source.directory / "model.safetensors")
     after = load_file(spec.model / "model.safetensors")
     assert {name: each.dtype for name, each in after.items()} == {
         name: each.dtype for name, each in before.items()

@@ -1,16 +1,18 @@
 """Fleets that grow, shrink and lose TEs: nobody is lost, TEs drain, what came is what was asked for."""
 
+import msgspec
 import pytest
 
 from tests.platform.test_fleet import LIMITS, PRICE, small
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.platform.auto_scaler import ScaleBounds
 from xdeepserve.platform.fleet import Fleet
+from xdeepserve.platform.fleet_load import alone_ns
 from xdeepserve.platform.fleet_scaling import FleetScaler
 from xdeepserve.platform.fleet_words import FleetTE
 from xdeepserve.platform.made_traffic import MadeTraffic, made
 from xdeepserve.platform.scale_up import HeldWeights, ScaleUp, ScaleWays
-from xdeepserve.platform.service_report import Bounds
+from xdeepserve.platform.service_report import Bounds, is_within
 from xdeepserve.platform.traces import TracedRequest
 
 UP = ScaleUp(HeldWeights(10 * 2**30, 100 * 2**30), 1e6, 32)
@@ -46,6 +48,24 @@ def test_a_burst_brings_tes_and_its_end_sends_them_away() -> None:
         mean = [sum(each.ttft_ns for each in some) / len(trace) for some in (served, alone)]
         assert mean[0] < mean[1] / 2
     assert results[0] == results[1]
+
+
+def test_time_in_a_queue_asks_for_more() -> None:
+    """Dynamo #10528: in bursts a prompt alone was always served in time, so nobody came, and all waited. Here
+    neither KV nor places are ever taken."""
+    kind = KIND._replace(limits=LIMITS._replace(num_seqs=1000, num_positions=10**6))
+    trace = made(msgspec.structs.replace(BURST, requests=1000, seconds=20, prompt=300, output=2))
+
+    alone = Fleet([kind], "load")
+    assert all(alone_ns(alone, 0, each.input_length) < 0.5e9 * SERVICE.ttft_s for each in trace)
+    late = [each for each in alone.run(trace) if not is_within(each.outcome(), SERVICE)]
+    assert len(late) > 0.9 * len(trace)
+    fleet = Fleet([kind], "load")
+    scaler = FleetScaler(fleet, kind, UP, BOUNDS, SERVICE)
+    served = fleet.run(trace)
+    first = next(event for event in scaler.events if event.what == "wanted")
+    assert first.at_ns < min(each.first_ns for each in late), "before anybody is late"
+    assert sum(is_within(each.outcome(), SERVICE) for each in served) > 0.9 * len(trace)
 
 
 def test_a_te_that_leaves_has_ended_what_it_had() -> None:
@@ -84,6 +104,20 @@ def test_who_has_no_te_waits_for_one() -> None:
     assert second.first_ns > 3e9
     with pytest.raises(XDeepServeError, match="1 requests of the trace wait for a TE"):
         Fleet([te("prefill", "prefill")]).run([TracedRequest(0, 100, 5, ())])
+
+
+def test_one_that_is_taken_back_serves_who_has_waited() -> None:
+    fleet = Fleet([te("te 0"), te("te 1")], "load")
+    fleet.at(1e9, lambda: fleet.drain(0))
+    fleet.at(2e9, lambda: fleet.lose(1))
+    fleet.at(4e9, lambda: fleet.resume(0))
+    (served,) = fleet.run([TracedRequest(3 * 10**9, 100, 5, ())])
+    assert (served.te, served.first_ns > 4e9) == (0, True)
+    apart = Fleet([te("prefill", "prefill"), te("decode", "decode")], "load")
+    apart.drain(1)
+    apart.at(4e9, lambda: apart.resume(1))
+    (served,) = apart.run([TracedRequest(0, 100, 5, ())])
+    assert served.first_ns < 4e9 < served.last_ns
 
 
 def test_a_scaler_makes_good_for_who_is_lost() -> None:

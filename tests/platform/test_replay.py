@@ -18,6 +18,7 @@ from xdeepserve.platform.fleet_words import Decision, FleetTE
 from xdeepserve.platform.made_traffic import MadeTraffic, made
 from xdeepserve.platform.service_report import Bounds, Outcome, report
 from xdeepserve.platform.token_replay import prompts_of, replayed
+from xdeepserve.platform.traces import TracedRequest
 
 SMALL = MadeTraffic(requests=14, seconds=0.02, prompt=60, output=5, system=30, block=16, pause=0.01)
 MADE = "made:requests=60,seconds=2,prompt=300,output=20,pause=1,system=64,block=16"
@@ -166,6 +167,20 @@ def test_a_report_by_hand() -> None:
     assert [(te.num_requests, te.num_tokens, te.busy) for te in found.tes] == [(1, 20, 0.5), (2, 11, 0.1)]
 
 
+def test_who_computes_a_prompt_has_its_hits_and_who_ends_it_its_tokens() -> None:
+    trace = [TracedRequest(0, 160, 5, tuple(range(10))), TracedRequest(10**9, 160, 5, tuple(range(10)))]
+    both = FleetTE("", PRICE, LIMITS)
+    fleet = Fleet([both._replace(role="prefill"), both._replace(role="decode"), both])
+    fleet.drain(2)
+    outcomes = [each.outcome() for each in fleet.run(trace)]
+    found = report(outcomes, ["prefill", "decode", "both"], Bounds())
+    figures = [(te.num_requests, te.num_tokens, te.hit_rate) for te in found.tes]
+    assert figures == [(2, 0, 159 / 320), (2, 10, 0), (0, 0, 0)]
+    fleet = Fleet([both])
+    alone = report([each.outcome() for each in fleet.run(trace)], ["both"], Bounds())
+    assert [(te.num_requests, te.num_tokens, te.hit_rate) for te in alone.tes] == [(2, 10, 159 / 320)]
+
+
 def test_kinds_that_are_alike_are_priced_once() -> None:
     cluster = Cluster((ClusterTE(count=3, dies=2, mtp=0), ClusterTE(dies=4, mtp=0, apart=True)), model="tiny")
     both, apart = priced_kinds(cluster, 16)
@@ -173,6 +188,13 @@ def test_kinds_that_are_alike_are_priced_once() -> None:
     assert both.price is apart.price is apart.apart[0]
     assert apart.transfer_ns > both.transfer_ns == 0
     assert [te.name for te in fleet_tes(cluster, [both, apart])] == ["both 0", "both 1", "both 2", "apart 0"]
+
+
+def test_tes_without_room_are_refused_before_steps_are_priced() -> None:
+    told: list[int] = []
+    with pytest.raises(InputError, match="deployment 2 dies: no room for KV beside the weights"):
+        priced_kinds(Cluster((ClusterTE(dies=2),)), 512, lambda done, total: told.append(done))
+    assert not told
 
 
 @pytest.mark.parametrize(
@@ -184,6 +206,7 @@ def test_kinds_that_are_alike_are_priced_once() -> None:
         ("[[te]]\ntp = 5\ncount = 0", r"te 0: count must lie in \[1, 4096\], found 0; te 0: tp=5 does not"),
         ("[[te]]\nmax_num_seqs = 600", "max_num_seqs=600 with 1 drafts each are more rows than .*=1024"),
         ('policy = "fastest"\n[[te]]', "unknown policy 'fastest': known are sequences, round-robin"),
+        ('policy = ["cost"]\n[[te]]', "unknown policy '\\['cost'\\]'"),
         ("[[te]]\ndice = 3", "unknown field `dice`"),
         ('[[te]]\nrole = "prefill"', "there are TEs with role=prefill, and none with role=decode"),
         ('[[te]]\nrole = "decode"\napart = true\n[[te]]\nrole = "prefill"', "te 0: apart has both roles"),
@@ -208,6 +231,9 @@ def test_contradictions_in_a_cluster_are_one_line(tmp_path: Path, text: str, rea
         ([MADE, "--cluster", "none.toml"], "cluster none.toml: No such file"),
         ([MADE, "--cluster", "a.toml", "--deployment", "pd"], "choose one"),
         ([MADE, "--shrink", "2"], "--shrink belongs to --deployment"),
+        ([MADE, "--model", "gpt-5", "--precision", "fp32"], "--model, --precision belongs to --deployment"),
+        ([MADE, "--heat", "none.json", "--policy", "llm-d"], "--heat: policy llm-d looks at no heat map"),
+        ([MADE, "--format", "mooncak"], "unknown trace format 'mooncak'"),
         ([MADE, "--deployment", "pd", "--policy", "cost"], "belong to --cluster"),
         ([MADE, "--first", "0"], "--first must be at least 1, found 0"),
         ([MADE, "--faster", "0"], "--faster must be above 0, found 0"),

@@ -18,6 +18,7 @@ from xdeepserve.platform.role_ratio import RoleBounds, RoleRates, RoleState, Wor
 from xdeepserve.platform.scale_up import HeldWeights, ScaleUp
 from xdeepserve.platform.service_report import Bounds
 from xdeepserve.platform.step_price import StepCounts
+from xdeepserve.platform.traces import TracedRequest
 
 BOUNDS = RoleBounds(patience_s=4, calm_s=10, horizon_s=100)
 WORK = Workload(10, 1000, 2000, 1000, 100)
@@ -124,6 +125,73 @@ def test_a_request_that_moves_has_the_steps_that_it_lacked() -> None:
     assert moved.te == 2
     assert moved.last_ns == pytest.approx(stays.last_ns, rel=1e-9)
     assert [stepper.num_steps > 0 for stepper in fleet.steppers] == [True, True, True]
+
+
+def test_kv_on_its_way_is_load_of_where_it_goes() -> None:
+    """Prompts that end in one step of two DP groups: the second's KV goes to the other decode TE."""
+    fleet = fleet_of("prefill", "decode", "decode", kinds=tes(transfer_ns=1e6))
+    trace = [TracedRequest(0, 60, 30, ()), TracedRequest(0, 60, 30, ()), TracedRequest(10**9, 30, 5, ())]
+    loads = []
+
+    def look() -> None:
+        loads.append([stepper.kv_load * 2 * LIMITS.num_positions for stepper in fleet.steppers])
+        fleet.check_integrity()
+
+    for at in (1e9 - 1, 1e9 + 20e6, 1e9 + 500e6):
+        fleet.at(at, look)
+    served = fleet.run(trace)
+    assert sorted(each.te for each in served if each.number < 2) == [1, 2]
+    assert loads == [[0, 0, 0], [0, 35, 0], [0, 0, 0]]
+
+
+def test_kv_on_its_way_to_one_that_goes_is_load_of_another() -> None:
+    fleet = fleet_of("prefill", "decode", "decode", kinds=tes(transfer_ns=1e6))
+    fleet.at(20e6, lambda: fleet.move_out(1))
+    fleet.run(small(seed=8))
+    assert [stepper.coming for stepper in fleet.steppers] == [0, 0, 0]
+
+
+def test_who_is_lost_counts_no_more() -> None:
+    """Of six TEs in halves two that decode are lost: the four that stay are split anew, by what they are."""
+    traffic = MadeTraffic(requests=1200, seconds=30, prompt=60, output=60, spread=0.3, turns=1, systems=0)
+    bounds = RoleBounds(every_s=0.5, patience_s=2, calm_s=3, while_s=5, horizon_s=1e4)
+    fleet = fleet_of("prefill", "prefill", "prefill", "decode", "decode", "decode")
+    roles = FleetRoles(fleet, tes(), UP, bounds, Bounds(1, 100))
+    for te in (3, 4):
+        fleet.at(1e9, functools.partial(roles.lose, te))
+    assert len(fleet.run(made(traffic))) == 1200
+    said = [(event.what, event.num_serving) for event in roles.events]
+    assert said[:2] == [("lost", 5), ("lost", 4)]
+    wanted = [event for event in roles.events if event.what == "wanted"]
+    assert "that prefill, not 3:" in wanted[0].reason
+    assert roles.state.num_prefill == roles._count("prefill") < 3
+    assert len(fleet.serving) == 4
+
+
+@pytest.mark.parametrize("lost", ["prefill", "decode"])
+def test_a_role_that_nobody_has_is_taken_at_once(lost: TERole) -> None:
+    names: list[TERole] = ["prefill", "prefill", "decode", "decode"]
+    fleet = fleet_of(*names)
+    bounds = RoleBounds(every_s=0.5, patience_s=1e3, calm_s=1e3)
+    roles = FleetRoles(fleet, tes(), UP, bounds, Bounds(1, 100))
+    trace = small(seed=8)
+    half = trace[len(trace) // 2].at_ns
+    for te in (number for number, role in enumerate(names) if role == lost):
+        fleet.at(float(half), functools.partial(roles.lose, te))
+    assert len(fleet.run(trace)) == len(trace)
+    fleet.check_integrity()
+    (joined,) = (event for event in roles.events if event.what == "joins")
+    assert joined.te.startswith(lost)
+    assert joined.at_ns < half + 2e9 + 1e9 * roles.change_s
+
+
+def test_one_te_alone_has_nothing_to_change_with() -> None:
+    fleet = fleet_of("prefill", "decode")
+    roles = FleetRoles(fleet, tes(), UP, RoleBounds(every_s=0.05), Bounds(1, 100))
+    trace = small(seed=8)
+    fleet.at(float(trace[len(trace) // 2].at_ns), lambda: roles.lose(0))
+    with pytest.raises(XDeepServeError, match="requests of the trace wait for a TE, and none comes"):
+        fleet.run(trace)
 
 
 def test_roles_of_a_fleet_follow_its_workload() -> None:

@@ -11,6 +11,7 @@ from xdeepserve.platform.made_traffic import MadeTraffic, made, parsed
 from xdeepserve.platform.traces import TracedRequest, TraceFormat, at_rate, read_trace, trace_format
 
 MOONCAKE = {"timestamp": 27482, "input_length": 1100, "output_length": 52, "hash_ids": [46, 47, 2366]}
+BAILIAN = {"timestamp": 61.114, "input_length": 521, "output_length": 132, "hash_ids": [*range(33)]}
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 
 
@@ -48,6 +49,8 @@ def test_azures_traces_of_both_years(tmp_path: Path) -> None:
             f"{json.dumps(MOONCAKE)}\n{json.dumps(MOONCAKE | {'timestamp': 27481})}",
             "line 2: timestamp runs backwards: 0.001 s before line 1",
         ),
+        ("mooncake", json.dumps(BAILIAN), "33 hash_ids are not one for each 512 tokens.*: is it bailian?"),
+        ("bailian", json.dumps(MOONCAKE), "3 hash_ids are not one for each 16 tokens.*: is it mooncake?"),
         (
             "bailian",
             json.dumps({name: value for name, value in MOONCAKE.items() if name != "output_length"}),
@@ -62,6 +65,18 @@ def test_what_is_no_trace_is_refused_by_line_and_field(
     path.write_text(text)
     with pytest.raises(InputError, match=reason):
         read_trace(path, form)
+
+
+def test_what_is_a_trace_all_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    few = MOONCAKE | {"hash_ids": []}
+    short = MOONCAKE | {"input_length": 3, "hash_ids": [1]}
+    path.write_text("\n".join(json.dumps(each) for each in (few, short, MOONCAKE)))
+    assert [len(each.blocks) for each in read_trace(path, "mooncake")] == [0, 1, 3]
+    path.write_text("\n".join(json.dumps(each) for each in (BAILIAN, BAILIAN | {"hash_ids": []})))
+    assert [len(each.blocks) for each in read_trace(path, "bailian")] == [33, 0]
+    path.write_text(HEADER + "2023-11-16 18:17:03.97,374,44\n", encoding="utf-8-sig")
+    assert len(read_trace(path, "azure")) == 1
 
 
 def test_a_format_by_its_name() -> None:
@@ -133,6 +148,7 @@ def test_bursts_and_a_swing_of_the_rate() -> None:
         ("made:promt=3", r"'promt=3' is no setting \(did you mean prompt\?\)"),
         ("made:prompt", "'prompt' is no setting"),
         ("made:prompt=x", "Expected `int`"),
+        ("made:prompt=3,prompt=4", "prompt is given twice"),
         ("made:requests=0,burst=-1", r"requests must lie in \[1, .* found 0; burst must lie"),
     ],
 )

@@ -35,6 +35,8 @@ def run(args: argparse.Namespace) -> int:
     import asyncio
 
     from xdeepserve.api.front_door import serve_door
+    from xdeepserve.cli import build_parser
+    from xdeepserve.cli.serve import made
     from xdeepserve.jobs.cluster_manager import MEMBER, ClusterManager
     from xdeepserve.jobs.job_store import JobStore
 
@@ -43,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
     own = {"--state", "--port", "--host", "--uds", MEMBER} & {each.split("=")[0] for each in args.serve}
     if own:
         raise InputError(f"{', '.join(sorted(own))} is the cluster's own, and cannot be given for each serve")
+    # What every member would refuse is said now, and not in the log of one that is started again for ever.
+    made(build_parser().parse_args(["serve", "--state", str(args.state), *args.serve]), "127.0.0.1", 0)
     store = JobStore(args.state, time.time)
 
     def boot(name: str) -> subprocess.Popen[bytes]:

@@ -43,7 +43,7 @@ def add_options(parser: Parser) -> None:
     option("--cluster", type=Path, metavar="FILE", help="time only, on these TEs (docs/platform.md); "
            "without --deployment and --cluster: as many TEs of 32 dies as the load needs")  # fmt: skip
     option("--policy", metavar="P", help="who gets a request, whatever the cluster's file says")
-    option("--heat", type=Path, metavar="FILE", help="the heat map of --policy deepserve, by bench heatmap")
+    option("--heat", type=Path, metavar="FILE", help="for pd-aware and deepserve, by bench heatmap")
     option("--first", type=int, metavar="N", help="of the trace, the first N requests")
     option("--faster", type=float, default=1.0, metavar="X", help="arrivals X times as fast; default 1")
     option("--shrink", type=int, default=1, metavar="N", help="with tokens: divide all lengths by N")
@@ -107,7 +107,10 @@ def _check(args: argparse.Namespace) -> None:
     if args.deployment is not None and args.cluster is not None:
         raise InputError("--deployment serves tokens, and --cluster takes time only: choose one")
     if args.deployment is None:
-        tokens = {"--shrink": args.shrink != 1, "--set": bool(args.overrides)}
+        tokens = {
+            "--shrink": args.shrink != 1, "--set": bool(args.overrides), "--model": args.model != "tiny",
+            "--precision": args.precision != "int8",
+        }  # fmt: skip
         if idle := [name for name, is_given in tokens.items() if is_given]:
             raise InputError(f"{', '.join(idle)} belongs to --deployment")
     elif args.policy is not None or args.heat is not None or args.explain:
@@ -127,10 +130,10 @@ def requests_of(trace: str, form: str) -> tuple[list[TracedRequest], int]:
     """The requests of a file or of the generator, and the tokens of their blocks."""
     from xdeepserve.platform import made_traffic, traces
 
+    known = traces.trace_format(form)
     if trace.startswith(made_traffic.PREFIX):
         traffic = made_traffic.parsed(trace)
         return made_traffic.made(traffic), traffic.block
-    known = traces.trace_format(form)
     return traces.read_trace(Path(trace), known), traces.BLOCK_TOKENS[known]
 
 
@@ -162,6 +165,9 @@ def _time_only(
     from xdeepserve.platform.length_predictor import told_lengths
 
     cluster = _asked(args)
+    looks_at_kinds = cluster.policy in ("pd-aware", "deepserve")
+    if args.heat is not None and not looks_at_kinds:
+        raise InputError(f"--heat: policy {cluster.policy} looks at no heat map")
     heat = None if args.heat is None else read_heat_map(args.heat)
     predict, error = told_lengths(cluster.lengths, requests)
     decisions: list[Decision] = []
@@ -198,8 +204,8 @@ def _time_only(
         more["regret"] = regret_of(tried)
         if not args.json:
             print(*more["decisions"], "", sep="\n")
-    if not heat and cluster.policy == "deepserve" and {te.apart for te in cluster.te} == {True, False}:
-        note(args.command, "without --heat, deepserve takes TEs of both kinds for alike")
+    if not heat and looks_at_kinds and len({te.is_apart for te in fleet.tes}) == 2:
+        note(args.command, f"without --heat, {cluster.policy} takes TEs of both kinds for alike")
     return outcomes, found, more
 
 

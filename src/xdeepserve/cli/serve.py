@@ -25,6 +25,7 @@ from xdeepserve.errors import InputError
 
 if TYPE_CHECKING:
     from xdeepserve.api.options import ServerOptions
+    from xdeepserve.engine.serving.engine import Engine
 
 
 def add_options(parser: Parser) -> None:
@@ -73,21 +74,11 @@ def add_options(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Load the model and answer requests until SIGINT or SIGTERM."""
     from xdeepserve.api.server import run_server
-    from xdeepserve.llm import build_engine
     from xdeepserve.model.presets import resolve_model
 
     host = "127.0.0.1" if args.host is None else args.host
     port = 8000 if args.port is None else args.port
-    options = _options(args, host, port)
-    overrides = overrides_of(args)
-    engine = build_engine(
-        args.model,
-        args.deployment,
-        args.precision,
-        overrides=overrides,
-        warm_up=True,
-        faults=faults_of(args),
-    )
+    engine, options = made(args, host, port)
     note_settings(args)
     note_rounding(args, resolve_model(args.model))
     note_tokenizer(args, engine.tokenizer)
@@ -106,6 +97,18 @@ def run(args: argparse.Namespace) -> int:
         run_server(lambda: engine, host, port, ready, options)
     print("xdeepserve serve: has shut down", file=sys.stderr, flush=True)
     return 0
+
+
+def made(args: argparse.Namespace, host: str, port: int) -> tuple[Engine, ServerOptions]:
+    """The engine, with nothing loaded, and what the server is told. InputError for what cannot work."""
+    from xdeepserve.llm import build_engine
+
+    options = _options(args, host, port)
+    faults = faults_of(args)
+    engine = build_engine(
+        args.model, args.deployment, args.precision, overrides=overrides_of(args), warm_up=True, faults=faults
+    )
+    return engine, options
 
 
 def _options(args: argparse.Namespace, host: str, port: int) -> ServerOptions:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 LEARNING_RATE = 1e-4  # times a job's multiplier
 SEED = 0
 EXTRA = "fine-tuning needs torch and transformers: pip install 'xdeepserve[train]'"
-KEPT = (
+KEPT = (  # not answer_lengths.npy: a model that is trained answers otherwise
     "config.json",
     "generation_config.json",
     "chat_template.jinja",

@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 
 from xdeepserve.bf16 import to_bf16
 
+from .answer_lengths import FILE as ANSWER_LENGTHS
 from .checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, fallback
 
 COMPANIONS = (
@@ -23,6 +24,7 @@ COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
+    ANSWER_LENGTHS,
 )
 StorageDtype = Literal["bf16", "f32"]
 
@@ -30,7 +32,7 @@ StorageDtype = Literal["bf16", "f32"]
 def write_checkpoint(
     checkpoint: Checkpoint, directory: Path, dtype: StorageDtype = "bf16", max_shard_bytes: int | None = None
 ) -> None:
-    """Save config, tokenizer files and weights; sharded with an index if `max_shard_bytes` is given.
+    """Save COMPANIONS and weights; sharded with an index if `max_shard_bytes` is given.
 
     "bf16" rounds to nearest even and loses nothing for seeded weights. Tensors that only repeat the one
     that stands in for them (a tied head, an MTP layer's shared embedding) are left out.

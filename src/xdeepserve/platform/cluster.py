@@ -186,7 +186,7 @@ def read_cluster(path: Path) -> Cluster:
 
 def check_policy(name: object) -> None:
     """InputError for a policy that is none."""
-    if name not in POLICIES:
+    if not isinstance(name, str) or name not in POLICIES:
         raise InputError(f"unknown policy '{name}'{meant(name, POLICIES)}: known are {', '.join(POLICIES)}")
 
 
@@ -209,7 +209,8 @@ def priced_kinds(
     def price_of(te: ClusterTE) -> tuple[StepPrice, int]:
         deployment = deployment_of(te)
         if deployment not in prices:
-            prices[deployment] = priced(model, deployment, progress), kv_positions(model, deployment)
+            positions = kv_positions(model, deployment)  # refused before prices are found
+            prices[deployment] = priced(model, deployment, progress), positions
         return prices[deployment]
 
     kinds = []

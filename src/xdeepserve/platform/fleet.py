@@ -75,7 +75,7 @@ class Fleet:
         self._order = 0
         self._valid: list[int] = []  # the order of the event that ends what is under way, of each stepper
         self.served: list[ServedRequest] = []
-        self._first: dict[int, tuple[float, int]] = {}  # by number: first token, cached
+        self._first: dict[int, tuple[float, int, int]] = {}  # by number: first token, cached, TE
         self._homeless: list[TETask] = []  # for whom there is no TE
         self._undecoded: list[TETask] = []  # whose KV has nowhere to go
         self._num_left = 0  # requests that have not ended
@@ -111,13 +111,17 @@ class Fleet:
         self._known = Known(*(np.append(old, new) for old, new in zip(self._known, fresh, strict=True)))
         self._takes = np.append(self._takes, te.role != "decode")
         self.serving[number] = None
+        self._end_waits(number)
+        return number
+
+    def _end_waits(self, te: int) -> None:
+        """This one is there for those who had none, and for KV that had nowhere to go."""
         homeless, self._homeless = self._homeless, []
         for task in homeless:
             self._arrive(task.number, task.request)
         undecoded, self._undecoded = self._undecoded, []
         for task in undecoded:
-            self._send(task, number)
-        return number
+            self._send(task, te)
 
     def drain(self, te: int) -> None:
         """It takes nothing more, and ends what it has."""
@@ -128,6 +132,7 @@ class Fleet:
         """One that drains takes requests again."""
         self.serving[te] = None
         self._takes[te] = self.tes[te].role != "decode"
+        self._end_waits(te)
 
     def lose(self, te: int) -> None:
         """It is gone with all that it has: its requests begin again elsewhere."""
@@ -259,6 +264,8 @@ class Fleet:
             self._between(index, self.steppers[index].fetched, task)
 
     def _come(self, index: int, task: TETask) -> None:
+        if self.tes[self._owners[index]].role == "decode":
+            self.steppers[index].coming -= self.steppers[index].need_of(task.request)
         if self._owners[index] in self._lost:  # while its KV was on the way
             self._arrive(task.number, self._whole.pop(task.number, task.request))
             return
@@ -307,7 +314,7 @@ class Fleet:
         stepper = self.steppers[index]
         first, done = stepper.end()
         for task in first:
-            self._first.setdefault(task.number, (self.now, task.cached))
+            self._first.setdefault(task.number, (self.now, task.cached, self._owners[index]))
             if self.pool is not None:
                 whole = task.request.input_length // stepper.limits.block
                 self.pool.use(task.request.blocks[:whole], task.own)
@@ -329,17 +336,19 @@ class Fleet:
             if not decoders:
                 self._undecoded.append(task)
                 return
-            least = min(decoders, key=lambda each: (self._known.kv_load[each], each))
-            index = self._fronts[least]
+            index = min(
+                map(self._fronts.__getitem__, decoders), key=lambda at: (self.steppers[at].kv_load, at)
+            )
+            self.steppers[index].coming += self.steppers[index].need_of(request)
         later = self.now + self.tes[te].transfer_ns * request.input_length
         self._schedule(index, later, TETask(task.number, request, task.number))
 
     def _end(self, index: int, task: TETask) -> None:
-        first_ns, cached = self._first.pop(task.number)
+        first_ns, cached, first_te = self._first.pop(task.number)
         request = self._whole.pop(task.number, task.request)
         served = ServedRequest(
             task.number, self._owners[index], request.at_ns, first_ns, self.now,
-            request.input_length, request.output_length, cached,
+            request.input_length, request.output_length, cached, first_te,
         )  # fmt: skip
         self.served.append(served)
         self._num_left -= 1

@@ -4,13 +4,15 @@ A TE that changes takes nothing more. One that prefills ends what it has; one th
 with its KV, as a TE of the engine does that is taken away. Then it is planned anew, gets the weights of its
 new layout from one that has them (NPU-fork) and serves a dummy request, and joins in its new role. How long
 answers are is what the fleet predicts of those that arrive; where it predicts nothing, what it was of those
-that have ended, which is late by as long as an answer takes.
+that have ended, which is late by as long as an answer takes. A TE that is lost counts no more.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+
+import msgspec
 
 from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.fleet_scaling import ScaleAct, ScaleEvent
@@ -33,20 +35,23 @@ class FleetRoles:
         service: Bounds,
     ) -> None:
         self.fleet, self.kinds, self.bounds, self.service = fleet, kinds, bounds, service
-        self.total = len(fleet.serving)
         self.state = RoleState(self._count("prefill"))
         steps = scale_up.steps(1, 1)[2:]  # the pod and its processes are there
         self.change_s = sum(step.seconds for step in steps)
         self.events: list[ScaleEvent] = []
         self._arrived: deque[tuple[float, int, float]] = deque()  # when, tokens of prompt, of answer if known
-        self._ended: deque[tuple[float, int, float]] = (
-            deque()
-        )  # when, tokens that were computed, of the answer
+        self._ended: deque[tuple[float, int, float]] = deque()  # when, tokens computed, of the answer
         self._changing: dict[int, TERole] = {}  # TEs that drain, and what they will be
         self._coming = 0
         fleet.on_end = self._hear_end
         fleet.on_arrive = self._hear_arrival
         fleet.at(0.0, self._look)
+
+    def lose(self, te: int) -> None:
+        """A TE fails: what it had begins again elsewhere, and the others are split anew."""
+        num = sum(each.num_tasks for each in self.fleet.steppers_of(te))
+        self.fleet.lose(te)
+        self._tell("lost", self.fleet.tes[te].name, f"{num} requests begin again elsewhere")
 
     def _count(self, role: TERole) -> int:
         return sum(self.fleet.tes[te].role == role for te in self.fleet.serving)
@@ -86,17 +91,22 @@ class FleetRoles:
             self._coming += 1
             fleet.at(fleet.now + 1e9 * self.change_s, self._joins(te, role))
         work = self._workload()
-        if work is not None and not self._changing and not self._coming:
-            first, second = self.kinds["prefill"], self.kinds["decode"]
-            limits = first.limits, second.limits
-            rates = role_rates(second.price, limits, work, 1e6 * self.service.tpot_ms)
-            args = fleet.now / 1e9, work, rates, self.total, self.change_s, self.bounds
-            before, self.state = self.state, next_roles(self.state, *args)
-            if self.state.num_prefill != before.num_prefill:
-                self._change(before.num_prefill)
+        if work is not None and not self._changing and not self._coming and len(fleet.serving) > 1:
+            self._follow(work)
         # Where nobody comes, ends or changes, nothing follows from looking again.
         again = fleet.look_at if work is None and not self._changing else fleet.at
         again(fleet.now + 1e9 * self.bounds.every_s, self._look)
+
+    def _follow(self, work: Workload) -> None:
+        """Split those that are there, of which some may have been lost since the last look."""
+        first, second = self.kinds["prefill"], self.kinds["decode"]
+        rates = role_rates(second.price, (first.limits, second.limits), work, 1e6 * self.service.tpot_ms)
+        before = msgspec.structs.replace(self.state, num_prefill=self._count("prefill"))
+        self.state = next_roles(
+            before, self.fleet.now / 1e9, work, rates, len(self.fleet.serving), self.change_s, self.bounds
+        )
+        if self.state.num_prefill != before.num_prefill:
+            self._change(before.num_prefill)
 
     def _change(self, before: int) -> None:
         wanted = self.state.num_prefill

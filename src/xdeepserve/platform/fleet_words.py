@@ -30,7 +30,7 @@ class FleetTE(NamedTuple):
 
 
 class ServedRequest(NamedTuple):
-    """What became of a request, in ns of virtual time."""
+    """What became of a request, in ns of virtual time. `te` had its last token, `first_te` its first."""
 
     number: int
     te: int
@@ -40,6 +40,7 @@ class ServedRequest(NamedTuple):
     num_prompt: int
     num_output: int
     num_cached: int
+    first_te: int
 
     @property
     def ttft_ns(self) -> float:
@@ -54,7 +55,7 @@ class ServedRequest(NamedTuple):
         """What a report is made of."""
         return Outcome(
             self.te, self.at_ns, self.ttft_ns, self.tpot_ns, self.last_ns,
-            self.num_prompt, self.num_output, self.num_cached,
+            self.num_prompt, self.num_output, self.num_cached, self.first_te,
         )  # fmt: skip
 
 

@@ -78,6 +78,8 @@ def parsed(text: str) -> MadeTraffic:
             names = ", ".join(MadeTraffic.__struct_fields__)
             hint = meant(key, MadeTraffic.__struct_fields__)
             raise InputError(f"{PREFIX} '{part}' is no setting{hint}: KEY=VALUE with KEY one of {names}")
+        if key in given:
+            raise InputError(f"{PREFIX} {key} is given twice")
         given[key] = value
     try:
         traffic = msgspec.convert(given, MadeTraffic, strict=False)

@@ -99,7 +99,8 @@ def next_roles(
     before: RoleState, now_s: float, work: Workload, rates: RoleRates, total: int, change_s: float,
     bounds: RoleBounds,
 ) -> RoleState:  # fmt: skip
-    """The split after this look, of `total` TEs of which one takes `change_s` to change its role."""
+    """The split after this look, of `total` TEs of which one takes `change_s` to change its role. Where
+    nobody has one of the roles, that is at once."""
     count = before.num_prefill
     best, asked = rates.best_split(total), bounds.headroom * work.rate
     now, then = (min(asked, rates.capacity(each, total - each)) for each in (count, best))
@@ -109,7 +110,7 @@ def next_roles(
     if best == count or then < now * (1 + bounds.margin) or won <= lost:
         return msgspec.structs.replace(before, since=None, better=count)
     waits = still_waits(before, now_s, count, best, bounds.patience_s, bounds.calm_s)
-    if waits is not None:
+    if waits is not None and 0 < count < total:
         return waits
     here, there = (rates.capacity(each, total - each) for each in (count, best))
     reason = (

@@ -20,7 +20,8 @@ class Bounds(msgspec.Struct, frozen=True):
 
 
 class Outcome(NamedTuple):
-    """What became of a request, in ns of virtual time; `te` by its number."""
+    """What became of a request, in ns of virtual time; `te` by its number, and `first_te`, if it was another
+    one that computed the prompt."""
 
     te: int
     at_ns: float
@@ -30,15 +31,16 @@ class Outcome(NamedTuple):
     num_prompt: int
     num_output: int
     num_cached: int
+    first_te: int | None = None
 
 
 class TELoad(msgspec.Struct, frozen=True):
     """What a TE did. `busy` is its share of the time; None where nobody has counted."""
 
     name: str
-    num_requests: int
-    num_tokens: int  # that it generated
-    hit_rate: float
+    num_requests: int  # whose prompt it computed, or whose answer it ended
+    num_tokens: int  # of these answers
+    hit_rate: float  # of the tokens of these prompts
     busy: float | None = None
 
 
@@ -88,18 +90,20 @@ def report(
     tpot = [each.tpot_ns / 1e6 for each in outcomes if each.tpot_ns is not None]
     good = sum(is_within(each, bounds) for each in outcomes)
     last_ns = max(each.last_ns for each in outcomes)
-    by_te: list[list[Outcome]] = [[] for _ in names]
+    begun: list[list[Outcome]] = [[] for _ in names]
+    ended: list[list[Outcome]] = [[] for _ in names]
     for each in outcomes:
-        by_te[each.te].append(each)
+        begun[each.te if each.first_te is None else each.first_te].append(each)
+        ended[each.te].append(each)
     loads = [
         TELoad(
             name,
-            len(mine),
-            sum(each.num_output for each in mine),
-            _hits(mine),
+            len(ended[number]) + sum(each.te != number for each in begun[number]),
+            sum(each.num_output for each in ended[number]),
+            _hits(begun[number]),
             None if busy_ns is None else busy_ns[number] / last_ns,
         )
-        for number, (name, mine) in enumerate(zip(names, by_te, strict=True))
+        for number, name in enumerate(names)
     ]
     return ServiceReport(
         len(outcomes), last_ns / 1e9, _figures(ttft), _figures(tpot), good / last_ns * 1e9,

@@ -48,6 +48,7 @@ class StepTE:
         self.waiting: deque[TETask] = deque()
         self.num_tasks = self.num_long = self.num_short = 0
         self.queued = self.positions = 0.0  # prefill cost, and KV positions, of all that it has
+        self.coming = 0.0  # positions whose KV is on its way from TEs that prefill
         self.busy_ns = self.prefill_ns = 0.0  # in steps, and in those that have parts of prompts
         self.num_steps = 0
         self._queues: list[deque[TETask]] = [deque() for _ in range(count)]
@@ -66,8 +67,8 @@ class StepTE:
 
     @property
     def kv_load(self) -> float:
-        """Share of KV that is spoken for, those that wait counted."""
-        return self.positions / (len(self._held) * self.limits.num_positions)
+        """Share of KV that is spoken for, those that wait and those that are on their way counted."""
+        return (self.positions + self.coming) / (len(self._held) * self.limits.num_positions)
 
     @property
     def queued_ns(self) -> float:

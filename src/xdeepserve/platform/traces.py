@@ -53,7 +53,7 @@ def read_trace(path: Path, form: TraceFormat) -> list[TracedRequest]:
     requests: list[TracedRequest] = []
     last = 0  # the line of the latest request
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             lines = _azure(path, file) if form == "azure" else _json(path, file, form)
             for number, request in lines:
                 if requests and request.at_ns < requests[-1].at_ns:
@@ -72,7 +72,24 @@ def read_trace(path: Path, form: TraceFormat) -> list[TracedRequest]:
         raise InputError(f"{path}: no requests in it")
     if form != "azure" and not any(request.blocks and request.input_length for request in requests):
         raise InputError(f"{path}: no request in it has tokens and hash_ids")
+    if form != "azure":
+        _check_blocks(path, form, requests)
     return requests
+
+
+def _check_blocks(path: Path, form: TraceFormat, requests: Sequence[TracedRequest]) -> None:
+    """InputError for a file with the fields of this format, but another one's count of hash_ids."""
+    some = [request for request in requests if request.blocks]
+    found = sum(len(request.blocks) for request in some)
+    off = {
+        name: abs(found - sum(-(-request.input_length // BLOCK_TOKENS[name]) for request in some))
+        for name in NS
+    }
+    if off[nearest := min(off, key=lambda name: off[name])] < off[form]:
+        raise InputError(
+            f"{path}: {found} hash_ids are not one for each {BLOCK_TOKENS[form]} tokens, as in the format "
+            f"{form}: is it {nearest}?"
+        )
 
 
 def _json(path: Path, lines: Iterator[str], form: TraceFormat) -> Iterator[tuple[int, TracedRequest]]:
