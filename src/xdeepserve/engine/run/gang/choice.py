@@ -28,6 +28,7 @@ def gangs_of(
     """Who runs the layers of all dies of a TE, or what of them is not the dies' own, a microbatch each. From
     then on the dies meet there."""
     gang: Gang
+    threads = threads if HAS_TEAMS else 1
     pushes = net.team.sizes.exchange == "push"
     if not net.a2e and has_stages_of_tasks(executors[0]):
         use_met_exchanges(executors)
@@ -44,7 +45,7 @@ def gangs_of(
             assert isinstance(program, LockstepExpertProgram)
             program.gang, program.index = apart, index
     elif len(executors) == 1:
-        gang = MonolithicGang(executors, None, threads if HAS_TEAMS else 1)
+        gang = MonolithicGang(executors, None, threads)
     else:
         exchange = net.exchanges[0] if net.exchanges else None
         gang = (PushingGang if pushes else ColocatedGang)(executors, exchange, threads)

@@ -110,19 +110,17 @@ class ColocatedGang(Gang):
         The kernels leave nothing in this computer's caches, so Python is slow between them: what can wait, as
         faults and virtual time can, is looked at when all are done.
         """
-        after: list[Call] = []  # what each die does next, with its own bytes only
+        rounds: list[list[Call]] = [[]]  # in the last one, what each die does next with its own bytes only
         for visit, at in zip(visits, passes, strict=True):
             if self.staged.is_used:
-                self.spread(*after)
-                after = []
+                self.spread(*rounds)
+                rounds = [[]]
                 self.staged.run(at, visit.program, shares, self.columns[at], self.cuts)
-            after.append(self._attention(at, visit.layer.moe is not None))
-            if visit.layer.moe is None:
-                continue
-            self.spread(*after, self._dispatch(visit.event))
-            self.spread(self._run_experts(at, visit.event))
-            after = [self._combine(at, visit.event)]
-        self.spread(*after)
+            rounds[-1].append(self._attention(at, visit.layer.moe is not None))
+            if visit.layer.moe is not None:
+                rounds[-1].append(self._dispatch(visit.event))
+                rounds += [[self._run_experts(at, visit.event)], [self._combine(at, visit.event)]]
+        self.spread(*rounds)
 
     def _check(self, visits: Sequence[Visit], passes: Sequence[int]) -> None:
         """ProtocolError if a die has found a fault: the first one."""

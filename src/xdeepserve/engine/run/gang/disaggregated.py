@@ -121,30 +121,31 @@ class DisaggregatedGang(Gang):
         Faults and virtual time are looked at when all are done. Whatever needs no other die's bytes of the
         stage before goes with it: every meeting of the threads takes as long as some dies do.
         """
+        rounds: list[list[Call]] = []
         after: list[Call] = []  # a microbatch's E2A, which the next one need not wait for
         away: list[list[Call]] = [[] for _ in range(self.num_microbatches)]  # what brings each one back
-        num_items = 0
+        self._num_items = 0
         for visit, at in zip(visits, passes, strict=True):
             is_moe = visit.layer.moe is not None
             for m in range(self.num_microbatches):
                 if after and self.num_microbatches == 1:
-                    self.spread(*after)
+                    rounds.append(after)
                     after = []
                 if self.staged.is_used:
-                    self.spread(*after, *away[m])
-                    after, away[m] = [], []
+                    self.spread(*rounds, [*after, *away[m]])
+                    rounds, after, away[m] = [], [], []
                     self.staged.run(at, visit.program, shares, self.columns[at], self.cuts[m], m)
-                self.spread(*after, *away[m], *self._attend(m, at, visit.event if is_moe else None))
+                rounds.append([*after, *away[m], *self._attend(m, at, visit.event if is_moe else None)])
                 after, away[m] = [], []
                 if is_moe:
-                    self.spread(self._a2e(m, at, visit.event))
-                    self.spread(self._run_experts(m, at, visit.event))
-                    self.received[at, m] = self.items[m].ways[:, :, NUM_RECEIVED]
-                    after, away[m] = [self._e2a(m, at, visit.event)], [self._come_back(m, at, visit.event)]
-                    num_items += self.num_domains
-        self.spread(*after)
-        self.spread(*(call for calls in away for call in calls))
-        self._num_items = num_items
+                    rounds += [[self._a2e(m, at, visit.event)], [self._run_experts(m, at, visit.event)]]
+                    after = [
+                        (_keep, (self.received[at, m], self.items[m].ways)),
+                        self._e2a(m, at, visit.event),
+                    ]
+                    away[m] = [self._come_back(m, at, visit.event)]
+                    self._num_items += self.num_domains
+        self.spread(*rounds, after, [call for calls in away for call in calls])
 
     def _check(self, visits: Sequence[Visit], passes: Sequence[int]) -> None:
         """ProtocolError if a die has found a fault: the first one."""
@@ -247,3 +248,9 @@ class DisaggregatedGang(Gang):
                     ns[rank] = round(runner.price_of(stage, visit.layer, counts))
             result.append(Timed(stage.name, stage.core, ns))
         return result
+
+
+def _keep(received: np.ndarray, ways: np.ndarray, worker: int, num: int) -> None:
+    """received [domains, expert dies]: the rows that have come, before those of another layer come."""
+    if worker == 0:
+        received[:] = ways[:, :, NUM_RECEIVED]

@@ -17,6 +17,7 @@ from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.run.gang import tables
 from xdeepserve.engine.run.gang.dimensions import Shape
 from xdeepserve.engine.run.gang.kernels import attention as a
+from xdeepserve.engine.run.gang.kernels.sync import LOST, new_sync, wait_for_others
 from xdeepserve.engine.run.gang.staged import StagedAttention, as_kernels_see
 from xdeepserve.engine.walk.runner import Runner
 from xdeepserve.engine.walk.schedule import EndLayer, Visits
@@ -213,24 +214,36 @@ class Gang(ABC):
         """Which of a step's passes through a layer uses this cache of the first die."""
         return self._pass_at[id(cache)]
 
-    def spread(self, *calls: Call) -> None:
-        """Run kernels one after the other, each thread on its share of the dies and without waiting for the
-        other threads between them."""
-        num = self.num_threads
+    def spread(self, *rounds: Sequence[Call]) -> None:
+        """Run kernels round by round, each thread on its share of the dies: in a round it does not wait for
+        the other threads, between rounds all do. ProtocolError if they have lost each other."""
+        num, sync, rounds = self.num_threads, new_sync(), tuple(filter(None, rounds))
 
         def work(worker: int) -> None:
-            for kernel, args in calls:
-                kernel(*args, worker, num)
+            is_done = False
+            try:
+                for number, calls in enumerate(rounds):
+                    if number and num > 1:
+                        wait_for_others(sync, num)
+                    for kernel, args in calls:
+                        kernel(*args, worker, num)
+                is_done = True
+            finally:
+                if not is_done:
+                    sync[LOST] = 1  # nobody need wait for this thread
 
-        if num == 1:
-            work(0)
-            return
         jobs = [self._threads.submit(work, worker) for worker in range(1, num)]
         try:
             work(0)
         finally:
             for job in jobs:
                 job.result()
+        self.check_threads(sync)
+
+    def check_threads(self, sync: np.ndarray) -> None:
+        """ProtocolError if the threads of a step have waited for each other in vain."""
+        if sync[LOST]:
+            raise ProtocolError(f"lockstep: the {self.num_threads} threads of a step have lost each other")
 
     @staticmethod
     def check(faults: np.ndarray, op: str, side: str, event: int) -> None:

@@ -129,8 +129,7 @@ class MetExchanges(ColocatedGang):
         calls: list[Call] = [self._combine(at, event)]
         if op == "dispatch":
             calls = [self._dispatch(event), self._run_experts(at, event)]
-        for call in calls:  # each is a barrier
-            self.spread(call)
+        self.spread(*([call] for call in calls))
         which = int(op == "combine")
         self.check(self.faults[at][which], self.ops[which], "rank", event)
         slowness = max(die.slowness for die in self.dies)

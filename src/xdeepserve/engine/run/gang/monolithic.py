@@ -10,9 +10,8 @@ from xdeepserve.engine.run.gang.colocated import ALONE, TO_THE_END, ColocatedGan
 from xdeepserve.engine.run.gang.gang import Share, Span
 from xdeepserve.engine.run.gang.kernels import experts as e
 from xdeepserve.engine.run.gang.kernels import team
-from xdeepserve.engine.run.gang.kernels.sync import LOST, SYNC_SIZE
+from xdeepserve.engine.run.gang.kernels.sync import new_sync
 from xdeepserve.engine.walk.schedule import Visit
-from xdeepserve.errors import ProtocolError
 
 
 class MonolithicGang(ColocatedGang):
@@ -43,8 +42,7 @@ class MonolithicGang(ColocatedGang):
             dies = np.stack([self.experts[at][0] if at in self.experts else none for at in passes])
             is_moe = np.array([visit.layer.moe is not None for visit in visits])
             self._tables[key] = weights, dies, is_moe
-        sync = np.zeros(SYNC_SIZE, np.int64)
+        sync = new_sync()
         args = (self.shape, self.exchange.inter, self.buffers[0], *self._tables[key], self.inputs[0])
-        self.spread((team.run_together, (*args, rows, self.scratch, sync)))
-        if sync[LOST]:
-            raise ProtocolError(f"lockstep: the {self.num_threads} threads of a step have lost each other")
+        self.spread([(team.run_together, (*args, rows, self.scratch, sync))])
+        self.check_threads(sync)

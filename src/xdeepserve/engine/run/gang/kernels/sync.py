@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from xdeepserve.jit.compiling import part
+from xdeepserve.jit.compiling import kernel, part
+from xdeepserve.model.canonical import Array
 
 SPINS = 4000  # looks at the others before a thread lets them have its core
 PATIENCE = 100_000_000  # such offers, some ten seconds at least, before it gives the others up
@@ -63,6 +65,17 @@ def wait(sync, num):
             if looks > PATIENCE or _look(sync, LOST):
                 _count(sync, LOST)
                 return
+
+
+@kernel
+def wait_for_others(sync, num):
+    """`wait`, for a thread that is in no kernel."""
+    wait(sync, num)
+
+
+def new_sync() -> Array:
+    """What threads wait by, int64 [SYNC_SIZE]."""
+    return np.zeros(SYNC_SIZE, np.int64)
 
 
 @part
