@@ -406,6 +406,25 @@ def test_nobody_waits_for_a_thread_that_is_lost() -> None:
     assert sync[sync_kernels.LOST] == 2
 
 
+def test_a_thread_that_fails_ends_the_rounds_of_all() -> None:
+    after: list[int] = []
+
+    def fails(worker: int, num: int) -> None:
+        if worker == 1:
+            raise ValueError("broken")
+
+    def follows(worker: int, num: int) -> None:
+        after.append(worker)
+
+    gang = object.__new__(colocated.ColocatedGang)  # its threads alone
+    gang.num_threads, gang._pool = 2, None
+    with pytest.raises(ValueError, match="broken"):
+        gang.spread([(fails, ())], [(follows, ())])
+    gang.spread([(follows, ())], [(follows, ())])
+    gang._threads.shutdown()
+    assert sorted(after) == [0, 0, 1, 1]  # of the second time
+
+
 def test_a_platform_whose_threads_cannot_yield() -> None:
     program = """if True:
         import os

@@ -225,6 +225,8 @@ class Gang(ABC):
                 for number, calls in enumerate(rounds):
                     if number and num > 1:
                         wait_for_others(sync, num)
+                        if sync[LOST]:  # what others have left is not whole
+                            return
                     for kernel, args in calls:
                         kernel(*args, worker, num)
                 is_done = True
