@@ -74,6 +74,10 @@ def task_of(args: argparse.Namespace) -> ServerTask:
             raise InputError(f"{option} must be HOST:PORT, found {value!r}")
     if args.listen is not None and experts.transport != "tcp":
         raise InputError("--listen is for experts.transport=tcp")
+    if args.listen is not None and args.listen.rpartition(":")[0] in ("0.0.0.0", "[::]"):
+        raise InputError(
+            f"--listen {args.listen}: clients are told to come there, so it has to be an address"
+        )
     address = f"unix:xdeepserve-{os.getpid()}"
     if experts.transport == "tcp":
         address = f"tcp:{args.listen or '127.0.0.1:0'}"
