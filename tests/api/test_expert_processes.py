@@ -327,10 +327,14 @@ def test_monitors_that_cannot_be(
     assert said in said_by(capsys, *words)
 
 
-@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0"])
-def test_servers_listen_where_clients_can_come(
-    address: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+LISTEN = ("expert-server", "--set", "experts.transport=tcp", "--listen")
+
+
+@pytest.mark.parametrize(
+    "words", [(*LISTEN, "0.0.0.0:0"), (*LISTEN, "[::]:0"), ("place", "--set", SHM, "--host", "0.0.0.0")]
+)
+def test_who_listens_does_so_where_others_can_come(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDEEPSERVE_TOKEN", "a token")
-    words = ("expert-server", "--set", "experts.transport=tcp", "--listen", address)
-    assert "clients are told to come there" in said_by(capsys, *words)
+    assert "others are told to come there" in said_by(capsys, *words)

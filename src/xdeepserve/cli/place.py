@@ -36,7 +36,7 @@ def add_options(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Start a monitor, have servers placed, and tell what becomes of them."""
-    from xdeepserve.cli.expert_server import task_of
+    from xdeepserve.cli.expert_server import check_comes_there, task_of
     from xdeepserve.engine.outside.servers_outside import given_token
     from xdeepserve.model.presets import resolve_model
     from xdeepserve.placing.on_ray import LOCAL, connected
@@ -44,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
     task = task_of(args)
     given_token("shm", args.host)
+    check_comes_there("--host", args.host)
     seats, num_cpus = seats_of(task, resolve_model(args.model), args.seats)
     with connected(args.ray, num_cpus) as ray:
         placed = Placed(ray, task, "127.0.0.1" if args.ray == LOCAL else None, _tell)
