@@ -20,6 +20,7 @@ import openai
 import pytest
 
 from xdeepserve import LLM, SamplingParams
+from xdeepserve.cli import main
 
 PATIENCE_S = 600.0  # a server that compiles all its kernels while others do, too
 NUM_TOKENS = 24
@@ -272,6 +273,13 @@ def refusal(*words: str) -> str:
     return line
 
 
+def said_by(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The line with which a command that runs here refuses."""
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
 def test_who_cannot_come() -> None:
     settings = ("experts.routed_dies=2", "max_model_len=128")
     with deployed(*settings, SHM, seats=[0]) as there:
@@ -299,3 +307,34 @@ def test_what_is_wrong_by_itself(tmp_path: Path) -> None:
     )
     assert "must be HOST:PORT" in refusal("expert-server", "--set", SHM, "--monitor", "here")
     assert "--port is 0 to 65535" in refusal("monitor", "--port", "70000")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("monitor", "--heartbeat-ms", "nan"), "--heartbeat-ms more than 0"),
+        (("monitor", "--heartbeat-ms", "inf"), "--heartbeat-ms more than 0"),
+        (("monitor", "--host", "0.0.0.0"), "--host 0.0.0.0 is for other computers, too, and needs a token"),
+        (("monitor", "--host", "::"), "--host :: is for other computers, too, and needs a token"),
+        (("monitor", "--host", "here.example"), "--host here.example is for other computers, too"),
+        (("place", "--set", SHM, "--host", "0.0.0.0"), "--host 0.0.0.0 is for other computers, too"),
+    ],
+)
+def test_monitors_that_cannot_be(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDEEPSERVE_TOKEN", raising=False)
+    assert said in said_by(capsys, *words)
+
+
+LISTEN = ("expert-server", "--set", "experts.transport=tcp", "--listen")
+
+
+@pytest.mark.parametrize(
+    "words", [(*LISTEN, "0.0.0.0:0"), (*LISTEN, "[::]:0"), ("place", "--set", SHM, "--host", "0.0.0.0")]
+)
+def test_who_listens_does_so_where_others_can_come(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDEEPSERVE_TOKEN", "a token")
+    assert "others are told to come there" in said_by(capsys, *words)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +20,9 @@ import pytest
 from tests.api.test_expert_processes import Command
 from tests.engine.test_outside import PARAMS, PROMPTS, expected, run, until
 from xdeepserve import LLM
+from xdeepserve.comm.outside.handshake import SILENT_S, listen
+from xdeepserve.comm.outside.network_card import Nic
+from xdeepserve.comm.outside.registered import SharedBuffer, Window
 from xdeepserve.comm.services.layout import Presence
 from xdeepserve.errors import DeadlineError
 
@@ -114,8 +118,9 @@ def test_a_cable_is_cut_for_a_while_and_for_ever(far: Machine, monkeypatch: pyte
         begin = time.monotonic()
         assert run(llm) == expected("int8")
         assert time.monotonic() - begin < BOUND_S
-        until(lambda: presence(llm) == Presence.LOST, "nobody hears that the server is lost")
+        until(lambda: presence(llm) != Presence.THERE, "nobody hears that the server is lost")
         assert run(llm) == expected("int8")
+        until(lambda: presence(llm) == Presence.ABSENT, "its seat is free for nobody else")
 
 
 def test_without_a_replica_the_error_says_who_did_not_answer(
@@ -129,3 +134,36 @@ def test_without_a_replica_the_error_says_who_did_not_answer(
         with pytest.raises(DeadlineError, match=said):
             llm.generate(PROMPTS, PARAMS)
         assert time.monotonic() - begin < BOUND_S
+
+
+CLIENT = """
+import asyncio, sys
+from xdeepserve.comm.outside.server_link import open_link
+
+async def stay():
+    link = await open_link(sys.argv[1], "far", "tiny", "a token")
+    print("linked", flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(stay())
+"""
+
+
+def test_a_client_whose_machine_is_gone_keeps_no_other_one_out(far: Machine) -> None:
+    listener, address = listen(f"tcp:{NEAR}:0")
+    known = {part: Window(0, 8) for part in ("card", "slots", "requests", "answers")}
+    nic = Nic(listener, SharedBuffer(8), known, "tiny", "a token")
+    words = ["ip", "netns", "exec", far.name, sys.executable, "-c", CLIENT, address]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as client:
+        try:
+            assert client.stdout is not None
+            assert client.stdout.readline() == b"linked\n"
+            assert nic.has_client
+            far.cut()
+            client.kill()
+            begin = time.monotonic()
+            until(lambda: not nic.has_client, "it is there for ever")
+            assert time.monotonic() - begin < 4 * SILENT_S
+        finally:
+            client.kill()
+            nic.close()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,11 +17,12 @@ import pytest
 from tests.comm.test_exchange import quantize, same_bits
 from tests.comm.test_services import LAYERS, LAYOUT, attend, expected, logical, same, serve, tokens
 from xdeepserve.comm.means import Means
-from xdeepserve.comm.outside.handshake import connect, listen, split
+from xdeepserve.comm.outside import handshake
+from xdeepserve.comm.outside.handshake import Hello, connect, line, listen, proof, proves, split
 from xdeepserve.comm.outside.network_card import OP_READ, OP_WRITE, REQUEST, RESPONSE, Nic
 from xdeepserve.comm.outside.outside_reach import OutsideReach
 from xdeepserve.comm.outside.outside_server import OutsideServer
-from xdeepserve.comm.outside.registered import SharedBuffer, windows
+from xdeepserve.comm.outside.registered import SharedBuffer, Window, check_windows, windows
 from xdeepserve.comm.outside.seat_list import Refused, Register, SeatTable
 from xdeepserve.comm.outside.server_link import CardLink, ServerLink, open_link
 from xdeepserve.comm.services.known_servers import KnownServers
@@ -324,6 +327,88 @@ async def test_garbage_on_the_port(garbage: bytes) -> None:
         assert "expected" in there.fars[0].nic.refusals[-1] or "is no" in there.fars[0].nic.refusals[-1]
 
 
+def trickle(address: str) -> float:
+    """How long one is listened to who says a byte now and then, in seconds."""
+    begin = time.monotonic()
+    with connect(address) as sock, contextlib.suppress(ConnectionError):
+        sock.settimeout(0.1)
+        while time.monotonic() - begin < 20.0:
+            sock.sendall(b"{")
+            with contextlib.suppress(TimeoutError):
+                if not sock.recv(4096):
+                    break
+    return time.monotonic() - begin
+
+
+async def test_who_trickles_is_not_listened_to_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "PATIENCE_S", 0.5)
+    async with scene() as (there, _):
+        assert await asyncio.to_thread(trickle, there.fars[0].address) < 15.0
+        assert there.fars[0].nic.refusals == ["timed out"]
+
+
+async def test_any_letters_are_a_token_and_a_proof() -> None:
+    assert proves(proof("\u00e9", "1"), "\u00e9", "1")
+    assert not proves("\u00e9", "\u00e9", "1")
+    assert proves(proof("\udce9", "1"), "\udce9", "1")  # what an environment has that is no UTF-8
+    async with scene() as (there, _):
+        address, hello = there.fars[0].address, line(Hello("me", IDENTITY, "\u00e9"))
+        assert b"its token is another one" in await asyncio.to_thread(talk, address, hello)
+
+
+class Glitching:
+    """A listener of which a connection goes before it is accepted, as accept(2) says."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener, self.family, self.num_calls = listener, listener.family, 0
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        self.num_calls += 1
+        if self.num_calls == 1:
+            raise OSError(errno.ECONNABORTED, "Software caused connection abort")
+        return self._listener.accept()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._listener, name)
+
+
+async def test_a_connection_that_ends_too_early_ends_nothing_else() -> None:
+    listener, address = listen("tcp:127.0.0.1:0")
+    known = {part: Window(0, 8) for part in ("card", "slots", "requests", "answers")}
+    glitching: Any = Glitching(listener)
+    nic = Nic(glitching, SharedBuffer(8), known, IDENTITY, TOKEN)
+    try:
+        link = await open_link(address, "me", IDENTITY, TOKEN)
+        assert await link.read(0, 8) == bytes(8)
+        link.close("the test is over")
+    finally:
+        nic.close()
+    await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        {"card": Window(0, 8)},
+        {part: Window(0, 9) for part in ("card", "slots", "requests", "answers")},
+        {part: Window(-1, 2) for part in ("card", "slots", "requests", "answers")},
+    ],
+)
+def test_a_welcome_that_cannot_be(known: dict[str, Window]) -> None:
+    with pytest.raises(ProtocolError, match="the server says where its parts are, but"):
+        check_windows(known, 8, "the server")
+
+
+def test_an_address_of_ipv6() -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"no IPv6: {error}")
+    listener, address = listen("tcp:[::1]:0")
+    with listener, connect(address) as sock:
+        assert address == f"tcp:[::1]:{sock.getpeername()[1]}"
+
+
 @pytest.mark.parametrize(
     ("client", "identity", "token", "words"),
     [
@@ -365,8 +450,10 @@ async def test_no_byte_beyond_what_is_registered(op: int, part: str, shift: int,
         assert bytes(far.server.die.memory.buffer) == before
 
 
-async def test_an_answer_of_another_size_ends_the_link() -> None:
-    """A server that is none answers reads with what was not asked for."""
+@pytest.mark.parametrize("nbytes", [3, 1 << 31])
+async def test_an_answer_of_another_size_ends_the_link(nbytes: int) -> None:
+    """A server that is none answers reads with what was not asked for; no room is made for it."""
+    parts = b", ".join(b'"%s": [0, 64]' % part for part in (b"card", b"slots", b"requests", b"answers"))
     listener = socket.create_server(("127.0.0.1", 0))
     host, port = listener.getsockname()
 
@@ -375,16 +462,17 @@ async def test_an_answer_of_another_size_ends_the_link() -> None:
         with sock:
             sock.sendall(b'{"nonce": "1"}\n')
             sock.recv(4096)
-            sock.sendall(b'{"windows": {"card": [0, 64]}, "nbytes": 64}\n')
+            sock.sendall(b'{"windows": {%s}, "nbytes": 64}\n' % parts)
             sock.recv(4096)
-            sock.sendall(RESPONSE.pack(0, 3) + b"abc")
+            sock.sendall(RESPONSE.pack(0, nbytes) + b"abc")
             sock.recv(4096)
 
     lying = asyncio.get_running_loop().run_in_executor(None, lie)
     with listener:
         link = await open_link(f"tcp:{host}:{port}", "me", IDENTITY, TOKEN)
-        with pytest.raises(LostDieError, match="answers a read of 64 bytes with 3"):
-            await link.read(0, 64)
+        with pytest.raises(LostDieError, match=f"answers a read of 64 bytes with {nbytes}"):
+            async with asyncio.timeout(10):
+                await link.read(0, 64)
         await lying
     await asyncio.sleep(0.01)
 
@@ -458,3 +546,7 @@ def test_a_server_keeps_its_seat_over_the_end_of_its_monitor() -> None:
     table.forget(2)
     seated(table, asks("a", 2, epoch=3))
     assert table.seats[2].epoch == 5  # somebody was there meanwhile
+    assert seated(table, asks("a", 2, epoch=5)) == 2  # nobody has heard of the end of its connection
+    assert table.seats[2].epoch == 5
+    assert "a is there already" in refused(table, asks("a", 2, epoch=4))
+    assert "seat 2 is taken, by server a" in refused(table, asks("c", 2, epoch=5))

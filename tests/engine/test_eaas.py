@@ -36,6 +36,7 @@ class Served(NamedTuple):
     num_resent: int
     num_reconfigurations: int
     num_rollbacks: int
+    clients_lost: list[int]
 
 
 def served(
@@ -47,9 +48,11 @@ def served(
 ) -> Served:
     heard: list[ServerHeard] = []
     batches: list[int] = []
+    gone: list[int] = []
     overrides = ["max_model_len=64", *settings]
     with LLM("tiny-random", "eaas", precision, overrides=overrides, faults=faults, clock_seed=seed) as llm:
         llm.engine.observe(lambda event: heard.append(event) if isinstance(event, ServerHeard) else None)
+        llm.engine.observe(lambda event: gone.append(event.die) if isinstance(event, ClientLost) else None)
         te = llm.engine.je.tes[0]
         for program in te.expert_programs:
             assert isinstance(program, ExpertServerProgram)
@@ -67,9 +70,8 @@ def served(
         runners = [runner for executor in te.executors for runner in executor.traversal.runners]
         resent = sum(runner.trampoline.side.num_resent for runner in runners)  # type: ignore[union-attr]
         end_ns = llm.virtual_ns
-        return Served(
-            digest(outputs), end_ns, heard, batches, resent, te.num_reconfigurations, te.recovery.count
-        )
+        counts = te.num_reconfigurations, te.recovery.count
+        return Served(digest(outputs), end_ns, heard, batches, resent, *counts, gone)
 
 
 @cache
@@ -308,6 +310,21 @@ def test_clients_that_are_lost_cost_neither_requests_nor_bits(
             assert offline == set(range(len(at_us)))
         assert digest(llm.generate(PROMPTS, PARAMS, keep_logits=True)) == expected("int8")
         llm.engine.check_integrity()
+
+
+@pytest.mark.thin(3)
+@pytest.mark.parametrize(
+    ("operation", "step"),
+    [("expert write", step) for step in (1, 2, 3, 4, 5)] + [("expert read", step) for step in (1, 2, 3, 4)],
+)
+def test_a_client_is_lost_at_each_step_of_its_own(operation: str, step: int) -> None:
+    """Whatever it has left in its slots: in every state of them."""
+    for die, event in ((0, 1), (3, 6)):
+        fault = Fault(die=die, kind="lost", operation=operation, step=step, event=event)
+        for more in ((), ("services.batch_clients=3", "services.batch_timeout_us=30")):
+            found = served("int8", "services.heartbeat_ms=0.2", *more, faults=[fault])
+            assert found.digest == expected("int8")
+            assert found.clients_lost == [die]
 
 
 def test_a_client_and_a_server_are_lost_at_once() -> None:

@@ -108,9 +108,10 @@ def test_the_same_bits(precision: str, settings: tuple[str, ...]) -> None:
     assert expected(precision, "eaas") == expected(precision)
 
 
-def test_tcp_has_the_same_bits() -> None:
-    with outside("int8", TWO, "attention.microbatches=1", transport="tcp") as (llm, _):
-        assert run(llm) == expected("int8")
+@pytest.mark.parametrize("precision", ["int8", pytest.param("fp32", marks=pytest.mark.campaign)])
+def test_tcp_has_the_same_bits(precision: str) -> None:
+    with outside(precision, TWO, "attention.microbatches=1", transport="tcp") as (llm, _):
+        assert run(llm) == expected(precision)
 
 
 def test_virtual_time_is_the_same_every_time() -> None:

@@ -57,6 +57,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def check_comes_there(option: str, host: str) -> None:
+    """InputError for every address of a computer at once: others are told to come there."""
+    if host in ("0.0.0.0", "::", "[::]"):
+        raise InputError(f"{option} {host}: others are told to come there, so it has to be one address")
+
+
 def task_of(args: argparse.Namespace) -> ServerTask:
     """What is said on the command line."""
     import msgspec
@@ -74,6 +80,8 @@ def task_of(args: argparse.Namespace) -> ServerTask:
             raise InputError(f"{option} must be HOST:PORT, found {value!r}")
     if args.listen is not None and experts.transport != "tcp":
         raise InputError("--listen is for experts.transport=tcp")
+    if args.listen is not None:
+        check_comes_there("--listen", args.listen.rpartition(":")[0])
     address = f"unix:xdeepserve-{os.getpid()}"
     if experts.transport == "tcp":
         address = f"tcp:{args.listen or '127.0.0.1:0'}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import signal
 import sys
 from typing import TYPE_CHECKING
@@ -40,15 +41,17 @@ def run(args: argparse.Namespace) -> int:
         task = msgspec.json.decode(sys.stdin.buffer.readline(), type=MonitorTask)
         end_with_parent()
     else:
-        if not 0 <= args.port <= 65535 or args.heartbeat_ms <= 0 or args.lost_heartbeats < 1:
+        is_beat = 0 < args.heartbeat_ms < math.inf
+        if not 0 <= args.port <= 65535 or not is_beat or args.lost_heartbeats < 1:
             raise InputError("--port is 0 to 65535, --heartbeat-ms more than 0, --lost-heartbeats 1 or more")
         beat_s = args.heartbeat_ms / 1e3
-        task = MonitorTask(given_token("shm"), args.host, args.port, beat_s, args.lost_heartbeats)
+        task = MonitorTask(given_token("shm", args.host), args.host, args.port, beat_s, args.lost_heartbeats)
     asyncio.run(_serve(task))
     return 0
 
 
 async def _serve(task: MonitorTask) -> None:
+    from xdeepserve.comm.outside.handshake import joined
     from xdeepserve.engine.outside.monitor_service import MonitorService
     from xdeepserve.errors import XDeepServeError
 
@@ -61,7 +64,7 @@ async def _serve(task: MonitorTask) -> None:
         port = await service.start(task.host, task.port)
     except OSError as error:
         raise XDeepServeError(f"cannot listen on {task.host}:{task.port}: {error.strerror}") from None
-    print(f"xdeepserve monitor: listening on {task.host}:{port}", flush=True)
+    print(f"xdeepserve monitor: listening on {joined(task.host, port)}", flush=True)
     ends = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ends.set)

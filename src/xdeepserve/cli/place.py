@@ -36,12 +36,15 @@ def add_options(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Start a monitor, have servers placed, and tell what becomes of them."""
-    from xdeepserve.cli.expert_server import task_of
+    from xdeepserve.cli.expert_server import check_comes_there, task_of
+    from xdeepserve.engine.outside.servers_outside import given_token
     from xdeepserve.model.presets import resolve_model
     from xdeepserve.placing.on_ray import LOCAL, connected
     from xdeepserve.placing.placed import Placed, seats_of
 
     task = task_of(args)
+    given_token("shm", args.host)
+    check_comes_there("--host", args.host)
     seats, num_cpus = seats_of(task, resolve_model(args.model), args.seats)
     with connected(args.ray, num_cpus) as ray:
         placed = Placed(ray, task, "127.0.0.1" if args.ray == LOCAL else None, _tell)
@@ -54,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 async def _keep(args: argparse.Namespace, task: ServerTask, placed: Placed, seats: list[int]) -> None:
     """From the first server to a signal."""
+    from xdeepserve.comm.outside.handshake import joined
     from xdeepserve.engine.outside.children import MonitorTask
     from xdeepserve.engine.outside.monitor_service import MonitorService
     from xdeepserve.errors import XDeepServeError
@@ -69,7 +73,7 @@ async def _keep(args: argparse.Namespace, task: ServerTask, placed: Placed, seat
             port = await service.start(args.host, args.port)
         except (OSError, OverflowError) as error:
             raise XDeepServeError(f"cannot listen on {args.host}:{args.port}: {error}") from None
-        task.monitor = f"{args.host}:{port}"
+        task.monitor = joined(args.host, port)
         _tell(f"the monitor listens on {task.monitor}")
     placed.place(seats)
     waiting = asyncio.ensure_future(ends.wait())

@@ -67,8 +67,12 @@ class ExpertProcess:
 
     async def run(self) -> None:
         """Register, load, and serve until it is let go."""
-        ends, loop = asyncio.Event(), asyncio.get_running_loop()
         listener, address = self._listen()
+        with listener:
+            await self._serve(listener, address)
+
+    async def _serve(self, listener: socket.socket, address: str) -> None:
+        ends, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def let_go() -> None:
             loop.call_soon_threadsafe(ends.set)

@@ -4,8 +4,9 @@
     client -> server   Hello       who it is, of which model and layout, and proof that it has the token
     server -> client   Welcome     where its regions are; with a file descriptor if they share a computer
 
-Each is one line of JSON. The token itself never travels. What follows on the connection is not encrypted:
-beyond one computer it is for a network whose members trust each other.
+Each is one line of JSON. The token itself never travels, neither here nor to the monitor, which begins with a
+challenge, too. What follows on the connection is not encrypted: beyond one computer it is for a network whose
+members trust each other.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import hmac
 import socket
 import sys
+import time
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,6 +24,7 @@ from xdeepserve.errors import InputError, ProtocolError
 
 MAX_LINE = 1 << 16
 PATIENCE_S = 5.0
+SILENT_S = 15  # of a computer that is gone, or behind a cable that is cut, until its connections end
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -47,7 +50,12 @@ class Welcome(msgspec.Struct, forbid_unknown_fields=True):
 
 def proof(token: str, nonce: str) -> str:
     """What only somebody with the token can know of a nonce."""
-    return hmac.new(token.encode(), nonce.encode(), "sha256").hexdigest()
+    return hmac.new(token.encode(errors="surrogateescape"), nonce.encode(), "sha256").hexdigest()
+
+
+def proves(said: str, token: str, nonce: str) -> bool:
+    """Whether that is the proof, in a time that tells nothing of it. As bytes: others may say any letters."""
+    return hmac.compare_digest(said.encode(), proof(token, nonce).encode())
 
 
 def line(message: msgspec.Struct) -> bytes:
@@ -65,13 +73,21 @@ def decode(raw: bytes, kind: Any, who: str) -> Any:
 
 
 def read_line(sock: socket.socket, kind: type[T], who: str) -> T:
-    """The next line, byte by byte, so that nothing behind it is taken. ProtocolError if it is none."""
-    raw = bytearray()
+    """The next line, byte by byte, so that nothing behind it is taken. ProtocolError if it is none.
+
+    TimeoutError after `PATIENCE_S`, however steadily bytes trickle in.
+    """
+    raw, deadline = bytearray(), time.monotonic() + PATIENCE_S
     while not raw.endswith(b"\n"):
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("timed out")
+        sock.settimeout(left_s)
         byte = sock.recv(1)
         if not byte or len(raw) > MAX_LINE:
             raise ProtocolError(f"{who} says {bytes(raw[:40])!r}, which is no line: {kind.__name__} expected")
         raw += byte
+    sock.settimeout(PATIENCE_S)
     message: T = decode(bytes(raw), kind, who)
     return message
 
@@ -93,8 +109,24 @@ def connect(address: str) -> socket.socket:
         return sock
     host, port = split(rest)
     sock = socket.create_connection((host, port), PATIENCE_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    prepare(sock)
     return sock
+
+
+def prepare(sock: socket.socket) -> None:
+    """Have a TCP connection send at once, and end when nothing of the other computer is heard any more: one
+    without power says no end of a connection. One with a process that hangs does answer.
+    """
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", SILENT_S // 3),
+        ("TCP_KEEPINTVL", SILENT_S // 3),
+        ("TCP_KEEPCNT", 2),
+        ("TCP_USER_TIMEOUT", 1000 * SILENT_S),  # the same of bytes that are on their way
+    ):
+        if hasattr(socket, name):  # not every system has all of them
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def listen(address: str) -> tuple[socket.socket, str]:
@@ -106,8 +138,8 @@ def listen(address: str) -> tuple[socket.socket, str]:
         sock.listen()
         return sock, address
     host, port = split(rest)
-    sock = socket.create_server((host, port))
-    return sock, f"tcp:{host}:{sock.getsockname()[1]}"
+    sock = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    return sock, f"tcp:{joined(host, sock.getsockname()[1])}"
 
 
 def split(address: str) -> tuple[str, int]:
@@ -115,7 +147,12 @@ def split(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise InputError(f"{address!r} is not HOST:PORT")
-    return host, int(port)
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def joined(host: str, port: int) -> str:
+    """HOST:PORT; an IPv6 host has brackets there."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _unix(path: str) -> str:

@@ -12,7 +12,6 @@ A request beyond what is registered is answered by status 1 and the reason, and 
 
 from __future__ import annotations
 
-import hmac
 import secrets
 import socket
 import struct
@@ -27,7 +26,8 @@ from xdeepserve.comm.outside.handshake import (
     Hello,
     Welcome,
     line,
-    proof,
+    prepare,
+    proves,
     read_line,
 )
 from xdeepserve.comm.outside.registered import READ, WRITTEN, SharedBuffer, Window, check_access, fence
@@ -38,6 +38,7 @@ RESPONSE = struct.Struct("<B3xI")
 OP_WRITE, OP_READ = 1, 2
 OK, REFUSED = 0, 1
 MAX_CONNECTIONS = 32  # of which all but one have not said yet who they are
+AGAIN_S = 0.05  # after a connection that could not be accepted
 
 
 class Nic:
@@ -54,7 +55,7 @@ class Nic:
         self._listener, self._buffer, self._known = listener, buffer, known
         self._identity, self._token = identity, token
         self._shares = listener.family == socket.AF_UNIX
-        self._lock = threading.Lock()
+        self._lock, self._ends = threading.Lock(), threading.Event()
         self._open: set[socket.socket] = set()
         self._client: tuple[str, socket.socket] | None = None
         self.refusals: list[str] = []  # the latest ones
@@ -67,6 +68,7 @@ class Nic:
 
     def close(self) -> None:
         """Nobody reaches the buffer by this any more."""
+        self._ends.set()
         _end(self._listener)  # which ends the wait of its thread
         self._listener.close()
         with self._lock:
@@ -81,29 +83,34 @@ class Nic:
         thread.start()
 
     def _accept(self) -> None:
-        with suppress(OSError):  # closed
-            while True:
+        while True:
+            try:
                 sock, _ = self._listener.accept()
-                with self._lock:
-                    is_room = len(self._open) < MAX_CONNECTIONS
-                    if is_room:
-                        self._open.add(sock)
+            except OSError:  # closed, or a connection that has ended before it was there
+                if self._ends.wait(AGAIN_S):
+                    return
+                continue
+            with self._lock:
+                is_room = len(self._open) < MAX_CONNECTIONS
                 if is_room:
-                    self._spawn(self._serve, sock)
-                else:
-                    sock.close()
+                    self._open.add(sock)
+            if is_room:
+                self._spawn(self._serve, sock)
+            else:
+                sock.close()
 
     def _serve(self, sock: socket.socket) -> None:
         """One connection, from its first byte to its last."""
         try:
             sock.settimeout(PATIENCE_S)
+            if not self._shares:
+                prepare(sock)
             self._shake_hands(sock)
             sock.settimeout(None)
             if self._shares:
                 while sock.recv(64):  # nothing is said here any more: who is gone is known by the end
                     pass
             else:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 with sock.makefile("rb") as stream:
                     self._execute(sock, stream)
         except (OSError, ProtocolError, AddressError) as error:
@@ -119,7 +126,7 @@ class Nic:
         nonce = secrets.token_hex(16)
         sock.sendall(line(Challenge(nonce)))
         hello = read_line(sock, Hello, "who has connected")
-        if not hmac.compare_digest(hello.proof, proof(self._token, nonce)):
+        if not proves(hello.proof, self._token, nonce):
             refused = "its token is another one"
         elif hello.identity != self._identity:
             refused = f"its model, precision or layout is {hello.identity}, not {self._identity}"

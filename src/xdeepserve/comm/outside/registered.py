@@ -13,7 +13,7 @@ import threading
 from typing import NamedTuple
 
 from xdeepserve.comm.services.layout import ServiceLayout
-from xdeepserve.errors import AddressError
+from xdeepserve.errors import AddressError, ProtocolError
 from xdeepserve.hw.memory import Memory
 
 READ, WRITTEN = frozenset(("card", "slots", "answers")), frozenset(("slots", "requests"))
@@ -50,6 +50,16 @@ def windows(layout: ServiceLayout, memory: Memory) -> dict[str, Window]:
             region = area.regions[layout.region(part)]
             found[part] = Window(region.offset, region.nbytes)
     return found
+
+
+def check_windows(known: dict[str, Window], nbytes: int, who: str) -> None:
+    """ProtocolError unless these are all parts, within so many bytes."""
+    missing = sorted((READ | WRITTEN).difference(known))
+    beyond = [part for part, (at, size) in known.items() if at < 0 or size < 0 or at + size > nbytes]
+    if missing or beyond:
+        raise ProtocolError(
+            f"{who} says where its parts are, but {missing or beyond} not, or not within them"
+        )
 
 
 def check_access(known: dict[str, Window], allowed: frozenset[str], offset: int, nbytes: int) -> None:

@@ -115,6 +115,10 @@ class SeatTable:
             self.identity, self.experts_of = asked.identity, asked.experts_of
             self.seats = [SeatView(Presence.ABSENT, 0, "", "") for _ in asked.experts_of]
             self.changed_at = [0] * len(self.seats)
+        if asked.seat is not None and 0 <= asked.seat < len(self.seats):
+            seat = self.seats[asked.seat]
+            if (seat.name, seat.address, seat.epoch) == (asked.name, asked.address, asked.epoch):
+                return asked.seat  # it is there, by a connection that has ended without anybody hearing of it
         there = {seat.name: number for number, seat in enumerate(self.seats) if seat.name}
         if asked.name in there:
             return Refused(f"a server of the name {asked.name} is there already, at seat {there[asked.name]}")

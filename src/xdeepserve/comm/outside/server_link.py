@@ -23,7 +23,7 @@ from xdeepserve.comm.outside.handshake import (
     read_line,
 )
 from xdeepserve.comm.outside.network_card import OK, OP_READ, OP_WRITE, REQUEST, RESPONSE
-from xdeepserve.comm.outside.registered import Window, fence
+from xdeepserve.comm.outside.registered import Window, check_windows, fence
 from xdeepserve.errors import LostDieError, ProtocolError
 
 MAX_UNSENT = 64 << 20  # bytes to a server that does not take them, after which it is given up
@@ -113,15 +113,16 @@ class CardLink:
         try:
             while True:
                 status, nbytes = RESPONSE.unpack(await self._reader.readexactly(RESPONSE.size))
-                data = await self._reader.readexactly(nbytes)
                 if status != OK:
+                    data = await self._reader.readexactly(min(nbytes, MAX_LINE))
                     why = f"it refuses a request: {data.decode(errors='replace')}"
                     return
-                asked, future = self._asked.popleft()
-                if asked != nbytes:
+                asked, future = self._asked[0]
+                if asked != nbytes:  # which are not waited for: they may be as many as it likes
                     why = f"it answers a read of {asked} bytes with {nbytes}"
-                    future.set_exception(LostDieError(why))
                     return
+                data = await self._reader.readexactly(nbytes)
+                self._asked.popleft()
                 if not future.done():
                     future.set_result(data)
         except (OSError, EOFError, struct.error, IndexError) as error:
@@ -212,6 +213,7 @@ def _greet(address: str, client: str, identity: str, token: str) -> tuple[socket
             welcome = read_line(sock, Welcome, who)
         if welcome.refused is not None:
             raise ProtocolError(f"{who} refuses: {welcome.refused}")
+        check_windows(welcome.windows, welcome.nbytes, who)
         sock.settimeout(None)
         return sock, welcome, fd
     except BaseException:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from xdeepserve.comm.outside.handshake import split
+from xdeepserve.comm.outside.handshake import PATIENCE_S, split
 from xdeepserve.comm.outside.seat_list import Go, Leave, LoopTurns, Ready, Refused, Register, Seated, ToServer
 from xdeepserve.engine.outside.monitor_service import check_reachable, dial, hear, say
 from xdeepserve.errors import DeploymentError, ProtocolError, XDeepServeError
@@ -75,7 +75,8 @@ class Enlisted:
         reader, writer = await dial(*split(self._monitor), self._token)
         try:
             say(writer, self._asked)
-            seated = await hear(reader, ToServer, "the monitor")
+            async with asyncio.timeout(PATIENCE_S):
+                seated = await hear(reader, ToServer, "the monitor")
             if isinstance(seated, Refused):
                 raise DeploymentError(f"the monitor at {self._monitor} refuses: {seated.why}")
             if not isinstance(seated, Seated):

@@ -8,14 +8,23 @@ next one at its address.
 from __future__ import annotations
 
 import asyncio
-import hmac
+import secrets
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import msgspec
 
-from xdeepserve.comm.outside.handshake import MAX_LINE, PATIENCE_S, decode, line
+from xdeepserve.comm.outside.handshake import (
+    MAX_LINE,
+    PATIENCE_S,
+    Challenge,
+    decode,
+    line,
+    prepare,
+    proof,
+    proves,
+)
 from xdeepserve.comm.outside.seat_list import (
     Attend,
     Go,
@@ -54,9 +63,9 @@ def say(writer: asyncio.StreamWriter, message: msgspec.Struct) -> None:
 
 
 class Greeting(msgspec.Struct, forbid_unknown_fields=True):
-    """The first line of every connection."""
+    """The first line of whoever connects: proof that it has the token."""
 
-    token: str
+    proof: str
 
 
 class MonitorService:
@@ -66,6 +75,8 @@ class MonitorService:
         self._token, self._beat_s, self._lost_beats, self._tell = token, beat_s, lost_beats, tell
         self.table = SeatTable()
         self._clients: dict[asyncio.StreamWriter, int] = {}  # and the list that each has seen
+        self._identities: dict[asyncio.StreamWriter, str] = {}  # of clients
+        self._holders: dict[int, asyncio.StreamWriter] = {}  # of seats
         self._news = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -86,11 +97,14 @@ class MonitorService:
         assert task is not None
         self._tasks.add(task)
         try:
+            prepare(writer.get_extra_info("socket"))
             async with asyncio.timeout(PATIENCE_S):
+                nonce = secrets.token_hex(16)
+                say(writer, Challenge(nonce))
                 greeting = await hear(reader, Greeting, "who has connected")
                 if greeting is None:
                     return
-                if not hmac.compare_digest(greeting.token, self._token):
+                if not proves(greeting.proof, self._token, nonce):
                     raise ProtocolError("the token is another one")
                 first = await hear(reader, ToMonitor, "who has connected")
             if isinstance(first, Register):
@@ -121,6 +135,9 @@ class MonitorService:
             self._tell(seat.why)
             say(writer, seat)
             return
+        if (former := self._holders.get(seat)) is not None:
+            former.transport.abort()  # a connection of its own, of whose end nobody has heard yet
+        self._holders[seat] = writer
         epoch = self.table.seats[seat].epoch
         who = f"server {asked.name} at seat {seat}"
         say(writer, Seated(seat, epoch, self._beat_s))
@@ -145,9 +162,11 @@ class MonitorService:
         finally:
             if leaving is not None:
                 leaving.cancel()
-            self.table.forget(seat)
-            self._tell(f"{who} is gone")
-            await self._publish()
+            if self._holders.get(seat) is writer:
+                del self._holders[seat]
+                self.table.forget(seat)
+                self._tell(f"{who} is gone")
+                await self._publish()
 
     async def _mark(self, seat: int, presence: Presence, text: str) -> None:
         if self.table.seats[seat].presence != Presence.LEAVING and self.table.mark(seat, presence):
@@ -181,7 +200,7 @@ class MonitorService:
             self._tell(why)
             say(writer, Refused(why))
             return
-        self._clients[writer] = -1
+        self._clients[writer], self._identities[writer] = -1, asked.identity
         try:
             say(writer, self.table.as_list())
             while (said := await hear(reader, ToMonitor, "a client")) is not None:
@@ -190,19 +209,28 @@ class MonitorService:
                     async with self._news:
                         self._news.notify_all()
         finally:
-            del self._clients[writer]
+            del self._clients[writer], self._identities[writer]
 
     async def _publish(self) -> None:
-        """Tell all clients who is there."""
-        for writer in self._clients:
-            say(writer, self.table.as_list())
+        """Tell all clients who is there; or those who were there first, that they are of another model."""
+        for writer, identity in self._identities.items():
+            why = self.table.check_identity("the client", identity)
+            say(writer, self.table.as_list() if why is None else Refused(why))
 
 
 async def dial(host: str, port: int, token: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection to a monitor. OSError."""
+    """A connection to a monitor. OSError, TimeoutError or ProtocolError."""
     async with asyncio.timeout(PATIENCE_S):
         reader, writer = await asyncio.open_connection(host, port, limit=MAX_LINE)
-    say(writer, Greeting(token))
+        try:
+            prepare(writer.get_extra_info("socket"))
+            challenge = await hear(reader, Challenge, "it")
+            if challenge is None:
+                raise ProtocolError("it ends the connection")
+            say(writer, Greeting(proof(token, challenge.nonce)))
+        except BaseException:
+            writer.close()
+            raise
     return reader, writer
 
 

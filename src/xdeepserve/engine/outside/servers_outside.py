@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import secrets
 
@@ -14,12 +15,22 @@ from xdeepserve.errors import DeploymentError
 TOKEN = "XDEEPSERVE_TOKEN"
 
 
-def given_token(transport: str) -> str:
-    """The token that servers, clients and their monitor share. DeploymentError if there has to be one."""
+def given_token(transport: str, host: str = "127.0.0.1") -> str:
+    """The token that servers, clients and their monitor share, which listens at `host`. DeploymentError if
+    there has to be one."""
     token = os.environ.get(TOKEN, "")
     if transport == "tcp" and not token:
         raise DeploymentError(f"experts.transport=tcp needs a token that all share: set {TOKEN}")
+    if not token and not _is_loopback(host):
+        raise DeploymentError(f"--host {host} is for other computers, too, and needs a token: set {TOKEN}")
     return token
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
 
 
 class ServersOutside:

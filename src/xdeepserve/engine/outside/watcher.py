@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from xdeepserve.comm.outside.handshake import split
+from xdeepserve.comm.outside.handshake import PATIENCE_S, split
 from xdeepserve.comm.outside.outside_reach import OutsideReach
 from xdeepserve.comm.outside.seat_list import Attend, Refused, SeatList, SeatView, Seen, ToClient
 from xdeepserve.comm.outside.server_link import ServerLink, open_link
@@ -119,11 +119,14 @@ class Watcher:
     async def _hear(self, reader: asyncio.StreamReader) -> None:
         """What the monitor says, until it ends. DeploymentError if it refuses."""
         say(self._writer, Attend(self._identity))
-        while (said := await hear(reader, ToClient, "the monitor")) is not None:
+        async with asyncio.timeout(PATIENCE_S):
+            said = await hear(reader, ToClient, "the monitor")
+        while said is not None:
             if isinstance(said, Refused):
                 raise DeploymentError(f"the monitor at {self._monitor} refuses: {said.why}")
             self._listed = said
             self._changed.set()
+            said = await hear(reader, ToClient, "the monitor")
 
     async def _follow(self) -> None:
         """Make links and masks what the latest list says, and link again what has broken."""
