@@ -149,8 +149,12 @@ class ClusterProcess:
         self.client = openai.OpenAI(base_url=f"{self.address}/v1", api_key="x", max_retries=0)
 
     def members(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.seen()["members"]
+        return found
+
+    def seen(self) -> dict[str, Any]:
         with urllib.request.urlopen(f"{self.address}/cluster", timeout=60) as answer:
-            found: list[dict[str, Any]] = json.load(answer)["members"]
+            found: dict[str, Any] = json.load(answer)
         return found
 
     def chat(self, model: str = "tiny") -> str:
@@ -227,6 +231,8 @@ def test_jobs_and_chats_outlive_whoever_is_lost(tmp_path: Path, kind: str, lost:
         until(lambda: all(name in {te["model"] for te in each["tes"]} for each in second.members()))
         assert second.chat() == story
         assert len({second.chat(name) for _ in range(4)}) == 1, "the same bits on both"
+        first.process.poll()
+        until(lambda: (first if first.process.returncode is None else second).seen()["leads"])
     finally:
         pids = [each["pid"] for each in second.members()]
         second.end()
