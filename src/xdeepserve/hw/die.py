@@ -39,7 +39,8 @@ class Cores:
         start = max(now, self._free_at[num_cores - 1])
         end = start + duration_ns
         self._free_at[:num_cores] = [end] * num_cores
-        self._free_at.sort()
+        if num_cores < self.total:
+            self._free_at.sort()
         return start, end
 
     def stall(self, until: int) -> None:

@@ -41,6 +41,7 @@ class Threads:
         self.count = count
         self._pool = ThreadPoolExecutor(count - 1) if count > 1 else None
         self._scratch = [np.empty(0, np.float32) for _ in range(count)]
+        self._has_matrix_unit = uses_amx()  # which takes as long to find out as a product of one row
 
     def over_columns(
         self, kernel: Callable[..., None], num_ops: float, *args: Any, num_outputs: int = 1
@@ -60,7 +61,7 @@ class Threads:
         """Whether n columns of a GEMM are enough for all threads to have about as many; a matrix unit needs
         more of them at once than a grid hands out."""
         tiles = -(-k.num_groups(n) // WIDE)
-        return uses_amx() or -(-tiles // self.count) * self.count <= UNEVEN * tiles
+        return self._has_matrix_unit or -(-tiles // self.count) * self.count <= UNEVEN * tiles
 
     def over_pieces(self, kernel: Callable[..., None], num_ops: float, scratch_size: int, *args: Any) -> None:
         """kernel(*args, scratch, worker, num_workers), each with float32 scratch memory of its own."""

@@ -207,7 +207,7 @@ class Runner:
     def _price(self, stage: Stage, weights: Layer | Held, counts: Counts) -> Price:
         cores = self.cores(stage.core)
         if not stage.attends:  # then the same price holds in the next step
-            counts = counts._replace(context=0, kv_tokens=0)
+            counts = Counts(counts.rows, 0, 0, counts.copies, counts.touched, counts.shared)
         key = id(stage), counts, cores  # stages live as long as the die program
         price = self._prices.get(key)
         if price is None:
