@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,11 @@ NEEDS_INDEXER = (
 INT8_ATTENTION = "xdeepserve_int8_attention"  # this package's own key: layer numbers, written by quantize
 
 
-class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes and switches of one model, under Hugging Face's names. Validated by `load_config`."""
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """Sizes and switches of one model, under Hugging Face's names. Validated by `load_config`.
+
+    What every step asks for is derived once: that is what the `dict` is for.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -99,7 +103,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         }
         return msgspec.json.encode(stated, order="deterministic")
 
-    @property
+    @cached_property
     def qk_head_dim(self) -> int:
         """Length of a head's query and key."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
@@ -109,7 +113,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the KV cache has latents that all heads share, not keys and values."""
         return self.attention != "gqa"
 
-    @property
+    @cached_property
     def softmax_scale(self) -> float:
         """qk_head_dim^-0.5 x m(mscale_all_dim)^2, the latter with latents."""
         mscale = self.rope.yarn.softmax_mscale if self.rope.yarn and self.has_latents else 1.0
@@ -120,17 +124,17 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Epsilon of the norm of a query's latent: in MLA 1e-6 whatever rms_norm_eps says."""
         return LATENT_NORM_EPS if self.has_latents else self.rms_norm_eps
 
-    @property
+    @cached_property
     def key_columns(self) -> int:
         """What queries are compared with in each head of the KV cache: a RoPE key, or a whole one."""
         return self.qk_rope_head_dim if self.has_latents else self.qk_head_dim
 
-    @property
+    @cached_property
     def value_columns(self) -> int:
         """What is added up by weight in each head of the KV cache: a latent, or a value."""
         return self.kv_lora_rank if self.has_latents else self.v_head_dim
 
-    @property
+    @cached_property
     def kv_columns(self) -> int:
         """All numbers of a position in one layer's KV cache that attention reads."""
         return self.num_key_value_heads * (self.key_columns + self.value_columns)
