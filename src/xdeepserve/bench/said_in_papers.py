@@ -176,7 +176,7 @@ TRENDS = (
         "over 80 % of the heat map's squares have the same sign at every rate",
         "policies",
         lambda v: v["schedule/heatmap/stable"] > 80,
-        "72 % of 25 squares: lengths and rates of the paper's map are not published, those here are ours.",
+        "64 % of 25 squares: lengths and rates of the paper's map are not published, those here are ours.",
     ),
     Trend(
         "ds.pdaware.low",
