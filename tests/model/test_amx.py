@@ -35,26 +35,23 @@ class Features(dict[str, bool]):
 
 
 @njit
-def copy_bytes(to: Any, start: int, width: int, q: Any, m: int, rows: int) -> None:
-    gemm_matrix._copy_bytes(to, start, width, q, m, rows, q.shape[1])
+def copy_bytes(to: Any, start: int, depth: int, q: Any, m: int, rows: int) -> None:
+    gemm_matrix._copy_bytes(to, start, depth, q, m, rows, q.shape[1])
 
 
 @njit
-def copy_factors(to: Any, start: int, width: int, x: Any, i: int, rows: int, k_size: int) -> None:
-    gemm_matrix._copy_factors(to, start, width, x, i, x.shape[1], rows, k_size)
+def copy_factors(to: Any, start: int, depth: int, x: Any, i: int, rows: int, k_size: int) -> None:
+    gemm_matrix._copy_factors(to, start, depth, x, i, x.shape[1], rows, k_size)
 
 
 def tiles(rows: np.ndarray, packed: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Left and right tiles of copied rows [16, width] and a group of packed columns, as kernels load them.
+    """Left and right tiles of copied rows [depth, 16, 64] and a group of packed columns, as they are loaded.
 
     All within the two, in bytes: [16, 64] each.
     """
     weights = packed.view(np.uint8).ravel()
     last = weights.size - TILE
-    return [
-        (rows[:, 64 * k : 64 * k + 64], weights[min(k * TILE, last) :][:TILE].reshape(16, 64))
-        for k in range(rows.shape[1] // 64)
-    ]
+    return [(row, weights[min(k * TILE, last) :][:TILE].reshape(16, 64)) for k, row in enumerate(rows)]
 
 
 @few
@@ -63,10 +60,10 @@ def test_rows_and_packed_weights_are_tiles_of_bytes(seed: int, m: int, kk: int, 
     """16 x 4 bytes of k of each row times those of each column: tdpbsud."""
     rng = np.random.default_rng(seed)
     q, w = (rng.integers(-128, 128, shape, np.int8) for shape in ((m, kk), (n, kk)))
-    width = -(-kk // 64) * 64
-    memory = rng.integers(0, 256, 9 + 16 * width, np.uint8)
-    copy_bytes(memory, 9, width, q, 0, m)
-    rows, sums = memory[9:].reshape(16, width), np.zeros((16, n), np.int64)
+    depth = -(-kk // 64)
+    memory = rng.integers(0, 256, 9 + TILE * depth, np.uint8)
+    copy_bytes(memory, 9, depth, q, 0, m)
+    rows, sums = memory[9:].reshape(depth, 16, 64), np.zeros((16, n), np.int64)
     for g, group in enumerate(pack_int8(w)):
         here = sums[:, 16 * g : 16 * g + 16]
         for left, right in tiles(rows, group):
@@ -81,10 +78,10 @@ def test_rows_and_packed_weights_are_tiles_of_bytes(seed: int, m: int, kk: int, 
 def test_rows_and_packed_weights_are_tiles_of_bf16(seed: int, m: int, kk: int, n: int, skip: int) -> None:
     """16 pairs of k of each row times those of each column: tdpbf16ps, in its order."""
     x, w = normal(seed, m, skip + kk), c.factors(normal(seed + 1, kk, n))
-    width = -(-kk // 32) * 64
-    memory = np.random.default_rng(seed).integers(0, 256, 10 + 16 * width + 64, np.uint8)
-    copy_factors(memory, 10, width, x, skip, m, kk)
-    rows, sums = memory[10 : 10 + 16 * width].reshape(16, width), np.zeros((16, n), F32)
+    depth = -(-kk // 32)
+    memory = np.random.default_rng(seed).integers(0, 256, 10 + TILE * depth + 64, np.uint8)
+    copy_factors(memory, 10, depth, x, skip, m, kk)
+    rows, sums = memory[10 : 10 + TILE * depth].reshape(depth, 16, 64), np.zeros((16, n), F32)
     for g, group in enumerate(pack_bf16(w)):
         here = sums[:m, 16 * g : 16 * g + 16]
         for left, right in tiles(rows, group):
@@ -151,16 +148,16 @@ def choose(
 @pytest.mark.parametrize(
     ("wanted", "is_asked", "without"),
     [
-        ("", False, amx.FEATURES),
-        ("amx", True, None),
-        ("vnni", False, amx.FEATURES),
+        ("", True, ("avx512bf16",)),
+        ("amx", True, ("avx512bf16",)),
+        ("vnni", False, ("avx512bf16", *amx.FEATURES)),
         ("portable", False, (*amx.FEATURES, "avx512vnni", "avx512bf16")),
     ],
 )
 def test_what_is_left_out_on_a_cpu_with_a_matrix_unit(
     monkeypatch: pytest.MonkeyPatch, wanted: str, is_asked: bool, without: tuple[str, ...] | None
 ) -> None:
-    """It is used, and the system asked, only where the environment says so."""
+    """It is used where the system permits it, unless the environment says otherwise; BF16's dots never."""
     asked: list[bool] = []
     told = choose(monkeypatch, wanted, HOST, lambda: not asked.append(True))
     assert bool(asked) == is_asked

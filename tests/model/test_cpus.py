@@ -70,8 +70,9 @@ def without(*features: str) -> dict[str, str]:
     return {"NUMBA_CPU_NAME": compiling.llvm.get_host_cpu_name(), "NUMBA_CPU_FEATURES": own.flatten()}
 
 
-def test_the_bits_do_not_depend_on_dots_of_pairs(native: list[object]) -> None:
-    assert json.loads(run(without(compiling.BF16, *amx.FEATURES)).stdout) == native
+@pytest.mark.parametrize("features", [(compiling.BF16, *amx.FEATURES), amx.FEATURES])
+def test_the_bits_do_not_depend_on_dots_of_pairs(native: list[object], features: tuple[str, ...]) -> None:
+    assert json.loads(run(without(*features)).stdout) == native
 
 
 @pytest.mark.parametrize(
@@ -95,6 +96,12 @@ def test_amx_is_used_where_it_is(native: list[object]) -> None:
         assert json.loads(forced.stdout) == native
     else:
         assert "XDEEPSERVE_KERNELS=amx, but the CPU that Numba compiles for does not have A" in forced.stderr
+
+
+@pytest.mark.skipif(compiling.ENVIRONMENT_VARIABLE in os.environ, reason="kernels of one kind are asked for")
+def test_a_matrix_unit_is_used_where_it_may_be_and_slow_dots_are_not() -> None:
+    assert compiling.uses_amx() == (HAS_AMX and amx.is_permitted())
+    assert not (HAS_AMX and compiling.uses_bf16_dots())
 
 
 def test_another_kind_of_kernels_is_refused() -> None:

@@ -1,10 +1,11 @@
 """`xdeepserve bench kernels`: how near the kernels come to what one core of this computer can do.
 
 Limits are measured first: the INT8 dot product, float32 multiplications and additions, separate and fused,
-out of registers, and the triad a = b + c * d out of memory. Then matrix products and attention, each beside
-its peer if that is installed: NumPy's BLAS, and PyTorch. Time is the thread's own CPU time, and the best of
-several runs, since other programs, with which caches and memory are shared, can only add to it; all run on
-one thread.
+and the matrix unit's products where kernels use one, all out of registers, and the triad a = b + c * d out
+of memory. Then matrix products and attention, each beside its peer if that is installed: NumPy's BLAS, and
+PyTorch. Time is the thread's own CPU time, and the best of several runs, since other programs, with which
+caches and memory are shared, can only add to it; all run on one thread. Arrays begin at a multiple of 64
+bytes, as the engine's do, and PyTorch's.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from xdeepserve.bench.report import Row
+from xdeepserve.jit.compiling import uses_amx
 from xdeepserve.model import kernels as k
 from xdeepserve.model.cache_layout import cache_shape, scratch_size
 from xdeepserve.model.canonical import factors
@@ -36,6 +38,15 @@ RANK, NOPE, ROPE = 512, 64, 64
 ATTENTION = ((1, 16, 4096), (1, 128, 4096), (8, 16, 1024))  # sequences, heads, context
 REPEATS, REPEATS_OF_LIMITS = 9, 50
 TARGET_SECONDS = 0.02  # of one measurement: short calls are repeated
+
+
+def aligned(array: np.ndarray) -> np.ndarray:
+    """A copy that begins at a multiple of 64 bytes."""
+    memory = np.empty(array.nbytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
 
 
 def seconds(call: Callable[[], Any], repeats: int = REPEATS) -> float:
@@ -69,6 +80,11 @@ def all_rows() -> list[Row]:
         Row("limit/BF16 products", exact_peak, "GFLOPS", "measured"),
         Row("limit/triad", triad, "GB/s", "measured"),
     ]
+    if uses_amx():
+        dot_peak = limits.UNIT_OPS / seconds(limits.int8_unit_peak, REPEATS_OF_LIMITS) / 1e9
+        exact_peak = limits.UNIT_OPS / 2 / seconds(limits.exact_unit_peak, REPEATS_OF_LIMITS) / 1e9
+        rows.append(Row("limit/matrix unit, INT8", dot_peak, "GOPS", "measured"))
+        rows.append(Row("limit/matrix unit, BF16", exact_peak, "GFLOPS", "measured"))
     rows += _int8(rng, torch, dot_peak)
     rows += _f32(rng, f32_peak)
     rows += _exact(rng, exact_peak)
@@ -100,11 +116,11 @@ def _rates(name: str, unit: str, ops: float, call: Callable[[], Any], peak: floa
 
 def _int8(rng: np.random.Generator, torch: Any, peak: float) -> Iterator[Row]:
     for depth, n in SHAPES:
-        w = rng.integers(0, 256, packed_shape_int8(depth, n)).astype(np.uint8).ravel()
+        w = aligned(rng.integers(0, 256, packed_shape_int8(depth, n)).astype(np.uint8).ravel())
         w_scale = np.ones(n, np.float32)
         for m in ROWS:
-            q, scale = rng.integers(-127, 128, (m, depth)).astype(np.int8), np.ones(m, np.float32)
-            out, ops = np.empty((m, n), np.float32), 2.0 * m * depth * n
+            q, scale = aligned(rng.integers(-127, 128, (m, depth)).astype(np.int8)), np.ones(m, np.float32)
+            out, ops = aligned(np.empty((m, n), np.float32)), 2.0 * m * depth * n
             name = f"gemm.int8/m={m},k={depth},n={n}"
             call = partial(k.matmul_int8, out, q, scale, w, w_scale)
             yield from _rates(name, "GOPS", ops, call, peak)
@@ -116,9 +132,11 @@ def _int8(rng: np.random.Generator, torch: Any, peak: float) -> Iterator[Row]:
 def _f32(rng: np.random.Generator, peak: float) -> Iterator[Row]:
     for depth, n in SHAPES:
         plain = rng.standard_normal((depth, n), np.float32)
-        w = rng.standard_normal(packed_shape_f32(depth, n), np.float32).ravel()
+        w = aligned(rng.standard_normal(packed_shape_f32(depth, n), np.float32).ravel())
         for m in ROWS:
-            x, out = rng.standard_normal((m, depth), np.float32), np.empty((m, n), np.float32)
+            x, out = (
+                aligned(rng.standard_normal((m, depth), np.float32)), aligned(np.empty((m, n), np.float32))
+            )  # fmt: skip
             name, ops = f"gemm.f32/m={m},k={depth},n={n}", 2.0 * m * depth * n
             yield from _rates(name, "GFLOPS", ops, partial(k.matmul, out, x, w), peak)
             theirs = seconds(partial(np.matmul, x, plain, out=out))
@@ -128,9 +146,11 @@ def _f32(rng: np.random.Generator, peak: float) -> Iterator[Row]:
 def _exact(rng: np.random.Generator, peak: float) -> Iterator[Row]:
     """Exact products of BF16 numbers; those of one head last."""
     for depth, n in (*SHAPES, (NOPE, RANK), (RANK, NOPE)):
-        w = pack_bf16(factors(rng.standard_normal((depth, n), np.float32))).ravel()
+        w = aligned(pack_bf16(factors(rng.standard_normal((depth, n), np.float32))).ravel())
         for m in ROWS:
-            x, out = rng.standard_normal((m, depth), np.float32), np.empty((m, n), np.float32)
+            x, out = (
+                aligned(rng.standard_normal((m, depth), np.float32)), aligned(np.empty((m, n), np.float32))
+            )  # fmt: skip
             name, ops = f"gemm.exact/m={m},k={depth},n={n}", 2.0 * m * depth * n
             yield from _rates(name, "GFLOPS", ops, partial(k.matmul_exact, out, x, w), peak)
 
@@ -138,7 +158,8 @@ def _exact(rng: np.random.Generator, peak: float) -> Iterator[Row]:
 def _grouped(rng: np.random.Generator, peak: float, triad: float) -> Iterator[Row]:
     """Groups of one size each. The limit is arithmetic or reading weights, whichever takes longer."""
     shape = (GROUPS, *packed_shape_int8(GROUP_K, GROUP_N))
-    w, w_scale = rng.integers(0, 256, shape).astype(np.uint8).ravel(), np.ones(GROUPS * GROUP_N, np.float32)
+    w = aligned(rng.integers(0, 256, shape).astype(np.uint8).ravel())
+    w_scale = np.ones(GROUPS * GROUP_N, np.float32)
     for size in (1, 2, 4, 8):
         m = GROUPS * size
         bounds = np.arange(0, m + 1, size, dtype=np.int32)

@@ -1,13 +1,14 @@
 """How kernels are compiled, and for which CPU.
 
-    XDEEPSERVE_KERNELS=amx        insist on AMX, a matrix unit for INT8 and BF16, which is not used otherwise:
-                                  it was emulated so far, and its speed is not known
-    XDEEPSERVE_KERNELS=vnni       insist on AVX-512 VNNI's INT8 dot product
-    XDEEPSERVE_KERNELS=portable   do without it and AVX-512 BF16's, as on any CPU that lacks them
+    XDEEPSERVE_KERNELS=amx        insist on AMX, a matrix unit for INT8 and BF16
+    XDEEPSERVE_KERNELS=vnni       insist on AVX-512 VNNI's INT8 dot product, without the matrix unit
+    XDEEPSERVE_KERNELS=portable   do without both and AVX-512 BF16's, as on any CPU that lacks them
 
-Unset, both dot products are used where the CPU has them. The bits are the same each way. What machine code is
-made for belongs to the key of Numba's cache, so all kinds lie there side by side: in the user's cache
-directory, in a folder for each place that the package is installed at, or in NUMBA_CACHE_DIR if that is set.
+Unset, all are used that the CPU has and the system permits, except that a CPU with a matrix unit does without
+AVX-512 BF16's dot product, which takes four times as long there as a fused multiply-add. The bits are the
+same each way. What machine code is made for belongs to the key of Numba's cache, so all kinds lie there side
+by side: in the user's cache directory, in a folder for each place that the package is installed at, or in
+NUMBA_CACHE_DIR if that is set.
 """
 
 from __future__ import annotations
@@ -75,8 +76,10 @@ def _leave_out(wanted: str) -> None:
     """Make Numba do without what this CPU has, but is not wanted."""
     features = llvm.get_host_cpu_features()
     unwanted = [VNNI, BF16] if wanted == "portable" else []
-    if wanted != "amx" and any(features.get(each) for each in amx.FEATURES):
-        unwanted += amx.FEATURES
+    if any(features.get(each) for each in amx.FEATURES):
+        unwanted.append(BF16)
+        if wanted != "amx" and (wanted or not amx.is_permitted()):
+            unwanted += amx.FEATURES
     if unwanted:
         features.update(dict.fromkeys(unwanted, False))
         NUMBA.CPU_FEATURES = features.flatten()

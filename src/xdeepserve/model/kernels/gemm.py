@@ -35,6 +35,7 @@ from xdeepserve.model.kernels.tiles import (
     add_tiles,
     dot_start,
     load_tile,
+    no_dots,
     store_scaled,
     store_tile,
     zeros,
@@ -44,6 +45,7 @@ from xdeepserve.model.packing import COLUMNS, DEPTH
 ROWS = 8  # of an INT8 tile
 F32_ROWS = min(8, TALLEST)
 WIDE = 2  # column groups of an INT8 tile
+GROUP = DEPTH * COLUMNS  # bytes of INT8 weights of one column group that belong to the same four of k
 CHUNK = 1024  # rows of weights, if there is more than one tile of rows to use them
 NEAR = 1 << 18  # bytes of INT8 rows that are computed together: they stay in the second-level cache
 # Rows that have no need for weights before their turn. Four keep a wide tile busy, if registers hold it.
@@ -258,19 +260,29 @@ def _int8_tile(mr: int, nr: int) -> Any:
     def tile(out, o, ldo, q, i, w, j, ahead, k_size, start, scale, m, w_scale, n, count):
         """out[o...] = (float(q[i...] . w[j...]) * scale[m...]) * w_scale[n...], k_size >= 1.
 
-        An int32 `out` takes the sums unscaled. What lies `ahead` of each weight is asked for.
+        An int32 `out` takes the sums unscaled. What lies `ahead` of each weight is asked for, unless the tile
+        is so small that each of its sums is made in four parts, or one addition would wait for the other.
         """
         steps = k_size // DEPTH
         ldw = (k_size + DEPTH - 1) // DEPTH * DEPTH * COLUMNS
-        acc = dot_start(mr, nr, start, m)
-        for step in range(steps):
-            at = j + DEPTH * COLUMNS * step
+        acc, first = dot_start(mr, nr, start, m), 0
+        if mr * nr <= 2:
+            second, third, fourth = no_dots(mr, nr), no_dots(mr, nr), no_dots(mr, nr)
+            for step in range(0, steps - 3, 4):
+                x, at = i + DEPTH * step, j + GROUP * step
+                acc = add_dot(acc, q, x, k_size, w, at, ldw)
+                second = add_dot(second, q, x + DEPTH, k_size, w, at + GROUP, ldw)
+                third = add_dot(third, q, x + 2 * DEPTH, k_size, w, at + 2 * GROUP, ldw)
+                fourth = add_dot(fourth, q, x + 3 * DEPTH, k_size, w, at + 3 * GROUP, ldw)
+            acc, first = add_tiles(add_tiles(acc, second), add_tiles(third, fourth)), steps // 4 * 4
+        for step in range(first, steps):
+            at = j + GROUP * step
             for group in range(nr):
                 prefetch(w, at + ahead + group * ldw)
             acc = add_dot(acc, q, i + DEPTH * step, k_size, w, at, ldw)
         if steps * DEPTH < k_size:
             left = k_size - steps * DEPTH
-            acc = add_dot_part(acc, q, i + DEPTH * steps, k_size, w, j + DEPTH * COLUMNS * steps, ldw, left)
+            acc = add_dot_part(acc, q, i + DEPTH * steps, k_size, w, j + GROUP * steps, ldw, left)
         store_scaled(out, o, ldo, acc, scale, m, w_scale, n, count)
 
     return tile

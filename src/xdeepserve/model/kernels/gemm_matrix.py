@@ -19,14 +19,17 @@ from numba.extending import overload
 from xdeepserve.jit.compiling import ARRAY_OPTIONS, TILE_OPTIONS, part, uses_amx
 from xdeepserve.model.kernels.exact_tiles import EXACT_CHUNK, factor
 from xdeepserve.model.kernels.matrix_unit import (
+    EXACT_ROWS,
     FLAT_COLUMNS,
-    MATRIX_ROWS,
+    INT8_OPS,
+    INT8_ROWS,
     TALL_COLUMNS,
     TALL_TILES,
     TILE_BYTES,
     TILE_ROWS,
     TILE_SIZE,
     begin_tiles,
+    copy_row,
     end_tiles,
     exact_flat,
     exact_tall,
@@ -42,8 +45,17 @@ from xdeepserve.model.packing import COLUMNS, DEPTH, PAIR
 NEAR = 1 << 18  # bytes of rows that are computed together
 GROUP_SIZE = TALL_TILES * TILE_SIZE  # bytes between column groups of the scratch block
 SUMS_SIZE = FLAT_COLUMNS * GROUP_SIZE
-SUMS_ROWS = 4  # of the scratch block that are taken from it at once
+# Rows and column groups of the scratch block that are taken from it at once. Neighbours in a row of the
+# result may share a line of the cache, and rows lie so far apart that few of their lines stay there.
+SUMS_ROWS, TAKEN = 4, 2
 TALL_ROWS = TALL_TILES * TILE_ROWS
+
+
+@part
+def tile_row(row, depth):
+    """Where a row begins among left tiles, `depth` of 16 rows: in bytes. A row is 64 bytes of each of them,
+    so that no tile's rows are a power of two apart, which the innermost cache has few places for."""
+    return row // TILE_ROWS * depth * TILE_SIZE + row % TILE_ROWS * TILE_BYTES
 
 
 @part
@@ -56,48 +68,54 @@ def rows_at_once(rows, width):
 
 
 @part
-def _copy_bytes(to, start, width, q, m, rows, k_size):
-    """`rows` rows q[m ...] int8 as left tiles at to[start ...], rows of `width` bytes."""
+def _copy_bytes(to, start, depth, q, m, rows, k_size):
+    """`rows` rows q[m ...] int8 as left tiles at to[start ...], `depth` of 16 rows."""
     whole = k_size // TILE_BYTES * TILE_BYTES
-    shift = width - (k_size + DEPTH - 1) // DEPTH * DEPTH
+    shift = depth * TILE_BYTES - (k_size + DEPTH - 1) // DEPTH * DEPTH
     for r in range(rows):
-        source, row = q[m + r].view(np.uint8), to[start + r * width : start + (r + 1) * width]
-        for k in range(whole):
-            row[k] = source[k]
-        if whole < width:
-            row[whole:] = np.uint8(0)
-            for k in range(whole, k_size):
-                row[k + shift] = source[k]
+        source, at = (m + r) * k_size, start + tile_row(r, depth)
+        for k in range(0, whole, TILE_BYTES):
+            copy_row(to, at, q, source + k)
+            at += TILE_SIZE
+        if whole < k_size:
+            row, rest = to[at : at + TILE_BYTES], q[m + r, whole:].view(np.uint8)
+            row[:] = np.uint8(0)
+            for k in range(k_size - whole):
+                row[k + shift] = rest[k]
 
 
 @part
-def _copy_factors(to, start, width, x, i, ldx, rows, k_size):
+def _copy_factors(to, start, depth, x, i, ldx, rows, k_size):
     """The factors of rows x[i ...], ldx apart, in BF16 as left tiles at to[start ...]; see `_copy_bytes`."""
     whole = k_size // EXACT_CHUNK * EXACT_CHUNK
-    shift = width // PAIR - (k_size + PAIR - 1) // PAIR * PAIR
+    shift = depth * EXACT_CHUNK - (k_size + PAIR - 1) // PAIR * PAIR
     for r in range(rows):
-        at = start + r * width
-        for k in range(0, whole, COLUMNS):
-            store_bf16(to, at + k * PAIR, factor(take(x, i + r * ldx + k, COLUMNS)))
+        at, source = start + tile_row(r, depth), i + r * ldx
+        for k in range(0, whole, EXACT_CHUNK):
+            store_bf16(to, at, factor(take(x, source + k, COLUMNS)))
+            store_bf16(to, at + TILE_BYTES // 2, factor(take(x, source + k + COLUMNS, COLUMNS)))
+            at += TILE_SIZE
         if whole < k_size:
-            to[at + whole * PAIR : at + width] = np.uint8(0)
-            # What the last of these stores behind the row is zero, or the next row's and still to come.
+            to[at : at + TILE_BYTES] = np.uint8(0)
+            # What the last of these stores behind the row is zero, and the next row's is still to come.
             for k in range(whole, k_size, COLUMNS):
-                store_bf16(to, at + (k + shift) * PAIR, factor(take(x, i + r * ldx + k, k_size - k)))
+                store_bf16(to, at + (k - whole + shift) * PAIR, factor(take(x, source + k, k_size - k)))
 
 
 @part
 def _take_dots(out, o, ldo, sums, s, rows, columns, start, scale, m, w_scale, n, count):
     """out[o ...] = a block's sums at sums[s ...] as numbers, see tiles.store_scaled."""
-    for c in range(columns):
-        at, to, left = s + c * (GROUP_SIZE // 4), o + c * COLUMNS, count - c * COLUMNS
+    ldc = GROUP_SIZE // 4
+    for c in range(0, columns, TAKEN):
+        at, to, left = s + c * ldc, o + c * COLUMNS, min(count, columns * COLUMNS) - c * COLUMNS
         r = 0
         while r + SUMS_ROWS <= rows:
-            acc = add_sums(dot_start(SUMS_ROWS, 1, start, m + r), sums, at + r * COLUMNS, COLUMNS)
+            acc = dot_start(SUMS_ROWS, TAKEN, start, m + r)
+            acc = add_sums(acc, sums, at + r * COLUMNS, COLUMNS, ldc)
             store_scaled(out, to + r * ldo, ldo, acc, scale, m + r, w_scale, n + c * COLUMNS, left)
             r += SUMS_ROWS
         while r < rows:
-            acc = add_sums(dot_start(1, 1, start, m + r), sums, at + r * COLUMNS, COLUMNS)
+            acc = add_sums(dot_start(1, TAKEN, start, m + r), sums, at + r * COLUMNS, COLUMNS, ldc)
             store_scaled(out, to + r * ldo, ldo, acc, scale, m + r, w_scale, n + c * COLUMNS, left)
             r += 1
 
@@ -105,10 +123,12 @@ def _take_dots(out, o, ldo, sums, s, rows, columns, start, scale, m, w_scale, n,
 @part
 def _take_sums(out, o, ldo, sums, s, rows, columns, count):
     """out[o ...] = a block's float32 sums at sums[s ...]."""
-    for c in range(columns):
+    ldc = GROUP_SIZE // 4
+    for c in range(0, columns, TAKEN):
         for r in range(rows):
-            acc = load_tile(1, 1, sums, s + c * (GROUP_SIZE // 4) + r * COLUMNS, COLUMNS, COLUMNS)
-            store_tile(out, o + r * ldo + c * COLUMNS, ldo, acc, count - c * COLUMNS)
+            acc = load_tile(1, TAKEN, sums, s + c * ldc + r * COLUMNS, COLUMNS, ldc)
+            left = min(count, columns * COLUMNS) - c * COLUMNS
+            store_tile(out, o + r * ldo + c * COLUMNS, ldo, acc, left)
 
 
 def int8_by_matrix_unit(out, q, begin, end, scale, w, j, group, start, w_scale, at, n, first, last):
@@ -126,11 +146,12 @@ def _int8_of(out, q, begin, end, scale, w, j, group, start, w_scale, at, n, firs
 
     def by_tiles(out, q, begin, end, scale, w, j, group, start, w_scale, at, n, first, last):
         k_size, ldo = q.shape[1], out.shape[1]
-        if end - begin < MATRIX_ROWS or k_size < TILE_BYTES:
+        count, num_ops = end - begin, (end - begin) * k_size * (last - first) * COLUMNS
+        if count < INT8_ROWS or num_ops < INT8_OPS or k_size < TILE_BYTES:
             return False
         depth = (k_size + TILE_BYTES - 1) // TILE_BYTES
-        width, tail = depth * TILE_BYTES, group - TILE_SIZE
-        near = rows_at_once(end - begin, width)
+        width, apart, tail = depth * TILE_BYTES, depth * TILE_SIZE, group - TILE_SIZE
+        near = rows_at_once(count, width)
         memory = np.empty(TILE_BYTES + SUMS_SIZE + near * width, np.uint8)
         sums_at = misalignment(memory)
         rows_at = sums_at + SUMS_SIZE
@@ -139,13 +160,13 @@ def _int8_of(out, q, begin, end, scale, w, j, group, start, w_scale, at, n, firs
         begin_tiles()
         for m in range(begin, end, near):
             rows = min(near, end - m)
-            _copy_bytes(memory, rows_at, width, q, m, rows, k_size)
+            _copy_bytes(memory, rows_at, depth, q, m, rows, k_size)
             for g in range(first, last, block):
                 columns, o = min(block, last - g), g * COLUMNS
                 weights = j + g * group
                 if near == TILE_ROWS:
                     int8_flat(
-                        sums, 0, GROUP_SIZE, False, memory, rows_at, width, w, weights, group, tail, depth,
+                        sums, 0, GROUP_SIZE, False, memory, rows_at, apart, w, weights, group, tail, depth,
                         1, columns,
                     )  # fmt: skip
                     _take_dots(
@@ -154,7 +175,7 @@ def _int8_of(out, q, begin, end, scale, w, j, group, start, w_scale, at, n, firs
                     continue
                 for r in range(0, rows, TALL_ROWS):
                     int8_tall(
-                        sums, 0, GROUP_SIZE, False, memory, rows_at + r * width, width, w, weights, group,
+                        sums, 0, GROUP_SIZE, False, memory, rows_at + r * width, apart, w, weights, group,
                         tail, depth, TALL_TILES, columns,
                     )  # fmt: skip
                     _take_dots(
@@ -183,10 +204,10 @@ def _exact_of(out, o, x, i, w, j, group, k_size, n, first, last):
     def by_tiles(out, o, x, i, w, j, group, k_size, n, first, last):
         num_rows, ldx = x.shape
         ldo = out.shape[1]
-        if num_rows < MATRIX_ROWS or k_size < EXACT_CHUNK:
+        if num_rows < EXACT_ROWS or k_size < EXACT_CHUNK:
             return False
         depth = (k_size + EXACT_CHUNK - 1) // EXACT_CHUNK
-        width, size = depth * TILE_BYTES, group * PAIR
+        width, apart, size = depth * TILE_BYTES, depth * TILE_SIZE, group * PAIR
         tail = size - TILE_SIZE
         near = rows_at_once(num_rows, width)
         # The last number of a row may be stored with a vector's worth of zeros behind it.
@@ -198,20 +219,20 @@ def _exact_of(out, o, x, i, w, j, group, k_size, n, first, last):
         begin_tiles()
         for m in range(0, num_rows, near):
             rows = min(near, num_rows - m)
-            _copy_factors(memory, rows_at, width, x, m * ldx + i, ldx, rows, k_size)
+            _copy_factors(memory, rows_at, depth, x, m * ldx + i, ldx, rows, k_size)
             for g in range(first, last, block):
                 columns, to = min(block, last - g), o + m * ldo + g * COLUMNS
                 count, weights = n - g * COLUMNS, j + g * group
                 if near == TILE_ROWS:
                     exact_flat(
-                        sums, 0, GROUP_SIZE, False, memory, rows_at, width, w, weights, size, tail, depth,
+                        sums, 0, GROUP_SIZE, False, memory, rows_at, apart, w, weights, size, tail, depth,
                         1, columns,
                     )  # fmt: skip
                     _take_sums(out, to, ldo, sums, 0, rows, columns, count)
                     continue
                 for r in range(0, rows, TALL_ROWS):
                     exact_tall(
-                        sums, 0, GROUP_SIZE, False, memory, rows_at + r * width, width, w, weights, size,
+                        sums, 0, GROUP_SIZE, False, memory, rows_at + r * width, apart, w, weights, size,
                         tail, depth, TALL_TILES, columns,
                     )  # fmt: skip
                     _take_sums(out, to + r * ldo, ldo, sums, 0, min(TALL_ROWS, rows - r), columns, count)

@@ -7,6 +7,16 @@ import numpy as np
 from xdeepserve.jit.compiling import kernel, register_floats
 from xdeepserve.model.kernels.codegen import LANES
 from xdeepserve.model.kernels.exact_tiles import add_even
+from xdeepserve.model.kernels.matrix_unit import (
+    BLOCK_TILES,
+    TILE_SIZE,
+    add_exact_only,
+    add_int8_only,
+    begin_tiles,
+    end_tiles,
+    exact_flat,
+    int8_flat,
+)
 from xdeepserve.model.kernels.pair_dots import BY_DOTS, add_words
 from xdeepserve.model.kernels.simd import load, splat, store
 from xdeepserve.model.kernels.tiles import add_dot, add_outer, dot_start, store_scaled, store_tile, zeros
@@ -18,8 +28,10 @@ DOT_ROWS, DOT_WIDE = {512: (5, 4), 128: (4, 1), 64: (2, 1)}[register_floats()]
 DOT_OPS = 2.0 * STEPS * DOT_ROWS * DOT_WIDE * 64  # a multiplication and an addition for each byte
 F32_OPS = 2.0 * STEPS * ROWS * WIDE * 16
 EXACT_OPS = F32_OPS * (2 if BY_DOTS else 1)  # a multiplication and an addition for each BF16
+UNIT_OPS = 2.0 * STEPS * BLOCK_TILES * 16 * TILE_SIZE  # of bytes; half as many of BF16
 
 _bytes, _weights = np.ones(4096, np.int8), np.ones(1024, np.uint8)
+_tile, _sums = np.ones(TILE_SIZE, np.uint8), np.empty(BLOCK_TILES * TILE_SIZE, np.uint8)
 _floats, _start, _out = np.ones(1024, np.float32), np.zeros(8, np.int32), np.empty(1024, np.float32)
 
 
@@ -52,6 +64,24 @@ def _exact_peak(out, x, w, steps):
 
 
 @kernel
+def _int8_unit_peak(sums, x, steps):
+    begin_tiles()
+    int8_flat(sums, 0, TILE_SIZE, False, x, 0, 64, x, 0, 0, 0, 1, 1, 1)
+    for _ in range(steps):
+        add_int8_only()
+    end_tiles()
+
+
+@kernel
+def _exact_unit_peak(sums, x, steps):
+    begin_tiles()
+    exact_flat(sums, 0, TILE_SIZE, False, x, 0, 64, x, 0, 0, 0, 1, 1, 1)
+    for _ in range(steps):
+        add_exact_only()
+    end_tiles()
+
+
+@kernel
 def triad(a, b, c):
     """a = b + 3 c, float32 of one size, a multiple of 16."""
     three = splat(np.float32(3.0))
@@ -72,3 +102,13 @@ def f32_peak() -> None:
 def exact_peak() -> None:
     """EXACT_OPS operations of exact products near registers: in pairs or fused where the CPU can."""
     _exact_peak(_out, _floats, _floats, STEPS)
+
+
+def int8_unit_peak() -> None:
+    """UNIT_OPS operations of a matrix unit on bytes in its registers, where there is one."""
+    _int8_unit_peak(_sums, _tile, STEPS)
+
+
+def exact_unit_peak() -> None:
+    """UNIT_OPS / 2 operations of a matrix unit on BF16 in its registers, where there is one."""
+    _exact_unit_peak(_sums, _tile, STEPS)

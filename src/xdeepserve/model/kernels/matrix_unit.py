@@ -28,7 +28,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from xdeepserve.jit.compiling import part
-from xdeepserve.model.kernels.codegen import I8, VI16, VI32, call, constant, pointer
+from xdeepserve.model.kernels.codegen import I8, VI16, VI32, call, constant, pointer, unaligned_load
 from xdeepserve.model.kernels.simd import f32x16, i32x16
 from xdeepserve.model.kernels.tiles import INDEX
 
@@ -36,10 +36,10 @@ TILE_ROWS, TILE_BYTES = 16, 64
 TILE_SIZE = TILE_ROWS * TILE_BYTES
 BLOCK_TILES = 4  # sums of a block
 LEFT, RIGHT = 4, 6  # tile registers: sums are in 0, 1, 2, 3
-# Rows from which the matrix unit is used. By its maker's figures it takes 16 cycles for 16 x 16 sums over 64
-# bytes of k, for one row as for sixteen. In that time VNNI does two rows of bytes, and fused multiply-adds do
-# one of BF16. So eight is on the safe side; to be measured on a machine that has it.
-MATRIX_ROWS = 8
+# Below so much the matrix unit does not pay: it takes 16 cycles for 16 x 16 sums over 64 bytes of k, for one
+# row as for sixteen, and rows are copied first. Measured on an Intel Xeon (family 6, model 167): rows and
+# multiply-adds of bytes, rows of exact products, lanes and the most positions of attention.
+INT8_ROWS, INT8_OPS, EXACT_ROWS, MATRIX_LANES, MATRIX_POSITIONS = 3, 3 << 17, 2, 8, 64
 
 I64, VOID, BYTES = ir.IntType(64), ir.VoidType(), ir.IntType(8).as_pointer()
 # Palette 1, then sixteen lengths of rows in bytes from byte 16, and sixteen numbers of rows from byte 48.
@@ -148,9 +148,8 @@ def _add_products(block: Block, name: str) -> Any:
         def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
             x_, i_, ldx_, w_, j_, ldw_, rows_, columns_ = args
             left, right = pointer(context, builder, x, x_, i_, I8), pointer(context, builder, w, w_, j_, I8)
-            step = builder.mul(ldx_, _whole(TILE_ROWS))
-            for r, place in enumerate(_places(builder, left, step, block.rows, rows_)):
-                call(builder, "llvm.x86.tileloadd64", VOID, _number(LEFT + r), place, ldx_)
+            for r, place in enumerate(_places(builder, left, ldx_, block.rows, rows_)):
+                call(builder, "llvm.x86.tileloadd64", VOID, _number(LEFT + r), place, _whole(TILE_BYTES))
             for c, place in enumerate(_places(builder, right, ldw_, block.columns, columns_)):
                 call(builder, "llvm.x86.tileloadd64", VOID, _number(RIGHT), place, _whole(TILE_BYTES))
                 for r in range(block.rows):
@@ -163,6 +162,26 @@ def _add_products(block: Block, name: str) -> Any:
     return add
 
 
+def _only_products(name: str) -> Any:
+    """The intrinsic that adds four products of what the tiles have: nothing is loaded. For the benchmark."""
+
+    @intrinsic
+    def add(typingctx: Any) -> Any:
+        """Sums 0, 1, 2, 3 += the first left tile x the right one."""
+
+        def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+            for i in range(BLOCK_TILES):
+                call(builder, f"llvm.x86.{name}", VOID, *map(_number, (i, LEFT, RIGHT)))
+            return context.get_dummy_value()
+
+        return types.void(), codegen
+
+    return add
+
+
+add_int8_only, add_exact_only = _only_products("tdpbsud"), _only_products("tdpbf16ps")
+
+
 def _multiplier(block: Block, name: str) -> Any:
     """The kernel of a block of products by one instruction."""
     load, store = _on_sums(block, "tileloadd64"), _on_sums(block, "tilestored64")
@@ -172,16 +191,16 @@ def _multiplier(block: Block, name: str) -> Any:
         """The sums at c[at ...] = (themselves if it goes on, else zero) + products of `depth` tiles of k.
 
         `rows` left tiles are there and `columns` right ones, at least one of each. In bytes: sums of the
-        next 16 rows are TILE_SIZE further, those of the next 16 columns ldc. Rows of x are ldx apart, and 64
-        bytes of one are a tile's. The next 16 columns of w are ldw further. The next tile of k comes behind a
-        tile, but the last one begins no more than `last` behind the first.
+        next 16 rows are TILE_SIZE further, those of the next 16 columns ldc. The next 16 rows of x are ldx
+        further, the next 16 columns of w ldw. The next tile of k comes behind a tile, but the last one of w
+        begins no more than `last` behind the first.
         """
         if goes_on:
             load(c, at, ldc, rows, columns)
         else:
             clear()
         for k in range(depth):
-            from_x, from_w = k * TILE_BYTES // x.itemsize, min(k * TILE_SIZE, last) // w.itemsize
+            from_x, from_w = k * TILE_SIZE // x.itemsize, min(k * TILE_SIZE, last) // w.itemsize
             add(x, i + from_x, ldx, w, j + from_w, ldw, rows, columns)
         store(c, at, ldc, rows, columns)
 
@@ -205,6 +224,18 @@ def store_bf16(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(array, INDEX, f32x16), codegen
+
+
+@intrinsic
+def copy_row(typingctx: Any, to: Any, i: Any, x: Any, j: Any) -> Any:
+    """The 64 bytes from to[i] on = those from x[j] on, both of bytes."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        row = unaligned_load(builder, pointer(context, builder, x, args[2], args[3], VI32))
+        builder.store(row, pointer(context, builder, to, args[0], args[1], VI32)).align = 1
+        return context.get_dummy_value()
+
+    return types.void(to, INDEX, x, INDEX), codegen
 
 
 @intrinsic

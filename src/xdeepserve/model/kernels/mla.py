@@ -223,8 +223,8 @@ def attention(
     scratch float32, see scratch_size. Worker `worker` of `num_workers` takes every num_workers-th piece.
     """
     tiles = np.empty(BLOCK // TILE, np.int64)
-    unit = scratch_for_tiles(c_cache, c_cache.shape[2] * TILE, rope_dim)
     num_rows, piece, t = seq_of.size, 0, 0
+    unit = scratch_for_tiles(c_cache, c_cache.shape[2] * TILE, rope_dim, positions, num_rows * heads)
     while t < num_rows:
         stop = t + 1
         while stop < num_rows and seq_of[stop] == seq_of[t]:

@@ -25,6 +25,8 @@ from xdeepserve.model.kernels.codegen import LANES, VI8, VI32, pointer, unaligne
 from xdeepserve.model.kernels.exact_tiles import EXACT_CHUNK
 from xdeepserve.model.kernels.matrix_unit import (
     FLAT_COLUMNS,
+    MATRIX_LANES,
+    MATRIX_POSITIONS,
     TALL_COLUMNS,
     TALL_TILES,
     TILE_BYTES,
@@ -73,17 +75,20 @@ def _places(width, rope_dim):
     return depth, depth_pe, queries_pe, latents, rope, rope + NUM_POSITIONS * depth_pe * TILE_BYTES
 
 
-def scratch_for_tiles(c, width, rope_dim):
-    """uint8 scratch memory for a cache of the type of c; none where it has no use."""
+def scratch_for_tiles(c, width, rope_dim, positions, lanes):
+    """uint8 scratch memory for a cache of the type of c, and rows at these positions of so many lanes in all;
+    none where it has no use."""
     raise NotImplementedError
 
 
 @overload(scratch_for_tiles, jit_options=ARRAY_OPTIONS)
-def _scratch_of(c, width, rope_dim):
-    def nothing(c, width, rope_dim):
+def _scratch_of(c, width, rope_dim, positions, lanes):
+    def nothing(c, width, rope_dim, positions, lanes):
         return np.empty(0, np.uint8)
 
-    def zeros(c, width, rope_dim):
+    def zeros(c, width, rope_dim, positions, lanes):
+        if lanes < MATRIX_LANES or positions.max() + 1 < MATRIX_POSITIONS:
+            return np.empty(0, np.uint8)
         memory = np.zeros(_places(width, rope_dim)[5] + TILE_BYTES, np.uint8)
         return memory[misalignment(memory) :]
 
@@ -151,14 +156,15 @@ def _pack_queries(unit, queries_pe, depth, depth_pe, scratch, query, query_pe, g
 
 
 @part
-def _place_positions(unit, latents, depth, c, i, width, rope, depth_pe, pe, i_pe, pe_width):
+def _place_positions(unit, latents, c, i, width, rope, pe, i_pe, pe_width):
     """Left tiles of the latents and the RoPE parts of a cache tile's 16 positions."""
     for column in range(0, width, TILE):
-        _copy_cache_tile(unit, latents + column, depth * TILE_BYTES, c, i + column * TILE)
+        to = latents + column // TILE_BYTES * UNIT_SIZE + column % TILE_BYTES
+        _copy_cache_tile(unit, to, TILE_BYTES, c, i + column * TILE)
     for column in range(0, pe_width, TILE):
+        to = rope + column // EXACT_CHUNK * UNIT_SIZE + column % EXACT_CHUNK * 2
         for p in range(TILE):
-            to = rope + p * depth_pe * TILE_BYTES + column * 2
-            store_bf16(unit, to, load(pe, i_pe + column * TILE + p * TILE))
+            store_bf16(unit, to + p * TILE_BYTES, load(pe, i_pe + column * TILE + p * TILE))
 
 
 @part
@@ -178,17 +184,16 @@ def scores_by_tiles(
             i = tile_start(table, first + r * TILE, size, width)
             i_pe = tile_start(table, first + r * TILE, size, pe_width)
             _place_positions(
-                unit, latents + r * TILE * depth * TILE_BYTES, depth, c, i, width,
-                rope + r * TILE * depth_pe * TILE_BYTES, depth_pe, pe, i_pe, pe_width,
-            )  # fmt: skip
+                unit, latents + r * query_size, c, i, width, rope + r * rope_size, pe, i_pe, pe_width
+            )
         for g in range(0, groups, TALL_COLUMNS):
             columns = min(TALL_COLUMNS, groups - g)
             latents_tall(
-                unit, AT_SUMS, GROUP_SIZE, False, unit, latents, depth * TILE_BYTES,
+                unit, AT_SUMS, GROUP_SIZE, False, unit, latents, query_size,
                 unit, AT_QUERIES + g * query_size, query_size, query_size, depth, rows, columns,
             )  # fmt: skip
             exact_tall(
-                unit, AT_ROPE_SUMS, GROUP_SIZE, False, unit, rope, depth_pe * TILE_BYTES,
+                unit, AT_ROPE_SUMS, GROUP_SIZE, False, unit, rope, rope_size,
                 unit, queries_pe + g * rope_size, rope_size, rope_size, depth_pe, rows, columns,
             )  # fmt: skip
             for column in range(columns):
@@ -220,8 +225,8 @@ def _place_weights(unit, scratch, weights, lanes, num_positions):
                 if p + 1 < num_positions:
                     odd = load(scratch, at + lanes)
                 store(pairs, (AT_PAIRS + (p - first) // 2 * TILE_BYTES) // 4, bf16_pairs(even, odd))
-            to = AT_WEIGHTS + g * LANES * WEIGHTS_ROW + first * 2
-            _transpose_words(unit, to, WEIGHTS_ROW, AT_PAIRS)
+            to = AT_WEIGHTS + g * LANES * WEIGHTS_ROW + first // EXACT_CHUNK * UNIT_SIZE
+            _transpose_words(unit, to, TILE_BYTES, AT_PAIRS)
 
 
 @part
@@ -248,7 +253,7 @@ def values_by_tiles(scratch, result, weights, lanes, num_positions, c, tiles, wi
         o, ldc = result + column * lanes, lanes * TILE_BYTES
         if groups == 1:
             exact_flat(
-                scratch, o, ldc, True, unit, AT_WEIGHTS, WEIGHTS_ROW,
+                scratch, o, ldc, True, unit, AT_WEIGHTS, LANES * WEIGHTS_ROW,
                 unit, AT_VALUES, VALUES_SIZE, VALUES_SIZE, depth, 1, columns,
             )  # fmt: skip
             continue
@@ -256,7 +261,7 @@ def values_by_tiles(scratch, result, weights, lanes, num_positions, c, tiles, wi
             for j in range(0, columns, TALL_COLUMNS):
                 exact_tall(
                     scratch, o + (j * lanes + g * LANES) * TILE, ldc, True,
-                    unit, AT_WEIGHTS + g * LANES * WEIGHTS_ROW, WEIGHTS_ROW,
+                    unit, AT_WEIGHTS + g * LANES * WEIGHTS_ROW, LANES * WEIGHTS_ROW,
                     unit, AT_VALUES + j * VALUES_SIZE, VALUES_SIZE, VALUES_SIZE, depth,
                     min(TALL_TILES, groups - g), min(TALL_COLUMNS, columns - j),
                 )  # fmt: skip

@@ -93,6 +93,17 @@ def zeros(typingctx: Any, mr: Any, nr: Any) -> Any:
     return tile(mr, nr), codegen
 
 
+@intrinsic(prefer_literal=True)
+def no_dots(typingctx: Any, mr: Any, nr: Any) -> Any:
+    """An int32 tile of zeros."""
+    tile = TileType(mr.literal_value, nr.literal_value, is_int=True)
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        return ir.Constant(tile.ir_type, None)
+
+    return tile(mr, nr), codegen
+
+
 @intrinsic
 def add_outer(typingctx: Any, acc: Any, x: Any, i: Any, ldx: Any, w: Any, j: Any, ldw: Any) -> Any:
     """acc[r][c] += x[i + r * ldx] * w[j + c * ldw : ... + 16]: one k of a float32 GEMM."""
@@ -137,8 +148,9 @@ def add_tiles(typingctx: Any, a: Any, b: Any) -> Any:
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         left, right = Tile(builder, a, args[0]), Tile(builder, b, args[1])
+        add = builder.add if a.is_int else builder.fadd
         for key, vector in left.at.items():
-            left.at[key] = builder.fadd(vector, right.at[key])
+            left.at[key] = add(vector, right.at[key])
         return left.pack()
 
     return a(a, b), codegen
@@ -236,19 +248,19 @@ def dot_start(typingctx: Any, mr: Any, nr: Any, start: Any, m: Any) -> Any:
 
 
 @intrinsic
-def add_sums(typingctx: Any, acc: Any, sums: Any, i: Any, ldx: Any) -> Any:
-    """acc[r][c] + sums[i + r * ldx + 16 * c : ... + 16], both int32."""
+def add_sums(typingctx: Any, acc: Any, sums: Any, i: Any, ldx: Any, ldc: Any) -> Any:
+    """acc[r][c] + sums[i + r * ldx + c * ldc : ... + 16], both int32."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        value, sums_, i_, ldx_ = args
+        value, sums_, i_, ldx_, ldc_ = args
         tile = Tile(builder, acc, value)
         for r, row in enumerate(indices(builder, i_, acc.mr, ldx_)):
-            for c, at in enumerate(indices(builder, row, acc.nr, LANES)):
+            for c, at in enumerate(indices(builder, row, acc.nr, ldc_)):
                 more = unaligned_load(builder, pointer(context, builder, sums, sums_, at, VI32))
                 tile.at[r, c] = builder.add(tile.at[r, c], more)
         return tile.pack()
 
-    return acc(acc, sums, INDEX, INDEX), codegen
+    return acc(acc, sums, INDEX, INDEX, INDEX), codegen
 
 
 def _four_bytes(
