@@ -21,7 +21,7 @@ from functools import partial
 
 import numpy as np
 
-from xdeepserve.jit.compiling import ENVIRONMENT_VARIABLE, uses_vnni
+from xdeepserve.jit.compiling import ENVIRONMENT_VARIABLE, uses_amx, uses_vnni
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
 from xdeepserve.model.cache_layout import TILE, cache_shape
@@ -134,10 +134,10 @@ def chains(x: c.Array, w: c.Array) -> None:
 def digest() -> str:
     """Of a product of each kind, over seeded numbers."""
     rng = np.random.default_rng(1)
-    q, w8 = (rng.integers(-127, 128, shape).astype(np.int8) for shape in ((9, 131), (70, 131)))
-    scale, w_scale = rng.random(9, F32), rng.random(70, F32)
+    q, w8 = (rng.integers(-127, 128, shape).astype(np.int8) for shape in ((9, 331), (150, 331)))
+    scale, w_scale = rng.random(9, F32), rng.random(150, F32)
     x, w = rng.standard_normal((9, 131), F32), rng.standard_normal((131, 70), F32)
-    out, out8 = np.empty((9, 70), F32), np.empty((9, 70), F32)
+    out, out8 = np.empty((9, 70), F32), np.empty((9, 150), F32)
     k.matmul(out, x, pack_f32(w).ravel())
     k.matmul_int8(out8, q, scale, pack_int8(w8).ravel(), w_scale)
     exact = np.empty((9, 70), F32)
@@ -148,11 +148,11 @@ def digest() -> str:
 def other_cpus() -> None:
     """This file once more, compiled for others."""
     title("One product, several instruction sets, one result")
-    print(f"  {'as found':<42} {digest()}")
-    for name, value, without in (
-        (ENVIRONMENT_VARIABLE, "portable", "no dot products"),
-        ("NUMBA_CPU_NAME", "generic", "what every CPU has"),
-    ):
+    print(f"  {'as found':<42} {digest()}{' with a matrix unit' if uses_amx() else ''}")
+    others = [(ENVIRONMENT_VARIABLE, "portable", "no dot products"), ("NUMBA_CPU_NAME", "generic", "any CPU")]
+    if uses_amx():
+        others.insert(0, (ENVIRONMENT_VARIABLE, "vnni", "without the matrix unit"))
+    for name, value, without in others:
         settings = os.environ | {name: value}
         command = [sys.executable, __file__, "--digest"]
         found = subprocess.run(
@@ -207,11 +207,13 @@ def near_the_limit() -> None:
     w8 = rng.integers(0, 256, depth * n, np.uint8)
     w, ones = rng.standard_normal((depth, n), F32), np.ones(n, F32)
     w32, w16 = pack_f32(w).ravel(), pack_bf16(c.factors(w)).ravel()
+    int8_peak, bf16_peak = rate(limits.DOT_OPS, limits.dot_peak), rate(limits.EXACT_OPS, limits.exact_peak)
+    if uses_amx():
+        int8_peak = rate(limits.UNIT_OPS, limits.int8_unit_peak)
+        bf16_peak = rate(limits.UNIT_OPS / 2, limits.exact_unit_peak)
     for name, peak in (
-        ("INT8", rate(limits.DOT_OPS, limits.dot_peak)),
-        ("float32", rate(limits.F32_OPS, limits.f32_peak)),
-        ("BF16", rate(limits.EXACT_OPS, limits.exact_peak)),
-    ):
+        ("INT8", int8_peak), ("float32", rate(limits.F32_OPS, limits.f32_peak)), ("BF16", bf16_peak)
+    ):  # fmt: skip
         title(f"{name}, {depth} x {n}, one core: {peak:.0f} billion operations a second at best")
         for rows in (1, 2, 4, 8, 16, 64):
             out, x = np.empty((rows, n), F32), rng.standard_normal((rows, depth), F32)

@@ -44,7 +44,10 @@ digest = hashlib.sha256()
 exact, blocked, factors = np.empty((7, 90), np.float32), np.empty((7, 90), np.float32), c.factors(w.T)
 k.matmul_exact(exact, x * np.float32(1e-12), pack_bf16(factors).ravel())
 k.matmul_exact_blocked(blocked, x, pack_f32(factors).ravel())
-for array in (product, act, act_scale, out, rounded, exact, blocked):
+x, w = normal(8, 9, 330), normal(9, 140, 330)  # enough for a matrix unit
+(q, s), (wq, ws), big = c.quantize_rows(x), c.quantize_rows(w), np.empty((9, 140), np.float32)
+k.matmul_int8(big, q, s, pack_int8(wq).ravel(), ws)
+for array in (big, product, act, act_scale, out, rounded, exact, blocked):
     digest.update(array.tobytes())
 print(json.dumps([compiling.uses_vnni(), digest.hexdigest()]))
 """

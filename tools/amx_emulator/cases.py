@@ -27,8 +27,8 @@ IS_REFERENCE = "--reference" in sys.argv[1:]
 POOL = ThreadPoolExecutor(2)
 # Rows, K, N.
 GEMMS = (
-    (8, 64, 16), (9, 65, 17), (15, 127, 48), (16, 128, 64), (17, 100, 70), (31, 96, 33), (33, 130, 80),
-    (48, 256, 32), (64, 512, 96), (70, 1090, 36), (100, 4100, 20),
+    (3, 131, 1030), (8, 64, 770), (9, 65, 680), (15, 127, 210), (16, 128, 200), (17, 100, 250), (31, 96, 150),
+    (33, 130, 100), (48, 256, 33), (64, 512, 96), (70, 1090, 36), (100, 4100, 20),
 )  # fmt: skip
 KINDS = ("normal", "wild", "smallest", "cancelling")
 # Heads, context, page, rank, RoPE part, rows of each sequence.
