@@ -188,14 +188,14 @@ import re
 from collections import Counter
 from numba import types
 from xdeepserve.jit import compiling
-from xdeepserve.model.kernels import gemm, gemm_exact, mla
+from xdeepserve.model.kernels import gemm_exact, gemm_int8, mla
 
 assert compiling.uses_amx()
 f32, u8, u16, i32, size = types.float32, types.uint8, types.uint16, types.int32, types.int64
 table, array = (lambda kind: types.Array(kind, 2, "C")), (lambda kind: types.Array(kind, 1, "C"))
 cache = lambda kind: types.Array(kind, 5, "C")
 for kernel, signature in (
-    (gemm.gemm_int8, (
+    (gemm_int8.gemm_int8, (
         table(f32), table(types.int8), array(f32), array(u8), array(f32), size, array(i32), size, size,
     )),
     (gemm_exact.gemm_exact, (table(f32), table(f32), array(u16), *[size] * 8)),

@@ -244,7 +244,7 @@ import numpy as np
 from numba.core.bytecode import FunctionIdentity
 from tests.model.bits import normal
 from xdeepserve.model import canonical as c
-from xdeepserve.model.kernels import gemm
+from xdeepserve.model.kernels import gemm, gemm_int8
 from xdeepserve.model.packing import pack_int8
 
 for _ in range(int(sys.argv[1])):  # as if it had compiled so much else before
@@ -255,7 +255,7 @@ for is_writeable in sys.argv[2:]:  # another type of argument, but the same ones
     bounds.flags.writeable = is_writeable == "1"
     memory = np.full((40, 150), np.nan, np.float32)
     out = memory[:13]
-    gemm.gemm_int8(out, q, s, pack_int8(wq).ravel(), ws, 150, bounds, 0, gemm.num_groups(150))
+    gemm_int8.gemm_int8(out, q, s, pack_int8(wq).ravel(), ws, 150, bounds, 0, gemm.num_groups(150))
     assert np.array_equal(out, c.matmul_int8(q, s, wq, ws))
     assert np.isnan(memory[13:]).all()
 """

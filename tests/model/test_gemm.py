@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from tests.model.bits import F32, assert_same_bits, few, normal, seeds
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
-from xdeepserve.model.kernels.gemm import CHUNK, rows_near
+from xdeepserve.model.kernels.gemm import CHUNK
+from xdeepserve.model.kernels.gemm_int8 import rows_near
 from xdeepserve.model.kernels.grid import shrink_groups
 from xdeepserve.model.packing import (
     pack_f32,

@@ -13,7 +13,7 @@ import numpy as np
 from xdeepserve.jit.compiling import uses_amx
 from xdeepserve.model import kernels as k
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.kernels.gemm import WIDE
+from xdeepserve.model.kernels.gemm_int8 import WIDE
 from xdeepserve.model.tensors import MLP, Linear
 
 NO_SCALE = np.empty(0, np.float32)

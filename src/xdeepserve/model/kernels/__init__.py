@@ -6,10 +6,11 @@ multiply-add but of exact products, and no parallel reductions: SIMD and threads
 change the order in which one output is summed.
 
     codegen, simd          16-lane vectors, in LLVM's terms
-    tiles, exact_tiles     register tiles of them
+    tiles                  register tiles of them
     vector_math            exp and its relatives on vectors
     rows                   norm, quantisation, SwiGLU, sums
-    gemm, gemm_exact       float32 and INT8 matrix products; exact products of BF16 numbers
+    gemm, gemm_int8        float32 and INT8 matrix products
+    gemm_exact             and exact_tiles: exact products of BF16 numbers
     grid                   products of many groups of rows, of which few have some, on a static grid
     pair_dots              exact products two at a time, by AVX-512 BF16
     matrix_unit            the tiles of AMX; gemm_matrix, mla_matrix: products and attention with them
@@ -22,15 +23,13 @@ change the order in which one output is summed.
 
 from xdeepserve.model.kernels.gemm import (
     grouped_matmul,
-    grouped_matmul_int8,
     matmul,
     matmul_blocked,
     matmul_heads,
-    matmul_int8,
-    matmul_int8_sums,
     num_groups,
 )
 from xdeepserve.model.kernels.gemm_exact import matmul_exact, matmul_exact_blocked, matmul_exact_heads
+from xdeepserve.model.kernels.gemm_int8 import grouped_matmul_int8, matmul_int8, matmul_int8_sums
 from xdeepserve.model.kernels.grid import grid_matmul, grid_matmul_int8, grid_scratch
 from xdeepserve.model.kernels.indexer import choose_positions, gather_positions, layer_norm
 from xdeepserve.model.kernels.latent_cache import append_heads, append_kv, rope_heads

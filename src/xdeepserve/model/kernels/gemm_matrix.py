@@ -1,4 +1,4 @@
-"""GEMM on a matrix unit: INT8, and exact products, for gemm.py and gemm_exact.py, with the same results.
+"""GEMM on a matrix unit: INT8, and exact products, for gemm_int8.py and gemm_exact.py, with the same results.
 
 The rows are copied first, as many at a time as stay in the second-level cache, and filled up with zeros to 64
 bytes of k. Rows that are missing in a block are whatever was there; nobody looks at their sums. Weights are

@@ -16,7 +16,8 @@ import numpy as np
 
 from xdeepserve.jit.compiling import kernel, part
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.kernels.gemm import WIDE, f32_columns, int8_columns, int8_start, rows_near
+from xdeepserve.model.kernels.gemm import f32_columns
+from xdeepserve.model.kernels.gemm_int8 import WIDE, int8_columns, int8_start, rows_near
 from xdeepserve.model.packing import COLUMNS, DEPTH
 
 

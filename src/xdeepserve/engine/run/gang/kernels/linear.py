@@ -7,8 +7,9 @@ from numba.extending import overload
 
 from xdeepserve.jit.compiling import PART_OPTIONS, part
 from xdeepserve.jit.pointers import f32_flat, u8_flat
-from xdeepserve.model.kernels.gemm import ALL_ROWS, gemm_f32, gemm_int8
+from xdeepserve.model.kernels.gemm import ALL_ROWS, gemm_f32
 from xdeepserve.model.kernels.gemm_exact import gemm_exact
+from xdeepserve.model.kernels.gemm_int8 import gemm_int8
 from xdeepserve.model.packing import COLUMNS, DEPTH
 
 
