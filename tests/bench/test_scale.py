@@ -1,5 +1,6 @@
 """bench scale and bench pdc: what their rows say of each other, on prices that are made up."""
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -54,6 +55,7 @@ def test_every_ratio_and_one_that_follows(monkeypatch: pytest.MonkeyPatch) -> No
     kinds = [kind, msgspec.structs.replace(kind, role="decode")]
     monkeypatch.setattr(pdc, "priced_kinds", lambda cluster, block: kinds)
     monkeypatch.setattr(pdc, "scale_up_of", lambda *args: UP)
+    monkeypatch.setattr(pdc, "SEEDS", 2)
     monkeypatch.setattr(pdc, "SECONDS", 40.0)
     monkeypatch.setattr(pdc, "SERVICE", Bounds(1, 50))
     traffic = {
@@ -62,7 +64,12 @@ def test_every_ratio_and_one_that_follows(monkeypatch: pytest.MonkeyPatch) -> No
     }
     monkeypatch.setattr(pdc, "PHASES", traffic)
     monkeypatch.setattr(pdc, "pool_rows", list)
-    rows = {row.name: row.value for row in pdc.all_rows()}
+    found = list(pdc.all_rows())
+    rows = {row.name: row.value for row in found}
+    for row in found:
+        if row.unit == "%":
+            least, most = map(int, re.findall(r"(\d+) to (\d+) of 2 workloads", row.note)[0])
+            assert row.value == pytest.approx((least + most) / 2, abs=1)
     assert rows["pdc/long prompts/best ratio"] > rows["pdc/long answers/best ratio"]
     fixed = [rows[f"pdc/fixed {count}:{pdc.TOTAL - count}"] for count in range(1, pdc.TOTAL)]
     assert rows["pdc/adaptive/knows"] > sorted(fixed)[len(fixed) // 2], "better than most, late as it is"

@@ -1,6 +1,7 @@
 """The benches of heat map and policies, on TEs of a made-up price: what is compared, and that it is a map."""
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,18 @@ def test_every_policy_on_every_trace(capsys: pytest.CaptureFixture[str]) -> None
         check_lengths(rows, f"schedule/applications/rate={rate:g}")
     assert rows["schedule/chats/rate=2/prefix/hits"] > rows["schedule/chats/rate=2/round-robin/hits"]
     assert rows["schedule/long prompts/rate=2/prefix/hits"] == 0
+
+
+def test_a_policy_is_tried_on_several_traces() -> None:
+    heat, tes = heatmap.measured(KINDS), schedule.six(KINDS)
+    works = [schedule.trace("chats", 2.0, seed) for seed in schedule.SEEDS]
+    found = [schedule.PolicyResult.of(schedule.serve("load", work, tes, heat, 0.0)) for work in works]
+    latencies = [each.latency for each in found]
+    assert len(set(latencies)) == len(schedule.SEEDS)
+    result = schedule.over_traces("load", "chats", 2.0, tes, heat)
+    assert result.latency == pytest.approx(statistics.mean(latencies))
+    assert result.spread == pytest.approx(statistics.stdev(latencies))
+    assert result.hits == pytest.approx(statistics.mean(each.hits for each in found))
 
 
 def check_lengths(rows: dict[str, float], at: str) -> None:

@@ -3,7 +3,9 @@
 DeepSeek-R1 on three TEs of 64 dies that do both and three in halves, time only at the grain of a step; hints
 of prefixes are 100 ms old. Traces are generated: chats that share much, strangers with long prompts and short
 answers, and strangers the other way round. A rate is that of all requests if turns of a chat came at
-once; with pauses between them it is half of that.
+once; with pauses between them it is half of that. Lengths are spread so far that one trace says more of its
+longest prompts than of policies: results are means over SEEDS, beside their spread; regret and rows `lengths`
+are of the first of these traces.
 
 Beside DeepServe's Algorithm 1 stand its parts alone, and what others have published. `deepserve` is told the
 mean length of answers, `deepserve/knows` the true one of each: what a perfect predictor of lengths would be
@@ -38,6 +40,7 @@ EACH = 3  # TEs of a kind
 STALE_NS = 100_000_000
 RATES = (2.0, 10.0, 40.0)  # requests per second
 NUM_REQUESTS = 600
+SEEDS = tuple(range(1, 9))  # of the traces
 TRACES = {
     "chats": MadeTraffic(turns=5, prompt=4000, output=200, pause=10),
     "long prompts": MadeTraffic(turns=1, systems=0, prompt=6000, output=60),
@@ -48,12 +51,14 @@ SAMPLED = 6  # requests whose every other choice is tried
 
 
 class PolicyResult(NamedTuple):
-    """What a policy came to: means, in ms, and the share of prompts that was cached."""
+    """What a policy came to: means, in ms, and the share of prompts that was cached; of several traces, the
+    mean of these, and the standard deviation of their latencies."""
 
     ttft: float
     tpot: float
     latency: float
     hits: float
+    spread: float = 0.0
 
     @staticmethod
     def of(served: Sequence[ServedRequest]) -> PolicyResult:
@@ -64,6 +69,14 @@ class PolicyResult(NamedTuple):
             float(np.mean(tpot)) / 1e6,
             float(np.mean([each.last_ns - each.at_ns for each in served])) / 1e6,
             sum(each.num_cached for each in served) / sum(each.num_prompt for each in served),
+        )
+
+    @staticmethod
+    def mean(found: Sequence[PolicyResult]) -> PolicyResult:
+        """Of several traces, each as heavy as the others."""
+        ttft, tpot, latency, hits, _ = np.mean(found, axis=0).tolist()
+        return PolicyResult(
+            ttft, tpot, latency, hits, float(np.std([each.latency for each in found], ddof=1))
         )
 
 
@@ -87,21 +100,19 @@ def six(kinds: list[PricedKind]) -> list[FleetTE]:
 
 
 def compared(name: str, rate: float, tes: list[FleetTE], heat: HeatMap) -> Iterator[Row]:
-    """Every policy on a trace at a load."""
-    work = trace(name, rate)
-    mean = float(np.mean([each.output_length for each in work]))
-    results: dict[str, PolicyResult] = {}
-    for policy in POLICIES:
-        results[policy] = PolicyResult.of(serve(policy, work, tes, heat, mean))
-    results["deepserve/knows"] = PolicyResult.of(serve("deepserve", work, tes, heat, None))
+    """Every policy on the traces of a kind at a load."""
+    results = {str(policy): over_traces(policy, name, rate, tes, heat) for policy in POLICIES}
+    results["deepserve/knows"] = over_traces("deepserve", name, rate, tes, heat, knows=True)
     at = f"schedule/{name}/rate={rate:g}"
     for way, each in results.items():
         yield Row(f"{at}/{way}/ttft", each.ttft, "ms", "predicted")
         yield Row(f"{at}/{way}/tpot", each.tpot, "ms", "predicted")
         yield Row(f"{at}/{way}/latency", each.latency, "ms", "predicted")
+        yield Row(f"{at}/{way}/spread", each.spread, "ms", "predicted", "of traces' latencies, one sigma")
         yield Row(f"{at}/{way}/hits", 100 * each.hits, "%", "predicted")
     yield _claim(at, rate, results["round-robin"].latency / results["pd-aware"].latency)
-    yield Row(f"{at}/deepserve/regret", regret(work, tes, heat, mean), "%", "predicted", "of latency")
+    work = trace(name, rate)
+    yield Row(f"{at}/deepserve/regret", regret(work, tes, heat), "%", "predicted", "of latency")
     yield from answer_lengths.rows(at, work, tes, heat, STALE_NS)
 
 
@@ -112,10 +123,8 @@ def claims() -> Iterator[Row]:
     yield Row("schedule/heatmap/stable", 100 * heat.stable, "%", "predicted")
     for name in TRACES:
         for rate in RATES:
-            work = trace(name, rate)
-            mean = float(np.mean([each.output_length for each in work]))
             ways: tuple[Policy, ...] = ("round-robin", "pd-aware")
-            other, aware = (PolicyResult.of(serve(way, work, tes, heat, mean)).latency for way in ways)
+            other, aware = (over_traces(way, name, rate, tes, heat).latency for way in ways)
             yield _claim(f"schedule/{name}/rate={rate:g}", rate, other / aware)
 
 
@@ -125,16 +134,32 @@ def _claim(at: str, rate: float, gain: float) -> Row:
     return Row(f"{at}/claim/pd-aware over round-robin", gain, "x", "predicted", f"the paper: {should}")
 
 
-def trace(name: str, rate: float) -> list[TracedRequest]:
+def over_traces(
+    policy: Policy, name: str, rate: float, tes: Sequence[FleetTE], heat: HeatMap, knows: bool = False
+) -> PolicyResult:
+    """What a policy comes to on the traces of a kind, told the mean length of answers, or each one's."""
+    found = []
+    for seed in SEEDS:
+        work = trace(name, rate, seed)
+        found.append(PolicyResult.of(serve(policy, work, tes, heat, None if knows else mean_answer(work))))
+    return PolicyResult.mean(found)
+
+
+def mean_answer(work: Sequence[TracedRequest]) -> float:
+    """Tokens."""
+    return float(np.mean([each.output_length for each in work]))
+
+
+def trace(name: str, rate: float, seed: int = SEEDS[0]) -> list[TracedRequest]:
     """A trace of TRACES at a rate."""
-    return generated(TRACES[name], rate)
+    return generated(TRACES[name], rate, seed)
 
 
-def generated(work: MadeTraffic, rate: float) -> list[TracedRequest]:
+def generated(work: MadeTraffic, rate: float, seed: int = SEEDS[0]) -> list[TracedRequest]:
     """Requests with these statistics at a rate."""
     seconds = NUM_REQUESTS / rate
     pause = work.pause * RATES[0] / rate  # people answer sooner, too, else the rate would be another
-    return made(msgspec.structs.replace(work, requests=NUM_REQUESTS, seconds=seconds, pause=pause, seed=1))
+    return made(msgspec.structs.replace(work, requests=NUM_REQUESTS, seconds=seconds, pause=pause, seed=seed))
 
 
 def serve(
@@ -150,9 +175,10 @@ def serve(
     )
 
 
-def regret(work: Sequence[TracedRequest], tes: Sequence[FleetTE], heat: HeatMap, mean: float) -> float:
+def regret(work: Sequence[TracedRequest], tes: Sequence[FleetTE], heat: HeatMap) -> float:
     """How much longer some requests took than on the TE that turned out best, all others as they were: the
     mean, in percent of the best."""
+    mean = mean_answer(work)
     chosen: list[Decision] = []
     fleet = partial(Fleet, tes, "deepserve", heat, lambda _: mean, STALE_NS)
     served = fleet(explain=chosen.append).run(work)

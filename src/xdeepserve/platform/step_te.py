@@ -129,10 +129,12 @@ class StepTE:
         if not self.prefills:
             return min(room, key=lambda group: (self._held[group], group))
 
+        costs = {group: self._cost(task, max(own, task.pooled)) for group, own in found.items()}
+        others = self._cost(task, task.pooled)  # of groups that have nothing of it, which are most
+
         def key(group: int) -> tuple[float, int, int, int]:
-            own = found.get(group, 0)
-            cost = self._queued[group] + self._cost(task, max(own, task.pooled))
-            return cost, -own, self._held[group], group
+            cost = self._queued[group] + costs.get(group, others)
+            return cost, -found.get(group, 0), self._held[group], group
 
         return min(room, key=key)
 
@@ -241,13 +243,13 @@ class StepTE:
 
     def _plan_chunks(self) -> float:
         """Fill the rows that decoding leaves with prompts, in order of arrival: the price of the step."""
-        each, most = self.limits.rows_each, self.limits.num_rows
+        each, room = self.limits.rows_each, self.limits.num_rows
         reads = self._contexts(self._step)
         rows = [each * num for num in self._running]
         contexts = [each * read for read in reads]
         for group in self._active:
             for task in self._queues[group]:
-                chunk = min(task.left, most - rows[group])
+                chunk = min(task.left, room - rows[group])
                 if chunk <= 0:
                     break
                 rows[group] += chunk
@@ -255,10 +257,11 @@ class StepTE:
                 reads[group] += task.before + chunk
                 self._chunks.append((task, chunk))
         per_context, per_read = self.price.per_context, self.price.per_kv_token
-        most_attended = max(
-            range(len(rows)), key=lambda group: max(per_context * contexts[group], per_read * reads[group])
-        )
-        counts = StepCounts(max(rows), sum(rows), contexts[most_attended], reads[most_attended])
+        attention = [
+            max(per_context * context, per_read * read) for context, read in zip(contexts, reads, strict=True)
+        ]
+        most = attention.index(max(attention))
+        counts = StepCounts(max(rows), sum(rows), contexts[most], reads[most])
         return self.price(counts)
 
     def end(self) -> tuple[list[TETask], list[TETask]]:
