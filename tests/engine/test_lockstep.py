@@ -482,7 +482,7 @@ def test_listed_tes_run_in_lockstep(tmp_path: Path, more: list[str]) -> None:
     file.write_text("kind='mixed'\n" + "".join(f"[[te]]\n{te}\n" for te in tes))
     for lockstep in (False, True):
         settings = ["max_model_len=64", f"lockstep={str(lockstep).lower()}", *more]
-        with LLM("tiny-random", file, "int8", overrides=settings) as llm:
+        with LLM("tiny-random", str(file), "int8", overrides=settings) as llm:
             found = [te.sizes.is_lockstep for te in llm.engine.plan.tes]
             assert found == [lockstep and te.sizes.role != "prefill" for te in llm.engine.plan.tes]
             digests.add(digest(llm.generate(PROMPTS, GREEDY, keep_logits=True)))
