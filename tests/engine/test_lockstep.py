@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import msgspec
@@ -470,6 +471,20 @@ def test_disaggregated_prefill_hands_over_to_a_lockstep() -> None:
     digests = set()
     for more in ([], ["lockstep=true"]):
         with LLM("tiny-random", "transformerless", "int8", overrides=["max_model_len=64", *more]) as llm:
+            digests.add(digest(llm.generate(PROMPTS, GREEDY, keep_logits=True)))
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize("more", [[], ["mtp=1"]], ids=str)
+def test_listed_tes_run_in_lockstep(tmp_path: Path, more: list[str]) -> None:
+    file, digests = tmp_path / "mixed.toml", set()
+    tes = ("dies=2", "dies=4\ntp=2", "role='prefill'\ndies=2", "role='decode'\ndies=3\ncount=2")
+    file.write_text("kind='mixed'\n" + "".join(f"[[te]]\n{te}\n" for te in tes))
+    for lockstep in (False, True):
+        settings = ["max_model_len=64", f"lockstep={str(lockstep).lower()}", *more]
+        with LLM("tiny-random", str(file), "int8", overrides=settings) as llm:
+            found = [te.sizes.is_lockstep for te in llm.engine.plan.tes]
+            assert found == [lockstep and te.sizes.role != "prefill" for te in llm.engine.plan.tes]
             digests.add(digest(llm.generate(PROMPTS, GREEDY, keep_logits=True)))
     assert len(digests) == 1
 

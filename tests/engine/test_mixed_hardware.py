@@ -1,5 +1,7 @@
 """Attention and experts on different hardware: the bits of one die, times of either device, refusals."""
 
+from pathlib import Path
+
 import pytest
 
 from xdeepserve.engine.deploy.fitting import fit
@@ -40,6 +42,21 @@ def one_die() -> str:
 )
 def test_the_bits_are_those_of_one_die(one_die: str, name: str, overrides: list[str]) -> None:
     assert bits(name, overrides) == one_die
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"), [("pd", ["prefill.hardware=910b"]), ("moe-attention", H20)], ids=str
+)
+def test_cards_lead_to_the_memory_pool_where_no_ub_does(
+    one_die: str, tmp_path: Path, name: str, overrides: list[str]
+) -> None:
+    pool = [f"ems.path={tmp_path / 'pool'}", "ems.fabric=vpc", "ems.block_size=16"]
+    for num_cached in (0, 32):
+        with LLM("tiny-random", name, overrides=[*overrides, *pool]) as llm:
+            outputs = llm.generate(PROMPTS, PARAMS, keep_logits=True)
+        assert digest(outputs) == one_die
+        assert outputs[1].metrics is not None
+        assert outputs[1].metrics.num_cached_tokens == num_cached
 
 
 def test_each_die_has_the_hardware_that_is_said() -> None:
@@ -83,7 +100,12 @@ def test_a_faster_device_takes_less_of_its_own_half_alone() -> None:
             [*H20, "transfer_over=send-receive"],
             "over ub, which does not lead to attention",
         ),
-        ("moe-attention", [*H20, "ems.path=pool"], "needs UB, which does not lead to attention"),
+        ("moe-attention", [*H20, "ems.path=pool"], "ems.fabric=ub does not lead to attention"),
+        (
+            "pd",
+            ["prefill.hardware=910b", "ems.path=pool"],
+            "does not lead to 910b prefill: set ems.fabric=vpc",
+        ),
         ("moe-attention", ["attention.carrier=rdma", "lockstep=true"], "lockstep takes a group as one"),
         (
             "eaas",

@@ -11,7 +11,7 @@ from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.loading import Holder, Piece, Source, is_routed
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import HardwareError
-from xdeepserve.model.sharding import WHOLE
+from xdeepserve.model.sharding import WHOLE, Shard
 
 Key = tuple[Piece, np.dtype, tuple[int, ...]]  # which array, and which part of it
 
@@ -25,7 +25,9 @@ class WeightDigests:
     def learn(self, tes: Sequence[TEPlan]) -> None:
         """These TEs have been the first to load."""
         for te in tes:
-            for _, mem in te.all_memories:
+            # Hundreds of dies of a TE hold the same: one of them is asked.
+            alike = {(_shard(mem), tuple(mem.held), tuple(mem.specs)): mem for _, mem in te.all_memories}
+            for mem in alike.values():
                 for _, key, array in _own(mem):
                     if key not in self._known:
                         self._known[key] = _digest(array)
@@ -56,12 +58,16 @@ def digests(mem: Holder) -> dict[str, str]:
 
 def _own(mem: Holder) -> Iterator[tuple[str, Key, np.ndarray]]:
     """Names of a die's own weights, what tells them from others of that name, and the arrays."""
-    shard = mem.shard if isinstance(mem, DieMemory) else WHOLE
+    shard = _shard(mem)
     for name, array in mem.weights().items():
         experts = tuple(mem.held) if is_routed(name) else ()
         piece = Piece(name, experts, shard.of(name) if shard is not WHOLE else WHOLE)
         own = array[: len(mem.held)] if is_routed(name) else array
         yield name, (piece, own.dtype, own.shape), own
+
+
+def _shard(mem: Holder) -> Shard:
+    return mem.shard if isinstance(mem, DieMemory) else WHOLE
 
 
 def _digest(array: np.ndarray) -> str:

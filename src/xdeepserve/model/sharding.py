@@ -57,8 +57,7 @@ class Shard(NamedTuple):
 
     def of(self, name: str) -> Shard:
         """This shard if array `name` is cut, else WHOLE."""
-        row = _row(name) if self.size > 1 else None
-        return self if row in CUT_BY[self.mode] else WHOLE
+        return self if self.size > 1 and _row(name) in CUT_BY[self.mode] else WHOLE
 
     def specs(self, specs: Mapping[str, ArraySpec]) -> dict[str, ArraySpec]:
         """Specs of the arrays that the rank holds."""

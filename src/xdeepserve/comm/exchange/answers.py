@@ -9,7 +9,9 @@ A row is its payload; in INT8, scale f32 | payload.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +24,8 @@ DTYPES = {"float32": "<f4", "bf16": "<u2", "int8": "i1"}  # bfloat16 is kept as 
 SCALE_NBYTES = 4
 
 
-class AnswerFormat(NamedTuple):
+@dataclass(frozen=True)
+class AnswerFormat:
     """Rows of `hidden` elements."""
 
     form: Literal["float32", "bf16", "int8"]
@@ -33,7 +36,7 @@ class AnswerFormat(NamedTuple):
         """The format of a layout that quantises tokens, and perhaps answers, or neither."""
         return cls("float32" if not quantize else "int8" if int8_answers else "bf16", hidden)
 
-    @property
+    @cached_property
     def dtype(self) -> np.dtype[np.generic]:
         """An element of the payload."""
         return np.dtype(DTYPES[self.form])
@@ -43,7 +46,7 @@ class AnswerFormat(NamedTuple):
         """Where in a row the payload begins."""
         return SCALE_NBYTES if self.form == "int8" else 0
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """A row, without padding."""
         return self.payload_at + self.hidden * self.dtype.itemsize

@@ -25,6 +25,7 @@ writing their blocks; a rank posts only after it has completed the operation bef
 from __future__ import annotations
 
 from collections import Counter
+from functools import cached_property
 
 import msgspec
 import numpy as np
@@ -60,7 +61,7 @@ class Group(msgspec.Struct, frozen=True):
         return max(Counter(self.expert_rank).values(), default=0)
 
 
-class Layout(msgspec.Struct, frozen=True):
+class Layout(msgspec.Struct, frozen=True, dict=True):
     """Sizes in bytes for groups of one shape. All ranks of a group must use equal layouts.
 
     `max_tokens` is per rank and dispatch; `name` keeps several groups on one die apart.
@@ -103,7 +104,7 @@ class Layout(msgspec.Struct, frozen=True):
     def dispatch_payload(self) -> np.dtype[np.generic]:
         return np.dtype(np.int8 if self.quantize else np.float32)
 
-    @property
+    @cached_property  # each combine of each die asks, several times
     def answers(self) -> AnswerFormat:
         """Combine rows up to their padding."""
         return AnswerFormat.of(self.hidden, self.quantize, self.int8_answers)
@@ -122,7 +123,7 @@ class Layout(msgspec.Struct, frozen=True):
     def dispatch_row(self) -> int:
         return padded(HEADER_DTYPE.itemsize + self.dispatch_nbytes)
 
-    @property
+    @cached_property
     def combine_row(self) -> int:
         return padded(self.answers.nbytes)
 

@@ -81,10 +81,11 @@ def pack_tokens(
     """
     num_tokens, top_k = topk_idx.shape
     destination = expert_rank[topk_idx.reshape(-1)]
-    if chosen is None:
-        chosen = np.arange(len(destination))
-    destination = destination[chosen]
-    order = chosen[np.argsort(destination, kind="stable")]
+    if chosen is not None:
+        destination = destination[chosen]
+    order = np.argsort(destination, kind="stable")
+    if chosen is not None:
+        order = chosen[order]
     counts = np.bincount(destination, minlength=num_ranks)
     if counts.max() > layout.rows_per_block:
         raise AddressError(

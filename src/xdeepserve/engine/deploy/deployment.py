@@ -393,8 +393,8 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     # These kernels are much faster, but take longer to compile, once.
     lockstep: Annotated[
         bool | None,
-        "kernels go over all dies at once, also over hundreds (of pd, those that decode); by default in "
-        "superpod, and in monolithic and colocated with large models",
+        "kernels go over all dies at once, also over hundreds (of pd and mixed, all but those that "
+        "prefill alone); by default in superpod, and in monolithic and colocated with large models",
     ] = None
     scheduler: SchedulerConfig = SchedulerConfig()
     cache: CacheConfig = CacheConfig()

@@ -10,7 +10,7 @@ from typing import Any
 
 from xdeepserve.engine.deploy.cards import off_ub
 from xdeepserve.engine.deploy.deployment import Deployment, ExpertConfig, PipelineConfig
-from xdeepserve.engine.deploy.roles import DEPLOYMENTS, has_prefill, has_services, in_lockstep
+from xdeepserve.engine.deploy.roles import DEPLOYMENTS, has_prefill, has_services
 from xdeepserve.errors import abridged
 from xdeepserve.hw.atlas import atlas_a2
 from xdeepserve.hw.spec import Spec
@@ -137,14 +137,11 @@ def _against_send_receive(d: Deployment) -> list[str]:
 
 def reasons_against_lockstep(d: Deployment, config: ModelConfig) -> list[str]:
     """Why no dies of a deployment can run as one, in lockstep."""
-    row, reasons = in_lockstep(d.kind), []
+    reasons = []
     if has_services(d.kind):
         reasons.append(
             "lockstep takes all dies through a stage at once, and expert services take each client by itself"
         )
-    elif row is None:
-        kinds = ", ".join(kind for kind in DEPLOYMENTS if in_lockstep(kind))
-        reasons.append(f"lockstep is for {kinds}, not for {d.kind}")
     if d.dataflow:
         reasons.append(
             "lockstep takes all dies through a stage at once, and dataflow lets each go on by itself: they "
@@ -225,10 +222,11 @@ def _against_pool(d: Deployment) -> list[str]:
         reasons.append("ems.namespace=models is where weights are: choose another")
     if not d.cache.prefix:
         reasons.append("ems.path needs cache.prefix=true: what comes from the pool is a cached prefix")
-    if d.prefill is not None and d.prefill.hardware != "cm384":
-        reasons.append(f"ems.path needs UB, which prefill.hardware={d.prefill.hardware} is not on")
-    if names := off_ub(d):
-        reasons.append(f"ems.path needs UB, which does not lead to {names}")
+    if ems.fabric == "ub":  # cards are in servers of all hardware
+        if any(te.hardware == "910b" for te in (d.prefill, *(d.te or ())) if te is not None):
+            reasons.append("ems.fabric=ub does not lead to 910b prefill: set ems.fabric=vpc")
+        if names := off_ub(d):
+            reasons.append(f"ems.fabric=ub does not lead to {names}: set ems.fabric=vpc")
     return reasons
 
 

@@ -74,8 +74,8 @@ DECODE_APART = APART._replace(role="decode")
 WITH_SERVICES = TEKind("both", ("attention", "experts", "services"), SERVICES, dies=4)
 
 LISTED = tuple(
-    row._replace(sections=("te", "pipeline", "experts"), lockstep="never")
-    for row in (COLOCATED, PREFILL, DECODE)
+    row._replace(sections=("te", "pipeline", "experts"))
+    for row in (COLOCATED._replace(lockstep="asked"), PREFILL, DECODE._replace(lockstep="asked"))
 )
 
 DEPLOYMENTS: dict[Kind, tuple[TEKind, ...]] = {
@@ -110,8 +110,3 @@ def decode_alone(kind: Kind) -> Kind | None:
     if row is None or kind == "mixed":
         return None
     return "moe-attention" if row.is_apart else "colocated"
-
-
-def in_lockstep(kind: Kind) -> TEKind | None:
-    """The TEs whose dies can run as one, if there are some."""
-    return next((row for row in DEPLOYMENTS[kind] if row.lockstep != "never"), None)

@@ -5,6 +5,7 @@ Everything that a block has lies in these parts, so it moves, is swapped, cached
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from xdeepserve.model.cache_layout import TILE, cache_shape
 from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.families import AttentionKind
 from xdeepserve.model.weights import Recipe
 
 
@@ -29,13 +31,14 @@ class CachePart(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize // self.num_blocks
 
 
+@functools.lru_cache(maxsize=16)
 def cache_parts(
-    c: ModelConfig, recipe: Recipe, num_blocks: int, block_size: int, layer: int
-) -> list[CachePart]:
-    """Latents, or values, with their scales in INT8; RoPE keys, or whole keys; the keys of its indexer, if a
-    layer has one.
+    c: ModelConfig, recipe: Recipe, num_blocks: int, block_size: int, kind: AttentionKind
+) -> tuple[CachePart, ...]:
+    """Of a layer with such attention: latents, or values, with their scales in INT8; RoPE keys, or whole
+    keys; the keys of its indexer, if it has one.
 
-    A block has those of all its heads.
+    A block has those of all its heads. Each layer of hundreds of dies asks, and most get the same answer.
     """
     is_int8, by_head, f32 = recipe == "int8", num_blocks * c.num_key_value_heads, np.dtype(np.float32)
     shapes = {
@@ -43,7 +46,7 @@ def cache_parts(
         "scale": (by_head, block_size) if is_int8 else (0, 0),
         "k_pe": cache_shape(by_head, block_size, c.key_columns),
     }
-    if c.attention_of(layer) == "dsa":
+    if kind == "dsa":
         shapes["index_k"] = (num_blocks, block_size // TILE, c.index_head_dim, TILE)
     dtypes = {"latent": np.dtype(np.uint8)} if is_int8 else {}
-    return [CachePart(name, dtypes.get(name, f32), shape, num_blocks) for name, shape in shapes.items()]
+    return tuple(CachePart(name, dtypes.get(name, f32), shape, num_blocks) for name, shape in shapes.items())

@@ -98,9 +98,10 @@ class DieMemory:
         for name, spec in self.specs.items():
             self._space.plan(f"weights/{name}", spec.packed_dtype, *spec.packed_shape)
 
-    def _cache_parts(self, layer: int) -> list[CachePart]:
+    def _cache_parts(self, layer: int) -> tuple[CachePart, ...]:
         """What a layer's cache is made of."""
-        return cache_parts(self.config, self.recipe, self.sizes.num_blocks, self.sizes.block_size, layer)
+        c, sizes = self.config, self.sizes
+        return cache_parts(c, self.recipe, sizes.num_blocks, sizes.block_size, c.attention_of(layer))
 
     def _plan_cache(self) -> None:
         for layer in range(self.num_layers):
