@@ -130,6 +130,7 @@ def test_threads_are_used_and_change_nothing(
 ) -> None:
     """Three have no even shares of an expert's columns: each takes every third tile of all experts."""
     monkeypatch.setattr("xdeepserve.step.linear.PARALLEL_OPS", 1000)
+    monkeypatch.setattr("xdeepserve.step.linear.uses_amx", lambda: False)  # which shares columns always
     prompts = [list(range(100)), [3]]
     with LLM(tiny, "monolithic", overrides=["threads=1"]) as one:
         expected = digest(one.generate(prompts, GREEDY, keep_logits=True))

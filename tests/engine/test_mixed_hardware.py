@@ -50,7 +50,7 @@ def test_the_bits_are_those_of_one_die(one_die: str, name: str, overrides: list[
 def test_cards_lead_to_the_memory_pool_where_no_ub_does(
     one_die: str, tmp_path: Path, name: str, overrides: list[str]
 ) -> None:
-    pool = [f"ems.path={tmp_path / 'pool'}", "ems.fabric=vpc", "ems.block_size=16"]
+    pool = [f"ems.path={tmp_path}", "ems.fabric=vpc", "ems.block_size=16"]
     for num_cached in (0, 32):
         with LLM("tiny-random", name, overrides=[*overrides, *pool]) as llm:
             outputs = llm.generate(PROMPTS, PARAMS, keep_logits=True)

@@ -144,8 +144,8 @@ RARE_MISTAKES = (
     ("eplb_placement", "not is_on[expert, taken]", "primary[expert] != taken", r"call 2\d: replicas, die"),
     (
         "dispatch_counts",
-        'chosen[np.argsort(destination, kind="stable")]',
-        'np.argsort(destination, kind="stable")',
+        "        order = chosen[order]",
+        "        pass",
         "order, row 0: expected 1, yours is 0",
     ),
     ("dispatch_counts", "if counts.max() > layout.rows_per_block:", "if False:", "expected AddressError"),

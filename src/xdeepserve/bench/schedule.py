@@ -73,7 +73,7 @@ class PolicyResult(NamedTuple):
 
     @staticmethod
     def mean(found: Sequence[PolicyResult]) -> PolicyResult:
-        """Of several traces, each as heavy as the others."""
+        """The result of several traces, each as heavy as the others."""
         ttft, tpot, latency, hits, _ = np.mean(found, axis=0).tolist()
         return PolicyResult(
             ttft, tpot, latency, hits, float(np.std([each.latency for each in found], ddof=1))
