@@ -38,8 +38,8 @@ BLOCK_TILES = 4  # sums of a block
 LEFT, RIGHT = 4, 6  # tile registers: sums are in 0, 1, 2, 3
 # Below so much the matrix unit does not pay: it takes 16 cycles for 16 x 16 sums over 64 bytes of k, for one
 # row as for sixteen, and rows are copied first. Measured on an Intel Xeon (family 6, model 167): rows and
-# multiply-adds of bytes, rows of exact products, lanes and the most positions of attention.
-INT8_ROWS, INT8_OPS, EXACT_ROWS, MATRIX_LANES, MATRIX_POSITIONS = 3, 3 << 17, 2, 8, 64
+# multiply-adds of bytes, rows of exact products, and attention's lanes x positions x latent width.
+INT8_ROWS, INT8_OPS, EXACT_ROWS, ATTENTION_OPS = 3, 3 << 17, 2, 1 << 19
 
 I64, VOID, BYTES = ir.IntType(64), ir.VoidType(), ir.IntType(8).as_pointer()
 # Palette 1, then sixteen lengths of rows in bytes from byte 16, and sixteen numbers of rows from byte 48.

@@ -24,9 +24,8 @@ from xdeepserve.model.cache_layout import BLOCK, MAX_LANES, TILE, TILE_SIZE
 from xdeepserve.model.kernels.codegen import LANES, VI8, VI32, pointer, unaligned_load
 from xdeepserve.model.kernels.exact_tiles import EXACT_CHUNK
 from xdeepserve.model.kernels.matrix_unit import (
+    ATTENTION_OPS,
     FLAT_COLUMNS,
-    MATRIX_LANES,
-    MATRIX_POSITIONS,
     TALL_COLUMNS,
     TALL_TILES,
     TILE_BYTES,
@@ -87,7 +86,7 @@ def _scratch_of(c, width, rope_dim, positions, lanes):
         return np.empty(0, np.uint8)
 
     def zeros(c, width, rope_dim, positions, lanes):
-        if lanes < MATRIX_LANES or positions.max() + 1 < MATRIX_POSITIONS:
+        if lanes == 0 or min(lanes, MAX_LANES) * (positions.max() + 1) * width < ATTENTION_OPS:
             return np.empty(0, np.uint8)
         memory = np.zeros(_places(width, rope_dim)[5] + TILE_BYTES, np.uint8)
         return memory[misalignment(memory) :]

@@ -28,7 +28,7 @@ from xdeepserve.model.kernels.exact_tiles import (
     add_odd,
     store_apart,
 )
-from xdeepserve.model.kernels.matrix_unit import MATRIX_LANES
+from xdeepserve.model.kernels.matrix_unit import ATTENTION_OPS
 from xdeepserve.model.kernels.mla_matrix import scores_by_tiles, tile_start, values_by_tiles
 from xdeepserve.model.kernels.pair_dots import BY_DOTS, STEP, add_words, make_words, words, words_of_row
 from xdeepserve.model.kernels.simd import load, load_part, prefetch, store
@@ -251,7 +251,7 @@ def _score_positions_of(
         scratch, scores, lanes, num_lanes, length, table, size, c, width, rank, pe, pe_width, rope_dim,
         query, query_pe, q_scale, start, c_scale, softmax_scale, rope, unit,
     ):  # fmt: skip
-        if num_lanes < MATRIX_LANES or unit.size == 0:
+        if unit.size == 0 or num_lanes * length * width < ATTENTION_OPS:
             _scores_by_vectors(
                 scratch, scores, lanes, length, table, size, c, width, rank, pe, pe_width, rope_dim,
                 query, query_pe, width * DEPTH, q_scale, start, c_scale, softmax_scale, rope,
@@ -347,7 +347,7 @@ def _add_values_of(scratch, result, values, weight, lanes, num_lanes, num_positi
         _exact_by_vectors(scratch, result, values, weight, lanes, num_lanes, num_positions, c, tiles, width)
 
     def by_tiles(scratch, result, values, weight, lanes, num_lanes, num_positions, c, tiles, width, unit):
-        if num_lanes < MATRIX_LANES or unit.size == 0:
+        if unit.size == 0 or num_lanes * num_positions * width < ATTENTION_OPS:
             _exact_by_vectors(
                 scratch, result, values, weight, lanes, num_lanes, num_positions, c, tiles, width
             )
