@@ -28,6 +28,7 @@ from xdeepserve.model.kernels.exact_tiles import (
 )
 from xdeepserve.model.kernels.gemm import PARTIAL_TILES, num_groups
 from xdeepserve.model.kernels.gemm_matrix import exact_by_matrix_unit
+from xdeepserve.model.kernels.matrix_unit import EXACT_ROWS
 from xdeepserve.model.kernels.simd import store
 from xdeepserve.model.kernels.tiles import add_tiles, load_tile, store_tile, zeros
 from xdeepserve.model.kernels.vector_math import take
@@ -110,7 +111,7 @@ def gemm_exact(out, x, w, k_size, n, num_blocks, batches, x_step, out_step, firs
     group = depth * COLUMNS
     per_batch = (n + COLUMNS - 1) // COLUMNS * group
     for b in range(batches):
-        if exact_by_matrix_unit(
+        if num_rows >= EXACT_ROWS and exact_by_matrix_unit(
             out, b * out_step, x, b * x_step, w, b * per_batch, group, k_size, n, first, last
         ):
             continue

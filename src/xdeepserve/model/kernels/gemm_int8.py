@@ -17,6 +17,7 @@ from xdeepserve.jit.compiling import kernel, part, register_floats, tile_part
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.kernels.gemm import ALL_ROWS, num_groups
 from xdeepserve.model.kernels.gemm_matrix import int8_by_matrix_unit
+from xdeepserve.model.kernels.matrix_unit import INT8_ROWS
 from xdeepserve.model.kernels.simd import prefetch
 from xdeepserve.model.kernels.tiles import (
     add_dot,
@@ -159,8 +160,11 @@ def gemm_int8(out, q, scale, w, w_scale, n, bounds, first, last):
         begin, end = 0, num_rows
         if bounds.size > 0:
             begin, end = bounds[b], bounds[b + 1]
+        if begin == end:
+            continue
         weights, columns = b * per_batch, b * n
-        if int8_by_matrix_unit(
+        # The call alone takes longer than a narrow product of one row.
+        if end - begin >= INT8_ROWS and int8_by_matrix_unit(
             out, q, begin, end, scale, w, weights, group, start, w_scale, columns, n, first, last
         ):
             continue

@@ -19,10 +19,8 @@ from numba.extending import overload
 from xdeepserve.jit.compiling import ARRAY_OPTIONS, TILE_OPTIONS, part, uses_amx
 from xdeepserve.model.kernels.exact_tiles import EXACT_CHUNK, factor
 from xdeepserve.model.kernels.matrix_unit import (
-    EXACT_ROWS,
     FLAT_COLUMNS,
     INT8_OPS,
-    INT8_ROWS,
     TALL_COLUMNS,
     TALL_TILES,
     TILE_BYTES,
@@ -147,7 +145,7 @@ def _int8_of(out, q, begin, end, scale, w, j, group, start, w_scale, at, n, firs
     def by_tiles(out, q, begin, end, scale, w, j, group, start, w_scale, at, n, first, last):
         k_size, ldo = q.shape[1], out.shape[1]
         count, num_ops = end - begin, (end - begin) * k_size * (last - first) * COLUMNS
-        if count < INT8_ROWS or num_ops < INT8_OPS or k_size < TILE_BYTES:
+        if num_ops < INT8_OPS or k_size < TILE_BYTES:
             return False
         depth = (k_size + TILE_BYTES - 1) // TILE_BYTES
         width, apart, tail = depth * TILE_BYTES, depth * TILE_SIZE, group - TILE_SIZE
@@ -204,7 +202,7 @@ def _exact_of(out, o, x, i, w, j, group, k_size, n, first, last):
     def by_tiles(out, o, x, i, w, j, group, k_size, n, first, last):
         num_rows, ldx = x.shape
         ldo = out.shape[1]
-        if num_rows < EXACT_ROWS or k_size < EXACT_CHUNK:
+        if k_size < EXACT_CHUNK:
             return False
         depth = (k_size + EXACT_CHUNK - 1) // EXACT_CHUNK
         width, apart, size = depth * TILE_BYTES, depth * TILE_SIZE, group * PAIR
