@@ -448,6 +448,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     said = capsys.readouterr().out
     assert said.startswith("pd               schedules                     3\n3 schedules, ")
     assert list(tmp_path.iterdir()) == []
+    assert main([*args, "--part", "2/2", "--json"]) == 0  # the second of three
+    assert msgspec.json.decode(capsys.readouterr().out, type=ChaosCounts).schedules == 1
     plan = tmp_path / "one.json"
     write_schedule(FaultSchedule("colocated", ("dies=2",), faults=(Fault(5.0, 1, "lost"),)), plan)
     assert main(["chaos", "--replay", str(plan), "--json"]) == 0
@@ -462,6 +464,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         (["--save", "/no/such/place"], "--save /no/such/place: no such directory"),
         (["--replay", "/no/such/file"], "schedule /no/such/file: "),
         (["--schedules", "3", "--every-step"], "not allowed with"),
+        (["--part", "3/2"], "argument --part: '3/2' is not K/N with K from 1 to N"),
+        (["--part", "two"], "argument --part: 'two' is not K/N"),
     ],
 )
 def test_bad_options(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

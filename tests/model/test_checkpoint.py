@@ -21,6 +21,7 @@ from xdeepserve.model.checkpoint import (
     INDEX_FILE,
     SINGLE_FILE,
     Checkpoint,
+    KeptCheckpoint,
     expected_tensors,
     num_parameters,
     open_checkpoint,
@@ -75,6 +76,17 @@ def written(small: SeededCheckpoint, tmp_path: Path) -> Path:
     """A good single-file checkpoint for tests to spoil."""
     write_checkpoint(small, tmp_path / "written", "f32")
     return tmp_path / "written"
+
+
+def test_kept_tensors_are_fresh_arrays(small: SeededCheckpoint) -> None:
+    kept = KeptCheckpoint(small)
+    assert (kept.names(), kept.digest(), kept.config_path) == (
+        small.names(),
+        small.digest(),
+        small.config_path,
+    )
+    kept.tensor(EXPERT)[...] = 0
+    assert np.array_equal(kept.tensor(EXPERT), small.tensor(EXPERT))
 
 
 def assert_same(found: Checkpoint, expected: Checkpoint) -> None:

@@ -13,7 +13,7 @@ from xdeepserve.chaos.fault_schedule import Asked, FaultSchedule, asked
 from xdeepserve.chaos.permitted import NAMED
 from xdeepserve.errors import InputError, XDeepServeError
 from xdeepserve.llm import LLM, digest
-from xdeepserve.model.checkpoint import Checkpoint
+from xdeepserve.model.checkpoint import Checkpoint, KeptCheckpoint
 
 Verdict = Literal["equal", "named error", "hang", "lost request", "leak", "wrong"]
 BUGS: tuple[Verdict, ...] = ("hang", "lost request", "leak", "wrong")
@@ -37,7 +37,7 @@ class Judge:
     """Knows the bits that each request has on one die without faults."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
+        self.checkpoint = KeptCheckpoint(checkpoint)
         self._reference = LLM(checkpoint, "monolithic", "int8", overrides=["max_model_len=64"])
         self._known: dict[tuple[str, str], str] = {}
 

@@ -33,6 +33,13 @@ def add_options(parser: Parser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the first schedule; default 0")
     parser.add_argument(
+        "--part",
+        type=_part,
+        default=(1, 1),
+        metavar="K/N",
+        help="of them the Kth, and every Nth from there: for N processes or computers side by side",
+    )
+    parser.add_argument(
         "--deployment", action="append", metavar="D", help="deployments to try; repeatable; default all"
     )
     parser.add_argument("--model", default="tiny-random", metavar="M", help="default tiny-random")
@@ -44,6 +51,14 @@ def add_options(parser: Parser) -> None:
         help="where failing schedules go, shrunk; default here",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _part(text: str) -> tuple[int, int]:
+    """K and N of "K/N"."""
+    part, _, whole = text.partition("/")
+    if not (part.isdecimal() and whole.isdecimal() and 1 <= int(part) <= int(whole)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not K/N with K from 1 to N")
+    return int(part), int(whole)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -81,6 +96,8 @@ def run(args: argparse.Namespace) -> int:
                 trials = c.step_trials(judge, names)
             else:
                 trials = c.random_trials(judge, names, args.schedules, args.seed)
+            first, step = args.part
+            trials = trials[first - 1 :: step]
             campaign.run(trials, report)
             is_whole = True
     for number, (schedule, _) in enumerate(campaign.bugs):

@@ -75,6 +75,33 @@ class Checkpoint(ABC):
         return sha.hexdigest()
 
 
+class KeptCheckpoint(Checkpoint):
+    """Another's tensors, each read or computed once: for who loads a small model thousands of times."""
+
+    def __init__(self, source: Checkpoint) -> None:
+        super().__init__(source.name, source.directory, source.config)
+        self._source = source
+        self._kept: dict[str, NDArray[np.float32]] = {}
+
+    @property
+    def config_path(self) -> Path:
+        return self._source.config_path
+
+    def names(self) -> list[str]:
+        return self._source.names()
+
+    def tensor(self, name: str) -> NDArray[np.float32]:
+        if name not in self._kept:
+            self._kept[name] = self._source.tensor(name)
+        return self._kept[name].copy()
+
+    def int8(self, module: str) -> tuple[NDArray[np.int8], NDArray[np.float32]] | None:
+        return self._source.int8(module)
+
+    def digest(self) -> str:
+        return self._source.digest()
+
+
 def open_checkpoint(path: str | Path) -> DirectoryCheckpoint:
     """Open a Hugging Face directory: `config.json` and safetensors files, sharded or not.
 
