@@ -134,13 +134,16 @@ class Die:
         args: dict[str, Any] | None = None,
     ) -> T:
         """Launch a kernel that takes `duration_ns` of so many cores (all by default) once they are free."""
-        total = self.cores[core].total
+        all_cores = self.cores[core]
+        total = all_cores.total
         if cores is not None and not 1 <= cores <= total:
             raise HardwareError(f"die {self.index}: kernel {name} asks for {cores} of {total} {core} cores")
-        if self.clock.now < self._slow_until:
+        now = self.clock.now
+        if now < self._slow_until:
             duration_ns = round(duration_ns * self.slowness)
-        start, end = self.cores[core].reserve(self.clock.now, cores or total, duration_ns)
-        self.trace.span(self.index, core.upper(), name, start, end, args)
+        start, end = all_cores.reserve(now, cores or total, duration_ns)
+        if self.trace.is_on:
+            self.trace.span(self.index, core.upper(), name, start, end, args)
         result = fn()
         await self.clock.sleep_until(end)
         return result

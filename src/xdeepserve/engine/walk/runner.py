@@ -187,7 +187,8 @@ class Runner:
                 self.launcher.stage(stage.name)
             return
         copies = self._copies(stage, rows) if stage.name == "Experts" else (0, 0, 0)
-        price = self._price(stage, f.layer, Counts(rows, f.batch.context, f.batch.kv_tokens, *copies))
+        read = (f.batch.context, f.batch.kv_tokens) if stage.attends else (0, 0)
+        price = self._price(stage, f.layer, Counts(rows, *read, *copies))
         await self.launch(stage.name, stage.core, price.ns, partial(stage.run, f), rows, price.hbm_ns)
 
     def _rows(self, stage: Stage) -> int:
@@ -202,12 +203,13 @@ class Runner:
 
     def price_of(self, stage: Stage, weights: Layer | Held, counts: Counts) -> float:
         """What a stage of a layer, or of its experts, takes on such a die, in ns."""
+        if not stage.attends:
+            counts = Counts(counts.rows, 0, 0, counts.copies, counts.touched, counts.shared)
         return self._price(stage, weights, counts).ns
 
     def _price(self, stage: Stage, weights: Layer | Held, counts: Counts) -> Price:
+        """Without contexts, unless it attends: then the same price holds in the next step."""
         cores = self.cores(stage.core)
-        if not stage.attends:  # then the same price holds in the next step
-            counts = Counts(counts.rows, 0, 0, counts.copies, counts.touched, counts.shared)
         key = id(stage), counts, cores  # stages live as long as the die program
         price = self._prices.get(key)
         if price is None:

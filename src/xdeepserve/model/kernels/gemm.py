@@ -3,12 +3,13 @@
 A kernel walks over the column groups [first, last) of the result, and for each over the rows in tiles, so
 that a group's weights stay in the caches while all rows use them. During the first tile those of the group
 that follows are asked for, so that their way from memory takes no time of its own. With FEW_F32 rows there is
-nothing else to do meanwhile, and the CPU foresees by itself what is read from first to last as it lies.
+nothing else to do meanwhile, and the CPU foresees by itself what is read from first to last as it lies. A row
+alone has SIDE_BY_SIDE groups at a time, or each of its additions would wait for the one before.
 
-Tiles have up to 8 x 1 vectors, as many rows as the registers hold: a sum is a multiplication and an addition,
-and a vector load takes the place of one of them, but for those inside a multiplication, as the numbers of x
-are. CHUNK weights of each column come at a time, so that they and the rows' part stay in the innermost
-caches; sums wait in memory between chunks, which changes no bit.
+Other tiles have up to 8 x 1 vectors, as many rows as the registers hold: a sum is a multiplication and an
+addition, and a vector load takes the place of one of them, but for those inside a multiplication, as the
+numbers of x are. CHUNK weights of each column come at a time, so that they and the rows' part stay in the
+innermost caches; sums wait in memory between chunks, which changes no bit.
 
 Threads can share a GEMM by column groups, each of which is read by one of them.
 """
@@ -29,6 +30,7 @@ from xdeepserve.model.packing import COLUMNS
 F32_ROWS = min(8, TALLEST)
 CHUNK = 1024  # rows of weights, if there is more than one tile of rows to use them
 FEW_F32 = 1  # rows that have no need for weights before their turn
+SIDE_BY_SIDE = 4  # column groups of one row
 ALL_ROWS = np.empty(0, np.int32)  # `bounds` of a GEMM that is not grouped by rows
 PARTIAL_TILES = 3  # sums of a tree over canonical.TP_BLOCKS blocks that wait for their neighbour at a time
 
@@ -64,6 +66,15 @@ def _f32_tile(mr: int) -> Any:
             store_tile(out, o, ldo, acc, count)
 
     return tile
+
+
+@tile_part
+def _f32_row(out, o, x, i, w, j, ldw, k_size, count):
+    """out[o...] = x[i...] @ w[j...]: one row, SIDE_BY_SIDE groups, ldw apart."""
+    acc = zeros(1, SIDE_BY_SIDE)
+    for k in range(k_size):
+        acc = add_outer(acc, x, i + k, 0, w, j + COLUMNS * k, ldw)
+    store_tile(out, o, 0, acc, count)
 
 
 def _f32_tree_tile(mr: int) -> Any:
@@ -144,6 +155,10 @@ def f32_columns(out, o, x, i, rows, w, j, k_size, sums, n, first, last):
     """`rows` rows x[i ...] by the column groups [first, last) of the weights at w[j ...], to out[o ...]."""
     ldx, ldo, group = x.shape[1], out.shape[1], k_size * COLUMNS
     ahead, chunk = group if rows > FEW_F32 else 0, CHUNK if rows > F32_ROWS else k_size
+    while rows == 1 and first + SIDE_BY_SIDE <= last:
+        at, to, count = j + first * group, o + first * COLUMNS, n - first * COLUMNS
+        _f32_row(out, to, x, i, w, at, group, k_size, count)
+        first += SIDE_BY_SIDE
     for g in range(first, last):
         at, to, count = j + g * group, o + g * COLUMNS, n - g * COLUMNS
         for k in range(0, k_size, chunk):
