@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Literal
@@ -35,9 +34,10 @@ class DMA:
         """Move the pieces; returns when the last byte is visible. A byte takes the time of `weight` bytes."""
         pieces = whole_copies(pieces)
         traffic = traffic_of(self.fabric, self.place, pieces)
-        routes = Counter[tuple[int, int]]()
+        routes: dict[tuple[int, int], int] = {}
         for src, dst, nbytes in pieces:
-            routes[src.node, dst.node] += nbytes
+            way = src.node, dst.node
+            routes[way] = routes.get(way, 0) + nbytes
         end = self._reserve(*traffic, len(pieces), name, weight=weight, is_payload=True, routes=routes)
         await self.fabric.clock.sleep_until(end)
         move(self.fabric, pieces, die=self.node if self.kind == "urma" else None)
@@ -104,5 +104,6 @@ class DMA:
         self.busy_until = end
         if is_held:
             self.held_until = end
-        fabric.trace.span(self.node, self.lane, name, start, end, {"bytes": stores.nbytes})
+        if fabric.trace.is_on:
+            fabric.trace.span(self.node, self.lane, name, start, end, {"bytes": stores.nbytes})
         return end

@@ -43,9 +43,9 @@ class Ports:
             return ready
         is_far = src // topology.dies_per_server != dst // topology.dies_per_server
         ns = self.spec.link_ns(0, 0, nbytes) if is_far else self.spec.link_ns(0, nbytes, 0)
-        self.out[src] = max(self.out[src], ready) + ns
-        self.into[dst] = max(self.into[dst], ready) + ns
-        return math.ceil(max(self.out[src], self.into[dst]))
+        self.out[src] = sent = max(float(self.out[src]), ready) + ns
+        self.into[dst] = received = max(float(self.into[dst]), ready) + ns
+        return math.ceil(max(sent, received))
 
     def _pass(
         self,
