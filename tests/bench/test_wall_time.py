@@ -5,9 +5,11 @@ import time
 import numpy as np
 import pytest
 
-from xdeepserve.bench import decode, generation, kernels, prefill, startup
+from xdeepserve.bench import decode, decode_limit, generation, kernels, prefill, startup
 from xdeepserve.errors import XDeepServeError
+from xdeepserve.llm import LLM
 from xdeepserve.model.kernels import limits
+from xdeepserve.model.presets import resolve_model
 
 
 def test_decode_rate_subtracts_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,6 +56,22 @@ def test_seconds_is_the_median_of_many_calls(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(time, "thread_time", lambda: now)
     assert kernels.seconds(call) == pytest.approx(0.004)
     assert calls == 2 + kernels.REPEATS * 5
+
+
+def test_a_decode_step_reads_what_a_die_holds() -> None:
+    """All weights but the embedding once enough tokens choose experts, and the cache of each position."""
+    config = resolve_model("tiny-random").config
+    with LLM("tiny-random", "monolithic", overrides=["max_model_len=32", "cache.num_blocks=8"]) as llm:
+        _, mem = llm.engine.plan.tes[0].all_memories[0]
+        arrays = mem.weights()
+        held = sum(array.nbytes for name, array in arrays.items() if name not in decode_limit.NOT_READ)
+        mtp = sum(array.nbytes for name, array in arrays.items() if name.startswith("mtp."))
+        block, size = mem.block_nbytes, mem.sizes.block_size
+    assert decode_limit.step_nbytes(config, 10_000, 0) == pytest.approx(held - mtp)
+    one, more = (decode_limit.step_nbytes(config, 1, context) for context in (0, size))
+    assert more - one == block
+    assert one < decode_limit.step_nbytes(config, 2, 0) < held
+    assert list(decode_limit.limit_rows(config, 2, (1,), 16)) == []
 
 
 def test_limits_run() -> None:

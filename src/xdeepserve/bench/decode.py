@@ -1,8 +1,9 @@
 """`xdeepserve bench decode`: tokens per second of greedy decoding, for a model and some batches.
 
-Prompts of 8 tokens are completed by NEW_TOKENS tokens each; what the prompts and the first token take is
+Prompts of 128 tokens are completed by NEW_TOKENS tokens each; what the prompts and the first token take is
 measured by itself and subtracted. Each row is the median of REPEATS. With `--peers` other engines decode the
-same prompts, see `peers`.
+same prompts, see `peers`. Of a model that caches do not hold, what memory allows stands beside it, see
+`decode_limit`.
 """
 
 from __future__ import annotations
@@ -14,18 +15,22 @@ from functools import partial
 from pathlib import Path
 
 from xdeepserve.bench import generation
+from xdeepserve.bench.decode_limit import limit_rows
 from xdeepserve.bench.generation import Contender, prompts
 from xdeepserve.bench.peers import Generate, Rates
 from xdeepserve.bench.report import Row
+from xdeepserve.model.presets import resolve_model
 
 BATCHES = (1, 8, 32)
-PROMPT_TOKENS, NEW_TOKENS = 8, 32
+PROMPT_TOKENS, NEW_TOKENS = 128, 64
 REPEATS = 3
 
 
 def all_rows(model: str = "tiny", peers: Path | None = None) -> Iterator[Row]:
-    """A row per engine and batch; see generation.rows."""
-    return generation.rows(SUITE, model, peers)
+    """A row per engine and batch, see generation.rows; and what memory allows."""
+    yield from generation.rows(SUITE, model, peers)
+    context = PROMPT_TOKENS + NEW_TOKENS / 2
+    yield from limit_rows(resolve_model(model).config, generation.num_threads(), BATCHES, context)
 
 
 def rates(generate: Generate, vocab_size: int) -> Rates:
@@ -54,4 +59,6 @@ DEPLOYMENTS = (
     Contender("colocated", ("lockstep=true",)),
     Contender("colocated", ("lockstep=false",)),
 )
-SUITE = generation.Task("decode", rates, DEPLOYMENTS, num_seqs=max(BATCHES), context=256)
+SUITE = generation.Task(
+    "decode", rates, DEPLOYMENTS, num_seqs=max(BATCHES), context=256, limits=("cache.prefix=false",)
+)

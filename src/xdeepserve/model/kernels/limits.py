@@ -18,7 +18,7 @@ from xdeepserve.model.kernels.matrix_unit import (
     int8_flat,
 )
 from xdeepserve.model.kernels.pair_dots import BY_DOTS, add_words
-from xdeepserve.model.kernels.simd import load, splat, store
+from xdeepserve.model.kernels.simd import load, splat, store, tree_sum
 from xdeepserve.model.kernels.tiles import add_dot, add_outer, dot_start, store_scaled, store_tile, zeros
 
 STEPS = 1 << 16
@@ -87,6 +87,16 @@ def triad(a, b, c):
     three = splat(np.float32(3.0))
     for i in range(0, a.size, LANES):
         store(a, i, load(b, i) + load(c, i) * three)
+
+
+@kernel
+def read(x):
+    """The sum of x, float32, a multiple of 64 of them."""
+    first = second = third = fourth = splat(np.float32(0.0))
+    for i in range(0, x.size, 4 * LANES):
+        first, second = first + load(x, i), second + load(x, i + LANES)
+        third, fourth = third + load(x, i + 2 * LANES), fourth + load(x, i + 3 * LANES)
+    return tree_sum((first + second) + (third + fourth))
 
 
 def dot_peak() -> None:
