@@ -28,12 +28,23 @@ from xdeepserve.model.kernels.exact_tiles import factor
 from xdeepserve.model.kernels.mla_matrix import scratch_for_tiles, tile_start
 from xdeepserve.model.kernels.mla_products import add_values, score_positions
 from xdeepserve.model.kernels.rows import QUANT_FLOOR, QUANT_MAX, quantize_row
-from xdeepserve.model.kernels.simd import load, maximum, rint, splat, store
-from xdeepserve.model.kernels.vector_math import exp, put
+from xdeepserve.model.kernels.simd import load, maximum, rint, splat, store, transpose, tree_sum
+from xdeepserve.model.kernels.vector_math import exp, put, take
 from xdeepserve.model.packing import DEPTH
 
 ZERO = np.float32(0.0)
 MINUS_INFINITY = np.float32(-np.inf)
+
+
+@part
+def _side_by_side(out, to, x, start, ldx, rows, size):
+    """out[to + k * LANES + n] = x[start + n * ldx + k] for the n < rows, LANES at most, and the k < size."""
+    whole = size // LANES * LANES if rows == LANES else 0
+    for k in range(0, whole, LANES):
+        transpose(out, to + k * LANES, LANES, x, start + k, ldx)
+    for n in range(rows):
+        for k in range(whole, size):
+            out[to + k * LANES + n] = x[start + n * ldx + k]
 
 
 @part
@@ -45,34 +56,32 @@ def _load_queries(
     scale and -128 times the sum for each, with zeros up to `width`; and the RoPE parts [lanes / 16, k, 16].
     Idle lanes are zero. GQA has no latent parts.
 
-    spare: where scratch memory for a query in INT8 is."""
+    spare: where scratch memory for LANES queries in INT8 is."""
     words = (rank + DEPTH - 1) // DEPTH
     scratch[query : query + lanes // LANES * (width * DEPTH if is_int8 else rank * LANES)] = ZERO
     scratch[query_pe : query_pe + lanes * rope_dim] = ZERO
-    scratch[spare : spare + words] = ZERO
+    scratch[spare : spare + LANES * words] = ZERO
     latents, rotated = q_lat.reshape(-1), q.reshape(-1)
-    row, packed = scratch[spare : spare + words].view(np.int8), scratch.view(np.int32)
+    quantised, packed = scratch.view(np.int8), scratch.view(np.int32)
     for n in range(lanes):
         packed[start + n] = 0
         scratch[q_scale + n] = ZERO
-    for n in range(num_lanes):
-        group, lane = n // LANES, n % LANES
+    for group in range(lanes // LANES):
+        first = group * LANES
+        rows, lane = min(LANES, num_lanes - first), lane0 + first
         if is_int8:
-            scratch[q_scale + n] = quantize_row(row, 0, latents, (lane0 + n) * rank, rank)
-            total = np.int32(0)
-            for k in range(rank):
-                total += np.int32(row[k])
-            packed[start + n] = np.int32(-128) * total
-            to = query + group * width * DEPTH + lane
-            for k in range(words):
-                packed[to + k * LANES] = packed[spare + k]
+            for n in range(rows):
+                row = (spare + n * words) * DEPTH
+                scratch[q_scale + first + n] = quantize_row(quantised, row, latents, (lane + n) * rank, rank)
+                total = splat(ZERO)  # of whole numbers far below 2^24
+                for k in range(0, rank, LANES):
+                    total = total + take(quantised, row + k, rank - k)
+                packed[start + first + n] = np.int32(-128) * np.int32(tree_sum(total))
+            _side_by_side(packed, query + group * width * DEPTH, packed, spare, words, rows, words)
         else:
-            to = query + group * rank * LANES + lane
-            for k in range(rank):
-                scratch[to + k * LANES] = latents[(lane0 + n) * rank + k]
-        source, to = (lane0 + n) * q_width + q_width - rope_dim, query_pe + group * rope_dim * LANES + lane
-        for k in range(rope_dim):
-            scratch[to + k * LANES] = rotated[source + k]
+            _side_by_side(scratch, query + group * rank * LANES, latents, lane * rank, rank, rows, rank)
+        rope = lane * q_width + q_width - rope_dim
+        _side_by_side(scratch, query_pe + group * rope_dim * LANES, rotated, rope, q_width, rows, rope_dim)
     if is_int8:
         _round_factors(scratch, query_pe, lanes * rope_dim)
 

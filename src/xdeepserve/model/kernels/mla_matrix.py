@@ -21,7 +21,7 @@ from numba.extending import intrinsic, overload
 
 from xdeepserve.jit.compiling import ARRAY_OPTIONS, part, uses_amx
 from xdeepserve.model.cache_layout import BLOCK, MAX_LANES, TILE, TILE_SIZE
-from xdeepserve.model.kernels.codegen import LANES, VI8, VI32, pointer, unaligned_load
+from xdeepserve.model.kernels.codegen import LANES, VI8, pointer, unaligned_load
 from xdeepserve.model.kernels.exact_tiles import EXACT_CHUNK
 from xdeepserve.model.kernels.matrix_unit import (
     ATTENTION_OPS,
@@ -40,7 +40,7 @@ from xdeepserve.model.kernels.matrix_unit import (
     store_bf16,
 )
 from xdeepserve.model.kernels.matrix_unit import TILE_SIZE as UNIT_SIZE
-from xdeepserve.model.kernels.simd import load, splat, store, to_f32
+from xdeepserve.model.kernels.simd import load, splat, store, to_f32, transpose
 from xdeepserve.model.kernels.tiles import INDEX
 from xdeepserve.model.packing import DEPTH
 
@@ -108,36 +108,6 @@ def _copy_cache_tile(typingctx: Any, out: Any, i: Any, ldo: Any, c: Any, j: Any)
         return context.get_dummy_value()
 
     return types.void(out, INDEX, INDEX, c, INDEX), codegen
-
-
-@intrinsic
-def _transpose_words(typingctx: Any, memory: Any, i: Any, ldo: Any, j: Any) -> Any:
-    """Rows memory[i + r * ldo ...] of 16 words = the columns of the 16 rows at memory[j ...], in bytes."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        memory_, i_, ldo_, j_ = args
-        rows = []
-        for r in range(LANES):
-            source = builder.add(j_, ir.Constant(j_.type, r * TILE_BYTES))
-            rows.append(unaligned_load(builder, pointer(context, builder, memory, memory_, source, VI32)))
-        for half in (
-            8,
-            4,
-            2,
-            1,
-        ):  # of what is transposed already: its quarters off the diagonal change places
-            for r in (each for each in range(LANES) if not each & half):
-                one, other = rows[r], rows[r + half]
-                upper = [LANES + lane - half if lane & half else lane for lane in range(LANES)]
-                lower = [LANES + lane if lane & half else lane + half for lane in range(LANES)]
-                rows[r] = builder.shuffle_vector(one, other, ir.Constant(VI32, upper))
-                rows[r + half] = builder.shuffle_vector(one, other, ir.Constant(VI32, lower))
-        for r, row in enumerate(rows):
-            to = builder.add(i_, builder.mul(ldo_, ir.Constant(ldo_.type, r)))
-            builder.store(row, pointer(context, builder, memory, memory_, to, VI32)).align = 1
-        return context.get_dummy_value()
-
-    return types.void(memory, INDEX, INDEX, INDEX), codegen
 
 
 @part
@@ -225,7 +195,7 @@ def _place_weights(unit, scratch, weights, lanes, num_positions):
                     odd = load(scratch, at + lanes)
                 store(pairs, (AT_PAIRS + (p - first) // 2 * TILE_BYTES) // 4, bf16_pairs(even, odd))
             to = AT_WEIGHTS + g * LANES * WEIGHTS_ROW + first // EXACT_CHUNK * UNIT_SIZE
-            _transpose_words(unit, to, TILE_BYTES, AT_PAIRS)
+            transpose(pairs, to // 4, LANES, pairs, AT_PAIRS // 4, LANES)
 
 
 @part

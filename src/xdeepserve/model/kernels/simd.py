@@ -30,6 +30,7 @@ from numba.extending import intrinsic, lower_builtin, models, register_model
 from xdeepserve.model.kernels.codegen import (
     I8,
     I32,
+    LANES,
     VF32,
     VI8,
     VI32,
@@ -212,6 +213,32 @@ def store_part(typingctx: Any, array: Any, index: Any, value: Any, count: Any) -
         return context.get_dummy_value()
 
     return types.void(array, types.intp, value, types.intp), codegen
+
+
+@intrinsic
+def transpose(typingctx: Any, out: Any, i: Any, ldo: Any, x: Any, j: Any, ldx: Any) -> Any:
+    """out[i + k * ldo + n] = x[j + n * ldx + k] for the 16 n and the 16 k; 4-byte numbers, as they are."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        out_, i_, ldo_, x_, j_, ldx_ = args
+
+        def place(kind: Any, array: ir.Value, start: ir.Value, step: ir.Value, row: int) -> ir.Value:
+            index = builder.add(start, builder.mul(step, ir.Constant(step.type, row)))
+            return pointer(context, builder, kind, array, index, VI32)
+
+        rows = [unaligned_load(builder, place(x, x_, j_, ldx_, n)) for n in range(LANES)]
+        for half in (8, 4, 2, 1):  # of what is transposed already: quarters off the diagonal change places
+            for n in (each for each in range(LANES) if not each & half):
+                one, other = rows[n], rows[n + half]
+                upper = [LANES + lane - half if lane & half else lane for lane in range(LANES)]
+                lower = [LANES + lane if lane & half else lane + half for lane in range(LANES)]
+                rows[n] = builder.shuffle_vector(one, other, ir.Constant(VI32, upper))
+                rows[n + half] = builder.shuffle_vector(one, other, ir.Constant(VI32, lower))
+        for k, row in enumerate(rows):
+            builder.store(row, place(out, out_, i_, ldo_, k)).align = 1
+        return context.get_dummy_value()
+
+    return types.void(out, types.intp, types.intp, x, types.intp, types.intp), codegen
 
 
 @intrinsic
