@@ -82,26 +82,22 @@ INDEX = types.intp
 TALLEST = {512: 16, 128: 4, 64: 2}[register_floats()]
 
 
-@intrinsic(prefer_literal=True)
-def zeros(typingctx: Any, mr: Any, nr: Any) -> Any:
-    """A float32 tile of zeros."""
-    tile = TileType(mr.literal_value, nr.literal_value, is_int=False)
+def _zeros(is_int: bool) -> Any:
+    """The intrinsic that makes an mr x nr tile of zeros."""
 
-    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        return ir.Constant(tile.ir_type, None)
+    @intrinsic(prefer_literal=True)
+    def make(typingctx: Any, mr: Any, nr: Any) -> Any:
+        tile = TileType(mr.literal_value, nr.literal_value, is_int=is_int)
 
-    return tile(mr, nr), codegen
+        def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+            return ir.Constant(tile.ir_type, None)
+
+        return tile(mr, nr), codegen
+
+    return make
 
 
-@intrinsic(prefer_literal=True)
-def no_dots(typingctx: Any, mr: Any, nr: Any) -> Any:
-    """An int32 tile of zeros."""
-    tile = TileType(mr.literal_value, nr.literal_value, is_int=True)
-
-    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        return ir.Constant(tile.ir_type, None)
-
-    return tile(mr, nr), codegen
+zeros, no_dots = _zeros(is_int=False), _zeros(is_int=True)  # float32, and int32
 
 
 @intrinsic
