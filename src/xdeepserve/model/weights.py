@@ -88,11 +88,7 @@ class ArraySpec(NamedTuple):
         """Shape of the array as a die holds it."""
         if not self.is_matrix:
             return self.shape
-        *stack, rows, columns = self.shape
-        if self.dtype == np.int8:
-            return (*stack, *packed_shape_int8(k=columns, n=rows))
-        packed_shape = packed_shape_bf16 if self.is_bf16 else packed_shape_f32
-        return (*stack, *packed_shape(k=rows, n=columns))
+        return _packed_shape(self.shape, self.dtype.kind == "i", self.is_bf16)
 
     @property
     def packed_dtype(self) -> np.dtype:
@@ -117,6 +113,16 @@ class ArraySpec(NamedTuple):
         if self.dtype == np.int8:
             return pack_int8(array)
         return pack_bf16(array) if self.is_bf16 else pack_f32(array)
+
+
+@functools.lru_cache(maxsize=1024)
+def _packed_shape(shape: tuple[int, ...], is_int8: bool, is_bf16: bool) -> tuple[int, ...]:
+    """Of a matrix, or a stack of them. Each array of hundreds of dies asks, and most get the same answer."""
+    *stack, rows, columns = shape
+    if is_int8:
+        return (*stack, *packed_shape_int8(k=columns, n=rows))
+    packed_shape = packed_shape_bf16 if is_bf16 else packed_shape_f32
+    return (*stack, *packed_shape(k=rows, n=columns))
 
 
 def _is_kept_float(c: ModelConfig, row: Tensor, source: str) -> bool:
