@@ -117,7 +117,7 @@ class ArraySpec(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _packed_shape(shape: tuple[int, ...], is_int8: bool, is_bf16: bool) -> tuple[int, ...]:
-    """Of a matrix, or a stack of them. Each array of hundreds of dies asks, and most get the same answer."""
+    """A matrix, or a stack of them, as a die holds it. Hundreds of dies ask, and most get the same answer."""
     *stack, rows, columns = shape
     if is_int8:
         return (*stack, *packed_shape_int8(k=columns, n=rows))
