@@ -96,8 +96,10 @@ def run(args: argparse.Namespace) -> int:
                 trials = c.step_trials(judge, names)
             else:
                 trials = c.random_trials(judge, names, args.schedules, args.seed)
-            first, step = args.part
-            trials = trials[first - 1 :: step]
+            (part, whole), count = args.part, len(trials)
+            trials = trials[part - 1 :: whole]
+            if not trials:
+                raise InputError(f"--part {part}/{whole}: there is nothing in it, of {count} in all")
             campaign.run(trials, report)
             is_whole = True
     for number, (schedule, _) in enumerate(campaign.bugs):
