@@ -98,12 +98,16 @@ def test_rows_and_packed_weights_are_tiles_of_bf16(seed: int, m: int, kk: int, n
 
 
 def test_the_configuration_of_tiles() -> None:
-    """Palette 1; eight tiles of 16 rows of 64 bytes; all else must be zero."""
-    values = np.frombuffer(matrix_unit.CONFIGURATION, np.uint8)
-    assert values.size == 64
-    assert (values[0], values[1:16].any(), values[32:48].any(), values[56:].any()) == (1, False, False, False)
-    assert np.array_equal(values[16:32].view(np.uint16), [64] * 8)
-    assert np.array_equal(values[48:56], [16] * 8)
+    """Palette 1; eight tiles of 16 rows of 64 bytes, or quarters beside whole sums; all else must be zero."""
+    for depth, widths, rows in (
+        (64, [64] * 8, [16] * 8),
+        (16, [64] * 4 + [16] * 2 + [64] * 2, [16] * 6 + [4] * 2),
+    ):
+        values = np.frombuffer(matrix_unit.configuration(depth), np.uint8)
+        assert (values.size, values[0]) == (64, 1)
+        assert not np.concatenate([values[1:16], values[32:48], values[56:]]).any()
+        assert np.array_equal(values[16:32].view(np.uint16), widths)
+        assert np.array_equal(values[48:56], rows)
 
 
 def rows_at_once(rows: int, width: int) -> int:

@@ -5,8 +5,8 @@
  *
  * With -DBOCHS and bochs_dot.cc the arithmetic of TDPBF16PS is that of Bochs.
  *
- * A thread has eight tiles. They must all have the shape that kernels give them, 16 rows of 64 bytes: anything else
- * ends the process. Linux's permission (arch_prctl) is granted, and a process that uses tiles without having asked
+ * A thread has eight tiles. They must have a shape that kernels give them, 16 rows of 64 bytes, or left and right tiles
+ * with a quarter of k, 16 rows of 16 bytes and 4 rows of 64: anything else ends the process. Linux's permission (arch_prctl) is granted, and a process that uses tiles without having asked
  * for it, or a thread that has not configured them, ends, too.
  */
 #define _GNU_SOURCE
@@ -30,7 +30,7 @@ typedef union {
 } tile_t;
 
 static __thread tile_t tiles[8];
-static __thread int is_configured;
+static __thread int is_configured, rows[8], widths[8];
 static volatile int is_permitted;
 static struct { long loads, stores, dots; } counts;
 
@@ -89,8 +89,13 @@ static memory_t decode(const uint8_t *at, int x, int b, const greg_t *regs)
 static void configure(const uint8_t *at, const uint8_t *instruction)
 {
     uint8_t expected[64] = {1};
-    for (int i = 0; i < 8; i++) expected[16 + 2 * i] = 64, expected[48 + i] = 16;
-    if (memcmp(at, expected, 64)) give_up("another shape of tiles than kernels use", instruction);
+    int depth = at[24];
+    for (int i = 0; i < 8; i++) {
+        expected[16 + 2 * i] = widths[i] = i == 4 || i == 5 ? depth : 64;
+        expected[48 + i] = rows[i] = i < 6 ? 16 : depth / 4;
+    }
+    if (memcmp(at, expected, 64) || (depth != 64 && depth != 16))
+        give_up("another shape of tiles than kernels use", instruction);
     memset(tiles, 0, sizeof tiles);
     is_configured = 1;
 }
@@ -161,17 +166,19 @@ static void on_trap(int number, siginfo_t *info, void *context)
         memset(&tiles[reg], 0, sizeof tiles[reg]);
     else if (opcode == 0x4B && !is_register && (prefix == 3 || prefix == 2)) {
         memory_t place = decode(at + 4, x, b, regs);
-        for (int row = 0; row < 16; row++) {
+        if (prefix == 3) memset(&tiles[reg], 0, sizeof tiles[reg]);
+        for (int row = 0; row < rows[reg]; row++) {
             uint8_t *bytes = place.base + row * place.stride;
             if (prefix == 3)
-                memcpy(tiles[reg].bytes[row], bytes, 64);
+                memcpy(tiles[reg].bytes[row], bytes, widths[reg]);
             else
-                memcpy(bytes, tiles[reg].bytes[row], 64);
+                memcpy(bytes, tiles[reg].bytes[row], widths[reg]);
         }
         __atomic_add_fetch(prefix == 3 ? &counts.loads : &counts.stores, 1, __ATOMIC_RELAXED);
         length = 4 + place.length;
     } else if (is_register && (opcode == 0x5E || (opcode == 0x5C && prefix == 2))) {
         if (reg == rm || reg == third || rm == third || third > 7) give_up("tiles that are not three", at);
+        if (widths[rm] != 4 * rows[third]) give_up("tiles that do not fit together", at);
         if (opcode == 0x5C)
             dot_bf16(&tiles[reg], &tiles[rm], &tiles[third]);
         else

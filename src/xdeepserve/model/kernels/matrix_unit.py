@@ -14,8 +14,8 @@ last one takes the place of those that are missing; the same sums are made twice
 same place twice.
 
 There are eight tile registers: four for sums, two for the left tiles, and one that each right tile is loaded
-into in turn. A thread says what shape its tiles have before it uses them (`begin_tiles`), and gives them back
-(`end_tiles`).
+into in turn. A thread says what shape its tiles have before it uses them (`begin_tiles`, or `begin_quarters`
+for 16 bytes of k), and gives them back (`end_tiles`).
 """
 
 from __future__ import annotations
@@ -29,21 +29,33 @@ from numba.extending import intrinsic
 
 from xdeepserve.jit.compiling import part
 from xdeepserve.model.kernels.codegen import I8, VI16, VI32, call, constant, pointer, unaligned_load
-from xdeepserve.model.kernels.simd import f32x16, i32x16
+from xdeepserve.model.kernels.simd import f32x16, i32x16, prefetch
 from xdeepserve.model.kernels.tiles import INDEX
+from xdeepserve.model.packing import DEPTH
 
 TILE_ROWS, TILE_BYTES = 16, 64
 TILE_SIZE = TILE_ROWS * TILE_BYTES
+QUARTER = TILE_BYTES // 4  # bytes of a row of a quarter of a left tile
+QUARTER_SIZE = TILE_SIZE // 4
 BLOCK_TILES = 4  # sums of a block
-LEFT, RIGHT = 4, 6  # tile registers: sums are in 0, 1, 2, 3
+LEFT, RIGHT, TILES = 4, 6, 8  # tile registers: sums are in 0, 1, 2, 3
 # Below so much the matrix unit does not pay: it takes 16 cycles for 16 x 16 sums over 64 bytes of k, for one
 # row as for sixteen, and rows are copied first. Measured on an Intel Xeon (family 6, model 167): rows and
 # multiply-adds of bytes, rows of exact products, and attention's lanes x positions x latent width.
-INT8_ROWS, INT8_OPS, EXACT_ROWS, ATTENTION_OPS = 3, 3 << 17, 2, 1 << 19
+INT8_ROWS, INT8_OPS, EXACT_ROWS, ATTENTION_OPS = 3, 3 << 17, 2, 1 << 16
 
 I64, VOID, BYTES = ir.IntType(64), ir.VoidType(), ir.IntType(8).as_pointer()
-# Palette 1, then sixteen lengths of rows in bytes from byte 16, and sixteen numbers of rows from byte 48.
-CONFIGURATION = bytes([1, *[0] * 15, *[TILE_BYTES, 0] * 8, *[0] * 16, *[TILE_ROWS] * 8, *[0] * 8])
+
+
+def configuration(depth: int) -> bytes:
+    """Tiles of sums, left tiles with `depth` bytes of k, and right tiles with as many.
+
+    Palette 1, then sixteen lengths of rows in bytes from byte 16, and sixteen numbers of rows from byte 48.
+    """
+    widths = [TILE_BYTES] * LEFT + [depth] * (RIGHT - LEFT) + [TILE_BYTES] * (TILES - RIGHT)
+    rows = [TILE_ROWS] * RIGHT + [depth // DEPTH] * (TILES - RIGHT)
+    lengths = [byte for width in widths for byte in (width, 0)]
+    return bytes([1, *[0] * 15, *lengths, *[0] * 16, *rows, *[0] * 8])
 
 
 TALL_TILES, TALL_COLUMNS, FLAT_COLUMNS = 2, 2, 4
@@ -79,17 +91,25 @@ def _places(
     return found
 
 
-@intrinsic
-def begin_tiles(typingctx: Any) -> Any:
-    """Give this thread eight tiles of 16 rows of 64 bytes."""
+def _beginning(depth: int) -> Any:
+    """The intrinsic that gives a thread tiles with `depth` bytes of k."""
 
-    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        values = bytearray(CONFIGURATION)
-        place = cgutils.global_constant(builder, "tile_configuration", cgutils.make_bytearray(values))
-        call(builder, "llvm.x86.ldtilecfg", VOID, builder.bitcast(place, BYTES))
-        return context.get_dummy_value()
+    @intrinsic
+    def begin(typingctx: Any) -> Any:
+        """Give this thread eight tiles."""
 
-    return types.void(), codegen
+        def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+            values = cgutils.make_bytearray(bytearray(configuration(depth)))
+            place = cgutils.global_constant(builder, "tile_configuration", values)
+            call(builder, "llvm.x86.ldtilecfg", VOID, builder.bitcast(place, BYTES))
+            return context.get_dummy_value()
+
+        return types.void(), codegen
+
+    return begin
+
+
+begin_tiles, begin_quarters = _beginning(TILE_BYTES), _beginning(QUARTER)
 
 
 @intrinsic
@@ -209,8 +229,57 @@ def _multiplier(block: Block, name: str) -> Any:
 
 
 int8_tall, int8_flat = (_multiplier(block, "tdpbsud") for block in (TALL, FLAT))
-latents_tall = _multiplier(TALL, "tdpbusd")
 exact_tall, exact_flat = (_multiplier(block, "tdpbf16ps") for block in (TALL, FLAT))
+
+
+@intrinsic
+def _add_quarters(typingctx: Any, x: Any, starts: Any, w: Any, j: Any) -> Any:
+    """Sums r += the left quarter at x[starts[r] ...], a row behind the other, x the right one at w[j ...]."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        x_, starts_, w_, j_ = args
+        right = pointer(context, builder, w, w_, j_, I8)
+        call(builder, "llvm.x86.tileloadd64", VOID, _number(RIGHT), right, _whole(TILE_BYTES))
+        for i in range(BLOCK_TILES):
+            place = pointer(context, builder, x, x_, builder.extract_value(starts_, i), I8)
+            left = _number(LEFT + i % 2)
+            call(builder, "llvm.x86.tileloadd64", VOID, left, place, _whole(QUARTER))
+            call(builder, "llvm.x86.tdpbusd", VOID, _number(i), left, _number(RIGHT))
+        return context.get_dummy_value()
+
+    return types.void(x, starts, w, INDEX), codegen
+
+
+@intrinsic
+def _store_apart(typingctx: Any, c: Any, places: Any, ldc: Any) -> Any:
+    """The sums r to c[places[r] ...], their rows ldc apart; c has 4-byte numbers."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        c_, places_, ldc_ = args
+        for i in range(BLOCK_TILES):
+            place = pointer(context, builder, c, c_, builder.extract_value(places_, i), I8)
+            stride = builder.mul(ldc_, _whole(DEPTH))
+            call(builder, "llvm.x86.tilestored64", VOID, _number(i), place, stride)
+        return context.get_dummy_value()
+
+    return types.void(c, places, INDEX), codegen
+
+
+@part
+def multiply_quarters(c, places, ldc, x, starts, ahead, w, j, depth):
+    """Four times 16 rows of x uint8 by 16 columns of w int8, `depth` quarters of tiles of k, as they lie.
+
+    A product of quarters takes as long as one of whole tiles, but nothing is copied before. x[starts[r] ...]
+    is [depth, 16 rows, 16], w[j ...] [depth, 4, 16 columns, 4]; the sums go to c[places[r] ...] int32, rows
+    ldc apart. What lies at x[ahead[r] ...] is asked for.
+    """
+    _clear_sums()
+    for k in range(0, depth * QUARTER_SIZE, QUARTER_SIZE):
+        _add_quarters(x, (starts[0] + k, starts[1] + k, starts[2] + k, starts[3] + k), w, j + k)
+        for line in range(k, k + QUARTER_SIZE, TILE_BYTES):
+            for each in ahead:
+                prefetch(x, each + line)
+    _store_apart(c, places, ldc)
 
 
 @intrinsic

@@ -25,11 +25,20 @@ from xdeepserve.jit.compiling import kernel, part
 from xdeepserve.model.cache_layout import BLOCK, MAX_LANES, TILE
 from xdeepserve.model.kernels.codegen import LANES
 from xdeepserve.model.kernels.exact_tiles import factor
-from xdeepserve.model.kernels.mla_matrix import scratch_for_tiles, tile_start
+from xdeepserve.model.kernels.matrix_unit import ATTENTION_OPS
+from xdeepserve.model.kernels.mla_matrix import four_starts, four_tiles, scratch_for_tiles, tile_start
 from xdeepserve.model.kernels.mla_products import add_values, score_positions
 from xdeepserve.model.kernels.rows import QUANT_FLOOR, QUANT_MAX, quantize_row
-from xdeepserve.model.kernels.simd import load, maximum, rint, splat, store, transpose, tree_sum
-from xdeepserve.model.kernels.vector_math import exp, put, take
+from xdeepserve.model.kernels.simd import (
+    less_zero_points,
+    load,
+    maximum,
+    rint,
+    splat,
+    store,
+    transpose,
+)
+from xdeepserve.model.kernels.vector_math import exp, put
 from xdeepserve.model.packing import DEPTH
 
 ZERO = np.float32(0.0)
@@ -73,11 +82,11 @@ def _load_queries(
             for n in range(rows):
                 row = (spare + n * words) * DEPTH
                 scratch[q_scale + first + n] = quantize_row(quantised, row, latents, (lane + n) * rank, rank)
-                total = splat(ZERO)  # of whole numbers far below 2^24
-                for k in range(0, rank, LANES):
-                    total = total + take(quantised, row + k, rank - k)
-                packed[start + first + n] = np.int32(-128) * np.int32(tree_sum(total))
-            _side_by_side(packed, query + group * width * DEPTH, packed, spare, words, rows, words)
+            to, points = query + group * width * DEPTH, load(packed, start + first)
+            _side_by_side(packed, to, packed, spare, words, rows, words)
+            for k in range(to, to + words * LANES, LANES):
+                points = less_zero_points(points, load(packed, k))
+            store(packed, start + first, points)
         else:
             _side_by_side(scratch, query + group * rank * LANES, latents, lane * rank, rank, rows, rank)
         rope = lane * q_width + q_width - rope_dim
@@ -148,14 +157,18 @@ def _hide_future(scratch, scores, lanes, lane0, num_lanes, heads, positions, len
 @part
 def _attend(
     o_lat, q_lat, q, lane0, num_lanes, heads, rope_dim, positions, table,
-    c_cache, s_cache, pe_cache, softmax_scale, int8_weights, scratch, tiles, unit,
+    c_cache, s_cache, pe_cache, softmax_scale, int8_weights, scratch, tiles, unit, ahead,
 ):  # fmt: skip
-    """Lanes lane0, ... (counted over all rows), all of one sequence; tiles, unit: scratch."""
+    """Lanes lane0, ... (counted over all rows), all of one sequence; tiles, unit: scratch; ahead: cache
+    tiles that will be needed next."""
     rank, depth, is_int8 = o_lat.shape[1] // heads, q_lat.shape[1] // heads, s_cache.size > 0
     size, width, pe_width = pe_cache.shape[1] * TILE, c_cache.shape[2] * TILE, pe_cache.shape[2] * TILE
     lanes = (num_lanes + LANES - 1) // LANES * LANES
     length = positions[(lane0 + num_lanes - 1) // heads] + 1
     whole = (length + TILE - 1) // TILE * TILE
+
+    if num_lanes * length * width < ATTENTION_OPS:
+        unit = unit[:0]
 
     # Scratch memory, in order; see scratch_size.
     query = 0
@@ -203,8 +216,9 @@ def _attend(
             tiles[n] = tile_start(table, block + n * TILE, size, width)
         weights = scores + block * lanes
         add_values(
-            scratch, result, values, weights, lanes, num_lanes, num_positions, c_cache, tiles, width, unit
-        )
+            scratch, result, values, weights, lanes, num_lanes, num_positions, c_cache, tiles, width, unit,
+            ahead,
+        )  # fmt: skip
     for n in range(num_lanes):
         total, scale = splat(scratch[totals + n]), splat(scratch[q_scale + n])
         for i in range(0, rank, LANES):
@@ -233,17 +247,22 @@ def attention(
     """
     tiles = np.empty(BLOCK // TILE, np.int64)
     num_rows, piece, t = seq_of.size, 0, 0
-    unit = scratch_for_tiles(c_cache, c_cache.shape[2] * TILE, rope_dim, positions, num_rows * heads)
+    size, width = c_cache.shape[1] * TILE, c_cache.shape[2] * TILE
+    unit = scratch_for_tiles(c_cache, width, rope_dim, positions, num_rows * heads)
     while t < num_rows:
         stop = t + 1
         while stop < num_rows and seq_of[stop] == seq_of[t]:
             stop += 1
+        # What this worker has to do next, if each sequence has a row.
+        following = min(stop + num_workers - 1, num_rows - 1)
+        four = four_tiles(0, positions[following] // TILE * TILE)
+        ahead = four_starts(block_tables[seq_of[following]], four, size, width)
         for lane in range(t * heads, stop * heads, MAX_LANES):
             if piece % num_workers == worker:
                 _attend(
                     o_lat, q_lat, q, lane, min(MAX_LANES, stop * heads - lane), heads, rope_dim, positions,
                     block_tables[seq_of[t]], c_cache, s_cache, pe_cache, np.float32(softmax_scale),
-                    int8_weights, scratch, tiles, unit,
+                    int8_weights, scratch, tiles, unit, ahead,
                 )  # fmt: skip
             piece += 1
         t = stop

@@ -28,7 +28,6 @@ from xdeepserve.model.kernels.exact_tiles import (
     add_odd,
     store_apart,
 )
-from xdeepserve.model.kernels.matrix_unit import ATTENTION_OPS
 from xdeepserve.model.kernels.mla_matrix import scores_by_tiles, tile_start, values_by_tiles
 from xdeepserve.model.kernels.pair_dots import BY_DOTS, STEP, add_words, make_words, words, words_of_row
 from xdeepserve.model.kernels.simd import load, load_part, prefetch, store
@@ -251,7 +250,7 @@ def _score_positions_of(
         scratch, scores, lanes, num_lanes, length, table, size, c, width, rank, pe, pe_width, rope_dim,
         query, query_pe, q_scale, start, c_scale, softmax_scale, rope, unit,
     ):  # fmt: skip
-        if unit.size == 0 or num_lanes * length * width < ATTENTION_OPS:
+        if unit.size == 0:
             _scores_by_vectors(
                 scratch, scores, lanes, length, table, size, c, width, rank, pe, pe_width, rope_dim,
                 query, query_pe, width * DEPTH, q_scale, start, c_scale, softmax_scale, rope,
@@ -326,33 +325,44 @@ def _exact_by_vectors(scratch, result, values, weight, lanes, num_lanes, num_pos
             _exact_values(scratch, o, ldo, weight + lane, lanes, values, ldw, num_positions)
 
 
-def add_values(scratch, result, values, weight, lanes, num_lanes, num_positions, c, tiles, width, unit):
+def add_values(
+    scratch, result, values, weight, lanes, num_lanes, num_positions, c, tiles, width, unit, ahead
+):
     """result [column tiles, lanes, 16] += weights [positions, lanes] x latents, at most BLOCK positions.
 
     Their cache tiles begin at c[tiles ...]; values: where scratch memory for those of 32 columns is; unit:
-    that of a matrix unit. The first position is a multiple of EXACT_CHUNK.
+    that of a matrix unit. The first position is a multiple of EXACT_CHUNK. What lies at c[ahead ...] will be
+    needed next.
     """
     raise NotImplementedError
 
 
 @overload(add_values, jit_options=PART_OPTIONS)
-def _add_values_of(scratch, result, values, weight, lanes, num_lanes, num_positions, c, tiles, width, unit):
-    def in_f32(scratch, result, values, weight, lanes, num_lanes, num_positions, c, tiles, width, unit):
+def _add_values_of(
+    scratch, result, values, weight, lanes, num_lanes, num_positions, c, tiles, width, unit, ahead
+):
+    def in_f32(
+        scratch, result, values, weight, lanes, num_lanes, num_positions, c, tiles, width, unit, ahead
+    ):
         for column in range(0, width, TILE):
             for lane in range(0, lanes, TALLEST):
                 o = result + (column // TILE * lanes + lane) * LANES
                 _values_f32(scratch, o, weight + lane, lanes, c, tiles, column, num_positions, lane == 0)
 
-    def in_int8(scratch, result, values, weight, lanes, num_lanes, num_positions, c, tiles, width, unit):
+    def in_int8(
+        scratch, result, values, weight, lanes, num_lanes, num_positions, c, tiles, width, unit, ahead
+    ):
         _exact_by_vectors(scratch, result, values, weight, lanes, num_lanes, num_positions, c, tiles, width)
 
-    def by_tiles(scratch, result, values, weight, lanes, num_lanes, num_positions, c, tiles, width, unit):
-        if unit.size == 0 or num_lanes * num_positions * width < ATTENTION_OPS:
+    def by_tiles(
+        scratch, result, values, weight, lanes, num_lanes, num_positions, c, tiles, width, unit, ahead
+    ):
+        if unit.size == 0:
             _exact_by_vectors(
                 scratch, result, values, weight, lanes, num_lanes, num_positions, c, tiles, width
             )
         else:
-            values_by_tiles(scratch, result, weight, lanes, num_positions, c, tiles, width, unit)
+            values_by_tiles(scratch, result, weight, lanes, num_positions, c, tiles, width, unit, ahead)
 
     if c.dtype == types.float32:
         return in_f32

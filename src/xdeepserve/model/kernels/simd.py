@@ -10,7 +10,7 @@ operation rounds once (multiplications and additions are never fused), so the bi
     store, store_part   the other way round; `part` touches nothing behind the first `count`
     splat               one number in all lanes
     tree_sum, max_of    over the lanes; the sum adds the upper half to the lower, like canonical.lane_sum
-    to_f32, dot4        integers to floats; and 64 products of bytes, see there
+    to_f32              integers to floats
 
 Positions are flat indices into C-contiguous arrays, and are not checked. A uint8 array holds signed numbers
 plus 128, which is what the dot product takes on one of its sides.
@@ -37,6 +37,7 @@ from xdeepserve.model.kernels.codegen import (
     broadcast,
     call,
     constant,
+    dot4_ir,
     first_lanes,
     fold,
     larger,
@@ -345,6 +346,17 @@ def to_f32(typingctx: Any, a: Any) -> Any:
         return builder.sitofp(args[0], VF32)
 
     return f32x16(i32x16), codegen
+
+
+@intrinsic
+def less_zero_points(typingctx: Any, a: Any, words: Any) -> Any:
+    """a - 128 x the sum of the four int8 in each lane: by which products with uint8 are too large."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        excess = dot4_ir(builder, constant(VI32, 0), constant(VI32, 0x80808080), args[1])
+        return builder.sub(args[0], excess)
+
+    return i32x16(i32x16, i32x16), codegen
 
 
 @intrinsic
