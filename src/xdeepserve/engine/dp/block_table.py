@@ -52,7 +52,8 @@ class BlockTable:
     @property
     def num_cached(self) -> int:
         """HBM slots that nobody uses but a prefix may match."""
-        return sum(1 for slot in self._node_of if self._is_evictable(slot))
+        busy = set().union(*self._busy.values())  # once for all slots: each step asks
+        return sum(not self._users[slot] and slot not in busy for slot in self._node_of)
 
     @property
     def num_free(self) -> int:
