@@ -58,7 +58,8 @@ class DPMaster:
     def end(self) -> None:
         """Its dies are lost: nothing runs any more, and nothing that they have said counts."""
         self._is_lost = self._is_over = True
-        self.steps.take()
+        for step_idx in (*self.steps.take(), self.steps.next):
+            self.group.forget_plan(step_idx)
         self._awake.discard(self.group.rank)
         self.inbox.put(Shutdown())
 
