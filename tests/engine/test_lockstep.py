@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -20,12 +21,14 @@ from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.run.gang import colocated, disaggregated, pushed
 from xdeepserve.engine.run.gang.gang import Gang, Share
+from xdeepserve.engine.run.gang.heads import Heads
 from xdeepserve.engine.run.gang.kernels import sync as sync_kernels
 from xdeepserve.engine.run.gang.kernels import team
 from xdeepserve.errors import DeploymentError, XDeepServeError
 from xdeepserve.llm import LLM, build_engine, digest
 from xdeepserve.model.presets import PRESET_DIRECTORY, TinyCheckpoint
 from xdeepserve.model.seeded import SeededCheckpoint
+from xdeepserve.step.frame import Frame
 
 GREEDY = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
 PROMPTS = [[5 + i, *range(10, 10 + i % 5)] for i in range(7)]
@@ -622,3 +625,27 @@ def test_forty_eight_dies_of_the_tiny_r1_model() -> None:
         expected = llm.generate(prompts[:9], params, keep_logits=True)
     for i, output in enumerate(found):
         assert digest([output]) == digest([expected[i % 9]])
+
+
+def test_one_die_makes_the_logits_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that have rows; each from its own weights."""
+    run_all, num_dies = Heads._run_all, []
+
+    def counted(self: Heads, frames: Sequence[Frame]) -> None:
+        num_dies.append(len(frames))
+        run_all(self, frames)
+
+    monkeypatch.setattr(Heads, "_run_all", counted)
+    settings = ["dies=4", "lockstep=true", "max_model_len=64"]
+    with LLM("tiny-random", "colocated", overrides=settings) as llm:
+        llm.generate(PROMPTS[:4], GREEDY)
+        assert num_dies == [4] * GREEDY.max_tokens
+        num_dies.clear()
+        llm.generate(PROMPTS[:3], GREEDY)
+        assert num_dies == [3] * GREEDY.max_tokens
+        mine, *others = (executor.weights.head.w for executor in llm.engine.je.tes[0].executors)
+        expected = llm.generate(PROMPTS[:4], GREEDY, keep_logits=True)
+        others[0][:] = 0
+        seen = llm.generate(PROMPTS[:4], GREEDY, keep_logits=True)
+        same = [digest([a]) == digest([b]) for a, b in zip(expected, seen, strict=True)]
+        assert (mine.any(), sorted(same)) == (True, [False, True, True, True])

@@ -30,7 +30,7 @@ def _norm(f: Frame) -> None:
     k.rms_norm(f.hidden[: len(f.h)], f.h, f.ends.norm, f.config.rms_norm_eps)
 
 
-def _logit_hidden(f: Frame, rows: Array) -> Array:
+def logit_hidden(f: Frame, rows: Array) -> Array:
     """[R, H]: those of `rows` [T, H] that logits are wanted of."""
     chosen = f.take("logit_hidden", len(f.logit_rows), f.config.hidden_size)
     k.gather_rows(chosen, rows, np.asarray(f.logit_rows, np.int32))
@@ -38,7 +38,7 @@ def _logit_hidden(f: Frame, rows: Array) -> Array:
 
 
 def _head(f: Frame) -> None:
-    f.linears.matmul(f.logits, _logit_hidden(f, f.hidden), f.ends.head.w)
+    f.linears.matmul(f.logits, logit_hidden(f, f.hidden), f.ends.head.w)
 
 
 def _mtp_input(f: Frame) -> None:
@@ -57,7 +57,7 @@ def _mtp_input(f: Frame) -> None:
 
 
 def _mtp_head(f: Frame) -> None:
-    states = _logit_hidden(f, f.whole)
+    states = logit_hidden(f, f.whole)
     k.rms_norm(states, states, f.ends.norm, f.config.rms_norm_eps)
     f.linears.matmul(f.logits, states, f.ends.head.w)
 

@@ -48,18 +48,20 @@ from xdeepserve.model.canonical import Array
 from xdeepserve.model.tensors import Layer, ModelWeights
 from xdeepserve.step.frame import Batch, KVCache
 from xdeepserve.step.passes import EMBED, HEAD
-from xdeepserve.step.stage import LayerProgram
+from xdeepserve.step.stage import LayerProgram, Program
 
 
 class Traversal(NamedTuple):
     """How a step's rows go through layers on a die: by which runners, each with its microbatch, and in which
-    order. `main` runs what is outside layers; `programs` is what becomes of each layer, by its number.
+    order. `main` runs what is outside layers; `programs` is what becomes of each layer, by its number; `head`
+    what follows the last one.
     """
 
     main: Runner
     runners: Sequence[Runner]
     schedule: Schedule
     programs: Sequence[LayerProgram]
+    head: Program = HEAD
 
 
 class Executor:
@@ -224,7 +226,7 @@ class Executor:
         frame.logits = self.result("logits", len(frame.logit_rows), self.config.vocab_size)
         await self.runner.run(EMBED)
         await self.run_layers(w.layers, self.caches[: len(w.layers)], first_event)
-        await self.runner.run(HEAD)
+        await self.runner.run(self.traversal.head)
         if frame.logit_rows:
             await self.runner.pace.settle()  # the host may have to launch what follows
             self.chooser.choose(plan, frame.logits)

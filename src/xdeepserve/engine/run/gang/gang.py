@@ -16,6 +16,7 @@ from xdeepserve.comm.twin import FAULTS
 from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.run.gang import tables
 from xdeepserve.engine.run.gang.dimensions import Shape
+from xdeepserve.engine.run.gang.heads import Heads
 from xdeepserve.engine.run.gang.kernels import attention as a
 from xdeepserve.engine.run.gang.kernels.sync import LOST, new_sync, wait_for_others
 from xdeepserve.engine.run.gang.staged import StagedAttention, as_kernels_see
@@ -81,6 +82,7 @@ class Gang(ABC):
         self._num_parameters = num_parameters(executors[0].config)
         self._is_ready = False
         self.staged = StagedAttention(executors, num_threads)
+        self._heads = Heads(executors, self.spread)
 
     def join(self) -> None:
         """From now on the layers of all executors are run here. DeploymentError for what has no kernel."""
@@ -89,7 +91,10 @@ class Gang(ABC):
                 for span in spans(as_kernels_see(program)):
                     if span not in self.kernels:
                         raise DeploymentError(f"lockstep has no kernel for {' + '.join(span)}")
-            executor.traversal = executor.traversal._replace(schedule=partial(self._schedule, executor.rank))
+            rank = executor.rank
+            executor.traversal = executor.traversal._replace(
+                schedule=partial(self._schedule, rank), head=self._heads.program(rank)
+            )
 
     async def _schedule(
         self, rank: int, runners: Sequence[Runner], visits: Visits, end_layer: EndLayer
@@ -125,6 +130,7 @@ class Gang(ABC):
         self._came.clear()
         self._shares.clear()
         self._waiters.clear()
+        self._heads.begin()
         try:
             for die in self.dies:  # one may have been lost since it came
                 die.check_alive()

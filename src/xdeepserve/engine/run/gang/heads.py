@@ -1,0 +1,58 @@
+"""The heads of all dies of a gang, made by the first die to come to its own after a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from xdeepserve.engine.die.program import Executor
+from xdeepserve.engine.run.gang.kernels.heads import head_stage
+from xdeepserve.engine.run.gang.tables import address
+from xdeepserve.model import kernels as k
+from xdeepserve.step.frame import Frame
+from xdeepserve.step.passes import HEAD, head, logit_hidden
+from xdeepserve.step.stage import Op, Program, Stage
+
+
+class Heads:
+    """When one die has come to its head, all have done their layers: the logits of all of them can be made.
+
+    Each die's come from its own rows and weights, and what is left in its buffers is as if it had made them;
+    its virtual time is that of its own rows. `spread` runs a kernel on all threads.
+    """
+
+    def __init__(self, executors: Sequence[Executor], spread: Callable[..., None]) -> None:
+        self._executors, self._spread = executors, spread
+        self._done: set[int] = set()  # ranks whose logits another die has made
+
+    def program(self, rank: int) -> Program:
+        """What a die does in place of HEAD."""
+        if len(self._executors) == 1:
+            return HEAD
+        *before, last = HEAD
+        assert isinstance(last, Stage)
+        return (*before, last._replace(ops=(Op(partial(self._run, rank), head.work),)))
+
+    def begin(self) -> None:
+        """All dies' rows are about to go through layers again."""
+        self._done.clear()
+
+    def _run(self, rank: int, f: Frame) -> None:
+        if rank not in self._done:
+            frames = {each: executor.runner.frame for each, executor in enumerate(self._executors)}
+            frames = {each: frame for each, frame in frames.items() if len(frame.logit_rows)}
+            self._done.update(frames)
+            self._run_all([*frames.values()])
+        self._done.remove(rank)
+
+    def _run_all(self, frames: Sequence[Frame]) -> None:
+        table = []
+        for f in frames:
+            rows = logit_hidden(f, f.whole)
+            k.rms_norm(rows, rows, f.ends.norm, f.config.rms_norm_eps)
+            table.append([address(f.logits), address(rows), address(f.ends.head.w), len(rows)])
+        c, example = frames[0].config, frames[0].ends.head.w[:0]
+        args = (np.array(table, np.int64), example, c.hidden_size, c.vocab_size)
+        self._spread([(head_stage, args)])
