@@ -155,6 +155,18 @@ def _hide_future(scratch, scores, lanes, lane0, num_lanes, heads, positions, len
 
 
 @part
+def _hand_out(o_lat, lane0, num_lanes, rank, scratch, result, lanes, totals, scales, is_scaled):
+    """Values that were summed up by weight, divided by the sum of these, and put in their place."""
+    for n in range(num_lanes):
+        total, scale = splat(scratch[totals + n]), splat(scratch[scales + n])
+        for i in range(0, rank, LANES):
+            out = load(scratch, result + (i // LANES * lanes + n) * LANES)
+            if is_scaled:
+                out = out * scale
+            put(o_lat, (lane0 + n) * rank + i, out / total, rank - i)
+
+
+@part
 def _attend(
     o_lat, q_lat, q, lane0, num_lanes, heads, rope_dim, positions, table,
     c_cache, s_cache, pe_cache, softmax_scale, int8_weights, scratch, tiles, unit, ahead,
@@ -219,13 +231,9 @@ def _attend(
             scratch, result, values, weights, lanes, num_lanes, num_positions, c_cache, tiles, width, unit,
             ahead,
         )  # fmt: skip
-    for n in range(num_lanes):
-        total, scale = splat(scratch[totals + n]), splat(scratch[q_scale + n])
-        for i in range(0, rank, LANES):
-            out = load(scratch, result + (i // LANES * lanes + n) * LANES)
-            if is_int8 and int8_weights:
-                out = out * scale
-            put(o_lat, (lane0 + n) * rank + i, out / total, rank - i)
+    _hand_out(
+        o_lat, lane0, num_lanes, rank, scratch, result, lanes, totals, q_scale, is_int8 and int8_weights
+    )
 
 
 @kernel

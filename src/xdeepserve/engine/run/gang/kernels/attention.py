@@ -132,7 +132,7 @@ def heads_product(s, out, width, x, x_width, rows, weight, depth, n, worker, num
     size, step = groups_of(n) * COLUMNS * rows_of_w, x_width // s.heads
     packed = flat_like(weight + s.matrix.itemsize * first * size, (last - first) * size, s.matrix)
     mine, source = f32(out + 4 * first * n, rows, width), f32(x + 4 * first * step, rows, x_width)
-    stacked_product(mine, source, packed, depth, n, last - first, step)
+    stacked_product(mine, source, packed, depth, n, last - first, step, 0, groups_of(n))
 
 
 @array_part

@@ -2,35 +2,14 @@
 
 from __future__ import annotations
 
-from numba import types
-from numba.extending import overload
-
-from xdeepserve.engine.run.gang.kernels.linear import groups_of
+from xdeepserve.engine.run.gang.kernels.linear import groups_of, stacked_product
 from xdeepserve.engine.run.gang.kernels.sync import share
-from xdeepserve.jit.compiling import PART_OPTIONS, kernel
+from xdeepserve.jit.compiling import kernel
 from xdeepserve.jit.pointers import f32, flat_like
-from xdeepserve.model.kernels.gemm import ALL_ROWS, gemm_f32
-from xdeepserve.model.kernels.gemm_exact import gemm_exact
 from xdeepserve.model.packing import COLUMNS, PAIR
 
 LOGITS, ROWS, WEIGHT, NUM_ROWS = range(4)  # columns of the table: three addresses and a number
 NEAR = 1 << 19  # bytes of a weight that all dies use one after the other
-
-
-def head_columns(out, x, w, k_size, n, first, last):
-    """The column groups [first, last) of out [T, n] = x [T, K] @ w, in float32 or of exact products."""
-    raise NotImplementedError
-
-
-@overload(head_columns, jit_options=PART_OPTIONS)
-def _head_columns_of(out, x, w, k_size, n, first, last):
-    def in_f32(out, x, w, k_size, n, first, last):
-        gemm_f32(out, x, w, k_size, n, 1, 1, 0, 0, ALL_ROWS, first, last)
-
-    def exact(out, x, w, k_size, n, first, last):
-        gemm_exact(out, x, w, k_size, n, 1, 1, 0, 0, first, last)
-
-    return in_f32 if w.dtype == types.float32 else exact
 
 
 @kernel
@@ -50,4 +29,4 @@ def head_stage(table, example, k_size, n, worker, num):
             rows = table[die, NUM_ROWS]
             out, x = f32(table[die, LOGITS], rows, n), f32(table[die, ROWS], rows, k_size)
             w = flat_like(table[die, WEIGHT], groups_of(n) * size, example)
-            head_columns(out, x, w, k_size, n, first, last)
+            stacked_product(out, x, w, k_size, n, 1, 0, first, last)

@@ -19,8 +19,9 @@ def groups_of(n):
     return (n + COLUMNS - 1) // COLUMNS
 
 
-def stacked_product(out, x, w, k_size, n, count, step):
-    """`count` products of all rows, side by side in out, whose columns of x begin `step` apart.
+def stacked_product(out, x, w, k_size, n, count, step, first, last):
+    """`count` products of all rows, side by side in out, whose columns of x begin `step` apart: of each the
+    column groups [first, last).
 
     In the arithmetic of FP32, or exact ones of weights in BF16.
     """
@@ -28,12 +29,12 @@ def stacked_product(out, x, w, k_size, n, count, step):
 
 
 @overload(stacked_product, jit_options=PART_OPTIONS)
-def _stacked_product_of(out, x, w, k_size, n, count, step):
-    def in_f32(out, x, w, k_size, n, count, step):
-        gemm_f32(out, x, w, k_size, n, 1, count, step, n, ALL_ROWS, 0, groups_of(n))
+def _stacked_product_of(out, x, w, k_size, n, count, step, first, last):
+    def in_f32(out, x, w, k_size, n, count, step, first, last):
+        gemm_f32(out, x, w, k_size, n, 1, count, step, n, ALL_ROWS, first, last)
 
-    def exact(out, x, w, k_size, n, count, step):
-        gemm_exact(out, x, w, k_size, n, 1, count, step, n, 0, groups_of(n))
+    def exact(out, x, w, k_size, n, count, step, first, last):
+        gemm_exact(out, x, w, k_size, n, 1, count, step, n, first, last)
 
     return in_f32 if w.dtype == types.float32 else exact
 
