@@ -24,6 +24,7 @@ import numpy as np
 from xdeepserve.jit.compiling import kernel, part
 from xdeepserve.model.cache_layout import BLOCK, MAX_LANES, TILE
 from xdeepserve.model.kernels.codegen import LANES
+from xdeepserve.model.kernels.division import divide
 from xdeepserve.model.kernels.exact_tiles import factor
 from xdeepserve.model.kernels.matrix_unit import ATTENTION_OPS
 from xdeepserve.model.kernels.mla_matrix import four_starts, four_tiles, scratch_for_tiles, tile_start
@@ -33,6 +34,7 @@ from xdeepserve.model.kernels.simd import (
     less_zero_points,
     load,
     maximum,
+    prefetch,
     rint,
     splat,
     store,
@@ -41,8 +43,10 @@ from xdeepserve.model.kernels.simd import (
 from xdeepserve.model.kernels.vector_math import exp, put
 from xdeepserve.model.packing import DEPTH
 
-ZERO = np.float32(0.0)
+ZERO, ONE = np.float32(0.0), np.float32(1.0)
 MINUS_INFINITY = np.float32(-np.inf)
+COLUMNS_AT_ONCE = 4 * LANES
+ROWS_AHEAD = 2  # queries that are asked for before their turn
 
 
 @part
@@ -81,6 +85,8 @@ def _load_queries(
         if is_int8:
             for n in range(rows):
                 row = (spare + n * words) * DEPTH
+                for k in range(0, rank, LANES):
+                    prefetch(latents, (lane + n + ROWS_AHEAD) * rank + k)
                 scratch[q_scale + first + n] = quantize_row(quantised, row, latents, (lane + n) * rank, rank)
             to, points = query + group * width * DEPTH, load(packed, start + first)
             _side_by_side(packed, to, packed, spare, words, rows, words)
@@ -155,15 +161,24 @@ def _hide_future(scratch, scores, lanes, lane0, num_lanes, heads, positions, len
 
 
 @part
-def _hand_out(o_lat, lane0, num_lanes, rank, scratch, result, lanes, totals, scales, is_scaled):
-    """Values that were summed up by weight, divided by the sum of these, and put in their place."""
-    for n in range(num_lanes):
-        total, scale = splat(scratch[totals + n]), splat(scratch[scales + n])
-        for i in range(0, rank, LANES):
-            out = load(scratch, result + (i // LANES * lanes + n) * LANES)
-            if is_scaled:
-                out = out * scale
-            put(o_lat, (lane0 + n) * rank + i, out / total, rank - i)
+def _hand_out(o_lat, lane0, num_lanes, rank, scratch, result, lanes, totals, inverses, scales, is_scaled):
+    """Values that were summed up by weight, divided by the sum of these, and put in their place.
+
+    A few columns of all lanes at a time: those of one lane lie so far apart that they compete for places in
+    the cache. inverses: where scratch memory for a number of each lane is.
+    """
+    for lane in range(0, lanes, LANES):
+        store(scratch, inverses + lane, splat(ONE) / load(scratch, totals + lane))
+    for first in range(0, rank, COLUMNS_AT_ONCE):
+        last = min(first + COLUMNS_AT_ONCE, rank)
+        for n in range(num_lanes):
+            total, inverse = splat(scratch[totals + n]), splat(scratch[inverses + n])
+            scale = splat(scratch[scales + n])
+            for i in range(first, last, LANES):
+                out = load(scratch, result + (i // LANES * lanes + n) * LANES)
+                if is_scaled:
+                    out = out * scale
+                put(o_lat, (lane0 + n) * rank + i, divide(out, total, inverse), rank - i)
 
 
 @part
@@ -232,7 +247,17 @@ def _attend(
             ahead,
         )  # fmt: skip
     _hand_out(
-        o_lat, lane0, num_lanes, rank, scratch, result, lanes, totals, q_scale, is_int8 and int8_weights
+        o_lat,
+        lane0,
+        num_lanes,
+        rank,
+        scratch,
+        result,
+        lanes,
+        totals,
+        start,
+        q_scale,
+        is_int8 and int8_weights,
     )
 
 

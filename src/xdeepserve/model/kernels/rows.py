@@ -7,7 +7,8 @@ import numpy as np
 from xdeepserve.jit.compiling import kernel, part
 from xdeepserve.model import canonical as c
 from xdeepserve.model.kernels.codegen import LANES
-from xdeepserve.model.kernels.simd import absolute, max_of, maximum, rint, splat, tree_sum
+from xdeepserve.model.kernels.division import MOST, quotient
+from xdeepserve.model.kernels.simd import absolute, load, max_of, maximum, rint, splat, store, tree_sum
 from xdeepserve.model.kernels.vector_math import put, silu, take
 
 QUANT_FLOOR, QUANT_MAX = c.QUANT_FLOOR, c.QUANT_MAX
@@ -33,18 +34,26 @@ def row_scale(largest):
 @part
 def round_row(q, to, x, start, size, scale):
     """q[to : to + size] = round(x[start : start + size] / scale)."""
-    divisor = splat(scale)
-    for i in range(0, size, LANES):
+    divisor, inverse = splat(scale), splat(ONE / scale)
+    whole = size // LANES * LANES if scale <= MOST else 0
+    for i in range(0, whole, LANES):
+        store(q, to + i, rint(quotient(load(x, start + i), divisor, inverse)))
+    for i in range(whole, size, LANES):
         put(q, to + i, rint(take(x, start + i, size - i) / divisor), size - i)
 
 
 @part
 def quantize_row(q, to, x, start, size):
     """q[to : to + size] from x[start : start + size]; returns the scale. See canonical.quantize_rows."""
-    largest = splat(ZERO)
-    for i in range(0, size, LANES):
+    # Two maxima: one comparison would wait for the other.
+    largest, other = splat(ZERO), splat(ZERO)
+    pairs = size // (2 * LANES) * 2 * LANES
+    for i in range(start, start + pairs, 2 * LANES):
+        largest = maximum(largest, absolute(load(x, i)))
+        other = maximum(other, absolute(load(x, i + LANES)))
+    for i in range(pairs, size, LANES):
         largest = maximum(largest, absolute(take(x, start + i, size - i)))
-    scale = row_scale(largest)
+    scale = row_scale(maximum(largest, other))
     round_row(q, to, x, start, size, scale)
     return scale
 
