@@ -186,10 +186,11 @@ def test_text_for_a_checkpoint_without_tokenizer(capsys: pytest.CaptureFixture[s
     assert generated(capsys, "--model", directory, "--prompt-ids", "1")["outputs"][0]["text"] == ""
 
 
+@pytest.mark.parametrize("how", [["--quick"], pytest.param([], marks=pytest.mark.campaign)])
 def test_verify_json_and_its_exit_code(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, how: list[str]
 ) -> None:
-    assert main(["verify", "--deployments", "monolithic", "--json"]) == 0
+    assert main(["verify", *how, "--deployments", "monolithic", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["bit_exact"] is True
     assert {row["precision"] for row in result["rows"]} == {"fp32", "int8"}
@@ -205,7 +206,7 @@ def test_verify_json_and_its_exit_code(
         out.view("int32")[0, 0] ^= 1
 
     monkeypatch.setattr(linear.k, "scatter_rows", off_by_one_bit)
-    assert main(["verify", "--deployments", "monolithic", "--precision", "fp32", "--json"]) == 1
+    assert main(["verify", *how, "--deployments", "monolithic", "--precision", "fp32", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["bit_exact"] is False
 
 

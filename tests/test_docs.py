@@ -54,6 +54,7 @@ SLOW = {
     "xdeepserve bench comm --full",
     "xdeepserve eval --samples 4",
     "xdeepserve bench papers",
+    "xdeepserve bench papers --ablations",
     "xdeepserve quantize tiny OUT --method rtn",
     "xdeepserve golden write DIR",
     "xdeepserve golden check DIR",
