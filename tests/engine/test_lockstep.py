@@ -24,6 +24,7 @@ from xdeepserve.engine.run.gang.gang import Gang, Share
 from xdeepserve.engine.run.gang.heads import Heads
 from xdeepserve.engine.run.gang.kernels import sync as sync_kernels
 from xdeepserve.engine.run.gang.kernels import team
+from xdeepserve.engine.run.gang.kernels.attention import FEW, MANY
 from xdeepserve.errors import DeploymentError, XDeepServeError
 from xdeepserve.llm import LLM, build_engine, digest
 from xdeepserve.model.presets import PRESET_DIRECTORY, TinyCheckpoint
@@ -119,6 +120,22 @@ def check_colocated(
 def test_colocated_leaves_the_same_bytes(precision: str, dies: int, mtp: int) -> None:
     """Experts that do not divide evenly, and more dies than prompts."""
     check_colocated(precision, f"dies={dies}", f"mtp={mtp}")
+
+
+# More rows of a die than it takes through attention together, and the rest of a block.
+LONG = [[5 + i, *range(10, 10 + length)] for i, length in enumerate((2 * MANY + 2 * FEW + 3, MANY, 3))]
+ROOM = ("max_model_len=256", "scheduler.max_num_batched_tokens=224")
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp32"])
+def test_many_rows_leave_the_same_bytes(precision: str) -> None:
+    check_colocated(precision, "dies=2", *ROOM, prompts=LONG)
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp32"])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_many_rows_on_one_die_in_one_call(precision: str, threads: int) -> None:
+    check_monolithic(precision, *ROOM, threads=threads, prompts=LONG)
 
 
 @pytest.mark.parametrize("num_prompts", [1, 3])
@@ -335,10 +352,15 @@ def test_threads_do_not_matter_to_colocated_dies(threads: int) -> None:
 
 
 def check_monolithic(
-    precision: str, *settings: str, threads: int = 1, model: Model = "tiny-random", num_prompts: int = 9
+    precision: str,
+    *settings: str,
+    threads: int = 1,
+    model: Model = "tiny-random",
+    num_prompts: int = 9,
+    prompts: list[list[int]] | None = None,
 ) -> None:
     """One call for all layers against kernel by kernel: digest, virtual time, and every byte."""
-    prompts = [[5 + i, *range(10, 10 + 3 * i)] for i in range(num_prompts)]
+    prompts = prompts or [[5 + i, *range(10, 10 + 3 * i)] for i in range(num_prompts)]
     settings = ("max_model_len=64", "scheduler.max_num_batched_tokens=48", *settings)
     expected, expected_image, expected_ns = serve(
         model, "monolithic", precision, [*settings, "lockstep=false"], prompts

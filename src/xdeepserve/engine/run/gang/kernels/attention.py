@@ -46,6 +46,7 @@ INT8_ATTENTION = 27  # 0 or 1
 LOG2PHY, LOGCNT, LOAD = 28, 29, 30  # of the experts; 0 without replicas, or if nobody counts
 NUM_WEIGHTS = 31
 
+MANY, FEW = 64, 32  # rows, see `_attention`
 NEIGHBOURS = 8  # dies whose rows and buffers stay near, too
 
 H, POSITIONS, SLOTS, SEQ_OF, BLOCK_TABLES, NUM_SEQS = range(6)
@@ -91,12 +92,16 @@ def append(s, kv, q, ws, weights, inputs, lo):
 
 
 @part
-def attend(s, q, ws, weights, inputs, lo, scratch, worker, num):
-    """A worker's part of attention of the rows from `lo` on, from q_lat to o_lat."""
-    rows = q.shape[0]
-    positions, seq_of = i32_flat(inputs[POSITIONS] + 4 * lo, rows), i32_flat(inputs[SEQ_OF] + 4 * lo, rows)
+def attend(s, q, ws, weights, inputs, lo, first, last, scratch, worker, num):
+    """A worker's part of attention of the rows [first, last) of those from `lo` on, from q_lat to o_lat."""
+    rows, start, width = last - first, 4 * (lo + first), s.heads * s.kv_lora
+    positions, seq_of = i32_flat(inputs[POSITIONS] + start, rows), i32_flat(inputs[SEQ_OF] + start, rows)
     tables = i32(inputs[BLOCK_TABLES], inputs[NUM_SEQS], s.blocks_per_seq)
-    q_lat, o_lat = f32(ws[Q_LAT], rows, s.heads * s.kv_lora), f32(ws[O_LAT], rows, s.heads * s.kv_lora)
+    q_lat, o_lat = (
+        f32(ws[Q_LAT] + 4 * first * width, rows, width),
+        f32(ws[O_LAT] + 4 * first * width, rows, width),
+    )
+    q = q[first:last]
     latent8, scales, latent, none, pe_cache = _caches(s, weights)
     if s.is_int8:
         k.attention(
@@ -122,17 +127,35 @@ def columns(s, out, x, q8, q8_scale, weights, at, k_size, num_blocks, worker, nu
 
 
 @part
-def heads_product(s, out, width, x, x_width, rows, weight, depth, n, worker, num):
+def heads_product(s, out, width, x, x_width, first_row, rows, weight, depth, n, worker, num):
     """A thread's heads of out [T, heads * n]: the first `depth` columns of x times their own matrix.
 
-    out and x are addresses; `width` and `x_width` the columns of all heads.
+    Of the rows from `first_row` on. out and x are addresses; `width` and `x_width` the columns of all heads.
     """
     first, last = share(s.heads, worker, num)
     rows_of_w = (depth + PAIR - 1) // PAIR * PAIR if s.is_int8 else depth
     size, step = groups_of(n) * COLUMNS * rows_of_w, x_width // s.heads
     packed = flat_like(weight + s.matrix.itemsize * first * size, (last - first) * size, s.matrix)
-    mine, source = f32(out + 4 * first * n, rows, width), f32(x + 4 * first * step, rows, x_width)
+    mine = f32(out + 4 * (first_row * width + first * n), rows, width)
+    source = f32(x + 4 * (first_row * x_width + first * step), rows, x_width)
     stacked_product(mine, source, packed, depth, n, last - first, step, 0, groups_of(n))
+
+
+@part
+def absorb(s, ws, weights, first, rows, worker, num):
+    """q_lat of some rows: a thread's heads of them."""
+    width, q_width = s.heads * s.kv_lora, s.heads * (s.nope + s.rope)
+    w = weights[W_UK]
+    heads_product(s, ws[Q_LAT], width, ws[Q], q_width, first, rows, w, s.nope, s.kv_lora, worker, num)
+
+
+@part
+def unabsorb(s, ws, weights, first, rows, worker, num):
+    """What heads make of o_lat of some rows: a thread's heads of them."""
+    width, v_width, w = s.heads * s.kv_lora, s.heads * s.v_dim, weights[W_UV]
+    heads_product(
+        s, ws[HEADS_OUT], v_width, ws[O_LAT], width, first, rows, w, s.kv_lora, s.v_dim, worker, num
+    )
 
 
 @array_part
@@ -197,21 +220,33 @@ def _project(phase, s, h, ws, weights, worker, num):
 
 @array_part
 def _attention(phase, s, rows, ws, weights, inputs, lo, scratch, worker, num):
-    """The new latents into the cache, RoPE, absorption; attention; and what is absorbed on the way out."""
-    first, last = share(rows, worker, num)
-    width, v_width = s.heads * s.kv_lora, s.heads * s.v_dim
+    """The new latents into the cache, RoPE, absorption; attention; and what is absorbed on the way out.
+
+    Of MANY rows a thread takes its own all the way, a FEW at a time: what is absorbed, float32 for each head,
+    would not stay near until the next phase. Of fewer, threads share the weights.
+    """
+    (first, last), is_apart = share(rows, worker, num), rows >= MANY * num
     q = f32(ws[Q], rows, s.heads * (s.nope + s.rope))
     if phase == APPEND:
         kv = f32(ws[KV], rows, s.kv_lora + s.rope)
         append(s, kv[first:last], q[first:last], ws, weights, inputs, lo + first)
-        # What append turns is the end of each head, and what this reads the beginning.
-        w, q_width = weights[W_UK], q.shape[1]
-        heads_product(s, ws[Q_LAT], width, ws[Q], q_width, rows, w, s.nope, s.kv_lora, worker, num)
-    elif phase == ATTEND:
-        attend(s, q, ws, weights, inputs, lo, scratch, worker, num)
+        if not is_apart:
+            # What append turns is the end of each head, and what this reads the beginning.
+            absorb(s, ws, weights, 0, rows, worker, num)
+    elif phase == HEADS:
+        if not is_apart:
+            unabsorb(s, ws, weights, 0, rows, worker, num)
+    elif not is_apart:
+        attend(s, q, ws, weights, inputs, lo, 0, rows, scratch, worker, num)
     else:
-        w = weights[W_UV]
-        heads_product(s, ws[HEADS_OUT], v_width, ws[O_LAT], width, rows, w, s.kv_lora, s.v_dim, worker, num)
+        for number, at in enumerate(range(0, rows, FEW)):
+            # To and fro: later rows have more to look at.
+            turn, place = number // num, number % num
+            if (place if turn % 2 == 0 else num - 1 - place) == worker:
+                end = min(at + FEW, rows)
+                absorb(s, ws, weights, at, end - at, 0, 1)
+                attend(s, q, ws, weights, inputs, lo, at, end, scratch, 0, 1)
+                unabsorb(s, ws, weights, at, end - at, 0, 1)
 
 
 @array_part

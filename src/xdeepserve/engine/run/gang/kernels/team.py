@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from xdeepserve.engine.run.gang.kernels import experts as e
 from xdeepserve.engine.run.gang.kernels.attention import (
     ACT,
@@ -24,6 +26,8 @@ from xdeepserve.jit.compiling import array_part, kernel, part
 from xdeepserve.jit.pointers import f32, f32_flat, i8, i32_flat
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
+
+NEAR = 8  # rows whose answers are added up together
 
 
 @array_part
@@ -65,15 +69,28 @@ def _moe(s, inter, h, ws, weights, die, sync, worker, num):
             s, shared, shared_act, shared_act8, scale, weights, SHARED_W2, s.shared, c.TP_BLOCKS, worker, num
         )
     wait(sync, num)
-    slot_out = f32(ws[SLOT_OUT], total, s.hidden)
+    _add_up(s, h, ws, topk_weights, order, out, shared, first, last)
+
+
+@array_part
+def _add_up(s, h, ws, topk_weights, order, out, shared, first, last):
+    """What experts gave for the rows [first, last), and the shared one, added to h.
+
+    NEAR rows at a time: they are still there when they are added up.
+    """
+    total = order.size
+    slot_out, place = f32(ws[SLOT_OUT], total, s.hidden), np.empty(total, np.int32)
     for i in range(total):
-        if first * s.top_k <= order[i] < last * s.top_k:
-            slot_out[order[i]] = out[i]
-    slots = slot_out[first * s.top_k : last * s.top_k]
-    if s.int8_answers:
-        k.round_to_int8(slots)
-        k.round_to_int8(shared[first:last])
-    k.combine(h[first:last], slots, topk_weights[first:last], shared[first:last], s.bf16_answers)
+        place[order[i]] = i
+    for row in range(first, last, NEAR):
+        end = min(row + NEAR, last)
+        for slot in range(row * s.top_k, end * s.top_k):
+            slot_out[slot] = out[place[slot]]
+        slots, own = slot_out[row * s.top_k : end * s.top_k], shared[row:end]
+        if s.int8_answers:
+            k.round_to_int8(slots)
+            k.round_to_int8(own)
+        k.combine(h[row:end], slots, topk_weights[row:end], own, s.bf16_answers)
 
 
 @part
