@@ -153,10 +153,10 @@ def other_cpus() -> None:
     if uses_amx():
         others.insert(0, (ENVIRONMENT_VARIABLE, "vnni", "without the matrix unit"))
     for name, value, without in others:
-        settings = os.environ | {name: value}
+        inherited = {key: text for key, text in os.environ.items() if key != ENVIRONMENT_VARIABLE}
         command = [sys.executable, __file__, "--digest"]
         found = subprocess.run(
-            command, env=settings, check=True, capture_output=True, text=True
+            command, env={**inherited, name: value}, check=True, capture_output=True, text=True
         ).stdout.strip()
         verdict = "the same" if found == digest() else "NOT THE SAME"
         print(f"  {name + '=' + value:<42} {found} {verdict}: {without}")

@@ -18,10 +18,9 @@ deployment of your own (`--deployment FILE.toml`). `xdeepserve settings [KEY]` p
 has no effect where it is given is named in a note. This page is made by `tools/write_settings.py`.
 
 Two things belong to this computer and not to the pod, and neither changes a bit. `XDEEPSERVE_THREADS` is the
-default of `threads`. `XDEEPSERVE_KERNELS` says by which instructions INT8 is multiplied: `amx` insists on
-the matrix unit of Intel's server CPUs, `vnni` on AVX-512 VNNI without it, `portable` does without both and
-AVX-512 BF16; by default whatever is fastest is used of what the CPU has and the system permits.
-"""
+default of `threads`. `XDEEPSERVE_KERNELS` says by which instructions INT8 and BF16 are multiplied: `amx`
+insists on the matrix unit of Intel's server CPUs, `vnni` on AVX-512 VNNI without it, `portable` does without
+both and AVX-512 BF16; by default whatever is fastest is used of what the CPU has and the system permits. """
 
 
 def page() -> str:

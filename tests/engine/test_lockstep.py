@@ -88,11 +88,17 @@ def run(precision: str, shape: tuple[int, ...], *more: str) -> tuple[str, dict[t
     return serve("tiny-random", "moe-attention", precision, overrides(shape, *more))
 
 
-def check_apart(precision: str, shape: tuple[int, ...], *more: str, model: Model = "tiny-random") -> None:
+def check_apart(
+    precision: str,
+    shape: tuple[int, ...],
+    *more: str,
+    model: Model = "tiny-random",
+    prompts: list[list[int]] = PROMPTS,
+) -> None:
     """The same of a `moe-attention` pod."""
     settings = overrides(shape, *more)
-    expected, expected_image, expected_ns = serve(model, "moe-attention", precision, settings)
-    found, image, found_ns = serve(model, "moe-attention", precision, [*settings, "lockstep=true"])
+    expected, expected_image, expected_ns = serve(model, "moe-attention", precision, settings, prompts)
+    found, image, found_ns = serve(model, "moe-attention", precision, [*settings, "lockstep=true"], prompts)
     assert found == expected
     assert image.keys() == expected_image.keys()
     assert not [key for key in image if image[key] != expected_image[key]]
@@ -130,6 +136,11 @@ ROOM = ("max_model_len=256", "scheduler.max_num_batched_tokens=224")
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
 def test_many_rows_leave_the_same_bytes(precision: str) -> None:
     check_colocated(precision, "dies=2", *ROOM, prompts=LONG)
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp32"])
+def test_many_rows_of_microbatches_leave_the_same_bytes(precision: str) -> None:
+    check_apart(precision, (1, 1, 2, 1, 2), *ROOM, "threads=2", prompts=LONG)
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp32"])

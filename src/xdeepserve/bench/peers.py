@@ -95,7 +95,12 @@ class Peer:
         line = out.readline()
         if not line:
             raise self._ended()
-        found: dict[str, Any] = json.loads(line)
+        try:
+            found: dict[str, Any] = json.loads(line)
+        except json.JSONDecodeError:
+            raise XDeepServeError(
+                f"bench: {self.engine} says what nobody asked: {line.strip()[:80]!r}"
+            ) from None
         return found
 
     def _ended(self) -> XDeepServeError:
@@ -143,7 +148,7 @@ def peer_rows(
                 yield from _rows(
                     f"{suite}/{label}", python, engine, path, counts, (num_seqs, context), measure
                 )
-            except XDeepServeError as error:
+            except (XDeepServeError, OSError) as error:  # such as a Python that does not start
                 _note(f"{engine} is skipped: {error}")
 
 

@@ -16,8 +16,9 @@ from xdeepserve.bench.generation import Contender, prompts
 from xdeepserve.bench.peers import Generate, Rates
 from xdeepserve.bench.report import Row
 
-BATCHES = (1, 8)
+BATCHES = (1, 8, 32)
 LENGTHS = (128, 512, 2047)  # the longest leaves room for a token in a context of 2,048
+MOST = 1 << 14  # tokens of all prompts of a row: more would say nothing new, and take minutes
 CHUNK = 512  # rows of a step, for this engine: more than a tile, and fewer than what caches hold
 REPEATS, SECONDS = 5, 10.0
 
@@ -30,7 +31,7 @@ def all_rows(model: str = "tiny", peers: Path | None = None) -> Iterator[Row]:
 def rates(generate: Generate, vocab_size: int) -> Rates:
     """The rate of each batch and length."""
     for batch in BATCHES:
-        for length in LENGTHS:
+        for length in (each for each in LENGTHS if batch * each <= MOST):
             yield f"batch={batch}/prompt={length}", prefill_rate(generate, vocab_size, batch, length)
 
 
@@ -47,7 +48,7 @@ def prefill_rate(generate: Generate, vocab_size: int, batch: int, length: int) -
 
 
 DEPLOYMENTS = (Contender("monolithic"), Contender("colocated", ("lockstep=true",)))
-LIMITS = (f"scheduler.max_num_batched_tokens={CHUNK}",)
+LIMITS = (f"scheduler.max_num_batched_tokens={CHUNK}", "cache.num_blocks=2048")
 SUITE = generation.Task(
     "prefill", rates, DEPLOYMENTS, num_seqs=max(BATCHES), context=max(LENGTHS) + 1, limits=LIMITS
 )

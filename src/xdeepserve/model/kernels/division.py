@@ -5,7 +5,7 @@ a - q * b, rounded once, and the quotient q + r * y, rounded once (P. Markstein,
 functions on the IBM RISC System/6000 processor", IBM J. Res. Dev. 34, 1990). It is a / b rounded to nearest,
 as a division's. For with a and b in [1, 2), y is wrong by 2**-25 at most, and what is rounded last by
 
-    a >= b:  b * (2 + a) * 2**-50, which is less than 16 * 2**-50
+    a >= b:  b * (2 + a) * 2**-50, which is less than 8 * 2**-50
     a <  b:  b * (1 + b) * 2**-50, and 2**-47 * y because r may have a bit too many, less than 14 * 2**-50
 
 A rounding can go wrong only if a / b is no further from the middle of two neighbours. It lies k * 2**-47 / b

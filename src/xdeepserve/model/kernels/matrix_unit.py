@@ -8,10 +8,10 @@ product, 16 x 16 sums, is added to a third tile:
     tdpbusd     x uint8, w int8            the same; a uint8 is a signed number plus 128 here, see simd.py
     tdpbf16ps   x and w pairs of BF16      float32, in the order of canonical.matmul_exact
 
-A block is four products that use each tile twice: two left and two right tiles (TALL), or, where no more than
-16 rows are, one left tile and four right ones (FLAT). Where there are fewer tiles than a block takes, the
-last one takes the place of those that are missing; the same sums are made twice then, and are stored to the
-same place twice.
+A block is four products: of two left and two right tiles, each of which is used twice (TALL), or, where no
+more than 16 rows are, of one left tile and four right ones (FLAT). Where there are fewer tiles than a block
+takes, the last one takes the place of those that are missing; the same sums are made twice then, and are
+stored to the same place twice.
 
 There are eight tile registers: four for sums, two for the left tiles, and one that each right tile is loaded
 into in turn. A thread says what shape its tiles have before it uses them (`begin_tiles`, or `begin_quarters`

@@ -2,11 +2,12 @@
 end, and the shared expert.
 
 A layer goes phase by phase. `num` threads share a phase, one of them `worker`, or one has it all. Products
-are shared by columns, so that each weight is read once; attention by heads and sequences; what treats each
-row by itself, by rows. A phase is what lies between two waits: in it a thread reads what others wrote before
-the last one, and writes its own part. The arithmetic and the buffers that it leaves are those of `step`, for
-any number of threads; the tests compare every byte. Attention of another kind than MLA has run before, die by
-die (`staged.py`): a layer begins with what it has left in the buffer `o` then.
+are shared by columns, so that each weight is read once; attention by heads and sequences, or by rows where
+there are many; what treats each row by itself, by rows. A phase is what lies between two waits: in it a
+thread reads what others wrote before the last one, and writes its own part. The arithmetic and the buffers
+that it leaves are those of `step`, for any number of threads; the tests compare every byte. Attention of
+another kind than MLA has run before, die by die (`staged.py`): a layer begins with what it has left in the
+buffer `o` then.
 """
 
 from __future__ import annotations
@@ -222,8 +223,8 @@ def _project(phase, s, h, ws, weights, worker, num):
 def _attention(phase, s, rows, ws, weights, inputs, lo, scratch, worker, num):
     """The new latents into the cache, RoPE, absorption; attention; and what is absorbed on the way out.
 
-    Of MANY rows a thread takes its own all the way, a FEW at a time: what is absorbed, float32 for each head,
-    would not stay near until the next phase. Of fewer, threads share the weights.
+    From MANY rows for each thread on a thread takes some all the way, about FEW at a time: what is absorbed,
+    float32 for each head, would not stay near until the next phase. Of fewer, threads share the weights.
     """
     (first, last), is_apart = share(rows, worker, num), rows >= MANY * num
     q = f32(ws[Q], rows, s.heads * (s.nope + s.rope))
@@ -239,14 +240,14 @@ def _attention(phase, s, rows, ws, weights, inputs, lo, scratch, worker, num):
     elif not is_apart:
         attend(s, q, ws, weights, inputs, lo, 0, rows, scratch, worker, num)
     else:
-        for number, at in enumerate(range(0, rows, FEW)):
+        turns = (rows + FEW * num - 1) // (FEW * num)
+        for turn in range(turns):
             # To and fro: later rows have more to look at.
-            turn, place = number // num, number % num
-            if (place if turn % 2 == 0 else num - 1 - place) == worker:
-                end = min(at + FEW, rows)
-                absorb(s, ws, weights, at, end - at, 0, 1)
-                attend(s, q, ws, weights, inputs, lo, at, end, scratch, 0, 1)
-                unabsorb(s, ws, weights, at, end - at, 0, 1)
+            place = worker if turn % 2 == 0 else num - 1 - worker
+            at, end = share(rows, turn * num + place, turns * num)
+            absorb(s, ws, weights, at, end - at, 0, 1)
+            attend(s, q, ws, weights, inputs, lo, at, end, scratch, 0, 1)
+            unabsorb(s, ws, weights, at, end - at, 0, 1)
 
 
 @array_part
