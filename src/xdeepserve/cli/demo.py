@@ -63,7 +63,10 @@ def run(args: argparse.Namespace) -> int:
         "Building a transformerless pod (the first run compiles the kernels) ...",
         flush=True,
     )
-    with working("demo") as status, LLM(checkpoint, DEPLOYMENT, "int8", overrides=["mtp=1"]) as llm:
+    with (
+        working("demo", runs_int8=True) as status,
+        LLM(checkpoint, DEPLOYMENT, "int8", overrides=["mtp=1"]) as llm,
+    ):
         for te in llm.engine.plan.tes:
             print(f"  {team(te)}", flush=True)
         llm.engine.observe(counted(status))

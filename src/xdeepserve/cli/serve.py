@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     note_rounding(args, resolve_model(args.model))
     note_tokenizer(args, engine.tokenizer)
     with contextlib.ExitStack() as starting:
-        status = starting.enter_context(working(f"Loading {args.model}"))
+        status = starting.enter_context(working(f"Loading {args.model}", runs_int8=args.precision == "int8"))
         engine.load(status.progress)
         status.text, status.detail = f"Warming up {args.model}", ""
 

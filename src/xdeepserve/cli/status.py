@@ -42,14 +42,15 @@ class Status:
 
 
 @contextlib.contextmanager
-def working(text: str, is_quiet: bool = False) -> Iterator[Status]:
+def working(text: str, is_quiet: bool = False, runs_int8: bool = False) -> Iterator[Status]:
     """Show on stderr where work stands: a status line on a terminal, else a line every few seconds.
 
-    `is_quiet`: nothing without a terminal, for those who read both streams.
+    `is_quiet`: nothing without a terminal, for those who read both streams. `runs_int8`: somebody waits for a
+    model of that recipe, so two processes compile kernels.
     """
     status, is_done = Status(text), threading.Event()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_compiling(status))
+        stack.enter_context(_compiling(status, runs_int8))
         if sys.stderr.isatty():
             from rich.console import Console
 
@@ -77,9 +78,11 @@ def working(text: str, is_quiet: bool = False) -> Iterator[Status]:
 
 
 @contextlib.contextmanager
-def _compiling(status: Status) -> Iterator[None]:
+def _compiling(status: Status, runs_int8: bool) -> Iterator[None]:
     """Note the kernels that Numba compiles meanwhile; those in its cache are not compiled."""
     from numba.core import event
+
+    stack = contextlib.ExitStack()
 
     class Listener(event.Listener):
         """Counts kernels, which may compile others within them."""
@@ -90,6 +93,11 @@ def _compiling(status: Status) -> Iterator[None]:
             """A function is about to be compiled."""
             self.depth += 1
             if self.depth == 1:
+                if runs_int8 and not status.kernels:
+                    from xdeepserve.model.kernels import ahead
+
+                    if ahead.is_worth_it():
+                        stack.enter_context(ahead.helper())
                 status.is_compiling = True
                 status.kernels.append(happens.data["dispatcher"].py_func.__name__)
 
@@ -98,5 +106,5 @@ def _compiling(status: Status) -> Iterator[None]:
             self.depth -= 1
             status.is_compiling = self.depth > 0
 
-    with event.install_listener("numba:compile", Listener()):
+    with stack, event.install_listener("numba:compile", Listener()):
         yield
