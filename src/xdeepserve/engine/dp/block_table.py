@@ -16,7 +16,8 @@ while a step ran that was planned with them (`begin_step`), if the next one is p
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from operator import attrgetter
 
 from xdeepserve.engine.dp.prefix_index import Node, PrefixIndex
 from xdeepserve.engine.messages import BlockCopy
@@ -52,8 +53,7 @@ class BlockTable:
     @property
     def num_cached(self) -> int:
         """HBM slots that nobody uses but a prefix may match."""
-        busy = set().union(*self._busy.values())  # once for all slots: each step asks
-        return sum(not self._users[slot] and slot not in busy for slot in self._node_of)
+        return sum(1 for _ in self._evictable())
 
     @property
     def num_free(self) -> int:
@@ -95,8 +95,6 @@ class BlockTable:
 
     def append_block(self, holding: Holding) -> int:
         """One more private slot. XDeepServeError if none is available."""
-        if not self._free and not self.num_available:
-            raise XDeepServeError(f"RTC: all {self.num_blocks} blocks are in use")
         slot = self._take_slot()
         self._users[slot] = 1
         holding.slots.append(slot)
@@ -192,15 +190,19 @@ class BlockTable:
     def _is_busy(self, slot: int) -> bool:
         return any(slot in slots for slots in self._busy.values())
 
-    def _is_evictable(self, slot: int) -> bool:
-        return self._users[slot] == 0 and not self._is_busy(slot)
+    def _evictable(self) -> Iterator[Node]:
+        """The nodes of cached slots. What is busy is found once for all: each step asks, and each block that
+        takes the place of another."""
+        users, busy = self._users, set[int]().union(*self._busy.values())
+        return (node for slot, node in self._node_of.items() if not users[slot] and slot not in busy)
 
     def _take_slot(self) -> int:
+        """A free slot, or the one that was used least recently. XDeepServeError if none is available."""
         if self._free:
             return self._free.pop()
-        victims = [node for slot, node in self._node_of.items() if self._is_evictable(slot)]
-        node = min(victims, key=lambda node: node.last_used)
-        assert node.slot is not None
+        node = min(self._evictable(), key=attrgetter("last_used"), default=None)
+        if node is None or node.slot is None:
+            raise XDeepServeError(f"RTC: all {self.num_blocks} blocks are in use")
         slot = node.slot
         del self._node_of[slot]
         node.slot = None

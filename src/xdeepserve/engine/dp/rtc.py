@@ -178,11 +178,7 @@ class RTC(BlockTable):
     def save(self, limit: int) -> tuple[int, list[BlockCopy]] | None:
         """Keep up to `limit` cached blocks in host DRAM too, the oldest first; None: nothing to do."""
         candidates = sorted(
-            (
-                node
-                for slot, node in self._node_of.items()
-                if self._is_evictable(slot) and node.host_slot is None
-            ),
+            (node for node in self._evictable() if node.host_slot is None),
             key=lambda node: node.last_used,
         )
         # Beyond free host slots, only in place of copies that have not been used for longer: otherwise two
