@@ -41,8 +41,10 @@ def test_no_prompt_begins_like_another(monkeypatch: pytest.MonkeyPatch) -> None:
         now += 0.002 * sum(map(len, prompts))
 
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    assert prefill.prefill_rate(generate, 320, batch=8, length=128) == pytest.approx(500)
-    assert len({prompt[0] for prompt in seen}) == len(seen) == 8 * (1 + prefill.REPEATS)
+    rates = dict(prefill.rates(generate, 8192))
+    assert len(rates) == 8
+    assert list(rates.values()) == [pytest.approx(500)] * 8
+    assert len({prompt[0] for prompt in seen}) == len(seen)
 
 
 def test_seconds_is_the_median_of_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:

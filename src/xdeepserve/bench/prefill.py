@@ -30,21 +30,25 @@ def all_rows(model: str = "tiny", peers: Path | None = None) -> Iterator[Row]:
 
 def rates(generate: Generate, vocab_size: int) -> Rates:
     """The rate of each batch and length."""
+    first = 0
     for batch in BATCHES:
         for length in (each for each in LENGTHS if batch * each <= MOST):
-            yield f"batch={batch}/prompt={length}", prefill_rate(generate, vocab_size, batch, length)
+            numbers = range(first, first + batch * (1 + REPEATS))
+            yield f"batch={batch}/prompt={length}", prefill_rate(generate, vocab_size, batch, length, numbers)
+            first = numbers.stop  # a longer prompt of the same number would begin with one that is cached
 
 
-def prefill_rate(generate: Generate, vocab_size: int, batch: int, length: int) -> float:
-    """Tokens per second of `batch` prompts at once."""
+def prefill_rate(generate: Generate, vocab_size: int, batch: int, length: int, numbers: range) -> float:
+    """Tokens per second of `batch` prompts at once, which have these numbers."""
     times: list[float] = []
-    generate(prompts(batch, vocab_size, length), 1)
-    while len(times) < REPEATS and sum(times) < SECONDS:
-        ids = prompts(batch, vocab_size, length, first=batch * (len(times) + 1))
+    for first in numbers[::batch]:
+        ids = prompts(batch, vocab_size, length, first)
         start = time.perf_counter()
         generate(ids, 1)
         times.append(time.perf_counter() - start)
-    return batch * length / statistics.median(times)
+        if sum(times[1:]) >= SECONDS:
+            break
+    return batch * length / statistics.median(times[1:])
 
 
 DEPLOYMENTS = (Contender("monolithic"), Contender("colocated", ("lockstep=true",)))
