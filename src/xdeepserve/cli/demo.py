@@ -40,6 +40,14 @@ def serve_page(args: argparse.Namespace) -> int:
     return serve.run(served)
 
 
+def print_answers(questions: list[str], answers: list[str]) -> None:
+    """What was asked, and what the model says to it."""
+    for question, answer in zip(questions, answers, strict=True):
+        print(f"\n  > {question}")
+        for line in answer.strip().splitlines():
+            print(textwrap.fill(line, 100, initial_indent="    ", subsequent_indent="    "))
+
+
 def run(args: argparse.Namespace) -> int:
     """Print the report; 1 if one bit differs."""
     if args.page:
@@ -74,10 +82,7 @@ def run(args: argparse.Namespace) -> int:
         num_kernels = len(status.kernels)
         virtual_ms = llm.virtual_ns / 1e6
         steps = " and ".join(f"{te.step_idx} {te.sizes.role}" for te in llm.engine.je.tes)
-    for (shown, _), output in zip(prompts, outputs, strict=True):
-        print(f"\n  > {shown}")
-        for line in output.outputs[0].text.strip().splitlines():
-            print(textwrap.fill(line, 100, initial_indent="    ", subsequent_indent="    "))
+    print_answers([shown for shown, _ in prompts], [output.outputs[0].text for output in outputs])
     num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     print(f"\n{num_tokens} tokens in {steps} steps, {virtual_ms:.2f} ms of virtual time on the pod.")
 

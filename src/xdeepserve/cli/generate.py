@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
 
     checkpoint = _checkpoint(args)
     with (
-        working(f"Loading {args.model}", args.json, args.precision == "int8") as status,
+        working(f"Loading {args.model}", is_quiet=args.json, runs_int8=args.precision == "int8") as status,
         LLM(
             checkpoint,
             args.deployment,

@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from xdeepserve.cli import compile_ahead
+
 EVERY_S = 5.0  # of wall time: without a terminal, a line so often
 
 
@@ -93,11 +95,8 @@ def _compiling(status: Status, runs_int8: bool) -> Iterator[None]:
             """A function is about to be compiled."""
             self.depth += 1
             if self.depth == 1:
-                if runs_int8 and not status.kernels:
-                    from xdeepserve.model.kernels import ahead
-
-                    if ahead.is_worth_it():
-                        stack.enter_context(ahead.helper())
+                if runs_int8 and not status.kernels and compile_ahead.is_worth_it():
+                    stack.enter_context(compile_ahead.helper())
                 status.is_compiling = True
                 status.kernels.append(happens.data["dispatcher"].py_func.__name__)
 

@@ -247,18 +247,9 @@ def _attend(
             ahead,
         )  # fmt: skip
     _hand_out(
-        o_lat,
-        lane0,
-        num_lanes,
-        rank,
-        scratch,
-        result,
-        lanes,
-        totals,
-        start,
-        q_scale,
+        o_lat, lane0, num_lanes, rank, scratch, result, lanes, totals, start, q_scale,
         is_int8 and int8_weights,
-    )
+    )  # fmt: skip
 
 
 @kernel

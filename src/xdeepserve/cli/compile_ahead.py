@@ -1,6 +1,6 @@
 """Compiles the kernels that take longest, before they are needed: what a second process does for a command.
 
-    python -m xdeepserve.model.kernels.ahead
+    python -m xdeepserve.cli.compile_ahead
 
 Processes that need the same kernel compile it once and wait for each other (jit/compiling.py). So a command
 that finds nothing in the cache goes on with what it needs first, and meets the rest when it comes to it.
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-MODULE = "xdeepserve.model.kernels.ahead"
+MODULE = "xdeepserve.cli.compile_ahead"
 
 
 def signatures() -> list[tuple[Any, tuple[Any, ...]]]:
