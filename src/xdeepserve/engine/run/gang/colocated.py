@@ -16,8 +16,7 @@ from xdeepserve.engine.run.gang.gang import Call, Gang, Share, Span, addresses
 from xdeepserve.engine.run.gang.kernels import attention as a
 from xdeepserve.engine.run.gang.kernels import colocated_stages as d
 from xdeepserve.engine.run.gang.kernels import experts as e
-from xdeepserve.engine.run.gang.timetable import Stages, Timed, Timetable, in_turn
-from xdeepserve.engine.walk.runner import MAX_KEPT
+from xdeepserve.engine.run.gang.timetable import Timed, Timetable
 from xdeepserve.engine.walk.schedule import Visit
 from xdeepserve.step.stage import Counts, Meet, Stage
 
@@ -59,7 +58,6 @@ class ColocatedGang(Gang):
         }
         dies = [executor.die for executor in self.executors]
         self.timetable = Timetable(dies, config.hidden_size, sizes.exchange)
-        self._told: dict[tuple[int, tuple[int, ...]], Timed] = {}  # by stage and rows of each die
         if self._exchange is None:
             # No row leaves its die; the numbers of the exchange say what an expert takes.
             experts, top_k = len(first.mem.slots), config.num_experts_per_tok
@@ -154,44 +152,27 @@ class ColocatedGang(Gang):
     def _tell_time(self, shares: Sequence[Share], visits: Sequence[Visit], passes: Sequence[int]) -> None:
         """When the stages happen: a walk through the same Programs."""
         tt = self.timetable
-        known: dict[int, Stages] = {}  # by Program, the stages on a die's own rows
+        known: dict[int, list[Timed]] = {}  # by Program, the stages on a die's own rows
         for visit, at in zip(visits, passes, strict=True):
             tt.drawing.at(layer=visit.layer_idx)
-            program = visit.program
-            own = known.get(id(program))
+            items = (*visit.program.attention, *visit.program.feed)
+            own = known.get(id(visit.program))
             if own is None:
-                own = known[id(program)] = self._own_stages(visit, shares)
-            if len(own.each) == len(program.attention) + len(program.feed):
+                stages = [item for item in items if isinstance(item, Stage) and item.rows != "received"]
+                own = known[id(visit.program)] = [self._time(stage, visit, shares) for stage in stages]
+            if len(own) == len(items):
                 tt.stages(own)
                 continue
-            rest = iter(own.each)
-            for item in (*program.attention, *program.feed):
+            rest = iter(own)
+            for item in items:
                 if isinstance(item, Meet):
                     op: Op = "dispatch" if "dispatch" in item.op else "combine"
                     batch = max(len(share.h) for share in shares)
                     tt.meet(item.op.replace("_", " "), self.exchange_ns(op, batch))
                 elif item.rows == "received":
-                    received = self.received[at].sum(axis=1)
-                    tt.stages(in_turn(self._time_experts(item, visit, shares, received)))
+                    tt.stages([self._time_experts(item, visit, shares, self.received[at].sum(axis=1))])
                 else:
-                    tt.stages(in_turn(next(rest)))
-
-    def _own_stages(self, visit: Visit, shares: Sequence[Share]) -> Stages:
-        """The stages of a layer on each die's own rows. Few depend on more than how many these are."""
-        rows, timed = tuple(len(share.h) for share in shares), []
-        for stage in (*visit.program.attention, *visit.program.feed):
-            if isinstance(stage, Meet) or stage.rows == "received":
-                continue
-            key = id(stage), rows
-            told = self._told.get(key)
-            if told is None:
-                told = self._time(stage, visit, shares)
-                if not stage.attends and stage.name != "Experts":
-                    if len(self._told) >= MAX_KEPT:
-                        self._told.clear()
-                    self._told[key] = told
-            timed.append(told)
-        return in_turn(*timed)
+                    tt.stages([next(rest)])
 
     def _time(self, stage: Stage, visit: Visit, shares: Sequence[Share]) -> Timed:
         """A stage on each die's own rows."""

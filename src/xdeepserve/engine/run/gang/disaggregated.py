@@ -20,7 +20,7 @@ from xdeepserve.engine.run.gang.gang import Call, Gang, Share, Span, addresses
 from xdeepserve.engine.run.gang.kernels import attention as a
 from xdeepserve.engine.run.gang.kernels import disaggregated_stages as ends
 from xdeepserve.engine.run.gang.kernels import experts as e
-from xdeepserve.engine.run.gang.timetable import DisaggregatedTimetable, Stages, Timed, TokenTimes, in_turn
+from xdeepserve.engine.run.gang.timetable import DisaggregatedTimetable, Timed, TokenTimes
 from xdeepserve.engine.walk.schedule import Visit, cut_at
 from xdeepserve.step.frame import Batch
 from xdeepserve.step.stage import Counts, Stage
@@ -195,7 +195,7 @@ class DisaggregatedGang(Gang):
         times = [self._token_times(cuts[:, 1] - cuts[:, 0]) for cuts in self.cuts]
         experts_ns = [iter(self._experts_ns(m, visits, passes)) for m in range(num_microbatches)]
         parts = [self._parts(shares, cuts) for cuts in self.cuts]
-        timed: dict[tuple[int, int], Stages] = {}  # by Program and microbatch
+        timed: dict[tuple[int, int], list[Timed]] = {}  # by Program and microbatch
         leaves: list[list[int]] = [[] for _ in range(num_microbatches)]  # by domain, if it is away
         last = 0  # the layer before, which a microbatch that is away is in
         for visit in visits:
@@ -235,7 +235,7 @@ class DisaggregatedGang(Gang):
         bounds = cuts.tolist()
         return [share.batch.part(slice(lo, hi)) for share, (lo, hi) in zip(shares, bounds, strict=True)]
 
-    def _time(self, visit: Visit, parts: Sequence[Batch]) -> Stages:
+    def _time(self, visit: Visit, parts: Sequence[Batch]) -> list[Timed]:
         """What attention dies do of a layer before they send its tokens away."""
         runner, (before, _) = self.executors[0].runner, cut_at(visit.program.feed, "a2e")
         result = []
@@ -247,7 +247,7 @@ class DisaggregatedGang(Gang):
                     counts = Counts(part.num_tokens, part.context, part.kv_tokens)
                     ns[rank] = round(runner.price_of(stage, visit.layer, counts))
             result.append(Timed(stage.name, stage.core, ns))
-        return in_turn(*result)
+        return result
 
 
 def _keep(received: np.ndarray, ways: np.ndarray, worker: int, num: int) -> None:

@@ -33,19 +33,6 @@ class Timed(NamedTuple):
     ns: Ns
 
 
-class Stages(NamedTuple):
-    """Some that follow each other on every die, and what all of them take."""
-
-    each: Sequence[Timed]
-    ns: Ns
-
-
-def in_turn(*timed: Timed) -> Stages:
-    """One at least, one after another."""
-    first, *others = timed
-    return Stages(timed, sum((stage.ns for stage in others), first.ns))
-
-
 class TokenTimes(NamedTuple):
     """What the tokens of a microbatch take on their ways, the same ones in each layer of a run."""
 
@@ -72,16 +59,12 @@ class Timetable:
         self.drawing.begin()
         self.attention = came.copy()
 
-    def stages(self, stages: Stages) -> None:
-        """Each die runs them."""
-        start = self.attention
-        self.attention = start + stages.ns
-        if not self.drawing.is_on:
-            return
-        for name, core, ns in stages.each:
-            end = start + ns
-            self.drawing.spans(core.upper(), name, start, end)
-            start = end
+    def stages(self, timed: Sequence[Timed]) -> None:
+        """Each die runs stages, one after another."""
+        for name, core, ns in timed:
+            start = self.attention
+            self.attention = start + ns
+            self.drawing.spans(core.upper(), name, start, self.attention)
 
     def meet(self, op: str, exchange_ns: int) -> None:
         """A dispatch or a combine of all dies."""
