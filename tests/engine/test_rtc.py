@@ -277,7 +277,7 @@ def test_full_means_nothing_changes() -> None:
     assert b.slots == []
     assert rtc.swap_out(a) is None
     forked = rtc.fork(a)
-    with pytest.raises(XDeepServeError, match="no block"):
+    with pytest.raises(XDeepServeError, match="all 2 blocks are in use"):
         rtc.copy(forked, 0)
 
 

@@ -174,7 +174,7 @@ RARE_MISTAKES = (
         "return topk_idx.astype(np.int32), weights if not norm_topk_prob else weights *",
         "topk_weights, token 0",
     ),
-    ("copy_on_write", "if self.num_available < 1:", "if False:", r"line \d+ in copy: ValueError"),
+    ("copy_on_write", "self._take_slot()", "self._free.pop()", r"line \d+ in copy: IndexError"),
     (
         "kv_handoff",
         "if total != room:",

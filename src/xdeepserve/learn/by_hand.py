@@ -91,7 +91,8 @@ def attentions(model: Checkpoint) -> None:
 
 
 def copies() -> None:
-    """A block that one has alone, or two share, with a slot to be had and without; one in the index."""
+    """A block that one has alone, or two share, with a slot to be had and without; one in the index, and
+    one for which that is evicted."""
     for num_blocks in (2, 1):
         table, holding = BlockTable(num_blocks, 4, 64), Holding()
         table.append_block(holding)
@@ -103,6 +104,7 @@ def copies() -> None:
     table.append_block(holding)
     table.publish(holding, [1, 2, 3, 4])
     table.copy(holding, 0)
+    table.copy(table.fork(holding), 0)
 
 
 def confirmed() -> None:

@@ -152,8 +152,6 @@ class BlockTable:
         old = holding.slots[block_idx]
         if not self.is_shared(holding, block_idx):
             return None
-        if self.num_available < 1:
-            raise XDeepServeError("RTC: no block is available for a copy on write")
         new = self._take_slot()
         self._users[new] = 1
         self._drop_user(old)
