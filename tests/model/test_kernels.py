@@ -137,7 +137,7 @@ def test_combine(seed: int, rows: int, top_k: int, has_shared: bool, is_bf16: bo
         shared_answer = None if shared is None else round_bf16(shared)
     expected = h + c.combine(answers, weights, shared_answer)
     given = np.empty((0, 0), F32) if shared is None else shared
-    k.combine(h, expert_out.reshape(-1, 20), weights, given, is_bf16)
+    k.combine(h, expert_out.reshape(-1, 20), k.IN_ORDER, weights, given, is_bf16)
     assert_same_bits(h, expected)
 
 

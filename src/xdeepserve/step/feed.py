@@ -166,7 +166,7 @@ def _is_bf16(f: Frame) -> bool:
 
 
 def _add_outputs(f: Frame) -> None:
-    k.combine(f.h, f.slot_out, f.topk_weights, f.shared, _is_bf16(f))
+    k.combine(f.h, f.slot_out, k.IN_ORDER, f.topk_weights, f.shared, _is_bf16(f))
 
 
 def _add_sums(f: Frame) -> None:

@@ -7,11 +7,12 @@ import numpy as np
 from xdeepserve.jit.compiling import kernel, part
 from xdeepserve.model import canonical as c
 from xdeepserve.model.kernels.codegen import LANES
-from xdeepserve.model.kernels.simd import round_bf16, splat, tree_sum
+from xdeepserve.model.kernels.simd import prefetch, round_bf16, splat, tree_sum
 from xdeepserve.model.kernels.vector_math import exp, put, sigmoid, take
 
 GATE_EPS = c.GATE_EPS
 ZERO, INFINITY = np.float32(0.0), np.float32(np.inf)
+IN_ORDER = np.empty(0, np.int32)  # no places: see combine
 
 
 @part
@@ -125,17 +126,25 @@ def gather_tokens(out, out_scale, x, scale, order, copies):
 
 
 @kernel
-def combine(h, expert_out, topk_weights, shared, is_bf16):
-    """In place, h [T, H] += canonical.combine of expert_out [T * K, H] and shared [T, H] (no rows: none).
+def combine(h, expert_out, place, topk_weights, shared, is_bf16):
+    """In place, h [T, H] += canonical.combine of the experts' outputs and shared [T, H] (no rows: none).
 
+    expert_out [T * K, H]; place int32 [T * K] says which row each is in, or none says that they are in order.
     With is_bf16 the experts' outputs are rounded first.
     """
     size, top_k = h.shape[1], topk_weights.shape[1]
+    starts = np.empty(top_k, np.int64)
     for t in range(topk_weights.shape[0]):
+        for slot in range(top_k):
+            n = t * top_k + slot
+            starts[slot] = (place[n] if place.size > 0 else n) * size
+            if t + 1 < topk_weights.shape[0] and place.size > 0:
+                for i in range(0, size, LANES):
+                    prefetch(expert_out, place[n + top_k] * size + i)
         for i in range(0, size, LANES):
             total = splat(ZERO)
             for slot in range(top_k):
-                source = take(expert_out, (t * top_k + slot) * size + i, size - i)
+                source = take(expert_out, starts[slot] + i, size - i)
                 if is_bf16:
                     source = round_bf16(source)
                 total = total + source * splat(topk_weights[t, slot])

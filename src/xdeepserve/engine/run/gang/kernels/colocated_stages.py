@@ -55,7 +55,7 @@ def add_outputs(s, h, slot_out, answered, ws, weights):
     rows, shared = h.shape[0], answered
     if s.shared:
         shared = own_shared(s, rows, ws, weights)
-    k.combine(h, slot_out, f32(ws[TOPK_WEIGHTS], rows, s.top_k), shared, s.bf16_answers)
+    k.combine(h, slot_out, k.IN_ORDER, f32(ws[TOPK_WEIGHTS], rows, s.top_k), shared, s.bf16_answers)
 
 
 @part

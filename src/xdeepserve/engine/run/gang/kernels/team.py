@@ -12,7 +12,6 @@ from xdeepserve.engine.run.gang.kernels.attention import (
     SHARED,
     SHARED_W2,
     SHARED_W13,
-    SLOT_OUT,
     H,
     activate,
     columns,
@@ -26,8 +25,6 @@ from xdeepserve.jit.compiling import array_part, kernel, part
 from xdeepserve.jit.pointers import f32, f32_flat, i8, i32_flat
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
-
-NEAR = 8  # rows whose answers are added up together
 
 
 @array_part
@@ -69,28 +66,21 @@ def _moe(s, inter, h, ws, weights, die, sync, worker, num):
             s, shared, shared_act, shared_act8, scale, weights, SHARED_W2, s.shared, c.TP_BLOCKS, worker, num
         )
     wait(sync, num)
-    _add_up(s, h, ws, topk_weights, order, out, shared, first, last)
+    _add_up(s, h, topk_weights, order, out, shared, first, last)
 
 
 @array_part
-def _add_up(s, h, ws, topk_weights, order, out, shared, first, last):
-    """What experts gave for the rows [first, last), and the shared one, added to h.
-
-    NEAR rows at a time: they are still there when they are added up.
-    """
-    total = order.size
-    slot_out, place = f32(ws[SLOT_OUT], total, s.hidden), np.empty(total, np.int32)
-    for i in range(total):
+def _add_up(s, h, topk_weights, order, out, shared, first, last):
+    """What experts gave for the rows [first, last), and the shared one, added to h."""
+    place = np.empty(order.size, np.int32)
+    for i in range(order.size):
         place[order[i]] = i
-    for row in range(first, last, NEAR):
-        end = min(row + NEAR, last)
-        for slot in range(row * s.top_k, end * s.top_k):
-            slot_out[slot] = out[place[slot]]
-        slots, own = slot_out[row * s.top_k : end * s.top_k], shared[row:end]
-        if s.int8_answers:
-            k.round_to_int8(slots)
-            k.round_to_int8(own)
-        k.combine(h[row:end], slots, topk_weights[row:end], own, s.bf16_answers)
+    own, mine = shared[first:last], place[first * s.top_k : last * s.top_k]
+    if s.int8_answers:
+        for row in mine:
+            k.round_to_int8(out[row : row + 1])
+        k.round_to_int8(own)
+    k.combine(h[first:last], out, mine, topk_weights[first:last], own, s.bf16_answers)
 
 
 @part
