@@ -41,7 +41,7 @@ def copy_bytes(to: Any, start: int, depth: int, q: Any, m: int, rows: int) -> No
 
 @njit
 def copy_factors(to: Any, start: int, depth: int, x: Any, i: int, rows: int, k_size: int) -> None:
-    gemm_matrix._copy_factors(to, start, depth, x, i, x.shape[1], rows, k_size)
+    gemm_matrix.copy_factors(to, start, depth, x, i, x.shape[1], rows, k_size)
 
 
 def tiles(rows: np.ndarray, packed: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:

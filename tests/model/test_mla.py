@@ -1,13 +1,16 @@
 """The latent cache and attention over it give the bits of their NumPy twins."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.model.bits import F32, assert_same_bits, few, normal, seeds
+from xdeepserve.jit.compiling import uses_amx
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
 from xdeepserve.model.cache_layout import cache_shape, scratch_size
+from xdeepserve.model.packing import pack_bf16
 
 
 @few
@@ -25,8 +28,17 @@ def test_rope_heads(seed: int, rows: int, heads: int, nope: int, half: int) -> N
 class Pages:
     """A sequence of `context` positions in a shuffled paged cache whose other slots hold rubbish."""
 
-    def __init__(self, seed: int, context: int, size: int, rank: int, rope: int, is_int8: bool) -> None:
-        kv, norm = normal(seed, context, rank + rope), normal(seed + 1, rank)
+    def __init__(
+        self,
+        seed: int,
+        context: int,
+        size: int,
+        rank: int,
+        rope: int,
+        is_int8: bool,
+        magnitude: float = 1.0,
+    ) -> None:
+        kv, norm = normal(seed, context, rank + rope), normal(seed + 1, rank, scale=magnitude)
         cos, sin = normal(seed + 2, context, rope // 2), normal(seed + 3, context, rope // 2)
         latent, self.k_pe = c.rms_norm(kv[:, :rank], norm, 1e-6), c.rope(kv[:, rank:], cos, sin)
         self.latent, self.scale = c.quantize_rows(latent) if is_int8 else (latent, None)
@@ -93,6 +105,69 @@ def test_attention_over_pages(
             q_lat[row].reshape(heads, rank), q_pe, int(positions[row % rows]), int8_weights
         )
         assert_same_bits(out[row].reshape(heads, rank), expected)
+
+
+@few
+@given(
+    seeds,
+    st.integers(8, 70),
+    st.integers(0, 70),
+    st.integers(1, 5),
+    st.sampled_from([16, 64]),
+    st.sampled_from([(64, 32, 32), (128, 64, 32), (192, 32, 64)]),
+    st.sampled_from([7, 16, 40, 70]),
+    st.booleans(),
+    st.sampled_from([1.0, 2.0**20, 2.0**45]),
+)
+def test_many_rows_on_a_matrix_unit(
+    seed: int,
+    rows: int,
+    first: int,
+    heads: int,
+    size: int,
+    dims: tuple[int, int, int],
+    v_dim: int,
+    int8_weights: bool,
+    magnitude: float,
+) -> None:
+    """From queries to what heads make of values; where there is no matrix unit nothing is done."""
+    (rank, nope, rope), context = dims, first + rows
+    pages = Pages(seed, context, size, rank, rope, True, magnitude)
+    q = normal(seed + 7, rows, heads * (nope + rope), scale=1 / magnitude)
+    w_uk, w_uv = (
+        c.factors(normal(seed + i, heads, *shape)) for i, shape in ((8, (nope, rank)), (9, (rank, v_dim)))
+    )
+    out, rubbish = np.full((rows, heads * v_dim), F32(7)), scratch_size(context, rank, rope)
+    is_done = k.prefill(
+        out, q, heads, rope, pack_bf16(w_uk).ravel(), pack_bf16(w_uv).ravel(),
+        np.arange(first, context, dtype=np.int32), pages.table, *pages.cache, 0.11, int8_weights,
+        np.full(rubbish, np.nan, F32),
+    )  # fmt: skip
+    assert is_done == uses_amx()
+    if not is_done:
+        assert np.all(out == 7)
+        return
+    for row in {0, rows // 2, rows - 1}:
+        query = q[row].reshape(heads, -1)
+        q_lat = [c.matmul_exact(c.factors(query[h : h + 1, :nope]), w_uk[h])[0] for h in range(heads)]
+        o_lat = c.factors(pages.attend(np.stack(q_lat), query[:, nope:], first + row, int8_weights))
+        expected = [c.matmul_exact(o_lat[h : h + 1], w_uv[h])[0] for h in range(heads)]
+        assert_same_bits(out[row].reshape(heads, v_dim), np.stack(expected))
+
+
+@pytest.mark.parametrize(
+    ("rows", "rank", "nope", "rope"), [(7, 64, 32, 32), (20, 80, 32, 32), (20, 64, 16, 16)]
+)
+def test_few_rows_and_odd_widths_are_left_to_others(rows: int, rank: int, nope: int, rope: int) -> None:
+    pages, heads = Pages(1, rows, 16, rank, rope, True), 2
+    w_uk, w_uv = np.zeros((heads, nope, rank), F32), np.zeros((heads, rank, 8), F32)
+    out = np.full((rows, heads * 8), F32(7))
+    assert not k.prefill(
+        out, normal(2, rows, heads * (nope + rope)), heads, rope, pack_bf16(w_uk).ravel(),
+        pack_bf16(w_uv).ravel(), np.arange(rows, dtype=np.int32), pages.table, *pages.cache, 0.11, False,
+        np.empty(scratch_size(rows, rank, rope), F32),
+    )  # fmt: skip
+    assert np.all(out == 7)
 
 
 def test_absorbed_attention_is_the_naive_form() -> None:

@@ -37,6 +37,11 @@ ATTENTIONS = (
     (20, 530, 16, 40, 10, 3), (40, 197, 32, 80, 16, 5), (70, 164, 16, 100, 34, 1),
     (128, 300, 128, 512, 64, 2),
 )  # fmt: skip
+# Heads, rows, context, page, rank, nope, RoPE part, columns of a head's values.
+PREFILLS = (
+    (3, 9, 9, 16, 64, 32, 32, 16), (5, 70, 197, 32, 128, 64, 32, 40), (2, 33, 530, 16, 512, 64, 64, 64),
+    (4, 16, 300, 128, 192, 96, 64, 7),
+)  # fmt: skip
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:
@@ -131,7 +136,7 @@ def attention_cases() -> Iterator[Case]:
             name = f"attention of {heads} heads, {context} positions, {rank} + {rope}, {rows} rows"
             if IS_REFERENCE:
                 out = _attention_reference(
-                    q_lat, q, kv, norm, cos, sin, positions, heads, rank, rope, int8_weights
+                    q_lat, q, kv, norm, cos, sin, positions, heads, rank, 12, int8_weights
                 )
             else:
                 out = _attention(
@@ -140,7 +145,7 @@ def attention_cases() -> Iterator[Case]:
             yield name + (", whole weights" if int8_weights else ""), out
 
 
-def _attention(q_lat, q, kv, norm, cos, sin, positions, heads, rank, rope, page, int8_weights):  # type: ignore[no-untyped-def]
+def _cache(kv, norm, cos, sin, page, rank, rope):  # type: ignore[no-untyped-def]
     context = len(kv)
     num_blocks = -(-context // page) + 2
     table = np.random.default_rng(context).permutation(num_blocks).astype(np.int32)[: -(-context // page)]
@@ -152,6 +157,12 @@ def _attention(q_lat, q, kv, norm, cos, sin, positions, heads, rank, rope, page,
         np.full(cache_shape(num_blocks, page, rope), np.nan, F32),
     )
     k.append_kv(*cache, slots, kv, norm, 1e-6, every, cos, sin)
+    return cache, table
+
+
+def _attention(q_lat, q, kv, norm, cos, sin, positions, heads, rank, rope, page, int8_weights):  # type: ignore[no-untyped-def]
+    context = len(kv)
+    cache, table = _cache(kv, norm, cos, sin, page, rank, rope)
     rows, out = len(positions), np.empty_like(q_lat)
     seq_of, tables = np.repeat(np.array([0, 1], np.int32), rows), np.stack([table, table])
     scratch = np.full(scratch_size(context, rank, rope), np.nan, F32)
@@ -174,20 +185,51 @@ def _attention(q_lat, q, kv, norm, cos, sin, positions, heads, rank, rope, page,
     return out
 
 
-def _attention_reference(q_lat, q, kv, norm, cos, sin, positions, heads, rank, rope, int8_weights):  # type: ignore[no-untyped-def]
+def _attention_reference(q_lat, q, kv, norm, cos, sin, positions, heads, rank, nope, int8_weights):  # type: ignore[no-untyped-def]
     latent, scale = c.quantize_rows(c.rms_norm(kv[:, :rank], norm, 1e-6))
     k_pe, out = c.rope(kv[:, rank:], cos, sin), np.empty_like(q_lat)
     for row in range(len(out)):
         seen = slice(0, int(positions[row % len(positions)]) + 1)
-        q_pe = q[row].reshape(heads, -1)[:, 12:]
+        q_pe = q[row].reshape(heads, -1)[:, nope:]
         mine = q_lat[row].reshape(heads, rank)
         out[row] = c.attention(mine, q_pe, latent[seen], scale[seen], k_pe[seen], 0.11, int8_weights).ravel()
     return out
 
 
+def prefill_cases() -> Iterator[Case]:
+    """Many rows of a sequence at once. Without a matrix unit the kernel leaves them to others: no cases."""
+    for heads, rows, context, page, rank, nope, rope, v_dim in PREFILLS:
+        kv, norm = normal(context, context, rank + rope), normal(rank, rank)
+        cos, sin = normal(heads, context, rope // 2), normal(rope, context, rope // 2)
+        q = normal(4, rows, heads * (nope + rope))
+        w_uk, w_uv = c.factors(normal(5, heads, nope, rank)), c.factors(normal(6, heads, rank, v_dim))
+        positions = np.arange(context - rows, context, dtype=np.int32)
+        for int8_weights in (False, True):
+            name = f"prefill of {rows} rows, {heads} heads, {context} positions, {rank} + {rope}"
+            if IS_REFERENCE:
+                q_nope = c.factors(q.reshape(rows, heads, -1)[..., :nope].transpose(1, 0, 2))
+                q_lat = c.matmul_exact(q_nope, w_uk).transpose(1, 0, 2).reshape(rows, -1)
+                o_lat = _attention_reference(
+                    q_lat, q, kv, norm, cos, sin, positions, heads, rank, nope, int8_weights
+                )
+                values = c.factors(o_lat.reshape(rows, heads, rank).transpose(1, 0, 2))
+                out = c.matmul_exact(values, w_uv).transpose(1, 0, 2)
+            else:
+                cache, table = _cache(kv, norm, cos, sin, page, rank, rope)
+                out, scratch = np.empty((rows, heads * v_dim), F32), scratch_size(context, rank, rope)
+                weights = (pack_bf16(w_uk).ravel(), pack_bf16(w_uv).ravel())
+                is_done = k.prefill(
+                    out, q, heads, rope, *weights, positions, table, *cache, 0.11, int8_weights,
+                    np.full(scratch, np.nan, F32),
+                )  # fmt: skip
+                if not is_done:
+                    return
+            yield name + (", whole weights" if int8_weights else ""), out
+
+
 def main() -> None:
     print(f"# AMX: {compiling.uses_amx() and not IS_REFERENCE}", file=sys.stderr)
-    for cases in (int8_cases, exact_cases, attention_cases):
+    for cases in (int8_cases, exact_cases, attention_cases, prefill_cases):
         for name, out in cases():
             print(f"{hashlib.sha256(np.ascontiguousarray(out)).hexdigest()[:24]} {name}", flush=True)
 

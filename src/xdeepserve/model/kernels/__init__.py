@@ -16,7 +16,7 @@ change the order in which one output is summed.
     matrix_unit            the tiles of AMX; gemm_matrix, mla_matrix: products and attention with them
     latent_cache           what precedes attention per token
     indexer                what chooses the positions that sparse attention sees
-    mla, mla_products      attention
+    mla, mla_products      attention; mla_prefill: of many rows, on a matrix unit
     moe                    gate, grouping, combine
     sampling               tokens from logits
 """
@@ -34,7 +34,8 @@ from xdeepserve.model.kernels.grid import grid_matmul, grid_matmul_int8, grid_sc
 from xdeepserve.model.kernels.indexer import choose_positions, gather_positions, layer_norm
 from xdeepserve.model.kernels.latent_cache import append_heads, append_kv, rope_heads
 from xdeepserve.model.kernels.mla import attention
-from xdeepserve.model.kernels.moe import add_sums, combine, gate, gather_tokens, group_rows
+from xdeepserve.model.kernels.mla_prefill import prefill
+from xdeepserve.model.kernels.moe import IN_ORDER, add_sums, combine, gate, gather_tokens, group_rows
 from xdeepserve.model.kernels.rows import (
     add,
     gather_rows,
@@ -52,6 +53,7 @@ from xdeepserve.model.kernels.rows import (
 from xdeepserve.model.kernels.sampling import sample, uniform
 
 __all__ = [
+    "IN_ORDER",
     "add",
     "add_sums",
     "append_heads",
@@ -79,6 +81,7 @@ __all__ = [
     "matmul_int8",
     "matmul_int8_sums",
     "num_groups",
+    "prefill",
     "quantize_by_maxima",
     "quantize_rows",
     "rms_norm",

@@ -83,7 +83,7 @@ def _copy_bytes(to, start, depth, q, m, rows, k_size):
 
 
 @part
-def _copy_factors(to, start, depth, x, i, ldx, rows, k_size):
+def copy_factors(to, start, depth, x, i, ldx, rows, k_size):
     """The factors of rows x[i ...], ldx apart, in BF16 as left tiles at to[start ...]; see `_copy_bytes`."""
     whole = k_size // EXACT_CHUNK * EXACT_CHUNK
     shift = depth * EXACT_CHUNK - (k_size + PAIR - 1) // PAIR * PAIR
@@ -217,7 +217,7 @@ def _exact_of(out, o, x, i, w, j, group, k_size, n, first, last):
         begin_tiles()
         for m in range(0, num_rows, near):
             rows = min(near, num_rows - m)
-            _copy_factors(memory, rows_at, depth, x, m * ldx + i, ldx, rows, k_size)
+            copy_factors(memory, rows_at, depth, x, m * ldx + i, ldx, rows, k_size)
             for g in range(first, last, block):
                 columns, to = min(block, last - g), o + m * ldo + g * COLUMNS
                 count, weights = n - g * COLUMNS, j + g * group

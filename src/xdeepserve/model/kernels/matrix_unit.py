@@ -6,6 +6,7 @@ product, 16 x 16 sums, is added to a third tile:
 
     tdpbsud     x int8, w uint8            int32, exact in any order
     tdpbusd     x uint8, w int8            the same; a uint8 is a signed number plus 128 here, see simd.py
+    tdpbssd     both int8                  the same
     tdpbf16ps   x and w pairs of BF16      float32, in the order of canonical.matmul_exact
 
 A block is four products: of two left and two right tiles, each of which is used twice (TALL), or, where no
@@ -28,7 +29,17 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from xdeepserve.jit.compiling import part
-from xdeepserve.model.kernels.codegen import I8, VI16, VI32, call, constant, pointer, unaligned_load
+from xdeepserve.model.kernels.codegen import (
+    I8,
+    I32,
+    LANES,
+    VI16,
+    VI32,
+    call,
+    constant,
+    pointer,
+    unaligned_load,
+)
 from xdeepserve.model.kernels.simd import f32x16, i32x16, prefetch
 from xdeepserve.model.kernels.tiles import INDEX
 from xdeepserve.model.packing import DEPTH
@@ -229,6 +240,7 @@ def _multiplier(block: Block, name: str) -> Any:
 
 
 int8_tall, int8_flat = (_multiplier(block, "tdpbsud") for block in (TALL, FLAT))
+signed_tall = _multiplier(TALL, "tdpbssd")
 exact_tall, exact_flat = (_multiplier(block, "tdpbf16ps") for block in (TALL, FLAT))
 
 
@@ -302,6 +314,32 @@ def copy_row(typingctx: Any, to: Any, i: Any, x: Any, j: Any) -> Any:
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         row = unaligned_load(builder, pointer(context, builder, x, args[2], args[3], VI32))
         builder.store(row, pointer(context, builder, to, args[0], args[1], VI32)).align = 1
+        return context.get_dummy_value()
+
+    return types.void(to, INDEX, x, INDEX), codegen
+
+
+@intrinsic
+def turn_quarter(typingctx: Any, to: Any, i: Any, x: Any, j: Any) -> Any:
+    """A quarter of a right tile, to[i ...] int8, from one of a left tile, x[j ...] uint8, which stand for
+    signed numbers: the n-th four bytes of row r become the r-th four of row n."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        def place(array: Any, value: Any, start: Any, n: int) -> Any:
+            index = builder.add(start, ir.Constant(start.type, TILE_BYTES * n))
+            return pointer(context, builder, array, value, index, VI32)
+
+        def joined(one: Any, other: Any, lanes: list[int]) -> Any:
+            return builder.shuffle_vector(one, other, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
+
+        signs = constant(VI32, 0x80808080)
+        vectors = [
+            builder.xor(unaligned_load(builder, place(x, args[2], args[3], n)), signs) for n in range(DEPTH)
+        ]
+        for n in range(DEPTH):
+            half = [lane + n for lane in range(0, 2 * LANES, DEPTH)]
+            lower, upper = joined(vectors[0], vectors[1], half), joined(vectors[2], vectors[3], half)
+            builder.store(joined(lower, upper, list(range(LANES))), place(to, args[0], args[1], n)).align = 1
         return context.get_dummy_value()
 
     return types.void(to, INDEX, x, INDEX), codegen

@@ -360,6 +360,16 @@ def less_zero_points(typingctx: Any, a: Any, words: Any) -> Any:
 
 
 @intrinsic
+def only_first(typingctx: Any, a: Any, count: Any, other: Any) -> Any:
+    """The first `count` lanes of a, which may be none, or more than there are; `other` in the rest."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        return builder.select(first_lanes(builder, args[1]), args[0], broadcast(builder, args[2], VF32))
+
+    return f32x16(f32x16, types.intp, types.float32), codegen
+
+
+@intrinsic
 def tree_sum(typingctx: Any, a: Any) -> Any:
     """Sum of the lanes: the upper half is added to the lower until one is left."""
 

@@ -47,7 +47,7 @@ INT8_ATTENTION = 27  # 0 or 1
 LOG2PHY, LOGCNT, LOAD = 28, 29, 30  # of the experts; 0 without replicas, or if nobody counts
 NUM_WEIGHTS = 31
 
-MANY, FEW = 64, 32  # rows, see `_attention`
+MANY, AT_ONCE, FEW = 64, 128, 32  # rows, see `_attention`
 NEIGHBOURS = 8  # dies whose rows and buffers stay near, too
 
 H, POSITIONS, SLOTS, SEQ_OF, BLOCK_TABLES, NUM_SEQS = range(6)
@@ -142,6 +142,13 @@ def heads_product(s, out, width, x, x_width, first_row, rows, weight, depth, n, 
     stacked_product(mine, source, packed, depth, n, last - first, step, 0, groups_of(n))
 
 
+@array_part
+def head_weights(s, weight, depth, n):
+    """All heads' matrices [depth, n] at an address, packed."""
+    rows = (depth + PAIR - 1) // PAIR * PAIR if s.is_int8 else depth
+    return flat_like(weight, s.heads * groups_of(n) * COLUMNS * rows, s.matrix)
+
+
 @part
 def absorb(s, ws, weights, first, rows, worker, num):
     """q_lat of some rows: a thread's heads of them."""
@@ -223,8 +230,9 @@ def _project(phase, s, h, ws, weights, worker, num):
 def _attention(phase, s, rows, ws, weights, inputs, lo, scratch, worker, num):
     """The new latents into the cache, RoPE, absorption; attention; and what is absorbed on the way out.
 
-    From MANY rows for each thread on a thread takes some all the way, about FEW at a time: what is absorbed,
-    float32 for each head, would not stay near until the next phase. Of fewer, threads share the weights.
+    From MANY rows for each thread on a thread takes some all the way, about AT_ONCE at a time: what is
+    absorbed, float32 for each head, would not stay near until the next phase. Of fewer, threads share the
+    weights.
     """
     (first, last), is_apart = share(rows, worker, num), rows >= MANY * num
     q = f32(ws[Q], rows, s.heads * (s.nope + s.rope))
@@ -240,14 +248,53 @@ def _attention(phase, s, rows, ws, weights, inputs, lo, scratch, worker, num):
     elif not is_apart:
         attend(s, q, ws, weights, inputs, lo, 0, rows, scratch, worker, num)
     else:
-        turns = (rows + FEW * num - 1) // (FEW * num)
+        turns = (rows + AT_ONCE * num - 1) // (AT_ONCE * num)
         for turn in range(turns):
             # To and fro: later rows have more to look at.
             place = worker if turn % 2 == 0 else num - 1 - worker
             at, end = share(rows, turn * num + place, turns * num)
-            absorb(s, ws, weights, at, end - at, 0, 1)
-            attend(s, q, ws, weights, inputs, lo, at, end, scratch, 0, 1)
-            unabsorb(s, ws, weights, at, end - at, 0, 1)
+            _all_the_way(s, q, ws, weights, inputs, lo, at, end, scratch)
+
+
+@array_part
+def _all_the_way(s, q, ws, weights, inputs, lo, at, end, scratch):
+    """Absorption, attention and absorption's other half of the rows [at, end) of those from `lo` on.
+
+    Of the rows of a sequence at once, if a matrix unit does that; of what lies between these, step by step.
+    """
+    seq_of, positions = i32_flat(inputs[SEQ_OF] + 4 * lo, end), i32_flat(inputs[POSITIONS] + 4 * lo, end)
+    tables = i32(inputs[BLOCK_TABLES], inputs[NUM_SEQS], s.blocks_per_seq)
+    latent8, scales, _, _, pe_cache = _caches(s, weights)
+    out = f32(ws[HEADS_OUT], end, s.heads * s.v_dim)
+    w_uk, w_uv = (
+        head_weights(s, weights[W_UK], s.nope, s.kv_lora),
+        head_weights(s, weights[W_UV], s.kv_lora, s.v_dim),
+    )
+    first = at
+    while at < end:
+        stop = at + 1
+        while stop < end and seq_of[stop] == seq_of[at]:
+            stop += 1
+        if s.is_int8 and k.prefill(
+            out[at:stop], q[at:stop], s.heads, s.rope, w_uk, w_uv, positions[at:stop], tables[seq_of[at]],
+            latent8, scales, pe_cache, s.softmax_scale, weights[INT8_ATTENTION] != 0, scratch,
+        ):  # fmt: skip
+            _step_by_step(s, q, ws, weights, inputs, lo, first, at, scratch)
+            first = stop
+        at = stop
+    _step_by_step(s, q, ws, weights, inputs, lo, first, end, scratch)
+
+
+@part
+def _step_by_step(s, q, ws, weights, inputs, lo, first, last, scratch):
+    """What `_all_the_way` does, about FEW of the rows [first, last) at a time: q_lat and o_lat stay near."""
+    turns = (last - first + FEW - 1) // FEW
+    for turn in range(turns):
+        at, end = share(last - first, turn, turns)
+        at, end = first + at, first + end
+        absorb(s, ws, weights, at, end - at, 0, 1)
+        attend(s, q, ws, weights, inputs, lo, at, end, scratch, 0, 1)
+        unabsorb(s, ws, weights, at, end - at, 0, 1)
 
 
 @array_part
