@@ -197,7 +197,7 @@ def _attention_reference(q_lat, q, kv, norm, cos, sin, positions, heads, rank, n
 
 
 def prefill_cases() -> Iterator[Case]:
-    """Many rows of a sequence at once. Without a matrix unit the kernel leaves them to others: no cases."""
+    """Many rows of a sequence at once; step by step where the kernel leaves them to others."""
     for heads, rows, context, page, rank, nope, rope, v_dim in PREFILLS:
         kv, norm = normal(context, context, rank + rope), normal(rank, rank)
         cos, sin = normal(heads, context, rope // 2), normal(rope, context, rope // 2)
@@ -216,14 +216,19 @@ def prefill_cases() -> Iterator[Case]:
                 out = c.matmul_exact(values, w_uv).transpose(1, 0, 2)
             else:
                 cache, table = _cache(kv, norm, cos, sin, page, rank, rope)
-                out, scratch = np.empty((rows, heads * v_dim), F32), scratch_size(context, rank, rope)
+                out = np.empty((rows, heads * v_dim), F32)
                 weights = (pack_bf16(w_uk).ravel(), pack_bf16(w_uv).ravel())
-                is_done = k.prefill(
-                    out, q, heads, rope, *weights, positions, table, *cache, 0.11, int8_weights,
-                    np.full(scratch, np.nan, F32),
-                )  # fmt: skip
-                if not is_done:
-                    return
+                scratch = np.full(scratch_size(context, rank, rope), np.nan, F32)
+                rest = (positions, table, *cache, 0.11, int8_weights, scratch)
+                if not k.prefill(out, q, heads, rope, *weights, *rest):
+                    q_lat, seq_of = np.empty((rows, heads * rank), F32), np.zeros(rows, np.int32)
+                    o_lat = np.empty_like(q_lat)
+                    k.matmul_exact_heads(q_lat, q, weights[0], heads, nope)
+                    k.attention(
+                        o_lat, q_lat, q, heads, rope, seq_of, positions, *cache, table[None], 0.11,
+                        int8_weights, scratch, 0, 1,
+                    )  # fmt: skip
+                    k.matmul_exact_heads(out, o_lat, weights[1], heads, rank)
             yield name + (", whole weights" if int8_weights else ""), out
 
 
