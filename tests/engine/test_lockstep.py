@@ -445,6 +445,24 @@ def test_layers_that_int8_keeps_in_float_on_one_die(groups: list[str], threads: 
     check_monolithic("int8", "mtp=1", threads=threads, model=with_float(*groups))
 
 
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        (variant(n_shared_experts=0), ()),
+        (variant(n_shared_experts=2, moe_intermediate_size=20), ()),
+        (variant(), ("combine=int8",)),
+        ("float", ()),
+    ],
+    ids=["none shared", "two shared", "int8 answers", "kept float"],
+)
+def test_threads_that_take_whole_experts(model: Model, settings: tuple[str, ...], threads: int) -> None:
+    """Of rows so many that experts have some each."""
+    model = with_float(*KEPT_FLOAT) if model == "float" else model
+    check_monolithic("int8", *ROOM, *settings, threads=threads, model=model, prompts=LONG)
+
+
 def test_threads_that_lose_each_other_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def lose(*args: object) -> None:
         sync = args[-3]

@@ -13,7 +13,7 @@ buffer `o` then.
 from __future__ import annotations
 
 from xdeepserve.comm.twin import dies_of
-from xdeepserve.engine.run.gang.kernels.linear import groups_of, linear_part, stacked_product
+from xdeepserve.engine.run.gang.kernels.linear import groups_of, linear, linear_part, stacked_product
 from xdeepserve.engine.run.gang.kernels.sync import share, wait
 from xdeepserve.jit.compiling import array_part, kernel, part
 from xdeepserve.jit.pointers import f32, f32_flat, f32_tiles, flat_like, i8, i32, i32_flat, u8_tiles
@@ -125,6 +125,13 @@ def columns(s, out, x, q8, q8_scale, weights, at, k_size, num_blocks, worker, nu
     linear_part(
         out, x, q8, q8_scale, weight, scale, k_size, n, ALL_ROWS, 1, num_blocks, s.is_int8, first, last
     )
+
+
+@part
+def rows_of(s, out, x, q8, q8_scale, weights, at, num_blocks):
+    """Some rows of linear layer `at` of the table's row, all columns."""
+    weight, scale = weights[at], weights[at + 1]
+    linear(out, x, q8, q8_scale, weight, scale, x.shape[1], out.shape[1], ALL_ROWS, 1, num_blocks, s.is_int8)
 
 
 @part

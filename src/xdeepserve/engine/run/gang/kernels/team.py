@@ -18,34 +18,47 @@ from xdeepserve.engine.run.gang.kernels.attention import (
     inputs_of,
     layer,
     routes,
+    rows_of,
 )
-from xdeepserve.engine.run.gang.kernels.linear import groups_of, linear_part
+from xdeepserve.engine.run.gang.kernels.linear import groups_of, linear, linear_part
 from xdeepserve.engine.run.gang.kernels.sync import share, wait
 from xdeepserve.jit.compiling import array_part, kernel, part
 from xdeepserve.jit.pointers import f32, f32_flat, i8, i32_flat
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
+from xdeepserve.model.kernels.gemm import ALL_ROWS
+from xdeepserve.model.packing import COLUMNS, DEPTH
+
+MANY = 16  # rows of an expert, on average, from which on threads share experts, not columns
 
 
 @array_part
 def _moe(s, inter, h, ws, weights, die, sync, worker, num):
     """Experts and the shared one of the rows h [T, H], added to them. die: the row of `experts`' table."""
     rows = h.shape[0]
-    total, num_shared = rows * s.top_k, rows if s.shared else 0
-    first, last = share(rows, worker, num)
+    total, (first, last) = rows * s.top_k, share(rows, worker, num)
     topk_idx, topk_weights = routes(ws, rows, s.top_k)
     order, bounds = i32_flat(die[e.ORDER], total), i32_flat(die[e.OFFSETS], s.experts + 1)
     if worker == 0:
         k.group_rows(order, bounds, topk_idx.reshape(-1))
     wait(sync, num)
-
-    x, x8, scale = inputs_of(ws, s.hidden, rows)
-    given, given8 = f32(die[e.IN], total, s.hidden), i8(die[e.IN], total, s.hidden)
-    given_scale, (begin, end) = f32_flat(die[e.IN_SCALE], total), share(total, worker, num)
-    if s.is_int8:
-        k.gather_tokens(given8[begin:end], given_scale[begin:end], x8, scale, order[begin:end], s.top_k)
+    if total < MANY * s.experts:
+        _by_columns(s, inter, rows, ws, weights, die, order, bounds, sync, worker, num)
     else:
-        k.gather_tokens(given[begin:end], given_scale[begin:end], x, scale[:0], order[begin:end], s.top_k)
+        _by_experts(s, inter, rows, ws, weights, die, order, bounds, sync, worker, num)
+    wait(sync, num)
+    out, shared = f32(die[e.OUT], total, s.hidden), f32(ws[SHARED], rows if s.shared else 0, s.hidden)
+    _add_up(s, h, topk_weights, order, out, shared, first, last)
+
+
+@array_part
+def _by_columns(s, inter, rows, ws, weights, die, order, bounds, sync, worker, num):
+    """Threads share the columns of each product: each weight is read once."""
+    total, num_shared = order.size, rows if s.shared else 0
+    x, x8, scale = inputs_of(ws, s.hidden, rows)
+    given, given8, given_scale = _given(s, die, total)
+    begin, end = share(total, worker, num)
+    _gather(s, given, given8, given_scale, x, x8, scale, order, begin, end)
     shared_up, shared_act = f32(ws[GATE_UP], num_shared, 2 * s.shared), f32(ws[ACT], num_shared, s.shared)
     shared_act8 = i8(ws[Q8], num_shared, s.shared)
     if num_shared:
@@ -65,8 +78,65 @@ def _moe(s, inter, h, ws, weights, die, sync, worker, num):
         columns(
             s, shared, shared_act, shared_act8, scale, weights, SHARED_W2, s.shared, c.TP_BLOCKS, worker, num
         )
-    wait(sync, num)
-    _add_up(s, h, topk_weights, order, out, shared, first, last)
+
+
+@array_part
+def _by_experts(s, inter, rows, ws, weights, die, order, bounds, sync, worker, num):
+    """Each thread takes some experts, and all that becomes of their rows, which stay near meanwhile."""
+    total, num_shared, (first, last) = order.size, rows if s.shared else 0, share(rows, worker, num)
+    x, x8, scale = inputs_of(ws, s.hidden, rows)
+    given, given8, given_scale = _given(s, die, total)
+    gate_up, act, act8, act_scale = e.activations(die, e.GATE_UP, total, inter)
+    out, taken = f32(die[e.OUT], total, s.hidden), np.zeros(num, np.int64)
+    for expert in range(s.experts):
+        begin, end = bounds[expert], bounds[expert + 1]
+        least = np.argmin(taken)
+        taken[least] += end - begin
+        if least != worker:
+            continue
+        _gather(s, given, given8, given_scale, x, x8, scale, order, begin, end)
+        own, own_up, own_act, own8 = given[begin:end], gate_up[begin:end], act[begin:end], act8[begin:end]
+        own_scale = act_scale[begin:end]
+        _one(
+            s.is_int8,
+            own_up,
+            own,
+            given8[begin:end],
+            given_scale[begin:end],
+            die[e.W13],
+            die[e.SCALE13],
+            expert,
+        )
+        activate(s.is_int8, own_act, own8, own_scale, own_up, 0, 1)
+        _one(s.is_int8, out[begin:end], own_act, own8, own_scale, die[e.W2], die[e.SCALE2], expert)
+    shared_up = f32(ws[GATE_UP], num_shared, 2 * s.shared)[first:last]
+    if num_shared:
+        rows_of(s, shared_up, x[first:last], x8[first:last], scale[first:last], weights, SHARED_W13, 1)
+    wait(sync, num)  # what follows takes the place of what experts were given
+    if num_shared:
+        shared_act, shared_act8 = (
+            f32(ws[ACT], rows, s.shared)[first:last],
+            i8(ws[Q8], rows, s.shared)[first:last],
+        )
+        is_int8, shared = weights[SHARED_W2 + 1] != 0, f32(ws[SHARED], rows, s.hidden)[first:last]
+        activate(is_int8, shared_act, shared_act8, scale[first:last], shared_up, 0, 1)
+        rows_of(s, shared, shared_act, shared_act8, scale[first:last], weights, SHARED_W2, c.TP_BLOCKS)
+
+
+@array_part
+def _given(s, die, total):
+    """What experts are given: float32, or INT8 with scales, at the same place."""
+    return f32(die[e.IN], total, s.hidden), i8(die[e.IN], total, s.hidden), f32_flat(die[e.IN_SCALE], total)
+
+
+@part
+def _gather(s, given, given8, given_scale, x, x8, scale, order, begin, end):
+    """The rows [begin, end) of what experts are given."""
+    own, own_scale = order[begin:end], given_scale[begin:end]
+    if s.is_int8:
+        k.gather_tokens(given8[begin:end], own_scale, x8, scale, own, s.top_k)
+    else:
+        k.gather_tokens(given[begin:end], own_scale, x, scale[:0], own, s.top_k)
 
 
 @array_part
@@ -90,6 +160,15 @@ def _grouped(is_int8, out, x, x8, x_scale, weight, scale, bounds, worker, num):
     first, last = share(groups_of(n), worker, num)
     count = bounds.size - 1
     linear_part(out, x, x8, x_scale, weight, scale, k_size, n, bounds, count, 1, is_int8, first, last)
+
+
+@part
+def _one(is_int8, out, x, x8, x_scale, weight, scale, expert):
+    """All columns of one routed expert's product."""
+    k_size, n = x.shape[1], out.shape[1]
+    size = groups_of(n) * COLUMNS * ((k_size + DEPTH - 1) // DEPTH * DEPTH if is_int8 else 4 * k_size)
+    own_scale = scale + 4 * expert * n if scale else 0
+    linear(out, x, x8, x_scale, weight + expert * size, own_scale, k_size, n, ALL_ROWS, 1, 1, is_int8)
 
 
 @kernel
