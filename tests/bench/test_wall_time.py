@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from xdeepserve.bench import decode, decode_limit, generation, kernels, prefill, startup
+from xdeepserve.bench import decode, decode_limit, generation, kernels, prefill, prefill_limit, startup
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.llm import LLM
 from xdeepserve.model.kernels import limits
@@ -74,6 +74,21 @@ def test_a_decode_step_reads_what_a_die_holds() -> None:
     assert more - one == block
     assert one < decode_limit.step_nbytes(config, 2, 0) < held
     assert list(decode_limit.limit_rows(config, 2, (1,), 16)) == []
+
+
+def test_a_row_of_a_prompt_takes_these_products() -> None:
+    """Counted by hand from the shapes of `tiny-random`, which has one dense layer."""
+    c = resolve_model("tiny-random").config
+    hidden, heads, rank, rope = c.hidden_size, c.num_attention_heads, c.kv_lora_rank, c.qk_rope_head_dim
+    nope, v_dim, taken = c.qk_nope_head_dim, c.v_head_dim, c.num_experts_per_tok + c.n_shared_experts
+    assert (c.first_k_dense_replace, c.q_lora_rank) == (1, 96)
+    mla = hidden * (96 + rank + rope) + 96 * heads * (nope + rope) + heads * v_dim * hidden
+    mlp = 3 * hidden * (c.intermediate_size + (c.num_hidden_layers - 1) * taken * c.moe_intermediate_size)
+    head, absorbed = hidden * c.vocab_size, c.num_hidden_layers * heads * rank * (nope + v_dim)
+    ops, seen = prefill_limit.row_operations(c, 64), c.num_hidden_layers * heads * 65 / 2
+    assert ops.int8 == pytest.approx(2 * (c.num_hidden_layers * mla + mlp + seen * rank))
+    assert ops.bf16 == pytest.approx(2 * (absorbed + head / 64 + seen * (rank + rope)))
+    assert list(prefill_limit.limit_rows(c, 2, prefill.cases(), prefill.CHUNK)) == []
 
 
 def test_limits_run() -> None:

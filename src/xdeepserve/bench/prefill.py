@@ -1,7 +1,8 @@
 """`xdeepserve bench prefill`: tokens of prompts per second, until each prompt has its first token.
 
 Each row is the median of REPEATS, or of as many as fit in SECONDS, after one that warms up. No prompt comes
-twice, so that no prefix cache helps. With `--peers` other engines read the same prompts, see `peers`.
+twice, so that no prefix cache helps. With `--peers` other engines read the same prompts, see `peers`. Of a
+model that caches do not hold, what products and memory allow stands beside it, see `prefill_limit`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from pathlib import Path
 from xdeepserve.bench import generation
 from xdeepserve.bench.generation import Contender, prompts
 from xdeepserve.bench.peers import Generate, Rates
+from xdeepserve.bench.prefill_limit import limit_rows
 from xdeepserve.bench.report import Row
+from xdeepserve.model.presets import resolve_model
 
 BATCHES = (1, 8, 32)
 LENGTHS = (128, 512, 2047)  # the longest leaves room for a token in a context of 2,048
@@ -24,18 +27,23 @@ REPEATS, SECONDS = 5, 10.0
 
 
 def all_rows(model: str = "tiny", peers: Path | None = None) -> Iterator[Row]:
-    """A row per engine, batch and length; see generation.rows."""
-    return generation.rows(SUITE, model, peers)
+    """A row per engine, batch and length, see generation.rows; and what products and memory allow."""
+    yield from generation.rows(SUITE, model, peers)
+    yield from limit_rows(resolve_model(model).config, generation.num_threads(), cases(), CHUNK)
+
+
+def cases() -> Iterator[tuple[int, int]]:
+    """Each batch with each length, but for more tokens than MOST."""
+    return ((batch, length) for batch in BATCHES for length in LENGTHS if batch * length <= MOST)
 
 
 def rates(generate: Generate, vocab_size: int) -> Rates:
     """The rate of each batch and length."""
     first = 0
-    for batch in BATCHES:
-        for length in (each for each in LENGTHS if batch * each <= MOST):
-            numbers = range(first, first + batch * (1 + REPEATS))
-            yield f"batch={batch}/prompt={length}", prefill_rate(generate, vocab_size, batch, length, numbers)
-            first = numbers.stop  # a longer prompt of the same number would begin with one that is cached
+    for batch, length in cases():
+        numbers = range(first, first + batch * (1 + REPEATS))
+        yield f"batch={batch}/prompt={length}", prefill_rate(generate, vocab_size, batch, length, numbers)
+        first = numbers.stop  # a longer prompt of the same number would begin with one that is cached
 
 
 def prefill_rate(generate: Generate, vocab_size: int, batch: int, length: int, numbers: range) -> float:

@@ -1,0 +1,91 @@
+"""What this computer's arithmetic allows a prefill: products go no faster than out of registers.
+
+A row of a prompt goes through each product of the INT8 recipe once, through those of the experts that it
+takes, and through attention over what it sees, half of the prompt on average; a prompt's last row also
+through the head. Products of bytes and exact ones of BF16 are counted at what the fastest instructions do for
+each, all threads at once. Weights come from memory once for each step of `rows` rows. The longer of the two
+is the limit; float32, reading rows and writing them, and what is not a product are left out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+from xdeepserve.bench.decode_limit import NEAR, NOT_READ, read_rate, step_nbytes
+from xdeepserve.bench.report import Row
+from xdeepserve.jit.compiling import uses_amx
+from xdeepserve.model.cache_layout import TILE
+from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.kernels import limits
+from xdeepserve.model.weights import weight_specs
+
+REPEATS, CALLS = 9, 20
+
+
+class Operations(NamedTuple):
+    """Multiplications and additions: of bytes, and of BF16."""
+
+    int8: float
+    bf16: float
+
+
+def limit_rows(
+    config: ModelConfig, threads: int, cases: Iterator[tuple[int, int]], rows: int
+) -> Iterator[Row]:
+    """What products do, and tokens per second of each (batch, prompt) in steps of `rows` rows. A small model
+    has none."""
+    if step_nbytes(config, 1, 0) < NEAR:
+        return
+    if uses_amx():
+        peaks = (limits.int8_unit_peak, limits.UNIT_OPS), (limits.exact_unit_peak, limits.UNIT_OPS / 2)
+    else:
+        peaks = (limits.dot_peak, limits.DOT_OPS), (limits.exact_peak, limits.EXACT_OPS)
+    (int8, bf16), label = (_rate(*each, threads) for each in peaks), f"prefill/limit/threads={threads}"
+    yield Row(f"{label}/products of bytes", int8 / 1e9, "GOPS", "measured")
+    yield Row(f"{label}/products of BF16", bf16 / 1e9, "GFLOPS", "measured")
+    memory = read_rate(threads)
+    for batch, prompt in cases:
+        ops, at_once = row_operations(config, prompt), min(batch * prompt, rows)
+        products_s = at_once * (ops.int8 / int8 + ops.bf16 / bf16)
+        rate = at_once / max(products_s, step_nbytes(config, at_once, 0) / memory)
+        yield Row(f"{label}/batch={batch}/prompt={prompt}", rate, "tok/s", "measured")
+
+
+def row_operations(config: ModelConfig, prompt: int) -> Operations:
+    """Those of a row of a prompt of so many, on average."""
+    share = config.num_experts_per_tok / config.n_routed_experts if config.n_routed_experts else 0.0
+    int8 = bf16 = 0.0
+    for name, spec in weight_specs(config, "int8", TILE, num_mtp=0).items():
+        if not spec.is_matrix or name in NOT_READ:
+            continue
+        ops = 2.0 * float(np.prod(spec.shape)) * (share if ".experts." in name else 1.0)
+        if spec.dtype == np.int8:
+            int8 += ops
+        elif spec.is_bf16:
+            bf16 += ops / prompt if name == "head" else ops
+    seen = config.num_hidden_layers * config.num_attention_heads * (prompt + 1)  # twice half of it
+    return Operations(
+        int8 + seen * config.kv_lora_rank, bf16 + seen * (config.kv_lora_rank + config.qk_rope_head_dim)
+    )
+
+
+def _rate(peak: Callable[[], None], ops: float, threads: int) -> float:
+    """Operations per second of so many threads at once; the best of REPEATS."""
+
+    def work(_: int) -> None:
+        for _ in range(CALLS):
+            peak()
+
+    peak()
+    times = []
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(REPEATS):
+            start = time.perf_counter()
+            list(pool.map(work, range(threads)))
+            times.append(time.perf_counter() - start)
+    return threads * CALLS * ops / min(times)
