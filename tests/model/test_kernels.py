@@ -136,9 +136,14 @@ def test_combine(seed: int, rows: int, top_k: int, has_shared: bool, is_bf16: bo
         answers = round_bf16(expert_out)
         shared_answer = None if shared is None else round_bf16(shared)
     expected = h + c.combine(answers, weights, shared_answer)
-    given = np.empty((0, 0), F32) if shared is None else shared
+    given, elsewhere = np.empty((0, 0), F32) if shared is None else shared, h.copy()
     k.combine(h, expert_out.reshape(-1, 20), k.IN_ORDER, weights, given, is_bf16)
     assert_same_bits(h, expected)
+    place = np.random.default_rng(seed).permutation(rows * top_k).astype(np.int32)
+    shuffled = np.empty((rows * top_k, 20), F32)
+    shuffled[place] = expert_out.reshape(-1, 20)
+    k.combine(elsewhere, shuffled, place, weights, given, is_bf16)
+    assert_same_bits(elsewhere, expected)
 
 
 @few

@@ -10,6 +10,7 @@ from xdeepserve.jit.compiling import uses_amx
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
 from xdeepserve.model.cache_layout import cache_shape, scratch_size
+from xdeepserve.model.kernels.mla_prefill import FARTHEST
 from xdeepserve.model.packing import pack_bf16
 
 
@@ -113,7 +114,7 @@ def test_attention_over_pages(
     st.integers(8, 70),
     st.integers(0, 70),
     st.integers(1, 5),
-    st.sampled_from([16, 64]),
+    st.sampled_from([16, 32, 64, 128]),
     st.sampled_from([(64, 32, 32), (128, 64, 32), (192, 32, 64)]),
     st.sampled_from([7, 16, 40, 70]),
     st.booleans(),
@@ -156,16 +157,21 @@ def test_many_rows_on_a_matrix_unit(
 
 
 @pytest.mark.parametrize(
-    ("rows", "rank", "nope", "rope"), [(7, 64, 32, 32), (20, 80, 32, 32), (20, 64, 16, 16)]
-)
-def test_few_rows_and_odd_widths_are_left_to_others(rows: int, rank: int, nope: int, rope: int) -> None:
+    ("rows", "rank", "nope", "rope", "first", "room"),
+    [
+        (7, 64, 32, 32, 0, 1), (20, 80, 32, 32, 0, 1), (20, 64, 16, 16, 0, 1), (20, 64, 32, 32, FARTHEST, 1),
+        (20, 64, 32, 32, 0, 0),
+    ],
+)  # fmt: skip
+def test_what_is_left_to_others(rows: int, rank: int, nope: int, rope: int, first: int, room: int) -> None:
+    """Few rows, widths that are no whole tiles, far positions, and scratch memory that is too small."""
     pages, heads = Pages(1, rows, 16, rank, rope, True), 2
     w_uk, w_uv = np.zeros((heads, nope, rank), F32), np.zeros((heads, rank, 8), F32)
     out = np.full((rows, heads * 8), F32(7))
     assert not k.prefill(
         out, normal(2, rows, heads * (nope + rope)), heads, rope, pack_bf16(w_uk).ravel(),
-        pack_bf16(w_uv).ravel(), np.arange(rows, dtype=np.int32), pages.table, *pages.cache, 0.11, False,
-        np.empty(scratch_size(rows, rank, rope), F32),
+        pack_bf16(w_uv).ravel(), np.arange(first, first + rows, dtype=np.int32), pages.table, *pages.cache,
+        0.11, False, np.empty(room * scratch_size(first + rows, rank, rope), F32),
     )  # fmt: skip
     assert np.all(out == 7)
 

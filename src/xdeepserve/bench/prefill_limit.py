@@ -1,14 +1,16 @@
 """What this computer's arithmetic allows a prefill: products go no faster than out of registers.
 
 A row of a prompt goes through each product of the INT8 recipe once, through those of the experts that it
-takes, and through attention over what it sees, half of the prompt on average; a prompt's last row also
-through the head. Products of bytes and exact ones of BF16 are counted at what the fastest instructions do for
-each, all threads at once. Weights come from memory once for each step of `rows` rows. The longer of the two
-is the limit; float32, reading rows and writing them, and what is not a product are left out.
+takes, and through attention over what it sees, half of the prompt on average (DSA: no more than it chooses);
+a prompt's last row also through the head. Products of bytes and exact ones of BF16 are counted at what the
+fastest instructions do for each, all threads at once. Weights but the head come from memory once for each
+step of `rows` rows. The longer of the two is the limit; routers and what indexers compare, reading rows and
+writing them, and what is not a product are left out.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +27,7 @@ from xdeepserve.model.kernels import limits
 from xdeepserve.model.weights import weight_specs
 
 REPEATS, CALLS = 9, 20
+HEAD, FLOAT32 = "head", (".gate", ".index_gate")
 
 
 class Operations(NamedTuple):
@@ -52,26 +55,33 @@ def limit_rows(
     for batch, prompt in cases:
         ops, at_once = row_operations(config, prompt), min(batch * prompt, rows)
         products_s = at_once * (ops.int8 / int8 + ops.bf16 / bf16)
-        rate = at_once / max(products_s, step_nbytes(config, at_once, 0) / memory)
+        rate = at_once / max(products_s, _weights_nbytes(config, at_once) / memory)
         yield Row(f"{label}/batch={batch}/prompt={prompt}", rate, "tok/s", "measured")
 
 
 def row_operations(config: ModelConfig, prompt: int) -> Operations:
-    """Those of a row of a prompt of so many, on average."""
+    """Operations of a row of a prompt of so many rows, on average."""
     share = config.num_experts_per_tok / config.n_routed_experts if config.n_routed_experts else 0.0
     int8 = bf16 = 0.0
     for name, spec in weight_specs(config, "int8", TILE, num_mtp=0).items():
-        if not spec.is_matrix or name in NOT_READ:
+        if not spec.is_matrix or name in NOT_READ or name.endswith(FLOAT32):
             continue
         ops = 2.0 * float(np.prod(spec.shape)) * (share if ".experts." in name else 1.0)
         if spec.dtype == np.int8:
             int8 += ops
-        elif spec.is_bf16:
-            bf16 += ops / prompt if name == "head" else ops
-    seen = config.num_hidden_layers * config.num_attention_heads * (prompt + 1)  # twice half of it
-    return Operations(
-        int8 + seen * config.kv_lora_rank, bf16 + seen * (config.kv_lora_rank + config.qk_rope_head_dim)
-    )
+        else:  # what a checkpoint keeps in floating point takes exact products, too
+            bf16 += ops / prompt if name == HEAD else ops
+    positions = min((prompt + 1) / 2, config.index_topk or math.inf)
+    seen = 2.0 * positions * config.num_hidden_layers * config.num_attention_heads
+    values, keys = seen * config.value_columns, seen * config.key_columns
+    if config.has_latents:  # scores are products of bytes but for the RoPE part
+        int8 += values
+    return Operations(int8, bf16 + values + keys)
+
+
+def _weights_nbytes(config: ModelConfig, rows: int) -> float:
+    """What a step of so many rows reads that ends no prompt."""
+    return step_nbytes(config, rows, 0) - weight_specs(config, "int8", TILE, num_mtp=0)[HEAD].nbytes
 
 
 def _rate(peak: Callable[[], None], ops: float, threads: int) -> float:

@@ -10,7 +10,9 @@ lies between them never leaves the caches. It takes one head and up to 32 rows, 
 
 All heads share right tiles that are made of the cache first, whose tiles are a quarter as large. A row's
 scores lie side by side: its softmax goes from vector to vector, and its weights are a row of a left tile.
-Rows that are missing in a left tile are whatever was there; nobody looks at what becomes of them.
+Rows that are missing in a left tile are whatever was there; nobody looks at what becomes of them. So are
+positions behind the last one, up to the end of a chunk: their scores may be anything, and `only_first` puts
+other numbers in their place; their scales and values are zero.
 
 Order of operations: canonical.attention.
 """
@@ -205,7 +207,7 @@ def _score(memory, at, scratch, ld, heads, rows, tiles, chunks, rank, depth_pe, 
 
 
 @part
-def _weigh(memory, at, scratch, row, to, num_positions, chunks, is_int8):
+def _weigh(memory, at, scratch, row, to, num_positions, chunks, int8_weights):
     """The softmax of a row's scores, by the scales of positions, as a row of left tiles at memory[to].
 
     Returns the sum of weights, and the scale of those in INT8."""
@@ -224,13 +226,13 @@ def _weigh(memory, at, scratch, row, to, num_positions, chunks, is_int8):
         lanes = lanes + one
         lanes = lanes + two
         one, two = one * load(floats, at.scales // 4 + p), two * load(floats, at.scales // 4 + p + LANES)
-        if is_int8:
+        if int8_weights:
             largest = maximum(largest, maximum(one, two))
             store(scratch, row + p, one)
             store(scratch, row + p + LANES, two)
         else:
             _put_two(memory, to + p // EXACT_CHUNK * UNIT_SIZE, factor(one), factor(two))
-    if is_int8:
+    if int8_weights:
         scale = max_of(largest) / QUANT_MAX
         for p in range(0, last + 1, EXACT_CHUNK):
             one, two = load(scratch, row + p) / splat(scale), load(scratch, row + p + LANES) / splat(scale)
@@ -248,7 +250,7 @@ def _put_two(memory, to, one, two):
 
 
 @part
-def _look(memory, at, heads, rows, tiles, chunks, apart, rank, totals, scales, is_int8, is_tame):
+def _sum_values(memory, at, heads, rows, tiles, chunks, apart, rank, totals, scales, int8_weights, is_tame):
     """Latents by weight, as left tiles. apart: bytes between right tiles of the next 16 columns.
 
     is_tame: no quotient is too large to be made by division.quotient; what is too small for it is zero."""
@@ -264,7 +266,7 @@ def _look(memory, at, heads, rows, tiles, chunks, apart, rank, totals, scales, i
                 i, lane = (at.sums + r * TILE_BYTES) // 4, head * ROWS + r
                 total, scale = splat(totals[lane]), splat(scales[lane])
                 one, two, inverse = load(floats, i), load(floats, i + GROUP_SIZE // 4), splat(ONE) / total
-                if is_int8:
+                if int8_weights:
                     one, two = one * scale, two * scale
                 if is_tame:
                     one, two = quotient(one, total, inverse), quotient(two, total, inverse)
@@ -292,15 +294,13 @@ def _unabsorb(memory, at, left, out, o, ldo, rows, tiles, w_uv, j, rank, v_dim):
 
 
 @part
-def _copy_rows(memory, to, q, i, ldq, rows, size):
-    """Factors of q[i ...] as left tiles."""
-    for first in range(0, rows, TILE_ROWS):
-        count, at = min(TILE_ROWS, rows - first), to + first * size * PAIR
-        copy_factors(memory, at, size // EXACT_CHUNK, q, i + first * ldq, ldq, count, size)
+def _has_room(scratch, length):
+    """Whether scores of all lanes can be in scratch memory, which begins anywhere."""
+    return scratch.size >= LANES_AT_ONCE * (length + EXACT_CHUNK + LANES) + LANES
 
 
 @part
-def _fill_tiles(rank, nope, rope_dim, v_dim, v_size):
+def _fills_tiles(rank, nope, rope_dim, v_dim, v_size):
     """Whether each product's K is a number of whole tiles; v_size: numbers of a head's w_uv."""
     is_whole = rank % TILE_BYTES == nope % EXACT_CHUNK == rope_dim % EXACT_CHUNK == 0
     # The cache may be wider than the latents are.
@@ -334,7 +334,8 @@ def _by_tiles_of(
         num_rows, ldq, ldo = q.shape[0], q.shape[1], out.shape[1]
         size, v_dim, rank, v_size = ldq // heads, ldo // heads, c_cache.shape[2] * TILE, w_uv.size // heads
         nope, length = size - rope_dim, positions[num_rows - 1] + 1
-        if num_rows < FEWEST or length > FARTHEST or not _fill_tiles(rank, nope, rope_dim, v_dim, v_size):
+        is_worth = num_rows >= FEWEST and length <= FARTHEST and _has_room(scratch, length)
+        if not is_worth or not _fills_tiles(rank, nope, rope_dim, v_dim, v_size):
             return False
         at = _places(rank, nope, rope_dim, length)
         memory = np.empty(at.size + TILE_BYTES, np.uint8)
@@ -355,8 +356,8 @@ def _by_tiles_of(
                 for n in range(count):
                     i, lane = t * ldq + (first + n) * size, n * ROWS
                     rope, latent = at.rope + lane * rope_dim * PAIR, at.latent + lane * rank
-                    _copy_rows(memory, at.query, q_flat, i, ldq, rows, nope)
-                    _copy_rows(memory, rope, q_flat, i + nope, ldq, rows, rope_dim)
+                    copy_factors(memory, at.query, nope // EXACT_CHUNK, q_flat, i, ldq, rows, nope)
+                    copy_factors(memory, rope, depth_pe, q_flat, i + nope, ldq, rows, rope_dim)
                     _absorb(
                         memory, at, latent, nope // EXACT_CHUNK, w_uk, (first + n) * nope * rank, rows,
                         tiles, rank, scales, lane,
@@ -364,15 +365,18 @@ def _by_tiles_of(
                 _score(
                     memory, at, scratch, ld, count, rows, tiles, chunks, rank, depth_pe, scales, softmax_scale
                 )
-                for lane in range(count * ROWS):
-                    if lane % ROWS < rows:
-                        tile, r = lane // TILE_ROWS, lane % TILE_ROWS
-                        to = at.weights + tile * chunks * UNIT_SIZE + r * TILE_BYTES
-                        end = positions[t + lane % ROWS] + 1
+                for n in range(count):
+                    for r in range(rows):
+                        lane, end = n * ROWS + r, positions[t + r] + 1
+                        to = (
+                            at.weights
+                            + lane // TILE_ROWS * chunks * UNIT_SIZE
+                            + lane % TILE_ROWS * TILE_BYTES
+                        )
                         totals[lane], scales[lane] = _weigh(
                             memory, at, scratch, lane * ld, to, end, chunks, int8_weights
                         )
-                _look(
+                _sum_values(
                     memory, at, count, rows, tiles, chunks, apart, rank, totals, scales, int8_weights, is_tame
                 )
                 for n in range(count):

@@ -5,9 +5,9 @@ A layer goes phase by phase. `num` threads share a phase, one of them `worker`, 
 are shared by columns, so that each weight is read once; attention by heads and sequences, or by rows where
 there are many; what treats each row by itself, by rows. A phase is what lies between two waits: in it a
 thread reads what others wrote before the last one, and writes its own part. The arithmetic and the buffers
-that it leaves are those of `step`, for any number of threads; the tests compare every byte. Attention of
-another kind than MLA has run before, die by die (`staged.py`): a layer begins with what it has left in the
-buffer `o` then.
+that it leaves are those of `step`, for any number of threads; the tests compare every byte, but of q_lat and
+o_lat, which many rows on a matrix unit need not go through. Attention of another kind than MLA has run
+before, die by die (`staged.py`): a layer begins with what it has left in the buffer `o` then.
 """
 
 from __future__ import annotations
@@ -134,6 +134,14 @@ def rows_of(s, out, x, q8, q8_scale, weights, at, num_blocks):
     linear(out, x, q8, q8_scale, weight, scale, x.shape[1], out.shape[1], ALL_ROWS, 1, num_blocks, s.is_int8)
 
 
+@array_part
+def head_weights(s, weight, depth, n, first, last):
+    """The matrices [depth, n] of the heads [first, last) of those at an address, packed."""
+    rows = (depth + PAIR - 1) // PAIR * PAIR if s.is_int8 else depth
+    size = groups_of(n) * COLUMNS * rows
+    return flat_like(weight + s.matrix.itemsize * first * size, (last - first) * size, s.matrix)
+
+
 @part
 def heads_product(s, out, width, x, x_width, first_row, rows, weight, depth, n, worker, num):
     """A thread's heads of out [T, heads * n]: the first `depth` columns of x times their own matrix.
@@ -141,19 +149,10 @@ def heads_product(s, out, width, x, x_width, first_row, rows, weight, depth, n, 
     Of the rows from `first_row` on. out and x are addresses; `width` and `x_width` the columns of all heads.
     """
     first, last = share(s.heads, worker, num)
-    rows_of_w = (depth + PAIR - 1) // PAIR * PAIR if s.is_int8 else depth
-    size, step = groups_of(n) * COLUMNS * rows_of_w, x_width // s.heads
-    packed = flat_like(weight + s.matrix.itemsize * first * size, (last - first) * size, s.matrix)
+    packed, step = head_weights(s, weight, depth, n, first, last), x_width // s.heads
     mine = f32(out + 4 * (first_row * width + first * n), rows, width)
     source = f32(x + 4 * (first_row * x_width + first * step), rows, x_width)
     stacked_product(mine, source, packed, depth, n, last - first, step, 0, groups_of(n))
-
-
-@array_part
-def head_weights(s, weight, depth, n):
-    """All heads' matrices [depth, n] at an address, packed."""
-    rows = (depth + PAIR - 1) // PAIR * PAIR if s.is_int8 else depth
-    return flat_like(weight, s.heads * groups_of(n) * COLUMNS * rows, s.matrix)
 
 
 @part
@@ -273,10 +272,8 @@ def _all_the_way(s, q, ws, weights, inputs, lo, at, end, scratch):
     tables = i32(inputs[BLOCK_TABLES], inputs[NUM_SEQS], s.blocks_per_seq)
     latent8, scales, _, _, pe_cache = _caches(s, weights)
     out = f32(ws[HEADS_OUT], end, s.heads * s.v_dim)
-    w_uk, w_uv = (
-        head_weights(s, weights[W_UK], s.nope, s.kv_lora),
-        head_weights(s, weights[W_UV], s.kv_lora, s.v_dim),
-    )
+    w_uk = head_weights(s, weights[W_UK], s.nope, s.kv_lora, 0, s.heads)
+    w_uv = head_weights(s, weights[W_UV], s.kv_lora, s.v_dim, 0, s.heads)
     first = at
     while at < end:
         stop = at + 1

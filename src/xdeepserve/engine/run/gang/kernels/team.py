@@ -29,7 +29,7 @@ from xdeepserve.model import kernels as k
 from xdeepserve.model.kernels.gemm import ALL_ROWS
 from xdeepserve.model.packing import COLUMNS, DEPTH
 
-MANY = 16  # rows of an expert, on average, from which on threads share experts, not columns
+MANY_OF_AN_EXPERT = 16  # rows, on average, from which on threads share experts, not columns
 
 
 @array_part
@@ -42,13 +42,26 @@ def _moe(s, inter, h, ws, weights, die, sync, worker, num):
     if worker == 0:
         k.group_rows(order, bounds, topk_idx.reshape(-1))
     wait(sync, num)
-    if total < MANY * s.experts:
-        _by_columns(s, inter, rows, ws, weights, die, order, bounds, sync, worker, num)
+    taker = np.empty(s.experts, np.int64)
+    if total >= MANY_OF_AN_EXPERT * s.experts and 4 * num * deal(taker, bounds, num) <= 5 * total:
+        _by_experts(s, inter, rows, ws, weights, die, order, bounds, taker, sync, worker, num)
     else:
-        _by_experts(s, inter, rows, ws, weights, die, order, bounds, sync, worker, num)
+        _by_columns(s, inter, rows, ws, weights, die, order, bounds, sync, worker, num)
     wait(sync, num)
     out, shared = f32(die[e.OUT], total, s.hidden), f32(ws[SHARED], rows if s.shared else 0, s.hidden)
     _add_up(s, h, topk_weights, order, out, shared, first, last)
+
+
+@array_part
+def deal(taker, bounds, num):
+    """taker [E] = the thread that takes each expert, those with most rows first, whoever has least so far.
+
+    Returns the rows of the thread that has most."""
+    taken = np.zeros(num, np.int64)
+    for expert in np.argsort(bounds[:-1] - bounds[1:], kind="mergesort"):
+        taker[expert] = np.argmin(taken)
+        taken[taker[expert]] += bounds[expert + 1] - bounds[expert]
+    return taken.max()
 
 
 @array_part
@@ -81,43 +94,28 @@ def _by_columns(s, inter, rows, ws, weights, die, order, bounds, sync, worker, n
 
 
 @array_part
-def _by_experts(s, inter, rows, ws, weights, die, order, bounds, sync, worker, num):
+def _by_experts(s, inter, rows, ws, weights, die, order, bounds, taker, sync, worker, num):
     """Each thread takes some experts, and all that becomes of their rows, which stay near meanwhile."""
     total, num_shared, (first, last) = order.size, rows if s.shared else 0, share(rows, worker, num)
     x, x8, scale = inputs_of(ws, s.hidden, rows)
     given, given8, given_scale = _given(s, die, total)
     gate_up, act, act8, act_scale = e.activations(die, e.GATE_UP, total, inter)
-    out, taken = f32(die[e.OUT], total, s.hidden), np.zeros(num, np.int64)
-    for expert in range(s.experts):
+    out = f32(die[e.OUT], total, s.hidden)
+    for expert in np.flatnonzero(taker == worker):
         begin, end = bounds[expert], bounds[expert + 1]
-        least = np.argmin(taken)
-        taken[least] += end - begin
-        if least != worker:
-            continue
         _gather(s, given, given8, given_scale, x, x8, scale, order, begin, end)
-        own, own_up, own_act, own8 = given[begin:end], gate_up[begin:end], act[begin:end], act8[begin:end]
-        own_scale = act_scale[begin:end]
-        _one(
-            s.is_int8,
-            own_up,
-            own,
-            given8[begin:end],
-            given_scale[begin:end],
-            die[e.W13],
-            die[e.SCALE13],
-            expert,
-        )
-        activate(s.is_int8, own_act, own8, own_scale, own_up, 0, 1)
-        _one(s.is_int8, out[begin:end], own_act, own8, own_scale, die[e.W2], die[e.SCALE2], expert)
+        up, own, own8, own_scale = gate_up[begin:end], act[begin:end], act8[begin:end], act_scale[begin:end]
+        row, row8, row_scale = given[begin:end], given8[begin:end], given_scale[begin:end]
+        _one(s.is_int8, up, row, row8, row_scale, die[e.W13], die[e.SCALE13], expert)
+        activate(s.is_int8, own, own8, own_scale, up, 0, 1)
+        _one(s.is_int8, out[begin:end], own, own8, own_scale, die[e.W2], die[e.SCALE2], expert)
     shared_up = f32(ws[GATE_UP], num_shared, 2 * s.shared)[first:last]
     if num_shared:
         rows_of(s, shared_up, x[first:last], x8[first:last], scale[first:last], weights, SHARED_W13, 1)
-    wait(sync, num)  # what follows takes the place of what experts were given
+    wait(sync, num)  # what follows takes the place of x8 and its scales, from which others may still gather
     if num_shared:
-        shared_act, shared_act8 = (
-            f32(ws[ACT], rows, s.shared)[first:last],
-            i8(ws[Q8], rows, s.shared)[first:last],
-        )
+        shared_act = f32(ws[ACT], rows, s.shared)[first:last]
+        shared_act8 = i8(ws[Q8], rows, s.shared)[first:last]
         is_int8, shared = weights[SHARED_W2 + 1] != 0, f32(ws[SHARED], rows, s.hidden)[first:last]
         activate(is_int8, shared_act, shared_act8, scale[first:last], shared_up, 0, 1)
         rows_of(s, shared, shared_act, shared_act8, scale[first:last], weights, SHARED_W2, c.TP_BLOCKS)
