@@ -1,7 +1,7 @@
 """Absorbed MLA of many rows of one sequence on a matrix unit: from queries to what heads make of values.
 
 It has the results of absorption, `mla.attention` and absorption's other half, one after the other, but what
-lies between them never leaves the caches. It takes one head and up to 32 rows, two left tiles, at a time:
+lies between them never leaves the caches. It takes up to 32 rows, two left tiles, of two heads at a time:
 
     absorbed [row, k]         = q [row, nope] @ w_uk          pairs of BF16
     scores   [row, position]  = absorbed, in INT8 @ latents   bytes; and the RoPE parts, pairs of BF16
