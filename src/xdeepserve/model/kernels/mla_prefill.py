@@ -242,6 +242,17 @@ def _weigh(memory, at, scratch, row, to, num_positions, chunks, int8_weights):
     return tree_sum(lanes), scale
 
 
+@part
+def _weigh_rows(memory, at, scratch, ld, positions, chunks, int8_weights, totals, scales, first):
+    """A head's rows, whose lanes begin with `first`: left tiles, the sums of weights, and their scales."""
+    for r in range(positions.size):
+        lane = first + r
+        to = at.weights + lane // TILE_ROWS * chunks * UNIT_SIZE + lane % TILE_ROWS * TILE_BYTES
+        totals[lane], scales[lane] = _weigh(
+            memory, at, scratch, lane * ld, to, positions[r] + 1, chunks, int8_weights
+        )
+
+
 @tile_part
 def _put_two(memory, to, one, two):
     """32 BF16 numbers, a row of a left tile."""
@@ -366,16 +377,8 @@ def _by_tiles_of(
                     memory, at, scratch, ld, count, rows, tiles, chunks, rank, depth_pe, scales, softmax_scale
                 )
                 for n in range(count):
-                    for r in range(rows):
-                        lane, end = n * ROWS + r, positions[t + r] + 1
-                        to = (
-                            at.weights
-                            + lane // TILE_ROWS * chunks * UNIT_SIZE
-                            + lane % TILE_ROWS * TILE_BYTES
-                        )
-                        totals[lane], scales[lane] = _weigh(
-                            memory, at, scratch, lane * ld, to, end, chunks, int8_weights
-                        )
+                    lane, own = n * ROWS, positions[t : t + rows]
+                    _weigh_rows(memory, at, scratch, ld, own, chunks, int8_weights, totals, scales, lane)
                 _sum_values(
                     memory, at, count, rows, tiles, chunks, apart, rank, totals, scales, int8_weights, is_tame
                 )
