@@ -6,6 +6,8 @@ SHARE := 1
 FOR_S :=
 PART = --share $(SHARE) $(if $(FOR_S),--for-s $(FOR_S))
 READY := $(VENV)/.installed
+# Tests start hundreds of processes: each would compile every module again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test campaign lint clean
 demo: $(READY)

@@ -19,7 +19,7 @@ MODULE = "xdeepserve.cli.compile_ahead"
 
 
 def signatures() -> list[tuple[Any, tuple[Any, ...]]]:
-    """Kernels, and the types that the int8 recipe calls them with; the longest to compile first."""
+    """Kernels, and the types that the int8 recipe calls them with; in the order of their use."""
     from numba import types as t
 
     from xdeepserve.model import kernels as k
@@ -32,7 +32,9 @@ def signatures() -> list[tuple[Any, tuple[Any, ...]]]:
     caches = of(t.uint8, 5), rows, of(t.float32, 5)
     sizes = t.int64, t.int64
     attention = (rows, rows, rows, *sizes, i32, i32, *caches, tables, t.float64, t.boolean, f32, *sizes)
-    return [(k.attention, attention), (k.sample, (i32, rows, f32, i32, f64, f32, u64, u64, u64))]
+    gate = (tables, rows, rows, f32, *sizes, t.boolean, t.float64, t.boolean)
+    sample = (i32, rows, f32, i32, f64, f32, u64, u64, u64)
+    return [(k.attention, attention), (k.gate, gate), (k.sample, sample)]
 
 
 @contextlib.contextmanager

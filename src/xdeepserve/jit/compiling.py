@@ -31,6 +31,7 @@ from numba.core.registry import cpu_target
 
 from xdeepserve.errors import InputError
 from xdeepserve.jit import amx
+from xdeepserve.jit.parts import PartCompiler
 
 try:
     import fcntl
@@ -50,8 +51,8 @@ njit: Any = numba_njit  # its annotations do not know all options
 OPTIONS: Any = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True, "_nrt": True}
 # A part borrows the arrays that it is given. Otherwise it would count references to each of them, twice a
 # call and atomically, which takes a tile of a GEMM longer than a tenth of its arithmetic.
-PART_OPTIONS: Any = {**OPTIONS, "no_cpython_wrapper": True, "_nrt": False}
-ARRAY_OPTIONS: Any = {**OPTIONS, "no_cpython_wrapper": True}
+ARRAY_OPTIONS: Any = {**OPTIONS, "no_cpython_wrapper": True, "pipeline_class": PartCompiler}
+PART_OPTIONS: Any = {**ARRAY_OPTIONS, "_nrt": False}
 TILE_OPTIONS: Any = {**PART_OPTIONS, "forceinline": True}
 
 

@@ -1,0 +1,41 @@
+"""What only kernels call is compiled into them, and makes no machine code of its own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = """
+import numpy as np
+from numba.core.codegen import JITCodeLibrary
+from xdeepserve.jit.compiling import array_part, kernel, part
+
+made = []
+finalize = JITCodeLibrary._finalize_specific
+JITCodeLibrary._finalize_specific = lambda self: (made.append(self.name), finalize(self))
+
+@part
+def squared(x):
+    return x * x
+
+@array_part
+def squares(n):
+    out = np.empty(n, np.int64)
+    for i in range(n):
+        out[i] = squared(i)
+    return out
+
+@kernel
+def added(n):
+    return squares(n).sum() + squared(n)
+
+assert added(5) == 55
+assert "added" in made
+assert not {"squared", "squares"} & set(made), made
+"""
+
+
+def test_parts_have_no_machine_code_of_their_own(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
