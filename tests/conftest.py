@@ -11,6 +11,7 @@ from collections.abc import Generator
 import pytest
 from hypothesis import settings
 
+from tests import long_tests
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import TinyCheckpoint, resolve_model
 
@@ -26,6 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--for-s", type=float, metavar="S", help="begin no test after S seconds: skip what is left"
     )
+    parser.addoption("--find-long", action="store_true", help=f"write {long_tests.FILE.name} anew")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -33,6 +35,8 @@ def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> Generator[None, None, None]:
     thin(items)
+    if not config.getoption("--find-long") and all(os.path.isdir(each) for each in config.args):
+        long_tests.leave_to_campaign(items)  # who asks for some file's tests wants all of them
     result = yield  # `-m` chooses
     keep_share(config, items)
     return result
@@ -67,6 +71,12 @@ def keep_share(config: pytest.Config, items: list[pytest.Item]) -> None:
         of_test[test] += 1
     items[:] = kept
     config.hook.pytest_deselected(items=left)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.getoption("--find-long"):
+        stats = terminalreporter.stats
+        long_tests.write(each for kind in ("", "passed", "failed") for each in stats.get(kind, []))
 
 
 def pytest_configure(config: pytest.Config) -> None:

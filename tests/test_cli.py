@@ -186,6 +186,7 @@ def test_text_for_a_checkpoint_without_tokenizer(capsys: pytest.CaptureFixture[s
     assert generated(capsys, "--model", directory, "--prompt-ids", "1")["outputs"][0]["text"] == ""
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("how", [["--quick"], pytest.param([], marks=pytest.mark.campaign)])
 def test_verify_json_and_its_exit_code(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, how: list[str]
@@ -345,6 +346,7 @@ def test_what_needs_no_model_is_light(line: str) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
+@pytest.mark.always
 def test_demo() -> None:
     out = run("demo").stdout
     assert "bit-exact: yes" in out

@@ -159,6 +159,8 @@ MADE_BY = {  # files that other commands read
 }
 
 
+@pytest.mark.always
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("command", [marked(command) for command in RUNNABLE])
 def test_commands(command: str, scratch: Path) -> None:
     for name, maker in MADE_BY.items():
@@ -241,6 +243,8 @@ class started:
         self.process.wait(60)
 
 
+@pytest.mark.always
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("command", SERVERS[1:])
 def test_servers_start(command: str, tmp_path: Path) -> None:
     with started(command, tmp_path) as base, urllib.request.urlopen(f"{base}/v1/models") as answer:

@@ -430,6 +430,8 @@ PROMISES = {
 MARKED = [pytest.param(p, marks=[pytest.mark.campaign] * (p.stem == "10_superpod")) for p in EXAMPLES]
 
 
+@pytest.mark.always
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("path", MARKED, ids=[path.stem for path in EXAMPLES])
 def test_example_runs_and_keeps_its_promises(path: Path, tmp_path: Path) -> None:
     done = subprocess.run(

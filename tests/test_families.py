@@ -115,6 +115,8 @@ WAYS: dict[str, list[tuple[str, list[str]]]] = {
 }
 
 
+@pytest.mark.always
+@pytest.mark.thin(9)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", WAYS)
 def test_every_way_gives_the_bits_of_the_reference(name: str, recipe: Recipe, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from xdeepserve.model.presets import PRESET_DIRECTORY, TinyCheckpoint
 from xdeepserve.model.quant.part import Part
 
 
+@pytest.mark.always
 def test_quantize_then_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "int8"
     assert main(["quantize", "tiny-random", str(out), "--method", "rtn", "--samples", "8", "--json"]) == 0

@@ -1,11 +1,14 @@
 """`--share N` leaves of each test one case in N: a campaign that ends soon and still is of all kinds.
-`--for-s S` ends it in time. `thin(n)` leaves to `make test` one in n, to the campaign the others."""
+`--for-s S` ends it in time. `thin(n)` leaves to `make test` one in n, to the campaign the others, and
+`long_tests.txt` names those that take long."""
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from tests import long_tests
 from tests.test_docs import ROOT
 
 
@@ -39,3 +42,34 @@ def test_what_is_left_of_a_thinned_test_is_of_the_campaign() -> None:
     command = [sys.executable, "-m", "pytest", *arguments]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert "6/9 tests collected" in found.stdout
+
+
+def report(case: str, seconds: float, *marks: str) -> pytest.TestReport:
+    keywords = dict.fromkeys(marks, 1)
+    return pytest.TestReport(case, ("", 0, ""), keywords, "passed", None, "call", duration=seconds)
+
+
+def test_what_takes_long_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_tests, "FILE", tmp_path / "long.txt")
+    few, many, all_long = "a.py::few", "a.py::many", "b.py::all_long"
+    took = {few: 2.0, "a.py::short": 0.2, f"{many}[0]": 1.0, f"{many}[1]": 0.1}
+    took |= {f"{all_long}[0]": 3.0, f"{all_long}[1]": 2.0, "b.py::one[0]": 3.0, "b.py::one[1]": 1.0}
+    reports = [report(case, seconds) for case, seconds in took.items()]
+    long_tests.write([*reports, report("b.py::promise", 9.0, "always")])
+    assert long_tests.FILE.read_text().split() == [few, f"{many}[0]", all_long, "b.py::one[0]"]
+
+
+def test_long_tests_exist() -> None:
+    names = long_tests.FILE.read_text().splitlines()
+    assert names == sorted(set(names))
+    for name in names:
+        file, *_, test = name.partition("[")[0].split("::")
+        assert f"def {test}(" in (ROOT / file).read_text(), f"{name}: see tests/long_tests.py"
+
+
+def test_who_asks_for_a_file_gets_its_long_tests() -> None:
+    arguments = ["-p", "no:cacheprovider", "tests/test_verify.py", "--co"]
+    command = [sys.executable, "-m", "pytest", *arguments]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    (name,) = [each for each in long_tests.FILE.read_text().splitlines() if "test_rows_that_evict_do" in each]
+    assert name in found.stdout

@@ -23,6 +23,8 @@ def combination(case: Case, config: ModelConfig) -> tuple[str, int, int]:
     return case.deployment, decode.mtp, decode.num_microbatches
 
 
+@pytest.mark.always
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("model", ["tiny", "tiny-random", "tiny-r1"])
 def test_every_deployment_with_and_without_mtp_in_one_and_two_microbatches(model: str) -> None:
     """For every deployment that the model allows; `monolithic` has no microbatches."""

@@ -242,6 +242,7 @@ def test_eight_servers_are_killed_again_and_again(transport: str) -> None:
 # ---- two addresses as two machines ------------------------------------------------------------------
 
 
+@pytest.mark.always
 def test_servers_on_two_addresses() -> None:
     """Clients on 127.0.0.1, servers on 127.0.0.2: bytes go by TCP alone."""
     settings = ("experts.routed_dies=1", "attention.dies=2", "max_model_len=128", "experts.transport=tcp")

@@ -128,6 +128,7 @@ async def check(tiny: TinyCheckpoint, num_streams: int, num_lost: int, num_other
         )
 
 
+@pytest.mark.always
 async def test_streams_go_on(tiny: TinyCheckpoint) -> None:
     await check(tiny, 24, num_lost=2, num_others=4, seed=1)
 

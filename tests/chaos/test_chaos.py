@@ -251,6 +251,7 @@ def test_what_is_permitted_follows_from_the_plan(judge: Judge) -> None:
     assert "die 0 of prefill 0 is lost" in verdicts[1].why or "waits for peer" in verdicts[1].why
 
 
+@pytest.mark.always
 @pytest.mark.parametrize(
     ("count", "equal", "named"), [(12, 2, 0), pytest.param(50, 8, 4, marks=pytest.mark.campaign)]
 )

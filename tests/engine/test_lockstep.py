@@ -142,6 +142,7 @@ def check_colocated(
     assert 0.85 * expected_ns < found_ns < 1.1 * expected_ns
 
 
+@pytest.mark.always
 @pytest.mark.thin(3)
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
 @pytest.mark.parametrize(("dies", "mtp"), [(1, 2), (2, 1), (3, 2), (4, 0), (5, 1), (6, 0), (7, 2), (8, 0)])

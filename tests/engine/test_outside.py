@@ -99,6 +99,7 @@ WAYS: list[tuple[str, ...]] = [
 ]
 
 
+@pytest.mark.always
 @pytest.mark.thin(3)
 @pytest.mark.parametrize("settings", WAYS)
 @pytest.mark.parametrize("precision", ["int8", "fp32"])

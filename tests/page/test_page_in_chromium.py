@@ -42,6 +42,7 @@ async def test_a_prompt_is_answered_while_the_pod_is_drawn(serve: Serve) -> None
 DIGEST = "[...document.querySelectorAll('.digest code')].map((code) => code.title)"
 
 
+@pytest.mark.always
 async def test_a_die_is_killed_and_the_digest_is_the_same(serve: Serve, tmp_path: Path) -> None:
     async with (
         serve("colocated", "dies=4", "recovery.failover=true", admin=True) as (address, engine),
