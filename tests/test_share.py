@@ -2,6 +2,7 @@
 `--for-s S` ends it in time. `thin(n)` leaves to `make test` one in n, to the campaign the others, and
 `long_tests.txt` names those that take long."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -63,8 +64,9 @@ def test_long_tests_exist() -> None:
     names = long_tests.FILE.read_text().splitlines()
     assert names == sorted(set(names))
     for name in names:
-        file, *_, test = name.partition("[")[0].split("::")
-        assert f"def {test}(" in (ROOT / file).read_text(), f"{name}: see tests/long_tests.py"
+        file, test, *_ = name.partition("[")[0].split("::")
+        begins = re.compile(rf"^(?:(?:async )?def |class )?{test}\b", re.MULTILINE)
+        assert begins.search((ROOT / file).read_text()), f"{name}: see tests/long_tests.py"
 
 
 def test_who_asks_for_a_file_gets_its_long_tests() -> None:
