@@ -1,9 +1,9 @@
 """How Numba compiles what only kernels call: into them, and not for itself.
 
-Left alone, Numba makes machine code of every function, and once more of it in each that calls it. A part's
-own would never run: without it kernels compile in six sevenths of the time, to the same code. Parts are still
-optimised before a kernel takes them in: all at once would be faster still, but loops of products came out 4 %
-slower.
+Left alone, Numba optimises each function together with all that it calls and makes machine code of it, and does
+both once more in everything that calls it: a kernel of many levels is compiled many times over. A part's own
+machine code would never run, so there is none. Loops of the mathematics are still optimised before a kernel takes
+them in, which costs time once, and without which products come out 4 % slower; what only calls them is not.
 """
 
 from __future__ import annotations
@@ -15,8 +15,17 @@ from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler_machinery import AnalysisPass, register_pass
 
 
+LOOPS = "xdeepserve.model.kernels."  # the modules whose parts are optimised by themselves
+
+
 class PartLibrary(JITCodeLibrary):
-    """LLVM's form of a part, optimised, to be linked into kernels. Nothing in it has an address."""
+    """LLVM's form of a part, to be linked into kernels. Nothing in it has an address."""
+
+    has_loops = False
+
+    def _optimize_final_module(self) -> None:
+        if self.has_loops:
+            super()._optimize_final_module()
 
     def _finalize_final_module(self) -> None:
         self._finalize_dynamic_globals()
@@ -50,6 +59,7 @@ class IntoPartLibrary(AnalysisPass):
     def run_pass(self, state: Any) -> bool:
         """Nothing of the function is changed."""
         state.library = PartLibrary(state.targetctx.codegen(), state.func_id.func_qualname)
+        state.library.has_loops = state.func_id.modname.startswith(LOOPS)
         state.library.enable_object_caching()
         return False
 
