@@ -1,9 +1,9 @@
 """How Numba compiles what only kernels call: into them, and not for itself.
 
-Left alone, Numba optimises each function together with all that it calls and makes machine code of it, and does
-both once more in everything that calls it: a kernel of many levels is compiled many times over. A part's own
-machine code would never run, so there is none. Loops of the mathematics are still optimised before a kernel takes
-them in, which costs time once, and without which products come out 4 % slower; what only calls them is not.
+Left alone, Numba optimises each function together with all that it calls and makes machine code of it, and
+does both once more in everything that calls it: a kernel of many levels is compiled many times over. A part's
+own machine code would never run, so there is none. Loops of the mathematics are still optimised before a
+kernel takes them in: products come out 4 % slower without that. What only calls them is not.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 from numba.core import compiler, typed_passes
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler_machinery import AnalysisPass, register_pass
-
 
 LOOPS = "xdeepserve.model.kernels."  # the modules whose parts are optimised by themselves
 
