@@ -1,4 +1,4 @@
-# make demo | test | campaign | lint: each builds .venv first if it is missing or out of date.
+# make demo | test | long | campaign | lint: each builds .venv first if it is missing or out of date.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,12 +9,15 @@ READY := $(VENV)/.installed
 # Tests start hundreds of processes: each would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test campaign lint clean
+.PHONY: demo test long campaign lint clean
 demo: $(READY)
 	$(BIN)/xdeepserve demo
 
 test: $(READY)
 	$(BIN)/python -m pytest -n auto --maxprocesses 4
+
+long: $(READY)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m long
 
 campaign: $(READY)
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m 'campaign and not idle' $(PART) --durations=10

@@ -36,14 +36,15 @@ def pytest_collection_modifyitems(
 ) -> Generator[None, None, None]:
     thin(items)
     if not config.getoption("--find-long") and all(os.path.isdir(each) for each in config.args):
-        long_tests.leave_to_campaign(items)  # who asks for some file's tests wants all of them
+        long_tests.leave_out(items)  # who asks for some file's tests wants all of them
     result = yield  # `-m` chooses
     keep_share(config, items)
     return result
 
 
 def thin(items: list[pytest.Item]) -> None:
-    """Of the cases of tests marked `thin(n)` leave all but one in n to the campaign.
+    """Of the cases of tests marked `thin(n)` leave all but one in n to the campaign; to `make long`, if the
+    others are of `make test` however long they take.
 
     Not every nth: with as many values of a parameter that would be always the same one.
     """
@@ -52,8 +53,9 @@ def thin(items: list[pytest.Item]) -> None:
         if marker := item.get_closest_marker("thin"):
             test = item.nodeid.partition("[")[0]
             number, n = of_test[test], marker.args[0]
-            if (number + number // n) % n:
-                item.add_marker(pytest.mark.campaign)
+            if (number + number // n) % n and not item.get_closest_marker("campaign"):
+                is_always = item.get_closest_marker("always")
+                item.add_marker(pytest.mark.long if is_always else pytest.mark.campaign)
             of_test[test] += 1
 
 

@@ -1,4 +1,4 @@
-"""Which tests take so long that they are left to the campaign: `long_tests.txt` has their names, one a line.
+"""Which tests take so long that they are left to `make long`: `long_tests.txt` has their names, one a line.
 
     python -m pytest -n 2 --find-long
 
@@ -20,12 +20,12 @@ LONG_S = 0.4
 REST_S = 1.5
 
 
-def leave_to_campaign(items: Iterable[pytest.Item]) -> None:
+def leave_out(items: Iterable[pytest.Item]) -> None:
     """Mark those that are named."""
     named = set(FILE.read_text().splitlines())
     for item in items:
-        if named & {item.nodeid, test_of(item.nodeid)}:
-            item.add_marker(pytest.mark.campaign)
+        if named & {item.nodeid, test_of(item.nodeid)} and not item.get_closest_marker("campaign"):
+            item.add_marker(pytest.mark.long)
 
 
 def test_of(nodeid: str) -> str:

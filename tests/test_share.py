@@ -35,7 +35,7 @@ def test_time_is_up() -> None:
 @pytest.mark.thin(3)
 @pytest.mark.parametrize("number", range(9))
 def test_thinned(number: int, pytestconfig: pytest.Config) -> None:
-    assert (number in (0, 5, 7)) == (pytestconfig.getoption("-m") == "not campaign")
+    assert (number in (0, 5, 7)) == ("not campaign" in pytestconfig.getoption("-m"))
 
 
 def test_what_is_left_of_a_thinned_test_is_of_the_campaign() -> None:

@@ -77,7 +77,6 @@ def without(*features: str) -> dict[str, str]:
     return {"NUMBA_CPU_NAME": compiling.llvm.get_host_cpu_name(), "NUMBA_CPU_FEATURES": own.flatten()}
 
 
-@pytest.mark.campaign
 @pytest.mark.parametrize("features", [(compiling.BF16, *amx.FEATURES), amx.FEATURES])
 def test_the_bits_do_not_depend_on_dots_of_pairs(native: list[object], features: tuple[str, ...]) -> None:
     assert json.loads(run(without(*features)).stdout) == native
