@@ -94,6 +94,11 @@ async def address(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     await asyncio.gather(running, return_exceptions=True)
 
 
+def client() -> aiohttp.ClientSession:
+    """One that gives up a connection before the server does: it would write to one that is being closed."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(keepalive_timeout=1.0))
+
+
 async def streamed(session: aiohttp.ClientSession, address: str) -> tuple[str, float]:
     """What the well-behaved client reads, and the longest it waits between two chunks, in seconds."""
     text, longest, last = "", 0.0, 0.0
@@ -146,7 +151,7 @@ async def settled(engine: Engine) -> None:
 
 @three_tries
 async def test_300_slow_and_half_open_connections(engine: Engine, address: str) -> None:
-    async with aiohttp.ClientSession() as session, asyncio.timeout(120):
+    async with client() as session, asyncio.timeout(120):
         alone, _ = await streamed(session, address)
         slow = [asyncio.create_task(slow_connection(address, number % 4)) for number in range(NUM_SLOW)]
         waits = []
@@ -199,7 +204,7 @@ async def test_hostile_grammars_do_not_stall_others(engine: Engine, address: str
             assert response.status in (200, 400), answer
             return response.status
 
-    async with aiohttp.ClientSession() as session, asyncio.timeout(300):
+    async with client() as session, asyncio.timeout(300):
         alone, _ = await streamed(session, address)
         waits, seen = [], []
         for form in hostile():
@@ -233,7 +238,7 @@ async def test_a_hostile_tokenizer_does_not_stall_others(engine: Engine, address
             assert response.status == 200 or "tokenizer gave up" in answer, answer
             return response.status
 
-    async with aiohttp.ClientSession() as session, asyncio.timeout(120):
+    async with client() as session, asyncio.timeout(120):
         alone, _ = await streamed(session, address)
         asking = [asyncio.create_task(ask(session, path, body)) for path, body, _ in bodies * 4]
         waits = []
@@ -261,7 +266,7 @@ async def test_long_texts_and_many_tokens_do_not_stall_others(engine: Engine, ad
             await response.read()
             return response.status
 
-    async with aiohttp.ClientSession() as session, asyncio.timeout(120):
+    async with client() as session, asyncio.timeout(120):
         alone, _ = await streamed(session, address)
         encoded = [(path, json.dumps(body, separators=(",", ":")).encode()) for path, body in bodies * 2]
         asking = [asyncio.create_task(ask(session, path, body)) for path, body in encoded]
