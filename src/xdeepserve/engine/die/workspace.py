@@ -45,6 +45,10 @@ class Workspace:
         region, dtype = self._regions[name]
         return region.nbytes // dtype.itemsize
 
+    def nbytes(self, name: str) -> int:
+        """Bytes of a buffer."""
+        return self._regions[name][0].nbytes
+
     def dtype(self, name: str) -> np.dtype:
         """What a buffer holds."""
         return self._regions[name][1]

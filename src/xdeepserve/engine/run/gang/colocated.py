@@ -16,6 +16,7 @@ from xdeepserve.engine.run.gang.gang import Call, Gang, Share, Span, addresses
 from xdeepserve.engine.run.gang.kernels import attention as a
 from xdeepserve.engine.run.gang.kernels import colocated_stages as d
 from xdeepserve.engine.run.gang.kernels import experts as e
+from xdeepserve.engine.run.gang.kernels.sync import new_sync
 from xdeepserve.engine.run.gang.timetable import Timed, Timetable
 from xdeepserve.engine.walk.schedule import Visit
 from xdeepserve.step.stage import Counts, Meet, Stage
@@ -111,16 +112,19 @@ class ColocatedGang(Gang):
         faults and virtual time can, is looked at when all are done.
         """
         rounds: list[list[Call]] = [[]]  # in the last one, what each die does next with its own bytes only
+        sync = new_sync()
         for visit, at in zip(visits, passes, strict=True):
             if self.staged.is_used:
                 self.spread(*rounds)
                 rounds = [[]]
                 self.staged.run(at, visit.program, shares, self.columns[at], self.cuts)
-            rounds[-1].append(self._attention(at, visit.layer.moe is not None))
-            if visit.layer.moe is not None:
+            is_moe = visit.layer.moe is not None
+            rounds[-1].append(self.layer(at, self.cuts, is_moe, visit is visits[-1], sync))
+            if is_moe:
                 rounds[-1].append(self._dispatch(visit.event))
                 rounds += [[self._run_experts(at, visit.event)], [self._combine(at, visit.event)]]
         self.spread(*rounds)
+        self.check_threads(sync)
 
     def _check(self, visits: Sequence[Visit], passes: Sequence[int]) -> None:
         """ProtocolError if a die has found a fault: the first one."""
@@ -129,10 +133,6 @@ class ColocatedGang(Gang):
         for visit, at in zip(visits, passes, strict=True):
             for faults, op in zip(self.faults[at], self.ops, strict=True):
                 self.check(faults, op, "rank", visit.event)
-
-    def _attention(self, at: int, is_moe: bool) -> Call:
-        args = (self.shape, self.buffers, self.weights[at], self.inputs, self.cuts, is_moe, self.scratch)
-        return a.layer_stage, args
 
     def _dispatch(self, event: int) -> Call:
         args = (self.exchange, self.buffers, self.cuts, self.ways, self.expert_rank, event)

@@ -17,9 +17,9 @@ from xdeepserve.engine.run.gang.colocated import TO_THE_END, UP_TO_EXPERTS
 from xdeepserve.engine.run.gang.dimensions import ExchangeShape, PushShape
 from xdeepserve.engine.run.gang.expert_prices import ExpertPrices
 from xdeepserve.engine.run.gang.gang import Call, Gang, Share, Span, addresses
-from xdeepserve.engine.run.gang.kernels import attention as a
 from xdeepserve.engine.run.gang.kernels import disaggregated_stages as ends
 from xdeepserve.engine.run.gang.kernels import experts as e
+from xdeepserve.engine.run.gang.kernels.sync import new_sync
 from xdeepserve.engine.run.gang.timetable import DisaggregatedTimetable, Timed, TokenTimes
 from xdeepserve.engine.walk.schedule import Visit, cut_at
 from xdeepserve.step.frame import Batch
@@ -124,7 +124,7 @@ class DisaggregatedGang(Gang):
         rounds: list[list[Call]] = []
         after: list[Call] = []  # a microbatch's E2A, which the next one need not wait for
         away: list[list[Call]] = [[] for _ in range(self.num_microbatches)]  # what brings each one back
-        self._num_items = 0
+        self._num_items, sync = 0, new_sync()
         for visit, at in zip(visits, passes, strict=True):
             is_moe = visit.layer.moe is not None
             for m in range(self.num_microbatches):
@@ -135,9 +135,11 @@ class DisaggregatedGang(Gang):
                     self.spread(*rounds, [*after, *away[m]])
                     rounds, after, away[m] = [], [], []
                     self.staged.run(at, visit.program, shares, self.columns[at], self.cuts[m], m)
-                rounds.append([*after, *away[m], *self._attend(m, at, visit.event if is_moe else None)])
+                layer = self.layer(at, self.cuts[m], is_moe, visit is visits[-1], sync)
+                rounds.append([*after, *away[m], layer])
                 after, away[m] = [], []
                 if is_moe:
+                    rounds[-1].append(self._post(m, visit.event))
                     rounds += [[self._a2e(m, at, visit.event)], [self._run_experts(m, at, visit.event)]]
                     after = [
                         (_keep, (self.received[at, m], self.items[m].ways)),
@@ -146,6 +148,7 @@ class DisaggregatedGang(Gang):
                     away[m] = [self._come_back(m, at, visit.event)]
                     self._num_items += self.num_domains
         self.spread(*rounds, after, [call for calls in away for call in calls])
+        self.check_threads(sync)
 
     def _check(self, visits: Sequence[Visit], passes: Sequence[int]) -> None:
         """ProtocolError if a die has found a fault: the first one."""
@@ -159,14 +162,8 @@ class DisaggregatedGang(Gang):
             for m in range(self.num_microbatches):
                 self.check(self.attention_faults[at, m], "E2A'", "attention", visit.event)
 
-    def _attend(self, m: int, at: int, event: int | None) -> list[Call]:
-        """A layer of attention dies, and their tokens' way to experts under `event`, if it has some."""
-        cuts = self.cuts[m]
-        args = (self.shape, self.buffers, self.weights[at], self.inputs, cuts, event is not None)
-        layer: Call = (a.layer_stage, (*args, self.scratch))
-        if event is None:
-            return [layer]
-        return [layer, (ends.post_stage, (self.exchange, self.buffers, cuts, self.ways[m], event))]
+    def _post(self, m: int, event: int) -> Call:
+        return ends.post_stage, (self.exchange, self.buffers, self.cuts[m], self.ways[m], event)
 
     def _a2e(self, m: int, at: int, event: int) -> Call:
         item = self.items[m]

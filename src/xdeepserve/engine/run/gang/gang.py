@@ -18,6 +18,7 @@ from xdeepserve.engine.run.gang import tables
 from xdeepserve.engine.run.gang.dimensions import Shape
 from xdeepserve.engine.run.gang.heads import Heads
 from xdeepserve.engine.run.gang.kernels import attention as a
+from xdeepserve.engine.run.gang.kernels.side_by_side import layer_stage
 from xdeepserve.engine.run.gang.kernels.sync import LOST, new_sync, wait_for_others
 from xdeepserve.engine.run.gang.staged import StagedAttention, as_kernels_see
 from xdeepserve.engine.walk.runner import Runner
@@ -69,6 +70,7 @@ class Gang(ABC):
     """
 
     kernels: frozenset[Span]
+    inputs: np.ndarray  # [dies with attention, NUM_INPUTS]: of the run that goes on
 
     def __init__(self, executors: Sequence[Executor], members: Sequence[str], num_threads: int) -> None:
         self.executors, self.members, self.num_threads = executors, members, num_threads
@@ -207,6 +209,8 @@ class Gang(ABC):
         rows = mem.sizes.max_tokens * self.shape.copies
         size = max(self.shape.scratch, rows * mem.config.hidden_size)
         self.scratch = np.empty((self.num_threads, size), np.float32)
+        num_beside = min(a.AT_ONCE, len(executors) * mem.sizes.max_tokens) if len(executors) > 1 else 0
+        self.beside, self._beside = tables.beside(first, self.spaces[0], self.buffers[0], num_beside)
 
     @abstractmethod
     def prepare(self) -> None:
@@ -219,6 +223,14 @@ class Gang(ABC):
     def pass_of(self, cache: KVCache) -> int:
         """Which of a step's passes through a layer uses this cache of the first die."""
         return self._pass_at[id(cache)]
+
+    def layer(self, at: int, cuts: np.ndarray, is_moe: bool, is_last: bool, sync: np.ndarray) -> Call:
+        """A layer up to the gate, or all of one without experts, on each die's rows between `cuts` [dies, 2].
+
+        is_last: it is the last one with experts. Threads wait by `sync`.
+        """
+        args = (self.shape, self.buffers, self.beside, self.weights[at], self.inputs, cuts, is_moe, is_last)
+        return layer_stage, (*args, self.scratch, sync)
 
     def spread(self, *rounds: Sequence[Call]) -> None:
         """Run kernels round by round, each thread on its share of the dies: in a round it does not wait for

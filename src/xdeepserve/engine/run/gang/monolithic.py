@@ -43,6 +43,6 @@ class MonolithicGang(ColocatedGang):
             is_moe = np.array([visit.layer.moe is not None for visit in visits])
             self._tables[key] = weights, dies, is_moe
         sync = new_sync()
-        args = (self.shape, self.exchange.inter, self.buffers[0], *self._tables[key], self.inputs[0])
+        args = (self.shape, self.exchange.inter, self.buffers[0], *self._tables[key], self.inputs)
         self.spread([(team.run_together, (*args, rows, self.scratch, sync))])
         self.check_threads(sync)

@@ -60,6 +60,22 @@ def buffers(executors: Sequence[Executor], spaces: Sequence[Workspace]) -> Table
     return np.array(rows, np.int64)
 
 
+def beside(executor: Executor, space: Workspace, row: Array, num_rows: int) -> tuple[Table, Array]:
+    """[NUM_COLUMNS + 1]: buffers for `num_rows` rows of several dies, and for their h, outside of the dies'
+    memories; and these buffers. `row` is that of a die in the table of `buffers`."""
+    table, sizes = np.zeros(a.NUM_COLUMNS + 1, np.int64), executor.mem.sizes
+    table[: a.NUM_COLUMNS] = row
+    columns = {column: space.nbytes(name) for column, name in enumerate(a.BUFFERS) if row[column]}
+    columns[a.BESIDE_H] = space.nbytes("x")
+    line, at = 64, 0  # each begins on a cache line of its own
+    for column, nbytes in columns.items():
+        table[column] = at
+        at += (-(-nbytes // sizes.max_slice) * num_rows + line - 1) // line * line
+    memory = np.empty(at + line, np.uint8)
+    table[[*columns]] += (address(memory) + line - 1) // line * line
+    return table, memory
+
+
 def layer_weights(
     layers: Sequence[Layer], caches: Sequence[KVCache], replicas: Sequence[ReplicaMap | None]
 ) -> Table:

@@ -1,26 +1,18 @@
-"""A decoder layer on packed bytes at addresses: the stages of `step/layer.py` up to the gate, or to an MLP's
-end, and the shared expert.
-
-A layer goes phase by phase. `num` threads share a phase, one of them `worker`, or one has it all. Products
-are shared by columns, so that each weight is read once; attention by heads and sequences, or by rows where
-there are many; what treats each row by itself, by rows. A phase is what lies between two waits: in it a
-thread reads what others wrote before the last one, and writes its own part. The arithmetic and the buffers
-that it leaves are those of `step`, for any number of threads; the tests compare every byte, but of q_lat and
-o_lat, which many rows on a matrix unit need not go through. Attention of another kind than MLA has run
-before, die by die (`staged.py`): a layer begins with what it has left in the buffer `o` then.
-"""
+"""Attention on packed bytes at addresses: the phases of a `layer` up to the output projection."""
 
 from __future__ import annotations
 
-from xdeepserve.comm.twin import dies_of
+from typing import NamedTuple
+
 from xdeepserve.engine.run.gang.kernels.linear import groups_of, linear, linear_part, stacked_product
-from xdeepserve.engine.run.gang.kernels.sync import share, wait
+from xdeepserve.engine.run.gang.kernels.sync import share
 from xdeepserve.jit.compiling import array_part, kernel, part
 from xdeepserve.jit.pointers import f32, f32_flat, f32_tiles, flat_like, i8, i32, i32_flat, u8_tiles
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
 from xdeepserve.model.cache_layout import TILE
-from xdeepserve.model.kernels.gemm import ALL_ROWS, gemm_f32
+from xdeepserve.model.canonical import Array
+from xdeepserve.model.kernels.gemm import ALL_ROWS
 from xdeepserve.model.packing import COLUMNS, PAIR
 
 # Columns of the tables: addresses on a die. 0 for buffers that a die without experts, or gate, does not have.
@@ -36,6 +28,7 @@ COS, SIN, ROTARY_SIZE, RANK = range(18, 22)
 ROUTES = 22  # the buffer that tells where tokens go: topk_physical if there is one, else topk_idx
 SHARED_EXPERT = 23  # the physical expert that the die's tokens take for the shared one, if dispatched
 NUM_COLUMNS = 24
+BESIDE_H = NUM_COLUMNS  # of buffers beside the dies only: rows of h
 
 LINEARS = ("wq_a", "wq_b", "wkv_a", "wo", "mlp.w13", "mlp.w2", "shared.w13", "shared.w2")
 # Each is followed by its scale's address, 0 if it has none.
@@ -48,10 +41,33 @@ LOG2PHY, LOGCNT, LOAD = 28, 29, 30  # of the experts; 0 without replicas, or if 
 NUM_WEIGHTS = 31
 
 MANY, AT_ONCE, FEW = 64, 128, 32  # rows, see `_attention`
-NEIGHBOURS = 8  # dies whose rows and buffers stay near, too
 
 H, POSITIONS, SLOTS, SEQ_OF, BLOCK_TABLES, NUM_SEQS = range(6)
 NUM_INPUTS = 6
+
+
+# The phases of a layer, see `layer`.
+(
+    NORM, PROJECT, NORM_Q, PROJECT_Q, APPEND, ATTEND, HEADS, QUANTIZE, PROJECT_O, GATE_OR_NORM,
+    UP, ACTIVATE, DOWN, ADD,
+) = range(14)  # fmt: skip
+NUM_PHASES = 14
+
+
+class Dies(NamedTuple):
+    """Whose rows a layer takes: those of one die, or of several, one die's behind another's."""
+
+    which: Array  # int64 [N]: rows of the tables
+    starts: Array  # int64 [N + 1]: where each one's rows begin, and the number of all
+    from_row: Array  # int64 [N]: the row of a step that its first one is
+
+
+@part
+def rows_of_die(dies, i, first, last):
+    """Of the rows [first, last) those of the i-th of `dies`: their first, and their last + 1, less if there
+    are none; and the row of its step that row 0 would be."""
+    first, last = max(first, dies.starts[i]), min(last, dies.starts[i + 1])
+    return first, last, dies.from_row[i] - dies.starts[i]
 
 
 @part
@@ -196,23 +212,8 @@ def activate(is_int8, act, act8, scale, gate_up, worker, num):
         k.swiglu(act[first:last], gate_up[first:last])
 
 
-# The phases of a layer.
-(
-    NORM, PROJECT, NORM_Q, PROJECT_Q, APPEND, ATTEND, HEADS, QUANTIZE, PROJECT_O, GATE_OR_NORM,
-    UP, ACTIVATE, DOWN, ADD,
-) = range(14)  # fmt: skip
-NUM_PHASES = 14
-
-
-@part
-def skips(s, phase, is_moe):
-    """Whether a layer has nothing to do in a phase: Q of a layer without a bottleneck, FP32, experts."""
-    has_no_bottleneck = s.q_lora == 0 and NORM_Q <= phase <= PROJECT_Q
-    return has_no_bottleneck or (phase == QUANTIZE and not s.is_int8) or (phase >= UP and is_moe)
-
-
 @array_part
-def _project(phase, s, h, ws, weights, worker, num):
+def project(phase, s, h, ws, weights, worker, num):
     """MLAProlog's norms and projections."""
     rows, (first, last) = h.shape[0], share(h.shape[0], worker, num)
     x, x8, scale = inputs_of(ws, s.hidden, rows)
@@ -233,33 +234,43 @@ def _project(phase, s, h, ws, weights, worker, num):
 
 
 @array_part
-def _attention(phase, s, rows, ws, weights, inputs, lo, scratch, worker, num):
+def attention(phase, s, rows, ws, weights, inputs, dies, scratch, worker, num):
     """The new latents into the cache, RoPE, absorption; attention; and what is absorbed on the way out.
 
     From MANY rows for each thread on a thread takes some all the way, about AT_ONCE at a time: what is
     absorbed, float32 for each head, would not stay near until the next phase. Of fewer, threads share the
-    weights.
+    weights, which are equal on all dies.
     """
-    (first, last), is_apart = share(rows, worker, num), rows >= MANY * num
+    (first, last), is_apart, lead = share(rows, worker, num), rows >= MANY * num, weights[dies.which[0]]
     q = f32(ws[Q], rows, s.heads * (s.nope + s.rope))
     if phase == APPEND:
         kv = f32(ws[KV], rows, s.kv_lora + s.rope)
-        append(s, kv[first:last], q[first:last], ws, weights, inputs, lo + first)
+        for i in range(dies.which.size):
+            at, end, lo = rows_of_die(dies, i, first, last)
+            if at < end:
+                die = dies.which[i]
+                append(s, kv[at:end], q[at:end], ws, weights[die], inputs[die], lo + at)
         if not is_apart:
             # What append turns is the end of each head, and what this reads the beginning.
-            absorb(s, ws, weights, 0, rows, worker, num)
+            absorb(s, ws, lead, 0, rows, worker, num)
     elif phase == HEADS:
         if not is_apart:
-            unabsorb(s, ws, weights, 0, rows, worker, num)
+            unabsorb(s, ws, lead, 0, rows, worker, num)
     elif not is_apart:
-        attend(s, q, ws, weights, inputs, lo, 0, rows, scratch, worker, num)
+        for i in range(dies.which.size):
+            at, end, lo = rows_of_die(dies, i, 0, rows)
+            die, turn = dies.which[i], (worker - at) % num
+            attend(s, q, ws, weights[die], inputs[die], lo, at, end, scratch, turn, num)
     else:
         turns = (rows + AT_ONCE * num - 1) // (AT_ONCE * num)
         for turn in range(turns):
             # To and fro: later rows have more to look at.
             place = worker if turn % 2 == 0 else num - 1 - worker
-            at, end = share(rows, turn * num + place, turns * num)
-            _all_the_way(s, q, ws, weights, inputs, lo, at, end, scratch)
+            first, last = share(rows, turn * num + place, turns * num)
+            for i in range(dies.which.size):
+                at, end, lo = rows_of_die(dies, i, first, last)
+                die = dies.which[i]
+                _all_the_way(s, q, ws, weights[die], inputs[die], lo, at, end, scratch)
 
 
 @array_part
@@ -302,7 +313,7 @@ def _step_by_step(s, q, ws, weights, inputs, lo, first, last, scratch):
 
 
 @array_part
-def _project_out(phase, s, rows, ws, weights, worker, num):
+def project_out(phase, s, rows, ws, weights, worker, num):
     """The output projection: what attention adds is left in y."""
     (first, last), width = share(rows, worker, num), s.heads * s.v_dim
     x, o8, scale = f32(ws[HEADS_OUT], rows, width), i8(ws[Q8], rows, width), f32_flat(ws[Q8_SCALE], rows)
@@ -310,70 +321,6 @@ def _project_out(phase, s, rows, ws, weights, worker, num):
         k.quantize_rows(o8[first:last], scale[first:last], x[first:last])
     else:
         columns(s, f32(ws[Y], rows, s.hidden), x, o8, scale, weights, WO, width, c.TP_BLOCKS, worker, num)
-
-
-@array_part
-def add_rows(s, h, ws, first, last):
-    """The rows [first, last) of the die's y added to those of h [T, H]."""
-    own = h[first:last]
-    k.add(own, own, f32(ws[Y], h.shape[0], s.hidden)[first:last])
-
-
-@part
-def mlp_phase(phase, s, out, ws, weights, w13, w2, inter, worker, num):
-    """out [T, H] = the MLP at columns w13 and w2 of the table's row, of what is in x, or q8 and q8_scale."""
-    rows = out.shape[0]
-    x, x8, scale = inputs_of(ws, s.hidden, rows)
-    gate_up, act, act8 = f32(ws[GATE_UP], rows, 2 * inter), f32(ws[ACT], rows, inter), i8(ws[Q8], rows, inter)
-    if phase == UP:
-        columns(s, gate_up, x, x8, scale, weights, w13, s.hidden, 1, worker, num)
-    elif phase == ACTIVATE:
-        activate(weights[w2 + 1] != 0, act, act8, scale, gate_up, worker, num)
-    else:
-        columns(s, out, act, act8, scale, weights, w2, inter, c.TP_BLOCKS, worker, num)
-
-
-@array_part
-def gate(s, ws, weights, rows, first, last):
-    """Routing of the rows [first, last), in the die's topk_idx and topk_weights."""
-    x, logits = f32(ws[X], rows, s.hidden)[first:last], f32(ws[LOGITS], rows, s.experts)[first:last]
-    packed = f32_flat(weights[GATE], groups_of(s.experts) * COLUMNS * s.hidden)
-    gemm_f32(logits, x, packed, s.hidden, s.experts, 1, 1, 0, 0, ALL_ROWS, 0, groups_of(s.experts))
-    topk_idx, topk_weights = routes(ws, rows, s.top_k)
-    bias = f32_flat(weights[BIAS], s.experts if s.has_bias else 0)
-    k.gate(
-        topk_idx[first:last], topk_weights[first:last], logits, bias,
-        s.groups, s.top_groups, s.is_norm, s.scaling, s.is_softmax,
-    )  # fmt: skip
-    if ws[TOPK_PHYSICAL]:
-        find_physical(s, ws, weights, topk_idx[first:last], first)
-
-
-@array_part
-def find_physical(s, ws, weights, topk_idx, first):
-    """Count the tokens of the rows from `first` on by logical expert, if that is asked for, and find the
-    physical ones of topk_idx [T, K]: row i of the die takes replica (rank + i) mod r. The shared expert is
-    the last of a token's, if it is dispatched."""
-    physical = i32(ws[TOPK_PHYSICAL] + 4 * first * s.copies, topk_idx.shape[0], s.copies)
-    if s.copies > s.top_k:
-        physical[:, s.top_k] = ws[SHARED_EXPERT]
-    if not s.replicas:
-        physical[:, : s.top_k] = topk_idx
-        return
-    log2phy, logcnt = i32(weights[LOG2PHY], s.experts, s.replicas), i32_flat(weights[LOGCNT], s.experts)
-    load = i32_flat(weights[LOAD], s.experts if weights[LOAD] else 0)
-    for t in range(topk_idx.shape[0]):
-        for slot in range(s.top_k):
-            expert = topk_idx[t, slot]
-            if load.size:
-                load[expert] += 1
-            physical[t, slot] = log2phy[expert, (ws[RANK] + first + t) % logcnt[expert]]
-
-
-@array_part
-def routes(ws, rows, top_k):
-    """The die's topk_idx and topk_weights."""
-    return i32(ws[TOPK_IDX], rows, top_k), f32(ws[TOPK_WEIGHTS], rows, top_k)
 
 
 @kernel
@@ -385,58 +332,3 @@ def find_inputs(row, h, positions, slots, seq_of, block_tables):
         block_tables.ctypes.data,
         len(block_tables),
     )
-
-
-@part
-def layer_phase(phase, s, h, ws, weights, inputs, lo, is_moe, scratch, worker, num):
-    """A thread's part of a phase of a layer on the rows h [T, H] that begin at row `lo` of the step."""
-    rows, (first, last) = h.shape[0], share(h.shape[0], worker, num)
-    if phase < APPEND:
-        _project(phase, s, h, ws, weights, worker, num)
-    elif phase < QUANTIZE:
-        _attention(phase, s, rows, ws, weights, inputs, lo, scratch, worker, num)
-    elif phase < GATE_OR_NORM:
-        _project_out(phase, s, rows, ws, weights, worker, num)
-    elif phase == GATE_OR_NORM:
-        add_rows(s, h, ws, first, last)
-        norm_rows(s, h, ws, weights[FFN_NORM], first, last)
-        if is_moe:
-            gate(s, ws, weights, rows, first, last)
-    elif phase < ADD:
-        mlp_phase(phase, s, f32(ws[Y], rows, s.hidden), ws, weights, W13, W2, s.dense, worker, num)
-    else:
-        add_rows(s, h, ws, first, last)
-
-
-@part
-def layer(s, h, ws, weights, inputs, is_moe, scratch, sync, worker, num):
-    """A layer on the rows h [T, H] of a step, up to the gate if it `is_moe`.
-
-    A thread has its rows of h to itself, from one layer's end to the next one's beginning, too.
-    """
-    for phase in range(s.first_phase, NUM_PHASES):
-        if skips(s, phase, is_moe):
-            continue
-        layer_phase(phase, s, h, ws, weights, inputs, 0, is_moe, scratch, worker, num)
-        if phase != ADD:
-            wait(sync, num)
-
-
-@kernel
-def layer_stage(s, ws, weights, inputs, cuts, is_moe, scratch, worker, num_workers):
-    """A share of the dies: a layer on its rows of a microbatch, up to the gate if the layer `is_moe`.
-
-    NEIGHBOURS dies at a time go through each phase one after the other: the weights, which are the same, stay
-    near. ws [A, buffers], weights [A, NUM_WEIGHTS] and inputs [A, 6] hold addresses; cuts [A, 2] the rows of
-    the microbatch; scratch: float32 [workers, at least s.scratch].
-    """
-    mine = dies_of(worker, num_workers, ws.shape[0])
-    for first in range(0, mine.size, NEIGHBOURS):
-        for phase in range(s.first_phase, NUM_PHASES):
-            if skips(s, phase, is_moe):
-                continue
-            for a in mine[first : first + NEIGHBOURS]:
-                lo, hi = cuts[a, 0], cuts[a, 1]
-                if hi > lo:
-                    h = f32(inputs[a, H] + 4 * lo * s.hidden, hi - lo, s.hidden)
-                    layer_phase(phase, s, h, ws[a], weights[a], inputs[a], lo, is_moe, scratch[worker], 0, 1)

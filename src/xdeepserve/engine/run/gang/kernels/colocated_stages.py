@@ -27,8 +27,8 @@ from xdeepserve.engine.run.gang.kernels.attention import (
     UP,
     H,
     X,
-    mlp_phase,
 )
+from xdeepserve.engine.run.gang.kernels.layer import mlp_phase
 from xdeepserve.jit.compiling import array_part, kernel, part
 from xdeepserve.jit.pointers import f32
 from xdeepserve.model import kernels as k

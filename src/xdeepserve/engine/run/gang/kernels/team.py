@@ -1,4 +1,4 @@
-"""All layers of one die in one call, whose stages threads share (see `attention`)."""
+"""All layers of one die in one call, whose stages threads share (see `layer`)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from xdeepserve.engine.run.gang.kernels.attention import (
     activate,
     columns,
     inputs_of,
-    layer,
-    routes,
     rows_of,
 )
+from xdeepserve.engine.run.gang.kernels.layer import all_of, layer, routes
 from xdeepserve.engine.run.gang.kernels.linear import groups_of, linear, linear_part
 from xdeepserve.engine.run.gang.kernels.sync import share, wait
 from xdeepserve.jit.compiling import array_part, kernel, part
@@ -174,10 +173,12 @@ def run_together(s, inter, ws, weights, dies, is_moe, inputs, rows, scratch, syn
     """All layers on the `rows` rows of one die: thread `worker` of `num`, which all run this at a time.
 
     inter: width of a routed expert; weights [L, NUM_WEIGHTS], dies [L, NUM_EXPERT_COLUMNS], is_moe [L]: the
-    layers' rows in the tables; ws and inputs: the die's; scratch: float32 [workers, at least s.scratch].
+    layers' rows in the tables; ws and inputs [1, 6]: the die's; scratch: float32 [workers, at least
+    s.scratch].
     """
-    h = f32(inputs[H], rows, s.hidden)
+    h, die = f32(inputs[0, H], rows, s.hidden), all_of(rows)
     for at in range(weights.shape[0]):
-        layer(s, h, ws, weights[at], inputs, is_moe[at], scratch[worker], sync, worker, num)
+        own = weights[at : at + 1]
+        layer(s, h, ws, own, inputs, die, is_moe[at], scratch[worker], sync, worker, num)
         if is_moe[at]:
             _moe(s, inter, h, ws, weights[at], dies[at], sync, worker, num)

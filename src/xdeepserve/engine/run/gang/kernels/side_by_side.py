@@ -1,0 +1,160 @@
+"""A layer of all dies: of those with few rows side by side, as if one die had them all.
+
+Dies with attention hold the same weights, so each weight is read once for the rows of many, and tiles of the
+products are full. The rows are gathered in buffers outside of the dies' memories. What is left there is
+handed out: a die's own buffers hold what it would have left by itself. Its own are, besides, its part of the
+KV cache, and its map of replicas.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from xdeepserve.comm.twin import copy_payload
+from xdeepserve.engine.run.gang.kernels import attention as a
+from xdeepserve.engine.run.gang.kernels.layer import find_physical, layer, layer_phase, skips
+from xdeepserve.engine.run.gang.kernels.sync import share, wait
+from xdeepserve.jit.compiling import array_part, kernel, part
+from xdeepserve.jit.pointers import f32
+
+
+@kernel
+def layer_stage(s, ws, beside, weights, inputs, cuts, is_moe, is_last, scratch, sync, worker, num):
+    """All dies: a layer on their rows of a microbatch, up to the gate if the layer `is_moe`.
+
+    ws [A, buffers], weights [A, NUM_WEIGHTS] and inputs [A, 6] hold addresses; beside [NUM_COLUMNS + 1]:
+    those of buffers for rows side by side, the last one for h; cuts [A, 2] the rows of the microbatch;
+    is_last: no other layer with experts follows in this run; scratch: float32 [workers, at least s.scratch].
+    """
+    wait(sync, num)  # what came before was shared by dies
+    first = 0
+    while first < ws.shape[0]:
+        dies, first = next_dies(cuts, first)
+        size = dies.which.size
+        if size == 1:
+            die, lo, rows = dies.which[0], dies.from_row[0], dies.starts[1]
+            h = f32(inputs[die, a.H] + 4 * lo * s.hidden, rows, s.hidden)
+            layer(s, h, ws[die], weights, inputs, dies, is_moe, scratch[worker], sync, worker, num)
+        elif size:
+            _side_by_side(
+                s, ws, beside, weights, inputs, dies, is_moe, is_last, scratch[worker], sync, worker, num
+            )
+        if is_moe:
+            for i in range(worker, size, num):
+                die = dies.which[i]
+                if ws[die, a.TOPK_PHYSICAL]:
+                    find_physical(s, ws[die], weights[die], dies.starts[i + 1] - dies.starts[i])
+        wait(sync, num)
+
+
+@array_part
+def next_dies(cuts, first):
+    """Dies from `first` on that have rows, together at most AT_ONCE, or one; and the one after the last."""
+    which, starts = np.empty(cuts.shape[0], np.int64), np.zeros(cuts.shape[0] + 1, np.int64)
+    size, at = 0, first
+    while at < cuts.shape[0]:
+        rows = cuts[at, 1] - cuts[at, 0]
+        if size and starts[size] + rows > a.AT_ONCE:
+            break
+        if rows:
+            which[size], starts[size + 1] = at, starts[size] + rows
+            size += 1
+        at += 1
+    which = which[:size]
+    return a.Dies(which, starts[: size + 1], cuts[which, 0]), at
+
+
+@part
+def _side_by_side(s, ws, beside, weights, inputs, dies, is_moe, is_last, scratch, sync, worker, num):
+    """`layer` on the rows of several dies."""
+    rows = dies.starts[-1]
+    h, (first, last) = f32(beside[a.BESIDE_H], rows, s.hidden), share(rows, worker, num)
+    _carry_h(s, inputs, beside, dies, first, last, False)
+    if s.first_phase > a.NORM:
+        _carry(ws, beside, a.HEADS_OUT, 4 * s.heads * s.v_dim, dies, first, last, False)
+        wait(sync, num)
+    for phase in range(s.first_phase, a.NUM_PHASES):
+        if skips(s, phase, is_moe):
+            continue
+        layer_phase(phase, s, h, beside, weights, inputs, dies, is_moe, scratch, worker, num)
+        _hand_out(phase, s, ws, beside, weights[dies.which[0]], dies, is_moe, is_last, first, last)
+        if phase == (a.GATE_OR_NORM if is_moe else a.ADD):
+            _carry_h(s, inputs, beside, dies, first, last, True)
+        if phase != a.ADD:
+            wait(sync, num)
+
+
+@part
+def _hand_out(phase, s, ws, beside, weights, dies, is_moe, is_last, first, last):
+    """After a phase, what the rows [first, last) are to leave in the buffers of their dies.
+
+    What the layers that follow, or those after the gate, read, or what none of them writes again.
+    """
+    heads_width, stays = s.heads * s.v_dim, is_last or not is_moe
+    # Wider rows of q8 reach beyond those that are written over them.
+    if phase == a.NORM_Q and stays and s.q_lora > s.hidden and s.is_int8:
+        _carry(ws, beside, a.Q8, s.q_lora, dies, first, last, True)
+    elif phase == a.QUANTIZE and stays and heads_width > s.hidden:
+        _carry(ws, beside, a.Q8, heads_width, dies, first, last, True)
+    elif phase == a.GATE_OR_NORM:
+        _carry(ws, beside, a.X, 4 * s.hidden, dies, first, last, True)
+        if s.is_int8:
+            _carry(ws, beside, a.Q8, s.hidden, dies, first, last, True)
+            _carry(ws, beside, a.Q8_SCALE, 4, dies, first, last, True)
+        if is_moe:
+            _carry(ws, beside, a.TOPK_IDX, 4 * s.top_k, dies, first, last, True)
+            _carry(ws, beside, a.TOPK_WEIGHTS, 4 * s.top_k, dies, first, last, True)
+        if stays:
+            _hand_out_the_rest(s, ws, beside, dies, is_moe, first, last)
+    elif phase == a.ACTIVATE:
+        _carry(ws, beside, a.GATE_UP, 8 * s.dense, dies, first, last, True)
+        if weights[a.W2 + 1] != 0:
+            _carry(ws, beside, a.Q8, s.dense, dies, first, last, True)
+            _carry(ws, beside, a.Q8_SCALE, 4, dies, first, last, True)
+        else:
+            _carry(ws, beside, a.ACT, 4 * s.dense, dies, first, last, True)
+    elif phase == a.ADD:
+        _carry(ws, beside, a.Y, 4 * s.hidden, dies, first, last, True)
+
+
+@part
+def _hand_out_the_rest(s, ws, beside, dies, is_moe, first, last):
+    """What attention has used, and nothing that follows it reads."""
+    _carry(ws, beside, a.Y, 4 * s.hidden, dies, first, last, True)
+    _carry(ws, beside, a.HEADS_OUT, 4 * s.heads * s.v_dim, dies, first, last, True)
+    if is_moe:
+        _carry(ws, beside, a.LOGITS, 4 * s.experts, dies, first, last, True)
+    if s.first_phase == a.NORM:
+        _carry(ws, beside, a.KV, 4 * (s.kv_lora + s.rope), dies, first, last, True)
+        _carry(ws, beside, a.Q_A, 4 * s.q_lora, dies, first, last, True)
+        _carry(ws, beside, a.Q, 4 * s.heads * (s.nope + s.rope), dies, first, last, True)
+        _carry(ws, beside, a.Q_LAT, 4 * s.heads * s.kv_lora, dies, first, last, True)
+        _carry(ws, beside, a.O_LAT, 4 * s.heads * s.kv_lora, dies, first, last, True)
+
+
+@part
+def _carry(ws, beside, column, width, dies, first, last, is_out):
+    """The rows [first, last) of a buffer, `width` bytes each, to the dies' own buffers, or from there."""
+    for i in range(dies.which.size):
+        at, end, _ = a.rows_of_die(dies, i, first, last)
+        own = ws[dies.which[i], column] + (at - dies.starts[i]) * width
+        _copy(own, beside[column] + at * width, (end - at) * width, is_out)
+
+
+@part
+def _carry_h(s, inputs, beside, dies, first, last, is_out):
+    """The same of the rows of h."""
+    width = 4 * s.hidden
+    for i in range(dies.which.size):
+        at, end, lo = a.rows_of_die(dies, i, first, last)
+        own = inputs[dies.which[i], a.H] + (lo + at) * width
+        _copy(own, beside[a.BESIDE_H] + at * width, (end - at) * width, is_out)
+
+
+@part
+def _copy(own, other, nbytes, is_out):
+    if nbytes > 0:
+        if is_out:
+            copy_payload(own, other, nbytes)
+        else:
+            copy_payload(other, own, nbytes)
