@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -153,6 +154,8 @@ class ColocatedGang(Gang):
         """When the stages happen: a walk through the same Programs."""
         tt = self.timetable
         known: dict[int, list[Timed]] = {}  # by Program, the stages on a die's own rows
+        batch = max(len(share.h) for share in shares)
+        exchange_ns = functools.cache(lambda op: self.exchange_ns(op, batch))
         for visit, at in zip(visits, passes, strict=True):
             tt.drawing.at(layer=visit.layer_idx)
             items = (*visit.program.attention, *visit.program.feed)
@@ -167,8 +170,7 @@ class ColocatedGang(Gang):
             for item in items:
                 if isinstance(item, Meet):
                     op: Op = "dispatch" if "dispatch" in item.op else "combine"
-                    batch = max(len(share.h) for share in shares)
-                    tt.meet(item.op.replace("_", " "), self.exchange_ns(op, batch))
+                    tt.meet(item.op.replace("_", " "), exchange_ns(op))
                 elif item.rows == "received":
                     tt.stages([self._time_experts(item, visit, shares, self.received[at].sum(axis=1))])
                 else:

@@ -19,8 +19,8 @@ from xdeepserve.step.stage import Op, Program, Stage
 class Heads:
     """When one die has come to its head, all have done their layers: the logits of all of them can be made.
 
-    Each die's come from its own rows and weights, and what is left in its buffers is as if it had made them;
-    its virtual time is that of its own rows. `spread` runs a kernel on all threads.
+    What is left in a die's buffers is as if it had made its own, with its own weights, which are equal to
+    all others'; its virtual time is that of its own rows. `spread` runs a kernel on all threads.
     """
 
     def __init__(self, executors: Sequence[Executor], spread: Callable[..., None]) -> None:
@@ -48,11 +48,12 @@ class Heads:
         self._done.remove(rank)
 
     def _run_all(self, frames: Sequence[Frame]) -> None:
-        table = []
+        given, addresses = [], []
         for f in frames:
             rows = logit_hidden(f, f.whole)
             k.rms_norm(rows, rows, f.ends.norm, f.config.rms_norm_eps)
-            table.append([address(f.logits), address(rows), address(f.ends.head.w), len(rows)])
-        c, example = frames[0].config, frames[0].ends.head.w[:0]
-        args = (np.array(table, np.int64), example, c.hidden_size, c.vocab_size)
-        self._spread([(head_stage, args)])
+            given.append(rows)
+            addresses.append(address(f.logits) + np.arange(len(rows)) * f.logits.strides[0])
+        head = frames[0].ends.head.w
+        args = (np.concatenate(addresses), np.concatenate(given), address(head), head[:0])
+        self._spread([(head_stage, (*args, frames[0].config.vocab_size))])

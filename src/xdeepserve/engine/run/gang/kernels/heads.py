@@ -1,32 +1,40 @@
-"""The logits of many dies, whose weights are equal and often the same pages of this computer's memory."""
+"""The logits of many dies, whose weights are equal: their rows go through the product together."""
 
 from __future__ import annotations
 
+import numpy as np
+
+from xdeepserve.comm.twin import copy_payload
+from xdeepserve.engine.run.gang.kernels.attention import AT_ONCE
 from xdeepserve.engine.run.gang.kernels.linear import groups_of, stacked_product
 from xdeepserve.engine.run.gang.kernels.sync import share
 from xdeepserve.jit.compiling import kernel
-from xdeepserve.jit.pointers import f32, flat_like
+from xdeepserve.jit.pointers import flat_like
 from xdeepserve.model.packing import COLUMNS, PAIR
 
-LOGITS, ROWS, WEIGHT, NUM_ROWS = range(4)  # columns of the table: three addresses and a number
-NEAR = 1 << 19  # bytes of a weight that all dies use one after the other
+NEAR = 1 << 19  # bytes of a weight that all rows use one after the other
 
 
 @kernel
-def head_stage(table, example, k_size, n, worker, num):
-    """A thread's columns of the logits of all dies, float32 [rows, n] each.
+def head_stage(logits, x, weight, example, n, worker, num):
+    """A thread's columns of the logits of all rows x [T, K].
 
-    table [dies, 4]: where a die's logits, its normed rows [rows, k_size] and its packed weight are, and how
-    many rows it has; example: an array of the weight's type.
+    logits int64 [T]: where each row's are to be, float32 [n]; weight: where the packed head is, an array of
+    the type of `example`.
     """
+    num_rows, k_size = x.shape
     depth = k_size if example.itemsize == 4 else (k_size + PAIR - 1) // PAIR * PAIR
-    size = COLUMNS * depth
-    at_once = max(NEAR // (size * example.itemsize), 1)
+    nbytes = COLUMNS * depth * example.itemsize  # of a column group
     begin, end = share(groups_of(n), worker, num)
+    at_once = min(max(NEAR // nbytes, 1), max(end - begin, 1))
+    space = np.empty(min(num_rows, AT_ONCE) * at_once * COLUMNS, np.float32)
     for first in range(begin, end, at_once):
         last = min(first + at_once, end)
-        for die in range(table.shape[0]):
-            rows = table[die, NUM_ROWS]
-            out, x = f32(table[die, LOGITS], rows, n), f32(table[die, ROWS], rows, k_size)
-            w = flat_like(table[die, WEIGHT], groups_of(n) * size, example)
-            stacked_product(out, x, w, k_size, n, 1, 0, first, last)
+        column, width = first * COLUMNS, min(last * COLUMNS, n) - first * COLUMNS
+        w = flat_like(weight + first * nbytes, (last - first) * COLUMNS * depth, example)
+        for row in range(0, num_rows, AT_ONCE):
+            rows = min(AT_ONCE, num_rows - row)
+            out = space[: rows * width].reshape(rows, width)
+            stacked_product(out, x[row : row + rows], w, k_size, width, 1, 0, 0, last - first)
+            for i in range(rows):
+                copy_payload(logits[row + i] + 4 * column, out[i].ctypes.data, 4 * width)
