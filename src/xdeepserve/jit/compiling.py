@@ -258,6 +258,11 @@ def array_part(function: Any) -> Any:
     return njit(**ARRAY_OPTIONS)(named(function))
 
 
+def as_part(dispatcher: Any) -> Any:
+    """A kernel as an `array_part`, for kernels that call it, which have no use for its own machine code."""
+    return array_part(dispatcher.py_func)
+
+
 _bodies: dict[tuple[str, str], object] = {}  # by module and qualified name
 
 

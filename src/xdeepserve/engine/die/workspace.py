@@ -85,5 +85,8 @@ class _Subset(Workspace):
     def __contains__(self, name: str) -> bool:
         return self._prefix + name in self._whole
 
+    def nbytes(self, name: str) -> int:
+        return self._whole.nbytes(self._prefix + name)
+
     def take(self, name: str, *shape: int) -> Array:
         return self._whole.take(self._prefix + name, *shape)

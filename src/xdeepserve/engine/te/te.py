@@ -400,6 +400,8 @@ class TE:
                     self._live("drain")
 
     def check_integrity(self) -> None:
-        """Every KV block of every group is accounted for."""
+        """Every KV block of every group is accounted for, and dies that share weights hold the same."""
         for group in self.groups:
             group.check_integrity()
+        for gang in self._gangs:
+            gang.check_integrity()

@@ -16,8 +16,6 @@ from xdeepserve.engine.run.gang.dimensions import ExchangeShape, PushShape
 from xdeepserve.engine.run.gang.gang import Call, Gang, Share, Span, addresses
 from xdeepserve.engine.run.gang.kernels import attention as a
 from xdeepserve.engine.run.gang.kernels import colocated_stages as d
-from xdeepserve.engine.run.gang.kernels import experts as e
-from xdeepserve.engine.run.gang.kernels.sync import new_sync
 from xdeepserve.engine.run.gang.timetable import Timed, Timetable
 from xdeepserve.engine.walk.schedule import Visit
 from xdeepserve.step.stage import Counts, Meet, Stage
@@ -53,11 +51,9 @@ class ColocatedGang(Gang):
         """Find the tables of the exchange and of the experts."""
         first, num = self.executors[0], len(self.executors)
         config, sizes = first.config, first.mem.sizes
-        self.experts = {
-            at: tables.own_expert_table(self.executors, self.spaces, column)
-            for at, column in enumerate(self.columns)
-            if column[0].moe is not None
-        }
+        self.experts = np.stack(
+            [tables.own_expert_table(self.executors, self.spaces, column) for column in self.columns]
+        )
         dies = [executor.die for executor in self.executors]
         self.timetable = Timetable(dies, config.hidden_size, sizes.exchange)
         if self._exchange is None:
@@ -109,23 +105,32 @@ class ColocatedGang(Gang):
     def _compute(self, shares: Sequence[Share], visits: Sequence[Visit], passes: Sequence[int]) -> None:
         """All bytes. What the first die says of layers and events holds for all.
 
-        The kernels leave nothing in this computer's caches, so Python is slow between them: what can wait, as
-        faults and virtual time can, is looked at when all are done.
+        All layers are one call: threads that come back to Python after each stage wait for each other there,
+        too. Faults and virtual time are looked at when all are done.
         """
-        rounds: list[list[Call]] = [[]]  # in the last one, what each die does next with its own bytes only
-        sync = new_sync()
+        if not self.staged.is_used:
+            self._run_layers(visits, passes)
+            return
         for visit, at in zip(visits, passes, strict=True):
-            if self.staged.is_used:
-                self.spread(*rounds)
-                rounds = [[]]
-                self.staged.run(at, visit.program, shares, self.columns[at], self.cuts)
-            is_moe = visit.layer.moe is not None
-            rounds[-1].append(self.layer(at, self.cuts, is_moe, visit is visits[-1], sync))
-            if is_moe:
-                rounds[-1].append(self._dispatch(visit.event))
-                rounds += [[self._run_experts(at, visit.event)], [self._combine(at, visit.event)]]
-        self.spread(*rounds)
-        self.check_threads(sync)
+            self.staged.run(at, visit.program, shares, self.columns[at], self.cuts)
+            self._run_layers([visit], [at])
+
+    def _run_layers(self, visits: Sequence[Visit], passes: Sequence[int]) -> None:
+        is_moe = np.array([visit.layer.moe is not None for visit in visits])
+        events = np.array([visit.event for visit in visits], np.int64)
+        self.spread(self._layers(np.array(passes, np.int64), is_moe, events))
+
+    def _layers(self, passes: np.ndarray, is_moe: np.ndarray, events: np.ndarray) -> list[Call]:
+        """Layers one after another, in these passes: whether each has experts, and its event."""
+        if self._exchange is None:
+            return [self.layer(at, self.cuts, False, at == passes[-1]) for at in passes.tolist()]
+        return [self._with_exchanges((passes, is_moe, events))]
+
+    def _with_exchanges(self, layers: tuple[np.ndarray, ...]) -> Call:
+        own = (self.shape, self.exchange, self.buffers, self.beside, self.weights, self.experts)
+        where = (self.inputs, self.cuts, self.ways, self.expert_rank, self.orders, self.sents, self.one)
+        args = (*own, *layers, *where, self.sent, self.received, self.faults, self.scratch, self.sync)
+        return d.run_layers, args
 
     def _check(self, visits: Sequence[Visit], passes: Sequence[int]) -> None:
         """ProtocolError if a die has found a fault: the first one."""
@@ -134,19 +139,6 @@ class ColocatedGang(Gang):
         for visit, at in zip(visits, passes, strict=True):
             for faults, op in zip(self.faults[at], self.ops, strict=True):
                 self.check(faults, op, "rank", visit.event)
-
-    def _dispatch(self, event: int) -> Call:
-        args = (self.exchange, self.buffers, self.cuts, self.ways, self.expert_rank, event)
-        return d.dispatch_stage, (*args, self.orders, self.sents, self.one)
-
-    def _run_experts(self, at: int, event: int) -> Call:
-        args = (self.exchange, self.ways[None], self.experts[at], self.sent[None], self.received[at][None])
-        return e.expert_stage, (*args, event, self.faults[at][:1])
-
-    def _combine(self, at: int, event: int) -> Call:
-        args = (self.shape, self.exchange, self.buffers, self.weights[at], self.inputs, self.cuts, self.ways)
-        kept = (self.orders, self.sents, self.scratch, self.faults[at][1])
-        return d.combine_stage, (*args, event, *kept)
 
     # ---- time ---------------------------------------------------------------------------------------
 

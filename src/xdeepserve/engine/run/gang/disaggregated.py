@@ -19,7 +19,6 @@ from xdeepserve.engine.run.gang.expert_prices import ExpertPrices
 from xdeepserve.engine.run.gang.gang import Call, Gang, Share, Span, addresses
 from xdeepserve.engine.run.gang.kernels import disaggregated_stages as ends
 from xdeepserve.engine.run.gang.kernels import experts as e
-from xdeepserve.engine.run.gang.kernels.sync import new_sync
 from xdeepserve.engine.run.gang.timetable import DisaggregatedTimetable, Timed, TokenTimes
 from xdeepserve.engine.walk.schedule import Visit, cut_at
 from xdeepserve.step.frame import Batch
@@ -124,7 +123,7 @@ class DisaggregatedGang(Gang):
         rounds: list[list[Call]] = []
         after: list[Call] = []  # a microbatch's E2A, which the next one need not wait for
         away: list[list[Call]] = [[] for _ in range(self.num_microbatches)]  # what brings each one back
-        self._num_items, sync = 0, new_sync()
+        self._num_items = 0
         for visit, at in zip(visits, passes, strict=True):
             is_moe = visit.layer.moe is not None
             for m in range(self.num_microbatches):
@@ -135,7 +134,7 @@ class DisaggregatedGang(Gang):
                     self.spread(*rounds, [*after, *away[m]])
                     rounds, after, away[m] = [], [], []
                     self.staged.run(at, visit.program, shares, self.columns[at], self.cuts[m], m)
-                layer = self.layer(at, self.cuts[m], is_moe, visit is visits[-1], sync)
+                layer = self.layer(at, self.cuts[m], is_moe, visit is visits[-1])
                 rounds.append([*after, *away[m], layer])
                 after, away[m] = [], []
                 if is_moe:
@@ -148,7 +147,6 @@ class DisaggregatedGang(Gang):
                     away[m] = [self._come_back(m, at, visit.event)]
                     self._num_items += self.num_domains
         self.spread(*rounds, after, [call for calls in away for call in calls])
-        self.check_threads(sync)
 
     def _check(self, visits: Sequence[Visit], passes: Sequence[int]) -> None:
         """ProtocolError if a die has found a fault: the first one."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from xdeepserve.comm.twin import FAULTS
 from xdeepserve.engine.die.program import Executor
+from xdeepserve.engine.loading import is_routed
 from xdeepserve.engine.run.gang import tables
 from xdeepserve.engine.run.gang.dimensions import Shape
 from xdeepserve.engine.run.gang.heads import Heads
@@ -23,11 +24,12 @@ from xdeepserve.engine.run.gang.kernels.sync import LOST, new_sync, wait_for_oth
 from xdeepserve.engine.run.gang.staged import StagedAttention, as_kernels_see
 from xdeepserve.engine.walk.runner import Runner
 from xdeepserve.engine.walk.schedule import EndLayer, Visits
-from xdeepserve.errors import DeploymentError, ProtocolError
+from xdeepserve.errors import DeploymentError, ProtocolError, XDeepServeError
 from xdeepserve.hw.clock import Clock, Waiter, Waiting
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.checkpoint import num_parameters
 from xdeepserve.model.config import LATENT_NORM_EPS
+from xdeepserve.model.sharding import Shard
 from xdeepserve.model.tensors import Layer
 from xdeepserve.step.frame import Batch, KVCache
 from xdeepserve.step.stage import LayerProgram, Meet
@@ -83,6 +85,7 @@ class Gang(ABC):
         self._pool: ThreadPoolExecutor | None = None
         self._num_parameters = num_parameters(executors[0].config)
         self._is_ready = False
+        self.sync = new_sync()  # what threads wait by, here and in kernels
         self.staged = StagedAttention(executors, num_threads)
         self._heads = Heads(executors, self.spread)
 
@@ -179,6 +182,22 @@ class Gang(ABC):
             self._pool = None
         self.staged.close()
 
+    def check_integrity(self) -> None:
+        """Dies hold the same of what one computes with for all (kernels/side_by_side.py)."""
+        seen: dict[tuple[str, Shard], tuple[int, Array]] = {}
+        lost = self.dies[0].fabric.memories.silent
+        for executor in self.executors:
+            if executor.die.index in lost:
+                continue
+            for name, array in executor.mem.weights().items():
+                if is_routed(name):
+                    continue
+                rank, other = seen.setdefault((name, executor.mem.shard.of(name)), (executor.rank, array))
+                if not np.array_equal(array.view(np.uint8), other.view(np.uint8)):
+                    raise XDeepServeError(
+                        f"rank {executor.rank} holds other bytes of {name} than rank {rank}"
+                    )
+
     # ---- the run ------------------------------------------------------------------------------------
 
     def _begin(self, shares: Sequence[Share], came: np.ndarray) -> np.ndarray:
@@ -202,10 +221,12 @@ class Gang(ABC):
         self.columns = [list(column) for column in zip(*map(_passes, executors), strict=True)]
         self._pass_at = {id(cache): i for i, cache in enumerate(first.caches)}
         replicas = [executor.mem.replicas for executor in executors]
-        self.weights = [
-            tables.layer_weights(column, [each.caches[i] for each in executors], replicas)
-            for i, column in enumerate(self.columns)
-        ]
+        self.weights = np.stack(
+            [
+                tables.layer_weights(column, [each.caches[i] for each in executors], replicas)
+                for i, column in enumerate(self.columns)
+            ]
+        )
         rows = mem.sizes.max_tokens * self.shape.copies
         size = max(self.shape.scratch, rows * mem.config.hidden_size)
         self.scratch = np.empty((self.num_threads, size), np.float32)
@@ -224,18 +245,19 @@ class Gang(ABC):
         """Which of a step's passes through a layer uses this cache of the first die."""
         return self._pass_at[id(cache)]
 
-    def layer(self, at: int, cuts: np.ndarray, is_moe: bool, is_last: bool, sync: np.ndarray) -> Call:
+    def layer(self, at: int, cuts: np.ndarray, is_moe: bool, is_last: bool) -> Call:
         """A layer up to the gate, or all of one without experts, on each die's rows between `cuts` [dies, 2].
 
-        is_last: it is the last one with experts. Threads wait by `sync`.
+        is_last: it is the last one with experts.
         """
         args = (self.shape, self.buffers, self.beside, self.weights[at], self.inputs, cuts, is_moe, is_last)
-        return layer_stage, (*args, self.scratch, sync)
+        return layer_stage, (*args, self.scratch, self.sync)
 
     def spread(self, *rounds: Sequence[Call]) -> None:
         """Run kernels round by round, each thread on its share of the dies: in a round it does not wait for
         the other threads, between rounds all do. ProtocolError if they have lost each other."""
-        num, sync, rounds = self.num_threads, new_sync(), tuple(filter(None, rounds))
+        num, sync, rounds = self.num_threads, self.sync, tuple(filter(None, rounds))
+        sync[:] = 0
 
         def work(worker: int) -> None:
             is_done = False
@@ -258,12 +280,8 @@ class Gang(ABC):
         finally:
             for job in jobs:
                 job.result()
-        self.check_threads(sync)
-
-    def check_threads(self, sync: np.ndarray) -> None:
-        """ProtocolError if the threads of a step have waited for each other in vain."""
         if sync[LOST]:
-            raise ProtocolError(f"lockstep: the {self.num_threads} threads of a step have lost each other")
+            raise ProtocolError(f"lockstep: the {num} threads of a step have lost each other")
 
     @staticmethod
     def check(faults: np.ndarray, op: str, side: str, event: int) -> None:

@@ -14,6 +14,7 @@ time: so dies are as busy as they would be.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +29,9 @@ from xdeepserve.engine.run.gang import tables
 from xdeepserve.engine.run.gang.colocated import ColocatedGang
 from xdeepserve.engine.run.gang.gang import Call
 from xdeepserve.engine.run.gang.kernels import attention as a
+from xdeepserve.engine.run.gang.kernels import colocated_stages as d
+from xdeepserve.engine.run.gang.kernels import experts as e
+from xdeepserve.engine.run.gang.kernels import pushed_stages as p
 from xdeepserve.engine.run.gang.pushed import PushingGang
 from xdeepserve.engine.walk.runner import Runner
 from xdeepserve.model.canonical import Array
@@ -136,9 +140,39 @@ class MetExchanges(ColocatedGang):
         wait_ns = max(0, self._free_ns() - self._clock.now)
         return wait_ns + slowness * self.exchange_ns(op, int(self.cuts[:, 1].max())), None
 
+    def _dispatch(self, event: int) -> Call:
+        args = (self.exchange, self.buffers, self.cuts, self.ways, self.expert_rank, event)
+        return d.dispatch_stage, (*args, self.orders, self.sents, self.one)
+
+    def _run_experts(self, at: int, event: int) -> Call:
+        args = (self.exchange, self.ways[None], self.experts[at], self.sent[None], self.received[at][None])
+        return e.expert_stage, (*args, event, self.faults[at, :1])
+
+    def _combine(self, at: int, event: int) -> Call:
+        kept = (self.orders, self.sents, self.scratch, self.faults[at, 1], self.sync)
+        return d.combine_stage, (*self._rows(at), self.ways, event, *kept)
+
+    def _rows(self, at: int) -> tuple[Any, ...]:
+        """What a combine adds to, and the shared expert of that layer."""
+        where = (self.shape, self.exchange, self.buffers, self.beside)
+        return *where, self.weights[at], self.inputs, self.cuts
+
 
 class PushedMetExchanges(MetExchanges, PushingGang):
     """FusedDispatch and FusedCombine."""
+
+    def _dispatch(self, event: int) -> Call:
+        self.flags ^= 1
+        args = (self.exchange, self.buffers, self.cuts, self.ends, self.expert_rank, self.local_idx)
+        return p.dispatch_stage, (*args, event, self.flags, self.one)
+
+    def _run_experts(self, at: int, event: int) -> Call:
+        where = (self.expert_rank[None], self.local_idx[None])
+        args = (self.exchange, self.ways[None], self.ends[None], self.experts[at], *where, self.sent[None])
+        return p.expert_stage, (*args, self.received[at][None], event, self.flags, self.faults[at, :1])
+
+    def _combine(self, at: int, event: int) -> Call:
+        return p.combine_stage, (*self._rows(at), self.ends, self.faults[at, 1], self.sync)
 
 
 class MetExchange:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from xdeepserve.comm.exchange.layout import Group, Layout
 from xdeepserve.comm.fused.layout import FusedLayout
 from xdeepserve.engine.run.gang import tables
@@ -29,21 +31,14 @@ class PushingGang(ColocatedGang):
         self.exchange = PushShape.of(first.config, layout, first.mem.sizes)
         self.ends, self.ways = tables.ends(dies, layout), tables.no_ways(dies)
         self.local_idx = tables.local_numbers(group.expert_rank)
-        self._set = 0
+        self.flags = 0  # the set that was used last
 
-    def _dispatch(self, event: int) -> Call:
-        self._set ^= 1
-        args = (self.exchange, self.buffers, self.cuts, self.ends, self.expert_rank, self.local_idx)
-        return p.dispatch_stage, (*args, event, self._set, self.one)
-
-    def _run_experts(self, at: int, event: int) -> Call:
-        where = (self.expert_rank[None], self.local_idx[None])
-        args = (self.exchange, self.ways[None], self.ends[None], self.experts[at], *where, self.sent[None])
-        return p.expert_stage, (*args, self.received[at][None], event, self._set, self.faults[at][:1])
-
-    def _combine(self, at: int, event: int) -> Call:
-        args = (self.shape, self.exchange, self.buffers, self.weights[at], self.inputs, self.cuts, self.ends)
-        return p.combine_stage, (*args, self.faults[at][1])
+    def _with_exchanges(self, layers: tuple[np.ndarray, ...]) -> Call:
+        own = (self.shape, self.exchange, self.buffers, self.beside, self.weights, self.experts)
+        where = (self.inputs, self.cuts, self.ways, self.ends, self.expert_rank, self.local_idx)
+        args = (*own, *layers, *where, self.flags ^ 1, self.one, self.sent, self.received, self.faults)
+        self.flags ^= int(layers[1].sum()) % 2
+        return p.run_layers, (*args, self.scratch, self.sync)
 
 
 class PushingExpertsGang(DisaggregatedGang):

@@ -249,11 +249,12 @@ def expert_table(programs: Sequence[ExpertProgram], layer: int) -> Table:
 def own_expert_table(
     executors: Sequence[Executor], spaces: Sequence[Workspace], layers: Sequence[Layer]
 ) -> Table:
-    """[R, NUM_EXPERT_COLUMNS]: the same where each die has attention, too; a layer for each."""
+    """[R, NUM_EXPERT_COLUMNS]: the same where each die has attention, too; a layer for each. Zeros if it has
+    no experts."""
     table = np.zeros((len(executors), e.NUM_EXPERT_COLUMNS), np.int64)
     for row, executor, space, layer in zip(table, executors, spaces, layers, strict=True):
-        assert layer.moe is not None
-        _fill_experts(row, executor.mem, space, layer.moe.experts, layer.moe.shared)
+        if layer.moe is not None:
+            _fill_experts(row, executor.mem, space, layer.moe.experts, layer.moe.shared)
     return table
 
 

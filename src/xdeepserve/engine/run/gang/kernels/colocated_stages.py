@@ -15,47 +15,20 @@ import numpy as np
 from xdeepserve.comm.exchange.twin import load_answer, post_rows, pull_answers, write_rows
 from xdeepserve.comm.twin import Tokens, blocks_of, dies_of
 from xdeepserve.engine.run.gang.kernels.attention import (
-    ACTIVATE,
-    DOWN,
     Q8,
     Q8_SCALE,
     ROUTES,
     SHARED,
-    SHARED_W2,
-    SHARED_W13,
     TOPK_WEIGHTS,
-    UP,
     H,
     X,
 )
-from xdeepserve.engine.run.gang.kernels.layer import mlp_phase
-from xdeepserve.jit.compiling import array_part, kernel, part
+from xdeepserve.engine.run.gang.kernels.experts import expert_stage
+from xdeepserve.engine.run.gang.kernels.side_by_side import layer_stage, shared_expert
+from xdeepserve.engine.run.gang.kernels.sync import wait
+from xdeepserve.jit.compiling import as_part, kernel, part
 from xdeepserve.jit.pointers import f32
 from xdeepserve.model import kernels as k
-
-
-@array_part
-def own_shared(s, rows, ws, weights):
-    """float32 [rows, H]: the shared expert of a die's own rows, rounded if answers are INT8."""
-    shared = f32(ws[SHARED], rows, s.hidden)
-    for phase in (UP, ACTIVATE, DOWN):
-        mlp_phase(phase, s, shared, ws, weights, SHARED_W13, SHARED_W2, s.shared, 0, 1)
-    if s.int8_answers:
-        k.round_to_int8(shared)
-    return shared
-
-
-@part
-def add_outputs(s, h, slot_out, answered, ws, weights):
-    """The shared expert of the rows h [T, H], if it is here, and the sum of all outputs, added to h.
-
-    slot_out: float32 [T * K, H], what the routed experts made of them; answered [T, H]: and the shared one on
-    another die, if it is there.
-    """
-    rows, shared = h.shape[0], answered
-    if s.shared:
-        shared = own_shared(s, rows, ws, weights)
-    k.combine(h, slot_out, k.IN_ORDER, f32(ws[TOPK_WEIGHTS], rows, s.top_k), shared, s.bf16_answers)
 
 
 @part
@@ -82,13 +55,14 @@ def dispatch_stage(s, ws, cuts, ways, expert_rank, event, orders, sents, one, wo
 
 @kernel
 def combine_stage(
-    s, e, ws, weights, inputs, cuts, ways, event, orders, sents, scratch, faults, worker, num
+    s, e, ws, beside, weights, inputs, cuts, ways, event, orders, sents, scratch, faults, sync, worker, num
 ):  # fmt: skip
     """A share of the dies: the answers of `event`, in place on its rows. faults [R]: what is wrong with them.
 
-    s, e: shapes of the layers and of the exchange; weights: of the layer that the rows come from; scratch:
-    float32 [workers, at least max_tokens * copies * hidden].
+    s, e: shapes of the layers and of the exchange; weights: of the layer that the rows come from; beside: see
+    `layer_stage`; scratch: float32 [workers, at least max_tokens * copies * hidden].
     """
+    shared_expert(s, ws, beside, weights, cuts, sync, worker, num)
     answered = np.empty(e.num_ranks, np.int64)
     for x in dies_of(worker, num, e.num_ranks):
         faults[x] = pull_answers(e, ways[x], ways, event, sents[x], answered)
@@ -101,4 +75,38 @@ def combine_stage(
             token, slot = orders[x, i] // s.copies, orders[x, i] % s.copies
             load_answer(e, outputs[token * s.top_k + slot if slot < s.top_k else num + token], ways[x], i)
         h = f32(inputs[x, H], rows, s.hidden)
-        add_outputs(s, h, outputs[:num], outputs[num:], ws[x], weights[x])
+        shared = f32(ws[x, SHARED], rows, s.hidden) if s.shared else outputs[num:]
+        weights = f32(ws[x, TOPK_WEIGHTS], rows, s.top_k)
+        k.combine(h, outputs[:num], k.IN_ORDER, weights, shared, s.bf16_answers)
+
+
+_layer, _dispatch, _experts, _combine = map(
+    as_part, (layer_stage, dispatch_stage, expert_stage, combine_stage)
+)
+
+
+@kernel
+def run_layers(
+    s, e, ws, beside, weights, experts, passes, is_moe, events, inputs, cuts, ways, expert_rank, orders,
+    sents, one, sent, received, faults, scratch, sync, worker, num,
+):  # fmt: skip
+    """All layers of a run, on the rows of all dies.
+
+    weights [P, R, NUM_WEIGHTS] and experts [P, R, NUM_EXPERT_COLUMNS]: the tables of all passes; passes [L],
+    is_moe [L], events [L]: the layers; received [P, R, R] and faults [P, 2, R] out. The rest is that of the
+    stages.
+    """
+    for i in range(passes.size):
+        at, event, is_last = passes[i], events[i], i == passes.size - 1
+        _layer(s, ws, beside, weights[at], inputs, cuts, is_moe[i], is_last, scratch, sync, worker, num)
+        if is_moe[i]:
+            _dispatch(e, ws, cuts, ways, expert_rank, event, orders, sents, one, worker, num)
+            wait(sync, num)
+            _experts(
+                e, ways[None], experts[at], sent[None], received[at][None], event, faults[at, :1], worker, num
+            )
+            wait(sync, num)
+            _combine(
+                s, e, ws, beside, weights[at], inputs, cuts, ways, event, orders, sents, scratch,
+                faults[at, 1], sync, worker, num,
+            )  # fmt: skip

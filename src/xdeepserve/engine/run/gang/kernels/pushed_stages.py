@@ -16,10 +16,12 @@ from xdeepserve.comm.exchange.twin import ANSWER_BLOCKS, ANSWERS_POINTER, NUM_RE
 from xdeepserve.comm.fused import twin as fused
 from xdeepserve.comm.trampoline.twin import arrived_tokens, pull_tokens
 from xdeepserve.comm.twin import Tokens, copy_payload, dies_of, post
-from xdeepserve.engine.run.gang.kernels.attention import TOPK_WEIGHTS, H
-from xdeepserve.engine.run.gang.kernels.colocated_stages import own_shared, own_tokens
+from xdeepserve.engine.run.gang.kernels.attention import SHARED, TOPK_WEIGHTS, H
+from xdeepserve.engine.run.gang.kernels.colocated_stages import own_tokens
 from xdeepserve.engine.run.gang.kernels.experts import quantise_answer, run_experts, scratch_of
-from xdeepserve.jit.compiling import kernel, part
+from xdeepserve.engine.run.gang.kernels.side_by_side import layer_stage, shared_expert
+from xdeepserve.engine.run.gang.kernels.sync import wait
+from xdeepserve.jit.compiling import as_part, kernel, part
 from xdeepserve.jit.pointers import f32
 from xdeepserve.model import kernels as k
 
@@ -94,21 +96,50 @@ def expert_stage(
 
 
 @kernel
-def combine_stage(s, e, ws, weights, inputs, cuts, ends, faults, worker, num):
+def combine_stage(s, e, ws, beside, weights, inputs, cuts, ends, faults, sync, worker, num):
     """A share of the dies: the sums of its tokens' answers, in place on its rows. faults [R]: what is wrong.
 
-    s, e: shapes of the layers and of the exchange; weights: of the layer that the rows come from.
+    s, e: shapes of the layers and of the exchange; weights: of the layer that the rows come from; beside: see
+    `layer_stage`.
     """
+    shared_expert(s, ws, beside, weights, cuts, sync, worker, num)
     for x in dies_of(worker, num, e.num_ranks):
         rows = cuts[x, 1] - cuts[x, 0]
         faults[x] = fused.sum_answers(e, ends[x], rows, ws[x, TOPK_WEIGHTS], 4 * s.top_k)
         if faults[x] or not rows:
             continue
         h, sums = f32(inputs[x, H], rows, s.hidden), f32(ends[x, fused.COMBINED], rows, s.hidden)
-        shared = sums[:0]
-        if s.shared:
-            shared = own_shared(s, rows, ws[x], weights[x])
+        shared = f32(ws[x, SHARED], rows if s.shared else 0, s.hidden)
         k.add_sums(h, sums, shared, s.bf16_answers)
+
+
+_layer, _dispatch, _experts, _combine = map(
+    as_part, (layer_stage, dispatch_stage, expert_stage, combine_stage)
+)
+
+
+@kernel
+def run_layers(
+    s, e, ws, beside, weights, experts, passes, is_moe, events, inputs, cuts, ways, ends, expert_rank,
+    local_idx, which, one, sent, received, faults, scratch, sync, worker, num,
+):  # fmt: skip
+    """All layers of a run, on the rows of all dies; the first that has experts uses the set `which` of flags.
+
+    The rest is that of the kernel of this name in `colocated_stages`, and of the stages.
+    """
+    for i in range(passes.size):
+        at, event, is_last = passes[i], events[i], i == passes.size - 1
+        _layer(s, ws, beside, weights[at], inputs, cuts, is_moe[i], is_last, scratch, sync, worker, num)
+        if is_moe[i]:
+            _dispatch(e, ws, cuts, ends, expert_rank, local_idx, event, which, one, worker, num)
+            wait(sync, num)
+            _experts(
+                e, ways[None], ends[None], experts[at], expert_rank[None], local_idx[None], sent[None],
+                received[at][None], event, which, faults[at, :1], worker, num,
+            )  # fmt: skip
+            wait(sync, num)
+            _combine(s, e, ws, beside, weights[at], inputs, cuts, ends, faults[at, 1], sync, worker, num)
+            which ^= 1
 
 
 @kernel

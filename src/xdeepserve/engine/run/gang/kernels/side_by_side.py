@@ -1,4 +1,4 @@
-"""A layer of all dies: of those with few rows side by side, as if one die had them all.
+"""A layer of all dies, and their shared experts: those with few rows side by side, as if one die had all.
 
 Dies with attention hold the same weights, so each weight is read once for the rows of many, and tiles of the
 products are full. The rows are gathered in buffers outside of the dies' memories. What is left there is
@@ -12,10 +12,11 @@ import numpy as np
 
 from xdeepserve.comm.twin import copy_payload
 from xdeepserve.engine.run.gang.kernels import attention as a
-from xdeepserve.engine.run.gang.kernels.layer import find_physical, layer, layer_phase, skips
+from xdeepserve.engine.run.gang.kernels.layer import find_physical, layer, layer_phase, mlp_phase, skips
 from xdeepserve.engine.run.gang.kernels.sync import share, wait
 from xdeepserve.jit.compiling import array_part, kernel, part
 from xdeepserve.jit.pointers import f32
+from xdeepserve.model import kernels as k
 
 
 @kernel
@@ -44,6 +45,37 @@ def layer_stage(s, ws, beside, weights, inputs, cuts, is_moe, is_last, scratch, 
                 die = dies.which[i]
                 if ws[die, a.TOPK_PHYSICAL]:
                     find_physical(s, ws[die], weights[die], dies.starts[i + 1] - dies.starts[i])
+        wait(sync, num)
+
+
+@array_part
+def shared_expert(s, ws, beside, weights, cuts, sync, worker, num):
+    """All dies: the shared expert of their rows, left in the buffer `shared`; rounded if answers are INT8."""
+    after = 0
+    while after < ws.shape[0] and s.shared:
+        dies, after = next_dies(cuts, after)
+        if dies.which.size == 0:
+            continue
+        lead, rows = weights[dies.which[0]], dies.starts[-1]
+        first, last = share(rows, worker, num)
+        is_beside = dies.which.size > 1
+        own = beside if is_beside else ws[dies.which[0]]
+        if is_beside:
+            _carry(ws, beside, a.X, 4 * s.hidden, dies, first, last, False)
+            if s.is_int8:
+                _carry(ws, beside, a.Q8, s.hidden, dies, first, last, False)
+                _carry(ws, beside, a.Q8_SCALE, 4, dies, first, last, False)
+            wait(sync, num)
+        shared = f32(own[a.SHARED], rows, s.hidden)
+        for phase in range(a.UP, a.ADD):
+            mlp_phase(phase, s, shared, own, lead, a.SHARED_W13, a.SHARED_W2, s.shared, worker, num)
+            if phase == a.ACTIVATE and is_beside:
+                _hand_out_activation(ws, beside, s.shared, lead[a.SHARED_W2 + 1], dies, first, last)
+            wait(sync, num)
+        if s.int8_answers:
+            k.round_to_int8(shared[first:last])
+        if is_beside:
+            _carry(ws, beside, a.SHARED, 4 * s.hidden, dies, first, last, True)
         wait(sync, num)
 
 
@@ -107,14 +139,20 @@ def _hand_out(phase, s, ws, beside, weights, dies, is_moe, is_last, first, last)
         if stays:
             _hand_out_the_rest(s, ws, beside, dies, is_moe, first, last)
     elif phase == a.ACTIVATE:
-        _carry(ws, beside, a.GATE_UP, 8 * s.dense, dies, first, last, True)
-        if weights[a.W2 + 1] != 0:
-            _carry(ws, beside, a.Q8, s.dense, dies, first, last, True)
-            _carry(ws, beside, a.Q8_SCALE, 4, dies, first, last, True)
-        else:
-            _carry(ws, beside, a.ACT, 4 * s.dense, dies, first, last, True)
+        _hand_out_activation(ws, beside, s.dense, weights[a.W2 + 1], dies, first, last)
     elif phase == a.ADD:
         _carry(ws, beside, a.Y, 4 * s.hidden, dies, first, last, True)
+
+
+@part
+def _hand_out_activation(ws, beside, inter, scale, dies, first, last):
+    """What an MLP of width `inter` leaves between its products, the second of which has a `scale`, or 0."""
+    _carry(ws, beside, a.GATE_UP, 8 * inter, dies, first, last, True)
+    if scale:
+        _carry(ws, beside, a.Q8, inter, dies, first, last, True)
+        _carry(ws, beside, a.Q8_SCALE, 4, dies, first, last, True)
+    else:
+        _carry(ws, beside, a.ACT, 4 * inter, dies, first, last, True)
 
 
 @part

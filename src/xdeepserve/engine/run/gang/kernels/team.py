@@ -169,16 +169,16 @@ def _one(is_int8, out, x, x8, x_scale, weight, scale, expert):
 
 
 @kernel
-def run_together(s, inter, ws, weights, dies, is_moe, inputs, rows, scratch, sync, worker, num):
+def run_together(s, inter, ws, weights, dies, passes, is_moe, inputs, rows, scratch, sync, worker, num):
     """All layers on the `rows` rows of one die: thread `worker` of `num`, which all run this at a time.
 
-    inter: width of a routed expert; weights [L, NUM_WEIGHTS], dies [L, NUM_EXPERT_COLUMNS], is_moe [L]: the
-    layers' rows in the tables; ws and inputs [1, 6]: the die's; scratch: float32 [workers, at least
-    s.scratch].
+    inter: width of a routed expert; weights [P, 1, NUM_WEIGHTS] and dies [P, 1, NUM_EXPERT_COLUMNS]: the
+    tables of all passes; passes [L], is_moe [L]: the layers; ws [1, buffers] and inputs [1, 6]: the die's;
+    scratch: float32 [workers, at least s.scratch].
     """
     h, die = f32(inputs[0, H], rows, s.hidden), all_of(rows)
-    for at in range(weights.shape[0]):
-        own = weights[at : at + 1]
-        layer(s, h, ws, own, inputs, die, is_moe[at], scratch[worker], sync, worker, num)
-        if is_moe[at]:
-            _moe(s, inter, h, ws, weights[at], dies[at], sync, worker, num)
+    for i in range(passes.size):
+        at = passes[i]
+        layer(s, h, ws[0], weights[at], inputs, die, is_moe[i], scratch[worker], sync, worker, num)
+        if is_moe[i]:
+            _moe(s, inter, h, ws[0], weights[at, 0], dies[at, 0], sync, worker, num)
