@@ -27,7 +27,7 @@ from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.pages import SharedPages, prefer_huge_pages
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.sharding import WHOLE
-from xdeepserve.model.weights import Recipe, Store, fill, iter_weights, weight_specs
+from xdeepserve.model.weights import Recipe, Store, fill, is_routed, iter_weights, weight_specs
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 Source = Literal["auto", "storage", "host", "peer", "pool"]
@@ -287,11 +287,6 @@ def own_arrays(mem: Holder) -> list[tuple[str, int]]:
         (name, spec.nbytes * len(mem.held) // max(1, spec.shape[0]) if is_routed(name) else spec.nbytes)
         for name, spec in mem.specs.items()
     ]
-
-
-def is_routed(name: str) -> bool:
-    """An array with one matrix for each routed expert of a die."""
-    return ".experts." in name
 
 
 def _is_alike(peer: TEPlan, te: TEPlan) -> bool:

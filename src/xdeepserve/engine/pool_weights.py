@@ -13,10 +13,11 @@ from typing import NamedTuple
 from xdeepserve.ems.model_cache import ModelCache, ModelId
 from xdeepserve.ems.mp_server import Lease
 from xdeepserve.engine.die.die_memory import DieMemory
-from xdeepserve.engine.loading import Holder, Piece, is_routed, own_arrays, read_weights
+from xdeepserve.engine.loading import Holder, Piece, own_arrays, read_weights
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.hw.engines import Copy
 from xdeepserve.model.sharding import WHOLE
+from xdeepserve.model.weights import is_routed
 
 BLOCK_NBYTES = 1 << 20
 

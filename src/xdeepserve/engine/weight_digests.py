@@ -8,10 +8,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import numpy as np
 
 from xdeepserve.engine.die.die_memory import DieMemory
-from xdeepserve.engine.loading import Holder, Piece, Source, is_routed
+from xdeepserve.engine.loading import Holder, Piece, Source
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import HardwareError
 from xdeepserve.model.sharding import WHOLE, Shard
+from xdeepserve.model.weights import is_routed
 
 Key = tuple[Piece, np.dtype, tuple[int, ...]]  # which array, and which part of it
 

@@ -248,6 +248,11 @@ def iter_weights(
 Part: TypeAlias = Literal["all", "attention", "routed", "shared"]
 
 
+def is_routed(name: str) -> bool:
+    """An array with one matrix for each routed expert of a die."""
+    return ".experts." in name
+
+
 def select(specs: Mapping[str, ArraySpec], *parts: Part) -> dict[str, ArraySpec]:
     """The arrays that a die holds: all, or some of all but experts, routed experts, and the shared one."""
 

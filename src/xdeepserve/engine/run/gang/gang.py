@@ -14,7 +14,6 @@ import numpy as np
 
 from xdeepserve.comm.twin import FAULTS
 from xdeepserve.engine.die.program import Executor
-from xdeepserve.engine.loading import is_routed
 from xdeepserve.engine.run.gang import tables
 from xdeepserve.engine.run.gang.dimensions import Shape
 from xdeepserve.engine.run.gang.heads import Heads
@@ -31,6 +30,7 @@ from xdeepserve.model.checkpoint import num_parameters
 from xdeepserve.model.config import LATENT_NORM_EPS
 from xdeepserve.model.sharding import Shard
 from xdeepserve.model.tensors import Layer
+from xdeepserve.model.weights import is_routed
 from xdeepserve.step.frame import Batch, KVCache
 from xdeepserve.step.stage import LayerProgram, Meet
 
