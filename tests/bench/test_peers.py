@@ -119,3 +119,19 @@ def test_peers_that_are_nowhere_are_refused_first(tmp_path: Path) -> None:
         next(rows(suite, str(tmp_path), tmp_path / "none"))
     with pytest.raises(InputError, match=r"--peers: tiny is not a directory"):
         next(rows(suite, "tiny", tmp_path))
+
+
+def test_some_peers_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert peers.chosen(["vllm"]) == ["vllm/bfloat16"]
+    assert peers.chosen(["transformers", "llama.cpp"]) == [
+        each for each in peers.MODULES if "vllm" not in each
+    ]
+    assert peers.chosen(["transformers/bfloat16"]) == ["transformers/bfloat16"]
+    assert list(peers.peer_rows("decode", tmp_path, tmp_path, 1, 4, 64, lambda _: iter(()), ["vllm"])) == []
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "vllm/bfloat16 is skipped" in line
+    suite = Task("decode", lambda generate, vocab_size: iter(()), [Contender("monolithic")], 1, 64)
+    with pytest.raises(InputError, match=r"--peer must be one of llama.cpp, .*, found 'torch'"):
+        next(rows(suite, str(tmp_path), tmp_path, ["torch"]))
+    with pytest.raises(InputError, match="--peer needs --peers"):
+        next(rows(suite, "tiny", None, ["vllm"]))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -27,9 +27,9 @@ PROMPT_TOKENS, NEW_TOKENS = 128, 64
 REPEATS, SECONDS = 3, 15
 
 
-def all_rows(model: str = "tiny", peers: Path | None = None) -> Iterator[Row]:
+def all_rows(model: str = "tiny", peers: Path | None = None, only: Sequence[str] = ()) -> Iterator[Row]:
     """A row per engine and batch, see generation.rows; and what memory allows."""
-    yield from generation.rows(SUITE, model, peers)
+    yield from generation.rows(SUITE, model, peers, only)
     context = PROMPT_TOKENS + NEW_TOKENS / 2
     yield from limit_rows(resolve_model(model).config, generation.num_threads(), BATCHES, context)
 

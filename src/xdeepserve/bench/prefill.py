@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from xdeepserve.bench import generation
@@ -26,9 +26,9 @@ CHUNK = 512  # rows of a step, for this engine: more than a tile, and fewer than
 REPEATS, SECONDS = 5, 10.0
 
 
-def all_rows(model: str = "tiny", peers: Path | None = None) -> Iterator[Row]:
+def all_rows(model: str = "tiny", peers: Path | None = None, only: Sequence[str] = ()) -> Iterator[Row]:
     """A row per engine, batch and length, see generation.rows; and what products and memory allow."""
-    yield from generation.rows(SUITE, model, peers)
+    yield from generation.rows(SUITE, model, peers, only)
     yield from limit_rows(resolve_model(model).config, generation.num_threads(), cases(), CHUNK)
 
 

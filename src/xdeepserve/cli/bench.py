@@ -68,11 +68,11 @@ SUITES = {
     "kernels": Suite("wall time of each kernel beside this computer's limits, NumPy and PyTorch; minutes"),
     "decode": Suite(
         "tokens per second on this computer; --peers: beside llama.cpp, vLLM and transformers",
-        ("model", "peers"),
+        ("model", "peers", "peer"),
     ),
     "prefill": Suite(
         "tokens of prompts per second, of 128 to 2,047 tokens each; --peers as for decode; minutes",
-        ("model", "peers"),
+        ("model", "peers", "peer"),
     ),
     "startup": Suite("wall time until the first token, cold and warm; a minute or two", ("model",)),
 }
@@ -82,6 +82,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "type": Path,
         "metavar": "DIR",
         "help": "run other engines, too: those in virtual environments DIR/*, see docs/costs.md",
+    },
+    "peer": {
+        "action": "append",
+        "metavar": "NAME",
+        "help": "of these engines only this one, such as vllm; again for another",
     },
     "deployment": {
         "metavar": "D",
@@ -162,8 +167,8 @@ def run(args: argparse.Namespace) -> int:
     model = args.model or "tiny"
     given: dict[str, tuple[object, ...]] = {
         "superpod": (args.trace,),
-        "decode": (model, args.peers),
-        "prefill": (model, args.peers),
+        "decode": (model, args.peers, args.peer or ()),
+        "prefill": (model, args.peers, args.peer or ()),
         "startup": (model,),
         "ems": (args.requests, args.format or "mooncake"),
         "papers": (args.paper,),
