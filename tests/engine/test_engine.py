@@ -174,9 +174,8 @@ async def test_a_silent_rank_is_named_at_a_deadline_in_virtual_time(tiny: TinyCh
 
 
 def test_logits_that_are_no_numbers_end_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def sample(out: np.ndarray, *args: object) -> int:
+    def sample(out: np.ndarray, *args: object) -> None:
         out[:] = -1
-        return 0
 
     monkeypatch.setattr(sampler, "sample", sample)
     with (

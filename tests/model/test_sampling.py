@@ -51,8 +51,17 @@ def test_kernel_equals_numpy(
     positions = rng.integers(0, 5000, 3).astype(np.uint64)
     choices = np.arange(3, dtype=np.uint64)
     out = np.empty(3, np.int32)
-    numbers = np.full((3, 4), (temperature, top_k, top_p, min_p))
-    assert kernels.sample(out, logits, numbers, np.stack([seeds, choices, positions], axis=1)) == -1
+    kernels.sample(
+        out,
+        logits,
+        np.full(3, temperature, F32),
+        np.full(3, top_k, np.int32),
+        np.full(3, top_p, np.float64),
+        np.full(3, min_p, F32),
+        seeds,
+        choices,
+        positions,
+    )
     for r in range(3):
         expected = sampling.sample(
             logits[r], temperature, top_k, top_p, min_p, int(seeds[r]), int(choices[r]), int(positions[r])
@@ -72,14 +81,13 @@ def test_greedy_takes_the_lowest_of_equal_logits() -> None:
 def test_no_token_where_logits_are_no_numbers(bad: float, place: int, temperature: float, top_k: int) -> None:
     logits = np.linspace(0, 1, 37, dtype=F32)
     logits[place] = np.copysign(F32(bad), F32(bad))
-    out, row = np.empty(3, np.int32), (temperature, top_k, 1.0, 0.0)
-    numbers, keys = np.array([(0.0, 0, 1.0, 0.0), row, row]), np.zeros((3, 3), np.uint64)
-    first = kernels.sample(out, np.stack([np.ones(37, F32), logits, logits]), numbers, keys)
+    out, row = np.empty(1, np.int32), (np.full(1, top_k, np.int32), np.ones(1), np.zeros(1, F32))
+    keys = np.zeros(1, np.uint64)
+    kernels.sample(out, logits[None], np.full(1, temperature, F32), *row, keys, keys, keys)
     expected = place if bad == np.inf and temperature == 0.0 else -1
-    assert out[1] == sampling.sample(logits, temperature, top_k, 1.0, 0.0, 0, 0, 0) == expected
-    assert first == (1 if expected < 0 else -1)
+    assert out[0] == sampling.sample(logits, temperature, top_k, 1.0, 0.0, 0, 0, 0) == expected
     nothing = np.full((1, 37), -np.inf, F32)
-    kernels.sample(out[:1], nothing, numbers[1:2], keys[:1])
+    kernels.sample(out, nothing, np.full(1, temperature, F32), *row, keys, keys, keys)
     assert out[0] == sampling.sample(nothing[0], temperature, top_k, 1.0, 0.0, 0, 0, 0)
 
 

@@ -88,16 +88,23 @@ class Sampler:
         self.faults.setdefault(row, error)
 
     def _draw(self, out: Array, logits: Array, plan: StepPlan, rows: Sequence[int], ahead: int) -> None:
-        if not rows:
-            return
-        # Few calls: after kernels of milliseconds none of Python's code is in a cache.
         positions = [plan.positions[plan.logit_rows[r]] + ahead for r in rows]
-        numbers = [(plan.temperature[r], plan.top_k[r], plan.top_p[r], plan.min_p[r]) for r in rows]
-        keys = [(plan.seed[r] % 2**64, plan.choice[r], at) for r, at in zip(rows, positions, strict=True)]
-        bad = sample(out, logits, np.array(numbers, np.float64), np.array(keys, np.uint64))
-        if bad >= 0:
+        sample(
+            out,
+            logits,
+            np.array([plan.temperature[r] for r in rows], np.float32),
+            np.array([plan.top_k[r] for r in rows], np.int32),
+            np.array([plan.top_p[r] for r in rows], np.float64),
+            np.array([plan.min_p[r] for r in rows], np.float32),
+            np.array([plan.seed[r] % 2**64 for r in rows], np.uint64),
+            np.array([plan.choice[r] for r in rows], np.uint64),
+            np.array(positions, np.uint64),
+        )
+        tokens = out.tolist()
+        if min(tokens, default=0) < 0:
+            row = next(row for row, token in enumerate(tokens) if token < 0)
             raise XDeepServeError(
-                f"rank {self.rank}: no token for position {positions[bad]} of a sequence: logits are not "
+                f"rank {self.rank}: no token for position {positions[row]} of a sequence: logits are not "
                 "all numbers; a weight may not be one, or be too large"
             )
 

@@ -144,26 +144,10 @@ def _sample_one(logits, row, temperature, top_k, top_p, min_p, seed, choice, pos
 
 
 @kernel
-def sample(out, logits, numbers, keys):
-    """out int32 [R] from logits [R, V], -1 where there is none to take; the first such row, or -1.
-
-    numbers float64 [R, 4]: temperature, top_k, top_p, min_p; keys uint64 [R, 3]: seed, choice, position.
-    """
-    bad = -1
+def sample(out, logits, temperature, top_k, top_p, min_p, seed, choice, position):
+    """out int32 [R] from logits [R, V], -1 where there is none to take; per row: temperature float32, top_k
+    int32, top_p float64, min_p float32, and seed, choice, position uint64, all [R]."""
     for r in range(logits.shape[0]):
-        temperature, top_k, top_p, min_p = numbers[r]
-        seed, choice, position = keys[r]
         out[r] = _sample_one(
-            logits,
-            r,
-            np.float32(temperature),
-            np.int32(top_k),
-            top_p,
-            np.float32(min_p),
-            seed,
-            choice,
-            position,
+            logits, r, temperature[r], top_k[r], top_p[r], min_p[r], seed[r], choice[r], position[r]
         )
-        if bad < 0 and out[r] < 0:
-            bad = r
-    return bad
