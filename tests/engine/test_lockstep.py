@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -35,7 +36,7 @@ from xdeepserve.jit.compiling import uses_amx
 from xdeepserve.llm import LLM, build_engine, digest
 from xdeepserve.model.presets import PRESET_DIRECTORY, TinyCheckpoint
 from xdeepserve.model.seeded import SeededCheckpoint
-from xdeepserve.step.frame import Frame
+from xdeepserve.step.frame import Ends, Frame
 
 GREEDY = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
 PROMPTS = [[5 + i, *range(10, 10 + i % 5)] for i in range(7)]
@@ -515,13 +516,20 @@ def test_a_thread_that_fails_ends_the_rounds_of_all() -> None:
     def follows(worker: int, num: int) -> None:
         after.append(worker)
 
+    def lingers(worker: int, num: int) -> None:
+        if worker == 2:
+            time.sleep(0.2)
+            after.append(worker)
+
     gang = object.__new__(colocated.ColocatedGang)  # its threads alone
-    gang.num_threads, gang._pool, gang.sync = 2, None, sync_kernels.new_sync()
+    gang.num_threads, gang._pool, gang.sync = 3, None, sync_kernels.new_sync()
     with pytest.raises(ValueError, match="broken"):
-        gang.spread([(fails, ())], [(follows, ())])
+        gang.spread([(lingers, ()), (fails, ())], [(follows, ())])
+    assert after == [2]  # nobody is under way
+    after.clear()
     gang.spread([(follows, ())], [(follows, ())])
     gang._threads.shutdown()
-    assert sorted(after) == [0, 0, 1, 1]  # of the second time
+    assert sorted(after) == [0, 0, 1, 1, 2, 2]  # of the second time
 
 
 def test_a_platform_whose_threads_cannot_yield() -> None:
@@ -648,6 +656,7 @@ def leave_out(monkeypatch: pytest.MonkeyPatch, module: ModuleType, stage: str) -
         return
     monkeypatch.setattr(module, "run_layers", module.run_layers.py_func)
     monkeypatch.setattr(module, "wait", skip)
+    monkeypatch.setattr(module, "are_lost", skip)
     for name in ("layer", "dispatch", "expert", "combine"):
         part = "_experts" if name == "expert" else f"_{name}"
         monkeypatch.setattr(module, part, getattr(module, f"{name}_stage"))
@@ -738,9 +747,9 @@ def test_one_die_makes_the_logits_of_all(monkeypatch: pytest.MonkeyPatch) -> Non
     """Of those that have rows; all from the weights of one, which are those of all."""
     run_all, num_dies = Heads._run_all, []
 
-    def counted(self: Heads, frames: Sequence[Frame]) -> None:
+    def counted(self: Heads, frames: Sequence[Frame], ends: Ends) -> None:
         num_dies.append(len(frames))
-        run_all(self, frames)
+        run_all(self, frames, ends)
 
     monkeypatch.setattr(Heads, "_run_all", counted)
     settings = ["dies=4", "lockstep=true", "max_model_len=64"]

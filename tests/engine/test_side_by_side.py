@@ -50,6 +50,13 @@ def test_what_wide_rows_leave(precision: str, threads: int) -> None:
     check_apart(precision, (2, 2, 3, 1, 2), f"threads={threads}", model=model)
 
 
+@pytest.mark.parametrize("exchange", ["pull", "push"])
+def test_a_run_that_ends_with_a_dense_layer(exchange: str) -> None:
+    model = variant(other_dense_layers=frozenset({3}))
+    check_colocated("int8", "dies=3", f"exchange={exchange}", model=model)
+    check_apart("int8", (2, 2, 3, 1, 2), f"exchange={exchange}", model=model)
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
 def test_more_rows_than_go_together(precision: str, threads: int) -> None:

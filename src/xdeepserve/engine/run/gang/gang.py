@@ -6,6 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_all
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple, TypeAlias
@@ -68,7 +69,7 @@ class Gang(ABC):
 
     A run is one pass through the main model's layers, or through an MTP layer. Every die is a task of its own
     before and after: plans, sampling, KV transfers and the host's part do not change. `members` are the
-    dies' names in errors, those with attention first; `num_threads` of this computer share a kernel's dies.
+    dies' names in errors, those with attention first; `num_threads` of this computer share kernels.
     """
 
     kernels: frozenset[Span]
@@ -147,6 +148,8 @@ class Gang(ABC):
                 # A plain await: virtual time stands still, and the event loop does not.
                 loop = asyncio.get_running_loop()
                 ends = await loop.run_in_executor(self._threads, self._begin, shares, came)
+                for die in self.dies:  # its weights may have served others
+                    die.check_alive()
             # Exchanges are barriers: who is slow sets the pace of all.
             slowness = max(die.slowness for die in self.dies)
             if slowness > 1:
@@ -248,16 +251,15 @@ class Gang(ABC):
     def layer(self, at: int, cuts: np.ndarray, is_moe: bool, is_last: bool) -> Call:
         """A layer up to the gate, or all of one without experts, on each die's rows between `cuts` [dies, 2].
 
-        is_last: it is the last one with experts.
+        is_last: of the run.
         """
         args = (self.shape, self.buffers, self.beside, self.weights[at], self.inputs, cuts, is_moe, is_last)
         return layer_stage, (*args, self.scratch, self.sync)
 
     def spread(self, *rounds: Sequence[Call]) -> None:
-        """Run kernels round by round, each thread on its share of the dies: in a round it does not wait for
-        the other threads, between rounds all do. ProtocolError if they have lost each other."""
+        """Run kernels round by round on all threads, which wait for each other between rounds, and in kernels
+        by `sync`. ProtocolError if they have lost each other."""
         num, sync, rounds = self.num_threads, self.sync, tuple(filter(None, rounds))
-        sync[:] = 0
 
         def work(worker: int) -> None:
             is_done = False
@@ -278,8 +280,10 @@ class Gang(ABC):
         try:
             work(0)
         finally:
-            for job in jobs:
-                job.result()
+            wait_for_all(jobs)
+            self.sync = new_sync()  # nobody who is still under way has this one
+        for job in jobs:
+            job.result()
         if sync[LOST]:
             raise ProtocolError(f"lockstep: the {num} threads of a step have lost each other")
 

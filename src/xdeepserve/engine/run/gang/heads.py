@@ -11,7 +11,7 @@ from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.run.gang.kernels.heads import head_stage
 from xdeepserve.engine.run.gang.tables import address
 from xdeepserve.model import kernels as k
-from xdeepserve.step.frame import Frame
+from xdeepserve.step.frame import Ends, Frame
 from xdeepserve.step.passes import HEAD, head, logit_hidden
 from xdeepserve.step.stage import Op, Program, Stage
 
@@ -19,8 +19,9 @@ from xdeepserve.step.stage import Op, Program, Stage
 class Heads:
     """When one die has come to its head, all have done their layers: the logits of all of them can be made.
 
-    What is left in a die's buffers is as if it had made its own, with its own weights, which are equal to
-    all others'; its virtual time is that of its own rows. `spread` runs a kernel on all threads.
+    Weights are those of the die that makes them, which are equal to all others'. What is left in a die's
+    buffers is as if it had made its own; its virtual time is that of its own rows. `spread` runs a kernel on
+    all threads.
     """
 
     def __init__(self, executors: Sequence[Executor], spread: Callable[..., None]) -> None:
@@ -44,16 +45,17 @@ class Heads:
             frames = {each: executor.runner.frame for each, executor in enumerate(self._executors)}
             frames = {each: frame for each, frame in frames.items() if len(frame.logit_rows)}
             self._done.update(frames)
-            self._run_all([*frames.values()])
+            self._run_all([*frames.values()], f.ends)
         self._done.remove(rank)
 
-    def _run_all(self, frames: Sequence[Frame]) -> None:
+    def _run_all(self, frames: Sequence[Frame], ends: Ends) -> None:
+        """With the head of a die that has come: another one's may be lost by now."""
         given, addresses = [], []
         for f in frames:
             rows = logit_hidden(f, f.whole)
             k.rms_norm(rows, rows, f.ends.norm, f.config.rms_norm_eps)
             given.append(rows)
             addresses.append(address(f.logits) + np.arange(len(rows)) * f.logits.strides[0])
-        head = frames[0].ends.head.w
+        head = ends.head.w
         args = (np.concatenate(addresses), np.concatenate(given), address(head), head[:0])
         self._spread([(head_stage, (*args, frames[0].config.vocab_size))])

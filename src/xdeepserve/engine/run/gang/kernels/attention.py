@@ -40,7 +40,8 @@ INT8_ATTENTION = 27  # 0 or 1
 LOG2PHY, LOGCNT, LOAD = 28, 29, 30  # of the experts; 0 without replicas, or if nobody counts
 NUM_WEIGHTS = 31
 
-MANY, AT_ONCE, FEW = 64, 128, 32  # rows, see `_attention`
+# Rows, see `attention`. AT_ONCE is also how many of several dies go side by side, and through a head.
+MANY, AT_ONCE, FEW = 64, 128, 32
 
 H, POSITIONS, SLOTS, SEQ_OF, BLOCK_TABLES, NUM_SEQS = range(6)
 NUM_INPUTS = 6

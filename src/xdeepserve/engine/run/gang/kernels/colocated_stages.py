@@ -25,7 +25,7 @@ from xdeepserve.engine.run.gang.kernels.attention import (
 )
 from xdeepserve.engine.run.gang.kernels.experts import expert_stage
 from xdeepserve.engine.run.gang.kernels.side_by_side import layer_stage, shared_expert
-from xdeepserve.engine.run.gang.kernels.sync import wait
+from xdeepserve.engine.run.gang.kernels.sync import are_lost, wait
 from xdeepserve.jit.compiling import as_part, kernel, part
 from xdeepserve.jit.pointers import f32
 from xdeepserve.model import kernels as k
@@ -57,7 +57,8 @@ def dispatch_stage(s, ws, cuts, ways, expert_rank, event, orders, sents, one, wo
 def combine_stage(
     s, e, ws, beside, weights, inputs, cuts, ways, event, orders, sents, scratch, faults, sync, worker, num
 ):  # fmt: skip
-    """A share of the dies: the answers of `event`, in place on its rows. faults [R]: what is wrong with them.
+    """The shared expert of all dies; and a share of the dies: the answers of `event`, in place on its rows.
+    faults [R]: what is wrong with them.
 
     s, e: shapes of the layers and of the exchange; weights: of the layer that the rows come from; beside: see
     `layer_stage`; scratch: float32 [workers, at least max_tokens * copies * hidden].
@@ -69,15 +70,15 @@ def combine_stage(
         rows = cuts[x, 1] - cuts[x, 0]
         if faults[x] or not rows:
             continue
-        num, num_copied = rows * s.top_k, rows if s.copies > s.top_k else 0
-        outputs = scratch[worker, : (num + num_copied) * s.hidden].reshape(num + num_copied, s.hidden)
-        for i in range(num + num_copied):
+        count, num_copied = rows * s.top_k, rows if s.copies > s.top_k else 0
+        outputs = scratch[worker, : (count + num_copied) * s.hidden].reshape(count + num_copied, s.hidden)
+        for i in range(count + num_copied):
             token, slot = orders[x, i] // s.copies, orders[x, i] % s.copies
-            load_answer(e, outputs[token * s.top_k + slot if slot < s.top_k else num + token], ways[x], i)
+            load_answer(e, outputs[token * s.top_k + slot if slot < s.top_k else count + token], ways[x], i)
         h = f32(inputs[x, H], rows, s.hidden)
-        shared = f32(ws[x, SHARED], rows, s.hidden) if s.shared else outputs[num:]
-        weights = f32(ws[x, TOPK_WEIGHTS], rows, s.top_k)
-        k.combine(h, outputs[:num], k.IN_ORDER, weights, shared, s.bf16_answers)
+        shared = f32(ws[x, SHARED], rows, s.hidden) if s.shared else outputs[count:]
+        topk_weights = f32(ws[x, TOPK_WEIGHTS], rows, s.top_k)
+        k.combine(h, outputs[:count], k.IN_ORDER, topk_weights, shared, s.bf16_answers)
 
 
 _layer, _dispatch, _experts, _combine = map(
@@ -98,6 +99,8 @@ def run_layers(
     """
     for i in range(passes.size):
         at, event, is_last = passes[i], events[i], i == passes.size - 1
+        if are_lost(sync):
+            return
         _layer(s, ws, beside, weights[at], inputs, cuts, is_moe[i], is_last, scratch, sync, worker, num)
         if is_moe[i]:
             _dispatch(e, ws, cuts, ways, expert_rank, event, orders, sents, one, worker, num)

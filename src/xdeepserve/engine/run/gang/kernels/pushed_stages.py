@@ -20,7 +20,7 @@ from xdeepserve.engine.run.gang.kernels.attention import SHARED, TOPK_WEIGHTS, H
 from xdeepserve.engine.run.gang.kernels.colocated_stages import own_tokens
 from xdeepserve.engine.run.gang.kernels.experts import quantise_answer, run_experts, scratch_of
 from xdeepserve.engine.run.gang.kernels.side_by_side import layer_stage, shared_expert
-from xdeepserve.engine.run.gang.kernels.sync import wait
+from xdeepserve.engine.run.gang.kernels.sync import are_lost, wait
 from xdeepserve.jit.compiling import as_part, kernel, part
 from xdeepserve.jit.pointers import f32
 from xdeepserve.model import kernels as k
@@ -97,7 +97,8 @@ def expert_stage(
 
 @kernel
 def combine_stage(s, e, ws, beside, weights, inputs, cuts, ends, faults, sync, worker, num):
-    """A share of the dies: the sums of its tokens' answers, in place on its rows. faults [R]: what is wrong.
+    """The shared expert of all dies; and a share of the dies: the sums of its tokens' answers, in place on
+    its rows. faults [R]: what is wrong.
 
     s, e: shapes of the layers and of the exchange; weights: of the layer that the rows come from; beside: see
     `layer_stage`.
@@ -129,6 +130,8 @@ def run_layers(
     """
     for i in range(passes.size):
         at, event, is_last = passes[i], events[i], i == passes.size - 1
+        if are_lost(sync):
+            return
         _layer(s, ws, beside, weights[at], inputs, cuts, is_moe[i], is_last, scratch, sync, worker, num)
         if is_moe[i]:
             _dispatch(e, ws, cuts, ends, expert_rank, local_idx, event, which, one, worker, num)

@@ -25,7 +25,7 @@ def layer_stage(s, ws, beside, weights, inputs, cuts, is_moe, is_last, scratch, 
 
     ws [A, buffers], weights [A, NUM_WEIGHTS] and inputs [A, 6] hold addresses; beside [NUM_COLUMNS + 1]:
     those of buffers for rows side by side, the last one for h; cuts [A, 2] the rows of the microbatch;
-    is_last: no other layer with experts follows in this run; scratch: float32 [workers, at least s.scratch].
+    is_last: of the run; scratch: float32 [workers, at least s.scratch].
     """
     wait(sync, num)  # what came before was shared by dies
     first = 0
@@ -40,12 +40,12 @@ def layer_stage(s, ws, beside, weights, inputs, cuts, is_moe, is_last, scratch, 
             _side_by_side(
                 s, ws, beside, weights, inputs, dies, is_moe, is_last, scratch[worker], sync, worker, num
             )
-        if is_moe:
+        if is_moe and ws[0, a.TOPK_PHYSICAL]:
             for i in range(worker, size, num):
                 die = dies.which[i]
-                if ws[die, a.TOPK_PHYSICAL]:
-                    find_physical(s, ws[die], weights[die], dies.starts[i + 1] - dies.starts[i])
-        wait(sync, num)
+                find_physical(s, ws[die], weights[die], dies.starts[i + 1] - dies.starts[i])
+        if not is_moe or ws[0, a.TOPK_PHYSICAL]:
+            wait(sync, num)
 
 
 @array_part
@@ -120,13 +120,13 @@ def _side_by_side(s, ws, beside, weights, inputs, dies, is_moe, is_last, scratch
 def _hand_out(phase, s, ws, beside, weights, dies, is_moe, is_last, first, last):
     """After a phase, what the rows [first, last) are to leave in the buffers of their dies.
 
-    What the layers that follow, or those after the gate, read, or what none of them writes again.
+    What stages after the gate read; what is written in some layers only; and of the last layer all.
     """
-    heads_width, stays = s.heads * s.v_dim, is_last or not is_moe
+    heads_width = s.heads * s.v_dim
     # Wider rows of q8 reach beyond those that are written over them.
-    if phase == a.NORM_Q and stays and s.q_lora > s.hidden and s.is_int8:
+    if phase == a.NORM_Q and is_last and s.q_lora > s.hidden and s.is_int8:
         _carry(ws, beside, a.Q8, s.q_lora, dies, first, last, True)
-    elif phase == a.QUANTIZE and stays and heads_width > s.hidden:
+    elif phase == a.QUANTIZE and is_last and heads_width > s.hidden:
         _carry(ws, beside, a.Q8, heads_width, dies, first, last, True)
     elif phase == a.GATE_OR_NORM:
         _carry(ws, beside, a.X, 4 * s.hidden, dies, first, last, True)
@@ -136,8 +136,9 @@ def _hand_out(phase, s, ws, beside, weights, dies, is_moe, is_last, first, last)
         if is_moe:
             _carry(ws, beside, a.TOPK_IDX, 4 * s.top_k, dies, first, last, True)
             _carry(ws, beside, a.TOPK_WEIGHTS, 4 * s.top_k, dies, first, last, True)
-        if stays:
-            _hand_out_the_rest(s, ws, beside, dies, is_moe, first, last)
+            _carry(ws, beside, a.LOGITS, 4 * s.experts, dies, first, last, True)
+        if is_last:
+            _hand_out_the_rest(s, ws, beside, dies, first, last)
     elif phase == a.ACTIVATE:
         _hand_out_activation(ws, beside, s.dense, weights[a.W2 + 1], dies, first, last)
     elif phase == a.ADD:
@@ -156,12 +157,10 @@ def _hand_out_activation(ws, beside, inter, scale, dies, first, last):
 
 
 @part
-def _hand_out_the_rest(s, ws, beside, dies, is_moe, first, last):
-    """What attention has used, and nothing that follows it reads."""
+def _hand_out_the_rest(s, ws, beside, dies, first, last):
+    """What each layer's attention writes anew, and nothing that follows it reads."""
     _carry(ws, beside, a.Y, 4 * s.hidden, dies, first, last, True)
     _carry(ws, beside, a.HEADS_OUT, 4 * s.heads * s.v_dim, dies, first, last, True)
-    if is_moe:
-        _carry(ws, beside, a.LOGITS, 4 * s.experts, dies, first, last, True)
     if s.first_phase == a.NORM:
         _carry(ws, beside, a.KV, 4 * (s.kv_lora + s.rope), dies, first, last, True)
         _carry(ws, beside, a.Q_A, 4 * s.q_lora, dies, first, last, True)

@@ -67,6 +67,12 @@ def wait(sync, num):
                 return
 
 
+@part
+def are_lost(sync):
+    """Whether threads have waited for each other in vain: what follows would go on with half of the bytes."""
+    return _look(sync, LOST) > 0
+
+
 @kernel
 def wait_for_others(sync, num):
     """`wait`, for a thread that is in no kernel."""

@@ -20,7 +20,7 @@ from xdeepserve.engine.run.gang.kernels.attention import (
 )
 from xdeepserve.engine.run.gang.kernels.layer import all_of, layer, routes
 from xdeepserve.engine.run.gang.kernels.linear import groups_of, linear, linear_part
-from xdeepserve.engine.run.gang.kernels.sync import share, wait
+from xdeepserve.engine.run.gang.kernels.sync import are_lost, share, wait
 from xdeepserve.jit.compiling import array_part, kernel, part
 from xdeepserve.jit.pointers import f32, f32_flat, i8, i32_flat
 from xdeepserve.model import canonical as c
@@ -179,6 +179,8 @@ def run_together(s, inter, ws, weights, dies, passes, is_moe, inputs, rows, scra
     h, die = f32(inputs[0, H], rows, s.hidden), all_of(rows)
     for i in range(passes.size):
         at = passes[i]
+        if are_lost(sync):
+            return
         layer(s, h, ws[0], weights[at], inputs, die, is_moe[i], scratch[worker], sync, worker, num)
         if is_moe[i]:
             _moe(s, inter, h, ws[0], weights[at, 0], dies[at, 0], sync, worker, num)
