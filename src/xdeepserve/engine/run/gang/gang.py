@@ -6,7 +6,6 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import wait as wait_for_all
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple, TypeAlias
@@ -280,7 +279,8 @@ class Gang(ABC):
         try:
             work(0)
         finally:
-            wait_for_all(jobs)
+            for job in jobs:
+                job.exception()  # it has ended
             self.sync = new_sync()  # nobody who is still under way has this one
         for job in jobs:
             job.result()

@@ -44,8 +44,7 @@ def layer_stage(s, ws, beside, weights, inputs, cuts, is_moe, is_last, scratch, 
             for i in range(worker, size, num):
                 die = dies.which[i]
                 find_physical(s, ws[die], weights[die], dies.starts[i + 1] - dies.starts[i])
-        if not is_moe or ws[0, a.TOPK_PHYSICAL]:
-            wait(sync, num)
+        wait(sync, num)
 
 
 @array_part
