@@ -743,6 +743,34 @@ def test_forty_eight_dies_of_the_tiny_r1_model() -> None:
         assert digest([output]) == digest([expected[i % 9]])
 
 
+def test_heads_do_without_the_weights_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which may be lost by then, though their rows are there: whoever makes the logits uses its own."""
+    run, run_all, given = Heads._run, Heads._run_all, []
+
+    def noted(self: Heads, rank: int, f: Frame) -> None:
+        run(self, rank, f)
+        assert all(ends is f.ends for ends in given)
+        given.clear()
+
+    def alone(self: Heads, frames: Sequence[Frame], ends: Ends) -> None:
+        given.append(ends)
+        *others, mine = frames
+        kept = [each.ends.head.w.copy() for each in others]
+        for each in others:
+            each.ends.head.w[:] = 0
+        run_all(self, frames, mine.ends)
+        for each, before in zip(others, kept, strict=True):
+            each.ends.head.w[:] = before
+
+    settings = ["dies=3", "lockstep=true", "max_model_len=64"]
+    with LLM("tiny-random", "colocated", overrides=settings) as llm:
+        expected = digest(llm.generate(PROMPTS, GREEDY, keep_logits=True))
+    monkeypatch.setattr(Heads, "_run", noted)
+    monkeypatch.setattr(Heads, "_run_all", alone)
+    with LLM("tiny-random", "colocated", overrides=settings) as llm:
+        assert digest(llm.generate(PROMPTS, GREEDY, keep_logits=True)) == expected
+
+
 def test_one_die_makes_the_logits_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of those that have rows; all from the weights of one, which are those of all."""
     run_all, num_dies = Heads._run_all, []
