@@ -1,5 +1,8 @@
 """Benchmarks of wall time run and say what they measured; how fast is not asserted."""
 
+import os
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -22,6 +25,38 @@ def test_decode_rate_subtracts_the_first_token(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     assert decode.decode_rate(generate, batch=8) == pytest.approx(8 / 0.5)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+def test_kernels_are_not_measured_beside_a_blas_of_several_threads() -> None:
+    """Only this thread's time is taken: NumPy would look twice as fast as it is."""
+    script = "from xdeepserve.bench import kernels; kernels.check_blas()"
+    for threads in "1", "2":
+        env = {**os.environ, "OPENBLAS_NUM_THREADS": threads}
+        done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+        assert (done.returncode == 0) == (threads == "1"), done.stderr
+        assert ("OPENBLAS_NUM_THREADS=1" in done.stderr) == (threads == "2")
+
+
+MEASURE_NOTHING = """
+import importlib, sys
+from xdeepserve.cli import main
+
+def without_rows(name):
+    module = find(name)
+    if name == "xdeepserve.bench.kernels":
+        module.all_rows = lambda: module.check_blas() or []
+    return module
+
+find, importlib.import_module = importlib.import_module, without_rows
+sys.exit(main(["bench", "kernels"]))
+"""
+
+
+def test_the_command_gives_blas_one_thread() -> None:
+    env = {**os.environ, "OPENBLAS_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", MEASURE_NOTHING], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_prompts_differ_and_avoid_special_tokens() -> None:

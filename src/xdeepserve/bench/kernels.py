@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from xdeepserve.bench.report import Row
+from xdeepserve.errors import InputError
 from xdeepserve.jit.compiling import uses_amx
 from xdeepserve.model import kernels as k
 from xdeepserve.model.cache_layout import cache_shape, scratch_size
@@ -37,6 +38,7 @@ ACTIVE, WORKERS = (8, 256), (1, 2, 8, 32)
 RANK, NOPE, ROPE = 512, 64, 64
 ATTENTION = ((1, 16, 4096), (1, 128, 4096), (8, 16, 1024))  # sequences, heads, context
 REPEATS, REPEATS_OF_LIMITS = 9, 50
+BLAS_SIZE = 1536  # of a product that several threads would share
 TARGET_SECONDS = 0.02  # of one measurement: short calls are repeated
 
 
@@ -65,7 +67,8 @@ def seconds(call: Callable[[], Any], repeats: int = REPEATS) -> float:
 
 
 def all_rows() -> list[Row]:
-    """Every row; takes minutes."""
+    """Every row; takes minutes. Raises InputError if NumPy's BLAS uses several threads."""
+    check_blas()
     torch = _torch()
     rng = np.random.default_rng(0)
     dot_peak, f32_peak, exact_peak, triad = (
@@ -92,6 +95,16 @@ def all_rows() -> list[Row]:
     rows += on_a_grid(rng)
     rows += _attention(rng, torch)
     return rows
+
+
+def check_blas() -> None:
+    """Raise InputError if a product by NumPy takes more cores than this thread's, whose time is measured."""
+    x = np.ones((BLAS_SIZE, BLAS_SIZE), np.float32)
+    own, all_threads = -time.thread_time(), -time.process_time()
+    np.matmul(x, x)
+    own, all_threads = own + time.thread_time(), all_threads + time.process_time()
+    if all_threads > 1.2 * own:
+        raise InputError("NumPy's products use several threads: start Python with OPENBLAS_NUM_THREADS=1")
 
 
 def _torch() -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -147,6 +148,10 @@ def add_options(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the rows of one suite. Raises InputError for options of another one."""
+    if args.suite == "kernels":
+        from xdeepserve.jobs.task_process import ONE_CORE
+
+        os.environ.update(ONE_CORE)  # which NumPy's BLAS reads once, when it is loaded
     from xdeepserve.bench import ablations, comm
     from xdeepserve.bench.report import Row, print_rows, print_summary
 
