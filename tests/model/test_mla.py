@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.model.bits import F32, assert_same_bits, few, normal, seeds
@@ -74,6 +74,7 @@ class Pages:
     st.integers(1, 9),
     st.integers(1, 3),
 )
+@example(0, 16, 70, 16, "int8", (24, 8), 3, 1)  # all of 48 lanes, which are no tile too many
 def test_attention_over_pages(
     seed: int,
     heads: int,

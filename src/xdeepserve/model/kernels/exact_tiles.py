@@ -46,8 +46,9 @@ from xdeepserve.model.kernels.tiles import INDEX, Tile, add_tiles, indices
 LEAST_FACTOR = float(c.LEAST_FACTOR)
 EXACT_CHUNK = c.EXACT_CHUNK
 # Rows and column groups of a tile, and rows of one that is a group wide: what the registers hold with two
-# chains and a sum for each vector.
-ROWS, WIDE, TALL = {512: (4, 2, 8), 128: (2, 1, 2), 64: (1, 1, 1)}[register_floats()]
+# chains and a sum for each vector. More rows, if nothing but float32 is loaded: no register is needed to take
+# weights out of pairs, and sums are not needed within a chunk.
+ROWS, WIDE, TALL, MORE_ROWS = {512: (4, 2, 8, 4), 128: (2, 1, 2, 3), 64: (1, 1, 1, 1)}[register_floats()]
 
 
 @intrinsic

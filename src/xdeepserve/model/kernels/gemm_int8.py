@@ -33,8 +33,8 @@ ROWS = 8  # of a tile
 WIDE = 2  # column groups of a tile
 GROUP = DEPTH * COLUMNS  # bytes of weights of one column group that belong to the same four of k
 NEAR = 1 << 18  # bytes of rows that are computed together: they stay in the second-level cache
-# Rows that have no need for weights before their turn. Four keep a wide tile busy, if registers hold it.
-FEW = 3 if register_floats() == 512 else 4
+# Rows that have no need for weights before their turn.
+FEW = 3 if register_floats() == 512 else 2
 NO_SCALE = np.empty(0, np.float32)
 
 

@@ -10,6 +10,8 @@ pages lie. For values the bytes become float32 in the thread's scratch memory, o
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import types
 from numba.extending import overload
@@ -19,6 +21,7 @@ from xdeepserve.model.cache_layout import BLOCK, TILE, TILE_SIZE
 from xdeepserve.model.kernels.codegen import LANES
 from xdeepserve.model.kernels.exact_tiles import (
     EXACT_CHUNK,
+    MORE_ROWS,
     ROWS,
     TALL,
     WIDE,
@@ -280,17 +283,29 @@ def _values_f32(scratch, o, weight, lanes, c, tiles, column, num_positions, is_f
     store_tile(scratch, o, LANES, acc, LANES)
 
 
-@tile_part
-def _exact_values(scratch, o, ldo, weight, lanes, values, ldw, num_positions):
-    """Exact outputs of ROWS lanes x WIDE tiles of columns, which are ldo and ldw apart."""
-    acc = load_tile(ROWS, WIDE, scratch, o, LANES, ldo)
-    for first in range(0, num_positions, EXACT_CHUNK):
-        at, w, count = weight + first * lanes, values + first * TILE, min(EXACT_CHUNK, num_positions - first)
-        if BY_DOTS:
-            acc = add_chunk_of_words(acc, scratch, at, 1, lanes, scratch, w, ldw, count)
-        else:
-            acc = add_chunk(acc, scratch, at, 1, lanes, scratch, w, ldw, 0, count)
-    store_apart(scratch, o, LANES, ldo, acc)
+def _exact_values(mr: int) -> Any:
+    """The kernel of exact outputs of mr lanes x WIDE tiles of columns."""
+
+    @tile_part
+    def tile(scratch, o, ldo, weight, lanes, values, ldw, num_positions):
+        """Tiles of columns are ldo apart in the outputs, ldw in the values."""
+        acc = load_tile(mr, WIDE, scratch, o, LANES, ldo)
+        for first in range(0, num_positions, EXACT_CHUNK):
+            at, w, count = (
+                weight + first * lanes,
+                values + first * TILE,
+                min(EXACT_CHUNK, num_positions - first),
+            )
+            if BY_DOTS:
+                acc = add_chunk_of_words(acc, scratch, at, 1, lanes, scratch, w, ldw, count)
+            else:
+                acc = add_chunk(acc, scratch, at, 1, lanes, scratch, w, ldw, 0, count)
+        store_apart(scratch, o, LANES, ldo, acc)
+
+    return tile
+
+
+_values_of_more, _values_of_rows = _exact_values(MORE_ROWS), _exact_values(ROWS)
 
 
 @part
@@ -320,9 +335,16 @@ def _exact_by_vectors(scratch, result, values, weight, lanes, num_lanes, num_pos
             _widen(scratch, values + first * TILE, c, start)
             if is_pair:
                 _widen(scratch, values + ldw + first * TILE, c, start + TILE_SIZE)
-        for lane in range(0, num_lanes, ROWS):
-            o = result + (column // TILE * lanes + lane) * LANES
-            _exact_values(scratch, o, ldo, weight + lane, lanes, values, ldw, num_positions)
+        lane = 0
+        while lane < num_lanes:
+            o, left = result + (column // TILE * lanes + lane) * LANES, lanes - lane
+            # By threes, but for four or two lanes at the end.
+            if MORE_ROWS > ROWS and (left == MORE_ROWS or left > 2 * ROWS):
+                _values_of_more(scratch, o, ldo, weight + lane, lanes, values, ldw, num_positions)
+                lane += MORE_ROWS
+            else:
+                _values_of_rows(scratch, o, ldo, weight + lane, lanes, values, ldw, num_positions)
+                lane += ROWS
 
 
 def add_values(
