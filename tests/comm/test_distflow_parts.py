@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from xdeepserve.comm.distflow import Completion, DistFlow, Endpoint, Span
@@ -139,6 +139,7 @@ def test_a_part_moves_while_the_next_is_made() -> None:
 
 
 @given(st.integers(0, 3), st.integers(0, 60_000), st.booleans(), st.integers(0, 99))
+@example(0, 2000, True, 3)  # as it is wanted: the words of both come at one time
 def test_an_offer_can_be_revoked_at_any_moment(num_ready: int, wait_ns: int, wanted: bool, seed: int) -> None:
     """Nothing moves after the completions, and bytes that were not ready never do."""
 

@@ -59,7 +59,7 @@ class Destination(Party):
             reply = Cause.WITHDRAW
         else:
             reply = Cause.STOPPED
-            if transfer.state is State.MOVING:
+            if transfer.state is not State.STOPPED:  # an offer may have come, and been revoked, at one time
                 reply, reason = await self._move(transfer)
         self._release(transfer)
         self._tell(transfer.peer, Message(reply, transfer.tag, self.name, transfer.attempt, reason=reason))
