@@ -21,7 +21,7 @@ from functools import partial
 
 import numpy as np
 
-from xdeepserve.jit.compiling import ENVIRONMENT_VARIABLE, uses_amx, uses_vnni
+from xdeepserve.jit.compiling import ENVIRONMENT_VARIABLE, instructions, uses_amx, uses_vnni
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
 from xdeepserve.model.cache_layout import TILE, cache_shape
@@ -131,35 +131,43 @@ def chains(x: c.Array, w: c.Array) -> None:
     print(f"  and so on, 32 k at a time:    {total.item().hex()}")
 
 
-def digest() -> str:
-    """Of a product of each kind, over seeded numbers."""
+def digests() -> tuple[str, str]:
+    """Of a product of each kind, over seeded numbers: by the kernels, and by plain NumPy."""
     rng = np.random.default_rng(1)
     q, w8 = (rng.integers(-127, 128, shape).astype(np.int8) for shape in ((9, 331), (150, 331)))
     scale, w_scale = rng.random(9, F32), rng.random(150, F32)
     x, w = rng.standard_normal((9, 131), F32), rng.standard_normal((131, 70), F32)
-    out, out8 = np.empty((9, 70), F32), np.empty((9, 150), F32)
+    out, out8, exact = np.empty((9, 70), F32), np.empty((9, 150), F32), np.empty((9, 70), F32)
     k.matmul(out, x, pack_f32(w).ravel())
     k.matmul_int8(out8, q, scale, pack_int8(w8).ravel(), w_scale)
-    exact = np.empty((9, 70), F32)
     k.matmul_exact(exact, x, pack_bf16(c.factors(w)).ravel())
-    return hashlib.sha256(out.tobytes() + out8.tobytes() + exact.tobytes()).hexdigest()[:16]
+    plain = c.matmul(x, w), c.matmul_int8(q, scale, w8, w_scale), c.matmul_exact(c.factors(x), c.factors(w))
+    by_kernels, by_numpy = (
+        hashlib.sha256(b"".join(each.tobytes() for each in all_three)).hexdigest()[:16]
+        for all_three in ((out, out8, exact), plain)
+    )
+    return by_kernels, by_numpy
 
 
 def other_cpus() -> None:
     """This file once more, compiled for others."""
     title("One product, several instruction sets, one result")
-    print(f"  {'as found':<42} {digest()}{' with a matrix unit' if uses_amx() else ''}")
-    others = [(ENVIRONMENT_VARIABLE, "portable", "no dot products"), ("NUMBA_CPU_NAME", "generic", "any CPU")]
-    if uses_amx():
-        others.insert(0, (ENVIRONMENT_VARIABLE, "vnni", "without the matrix unit"))
-    for name, value, without in others:
+    found, by_numpy = digests()
+    print(f"  {'NumPy':<28} {by_numpy}")
+    rows = {instructions(): found}
+    # Those that this CPU has: all four where there is a matrix unit.
+    for name, value in (
+        (ENVIRONMENT_VARIABLE, "vnni"), (ENVIRONMENT_VARIABLE, "portable"), ("NUMBA_CPU_NAME", "generic")
+    ):  # fmt: skip
+        if value == "vnni" and not uses_amx():
+            continue
         inherited = {key: text for key, text in os.environ.items() if key != ENVIRONMENT_VARIABLE}
-        command = [sys.executable, __file__, "--digest"]
-        found = subprocess.run(
-            command, env={**inherited, name: value}, check=True, capture_output=True, text=True
-        ).stdout.strip()
-        verdict = "the same" if found == digest() else "NOT THE SAME"
-        print(f"  {name + '=' + value:<42} {found} {verdict}: {without}")
+        command, env = [sys.executable, __file__, "--digest"], {**inherited, name: value}
+        said = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
+        kind, _, found = said.strip().partition(": ")
+        rows.setdefault(kind, found)
+    for kind, found in rows.items():
+        print(f"  {kind:<28} {found} {'the same' if found == by_numpy else 'NOT THE SAME'}")
 
 
 def cache() -> None:
@@ -234,7 +242,7 @@ def near_the_limit() -> None:
 
 def main() -> None:
     if "--digest" in sys.argv[1:]:
-        print(digest())
+        print(f"{instructions()}: {digests()[0]}")
         return
     dot_product()
     order()

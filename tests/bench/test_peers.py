@@ -117,7 +117,7 @@ def test_peers_that_are_nowhere_are_refused_first(tmp_path: Path) -> None:
     suite = Task("decode", lambda generate, vocab_size: iter(()), [Contender("monolithic")], 1, 64)
     with pytest.raises(InputError, match=r"--peers: .*none is not a directory"):
         next(rows(suite, str(tmp_path), tmp_path / "none"))
-    with pytest.raises(InputError, match=r"--peers: tiny is not a directory"):
+    with pytest.raises(InputError, match=r"--peers needs --model DIRECTORY, .* found tiny"):
         next(rows(suite, "tiny", tmp_path))
 
 

@@ -13,7 +13,7 @@ from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import PRESETS, SELF_SIZING, resolve
 from xdeepserve.engine.deploy.roles import DEPLOYMENTS
 from xdeepserve.engine.deploy.settings import settings
-from xdeepserve.errors import DeploymentError
+from xdeepserve.errors import DeploymentError, InputError
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import TinyCheckpoint
 
@@ -198,6 +198,15 @@ def test_every_reason_against_a_model_is_in_one_error(tiny_config: ModelConfig) 
 def test_refusals(name: str, overrides: list[str], reason: str, tiny_config: ModelConfig) -> None:
     with pytest.raises(DeploymentError, match=reason):
         fit(resolve(name, overrides), tiny_config)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "two", "1.5", "²"])
+def test_threads_that_are_no_number_are_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("XDEEPSERVE_THREADS", value)
+    with pytest.raises(InputError, match=f"XDEEPSERVE_THREADS={value}: a whole number from 1 on"):
+        resolve("monolithic", [])
+    monkeypatch.setenv("XDEEPSERVE_THREADS", "3")
+    assert resolve("monolithic", []).threads == 3
 
 
 def test_mtp_needs_an_mtp_layer(tiny_config: ModelConfig) -> None:

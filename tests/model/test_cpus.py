@@ -104,7 +104,9 @@ def test_amx_is_used_where_it_is(native: list[object]) -> None:
     if HAS_AMX:
         assert json.loads(forced.stdout) == native
     else:
-        assert "XDEEPSERVE_KERNELS=amx, but the CPU that Numba compiles for does not have A" in forced.stderr
+        assert (
+            "XDEEPSERVE_KERNELS=amx, but the CPU that Numba compiles for does not have AMX" in forced.stderr
+        )
 
 
 @pytest.mark.skipif(compiling.ENVIRONMENT_VARIABLE in os.environ, reason="kernels of one kind are asked for")
@@ -145,12 +147,11 @@ for threads in (1, 2):
 
 
 @pytest.mark.campaign
-@pytest.mark.skipif(not compiling.uses_vnni(), reason="this CPU has one kind of kernels only")
 def test_a_model_says_the_same_with_each_kind_of_kernels() -> None:
     digests: set[str] = set()
     for chosen in (
         *([{compiling.ENVIRONMENT_VARIABLE: "amx"}] if HAS_AMX else []),
-        {compiling.ENVIRONMENT_VARIABLE: "vnni"},
+        *([{compiling.ENVIRONMENT_VARIABLE: "vnni"}] if compiling.uses_vnni() else []),
         without(compiling.BF16, *amx.FEATURES),
         {compiling.ENVIRONMENT_VARIABLE: "portable"},
         {"NUMBA_CPU_NAME": "generic"},

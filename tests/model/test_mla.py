@@ -38,9 +38,10 @@ class Pages:
         rope: int,
         is_int8: bool,
         magnitude: float = 1.0,
+        of_keys: float = 1.0,
     ) -> None:
         kv, norm = normal(seed, context, rank + rope), normal(seed + 1, rank, scale=magnitude)
-        cos, sin = normal(seed + 2, context, rope // 2), normal(seed + 3, context, rope // 2)
+        cos, sin = (normal(seed + i, context, rope // 2, scale=of_keys) for i in (2, 3))
         latent, self.k_pe = c.rms_norm(kv[:, :rank], norm, 1e-6), c.rope(kv[:, rank:], cos, sin)
         self.latent, self.scale = c.quantize_rows(latent) if is_int8 else (latent, None)
         num_blocks = -(-context // size) + 2
@@ -63,6 +64,16 @@ class Pages:
         return c.attention(q_lat, q_pe, self.latent[seen], scale, self.k_pe[seen], 0.11, int8_weights)
 
 
+# Magnitudes of latents, of RoPE's keys, of queries and of their RoPE parts: weights of values, scores and
+# queries at the edge below which factors are zero, and a softmax whose weights reach as far.
+EDGES = [
+    (1.0, 1.0, 1.0, 1.0),
+    (2.0**-42, 1.0, 1.0, 1.0),
+    (1.0, 2.0**46, 1.0, 2.0**-46),
+    (1.0, 1.0, 40.0, 1.0),
+]
+
+
 @few
 @given(
     seeds,
@@ -73,8 +84,12 @@ class Pages:
     st.sampled_from([(24, 8), (40, 10), (80, 16)]),
     st.integers(1, 9),
     st.integers(1, 3),
+    st.sampled_from(EDGES),
 )
-@example(0, 16, 70, 16, "int8", (24, 8), 3, 1)  # all of 48 lanes, which are no tile too many
+@example(0, 16, 70, 16, "int8", (24, 8), 3, 1, EDGES[0])  # all of 48 lanes, which are no tile too many
+@example(1, 3, 70, 16, "int8", (24, 8), 2, 1, EDGES[1])
+@example(2, 3, 70, 16, "int8", (24, 8), 2, 1, EDGES[2])
+@example(3, 3, 70, 16, "int8", (24, 8), 2, 1, EDGES[3])
 def test_attention_over_pages(
     seed: int,
     heads: int,
@@ -84,14 +99,17 @@ def test_attention_over_pages(
     dims: tuple[int, int],
     chunk: int,
     workers: int,
+    magnitudes: tuple[float, float, float, float],
 ) -> None:
     """Two sequences with the same pages; of each, a few rows at its end, which share lanes."""
     (rank, rope), nope = dims, 12
-    pages = Pages(seed, context, size, rank, rope, kind != "float")
+    of_latents, of_keys, of_queries, of_rope = magnitudes
+    pages = Pages(seed, context, size, rank, rope, kind != "float", of_latents, of_keys)
     int8_weights = kind == "int8 weights"
     positions = np.arange(max(0, context - chunk), context, dtype=np.int32)
     rows = len(positions)
-    q_lat, q = normal(seed + 7, 2 * rows, heads * rank), normal(seed + 8, 2 * rows, heads * (nope + rope))
+    q_lat = normal(seed + 7, 2 * rows, heads * rank, scale=of_queries)
+    q = normal(seed + 8, 2 * rows, heads * (nope + rope), scale=of_rope)
     out = np.empty_like(q_lat)
     scratch = np.full(scratch_size(context, rank, rope), np.nan, F32)
     seq_of = np.repeat(np.array([1, 2], np.int32), rows)

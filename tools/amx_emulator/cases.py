@@ -12,6 +12,7 @@ import hashlib
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 import numpy as np
 
@@ -30,6 +31,8 @@ GEMMS = (
     (3, 131, 1030), (8, 64, 770), (9, 65, 680), (15, 127, 210), (16, 128, 200), (17, 100, 250), (31, 96, 150),
     (33, 130, 100), (48, 256, 33), (64, 512, 96), (70, 1090, 36), (100, 4100, 20),
 )  # fmt: skip
+# Magnitudes of latents and of queries' RoPE parts: weights and queries of which some count as zero.
+EDGES = (("", F32(1), F32(1)), (", tiny numbers", F32(2.0**-42), F32(2.0**-46)))
 KINDS = ("normal", "wild", "smallest", "cancelling")
 # Heads, context, page, rank, RoPE part, rows of each sequence.
 ATTENTIONS = (
@@ -124,16 +127,16 @@ def exact_cases() -> Iterator[Case]:
 
 
 def attention_cases() -> Iterator[Case]:
-    for heads, context, page, rank, rope, rows in ATTENTIONS:
-        kv, norm = normal(context, context, rank + rope), normal(rank, rank)
-        cos, sin = normal(heads, context, rope // 2), normal(rope, context, rope // 2)
-        q_lat, q = normal(3, 2 * rows, heads * rank), normal(4, 2 * rows, heads * (12 + rope))
+    for (heads, context, page, rank, rope, rows), (kind, of_latents, of_rope) in product(ATTENTIONS, EDGES):
+        kv, norm = normal(context, context, rank + rope), normal(rank, rank) * of_latents
+        cos, sin = (normal(seed, context, rope // 2) / of_rope for seed in (heads, rope))
+        q_lat, q = normal(3, 2 * rows, heads * rank), normal(4, 2 * rows, heads * (12 + rope)) * of_rope
         first = max(0, context - rows)
         positions = np.arange(first, context, dtype=np.int32)
         rows = len(positions)
         q_lat, q = q_lat[: 2 * rows].copy(), q[: 2 * rows].copy()
         for int8_weights in (False, True):
-            name = f"attention of {heads} heads, {context} positions, {rank} + {rope}, {rows} rows"
+            name = f"attention of {heads} heads, {context} positions, {rank} + {rope}, {rows} rows{kind}"
             if IS_REFERENCE:
                 out = _attention_reference(
                     q_lat, q, kv, norm, cos, sin, positions, heads, rank, 12, int8_weights

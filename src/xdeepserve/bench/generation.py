@@ -49,9 +49,10 @@ def rows(suite: Task, model: str, peers: Path | None, only: Sequence[str] = ()) 
     if only and peers is None:
         raise InputError("--peer needs --peers, the directory of their environments")
     if peers is not None:
-        for path in (peers, Path(model)):
-            if not path.is_dir():
-                raise InputError(f"--peers: {path} is not a directory")
+        if not peers.is_dir():
+            raise InputError(f"--peers: {peers} is not a directory")
+        if not Path(model).is_dir():
+            raise InputError(f"--peers needs --model DIRECTORY, a checkpoint for all of them, found {model}")
     count, vocab_size = num_threads(), 0
     alone = [(suite.deployments[0], 1)] if count > 1 else []
     for (name, settings), threads in (*alone, *((each, count) for each in suite.deployments)):

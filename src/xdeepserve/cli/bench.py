@@ -82,7 +82,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "peers": {
         "type": Path,
         "metavar": "DIR",
-        "help": "run other engines, too: those in virtual environments DIR/*, see docs/costs.md",
+        "help": "run other engines on the same checkpoint (--model DIRECTORY), too: those in virtual "
+        "environments DIR/*, see docs/costs.md",
     },
     "peer": {
         "action": "append",

@@ -66,11 +66,14 @@ def choose_cpu() -> None:
     # Whoever names the features makes code for another machine, perhaps, and needs no permission on this one.
     if uses_amx() and not amx.is_permitted() and wanted == "amx":
         raise InputError(f"{ENVIRONMENT_VARIABLE}=amx, but the system does not let this process use AMX")
-    has, needs = (uses_vnni(), uses_amx()), KINDS.get(wanted, ())
-    for name, has_it, needs_it in zip(("AVX-512 VNNI", "AMX"), has, needs, strict=False):
-        if has_it != needs_it:
-            kind = f"does not have {name}" if needs_it else "was set up before by other Numba code"
-            raise InputError(f"{ENVIRONMENT_VARIABLE}={wanted}, but the CPU that Numba compiles for {kind}")
+    if wanted:
+        needs_vnni, needs_amx = KINDS[wanted]
+        for name, has, needs in (("AMX", uses_amx(), needs_amx), ("AVX-512 VNNI", uses_vnni(), needs_vnni)):
+            if has != needs:
+                kind = f"does not have {name}" if needs else f"has {name} by what was set before"
+                raise InputError(
+                    f"{ENVIRONMENT_VARIABLE}={wanted}, but the CPU that Numba compiles for {kind}"
+                )
 
 
 def _leave_out(wanted: str) -> None:
@@ -99,6 +102,16 @@ def uses_bf16_dots() -> bool:
 def uses_amx() -> bool:
     """Whether kernels are compiled for a CPU with a matrix unit for INT8 and BF16."""
     return all(_compiles_for(each) for each in amx.FEATURES)
+
+
+def instructions() -> str:
+    """What multiplies and adds on the CPU that kernels are compiled for."""
+    dots = "AVX-512 VNNI and BF16" if uses_bf16_dots() else "AVX-512 VNNI"
+    if uses_amx() or uses_vnni():
+        return "AMX" if uses_amx() else dots
+    if _compiles_for("avx"):
+        return "AVX2 and FMA" if _compiles_for("fma") else "AVX"
+    return "NEON" if _compiles_for("neon") else "no vectors but of 128 bits"
 
 
 def register_floats() -> int:

@@ -6,11 +6,13 @@ Beside the type of each field stands its meaning, which `settings` lists and `--
 from __future__ import annotations
 
 import os
+import re
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import field
 
+from xdeepserve.errors import InputError
 from xdeepserve.model.tp import TPMode
 
 Role = Literal["both", "prefill", "decode"]
@@ -49,10 +51,12 @@ Reasoning = Literal["auto", "off", "deepseek"]  # <think>
 
 
 def default_threads() -> int:
-    """XDEEPSERVE_THREADS or NUMBA_NUM_THREADS if set, else 1."""
+    """XDEEPSERVE_THREADS or NUMBA_NUM_THREADS if set, else 1. Raises InputError if it is no such number."""
     for name in ("XDEEPSERVE_THREADS", "NUMBA_NUM_THREADS"):
         value = os.environ.get(name, "")
-        if value.isdigit() and int(value) > 0:
+        if value:
+            if not re.fullmatch("[0-9]+", value) or int(value) == 0:
+                raise InputError(f"{name}={value}: a whole number from 1 on")
             return int(value)
     return 1
 
