@@ -35,7 +35,8 @@ of bits on a matrix unit (AMX's TDPBF16PS), with fused multiply-adds, and with m
     a zero changes nothing  a chain begins with +0, so no sum is ever -0, and +0 or -0 may be added to it:
                             padding, whether with zeros for k or with hidden positions of weight zero, is free
 
-Products stay finite as long as factors are below 2**63; what is larger is beyond a model's numbers.
+Products stay finite as long as factors are below 2**63, and so do sums that are below 2**128; what is larger
+is beyond a model's numbers.
 
 No BLAS: its rows depend on the batch they are computed in. Division and square root are IEEE exact.
 All arrays are float32 unless a docstring says otherwise. T counts token rows.
