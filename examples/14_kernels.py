@@ -154,7 +154,7 @@ def other_cpus() -> None:
     title("One product, several instruction sets, one result")
     found, by_numpy = digests()
     print(f"  {'NumPy':<28} {by_numpy}")
-    rows = {instructions(): found}
+    rows = [(instructions(), found)]
     # Those that this CPU has: all four where there is a matrix unit.
     for name, value in (
         (ENVIRONMENT_VARIABLE, "vnni"), (ENVIRONMENT_VARIABLE, "portable"), ("NUMBA_CPU_NAME", "generic")
@@ -165,8 +165,8 @@ def other_cpus() -> None:
         command, env = [sys.executable, __file__, "--digest"], {**inherited, name: value}
         said = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
         kind, _, found = said.strip().partition(": ")
-        rows.setdefault(kind, found)
-    for kind, found in rows.items():
+        rows.append((kind, found))
+    for kind, found in dict.fromkeys(rows):
         print(f"  {kind:<28} {found} {'the same' if found == by_numpy else 'NOT THE SAME'}")
 
 

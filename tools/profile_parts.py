@@ -98,20 +98,7 @@ def main() -> int:
         code = subprocess.call([*record, sys.executable, __file__, INSIDE, folder, *sys.argv[1:]])
         if not Path(folder, "map").exists():
             return code
-        report = [
-            "perf",
-            "report",
-            "-q",
-            "-g",
-            "none",
-            "-i",
-            samples,
-            "--stdio",
-            "-w",
-            "80",
-            "--sort",
-            "symbol",
-        ]
+        report = ["perf", "report", "-q", "-g", "none", "-i", samples, "--stdio", "--sort", "symbol"]
         rows = subprocess.run(report, check=True, capture_output=True, text=True).stdout.splitlines()
         Path(Path(folder, "map").read_text()).unlink()
     print("\n".join([row.strip(" -") for row in rows if row.strip()][:ROWS]))

@@ -110,7 +110,9 @@ def instructions() -> str:
     if uses_amx() or uses_vnni():
         return "AMX" if uses_amx() else dots
     if _compiles_for("avx"):
-        return "AVX2 and FMA" if _compiles_for("fma") else "AVX"
+        wide = next((each for each in ("avx512f", "avx2") if _compiles_for(each)), "avx")
+        names = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX"}
+        return names[wide] + (" and FMA" if _compiles_for("fma") else "")
     return "NEON" if _compiles_for("neon") else "no vectors but of 128 bits"
 
 
