@@ -4,7 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 SHARE := 1
 FOR_S :=
-PART = --share $(SHARE) $(if $(FOR_S),--for-s $(FOR_S))
+# A test that takes longer hangs; some of the campaign's are whole commands that take an hour of a slow machine.
+HANG_S := 7200
+PART = -o faulthandler_timeout=$(HANG_S) --share $(SHARE) $(if $(FOR_S),--for-s $(FOR_S))
 READY := $(VENV)/.installed
 # Tests start hundreds of processes: each would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE

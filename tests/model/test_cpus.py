@@ -234,6 +234,54 @@ def test_what_another_process_compiles_is_waited_for(tmp_path: Path, ends: str) 
             assert found.result(60) == ("integers" if ends == "it saves" else None)
 
 
+HOLD_AND_LOSE = """
+import sys
+from xdeepserve.jit.compiling import CacheFile
+
+file, found = CacheFile(sys.argv[1], "kernel", "sources"), CacheFile._load_index
+file._load_index = lambda: {}  # what the other process has saved comes just before the lock
+lock = file._lock
+
+def late(key, **how):
+    file._load_index = lambda: found(file)
+    return lock(key, **how)
+
+file._lock = late
+print(file.load("code for integers"), flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_what_came_just_before_the_lock_is_not_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise who misses it later, as after an upgrade, would wait for a process that does not compile."""
+    here = compiling.CacheFile(str(tmp_path), "kernel", "sources")
+    here.save("code for integers", "integers")
+    arguments = [sys.executable, "-c", HOLD_AND_LOSE, str(tmp_path)]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout
+        assert other.stdout.readline() == "integers\n"
+        here._save_index({})
+        monkeypatch.setattr(compiling.time, "sleep", lambda _: pytest.fail("it waits for the other process"))
+        assert here.load("code for integers") is None
+
+
+ADD_LINES = """
+import sys
+from xdeepserve.jit.compiling import CacheFile
+
+file = CacheFile(sys.argv[1], "kernel", "sources")
+for number in range(100):
+    file.save(f"{sys.argv[2]} {number}", number)
+"""
+
+
+def test_no_line_of_the_index_is_lost(tmp_path: Path) -> None:
+    arguments = [sys.executable, "-c", ADD_LINES, str(tmp_path)]
+    with subprocess.Popen([*arguments, "one"]) as one, subprocess.Popen([*arguments, "other"]) as other:
+        assert one.wait(60) == other.wait(60) == 0
+    assert len(compiling.CacheFile(str(tmp_path), "kernel", "sources")._load_index()) == 200
+
+
 def test_patience_with_another_process_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "PATIENCE_S", 0.1)
     arguments = [sys.executable, "-c", TAKE_AND_HOLD, str(tmp_path)]

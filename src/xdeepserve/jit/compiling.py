@@ -43,6 +43,7 @@ VNNI, BF16 = "avx512vnni", "avx512bf16"
 KINDS = {"amx": (True, True), "vnni": (True, False), "portable": (False, False)}  # with VNNI, with AMX
 PACKAGE = Path(__file__).parent.parent
 PATIENCE_S = 120.0  # with another process that compiles the same; then it is compiled here, too
+INDEX = "index"  # what is locked while a line is added to it
 IMPORTS = re.compile(r"^(?:from|import) ([\w.]+)(?: import (\([^)]*\)|.*))?", re.MULTILINE)
 # Divisions do not check for zero; no wrapper for calls from C is made, which takes time to compile.
 NUMBA: Any = numba_config
@@ -197,7 +198,7 @@ class CacheFile(IndexDataCacheFile):
 
     Numba numbers a function's files in the order in which they come. Of two processes that compile at once
     each may then take the same number, and load the code of the other's types. Here the worst that can happen
-    is that a line of the index is lost, and something is compiled once more.
+    is that a line of the index is lost, where files cannot be locked, and something is compiled once more.
     """
 
     def _load_index(self) -> Any:
@@ -209,20 +210,27 @@ class CacheFile(IndexDataCacheFile):
 
     def load(self, key: Any) -> Any:
         """What is there or is being compiled elsewhere; None if it is for this process to compile."""
-        data = super().load(key)
         deadline = time.monotonic() + PATIENCE_S
-        while data is None and not self._lock(key) and time.monotonic() < deadline:
+        while (data := super().load(key)) is None and time.monotonic() < deadline:
+            if self._lock(key):
+                data = super().load(key)  # it may have come just before the lock
+                if data is not None:
+                    self._lock(key, is_done=True)
+                break
             time.sleep(0.02)
-            data = super().load(key)
-        return super().load(key) if data is None else data  # it may have come just before the lock
+        return data
 
     def save(self, key: Any, data: Any) -> None:
         """Data first: what the index names is always there."""
         name = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
         file = self._data_name_pattern.replace("{number:d}", name)
         self._save_data(file, data)
+        deadline = time.monotonic() + PATIENCE_S
+        while not self._lock(INDEX) and time.monotonic() < deadline:
+            time.sleep(0.001)  # another process adds a line to what it has read
         self._save_index(self._load_index() | {key: file})
-        self._lock(key, is_done=True)
+        for done in (INDEX, key):
+            self._lock(done, is_done=True)
 
     def _lock(self, key: Any, *, is_done: bool = False) -> bool:
         """Whether nobody else compiles it: then this process does, and keeps the lock until it has saved."""
