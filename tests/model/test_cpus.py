@@ -252,7 +252,7 @@ sys.stdin.readline()
 """
 
 
-def test_what_came_just_before_the_lock_is_not_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_came_before_the_lock_is_not_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise who misses it later, as after an upgrade, would wait for a process that does not compile."""
     here = compiling.CacheFile(str(tmp_path), "kernel", "sources")
     here.save("code for integers", "integers")
