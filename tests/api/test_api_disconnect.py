@@ -14,7 +14,7 @@ from aiohttp.test_utils import TestClient
 
 from tests.api.fake_engine import FakeEngine
 from xdeepserve.api.generation import Generation
-from xdeepserve.api.metrics import Metrics
+from xdeepserve.api.metrics import Metrics, RequestTracker
 from xdeepserve.api.server import bind, build_app
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 
@@ -165,3 +165,39 @@ async def test_aborted_choices_are_counted(engine: FakeEngine, client: TestClien
     assert await asyncio.wait_for(engine.submitted[0].is_aborted.wait(), PATIENCE_S)
     text = await (await client.get("/metrics")).text()
     assert 'vllm:request_success_total{engine="0",finished_reason="abort",model_name="fake"} 2.0' in text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", ["track", "begin", "observe", "close"])
+async def test_metrics_that_fail_harm_no_request(
+    client: TestClient,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    stream: bool,
+) -> None:
+    body = {"prompt": ["a", "b"], "n": 2, "max_tokens": 5, "stream": stream, "return_token_ids": True}
+
+    async def tokens() -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        async with client.post("/v1/completions", json=body) as response:
+            assert response.status == 200
+            text = await response.text()
+        lines = text.splitlines() if stream else [f"data: {text}"]
+        for line in lines:
+            if line.startswith("data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    found.setdefault(choice["index"], []).extend(choice["token_ids"] or [])
+        return found
+
+    expected = await tokens()
+    assert len(expected) == 4
+
+    def fail(*args: object) -> None:
+        raise ValueError("a bug of the metrics'")
+
+    monkeypatch.setattr(Metrics if name == "track" else RequestTracker, name, fail)
+    assert await tokens() == expected
+    [record] = caplog.records  # once a request, however often they fail
+    assert record.getMessage().startswith("request req-")
+    assert (await client.get("/health")).status == 200

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 from types import TracebackType
@@ -12,6 +12,7 @@ from msgspec import UNSET
 
 from xdeepserve.api.metrics import Metrics, RequestTracker
 from xdeepserve.api.responses import CompletionTokensDetails, PromptTokensDetails, Usage
+from xdeepserve.engine.dp.events import notify
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.serving.request import NOTHING, AsyncEngine, OutputDelta, Parse, RequestHandle
 from xdeepserve.errors import XDeepServeError
@@ -44,6 +45,7 @@ class Generation:
         self._handles: list[RequestHandle] = []
         self._trackers: list[RequestTracker] = []
         self._pumps: list[asyncio.Task[None]] = []
+        self._is_measured = False
         self._has_failed = False  # the engine, not the client, ended it before its time
 
     @property
@@ -83,23 +85,33 @@ class Generation:
         except BaseException:
             self._abort()
             raise
-        self._trackers = [
-            self._metrics.track(len(prompt), self.params.n, self.params.max_tokens) for prompt in self.prompts
-        ]
+        self._is_measured = notify(self._track, about=f"request {self._request_id}")
         return self
+
+    def _track(self) -> None:
+        for prompt in self.prompts:
+            tracker = self._metrics.track(len(prompt), self.params.n, self.params.max_tokens)
+            self._trackers.append(tracker)
+
+    def _measure(self, prompt_idx: int, note: Callable[..., None], *args: object) -> None:
+        """Tell a prompt's tracker something. An error in metrics ends the measuring, not the request."""
+        if self._is_measured:
+            tracker, about = self._trackers[prompt_idx], f"request {self._request_id}"
+            self._is_measured = notify(note, tracker, *args, about=about)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._abort()  # first, and without awaiting: KV blocks are free before anything else runs
-        for tracker in self._trackers:
-            tracker.close("error" if self._has_failed else "abort")
+        for i in range(len(self._trackers)):
+            self._measure(i, RequestTracker.close, "error" if self._has_failed else "abort")
         for pump in self._pumps:
             pump.cancel()
         await asyncio.gather(*self._pumps, return_exceptions=True)
 
     def _begin(self, prompt_idx: int, choice: int) -> None:
-        self._trackers[prompt_idx].begin(choice)
+        """Note that a choice takes part in a step for the first time."""
+        self._measure(prompt_idx, RequestTracker.begin, choice)
 
     def _abort(self) -> None:
         for handle in self._handles:
@@ -114,7 +126,7 @@ class Generation:
                 num_unfinished -= delta.finish_reason is not None
                 if delta.metrics is not None and delta.index == 0:
                     self._num_cached += delta.metrics.num_cached_tokens
-                self._trackers[i].observe(delta)
+                self._measure(i, RequestTracker.observe, delta)
                 yield i, delta
         if num_unfinished:
             self._has_failed = True

@@ -7,6 +7,7 @@ Virtual time does not pass meanwhile. `pd_transfer.py` numbers the steps.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
@@ -199,6 +200,21 @@ Observed: TypeAlias = Event | StepEnded | TEChanged | TERolledBack | ServerHeard
 Observer: TypeAlias = Callable[[Observed], None]
 
 
+def notify(listener: Callable[..., object], *args: object, about: object) -> bool:
+    """Call somebody who listens to requests; False if the call raised an error, which is logged.
+
+    Listeners (metrics, the page, a user's callbacks) run inside the loops that serve all requests: an error
+    that one of them raises must end neither a task executor nor another request. `about` is the request or
+    event, for the log.
+    """
+    try:
+        listener(*args)
+    except (Exception, asyncio.CancelledError):
+        log.exception("%s: a listener failed: %r", about, listener)
+        return False
+    return True
+
+
 class Events:
     """Where events are told. `act` is who acts on them; `observers` only look on, and must change nothing."""
 
@@ -211,10 +227,7 @@ class Events:
         self.act(event)
 
     def show(self, event: Observed) -> None:
-        """Tell observers alone. One that raises is reported, and hears of nothing any more."""
+        """Tell observers alone. One that raises an error is not called any more."""
         for observe in tuple(self.observers):
-            try:
-                observe(event)
-            except Exception:
-                log.exception("an observer of the engine has failed, and is not called any more")
+            if not notify(observe, event, about=event) and observe in self.observers:
                 self.observers.remove(observe)

@@ -305,10 +305,14 @@ class DPGroup:
                 self.tell(events.LayerEnded(seq_id, self.id, layer))
 
     def _note_first_steps(self, step: PlannedStep) -> None:
-        """The waiting of sequences that are scheduled for the first time has ended."""
+        """Note which sequences take part in a step for the first time: their waiting has ended.
+
+        Virtual time may pass between planning a step and launching it. A sequence that was aborted meanwhile
+        has ended for those who asked for it, and does not begin.
+        """
         for share in step.shares:
             seq = share.seq
-            if seq.scheduled_ns is None:
+            if seq.scheduled_ns is None and not seq.is_finished:
                 seq.scheduled_ns = self.dies[0].clock.now
                 if seq.on_scheduled is not None:
                     seq.on_scheduled(seq)

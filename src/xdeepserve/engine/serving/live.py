@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 
+from xdeepserve.engine.dp.events import notify
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
 from xdeepserve.engine.serving.output import ChoiceOutput
 from xdeepserve.engine.serving.request import OutputDelta
@@ -39,9 +40,9 @@ class Request:
         self.num_open += 1
 
     def begin(self, seq: Sequence) -> None:
-        """Called by the DP group when a choice is first scheduled."""
-        if self._on_scheduled is not None:
-            self._on_scheduled(seq.choice)
+        """Tell the request's listener that a choice takes part in a step for the first time."""
+        if self._on_scheduled is not None and not self.is_over:
+            notify(self._on_scheduled, seq.choice, about=f"request {self.request_id}")
 
     def take(self, seq: Sequence, rows: list[SampledToken]) -> bool:
         """Called by the scheduler with a step's results; True when the choice is finished."""
