@@ -97,7 +97,7 @@ def pod_table(plans: Sequence[LayoutPlan], counts_price: bool = False) -> list[s
         "deployment: domains x attention dies + routed + shared expert dies, m microbatches; before a colon",
         "TEs that prefill x dies of each. batch: requests of a DP group. "
         + (PER_COST if counts_price else "per chip: tok/s of two dies"),
-        f"TPOT: T_iter and the scheduler's gap of {GAP_NS / 1e6:g} ms; tok/s: generated, by TPOT, as in sweep",
+        f"TPOT: T_iter and the scheduler's gap of {GAP_NS / 1e6:g} ms; tok/s: by TPOT, as in sweep",
         *stops(plan.bound for plan in plans),
     ]
     if counts_price:
