@@ -8,7 +8,7 @@ from xdeepserve.bench.sweep import Point, measure
 from xdeepserve.cli import main
 from xdeepserve.cli.replay import requests_of
 from xdeepserve.model.presets import resolve_model
-from xdeepserve.planner.layouts import Batch, PodLayout, sized
+from xdeepserve.planner.layouts import LargestBatch, PodLayout, sized
 from xdeepserve.planner.pod_profile import Demand, PodProfile
 
 TINY = ["plan", "--model", "tiny", "--slo-ms", "2", "--dies", "4", "--prompt", "40", "--output", "24"]
@@ -218,9 +218,9 @@ def test_devices_are_counted_and_their_unit_of_cost_is_said(capsys: pytest.Captu
 
 
 def test_a_batch_that_is_too_small_is_no_plan_and_says_why() -> None:
-    assert "not one request fits" in Batch(0, "memory", 67).refusal(9e6)
-    assert "one takes 9.00 ms" in Batch(0, "SLO", 67).refusal(9e6)
-    said = Batch(40, "SLO", 67).refusal(9e6)
+    assert "not one request fits" in LargestBatch(0, "memory", 67).refusal(9e6)
+    assert "one takes 9.00 ms" in LargestBatch(0, "SLO", 67).refusal(9e6)
+    said = LargestBatch(40, "SLO", 67).refusal(9e6)
     assert said.startswith("SLO leaves 40 requests in a microbatch, and with fewer than 67")
 
 

@@ -260,7 +260,7 @@ def largest(obstacle: Callable[[int], Bound | None], limit: int) -> tuple[int, B
     return low, bound
 
 
-class Batch(NamedTuple):
+class LargestBatch(NamedTuple):
     """The largest batch of a layout: requests of a microbatch, what stops more, and the fewest that are
     predicted."""
 
@@ -280,7 +280,7 @@ class Batch(NamedTuple):
 
 def batch_of(
     profile: PodProfile, layout: PodLayout, slo_ns: float, extrapolates: bool, memory: float = 1.0
-) -> Batch:
+) -> LargestBatch:
     """The largest batch that keeps the SLO, memory and what was measured; fewer requests than its `least`
     are no plan."""
     room, goes_beyond = max_requests(profile, layout, memory), extrapolates and layout.devices == HERE
@@ -293,7 +293,7 @@ def batch_of(
         return "SLO" if predict(profile, layout, rows) > slo_ns else None
 
     rows, bound = largest(obstacle, (2 if goes_beyond else 1) * ROWS[-1])
-    return Batch(rows, bound, 1 if goes_beyond else least_known(profile, layout))
+    return LargestBatch(rows, bound, 1 if goes_beyond else least_known(profile, layout))
 
 
 def sized(

@@ -30,7 +30,7 @@ class LatencyBound(NamedTuple):
         return f"{first} ({second}: the scheduler's gap is {GAP_NS / 1e6:g} ms)"
 
     def enough_for(self, least_ns: float) -> str:
-        """The same option with a bound that an iteration of `least_ns` keeps."""
+        """The option with a bound that an iteration of `least_ns` keeps."""
         option, gap_ns = ("--tpot-ms", GAP_NS) if self.of_tpot else ("--slo-ms", 0.0)
         return f"{option} {math.ceil((least_ns + gap_ns) / 1e5) / 10:g} would do"
 
