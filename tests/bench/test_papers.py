@@ -122,3 +122,49 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["bench", "papers", "--paper", "x"]) == 2
     assert "--paper must be one of xds, cm, ds, eaas, ms, found 'x'" in capsys.readouterr().err
     assert main(["bench", "ems", "--paper", "cm"]) == 2
+
+
+def test_each_row_stands_under_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    papers.print_summary([Row("xds.dec288.iter", 95.0, "ms", "predicted")], "xds")
+    out = capsys.readouterr().out
+    heading = "  xDeepServe 7.1, Fig 20: Decode iteration, DP288 EP288: MTP forward, sampling, main forward,"
+    assert f"{heading}\n      sampling\n    xds.dec288.iter" in out
+    assert "predicted: none was." in " ".join(out.split())
+    for id, value in papers.paper_values().items():
+        assert value.where, id
+        assert value.how != "rows" or len(value.what.split()) >= 2, id
+
+
+def test_a_round_number_is_no_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    (pairs,) = (row for row in paper_rows.fields_and_pairs() if row.name == "xds.hw.pairs")
+    assert papers.how(pairs) == "arithmetic"
+    assert papers.is_kept(pairs)
+    papers.print_summary([pairs], "xds")
+    out = " ".join(capsys.readouterr().out.split())
+    assert "xds.hw.pairs ~300000 294528.00 -1.8 % arithmetic" in out
+    assert "768 x 767 / 2 = 294,528" in out
+    assert "NOT KEPT measured" not in out
+    assert not papers.is_kept(Row("xds.p2p.small", 21.0, "us", "calibrated"))  # a real bound still breaks
+
+
+def test_all_papers_end_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its numbers are those of the rows, each counted once."""
+    rows = [
+        Row("xds.headline/throughput", 2640, "tok/s", "predicted"),
+        Row("xds.headline/tpot", 45.0, "ms", "predicted"),
+        Row("xds.a2e", 172.0, "us", "predicted"),
+        Row("cm.t4/batch=96", 49.4, "ms", "calibrated"),
+        Row("eaas.save", 50.0, "%", "predicted"),
+        Row("ms.dp/DBRX", 16, "nodes", "predicted"),
+    ]
+    papers.print_summary(rows)
+    said = " ".join(capsys.readouterr().out.rstrip().split("\n\n")[-1].split())
+    # Headlines count under the rows that they restate.
+    assert said.startswith(
+        "2 independent predictions, to none of which a parameter was fitted, are off by 50.0 %"
+    )
+    assert "2,640 tok/s of a chip (decode of DeepSeek-R1 on 768 dies) where the paper has 2,400" in said
+    assert "45 ms per output token where the paper has 50" in said
+    assert said.endswith("1 more, measured on other hardware (Expert-as-a-Service), are off by 33 %.")
+    papers.print_summary(rows[:2], "xds")
+    assert "independent predictions" not in capsys.readouterr().out

@@ -182,7 +182,7 @@ def test_what_cannot_be_planned_is_refused_with_what_would_work(r1: PodProfile, 
     with pytest.raises(DeploymentError, match="does not fit on 8 dies: the least is 32"):
         plans(r1, PodSpace(8, 50e6))
     with pytest.raises(
-        DeploymentError, match=r"no plan keeps 0\.1 ms: .* --slo-ms [\d.]+ would do"
+        DeploymentError, match=r"no plan keeps T_iter <= 0\.1 ms .* --slo-ms [\d.]+ would do"
     ) as refused:
         plans(tiny, PodSpace(4, 0.1e6))
     assert plans(tiny, PodSpace(4, 1e6 * float(str(refused.value).split("--slo-ms ")[1].split()[0])))

@@ -8,7 +8,7 @@ from xdeepserve.bench.sweep import Point, measure
 from xdeepserve.cli import main
 from xdeepserve.cli.replay import requests_of
 from xdeepserve.model.presets import resolve_model
-from xdeepserve.planner.layouts import PodLayout, sized
+from xdeepserve.planner.layouts import LargestBatch, PodLayout, sized
 from xdeepserve.planner.pod_profile import Demand, PodProfile
 
 TINY = ["plan", "--model", "tiny", "--slo-ms", "2", "--dies", "4", "--prompt", "40", "--output", "24"]
@@ -65,7 +65,8 @@ def test_devices_are_compared_and_every_row_is_marked(capsys: pytest.CaptureFixt
 
 def test_what_leaves_no_plan_is_said_beside_the_others(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "dbrx", "--slo-ms", "14.6", "--hardware", "h20", "--extrapolate"]) == 0
-    assert "SLO 20 % shorter         no batch is left" in capsys.readouterr().out
+    why = "no plan: a request on each attention node takes 14.50 ms"
+    assert f"SLO 20 % shorter         {why}" in capsys.readouterr().out
 
 
 def test_devices_that_are_only_compared_have_no_kinds(capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,6 +80,18 @@ def test_devices_that_are_only_compared_have_no_kinds(capsys: pytest.CaptureFixt
     [
         (["--model", "tiny", "--slo-ms", "2", "--dies", "0"], "found 0; try 1"),
         (["--model", "tiny", "--slo-ms", "2", "--dies", "769"], "found 769; try 768"),
+        (["--model", "tiny"], "plan needs a latency bound: --tpot-ms 50, or --slo-ms 48"),
+        (
+            ["--model", "tiny", "--slo-ms", "2", "--tpot-ms", "9"],
+            "--slo-ms 2 and --tpot-ms 9 are two bounds of one time (TPOT = T_iter + 2 ms): give one",
+        ),
+        (["--model", "tiny", "--tpot-ms", "2"], "--tpot-ms must be a number above 2, the scheduler's gap"),
+        (["--model", "tiny", "--tpot-ms", "inf"], "--tpot-ms must be a number above 2"),
+        (["--model", "tiny", "--tpot-ms", "2.1", "--dies", "4"], "--tpot-ms 3"),
+        (["--model", "tiny", "--slo-ms", "2", "--hardware", "h100"], "h800 is the same chip with slower"),
+        (["--model", "tiny", "--slo-ms", "2", "--hardware", "H200"], "h800 is the same chip with less"),
+        (["--model", "tiny", "--slo-ms", "2", "--hardware", "a100"], "a800 is the same chip with slower"),
+        (["--model", "tiny", "--slo-ms", "2", "--hardware", "b200"], "h800 is of the generation before"),
         (["--model", "tiny", "--slo-ms", "0"], "--slo-ms must be a number above 0"),
         (["--model", "tiny", "--slo-ms", "nan"], "--slo-ms must be a number above 0"),
         (["--model", "tiny", "--slo-ms", "0.1", "--dies", "4"], "--slo-ms"),
@@ -135,6 +148,80 @@ def test_bad_input_is_refused_in_one_line(
     error = capsys.readouterr().err
     (refusal,) = [line for line in error.splitlines() if not line.startswith("plan: ")]  # or of progress
     assert message in refusal
+
+
+def _block(out: str, title: str) -> str:
+    """The lines under a title, as one."""
+    return " ".join(out.split(f"{title}:\n")[1].split("\n\n")[0].split())
+
+
+def _number(text: str, before: str) -> float:
+    """The last number in front of these words."""
+    return float(text.split(f" {before}")[0].split()[-1].replace(",", "").lstrip("("))
+
+
+def test_tpot_bounds_an_iteration_and_the_gap(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(TINY) == 0
+    by_iteration = capsys.readouterr().out
+    assert main([*TINY[:3], "--tpot-ms", "4", *TINY[5:]]) == 0
+    by_tpot = capsys.readouterr().out
+    assert "T_iter <= 2 ms (TPOT <= 4 ms: the scheduler's gap is 2 ms)" in by_iteration
+    assert "TPOT <= 4 ms (T_iter <= 2 ms: the scheduler's gap is 2 ms)" in by_tpot
+    assert by_tpot.splitlines()[1:] == by_iteration.splitlines()[1:]
+
+
+def test_decode_is_counted_alone_with_the_prefill_that_it_would_need(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = ["--dies", "288", "--slo-ms", "50", "--prompt", "2000", "--output", "1"]
+    assert main(["plan", "--model", "deepseek-r1", *asked]) == 0
+    best = _block(capsys.readouterr().out, "the best")
+    tokens = _number(best, "tokens/s,")
+    assert "288 devices (144 chips of two dies): 216 cm384 for attention, 64 cm384 for routed" in best
+    assert _number(best, "a device") == pytest.approx(tokens / 288, abs=1)
+    assert "attention 27.5 of 64.0, routed experts 9.5 of 64.0, the shared expert 2.4 of 64.0" in best
+    assert f"decode only: it needs {tokens:,.0f} requests/s x 2000 prompt tokens" in best
+    need = _number(best, "prompt tokens/s of prefill")
+    assert need == pytest.approx(2000 * tokens, rel=1e-4)
+    rate = _number(best, "prompt tokens/s a die, in TEs of 32")
+    assert 500 < rate < 5000
+    assert _number(best, "dies more would") == pytest.approx(need / rate, rel=0.001)
+
+
+def test_a_plan_with_prefill_says_how_much_of_decode_it_feeds(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["plan", "--model", "tiny", "--dies", "8", "--slo-ms", "2", "--kind", "pd", "--extrapolate"]
+    assert main([*args, "--prompt", "1000", "--output", "4"]) == 0
+    best = _block(capsys.readouterr().out, "the best")
+    assert "decode only" not in best
+    need, does = _number(best, "prompt tokens/s of prefill"), _number(best, "(predicted, not")
+    assert _number(best, "%: ") == pytest.approx(100 * does / need, rel=0.01)
+    assert _number(best, "tokens/s in all") == pytest.approx(_number(best, "tokens/s, ") * does / need, 0.01)
+
+
+def test_devices_are_counted_and_their_unit_of_cost_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--slo-ms", "150", "--hardware", "h20,l40s", "--extrapolate"]
+    assert main(["plan", "--model", "dbrx", *asked]) == 0
+    out = capsys.readouterr().out
+    row = next(line for line in out.splitlines() if "E x" in line).split()
+    attention, experts = int(row[0]) * int(row[2]), 16 * int(row[6])
+    best = _block(out, "the best")
+    assert (
+        f"{attention + experts} devices: {attention} {row[3]} for attention, {experts} {row[7]} for" in best
+    )
+    price = {"h20": 1.85, "l40s": 1.08}
+    cost = attention * price[row[3]] + experts * price[row[7]]
+    assert f"all cost {cost:g}" in best
+    assert _number(best, "for a price of 1") == pytest.approx(_number(best, "tokens/s, ") / cost, abs=1)
+    assert "cost: a price of 1 is that of an L20 (MegaScale-Infer, Table 3): " in out
+    assert "of 89.4" in best
+    assert "of prefill, which no device of this plan does" in best
+
+
+def test_a_batch_that_is_too_small_is_no_plan_and_says_why() -> None:
+    assert "not one request fits" in LargestBatch(0, "memory", 67).refusal(9e6)
+    assert "one takes 9.00 ms" in LargestBatch(0, "SLO", 67).refusal(9e6)
+    said = LargestBatch(40, "SLO", 67).refusal(9e6)
+    assert said.startswith("SLO leaves 40 requests in a microbatch, and with fewer than 67")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from xdeepserve.errors import InputError
 from xdeepserve.hw.accelerators import ACCELERATORS, accelerator
 from xdeepserve.planner.devices import pairings, space_of
 from xdeepserve.planner.moe_shape import PUBLISHED
+from xdeepserve.planner.performance import LatencyBound
 from xdeepserve.planner.search import (
     NodeKind,
     Space,
@@ -93,16 +94,16 @@ def test_dbrx_balances_at_eight_attention_nodes() -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_attention_wants_bandwidth_and_experts_operations(name: str) -> None:
-    best = pairings(PUBLISHED[name], [ACCELERATORS[gpu] for gpu in GPUS], 650, 150e6)[0]
+    best = pairings(PUBLISHED[name], [ACCELERATORS[gpu] for gpu in GPUS], 650, LatencyBound(150e6))[0]
     assert (best.attention.name, best.experts.name) == ("h20", "l40s")
 
 
 def test_what_cannot_be_planned_is_refused_with_what_would_work() -> None:
     h20 = [accelerator("H20")]
-    with pytest.raises(InputError, match=r"no plan keeps 1 ms: .* --slo-ms [\d.]+ would") as refused:
-        pairings(PUBLISHED["dbrx"], h20, 650, 1e6)
+    with pytest.raises(InputError, match=r"no plan keeps T_iter <= 1 ms .* --slo-ms [\d.]+ would") as refused:
+        pairings(PUBLISHED["dbrx"], h20, 650, LatencyBound(1e6))
     slo_ms = float(str(refused.value).split("--slo-ms ")[1].split()[0])
-    assert pairings(PUBLISHED["dbrx"], h20, 650, 1e6 * slo_ms)
+    assert pairings(PUBLISHED["dbrx"], h20, 650, LatencyBound(1e6 * slo_ms))
     huge = msgspec.structs.replace(PUBLISHED["dbrx"], layers=4000)
     with pytest.raises(InputError, match="does not fit on nodes of up to 8 h20"):
-        pairings(huge, h20, 650, 150e6)
+        pairings(huge, h20, 650, LatencyBound(150e6))

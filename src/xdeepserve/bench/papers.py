@@ -81,7 +81,7 @@ ALSO = {  # the same value, published under another id
     "cm.t4/throughput/batch=8": ("cm.headline/decode at 15 ms",),
 }
 ARITHMETIC = (
-    *("cm.t10/", "ms.t3/", "ms.ridge", "ms.moe_util", "ms.m2n.size"),
+    *("xds.hw.pairs", "cm.t10/", "ms.t3/", "ms.ridge", "ms.moe_util", "ms.m2n.size"),
     *("cm.t1/cold/", "cm.t1/dram/", "cm.t1/hit/", "cm.t1/switch/local-dram", "cm.t1/switch/ems"),
 )
 RESTATED = (  # what another row says, divided once more: no evidence of its own
@@ -92,6 +92,17 @@ ELSEWHERE = ("eaas.",)  # of Hopper GPUs over RoCE, at contexts beyond compared.
 PREDICTED, PREDICTED_ELSEWHERE = "predicted", "predicted, other hardware"
 OTHER_WAYS = {"/simulated=": ", simulated", "/fit=": ", fitted to four rows"}
 WITHIN = 15  # percent: rows that are further off say why
+HEADLINES = {
+    "xds.headline/throughput": "of a chip (decode of DeepSeek-R1 on 768 dies)",
+    "xds.headline/tpot": "per output token",
+}
+COMPARED = {"xds", "cm", "eaas", "ms"}  # papers with rows
+WORDS = (
+    "measured: counted on this implementation. calibrated: a parameter was fitted to this value. predicted: "
+    "none was. arithmetic: follows from other published values. said again: another row's value in another "
+    "unit, no evidence of its own. other hardware: not the dies that are billed. ~: a round number. kept, "
+    'NOT KEPT: whether a published "less than" or "more than" holds.',
+)
 MEANS = {
     "given": "given to the model, which predicts nothing of it",
     "built": "built, with tests or trends, or bounds of the size that they name",
@@ -155,7 +166,7 @@ def how(row: Row) -> str:
 
 def has_error(row: Row) -> bool:
     """Whether the paper says a number, and not only "less than"."""
-    return row.published is not None and not row.published.bound
+    return row.published is not None and not row.published.is_limit
 
 
 def errors(rows: Iterable[Row]) -> dict[str, list[float]]:
@@ -187,6 +198,29 @@ def print_summary(rows: Sequence[Row], paper: str | None = None, is_full: bool =
             f"  {kind + ':':46} {len(found):3} values, median {statistics.median(found):4.1f}, "
             f"{_share_within(found):4.0%} within {WITHIN}, largest {max(found):.1f}"
         )
+    for line in (*WORDS[: len(WORDS) if rows else 0], *in_a_sentence(rows)):
+        print(textwrap.fill(line, 100, subsequent_indent="  ", break_on_hyphens=False))
+
+
+def in_a_sentence(rows: Sequence[Row]) -> list[str]:
+    """How close the predictions of all papers are, with two headline figures; nothing for some papers."""
+    by_kind, by_name = errors(rows), {row.name: row for row in rows}
+    if not HEADLINES.keys() <= by_name.keys() or {*map(paper_of, by_name)} != COMPARED:
+        return []
+    found, elsewhere = by_kind[PREDICTED], by_kind[PREDICTED_ELSEWHERE]
+    figures = [
+        f"{row.value:,.4g} {row.unit} {what} where the paper has {row.published.value:,g}"
+        for name, what in HEADLINES.items()
+        if (row := by_name[name]).published is not None
+    ]
+    return [
+        "",
+        f"{len(found)} independent predictions, to none of which a parameter was fitted, are off by "
+        f"{statistics.median(found):.1f} % in the median, {100 * _share_within(found):.0f} % of them by at "
+        f"most {WITHIN} %. xDeepServe's headline figures, which follow from one of them, come out as "
+        f"{' and '.join(figures)}. {len(elsewhere)} more, measured on other hardware "
+        f"(Expert-as-a-Service), are off by {' and '.join(f'{error:.0f}' for error in elsewhere)} %.",
+    ]
 
 
 def _share_within(errors_pct: Sequence[float]) -> float:
@@ -201,18 +235,34 @@ def _print_counts(key: str) -> None:
     print(textwrap.fill(text, 100, subsequent_indent="  "))
 
 
+def legend(id: str) -> str:
+    """What an id is: its paper, section, table or figure, and the value in a few words."""
+    value = paper_values()[id]
+    return f"{PAPERS[paper_of(id)]} {value.where}: {value.what}"
+
+
 def _print_rows(rows: Sequence[Row]) -> None:
+    """Rows by id, each id under a line that says what its rows are."""
     width = max((len(row.name) for row in rows), default=0)
     if rows:
-        print(f"  {'':{width}}  published      ours          error")
+        print(f"    {'':{width}}  published      ours          error")
+    by_id: dict[str, list[Row]] = {}
     for row in rows:
-        theirs, error = row.published, row.error_pct
-        assert theirs is not None
-        off = f"{error:+8.1f} %"
-        if theirs.bound:
-            off = f"{'kept' if is_kept(row) else 'NOT KEPT':>10}"
-        line = f"  {row.name:{width}} {theirs.bound:>2}{theirs.value:<8g}{row.value:10.2f} {row.unit:5} {off}"
-        print(f"{line}  {how(row)}")
+        by_id.setdefault(id_of(row), []).append(row)
+    for id, some in by_id.items():
+        print(textwrap.fill(legend(id), 100, initial_indent="  ", subsequent_indent="      "))
+        for row in some:
+            _print_row(row, width)
+
+
+def _print_row(row: Row, width: int) -> None:
+    theirs, error = row.published, row.error_pct
+    assert theirs is not None
+    off = f"{error:+8.1f} %"
+    if theirs.is_limit:
+        off = f"{'kept' if is_kept(row) else 'NOT KEPT':>10}"
+    line = f"    {row.name:{width}} {theirs.bound:>2}{theirs.value:<8g}{row.value:10.2f} {row.unit:5} {off}"
+    print(f"{line}  {how(row)}")
 
 
 def _print_reasons(key: str, rows: Sequence[Row], is_full: bool) -> None:
@@ -226,13 +276,13 @@ def _print_reasons(key: str, rows: Sequence[Row], is_full: bool) -> None:
 
 def is_kept(row: Row) -> bool:
     """Whether it is on the side of a bound that the paper says."""
-    theirs = row.published
-    return theirs is None or not theirs.bound or (row.value < theirs.value) == (theirs.bound == "<")
+    return row.published is None or row.published.is_kept(row.value)
 
 
 def is_far(row: Row) -> bool:
-    """Whether it is so far off that its id has to say why."""
-    return not is_kept(row) or (has_error(row) and abs(row.error_pct or 0.0) > WITHIN)
+    """Whether it is so far off that its id has to say why, or the paper's number is a round one."""
+    is_round = row.published is not None and row.published.bound == "~"
+    return is_round or not is_kept(row) or (has_error(row) and abs(row.error_pct or 0.0) > WITHIN)
 
 
 def _print_reason(id: str, why: str) -> None:

@@ -37,7 +37,7 @@ from xdeepserve.planner.layouts import (
     times_apart,
 )
 from xdeepserve.planner.moe_shape import BF16, PUBLISHED
-from xdeepserve.planner.performance import Curve, Times, moe_util
+from xdeepserve.planner.performance import Curve, LatencyBound, Times, moe_util
 from xdeepserve.planner.pod_profile import Demand, PodProfile
 from xdeepserve.planner.pod_search import MICROBATCHES, PodSpace, plans
 from xdeepserve.planner.pod_search import exhaustive as exhaustive_pod
@@ -126,7 +126,7 @@ def pairs() -> list[Row]:
     attention and L40S for experts."""
     rows = []
     for shape in PUBLISHED.values():
-        best = pairings(shape, [ACCELERATORS[name] for name in GPUS], CONTEXT, SLO_NS)[0]
+        best = pairings(shape, [ACCELERATORS[name] for name in GPUS], CONTEXT, LatencyBound(SLO_NS))[0]
         note = f"{best.attention.name} for attention, {best.experts.name} for experts; efficiencies assumed"
         rows.append(Row(f"plan/pair/{shape.name}", best.plan.tpuc, "tok/s", "predicted", note))
     return rows

@@ -15,12 +15,22 @@ Kind = Literal["measured", "calibrated", "predicted"]
 
 
 class Published(msgspec.Struct, frozen=True):
-    """A paper's value. With a `bound` the paper says only "less than" or "more than"."""
+    """A paper's value. With a `bound` the paper says only "less than" (<) or "more than" (>), or a round
+    number (~)."""
 
     value: float
     unit: str
     source: str
-    bound: Literal["<", ">", ""] = ""
+    bound: Literal["<", ">", "~", ""] = ""
+
+    @property
+    def is_limit(self) -> bool:
+        """Whether the paper says "less than" or "more than", so that there is no error."""
+        return self.bound in ("<", ">")
+
+    def is_kept(self, value: float) -> bool:
+        """Whether a value is on the side of the limit that the paper says; always, where it says none."""
+        return not self.is_limit or (value < self.value) == (self.bound == "<")
 
 
 @functools.cache
@@ -92,8 +102,8 @@ def group_of(name: str) -> str:
     return max(known, key=len, default=name.split("/")[0])
 
 
-def _bound(row: Row) -> str:
-    return "" if row.published is None else row.published.bound
+def _bound(row: Row) -> bool:
+    return row.published is not None and row.published.is_limit
 
 
 def print_rows(rows: Sequence[Row]) -> None:
@@ -109,7 +119,7 @@ def print_rows(rows: Sequence[Row]) -> None:
             theirs = row.published
             if theirs is not None:
                 line += f"{theirs.bound:>4}{theirs.value:8g}"
-                line += f" {row.error_pct:+6.1f} %" if not theirs.bound else f"  {_kept(row, theirs)}"
+                line += f" {row.error_pct:+6.1f} %" if not theirs.is_limit else f"  {_kept(row, theirs)}"
             print(f"{line}  {row.note}".rstrip())
         for group, errors in _errors(some).items():
             mean, largest = sum(errors) / len(errors), max(errors)
@@ -121,10 +131,10 @@ def _errors(rows: Sequence[Row]) -> dict[str, list[float]]:
     """Absolute errors in percent by the id that the rows' names begin with; bounds have none."""
     result: dict[str, list[float]] = {}
     for row in rows:
-        if row.published is not None and row.error_pct is not None and not row.published.bound:
+        if row.published is not None and row.error_pct is not None and not _bound(row):
             result.setdefault(row.name.split("/")[0], []).append(abs(row.error_pct))
     return result
 
 
 def _kept(row: Row, theirs: Published) -> str:
-    return "kept" if (row.value < theirs.value) == (theirs.bound == "<") else "NOT KEPT"
+    return "kept" if theirs.is_kept(row.value) else "NOT KEPT"

@@ -21,7 +21,7 @@ from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Deployment
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.deploy.roles import decode_alone
-from xdeepserve.engine.description import lack
+from xdeepserve.engine.description import lack, memory_uses
 from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import DeploymentError, InputError, RequestError
@@ -207,8 +207,7 @@ def several(plan: PodPlan) -> str:
 def check_fits(plan: PodPlan) -> None:
     """DeploymentError if weights and KV are more than a die has; time alone would not notice."""
     if missing := lack(plan):
-        weights = max(mem.weight_nbytes for te in plan.tes for _, mem in te.all_memories)
-        is_kv = weights < plan.pod.spec.hbm_bytes.value
+        is_kv = all(die.weights < die.has for die in memory_uses(plan))
         raise DeploymentError(missing + (": give a smaller --batch or --context" if is_kv else ""))
 
 

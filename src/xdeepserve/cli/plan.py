@@ -13,6 +13,7 @@ from xdeepserve.cli.status import working
 from xdeepserve.errors import InputError, meant
 
 if TYPE_CHECKING:
+    from xdeepserve.planner.performance import LatencyBound
     from xdeepserve.planner.pod_profile import Demand
     from xdeepserve.planner.pod_search import PodSpace
 
@@ -33,11 +34,16 @@ def add_options(parser: Parser) -> None:
         help="as for generate, or deepseek-r1, mixtral-8x22b, dbrx, scaled-moe",
     )
     option(
-        "--slo-ms",
-        required=True,
+        "--tpot-ms",
         type=float,
         metavar="T",
-        help="T_iter, a decode iteration, may take so long; TPOT, as sweep has it, is 2 ms more",
+        help="a request may wait so long for its next token: an iteration, and the scheduler's gap of 2 ms",
+    )
+    option(
+        "--slo-ms",
+        type=float,
+        metavar="T",
+        help="instead: a decode iteration (T_iter) may take so long; TPOT = T_iter + 2 ms",
     )
     option(
         "--dies",
@@ -63,8 +69,7 @@ def add_options(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the best plans. Raises InputError for what cannot be planned."""
-    if not 0 < args.slo_ms < math.inf:
-        raise InputError(f"--slo-ms must be a number above 0, found {args.slo_ms:g}")
+    bound = _bound(args)
     for name in ("prompt", "output"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -82,7 +87,30 @@ def run(args: argparse.Namespace) -> int:
         check_writable(args.file, "-o")
     names = dict.fromkeys((POD if args.hardware is None else args.hardware).split(","))
     runs_here = list(names) == [POD] or args.file is not None or args.dies is not None
-    return _pod(args, list(names)) if runs_here else _devices(args, list(names))
+    return _pod(args, bound, list(names)) if runs_here else _devices(args, bound, list(names))
+
+
+def _bound(args: argparse.Namespace) -> LatencyBound:
+    """The one latency bound. Raises InputError for none, for both, and for one that nothing can keep."""
+    from xdeepserve.planner.performance import GAP_NS, LatencyBound
+
+    gap_ms, slo, tpot = GAP_NS / 1e6, args.slo_ms, args.tpot_ms
+    if slo is None and tpot is None:
+        raise InputError("plan needs a latency bound: --tpot-ms 50, or --slo-ms 48 for an iteration (T_iter)")
+    if slo is not None and tpot is not None:
+        raise InputError(
+            f"--slo-ms {slo:g} and --tpot-ms {tpot:g} are two bounds of one time (TPOT = T_iter + {gap_ms:g} "
+            "ms): give one of them"
+        )
+    if slo is not None:
+        if not 0 < slo < math.inf:
+            raise InputError(f"--slo-ms must be a number above 0, found {slo:g}")
+        return LatencyBound(1e6 * slo)
+    if not gap_ms < tpot < math.inf:
+        raise InputError(
+            f"--tpot-ms must be a number above {gap_ms:g}, the scheduler's gap in ms, found {tpot:g}"
+        )
+    return LatencyBound(1e6 * tpot - GAP_NS, of_tpot=True)
 
 
 def _demand(args: argparse.Namespace) -> Demand:
@@ -120,7 +148,7 @@ def _check_length(args: argparse.Namespace, demand: Demand, limit: int) -> None:
     )
 
 
-def _devices(args: argparse.Namespace, names: list[str]) -> int:
+def _devices(args: argparse.Namespace, bound: LatencyBound, names: list[str]) -> int:
     """Pairs of devices in BF16, which are compared and not run."""
     from xdeepserve.hw.accelerators import accelerator
     from xdeepserve.model.presets import resolve_model
@@ -139,11 +167,11 @@ def _devices(args: argparse.Namespace, names: list[str]) -> int:
     if shape is None:
         shape = shape_of(args.model, resolve_model(args.model).config)
     _check_length(args, demand, shape.positions)
-    context, slo_ns = demand.context, 1e6 * args.slo_ms
-    found = pairings(shape, devices, context, slo_ns)
-    bound = f"T_iter <= {args.slo_ms:g} ms"
+    context, slo_ns = demand.context, bound.slo_ns
+    found = pairings(shape, devices, context, bound)
     print(f"{shape.name}, {context} positions, E = {shape.experts}, {bound}, tok/s by T_iter, in BF16\n")
     _print("", explain.device_table(found[:SHOWN]))
+    _print("the best", explain.device_totals(shape, found[0], demand))
     _print("why", explain.device_reasons(shape, found[0], context, slo_ns))
     _print("if", explain.device_sensitivity(shape, found[0], context, slo_ns))
     return 0
@@ -157,7 +185,7 @@ def _untimed(names: Sequence[str], how: str = "") -> str:
     )
 
 
-def _asked(args: argparse.Namespace, names: list[str]) -> PodSpace:
+def _asked(args: argparse.Namespace, bound: LatencyBound, names: list[str]) -> PodSpace:
     """Dies, bound and devices of a search over deployments."""
     from xdeepserve.hw.accelerators import accelerator
     from xdeepserve.planner.pod_search import KINDS, PodSpace
@@ -181,27 +209,35 @@ def _asked(args: argparse.Namespace, names: list[str]) -> PodSpace:
         )
     if untimed and not args.extrapolate:
         raise InputError(_untimed(untimed))
-    dies = args.dies or (MAX_DIES if not untimed else MIXED_DIES)
-    return PodSpace(dies, 1e6 * args.slo_ms, args.extrapolate, 1.0, kinds, tuple(devices))  # type: ignore[arg-type]
+    return PodSpace(
+        num_dies=args.dies or (MAX_DIES if not untimed else MIXED_DIES),
+        slo_ns=bound.slo_ns,
+        extrapolates=args.extrapolate,
+        kinds=kinds,
+        devices=tuple(devices),  # type: ignore[arg-type]
+        of_tpot=bound.of_tpot,
+    )
 
 
-def _pod(args: argparse.Namespace, names: list[str]) -> int:
+def _pod(args: argparse.Namespace, bound: LatencyBound, names: list[str]) -> int:
     """Deployments that run here, of CloudMatrix384 dies or of others."""
     from xdeepserve.model.presets import resolve_model
     from xdeepserve.planner import explain
     from xdeepserve.planner.pod_profile import PodProfile
     from xdeepserve.planner.pod_search import plans
 
-    asked, demand, checkpoint = _asked(args, names), _demand(args), resolve_model(args.model)
+    asked, demand, checkpoint = _asked(args, bound, names), _demand(args), resolve_model(args.model)
     _check_length(args, demand, checkpoint.config.max_position_embeddings)
     slo_ns, dies = asked.slo_ns, asked.num_dies
     with working("plan: timing-only runs"):
         profile = PodProfile(checkpoint, demand)
         found = plans(profile, asked)
-    best, bound = found[0], f"T_iter <= {args.slo_ms:g} ms"
+        best = found[0]
+        totals = explain.pod_totals(profile, best, asked.counts_price)
     pod = "1 die" if dies == 1 else f"{dies} dies"
     print(f"{args.model} on {pod}, prompts of {demand.prompt}, {demand.output} new, {bound}\n")
     _print("", explain.pod_table(explain.shown(found, SHOWN), asked.counts_price))
+    _print("the best", totals)
     _print("why", explain.pod_reasons(profile, best, slo_ns))
     _print("if, with this layout kept", explain.pod_sensitivity(profile, best, slo_ns, args.extrapolate))
     if args.file is not None:

@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from xdeepserve.comm.distflow import backend_between
 from xdeepserve.engine.build import PodPlan
-from xdeepserve.engine.deploy.deployment import ExecutionConfig, Hardware
+from xdeepserve.engine.deploy.deployment import Device, ExecutionConfig
 from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.te.te_plan import TEPlan
 
 MIB = 1 << 20
-HARDWARE: dict[Hardware, str] = {
-    "cm384": "CloudMatrix384 dies",
-    "910b": "Ascend 910B, a server for each TE",
-}
+NAMES: dict[Device, str] = {"cm384": "CloudMatrix384 dies", "910b": "Ascend 910B"}  # others: in capitals
 SHOWN_ALIKE = 16  # more dies in a row that differ in nothing but their experts take one line
 
 
+class DieMemoryUse(NamedTuple):
+    """What one die has to hold, and the memory that it has, in bytes."""
+
+    device: Device
+    weights: int
+    need: int  # weights and KV; without `timing` activations and XCCL's areas, too
+    has: int
+
+    @property
+    def share(self) -> float:
+        """Part of the die's memory that is needed; more than 1 does not fit."""
+        return self.need / self.has
+
+
 def describe(plan: PodPlan) -> str:
-    """A table for people."""
+    """Describe a planned pod in text: model, roles, hardware, and a table of its dies with their memory."""
     c, s, pod = plan.config, plan.tes[0].sizes, plan.pod
     experts = "no experts"
     if c.num_moe_layers:
@@ -40,6 +53,7 @@ def describe(plan: PodPlan) -> str:
             for te in plan.tes
         ),
         *hosts(plan),
+        *hardware(plan),
         *transfers(plan),
         "",
         f"{'die':>9}  {'place':<12}{'TE':<12}{'heads':<10}{'routed experts':<16}{'weights':>10}{'KV':>11}"
@@ -52,19 +66,26 @@ def describe(plan: PodPlan) -> str:
                 lines += [_line(plan, te, [each]) for each in run]
             else:
                 lines.append(_line(plan, te, run))
-    capacity = int(pod.spec.hbm_bytes.value)
     num_dies = sum(map(pod.topology.is_die, pod.memories.plans))
+    here = f"memory      {pod.memories.nbytes / MIB:.1f} MiB of this computer for {counted(num_dies)}"
+    dies = fullest(plan)
+    if len(dies) == 1:
+        return "\n".join([*lines, "", f"{here}; {_filled(plan, dies[0])}"])
+    return "\n".join([*lines, "", here, *(f"{'':12}{_filled(plan, die)}" for die in dies)])
+
+
+def _filled(plan: PodPlan, die: DieMemoryUse) -> str:
+    """State how much of its memory the fullest die of a kind uses, and whether that is too much."""
     uses, but = "uses", ""
     if plan.timing is not None:
         uses, but = "would use", ", without activations and XCCL's areas: time only"
-    if lack(plan):
+    if die.share > 1:
         but += "; it does not fit"
-    lines += [
-        "",
-        f"memory      {pod.memories.nbytes / MIB:.1f} MiB of this computer for {counted(num_dies)}; "
-        f"the fullest die {uses} {fullest(plan) / MIB:.2f} of its {capacity / MIB:.0f} MiB{but}",
-    ]
-    return "\n".join(lines)
+    return f"the fullest {_which(die)} {uses} {die.need / MIB:.2f} of its {die.has / MIB:.0f} MiB{but}"
+
+
+def _which(die: DieMemoryUse) -> str:
+    return "die" if die.device == "cm384" else f"die ({named(die.device)})"
 
 
 def counted(number: int, what: str = "dies") -> str:
@@ -73,16 +94,30 @@ def counted(number: int, what: str = "dies") -> str:
 
 
 def lack(plan: PodPlan) -> str:
-    """That weights and KV are more than a die has, where time alone would not notice; empty if they fit."""
-    need, has = fullest(plan), plan.pod.spec.hbm_bytes.value
-    if need <= has:
+    """Say which die has to hold more weights and KV than its memory, which time alone would not notice; empty
+    if all of them fit."""
+    die = max(fullest(plan), key=lambda each: each.share)
+    if die.share <= 1:
         return ""
-    return f"weights and KV of the fullest die take {need / 2**30:.1f} GiB, and it has {has / 2**30:.0f}"
+    need, has = die.need / 2**30, round(die.has / 2**30, 1)
+    return f"weights and KV of the fullest {_which(die)} take {need:.1f} GiB, and it has {has:g}"
 
 
-def fullest(plan: PodPlan) -> int:
-    """Bytes that the die which holds most has to hold: weights, KV, and what of the rest is planned."""
-    return max(sum(_numbers(plan, *each)) for te in plan.tes for each in te.all_memories)
+def memory_uses(plan: PodPlan) -> Iterator[DieMemoryUse]:
+    """Memory that each die of a pod needs, and has by its own hardware."""
+    for te in plan.tes:
+        devices = te.sizes.device_of_each
+        for die, mem in te.all_memories:
+            need = sum(_numbers(plan, die, mem))
+            yield DieMemoryUse(devices[die], mem.weight_nbytes, need, plan.pod.hbm_nbytes(die))
+
+
+def fullest(plan: PodPlan) -> list[DieMemoryUse]:
+    """For each kind of hardware, the die that needs the largest part of its memory."""
+    found: dict[Device, DieMemoryUse] = {}
+    for die in memory_uses(plan):
+        found[die.device] = max(found.get(die.device, die), die, key=lambda each: each.share)
+    return list(found.values())
 
 
 def _replicas(plan: PodPlan) -> list[str]:
@@ -120,8 +155,33 @@ def hosts(plan: PodPlan) -> list[str]:
     return [f"{'' if number else 'host':<12}{text}" for number, text in enumerate(said)]
 
 
+def named(device: Device) -> str:
+    """Name of a kind of hardware in text, such as "L40S"."""
+    return NAMES.get(device, device.upper())
+
+
+def hardware(plan: PodPlan) -> list[str]:
+    """Hardware of each role, where there are several roles or other dies than a CloudMatrix384's."""
+    on: dict[str, list[str]] = {}
+    for role, sizes in {te.sizes.role: te.sizes for te in plan.tes}.items():
+        on.setdefault(_on(sizes), []).append("prefill with decode" if role == "both" else role)
+    if all(te.sizes.role == "both" for te in plan.tes):
+        return [f"hardware    {text}" for text in on if plan.tes[0].sizes.is_foreign]
+    return ["hardware    " + "; ".join(f"{' and '.join(roles)} {text}" for text, roles in on.items())]
+
+
+def _on(s: Sizes) -> str:
+    """Hardware of one TE: "on L40S", or "with attention on H20 and experts on L40S"."""
+    if s.hardware != "cm384":
+        return f"on {named(s.hardware)}, a server for each TE"
+    attention, experts = s.devices
+    if attention == experts:
+        return f"on {named(attention)}"
+    return f"with attention on {named(attention)} and experts on {named(experts)}"
+
+
 def transfers(plan: PodPlan) -> list[str]:
-    """What prefill and decode run on, and how KV goes from one to the other, where they are apart."""
+    """How KV goes from prefill to decode, where they are apart."""
     if all(te.sizes.role == "both" for te in plan.tes):
         return []
     prefills, decodes = ([te for te in plan.tes if te.sizes.role == role] for role in ("prefill", "decode"))
@@ -132,13 +192,9 @@ def transfers(plan: PodPlan) -> list[str]:
         for decode in decodes
     }
     why = ", which both sides are on" if asked == "auto" else ""
-    hardware = f"prefill and decode on {HARDWARE['cm384']}"
-    if prefills[0].sizes.hardware != "cm384":
-        hardware = f"prefill on {HARDWARE[prefills[0].sizes.hardware]}; decode on {HARDWARE['cm384']}"
     return [
-        f"hardware    {hardware}",
         f"KV          from prefill to decode by {plan.deployment.transfer}, over "
-        f"{' and '.join(sorted(found))}{why}",
+        f"{' and '.join(sorted(found))}{why}"
     ]
 
 

@@ -38,11 +38,16 @@ class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes/s of a device's share of its server's cards, one way."""
         return self.spec.roce_bandwidth
 
+    @property
+    def hbm_nbytes(self) -> int:
+        """Bytes of memory of a device."""
+        return int(self.spec.hbm_bytes.value)
+
     def per_cost(self) -> tuple[float, float, float]:
         """Table 3's last columns: GB, GB/s and TFLOPS for a price of 1."""
         s, price = self.spec, self.price.value
         return (
-            s.hbm_bytes.value / 1e9 / price,
+            self.hbm_nbytes / 1e9 / price,
             s.hbm_bandwidth.value / 1e9 / price,
             s.bf16_peak.value / 1e12 / price,
         )
@@ -135,11 +140,20 @@ ACCELERATORS = {
 }
 
 
+ALIKE = {
+    "h100": "h800 is the same chip with slower NVLink",
+    "h200": "h800 is the same chip with less and slower memory (80 GB, 3.4 TB/s)",
+    "a100": "a800 is the same chip with slower NVLink",
+    "b200": "h800 is of the generation before it",
+}
+
+
 def accelerator(name: str) -> Accelerator:
-    """By name. InputError with the nearest names if there is none such."""
-    found = ACCELERATORS.get(name.strip().lower())
+    """Look a device up by name. InputError if it is unknown, with one that is like it or is spelt like it."""
+    wanted = name.strip().lower()
+    found = ACCELERATORS.get(wanted)
     if found is None:
-        near = difflib.get_close_matches(name.strip().lower(), ACCELERATORS, n=1, cutoff=0.3)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        near = difflib.get_close_matches(wanted, ACCELERATORS, n=1, cutoff=0.3)
+        hint = f"; {ALIKE[wanted]}" if wanted in ALIKE else f"; did you mean {near[0]}?" if near else ""
         raise InputError(f"unknown hardware '{name}': known are {', '.join(ACCELERATORS)}{hint}")
     return found

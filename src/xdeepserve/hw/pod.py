@@ -96,12 +96,16 @@ class Pod:
     def spec_of(self, node: int) -> Spec:
         return self.dies[node].spec if node in self.dies else self.spec
 
+    def hbm_nbytes(self, die: int) -> int:
+        """Bytes of memory that a die has, by its own hardware: all that compares with it asks here."""
+        return int(self.spec_of(die).hbm_bytes.value)
+
     def plan(self, node: int) -> MemoryPlan:
         """The memory plan of a die or host. Planning a die makes it part of the pod."""
         if self.topology.is_die(node):
             if node not in self.dies:
                 self.dies[node] = Die(node, self.fabric)
-            capacity = int(self.dies[node].spec.hbm_bytes.value)
+            capacity = self.hbm_nbytes(node)
         else:
             capacity = None
         self.trace.node_names[node] = self.topology.name(node)

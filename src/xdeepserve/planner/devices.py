@@ -12,6 +12,7 @@ from xdeepserve.errors import InputError
 from xdeepserve.hw.accelerators import Accelerator
 from xdeepserve.planner.fit import attention_sides, expert_sides
 from xdeepserve.planner.moe_shape import BF16, MoEShape
+from xdeepserve.planner.performance import LatencyBound
 from xdeepserve.planner.search import Plan, Space, choices, evaluate, search
 
 
@@ -45,25 +46,37 @@ def space_of(
     )
 
 
-def pairings(shape: MoEShape, devices: Sequence[Accelerator], context: float, slo_ns: float) -> list[Pairing]:
+def paired(
+    shape: MoEShape, attention: Accelerator, experts: Accelerator, context: float, slo_ns: float
+) -> tuple[Plan | None, float]:
+    """The best plan of one pair, None if no plan keeps the bound; and its shortest iteration in ns, infinite
+    if the model does not fit."""
+    space = space_of(shape, attention, experts, context, slo_ns)
+    best = search(space)
+    times = (evaluate(space, a, e, 1, m, 1).total_ns for a, e, m in choices(space))
+    return best[0] if best else None, min(times, default=math.inf)
+
+
+def pairings(
+    shape: MoEShape, devices: Sequence[Accelerator], context: float, bound: LatencyBound
+) -> list[Pairing]:
     """The best plan of each pair, the best first. InputError if there is none, with what would work."""
-    found, least = [], []
+    found, least = [], math.inf
     for attention in devices:
         for experts in devices:
-            space = space_of(shape, attention, experts, context, slo_ns)
-            best = search(space)
-            if best:
-                found.append(Pairing(attention, experts, best[0]))
-            least += [evaluate(space, a, e, 1, m, 1).total_ns for a, e, m in choices(space)]
-    if not least:
+            best, shortest = paired(shape, attention, experts, context, bound.slo_ns)
+            least = min(least, shortest)
+            if best is not None:
+                found.append(Pairing(attention, experts, best))
+    if least == math.inf:
         names = ", ".join(device.name for device in devices)
         raise InputError(
             f"model {shape.name} does not fit on nodes of up to 8 {names}: try others beside them"
         )
     if not found:
         raise InputError(
-            f"no plan keeps {slo_ns / 1e6:g} ms: an iteration of one request for each attention node takes "
-            f"{min(least) / 1e6:.2f} ms; --slo-ms {math.ceil(min(least) / 1e5) / 10:g} would do"
+            f"no plan keeps {bound}: an iteration of one request for each attention node takes "
+            f"{least / 1e6:.2f} ms; {bound.enough_for(least)}"
         )
     return sorted(found, key=lambda pair: -pair.plan.tpuc)
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from xdeepserve.errors import InputError
 from xdeepserve.hw.accelerators import ACCELERATORS, Accelerator
-from xdeepserve.hw.spec import Spec
-from xdeepserve.planner.devices import Pairing, cheaper, pairings, slower
-from xdeepserve.planner.layouts import LayoutPlan, max_requests, sized
+from xdeepserve.planner.devices import Pairing, cheaper, paired, slower
+from xdeepserve.planner.layouts import LayoutPlan, batch_of, max_requests, predict, roles_of, sized
 from xdeepserve.planner.moe_shape import BF16, MoEShape
-from xdeepserve.planner.performance import Curve, Times, util
-from xdeepserve.planner.pod_profile import ROWS, Demand, PodProfile
-from xdeepserve.planner.pod_search import worth
+from xdeepserve.planner.performance import GAP_NS, Curve, Times, util
+from xdeepserve.planner.pod_profile import HERE, ROWS, USABLE, Demand, PodProfile
+from xdeepserve.planner.pod_search import least_dies, worth
+from xdeepserve.planner.search import Bound
 
 EXTRAPOLATED = "extrapolated"
 WORDS = (
@@ -27,6 +28,10 @@ BOUNDS = {
     "memory": "one more request would not fit in memory (equation 8)",
     "range": "more requests would be beyond what was measured",
 }
+COST_UNIT = "a price of 1 is that of an L20 (MegaScale-Infer, Table 3)"
+DECODE_ONLY, NOT_HERE = "decode only: it needs", "which no device of this plan does"
+WIDTH = 108  # of lines that are wrapped
+PER_COST = "per cost: tok/s for a price of 1"
 
 
 def lines_of(attention: Curve, experts: Curve) -> list[str]:
@@ -88,21 +93,105 @@ def pod_table(plans: Sequence[LayoutPlan], counts_price: bool = False) -> list[s
             f"{share:8,.0f}"
             f"  {plan.bound}" + (f"  {EXTRAPOLATED}: {', '.join(plan.notes)}" if plan.notes else "")
         )
-    lines.append("deployment: domains x attention dies + routed + shared expert dies; batch: of a DP group")
-    gap_ms = 1e3 * Spec().scheduler_gap.value
-    lines.append(f"TPOT: T_iter and the scheduler's gap of {gap_ms:g} ms; tok/s by TPOT, as in sweep")
+    lines += [
+        "deployment: domains x attention dies + routed + shared expert dies, m microbatches; before a colon",
+        "TEs that prefill x dies of each. batch: requests of a DP group. "
+        + (PER_COST if counts_price else "per chip: tok/s of two dies"),
+        f"TPOT: T_iter and the scheduler's gap of {GAP_NS / 1e6:g} ms; tok/s: by TPOT, as in sweep",
+        *stops(plan.bound for plan in plans),
+    ]
     if counts_price:
         named = {device for plan in plans for device in plan.layout.devices}
-        lines += assumed_prices(device for name, device in ACCELERATORS.items() if name in named)
+        lines += prices(device for name, device in ACCELERATORS.items() if name in named)
     if any(not plan.layout.routed for plan in plans):
         lines.append("m is 1 where it is not said: pipeline.microbatches=2 is not planned; sweep times it")
     return lines
 
 
-def assumed_prices(devices: Iterable[Accelerator]) -> list[str]:
-    """A line about devices whose price nobody has published, if there are some."""
-    names = [device.name for device in devices if device.price.source.startswith("assumed")]
-    return [f"a price of 1 is assumed for {', '.join(names)}: no price is published"] if names else []
+def stops(bounds: Iterable[Bound]) -> list[str]:
+    """Explain the words of the column that says what stops a larger batch."""
+    return [f"bound {bound}: {BOUNDS[bound]}" for bound in dict.fromkeys(bounds)]
+
+
+def prices(devices: Iterable[Accelerator]) -> list[str]:
+    """State the unit of cost and each device's price, and which prices nobody has published."""
+    some = list(devices)
+    names = [device.name for device in some if device.price.source.startswith("assumed")]
+    lines = [f"cost: {COST_UNIT}: {', '.join(f'{each.name} {each.price.value:g}' for each in some)}"]
+    return lines + (
+        [f"a price of 1 is assumed for {', '.join(names)}: no price is published"] if names else []
+    )
+
+
+def pod_totals(profile: PodProfile, plan: LayoutPlan, counts_price: bool) -> list[str]:
+    """What a plan is in all: devices, tokens per second and GiB of each, and the prefill that it needs."""
+    layout, roles = plan.layout, roles_of(profile, plan.layout)
+    kv = plan.requests * layout.microbatches * profile.kv_nbytes()
+    held = [f"{each.dies} {each.device} for {each.role}" for each in roles]
+    chips = f" ({layout.total / 2:g} chips of two dies)" if layout.devices == HERE else ""
+    cost = f", {worth(plan, True):,.0f} for a price of 1; all cost {layout.price:g}" if counts_price else ""
+    memory = [
+        f"{each.role} {gib(each.weights + (0 if i else kv))} of {gib(ACCELERATORS[each.device].hbm_nbytes)}"
+        for i, each in enumerate(roles)
+    ]
+    return wrapped(
+        layout.title(),
+        f"{_devices(layout.total)}{chips}: {', '.join(held)}",
+        f"{plan.throughput:,.0f} tokens/s, {plan.throughput / layout.total:,.0f} a device{cost}",
+        f"GiB of a device for weights and KV: {', '.join(memory)}; a plan leaves {100 * (1 - USABLE):.0f} % "
+        "for activations",
+        _pod_prefill(profile, plan),
+    )
+
+
+def wrapped(*lines: str) -> list[str]:
+    """Lines for a terminal, the long ones in several."""
+    return [part for line in lines for part in textwrap.wrap(line, WIDTH, subsequent_indent="  ")]
+
+
+def gib(nbytes: float) -> str:
+    """Bytes in GiB, with a digit after the point."""
+    return f"{nbytes / 2**30:.1f}"
+
+
+def about(number: float) -> str:
+    """A rate with three digits or more, such as 584,523 or 5.84."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def _devices(count: int) -> str:
+    return "1 device" if count == 1 else f"{count} devices"
+
+
+def prefill_need(tokens_per_s: float, demand: Demand) -> tuple[float, str]:
+    """Prompt tokens per second that come with so many generated ones, and how that is counted."""
+    requests = tokens_per_s / demand.output
+    need = requests * demand.prompt
+    each = f"{demand.prompt} prompt tokens"
+    return need, f"{about(requests)} requests/s x {each} = {about(need)} prompt tokens/s of prefill"
+
+
+def _pod_prefill(profile: PodProfile, plan: LayoutPlan) -> str:
+    """Whether the plan counts decode alone, and the prefill that its requests need."""
+    layout = plan.layout
+    need, said = prefill_need(plan.throughput, profile.demand)
+    if layout.prefill[0]:
+        tes, dies = layout.prefill
+        part = tes * profile.prefill_rate(dies) / need
+        whole = f"is {100 * part:.3g} %: {about(part * plan.throughput)} tokens/s in all"
+        keeps = "is enough" if part >= 1 else whole
+        return (
+            f"tok/s counts what decodes, which needs {said}; prefill in this plan does {about(part * need)} "
+            f"(predicted, not calibrated), which {keeps}"
+        )
+    if layout.devices != HERE:
+        return f"{DECODE_ONLY} {said}, {NOT_HERE}"
+    dies = least_dies(profile)
+    rate = profile.prefill_rate(dies)
+    return (
+        f"{DECODE_ONLY} {said}, {NOT_HERE}; about {dies * math.ceil(need / rate):,} dies more would "
+        f"(predicted, not calibrated: {about(rate / dies)} prompt tokens/s a die, in TEs of {dies})"
+    )
 
 
 def pod_reasons(profile: PodProfile, plan: LayoutPlan, slo_ns: float) -> list[str]:
@@ -139,9 +228,11 @@ def pod_sensitivity(profile: PodProfile, plan: LayoutPlan, slo_ns: float, extrap
     lines = []
     for name, (times, slo, memory) in cases.items():
         other = sized(times, plan.layout, slo, extrapolates, memory)
-        change = "no batch is left" if other is None else _change(other.throughput / plan.throughput)
-        bound = "" if other is None else f", next bound: {other.bound}"
-        lines.append(f"{name:24} {change}{bound}")
+        if other is None:
+            batch = batch_of(times, plan.layout, slo, extrapolates, memory)
+            lines.append(f"{name:24} no plan: {batch.refusal(predict(times, plan.layout, 1))}")
+            continue
+        lines.append(f"{name:24} {_change(other.throughput / plan.throughput)}, next bound: {other.bound}")
     return lines
 
 
@@ -183,7 +274,30 @@ def device_table(found: Sequence[Pairing]) -> list[str]:
             f"  {EXTRAPOLATED}"
         )
     devices = {each.name: each for pair in found for each in pair[:2]}
-    return lines + assumed_prices(devices.values())
+    return [
+        *lines,
+        "attention: nodes x devices of each; experts: E nodes, an expert on each, x devices of each;",
+        f"m: microbatches; b_a, b_e: rows of one at a node with attention, and with an expert; {PER_COST}",
+        *stops(pair.plan.bound for pair in found),
+        *prices(devices.values()),
+    ]
+
+
+def device_totals(shape: MoEShape, best: Pairing, demand: Demand) -> list[str]:
+    """What a pair is in all: devices, tokens per second and GiB of each, and the prefill that it needs."""
+    a, e, plan = best
+    counts = plan.n_a * plan.attention.tp, shape.experts * plan.experts.tp
+    kv = plan.m * plan.b_a * demand.context * shape.kv_nbytes() * shape.layers
+    near = shape.attention_nbytes() / plan.attention.tp + kv / shape.kv_cut(plan.attention.tp)
+    far = shape.expert_nbytes() / plan.experts.tp
+    return wrapped(
+        f"{_devices(sum(counts))}: {counts[0]} {a.name} for attention, {counts[1]} {e.name} for experts",
+        f"{plan.throughput:,.0f} tokens/s, {plan.throughput / sum(counts):,.0f} a device, "
+        f"{plan.tpuc:,.0f} for a price of 1; all cost {plan.price:g}",
+        f"GiB of a device for weights and KV: attention {gib(near)} of {gib(a.hbm_nbytes)}, "
+        f"experts {gib(far)} of {gib(e.hbm_nbytes)}",
+        f"{DECODE_ONLY} {prefill_need(plan.throughput, demand)[1]}, {NOT_HERE}",
+    )
 
 
 def device_reasons(shape: MoEShape, best: Pairing, context: float, slo_ns: float) -> list[str]:
@@ -222,13 +336,10 @@ def device_sensitivity(shape: MoEShape, best: Pairing, context: float, slo_ns: f
     }
     lines = []
     for name, (attention, experts, positions, slo) in cases.items():
-        try:
-            found = pairings(shape, [attention, experts], positions, slo)
-        except InputError:  # no pair keeps the bound then
-            found = []
-        other = next((pair.plan for pair in found if pair[:2] == (attention, experts)), None)
+        other, least_ns = paired(shape, attention, experts, positions, slo)
         if other is None:
-            lines.append(f"{name:24} no batch is left")
+            why = f"a request on each attention node takes {least_ns / 1e6:.2f} ms"
+            lines.append(f"{name:24} no plan: {'it does not fit' if least_ns == math.inf else why}")
             continue
         lines.append(
             f"{name:24} {_change(other.tpuc / best.plan.tpuc)} per cost, {other.n_a} x {other.attention.tp} "

@@ -25,7 +25,7 @@ def message_curve(device: Accelerator) -> Curve:
 
 def attention_sides(shape: MoEShape, device: Accelerator, context: float) -> tuple[NodeKind, ...]:
     """Attention nodes of each size, with what tensor parallelism's two reductions take (MS 4.2)."""
-    sides, capacity = [], device.spec.hbm_bytes.value
+    sides, capacity = [], device.hbm_nbytes
     for tp in TP:
         times = []
         for b in NODE_ROWS:
@@ -58,7 +58,7 @@ def expert_sides(shape: MoEShape, device: Accelerator) -> tuple[NodeKind, ...]:
                 time=Curve(NODE_ROWS, tuple(t + 1e9 * r for t, r in zip(times, reduced, strict=True))),
                 message=message_curve(device),
                 price=tp * device.price.value,
-                fits=shape.expert_nbytes() < tp * device.spec.hbm_bytes.value,
+                fits=shape.expert_nbytes() < tp * device.hbm_nbytes,
             )
         )
     return tuple(sides)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -20,9 +20,8 @@ from xdeepserve.engine.deploy.deployment import Deployment, Device
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.accelerators import ACCELERATORS
-from xdeepserve.hw.spec import Spec
 from xdeepserve.model.config import ModelConfig
-from xdeepserve.planner.performance import Times
+from xdeepserve.planner.performance import GAP_NS, Times
 from xdeepserve.planner.pod_profile import HERE, ROWS, Demand, PodProfile, decode_settings, usable_nbytes
 from xdeepserve.planner.search import Bound
 
@@ -149,7 +148,7 @@ class LayoutPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def tpot_ns(self) -> float:
         """From one token of a request to its next: an iteration and the scheduler's gap, as in `sweep`."""
-        return self.iteration_ns + 1e9 * Spec().scheduler_gap.value
+        return self.iteration_ns + GAP_NS
 
     @property
     def throughput(self) -> float:
@@ -207,22 +206,45 @@ def least_known(profile: PodProfile, layout: PodLayout) -> int:
     return math.ceil(COPIES_KNOWN * c.n_routed_experts / (c.num_experts_per_tok * layout.dies))
 
 
+class RoleDies(NamedTuple):
+    """Dies of one role in a layout: how many, of which kind, and bytes of weights on each."""
+
+    role: str
+    dies: int
+    device: Device
+    weights: int
+
+
+def roles_of(profile: PodProfile, layout: PodLayout) -> list[RoleDies]:
+    """The dies of a layout by role: first those whose memory holds the KV of requests that decode."""
+    near, far = layout.devices
+    if layout.routed:
+        weights = profile.weight_nbytes("attention", 1)
+        roles = [
+            RoleDies("attention", layout.groups, near, weights),
+            RoleDies("routed experts", layout.routed, far, profile.weight_nbytes("routed", layout.routed)),
+        ]
+        if layout.shared:
+            weights = profile.weight_nbytes("shared", 1)
+            roles.append(RoleDies("the shared expert", layout.shared, far, weights))
+    else:
+        weights = profile.weight_nbytes("all", layout.dies)
+        roles = [RoleDies("attention and experts", layout.groups, near, weights)]
+    if layout.prefill[0]:
+        tes, dies = layout.prefill
+        roles.append(RoleDies("prefill", tes * dies, near, profile.weight_nbytes("all", dies)))
+    return roles
+
+
 def max_requests(profile: PodProfile, layout: PodLayout, memory: float = 1.0) -> int:
     """Requests of a microbatch, by that part of a die's memory; below 0 if a die's weights do not fit."""
-    room, of_experts = (
-        usable_nbytes(memory * ACCELERATORS[device].spec.hbm_bytes.value) for device in layout.devices
-    )
-    if layout.routed:
-        routed = profile.weight_nbytes("routed", layout.routed)
-        if max(routed, profile.weight_nbytes("shared", 1) if layout.shared else 0) > of_experts:
-            return -1
-        room -= profile.weight_nbytes("attention", 1)
-    else:
-        for dies in (layout.prefill[1], layout.dies):
-            if dies and profile.weight_nbytes("all", dies) > room:
-                return -1
-        room -= profile.weight_nbytes("all", layout.dies)
-    return math.floor(room / (profile.kv_nbytes() * layout.microbatches))
+    rooms = [
+        usable_nbytes(memory * ACCELERATORS[each.device].hbm_nbytes) - each.weights
+        for each in roles_of(profile, layout)
+    ]
+    if min(rooms) < 0:
+        return -1
+    return math.floor(rooms[0] / (profile.kv_nbytes() * layout.microbatches))
 
 
 def largest(obstacle: Callable[[int], Bound | None], limit: int) -> tuple[int, Bound]:
@@ -238,10 +260,29 @@ def largest(obstacle: Callable[[int], Bound | None], limit: int) -> tuple[int, B
     return low, bound
 
 
-def sized(
+class LargestBatch(NamedTuple):
+    """The largest batch of a layout: requests of a microbatch, what stops more, and the fewest that are
+    predicted."""
+
+    requests: int
+    bound: Bound
+    least: int
+
+    def refusal(self, first_ns: float) -> str:
+        """Why there is no plan with so few requests, of which one alone takes `first_ns`."""
+        if not self.requests:
+            return "not one request fits" if self.bound == "memory" else f"one takes {first_ns / 1e6:.2f} ms"
+        return (
+            f"{self.bound} leaves {self.requests} requests in a microbatch, and with fewer than {self.least} "
+            f"(each expert needs {COPIES_KNOWN} tokens on average) no iteration is predicted"
+        )
+
+
+def batch_of(
     profile: PodProfile, layout: PodLayout, slo_ns: float, extrapolates: bool, memory: float = 1.0
-) -> LayoutPlan | None:
-    """The layout with the largest batch that keeps the SLO, memory and what was measured."""
+) -> LargestBatch:
+    """The largest batch that keeps the SLO, memory and what was measured; fewer requests than its `least`
+    are no plan."""
     room, goes_beyond = max_requests(profile, layout, memory), extrapolates and layout.devices == HERE
 
     def obstacle(rows: int) -> Bound | None:
@@ -252,7 +293,15 @@ def sized(
         return "SLO" if predict(profile, layout, rows) > slo_ns else None
 
     rows, bound = largest(obstacle, (2 if goes_beyond else 1) * ROWS[-1])
-    if rows < (1 if goes_beyond else least_known(profile, layout)):
+    return LargestBatch(rows, bound, 1 if goes_beyond else least_known(profile, layout))
+
+
+def sized(
+    profile: PodProfile, layout: PodLayout, slo_ns: float, extrapolates: bool, memory: float = 1.0
+) -> LayoutPlan | None:
+    """The layout with its largest batch; None if that is too small to be predicted."""
+    rows, bound, least = batch_of(profile, layout, slo_ns, extrapolates, memory)
+    if rows < least:
         return None
     notes = []
     if not is_known(layout, rows):

@@ -12,6 +12,28 @@ from typing import NamedTuple
 
 import msgspec
 
+from xdeepserve.hw.spec import Spec
+
+GAP_NS = 1e9 * Spec().scheduler_gap.value
+
+
+class LatencyBound(NamedTuple):
+    """How long a decode iteration may take; `of_tpot`: it was said as TPOT, the scheduler's gap more."""
+
+    slo_ns: float
+    of_tpot: bool = False
+
+    def __str__(self) -> str:
+        """Both times in ms, first the one that was said: TPOT = T_iter + the scheduler's gap."""
+        times = [f"T_iter <= {self.slo_ns / 1e6:g} ms", f"TPOT <= {(self.slo_ns + GAP_NS) / 1e6:g} ms"]
+        first, second = reversed(times) if self.of_tpot else times
+        return f"{first} ({second}: the scheduler's gap is {GAP_NS / 1e6:g} ms)"
+
+    def enough_for(self, least_ns: float) -> str:
+        """The option with a bound that an iteration of `least_ns` keeps."""
+        option, gap_ns = ("--tpot-ms", GAP_NS) if self.of_tpot else ("--slo-ms", 0.0)
+        return f"{option} {math.ceil((least_ns + gap_ns) / 1e5) / 10:g} would do"
+
 
 class Curve(msgspec.Struct, frozen=True):
     """Measured times [ns] at some x, such as rows or bytes, in rising order: a profile."""

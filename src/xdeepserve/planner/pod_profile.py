@@ -167,16 +167,21 @@ class PodProfile:
     ) -> DecodeRun:
         """A step of the dense layers and one with experts, on dies of that kind; each layer with an indexer
         of its own, if the model has some, but for those that are `shared`."""
+        shallow = self._shallow(1, shared)
+        spec = ACCELERATORS[device].spec
+        return decode_iteration(shallow, deployment, self.demand.context, requests, timing, spec=spec)
+
+    def _shallow(self, num_moe: int, shared: frozenset[int] = frozenset()) -> Checkpoint:
+        """The model with its dense layers and so many with experts."""
         shallow = copy.copy(self.checkpoint)
         layers = {
-            "num_hidden_layers": self.num_dense + 1,
+            "num_hidden_layers": self.num_dense + num_moe,
             "first_k_dense_replace": self.num_dense,
             "other_dense_layers": frozenset(),
             "shared_choices": shared,
         }
         shallow.config = msgspec.structs.replace(self.config, **layers)
-        spec = ACCELERATORS[device].spec
-        return decode_iteration(shallow, deployment, self.demand.context, requests, timing, spec=spec)
+        return shallow
 
     def _stages(self, num_dies: int, device: Device = "cm384") -> dict[str, Curve]:
         """Each stage of a layer by rows of a die, on `num_dies` that hold all experts between them."""
@@ -304,18 +309,26 @@ class PodProfile:
         return -(-self.demand.mean_len // BLOCK) * BLOCK * width
 
     def _prefill_rate(self, num_dies: int) -> float:
-        """Prompt tokens per second of a prefill TE, two prompts in each of its DP groups."""
+        """Prompt tokens per second of a prefill TE. Layers with experts take equally long, unless some of
+        them share what an indexer chose: then all are run."""
+        if self.config.shared_choices:
+            return 1e9 / self._prefill_ns(self.checkpoint, num_dies)
+        one, two = (self._prefill_ns(self._shallow(count), num_dies) for count in (1, 2))
+        return 1e9 / (one + (self.num_moe - 1) * (two - one))
+
+    def _prefill_ns(self, checkpoint: Checkpoint, num_dies: int) -> float:
+        """Time of a prompt token in a timing-only run, two prompts in each of a prefill TE's DP groups."""
         from xdeepserve.engine.dp.sampling_params import SamplingParams
         from xdeepserve.llm import LLM
 
         prefill = {"dies": num_dies, "max_num_batched_tokens": 2 * self.demand.prompt}
         deployment = decode_deployment("pd", self.demand, 16, prefill=prefill, decode={"dies": SAMPLE})
-        with LLM(self.checkpoint, deployment, timing_only=True) as llm:
+        with LLM(checkpoint, deployment, timing_only=True) as llm:
             groups = len(llm.engine.je.tes[0].groups)
             prompts = [[5] * self.demand.prompt] * (2 * groups)
             outputs = llm.generate(prompts, SamplingParams(max_tokens=1, ignore_eos=True))
         last = max(out.metrics.ttft_ns or 0 for out in outputs if out.metrics is not None)
-        return 2 * groups * self.demand.prompt / last * 1e9
+        return last / (2 * groups * self.demand.prompt)
 
 
 def usable_nbytes(hbm_bytes: float) -> int:

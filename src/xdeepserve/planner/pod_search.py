@@ -25,6 +25,7 @@ from xdeepserve.planner.layouts import (
     predict,
     sized,
 )
+from xdeepserve.planner.performance import LatencyBound
 from xdeepserve.planner.pod_profile import HERE, PodProfile, usable_nbytes
 
 MICROBATCHES = (1, 2, 3, 4)
@@ -38,7 +39,7 @@ KINDS = ("colocated", "pd", "moe-attention", "transformerless")
 
 class PodSpace(NamedTuple):
     """What a plan may be made of: dies, how long an iteration may take, what need not have been measured,
-    which part of the memory, kinds of layouts (none: all), devices by name."""
+    which part of the memory, kinds of layouts (none: all), devices by name, whether TPOT was bounded."""
 
     num_dies: int
     slo_ns: float
@@ -46,6 +47,12 @@ class PodSpace(NamedTuple):
     memory: float = 1.0
     kinds: tuple[str, ...] = ()
     devices: tuple[Device, ...] = ("cm384",)
+    of_tpot: bool = False
+
+    @property
+    def bound(self) -> LatencyBound:
+        """How long an iteration may take, in words."""
+        return LatencyBound(self.slo_ns, self.of_tpot)
 
     def wants(self, *kinds: str) -> bool:
         """Whether one of these kinds may be planned; a TE of one die counts as colocated."""
@@ -69,7 +76,7 @@ def least_dies(profile: PodProfile, memory: float = 1.0) -> int:
         if max_requests(profile, PodLayout(kind="colocated", dies=dies), memory) >= 1:
             return dies
     needed = profile.weight_nbytes("all", experts) + profile.kv_nbytes()
-    room = usable_nbytes(memory * ACCELERATORS["cm384"].spec.hbm_bytes.value)
+    room = usable_nbytes(memory * ACCELERATORS["cm384"].hbm_nbytes)
     raise DeploymentError(
         f"model {profile.checkpoint.name} does not fit: with one expert of each layer, and KV of one request "
         f"of {profile.demand.mean_len} tokens, a die needs {needed / 2**30:.1f} GiB, of "
@@ -163,8 +170,8 @@ def plans(profile: PodProfile, asked: PodSpace) -> list[LayoutPlan]:
     if not wanted:
         least_ns = min(predict(profile, each, least_known(profile, each)) for each in fitting)
         raise DeploymentError(
-            f"no plan keeps {asked.slo_ns / 1e6:g} ms: the shortest iteration on {dies} takes "
-            f"{least_ns / 1e6:.2f} ms; --slo-ms {math.ceil(least_ns / 1e5) / 10:g} would do"
+            f"no plan keeps {asked.bound}: the shortest iteration on {dies} takes "
+            f"{least_ns / 1e6:.2f} ms; {asked.bound.enough_for(least_ns)}"
         )
     return ranked(wanted, asked.counts_price)
 
@@ -257,7 +264,7 @@ def _nothing_fits(profile: PodProfile, asked: PodSpace, dies: str, has_some: boo
     if not has_some:
         kinds = kinds or "layout"
         return f"no {kinds} has {dies} of {devices}: experts apart take 3 dies or more; add cm384 or --dies"
-    roomy = max(ACCELERATORS.values(), key=lambda each: each.spec.hbm_bytes.value).name
+    roomy = max(ACCELERATORS.values(), key=lambda each: each.hbm_nbytes).name
     other = "" if roomy in asked.devices else f", or {roomy}, which has the most memory"
     return (
         f"model {name} does not fit on {dies} of {devices}{f' as {kinds}' * bool(kinds)}: more dies would "

@@ -32,7 +32,7 @@ import msgspec
 from xdeepserve.engine.balance.te_policies import POLICIES, Policy
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import CacheConfig, Deployment, SchedulerConfig
-from xdeepserve.engine.description import fullest
+from xdeepserve.engine.description import memory_uses
 from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.errors import InputError, meant
 from xdeepserve.hw.spec import Spec
@@ -290,8 +290,9 @@ def kv_positions(model: Checkpoint, deployment: Deployment) -> int:
     """For how many positions of KV a DP group has room beside its weights. InputError for none."""
     plan = PodPlan(model, with_room(deployment), timing=TimingConfig())
     cache = plan.tes[0].sizes
-    spec, each = plan.pod.spec, position_nbytes(model)
-    free = usable_nbytes(spec.hbm_bytes.value) - fullest(plan) + cache.num_blocks * cache.block_size * each
+    each = position_nbytes(model)
+    room = min(usable_nbytes(die.has) - die.need for die in memory_uses(plan))
+    free = room + cache.num_blocks * cache.block_size * each
     if free < each:
         raise InputError(f"deployment {deployment.name}: no room for KV beside the weights")
     return int(free // each)

@@ -152,6 +152,12 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
         return self.every_die[self.num_dies :]
 
     @property
+    def device_of_each(self) -> dict[int, Device]:
+        """Kind of hardware of each of its dies."""
+        attention, experts = self.devices if self.hardware == "cm384" else (self.hardware, self.hardware)
+        return dict.fromkeys(self.dies, attention) | dict.fromkeys(self.expert_dies, experts)
+
+    @property
     def routed_dies(self) -> tuple[int, ...]:
         """Of these the ones with routed experts."""
         return self.expert_dies[: self.num_expert_dies - self.num_shared_dies]
