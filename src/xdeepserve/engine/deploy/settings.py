@@ -29,6 +29,11 @@ class Setting(NamedTuple):
     meaning: str
 
     @property
+    def example(self) -> str:
+        """The default as `--set` takes it, or else the kind of value."""
+        return self.type.upper() if self.default is None else str(self.default).lower()
+
+    @property
     def names(self) -> list[str]:
         """The names that it may have, if it has one of several."""
         return self.type.split("|") if "|" in self.type else []
