@@ -13,6 +13,7 @@ import json
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -70,6 +71,7 @@ class Document:
             raise self._invalid(wrong.msg, wrong.lineno, wrong.colno) from None
         except tomllib.TOMLDecodeError as wrong:
             message, _, at = str(wrong).partition(" (at ")
+            message = "a key is given twice" if "overwrite" in message else message
             numbers = [int(each) for each in re.findall("[0-9]+", at)]  # none: at the end
             raise self._invalid(message if numbers else f"{message} at its end", *numbers) from None
         except RecursionError:
@@ -80,7 +82,8 @@ class Document:
     def _invalid(self, message: str, line: int = 0, column: int = 0) -> InputError:
         at = f"line {(self.first or 1) + line - 1}, column {column}: " if line else self._first_line
         other = "JSON" if self.form == "TOML" else "TOML"
-        hint = f"; it looks like {other}" if _looks_like(other, self.text) else ""
+        hint = " (a text stands in quotes)" if message == "Invalid value" else ""
+        hint = f"; it looks like {other}" if _looks_like(other, self.text) else hint
         is_word = message.split()[0][1:].islower()
         reason = message[:1].lower() + message[1:] if is_word else message
         return self.error(refused(self.where, [f"{at}not valid {self.form}: {reason}{hint}"]))
@@ -141,22 +144,25 @@ def read_text(path: Path, where: object, error: Callable[[str], InputError] = In
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as wrong:  # ValueError: no UTF-8, or a name that no file can have
-        near = meant(path.name, _siblings(path)) if isinstance(wrong, FileNotFoundError) else ""
-        raise error(f"{where}: {unreadable(wrong)}{near}") from None
+        raise error(f"{where}: {unreadable(wrong)}") from None
 
 
-def _siblings(path: Path) -> list[str]:
+def _near(path: Path) -> str:
+    """The file beside an absent one that may be meant: of the same ending, and a name much like its own."""
     try:
-        return [each.name for each in path.parent.iterdir() if each.suffix == path.suffix]
+        stems = [each.stem for each in path.parent.iterdir() if each.suffix == path.suffix]
     except OSError:
-        return []
+        return ""
+    near = get_close_matches(path.stem, stems, n=1, cutoff=0.75)
+    return f" (did you mean {path.parent / near[0]}{path.suffix}?)" if near else ""
 
 
 def unreadable(error: Exception) -> str:
     """Why a file cannot be read, or is no text."""
     if isinstance(error, UnicodeDecodeError):
         return f"not a text in UTF-8 (byte {error.start})"
-    return (isinstance(error, OSError) and error.strerror) or "cannot be read"
+    near = _near(Path(error.filename)) if isinstance(error, FileNotFoundError) and error.filename else ""
+    return f"{(isinstance(error, OSError) and error.strerror) or 'cannot be read'}{near}"
 
 
 def refused(where: str, reasons: Sequence[str]) -> str:
@@ -220,8 +226,10 @@ class _Checker(NamedTuple):
                 pass
             case inspect.NoneType() if value is None:
                 pass
-            case inspect.AnyType():
+            case inspect.AnyType() | inspect.CustomType() | inspect.RawType():
                 pass
+            case inspect.VarTupleType(item_type=inspect.StructType()) if isinstance(value, dict) and place:
+                yield Mistake(place, f"must be a list of sections: [[{place[-1]}]], not [{place[-1]}]")
             case _:
                 yield Mistake(place, f"must be {self.said(kind)}, found {shown(value)}{_hint(value, kind)}")
 
@@ -286,18 +294,24 @@ def _is_within(value: float, kind: inspect.IntType | inspect.FloatType) -> bool:
 
 
 def _bounds(kind: inspect.IntType | inspect.FloatType) -> str:
-    low, high = (each if each is None else f"{each:,}".removesuffix(".0") for each in (kind.ge, kind.le))
-    if low is not None and high is not None:
-        return f" from {low} to {high}"
-    return "" if low is None else f", {low} or more"
+    if kind.ge is None:
+        return ""
+    low, high = (f"{each or 0:,}".removesuffix(".0") for each in (kind.ge, kind.le))
+    return f", {low} or more" if kind.le is None or kind.le > 1e15 else f" from {low} to {high}"
 
 
 def _hint(value: Any, kind: inspect.Type) -> str:
     if isinstance(kind, inspect.LiteralType):
         return meant(value, map(str, kind.values))
-    is_plain = isinstance(kind, inspect.IntType | inspect.FloatType | inspect.BoolType)
-    is_quoted = isinstance(value, str) and not isinstance(toml_value(value), str)
-    return " (write it without quotes)" if is_plain and is_quoted else ""
+    if not isinstance(value, str):
+        return ""
+    if isinstance(kind, inspect.BoolType) and value.lower() in ("true", "false"):
+        return f" (write {value.lower()})"
+    is_number = isinstance(kind, inspect.IntType | inspect.FloatType)
+    if is_number and not isinstance(toml_value(value), str):
+        return " (write it without quotes)"
+    is_list = isinstance(kind, inspect.VarTupleType | inspect.ListType)
+    return f" (write [{value}])" if is_list and isinstance(toml_value(f"[{value}]"), list) else ""
 
 
 def shown(value: Any) -> str:

@@ -68,9 +68,7 @@ def build_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    args, unknown = build_parser().parse_known_args(argv)
-    if unknown:  # said by the command's own parser, whose help is the one to read
-        args.parser.refuse_unknown(unknown)
+    args = build_parser().parse_args(argv)
     try:
         code: int = args.run(args)
         sys.stdout.flush()

@@ -55,6 +55,13 @@ class Parser(argparse.ArgumentParser):
         """The group of options that say which model runs on what, behind a command's own options."""
         return self.add_argument_group("model and deployment")
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Options and values; each refusal is the command's own, whose help is the one to read."""
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            getattr(found, "parser", self).refuse_unknown(unknown)
+        return found
+
     def refuse_unknown(self, unknown: Sequence[str]) -> NoReturn:
         """End with what is said of the first of these arguments that the command does not have."""
         option, equals, value = unknown[0].partition("=")
