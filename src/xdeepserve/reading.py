@@ -176,7 +176,7 @@ def toml_value(text: str) -> Any:
     """A value of `key=value` as TOML has it, or the text itself."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 
