@@ -182,8 +182,10 @@ def toml_value(text: str) -> Any:
 
 def mistakes(raw: Any, kind: Any, form: Form, unknown: Unknown = unknown_field) -> Iterator[Mistake]:
     """Everything in which a parsed value is not of a kind."""
-    return _Checker(form, unknown).check(raw, inspect.type_info(kind), ())
+    return _Checker(form, unknown).check(raw, _type_info(kind), ())
 
+
+_type_info = functools.cache(inspect.type_info)
 
 PLURAL = {
     "a section": "a list of sections",
