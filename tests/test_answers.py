@@ -151,7 +151,7 @@ def test_unknown_options_lead_to_the_help_of_their_command(capsys: Capture) -> N
     with pytest.raises(SystemExit) as refused:
         main(["serve", "--drafts", "1"])
     assert refused.value.code == 2
-    said = "unrecognized arguments: --drafts 1 (see xdeepserve serve --help)"
+    said = "unknown option --drafts (did you mean --faults?) (see xdeepserve serve --help)"
     assert capsys.readouterr().err == f"xdeepserve serve: error: {said}\n"
 
 
@@ -178,7 +178,7 @@ def test_kernels_that_are_compiled_are_named() -> None:
         (["serve", "--model", "deepseek-r1", "--port", "0"], "xdeepserve generate --timing-only"),
         (["sweep", "--set", "dies"], "not of the form"),
         (["sweep", "--set", "dies=1", "--set", "dies=2"], "given twice"),
-        (["sweep", "--set", "foo=1,2"], "unknown setting foo\n"),
+        (["sweep", "--set", "foo=1,2"], "unknown setting foo; xdeepserve settings lists all\n"),
         (["sweep", "--set", "dies=2", "--set", "block_size=1,2"], "the nearest are cache.block_size"),
         (["sweep", "--batch", "0"], "batch must be 1 or more"),
         (["sweep", "--processes", "0"], "--processes must be at least 1"),

@@ -98,20 +98,20 @@ BAD_GENERATE = [
     (["--prompt-ids", "99999"], "out of range"),
     (["--prompt-ids", "-1"], "out of range"),
     (["--prompt-ids", ",".join(["1"] * 2048)], "context"),
-    (["--prompt", "x", "--max-tokens", "0"], "max_tokens"),
-    (["--prompt", "x", "--max-tokens", "-3"], "max_tokens"),
-    (["--prompt", "x", "--temperature", "-1"], "temperature"),
-    (["--prompt", "x", "--temperature", "nan"], "temperature"),
-    (["--prompt", "x", "--top-p", "0"], "top_p"),
-    (["--prompt", "x", "--top-k", "-2"], "top_k"),
+    (["--prompt", "x", "--max-tokens", "0"], "--max-tokens must"),
+    (["--prompt", "x", "--max-tokens", "-3"], "--max-tokens must"),
+    (["--prompt", "x", "--temperature", "-1"], "--temperature must"),
+    (["--prompt", "x", "--temperature", "nan"], "--temperature must"),
+    (["--prompt", "x", "--top-p", "0"], "--top-p must"),
+    (["--prompt", "x", "--top-k", "-2"], "--top-k must"),
     (["--prompt", "x", "--mtp", "7"], "mtp"),
     (["--prompt", "x", "--set", "dies"], "key=value"),
     (["--prompt", "x", "--set", "colour=red"], "colour"),
     (["--prompt", "x", "--deployment", "colocated", "--set", "dies=99"], "routed experts"),
     (["--prompt", "x", "--set", "hardware.hbm_mb=1"], "node 0 needs"),
     (["--prompt", "x", "--trace", "/no/such/dir/t.json"], "cannot be written"),
-    (["--prompt", "x", "--trace-dies", "-1"], "trace_dies must be 0 (all) or more, found -1"),
-    (["--prompt", "x", "--trace-dies", "some"], "--trace-dies: invalid int value: 'some'"),
+    (["--prompt", "x", "--trace-dies", "-1"], "--trace-dies must be 0 (all) or more, found -1"),
+    (["--prompt", "x", "--trace-dies", "some"], "--trace-dies must be a whole number, found 'some'"),
     (["--prompt", "x", "--timeline", "--json"], "--json prints one object, and --timeline draws"),
     (["--prompt", "x", "--wrong"], "--wrong"),
 ]
@@ -315,10 +315,6 @@ def test_settings(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["settings"]) == 0
     everything = capsys.readouterr().out
     assert all(setting.key in everything for setting in settings())
-    with pytest.raises(SystemExit) as done:
-        main(["generate", "--help"])
-    assert not done.value.code
-    assert everything in capsys.readouterr().out
     assert main(["settings", "cache.preemption"]) == 0
     words = capsys.readouterr().out.split()
     assert words[0] == "cache.preemption"
@@ -362,7 +358,6 @@ def test_demo() -> None:
             "no effect at temperature 0, where nothing is drawn: --top-p, --seed",
         ),
         (["--trace-dies", "3"], "no effect without --trace or --timeline: --trace-dies"),
-        (["--max-tokens", "100", "--set", "max_model_len=20"], "fewer tokens than --max-tokens 100"),
         ([], ""),
         (["--temperature", "1", "--seed", "3"], ""),
     ],

@@ -31,8 +31,9 @@ from typing import Any
 
 def meant(name: object, known: Iterable[str]) -> str:
     """What to add to the refusal of an unknown name: the known one that is most like it, if one is."""
-    nearest = get_close_matches(str(name)[:100], list(known), n=1)
-    return f" (did you mean {nearest[0]}?)" if nearest else ""
+    names = {each.lower(): each for each in known}
+    nearest = get_close_matches(str(name)[:100].lower(), names, n=1)
+    return f" (did you mean {names[nearest[0]]}?)" if nearest else ""
 
 
 class XDeepServeError(Exception):

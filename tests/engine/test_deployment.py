@@ -184,7 +184,7 @@ def test_every_reason_against_a_model_is_in_one_error(tiny_config: ModelConfig) 
         ("moe-attention", ["attention.domains=0"], "attention.domains must be at least 1"),
         ("moe-attention", ["experts.shared_dies=0"], "needs dies for its shared expert"),
         ("moe-attention", ["attention.dies=400"], "a SuperPod has 768 dies"),
-        ("missing.toml", [], "cannot be read"),
+        ("missing.toml", [], "deployment missing.toml: No such file"),
         ("monolithic", ["dies=2"], "monolithic is one die"),
         ("colocated", ["dies=0"], "at least 1"),
         ("colocated", ["dies=769"], "routed experts"),

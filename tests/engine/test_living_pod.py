@@ -684,7 +684,7 @@ def test_what_is_wrong_in_a_file_is_said_once_whatever_the_overrides(tmp_path: P
     file.write_text('kind = "mixed"\nte = 3\n')
     with pytest.raises(DeploymentError) as refusal:
         resolve(str(file), SMALL)
-    assert str(refusal.value).count("Expected `array | null`, got `int` - at `$.te`") == 1
+    assert str(refusal.value).count("line 2: te must be a list of sections, found 3") == 1
 
 
 # ---- who looks on -----------------------------------------------------------------------------------

@@ -160,7 +160,7 @@ def test_pd_aware_without_a_map_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DeploymentError, match=r"route=pd-aware looks .* in a heat map: set scheduler.heat"):
         LLM("tiny-random", "pd", overrides=["scheduler.route=pd-aware"])
     (tmp_path / "no.json").write_text("{}")
-    with pytest.raises(InputError, match="not a heat map"):
+    with pytest.raises(InputError, match=r"heat map .*no.json: hardware is missing"):
         LLM(
             "tiny-random", "pd", overrides=["scheduler.route=deepserve", f"scheduler.heat={tmp_path}/no.json"]
         )

@@ -41,7 +41,7 @@ def child_of(parent: int) -> int | None:
 async def test_results_and_refusals(tmp_path: Path) -> None:
     found = await run_task(spec_in(tmp_path, LINE * 10), lambda *_: None)
     assert (found["calibration_examples"], found["held_out_examples"]) == (8, 2)
-    with pytest.raises(TaskFailedError, match=r"^line 2: Object contains unknown field x"):
+    with pytest.raises(TaskFailedError, match=r"^line 2: unknown field x; known are messages"):
         await run_task(spec_in(tmp_path, LINE + '{"x": 1}'), lambda *_: None)
 
 

@@ -15,16 +15,22 @@ CHAT = '{"messages": [{"role": "user", "content": "a"}]}'
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("{", "line 3: "),
-        ("[]", "line 3: Expected object, got array"),
+        ("{", "line 3, column 2: not valid JSON: "),
+        ("[]", "line 3: must be an object, found []"),
         ("\xff", "line 3: "),
         ("{}", "line 3: give messages, or else prompt and completion"),
         ('{"prompt": "a"}', "line 3: give messages"),
         ('{"messages": []}', "line 3: give messages"),
         (CHAT[:-1] + ', "prompt": "a", "completion": "b"}', "line 3: give messages"),
-        ('{"messages": [{"role": "user", "content": 1}]}', "line 3: Expected str, got int"),
-        ('{"messages": [{"role": "king", "content": "a"}]}', "line 3: Invalid enum value 'king'"),
-        ('{"text": "a"}', "line 3: Object contains unknown field text"),
+        (
+            '{"messages": [{"role": "user", "content": 1}]}',
+            "line 3: messages[0].content must be a text",
+        ),
+        (
+            '{"messages": [{"role": "king", "content": "a"}]}',
+            "line 3: messages[0].role must be one of ",
+        ),
+        ('{"text": "a"}', "line 3: unknown field text; known are messages, prompt, completion"),
         ("[" * 100_000, "line 3: "),
     ],
 )

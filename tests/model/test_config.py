@@ -548,8 +548,8 @@ def test_dense_models_may_leave_experts_inconsistent(load) -> None:
     ("content", "message"),
     [
         (b"{", "not valid JSON"),
-        (b"[1]", "expected a JSON object, found list"),
-        (b"\xff\xfe{", "not valid JSON"),
+        (b"[1]", "must be an object, found \\[1\\]"),
+        (b"\xff\xfe{", "not a text in UTF-8"),
     ],
 )
 def test_broken_json(tmp_path: Path, content: bytes, message: str) -> None:

@@ -54,7 +54,7 @@ def test_azures_traces_of_both_years(tmp_path: Path) -> None:
         (
             "bailian",
             json.dumps({name: value for name, value in MOONCAKE.items() if name != "output_length"}),
-            "line 1: not a request in the format bailian: it has no 'output_length'",
+            "line 1: output_length is missing: a whole number from 0",
         ),
     ],
 )
@@ -147,7 +147,7 @@ def test_bursts_and_a_swing_of_the_rate() -> None:
     [
         ("made:promt=3", r"'promt=3' is no setting \(did you mean prompt\?\)"),
         ("made:prompt", "'prompt' is no setting"),
-        ("made:prompt=x", "Expected `int`"),
+        ("made:prompt=x", "prompt must be a whole number, found 'x'"),
         ("made:prompt=3,prompt=4", "prompt is given twice"),
         ("made:requests=0,burst=-1", r"requests must lie in \[1, .* found 0; burst must lie"),
     ],

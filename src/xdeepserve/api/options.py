@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from xdeepserve.errors import InputError
+from xdeepserve.reading import unreadable
 
 
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +56,12 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         try:
             context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, password=_no_password)
-        except (OSError, ValueError) as error:
+        except ssl.SSLError as error:
+            what = "no certificate in PEM with a key that belongs to it"
+            raise InputError(f"--ssl-certfile {self.ssl_certfile}: {what}") from error
+        except OSError as error:
+            raise InputError(f"--ssl-certfile {self.ssl_certfile}: {unreadable(error)}") from None
+        except ValueError as error:
             raise InputError(f"--ssl-certfile {self.ssl_certfile}: {error}") from None
         return context
 

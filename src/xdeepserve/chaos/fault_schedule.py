@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple, TypeAlias
 import msgspec
 
 from xdeepserve.engine.dp.sampling_params import SamplingParams
-from xdeepserve.errors import InputError
 from xdeepserve.hw.faults import Fault
+from xdeepserve.reading import read
 
 PoolState: TypeAlias = Literal["none", "empty", "filled", "crowded"]
 SHARED = 20  # tokens with which some prompts begin alike, so that they meet in the prefix cache
@@ -92,7 +92,4 @@ def write_schedule(schedule: FaultSchedule, path: Path) -> None:
 
 def read_schedule(path: Path) -> FaultSchedule:
     """The schedule in a file. InputError, with one line, if there is none."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=FaultSchedule)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise InputError(f"schedule {path}: {error}") from None
+    return read(path, "JSON", "schedule").to(FaultSchedule)

@@ -68,15 +68,13 @@ def build_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    args, unknown = build_parser().parse_known_args(argv)
-    if unknown:  # said by the command's own parser, whose help is the one to read
-        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    args = build_parser().parse_args(argv)
     try:
         code: int = args.run(args)
         sys.stdout.flush()
         return code
     except InputError as error:
-        return _complain(args.command, error, 2)
+        return _complain(args.command, _by_option(error, args), 2)
     except XDeepServeError as error:
         return _complain(args.command, error, 1)
     except KeyboardInterrupt:
@@ -87,6 +85,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except OSError as error:
         return _complain(args.command, error, 1)
+
+
+def _by_option(error: InputError, args: argparse.Namespace) -> InputError:
+    """The error with the name of the option in the place of the parameter that it begins with."""
+    param = getattr(error, "param", None) or ""
+    if param in vars(args) and str(error).startswith(f"{param} "):
+        return InputError(f"--{param.replace('_', '-')}{str(error).removeprefix(param)}")
+    return error
 
 
 def _complain(command: str, error: Exception, code: int) -> int:

@@ -143,6 +143,7 @@ def add_options(parser: Parser) -> None:
         for option, says in OPTIONS.items():
             hidden = {} if option in suite.options else {"help": argparse.SUPPRESS}
             sub.add_argument(f"--{option}", **(says | hidden))
+        sub.set_defaults(parser=sub)
         sub.add_argument("--full", action="store_true", help="print every row, not only a summary")
         sub.add_argument("--json", action="store_true", help="print one JSON object with every row")
 

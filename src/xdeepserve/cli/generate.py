@@ -111,6 +111,7 @@ def run(args: argparse.Namespace) -> int:
     from xdeepserve.llm import LLM, digest
 
     checkpoint = _checkpoint(args)
+    _check_context(args, checkpoint)
     with (
         working(f"Loading {args.model}", is_quiet=args.json, runs_int8=args.precision == "int8") as status,
         LLM(
@@ -130,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
             outputs = llm.generate(args.prompts, params, keep_logits=args.json)
         if args.trace is not None:
             llm.write_trace(args.trace)
-        _note_all(args, llm, checkpoint, outputs)  # now that nothing was refused: an error is one line
+        _note_all(args, llm, checkpoint)  # now that nothing was refused: an error is one line
         drawn = timeline(llm.engine.plan.pod.trace) if args.timeline else []
         virtual_ms, has_pool = llm.virtual_ns / 1e6, llm.engine.plan.pool_use is not None
     if args.json:
@@ -174,6 +175,25 @@ def _checkpoint(args: argparse.Namespace) -> Checkpoint:
     return checkpoint
 
 
+def _check_context(args: argparse.Namespace, checkpoint: Checkpoint) -> None:
+    """Refuse what the context has no room for, as the endpoint does, before weights are loaded."""
+    from xdeepserve.engine.deploy.refusals import context_of
+    from xdeepserve.engine.deploy.resolve import resolve
+    from xdeepserve.model.tokenizer import load_tokenizer, require_tokenizer
+
+    limit = context_of(resolve(args.deployment, overrides_of(args)), checkpoint.config)
+    is_text = any(isinstance(prompt, str) for prompt in args.prompts)
+    tokenizer = load_tokenizer(checkpoint.directory) if is_text else None
+    for number, prompt in enumerate(args.prompts, 1):
+        is_text = isinstance(prompt, str)
+        length = len(require_tokenizer(tokenizer, args.model).encode(prompt) if is_text else prompt)
+        if length < limit < length + args.max_tokens:
+            raise InputError(
+                f"--max-tokens must be {limit - length} at most, found {args.max_tokens}: the model's "
+                f"context holds {limit} tokens (max_model_len), and prompt {number} has {length} of them"
+            )
+
+
 @contextlib.contextmanager
 def recording(engine: Engine, path: Path | None) -> Iterator[None]:
     """Within it steps are recorded in the file, if there is one."""
@@ -189,9 +209,7 @@ def recording(engine: Engine, path: Path | None) -> Iterator[None]:
         record.end()
 
 
-def _note_all(
-    args: argparse.Namespace, llm: LLM, checkpoint: Checkpoint, outputs: Sequence[RequestOutput]
-) -> None:
+def _note_all(args: argparse.Namespace, llm: LLM, checkpoint: Checkpoint) -> None:
     """Say what did not go as somebody may think who reads the answers alone."""
     from xdeepserve.engine.description import lack
 
@@ -199,9 +217,6 @@ def _note_all(
     note_settings(args)
     if missing := lack(llm.engine.plan):
         note(args.command, f"{missing}: this takes the time of dies that hold it")
-    if any(_is_cut(output, args.max_tokens) for output in outputs):
-        room = f"the context holds {llm.engine.max_model_len} tokens, the prompt's among them"
-        note(args.command, f"fewer tokens than --max-tokens {args.max_tokens}: {room}")
     if not args.timing_only:
         note_rounding(args, checkpoint)
     if args.trace is not None and llm.engine.plan.pod.trace.left_out:
@@ -218,12 +233,6 @@ def _note_idle(args: argparse.Namespace) -> None:
         note(args.command, f"no effect at temperature 0, where nothing is drawn: {', '.join(idle)}")
     if args.trace_dies != TRACE_DIES and args.trace is None and not args.timeline:
         note(args.command, "no effect without --trace or --timeline: --trace-dies")
-
-
-def _is_cut(output: RequestOutput, max_tokens: int) -> bool:
-    """Whether the context's end came before `max_tokens`."""
-    choice = output.outputs[0]
-    return choice.finish_reason == "length" and len(choice.token_ids) < max_tokens
 
 
 def timeline(trace: Trace) -> list[str]:

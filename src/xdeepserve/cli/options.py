@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import os
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -16,29 +20,101 @@ if TYPE_CHECKING:
     from xdeepserve.model.tokenizer import Tokenizer
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse, but a usage error is one line. `lists_settings`: its help ends with what --set changes."""
+class Help(argparse.Action):
+    """Prints the help of a command, or with `settings` or a KEY the settings that it takes; ends with 0."""
 
-    lists_settings = False
-
-    def format_help(self) -> str:
-        """The help text; what --set changes is looked up only when it is asked for."""
-        if self.lists_settings:
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if not values:
+            parser.print_help()
+        else:
             from xdeepserve.engine.deploy.settings import help_text
 
-            self.epilog = "settings (--set key=value, any number of times):\n" + help_text()
-        return super().format_help()
+            try:
+                print(help_text(None if values == "settings" else values))
+            except InputError as error:
+                parser.error(f"--help: {error}")
+        parser.exit()
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but a usage error is one line, which says what would work."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs, add_help=False)
+        self._help = self.add_argument("-h", "--help", action=Help, nargs=0, help="show this, and exit")
+
+    def take_settings(self) -> None:
+        """Let `--help settings` list what the command's --set changes; its help says so in a line."""
+        self._help.nargs, self._help.metavar = "?", "settings"
+        self._help.help = "show this, or with `settings` or a KEY what --set changes"
+        more = f"settings: {self.prog} --help settings, or xdeepserve settings [KEY]"
+        self.epilog = f"{self.epilog}\n{more}" if self.epilog else more
+
+    @functools.cached_property
+    def pod_options(self) -> argparse._ArgumentGroup:
+        """The group of options that say which model runs on what, behind a command's own options."""
+        return self.add_argument_group("model and deployment")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Options and values; each refusal is the command's own, whose help is the one to read."""
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            getattr(found, "parser", self).refuse_unknown(unknown)
+        return found
+
+    def refuse_unknown(self, unknown: Sequence[str]) -> NoReturn:
+        """End with what is said of the first of these arguments that the command does not have."""
+        option, equals, value = unknown[0].partition("=")
+        if not option.startswith("-"):
+            stray = " ".join(itertools.takewhile(lambda each: not each.startswith("-"), unknown))
+            self.error(f"nothing takes '{stray}': a text with spaces goes in quotes")
+        known = [name for name, action in self._option_string_actions.items()
+                 if name.startswith("--") and action.help != argparse.SUPPRESS]  # fmt: skip
+        hint = meant(option, known)
+        if self._help.nargs == "?":
+            from xdeepserve.engine.deploy.settings import settings
+
+            key = option.lstrip("-").replace("-", "_")
+            value = value if equals else next((each for each in unknown[1:2] if each[0] != "-"), "VALUE")
+            if key in {each.key for each in settings()}:
+                hint = f" (did you mean --set {key}={value}?)"
+        self.error(f"unknown option {option}{hint}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Name the choice that is most like one that there is not."""
+        if action.choices is None or value in action.choices:
+            return
+        names = [str(each) for each in action.choices]
+        if isinstance(action, argparse._SubParsersAction):
+            hint = meant(value, names) or f": known are {', '.join(names)}"
+            self.error(f"unknown {action.metavar} '{value}'{hint}")
+        said = f"must be one of {', '.join(names)}, found '{value}'{meant(value, names)}"
+        raise argparse.ArgumentError(action, said)
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        what = "a whole number" if action.type is int else "a number" if action.type is float else None
         try:
-            super()._check_value(action, value)
-        except argparse.ArgumentError as error:
-            error.message += meant(value, map(str, action.choices or ()))
-            raise
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError:
+            if what is None:
+                raise
+            raise argparse.ArgumentError(action, f"must be {what}, found '{arg_string}'") from None
 
     def error(self, message: str) -> NoReturn:
+        for words, ours in WORDS:
+            message = re.sub(words, ours, message)
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+# What argparse says, in plain words.
+WORDS = (
+    (r"^argument ([^ ]*/)?([^:]+): must", r"\2 must"),
+    (r"^argument ([^ ]*/)?([^:]+): expected .*argument.*", r"\2 needs a value: \2=..."),
+    (r"^argument ([^ ]*/)?([^:]+): not allowed with argument", r"\2 does not go with"),
+    (r"^argument ([^ ]*/)?([^:]+): ignored explicit argument", r"\2 takes no value, found"),
+    (r"^argument ([^ ]*/)?([^:]+): ", r"\2: "),
+    (r"^the following arguments are required: ", "missing: "),
+    (r"^ambiguous option: (.*) could match ", r"\1 may mean "),
+)
 
 
 def numbers(text: str) -> list[int]:
@@ -54,23 +130,24 @@ def add_deployment(parser: Parser, *, takes_configs: bool = True) -> None:
 
     `takes_configs`: the command has a use for a model without weights.
     """
-    configs = "deepseek-r1 (a configuration without weights, for what only takes time), "
-    parser.add_argument(
+    configs = "deepseek-r1 or deepseek-v3 (without weights, for what only takes time), "
+    option = parser.pod_options.add_argument
+    option(
         "--model",
         default="tiny",
         metavar="M",
         help=f"a preset (tiny, tiny-random, tiny-r1), {configs if takes_configs else ''}or a Hugging Face "
         "checkpoint directory; default tiny",
     )
-    parser.add_argument(
+    option(
         "--deployment",
         default="monolithic",
         metavar="D",
         help="monolithic, colocated, pd, moe-attention, transformerless, eaas, superpod, or a .toml file; "
         "default monolithic",
     )
-    parser.add_argument("--precision", default="int8", choices=("int8", "fp32"), help="default int8")
-    parser.add_argument(
+    option("--precision", default="int8", choices=("int8", "fp32"), help="default int8")
+    option(
         "--set",
         dest="overrides",
         action="append",
@@ -78,19 +155,19 @@ def add_deployment(parser: Parser, *, takes_configs: bool = True) -> None:
         metavar="KEY=VALUE",
         help="change a setting of the deployment",
     )
-    parser.lists_settings = True
+    parser.take_settings()
 
 
 def add_mtp(parser: Parser) -> None:
     """--mtp, short for the setting of that name; see `overrides_of`."""
-    parser.add_argument(
+    parser.pod_options.add_argument(
         "--mtp", type=int, metavar="K", help="drafts per step from the MTP layers; same tokens"
     )
 
 
 def add_faults(parser: Parser) -> None:
     """--faults, a plan of what breaks; see `hw.faults`."""
-    parser.add_argument(
+    parser.pod_options.add_argument(
         "--faults",
         type=Path,
         metavar="FILE",

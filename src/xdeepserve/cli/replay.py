@@ -39,9 +39,10 @@ def add_options(parser: Parser) -> None:
         "--format", metavar="F", default="mooncake", help="of the file: mooncake (default), bailian or azure"
     )
     add_deployment(parser)
-    parser.set_defaults(deployment=None)
+    parser.set_defaults(deployment=None, model=None)
     option("--cluster", type=Path, metavar="FILE", help="time only, on these TEs (docs/platform.md); "
-           "without --deployment and --cluster: as many TEs of 32 dies as the load needs")  # fmt: skip
+           "without --deployment and --cluster: as many TEs of 32 dies as the load needs, of --model, by "
+           "default deepseek-r1")  # fmt: skip
     option("--policy", metavar="P", help="who gets a request, whatever the cluster's file says")
     option("--heat", type=Path, metavar="FILE", help="for pd-aware and deepserve, by bench heatmap")
     option("--first", type=int, metavar="N", help="of the trace, the first N requests")
@@ -108,11 +109,14 @@ def _check(args: argparse.Namespace) -> None:
         raise InputError("--deployment serves tokens, and --cluster takes time only: choose one")
     if args.deployment is None:
         tokens = {
-            "--shrink": args.shrink != 1, "--set": bool(args.overrides), "--model": args.model != "tiny",
+            "--shrink": args.shrink != 1, "--set": bool(args.overrides),
             "--precision": args.precision != "int8",
         }  # fmt: skip
         if idle := [name for name, is_given in tokens.items() if is_given]:
-            raise InputError(f"{', '.join(idle)} belongs to --deployment")
+            raise InputError(
+                f"{', '.join(idle)}: only with --deployment D, which serves tokens; time only, sizes of TEs "
+                "stand in a file: --cluster FILE"
+            )
     elif args.policy is not None or args.heat is not None or args.explain:
         raise InputError("--policy, --heat and --explain belong to --cluster; see scheduler.route")
     if args.regret is not None and not args.explain:
@@ -144,14 +148,15 @@ def _with_tokens(
     from xdeepserve.platform.service_report import report
     from xdeepserve.platform.token_replay import replayed
 
+    model = args.model or "tiny"
     with (
-        working(f"Loading {args.model}", is_quiet=args.json) as status,
-        LLM(args.model, args.deployment, args.precision, overrides=overrides_of(args),
+        working(f"Loading {model}", is_quiet=args.json) as status,
+        LLM(model, args.deployment, args.precision, overrides=overrides_of(args),
             progress=status.progress) as llm,
     ):  # fmt: skip
         status.text, status.detail = f"replay: {len(requests)} requests", ""
         outputs, outcomes, names = replayed(llm, requests, block, args.shrink)
-    more = {"model": args.model, "deployment": args.deployment, "digest": digest(outputs)}
+    more = {"model": model, "deployment": args.deployment, "digest": digest(outputs)}
     return outcomes, report(outcomes, names, bounds), more
 
 
@@ -210,15 +215,22 @@ def _time_only(
 
 
 def _asked(args: argparse.Namespace) -> Cluster:
-    """The cluster of a file, or TEs whose number is to be found; with the policy that is asked for."""
+    """The cluster of a file, or TEs whose number is to be found; with the policy and the model asked for."""
     import msgspec
 
+    from xdeepserve.model.presets import resolve_model
     from xdeepserve.platform.cluster import Cluster, ClusterTE, check_policy, read_cluster
 
     if args.policy is not None:
         check_policy(args.policy)
     cluster = Cluster((ClusterTE(),)) if args.cluster is None else read_cluster(args.cluster)
-    return msgspec.structs.replace(cluster, policy=args.policy or cluster.policy)
+    cluster = msgspec.structs.replace(
+        cluster, policy=args.policy or cluster.policy, model=args.model or cluster.model
+    )
+    if args.cluster is None:
+        drafts = min(cluster.te[0].mtp, resolve_model(cluster.model).config.num_nextn_predict_layers)
+        cluster = msgspec.structs.replace(cluster, te=(ClusterTE(mtp=drafts),))
+    return cluster
 
 
 def _of(cluster: Cluster) -> str:

@@ -42,6 +42,7 @@ def add_options(parser: Parser) -> None:
         metavar="KEY=A,B,C",
         help="a setting, and the values to try; may be repeated: all combinations are run",
     )
+    parser.take_settings()
     option("--batch", type=numbers, default=[32], metavar="N,N", help="requests of a DP group; default 32")
     option("--context", type=numbers, default=[4096], metavar="N,N", help="positions of each; default 4096")
     option("--dies", type=int, metavar="N", help="leave out combinations that have not N dies in all")

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from xdeepserve.errors import InputError
+from xdeepserve.reading import read_text
 
 
 def paragraphs(file: Path, option: str) -> list[str]:
     """The paragraphs of a text. Raises InputError, which names the option that asked for it."""
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{option} {file}: cannot be read: {error}") from None
+    text = read_text(file, f"{option} {file}")
     return [paragraph.strip() for paragraph in text.split("\n\n") if paragraph.strip()]

@@ -32,6 +32,7 @@ from xdeepserve.golden.cases import CASES
 from xdeepserve.golden.cells import ManifestRegion, locate, members
 from xdeepserve.golden.harness import Done
 from xdeepserve.golden.recorder import Arrays
+from xdeepserve.reading import read
 
 FORMAT = 1
 NOTHING = "nothing"
@@ -172,12 +173,7 @@ def check(directory: Path, names: Sequence[str] | None = None) -> tuple[list[str
 
 def _manifest(directory: Path) -> Manifest:
     path = directory / "manifest.json"
-    try:
-        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}") from None
-    except msgspec.MsgspecError as error:
-        raise InputError(f"{path}: not a manifest of golden vectors: {error}") from None
+    manifest = read(path, "JSON", "manifest").to(Manifest)
     if manifest.format != FORMAT:
         raise InputError(f"{path}: format {manifest.format} is not supported, only {FORMAT}")
     if not manifest.cases:

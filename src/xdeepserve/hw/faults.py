@@ -27,7 +27,6 @@ that rests it happens as soon as time passes its moment.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from functools import partial
 from itertools import pairwise
@@ -37,6 +36,7 @@ from typing import Any
 import msgspec
 
 from ..errors import HardwareError, InputError, meant
+from ..reading import read
 from .error_codes import GLITCHES
 from .fault_kinds import KINDS, PLACES, RULES, SAYS, Kind, OnPlane, Place, kinds_at
 from .faulty_links import LinkFault
@@ -124,13 +124,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 def read_faults(path: Path) -> tuple[Fault, ...]:
     """The plan in a file. InputError, with one line, if it cannot be read or no fault can be so."""
-    try:
-        plan = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), _File).fault
-    except OSError as error:
-        raise InputError(f"faults {path}: {error.strerror}") from None
-    except ValueError as error:  # of its text, of TOML, of msgspec
-        raise InputError(f"faults {path}: {error}") from None
-    return plan
+    return read(path, "TOML", "faults").to(_File).fault
 
 
 def check_faults(plan: Sequence[Fault], pod: Pod) -> None:

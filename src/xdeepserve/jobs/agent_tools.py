@@ -14,9 +14,8 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple, get_type_hints
 
-import msgspec
-
 from xdeepserve.errors import InputError
+from xdeepserve.reading import Document, mistakes, read_text
 
 KINDS_OF_JSON = {str: "string", int: "integer", float: "number", bool: "boolean"}
 MAX_OUTPUT_CHARS = 4096
@@ -40,19 +39,20 @@ class AgentTool(NamedTuple):
     def call(self, arguments: str) -> str:
         """What it says to these arguments, a JSON object; or what was wrong with them, or with it."""
         try:
-            given = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
+            given = Document(arguments or "{}", "arguments", "JSON").to(dict[str, Any])
             if given.keys() != self.parameters.keys():
                 return f"error: {self.name} takes {', '.join(self.parameters) or 'nothing'}"
-            found: dict[str, Any] = {
-                name: msgspec.convert(given[name], kind) for name, kind in self.parameters.items()
-            }
-            return str(self.function(**found))[:MAX_OUTPUT_CHARS]
+            for name, kind in self.parameters.items():
+                for wrong in mistakes(given[name], kind, "JSON"):
+                    return f"error: {name} {wrong.text}"
+            return str(self.function(**given))[:MAX_OUTPUT_CHARS]
         except Exception as error:
             return f"error: {' '.join(str(error).split()) or type(error).__name__}"[:MAX_OUTPUT_CHARS]
 
 
 def read_tools(path: Path) -> dict[str, AgentTool]:
     """The tools of a file, by name. InputError, one line, for a file or a function that will not do."""
+    read_text(path, f"--tools {path}")  # says best why there is none
     try:
         names = runpy.run_path(str(path), run_name="tools")
     except Exception as error:

@@ -14,6 +14,7 @@ import msgspec
 
 from xdeepserve.errors import InputError, RequestError
 from xdeepserve.model.tokenizer import Tokenizer
+from xdeepserve.reading import read_line
 
 MAX_TOKENS = 512  # of one example; what is behind is not read
 HELD_OUT = 5  # one example in so many, the last ones, is to be examined on
@@ -47,14 +48,14 @@ def read_lines(path: Path) -> Iterator[TrainingLine]:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
-            try:
-                yield msgspec.json.decode(line, type=TrainingLine)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                reason = str(error).replace("`", "").replace(" | null", "")
-                raise RequestError(f"line {number}: {reason}", param="file", code="invalid_jsonl") from None
+            yield read_line(line, TrainingLine, "", number, _refusal)
             num_found += 1
     if not num_found:
-        raise RequestError("the file has no examples", param="file", code="invalid_jsonl")
+        raise _refusal("the file has no examples")
+
+
+def _refusal(message: str) -> RequestError:
+    return RequestError(message, param="file", code="invalid_jsonl")
 
 
 def token_ids(lines: Iterator[TrainingLine], tokenizer: Tokenizer, limit: int) -> list[list[int]]:

@@ -10,6 +10,7 @@ import msgspec
 
 from xdeepserve.errors import InputError
 from xdeepserve.learn.exercise import Exercise
+from xdeepserve.reading import read
 
 
 class Standing(msgspec.Struct):
@@ -28,12 +29,7 @@ class WorkingFolder:
             raise InputError(f"--dir {path}: not a directory")
         self.standings: dict[str, Standing] = {}
         if self._progress.exists():
-            try:
-                self.standings = msgspec.json.decode(self._progress.read_bytes(), type=dict[str, Standing])
-            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-                raise InputError(f"{self._progress}: {error}") from error
-            except OSError as error:
-                raise InputError(f"{self._progress}: {error.strerror}") from error
+            self.standings = read(self._progress, "JSON").to(dict[str, Standing])
 
     def source(self, exercise: Exercise) -> Path:
         """The learner's file, absolute."""

@@ -91,7 +91,7 @@ def read_answer_lengths(directory: Path) -> AnswerLengths | None:
     try:
         weights = np.load(path, allow_pickle=False)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: not lengths of answers: {error}") from None
+        raise CheckpointError(f"{path}: not lengths of answers, an array as NumPy saves it") from error
     if weights.shape != SHAPE or weights.dtype != np.int16:
         raise CheckpointError(
             f"{path}: lengths of answers are int16 {list(SHAPE)}, found {weights.dtype} {list(weights.shape)}"

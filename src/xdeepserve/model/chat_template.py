@@ -21,6 +21,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..errors import CheckpointError, RequestError, abridged
+from ..reading import unreadable
 
 
 class ChatTemplate:
@@ -84,7 +85,7 @@ def load_chat_templates(directory: Path, tokenizer_config: Mapping[str, Any]) ->
         try:
             sources["default"] = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{path}: cannot be read: {error}") from None
+            raise CheckpointError(f"{path}: cannot be read: {unreadable(error)}") from None
     return {name: ChatTemplate(source, str(directory)) for name, source in sources.items()}
 
 

@@ -17,7 +17,6 @@ vLLM and transformers (`MtpModel`) agree on this.
 
 from __future__ import annotations
 
-import json
 import math
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import Any
 import msgspec
 
 from ..errors import CheckpointError
+from ..reading import Document, unreadable
 from .config_limits import MAX_EXPERTS, MAX_JSON_BYTES
 from .config_reader import Reader, abridged
 from .families import FAMILIES, HEAD_SIZES, AttentionKind, ExpertNames, QKNorm, Scoring
@@ -204,16 +204,13 @@ def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, A
             content = file.read(max_bytes + 1)
         if len(content) > max_bytes:
             raise CheckpointError(f"{path}: larger than {max_bytes} bytes")
-        value = json.loads(content)
+        text = content.decode("utf-8-sig")
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent}: no {path.name} in this directory") from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
-    return value
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {unreadable(error)}") from None
+    document = Document(text, path, "JSON", error=CheckpointError, has_nan=True)
+    return document.to(dict[str, Any])
 
 
 class _ConfigReader(Reader):

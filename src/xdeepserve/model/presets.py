@@ -22,21 +22,43 @@ PRESETS = ("tiny", "tiny-random", "tiny-r1")
 # Configurations without weights, for timing-only runs; after the first MegaScale-Infer's Table 4, whose sizes
 # are written down as those of grouped-query attention with experts in every layer.
 CONFIGS = ("deepseek-r1", "mixtral-8x22b", "dbrx", "scaled-moe")
+# What Hugging Face calls models of these very sizes, without the organisation and in lower case.
+ALIASES = {
+    **dict.fromkeys(("deepseek-v3", "deepseek-v3-base", "deepseek-v3-0324", "deepseek-v3.1"), "deepseek-r1"),
+    **dict.fromkeys(("deepseek-r1-zero", "deepseek-r1-0528"), "deepseek-r1"),
+    **dict.fromkeys(("mixtral-8x22b-v0.1", "mixtral-8x22b-instruct-v0.1"), "mixtral-8x22b"),
+    **dict.fromkeys(("dbrx-base", "dbrx-instruct"), "dbrx"),
+}
+ORGANISATIONS = ("deepseek-ai/", "mistralai/", "databricks/")
 PRESET_DIRECTORY = Path(__file__).parent / "preset_files"
+
+
+def preset_name(name_or_path: str | Path) -> str | None:
+    """The preset that is called so, in any case and by Hugging Face's names, too; None if it is none."""
+    name = str(name_or_path)
+    if name in (*PRESETS, *CONFIGS):
+        return name
+    if os.path.exists(name):  # False, too, of a name that no file can have
+        return None
+    name = name.lower()
+    name = next((name.removeprefix(each) for each in ORGANISATIONS if name.startswith(each)), name)
+    name = ALIASES.get(name, name)
+    return name if name in (*PRESETS, *CONFIGS) else None
 
 
 def resolve_model(name_or_path: str | Path) -> Checkpoint:
     """A preset by its name, else a checkpoint directory by its path. Raises CheckpointError."""
-    if str(name_or_path) in ("tiny-random", "tiny-r1"):
-        return TinyCheckpoint(str(name_or_path))
-    if str(name_or_path) in CONFIGS:
-        return ConfigOnly(str(name_or_path))
-    if str(name_or_path) == "tiny":
-        return open_checkpoint(PRESET_DIRECTORY / "tiny")
-    if not os.path.exists(name_or_path):  # False, too, of a name that no file can have
+    preset = preset_name(name_or_path)
+    if preset in ("tiny-random", "tiny-r1"):
+        return TinyCheckpoint(preset)
+    if preset in CONFIGS:
+        return ConfigOnly(preset)
+    if preset is not None:
+        return open_checkpoint(PRESET_DIRECTORY / preset)
+    if not os.path.exists(name_or_path):
         names = f"{', '.join(PRESETS)}; for what only takes time {', '.join(CONFIGS)}"
         known = f"neither a preset ({names}) nor a directory that is there"
-        nearest = meant(name_or_path, (*PRESETS, *CONFIGS)) or "; nothing is downloaded"
+        nearest = meant(name_or_path, (*PRESETS, *CONFIGS, *ALIASES)) or "; nothing is downloaded"
         raise CheckpointError(f"model {str(name_or_path)[:400]!r}: {known}{nearest}")
     return open_checkpoint(name_or_path)
 

@@ -28,7 +28,7 @@ class TensorFile:
             self._handle: Any = safe_open(path, framework="numpy")
             self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         except (SafetensorError, OSError, ValueError) as error:
-            raise CheckpointError(f"{path}: truncated or corrupt safetensors file ({error})") from None
+            raise CheckpointError(f"{path}: truncated or corrupt safetensors file") from error
         weakref.finalize(self, os.close, self._fd)
         self._nbytes = os.fstat(self._fd).st_size
         self.names = frozenset(self._handle.keys())

@@ -242,7 +242,10 @@ def load_tokenizer(directory: Path) -> Tokenizer | None:
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
-        raise CheckpointError(f"{path}: not a tokenizer: {error}") from None
+        read_json_object(path, path.stat().st_size)  # names the line of what is no JSON
+        raise CheckpointError(
+            f"{path}: not a tokenizer, with its model and vocabulary, as tokenizers saves it"
+        ) from error
     if backend.decoder is not None and _has_regex(backend.decoder):
         raise CheckpointError(
             f"{path}: its decoder has a regular expression, which could hold up every token of every request"

@@ -22,12 +22,12 @@ server_gib = 256
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from xdeepserve.engine.balance.te_policies import POLICIES, Policy
 from xdeepserve.engine.build import PodPlan
@@ -52,6 +52,7 @@ from xdeepserve.platform.scale_up import ScaleUp, ScaleWays, dummy_ns, held_weig
 from xdeepserve.platform.service_report import Bounds
 from xdeepserve.platform.step_price import Progress, StepPrice, priced, with_room
 from xdeepserve.platform.te_task import StepLimits
+from xdeepserve.reading import Mistake, read
 from xdeepserve.step.attention import KV_NBYTES
 
 MAX_TES, MAX_DIES = 4096, 768
@@ -61,15 +62,31 @@ FleetChange = FleetScaler | FleetRoles | FleetPool  # what a fleet's TEs or serv
 class ClusterTE(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """TEs of one kind. One that is `apart` has a half that prefills and a half that decodes."""
 
-    count: Annotated[int, "how many"] = 1
-    dies: Annotated[int, "of each"] = 32
+    count: Annotated[int, "how many", Meta(ge=1, le=MAX_TES)] = 1
+    dies: Annotated[int, "of each", Meta(ge=1, le=MAX_DIES)] = 32
     apart: Annotated[bool, "prefill and decode on a half each"] = False
     role: Annotated[TERole, "both, or prefill or decode alone, beside TEs with the other"] = "both"
-    tp: Annotated[int, "dies that share a DP group"] = 1
-    mtp: Annotated[int, "drafts of a step"] = 1
-    acceptance: Annotated[float, "of a draft"] = 0.9
-    max_num_seqs: Annotated[int, "of a DP group"] = 64
-    max_num_batched_tokens: Annotated[int, "rows of a DP group's step"] = 1024
+    tp: Annotated[int, "dies that share a DP group", Meta(ge=1, le=MAX_DIES)] = 1
+    mtp: Annotated[int, "drafts of a step", Meta(ge=0, le=2)] = 1
+    acceptance: Annotated[float, "of a draft", Meta(ge=0, le=1)] = 0.9
+    max_num_seqs: Annotated[int, "of a DP group", Meta(ge=1, le=4096)] = 64
+    max_num_batched_tokens: Annotated[int, "rows of a DP group's step", Meta(ge=1, le=8192)] = 1024
+
+    def mistakes(self) -> Iterator[tuple[str, str]]:
+        """Every contradiction, with the field that it is about."""
+        if self.apart and self.role != "both":
+            yield "apart", f"=true has both roles, found role={self.role}"
+        if self.apart and self.dies % 2:
+            yield "dies", f"must be an even number, as apart=true has two halves, found {self.dies}"
+        halves = self.dies // 2 if self.apart else self.dies
+        if halves % self.tp:
+            yield "tp", f"={self.tp} does not divide {halves} dies"
+        if self.max_num_seqs * (1 + self.mtp) > self.max_num_batched_tokens:
+            yield (
+                "max_num_seqs",
+                f"={self.max_num_seqs} with {self.mtp} drafts each are more rows than "
+                f"max_num_batched_tokens={self.max_num_batched_tokens}",
+            )
 
 
 class ClusterScale(ScaleBounds, frozen=True, forbid_unknown_fields=True):
@@ -112,75 +129,45 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     te: tuple[ClusterTE, ...]
     model: str = "deepseek-r1"
     policy: Policy = "cost"
-    stale_ms: float = 0.0  # age of hints about prefixes
+    stale_ms: Annotated[float, "age of hints about prefixes", Meta(ge=0, le=1e9)] = 0.0
     lengths: Lengths = "none"  # what policies are told of answers that are yet to come
     scale: ClusterScale | None = None
     roles: RoleBounds | None = None
     pool: ClusterPool | None = None
 
-    def check(self, name: str) -> None:
-        """InputError with every contradiction."""
-        wrong = [] if self.te else ["there is no [[te]]"]
+    def mistakes(self) -> Iterator[Mistake]:
+        """Every contradiction."""
+        if not self.te:
+            yield Mistake(("te",), "must list a section [[te]] at least")
         for number, te in enumerate(self.te):
-            where = f"te {number}: "
-            wrong += [
-                f"{where}{key} must lie in [{low}, {high}], found {getattr(te, key)}"
-                for key, low, high in (
-                    ("count", 1, MAX_TES), ("dies", 1, MAX_DIES), ("mtp", 0, 2), ("acceptance", 0, 1),
-                    ("max_num_seqs", 1, 4096), ("max_num_batched_tokens", 1, 8192),
-                )
-                if not low <= getattr(te, key) <= high
-            ]  # fmt: skip
-            if te.apart and te.role != "both":
-                wrong.append(f"{where}apart has both roles, found role={te.role}")
-            if te.apart and te.dies % 2:
-                wrong.append(f"{where}apart, so dies are an even number, found {te.dies}")
-            halves = te.dies // 2 if te.apart else te.dies
-            if te.tp < 1 or halves % te.tp:
-                wrong.append(f"{where}tp={te.tp} does not divide {halves} dies")
-            if te.max_num_seqs * (1 + te.mtp) > te.max_num_batched_tokens:
-                wrong.append(
-                    f"{where}max_num_seqs={te.max_num_seqs} with {te.mtp} drafts each are more rows than "
-                    f"max_num_batched_tokens={te.max_num_batched_tokens}"
-                )
+            yield from (Mistake(("te", number, field), text) for field, text in te.mistakes())
         roles = {te.role for te in self.te}
         for one, other in (("prefill", "decode"), ("decode", "prefill")):
             if one in roles and other not in roles:
-                wrong.append(f"there are TEs with role={one}, and none with role={other}")
+                yield Mistake((), f"there are TEs with role={one}, and none with role={other}")
+        for name in ("scale", "roles", "pool"):
+            section = getattr(self, name)
+            for wrong in [] if section is None else section.wrong():
+                yield Mistake((name,), wrong.removeprefix(name))
         if self.scale is not None:
-            wrong += self.scale.wrong()
             if [te.role for te in self.te] != ["both"]:
-                wrong.append("scale needs TEs of one kind, with role=both")
+                yield Mistake(("scale",), "needs TEs of one kind, with role=both")
             elif not self.scale.least <= self.te[0].count <= self.scale.most:
-                wrong.append(f"scale: count={self.te[0].count} lies outside its least and most")
-        if self.pool is not None:
-            wrong += self.pool.wrong()
+                yield Mistake(("scale",), f": count={self.te[0].count} lies outside its least and most")
         if self.roles is not None:
-            wrong += self.roles.wrong()
             if [te.role for te in self.te] != ["prefill", "decode"]:
-                wrong.append('roles needs a [[te]] with role="prefill" and, after it, one with role="decode"')
+                needed = 'needs a [[te]] with role="prefill" and, after it, one with role="decode"'
+                yield Mistake(("roles",), needed)
             elif self.te[0].dies != self.te[1].dies:
-                wrong.append("roles needs TEs of equally many dies")
-        if not 0 <= self.stale_ms <= 1e9:
-            wrong.append(f"stale_ms must be 0 or more, found {self.stale_ms:g}")
-        if wrong:
-            raise InputError(f"cluster {name}: {'; '.join(wrong)}")
+                yield Mistake(("roles",), "needs TEs of equally many dies")
 
 
 def read_cluster(path: Path) -> Cluster:
     """InputError, in one line, for a file that is none."""
-    try:
-        raw = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise InputError(f"cluster {path}: {error.strerror or error}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"cluster {path}: not valid TOML: {error}") from None
-    check_policy(raw.get("policy", "cost"))
-    try:
-        cluster = msgspec.convert(raw, Cluster)
-    except msgspec.ValidationError as error:
-        raise InputError(f"cluster {path}: {error}") from None
-    cluster.check(str(path))
+    document = read(path, "TOML", "cluster")
+    cluster = document.to(Cluster)
+    if wrong := list(cluster.mistakes()):
+        raise document.refusal(wrong)
     return cluster
 
 

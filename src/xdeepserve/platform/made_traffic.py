@@ -9,12 +9,14 @@ nothing else of them is fitted.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from xdeepserve.errors import InputError, meant
 from xdeepserve.platform.traces import TracedRequest
+from xdeepserve.reading import mistakes, toml_value
 
 PREFIX = "made:"  # of what stands for a trace on the command line
 
@@ -71,7 +73,7 @@ class MadeTraffic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def parsed(text: str) -> MadeTraffic:
     """'made:requests=200,prompt=64' -> MadeTraffic. InputError for what is no setting."""
-    given = {}
+    given: dict[str, Any] = {}
     for part in filter(None, text.removeprefix(PREFIX).split(",")):
         key, equals, value = part.partition("=")
         if key not in MadeTraffic.__struct_fields__ or not equals:
@@ -80,11 +82,10 @@ def parsed(text: str) -> MadeTraffic:
             raise InputError(f"{PREFIX} '{part}' is no setting{hint}: KEY=VALUE with KEY one of {names}")
         if key in given:
             raise InputError(f"{PREFIX} {key} is given twice")
-        given[key] = value
-    try:
-        traffic = msgspec.convert(given, MadeTraffic, strict=False)
-    except msgspec.ValidationError as error:
-        raise InputError(f"{PREFIX} {error}") from None
+        given[key] = toml_value(value)
+    if wrong := [each.said("TOML") for each in mistakes(given, MadeTraffic, "TOML")]:
+        raise InputError(f"{PREFIX} {'; '.join(wrong)}")
+    traffic = msgspec.convert(given, MadeTraffic)
     traffic.check()
     return traffic
 

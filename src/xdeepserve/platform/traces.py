@@ -16,11 +16,12 @@ import csv
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Annotated, Literal, NamedTuple, get_args
 
 import msgspec
 
 from xdeepserve.errors import InputError, meant
+from xdeepserve.reading import read_line, unreadable
 
 TraceFormat = Literal["mooncake", "bailian", "azure"]
 BLOCK_TOKENS: dict[TraceFormat, int] = {"mooncake": 512, "bailian": 16, "azure": 16}
@@ -36,6 +37,18 @@ class TracedRequest(NamedTuple):
     input_length: int  # tokens, as is the next
     output_length: int
     blocks: tuple[int, ...]  # of the prompt; without them nobody is known to share its beginning
+
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)]
+
+
+class _Line(msgspec.Struct, frozen=True):
+    """A line of a JSON trace."""
+
+    timestamp: Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+    input_length: Count
+    output_length: Count
+    hash_ids: tuple[Count, ...]
 
 
 def trace_format(name: str) -> TraceFormat:
@@ -64,10 +77,8 @@ def read_trace(path: Path, form: TraceFormat) -> list[TracedRequest]:
                     )
                 requests.append(request)
                 last = number
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise InputError(f"{path}: not a text in UTF-8") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: {unreadable(error)}") from None
     if not requests:
         raise InputError(f"{path}: no requests in it")
     if form != "azure" and not any(request.blocks and request.input_length for request in requests):
@@ -95,25 +106,18 @@ def _check_blocks(path: Path, form: TraceFormat, requests: Sequence[TracedReques
 def _json(path: Path, lines: Iterator[str], form: TraceFormat) -> Iterator[tuple[int, TracedRequest]]:
     for number, line in enumerate(lines, 1):
         if line.strip():
-            yield number, _request(f"{path}, line {number}", line, form)
+            yield number, _request(path, number, line, form)
 
 
-def _request(where: str, line: str, form: TraceFormat) -> TracedRequest:
-    try:
-        fields: dict[str, Any] = msgspec.json.decode(line, type=dict[str, Any])
-        at, blocks = fields["timestamp"], tuple(fields["hash_ids"])
-        lengths = fields["input_length"], fields["output_length"]
-    except KeyError as error:
-        raise InputError(f"{where}: not a request in the format {form}: it has no {error}") from None
-    except (msgspec.DecodeError, TypeError) as error:
+def _request(path: Path, number: int, line: str, form: TraceFormat) -> TracedRequest:
+    if not line.lstrip().startswith("{"):
         others = " or ".join(name for name in get_args(TraceFormat) if name != form)
-        raise InputError(f"{where}: not a request in the format {form} (is it {others}?): {error}") from None
-    numbers = (*lengths, *blocks)
-    if not all(type(each) is int and 0 <= each < 1 << 62 for each in numbers):
-        raise InputError(f"{where}: input_length, output_length and hash_ids are whole numbers, 0 or more")
-    if type(at) not in (int, float) or not 0 <= at < 1e12:
-        raise InputError(f"{where}: timestamp is a number, 0 or more, found {at!r}")
-    return TracedRequest(round(at * NS[form]), *lengths, blocks)
+        where = f"{path}, line {number}"
+        raise InputError(f"{where}: not a JSON object, as in the format {form} (is it {others}?)")
+    said = read_line(line.encode(), _Line, path, number)
+    return TracedRequest(
+        round(said.timestamp * NS[form]), said.input_length, said.output_length, said.hash_ids
+    )
 
 
 def _azure(path: Path, lines: Iterator[str]) -> Iterator[tuple[int, TracedRequest]]:

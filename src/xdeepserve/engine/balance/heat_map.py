@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from xdeepserve.errors import InputError
+from xdeepserve.reading import read
 
 
 class HeatMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,9 +57,4 @@ def _square(least: Sequence[int], length: float) -> int:
 
 def read_heat_map(path: Path) -> HeatMap:
     """InputError for a file that is none."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=HeatMap)
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror or error}") from None
-    except (msgspec.DecodeError, ValueError) as error:
-        raise InputError(f"{path}: not a heat map: {error}") from None
+    return read(path, "JSON", "heat map").to(HeatMap)

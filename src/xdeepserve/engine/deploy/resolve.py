@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,11 @@ import msgspec
 from xdeepserve.engine.deploy.deployment import Deployment
 from xdeepserve.engine.deploy.settings import nearest, settings
 from xdeepserve.errors import DeploymentError, meant
+from xdeepserve.reading import Document, Mistake, Place, mistakes, read, refused, toml_value, unknown_field
 
 PRESETS = ("monolithic", "colocated", "pd", "moe-attention", "transformerless", "eaas", "superpod")
 # Fitted to any model; the superpod has its own sizes.
 SELF_SIZING = tuple(name for name in PRESETS if name != "superpod")
-UNKNOWN = "Object contains unknown field `"  # what msgspec says
 
 
 def resolve(name: str, overrides: Sequence[str] = ()) -> Deployment:
@@ -25,52 +24,45 @@ def resolve(name: str, overrides: Sequence[str] = ()) -> Deployment:
 
     Raises DeploymentError with every reason.
     """
-    raw, title = _read(name)
-    reasons, wrong = [], _decode_error(raw, title)  # in the file itself, whatever the overrides
+    document = _read(name)
+    raw = document.raw | {"name": Path(name).stem}
+    own = list(_mistakes(raw))  # in the file itself, whatever the overrides
+    reasons = []
     for override in overrides:
         key, equals, text = override.partition("=")
-        if not equals or not key:
-            reasons.append(f"'{override}' is not of the form key=value")
+        if not equals or not key.strip():
+            reasons.append(_no_assignment(override))
             continue
-        trial = _assigned(raw, key.strip(), _parse_value(text.strip()))
-        error = _decode_error(trial, title)
-        if error and error != wrong:
-            reasons.append(f"{override}: {error}")
+        trial = _assigned(raw, key.strip(), toml_value(text.strip()))
+        if found := [each.said("TOML") for each in _mistakes(trial) if each not in own]:
+            reasons.append(f"{override}: {'; '.join(found)}")
         else:
             raw = trial
-    error = _decode_error(raw, title)
-    if error:
-        reasons.insert(0, error)
+    reasons = [document.said(each) for each in own if each in _mistakes(raw)] + reasons
     if reasons:
-        raise DeploymentError(f"deployment {title}: " + "; ".join(reasons))
-    return msgspec.convert(raw | {"name": title}, Deployment)
+        raise DeploymentError(refused(document.where, reasons))
+    return msgspec.convert(raw, Deployment)
 
 
-def _read(name: str) -> tuple[dict[str, Any], str]:
-    """The TOML table of a preset or a file, and its title."""
+def _no_assignment(override: str) -> str:
+    """Say how an override is written, with the setting that may be meant."""
+    own = next((each for each in settings() if each.key == override.strip()), None)
+    hint = nearest(override) if own is None else f": {own.key}={own.example}"
+    return f"'{override}' is not of the form key=value{hint}"
+
+
+def _read(name: str) -> Document:
+    """The TOML table of a preset or a file."""
     if name in PRESETS:
         text = (resources.files(__package__) / "presets" / f"{name}.toml").read_text()
-        return tomllib.loads(text), name
+        return Document(text, f"deployment {name}", "TOML")
     path = Path(name)
     if path.suffix != ".toml":
         known = ", ".join(PRESETS)
         raise DeploymentError(
             f"unknown deployment '{name}'{meant(name, PRESETS)}: known are {known}, or a .toml file"
         )
-    try:
-        return tomllib.loads(path.read_text()), path.stem
-    except OSError as error:
-        raise DeploymentError(f"deployment {path}: cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise DeploymentError(f"deployment {path}: not valid TOML: {error}") from None
-
-
-def _parse_value(text: str) -> Any:
-    """A TOML value, or the text itself."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
+    return read(path, "TOML", "deployment", DeploymentError)
 
 
 def _assigned(raw: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
@@ -82,32 +74,16 @@ def _assigned(raw: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
     return raw | {head: value}
 
 
-def _decode_error(raw: dict[str, Any], title: str) -> str | None:
-    try:
-        msgspec.convert(raw | {"name": title}, Deployment)
-    except msgspec.ValidationError as error:
-        text, _, place = str(error).partition(" - at `$.")
-        key = place.removesuffix("`")
-        if text.startswith(UNKNOWN):
-            key = _unknown(raw, key, text.removeprefix(UNKNOWN).removesuffix("`"))
-            return f"unknown setting {key}{nearest(key)}"
-        names = sorted(name for setting in settings() if setting.key == key for name in setting.names)
-        if not names:
-            return str(error)
-        return f"{key} must be one of {', '.join(names)}, found {_value(raw, key)!r}"
-    return None
+def _mistakes(raw: dict[str, Any]) -> Iterator[Mistake]:
+    return mistakes(raw, Deployment, "TOML", _unknown)
 
 
-def _value(raw: Any, key: str) -> Any:
-    for part in filter(None, key.split(".")):
-        raw = raw.get(part) if isinstance(raw, dict) else None
-    return raw
-
-
-def _unknown(raw: dict[str, Any], section: str, name: str) -> str:
-    """The key of what is unknown in a section; with what is to be set in it, if it is meant as one, too."""
-    found, key = (_value(raw, section) or {}).get(name), f"{section}.{name}".removeprefix(".")
-    while isinstance(found, dict) and found:
-        name, found = next(iter(found.items()))
-        key += f".{name}"
-    return key
+def _unknown(place: Place, value: Any, known: Sequence[str]) -> Mistake:
+    """An unknown setting, with those that are like it. What is set within an unknown section is meant as
+    one."""
+    if any(isinstance(part, int) for part in place):  # in [[te]]
+        return unknown_field(place, value, known)
+    while isinstance(value, dict) and value:
+        name, value = next(iter(value.items()))
+        place = (*place, name)
+    return Mistake(place, nearest(".".join(map(str, place))), "unknown setting ")

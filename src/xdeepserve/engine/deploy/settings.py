@@ -29,6 +29,11 @@ class Setting(NamedTuple):
     meaning: str
 
     @property
+    def example(self) -> str:
+        """The default as `--set` takes it, or else the kind of value."""
+        return self.type.upper() if self.default is None else str(self.default).lower()
+
+    @property
     def names(self) -> list[str]:
         """The names that it may have, if it has one of several."""
         return self.type.split("|") if "|" in self.type else []
@@ -78,7 +83,8 @@ def nearest(key: str) -> str:
         return sum(SequenceMatcher(None, *pair).ratio() for pair in pairs)
 
     known = sorted((each.key for each in settings()), key=likeness, reverse=True)
-    return f"; the nearest are {', '.join(known[:3])}" if likeness(known[0]) >= LIKE else ""
+    is_like = likeness(known[0]) >= LIKE
+    return f"; the nearest are {', '.join(known[:3])}" if is_like else "; xdeepserve settings lists all"
 
 
 def instead(section: str, value: Any, known: Container[str]) -> str:
