@@ -1,13 +1,17 @@
-"""How a server presents itself: names, keys, origins, encryption, and where it listens."""
+"""How a server presents itself: names, keys, origins, encryption, where it listens, and what it logs."""
 
 from __future__ import annotations
 
+import re
 import ssl
 from pathlib import Path
 
 import msgspec
 
 from xdeepserve.errors import InputError
+
+# A name, an IPv4 address, an IPv6 address with or without brackets, or "*".
+_HOST = re.compile(r"\*|[^\s:/?#@*\[\]]+|\[?[0-9a-f.]*:[0-9a-f:.]+\]?", re.IGNORECASE)
 
 
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -16,6 +20,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     served_model_names  what clients may call the model, the first of them in answers; empty: its own name
     api_keys            one of these has to come with every request to the model; empty: none needs to
     allowed_origins     web pages of these origins may call from a browser; "*": of all
+    allowed_hosts       names, beside those of loopback, that requests may call this server by; "*": all
     ssl_certfile, ssl_keyfile   PEM files; the key may be in the certificate's
     admin               clients may list, add and remove task executors (api/admin.py)
     record              file that what the page draws is written to
@@ -28,6 +33,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     served_model_names: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     admin: bool = False
@@ -42,9 +48,15 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
             ("--served-model-name", self.served_model_names),
             ("--api-key", self.api_keys),
             ("--allowed-origins", self.allowed_origins),
+            ("--allowed-hosts", self.allowed_hosts),
         ):
             if not all(values):
                 raise InputError(f"{flag} must not be empty")
+        for name in self.allowed_hosts:
+            if not _HOST.fullmatch(name):
+                raise InputError(
+                    f"--allowed-hosts takes names or addresses, without scheme and port, found {name}"
+                )
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise InputError("--ssl-keyfile needs --ssl-certfile")
 
@@ -58,6 +70,11 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         except (OSError, ValueError) as error:
             raise InputError(f"--ssl-certfile {self.ssl_certfile}: {error}") from None
         return context
+
+
+def host_name(name: str) -> str:
+    """The name or address of a host in lower case, without a trailing dot and an IPv6 address's brackets."""
+    return name.lower().strip("[]").removesuffix(".")
 
 
 def _no_password() -> str:

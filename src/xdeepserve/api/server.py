@@ -21,7 +21,13 @@ from pathlib import Path
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from xdeepserve.api.access import add_cors_headers, cors_middleware, key_middleware
+from xdeepserve.api.access import (
+    ADDRESS,
+    add_cors_headers,
+    cors_middleware,
+    guard_middleware,
+    key_middleware,
+)
 from xdeepserve.api.admin import add_admin_routes
 from xdeepserve.api.agent_door import add_agent_routes
 from xdeepserve.api.chat import create_chat_completion
@@ -32,7 +38,7 @@ from xdeepserve.api.info import get_model, health, list_models, load, ping, show
 from xdeepserve.api.input_items import list_input_items
 from xdeepserve.api.job_desk import run_desk
 from xdeepserve.api.job_door import add_job_routes
-from xdeepserve.api.member_beat import ADDRESS, run_member
+from xdeepserve.api.member_beat import run_member
 from xdeepserve.api.model_shelf import DRAIN_POLL_S, drain
 from xdeepserve.api.openapi import show_docs, show_openapi
 from xdeepserve.api.options import ServerOptions
@@ -67,6 +73,7 @@ def build_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.
         middlewares=[
             request_id_middleware,
             error_middleware,
+            guard_middleware(options),
             cors_middleware(options),
             key_middleware(options),
         ],

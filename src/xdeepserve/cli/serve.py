@@ -67,6 +67,13 @@ def add_options(parser: Parser) -> None:
         metavar="ORIGIN",
         help="web pages that may call from a browser (CORS); '*' for all; default none",
     )
+    parser.add_argument(
+        "--allowed-hosts",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="names that clients may call this server by, beside localhost; '*' for all",
+    )
     parser.add_argument("--ssl-certfile", metavar="PEM", help="serve https with this certificate")
     parser.add_argument("--ssl-keyfile", metavar="PEM", help="its key, if that is a file of its own")
 
@@ -124,6 +131,7 @@ def _options(args: argparse.Namespace, host: str, port: int) -> ServerOptions:
         served_model_names=tuple(args.served_model_name),
         api_keys=tuple(args.api_key),
         allowed_origins=tuple(args.allowed_origins),
+        allowed_hosts=tuple(args.allowed_hosts),
         ssl_certfile=args.ssl_certfile,
         ssl_keyfile=args.ssl_keyfile,
         uds=args.uds,
