@@ -73,8 +73,8 @@ def _check_host(request: web.Request, allowed: Sequence[str]) -> None:
 
 def _authority(request: web.Request) -> str | None:
     """The name and port that a request is sent to: of its target where that is a whole URL, else of `Host`."""
-    target = request.message.url
-    return target.authority if target.absolute else request.headers.get("Host")
+    target = request.raw_path
+    return request.headers.get("Host") if target.startswith(("/", "*")) else request.url.authority
 
 
 def is_loopback_name(name: str) -> bool:
@@ -131,9 +131,9 @@ def _origin(text: str) -> tuple[str, str | None, int | None] | None:
 def _check_type(request: web.Request) -> None:
     """ApiError for a body that is not of the type which its path takes. Browsers ask first (by a preflight)
     before a page of another origin sends JSON."""
-    given = request.headers.getall("Content-Type", [])
-    if not given and not request.can_read_body:
+    if not request.can_read_body:
         return
+    given = request.headers.getall("Content-Type", [])
     kind = given[0].partition(";")[0].strip().lower() if len(given) == 1 else None
     if request.path in FORMS:
         is_right, wanted = kind == FORM, f"a file comes as {FORM}, with the fields file and purpose"
