@@ -14,8 +14,8 @@ from xdeepserve.engine.job.executor import JobExecutor
 from xdeepserve.engine.job.roster import can_serve
 from xdeepserve.engine.serving.control_plane import ControlPlane
 from xdeepserve.engine.serving.counters import Counters
-from xdeepserve.engine.serving.failover import Failover
-from xdeepserve.engine.serving.joining import Joining, until_unused
+from xdeepserve.engine.serving.failover import Failover, what_helps
+from xdeepserve.engine.serving.joining import FAILED, Joining, until_unused
 from xdeepserve.engine.te.reports import ServerReport, TEHealth, TEReport
 from xdeepserve.engine.te.te import TE
 from xdeepserve.engine.te.te_plan import TEPlan
@@ -122,10 +122,9 @@ class TEGroup:
             return self._failover.cannot_replace(
                 te.plan, die, [other.plan for other in self._je.tes.ready("prefill")]
             )
-        return (
-            f"{te.sizes.name} needs die {die}, and no other task executor could go on: "
-            "serve with --set recovery.failover=true"
-        )
+        helps = what_helps(self._plan, te.plan, [die])
+        hint = f": serve with --set {helps}" if helps else ""
+        return f"{te.sizes.name} needs die {die}, and no other task executor could go on{hint}"
 
     def health(self) -> list[TEHealth]:
         """Of all TEs, those included that are loading or have been lost."""
@@ -296,6 +295,9 @@ class TEGroup:
         self._plan.pod.lose(te.plan.every_die)
         is_wanted = self._failover is not None and te.life == "ready" and self._end is None
         if not is_wanted and not self._is_needless(te) and not self.is_recovering:
+            lost = self._plan.pod.memories.silent.intersection(te.plan.every_die)
+            if isinstance(reason, FAILED) and (helps := what_helps(self._plan, te.plan, lost)):
+                reason.args = (f"{reason}; requests would have gone on with {helps}",)
             self._on_failure(reason)
             return
         if is_wanted:
