@@ -77,7 +77,16 @@ async def test_what_no_handler_sees_is_an_error_in_json(
     data = b'{"prompt": "hi", "max_tokens": 1}'
     length = [] if header.startswith("Content-Length") else [f"Content-Length: {len(data)}"]
     reader, writer = await asyncio.open_connection(*address)
-    lines = [f"POST {TEXT} HTTP/1.1", "Host: localhost", "Content-Type: application/json", "Connection: close", *length, header, "", ""]
+    lines = [
+        f"POST {TEXT} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        "Connection: close",
+        *length,
+        header,
+        "",
+        "",
+    ]
     writer.write("\r\n".join(lines).encode() + data)
     async with asyncio.timeout(20):
         head, _, content = (await reader.read()).partition(b"\r\n\r\n")

@@ -213,7 +213,9 @@ async def test_a_client_that_hangs_up_frees_its_blocks(real: tuple[Engine, str, 
     )
     reader, writer = await asyncio.open_connection(host, port)
     kind = "Content-Type: application/json"
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{kind}\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{kind}\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
     writer.write((head + body).encode())
     while engine.stats().kv_cache_usage == 0:
         await asyncio.sleep(0.005)

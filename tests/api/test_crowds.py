@@ -262,7 +262,9 @@ async def test_long_texts_and_many_tokens_do_not_stall_others(engine: Engine, ad
     ]
 
     async def ask(session: aiohttp.ClientSession, path: str, body: bytes) -> int:
-        async with session.post(address + path, data=io.BytesIO(body), headers={"Content-Type": "application/json"}) as response:
+        async with session.post(
+            address + path, data=io.BytesIO(body), headers={"Content-Type": "application/json"}
+        ) as response:
             await response.read()
             return response.status
 

@@ -28,7 +28,6 @@ from xdeepserve.jobs.cluster_manager import LEASE_S, ClusterManager
 from xdeepserve.jobs.job_store import JobStore
 from xdeepserve.jobs.lease import CLUSTER_MANAGER
 
-
 FORM = {"Content-Type": "multipart/form-data; boundary=x"}
 
 

@@ -24,7 +24,15 @@ from xdeepserve.errors import InputError
 TEXT = "/v1/completions"
 BODY = {"prompt": "hi", "max_tokens": 1}
 EVIL = "http://evil.example"
-POSTS = (TEXT, "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize", "/page/break", "/admin/tes")
+POSTS = (
+    TEXT,
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/tokenize",
+    "/detokenize",
+    "/page/break",
+    "/admin/tes",
+)
 POSTS = (*POSTS, "/admin/servers", "/v1/fine_tuning/jobs", "/v1/agent/jobs", "/ping", "/v1/nothing")
 
 
@@ -45,7 +53,14 @@ async def refusal(response: aiohttp.ClientResponse) -> tuple[int, str]:
 
 LOOPBACK = ["localhost", "LocalHost", "localhost.", "demo.localhost", "127.0.0.1", "127.9.9.9", "[::1]"]
 LOOPBACK += ["[::ffff:127.0.0.1]", "localhost:1", "[::1]:80", "127.0.0.1:65535"]
-OTHERS = ["evil.example", "localhost.evil.example", "127.0.0.1.nip.io", "evillocalhost", "192.168.1.5", "0.0.0.0"]
+OTHERS = [
+    "evil.example",
+    "localhost.evil.example",
+    "127.0.0.1.nip.io",
+    "evillocalhost",
+    "192.168.1.5",
+    "0.0.0.0",
+]
 OTHERS += ["evil.example:8000", "[::2]", "[fe80::1]", "[::ffff:10.0.0.1]", "evil@localhost", "localhost evil"]
 OTHERS += ["", ".", "localhost:x", "localhost/", "127.1", "host.docker.internal"]
 
@@ -133,7 +148,11 @@ async def test_what_computes_or_changes_takes_json(engine: FakeEngine) -> None:
         for kind in ("application/json", "Application/JSON; charset=utf-8", "application/vnd.api+json"):
             assert (await client.post(TEXT, data=data, headers={"Content-Type": kind})).status == 200, kind
         for path in POSTS:
-            for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
+            for kind in (
+                "text/plain",
+                "application/x-www-form-urlencoded",
+                "multipart/form-data; boundary=x",
+            ):
                 response = await client.post(path, data=data, headers={"Content-Type": kind})
                 status, said = await refusal(response)
                 assert (status, "curl: -H 'Content-Type: application/json'" in said) == (415, True), path

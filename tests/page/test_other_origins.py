@@ -82,7 +82,9 @@ async def test_a_page_of_another_origin_neither_reads_nor_changes(serve: Serve, 
         assert len(told) > 30
         read = {what: found for what, found in told.items() if found.startswith("read")}
         assert read == {}
-        if is_rebound:  # the page itself comes by that name: the browser would let it read all, and is told nothing
+        if (
+            is_rebound
+        ):  # the page itself comes by that name: the browser would let it read all, and is told nothing
             await tab.send("Page.navigate", url=target)
             await tab.until("document.body && document.body.textContent.includes('is not called')")
             own = TRIES.replace("document.forms[0]", "document.createElement('form')")

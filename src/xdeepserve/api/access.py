@@ -66,9 +66,7 @@ def _check_host(request: web.Request, allowed: Sequence[str]) -> None:
     listens_on = URL(request.app.get(ADDRESS, "")).host
     if not (is_loopback_name(name) or name in map(host_name, allowed) or name == listens_on):
         add = f": --allowed-hosts {name} serves it" if name else ""
-        raise ApiError(
-            421, f"this server is not called {abridged(authority, 80)}{add}", code="unknown_host"
-        )
+        raise ApiError(421, f"this server is not called {abridged(authority, 80)}{add}", code="unknown_host")
 
 
 def _authority(request: web.Request) -> str | None:

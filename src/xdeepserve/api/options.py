@@ -23,6 +23,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     allowed_hosts       names, beside those of loopback, that requests may call this server by; "*": all
     ssl_certfile, ssl_keyfile   PEM files; the key may be in the certificate's
     admin               clients may list, add and remove task executors (api/admin.py)
+    log_requests        a line of the log for each request
     record              file that what the page draws is written to
     state               directory in which files and jobs are kept (api/job_door.py); without, none are taken
     tools               file with the functions that agents may call (jobs/agent_tools.py)
@@ -37,6 +38,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     admin: bool = False
+    log_requests: bool = False
     record: Path | None = None
     state: Path | None = None
     tools: Path | None = None

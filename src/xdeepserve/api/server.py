@@ -51,6 +51,7 @@ from xdeepserve.api.response_endpoint import (
     get_response,
 )
 from xdeepserve.api.served_models import MODELS, ServedModels
+from xdeepserve.api.server_log import log_middleware, pod_logged
 from xdeepserve.api.tokenize import detokenize, tokenize
 from xdeepserve.engine.serving.request import AsyncEngine
 from xdeepserve.errors import InputError
@@ -72,6 +73,7 @@ def build_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.
     app = web.Application(
         middlewares=[
             request_id_middleware,
+            log_middleware(options),
             error_middleware,
             guard_middleware(options),
             cors_middleware(options),
@@ -137,7 +139,8 @@ async def _run_engine(app: web.Application) -> AsyncIterator[None]:
     engine = app[ENDPOINT].engine
     await engine.start()
     try:
-        yield
+        with pod_logged(engine):  # not that TEs come and go with the server itself
+            yield
     finally:
         await engine.stop()
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from xdeepserve.engine.build import PodPlan
+from xdeepserve.engine.dp.events import FailoverEnded
 from xdeepserve.engine.job.executor import JobExecutor
 from xdeepserve.engine.job.roster import can_serve
 from xdeepserve.engine.serving.control_plane import ControlPlane
@@ -348,6 +349,7 @@ class TEGroup:
     def _end_failover(self, error: XDeepServeError | None) -> None:
         """Nobody else comes: those that wait for somebody have gone there, or hear why they cannot."""
         self._je.homeless.is_open = False
+        self._je.tell.show(FailoverEnded(None if error is None else str(error)))
         if error is not None and not can_serve(te for te in self._je.tes if te.is_running):
             self._on_failure(error)
         else:
