@@ -70,7 +70,7 @@ def _check_host(request: web.Request, allowed: Sequence[str]) -> None:
 
 
 def _authority(request: web.Request) -> str | None:
-    """The name and port that a request is sent to: of its target where that is a whole URL, else of `Host`."""
+    """The name and port that a request is sent to: of its target if that is a whole URL, else of `Host`."""
     target = request.raw_path
     return request.headers.get("Host") if target.startswith(("/", "*")) else request.url.authority
 
