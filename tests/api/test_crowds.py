@@ -252,6 +252,9 @@ async def test_a_hostile_tokenizer_does_not_stall_others(engine: Engine, address
     check_stalls(waits)
 
 
+JSON = {"Content-Type": "application/json"}
+
+
 @three_tries
 async def test_long_texts_and_many_tokens_do_not_stall_others(engine: Engine, address: str) -> None:
     bodies = [
@@ -262,9 +265,7 @@ async def test_long_texts_and_many_tokens_do_not_stall_others(engine: Engine, ad
     ]
 
     async def ask(session: aiohttp.ClientSession, path: str, body: bytes) -> int:
-        async with session.post(
-            address + path, data=io.BytesIO(body), headers={"Content-Type": "application/json"}
-        ) as response:
+        async with session.post(address + path, data=io.BytesIO(body), headers=JSON) as response:
             await response.read()
             return response.status
 

@@ -203,8 +203,8 @@ class Failover:
         """Stage 1. DeploymentError if no TE of some role can be had, or this was often enough."""
         if self.num_restarts >= self._config.max_restarts:
             raise DeploymentError(
-                f"all TEs have been started anew {self.num_restarts} times, and recovery.max_restarts allows no "
-                f"more: {self.reason}"
+                f"all TEs have been started anew {self.num_restarts} times, and recovery.max_restarts allows "
+                f"no more: {self.reason}"
             )
         self.num_restarts += 1
         given_up = self._group.give_up_all(XDeepServeError(f"all TEs are started anew: {self.reason}"))
