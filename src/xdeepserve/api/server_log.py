@@ -45,7 +45,7 @@ class PodLog:
         text = self._text(event)
         if text is not None:
             at_s = self._engine.plan.pod.clock.now / 1e9
-            is_loss = isinstance(event, events.ClientLost) or "lost" in text.split(";")[0]
+            is_loss = isinstance(event, events.ClientLost) or getattr(event, "life", None) == "lost"
             log.log(logging.WARNING if is_loss else logging.INFO, "%s (pod at %.6f s)", text, at_s)
 
     def _text(self, event: Observed) -> str | None:
@@ -84,7 +84,8 @@ class PodLog:
         engine, plan = self._engine, self._engine.plan
         dies = next((each.every_die for each in plan.tes if each.sizes.name == te), ())
         lost = sorted(plan.pod.memories.silent.intersection(dies))
-        what = f"{_dies(lost)} of {te} lost" if lost else f"{te} is lost"
+        verb = "is" if len(lost) == 1 else "are"
+        what = f"{_dies(lost)} of {te} {verb} lost" if lost else f"{te} is lost"
         why = engine.unhealthy_reason or str(engine.lost.get(te, "all TEs are started anew"))
         if engine.unhealthy_reason is not None:
             now = "no TE can serve, and requests end with an error"
@@ -96,7 +97,7 @@ class PodLog:
 
     def _on_dies(self, te: str) -> str:
         dies = next((each.every_die for each in self._engine.plan.tes if each.sizes.name == te), ())
-        return f" on {_dies(dies)[:-4].rstrip()}" if dies else ""
+        return f" on {_dies(dies)}" if dies else ""
 
 
 @contextlib.contextmanager
@@ -114,11 +115,11 @@ def pod_logged(engine: AsyncEngine) -> Iterator[None]:
 
 
 def _dies(dies: tuple[int, ...] | list[int]) -> str:
-    """Dies in words, with their verb."""
+    """Dies in words."""
     if len(dies) == 1:
-        return f"die {dies[0]} is"
+        return f"die {dies[0]}"
     is_range = list(dies) == list(range(dies[0], dies[-1] + 1))
-    return f"dies {dies[0]} to {dies[-1]} are" if is_range else f"dies {', '.join(map(str, dies))} are"
+    return f"dies {dies[0]} to {dies[-1]}" if is_range else f"dies {', '.join(map(str, dies))}"
 
 
 class Refusals:
