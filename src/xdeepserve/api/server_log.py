@@ -122,7 +122,7 @@ def _dies(dies: tuple[int, ...] | list[int]) -> str:
     return f"dies {dies[0]} to {dies[-1]}" if is_range else f"dies {', '.join(map(str, dies))}"
 
 
-class Refusals:
+class RefusalLog:
     """Lines of refused requests, a few each second: a flood of requests is no flood of lines."""
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ class Refusals:
 
 def log_middleware(options: ServerOptions) -> Middleware:
     """Log requests that are refused or fail, and with `log_requests` all of them when they have ended."""
-    refusals = Refusals()
+    refusals = RefusalLog()
 
     @web.middleware
     async def note(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -178,7 +178,7 @@ class _LineFormatter(logging.Formatter):
         return "".join(char if char.isprintable() else " " for char in line[:MAX_CHARS])
 
 
-class _Writer(logging.Handler):
+class LineWriter(logging.Handler):
     """Hands lines to a thread that writes them. Neither blocks nor raises."""
 
     def __init__(self, write: Callable[[str], object]) -> None:
@@ -213,7 +213,7 @@ class _Writer(logging.Handler):
 @contextlib.contextmanager
 def log_to(write: Callable[[str], object], level: int) -> Iterator[None]:
     """Have what this package logs, from a level on, written with the time of day."""
-    logger, writer = logging.getLogger("xdeepserve"), _Writer(write)
+    logger, writer = logging.getLogger("xdeepserve"), LineWriter(write)
     before = logger.level, logger.propagate
     logger.addHandler(writer)
     logger.setLevel(level)
