@@ -42,7 +42,7 @@ async def test_a_line_for_each_request(engine: FakeEngine) -> None:
     with logged() as lines:
         async with TestClient(TestServer(build_app(engine, options), handler_cancellation=True)) as client:
             await client.post(TEXT, json={"prompt": "hi", "max_tokens": 3}, headers={"X-Request-Id": "mine"})
-            await client.get("/v1/no%0athing")
+            await client.get("/v1/no%0Athing")
             engine.hold(2)
             asking = asyncio.create_task(client.post(TEXT, json={"prompt": "hi", "max_tokens": 9}))
             await engine.until_submitted(2)
@@ -53,8 +53,8 @@ async def test_a_line_for_each_request(engine: FakeEngine) -> None:
             engine.release()
     assert lines[0].startswith(f"POST {TEXT} 200, 3 tokens, ")
     assert lines[0].endswith(" ms, 0.000 ms virtual (mine)")
-    assert lines[1].startswith("GET /v1/no%0athing 404 unknown_url: Invalid URL (GET /v1/no thing) (")
-    assert lines[2].startswith("GET /v1/no%0athing 404, 0 tokens, ")
+    assert lines[1].startswith("GET /v1/no%0Athing 404 unknown_url: Invalid URL (GET /v1/no thing) (")
+    assert lines[2].startswith("GET /v1/no%0Athing 404, 0 tokens, ")
     assert lines[3].startswith(f"POST {TEXT} aborted, 2 tokens, ")
     assert len(lines) == 4
 
@@ -121,7 +121,7 @@ async def test_the_loss_of_all_is_one_line_and_the_error_has_what_there_was(tiny
     assert answer.status == 500
     assert "requests would have gone on with recovery.failover=true" in error["message"]
     assert lines[0].startswith("die 1 of te is lost; the TE is given up, no TE can serve")
-    assert lines[1].startswith(f"POST {TEXT} 500 server_error") or "engine_error" in lines[1]
+    assert lines[1].startswith(f"POST {TEXT} 500 engine_error: ")
     assert len(lines) == 2
 
 
