@@ -29,6 +29,7 @@ from xdeepserve.loop import new_event_loop
 
 TOKENS, CLIENTS, SECONDS, TURNS = 64, 16, 1.0, 5
 BODY = {"prompt": [1, 2, 3], "max_tokens": TOKENS, "temperature": 0}
+JSON = {"Content-Type": "application/json"}
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 40}}, "required": ["name"]}
 
 
@@ -102,7 +103,7 @@ async def ask(url: str, is_stream: bool) -> float:
     async def client(session: aiohttp.ClientSession) -> None:
         nonlocal count
         while time.monotonic() < end:
-            async with session.post(f"{url}/v1/completions", data=body) as response:
+            async with session.post(f"{url}/v1/completions", data=body, headers=JSON) as response:
                 assert response.status == 200
                 await response.read()
                 count += TOKENS if is_stream else 1

@@ -292,4 +292,4 @@ class FakeEngine:
         return self.healthy
 
     async def check_health(self) -> list[TEHealth]:
-        return [TEHealth(name="te", num_groups=2, suspect=self.suspect)]
+        return [TEHealth(name="te", num_groups=2, suspect_groups=self.suspect)]

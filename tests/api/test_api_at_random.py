@@ -52,7 +52,7 @@ async def send(client: TestClient, seed: int, count: int) -> None:
         fields = rng.sample(names, rng.randrange(min(4, len(names) + 1)))
         body = json.dumps(base | {name: rng.choice(VALUES) for name in fields})
         async with asyncio.timeout(120):
-            response = await client.post(path, data=body)
+            response = await client.post(path, data=body, headers={"Content-Type": "application/json"})
             answer = await response.text()
         assert response.status in (200, 400, 404), (path, body, answer)
         assert response.status == 200 or json.loads(answer)["error"]["message"], (path, body)

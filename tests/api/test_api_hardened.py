@@ -38,7 +38,7 @@ async def address(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> AsyncI
     await asyncio.gather(running, return_exceptions=True)
 
 
-@pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"GET /health HTTP/1.1\r\nHost: x\r\nX: "])
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: "])
 async def test_a_connection_without_a_whole_header_is_closed(address: tuple[str, int], sent: bytes) -> None:
     connections = [await asyncio.open_connection(*address) for _ in range(20)]
     for _, writer in connections:
@@ -51,7 +51,8 @@ async def test_a_connection_without_a_whole_header_is_closed(address: tuple[str,
 
 async def test_a_body_that_does_not_come_is_a_timeout(address: tuple[str, int]) -> None:
     reader, writer = await asyncio.open_connection(*address)
-    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
+    kind = "Content-Type: application/json\r\n"
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\n{kind}Content-Length: 100\r\n\r\n"
     writer.write(head.encode() + b'{"prompt"')
     async with asyncio.timeout(20):
         assert (await reader.readline()).split()[1] == b"408"
@@ -76,7 +77,16 @@ async def test_what_no_handler_sees_is_an_error_in_json(
     data = b'{"prompt": "hi", "max_tokens": 1}'
     length = [] if header.startswith("Content-Length") else [f"Content-Length: {len(data)}"]
     reader, writer = await asyncio.open_connection(*address)
-    lines = [f"POST {TEXT} HTTP/1.1", "Host: x", "Connection: close", *length, header, "", ""]
+    lines = [
+        f"POST {TEXT} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        "Connection: close",
+        *length,
+        header,
+        "",
+        "",
+    ]
     writer.write("\r\n".join(lines).encode() + data)
     async with asyncio.timeout(20):
         head, _, content = (await reader.read()).partition(b"\r\n\r\n")

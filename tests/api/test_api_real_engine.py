@@ -153,7 +153,7 @@ async def test_no_number_of_a_request_reaches_a_die_that_cannot_take_it(
         for wanted, fields in ((400, HOSTILE), (200, HARMLESS)):
             for name, value in fields:
                 body = {"prompt": [1], "max_tokens": 1, "temperature": 1, name: value}
-                async with session.post(url, data=json.dumps(body)) as answer:
+                async with session.post(url, json=body) as answer:
                     assert (answer.status, name, value) == (wanted, name, value)
     assert engine.is_healthy()
 
@@ -212,7 +212,10 @@ async def test_a_client_that_hangs_up_frees_its_blocks(real: tuple[Engine, str, 
         }
     )
     reader, writer = await asyncio.open_connection(host, port)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    kind = "Content-Type: application/json"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{kind}\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
     writer.write((head + body).encode())
     while engine.stats().kv_cache_usage == 0:
         await asyncio.sleep(0.005)

@@ -84,7 +84,7 @@ async def test_what_is_no_http_is_answered_and_not_logged(
     host, port = (await running.address).removeprefix("http://").split(":")
     for _ in range(2):
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n")
+        writer.write(b"GET /ping HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
         writer.write(sent)
         assert (await reader.read()).split()[1] == b"400"

@@ -116,7 +116,7 @@ async def slow_connection(address: str, kind: int) -> bytes:
     """One that dribbles a header, never sends its body, reads nothing of a stream, or just stays."""
     host, port = address.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    begun = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+    begun = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
     asked = json.dumps(STREAM | {"max_tokens": 50}).encode()
     sent = {
         0: b"",
@@ -252,6 +252,9 @@ async def test_a_hostile_tokenizer_does_not_stall_others(engine: Engine, address
     check_stalls(waits)
 
 
+JSON = {"Content-Type": "application/json"}
+
+
 @three_tries
 async def test_long_texts_and_many_tokens_do_not_stall_others(engine: Engine, address: str) -> None:
     bodies = [
@@ -262,7 +265,7 @@ async def test_long_texts_and_many_tokens_do_not_stall_others(engine: Engine, ad
     ]
 
     async def ask(session: aiohttp.ClientSession, path: str, body: bytes) -> int:
-        async with session.post(address + path, data=io.BytesIO(body)) as response:
+        async with session.post(address + path, data=io.BytesIO(body), headers=JSON) as response:
             await response.read()
             return response.status
 

@@ -28,6 +28,8 @@ from xdeepserve.jobs.cluster_manager import LEASE_S, ClusterManager
 from xdeepserve.jobs.job_store import JobStore
 from xdeepserve.jobs.lease import CLUSTER_MANAGER
 
+FORM = {"Content-Type": "multipart/form-data; boundary=x"}
+
 
 async def answers(request: web.Request) -> web.Response:
     body = await request.read()
@@ -84,7 +86,7 @@ async def test_requests_reach_all_members_in_turn(tmp_path: Path) -> None:
     async with door(tmp_path, answers, answers) as (client, _):
         reached = []
         for _ in range(4):
-            async with client.post("/v1/files?x=1", data=b"lines") as answer:
+            async with client.post("/v1/files?x=1", data=b"lines", headers=FORM) as answer:
                 assert answer.status == 201
                 assert await answer.json() == {"path": "/v1/files?x=1", "sent": "lines", "method": "POST"}
                 reached.append(answer.headers["X-Job-Executor"])
@@ -104,13 +106,13 @@ async def test_requests_reach_all_members_in_turn(tmp_path: Path) -> None:
 async def test_what_a_lost_member_has_not_answered_another_one_does(tmp_path: Path, loss: Any) -> None:
     async with door(tmp_path, loss, loss, answers) as (client, _):
         for _ in range(3):
-            async with client.post("/v1/completions", data=b"{}") as answer:
+            async with client.post("/v1/completions", json={}) as answer:
                 assert answer.status == 201
                 assert answer.headers["X-Job-Executor"] == "je-2"
 
 
 async def test_a_stream_that_has_begun_ends_with_an_error(tmp_path: Path) -> None:
-    async with door(tmp_path, breaks_amid) as (client, _), client.post("/v1/stream", data=b"{}") as answer:
+    async with door(tmp_path, breaks_amid) as (client, _), client.post("/v1/stream", json={}) as answer:
         first, last = (await answer.read()).decode().strip().split("\n\n")
         assert first == 'data: {"n": 1}'
         error = json.loads(last.removeprefix("data: "))["error"]

@@ -302,7 +302,7 @@ def test_clients_that_are_lost_cost_neither_requests_nor_bits(
         assert [(each.rank, each.die) for each in gone] == [(rank, rank) for rank in range(len(at_us))]
         assert not llm.engine.lost
         (health,) = llm.engine.health()
-        assert health.lost == tuple(range(len(at_us)))
+        assert health.lost_groups == health.lost_dies == tuple(range(len(at_us)))
         for program in te.expert_programs:
             server = program.server  # type: ignore[attr-defined]
             layout = server.layout

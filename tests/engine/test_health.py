@@ -78,7 +78,7 @@ def test_with_nobody_healthy_suspects_get_work_and_the_lost_never() -> None:
     assert it.beats.open_ranks == (0, 1)
     it.now = 65 * SECOND
     assert it.beats.open_ranks == (1,)
-    assert it.beats.report() == TEHealth(name="te", num_groups=2, suspect=(1,), lost=(0,))
+    assert it.beats.report() == TEHealth(name="te", num_groups=2, suspect_groups=(1,), lost_groups=(0,))
 
 
 @given(st.lists(st.tuples(st.sampled_from("ahnw"), st.integers(0, 1), st.integers(0, 70)), max_size=40))
@@ -139,7 +139,7 @@ async def test_a_slow_group_gets_no_new_work_until_it_answers_in_good_time(tiny:
     wanted = [await tokens_of(engine.submit([i] * 9, SHORT, f"alone {i}")) for i in range(3)]
     first = [engine.submit([i % 3] * 9, SHORT, f"first {i}") for i in range(4)]  # one for each group
     readers = [asyncio.ensure_future(tokens_of(request)) for request in first]
-    while engine.health()[0].suspect != (2,):
+    while engine.health()[0].suspect_groups != (2,):
         await asyncio.sleep(0)
     before = rows_of(engine)
     second = [engine.submit([i % 3] * 9, SHORT, f"second {i}") for i in range(6)]
@@ -150,8 +150,8 @@ async def test_a_slow_group_gets_no_new_work_until_it_answers_in_good_time(tiny:
     )
     assert [await reader for reader in readers] == [*wanted, wanted[0]], "what it had it has computed"
     delay = 0
-    assert engine.health()[0].suspect == (2,), "its last answer took long"
-    assert (await engine.check_health())[0].suspect == (), "now that nothing runs it has been asked"
+    assert engine.health()[0].suspect_groups == (2,), "its last answer took long"
+    assert (await engine.check_health())[0].suspect_groups == (), "now that nothing runs it has been asked"
     before = rows_of(engine)
     third = [engine.submit([i % 3] * 9, SHORT, f"third {i}") for i in range(4)]
     assert [await tokens_of(request) for request in third] == [*wanted, wanted[0]]
@@ -167,11 +167,11 @@ async def test_a_slow_group_is_probed_while_others_work(tiny: TinyCheckpoint) ->
         disturb(engine, rank, lambda: SECOND // 10)  # so that virtual time passes
     requests = [engine.submit([i] * 9, SHORT, f"first {i}") for i in range(4)]
     assert [len(await tokens_of(request)) for request in requests] == [4] * 4
-    assert engine.health()[0].suspect == (1,)
+    assert engine.health()[0].suspect_groups == (1,)
     slow = 0
     long = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
     assert len(await tokens_of(engine.submit([5], long, "long"))) == 40
-    assert engine.health()[0].suspect == ()
+    assert engine.health()[0].suspect_groups == ()
     await engine.stop()
 
 
@@ -183,7 +183,7 @@ async def test_without_barriers_the_lost_group_alone_is_named(tiny: TinyCheckpoi
     [error] = [end for end in ends if isinstance(end, DeadlineError)]
     assert "waits for peer DP group 3, " in str(error)
     assert "an answer within 60 s, seen silence for 60 s (1 of 4 DP groups lost)" in str(error)
-    assert engine.health() == [TEHealth(name="te", num_groups=4, lost=(3,), life="lost")]
+    assert engine.health() == [TEHealth(name="te", num_groups=4, lost_groups=(3,), life="lost")]
     await engine.stop()
 
 
@@ -202,7 +202,7 @@ async def test_a_slow_pod_serves_all_the_same(tiny: TinyCheckpoint) -> None:
     disturb(engine, 0, lambda: SECOND // 2)
     for number in range(3):
         assert len(await tokens_of(engine.submit([1, 2, 3], SHORT, str(number)))) == 4
-        assert engine.health()[0].suspect == (0, 1)
+        assert engine.health()[0].suspect_groups == (0, 1)
     await engine.stop()
 
 
@@ -210,7 +210,7 @@ async def test_prefill_and_decode_have_health_of_their_own(tiny: TinyCheckpoint)
     engine = await started(tiny, "pd", "prefill.count=2", "prefill.dies=1", "decode.dies=1")
     disturb(engine, 0, lambda: 8 * SECOND)
     assert len(await tokens_of(engine.submit([1, 2, 3], SHORT, "a"))) == 4
-    assert [te.suspect for te in engine.health()] == [(0,), (), ()]
+    assert [te.suspect_groups for te in engine.health()] == [(0,), (), ()]
     before = engine.stats().virtual_ns
     for number in range(3):
         assert len(await tokens_of(engine.submit([1, 2, 3], SHORT, str(number)))) == 4
@@ -229,7 +229,7 @@ async def test_a_te_that_is_well_again_gets_work_again(tiny: TinyCheckpoint) -> 
     for number in range(6):
         both = [engine.submit([i, 2, 3], SHORT, f"{number}.{i}") for i in range(2)]
         assert [len(await tokens_of(request)) for request in both] == [4, 4]
-    assert [te.suspect for te in engine.health()] == [(), (), ()]
+    assert [te.suspect_groups for te in engine.health()] == [(), (), ()]
     assert rows_of(engine)[0] > before
     await engine.stop()
 
@@ -254,18 +254,20 @@ async def test_the_endpoint_asks_dies_that_rest(tiny: TinyCheckpoint) -> None:
             "name": "te",
             "num_groups": 2,
             "shell": "healthy",
-            "suspect": [],
-            "lost": [],
+            "suspect_groups": [],
+            "lost_groups": [],
+            "lost_dies": [],
             "life": "ready",
             "reason": None,
+            "replaced_by": None,
         }
         te |= {"num_rollbacks": 0, "recovering": None, "num_servers": 0, "lost_servers": [], "links": []}
-        well = {"status": "ok", "tes": [te]}
+        well = {"status": "ok", "num_rollbacks": 0, "tes": [te]}
         assert [await reply.json() for reply in replies] == [well] * 3
         assert 0 < engine.stats().virtual_ns - before < SECOND // 1000
         disturb(engine, 1, lambda: 8 * SECOND)
         body = await (await client.get("/health")).json()
-        assert (body["status"], body["tes"][0]["suspect"]) == ("degraded", [1])
+        assert (body["status"], body["tes"][0]["suspect_groups"]) == ("degraded", [1])
         text = await (await client.get("/metrics")).text()
         for state, number in (("healthy", 1), ("suspect", 1), ("lost", 0)):
             labels = f'model_name="tiny-random",state="{state}",te="te"'
@@ -328,9 +330,11 @@ async def test_the_endpoint_names_tes_that_load_drain_or_are_lost(tiny: TinyChec
             "name": "te 1",
             "num_groups": 2,
             "shell": "healthy",
-            "suspect": [],
-            "lost": [0, 1],
+            "suspect_groups": [],
+            "lost_groups": [0, 1],
+            "lost_dies": [],
             "life": "lost",
+            "replaced_by": None,
         }
         lost |= {"num_rollbacks": 0, "recovering": None, "num_servers": 0, "lost_servers": [], "links": []}
         assert body["tes"][-1] == lost | {"reason": "the die is on fire"}

@@ -137,7 +137,7 @@ class Tab:
 
 
 @contextlib.asynccontextmanager
-async def chromium() -> AsyncIterator[Tab]:
+async def chromium(*flags: str) -> AsyncIterator[Tab]:
     """A browser with one tab; it is ended, and its profile is gone, on leaving."""
     program = find_chromium()
     assert program is not None, "there is no Chromium"
@@ -145,6 +145,7 @@ async def chromium() -> AsyncIterator[Tab]:
         process = await asyncio.create_subprocess_exec(
             program,
             f"--user-data-dir={profile}",
+            *flags,
             *FLAGS,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,

@@ -1,20 +1,146 @@
-"""Who may call: API keys, and web pages of other origins (CORS)."""
+"""Access to a server: names and origins that it is called by, content types, API keys, and CORS.
+
+A web page that somebody visits may send requests to any address that this computer reaches, by the address
+or by a name of its own that it has pointed there (DNS rebinding). `guard_middleware` refuses both, before a
+handler sees the request.
+"""
 
 from __future__ import annotations
 
 import hmac
+import ipaddress
+import re
+from collections.abc import Sequence
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
+from yarl import URL
 
 from xdeepserve.api.http_errors import ApiError
-from xdeepserve.api.options import ServerOptions
+from xdeepserve.api.options import ServerOptions, host_name
+from xdeepserve.errors import abridged
 
 GUARDED = ("/v1/", "/tokenize", "/detokenize", "/admin/", "/page/frames", "/page/bytes", "/page/break")
 _PREFLIGHT = {
     "Access-Control-Allow-Methods": "GET, POST, DELETE, OPTIONS",
     "Access-Control-Max-Age": "600",
 }
+ADDRESS = web.AppKey("ADDRESS", str)  # where this server listens
+READING = ("GET", "HEAD", "OPTIONS")  # all other methods change something or compute
+JSON = re.compile(r"application/([!#$%&'*+.^_`|~0-9a-z-]+\+)?json")
+FORM = "multipart/form-data"
+FORMS = ("/v1/files",)  # paths that take a form; all others take JSON
+_AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:/?#@\[\]]+)(?::\d*)?", re.IGNORECASE)
+
+
+def guard_middleware(options: ServerOptions) -> Middleware:
+    """Refuse what a web page of somebody else could send: 421 for a name that is not this server's, 403 for
+    an origin that may not call, 415 for a body of a type that browsers send without asking first."""
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        _check_host(request, options.allowed_hosts)
+        _check_origin(request, options.allowed_origins)
+        if request.method not in READING:
+            _check_type(request)
+        return await handler(request)
+
+    return check
+
+
+def _check_host(request: web.Request, allowed: Sequence[str]) -> None:
+    """ApiError for a request by a name that may have been pointed here.
+
+    Connections through a Unix socket may use any name, as may those to an address that is no loopback address
+    unless `allowed` says which. A request without a name (HTTP/1.0) is no browser's.
+    """
+    local = request.get_extra_info("sockname")
+    authority = _authority(request)
+    if authority is None or isinstance(local, str | bytes) or "*" in allowed:
+        return
+    reached = _ip(local[0]) if local else None
+    if not allowed and reached is not None and not reached.is_loopback:
+        return
+    found = _AUTHORITY.fullmatch(authority)
+    name = "" if found is None else host_name(found[1])
+    listens_on = URL(request.app.get(ADDRESS, "")).host
+    if not (is_loopback_name(name) or name in map(host_name, allowed) or name == listens_on):
+        add = f": --allowed-hosts {name} serves it" if name else ""
+        raise ApiError(421, f"this server is not called {abridged(authority, 80)}{add}", code="unknown_host")
+
+
+def _authority(request: web.Request) -> str | None:
+    """The name and port that a request is sent to: of its target if that is a whole URL, else of `Host`."""
+    target = request.raw_path
+    return request.headers.get("Host") if target.startswith(("/", "*")) else request.url.authority
+
+
+def is_loopback_name(name: str) -> bool:
+    """Whether a name, in lower case and without a trailing dot, can only mean this computer."""
+    address = _ip(name)
+    return name == "localhost" or name.endswith(".localhost") or (address is not None and address.is_loopback)
+
+
+def _ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """An address, of IPv4 where that is written as IPv6; None if it is a name."""
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def _check_origin(request: web.Request, allowed: Sequence[str]) -> None:
+    """ApiError for a request that a web page of another origin has sent."""
+    origin = request.headers.get("Origin")
+    if "*" in allowed or origin in allowed or is_own_origin(request):
+        return
+    if origin is not None:
+        raise ApiError(
+            403,
+            f"web pages of {abridged(origin, 80)} may not call this server: --allowed-origins lets them",
+            code="origin_not_allowed",
+        )
+    # Browsers name no origin where they let the page read nothing: images, scripts, links that are followed.
+    site, is_link = request.headers.get("Sec-Fetch-Site"), request.headers.get("Sec-Fetch-Dest") == "document"
+    if site in ("cross-site", "same-site") and not (is_link and request.method in READING):
+        raise ApiError(
+            403,
+            "a web page of another site may not use what this server answers: open it in a tab of its own",
+            code="origin_not_allowed",
+        )
+
+
+def is_own_origin(request: web.Request) -> bool:
+    """Whether the page that sends a request came from this server, by the name that the request uses."""
+    origin, own = request.headers.get("Origin", ""), f"{request.scheme}://{_authority(request)}"
+    return _origin(origin) is not None and _origin(origin) == _origin(own)
+
+
+def _origin(text: str) -> tuple[str, str | None, int | None] | None:
+    """Scheme, host and port; None for what has none, as `null`."""
+    try:
+        url = URL(text)
+        return (url.scheme, url.host, url.port) if url.host else None
+    except ValueError:
+        return None
+
+
+def _check_type(request: web.Request) -> None:
+    """ApiError for a body that is not of the type which its path takes. Browsers ask first (by a preflight)
+    before a page of another origin sends JSON."""
+    if not request.can_read_body:
+        return
+    given = request.headers.getall("Content-Type", [])
+    kind = given[0].partition(";")[0].strip().lower() if len(given) == 1 else None
+    if request.path in FORMS:
+        is_right, wanted = kind == FORM, f"a file comes as {FORM}, with the fields file and purpose"
+    else:
+        is_right = kind is not None and JSON.fullmatch(kind) is not None
+        wanted = "a body must be JSON, and say so (with curl: -H 'Content-Type: application/json')"
+    if not is_right:
+        found = f"found Content-Type {abridged(', '.join(given), 80)}" if given else "found no Content-Type"
+        raise ApiError(415, f"{wanted}; {found}", code="unsupported_media_type")
 
 
 def key_middleware(options: ServerOptions) -> Middleware:

@@ -30,7 +30,7 @@ _MISSING = re.compile(r"^Object missing required field `(?P<field>[^`]+)`")
 
 
 async def read_body(request: web.Request, schema: type[T]) -> T:
-    """The request's JSON object as a `schema`. The content type is not looked at.
+    """The request's JSON object as a `schema`. Its content type has been checked (api/access.py).
 
     Raises RequestError for bytes that are not UTF-8, not JSON, not of the schema's types, or with
     a field that it does not know and that is not null; ApiError for an encoding that nobody decodes.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
-from xdeepserve.api.generation import Generation
+from xdeepserve.api.generation import GENERATION, Generation
 from xdeepserve.api.http_errors import ApiError
 from xdeepserve.api.logprobs import IdNamer, TokenNamer
 from xdeepserve.api.metrics import Metrics
@@ -108,7 +108,11 @@ class ApiEndpoint:
             )
         for prompt in prompts:
             self._check_context(len(prompt), params.max_tokens, prompt_param, limit_param)
-        return Generation(self.engine, self.metrics, prompts, params, request[ENGINE_REQUEST_ID], parse)
+        generation = Generation(self.engine, self.metrics, prompts, params, request[ENGINE_REQUEST_ID], parse)
+        if self.options.log_requests:
+            generation.began_ns = self.engine.stats().virtual_ns
+        request[GENERATION] = generation
+        return generation
 
     def _check_context(
         self, num_prompt_tokens: int, max_tokens: int | None, prompt_param: str, limit_param: str

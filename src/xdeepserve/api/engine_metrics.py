@@ -95,11 +95,11 @@ class EngineCollector(Collector):
             labels=["model_name", "te", "state"],
         )
         for te in stats.health:
-            num_ill = len(te.suspect) + len(te.lost)
+            num_ill = len(te.suspect_groups) + len(te.lost_groups)
             for state, number in (
                 ("healthy", te.num_groups - num_ill),
-                ("suspect", len(te.suspect)),
-                ("lost", len(te.lost)),
+                ("suspect", len(te.suspect_groups)),
+                ("lost", len(te.lost_groups)),
             ):
                 family.add_metric([self._model_name, te.name, state], number)
         return family

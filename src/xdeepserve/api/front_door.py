@@ -16,8 +16,10 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from xdeepserve.api.access import ADDRESS, guard_middleware, is_own_origin
 from xdeepserve.api.file_door import MAX_FILE_BYTES
 from xdeepserve.api.http_errors import ApiError, ErrorDetail, encode_error, error_middleware
+from xdeepserve.api.options import ServerOptions
 from xdeepserve.api.responses import json_response
 from xdeepserve.api.server import address_of, bind, stop_signals
 from xdeepserve.jobs.cluster_manager import ClusterManager
@@ -70,12 +72,14 @@ class FrontDoor:
     ) -> web.StreamResponse | None:
         """What a member answers; None if it is lost meanwhile."""
         assert self._session is not None
+        # To a member, whose address is another one, the door's own page would be one of another origin.
+        dropped = (*OF_A_HOP, "origin") if is_own_origin(request) else OF_A_HOP
         stream: web.StreamResponse | None = None
         try:
             async with self._session.request(
                 request.method,
                 f"{member.address}{request.path_qs}",
-                headers={k: v for k, v in request.headers.items() if k.lower() not in OF_A_HOP},
+                headers={k: v for k, v in request.headers.items() if k.lower() not in dropped},
                 data=body or None,
                 allow_redirects=False,
             ) as answer:
@@ -96,32 +100,43 @@ class FrontDoor:
         return stream
 
 
-def build_door(members: MemberTable, manager: ClusterManager) -> web.Application:
-    """The application of a door. GET /cluster tells whether its manager leads, and who is a member."""
+def build_door(
+    members: MemberTable, manager: ClusterManager, options: ServerOptions | None = None
+) -> web.Application:
+    """The application of a door, which is guarded as its members are: `options` are theirs.
+
+    GET /cluster tells whether its manager leads, and who is a member."""
 
     async def show(request: web.Request) -> web.Response:
         found: dict[str, Any] = {"leads": manager.leads, "members": msgspec.to_builtins(members.all())}
         return json_response(found)
 
     door = FrontDoor(members)
-    app = web.Application(middlewares=[error_middleware], client_max_size=MAX_FILE_BYTES + (1 << 20))
+    app = web.Application(
+        middlewares=[error_middleware, guard_middleware(options or ServerOptions())],
+        client_max_size=MAX_FILE_BYTES + (1 << 20),
+    )
     app.router.add_get("/cluster", show)
     app.router.add_route("*", "/{path:.*}", door.pass_on)
     app.cleanup_ctx.append(door.run)
     return app
 
 
-async def serve_door(members: MemberTable, manager: ClusterManager, host: str, port: int) -> None:
+async def serve_door(
+    members: MemberTable, manager: ClusterManager, host: str, port: int, options: ServerOptions
+) -> None:
     """Until a signal: pass requests on, while the manager leads or stands by. InputError, if the address
     cannot be bound."""
     listener = bind(host, port)
-    runner = web.AppRunner(build_door(members, manager), handler_cancellation=True, access_log=None)
+    app = build_door(members, manager, options)
+    app[ADDRESS] = address_of(listener)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
     work = asyncio.create_task(manager.run(), name="cluster manager")
     async with stop_signals() as (stopped, _):
         try:
             await runner.setup()
             await web.SockSite(runner, listener).start()
-            print(f"listening on {address_of(listener)}", flush=True)
+            print(f"listening on {app[ADDRESS]}", flush=True)
             await stopped.wait()
         finally:
             work.cancel()

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from functools import partial
 from types import TracebackType
 
+from aiohttp import web
 from msgspec import UNSET
 
 from xdeepserve.api.metrics import Metrics, RequestTracker
@@ -37,6 +38,10 @@ class Generation:
         self.prompts = prompts
         self.params = params
         self.num_generated = 0
+        self.began_ns = self.last_ns = (
+            0  # virtual time, of its submission where that is wanted, of its last output
+        )
+        self.texts: list[list[str]] = [[] for _ in range(len(prompts) * params.n)]  # pieces, by choice
         self._num_cached = self._num_reasoning = 0
         self._engine = engine
         self._metrics = metrics
@@ -122,6 +127,8 @@ class Generation:
         async with aclosing(self._deltas()) as deltas:
             async for i, delta in deltas:
                 self.num_generated += len(delta.token_ids)
+                self.last_ns = delta.at_ns
+                self.texts[self.choice_idx(i, delta)].append(delta.text)
                 self._num_reasoning += delta.num_reasoning
                 num_unfinished -= delta.finish_reason is not None
                 if delta.metrics is not None and delta.index == 0:
@@ -155,6 +162,9 @@ class Generation:
         except Exception:
             self._has_failed = True
             raise
+
+
+GENERATION = web.RequestKey("GENERATION", Generation)  # of a request that generates
 
 
 async def _pump(

@@ -8,7 +8,9 @@ import msgspec
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
+from msgspec import UNSET, UnsetType
 
+from xdeepserve.api.generation import GENERATION
 from xdeepserve.errors import InputError, OverloadedError, RequestError, TransferError, XDeepServeError
 
 MAX_BODY_BYTES = 1 << 20
@@ -23,10 +25,16 @@ protocol_log.addFilter(
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
+    """OpenAI's error object. `partial` has what each choice's text was when the engine failed."""
+
     message: str
     type: str = "invalid_request_error"
     param: str | None = None
     code: str | None = None
+    partial: list[str] | UnsetType = UNSET
+
+
+REFUSAL = web.RequestKey("REFUSAL", ErrorDetail)  # what a request has been answered instead
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -85,8 +93,14 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
         if isinstance(exc, web.HTTPException) and exc.status < 400:
             raise
         status, detail = describe(exc, request)
-        if status >= 500:
+        if status >= 500 and not isinstance(
+            exc, XDeepServeError
+        ):  # a bug, of which one wants to see the place
             log.error("%s %s failed: %s", request.method, request.path, detail.message, exc_info=exc)
+        if status >= 500 and GENERATION in request and request[GENERATION].num_generated:
+            texts = ["".join(pieces) for pieces in request[GENERATION].texts]
+            detail = msgspec.structs.replace(detail, partial=texts)
+        request[REFUSAL] = detail
         response = web.Response(status=status, body=encode_error(detail), content_type="application/json")
         if isinstance(exc, OverloadedError):
             response.headers["Retry-After"] = str(RETRY_AFTER_S)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from aiohttp import web
 
 from xdeepserve import __version__
@@ -9,6 +11,7 @@ from xdeepserve.api import metrics
 from xdeepserve.api.endpoint import ApiEndpoint
 from xdeepserve.api.responses import Health, ModelCard, ModelList, ServerLoad, Version, json_response
 from xdeepserve.api.served_models import MODELS
+from xdeepserve.engine.te.reports import TEHealth
 
 
 async def list_models(request: web.Request) -> web.Response:
@@ -30,12 +33,20 @@ def _card(endpoint: ApiEndpoint, name: str) -> ModelCard:
 
 async def health(request: web.Request) -> web.Response:
     """200 while all engines can serve, with their TEs and DP groups; those without work are asked."""
-    tes = []
+    tes, num_rollbacks = [], 0
     for endpoint in request.app[MODELS]:
         tes += await endpoint.engine.check_health()
+        num_rollbacks += endpoint.engine.stats().num_recoveries["3"]
         endpoint.check_healthy()
-    is_well = not any(te.suspect or te.lost or te.shell != "healthy" for te in tes)
-    return json_response(Health(status="ok" if is_well else "degraded", tes=tes))
+    status: Literal["ok", "degraded"] = "ok" if all(map(_is_well, tes)) else "degraded"
+    return json_response(Health(status=status, num_rollbacks=num_rollbacks, tes=tes))
+
+
+def _is_well(te: TEHealth) -> bool:
+    """Whether nothing of a TE is silent, or missing; of one that is lost, whether another has its place."""
+    if te.life == "lost":
+        return te.replaced_by is not None
+    return te.shell == "healthy" and not (te.suspect_groups or te.lost_groups or te.lost_servers)
 
 
 async def ping(request: web.Request) -> web.Response:

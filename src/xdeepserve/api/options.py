@@ -1,7 +1,8 @@
-"""How a server presents itself: names, keys, origins, encryption, and where it listens."""
+"""How a server presents itself: names, keys, origins, encryption, where it listens, and what it logs."""
 
 from __future__ import annotations
 
+import re
 import ssl
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import msgspec
 from xdeepserve.errors import InputError
 from xdeepserve.reading import unreadable
 
+# A name, an IPv4 address, an IPv6 address with or without brackets, or "*".
+_HOST = re.compile(r"\*|[^\s:/?#@*\[\]]+|\[?[0-9a-f.]*:[0-9a-f:.]+\]?", re.IGNORECASE)
+
 
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Names are those of vLLM's command line.
@@ -17,8 +21,10 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     served_model_names  what clients may call the model, the first of them in answers; empty: its own name
     api_keys            one of these has to come with every request to the model; empty: none needs to
     allowed_origins     web pages of these origins may call from a browser; "*": of all
+    allowed_hosts       names, beside those of loopback, that requests may call this server by; "*": all
     ssl_certfile, ssl_keyfile   PEM files; the key may be in the certificate's
     admin               clients may list, add and remove task executors (api/admin.py)
+    log_requests        a line of the log for each request
     record              file that what the page draws is written to
     state               directory in which files and jobs are kept (api/job_door.py); without, none are taken
     tools               file with the functions that agents may call (jobs/agent_tools.py)
@@ -29,9 +35,11 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     served_model_names: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     admin: bool = False
+    log_requests: bool = False
     record: Path | None = None
     state: Path | None = None
     tools: Path | None = None
@@ -43,9 +51,15 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
             ("--served-model-name", self.served_model_names),
             ("--api-key", self.api_keys),
             ("--allowed-origins", self.allowed_origins),
+            ("--allowed-hosts", self.allowed_hosts),
         ):
             if not all(values):
                 raise InputError(f"{flag} must not be empty")
+        for name in self.allowed_hosts:
+            if not _HOST.fullmatch(name):
+                raise InputError(
+                    f"--allowed-hosts takes names or addresses, without scheme and port, found {name}"
+                )
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise InputError("--ssl-keyfile needs --ssl-certfile")
 
@@ -64,6 +78,11 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         except ValueError as error:
             raise InputError(f"--ssl-certfile {self.ssl_certfile}: {error}") from None
         return context
+
+
+def host_name(name: str) -> str:
+    """The name or address of a host in lower case, without a trailing dot and an IPv6 address's brackets."""
+    return name.lower().strip("[]").removesuffix(".")
 
 
 def _no_password() -> str:

@@ -28,7 +28,10 @@ from xdeepserve.page.die_bytes import die_bytes
 from xdeepserve.page.page_record import PageRecord
 from xdeepserve.page.watch import HELLO, PodWatch
 
-POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:"
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "frame-ancestors 'none'"  # no other page may show it in a frame, and have its buttons clicked
+)
 BYTES_QUERY = {"die": {"type": "integer"}, "region": {"type": "string"}}
 WATCH = web.AppKey("WATCH", PodWatch)
 BREAKER = web.AppKey("BREAKER", Breaker)

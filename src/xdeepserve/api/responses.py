@@ -15,9 +15,11 @@ from xdeepserve.engine.te.reports import TEHealth
 
 
 class Health(msgspec.Struct, kw_only=True):
-    """ "degraded": some DP groups do not answer in good time, or TEs are lost; the others serve."""
+    """ "degraded": some DP groups do not answer in good time, or what is lost has not been replaced; the
+    others serve. `num_rollbacks` counts those of all TEs there have been."""
 
     status: Literal["ok", "degraded"]
+    num_rollbacks: int
     tes: list[TEHealth]
 
 

@@ -21,7 +21,13 @@ from pathlib import Path
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from xdeepserve.api.access import add_cors_headers, cors_middleware, key_middleware
+from xdeepserve.api.access import (
+    ADDRESS,
+    add_cors_headers,
+    cors_middleware,
+    guard_middleware,
+    key_middleware,
+)
 from xdeepserve.api.admin import add_admin_routes
 from xdeepserve.api.agent_door import add_agent_routes
 from xdeepserve.api.chat import create_chat_completion
@@ -32,7 +38,7 @@ from xdeepserve.api.info import get_model, health, list_models, load, ping, show
 from xdeepserve.api.input_items import list_input_items
 from xdeepserve.api.job_desk import run_desk
 from xdeepserve.api.job_door import add_job_routes
-from xdeepserve.api.member_beat import ADDRESS, run_member
+from xdeepserve.api.member_beat import run_member
 from xdeepserve.api.model_shelf import DRAIN_POLL_S, drain
 from xdeepserve.api.openapi import show_docs, show_openapi
 from xdeepserve.api.options import ServerOptions
@@ -45,6 +51,7 @@ from xdeepserve.api.response_endpoint import (
     get_response,
 )
 from xdeepserve.api.served_models import MODELS, ServedModels
+from xdeepserve.api.server_log import log_middleware, pod_logged
 from xdeepserve.api.tokenize import detokenize, tokenize
 from xdeepserve.engine.serving.request import AsyncEngine
 from xdeepserve.errors import InputError
@@ -66,7 +73,9 @@ def build_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.
     app = web.Application(
         middlewares=[
             request_id_middleware,
+            log_middleware(options),
             error_middleware,
+            guard_middleware(options),
             cors_middleware(options),
             key_middleware(options),
         ],
@@ -130,7 +139,8 @@ async def _run_engine(app: web.Application) -> AsyncIterator[None]:
     engine = app[ENDPOINT].engine
     await engine.start()
     try:
-        yield
+        with pod_logged(engine):  # not that TEs come and go with the server itself
+            yield
     finally:
         await engine.stop()
 

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from xdeepserve.api.http_errors import ErrorBody, ErrorDetail, describe
+from xdeepserve.api.http_errors import REFUSAL, ErrorBody, ErrorDetail, describe
+from xdeepserve.errors import XDeepServeError
 
 log = logging.getLogger("xdeepserve.api")
 
@@ -46,9 +47,10 @@ async def stream_events(
         if not response.prepared:
             raise
         _, detail = describe(exc, request)
-        log.error(
-            "%s %s failed while streaming: %s", request.method, request.path, detail.message, exc_info=exc
-        )
+        request[REFUSAL] = detail
+        if not isinstance(exc, XDeepServeError):
+            what = f"{request.method} {request.path} failed while streaming"
+            log.error("%s: %s", what, detail.message, exc_info=exc)
         last = _event(ErrorBody(detail)) if failed is None else _event(failed(detail), is_named=True)
         await _send_last(response, last)
     return response

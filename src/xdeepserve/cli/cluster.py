@@ -46,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
     if own:
         raise InputError(f"{', '.join(sorted(own))} is the cluster's own, and cannot be given for each serve")
     # What every member would refuse is said now, and not in the log of one that is started again for ever.
-    made(build_parser().parse_args(["serve", "--state", str(args.state), *args.serve]), "127.0.0.1", 0)
+    member = build_parser().parse_args(["serve", "--state", str(args.state), *args.serve])
+    _, options = made(member, "127.0.0.1", 0)
     store = JobStore(args.state, time.time)
 
     def boot(name: str) -> subprocess.Popen[bytes]:
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     names = [f"je-{number}" for number in range(args.jes)]
     manager = ClusterManager(store, f"{os.getpid()}-{secrets.token_hex(4)}", names, boot)
     try:
-        asyncio.run(serve_door(store.members, manager, args.host, args.port))
+        asyncio.run(serve_door(store.members, manager, args.host, args.port, options))
     finally:
         store.close()
     return 0

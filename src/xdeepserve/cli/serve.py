@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -67,6 +69,15 @@ def add_options(parser: Parser) -> None:
         metavar="ORIGIN",
         help="web pages that may call from a browser (CORS); '*' for all; default none",
     )
+    parser.add_argument(
+        "--allowed-hosts",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="names that clients may call this server by, beside localhost; '*' for all",
+    )
+    parser.add_argument("--log-requests", action="store_true", help="log a line for each request")
+    parser.add_argument("--quiet", action="store_true", help="log nothing but bugs of the server")
     parser.add_argument("--ssl-certfile", metavar="PEM", help="serve https with this certificate")
     parser.add_argument("--ssl-keyfile", metavar="PEM", help="its key, if that is a file of its own")
 
@@ -74,6 +85,7 @@ def add_options(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Load the model and answer requests until SIGINT or SIGTERM."""
     from xdeepserve.api.server import run_server
+    from xdeepserve.api.server_log import log_to
     from xdeepserve.model.presets import resolve_model
 
     host = "127.0.0.1" if args.host is None else args.host
@@ -94,7 +106,8 @@ def run(args: argparse.Namespace) -> int:
             print(f"xdeepserve serve: {what}; Ctrl-C ends it", file=sys.stderr, flush=True)
             print(f"listening on {address}", flush=True)
 
-        run_server(lambda: engine, host, port, ready, options)
+        with log_to(lambda line: os.write(2, line.encode()), logging.ERROR if args.quiet else logging.INFO):
+            run_server(lambda: engine, host, port, ready, options)
     print("xdeepserve serve: has shut down", file=sys.stderr, flush=True)
     return 0
 
@@ -118,16 +131,20 @@ def _options(args: argparse.Namespace, host: str, port: int) -> ServerOptions:
     from xdeepserve.jobs.agent_tools import read_tools
     from xdeepserve.jobs.state_file import check_state
 
+    if args.quiet and args.log_requests:
+        raise InputError("--quiet logs no requests: leave --log-requests out")
     if args.uds is not None and (args.host is not None or args.port is not None):
         raise InputError("--uds is instead of --host and --port: leave these out")
     options = ServerOptions(
         served_model_names=tuple(args.served_model_name),
         api_keys=tuple(args.api_key),
         allowed_origins=tuple(args.allowed_origins),
+        allowed_hosts=tuple(args.allowed_hosts),
         ssl_certfile=args.ssl_certfile,
         ssl_keyfile=args.ssl_keyfile,
         uds=args.uds,
         admin=args.admin,
+        log_requests=args.log_requests,
         record=args.record,
         state=args.state,
         tools=args.tools,

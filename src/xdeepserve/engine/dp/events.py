@@ -159,6 +159,13 @@ class TEChanged(msgspec.Struct, frozen=True):
     life: str
 
 
+class FailoverEnded(msgspec.Struct, frozen=True):
+    """No TE is awaited any more in the place of one that was given up; `reason`: why one does not come. Only
+    observers hear."""
+
+    reason: str | None
+
+
 class TERolledBack(msgspec.Struct, frozen=True):
     """Something of a TE has failed, and the steps under way will be run again, in a new epoch. Only observers
     hear."""
@@ -196,7 +203,9 @@ class ServerMoved(msgspec.Struct, frozen=True):
     is_there: bool
 
 
-Observed: TypeAlias = Event | StepEnded | TEChanged | TERolledBack | ServerHeard | ServerMoved | ClientLost
+Observed: TypeAlias = (
+    Event | StepEnded | TEChanged | FailoverEnded | TERolledBack | ServerHeard | ServerMoved | ClientLost
+)
 Observer: TypeAlias = Callable[[Observed], None]
 
 

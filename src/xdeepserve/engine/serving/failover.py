@@ -11,13 +11,18 @@ Prefill and decode fail over apart. Whoever has to wait for a TE of some role do
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from itertools import count
 from typing import Literal, Protocol, TypeAlias
 
+import msgspec
+
 from xdeepserve.engine.build import PodPlan
-from xdeepserve.engine.deploy.deployment import RecoveryConfig, Role
+from xdeepserve.engine.deploy.deployment import ExpertConfig, RecoveryConfig, Role, TEConfig
+from xdeepserve.engine.deploy.fitting import fit
+from xdeepserve.engine.deploy.roles import DEPLOYMENTS
 from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.serving.joining import FAILED, until_unused
 from xdeepserve.engine.te.te_plan import TEPlan
@@ -48,6 +53,35 @@ class Survivors(Protocol):
     def give_up_all(self, reason: XDeepServeError) -> list[TEPlan]: ...
 
     async def spare_prefill(self) -> bool: ...
+
+
+def what_helps(plan: PodPlan, te: TEPlan, lost: Collection[int]) -> str:
+    """Settings of this deployment, any of which lets requests outlive the loss of these dies of a TE, without
+    which nothing can serve; "" if there are none."""
+    d, role, ways = plan.deployment, te.sizes.role, list[str]()
+    row = next(row for row in DEPLOYMENTS[d.kind] if row.role == role)
+    if row.has_services and not (d.experts or ExpertConfig()).copies:
+        ways += ["experts.copies=1"] * (not set(lost).isdisjoint(te.sizes.expert_dies))
+    if not d.recovery.failover and not plan.outside:
+        # Stage 2 has the dies of the TE that are well, stage 1 those of all TEs.
+        wanted = {least_dies(plan, role) - len(set(te.every_die) - set(lost))}
+        well = [len(set(each.every_die) - set(lost)) for each in plan.tes]
+        wanted.add(sum(least_dies(plan, each.sizes.role) for each in plan.tes) - sum(well))
+        spare = max(0, min(wanted))
+        if spare <= len(plan.pod.free_dies(range(plan.pod.topology.num_dies))):
+            ways.append("recovery.failover=true" + f" and recovery.spare_dies={spare}" * (spare > 0))
+    given = getattr(d, row.section, None) if d.kind != "mixed" else None
+    if isinstance(given, TEConfig):
+        more = msgspec.structs.replace(given, count=given.count + 1)
+        with contextlib.suppress(DeploymentError):
+            fit(msgspec.structs.replace(d, **{row.section: more}), plan.config, plan.timing is not None)
+            ways.append(f"{row.section}.count={more.count}")
+    return ", or with ".join(ways)
+
+
+def least_dies(plan: PodPlan, role: Role) -> int:
+    """The fewest dies that a TE of a role can have."""
+    return next(num for num in count(1) if plan.largest(role, num) is not None)
 
 
 class Failover:
@@ -168,7 +202,10 @@ class Failover:
     async def _restart(self) -> None:
         """Stage 1. DeploymentError if no TE of some role can be had, or this was often enough."""
         if self.num_restarts >= self._config.max_restarts:
-            raise DeploymentError(f"all TEs have been started anew {self.num_restarts} times: {self.reason}")
+            raise DeploymentError(
+                f"all TEs have been started anew {self.num_restarts} times, and recovery.max_restarts allows "
+                f"no more: {self.reason}"
+            )
         self.num_restarts += 1
         given_up = self._group.give_up_all(XDeepServeError(f"all TEs are started anew: {self.reason}"))
         for te in [*given_up, *self._lost]:
@@ -180,14 +217,15 @@ class Failover:
                 later = sum(self._least(other) for other in roles[at + 1 :])
                 if not await self._replace(role, later) and not number:
                     num_free = len(self._pod.free_dies(self._dies))
+                    spare = self._config.spare_dies + self._least(role) + later - num_free
                     raise DeploymentError(
-                        f"{num_free} dies that are well are not enough for {role}: {self.reason}"
+                        f"{num_free} dies that are well are not enough for {role}, which would come up with "
+                        f"recovery.spare_dies={spare}: {self.reason}"
                     )
         self._move("join")
 
     def _least(self, role: Role) -> int:
-        """The fewest dies that a TE of a role can have."""
-        return next(num for num in count(1) if self._plan.largest(role, num) is not None)
+        return least_dies(self._plan, role)
 
     def _move(self, event: str) -> None:
         self.stage = follow(

@@ -22,10 +22,17 @@ FAILED = (HardwareError, ProtocolError)  # what is said when dies fail, by thems
 
 
 class Joining:
-    """Those that are on their way to a job executor. `make` makes a TE of its plan."""
+    """TEs that are on their way to a job executor. `make` makes a TE of its plan; `on_joined` is told of each
+    that takes requests from now on."""
 
-    def __init__(self, plan: PodPlan, je: JobExecutor, make: Callable[[TEPlan], TE]) -> None:
-        self._plan, self._je, self._make = plan, je, make
+    def __init__(
+        self,
+        plan: PodPlan,
+        je: JobExecutor,
+        make: Callable[[TEPlan], TE],
+        on_joined: Callable[[TE], None],
+    ) -> None:
+        self._plan, self._je, self._make, self._on_joined = plan, je, make, on_joined
         self.loading: list[TE] = []
         self._processes: list[asyncio.Task[str]] = []
         self._end: str | None = None  # why nobody can join any more
@@ -94,6 +101,7 @@ class Joining:
             for other in self._je.tes:  # one that leaves may have waited for its reader
                 other.wake()
         self._je.tes.append(te)
+        self._on_joined(te)
         self._je.take(te)
         return plan.sizes.name
 

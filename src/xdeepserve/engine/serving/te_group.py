@@ -10,12 +10,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from xdeepserve.engine.build import PodPlan
+from xdeepserve.engine.dp.events import FailoverEnded
 from xdeepserve.engine.job.executor import JobExecutor
 from xdeepserve.engine.job.roster import can_serve
 from xdeepserve.engine.serving.control_plane import ControlPlane
 from xdeepserve.engine.serving.counters import Counters
-from xdeepserve.engine.serving.failover import Failover
-from xdeepserve.engine.serving.joining import Joining, until_unused
+from xdeepserve.engine.serving.failover import Failover, what_helps
+from xdeepserve.engine.serving.joining import FAILED, Joining, until_unused
 from xdeepserve.engine.te.reports import ServerReport, TEHealth, TEReport
 from xdeepserve.engine.te.te import TE
 from xdeepserve.engine.te.te_plan import TEPlan
@@ -41,12 +42,12 @@ class TEGroup:
         self._plan, self._je, self._threads, self._on_failure = plan, je, threads, on_failure
         self._past = Counters.of([])  # of TEs that are gone
         self.lost: dict[str, XDeepServeError] = {}  # TEs that have failed while others went on, and why
-        self._lost_health: list[TEHealth] = []
+        self._lost_health: list[tuple[TEPlan, TEHealth]] = []
         self._leaving: list[asyncio.Task[None]] = []
         self._moving: list[asyncio.Task[Any]] = []  # expert servers that come and go
         self._end: str | None = None  # why nobody can join, or leave, any more
         recovery, lost_ns = plan.deployment.recovery, plan.tes[0].sizes.lost_ns
-        self.joining = Joining(plan, je, self._make)
+        self.joining = Joining(plan, je, self._make, self._note_joined)
         self._failover: Failover | None = None
         if recovery.failover and not plan.outside:
             self._failover = Failover(self, self.joining.join, plan, recovery, lost_ns, self._end_failover)
@@ -122,10 +123,9 @@ class TEGroup:
             return self._failover.cannot_replace(
                 te.plan, die, [other.plan for other in self._je.tes.ready("prefill")]
             )
-        return (
-            f"{te.sizes.name} needs die {die}, and no other task executor could go on: "
-            "serve with --set recovery.failover=true"
-        )
+        helps = what_helps(self._plan, te.plan, [die])
+        hint = f": serve with --set {helps}" if helps else ""
+        return f"{te.sizes.name} needs die {die}, and no other task executor could go on{hint}"
 
     def health(self) -> list[TEHealth]:
         """Of all TEs, those included that are loading or have been lost."""
@@ -133,6 +133,7 @@ class TEGroup:
             msgspec.structs.replace(
                 te.health.report(),
                 life=te.life,
+                lost_dies=self._lost_dies_of(te),
                 num_rollbacks=te.recovery.count,
                 recovering=te.recovery.reason and f"stage 3: {te.recovery.reason}",
                 num_servers=te.monitor.num_servers,
@@ -142,10 +143,26 @@ class TEGroup:
             for te in self._running
         ]
         loading = [TEHealth(name=name, num_groups=0, life="loading") for name in self._plan.loadings]
-        lost = list(self._lost_health)
+        lost = [health for _, health in self._lost_health]
         if lost and self._failover is not None and self._failover.stage != "serving":
             lost[-1] = msgspec.structs.replace(lost[-1], recovering=self._failover.describe())
         return running + loading + lost
+
+    def _lost_dies_of(self, te: TE) -> tuple[int, ...]:
+        """Dies that a lost TE has lost; or those that one goes on without, of clients and expert servers."""
+        if te.life == "lost":
+            return tuple(sorted(self._plan.pod.memories.silent.intersection(te.plan.every_die)))
+        seats = te.seats.reports()
+        servers = {seat.die for seat in seats if seat.presence == "lost" and seat.die is not None}
+        return tuple(sorted(servers.union(te.plan.dies[rank] for rank in te.clients.lost)))
+
+    def _note_joined(self, te: TE) -> None:
+        """A TE takes requests: it is in the place of the first of its role that was lost and has none."""
+        for number, (plan, health) in enumerate(self._lost_health):
+            if plan.sizes.role == te.sizes.role and health.replaced_by is None:
+                now = msgspec.structs.replace(health, replaced_by=te.sizes.name)
+                self._lost_health[number] = plan, now
+                return
 
     # ---- how they come and go -----------------------------------------------------------------------
 
@@ -279,6 +296,9 @@ class TEGroup:
         self._plan.pod.lose(te.plan.every_die)
         is_wanted = self._failover is not None and te.life == "ready" and self._end is None
         if not is_wanted and not self._is_needless(te) and not self.is_recovering:
+            lost = self._plan.pod.memories.silent.intersection(te.plan.every_die)
+            if isinstance(reason, FAILED) and (helps := what_helps(self._plan, te.plan, lost)):
+                reason.args = (f"{reason}; requests would have gone on with {helps}",)
             self._on_failure(reason)
             return
         if is_wanted:
@@ -295,9 +315,16 @@ class TEGroup:
         te.kill()
         te.close()
         groups = tuple(range(len(te.groups)))
-        self._lost_health.append(
-            TEHealth(name=te.sizes.name, num_groups=len(groups), lost=groups, life="lost", reason=str(reason))
+        health = TEHealth(
+            name=te.sizes.name,
+            num_groups=len(groups),
+            lost_groups=groups,
+            lost_dies=self._lost_dies_of(te),
+            life="lost",
+            reason=str(reason),
+            num_rollbacks=te.recovery.count,
         )
+        self._lost_health.append((te.plan, health))
         self._forget(te)
         self._je.lose(te, reason)
 
@@ -322,6 +349,7 @@ class TEGroup:
     def _end_failover(self, error: XDeepServeError | None) -> None:
         """Nobody else comes: those that wait for somebody have gone there, or hear why they cannot."""
         self._je.homeless.is_open = False
+        self._je.tell.show(FailoverEnded(None if error is None else str(error)))
         if error is not None and not can_serve(te for te in self._je.tes if te.is_running):
             self._on_failure(error)
         else:

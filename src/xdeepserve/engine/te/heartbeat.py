@@ -135,6 +135,6 @@ class Heartbeats:
             name=self.name,
             num_groups=len(self._pulses),
             shell=self.shell,
-            suspect=self.ranks("suspect"),
-            lost=self.ranks("lost"),
+            suspect_groups=self.ranks("suspect"),
+            lost_groups=self.ranks("lost"),
         )

@@ -15,17 +15,19 @@ Health: TypeAlias = Literal["healthy", "suspect", "lost"]
 
 
 class TEHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """How many DP groups a TE has, and who of it is not healthy: its shell, by the first tier of heartbeats,
-    and its groups, by the second."""
+    """How many DP groups a TE has, and which parts of it are not healthy: its shell, by the first tier of
+    heartbeats, and its groups, by the second. Groups are numbered within their TE, dies within the pod."""
 
     name: str
     num_groups: int  # 0 while it loads
     shell: Health = "healthy"
-    suspect: tuple[int, ...] = ()
-    lost: tuple[int, ...] = ()
+    suspect_groups: tuple[int, ...] = ()
+    lost_groups: tuple[int, ...] = ()
+    lost_dies: tuple[int, ...] = ()  # that do not answer; not those that were given up with them
     life: Life = "ready"
     reason: str | None = None  # why it is lost
-    num_rollbacks: int = 0  # how often it has run steps again
+    replaced_by: str | None = None  # the TE that has come in its place
+    num_rollbacks: int = 0  # times that it has run steps again, kept when it is lost
     recovering: str | None = None  # the stage of recovery that it is at, and why
     num_servers: int = 0  # expert servers, where experts are services
     lost_servers: tuple[int, ...] = ()  # of these, which clients leave out
