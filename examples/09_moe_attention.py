@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import sys
 
+from xdeepserve.progress import working
+
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.cli.status import working
 from xdeepserve.engine.description import team
 from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND
 from xdeepserve.hw.gantt import in_terminal, steps_of

@@ -25,9 +25,9 @@ import time
 from typing import Any
 
 import numpy as np
+from xdeepserve.progress import working
 
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.cli.status import working
 from xdeepserve.comm.exchange.layout import HEADER_DTYPE
 from xdeepserve.comm.exchange.rows import weighted_sum
 from xdeepserve.comm.wire import FIELD_DTYPE, Blocks

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -18,21 +18,25 @@ PRESETS = ("monolithic", "colocated", "pd", "moe-attention", "transformerless", 
 # Fitted to any model; the superpod has its own sizes.
 SELF_SIZING = tuple(name for name in PRESETS if name != "superpod")
 UNKNOWN = "Object contains unknown field `"  # what msgspec says
+# Texts `key=value`, mappings (of sections: nested, or with dotted keys), or one of either. Later ones win.
+Overrides: TypeAlias = str | Mapping[str, Any] | Iterable[str | Mapping[str, Any]]
 
 
-def resolve(name: str, overrides: Sequence[str] = ()) -> Deployment:
+def resolve(name: str | Deployment, overrides: Overrides = ()) -> Deployment:
     """The deployment of a preset name or a TOML file, with overrides (`scheduler.max_num_seqs=4`).
 
     Raises DeploymentError with every reason.
     """
-    raw, title = _read(name)
+    if isinstance(name, Deployment):
+        raw, title = msgspec.to_builtins(name), name.name
+    else:
+        raw, title = _read(name)
     reasons, wrong = [], _decode_error(raw, title)  # in the file itself, whatever the overrides
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals or not key:
-            reasons.append(f"'{override}' is not of the form key=value")
+    for override, key, value in _assignments(overrides):
+        if not key:
+            reasons.append(f"{override} is not of the form key=value")
             continue
-        trial = _assigned(raw, key.strip(), _parse_value(text.strip()))
+        trial = _assigned(raw, key, value)
         error = _decode_error(trial, title)
         if error and error != wrong:
             reasons.append(f"{override}: {error}")
@@ -63,6 +67,30 @@ def _read(name: str) -> tuple[dict[str, Any], str]:
         raise DeploymentError(f"deployment {path}: cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise DeploymentError(f"deployment {path}: not valid TOML: {error}") from None
+
+
+def _assignments(overrides: Overrides) -> Iterator[tuple[str, str, Any]]:
+    """Every override as it is written, with its key (empty if it has none) and its value."""
+    if isinstance(overrides, str | Mapping):
+        overrides = (overrides,)
+    elif not isinstance(overrides, Iterable):
+        raise DeploymentError(f"overrides are key=value texts or a mapping of settings, found {overrides!r}")
+    for each in overrides:
+        if isinstance(each, Mapping):
+            yield from ((f"{key}={value}", key, value) for key, value in _flat(each))
+        else:
+            key, equals, text = each.partition("=") if isinstance(each, str) else ("", "", "")
+            is_one = bool(equals and key)
+            yield (each, key.strip(), _parse_value(text.strip())) if is_one else (repr(each), "", None)
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of a mapping in which sections are mappings."""
+    for name, value in table.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def _parse_value(text: str) -> Any:
