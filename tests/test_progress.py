@@ -109,7 +109,7 @@ def test_no_thread_is_left_when_work_fails() -> None:
 
 
 @pytest.mark.usefixtures("is_hasty")
-def test_a_terminal_has_one_line_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_has_one_line_that_changes(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -117,10 +117,12 @@ def test_a_terminal_has_one_line_that_changes(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(sys, "stderr", Terminal())
     monkeypatch.setenv("TERM", "xterm")
     with progress.working("Loading") as work:
-        work.detail = "25 %"
-        while "25 %" not in sys.stderr.getvalue():  # type: ignore[attr-defined]
+        work.detail = "25 % [of it]"
+        while "25 % [of it]" not in sys.stderr.getvalue():  # type: ignore[attr-defined]
             threading.Event().wait(0.01)
-    assert "Loading: 25 % ... 0 s" in sys.stderr.getvalue()  # type: ignore[attr-defined]
+        print("the answer")
+    assert "Loading: 25 % [of it] ... 0 s" in sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert capsys.readouterr().out == "the answer\n"  # stdout is no terminal
 
 
 def test_numba_says_what_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:

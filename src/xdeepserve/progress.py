@@ -126,10 +126,15 @@ def _show_on_terminal(wait: Callable[[float], bool]) -> None:
     if wait(AFTER_S):
         return
     from rich.console import Console
+    from rich.live import Live
+    from rich.spinner import Spinner
+    from rich.text import Text
 
-    with Console(stderr=True).status("") as shown:
+    spinner = Spinner("dots", style="status.spinner")
+    # What is printed meanwhile goes above the line, but never to the terminal if stdout is a file.
+    with Live(spinner, console=Console(stderr=True), transient=True, redirect_stdout=sys.stdout.isatty()):
         while True:
-            shown.update(_line_to_show() or "")
+            spinner.update(text=Text(_line_to_show() or ""))
             if wait(0.2):
                 return
 
