@@ -62,9 +62,8 @@ def watch(llm: LLM) -> None:
             cells.append(f"{NAMES[share.seq_id]} {kind} [{share.start},{share.start + share.num_tokens})")
         rows = sum(share.num_tokens for share in event.shares)
         now, used = event.start_ns / 1000, event.num_used_blocks
-        print(
-            f"{event.step:3d} {now:9.1f} us {counted(rows, 'row')} {counted(used, 'block', 1)}  {', '.join(cells)}"
-        )
+        size = f"{counted(rows, 'row')} {counted(used, 'block', 1)}"
+        print(f"{event.step:3d} {now:9.1f} us {size}  {', '.join(cells)}")
 
     llm.engine.observe(see)
 

@@ -57,12 +57,9 @@ def show_fields(engine: Engine, note: str) -> None:
         raw = bytes(memory.buffer[at : at + FIELD.size])
         event, pointer, count = FIELD.unpack(raw)[:3]
         print(f"    from rank {peer}: {raw[:20].hex(' ', 4)}")
-        is_lost = set(raw) == {SCRIBBLE}
-        print(
-            "      nothing is there"
-            if is_lost
-            else f"      event {event}, rows at {pointer}, {count} of them"
-        )
+        is_gone = set(raw) == {SCRIBBLE}
+        says = "nothing is there" if is_gone else f"event {event}, rows at {pointer}, {count} of them"
+        print(f"      {says}")
 
 
 def show_rollback_fields(engine: Engine, note: str) -> None:
@@ -81,7 +78,8 @@ def tell(engine: Engine) -> None:
             print(f"  {now:>9} ns  {event.te} {LIVES[event.life]}")
         elif isinstance(event, events.TERolledBack):
             print(f"  {now:>9} ns  both dies have come to epoch {event.epoch}; the step is launched again")
-            print(f"    because {event.te} has heard, at {event.begun_ns} ns, that {event.reason}")
+            print(f"    {event.te} had heard of an error at {event.begun_ns} ns:")
+            print(f"    {event.reason}")
         elif isinstance(event, events.MovedOut):
             print(f"  {now:>9} ns    sequence {event.seq_id} leaves it")
         elif isinstance(event, events.Given) and event.seq_id in moved:
@@ -160,9 +158,7 @@ def failover(at_ns: int, expected: str) -> None:
     with LLM("tiny", "pd", overrides=settings, faults=faults) as llm:
         outputs = llm.generate(PROMPTS, PARAMS, keep_logits=True, meanwhile=watch)
         print_tes(llm.engine)
-        print(
-            "    one die, where decode 1 had two: the deployment has no other (recovery.spare_dies gives some)"
-        )
+        print("    one die, where decode 1 had two: no other is free (recovery.spare_dies would give some)")
     compare(outputs, expected)
 
 
