@@ -55,7 +55,5 @@ def test_the_difference_is_said_where_one_meets_it() -> None:
     from xdeepserve import LLM
 
     assert "`xdeepserve generate` is greedy (temperature 0)" in (LLM.generate.__doc__ or "")
-    help_text = " ".join(
-        build_parser().parse_args(["generate", "--prompt", "x"]).parser.format_help().split()
-    )
-    assert "greedy (LLM and endpoint: 1)" in help_text
+    parser = build_parser().parse_args(["generate", "--prompt", "x"]).parser
+    assert "default 0, greedy (LLM, endpoint: 1)" in " ".join(parser.format_help().split())

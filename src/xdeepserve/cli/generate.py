@@ -65,9 +65,7 @@ def add_options(parser: Parser) -> None:
         help="a prompt as token ids; may be repeated",
     )
     option("--max-tokens", type=int, default=16, metavar="N", help="new tokens at most; default 16")
-    option(
-        "--temperature", type=float, default=0.0, metavar="T", help="default 0: greedy (LLM and endpoint: 1)"
-    )
+    option("--temperature", type=float, default=0.0, metavar="T", help="default 0, greedy (LLM, endpoint: 1)")
     option("--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling; default 1 (off)")
     option("--top-k", type=int, default=0, metavar="K", help="default 0 (off)")
     option("--seed", type=int, default=0, metavar="S", help="of the random numbers; default 0")
