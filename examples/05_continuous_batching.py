@@ -39,6 +39,11 @@ def title(text: str) -> None:
     print(f"\n--- {text}")
 
 
+def counted(number: int, what: str, width: int = 3) -> str:
+    """A number in a column, with its noun."""
+    return f"{number:{width}d} {what}{'s' if number != 1 else ' '}"
+
+
 def watch(llm: LLM) -> None:
     """Print every step, and whose blocks are taken for it."""
     preempted = set()
@@ -57,7 +62,8 @@ def watch(llm: LLM) -> None:
             cells.append(f"{NAMES[share.seq_id]} {kind} [{share.start},{share.start + share.num_tokens})")
         rows = sum(share.num_tokens for share in event.shares)
         now, used = event.start_ns / 1000, event.num_used_blocks
-        print(f"{event.step:3d} {now:9.1f} us {rows:3d} rows {used} blocks  {', '.join(cells)}")
+        size = f"{counted(rows, 'row')} {counted(used, 'block', 1)}"
+        print(f"{event.step:3d} {now:9.1f} us {size}  {', '.join(cells)}")
 
     llm.engine.observe(see)
 
@@ -70,7 +76,7 @@ def show_tables(group: DPGroup) -> None:
     stats = group.scheduler.stats
     print(f"{sum(stats.rows_per_step.values())} steps, {group.scheduler.preemption.count} preemption(s)")
     for rows, steps in sorted(stats.rows_per_step.items()):
-        print(f"  {steps:2d} steps of {rows:2d} rows")
+        print(f"  {counted(steps, 'step', 2)} of {counted(rows, 'row', 2).rstrip()}")
 
 
 def show_times(outputs: list[RequestOutput]) -> None:

@@ -31,12 +31,13 @@ def title(text: str) -> None:
 
 def show_tree(group: DPGroup) -> None:
     """The radix tree: a line for each block, indented by its depth."""
+    print("the tree: [first..last token id] of each block's 16 tokens, below the block that it follows")
     for node in group.rtc.index.nodes():
         depth = len(node.path()) - 1
-        hbm = "-" if node.slot is None else str(node.slot)
-        host = "-" if node.host_slot is None else str(node.host_slot)
+        hbm = "not in HBM" if node.slot is None else f"HBM block {node.slot}"
+        host = "not in host DRAM" if node.host_slot is None else f"host block {node.host_slot}"
         first, last = node.tokens[0], node.tokens[-1]
-        print(f"  {'    ' * depth}[{first}..{last}]  HBM block {hbm}, host block {host}")
+        print(f"  {'    ' * depth}[{first}..{last}]  {hbm}, {host}")
 
 
 def ask(llm: LLM, name: str, prompt: list[int], params: SamplingParams = GREEDY) -> str:
@@ -45,7 +46,10 @@ def ask(llm: LLM, name: str, prompt: list[int], params: SamplingParams = GREEDY)
     hits, rows = scheduler.prefixes.num_hits, num_rows(scheduler)
     outputs = llm.generate(prompt, params, keep_logits=True)
     hits, rows = scheduler.prefixes.num_hits - hits, num_rows(scheduler) - rows
-    print(f"{name}: {len(prompt)} tokens, {hits} found in the cache, {rows} rows computed in all")
+    # The last new token of each choice is never an input, so no row is computed for it.
+    new = params.n * ((params.max_tokens or 1) - 1)
+    print(f"{name}: {len(prompt)} tokens, {hits} found in the cache; {rows} rows computed: ", end="")
+    print(f"{rows - new} of the prompt, {new} of new tokens")
     return digest(outputs)
 
 
@@ -57,7 +61,7 @@ def num_rows(scheduler: Scheduler) -> int:
 def main() -> None:
     with LLM("tiny-random", "monolithic", overrides=POD) as llm:
         group = llm.engine.groups[0]
-        title("A first prompt, and another with the same beginning")
+        title("A first prompt, and another with the same beginning; 4 new tokens each")
         first = ask(llm, "A", [*SYSTEM, 1, 2, 3])
         ask(llm, "B", [*SYSTEM, 7, 8, 9])
         print("B found the two whole blocks that both begin with; the third block differs after 10 tokens.")
@@ -67,9 +71,10 @@ def main() -> None:
         four = SamplingParams(max_tokens=4, temperature=1.0, seed=3, n=4, ignore_eos=True)
         ask(llm, "C", [*SYSTEM, 4], four)
         print(
-            "The prompt is computed once; each further choice computes only its last token again, in a copy"
+            "The 11 tokens that were not found are computed once; each of the 3 further choices computes only"
         )
-        print("of the last block, since a block with several users is never written.")
+        print("the prompt's last token again, in a copy of the last block, since a block with several users")
+        print("is never written: 14 rows. Then come 3 rows for each choice's new tokens.")
 
         title("A prefix that leaves HBM")
         ask(llm, "D", [99] * 90)

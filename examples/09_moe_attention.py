@@ -19,7 +19,6 @@ from __future__ import annotations
 import sys
 
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.cli.status import working
 from xdeepserve.engine.description import team
 from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND
 from xdeepserve.hw.gantt import in_terminal, steps_of
@@ -66,7 +65,7 @@ def timeline(spans: list[TraceSpan], node: int, lanes: tuple[str, ...], start: i
 
 
 def main() -> None:
-    with working("one die, to compare with"), LLM("tiny-random", "monolithic") as one:
+    with LLM("tiny-random", "monolithic") as one:
         expected = digest(one.generate(PROMPTS, PARAMS, keep_logits=True))
     with LLM("tiny-random", "moe-attention", overrides=POD, trace=True) as llm:
         (plan,) = llm.engine.plan.tes
@@ -76,8 +75,7 @@ def main() -> None:
             held = str(list(mem.experts)) if len(mem.experts) else "the shared one"
             held = held if role == "experts" else "with a DP group"
             print(f"  die {die} ({llm.engine.plan.pod.topology.name(die)}): {role} {held}")
-        with working("serving"):
-            outputs = llm.generate(PROMPTS, PARAMS, keep_logits=True)
+        outputs = llm.generate(PROMPTS, PARAMS, keep_logits=True)
         spans = llm.engine.plan.pod.trace.spans
         starts = sorted(s.start_ns for s in spans if s.node == plan.dies[0] and s.name == "Embed")
         layer = sorted(s.start_ns for s in spans if s.node == plan.dies[0] and s.name == "MLAProlog")
@@ -107,7 +105,7 @@ def main() -> None:
     for launches, is_pinned in (("in time", "true"), ("late at random", "false")):
         for mode in ("dataflow=false", "dataflow=true"):
             settings = [*POD, mode, f"execution.pin_cores={is_pinned}"]
-            with working("serving"), LLM("tiny-random", "moe-attention", overrides=settings) as llm:
+            with LLM("tiny-random", "moe-attention", overrides=settings) as llm:
                 outputs = llm.generate(PROMPTS, LONGER, keep_logits=True)
             digests.add(digest(outputs))
             ends = [output.metrics.last_token_ns or 0 for output in outputs if output.metrics is not None]

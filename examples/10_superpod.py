@@ -19,7 +19,6 @@ which compile for some minutes more, once.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
 from typing import Any
@@ -27,7 +26,6 @@ from typing import Any
 import numpy as np
 
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.cli.status import working
 from xdeepserve.comm.exchange.layout import HEADER_DTYPE
 from xdeepserve.comm.exchange.rows import weighted_sum
 from xdeepserve.comm.wire import FIELD_DTYPE, Blocks
@@ -134,12 +132,10 @@ def main() -> None:
     # Each wait says every few seconds how long it has lasted.
     minutes = "a minute or two (none after `make demo`)" if dies == 48 else "some minutes"
     print(f"The first run compiles kernels for {minutes}, later ones find them.", flush=True)
-    with working("one die, to compare with"), LLM("tiny-r1", "monolithic", overrides=ONE) as one:
+    with LLM("tiny-r1", "monolithic", overrides=ONE) as one:
         expected = [digest([each]) for each in one.generate(prompts[:20], PARAMS, keep_logits=True)]
 
-    with contextlib.ExitStack() as stack:
-        with working(f"building {dies} dies"):
-            llm = stack.enter_context(LLM("tiny-r1", "moe-attention", overrides=pod(dies)))
+    with LLM("tiny-r1", "moe-attention", overrides=pod(dies)) as llm:
         (plan,) = llm.engine.plan.tes
         print(team(plan))
         exchanges = plan.config.num_moe_layers * 3 * 2
@@ -147,8 +143,7 @@ def main() -> None:
         print(f"a step: {exchanges} A2E and as many E2A, {fields:,} fields")
         clock = llm.engine.plan.pod.clock
         start, start_ns = time.perf_counter(), clock.now
-        with working("serving"):
-            outputs = llm.generate(prompts, PARAMS, keep_logits=True)
+        outputs = llm.generate(prompts, PARAMS, keep_logits=True)
         wall, virtual = time.perf_counter() - start, clock.now - start_ns
         follow(llm)
         alike = sum(digest([each]) == expected[i % 20] for i, each in enumerate(outputs))

@@ -24,6 +24,7 @@ from xdeepserve.model.quant.forward import FloatLayer, Walk, rms_norm, silu
 from xdeepserve.model.quant.layer_quantizer import LayerQuantizer, LinearReport
 from xdeepserve.model.quant.method import METHODS
 from xdeepserve.model.quant.smoothquant import smoothing_scale, w8a8_error
+from xdeepserve.progress import working
 
 LAYER = 2
 NUM_TEXTS = 24
@@ -72,10 +73,12 @@ def smoothing(layer: FloatLayer, x: Array) -> dict[str, Array]:
 def compare(checkpoint: Checkpoint, walk: Walk) -> dict[str, list[LinearReport]]:
     """The layer by every method, on the same inputs."""
     reports = {}
-    for name, method in METHODS.items():
-        quantizer = LayerQuantizer(checkpoint.config, LAYER, FloatLayer(checkpoint, LAYER), method)
-        quantizer.run(walk.h, walk.h, walk.lengths, walk.chosen, fallback_rows=4)
-        reports[name] = quantizer.reports
+    with working(f"Quantising layer {LAYER}") as status:
+        for name, method in METHODS.items():
+            status.detail = name
+            quantizer = LayerQuantizer(checkpoint.config, LAYER, FloatLayer(checkpoint, LAYER), method)
+            quantizer.run(walk.h, walk.h, walk.lengths, walk.chosen, fallback_rows=4)
+            reports[name] = quantizer.reports
     return reports
 
 
@@ -88,10 +91,11 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="draw the first picture as well (needs matplotlib)")
     args = parser.parse_args()
     checkpoint = resolve_model("tiny")
-    sequences = calibration_sequences(checkpoint)
-    walk = Walk(checkpoint, [ids for i in range(NUM_TEXTS) if (ids := sequences(i)) is not None])
-    for layer_idx in range(LAYER):
-        walk.run(layer_idx)
+    with working(f"Computing layers 0 to {LAYER - 1} for {NUM_TEXTS} texts"):
+        sequences = calibration_sequences(checkpoint)
+        walk = Walk(checkpoint, [ids for i in range(NUM_TEXTS) if (ids := sequences(i)) is not None])
+        for layer_idx in range(LAYER):
+            walk.run(layer_idx)
     layer = FloatLayer(checkpoint, LAYER)
 
     title("Step 1: channels before and after smoothing (Figure 15)")
@@ -111,7 +115,7 @@ def main() -> None:
         for field in ("weights", "activations"):
             is_no_worse = mean(reports[name], field) <= mean(rtn, field)
             print(f"  {name} is no worse than rounding to the nearest on {field}: {is_no_worse}")
-    print("  (this is one layer of a model of 4 M parameters: it does not tell how methods rank elsewhere)")
+    print("  (False is no failure: one layer of a model of 4 M parameters does not tell how methods rank)")
 
     title("Step 3: where the error sits")
     print(f"  {'':<20} {'rtn':>8} {'smoothquant+gptq':>18}")

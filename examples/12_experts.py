@@ -19,6 +19,7 @@ from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.model.quant.forward import Walk, expert_load
 from xdeepserve.model.tokenizer import Tokenizer, load_tokenizer
+from xdeepserve.progress import working
 
 NUM_SAMPLES = 16
 STEPS = " ▁▂▃▄▅▆▇█"
@@ -32,9 +33,12 @@ def title(text: str) -> None:
 def loads(checkpoint: Checkpoint, tokenizer: Tokenizer) -> dict[str, dict[int, Array]]:
     """Tokens per expert, by domain and layer."""
     found = {}
-    for domain in EXAMINED:
-        texts = [sample(domain, "held-out", 1, i) for i in range(NUM_SAMPLES)]
-        found[domain] = expert_load(checkpoint, [tokenizer.encode(one.prompt + one.answer) for one in texts])
+    with working("Counting tokens per expert") as status:
+        for domain in EXAMINED:
+            status.detail = domain
+            texts = [sample(domain, "held-out", 1, i) for i in range(NUM_SAMPLES)]
+            ids = [tokenizer.encode(one.prompt + one.answer) for one in texts]
+            found[domain] = expert_load(checkpoint, ids)
     return found
 
 

@@ -27,6 +27,7 @@ from xdeepserve.model import kernels as k
 from xdeepserve.model.cache_layout import TILE, cache_shape
 from xdeepserve.model.kernels import limits
 from xdeepserve.model.packing import pack_bf16, pack_f32, pack_int8
+from xdeepserve.progress import working
 
 F32 = np.float32
 BAR = 40
@@ -244,12 +245,9 @@ def main() -> None:
     if "--digest" in sys.argv[1:]:
         print(f"{instructions()}: {digests()[0]}")
         return
-    dot_product()
-    order()
-    exact_products()
-    other_cpus()
-    cache()
-    near_the_limit()
+    for step in (dot_product, order, exact_products, other_cpus, cache, near_the_limit):
+        with working(f"Walkthrough 14, {step.__name__.replace('_', ' ')}"):
+            step()
 
 
 if __name__ == "__main__":

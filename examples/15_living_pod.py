@@ -56,7 +56,8 @@ async def change(engine: Engine) -> None:
     old = engine.plan.pod.memory(0)
     await engine.remove("te")
     show(engine, f"te has been removed: {len(moved)} sequences go on elsewhere")
-    print(f"               die 0 held {len(old)} bytes; now {np.unique(np.frombuffer(old.buffer, np.uint8))}")
+    (left,) = np.unique(np.frombuffer(old.buffer, np.uint8))
+    print(f"               die 0 held {len(old):,} bytes; now each of them reads {left:#x}: they are gone")
 
     start = clock.now
     name = await engine.add_te(source="storage")
@@ -80,7 +81,7 @@ def main() -> None:
         title("experts move as well: replicas of hot ones, on whichever TE serves")
         made = digest(llm.generate(PROMPTS, PARAMS, keep_logits=True))
         stats = llm.engine.stats()
-        print(f"  {stats.num_reconfigurations} times so far, on TEs that are gone included")
+        print(f"  {stats.num_reconfigurations} reconfigurations so far, with those of TEs that are gone")
         print(f"  the pod made  {made}: {'equal' if made == expected else 'DIFFERENT'}")
 
         title("one drains: it takes nothing new, and leaves when it has nothing left")

@@ -18,6 +18,7 @@ from xdeepserve.engine.dp import events
 from xdeepserve.engine.recovery.rollback_field import RollbackField
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.hw.faults import Fault
+from xdeepserve.hw.memory import SCRIBBLE
 from xdeepserve.llm import digest
 
 POD = ["prefill.dies=1", "decode.count=2", "decode.dies=2", "max_model_len=128"]
@@ -56,7 +57,9 @@ def show_fields(engine: Engine, note: str) -> None:
         raw = bytes(memory.buffer[at : at + FIELD.size])
         event, pointer, count = FIELD.unpack(raw)[:3]
         print(f"    from rank {peer}: {raw[:20].hex(' ', 4)}")
-        print(f"      event {event}, rows at {pointer}, {count} of them")
+        is_gone = set(raw) == {SCRIBBLE}
+        says = "nothing is there" if is_gone else f"event {event}, rows at {pointer}, {count} of them"
+        print(f"      {says}")
 
 
 def show_rollback_fields(engine: Engine, note: str) -> None:
@@ -74,9 +77,9 @@ def tell(engine: Engine) -> None:
         if isinstance(event, events.TEChanged) and event.life in LIVES:
             print(f"  {now:>9} ns  {event.te} {LIVES[event.life]}")
         elif isinstance(event, events.TERolledBack):
-            print(f"  {event.begun_ns:>9} ns  {event.te} has heard of an error")
-            print(f"    {event.reason}")
             print(f"  {now:>9} ns  both dies have come to epoch {event.epoch}; the step is launched again")
+            print(f"    {event.te} had heard of an error at {event.begun_ns} ns:")
+            print(f"    {event.reason}")
         elif isinstance(event, events.MovedOut):
             print(f"  {now:>9} ns    sequence {event.seq_id} leaves it")
         elif isinstance(event, events.Given) and event.seq_id in moved:
@@ -155,6 +158,7 @@ def failover(at_ns: int, expected: str) -> None:
     with LLM("tiny", "pd", overrides=settings, faults=faults) as llm:
         outputs = llm.generate(PROMPTS, PARAMS, keep_logits=True, meanwhile=watch)
         print_tes(llm.engine)
+        print("    one die, where decode 1 had two: no other is free (recovery.spare_dies would give some)")
     compare(outputs, expected)
 
 

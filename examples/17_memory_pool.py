@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 
 from xdeepserve import LLM, SamplingParams
+from xdeepserve.ems.memory_pool import MemoryPool
 from xdeepserve.engine.messages import PoolPlace
 from xdeepserve.engine.pool_use import PoolUse
 from xdeepserve.hw.memory import Address
@@ -73,6 +74,14 @@ def in_hbm(llm: LLM, block: int) -> bytes:
     return bytes(value)
 
 
+def show_holding(pool: MemoryPool) -> None:
+    """How many blocks lie in which tier of the pool, and what room they take."""
+    use = pool.usage()
+    for tier in ("dram", "volume"):
+        count, nbytes = use[f"{tier} values"], use[f"{tier} bytes"]
+        print(f"  in the pool's {tier:<6}: {count} blocks, {nbytes:,} bytes")
+
+
 def use_of(llm: LLM) -> PoolUse:
     """The pool and the caches in it."""
     use = llm.engine.plan.pool_use
@@ -115,10 +124,12 @@ def second_run(directory: str, key: Key) -> Path:
     with LLM("tiny-random", "colocated", overrides=[*settings(directory), "dies=2"]) as llm:
         title("After a restart, on another deployment")
         pool = use_of(llm).pool
-        print(f"  {pool.usage()}")
+        show_holding(pool)
         serve(llm)
-        print(f"  {pool.usage()}")
-        print(" ", {name: count for name, count in pool.counts().items() if count})
+        show_holding(pool)
+        counts = pool.counts()
+        print(f"  found in volumes: {counts['volume hits']} blocks, {counts['volume bytes']:,} bytes", end="")
+        print("; in DRAM each takes a slot of 80 KiB")
         server = pool.controller.servers[pool.controller.view().owner(key)]
         told("in the HBM of die 0", in_hbm(llm, 1))
         return server.volume.path

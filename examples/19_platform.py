@@ -12,6 +12,7 @@ of the same kind is served with tokens by a small pod, whose bits are those of o
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 import msgspec
@@ -42,6 +43,7 @@ from xdeepserve.platform.scale_up import ScaleUp, ScaleWays
 from xdeepserve.platform.service_report import Bounds, report
 from xdeepserve.platform.token_replay import replayed
 from xdeepserve.platform.traces import TracedRequest
+from xdeepserve.progress import working
 
 CLUSTER = Cluster((ClusterTE(count=4, dies=4, mtp=0),), model="tiny")
 HOUR = MadeTraffic(
@@ -54,7 +56,7 @@ BURST = MadeTraffic(
 )
 CHATS = MadeTraffic(requests=1500, seconds=3, prompt=300, output=10, systems=0, block=16, pause=0.2)
 PROMPTS = MadeTraffic(requests=6000, seconds=4, spread=0.3, turns=1, systems=0, block=16)
-SHOWN = 6
+SHOWN, WIDTH = 6, 100  # decisions, and columns of a line
 BOUNDS = Bounds(ttft_s=0.008, tpot_ms=5)
 
 
@@ -64,7 +66,8 @@ def prices(tes: Sequence[FleetTE]) -> None:
     print("what a step costs, in us, by rows of the fullest DP group (interpolated between such points):")
     for rows in (1, 16, 256, 1024):
         own, feed = price.own(rows), price.feed(rows * price.num_groups)
-        print(f"  {rows:5} rows: {own / 1e3:8.1f} of each group, {feed / 1e3:7.1f} for experts", end="")
+        what = "row: " if rows == 1 else "rows:"
+        print(f"  {rows:5} {what} {own / 1e3:8.1f} of each group, {feed / 1e3:7.1f} for experts", end="")
         print(f", {price.per_context * rows * 600 / 1e3:8.1f} to attend to 600 positions each")
 
 
@@ -89,7 +92,8 @@ def policies(tes: Sequence[FleetTE], trace: Sequence[TracedRequest]) -> None:
     print(f"  {'policy':<13}{'TTFT ms':>9}{'p99':>9}{'TPOT ms':>9}{'hits':>7}{'in bounds':>11}")
     names: tuple[Policy, ...] = ("round-robin", "load", "prefix", "cost", "deepserve", "dynamo", "llm-d")
     for policy in names:
-        served = Fleet(tes, policy).run(trace)
+        with working(f"Replaying by {policy}"):
+            served = Fleet(tes, policy).run(trace)
         found = report([each.outcome() for each in served], [te.name for te in tes], BOUNDS)
         print(
             f"  {policy:<13}{found.ttft_ms['mean']:>9.2f}{found.ttft_ms['p99']:>9.2f}"
@@ -97,11 +101,11 @@ def policies(tes: Sequence[FleetTE], trace: Sequence[TracedRequest]) -> None:
         )
 
 
-def told(events: Sequence[ScaleEvent], width: int = 76) -> None:
+def told(events: Sequence[ScaleEvent]) -> None:
     for event in events:
         te = f" {event.te}" if event.te else ""
-        reason = event.reason if len(event.reason) <= width else event.reason[: width - 2] + " .."
-        print(f"  {event.at_ns / 1e9:6.2f} s {event.what}{te}: {reason}")
+        line = f"  {event.at_ns / 1e9:6.2f} s {event.what}{te}: {event.reason}"
+        print(textwrap.fill(line, WIDTH, subsequent_indent=" " * 11))
 
 
 def scaling(kind: FleetTE, scale_up: ScaleUp) -> None:
@@ -110,7 +114,8 @@ def scaling(kind: FleetTE, scale_up: ScaleUp) -> None:
     bounds = ScaleBounds(most=4, every_s=0.05, up_s=0.2, calm_s=0.6, down_s=1.5)
     scaler = FleetScaler(fleet, kind, scale_up, bounds, BOUNDS)
     fleet.at(9e9, lambda: scaler.lose(1) if 1 in fleet.serving else None)
-    served = fleet.run(made(BURST))
+    with working("Replaying a burst"):
+        served = fleet.run(made(BURST))
     told(scaler.events)
     print(f"  {len(served):,} of {BURST.requests:,} requests served, {len(fleet.tes)} TEs in all")
 
@@ -130,7 +135,8 @@ def roles(kind: FleetTE, scale_up: ScaleUp) -> None:
     later = round(1e9 * PROMPTS.seconds)
     answers = [each._replace(at_ns=each.at_ns + later, blocks=()) for each in made(second)]
     prompts = [each._replace(blocks=()) for each in made(first)]
-    served = fleet.run(sorted([*prompts, *answers], key=lambda each: each.at_ns))
+    with working("Replaying TEs that change their role"):
+        served = fleet.run(sorted([*prompts, *answers], key=lambda each: each.at_ns))
     told(changing.events)
     print(f"  {len(served):,} of {2 * PROMPTS.requests:,} requests served")
 
@@ -148,8 +154,9 @@ def pool(tes: Sequence[FleetTE]) -> None:
         for each in [each for each in phase if each.at_ns < 1e9 * CHATS.seconds]:
             blocks = tuple(block + other for block in each.blocks)
             trace.append(each._replace(at_ns=each.at_ns + later, blocks=blocks))
-    served = fleet.run(sorted(trace, key=lambda each: each.at_ns))
-    told(shared.events, 70)
+    with working("Replaying chats"):
+        served = fleet.run(sorted(trace, key=lambda each: each.at_ns))
+    told(shared.events)
     for number in range(3):
         mine = [each for each in served if each.at_ns // (1e9 * CHATS.seconds) == number]
         cached = sum(each.num_cached for each in mine) / sum(each.num_prompt for each in mine)
@@ -175,7 +182,8 @@ def with_tokens() -> None:
 
 
 def main() -> None:
-    kinds = priced_kinds(CLUSTER, HOUR.block)
+    with working("Pricing steps") as status:
+        kinds = priced_kinds(CLUSTER, HOUR.block, status.progress)
     tes = fleet_tes(CLUSTER, kinds)
     prices(tes)
     trace = made(msgspec.structs.replace(HOUR, seconds=HOUR.seconds / BUSY, pause=HOUR.pause / BUSY))

@@ -26,6 +26,7 @@ from xdeepserve.planner.performance import Times
 from xdeepserve.planner.pod_profile import Demand, PodProfile
 from xdeepserve.planner.pod_search import PodSpace, plans
 from xdeepserve.planner.search import balanced
+from xdeepserve.progress import working
 
 SLO_NS = 150e6
 PARAMS = SamplingParams(max_tokens=6, temperature=0.0)
@@ -52,8 +53,9 @@ def devices() -> None:
 def pod() -> None:
     model = resolve_model("tiny")
     demand = Demand(prompt=40, output=24)
-    profile = PodProfile(model, demand)
-    found = [plan for plan in plans(profile, PodSpace(8, 2e6)) if plan.layout.routed]
+    with working("Predicting deployments"):
+        profile = PodProfile(model, demand)
+        found = [plan for plan in plans(profile, PodSpace(8, 2e6)) if plan.layout.routed]
     print("\n`tiny` on 8 dies, 2 ms, experts on dies of their own:")
     print("\n".join(explain.pod_table(found[:3])))
     layout, requests = found[0].layout, found[0].requests
@@ -63,7 +65,8 @@ def pod() -> None:
 
     deployment = layout.deployment(demand, requests)
     batch = requests * layout.microbatches
-    run = decode_iteration(model, deployment, demand.context, batch, TimingConfig())
+    with working("Running the best one, time only"):
+        run = decode_iteration(model, deployment, demand.context, batch, TimingConfig())
     error = 100 * (predict(profile, layout, requests) / run.iteration_ns - 1)
     print(f"T_iter: run {run.iteration_ns / 1e6:.3f} ms; the prediction is within 5 %: {abs(error) < 5}")
     prompts = ["Once upon a time", "The fox", "What is 3 + 4?"]

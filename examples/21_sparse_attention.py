@@ -26,6 +26,7 @@ from xdeepserve.model.config import LATENT_NORM_EPS, load_config
 from xdeepserve.model.presets import PRESET_DIRECTORY
 from xdeepserve.model.reference import Canonical, Reference, indexer
 from xdeepserve.model.seeded import SeededCheckpoint
+from xdeepserve.progress import working
 
 TOP_K, SEED = 8, 5
 INDEXER = {"model_type": "deepseek_v32", "index_topk": TOP_K, "index_n_heads": 4, "index_head_dim": 24}
@@ -67,7 +68,7 @@ def show_choice(layer: Watched, chosen: list[Array]) -> Array:
     scores = c.index_scores(layer.q[-1], layer.k, layer.index_weights[-1], is_exact=False)
     low, high = scores.min(), scores.max()
     print("  scores ", "".join(STEPS[int((s - low) / (high - low) * 8)] for s in scores))
-    print("  chosen ", "".join("^" if p in chosen[-1] else " " for p in range(len(PROMPT))))
+    print("  chosen ", "".join("^" if p in chosen[-1] else " " for p in range(len(PROMPT))).rstrip())
     print(f"  scores from {low:.4f} to {high:.4f}; positions {chosen[-1].tolist()}")
     print(f"  a token that sees {TOP_K} or fewer attends to all: {chosen[TOP_K - 1].tolist()}")
     return scores
@@ -94,7 +95,8 @@ def show_short_prompts(checkpoint: SeededCheckpoint) -> None:
     title("Up to the top-k nothing shows")
     dense = copy.copy(checkpoint)
     dense.config = msgspec.structs.replace(checkpoint.config, index_topk=len(PROMPT))
-    sparse_logits, dense_logits = (Reference(m, "fp32", 64).logits(PROMPT) for m in (checkpoint, dense))
+    with working("Computing all logits, sparse and dense"):
+        sparse_logits, dense_logits = (Reference(m, "fp32", 64).logits(PROMPT) for m in (checkpoint, dense))
     is_same = (sparse_logits == dense_logits).all(axis=1)
     print(f"  attending to all gives the same bits for tokens 0 to {int(is_same.argmin()) - 1}")
     print(f"  and other bits for {int((~is_same).sum())} of the other {len(PROMPT) - TOP_K}")
@@ -117,7 +119,9 @@ def show_stale_page(checkpoint: SeededCheckpoint) -> None:
         for page in pages:
             page[:] = np.roll(page, 5, axis=3)  # keys of other positions
         stale = llm.generate([PROMPT], params, keep_logits=True)[0].outputs[0]
-    expected = Reference(checkpoint, "fp32", 64).logits([*PROMPT, *right.token_ids[:-1]])[len(PROMPT) - 1 :]
+    with working("Computing the reference's logits"):
+        logits = Reference(checkpoint, "fp32", 64).logits([*PROMPT, *right.token_ids[:-1]])
+    expected = logits[len(PROMPT) - 1 :]
     assert right.logits is not None
     print(f"  right                 {right.token_ids}")
     print(f"  from the prefix cache {again.token_ids}")
@@ -132,7 +136,8 @@ def show_stale_page(checkpoint: SeededCheckpoint) -> None:
 def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         checkpoint = seeded_model(Path(directory))
-        layer, chosen = first_layer(Reference(checkpoint, "fp32", 64))
+        with working("Computing the first layer"):
+            layer, chosen = first_layer(Reference(checkpoint, "fp32", 64))
         show_tie(show_choice(layer, chosen))
         show_short_prompts(checkpoint)
         show_stale_page(checkpoint)

@@ -21,6 +21,7 @@ from xdeepserve.comm.fused.handle import FusedXCCL
 from xdeepserve.comm.fused.layout import SLOT_DTYPE, FusedLayout
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.trace import Trace
+from xdeepserve.progress import working
 
 RANKS, BATCH, TOP_K, HIDDEN, EXPERTS = 8, 32, 8, 7168, 16
 GROUP = Group(tuple(range(RANKS)), tuple(e * RANKS // EXPERTS for e in range(EXPERTS)))
@@ -108,8 +109,9 @@ async def main() -> None:
     print(f"a row to pull has {PULL.dispatch_row} bytes there and {PULL.combine_row} back;")
     print(f"a message to push {PUSH.dispatch_message} there and {PUSH.combine_message} back\n")
     print("after FusedDispatch, in the memory of rank 0:")
-    pushed, push = await exchange("push")
-    pulled, pull = await exchange("pull")
+    with working("Exchanging rows"):
+        pushed, push = await exchange("push")
+        pulled, pull = await exchange("pull")
 
     print("\nby the engines of rank 0, in MB, and in all:")
     print(f"{'':10}{'MTE2 loads':>14}{'MTE3 stores':>14}{'longest rank':>16}")

@@ -24,6 +24,7 @@ from xdeepserve.api.server import build_app
 from xdeepserve.jobs.job_states import JOB_MOVES, TASK_MOVES
 from xdeepserve.jobs.job_store import JobStore
 from xdeepserve.llm import build_engine
+from xdeepserve.progress import working
 
 QUESTION = [{"role": "user", "content": "Tell me a story about a cat."}]
 SECONDS = 600.0  # of wall time, for kernels may have to be compiled
@@ -43,6 +44,15 @@ def examples() -> bytes:
         asked = {"role": "user", "content": f"What is {i} + {2 * i + 1}?"}
         lines.append(json.dumps({"messages": [asked, {"role": "assistant", "content": f"{3 * i + 1}"}]}))
     return "\n".join(lines).encode()
+
+
+def rounded(result: Any) -> Any:
+    """A task's result for the eye: numbers with four digits, and of the lists alone their lengths."""
+    if isinstance(result, dict):
+        return ", ".join(f"{name} {rounded(value)}" for name, value in result.items())
+    if isinstance(result, list):
+        return f"({len(result)} of them)"
+    return f"{result:.4g}" if isinstance(result, float) else result
 
 
 class Client:
@@ -87,9 +97,10 @@ async def visit(call: Client) -> None:
     order = {"model": "tiny", "training_file": file["id"], "suffix": "sums", "method": METHOD}
     job = await call("POST", "/fine_tuning/jobs", json=order)
     print(f"{job['id']} is {job['status']}; its tasks: {', '.join(t['kind'] for t in job['tasks'])}")
-    job = await follow(call, job["id"])
+    with working("Following the job"):
+        job = await follow(call, job["id"])
     for task in job["tasks"]:
-        print(f"  {task['kind']:8} {json.dumps(task['result'])[:86]}")
+        print(f"  {task['kind']:8} {rounded(task['result'])}")
     models = [model["id"] for model in (await call("GET", "/models"))["data"]]
     print(f"\nmodels: {', '.join(models)}")
     for model in models:
@@ -120,7 +131,8 @@ async def main() -> None:
         state = Path(folder, "state")
         engine = build_engine("tiny", "colocated", "int8", overrides=["dies=2"], warm_up=True)
         runner = web.AppRunner(build_app(engine, ServerOptions(state=state)), handler_cancellation=True)
-        await runner.setup()
+        with working("Starting the server", runs_int8=True):
+            await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         try:
             async with aiohttp.ClientSession() as session:

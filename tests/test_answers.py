@@ -6,13 +6,13 @@ import signal
 import time
 from pathlib import Path
 
-import numba
 import pytest
 
 from tests.model.hf_fixtures import fixtures
+from xdeepserve import progress
 from xdeepserve.bench.meanings import MEANINGS
 from xdeepserve.bench.report import Row, group_of, print_summary, published
-from xdeepserve.cli import main, status
+from xdeepserve.cli import main
 from xdeepserve.cli.bench import OPTIONS, SUITES
 from xdeepserve.engine.deploy.no_effect import RULES, without_effect
 from xdeepserve.engine.deploy.resolve import resolve
@@ -29,41 +29,11 @@ R1 = ["--model", "deepseek-r1", "--deployment", "colocated", "--set", "dies=4"]
 # ---- while there is no answer yet -------------------------------------------------------------------
 
 
-def test_work_says_where_it_stands_without_a_terminal(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(status, "EVERY_S", 0.02)
-    with status.working("Loading") as waiting:
-        waiting.progress(1, 4)
-        waiting.kernels += ["gemm", "mla"]
-        waiting.is_compiling = True
-        time.sleep(0.2)
-    assert "Loading: 25 %, compiling kernels, once (2: mla) ... 0 s\n" in capsys.readouterr().err
-    with status.working("Loading", is_quiet=True):
-        time.sleep(0.1)
-    assert capsys.readouterr().err == ""
-
-
-def test_kernels_are_named_while_they_are_compiled() -> None:
-    lines = []
-
-    def look(x):
-        raise NotImplementedError
-
-    @numba.extending.overload(look)  # while `half` is compiled
-    def looking(x):
-        lines.append(waiting.line())
-        return lambda x: x
-
-    @numba.njit
-    def half(x):
-        return look(x) / 2
-
-    with status.working("Loading", is_quiet=True) as waiting:
-        assert half(3) == 1.5
-        lines.append(waiting.line())
-    assert "compiling kernels, once (1: half)" in lines[0]
-    assert "compiling" not in lines[-1]
+@pytest.fixture
+def is_hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Progress is shown at once."""
+    monkeypatch.setattr(progress, "AFTER_S", 0.02)
+    monkeypatch.setattr(progress, "EVERY_S", 0.02)
 
 
 def test_rows_are_printed_as_they_end(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,6 +49,7 @@ def test_rows_are_printed_as_they_end(capsys: Capture, monkeypatch: pytest.Monke
     assert main(["verify"]) == 0
 
 
+@pytest.mark.usefixtures("is_hasty")
 def test_an_interrupted_matrix_says_so_at_once_and_shows_its_rows(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,7 +68,6 @@ def test_an_interrupted_matrix_says_so_at_once_and_shows_its_rows(
         return []
 
     monkeypatch.setattr("xdeepserve.verify.matrix.verify", verify)
-    monkeypatch.setattr(status, "EVERY_S", 0.02)
     before = signal.getsignal(signal.SIGINT)
     assert main(["verify"]) == 130
     out = capsys.readouterr().out
@@ -120,6 +90,7 @@ def test_an_interrupt_before_there_is_anything_is_said_too(
     assert capsys.readouterr().err == "xdeepserve verify: interrupted\n"
 
 
+@pytest.mark.usefixtures("is_hasty")
 def test_the_row_in_progress_is_named(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     def verify(checkpoint, names, report, subject, begins, **_) -> list[MatrixRow]:
         begins("int8 colocated, two dies", 1, 9)
@@ -127,11 +98,11 @@ def test_the_row_in_progress_is_named(capsys: Capture, monkeypatch: pytest.Monke
         return []
 
     monkeypatch.setattr("xdeepserve.verify.matrix.verify", verify)
-    monkeypatch.setattr(status, "EVERY_S", 0.02)
     main(["verify"])
     assert "verify: 1/9 done, now int8 colocated, two dies ... 0 s\n" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("is_hasty")
 def test_the_phases_of_quantisation_are_named(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -141,7 +112,6 @@ def test_the_phases_of_quantisation_are_named(
         raise InputError("enough")
 
     monkeypatch.setattr("xdeepserve.model.quant.job.quantize_checkpoint", quantize)
-    monkeypatch.setattr(status, "EVERY_S", 0.02)
     assert main(["quantize", "tiny", str(tmp_path / "out")]) == 2
     said = "Quantising tiny: calibrating with 64 texts, 5 of 6 layers done ... 0 s\n"
     assert said in capsys.readouterr().err
@@ -153,14 +123,6 @@ def test_unknown_options_lead_to_the_help_of_their_command(capsys: Capture) -> N
     assert refused.value.code == 2
     said = "unknown option --drafts (did you mean --faults?) (see xdeepserve serve --help)"
     assert capsys.readouterr().err == f"xdeepserve serve: error: {said}\n"
-
-
-def test_kernels_that_are_compiled_are_named() -> None:
-    from numba import njit
-
-    with status.working("Loading", is_quiet=True) as waiting:
-        njit(lambda x: x + 1)(1)
-    assert len(waiting.kernels) == 1
 
 
 # ---- names and settings -----------------------------------------------------------------------------

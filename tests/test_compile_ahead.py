@@ -3,12 +3,12 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from xdeepserve import LLM, SamplingParams
-from xdeepserve.cli import compile_ahead
+from xdeepserve import LLM, SamplingParams, compile_ahead
 
 
 def test_what_is_compiled_ahead_is_what_a_model_calls() -> None:
@@ -18,10 +18,26 @@ def test_what_is_compiled_ahead_is_what_a_model_calls() -> None:
         assert types in kernel.signatures
 
 
-def test_a_helper_ends_with_who_asked_for_it() -> None:
-    with compile_ahead.helper() as process:
-        assert process.poll() is None
-    assert process.returncode is not None
+@pytest.mark.skipif(not compile_ahead.is_worth_it(), reason="needs a second core")
+def test_a_second_process_is_started_once_and_ends_with_the_first() -> None:
+    program = (
+        "import os, signal; from xdeepserve import compile_ahead as ahead; ahead.begin(); ahead.begin();"
+        "print(*(each.pid for each in ahead._begun), flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    # The second process has none of the pipes of this one: only its pid is read.
+    run = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=60)
+    (pid,) = run.stdout.split()
+    for _ in range(600):
+        if not os.path.exists(f"/proc/{pid}"):
+            return
+        time.sleep(0.1)
+    raise AssertionError("the second process goes on")
+
+
+def test_the_end_is_awaited() -> None:
+    compile_ahead.begin()
+    compile_ahead.end()
+    assert compile_ahead._begun == []
 
 
 @pytest.mark.campaign

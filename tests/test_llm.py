@@ -1,16 +1,23 @@
 """The facade: outputs, logits, errors, and that nothing is left behind."""
 
+import inspect
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.model.hf_fixtures import Fixture, fixtures
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.errors import DeploymentError, InputError, RequestError, XDeepServeError
-from xdeepserve.llm import digest
+from xdeepserve.cli import main
+from xdeepserve.engine.deploy.deployment import Deployment
+from xdeepserve.errors import DeploymentError, InputError, LostDieError, RequestError, XDeepServeError
+from xdeepserve.hw.faults import Fault
+from xdeepserve.llm import CompletionOutput, RequestOutput, digest
+from xdeepserve.llm.request_outputs import unfinished
 from xdeepserve.model.checkpoint import open_checkpoint
 from xdeepserve.model.config import load_config
 from xdeepserve.model.presets import TinyCheckpoint
@@ -310,7 +317,8 @@ def test_same_seed_same_trace(tiny: TinyCheckpoint, tmp_path) -> None:
 
 def test_who_never_closes_sees_no_complaint() -> None:
     program = (
-        "from xdeepserve import LLM; print(len(LLM('tiny-random', 'transformerless').generate([[1, 2]])))"
+        "from xdeepserve import LLM;"
+        "print(len(LLM('tiny-random', 'transformerless', progress=False).generate([[1, 2]])))"
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert (run.returncode, run.stdout.strip(), run.stderr) == (0, "1", "")
@@ -335,3 +343,166 @@ def test_more_choices_than_the_pool_holds_take_turns(
     with LLM("tiny-random", "monolithic", overrides=["max_model_len=64"]) as llm:
         (expected,) = llm.generate([prompt], params)
     assert [each.token_ids for each in found.outputs] == [each.token_ids for each in expected.outputs]
+
+
+# ---- settings, as texts, mappings and keywords --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"overrides": "prefill.dies=2"},
+        {"overrides": ["prefill.dies=2"]},
+        {"overrides": {"prefill.dies": 2}},
+        {"overrides": {"prefill": {"dies": 2}}},
+        {"overrides": ["prefill.dies=1", {"prefill": {"dies": 2}}]},
+        {"prefill": {"dies": 2}},
+        {"overrides": ["prefill.dies=4", "seed=0"], "prefill": {"dies": 2}},
+    ],
+    ids=str,
+)
+def test_settings_have_several_forms(given: dict) -> None:
+    with LLM("tiny-random", "pd", **given) as llm:
+        assert llm.engine.plan.deployment.prefill.dies == 2
+        assert llm.engine.plan.deployment.seed == 0
+
+
+def test_overrides_and_keywords_both_apply_and_keywords_come_last() -> None:
+    with LLM("tiny-random", overrides={"seed": 5, "threads": 1}, seed=7) as llm:
+        deployment = llm.engine.plan.deployment
+        assert (deployment.seed, deployment.threads) == (7, 1)
+    with LLM("tiny-random", deployment, max_model_len=64) as again:
+        assert again.engine.plan.deployment.seed == 7
+        assert again.engine.max_model_len == 64
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"die": 4}, "unknown setting die; the nearest are dies"),
+        ({"decode": {"die": 4}}, "unknown setting decode.die; the nearest are decode.dies"),
+        ({"overrides": {"decode": {"die": 4}}}, "unknown setting decode.die; the nearest are decode.dies"),
+        ({"modell": "tiny"}, "LLM: unknown setting modell (did you mean model?)"),
+        ({"max_num_seqs": 4}, "unknown setting max_num_seqs; the nearest are prefill.max_num_seqs"),
+        ({"overrides": ["dies"]}, "'dies' is not of the form key=value"),
+        ({"overrides": [("dies", 4)]}, "('dies', 4) is not of the form key=value"),
+        ({"overrides": 4}, "overrides are key=value texts or a mapping of settings, found 4"),
+        ({"overrides": {4: 4}}, "unknown setting 4"),
+    ],
+    ids=str,
+)
+def test_refused_settings_say_what_would_do(given: dict, message: str) -> None:
+    with pytest.raises(DeploymentError) as refused:
+        LLM("tiny-random", "colocated", **given)
+    assert message in str(refused.value)
+
+
+def test_no_setting_is_called_as_a_parameter() -> None:
+    """Else a keyword could mean either."""
+    parameters = inspect.signature(LLM).parameters.keys() - {"settings"}
+    assert not parameters & {*Deployment.__struct_fields__}
+
+
+def test_repr_says_what_there_is() -> None:
+    with LLM("tiny-random", "colocated", dies=2) as llm:
+        said = "<LLM tiny-random, int8, colocated: 2 dies, 0 requests served, 0.00 ms of virtual time>"
+        assert repr(llm) == said
+        llm.generate([[1], [2]], GREEDY)
+        llm.logits([1, 2])
+        ms = f"{llm.virtual_ns / 1e6:.2f}"
+        said = f"<LLM tiny-random, int8, colocated: 2 dies, 3 requests served, {ms} ms of virtual time>"
+        assert repr(llm) == said
+    assert repr(llm).startswith("<LLM tiny-random, int8, colocated: closed, 3 requests served, ")
+    with LLM("deepseek-r1", timing_only=True, max_model_len=64, dies=64, deployment="colocated") as llm:
+        assert repr(llm).startswith("<LLM deepseek-r1, time only, colocated: 64 dies, 0 requests")
+
+
+# ---- what there is when something is lost -------------------------------------------------------------
+
+# Its only decode TE loses a die, when the first prompt has been served; it is found out in little time.
+LOSING = {
+    "prefill": {"dies": 1},
+    "decode": {"dies": 2},
+    "health": {"probe_s": 0.01, "suspect_s": 0.02, "lost_s": 0.05, "beat_s": 0.01, "shell_lost_s": 0.1},
+}
+LOST_US = 60_000.0
+
+
+def test_an_error_brings_what_was_generated(tiny: TinyCheckpoint) -> None:
+    prompts = [[1, 2, 3], [4, 5, 6]]
+    params = [GREEDY, SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)]
+    with LLM(tiny, max_model_len=128) as one_die:
+        whole = one_die.generate(prompts, params, keep_logits=True)
+    with LLM(tiny, "pd", faults=[Fault(LOST_US, 2, "lost")], **LOSING) as llm:
+        with pytest.raises(XDeepServeError) as caught:
+            llm.generate(prompts, params, keep_logits=True)
+        assert repr(llm).startswith("<LLM tiny-random, int8, pd: has failed, 1 request served, ")
+        with pytest.raises(XDeepServeError) as later:
+            llm.generate(prompts, params)
+        assert later.value.outputs == ()
+        assert "until then" not in str(later.value)
+    served, cut = caught.value.outputs
+    assert served.outputs[0].token_ids == whole[0].outputs[0].token_ids
+    assert (served.finished, served.error, served.outputs[0].finish_reason) == (True, None, "length")
+    (choice,) = cut.outputs
+    count = len(choice.token_ids)
+    assert 1 < count < 60
+    assert choice.token_ids == whole[1].outputs[0].token_ids[:count]
+    assert np.array_equal(choice.logits, whole[1].outputs[0].logits[:count])
+    assert (cut.finished, choice.finish_reason) == (False, "error")
+    assert cut.metrics is not None
+    assert cut.metrics.ttft_ns is not None
+    assert caught.value.__cause__ is cut.error
+    assert type(caught.value) is type(cut.error)
+    said = f"; until then 1 of 2 prompts were complete, prompt 1 had {count} tokens"
+    assert str(caught.value) == f"{cut.error}{said}"
+
+
+def test_what_comes_after_the_loss_keeps_what_was_served_before() -> None:
+    params = [GREEDY, SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True), GREEDY]
+    arrivals = [0, 0, round(1e9)]
+    with (
+        LLM("tiny-random", "pd", faults=[Fault(LOST_US, 2, "lost")], **LOSING) as llm,
+        pytest.raises(XDeepServeError) as caught,
+    ):
+        llm.generate([[1, 2, 3], [4, 5, 6], [7]], params, arrivals_ns=arrivals)
+    assert [output.finished for output in caught.value.outputs] == [True, False, False]
+    assert caught.value.outputs[2].outputs == []
+
+
+def test_messages_name_a_few_prompts_alone() -> None:
+    def output(finished: bool) -> RequestOutput:
+        choice = CompletionOutput(index=0, text="", token_ids=[5], finish_reason=None)
+        error = None if finished else LostDieError("die 3 is lost")
+        return RequestOutput(
+            request_id="", prompt=None, prompt_token_ids=[], outputs=[choice], finished=finished, error=error
+        )
+
+    assert str(unfinished([output(False)])) == "die 3 is lost; until then the prompt had 1 token"
+    named = ", ".join(f"prompt {number} had 1 token" for number in range(1, 5))
+    error = unfinished([output(True)] + 7 * [output(False)])
+    said = f"die 3 is lost; until then 1 of 8 prompts were complete, {named}, 3 others had 3 tokens"
+    assert str(error) == said
+    assert isinstance(error, LostDieError)
+
+
+def test_generate_prints_what_there_is_and_then_the_error(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    plan = tmp_path / "faults.toml"
+    plan.write_text(f'[[fault]]\nat_us = {LOST_US}\ndie = 2\nkind = "lost"\n')
+    flat = [f"{section}.{key}={value}" for section, each in LOSING.items() for key, value in each.items()]
+    settings = [part for setting in flat for part in ("--set", setting)]
+    command = ["generate", "--model", "tiny-random", "--deployment", "pd", "--prompt-ids", "4,5,6"]
+    command += ["--max-tokens", "60", "--ignore-eos", "--faults", str(plan), *settings]
+    assert main(command) == 1
+    said = capsys.readouterr()
+    assert "finished   error\n" in said.out
+    (line,) = [line for line in said.err.splitlines() if line.startswith("xdeepserve generate: error: ")]
+    assert re.search(r"; until then the prompt had \d+ tokens$", line)
+    assert main([*command, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["outputs"][0]["finish_reason"] == "error"
+    assert len(found["outputs"][0]["token_ids"]) > 1
+    assert found["digest"] is None
+    assert line.endswith(found["error"])

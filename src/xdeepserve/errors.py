@@ -24,7 +24,7 @@ XDeepServeError
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -37,7 +37,13 @@ def meant(name: object, known: Iterable[str]) -> str:
 
 
 class XDeepServeError(Exception):
-    """Base of all errors below."""
+    """Base of all errors below.
+
+    `outputs`, if `LLM.generate` raises it, holds what there is of every prompt: of those that were completed
+    all, of the others what was generated before the error.
+    """
+
+    outputs: Sequence[Any] = ()
 
 
 class InputError(XDeepServeError):

@@ -183,7 +183,5 @@ async def _end_of(request: Request | XDeepServeError | None, what: Asked) -> Any
         return request
     if not request.is_over:
         return None
-    try:
-        return await collected(request, None, what.prompt, what.params, None)
-    except XDeepServeError as error:
-        return error
+    output = await collected(request, None, what.prompt, what.params, None)
+    return output if output.error is None else output.error

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from xdeepserve.cli.options import Parser, check_writable
-from xdeepserve.cli.status import working
 from xdeepserve.errors import InputError
+from xdeepserve.progress import working
 
 
 class Suite(NamedTuple):

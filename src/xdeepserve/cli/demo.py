@@ -8,10 +8,9 @@ import time
 from typing import TYPE_CHECKING
 
 from xdeepserve.cli.options import Parser
-from xdeepserve.cli.status import Status, working
+from xdeepserve.progress import working
 
 if TYPE_CHECKING:
-    from xdeepserve.engine.dp.events import Observer
     from xdeepserve.llm import RequestOutput
     from xdeepserve.model.reference import Reference
 
@@ -77,7 +76,6 @@ def run(args: argparse.Namespace) -> int:
     ):
         for te in llm.engine.plan.tes:
             print(f"  {team(te)}", flush=True)
-        llm.engine.observe(counted(status))
         outputs = llm.generate(texts, params, keep_logits=True)
         num_kernels = len(status.kernels)
         virtual_ms = llm.virtual_ns / 1e6
@@ -87,8 +85,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"\n{num_tokens} tokens in {steps} steps, {virtual_ms:.2f} ms of virtual time on the pod.")
 
     print("Checking against one die, and against the NumPy reference ...", flush=True)
-    with working("demo, on one die") as status, LLM(checkpoint, "monolithic", "int8") as llm:
-        llm.engine.observe(counted(status))
+    with working("demo, on one die"), LLM(checkpoint, "monolithic", "int8") as llm:
         alone = llm.generate(texts, params, keep_logits=True)
     reference = Reference(checkpoint, "int8")
     rows = {
@@ -108,21 +105,6 @@ def run(args: argparse.Namespace) -> int:
     print(f"\nbit-exact: {'yes' if is_exact else 'NO'}   ({seconds:.1f} s in all{compiled})")
     print("\nNext: xdeepserve demo --page shows this pod at work, and docs/tour.md is an afternoon with it.")
     return 0 if is_exact else 1
-
-
-def counted(status: Status) -> Observer:
-    """An observer that says how many tokens there are so far, as steps end."""
-    from xdeepserve.engine.dp.events import Observed, StepEnded
-
-    num_tokens = 0
-
-    def see(event: Observed) -> None:
-        nonlocal num_tokens
-        if isinstance(event, StepEnded):
-            num_tokens += sum(len(share.token_ids) for share in event.shares)
-            status.detail = f"{num_tokens} tokens"
-
-    return see
 
 
 def shown_and_read() -> list[tuple[str, str]]:

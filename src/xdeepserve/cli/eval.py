@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 
 from xdeepserve.cli.options import Parser
-from xdeepserve.cli.status import working
 from xdeepserve.errors import InputError
+from xdeepserve.progress import working
 
 
 def add_options(parser: Parser) -> None:

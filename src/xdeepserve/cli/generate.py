@@ -23,8 +23,8 @@ from xdeepserve.cli.options import (
     note_settings,
     overrides_of,
 )
-from xdeepserve.cli.status import working
 from xdeepserve.errors import InputError, XDeepServeError
+from xdeepserve.progress import quiet_with_json
 
 if TYPE_CHECKING:
     from xdeepserve.engine.serving.engine import Engine
@@ -65,7 +65,7 @@ def add_options(parser: Parser) -> None:
         help="a prompt as token ids; may be repeated",
     )
     option("--max-tokens", type=int, default=16, metavar="N", help="new tokens at most; default 16")
-    option("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
+    option("--temperature", type=float, default=0.0, metavar="T", help="default 0, greedy (LLM, endpoint: 1)")
     option("--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling; default 1 (off)")
     option("--top-k", type=int, default=0, metavar="K", help="default 0 (off)")
     option("--seed", type=int, default=0, metavar="S", help="of the random numbers; default 0")
@@ -112,36 +112,52 @@ def run(args: argparse.Namespace) -> int:
 
     checkpoint = _checkpoint(args)
     _check_context(args, checkpoint)
-    with (
-        working(f"Loading {args.model}", is_quiet=args.json, runs_int8=args.precision == "int8") as status,
-        LLM(
-            checkpoint,
-            args.deployment,
-            args.precision,
-            overrides=overrides_of(args),
-            trace=args.trace is not None or args.timeline,
-            trace_dies=args.trace_dies,
-            progress=status.progress,
-            timing_only=args.timing_only,
-            faults=faults_of(args),
-        ) as llm,
-    ):
-        status.text, status.detail = f"Generating with {args.model}", ""
+    with LLM(
+        checkpoint,
+        args.deployment,
+        args.precision,
+        overrides=overrides_of(args),
+        trace=args.trace is not None or args.timeline,
+        trace_dies=args.trace_dies,
+        progress=not quiet_with_json(args.json),
+        timing_only=args.timing_only,
+        faults=faults_of(args),
+    ) as llm:
         with recording(llm.engine, args.record):
-            outputs = llm.generate(args.prompts, params, keep_logits=args.json)
+            try:
+                outputs = llm.generate(args.prompts, params, keep_logits=args.json)
+            except XDeepServeError as error:
+                _print_cut(args, llm, error)
+                raise
         if args.trace is not None:
             llm.write_trace(args.trace)
         _note_all(args, llm, checkpoint)  # now that nothing was refused: an error is one line
         drawn = timeline(llm.engine.plan.pod.trace) if args.timeline else []
         virtual_ms, has_pool = llm.virtual_ns / 1e6, llm.engine.plan.pool_use is not None
     if args.json:
-        asked = {"model": args.model, "deployment": args.deployment, "precision": args.precision}
-        print(json.dumps({**asked, "outputs": _as_dicts(outputs, has_pool), "digest": digest(outputs)}))
+        _print_json(args, outputs, has_pool, digest=digest(outputs))
     else:
         if drawn:
             print("the last step, in virtual time:", *drawn, "", sep="\n")
         _print(outputs, virtual_ms, args.timing_only)
     return 0
+
+
+def _print_cut(args: argparse.Namespace, llm: LLM, error: XDeepServeError) -> None:
+    """Print what there is of every prompt where an error has ended some; the error itself comes last."""
+    outputs: Sequence[RequestOutput] = error.outputs
+    if args.json and outputs:
+        has_pool = llm.engine.plan.pool_use is not None
+        _print_json(args, outputs, has_pool, digest=None, error=" ".join(str(error).split()))
+    elif outputs:
+        _print(outputs, llm.virtual_ns / 1e6, args.timing_only)
+
+
+def _print_json(
+    args: argparse.Namespace, outputs: Sequence[RequestOutput], has_pool: bool, **more: str | None
+) -> None:
+    asked = {"model": args.model, "deployment": args.deployment, "precision": args.precision}
+    print(json.dumps({**asked, "outputs": _as_dicts(outputs, has_pool), **more}))
 
 
 def _check_options(args: argparse.Namespace) -> None:

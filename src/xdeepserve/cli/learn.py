@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xdeepserve.cli.options import Parser
-from xdeepserve.cli.status import working
+from xdeepserve.progress import working
 
 if TYPE_CHECKING:
     from xdeepserve.learn.exercise import Exercise

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xdeepserve.cli.options import Parser, check_writable
-from xdeepserve.cli.status import working
 from xdeepserve.errors import InputError, meant
+from xdeepserve.progress import working
 
 if TYPE_CHECKING:
     from xdeepserve.planner.performance import LatencyBound

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xdeepserve.cli.options import Parser, add_deployment, check_writable, note, overrides_of
-from xdeepserve.cli.status import Status, working
 from xdeepserve.errors import InputError
+from xdeepserve.progress import Status, quiet_with_json, working
 
 if TYPE_CHECKING:
     from xdeepserve.platform.cluster import Cluster
@@ -150,11 +150,9 @@ def _with_tokens(
 
     model = args.model or "tiny"
     with (
-        working(f"Loading {model}", is_quiet=args.json) as status,
-        LLM(model, args.deployment, args.precision, overrides=overrides_of(args),
-            progress=status.progress) as llm,
-    ):  # fmt: skip
-        status.text, status.detail = f"replay: {len(requests)} requests", ""
+        working(f"replay: {len(requests)} requests", is_quiet=quiet_with_json(args.json)),
+        LLM(model, args.deployment, args.precision, overrides=overrides_of(args)) as llm,
+    ):
         outputs, outcomes, names = replayed(llm, requests, block, args.shrink)
     more = {"model": model, "deployment": args.deployment, "digest": digest(outputs)}
     return outcomes, report(outcomes, names, bounds), more
@@ -176,7 +174,7 @@ def _time_only(
     heat = None if args.heat is None else read_heat_map(args.heat)
     predict, error = told_lengths(cluster.lengths, requests)
     decisions: list[Decision] = []
-    with working("replay", is_quiet=args.json) as status:
+    with working("replay", is_quiet=quiet_with_json(args.json)) as status:
         status.text = "replay: steps are priced"
         kinds = priced_kinds(cluster, block, status.progress)
 

@@ -22,8 +22,8 @@ from xdeepserve.cli.options import (
     note_tokenizer,
     overrides_of,
 )
-from xdeepserve.cli.status import working
 from xdeepserve.errors import InputError
+from xdeepserve.progress import working
 
 if TYPE_CHECKING:
     from xdeepserve.api.options import ServerOptions

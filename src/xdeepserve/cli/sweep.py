@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xdeepserve.cli.options import Parser, check_writable, numbers
-from xdeepserve.cli.status import working
 from xdeepserve.errors import InputError
+from xdeepserve.progress import working
 
 if TYPE_CHECKING:
     from xdeepserve.bench.sweep import Point, SweepResult

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from xdeepserve.cli.options import Parser
-from xdeepserve.cli.status import working
+from xdeepserve.progress import working
 
 
 def add_options(parser: Parser) -> None:

@@ -98,7 +98,7 @@ def _perplexity(model: str, recipe: Recipe, texts: list[list[int]]) -> float:
     from xdeepserve.llm import LLM
 
     length = max(map(len, texts)) + 1
-    with LLM(model, "monolithic", recipe, overrides=[f"max_model_len={length}", "threads=1"]) as llm:
+    with LLM(model, "monolithic", recipe, max_model_len=length, threads=1, progress=False) as llm:
         losses = [token_losses(llm.logits(ids)[:-1], ids[1:]) for ids in texts]
     return math.exp(sum(float(each.sum()) for each in losses) / sum(map(len, losses)))
 

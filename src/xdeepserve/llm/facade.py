@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -15,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xdeepserve.engine.deploy.deployment import Deployment, Role
+from xdeepserve.engine.deploy.resolve import Overrides
+from xdeepserve.engine.deploy.settings import nearest
 from xdeepserve.engine.dp.sampling_params import INT64_MAX, SamplingParams
 from xdeepserve.engine.dp.sequence import KeepLogits
 from xdeepserve.engine.lanes import DEFAULT_SHOWN_DIES
@@ -23,37 +27,45 @@ from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.live import Request
 from xdeepserve.engine.te.reports import ServerReport
-from xdeepserve.errors import InputError, RequestError, XDeepServeError
+from xdeepserve.errors import DeploymentError, InputError, RequestError, XDeepServeError, meant
 from xdeepserve.hw.faults import Fault
 from xdeepserve.llm.make_engine import build_engine
-from xdeepserve.llm.request_outputs import RequestOutput, collected
+from xdeepserve.llm.request_outputs import RequestOutput, collected, unfinished
 from xdeepserve.loop import new_event_loop
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.tokenizer import Tokenizer, require_tokenizer
 from xdeepserve.model.weights import Recipe
+from xdeepserve.progress import Status, working
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]
 
 
 class LLM:
-    """A model served by a virtual pod, in this process.
+    """A model served by a virtual pod, in this process. Use it in a `with` block, or call `close`.
 
     model        a preset (`tiny`, `tiny-random`, `tiny-r1`), `deepseek-r1` for runs that only take time, a
                  Hugging Face checkpoint directory, or a Checkpoint
     deployment   a preset (`monolithic`, `colocated`, `pd`, `moe-attention`, `transformerless`, `eaas`,
                  `superpod`), a .toml file, or a Deployment
     precision    `int8` or `fp32`
-    overrides    settings of the deployment, `key=value`
+    overrides    settings of the deployment (`xdeepserve settings` lists them): texts `["decode.dies=4"]`, or
+                 a mapping `{"decode.dies": 4}` or `{"decode": {"dies": 4}}`
+    settings     the same as keywords: `LLM(dies=4)`, `LLM(decode={"dies": 4})`. With `overrides` both apply,
+                 keywords last
+    progress     True: calls that take longer than two seconds print on stderr what they are doing: loading,
+                 compiling kernels (once on a computer), generating. False: nothing is printed. A function is
+                 called with (bytes done, bytes in all) while weights load, and nothing is printed
     trace        record a timeline in virtual time; see `write_trace`
     trace_dies   of how many dies of each role; 0: of all
-    beside       another LLM, whose pod and clock it shares: several models on one SuperPod. Close it first:
-                 what it is at when that one is closed ends with an XDeepServeError
-    timing_only  take the time, of INT8, and compute nothing: token ids are dummies, models without weights
+    clock_seed   seed of the order of events that happen at the same virtual time; None: in order of creation
+    beside       another LLM, whose pod and clock this one shares: several models on one SuperPod. Close this
+                 one first: work that is left when the other one is closed ends with an XDeepServeError
+    timing_only  take the time, in INT8, and compute nothing: token ids are dummies, models without weights
                  will do; True, or a TimingConfig with acceptance of drafts, skew of routing and seed
     faults       what breaks, and when (`hw.faults`)
 
-    Raises InputError with one clear line if the pod cannot be built. To be used in a `with` block.
+    Raises InputError with one clear line if the pod cannot be built.
     """
 
     def __init__(
@@ -62,24 +74,34 @@ class LLM:
         deployment: str | Deployment = "monolithic",
         precision: Recipe = "int8",
         *,
-        overrides: Sequence[str] = (),
+        overrides: Overrides = (),
         trace: bool = False,
         trace_dies: int = DEFAULT_SHOWN_DIES,
         clock_seed: int | None = None,
         timing_only: bool | TimingConfig = False,
-        progress: Progress | None = None,
+        progress: bool | Progress = True,
         beside: LLM | None = None,
         faults: Sequence[Fault] = (),
+        **settings: Any,
     ) -> None:
         if not isinstance(beside, LLM | None):
             raise InputError(f"beside is the LLM whose pod this one shares, found {beside!r}")
+        if not (isinstance(progress, bool) or callable(progress)):
+            raise InputError(f"progress is True, False or a function of (done, total), found {progress!r}")
+        _check_keywords(settings)
+        every = [overrides] if isinstance(overrides, str | Mapping) else overrides
+        if settings:
+            every = [*every, settings]
+        self._name = model.name if isinstance(model, Checkpoint) else str(model)
+        self._is_quiet = progress is not True
+        self._runs_int8 = precision == "int8" and not timing_only
 
         def build() -> Engine:
             engine = build_engine(
                 model,
                 deployment,
                 precision,
-                overrides=overrides,
+                overrides=every,
                 trace=trace,
                 trace_dies=trace_dies,
                 clock_seed=clock_seed,
@@ -87,30 +109,52 @@ class LLM:
                 pod=None if beside is None else beside.engine.plan.pod,
                 faults=faults,
             )
-            engine.load(progress)
+            engine.load(progress if callable(progress) else loading.progress)
             return engine
 
-        self._num_requests = 0
+        self._num_requests = self._num_served = 0
         # Of all that share the pod.
         self._engines: list[Engine] = [] if beside is None else beside._engines
-        if beside is None:
-            self.engine = build()
-            # A loop in a thread of its own, so that an LLM also works where one is running already
-            # (notebooks).
-            self._loop = new_event_loop()
-            thread = threading.Thread(target=self._loop.run_forever, name="xdeepserve", daemon=True)
-            thread.start()
-        else:
-            self._loop, thread = beside._loop, None
-            self.engine = beside._run(_within(build))  # the pod must not change under a die's hands
-        # Also at the interpreter's end, for those who never close.
-        self._engines.append(self.engine)
-        self._closing = weakref.finalize(self, _close, self.engine, self._engines, self._loop, thread)
-        try:
-            self._run(self.engine.start())
-        except BaseException:
-            self.close()
-            raise
+        with self._working("Loading") as loading:
+            if beside is None:
+                self.engine = build()
+                # A loop in a thread of its own, so that an LLM also works where one is running already
+                # (notebooks).
+                self._loop = new_event_loop()
+                thread = threading.Thread(target=self._loop.run_forever, name="xdeepserve", daemon=True)
+                thread.start()
+            else:
+                self._loop, thread = beside._loop, None
+                self.engine = beside._run(
+                    _within(build), "Loading"
+                )  # the pod must not change under a die's hands
+            # Also at the interpreter's end, for those who never close.
+            self._engines.append(self.engine)
+            self._closing = weakref.finalize(self, _close, self.engine, self._engines, self._loop, thread)
+            try:
+                self._run(self.engine.start(), "Starting")
+            except BaseException:
+                self.close()
+                raise
+
+    def __repr__(self) -> str:
+        if "_closing" not in self.__dict__:
+            return "<LLM that could not be built>"
+        plan = self.engine.plan
+        dies = {die for te in self.engine.je.tes for die in te.plan.every_die}
+        parts = [_counted(len(dies), "die")]
+        if not self._closing.alive:
+            parts = ["closed"]
+        elif self.engine.unhealthy_reason is not None:
+            parts = ["has failed"]
+        elif lost := dies & plan.pod.lost:
+            parts.append(f"{len(lost)} lost")
+        parts += [
+            f"{_counted(self._num_served, 'request')} served",
+            f"{self.virtual_ns / 1e6:.2f} ms of virtual time",
+        ]
+        recipe = plan.recipe if plan.timing is None else "time only"
+        return f"<LLM {self._name}, {recipe}, {plan.deployment.name}: {', '.join(parts)}>"
 
     def __enter__(self) -> LLM:
         return self
@@ -145,13 +189,20 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts (texts or lists of token ids) side by side; outputs in the order of the prompts.
 
-        All arrive at once, or each at its own virtual time from now (`arrivals_ns`, an integer for each one:
-        so a log of real arrivals is replayed; docs/costs.md has a walkthrough). One SamplingParams is for all
-        prompts, or a sequence gives one for each. Raises RequestError, before anything runs, if any
-        of them cannot be served; with arrival times, when that one arrives. `meanwhile(engine)` runs beside
-        them in virtual time, from the same instant on: task executors may come and go. Where no other thread
-        asks for something, the pod rests before and after: the same calls are the same events, to the
-        nanosecond.
+        One SamplingParams is for all prompts, or a sequence gives one for each. Without any, vLLM's defaults
+        hold: temperature 1 and 16 new tokens, where `xdeepserve generate` is greedy (temperature 0);
+        SamplingParams has the table. `SamplingParams(temperature=0)` gives that command's text.
+
+        All prompts arrive at once, or each at its own virtual time from now (`arrivals_ns`, an integer for
+        each one: so a log of real arrivals is replayed; docs/costs.md has a walkthrough). `meanwhile(engine)`
+        runs beside them in virtual time, from the same instant on: task executors may come and go. While no
+        other thread asks for something, the pod rests before and after: the same calls are the same events,
+        to the nanosecond.
+
+        Raises RequestError, before anything runs, if any prompt cannot be served; with arrival times, when
+        that prompt arrives. If the pod loses what a prompt needs, the other prompts are served first. Then
+        the prompt's error is raised. Its `outputs` hold a RequestOutput for every prompt: complete ones, and
+        those that were cut, with what was generated so far, `finished=False` and finish_reason "error".
         """
         many = [prompts] if _is_single(prompts) else list(prompts)
         params = sampling_params if sampling_params is not None else SamplingParams()
@@ -164,7 +215,9 @@ class LLM:
             raise RequestError(f"{len(many)} prompts but {len(arrivals)} arrivals")
         if not all(isinstance(ns, (int, np.integer)) and 0 <= ns <= INT64_MAX for ns in arrivals):
             raise RequestError("arrivals_ns must be integers, 0 or more", param="arrivals_ns")
-        return self._run(self._generate(many, each, keep, arrivals, meanwhile))  # type: ignore[arg-type]
+        requests: dict[int, Request] = {}  # by index of their prompt
+        work = self._generate(many, each, keep, arrivals, meanwhile, requests)  # type: ignore[arg-type]
+        return self._run(work, "Generating with", lambda: _so_far(list(requests.values())))
 
     def chat(
         self,
@@ -180,30 +233,30 @@ class LLM:
     def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Teacher-forced through the deployment: float32 [len, vocab]; row i foretells token i + 1."""
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-        return self._run(self._logits(list(token_ids), params))
+        return self._run(self._logits(list(token_ids), params), "Computing logits with")
 
     def add_te(self, role: Role = "both", source: Source = "auto") -> str:
         """One more task executor, like the first of its role, when its weights are there: its name.
 
         `source` says where these come from: storage, host, peer, pool, or auto (engine/loading.py).
         """
-        return self._run(self.engine.add_te(role, source))
+        return self._run(self.engine.add_te(role, source), "Adding a task executor to")
 
     def drain(self, te: str) -> None:
         """Give a task executor no new work; returns when it has ended what it had and its dies are free."""
-        self._run(self.engine.drain(te))
+        self._run(self.engine.drain(te), f"Draining {te} of")
 
     def remove(self, te: str) -> None:
         """Have a task executor go at the end of its step; others go on with what it had."""
-        self._run(self.engine.remove(te))
+        self._run(self.engine.remove(te), f"Removing {te} from")
 
     def add_server(self, te: str | None = None, server: int | None = None) -> ServerReport:
         """One more expert server (`eaas`), or one in the place of one that is lost: when clients ask it."""
-        return self._run(self.engine.add_server(te, server))
+        return self._run(self.engine.add_server(te, server), "Adding an expert server to")
 
     def remove_server(self, te: str, server: int) -> None:
         """Have an expert server leave; returns when nobody waits for it and its die is free."""
-        self._run(self.engine.remove_server(te, server))
+        self._run(self.engine.remove_server(te, server), "Removing an expert server from")
 
     def write_trace(self, path: str | Path) -> None:
         """Write the timeline of everything so far, for Perfetto. Needs `trace=True`."""
@@ -211,13 +264,19 @@ class LLM:
             raise XDeepServeError("this LLM was built without trace=True")
         self.engine.plan.pod.trace.write(Path(path))
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+    def _working(self, doing: str) -> AbstractContextManager[Status]:
+        """Show on stderr that this LLM is doing something, unless it was told to be quiet."""
+        return working(f"{doing} {self._name}", self._is_quiet, self._runs_int8)
+
+    def _run(self, work: Coroutine[Any, Any, T], doing: str, detail: str | Callable[[], str] = "") -> T:
         if self._loop.is_closed() or not self._closing.alive:  # a guest's loop goes on without it
             work.close()
             raise XDeepServeError("this LLM is closed")
         running = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            return running.result()
+            with self._working(doing) as status:
+                status.detail = detail
+                return running.result()
         except CancelledError:
             raise XDeepServeError("this LLM has been closed meanwhile") from None
         except BaseException:  # an interrupt in this thread ends the work in the other
@@ -238,15 +297,23 @@ class LLM:
         keep: KeepLogits,
         arrivals: list[int],
         meanwhile: Callable[[Engine], Coroutine[Any, Any, object]] | None,
+        requests: dict[int, Request],
     ) -> list[RequestOutput]:
-        requests: dict[int, Request] = {}  # by index of their prompt
+        failures: dict[int, XDeepServeError] = {}  # of prompts that find an engine that has failed
         clock = self.engine.plan.pod.clock
         await self.engine.settle()
         start = clock.now
 
         def arrive(indices: list[int]) -> None:
             for index in indices:
-                requests[index] = self._submit(self._ids(prompts[index]), params[index], keep)
+                try:
+                    requests[index] = self._submit(self._ids(prompts[index]), params[index], keep)
+                except InputError:
+                    raise
+                except XDeepServeError as error:
+                    if not requests:
+                        raise
+                    failures[index] = error
 
         async def arrive_later(indices: list[int]) -> None:
             for index in indices:
@@ -265,15 +332,17 @@ class LLM:
                 arrive(at_once)
             else:  # from within a process: what comes from outside waits until the pod rests
                 beside = await clock.spawn(arrive_beside(meanwhile(self.engine)), name="arrivals")
-            if len(requests) < len(prompts):
-                await clock.spawn(arrive_later(in_order[len(requests) :]), name="arrivals")
+            if len(at_once) < len(prompts):
+                await clock.spawn(arrive_later(in_order[len(at_once) :]), name="arrivals")
             outputs = [
-                await self._collected(requests[index], prompt, one)
+                await self._collected(requests.get(index), prompt, one, failures.get(index))
                 for index, (prompt, one) in enumerate(zip(prompts, params, strict=True))
             ]
             if beside is not None:
                 await beside
             await self.engine.settle()
+            if any(output.error is not None for output in outputs):
+                raise unfinished(outputs)
             return outputs
         finally:
             if beside is not None:
@@ -281,21 +350,48 @@ class LLM:
             for request in requests.values():
                 request.abort()
 
-    async def _collected(self, request: Request, prompt: Prompt, params: SamplingParams) -> RequestOutput:
-        text = prompt if isinstance(prompt, str) else None
-        return await collected(request, text, self._ids(prompt), params, self.tokenizer)
+    async def _collected(
+        self, request: Request | None, prompt: Prompt, params: SamplingParams, error: XDeepServeError | None
+    ) -> RequestOutput:
+        text, ids = prompt if isinstance(prompt, str) else None, self._ids(prompt)
+        if request is None:
+            return RequestOutput(
+                request_id="", prompt=text, prompt_token_ids=ids, outputs=[], finished=False, error=error
+            )
+        output = await collected(request, text, ids, params, self.tokenizer)
+        self._num_served += output.finished
+        return output
 
     async def _logits(self, token_ids: list[int], params: SamplingParams) -> NDArray[np.float32]:
         request = self._submit(token_ids, params, "all")
         async for _ in request:
             pass
         await self.engine.settle()
+        self._num_served += 1
         output = request.outputs[0]
         return np.stack([*output.prompt_logits, *output.logits])
 
     def _submit(self, token_ids: list[int], params: SamplingParams, keep: KeepLogits) -> Request:
         self._num_requests += 1
         return self.engine.submit(token_ids, params, f"llm-{self._num_requests}", keep, is_bounded=False)
+
+
+def _check_keywords(settings: Mapping[str, Any]) -> None:
+    """Refuse a keyword that is neither a parameter of LLM nor a setting."""
+    for name in settings:
+        if name.partition(".")[0] not in Deployment.__struct_fields__:
+            hint = meant(name, inspect.signature(LLM).parameters) or nearest(name)
+            raise DeploymentError(f"LLM: unknown setting {name}{hint}")
+
+
+def _so_far(requests: Sequence[Request]) -> str:
+    """How many tokens have been generated."""
+    sequences = [seq for request in requests for seq in request.sequences]
+    return _counted(sum(len(seq.token_ids) - seq.num_prompt for seq in sequences), "token")
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'s' if count != 1 else ''}"
 
 
 async def _within(build: Callable[[], Engine]) -> Engine:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Deployment
-from xdeepserve.engine.deploy.resolve import resolve
+from xdeepserve.engine.deploy.resolve import Overrides, resolve
 from xdeepserve.engine.lanes import DEFAULT_SHOWN_DIES
 from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.serving.engine import Engine
@@ -24,7 +24,7 @@ def build_engine(
     deployment: str | Deployment,
     precision: Recipe,
     *,
-    overrides: Sequence[str] = (),
+    overrides: Overrides = (),
     trace: bool = False,
     trace_dies: int = DEFAULT_SHOWN_DIES,
     clock_seed: int | None = None,
@@ -49,7 +49,7 @@ def build_engine(
         )
     checkpoint = model if isinstance(model, Checkpoint) else resolve_model(model)
     model_name = checkpoint.name if isinstance(model, Checkpoint) else model
-    if isinstance(deployment, str):
+    if isinstance(deployment, str) or overrides:
         deployment = resolve(deployment, overrides)
     timing = TimingConfig() if timing_only is True else timing_only or None
     recipe: Recipe = "int8" if timing else precision

@@ -16,6 +16,8 @@ from xdeepserve.engine.serving.request import PositionLogprobs
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.model.tokenizer import Tokenizer
 
+MOST_NAMED = 4  # prompts in an error's message
+
 
 class Logprob(msgspec.Struct, kw_only=True):
     """What the model thought of one token at one position. `rank` counts from 1, the likeliest."""
@@ -31,7 +33,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     index: int
     text: str
     token_ids: list[int]
-    finish_reason: str | None
+    finish_reason: str | None  # "stop", "length", "abort"; "error" if the request's `error` ended it
     stop_reason: int | str | None = None  # the stop token id or stop string that ended it
     logprobs: list[dict[int, Logprob]] | None = None  # per token: the chosen one, and the likeliest
     logits: NDArray[np.float32] | None = None  # [tokens, vocab], those that chose each token, if kept
@@ -48,6 +50,12 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # the first token has none
     finished: bool = True
     metrics: RequestMetrics | None = None  # in virtual time; of n choices: see RequestMetrics.merged
+    error: XDeepServeError | None = None  # why it has not finished
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of all choices."""
+        return sum(len(choice.token_ids) for choice in self.outputs)
 
 
 async def collected(
@@ -57,7 +65,10 @@ async def collected(
     params: SamplingParams,
     tokenizer: Tokenizer | None,
 ) -> RequestOutput:
-    """All that a request gives until it ends. `prompt` is its text, if that is what was given."""
+    """Take all that a request gives until it ends. `prompt` is its text, if that is what was given.
+
+    A request that ends with an error has that as its `error`, and what was generated before.
+    """
     choices = [
         CompletionOutput(
             index=i,
@@ -75,27 +86,56 @@ async def collected(
         outputs=choices,
     )
     records: list[RequestMetrics] = []
-    async for delta in request:
-        choice = choices[delta.index]
-        records += [] if delta.metrics is None else [delta.metrics]
-        choice.text += delta.text
-        choice.token_ids += delta.token_ids
-        choice.finish_reason = delta.finish_reason
-        if delta.logprobs is not None and choice.logprobs is not None:
-            choice.logprobs += [_logprobs(position, tokenizer) for position in delta.logprobs]
-            chosen = sum(position.chosen.logprob for position in delta.logprobs)
-            choice.cumulative_logprob = (choice.cumulative_logprob or 0.0) + chosen
-        if delta.prompt_logprobs is not None:
-            output.prompt_logprobs = [
-                None if position is None else _logprobs(position, tokenizer)
-                for position in delta.prompt_logprobs
-            ]
+    try:
+        async for delta in request:
+            choice = choices[delta.index]
+            records += [] if delta.metrics is None else [delta.metrics]
+            choice.text += delta.text
+            choice.token_ids += delta.token_ids
+            choice.finish_reason = delta.finish_reason
+            if delta.logprobs is not None and choice.logprobs is not None:
+                choice.logprobs += [_logprobs(position, tokenizer) for position in delta.logprobs]
+                chosen = sum(position.chosen.logprob for position in delta.logprobs)
+                choice.cumulative_logprob = (choice.cumulative_logprob or 0.0) + chosen
+            if delta.prompt_logprobs is not None:
+                output.prompt_logprobs = [
+                    None if position is None else _logprobs(position, tokenizer)
+                    for position in delta.prompt_logprobs
+                ]
+    except XDeepServeError as error:
+        output.error, output.finished = error, False
+        for choice, kept, seq in zip(choices, request.outputs, request.sequences, strict=True):
+            if choice.finish_reason is None:
+                choice.finish_reason = "error"
+                records.append(kept.metrics(seq))
     output.metrics = RequestMetrics.merged(records)
     for choice, kept in zip(choices, request.outputs, strict=True):
         choice.stop_reason = kept.stop_reason
         if kept.logits:
             choice.logits = np.stack(kept.logits)
     return output
+
+
+def unfinished(outputs: Sequence[RequestOutput]) -> XDeepServeError:
+    """Return the first error of these outputs, as a new one that says and carries what there is."""
+    first = next(output.error for output in outputs if output.error is not None)
+    cut = [(number, output.num_tokens) for number, output in enumerate(outputs) if not output.finished]
+    if len(outputs) == 1:
+        there = [f"the prompt had {_tokens(cut[0][1])}"]
+    else:
+        there = [f"{len(outputs) - len(cut)} of {len(outputs)} prompts were complete"]
+        there += [f"prompt {number} had {_tokens(count)}" for number, count in cut[:MOST_NAMED]]
+    if len(cut) > MOST_NAMED:
+        there.append(f"{len(cut) - MOST_NAMED} others had {_tokens(sum(n for _, n in cut[MOST_NAMED:]))}")
+    # The engine's own error may end other requests, too: it stays as it is.
+    error = type(first).__new__(type(first), f"{first}; until then {', '.join(there)}")
+    error.__dict__ |= first.__dict__
+    error.outputs, error.__cause__ = outputs, first
+    return error
+
+
+def _tokens(count: int) -> str:
+    return f"{count} token{'s' if count != 1 else ''}"
 
 
 def _logprobs(position: PositionLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -17,31 +17,59 @@ from xdeepserve.reading import Document, Mistake, Place, mistakes, read, refused
 PRESETS = ("monolithic", "colocated", "pd", "moe-attention", "transformerless", "eaas", "superpod")
 # Fitted to any model; the superpod has its own sizes.
 SELF_SIZING = tuple(name for name in PRESETS if name != "superpod")
+# Texts `key=value`, mappings (of sections: nested, or with dotted keys), or one of either. Later ones win.
+Overrides: TypeAlias = str | Mapping[str, Any] | Iterable[str | Mapping[str, Any]]
 
 
-def resolve(name: str, overrides: Sequence[str] = ()) -> Deployment:
+def resolve(name: str | Deployment, overrides: Overrides = ()) -> Deployment:
     """The deployment of a preset name or a TOML file, with overrides (`scheduler.max_num_seqs=4`).
 
     Raises DeploymentError with every reason.
     """
-    document = _read(name)
-    raw = document.raw | {"name": Path(name).stem}
+    document = None if isinstance(name, Deployment) else _read(name)
+    raw = msgspec.to_builtins(name) if document is None else document.raw | {"name": Path(name).stem}
     own = list(_mistakes(raw))  # in the file itself, whatever the overrides
     reasons = []
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals or not key.strip():
+    for override, key, value in _assignments(overrides):
+        if not key:
             reasons.append(_no_assignment(override))
             continue
-        trial = _assigned(raw, key.strip(), toml_value(text.strip()))
+        trial = _assigned(raw, key, value)
         if found := [each.said("TOML") for each in _mistakes(trial) if each not in own]:
             reasons.append(f"{override}: {'; '.join(found)}")
         else:
             raw = trial
-    reasons = [document.said(each) for each in own if each in _mistakes(raw)] + reasons
+    if document is not None:
+        reasons = [document.said(each) for each in own if each in _mistakes(raw)] + reasons
     if reasons:
-        raise DeploymentError(refused(document.where, reasons))
+        raise DeploymentError(
+            refused(f"deployment {raw['name']}" if document is None else document.where, reasons)
+        )
     return msgspec.convert(raw, Deployment)
+
+
+def _assignments(overrides: Overrides) -> Iterator[tuple[str, str, Any]]:
+    """Every override as it is written, with its key (empty if it has none) and its value."""
+    if isinstance(overrides, str | Mapping):
+        overrides = (overrides,)
+    elif not isinstance(overrides, Iterable):
+        raise DeploymentError(f"overrides are key=value texts or a mapping of settings, found {overrides!r}")
+    for each in overrides:
+        if isinstance(each, Mapping):
+            yield from ((f"{key}={value}", key, value) for key, value in _flat(each))
+        else:
+            text = each if isinstance(each, str) else repr(each)
+            key, equals, value = text.partition("=") if isinstance(each, str) else ("", "", "")
+            yield text, key.strip() if equals else "", toml_value(value.strip())
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of a mapping in which sections are mappings."""
+    for name, value in table.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def _no_assignment(override: str) -> str:

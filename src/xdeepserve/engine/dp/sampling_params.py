@@ -27,6 +27,16 @@ INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1  # what a die's memory and a message
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to sample, and when to stop. Checked on construction; raises RequestError naming the parameter.
 
+    Names and defaults are vLLM's. The endpoint has OpenAI's defaults, and `xdeepserve generate` is greedy, so
+    that its text repeats. For the same text everywhere, give temperature and max_tokens:
+
+    not given     SamplingParams   xdeepserve generate   /v1/completions   /v1/chat/completions
+    max_tokens    16               16                    16                None
+    temperature   1.0              0.0                   1.0               1.0
+    top_p         1.0              1.0                   1.0               1.0
+    top_k         0                0                     0                 0
+    seed          None             0                     None              None
+
     Every number is within what a die computes with, so that no step of others can fail on it.
 
     max_tokens            new tokens at most per choice; None: as many as the context has room for

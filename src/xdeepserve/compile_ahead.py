@@ -1,21 +1,22 @@
-"""Compiles the kernels that take longest, before they are needed: what a second process does for a command.
+"""Compile the kernels that take longest before they are needed, in a second process.
 
-    python -m xdeepserve.cli.compile_ahead
+    python -m xdeepserve.compile_ahead
 
-Processes that need the same kernel compile it once and wait for each other (jit/compiling.py). So a command
+Processes that need the same kernel compile it once and wait for each other (jit/compiling.py). So a process
 that finds nothing in the cache goes on with what it needs first, and meets the rest when it comes to it.
 """
 
 from __future__ import annotations
 
-import contextlib
+import atexit
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
 from typing import Any
 
-MODULE = "xdeepserve.cli.compile_ahead"
+MODULE = "xdeepserve.compile_ahead"
+_begun: list[subprocess.Popen[bytes]] = []
 
 
 def signatures() -> list[tuple[Any, tuple[Any, ...]]]:
@@ -37,19 +38,20 @@ def signatures() -> list[tuple[Any, tuple[Any, ...]]]:
     return [(k.attention, attention), (k.gate, gate), (k.sample, sample)]
 
 
-@contextlib.contextmanager
-def helper() -> Iterator[subprocess.Popen[bytes]]:
-    """That process, as long as somebody waits."""
-    with subprocess.Popen(
-        [sys.executable, "-m", MODULE],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+def begin() -> None:
+    """Start the second process, if there is a core for it; a process starts one at most."""
+    if not _begun and is_worth_it():
+        nothing, command = subprocess.DEVNULL, [sys.executable, "-m", MODULE]
+        _begun.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=nothing, stderr=nothing))
+        atexit.register(end)
+
+
+def end() -> None:
+    """End the second process, if there is one: this one ends, and needs no more kernels."""
+    for process in _begun:
+        process.kill()
+        process.communicate()
+    _begun.clear()
 
 
 def is_worth_it() -> bool:
@@ -57,6 +59,13 @@ def is_worth_it() -> bool:
     return sys.platform != "win32" and hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) > 1
 
 
+def _end_with_the_first() -> None:
+    """End this process when the first one has ended, however it did: its end of the pipe closes then."""
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
 if __name__ == "__main__":
+    threading.Thread(target=_end_with_the_first, daemon=True).start()
     for kernel, types in signatures():
         kernel.compile(types)
