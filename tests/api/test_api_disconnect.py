@@ -34,7 +34,8 @@ async def socket(client: TestClient) -> AsyncIterator[Socket]:
 
 def raw_request(path: str, **body: Any) -> bytes:
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Length: {len(data)}\r\n\r\n"
+    kind = "Host: localhost\r\nContent-Type: application/json"
+    head = f"POST {path} HTTP/1.1\r\n{kind}\r\nContent-Length: {len(data)}\r\n\r\n"
     return head.encode() + data
 
 
