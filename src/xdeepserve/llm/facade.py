@@ -146,11 +146,11 @@ class LLM:
         """Complete prompts (texts or lists of token ids) side by side; outputs in the order of the prompts.
 
         All arrive at once, or each at its own virtual time from now (`arrivals_ns`, an integer for each one:
-        so a log of real arrivals is replayed; docs/costs.md has a walkthrough). One SamplingParams is for all
-        prompts, or a sequence gives one for each. Raises RequestError, before anything runs, if any
-        of them cannot be served; with arrival times, when that one arrives. `meanwhile(engine)` runs beside
-        them in virtual time, from the same instant on: task executors may come and go. Where no other thread
-        asks for something, the pod rests before and after: the same calls are the same events, to the
+        so a log of real arrivals is replayed; `xdeepserve docs costs` has a walkthrough). One SamplingParams
+        is for all prompts, or a sequence gives one for each. Raises RequestError, before anything runs, if
+        any of them cannot be served; with arrival times, when that one arrives. `meanwhile(engine)` runs
+        beside them in virtual time, from the same instant on: task executors may come and go. Where no
+        other thread asks for something, the pod rests before and after: the same calls are the same events, to the
         nanosecond.
         """
         many = [prompts] if _is_single(prompts) else list(prompts)
