@@ -150,8 +150,8 @@ class LLM:
         is for all prompts, or a sequence gives one for each. Raises RequestError, before anything runs, if
         any of them cannot be served; with arrival times, when that one arrives. `meanwhile(engine)` runs
         beside them in virtual time, from the same instant on: task executors may come and go. Where no
-        other thread asks for something, the pod rests before and after: the same calls are the same events, to the
-        nanosecond.
+        other thread asks for something, the pod rests before and after: the same calls are the same events,
+        to the nanosecond.
         """
         many = [prompts] if _is_single(prompts) else list(prompts)
         params = sampling_params if sampling_params is not None else SamplingParams()
