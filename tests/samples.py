@@ -2,8 +2,8 @@
 
 In a block of `console` a command begins with `$ `, and the lines below it are what it prints. A block of
 `text` right behind one of `python` is what that script prints. `…` stands for what is left out: alone for
-lines, else for a part of a line. What changes from run to run (`SHAPES`) is compared by its form.
-`tools/write_samples.py` writes all outputs anew.
+lines (at one place of an output), else for a part of a line. What changes from run to run (`SHAPES`) is
+compared by its form. `tools/write_samples.py` writes all outputs anew.
 """
 
 from __future__ import annotations
@@ -162,6 +162,7 @@ def written(shown: str, printed: str) -> str:
         return shown
     old, new = tidy(shown).splitlines(), tidy(printed).splitlines()
     if "…" in old:
+        assert old.count("…") == 1, f"lines are left out at one place of an output, not at {old.count('…')}"
         head = old.index("…")
         tail = len(old) - head - 1
         new = [*new[:head], "…", *new[len(new) - tail :]]

@@ -126,8 +126,9 @@ def test_documents_are_found_in_a_wheel(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_the_readme_is_a_page() -> None:
     readme = (ROOT / "README.md").read_text()
-    assert len(readme.split()) < 750
-    assert "docs/pictures/" in readme
+    assert len(readme.split()) <= 700
+    assert "](docs/screens/" in readme
+    assert len(re.findall(r"\]\(https://arxiv.org/abs/\d{4}\.\d{5}\)", readme)) == 5, "a link for each paper"
     assert "    make demo" in readme
     assert "    make test" in readme
 
@@ -269,6 +270,10 @@ def test_the_script_of_a_token_prints_every_stop(tmp_path: Path) -> None:
 SCRIPTS = [each for each in SAMPLES if each.is_script and not each.server and each.page.name != TOKEN_PAGE]
 
 
-@pytest.mark.parametrize("sample", SCRIPTS, ids=[f"{each.page.name}-{i}" for i, each in enumerate(SCRIPTS)])
+NUMBERS = [sum(other.page == each.page for other in SCRIPTS[:i]) for i, each in enumerate(SCRIPTS)]
+IDS_OF_SCRIPTS = [f"{each.page.name}-{number}" for each, number in zip(SCRIPTS, NUMBERS, strict=True)]
+
+
+@pytest.mark.parametrize("sample", SCRIPTS, ids=IDS_OF_SCRIPTS)
 def test_python(sample: Sample, tmp_path: Path) -> None:
     check(sample, run(sample, tmp_path))
