@@ -133,6 +133,17 @@ def test_the_readme_is_a_page() -> None:
     assert "    make test" in readme
 
 
+def test_the_papers_are_named_and_linked() -> None:
+    """README and CITATION.cff name the same five, and the latter their titles and authors."""
+    links = re.compile(r"https://arxiv.org/abs/[\d.]+\d")
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert set(links.findall((ROOT / "README.md").read_text())) == set(links.findall(citation))
+    for reference in citation.split("  - type: article\n")[1:]:
+        assert "    title: " in reference
+        assert re.search(r"name(s)?: \S", reference)
+        assert "others" not in reference
+
+
 def anchors(page: Path) -> set[str]:
     """What GitHub calls a page's headings."""
     heads = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
