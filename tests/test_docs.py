@@ -10,7 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.samples import BLOCK, DOCUMENTS, PAGES, ROOT, TOKEN_PAGE, Sample, Started, check, run, samples_of
+from tests.samples import (
+    BLOCK,
+    DOCUMENTS,
+    PAGES,
+    ROOT,
+    TOKEN_PAGE,
+    Sample,
+    Started,
+    agree,
+    check,
+    run,
+    samples_of,
+    written,
+)
 from xdeepserve.bench.sweep import Point, measure
 from xdeepserve.cli import docs as documents_command
 from xdeepserve.cli import main
@@ -279,6 +292,33 @@ def test_the_script_of_a_token_prints_every_stop(tmp_path: Path) -> None:
 
 
 SCRIPTS = [each for each in SAMPLES if each.is_script and not each.server and each.page.name != TOKEN_PAGE]
+
+
+def test_outputs_are_compared_and_written(tmp_path: Path) -> None:
+    shown = "one 1\n…\ntwo …, three\n"
+    assert agree(shown, "one 1\nmore\nand more\ntwo 2, three\n")
+    assert agree(shown, "one 1\ntwo , three  \n\n")
+    assert not agree(shown, "one 2\ntwo 2, three\n")
+    assert not agree(shown, "one 1\ntwo 2, three\nfour\n")
+    assert agree("yes (8.5 s in all)", "yes (61.0 s in all, kernels compiled)")
+    assert not agree("297.58 ms", "297.59 ms")
+    assert written(shown, "one 1\nmore\ntwo 2, three\n") == shown
+    assert written(shown, "one 2\nmore\ntwo 2, three\n") == "one 2\n…\ntwo …, three\n"
+    assert written("old\n\n", "new\nlines\n") == "new\nlines\n\n"
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```console\n$ xdeepserve serve --port 8000\nlistening\n$ curl \\\n  127.0.0.1:8000\n```\n"
+        "```python\nprint(1)\n```\n\n```text\n1\n```\n"
+    )
+    server, curl, script = samples_of(page)
+    assert (server.shown, server.server, curl.server) == ("listening\n", *["xdeepserve serve"] * 2)
+    assert (curl.text.split(), curl.shown) == (["curl", "127.0.0.1:8000"], "")
+    assert (script.text, script.shown, script.server) == ("print(1)\n", "1\n", "")
+    check(script, run(script, tmp_path))
+    with pytest.raises(AssertionError, match="but it prints"):
+        check(script, "2\n")
+    with pytest.raises(AssertionError, match="does not show what a script prints"):
+        check(script._replace(shown="", span=None), "1\n")
 
 
 NUMBERS = [sum(other.page == each.page for other in SCRIPTS[:i]) for i, each in enumerate(SCRIPTS)]
