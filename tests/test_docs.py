@@ -1,28 +1,38 @@
 """The documents name files that exist, and everything in them that can be run or drawn is."""
 
-import os
+import argparse
 import re
-import shlex
-import signal
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
+import tomllib
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.samples import (
+    BLOCK,
+    DOCUMENTS,
+    PAGES,
+    ROOT,
+    TOKEN_PAGE,
+    Sample,
+    Started,
+    agree,
+    check,
+    run,
+    samples_of,
+    written,
+)
 from xdeepserve.bench.sweep import Point, measure
+from xdeepserve.cli import docs as documents_command
+from xdeepserve.cli import main
+from xdeepserve.errors import InputError
 
-ROOT = Path(__file__).parent.parent
-DOCUMENTS = sorted((ROOT / "docs").glob("*.md"))
-PAGES = [ROOT / "README.md", *DOCUMENTS]
+SRC = ROOT / "src" / "xdeepserve"
+
 NAMED = re.compile(r"`((?:\w+/)+[\w.]*)`")  # a path of at least one folder, in backticks
 LINK = re.compile(r"\]\((?!http)([^)#]+)(?:#([\w-]+))?\)")
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 IDS = [path.name for path in DOCUMENTS]
 
 # By the row of the table in costs.md that is its outcome.
@@ -62,18 +72,14 @@ SLOW = {
 }
 
 
-def blocks(kind: str) -> dict[str, list[str]]:
-    """Blocks of a language, by page."""
-    return {
-        page.name: [text for name, text in BLOCK.findall(page.read_text()) if name == kind] for page in PAGES
-    }
+SAMPLES = [sample for page in PAGES for sample in samples_of(page)]
+COMMANDS = list(dict.fromkeys(each.text for each in SAMPLES if not each.is_script and not each.server))
+SERVERS = list(dict.fromkeys(each.server for each in SAMPLES if each.server))
 
 
-def commands() -> list[str]:
-    """Lines after a `$`, each once."""
-    lines = [line for texts in blocks("console").values() for text in texts for line in text.splitlines()]
-    assert all(line.startswith("$ ") for line in lines), lines
-    return list(dict.fromkeys(line.removeprefix("$ ") for line in lines))
+def blocks(kind: str, page: str) -> list[str]:
+    """Blocks of a language on a page."""
+    return [text for name, text in BLOCK.findall((ROOT / "docs" / page).read_text()) if name == kind]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=IDS)
@@ -92,12 +98,63 @@ def test_the_readme_leads_to_the_documents() -> None:
     assert all(f"docs/{document.name}" in readme for document in DOCUMENTS)
 
 
+POINTER = re.compile(r"xdeepserve docs ([\w-]+)")
+
+
+def test_what_users_read_points_to_pages_that_a_wheel_has(capsys: pytest.CaptureFixture[str]) -> None:
+    """Help, messages and docstrings name no file of a checkout, and each page that they name is there."""
+    pointers = set()
+    for path in SRC.rglob("*.py"):
+        text = path.read_text()
+        pointers |= {(name, path.name) for name in POINTER.findall(text)}
+        lines = text.partition('"""')[2].partition('"""')[2]  # the module's own docstring is for developers
+        assert not re.search(r"docs/[\w-]+\.md", lines), path
+    assert len({name for name, _ in pointers}) > 4
+    for name, where in sorted(pointers):
+        assert main(["docs", name, "--path"]) == 0, where
+        assert Path(capsys.readouterr().out.strip()) == ROOT / "docs" / f"{name}.md"
+
+
+def test_documents_are_listed_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["docs"]) == 0
+    listed = capsys.readouterr().out
+    assert all(re.search(rf"^  {path.stem} +\S", listed, re.MULTILINE) for path in DOCUMENTS)
+    assert main(["docs", "docs/tour.md"]) == 0
+    tour = ROOT / "docs" / "tour.md"
+    assert capsys.readouterr().out.strip() == f"{tour}\n\n{tour.read_text()}".strip()
+    assert main(["docs", "tuor"]) == 2
+    assert "no page 'tuor' (did you mean tour?); for a list: xdeepserve docs" in capsys.readouterr().err
+
+
+def test_documents_are_found_in_a_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    monkeypatch.setattr("xdeepserve.cli.docs.resources.files", lambda _: tmp_path)
+    with pytest.raises(InputError, match="came without its documents"):
+        documents_command.run(argparse.Namespace(page=None, path=False))
+    (tmp_path / "docs" / "getting-started.md").write_text("# Getting started\n")
+    assert documents_command.documents() == {"getting-started": tmp_path / "docs" / "getting-started.md"}
+    included = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
+    assert included["wheel"]["force-include"] == {"docs": "xdeepserve/docs"}
+
+
 def test_the_readme_is_a_page() -> None:
     readme = (ROOT / "README.md").read_text()
-    assert len(readme.split()) < 750
-    assert "docs/pictures/" in readme
+    assert len(readme.split()) <= 700
+    assert "](docs/screens/" in readme
+    assert len(re.findall(r"\]\(https://arxiv.org/abs/\d{4}\.\d{5}\)", readme)) == 5, "a link for each paper"
     assert "    make demo" in readme
     assert "    make test" in readme
+
+
+def test_the_papers_are_named_and_linked() -> None:
+    """README and CITATION.cff name the same five, and the latter their titles and authors."""
+    links = re.compile(r"https://arxiv.org/abs/[\d.]+\d")
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert set(links.findall((ROOT / "README.md").read_text())) == set(links.findall(citation))
+    for reference in citation.split("  - type: article\n")[1:]:
+        assert "    title: " in reference
+        assert re.search(r"name(s)?: \S", reference)
+        assert "others" not in reference
 
 
 def anchors(page: Path) -> set[str]:
@@ -140,12 +197,8 @@ def marked(command: str) -> object:
     return pytest.param(command, marks=pytest.mark.campaign) if command in SLOW else command
 
 
-ENDLESS = ("xdeepserve serve", "xdeepserve cluster")  # until a signal
-RUNNABLE = [command for command in commands() if not command.startswith(ENDLESS)]
-
-
 def test_slow_commands_are_in_the_documents() -> None:
-    assert set(commands()) >= SLOW
+    assert set(COMMANDS) >= SLOW
 
 
 @pytest.fixture(scope="module")
@@ -161,14 +214,18 @@ MADE_BY = {  # files that other commands read
 
 @pytest.mark.always
 @pytest.mark.thin(8)
-@pytest.mark.parametrize("command", [marked(command) for command in RUNNABLE])
+@pytest.mark.parametrize("command", [marked(command) for command in COMMANDS])
 def test_commands(command: str, scratch: Path) -> None:
+    """They run, and print what pages show."""
+    asked = [each for each in SAMPLES if each.text == command]
     for name, maker in MADE_BY.items():
         if name in command.split() and command != maker and not (scratch / name).exists():
-            xdeepserve(maker, scratch)
-    (scratch / "faults.toml").write_text(blocks("toml")["faults.md"][0])
-    printed = xdeepserve(command, scratch)
+            run(next(each for each in SAMPLES if each.text == maker), scratch)
+    (scratch / "faults.toml").write_text(blocks("toml", "faults.md")[0])
+    printed = run(asked[0], scratch)
     assert printed.strip()
+    for sample in asked:
+        check(sample, printed)
     if command in SWEEPS:
         best = re.findall(r"^best at .*microbatches=(\d): .* (\d+) tokens/s per chip$", printed, re.MULTILINE)
         assert swept()[SWEEPS[command]] == [f"{m}: {tokens}" for m, tokens in best]
@@ -192,77 +249,30 @@ def test_the_table_of_sweeps_is_what_they_find() -> None:
     assert swept()["`colocated`"][3].startswith("2: ")
 
 
-def xdeepserve(command: str, directory: Path) -> str:
-    """What a command prints; it must succeed."""
-    name, *arguments = shlex.split(command)
-    assert name == "xdeepserve"
-    done = subprocess.run(
-        [sys.executable, "-m", "xdeepserve.cli", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=directory,
-        timeout=3000,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-SERVERS = [command for command in commands() if command.startswith(ENDLESS)]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    """Where the first server of the documents listens, on a port that is free."""
-    with started(SERVERS[0]) as base:
-        yield base
-
-
-class started:
-    """A server as a document starts it, but for the port, in a `with` block: its address."""
-
-    def __init__(self, command: str, directory: Path | None = None) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        arguments = shlex.split(command.replace("--port 8000", f"--port {self.port}"))[1:]
-        self.process = subprocess.Popen([sys.executable, "-m", "xdeepserve.cli", *arguments], cwd=directory)
-
-    def __enter__(self) -> str:
-        base = f"http://127.0.0.1:{self.port}"
-        for _ in range(600):
-            assert self.process.poll() is None
-            try:
-                with urllib.request.urlopen(f"{base}/health", timeout=5):
-                    return base
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.5)
-        raise AssertionError("the server does not answer")
-
-    def __exit__(self, *_: object) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        self.process.wait(60)
+DOORS = {  # what is there with which option
+    "/v1/models": ("", b"tiny"),
+    "/admin/tes": ("--admin", b"decode"),
+    "/v1/fine_tuning/jobs": ("--state", b'"data":[]'),
+}
 
 
 @pytest.mark.always
 @pytest.mark.thin(4)
-@pytest.mark.parametrize("command", SERVERS[1:])
-def test_servers_start(command: str, tmp_path: Path) -> None:
-    with started(command, tmp_path) as base, urllib.request.urlopen(f"{base}/v1/models") as answer:
-        assert answer.status == 200
-        if "--admin" in command:
-            with urllib.request.urlopen(f"{base}/admin/tes") as listed:
-                assert b"decode" in listed.read()
-        if "--state" in command:
-            with urllib.request.urlopen(f"{base}/v1/fine_tuning/jobs") as listed:
-                assert b'"data":[]' in listed.read()
-
-
-OF_A_TOKEN = "life-of-a-token.md"
+@pytest.mark.parametrize("command", SERVERS)
+def test_servers(command: str, tmp_path: Path) -> None:
+    """They start, and print and answer what pages show."""
+    with Started(command, tmp_path) as server:
+        for path, (option, part) in DOORS.items():
+            if option in command:
+                with urllib.request.urlopen(f"http://{server.address}{path}") as answer:
+                    assert part in answer.read()
+        for sample in (each for each in SAMPLES if each.server == command):
+            check(sample, server.printed if sample.is_endless else run(sample, tmp_path, server.address))
 
 
 def test_the_script_of_a_token_prints_every_stop(tmp_path: Path) -> None:
     """Those of the page's table, when and for how long the table says."""
-    (script,) = blocks("python")[OF_A_TOKEN]
+    (script,) = blocks("python", TOKEN_PAGE)
     done = subprocess.run(
         [sys.executable, "-c", script], check=True, cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
@@ -270,7 +280,7 @@ def test_the_script_of_a_token_prints_every_stop(tmp_path: Path) -> None:
     spans: dict[tuple[str, str], tuple[float, float]] = {}
     for begin, takes, die, name in (line.fullmatch(each).groups() for each in done.stdout.splitlines()):
         spans[die.strip(), name.strip()] = float(begin), float(takes)
-    _, _, table = (ROOT / "docs" / OF_A_TOKEN).read_text().partition("<!-- times -->")
+    _, _, table = (ROOT / "docs" / TOKEN_PAGE).read_text().partition("<!-- times -->")
     rows = re.findall(r"^\| \d+ \| (.*) \| (.*) \| ([\d.]+) \| ([\d.]+) \|$", table, re.MULTILINE)
     assert len(rows) == 13
     for die, names, begins, takes in rows:
@@ -281,12 +291,40 @@ def test_the_script_of_a_token_prints_every_stop(tmp_path: Path) -> None:
     assert ("experts 0 (routed)", "A2E 5") in spans  # a wait that has begun in an earlier step
 
 
-PYTHON = [(page, text) for page, texts in blocks("python").items() for text in texts if page != OF_A_TOKEN]
+SCRIPTS = [each for each in SAMPLES if each.is_script and not each.server and each.page.name != TOKEN_PAGE]
 
 
-@pytest.mark.parametrize(("page", "text"), PYTHON, ids=[f"{page}-{i}" for i, (page, _) in enumerate(PYTHON)])
-def test_python(page: str, text: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    if "127.0.0.1:8000" in text:
-        text = text.replace("http://127.0.0.1:8000", request.getfixturevalue("server"))
-    environment = {**os.environ, "PYTHONWARNINGS": "default"}
-    subprocess.run([sys.executable, "-c", text], check=True, cwd=tmp_path, env=environment, timeout=300)
+def test_outputs_are_compared_and_written(tmp_path: Path) -> None:
+    shown = "one 1\n…\ntwo …, three\n"
+    assert agree(shown, "one 1\nmore\nand more\ntwo 2, three\n")
+    assert agree(shown, "one 1\ntwo , three  \n\n")
+    assert not agree(shown, "one 2\ntwo 2, three\n")
+    assert not agree(shown, "one 1\ntwo 2, three\nfour\n")
+    assert agree("yes (8.5 s in all)", "yes (61.0 s in all, kernels compiled)")
+    assert not agree("297.58 ms", "297.59 ms")
+    assert written(shown, "one 1\nmore\ntwo 2, three\n") == shown
+    assert written(shown, "one 2\nmore\ntwo 2, three\n") == "one 2\n…\ntwo …, three\n"
+    assert written("old\n\n", "new\nlines\n") == "new\nlines\n\n"
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```console\n$ xdeepserve serve --port 8000\nlistening\n$ curl \\\n  127.0.0.1:8000\n```\n"
+        "```python\nprint(1)\n```\n\n```text\n1\n```\n"
+    )
+    server, curl, script = samples_of(page)
+    assert (server.shown, server.server, curl.server) == ("listening\n", *["xdeepserve serve"] * 2)
+    assert (curl.text.split(), curl.shown) == (["curl", "127.0.0.1:8000"], "")
+    assert (script.text, script.shown, script.server) == ("print(1)\n", "1\n", "")
+    check(script, run(script, tmp_path))
+    with pytest.raises(AssertionError, match="but it prints"):
+        check(script, "2\n")
+    with pytest.raises(AssertionError, match="does not show what a script prints"):
+        check(script._replace(shown="", span=None), "1\n")
+
+
+NUMBERS = [sum(other.page == each.page for other in SCRIPTS[:i]) for i, each in enumerate(SCRIPTS)]
+IDS_OF_SCRIPTS = [f"{each.page.name}-{number}" for each, number in zip(SCRIPTS, NUMBERS, strict=True)]
+
+
+@pytest.mark.parametrize("sample", SCRIPTS, ids=IDS_OF_SCRIPTS)
+def test_python(sample: Sample, tmp_path: Path) -> None:
+    check(sample, run(sample, tmp_path))

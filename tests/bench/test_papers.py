@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from itertools import chain
 from pathlib import Path
@@ -52,6 +53,32 @@ def test_all_predictions_are_as_close_as_is_said() -> None:
     _are_close(found, at_least=25)
     assert len(found) >= 60
     assert len(papers.errors(found)[papers.PREDICTED_ELSEWHERE]) == 2
+    _are_those_of_the_readme(found)
+
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+FIGURES = re.findall(r"^\| .+ \| ([\d,.]+) \| ([\d,.]+) \| `(\S+)` \|$", README, re.MULTILINE)
+
+
+def test_the_readme_shows_what_papers_publish() -> None:
+    assert len(FIGURES) == 2
+    for theirs, _, name in FIGURES:
+        assert float(theirs.replace(",", "")) == published()[name].value
+
+
+def _are_those_of_the_readme(rows: list[Row]) -> None:
+    ours = {row.name: row.value for row in rows}
+    for _, shown, name in FIGURES:
+        digits = len(shown.partition(".")[2])
+        assert shown == f"{ours[name]:,.{digits}f}", name
+    errors = papers.errors(rows)["predicted"]
+    median = f"{statistics.median(errors):.1f} %"
+    within = sum(error <= papers.WITHIN for error in errors) / len(errors)
+    text = " ".join(README.split())
+    assert f"{len(errors)} of the papers' numbers are predicted, with a median error of {median}" in text
+    rest = f"median error {median}, {within:.0%}".removesuffix("%")
+    assert f"{len(errors)} values are predicted, from parameters fitted to others: {rest} % within" in text
+    assert f"largest {max(errors):.0f} %" in text
 
 
 def _are_close(rows: list[Row], at_least: int) -> None:

@@ -1,12 +1,15 @@
 """Every exercise: its skeleton fails, the package's function passes, and plausible mistakes are placed."""
 
 import inspect
+import re
 import textwrap
 from pathlib import Path
 
 import pytest
 
-from xdeepserve.learn.course import COURSE
+from tests.samples import ROOT, agree
+from xdeepserve.cli import main
+from xdeepserve.learn.course import COURSE, exercise_of
 from xdeepserve.learn.exercise import Exercise
 from xdeepserve.learn.stand_in import NotYetError
 from xdeepserve.learn.trial import try_file
@@ -243,6 +246,19 @@ def checked(exercise: Exercise, text: str, folder: Path) -> int:
     path = folder / f"{exercise.stem}.py"
     path.write_text(text)
     return try_file(exercise, path)
+
+
+def test_the_page_shows_what_a_check_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (shown,) = re.findall(r"(?:^    .*\n)+", (ROOT / "docs" / "learn.md").read_text(), re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    assert main(["learn", "start", "2"]) == 0
+    old, new, _ = MISTAKES["dispatch_counts"][-1]
+    next(Path("learn").glob("02*.py")).write_text(rewritten(exercise_of(2), old, new))
+    capsys.readouterr()
+    assert main(["learn", "check", "2"]) == 1
+    assert agree(textwrap.dedent(shown), capsys.readouterr().out)
 
 
 COURSES = pytest.mark.parametrize("exercise", COURSE, ids=[each.slug for each in COURSE])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 from aiohttp.test_utils import TestClient, TestServer
 
 from tests.api.fake_engine import FakeEngine
+from xdeepserve import LLM, SamplingParams
 from xdeepserve.api.page_door import page_files
 from xdeepserve.api.server import build_app
 
@@ -26,6 +28,20 @@ def test_nothing_comes_from_elsewhere() -> None:
         for asked in re.findall(r'from "([^"]+)"', text):
             assert asked.startswith("./"), f"{name}: {asked}"
             assert asked.removeprefix("./") in page_files(), f"{name}: {asked}"
+
+
+def test_what_the_page_suggests_ends_within_its_limit() -> None:
+    """By itself, with `stop`: no suggested story is cut off."""
+    files = {name: data.decode() for name, data in page_files().items()}
+    ideas = json.loads(re.search(r"^const IDEAS = (\[.*\]);", files["chat.js"], re.MULTILINE)[1])
+    (most,) = re.findall(r'id="most" type="number" value="(\d+)"', files["index.html"])
+    assert f'$("most").value || {most}' in files["chat.js"]
+    assert len(ideas) > 2
+    params = SamplingParams(max_tokens=int(most), temperature=0.0)
+    with LLM("tiny") as llm:
+        for idea in ideas:
+            answer = llm.chat([{"role": "user", "content": idea}], params).outputs[0]
+            assert answer.finish_reason == "stop", idea
 
 
 async def test_all_files_are_served_with_a_policy() -> None:

@@ -16,18 +16,27 @@ pytestmark = pytest.mark.skipif(find_chromium() is None, reason="there is no Chr
 SHOWN = "globalThis.xdeepserve && xdeepserve.shown"
 
 
+# Cards that only a step fills; and whether two of the page's elements lie over each other.
+DRAWN = "['steps', 'token', 'experts', 'traffic'].map((id) => document.getElementById(id))"
+COVERS = """(() => { const [a, b] = [die, events].map((each) => each.getBoundingClientRect());
+return a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom; })()"""
+
+
 async def test_a_prompt_is_answered_while_the_pod_is_drawn(serve: Serve) -> None:
     async with serve() as (address, engine), chromium() as tab:
         await tab.open(address)
         await tab.until(SHOWN)
+        assert await tab.run(f"{DRAWN}.every((each) => !each.offsetParent) && !!before.offsetParent")
+        await tab.run("most.value = 16")
         await tab.click("#prompt")
-        await tab.type("Once upon a time")
+        await tab.type("Tell me a story about a bear called Tom.")
         await tab.press("Enter")
         await tab.until("document.querySelector('.digest code')")
         assert await tab.run("document.querySelector('.told').textContent.length") > 4
         await tab.until("xdeepserve.shown.step")
         dies = await tab.run("xdeepserve.shown.pod.dies.map((row) => row[0])")
         assert dies == [die for te in engine.je.tes for die in te.plan.every_die]
+        assert await tab.run(f"{DRAWN}.every((each) => each.offsetParent) && !before.offsetParent")
         assert await tab.run("Math.max(...xdeepserve.shown.load.busy)") > 0
         assert await tab.run("document.querySelectorAll('#requests tr').length") == 2
         # What was drawn is there: the canvases are not blank.
@@ -36,6 +45,11 @@ async def test_a_prompt_is_answered_while_the_pod_is_drawn(serve: Serve) -> None
                 f"(() => {{ const c = document.getElementById('{canvas}'); const d = c.getContext('2d')"
                 ".getImageData(0, 0, c.width, c.height).data; return d.some((x) => x); })()"
             )
+        await tab.run("most.value = 3; many.click()")
+        await tab.until("document.querySelectorAll('.digest code').length === 2")
+        told = await tab.run("[...document.querySelectorAll('.digest')].at(-1).textContent")
+        assert "16 choices, 48 tokens" in told
+        assert "all the same bits" in told
         assert tab.problems == []
 
 
@@ -50,6 +64,7 @@ async def test_a_die_is_killed_and_the_digest_is_the_same(serve: Serve, tmp_path
     ):
         await tab.open(address)
         await tab.until(SHOWN)
+        await tab.run("most.value = 64")
         await tab.click("#ideas button")
         await tab.until(f"{DIGEST}.length === 1")
         # A token is followed: the bytes of a step of the protocol are shown.
@@ -93,6 +108,7 @@ async def test_a_die_is_killed_and_the_digest_is_the_same(serve: Serve, tmp_path
         assert engine.plan.pod.lost >= {1}
         await tab.until("xdeepserve.shown.now.lost.includes(1)")
         await tab.until("document.querySelector('#event-list .fault')")
+        assert not await tab.run(COVERS)
         assert tab.problems == []
         record = tmp_path / "saved.jsonl"
         record.write_text(await tab.run("xdeepserve.history.text({format: 'xdeepserve-page', version: 1})"))
@@ -122,7 +138,8 @@ async def open_records(tab: Tab, record: Path, folder: Path) -> None:
 
 HELLO = '{"software": "9.0", "format": "xdeepserve-page", "version": 1}'
 ABORTED = r"""window.fetch = async () => new Response(
-'data: {"choices": [{"text": "Once", "token_ids": [5, 6], "finish_reason": "abort"}]}\n\ndata: [DONE]\n\n')"""
+'data: {"choices": [{"index": 0, "text": "Once", "token_ids": [5, 6], "finish_reason": "abort"}]}'
++ '\n\ndata: [DONE]\n\n')"""
 
 
 async def test_a_record_that_cannot_be_drawn_leaves_the_pod_in_view(serve: Serve, tmp_path: Path) -> None:

@@ -88,14 +88,16 @@ OPERATIONS = (
     Operation("get", "/v1/files/{id}", "A file."),
     Operation("get", "/v1/files/{id}/content", "What was uploaded."),
     Operation("delete", "/v1/files/{id}", "Forget it."),
-    Operation("post", "/v1/fine_tuning/jobs", "Quantise or fine-tune it (docs/jobs.md).", CreateJob),
+    Operation("post", "/v1/fine_tuning/jobs", "Quantise or fine-tune it (xdeepserve docs jobs).", CreateJob),
     Operation("get", "/v1/fine_tuning/jobs", "All jobs, in pages.", query=PAGE_QUERY),
     Operation("get", "/v1/fine_tuning/jobs/{id}", "A job, with its tasks."),
     Operation(
         "get", "/v1/fine_tuning/jobs/{id}/events", "What has happened to it, in pages.", query=PAGE_QUERY
     ),
     Operation("post", "/v1/fine_tuning/jobs/{id}/cancel", "End it."),
-    Operation("post", "/v1/agent/jobs", "Have an agent chat and call tools (docs/jobs.md).", CreateAgentJob),
+    Operation(
+        "post", "/v1/agent/jobs", "An agent chats and calls tools (xdeepserve docs jobs).", CreateAgentJob
+    ),
     Operation("get", "/v1/agent/jobs", "All agents, in pages.", query=PAGE_QUERY),
     Operation("get", "/v1/agent/jobs/{id}", "An agent, with its turns."),
     Operation("get", "/v1/agent/jobs/{id}/events", "What has happened to it, in pages.", query=PAGE_QUERY),
@@ -115,7 +117,7 @@ OPERATIONS = (
     Operation("get", "/metrics", "Metrics in Prometheus' text format."),
     Operation("get", "/", "The page to watch."),
     Operation("get", "/page/{file}", "A part of that page."),
-    Operation("get", "/page/frames", "What it draws: a stream of events (docs/page.md)."),
+    Operation("get", "/page/frames", "What it draws: a stream of events (xdeepserve docs page)."),
     Operation("get", "/page/bytes", "What lies in a die's memory.", answer=DieBytes, query=BYTES_QUERY),
     Operation("post", "/page/break", "A die fails; where the server allows it.", Breaking, Broken),
 )

@@ -37,6 +37,7 @@ COMMANDS = {
     "plan": "find the deployment with most throughput under a latency bound",
     "learn": "a course of exercises: write a function of the pod yourself; pass mark: every bit equal",
     "settings": "list what --set changes: key, meaning, type, default",
+    "docs": "list the documents, or print one",
 }
 
 

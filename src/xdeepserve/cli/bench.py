@@ -83,7 +83,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "type": Path,
         "metavar": "DIR",
         "help": "run other engines on the same checkpoint (--model DIRECTORY), too: those in virtual "
-        "environments DIR/*, see docs/costs.md",
+        "environments DIR/*, see xdeepserve docs costs",
     },
     "peer": {
         "action": "append",

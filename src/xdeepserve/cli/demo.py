@@ -103,7 +103,9 @@ def run(args: argparse.Namespace) -> int:
     compiled = ", kernels compiled" if num_kernels else ""
     seconds = time.perf_counter() - started
     print(f"\nbit-exact: {'yes' if is_exact else 'NO'}   ({seconds:.1f} s in all{compiled})")
-    print("\nNext: xdeepserve demo --page shows this pod at work, and docs/tour.md is an afternoon with it.")
+    print(
+        "\nNext: xdeepserve demo --page shows this pod at work; xdeepserve docs tour: an afternoon with it."
+    )
     return 0 if is_exact else 1
 
 

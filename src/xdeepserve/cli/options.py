@@ -171,7 +171,7 @@ def add_faults(parser: Parser) -> None:
         "--faults",
         type=Path,
         metavar="FILE",
-        help="break dies, links and more as this plan (TOML) says: docs/faults.md",
+        help="break dies, links and more as this plan (TOML) says: xdeepserve docs faults",
     )
 
 

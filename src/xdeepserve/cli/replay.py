@@ -40,7 +40,7 @@ def add_options(parser: Parser) -> None:
     )
     add_deployment(parser)
     parser.set_defaults(deployment=None, model=None)
-    option("--cluster", type=Path, metavar="FILE", help="time only, on these TEs (docs/platform.md); "
+    option("--cluster", type=Path, metavar="FILE", help="time only, on these TEs (xdeepserve docs platform); "
            "without --deployment and --cluster: as many TEs of 32 dies as the load needs, of --model, by "
            "default deepseek-r1")  # fmt: skip
     option("--policy", metavar="P", help="who gets a request, whatever the cluster's file says")

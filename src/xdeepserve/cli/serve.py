@@ -49,10 +49,13 @@ def add_options(parser: Parser) -> None:
         "--state",
         type=Path,
         metavar="DIR",
-        help="take files and jobs (/v1/files, /v1/fine_tuning/jobs) and keep them there: docs/jobs.md",
+        help="take files and jobs (/v1/files, /v1/fine_tuning/jobs), kept there: xdeepserve docs jobs",
     )
     parser.add_argument(
-        "--tools", type=Path, metavar="FILE", help="Python functions that agents may call: docs/jobs.md"
+        "--tools",
+        type=Path,
+        metavar="FILE",
+        help="Python functions that agents may call (xdeepserve docs jobs)",
     )
     parser.add_argument("--member", help=argparse.SUPPRESS)  # of `xdeepserve cluster`, which starts it
     parser.add_argument("--uds", metavar="PATH", help="listen on a Unix socket instead")

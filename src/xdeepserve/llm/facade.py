@@ -194,10 +194,10 @@ class LLM:
         SamplingParams has the table. `SamplingParams(temperature=0)` gives that command's text.
 
         All prompts arrive at once, or each at its own virtual time from now (`arrivals_ns`, an integer for
-        each one: so a log of real arrivals is replayed; docs/costs.md has a walkthrough). `meanwhile(engine)`
-        runs beside them in virtual time, from the same instant on: task executors may come and go. While no
-        other thread asks for something, the pod rests before and after: the same calls are the same events,
-        to the nanosecond.
+        each one: so a log of real arrivals is replayed; `xdeepserve docs costs` has a walkthrough).
+        `meanwhile(engine)` runs beside them in virtual time, from the same instant on: task executors may
+        come and go. While no other thread asks for something, the pod rests before and after: the same calls
+        are the same events, to the nanosecond.
 
         Raises RequestError, before anything runs, if any prompt cannot be served; with arrival times, when
         that prompt arrives. If the pod loses what a prompt needs, the other prompts are served first. Then

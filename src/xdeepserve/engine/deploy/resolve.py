@@ -26,8 +26,12 @@ def resolve(name: str | Deployment, overrides: Overrides = ()) -> Deployment:
 
     Raises DeploymentError with every reason.
     """
-    document = None if isinstance(name, Deployment) else _read(name)
-    raw = msgspec.to_builtins(name) if document is None else document.raw | {"name": Path(name).stem}
+    if isinstance(name, Deployment):
+        document, raw = None, msgspec.to_builtins(name)
+    else:
+        document = _read(name)
+        raw = document.raw | {"name": Path(name).stem}
+    where = f"deployment {raw['name']}" if document is None else document.where
     own = list(_mistakes(raw))  # in the file itself, whatever the overrides
     reasons = []
     for override, key, value in _assignments(overrides):
@@ -42,9 +46,7 @@ def resolve(name: str | Deployment, overrides: Overrides = ()) -> Deployment:
     if document is not None:
         reasons = [document.said(each) for each in own if each in _mistakes(raw)] + reasons
     if reasons:
-        raise DeploymentError(
-            refused(f"deployment {raw['name']}" if document is None else document.where, reasons)
-        )
+        raise DeploymentError(refused(where, reasons))
     return msgspec.convert(raw, Deployment)
 
 

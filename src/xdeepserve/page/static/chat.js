@@ -32,25 +32,27 @@ export function setPod(next) {
   if (pod?.model === next.model && pod.has_text === next.has_text) return;
   pod = next;
   if (!pod.has_text) { $("prompt").placeholder = "This model has no tokenizer: token ids, as in 5 6 7"; $("prompt").value ||= "5 6 7"; }
+  $("many").hidden = !pod.has_text;
   $("ideas").replaceChildren(...(pod.has_text ? IDEAS : []).map((text) => { const idea = el("button", { type: "button", textContent: text }); idea.addEventListener("click", () => ask(text)); return idea; }));
 }
 
-function bodyOf(text, most) {
+function bodyOf(text, most, n) {
   const shared = { stream: true, temperature: 0, max_tokens: most, return_token_ids: true };
-  if (pod?.has_text ?? true) return ["v1/chat/completions", { ...shared, messages: [{ role: "user", content: text }] }];
+  if (pod?.has_text ?? true) return ["v1/chat/completions", { ...shared, n, messages: [{ role: "user", content: text }] }];
   const ids = text.split(/[\s,]+/).filter((each) => each).map(Number);
   return ["v1/completions", { ...shared, prompt: ids, ignore_eos: true }];
 }
 
-export async function ask(text, most = +$("most").value || 64) {
-  const told = el("div", { className: "told" }), digest = el("div", { className: "digest", textContent: "…" }), answer = el("div", { className: "answer" }, el("div", { className: "asked", textContent: text }), told, digest), ids = [];
+// `n` choices are one request: browsers hold back the seventh of several to one server.
+export async function ask(text, n = 1, most = +$("most").value || 160) {
+  const told = el("div", { className: "told" }), digest = el("div", { className: "digest", textContent: "…" }), answer = el("div", { className: "answer" }, el("div", { className: "asked", textContent: text }), told, digest), all = Array.from({ length: n }, () => []);
   let isWhole = true;
   $("answers").append(answer);
   while ($("answers").children.length > 12) $("answers").firstChild.remove();
   $("answers").scrollTop = $("answers").scrollHeight;
   running += 1;
   try {
-    const [path, body] = bodyOf(text, most), response = await fetch(path, { method: "POST", headers: keyed({ "Content-Type": "application/json" }), body: JSON.stringify(body) });
+    const [path, body] = bodyOf(text, most, n), response = await fetch(path, { method: "POST", headers: keyed({ "Content-Type": "application/json" }), body: JSON.stringify(body) });
     if (!response.ok) throw new Error(await errorOf(response));
     await readEvents(response, (_, data) => {
       if (data === "[DONE]") return;
@@ -60,33 +62,37 @@ export async function ask(text, most = +$("most").value || 64) {
       if (!choice) return;
       isWhole &&= choice.finish_reason !== "abort";
       const part = choice.delta?.content ?? choice.text ?? "", found = choice.token_ids ?? [];
-      ids.push(...found);
+      all[choice.index].push(...found);
       const words = part || (pod && !pod.has_text && found.length ? `${found.join(" ")} ` : "");
-      if (words) told.append(el("span", { textContent: words, title: found.length ? `token ${found.join(", ")}` : "" }));
-      digest.textContent = `${ids.length} tokens …`;
+      if (words && !choice.index) told.append(el("span", { textContent: words, title: found.length ? `token ${found.join(", ")}` : "" }));
+      digest.textContent = `${counted(all)} …`;
       $("answers").scrollTop = $("answers").scrollHeight;
     });
-    if (!isWhole) throw new Error(`aborted after ${ids.length} tokens: the server ends`);
-    finish(digest, text, most, ids);
+    if (!isWhole) throw new Error(`aborted after ${counted(all)}: the server ends`);
+    finish(digest, text, most, all);
   } catch (error) {
-    digest.replaceChildren(el("span", { className: "other", textContent: error instanceof TypeError ? "the server has gone before the answer's end" : error.message }), againButton(text, most));
+    digest.replaceChildren(el("span", { className: "other", textContent: error instanceof TypeError ? "the server has gone before the answer's end" : error.message }), againButton(text, n, most));
   }
   running -= 1;
 }
-function againButton(text, most) {
+const counted = (all) => `${all.length > 1 ? `${all.length} choices, ` : ""}${all.reduce((sum, ids) => sum + ids.length, 0)} tokens`;
+function againButton(text, n, most) {
   const again = el("button", { type: "button", textContent: "again" });
-  again.addEventListener("click", () => ask(text, most));
+  again.addEventListener("click", () => ask(text, n, most));
   return again;
 }
-function finish(digest, text, most, ids) {
-  const found = digestOf(ids), key = `${most} ${text}`, before = digests.get(key);
+function finish(digest, text, most, all) {
+  const [found, ...others] = all.map(digestOf), differs = others.some((other) => other !== found), key = `${most} ${text}`, before = digests.get(key);
   if (!before) digests.set(key, found);
-  const verdict = !before ? "" : before === found ? el("span", { className: "same", textContent: "same bits as before" }) : el("span", { className: "other", textContent: "DIFFERENT from before" });
-  digest.replaceChildren(`${ids.length} tokens`, el("code", { textContent: `sha256:${found.slice(0, 16)}…`, title: `sha256:${found} of the token ids` }), verdict, againButton(text, most));
+  const same = [others.length ? "all the same bits" : "", before ? "same bits as before" : ""].filter((each) => each).join(", ");
+  const verdict = differs ? "choices DIFFER" : before && before !== found ? "DIFFERENT from before" : "";
+  const told = verdict ? el("span", { className: "other", textContent: verdict }) : same ? el("span", { className: "same", textContent: same }) : "";
+  digest.replaceChildren(counted(all), el("code", { textContent: `sha256:${found.slice(0, 16)}…`, title: `sha256:${found} of the token ids${others.length ? " of the first" : ""}` }), told, againButton(text, all.length, most));
   $("answers").scrollTop = $("answers").scrollHeight;
 }
 export const isRunning = () => running > 0;
 export function begin() {
+  $("many").addEventListener("click", () => ask($("prompt").value.trim() || IDEAS[0], 16));
   $("ask").addEventListener("submit", (event) => { event.preventDefault(); const text = $("prompt").value.trim(); if (text) { $("prompt").value = pod && !pod.has_text ? text : ""; ask(text); } });
   $("prompt").addEventListener("keydown", (event) => { if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); $("ask").requestSubmit(); } });
 }

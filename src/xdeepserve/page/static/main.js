@@ -26,8 +26,8 @@ function show(at) {
   $("scrub").max = states.length - 1; $("scrub").value = index;
   $("scrub").setAttribute("aria-valuetext", `${ms(now.ns)} of virtual time`);
   $("at").textContent = `${index + 1} of ${states.length}, ${ms(now.ns)}`;
-  map.setState(state); timeline.setState(state); panels.setState(state); token.setState(state);
   document.body.classList.toggle("stepless", !state.step);  // there is nothing to tell of a step that is to come
+  map.setState(state); timeline.setState(state); panels.setState(state); token.setState(state);
   const wasLost = shown?.now.lost.includes(chosen);
   shown = state;
   if (chosen !== null && now.lost.includes(chosen) !== wasLost) drawDie();
@@ -86,6 +86,7 @@ setInterval(() => { if (record && !paused) { if (index + 1 < history.states.leng
 function choose(die) {
   chosen = die; map.choose(die); token.followFrom(die); drawDie();
   $("die").hidden = false;
+  $("die").scrollIntoView({ block: "nearest" });
 }
 function closeDie() { $("die").hidden = true; chosen = null; map.choose(null); }
 function drawDie() {
