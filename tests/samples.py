@@ -96,7 +96,7 @@ class Started:
         self.file = directory / "printed.txt"
         with self.file.open("w") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "xdeepserve.cli", *arguments], cwd=directory, stdout=out
+                [sys.executable, "-m", "xdeepserve", *arguments], cwd=directory, stdout=out
             )
 
     @property
@@ -128,7 +128,7 @@ def run(sample: Sample, directory: Path, address: str = ADDRESS) -> str:
     """Run a command or script in a folder, with the server at an address; return what it prints."""
     text = sample.text.replace(ADDRESS, address)
     name, *arguments = ["python", "-c", text] if sample.is_script else shlex.split(text)
-    own = {"python": [sys.executable], "xdeepserve": [sys.executable, "-m", "xdeepserve.cli"]}
+    own = {"python": [sys.executable], "xdeepserve": [sys.executable, "-m", "xdeepserve"]}
     done = subprocess.run(
         [*own.get(name, [name]), *arguments],
         capture_output=True,

@@ -22,7 +22,7 @@ from xdeepserve.verify.matrix import MatrixRow
 
 def run(*args: str, code: int = 0) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [sys.executable, "-m", "xdeepserve.cli", *args], capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "xdeepserve", *args], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == code, done.stderr
     return done

@@ -42,7 +42,7 @@ def test_the_end_is_awaited() -> None:
 
 @pytest.mark.campaign
 def test_a_first_token_without_any_cache(tmp_path: Path) -> None:
-    command = "-m xdeepserve.cli generate --model tiny-random --prompt-ids 5 --max-tokens 1"
+    command = "-m xdeepserve generate --model tiny-random --prompt-ids 5 --max-tokens 1"
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     subprocess.run([sys.executable, *command.split()], env=environment, check=True, capture_output=True)
     names = {path.name.partition(".")[0] for path in tmp_path.rglob("*.nbc")}

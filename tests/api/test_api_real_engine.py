@@ -232,7 +232,7 @@ async def test_a_client_that_hangs_up_frees_its_blocks(real: tuple[Engine, str, 
 @pytest.fixture
 def served() -> Iterator[str]:
     """`xdeepserve serve` in a process of its own."""
-    command = [sys.executable, "-m", "xdeepserve.cli", "serve", "--port", "0", "--deployment", "colocated"]
+    command = [sys.executable, "-m", "xdeepserve", "serve", "--port", "0", "--deployment", "colocated"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)) as process:
         assert process.stdout is not None
         line = process.stdout.readline()

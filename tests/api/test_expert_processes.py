@@ -34,7 +34,7 @@ class Command:
     def __init__(self, *words: str, machine: Sequence[str] = ()) -> None:
         self.lines: list[str] = []
         self.process = subprocess.Popen(
-            [*machine, sys.executable, "-m", "xdeepserve.cli", *words],
+            [*machine, sys.executable, "-m", "xdeepserve", *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -262,7 +262,7 @@ def test_servers_on_two_addresses() -> None:
 
 def refusal(*words: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "xdeepserve.cli", *words],
+        [sys.executable, "-m", "xdeepserve", *words],
         capture_output=True,
         text=True,
         env=ENVIRONMENT,

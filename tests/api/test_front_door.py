@@ -142,7 +142,7 @@ class ClusterProcess:
     """`xdeepserve cluster` on a directory."""
 
     def __init__(self, state: Path) -> None:
-        command = [sys.executable, "-m", "xdeepserve.cli", "cluster", "--port", "0", "--state", str(state)]
+        command = [sys.executable, "-m", "xdeepserve", "cluster", "--port", "0", "--state", str(state)]
         self.process = subprocess.Popen(
             [*command, "--", "--set", "max_model_len=512"], stdout=subprocess.PIPE, text=True
         )

@@ -36,7 +36,7 @@ class Server:
     """`xdeepserve serve` on a directory, in a `with` block."""
 
     def __init__(self, state: Path, *options: str) -> None:
-        command = [sys.executable, "-m", "xdeepserve.cli", "serve", "--port", "0", "--state", str(state)]
+        command = [sys.executable, "-m", "xdeepserve", "serve", "--port", "0", "--state", str(state)]
         self.process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True)
 
     def __enter__(self) -> Server:

@@ -122,7 +122,7 @@ def test_another_kind_of_kernels_is_refused() -> None:
 
 
 def test_the_command_line_refuses_it_in_one_line() -> None:
-    command = [sys.executable, "-m", "xdeepserve.cli", "generate", "--prompt", "a", "--max-tokens", "1"]
+    command = [sys.executable, "-m", "xdeepserve", "generate", "--prompt", "a", "--max-tokens", "1"]
     environment = {**os.environ, compiling.ENVIRONMENT_VARIABLE: "fast"}
     refused = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (refused.returncode, refused.stdout) == (2, "")

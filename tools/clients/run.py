@@ -30,7 +30,7 @@ ROOT = HERE.parent.parent
 TOKENIZER = ROOT / "src" / "xdeepserve" / "model" / "preset_files" / "tiny"
 COLUMNS = ("text", "chat", "stream", "structured", "tools", "responses", "load", "metrics")
 INSTALL_SECONDS, RUN_SECONDS = 600, 600
-SERVE = ("-m", "xdeepserve.cli", "serve", "--model", "tiny", "--port", "0", "--set", "mtp=1")
+SERVE = ("-m", "xdeepserve", "serve", "--model", "tiny", "--port", "0", "--set", "mtp=1")
 
 
 @dataclass(frozen=True)

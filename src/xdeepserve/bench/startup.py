@@ -19,7 +19,7 @@ from xdeepserve.errors import XDeepServeError
 
 REPEATS = 5
 IMPORT = ("-c", "import xdeepserve")
-FIRST_TOKEN = ("-m", "xdeepserve.cli", "generate", "--prompt", "Hello", "--max-tokens", "1")
+FIRST_TOKEN = ("-m", "xdeepserve", "generate", "--prompt", "Hello", "--max-tokens", "1")
 
 
 def all_rows(model: str = "tiny") -> list[Row]:

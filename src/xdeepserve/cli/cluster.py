@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     store = JobStore(args.state, time.time)
 
     def boot(name: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "xdeepserve.cli", "serve", "--state", str(args.state), "--port", "0"]
+        command = [sys.executable, "-m", "xdeepserve", "serve", "--state", str(args.state), "--port", "0"]
         with (args.state / f"{name}.log").open("ab") as said:
             # A session of its own: it outlives its manager, and a signal at the terminal is not its own.
             return subprocess.Popen(

@@ -101,7 +101,7 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def _spawn(command: str, task: msgspec.Struct, stdout: int) -> subprocess.Popen[bytes]:
-    words: Sequence[str] = [sys.executable, "-m", "xdeepserve.cli", command, "--of-parent"]
+    words: Sequence[str] = [sys.executable, "-m", "xdeepserve", command, "--of-parent"]
     process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=stdout, start_new_session=True)
     assert process.stdin is not None
     process.stdin.write(msgspec.json.encode(task) + b"\n")

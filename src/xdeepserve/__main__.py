@@ -1,4 +1,4 @@
-"""`python -m xdeepserve.cli`: the command line, with every warning shown once."""
+"""`python -m xdeepserve`: the command line, with every warning shown once."""
 
 import sys
 import warnings
