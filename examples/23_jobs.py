@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,8 @@ async def visit(call: Client) -> None:
     with working("Following the job"):
         job = await follow(call, job["id"])
     for task in job["tasks"]:
-        print(f"  {task['kind']:8} {rounded(task['result'])}")
+        line = f"  {task['kind']:8} {rounded(task['result'])}"
+        print(textwrap.fill(line, 100, subsequent_indent=" " * 11))
     models = [model["id"] for model in (await call("GET", "/models"))["data"]]
     print(f"\nmodels: {', '.join(models)}")
     for model in models:
