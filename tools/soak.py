@@ -82,7 +82,7 @@ PODS = {
             "health.lost_s=0.05",
             "health.suspect_s=0.02",
         ),
-        (Fault(at_us=200_000.0, die=2, kind="lost"), Fault(at_us=2_000_000.0, die=0, kind="lost")),
+        (Fault(at_us=200_000.0, die=2, kind="lost"), Fault(at_us=5_000_000.0, die=0, kind="lost")),
     ),
 }
 CLIENTS = 40  # at a time
