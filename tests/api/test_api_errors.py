@@ -17,8 +17,9 @@ from xdeepserve.errors import DeadlockError, TransferError
 URL = "/v1/completions"
 
 
-def check_error(body: Any) -> dict[str, Any]:
+def check_error(body: Any, partial: list[str] | None = None) -> dict[str, Any]:
     assert list(body) == ["error"]
+    assert body["error"].pop("partial", None) == partial
     assert list(body["error"]) == ["message", "type", "param", "code"]
     message = body["error"]["message"]
     assert message
@@ -261,7 +262,7 @@ async def test_a_request_that_cannot_reach_decode_may_be_sent_again(post: Post, 
     engine.failure, engine.fail_at_step = TransferError("no decode TE can be reached from prefill 0"), 1
     status, body = await post(URL, prompt="a")
     assert status == 503
-    error = check_error(body)
+    error = check_error(body, partial=["t"])
     assert (error["type"], error["code"]) == ("server_error", "transfer_failed")
     assert error["message"] == str(engine.failure)
     assert not engine.live
@@ -310,7 +311,7 @@ async def test_engine_that_stops_short_is_an_error(
     monkeypatch.setattr(FakeHandle, "_run", cut_short)
     status, body = await post(URL, prompt="a")
     assert status == 500
-    assert "before it had finished" in check_error(body)["message"]
+    assert "before it had finished" in check_error(body, partial=["t"])["message"]
 
 
 async def test_unhealthy_engine(client: TestClient, post: Post, engine: FakeEngine) -> None:

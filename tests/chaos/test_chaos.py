@@ -236,7 +236,7 @@ def test_schedules_are_files(tmp_path: Path, judge: Judge) -> None:
     assert read_schedule(tmp_path / "one.json") == schedule
     (tmp_path / "one.json").write_text('{"deployment": 3}')
     for bad in ("one.json", "none.json"):
-        with pytest.raises(InputError, match=rf"^schedule .*{bad}: "):
+        with pytest.raises(InputError, match=rf"^schedule .*{bad}[:,] "):
             read_schedule(tmp_path / bad)
 
 
