@@ -240,3 +240,30 @@ async def test_a_directory_that_cannot_be_used_for_a_while_holds_jobs_up(
     async with at_work(store, "a", works):
         assert (await ended(store)).state == "succeeded"
     assert not failures
+
+
+@pytest.mark.parametrize("trouble", ["cancelled job", "lost lease", "broken store"])
+async def test_a_master_ends_whatever_its_store_says(
+    tmp_path: Path, works: Works, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    """The server ends just when a job is cancelled, a lease lost, a directory gone."""
+    store = JobStore(tmp_path / "state", time := Time())
+    store.add_job(ORDER, KINDS)
+    works.kept = {KINDS[0]: for_ever}
+    master = asyncio.create_task(JobMaster(store, "a", works.serve, works.follow, LEASE_S).run())
+    await until(lambda: bool(works.begun))
+    if trouble == "cancelled job":
+        store.move_job(1, "cancelled")
+    elif trouble == "lost lease":
+        time.now += 2 * LEASE_S
+        assert store.take_lease("b", LEASE_S)
+    else:
+
+        def broken(*args: Any, **kwargs: Any) -> None:
+            raise sqlite3.OperationalError("disk I/O error")
+
+        monkeypatch.setattr(store, "move_task", broken)
+    master.cancel()
+    done, _ = await asyncio.wait({master}, timeout=5)
+    assert done
+    assert master.cancelled()

@@ -8,6 +8,7 @@ state is in the store, so that a master needs to remember nothing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import sqlite3
 from collections.abc import Awaitable, Callable
@@ -31,6 +32,8 @@ MAX_ATTEMPTS = 3  # of a task whose process is lost
 Serve = Callable[[str, Path], Awaitable[None]]  # a model's name and directory; InputError if it cannot be
 Turn = Callable[[JobRecord], Awaitable[dict[str, Any]]]  # the next one of an agent
 Follow = Callable[[], Awaitable[None]]  # serve the models that the store has, and no others
+
+REFUSED = (LeaseLostError, sqlite3.Error, OSError)  # what the store may say at any time
 
 log = logging.getLogger("xdeepserve.jobs")
 
@@ -65,7 +68,7 @@ class JobMaster:
                     if not (self._renew() and await self._advance()):
                         await self._follow()
                         await asyncio.sleep(POLL_S)
-                except (LeaseLostError, sqlite3.Error, OSError) as error:
+                except REFUSED as error:
                     log.warning("jobs wait for %g s: %s", TROUBLE_S, error)
                     self._lease = None
                     await asyncio.sleep(TROUBLE_S)
@@ -126,7 +129,10 @@ class JobMaster:
         try:
             result = await self._watched(job, task.kind, lease)
         except asyncio.CancelledError:  # the server ends in order: that is no attempt
-            self._store.move_task(job.number, place, "waiting", lease, is_put_back=True)
+            # Whatever the store says to that (the job may be cancelled, too), the cancellation goes on: `run`
+            # takes the store's errors for a reason to look again, and would never end.
+            with contextlib.suppress(*REFUSED, IllegalMoveError):
+                self._store.move_task(job.number, place, "waiting", lease, is_put_back=True)
             raise
         except TaskLostError as error:
             found = self._store.job(job.number)
