@@ -96,7 +96,10 @@ def test_public_formats_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[s
             json.dumps(MOONCAKE | {"hash_ids": [1.5]}),
             r"line 1: hash_ids\[0\] must be a whole number, 0 or more, found 1.5",
         ),
-        (json.dumps(MOONCAKE | {"timestamp": -1}), "line 1: timestamp must be a number from 0 to .*, found -1"),
+        (
+            json.dumps(MOONCAKE | {"timestamp": -1}),
+            "line 1: timestamp must be a number from 0 to .*, found -1",
+        ),
         ("", "no requests in it"),
         (json.dumps(MOONCAKE | {"hash_ids": []}), "no request in it has tokens and hash_ids"),
         (json.dumps(MOONCAKE | {"input_length": 0}), "no request in it has tokens and hash_ids"),
