@@ -471,10 +471,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         (["--deployment", "pdd"], "no chaos for deployment 'pdd' (did you mean pd?): known are"),
         (["--save", "/no/such/place"], "--save /no/such/place: no such directory"),
         (["--replay", "/no/such/file"], "schedule /no/such/file: "),
-        (["--schedules", "3", "--every-step"], "not allowed with"),
-        (["--part", "3/2"], "argument --part: '3/2' is not K/N with K from 1 to N"),
+        (["--schedules", "3", "--every-step"], "does not go with"),
+        (["--part", "3/2"], "--part: '3/2' is not K/N with K from 1 to N"),
         (["--schedules", "2", "--part", "3/3"], "--part 3/3: there is nothing in it, of 2 in all"),
-        (["--part", "two"], "argument --part: 'two' is not K/N"),
+        (["--part", "two"], "--part: 'two' is not K/N"),
     ],
 )
 def test_bad_options(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
