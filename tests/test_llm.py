@@ -385,7 +385,7 @@ def test_overrides_and_keywords_both_apply_and_keywords_come_last() -> None:
         ({"modell": "tiny"}, "LLM: unknown setting modell (did you mean model?)"),
         ({"max_num_seqs": 4}, "unknown setting max_num_seqs; the nearest are prefill.max_num_seqs"),
         ({"overrides": ["dies"]}, "'dies' is not of the form key=value"),
-        ({"overrides": [("dies", 4)]}, "('dies', 4) is not of the form key=value"),
+        ({"overrides": [("dies", 4)]}, "'('dies', 4)' is not of the form key=value"),
         ({"overrides": 4}, "overrides are key=value texts or a mapping of settings, found 4"),
         ({"overrides": {4: 4}}, "unknown setting 4"),
     ],
@@ -454,7 +454,7 @@ def test_an_error_brings_what_was_generated(tiny: TinyCheckpoint) -> None:
     assert cut.metrics.ttft_ns is not None
     assert caught.value.__cause__ is cut.error
     assert type(caught.value) is type(cut.error)
-    said = f"; until then 1 of 2 prompts were complete, prompt 1 had {count} tokens"
+    said = f"; until then 1 of 2 prompts were complete, prompt 1 got {count} tokens"
     assert str(caught.value) == f"{cut.error}{said}"
 
 
@@ -478,10 +478,10 @@ def test_messages_name_a_few_prompts_alone() -> None:
             request_id="", prompt=None, prompt_token_ids=[], outputs=[choice], finished=finished, error=error
         )
 
-    assert str(unfinished([output(False)])) == "die 3 is lost; until then the prompt had 1 token"
+    assert str(unfinished([output(False)])) == "die 3 is lost; until then the answer had 1 token"
     named = ", ".join(f"prompt {number} had 1 token" for number in range(1, 5))
     error = unfinished([output(True)] + 7 * [output(False)])
-    said = f"die 3 is lost; until then 1 of 8 prompts were complete, {named}, 3 others had 3 tokens"
+    said = f"die 3 is lost; until then 1 of 8 prompts were complete, {named}, 3 others got 3 tokens"
     assert str(error) == said
     assert isinstance(error, LostDieError)
 
@@ -499,7 +499,7 @@ def test_generate_prints_what_there_is_and_then_the_error(
     said = capsys.readouterr()
     assert "finished   error\n" in said.out
     (line,) = [line for line in said.err.splitlines() if line.startswith("xdeepserve generate: error: ")]
-    assert re.search(r"; until then the prompt had \d+ tokens$", line)
+    assert re.search(r"; until then the answer had \d+ tokens$", line)
     assert main([*command, "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["outputs"][0]["finish_reason"] == "error"

@@ -25,6 +25,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     # Importing the package must not import numba: that takes longer than many commands need.
     if name == "SamplingParams":

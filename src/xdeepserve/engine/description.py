@@ -149,7 +149,10 @@ def hosts(plan: PodPlan) -> list[str]:
     """How steps are planned and launched, in virtual time; TEs of one role do it alike."""
     execution = plan.deployment.execution
     if execution is None:
-        return ["host        costs nothing (see the settings execution.*)"]
+        return [
+            "host        costs nothing: the deployment has no section [execution], as the presets pd, "
+            "transformerless and superpod have"
+        ]
     roles = dict.fromkeys(te.sizes.role for te in plan.tes)
     said = [host(execution.for_role(role)) + (f" ({role})" if len(roles) > 1 else "") for role in roles]
     return [f"{'' if number else 'host':<12}{text}" for number, text in enumerate(said)]

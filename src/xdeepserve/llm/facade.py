@@ -51,11 +51,12 @@ class LLM:
     precision    `int8` or `fp32`
     overrides    settings of the deployment (`xdeepserve settings` lists them): texts `["decode.dies=4"]`, or
                  a mapping `{"decode.dies": 4}` or `{"decode": {"dies": 4}}`
-    settings     the same as keywords: `LLM(dies=4)`, `LLM(decode={"dies": 4})`. With `overrides` both apply,
+    settings     the same as keywords: `LLM(deployment="colocated", dies=4)`, `LLM(deployment="pd",
+                 decode={"dies": 4})`. With `overrides` both apply,
                  keywords last
     progress     True: calls that take longer than two seconds print on stderr what they are doing: loading,
-                 compiling kernels (once on a computer), generating. False: nothing is printed. A function is
-                 called with (bytes done, bytes in all) while weights load, and nothing is printed
+                 compiling kernels (once for each installation), generating. False: nothing is printed. A
+                 function is called with (bytes done, bytes in all) while weights load, and nothing is printed
     trace        record a timeline in virtual time; see `write_trace`
     trace_dies   of how many dies of each role; 0: of all
     clock_seed   seed of the order of events that happen at the same virtual time; None: in order of creation
@@ -204,9 +205,16 @@ class LLM:
         the prompt's error is raised. Its `outputs` hold a RequestOutput for every prompt: complete ones, and
         those that were cut, with what was generated so far, `finished=False` and finish_reason "error".
         """
+        if not isinstance(prompts, str | Sequence | np.ndarray):
+            raise RequestError(f"prompts must be a text, token ids, or a list of either, found {prompts!r}")
         many = [prompts] if _is_single(prompts) else list(prompts)
         params = sampling_params if sampling_params is not None else SamplingParams()
-        each = [params] * len(many) if isinstance(params, SamplingParams) else list(params)
+        each = list(params) if isinstance(params, list | tuple) else [params] * len(many)
+        if wrong := [one for one in each if not isinstance(one, SamplingParams)]:
+            raise RequestError(
+                "sampling_params must be SamplingParams, or a list with one for each prompt, "
+                f"found {wrong[0]!r}"
+            )
         if len(each) != len(many):
             raise RequestError(f"{len(many)} prompts but {len(each)} sampling parameters")
         keep: KeepLogits = "sampled" if keep_logits else "none"
@@ -226,6 +234,10 @@ class LLM:
         tools: Sequence[dict[str, Any]] | None = None,
     ) -> RequestOutput:
         """Answer a conversation through the model's chat template. The text comes with its tags."""
+        if isinstance(messages, str) or not all(isinstance(each, dict) for each in messages):
+            raise RequestError(
+                f'messages must be a list like [{{"role": "user", "content": "Hello"}}], found {messages!r}'
+            )
         tokenizer = require_tokenizer(self.tokenizer, self.engine.model_name, "messages")
         prompt = tokenizer.apply_chat_template(list(messages), tools=tools)
         return self.generate([prompt], sampling_params)[0]
@@ -268,7 +280,9 @@ class LLM:
         """Show on stderr that this LLM is doing something, unless it was told to be quiet."""
         return working(f"{doing} {self._name}", self._is_quiet, self._runs_int8)
 
-    def _run(self, work: Coroutine[Any, Any, T], doing: str, detail: str | Callable[[], str] = "") -> T:
+    def _run(
+        self, work: Coroutine[Any, Any, T], doing: str = "Working with", detail: str | Callable[[], str] = ""
+    ) -> T:
         if self._loop.is_closed() or not self._closing.alive:  # a guest's loop goes on without it
             work.close()
             raise XDeepServeError("this LLM is closed")
@@ -285,8 +299,11 @@ class LLM:
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
-            if not all(type(token_id) is int or isinstance(token_id, np.integer) for token_id in prompt):
-                raise RequestError("a prompt is a text or a list of token ids", param="prompt")
+            is_list = isinstance(prompt, Sequence | np.ndarray)
+            if not is_list or not all(type(each) is int or isinstance(each, np.integer) for each in prompt):
+                raise RequestError(
+                    f"a prompt must be a text or a list of token ids, found {prompt!r}", param="prompt"
+                )
             return [int(token_id) for token_id in prompt]
         return require_tokenizer(self.tokenizer, self.engine.model_name).encode(prompt)
 

@@ -34,6 +34,15 @@ def build_engine(
     faults: Sequence[Fault] = (),
 ) -> Engine:
     """Resolve names, plan the pod, or a part of `pod`, refuse what cannot be built. Nothing is allocated."""
+    if not isinstance(model, str | Path | Checkpoint):
+        raise RequestError(
+            f"model must be a preset's name, a directory or a Checkpoint, found {model!r}", param="model"
+        )
+    if not isinstance(deployment, str | Deployment):
+        raise RequestError(
+            f"deployment must be a preset's name, a .toml file or a Deployment, found {deployment!r}",
+            param="deployment",
+        )
     if precision not in RECIPES:
         raise RequestError(
             f"unknown precision '{precision}': known are {', '.join(RECIPES)}", param="precision"

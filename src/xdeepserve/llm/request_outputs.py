@@ -121,12 +121,12 @@ def unfinished(outputs: Sequence[RequestOutput]) -> XDeepServeError:
     first = next(output.error for output in outputs if output.error is not None)
     cut = [(number, output.num_tokens) for number, output in enumerate(outputs) if not output.finished]
     if len(outputs) == 1:
-        there = [f"the prompt had {_tokens(cut[0][1])}"]
+        there = [f"the answer had {_tokens(cut[0][1])}"]
     else:
         there = [f"{len(outputs) - len(cut)} of {len(outputs)} prompts were complete"]
-        there += [f"prompt {number} had {_tokens(count)}" for number, count in cut[:MOST_NAMED]]
+        there += [f"prompt {number} got {_tokens(count)}" for number, count in cut[:MOST_NAMED]]
     if len(cut) > MOST_NAMED:
-        there.append(f"{len(cut) - MOST_NAMED} others had {_tokens(sum(n for _, n in cut[MOST_NAMED:]))}")
+        there.append(f"{len(cut) - MOST_NAMED} others got {_tokens(sum(n for _, n in cut[MOST_NAMED:]))}")
     # The engine's own error may end other requests, too: it stays as it is.
     error = type(first).__new__(type(first), f"{first}; until then {', '.join(there)}")
     error.__dict__ |= first.__dict__

@@ -219,8 +219,9 @@ class Failover:
                     num_free = len(self._pod.free_dies(self._dies))
                     spare = self._config.spare_dies + self._least(role) + later - num_free
                     raise DeploymentError(
-                        f"{num_free} dies that are well are not enough for {role}, which would come up with "
-                        f"recovery.spare_dies={spare}: {self.reason}"
+                        f"{num_free} dies that are well are not enough for a TE "
+                        f"{'' if role == 'both' else f'of {role} '}"
+                        f"(recovery.spare_dies={spare} would do): {self.reason}"
                     )
         self._move("join")
 

@@ -297,8 +297,12 @@ class TEGroup:
         is_wanted = self._failover is not None and te.life == "ready" and self._end is None
         if not is_wanted and not self._is_needless(te) and not self.is_recovering:
             lost = self._plan.pod.memories.silent.intersection(te.plan.every_die)
-            if isinstance(reason, FAILED) and (helps := what_helps(self._plan, te.plan, lost)):
-                reason.args = (f"{reason}; requests would have gone on with {helps}",)
+            if isinstance(reason, FAILED):
+                helps = what_helps(self._plan, te.plan, lost)
+                hint = f"; requests would have gone on with {helps}" if helps else ""
+                dies = f"die{'s' if len(lost) > 1 else ''} {', '.join(map(str, sorted(lost)))}"
+                told = f"{dies} of {name} lost: " if lost and "is lost" not in str(reason) else ""
+                reason.args = (f"{told}{reason}{hint}",)
             self._on_failure(reason)
             return
         if is_wanted:
@@ -351,7 +355,7 @@ class TEGroup:
         self._je.homeless.is_open = False
         self._je.tell.show(FailoverEnded(None if error is None else str(error)))
         if error is not None and not can_serve(te for te in self._je.tes if te.is_running):
-            self._on_failure(error)
+            self._on_failure(XDeepServeError(str(error)))  # no fault of the caller's
         else:
             self._je.house()
 
