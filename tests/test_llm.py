@@ -479,7 +479,7 @@ def test_messages_name_a_few_prompts_alone() -> None:
         )
 
     assert str(unfinished([output(False)])) == "die 3 is lost; until then the answer had 1 token"
-    named = ", ".join(f"prompt {number} had 1 token" for number in range(1, 5))
+    named = ", ".join(f"prompt {number} got 1 token" for number in range(1, 5))
     error = unfinished([output(True)] + 7 * [output(False)])
     said = f"die 3 is lost; until then 1 of 8 prompts were complete, {named}, 3 others got 3 tokens"
     assert str(error) == said
