@@ -375,7 +375,7 @@ class Engine:
         words = philox4x32((self._num_unseeded, 0, 0, 1), (self.plan.deployment.seed & 0xFFFFFFFF, 0))
         return words[0] | words[1] << 32
 
-    def fail(self, error: XDeepServeError, te: str | None) -> None:
+    def fail(self, error: XDeepServeError, te: str | None = None) -> None:
         """End every request with the reason why nothing can serve any more; `te` has failed, if one has."""
         self._failure, self.failed_te = error, te
         self._group.end(f"the engine has failed: {error}")
