@@ -251,6 +251,7 @@ def test_verify_tells_which_deployments_a_model_has_no_rows_for(
     )
     assert main(["verify", "--deployments", "all"]) == 0
     reason = "not for this model: experts.routed_dies=256 is more than the model's 32 routed experts"
+    reason += "; set experts.routed_dies=32, or take a model with 256 or more"
     assert f"\nsuperpod: {reason}\n" in capsys.readouterr().out
     assert main(["verify", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)

@@ -309,14 +309,14 @@ MISTAKES = [
     (
         "describe --model deepsek-r1",
         "model 'deepsek-r1': neither a preset (tiny, tiny-random, tiny-r1; for what only takes time "
-        "deepseek-r1, mixtral-8x22b, dbrx, scaled-moe) nor a directory that is there (did you mean "
-        "deepseek-r1?)",
+        "deepseek-r1, deepseek-v3, mixtral-8x22b, dbrx, scaled-moe) nor a directory "
+        "that is there (did you mean deepseek-r1?)",
     ),
     (
         "describe --model gpt-5",
         "model 'gpt-5': neither a preset (tiny, tiny-random, tiny-r1; for what only takes time "
-        "deepseek-r1, mixtral-8x22b, dbrx, scaled-moe) nor a directory that is there; nothing is "
-        "downloaded",
+        "deepseek-r1, deepseek-v3, mixtral-8x22b, dbrx, scaled-moe) nor a directory "
+        "that is there; nothing is downloaded",
     ),
     (
         "describe --model checkpoint",
@@ -429,8 +429,8 @@ MISTAKES = [
     (
         "replay made: --cluster model.toml",
         "model 'deepseek-r9': neither a preset (tiny, tiny-random, tiny-r1; for what only takes time "
-        "deepseek-r1, mixtral-8x22b, dbrx, scaled-moe) nor a directory that is there (did you mean "
-        "deepseek-r1?)",
+        "deepseek-r1, deepseek-v3, mixtral-8x22b, dbrx, scaled-moe) nor a directory "
+        "that is there (did you mean deepseek-r1?)",
     ),
     (
         "replay made: --cluster heat.json",

@@ -95,6 +95,7 @@ def test_what_has_no_rows_says_why() -> None:
         return {each.deployment: each.reason for each in left_out(config) if not each.variants}
 
     experts = "experts.routed_dies=256 is more than the model's 32 routed experts"
+    experts += "; set experts.routed_dies=32, or take a model with 256 or more"
     assert told(resolve_model("tiny").config) == {"superpod": f"not for this model: {experts}"}
     assert not left_out(resolve_model("tiny-r1").config)
     shared = "the model has no shared expert, found experts.shared_dies=32"

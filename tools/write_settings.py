@@ -16,8 +16,9 @@ HEAD = """# Settings
 What `--set key=value` changes, in every command that builds a pod; a `.toml` file with the same keys is a
 deployment of your own (`--deployment FILE.toml`). `xdeepserve settings [KEY]` prints the same, as does
 `--help settings` behind such a command. A misspelt setting is answered with the nearest ones, and a wrong
-value with what would work and, in a file, with its line. A setting that has no effect where it is given is
-named in a note. This page is made by `tools/write_settings.py`.
+value with what would work; in a file, a misspelt field or a value of a wrong type with its line. A
+setting that has no effect where it is given is named in a note. This page is made by
+`tools/write_settings.py`.
 
 Two things belong to this computer and not to the pod, and neither changes a bit. `XDEEPSERVE_THREADS` is the
 default of `threads`. `XDEEPSERVE_KERNELS` says by which instructions INT8 and BF16 are multiplied: `amx`

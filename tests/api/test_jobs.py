@@ -227,7 +227,11 @@ async def test_a_job_that_cannot_be(
 @pytest.mark.parametrize(
     ("content", "purpose", "line"),
     [
-        (b'{"prompt": "a", "completion": "b"}\n{"prompt": 1}', "fine-tune", "line 2: completion is missing|line 2: prompt must be a text"),
+        (
+            b'{"prompt": "a", "completion": "b"}\n{"prompt": 1}',
+            "fine-tune",
+            "line 2: completion is missing|line 2: prompt must be a text",
+        ),
         (b"", "fine-tune", "the file has no examples"),
         (examples(), "batch", 'purpose must be fine-tune, found "batch"'),
         (b" " * (16 << 20) + b"\n", "fine-tune", "a file has 16777216 bytes at most"),

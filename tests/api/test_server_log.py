@@ -125,6 +125,20 @@ async def test_the_loss_of_all_is_one_line_and_the_error_has_what_there_was(tiny
     assert len(lines) == 2
 
 
+async def test_the_te_that_ended_the_service_is_named_before_those_that_end_with_it(
+    tiny: TinyCheckpoint,
+) -> None:
+    settings = [*SOON, "prefill.dies=2", "decode.dies=2"]
+    engine = build_engine(tiny, "pd", "int8", overrides=settings, faults=[Fault(5000.0, 3, "lost")])
+    with logged() as lines:
+        async with TestClient(TestServer(build_app(engine))) as client:
+            assert (await client.post(TEXT, json={**BODY, "max_tokens": 50})).status == 500
+    assert lines[0].startswith("die 3 of decode 0 is lost; the TE is given up, no TE can serve, and ")
+    assert lines[1].startswith("prefill 0 ends: no TE can serve any more (pod at ")
+    assert lines[2].startswith(f"POST {TEXT} 500 engine_error: ")
+    assert len(lines) == 3
+
+
 async def test_what_was_generated_comes_with_the_error(engine: FakeEngine) -> None:
     async with TestClient(TestServer(build_app(engine))) as client:
         whole = (await (await client.post(TEXT, json={"prompt": "hi", "max_tokens": 6})).json())["choices"]

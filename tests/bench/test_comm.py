@@ -242,7 +242,7 @@ def test_json_rows_have_the_contracts_keys(capsys: pytest.CaptureFixture[str]) -
 
 def test_the_table_separates_calibrated_from_predicted(capsys: pytest.CaptureFixture[str]) -> None:
     table = [
-        Row("cm.t6/dispatch/ep=8", 116, "us", "calibrated"),
+        Row("cm.t6/dispatch/ep=8", 115.99, "us", "calibrated"),
         Row("cm.t6/dispatch/ep=16", 144.1, "us", "predicted"),
         Row("cm.t6/dispatch/ep=32", 133, "us", "predicted"),
         Row("xds.p2p.small", 21, "us", "predicted"),

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from xdeepserve.bench import plan
+from xdeepserve.bench.report import Row
 from xdeepserve.errors import InputError
 
 
@@ -21,6 +22,11 @@ def test_ratios_of_microbatches_are_within_four_percent() -> None:
         assert row.error_pct is not None
         assert abs(row.error_pct) <= plan.RATIO_BOUND
         assert "NOT KEPT" not in row.note
+
+
+def test_an_error_that_rounds_to_zero_has_no_minus() -> None:
+    row = Row("plan/x/T_iter", 1.0, "ms", "predicted")
+    assert plan._bounded(row, -0.04, 5).note == "+0.0 %; bound of 5 %: kept"
 
 
 def test_dbrx_peaks_at_eight_attention_nodes() -> None:

@@ -5,7 +5,7 @@ import pytest
 
 from xdeepserve.bench.sweep import Point, measure
 from xdeepserve.cli import main
-from xdeepserve.engine import build
+from xdeepserve.engine import build, description
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Deployment, Device
 from xdeepserve.engine.deploy.resolve import resolve
@@ -100,3 +100,12 @@ def test_the_fullest_die_of_each_kind_is_shown() -> None:
     assert "of its 91553 MiB" in text
     assert "the fullest die (L40S)" in text
     assert "the fullest die (H20)" in text
+
+
+def test_alike_dies_with_other_experts_have_a_row_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A routed expert takes as much memory as the shared one."""
+    monkeypatch.setattr(description, "SHOWN_ALIKE", 1)
+    sizes = ["attention.domains=1", "attention.dies=2", "experts.routed_dies=16", "experts.shared_dies=2"]
+    text = describe(planned(resolve("moe-attention", sizes), "tiny-random"))
+    rows = [line.split() for line in text.splitlines() if ".." in line.partition(" s00.")[0]]
+    assert [(row[0], row[4]) for row in rows] == [("0..1", "none"), ("2..17", "0..15"), ("18..19", "shared")]

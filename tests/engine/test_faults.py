@@ -122,6 +122,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     said = capsys.readouterr()
     assert json.loads(said.out)["digest"] == quiet["digest"]
     assert "TE prefill 0 was lost, others went on: all-reduce: deadline passed" in said.err
+    assert main([*args, "--faults", str(plan), "--set", "recovery.failover=true"]) == 0
+    assert "TE prefill 0 was lost, another TE came in its place: " in capsys.readouterr().err
     plan.write_text("[[fault]]\nat_us = 300\ndie = 99\nkind = 'lost'\n")
     assert main([*args, "--faults", str(plan)]) == 2
     assert "the deployment has no die 99; it has 8: 0, 1, 2, 3 ..." in capsys.readouterr().err

@@ -29,8 +29,10 @@ def test_a_plan_is_printed_written_checked_and_run(
         "SLO 20 % shorter",
     ):
         assert promised in out
-    check = out.split("to check it: xdeepserve ")[1].split()
-    assert main(check) == 0
+    check, takes = out.split("to check it: xdeepserve ")[1].rstrip().split("\n")
+    assert "a minute or more" in takes
+    assert takes.endswith("--context 52: the prompt (40) and half of the answer (24)")
+    assert main(check.split()) == 0
     assert "bound of 5 %: kept" in capsys.readouterr().out
     args = ["--model", "tiny", "--deployment", str(file), "--prompt", "Once", "--max-tokens", "2"]
     assert main(["generate", *args]) == 0
@@ -219,7 +221,7 @@ def test_devices_are_counted_and_their_unit_of_cost_is_said(capsys: pytest.Captu
 
 def test_a_batch_that_is_too_small_is_no_plan_and_says_why() -> None:
     assert "not one request fits" in LargestBatch(0, "memory", 67).refusal(9e6)
-    assert "one takes 9.00 ms" in LargestBatch(0, "SLO", 67).refusal(9e6)
+    assert "one request takes 9.00 ms" in LargestBatch(0, "SLO", 67).refusal(9e6)
     said = LargestBatch(40, "SLO", 67).refusal(9e6)
     assert said.startswith("SLO leaves 40 requests in a microbatch, and with fewer than 67")
 
@@ -241,11 +243,12 @@ def test_throughput_is_that_of_sweep_and_words_are_explained(capsys: pytest.Capt
     assert main(TINY) == 0
     out = capsys.readouterr().out
     head, row = out.splitlines()[2:4]
-    assert head.split()[3:6] == ["T_iter", "TPOT", "tok/s"]
+    assert head.split()[3:7] == ["T_iter", "TPOT", "tok/s", "tok/s/chip"]
     t_iter, tpot = (float(part) for part in row.replace(" ms", "").split()[-5:-3])
     assert tpot == pytest.approx(t_iter + 2)
     for promised in ("T_a, attention", "T_e,", "T_c,", "b_a", "b_e", "scheduler's gap of 2 ms", "m is 1"):
         assert promised in out
+    assert "(1) to (8): equations of MegaScale-Infer" in out
 
 
 def test_tokens_per_second_are_those_that_sweep_measures() -> None:
@@ -282,5 +285,10 @@ def test_devices_are_planned_into_a_file_that_runs(
     assert rows
     assert all("devices that nobody has timed" in row for row in rows)
     assert 'hardware = "l40s"' in file.read_text() or 'hardware = "h20"' in file.read_text()
-    assert main(out.split("to check it: xdeepserve ")[1].split()) == 0
+    assert main(out.split("to check it: xdeepserve ")[1].splitlines()[0].split()) == 0
     assert "bound of 5 %: kept" in capsys.readouterr().out
+
+
+def test_refusals_name_the_model_as_it_was_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "deepseek-v3", "--dies", "7", "--slo-ms", "50"]) == 2
+    assert "model deepseek-v3 does not fit on 7 dies" in capsys.readouterr().err

@@ -86,6 +86,8 @@ class PodLog:
         lost = sorted(plan.pod.memories.silent.intersection(dies))
         verb = "is" if len(lost) == 1 else "are"
         what = f"{_dies(lost)} of {te} {verb} lost" if lost else f"{te} is lost"
+        if engine.unhealthy_reason is not None and te != engine.failed_te:
+            return f"{what if lost else f'{te} ends'}: no TE can serve any more"
         why = engine.unhealthy_reason or str(engine.lost.get(te, "all TEs are started anew"))
         if engine.unhealthy_reason is not None:
             now = "no TE can serve, and requests end with an error"

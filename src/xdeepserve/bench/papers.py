@@ -258,7 +258,7 @@ def _print_rows(rows: Sequence[Row]) -> None:
 def _print_row(row: Row, width: int) -> None:
     theirs, error = row.published, row.error_pct
     assert theirs is not None
-    off = f"{error:+8.1f} %"
+    off = f"{error:+z8.1f} %"
     if theirs.is_limit:
         off = f"{'kept' if is_kept(row) else 'NOT KEPT':>10}"
     line = f"    {row.name:{width}} {theirs.bound:>2}{theirs.value:<8g}{row.value:10.2f} {row.unit:5} {off}"

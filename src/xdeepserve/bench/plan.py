@@ -351,7 +351,7 @@ def _against_run(
 def _bounded(row: Row, error: float, bound: int) -> Row:
     """With its error in percent, if the row does not show it, and whether that is within the bound."""
     kept = "kept" if abs(error) <= bound else "NOT KEPT"
-    own = f"{row.note}{error:+.1f} %; " if row.published is None else ""
+    own = f"{row.note}{error:+z.1f} %; " if row.published is None else ""
     return msgspec.structs.replace(row, note=f"{own}bound of {bound} %: {kept}")
 
 

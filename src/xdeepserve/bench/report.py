@@ -119,7 +119,7 @@ def print_rows(rows: Sequence[Row]) -> None:
             theirs = row.published
             if theirs is not None:
                 line += f"{theirs.bound:>4}{theirs.value:8g}"
-                line += f" {row.error_pct:+6.1f} %" if not theirs.is_limit else f"  {_kept(row, theirs)}"
+                line += f" {row.error_pct:+z6.1f} %" if not theirs.is_limit else f"  {_kept(row, theirs)}"
             print(f"{line}  {row.note}".rstrip())
         for group, errors in _errors(some).items():
             mean, largest = sum(errors) / len(errors), max(errors)

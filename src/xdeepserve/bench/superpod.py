@@ -224,7 +224,7 @@ def _against_own_tpot(row: Row, run: DecodeRun) -> Row:
     note = (
         f"published {printed.value:g} is {100 * (1 - printed.value / implied):.0f} % below its own "
         f"{run.num_requests:,} tokens / {tpot:g} ms / {768 // DIES_PER_CHIP} chips = {implied:.0f}, "
-        f"against which this is {100 * (row.value / implied - 1):+.1f} %"
+        f"against which this is {100 * (row.value / implied - 1):+z.1f} %"
     )
     return msgspec.structs.replace(row, note="; ".join(filter(None, (row.note, note))))
 

@@ -237,8 +237,10 @@ def _note_all(args: argparse.Namespace, llm: LLM, checkpoint: Checkpoint) -> Non
         note_rounding(args, checkpoint)
     if args.trace is not None and llm.engine.plan.pod.trace.left_out:
         note(args.command, f"{args.trace}: {llm.engine.plan.pod.trace.left_out}")
+    replaced = {te.name for te in llm.engine.health() if te.replaced_by is not None}
     for name, reason in llm.engine.lost.items():
-        note(args.command, f"TE {name} was lost, others went on: {reason}")
+        now = "another TE came in its place" if name in replaced else "others went on"
+        note(args.command, f"TE {name} was lost, {now}: {reason}")
 
 
 def _note_idle(args: argparse.Namespace) -> None:

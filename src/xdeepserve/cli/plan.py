@@ -31,7 +31,7 @@ def add_options(parser: Parser) -> None:
         "--model",
         required=True,
         metavar="M",
-        help="as for generate, or deepseek-r1, mixtral-8x22b, dbrx, scaled-moe",
+        help="as for generate, or deepseek-r1, deepseek-v3, mixtral-8x22b, dbrx, scaled-moe",
     )
     option(
         "--tpot-ms",
@@ -230,7 +230,7 @@ def _pod(args: argparse.Namespace, bound: LatencyBound, names: list[str]) -> int
     _check_length(args, demand, checkpoint.config.max_position_embeddings)
     slo_ns, dies = asked.slo_ns, asked.num_dies
     with working("plan: timing-only runs"):
-        profile = PodProfile(checkpoint, demand)
+        profile = PodProfile(checkpoint, demand, args.model)
         found = plans(profile, asked)
         best = found[0]
         totals = explain.pod_totals(profile, best, asked.counts_price)
@@ -244,16 +244,20 @@ def _pod(args: argparse.Namespace, bound: LatencyBound, names: list[str]) -> int
         check = (
             f"xdeepserve bench plan --model {args.model} --deployment {args.file} --context {demand.context}"
         )
+        halves = f"the prompt ({demand.prompt}) and half of the answer ({demand.output})"
+        context = f"--context {demand.context}: {halves}"
         times = f"T_iter {best.iteration_ns / 1e6:.2f} ms, TPOT {best.tpot_ns / 1e6:.2f} ms"
         figures = f"{times}, {best.throughput:,.0f} tokens/s"
         comments = [
             f"{best.layout.title()}: planned for {args.model} on {pod}, {bound}",
             f"predicted: {figures}; checked by",
             check,
+            context,
             *(f"{explain.EXTRAPOLATED}: {note}" for note in best.notes),
         ]
         args.file.write_text(explain.toml(best.layout.settings(demand, best.requests), comments))
         print(f"written: {args.file}; to check it: {check}")
+        print(f"  the check takes a minute or more for a large model; {context}")
     return 0
 
 

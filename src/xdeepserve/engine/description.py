@@ -60,7 +60,7 @@ def describe(plan: PodPlan) -> str:
         f"{'activations':>13}{'XCCL':>9}  MiB",
     ]
     for te in plan.tes:
-        for _, alike in itertools.groupby(te.all_memories, lambda each: _numbers(plan, *each)):
+        for _, alike in itertools.groupby(te.all_memories, lambda each: _kind(plan, *each)):
             run = list(alike)
             if len(run) <= SHOWN_ALIKE:
                 lines += [_line(plan, te, [each]) for each in run]
@@ -221,6 +221,11 @@ def _numbers(plan: PodPlan, die: int, mem: DieMemory | ExpertMemory) -> tuple[in
     if plan.timing is not None:
         return weights, cache, 0, 0
     return weights, cache, activations, plan.pod.memories.plans[die].nbytes - weights - cache - activations
+
+
+def _kind(plan: PodPlan, die: int, mem: DieMemory | ExpertMemory) -> tuple[object, ...]:
+    """What dies of one row share: whether they hold routed experts, or the shared one, and the bytes."""
+    return bool(len(mem.experts)), mem.is_shared, _numbers(plan, die, mem)
 
 
 def _line(plan: PodPlan, te: TEPlan, run: list[tuple[int, DieMemory | ExpertMemory]]) -> str:

@@ -56,7 +56,8 @@ def resolve_model(name_or_path: str | Path) -> Checkpoint:
     if preset is not None:
         return open_checkpoint(PRESET_DIRECTORY / preset)
     if not os.path.exists(name_or_path):
-        names = f"{', '.join(PRESETS)}; for what only takes time {', '.join(CONFIGS)}"
+        configs = ", ".join(("deepseek-r1", "deepseek-v3", *CONFIGS[1:]))
+        names = f"{', '.join(PRESETS)}; for what only takes time {configs}"
         known = f"neither a preset ({names}) nor a directory that is there"
         nearest = meant(name_or_path, (*PRESETS, *CONFIGS, *ALIASES)) or "; nothing is downloaded"
         raise CheckpointError(f"model {str(name_or_path)[:400]!r}: {known}{nearest}")

@@ -21,17 +21,18 @@ from xdeepserve.planner.search import Bound
 EXTRAPOLATED = "extrapolated"
 WORDS = (
     "T_iter: a decode iteration. Of a microbatch in a layer: T_a, attention for its b_a rows; T_e,",
-    "experts for its b_e token copies; T_c, its way to them, or back; T_f, the slower of T_a and T_e",
+    "experts for its b_e token copies; T_c, its way to them, or back; T_f, the slower of T_a and T_e;",
+    "(1) to (8): equations of MegaScale-Infer",
 )
 BOUNDS = {
-    "SLO": "one more request would break the SLO (equation 7)",
-    "memory": "one more request would not fit in memory (equation 8)",
+    "SLO": "one more request would break the SLO (MegaScale-Infer, equation 7)",
+    "memory": "one more request would not fit in memory (MegaScale-Infer, equation 8)",
     "range": "more requests would be beyond what was measured",
 }
 COST_UNIT = "a price of 1 is that of an L20 (MegaScale-Infer, Table 3)"
 DECODE_ONLY, NOT_HERE = "decode only: it needs", "which no device of this plan does"
 WIDTH = 108  # of lines that are wrapped
-PER_COST = "per cost: tok/s for a price of 1"
+PER_COST = "tok/s/cost: for a price of 1"
 
 
 def lines_of(attention: Curve, experts: Curve) -> list[str]:
@@ -78,11 +79,11 @@ def shown(plans: Sequence[LayoutPlan], count: int) -> list[LayoutPlan]:
 
 def pod_table(plans: Sequence[LayoutPlan], counts_price: bool = False) -> list[str]:
     """A line for each plan, the last figure for a chip of two dies, or for a price of 1."""
-    per = "per cost" if counts_price else "per chip"
+    per = "tok/s/cost" if counts_price else "tok/s/chip"
     width = max(len(plan.layout.title()) for plan in plans)
     lines = [
         f"{'deployment':{width}} {'dies':>4} {'batch':>6} {'T_iter':>9} {'TPOT':>9} {'tok/s':>10} "
-        f"{per:>8}  bound"
+        f"{per:>11}  bound"
     ]
     for plan in plans:
         layout = plan.layout
@@ -90,13 +91,13 @@ def pod_table(plans: Sequence[LayoutPlan], counts_price: bool = False) -> list[s
         lines.append(
             f"{layout.title():{width}} {layout.total:4} {plan.requests * layout.microbatches:6} "
             f"{plan.iteration_ns / 1e6:6.2f} ms {plan.tpot_ns / 1e6:6.2f} ms {plan.throughput:10,.0f} "
-            f"{share:8,.0f}"
+            f"{share:11,.0f}"
             f"  {plan.bound}" + (f"  {EXTRAPOLATED}: {', '.join(plan.notes)}" if plan.notes else "")
         )
     lines += [
         "deployment: domains x attention dies + routed + shared expert dies, m microbatches; before a colon",
         "TEs that prefill x dies of each. batch: requests of a DP group. "
-        + (PER_COST if counts_price else "per chip: tok/s of two dies"),
+        + (PER_COST if counts_price else "tok/s/chip: of two dies"),
         f"TPOT: T_iter and the scheduler's gap of {GAP_NS / 1e6:g} ms; tok/s: by TPOT, as in sweep",
         *stops(plan.bound for plan in plans),
     ]
@@ -254,7 +255,7 @@ def _value(value: object) -> str:
 
 
 def _change(ratio: float) -> str:
-    return f"{100 * (ratio - 1):+.0f} % tok/s"
+    return f"{100 * (ratio - 1):+z.0f} % tok/s"
 
 
 # ---- devices -------------------------------------------------------------------------------------------
@@ -264,13 +265,13 @@ def device_table(found: Sequence[Pairing]) -> list[str]:
     """A line for each pair of devices."""
     lines = [
         f"{'attention':14} {'experts':12} {'m':>2} {'b_a':>5} {'b_e':>6} {'T_iter':>9} {'tok/s':>9} "
-        f"{'per cost':>8}  next bound"
+        f"{'tok/s/cost':>11}  next bound"
     ]
     for a, e, plan in found:
         attention, experts = f"{plan.n_a} x {plan.attention.tp} {a.name}", f"E x {plan.experts.tp} {e.name}"
         lines.append(
             f"{attention:14} {experts:12} {plan.m:2} {plan.b_a:5} {plan.b_e:6.0f} "
-            f"{plan.total_ns / 1e6:6.1f} ms {plan.throughput:9,.0f} {plan.tpuc:8.0f}  {plan.bound}"
+            f"{plan.total_ns / 1e6:6.1f} ms {plan.throughput:9,.0f} {plan.tpuc:11.0f}  {plan.bound}"
             f"  {EXTRAPOLATED}"
         )
     devices = {each.name: each for pair in found for each in pair[:2]}

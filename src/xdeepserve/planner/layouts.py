@@ -271,7 +271,8 @@ class LargestBatch(NamedTuple):
     def refusal(self, first_ns: float) -> str:
         """Why there is no plan with so few requests, of which one alone takes `first_ns`."""
         if not self.requests:
-            return "not one request fits" if self.bound == "memory" else f"one takes {first_ns / 1e6:.2f} ms"
+            slow = f"one request takes {first_ns / 1e6:.2f} ms"
+            return "not one request fits" if self.bound == "memory" else slow
         return (
             f"{self.bound} leaves {self.requests} requests in a microbatch, and with fewer than {self.least} "
             f"(each expert needs {COPIES_KNOWN} tokens on average) no iteration is predicted"

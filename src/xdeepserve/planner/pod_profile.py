@@ -140,13 +140,14 @@ class OverCards(NamedTuple):
 
 class PodProfile:
     """Times of one model's stages under one demand, on dies of a kind, CloudMatrix384's unless it is said.
-    Runs are made when they are asked for, and remembered."""
+    Runs are made when they are asked for, and remembered. `name` is what refusals call the model."""
 
-    def __init__(self, checkpoint: Checkpoint, demand: Demand) -> None:
+    def __init__(self, checkpoint: Checkpoint, demand: Demand, name: str | None = None) -> None:
+        self.name = name or checkpoint.name
         self.checkpoint, self.demand, self.config = checkpoint, demand, checkpoint.config
         c = self.config
         if not any(c.is_moe(i) for i in range(c.num_hidden_layers)):
-            raise DeploymentError(f"plan is about experts, and no layer of model {checkpoint.name} has some")
+            raise DeploymentError(f"plan is about experts, and no layer of model {self.name} has some")
         self.num_moe = c.num_moe_layers
         self.num_dense = c.num_hidden_layers - self.num_moe
         self.has_shared = c.n_shared_experts > 0

@@ -78,7 +78,7 @@ def least_dies(profile: PodProfile, memory: float = 1.0) -> int:
     needed = profile.weight_nbytes("all", experts) + profile.kv_nbytes()
     room = usable_nbytes(memory * ACCELERATORS["cm384"].hbm_nbytes)
     raise DeploymentError(
-        f"model {profile.checkpoint.name} does not fit: with one expert of each layer, and KV of one request "
+        f"model {profile.name} does not fit: with one expert of each layer, and KV of one request "
         f"of {profile.demand.mean_len} tokens, a die needs {needed / 2**30:.1f} GiB, of "
         f"{room / 2**30:.1f} GiB that are for both; a shorter --prompt takes less"
     )
@@ -149,9 +149,7 @@ def plans(profile: PodProfile, asked: PodSpace) -> list[LayoutPlan]:
     if asked.devices == ("cm384",):
         least = least_dies(profile, asked.memory)
         if asked.num_dies < least:
-            raise DeploymentError(
-                f"model {profile.checkpoint.name} does not fit on {dies}: the least is {least}"
-            )
+            raise DeploymentError(f"model {profile.name} does not fit on {dies}: the least is {least}")
     every = [*together(profile, asked), *apart(profile, asked)]
     fitting = [layout for layout in every if max_requests(profile, layout, asked.memory) >= 1]
     if not fitting:
@@ -260,7 +258,7 @@ def _beside_prefill(profile: PodProfile, asked: PodSpace, found: Sequence[Layout
 
 def _nothing_fits(profile: PodProfile, asked: PodSpace, dies: str, has_some: bool) -> str:
     """Why there is no layout at all, and what there would be."""
-    name, kinds, devices = profile.checkpoint.name, ", ".join(asked.kinds), ", ".join(asked.devices)
+    name, kinds, devices = profile.name, ", ".join(asked.kinds), ", ".join(asked.devices)
     if not has_some:
         kinds = kinds or "layout"
         return f"no {kinds} has {dies} of {devices}: experts apart take 3 dies or more; add cm384 or --dies"

@@ -248,8 +248,10 @@ class Teams:
                 f"experts.shared_dies={num_shared} leaves no die of {num_dies} for routed experts"
             )
         elif self.num_experts and num_dies - num_shared > self.num_experts and not self.has_redundant_slots:
+            most = self.num_experts + num_shared
             self.reasons.append(
                 f"{key}={num_dies} is more than the model's {self.num_experts} routed experts"
+                f"; set {key}={most - most % tp}, or take a model with {num_dies - num_shared} or more"
             )
         elif num_dies % tp:
             self.reasons.append(f"{key}={num_dies} cannot be groups of {group or f'tp={tp}'}")

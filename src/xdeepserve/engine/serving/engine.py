@@ -54,6 +54,7 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._entering: list[Request] = []  # those that wait until the pod rests
         self._failure: XDeepServeError | None = None
+        self.failed_te: str | None = None  # for want of which nothing can serve any more
         self._je: JobExecutor | None = None
         self._observers: list[Observer] = []
 
@@ -374,12 +375,12 @@ class Engine:
         words = philox4x32((self._num_unseeded, 0, 0, 1), (self.plan.deployment.seed & 0xFFFFFFFF, 0))
         return words[0] | words[1] << 32
 
-    def fail(self, error: XDeepServeError) -> None:
-        """Nothing can serve any more: every request ends with the reason."""
-        self._failure = error
+    def fail(self, error: XDeepServeError, te: str | None = None) -> None:
+        """End every request with the reason why nothing can serve any more; `te` has failed, if one has."""
+        self._failure, self.failed_te = error, te
         self._group.end(f"the engine has failed: {error}")
-        for te in self.je.tes:
-            te.kill()
+        for each in sorted(self.je.tes, key=lambda each: each.sizes.name != te):  # the cause first
+            each.kill()
         for request in list(self._requests.values()):
             request.fail(self._failure)
         self.je.abandon()

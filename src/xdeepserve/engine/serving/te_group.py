@@ -29,7 +29,7 @@ T = TypeVar("T")
 class TEGroup:
     """The TEs that a job executor gives requests to: who fails, leaves or, by `joining`, comes.
 
-    `on_failure` is told when one fails without which nothing can serve.
+    `on_failure` is told why nothing can serve any more, and which TE ended it, if one that still ran did.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class TEGroup:
         plan: PodPlan,
         je: JobExecutor,
         threads: Threads,
-        on_failure: Callable[[XDeepServeError], None],
+        on_failure: Callable[[XDeepServeError, str | None], None],
     ) -> None:
         self._plan, self._je, self._threads, self._on_failure = plan, je, threads, on_failure
         self._past = Counters.of([])  # of TEs that are gone
@@ -255,7 +255,7 @@ class TEGroup:
             self._forget(te)
         else:  # those that were to go on have failed since; it stays, without dies, as the last of the engine
             self._plan.tes.remove(te.plan)
-            self._on_failure(next(reversed(self.lost.values())))
+            self._on_failure(next(reversed(self.lost.values())), None)
 
     def _is_needless(self, te: TE) -> bool:
         """Whether the others that run can serve without it, if only what they have."""
@@ -303,7 +303,7 @@ class TEGroup:
                 dies = f"die{'s' if len(lost) > 1 else ''} {', '.join(map(str, sorted(lost)))}"
                 told = f"{dies} of {name} lost: " if lost and "is lost" not in str(reason) else ""
                 reason.args = (f"{told}{reason}{hint}",)
-            self._on_failure(reason)
+            self._on_failure(reason, name)
             return
         if is_wanted:
             self._je.homeless.is_open = True
@@ -355,7 +355,7 @@ class TEGroup:
         self._je.homeless.is_open = False
         self._je.tell.show(FailoverEnded(None if error is None else str(error)))
         if error is not None and not can_serve(te for te in self._je.tes if te.is_running):
-            self._on_failure(XDeepServeError(str(error)))  # no fault of the caller's
+            self._on_failure(XDeepServeError(str(error)), None)  # no fault of the caller's
         else:
             self._je.house()
 
