@@ -244,7 +244,8 @@ def _pod(args: argparse.Namespace, bound: LatencyBound, names: list[str]) -> int
         check = (
             f"xdeepserve bench plan --model {args.model} --deployment {args.file} --context {demand.context}"
         )
-        context = f"--context {demand.context}: the prompt ({demand.prompt}) and half of the answer ({demand.output})"
+        parts = f"the prompt ({demand.prompt}) and half of the answer ({demand.output})"
+        context = f"--context {demand.context}: {parts}"
         times = f"T_iter {best.iteration_ns / 1e6:.2f} ms, TPOT {best.tpot_ns / 1e6:.2f} ms"
         figures = f"{times}, {best.throughput:,.0f} tokens/s"
         comments = [

@@ -54,8 +54,8 @@ class LLM:
     settings     the same as keywords: `LLM(dies=4)`, `LLM(decode={"dies": 4})`. With `overrides` both apply,
                  keywords last
     progress     True: calls that take longer than two seconds print on stderr what they are doing: loading,
-                 compiling kernels (once for each installation), generating. False: nothing is printed. A function
-                 is called with (bytes done, bytes in all) while weights load, and nothing is printed
+                 compiling kernels (once for each installation), generating. False: nothing is printed. A
+                 function is called with (bytes done, bytes in all) while weights load, and nothing is printed
     trace        record a timeline in virtual time; see `write_trace`
     trace_dies   of how many dies of each role; 0: of all
     clock_seed   seed of the order of events that happen at the same virtual time; None: in order of creation
