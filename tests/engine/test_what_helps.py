@@ -43,5 +43,5 @@ def test_what_is_named_would_have_helped(
 
 
 def test_failover_that_finds_no_dies_names_how_many_it_lacks() -> None:
-    with pytest.raises(XDeepServeError, match=r"come up with recovery\.spare_dies=1"):
+    with pytest.raises(XDeepServeError, match=r"recovery\.spare_dies=1 would do"):
         tokens("colocated", ["dies=1", "recovery.failover=true"], Fault(300.0, 0, "lost"))

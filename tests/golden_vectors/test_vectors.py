@@ -468,7 +468,7 @@ def test_what_cannot_be_read_or_written_is_one_line(
     manifest.write_text(text.replace('"fused-int8": {', '"fused-int3": {'))
     refused("no golden case 'fused-int3'", "check", directory)
     manifest.write_text(text[:100])
-    refused("not a manifest of golden vectors", "check", directory)
+    refused("manifest.json, line 6, column 19: not valid JSON", "check", directory)
     file = tmp_path / "file"
     file.write_text("")
     refused("is not an empty directory", "write", str(file))
