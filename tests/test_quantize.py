@@ -51,7 +51,7 @@ def test_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     [
         (
             ["nowhere", "{tmp}/out"],
-            "neither a preset (tiny, tiny-random, tiny-r1; for what only takes time deepseek-r1, mixtral-",
+            "neither a preset (tiny, tiny-random, tiny-r1; for what only takes time deepseek-r1, deepseek-v3, mixtral-",
         ),
         (["tiny-random", "{tmp}"], "exists already"),
         (["tiny-random", "."], ".: exists already; choose a new directory"),
@@ -60,7 +60,7 @@ def test_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["tiny-random", "{tmp}/no/where"], "no such directory to write into"),
         (["tiny-random", "{tmp}/out", "--method", "awq"], "unknown method 'awq': known are rtn"),
         (["tiny-random", "{tmp}/out", "--samples", "0"], "--samples must be at least 1, found 0"),
-        (["tiny-random", "{tmp}/out", "--calibration", "{tmp}/none"], "cannot be read"),
+        (["tiny-random", "{tmp}/out", "--calibration", "{tmp}/none"], "none: No such file or directory"),
     ],
 )
 def test_refusals(args: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import msgspec
 
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Role
-from xdeepserve.engine.dp.events import Observer
+from xdeepserve.engine.dp.events import Observer, notify
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.sequence import KeepLogits, Sequence
@@ -382,7 +382,9 @@ class Engine:
         for each in sorted(self.je.tes, key=lambda each: each.sizes.name != te):  # the cause first
             each.kill()
         for request in list(self._requests.values()):
-            request.fail(self._failure)
+            # What has failed may be the books of blocks: one request that cannot give its own back must not
+            # leave the others waiting.
+            notify(request.fail, self._failure, about=f"request {request.request_id}")
         self.je.abandon()
 
     def release(self, request: Request) -> None:

@@ -89,8 +89,8 @@ class Request:
         """End the iteration with an error."""
         if not self.is_over:
             self._queue.put_nowait(error)
-            self._release(self)
             self.is_over = True
+            self._release(self)
 
     async def __aiter__(self) -> AsyncIterator[OutputDelta]:
         try:
