@@ -51,7 +51,7 @@ def test_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     [
         (
             ["nowhere", "{tmp}/out"],
-            "neither a preset (tiny, tiny-random, tiny-r1; for what only takes time deepseek-r1, deepseek-v3, mixtral-",
+            "neither a preset (tiny, tiny-random, tiny-r1; for what only takes time deepseek-r1, deepseek-v3",
         ),
         (["tiny-random", "{tmp}"], "exists already"),
         (["tiny-random", "."], ".: exists already; choose a new directory"),
