@@ -164,7 +164,7 @@ def test_an_llm_says_what_it_is_doing(capsys: Capture) -> None:
         llm.generate([[1, 2]] * 2, SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))
         lines = capsys.readouterr().err.splitlines()
         counts = [int(found[1]) for line in lines if (found := re.search(r": (\d+) tokens?", line))]
-        assert all(line.startswith("Generating with tiny-random: ") for line in lines)
+        assert all(line.startswith("Generating with tiny-random") for line in lines)
         assert counts == sorted(counts)
         assert 1 < counts[-1] <= 40
         llm.logits([1, 2, 3])
