@@ -134,6 +134,6 @@ def test_own_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "tiny on 2 samples of notes.txt" in out
     assert "right answers" not in out
     text.write_text("Too short.")
-    for file, expected in ((text, "no paragraph has more than 4 words"), (tmp_path, "cannot be read")):
+    for file, expected in ((text, "no paragraph has more than 4 words"), (tmp_path, "Is a directory")):
         assert main(["eval", "--text", str(file)]) == 2
         assert f"--text {file}: {expected}" in capsys.readouterr().err
