@@ -22,7 +22,7 @@ from xdeepserve.planner.decode_run import decode_iteration
 from xdeepserve.planner.devices import pairings, space_of
 from xdeepserve.planner.layouts import predict
 from xdeepserve.planner.moe_shape import PUBLISHED
-from xdeepserve.planner.performance import Times
+from xdeepserve.planner.performance import LatencyBound, Times
 from xdeepserve.planner.pod_profile import Demand, PodProfile
 from xdeepserve.planner.pod_search import PodSpace, plans
 from xdeepserve.planner.search import balanced
@@ -46,7 +46,7 @@ def devices() -> None:
     nodes = balanced(space, space.attention[0], space.experts[0])
     print(f"\nDBRX on A800: {nodes:.1f} attention nodes balance 16 experts; published: best with 8")
     names = ("a800", "h20", "l40s")
-    found = pairings(dbrx, [ACCELERATORS[name] for name in names], 650, SLO_NS)
+    found = pairings(dbrx, [ACCELERATORS[name] for name in names], 650, LatencyBound(SLO_NS))
     print("\n".join(explain.device_table(found[:3])))
 
 

@@ -278,7 +278,8 @@ def device_table(found: Sequence[Pairing]) -> list[str]:
     return [
         *lines,
         "attention: nodes x devices of each; experts: E nodes, an expert on each, x devices of each;",
-        f"m: microbatches; b_a, b_e: rows of one at a node with attention, and with an expert; {PER_COST}",
+        "m: microbatches; b_a, b_e: rows of one at a node with attention, and with an expert;",
+        PER_COST,
         *stops(pair.plan.bound for pair in found),
         *prices(devices.values()),
     ]
