@@ -361,6 +361,15 @@ def test_a_page_of_a_server_is_put_right_with_its_copies() -> None:
         assert found.num_rollbacks > 0
 
 
+def test_time_only_sends_nothing_to_vacant_seats() -> None:
+    def virtual_ns(*settings: str) -> int:
+        with LLM("tiny-random", "eaas", timing_only=True, overrides=["max_model_len=64", *settings]) as llm:
+            llm.generate(PROMPTS[:2], PARAMS)
+            return llm.virtual_ns
+
+    assert virtual_ns("experts.vacancies=1") == virtual_ns()
+
+
 @pytest.mark.parametrize("settings", [(), (COPIES,)])
 def test_what_nobody_has_any_more_is_an_error_that_says_so(settings: tuple[str, ...]) -> None:
     """Without copies one loss is enough; with one copy of each, two are."""

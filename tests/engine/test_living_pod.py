@@ -690,7 +690,9 @@ def test_what_is_wrong_in_a_file_is_said_once_whatever_the_overrides(tmp_path: P
 # ---- who looks on -----------------------------------------------------------------------------------
 
 
-def test_the_life_of_each_te_is_told_and_drawn(tiny: TinyCheckpoint, tmp_path: Path) -> None:
+def test_the_life_of_each_te_is_told_and_drawn(
+    tiny: TinyCheckpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = build_engine(tiny, "pd", "int8", overrides=[*SMALL, *TES], trace=True)
     told: list[tuple[str, str]] = []
     engine.observe(
@@ -713,3 +715,4 @@ def test_the_life_of_each_te_is_told_and_drawn(tiny: TinyCheckpoint, tmp_path: P
     names = set(engine.plan.pod.trace.node_names.values())
     assert {"TE-shell of decode 0", "TE-shell of decode 1", "decode 1 die 0"} <= names
     engine.plan.pod.trace.write(tmp_path / "trace.json")
+    assert not caplog.records  # a TE that warms up before it joins is no riddle to who draws

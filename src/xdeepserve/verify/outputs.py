@@ -129,7 +129,7 @@ def run_case(checkpoint: Checkpoint, recipe: Recipe, case: Case) -> Served:
                     every,
                     keep_logits=True,
                     arrivals_ns=arrivals,
-                    meanwhile=partial(_change, case.life) if case.life else None,
+                    meanwhile=partial(change_tes, case.life) if case.life else None,
                 )
             outputs = made[half : half + len(wanted)]
         return _served(llm.engine, outputs, digest(answers) if case.beside is not None else None)
@@ -152,7 +152,7 @@ def _served(engine: Engine, outputs: list[RequestOutput], second: str | None) ->
     )
 
 
-async def _change(life: Sequence[TEChange], engine: Engine) -> None:
+async def change_tes(life: Sequence[TEChange], engine: Engine) -> None:
     """TEs come and go, one after the other."""
     clock = engine.plan.pod.clock
     start = clock.now

@@ -81,7 +81,8 @@ class ClockNet:
         is_away = sizes.experts == "away"
         if sizes.redundant_slots or (is_away and sizes.flows):
             _check_placed(timing, "experts.redundant_slots" if sizes.redundant_slots else sizes.turns)
-            self._placed = [PlacedRouting(config, sizes, timing) for _ in range(sizes.num_domains)]
+            vacant = set(range(len(sizes.experts_of))) - team.expert_at.keys() if is_away else ()
+            self._placed = [PlacedRouting(config, sizes, timing, vacant) for _ in range(sizes.num_domains)]
         placed = self._placed[0] if self._placed else None
         primary = sizes.num_primary_dies
         shared = sizes.num_shared_dies if sizes.experts == "among" else 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -74,9 +76,12 @@ class PlacedRouting:
     """Seeded routing of token copies to logical experts, and from there to the dies that hold their replicas.
 
     Which experts are popular differs from layer to layer, and stays as it is: that is what EPLB lives on.
+    Replicas at `vacant` seats (ranks of expert servers that may join later) get no token.
     """
 
-    def __init__(self, config: ModelConfig, sizes: Sizes, timing: TimingConfig) -> None:
+    def __init__(
+        self, config: ModelConfig, sizes: Sizes, timing: TimingConfig, vacant: Collection[int] = ()
+    ) -> None:
         num_layers, num_experts = len(moe_layers(config, sizes)), config.n_routed_experts
         popularity = np.arange(1, num_experts + 1, dtype=np.float64) ** -timing.skew
         popularity /= popularity.sum()
@@ -87,12 +92,17 @@ class PlacedRouting:
         self._layers = sizes.with_mtp_used_again(list(range(num_layers)))  # of the events of a step
         self._holder = np.array(sizes.expert_rank)  # of each physical expert
         self._num_holders = len(sizes.experts_of)
+        self._is_vacant = np.isin(np.arange(self._num_holders), list(vacant))
         self._load = np.zeros((num_layers, num_experts), np.int32)
         self.set_tables(*first_tables(config, sizes))
 
     def set_tables(self, log2phy: npt.NDArray[np.int32], logcnt: npt.NDArray[np.int32]) -> None:
         """From now on there are these replicas (engine/die/replicas.py)."""
-        self._log2phy, self._logcnt = log2phy, logcnt
+        is_there = np.arange(log2phy.shape[-1]) < logcnt[..., None]
+        is_there &= ~self._is_vacant[self._holder[log2phy]]
+        first_there = np.argsort(~is_there, axis=-1, kind="stable")
+        self._log2phy = np.take_along_axis(log2phy, first_there, axis=-1)
+        self._logcnt = is_there.sum(-1)
 
     def counts(self, event: int, stream: int, num_copies: int) -> npt.NDArray[np.int64]:
         """[dies with experts]: copies that each receives, an expert's evenly over its replicas."""
