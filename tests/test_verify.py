@@ -20,7 +20,7 @@ from xdeepserve.verify.selection import cases, left_out
 def combination(case: Case, config: ModelConfig) -> tuple[str, int, int]:
     """What a case is once it is fitted: deployment, drafts, microbatches of the TE that decodes."""
     decode = fit(resolve(case.deployment, case.overrides), config)[-1]
-    return case.deployment, decode.mtp, decode.num_microbatches
+    return case.deployment, decode.steps.mtp, decode.walk.num_microbatches
 
 
 @pytest.mark.always

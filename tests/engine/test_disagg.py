@@ -64,7 +64,7 @@ def test_kv_crosses_as_bytes_and_prefill_only_prefills(tiny: TinyCheckpoint) -> 
         assert prefill.step_idx < 5
         assert decode.step_idx >= 9
         moved = [s for s in llm.engine.plan.pod.trace.spans if s.name.startswith("DistFlow")]
-        assert {span.node for span in moved} == {decode.sizes.first_die}
+        assert {span.node for span in moved} == {decode.sizes.place.first_die}
         assert len(moved) == len(PROMPTS)
 
 

@@ -72,15 +72,15 @@ def serve(
 def fill_slots(reconfiguration: Reconfiguration) -> None:
     """Before the first step, as its phases would: every redundant slot but each third holds some expert."""
     storage, phy2log = reconfiguration._storage, [list(row) for row in reconfiguration.phy2log]
-    sizes, memories = reconfiguration._sizes, reconfiguration._pod.memories
+    placed, memories = reconfiguration._experts, reconfiguration._pod.memories
     for layer, row in enumerate(phy2log):
         for holder, (_, mem) in enumerate(reconfiguration._holders):
             assert mem.redundant is not None
-            for slot in range(sizes.redundant_slots):
+            for slot in range(placed.redundant_slots):
                 expert = (7 * layer + 5 * holder + 3 * slot) % storage.config.n_routed_experts
                 if expert in [row[at] for at in mem.slots] or (holder + slot) % 3 == 2:
                     continue
-                row[mem.slots.stop - sizes.redundant_slots + slot] = expert
+                row[mem.slots.stop - placed.redundant_slots + slot] = expert
                 for (at, nbytes), array in zip(
                     mem.redundant.pieces(layer, slot), storage.read(layer, expert), strict=True
                 ):
@@ -570,7 +570,7 @@ def test_large_models_run_in_lockstep(
 ) -> None:
     config = variant(vocab_size=1_000_000 if is_large else 100).config
     (sizes,) = fit(resolve(deployment, [override]), config)
-    assert sizes.is_lockstep is is_lockstep
+    assert sizes.walk.is_lockstep is is_lockstep
 
 
 def test_disaggregated_prefill_hands_over_to_a_lockstep() -> None:
@@ -589,8 +589,8 @@ def test_listed_tes_run_in_lockstep(tmp_path: Path, more: list[str]) -> None:
     for lockstep in (False, True):
         settings = ["max_model_len=64", f"lockstep={str(lockstep).lower()}", *more]
         with LLM("tiny-random", str(file), "int8", overrides=settings) as llm:
-            found = [te.sizes.is_lockstep for te in llm.engine.plan.tes]
-            assert found == [lockstep and te.sizes.role != "prefill" for te in llm.engine.plan.tes]
+            found = [te.sizes.walk.is_lockstep for te in llm.engine.plan.tes]
+            assert found == [lockstep and te.sizes.place.role != "prefill" for te in llm.engine.plan.tes]
             digests.add(digest(llm.generate(PROMPTS, GREEDY, keep_logits=True)))
     assert len(digests) == 1
 

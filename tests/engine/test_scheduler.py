@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.deploy.sizes import StepSizes
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.scheduler import Scheduler
@@ -23,20 +23,16 @@ class Loads:
 def make_scheduler(
     max_tokens: int, max_seqs: int, num_blocks: int, mtp: int = 0, host: int = 0, swap: bool = False
 ) -> Scheduler:
-    sizes = Sizes(
-        num_dies=1,
-        experts_of=(range(0),),
+    steps = StepSizes(
         max_model_len=num_blocks * 16,
         max_tokens=max_tokens,
         max_seqs=max_seqs,
+        max_part=max_tokens,
         max_logit_rows=max_tokens,
-        block_size=16,
-        num_blocks=num_blocks,
         mtp=mtp,
-        num_host_blocks=host,
         preempts_by_swap=swap,
     )
-    return Scheduler(sizes, RTC(num_blocks, 16, host), Loads() if host else None)
+    return Scheduler(steps, RTC(num_blocks, 16, host), Loads() if host else None)
 
 
 def token(seq: Sequence, position: int) -> int:
@@ -368,8 +364,8 @@ def test_what_was_preempted_is_not_overtaken_for_ever(swap: bool) -> None:
 
 
 def test_arrivals_from_prefill_do_not_overtake_the_preempted_for_ever() -> None:
-    sizes = msgspec.structs.replace(make_scheduler(200, 4, 12).sizes, role="decode")
-    scheduler = Scheduler(sizes, RTC(12, 16, 0), None)
+    steps = msgspec.structs.replace(make_scheduler(200, 4, 12).steps, role="decode")
+    scheduler = Scheduler(steps, RTC(12, 16, 0), None)
 
     def arrive(number: int, num_prompt: int, num_new: int) -> Sequence:
         seq, _ = make_sequence(number, num_prompt, num_new)

@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         outputs = llm.generate(texts, params, keep_logits=True)
         num_kernels = len(status.kernels)
         virtual_ms = llm.virtual_ns / 1e6
-        steps = " and ".join(f"{te.step_idx} {te.sizes.role}" for te in llm.engine.je.tes)
+        steps = " and ".join(f"{te.step_idx} {te.sizes.place.role}" for te in llm.engine.je.tes)
     print_answers([shown for shown, _ in prompts], [output.outputs[0].text for output in outputs])
     num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     print(f"\n{num_tokens} tokens in {steps} steps, {virtual_ms:.2f} ms of virtual time on the pod.")

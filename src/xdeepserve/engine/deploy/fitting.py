@@ -14,8 +14,16 @@ from xdeepserve.engine.deploy.deployment import (
     PipelineConfig,
     ServiceConfig,
 )
-from xdeepserve.engine.deploy.roles import TEKind, Turns
-from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.deploy.roles import AT_EXPERTS, TEKind, Turns
+from xdeepserve.engine.deploy.sizes import (
+    ExpertSizes,
+    GroupSizes,
+    KVSizes,
+    Sizes,
+    StepSizes,
+    TEPlace,
+    WalkSizes,
+)
 from xdeepserve.engine.deploy.teams import Teams, TEDies, num_routed_experts
 from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.topology import Topology
@@ -135,9 +143,17 @@ def _copies(
 
 
 def size(
-    d: Deployment, config: ModelConfig, te: TEDies, first_die: int = 0, is_timing_only: bool = False
+    d: Deployment,
+    config: ModelConfig,
+    te: TEDies,
+    first_die: int = 0,
+    is_timing_only: bool = False,
+    num_domains: int | None = None,
 ) -> Sizes:
-    """The numbers of one TE. In runs that only take time nobody computes, in lockstep or otherwise."""
+    """Decide the numbers of one TE. `num_domains`: of attention dies, if not as the deployment says.
+
+    In runs that only take time nothing is computed, in lockstep or otherwise.
+    """
     row, given = te.kind, te.given
     num_experts = num_routed_experts(config, d.mtp)
     attention, experts = d.attention or AttentionConfig(), d.experts or ExpertConfig()
@@ -146,60 +162,96 @@ def size(
     max_model_len = refusals.context_of(d, config)
     max_tokens = given.max_num_batched_tokens or d.scheduler.max_num_batched_tokens
     max_seqs = given.max_num_seqs or d.scheduler.max_num_seqs
+    tp = given.tp or 1
     vacant = min(experts.vacancies, te.num_routed_dies - 1) if row.has_services else 0
     experts_of = _spread(num_experts, te, experts.counts, vacant)
     copies_of = _copies(experts, te, experts_of, vacant)
     num_blocks = d.cache.num_blocks
     if num_blocks is None:
         num_blocks = -(-max(max_model_len, refusals.DEFAULT_MODEL_LEN) // d.cache.block_size)
-    return Sizes(
+    is_away, lost_ns = turns in AT_EXPERTS, round(1e9 * d.health.lost_s)
+    if num_domains is None:
+        num_domains = attention.domains if row.is_apart else 1
+    num_mtp = num_mtp_layers(d, config)
+    layers = [i for i in range(config.num_hidden_layers + num_mtp) if config.is_moe(i)]
+    order = list(range(len(layers)))
+    if num_mtp:  # fewer layers of MTP than drafts: the first one makes the others
+        order += [order[-num_mtp]] * (d.mtp - num_mtp)
+    place = TEPlace(
         name=te.name,
         role=row.role,
         first_die=first_die,
         hardware=given.hardware,
+        devices=te.devices,
         num_dies=te.num_dies,
-        tp=given.tp or 1,
-        tp_mode=given.tp_mode,
-        o_proj_tp=given.o_proj_tp,
-        experts_of=experts_of,
-        num_domains=attention.domains if row.is_apart else 1,
-        num_microbatches=attention.microbatches if row.is_apart else pipeline.microbatches,
+        num_domains=num_domains,
+        num_routed_dies=len(experts_of) - te.num_shared_dies if is_away else 0,
+        num_shared_dies=te.num_shared_dies if is_away else 0,
+    )
+    walk = WalkSizes(
         turns=turns,
+        num_microbatches=attention.microbatches if row.is_apart else pipeline.microbatches,
         attention_cores=pipeline.attention_cores if turns == "overlap" and overlap == "cores" else 0,
         moves_cores=pipeline.adaptive,
         unabsorbed=d.prefill_attention == "unabsorbed",
+        is_lockstep=not is_timing_only and _is_lockstep(d, row, config),
+        exchange=d.exchange,
+        carrier=cards.carrier_of(d) if row.is_apart else "mte",
+        num_domains=num_domains,
+        # A little less than until a group is lost: so an error names the die that does not come, not all dies
+        # that wait.
+        timeout_ns=lost_ns - lost_ns // 20,
+        services=(d.services or ServiceConfig()) if row.has_services else None,
+        transport=experts.transport if row.has_services else "pod",
+    )
+    is_pair = row.role != "both"  # prefill or decode, between which KV travels
+    steps = StepSizes(
+        role=row.role,
+        max_model_len=max_model_len,
+        max_tokens=max_tokens,
+        max_part=-(-max_tokens // walk.num_parts),
+        max_seqs=max_seqs,
+        max_logit_rows=min(max_tokens, max(64, max_seqs * (1 + d.mtp))),
+        mtp=d.mtp,
+        num_mtp_layers=num_mtp,
+        plans_ahead=d.execution is not None and d.execution.for_role(row.role).overlap,
+        caches_prefixes=d.cache.prefix,
+        preempts_by_swap=d.cache.preemption == "swap",
+        reserves=is_pair and (d.transfer == "layer" or d.scheduler.admission == "decode"),
+    )
+    groups = GroupSizes(
+        num_groups=te.num_dies // tp,
+        tp=tp,
+        tp_mode=given.tp_mode,
+        o_proj_tp=given.o_proj_tp,
+        max_slice=-(-steps.max_part // tp),
+        gathers_statuses=d.scheduler.statuses == "all-gather"
+        and d.scheduler.dispatch == "collaborative"
+        and row.role != "decode",
+        lost_ns=lost_ns,
+    )
+    kv = KVSizes(
+        block_size=d.cache.block_size,
+        num_blocks=num_blocks,
+        max_blocks_per_seq=-(-max_model_len // d.cache.block_size),
+        num_host_blocks=d.cache.num_host_blocks,
+        max_cache_keys=d.cache.max_keys,
+        pools="all" if d.ems.decode_blocks else "nothing" if row.role == "decode" else "prompts",
+        has_channels=is_pair and d.transfer_over == "send-receive",
+        sends_layers=row.role == "prefill" and d.transfer == "layer",
+    )
+    held = ExpertSizes(
+        where="away" if is_away else "among" if te.num_dies > 1 and any(experts_of) else "here",
+        layers=tuple(layers),
+        num_mtp_layers=num_mtp,
+        order=tuple(order),
+        experts_of=experts_of,
         num_shared_dies=te.num_shared_dies,
         redundant_slots=max(map(len, copies_of), default=experts.redundant_slots),
         copies_of=copies_of,
-        services=(d.services or ServiceConfig()) if row.has_services else None,
-        transport=experts.transport if row.has_services else "pod",
         num_vacant=vacant,
         balance_interval_ns=0 if copies_of else math.ceil(1e9 * experts.balance_interval),
         balance_slices=experts.balance_slices,
         cold_tokens=experts.cold_tokens,
-        carrier=cards.carrier_of(d) if row.is_apart else "mte",
-        devices=te.devices,
-        exchange=d.exchange,
-        is_lockstep=not is_timing_only and _is_lockstep(d, row, config),
-        max_model_len=max_model_len,
-        max_tokens=max_tokens,
-        max_seqs=max_seqs,
-        max_logit_rows=min(max_tokens, max(64, max_seqs * (1 + d.mtp))),
-        block_size=d.cache.block_size,
-        num_blocks=num_blocks,
-        mtp=d.mtp,
-        num_mtp_layers=num_mtp_layers(d, config),
-        lost_ns=round(1e9 * d.health.lost_s),
-        plans_ahead=d.execution is not None and d.execution.for_role(row.role).overlap,
-        num_host_blocks=d.cache.num_host_blocks,
-        caches_prefixes=d.cache.prefix,
-        max_cache_keys=d.cache.max_keys,
-        preempts_by_swap=d.cache.preemption == "swap",
-        pools_decode=d.ems.decode_blocks,
-        has_channels=d.transfer_over == "send-receive" and row.role != "both",
-        gathers_statuses=d.scheduler.statuses == "all-gather"
-        and d.scheduler.dispatch == "collaborative"
-        and row.role != "decode",
-        reserves=row.role != "both" and (d.transfer == "layer" or d.scheduler.admission == "decode"),
-        transfers_by_layer=d.transfer == "layer" and row.role != "both",
     )
+    return Sizes(place=place, groups=groups, kv=kv, steps=steps, walk=walk, experts=held)

@@ -68,7 +68,7 @@ class PoolPrefixes:
         cache: ContextCache,
         report: Callable[[PoolReady | CopyDone], None],
     ) -> None:
-        self.rank, self.dies, self.mems, self.sizes = rank, dies, mems, mems[0].sizes
+        self.rank, self.dies, self.mems, self.kv = rank, dies, mems, mems[0].kv
         self.rtc, self.cache, self.clock = rtc, cache, dies[0].clock
         self.report = report
         self.count = cache.block_size // rtc.block_size  # KV blocks in a value
@@ -140,12 +140,9 @@ class PoolPrefixes:
 
     def store(self, seq: Seq) -> None:
         """A step has ended: give the pool the blocks of a sequence that are full now."""
-        if self.sizes.pools_decode:
-            stop = seq.num_computed
-        elif self.sizes.role == "decode":
+        if self.kv.pools == "nothing":
             return
-        else:
-            stop = min(seq.num_computed, seq.num_prompt)
+        stop = seq.num_computed if self.kv.pools == "all" else min(seq.num_computed, seq.num_prompt)
         nodes, size = seq.holding.nodes, self.cache.block_size
         stop = min(stop, len(nodes) * self.rtc.block_size) // size
         if stop <= seq.num_pooled:
@@ -215,7 +212,7 @@ class PoolPrefixes:
         except (LinkError, IntegrityError):
             if ticket in self._transfers:
                 self._transfers[ticket].is_broken = True
-        self.report(CopyDone(self.rank * self.sizes.tp, ticket))
+        self.report(CopyDone(self.rank * len(self.dies), ticket))
 
     @property
     def is_moving(self) -> bool:

@@ -44,12 +44,12 @@ class Journey:
 
     def join(self, te: TE, is_alone: bool) -> None:
         """From now on this TE takes requests, too."""
-        name = te.sizes.name
+        name = te.sizes.place.name
         self._tes[name] = te
         self._die.update({str(group.id): group.dies[0].index for group in te.groups})
         label = "TE-shell" if is_alone else f"TE-shell of {name}"
         self._shells[name] = self.trace.add_node(label, 1 + len(self._shells))
-        if te.sizes.role == "decode":
+        if te.sizes.place.role == "decode":
             self._decodes.add(name)
 
     def see(self, event: events.Observed) -> None:

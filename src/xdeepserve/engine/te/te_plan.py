@@ -19,7 +19,7 @@ from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.die.shape_memory import ShapeMemory
-from xdeepserve.engine.dp.events import Events
+from xdeepserve.engine.dp.events import Events, GroupId
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.load_cost import BlockLoadCost
 from xdeepserve.engine.recovery.rollback import Rollback
@@ -59,17 +59,19 @@ class TEPlan:
         self.pod, self.config, self.recipe, self.sizes = team.pod, team.config, team.recipe, team.sizes
         self.dies = team.dies
         # Held, and of no server: of some that may join, and of such as others have replaced.
-        self.spare_dies = {net.team.sizes.expert_dies[number] for number in net.team.sizes.vacant}
+        self.spare_dies = {
+            net.team.sizes.place.expert_dies[number] for number in net.team.sizes.experts.vacant
+        }
         self.memories = [net.memory(rank) for rank in range(len(self.dies))]
-        if self.sizes.has_channels:
+        if self.sizes.kv.has_channels:
             for die in self.dies:
                 plan_channels(self.pod.plan(die), self.kv_weight)
-        if self.sizes.role != "both":
+        if self.sizes.place.role != "both":
             for die in self.dies:
                 plan_link_probe(self.pod.plan(die))
         if self.gathers_statuses:
-            for die in self.dies[:: self.sizes.tp]:
-                plan_statuses(self.pod.plan(die), self.sizes.num_groups)
+            for die in self.dies[:: self.sizes.groups.tp]:
+                plan_statuses(self.pod.plan(die), self.sizes.groups.num_groups)
         self.expert_memories = {number: net.expert_memory(number) for number in team.expert_at}
         for die in self.every_die:
             plan_rollback_field(self.pod.plan(die))
@@ -82,7 +84,7 @@ class TEPlan:
     @property
     def gathers_statuses(self) -> bool:
         """A leader gathers the statuses of its DP groups: there are several."""
-        return self.sizes.gathers_statuses and self.sizes.num_groups > 1
+        return self.sizes.groups.gathers_statuses and self.sizes.groups.num_groups > 1
 
     @property
     def kv_weight(self) -> float:
@@ -92,7 +94,7 @@ class TEPlan:
 
     def _plan_hosts(self) -> None:
         """What dies have in the memories of their hosts."""
-        if self.sizes.num_host_blocks:
+        if self.sizes.kv.num_host_blocks:
             for die, mem in zip(self.dies, self.memories, strict=True):
                 mem.plan_host(self._host_of(die), die)
         for die, holder in self.all_memories:
@@ -124,8 +126,8 @@ class TEPlan:
         """Whether it goes on when DP groups are lost: their dies meet no others, and nobody else gathers what
         they know. Of server processes the monitor is another process, which looks at servers alone."""
         sizes = self.sizes
-        is_alone = sizes.tp == 1 and not (self.gathers_statuses or self.eplb_trigger())
-        return self.services is not None and sizes.transport == "pod" and is_alone
+        is_alone = sizes.groups.tp == 1 and not (self.gathers_statuses or self.eplb_trigger())
+        return self.services is not None and sizes.walk.transport == "pod" and is_alone
 
     @property
     def needed_dies(self) -> tuple[int, ...]:
@@ -201,10 +203,18 @@ class TEPlan:
 
     def groups(self, tell: Events) -> list[DPGroup]:
         """The DP groups, each on `tp` of the dies."""
-        dies, tp, cost = [self.pod.dies[die] for die in self.dies], self.sizes.tp, self.load_cost()
+        dies, tp, cost = [self.pod.dies[die] for die in self.dies], self.sizes.groups.tp, self.load_cost()
         firsts = range(0, len(dies), tp)
         return [
-            DPGroup(rank, dies[first : first + tp], self.memories[first : first + tp], self.sizes, cost, tell)
+            DPGroup(
+                GroupId(self.sizes.place.name, rank),
+                dies[first : first + tp],
+                self.memories[first : first + tp],
+                self.sizes.groups.num_groups,
+                self.sizes.steps,
+                cost,
+                tell,
+            )
             for rank, first in enumerate(firsts)
         ]
 
@@ -226,7 +236,7 @@ class TEPlan:
         self, executors: Sequence[Executor], programs: Sequence[ExpertProgram], threads: int
     ) -> list[Gang]:
         """Who runs the layers of all these dies, if they run in lockstep."""
-        if not self.sizes.is_lockstep:
+        if not self.sizes.walk.is_lockstep:
             return []
         from xdeepserve.engine.run.gang.choice import gangs_of  # kernels that take a while to import
 
@@ -241,25 +251,25 @@ class TEPlan:
     def eplb_trigger(self) -> EPLBTrigger | None:
         """What finds out that replicas should change; None without slots that are free
         for them."""
-        if not self.sizes.redundant_slots or self.sizes.copies_of:
+        if not self.sizes.experts.redundant_slots or self.sizes.experts.copies_of:
             return None
-        return EPLBTrigger(self.sizes, self.config.num_experts_per_tok)
+        return EPLBTrigger(self.sizes.experts, self.config.num_experts_per_tok)
 
     def reconfiguration(self, trigger: EPLBTrigger, reports: Queue[msgspec.Struct]) -> Reconfiguration:
         """What changes the replicas of experts; there must be slots for them."""
         gates = list(zip(self.dies, self.memories, strict=True))
         holders = [(die, mem) for die, mem in self.all_memories if mem.redundant is not None]
-        storage = ExpertStorage(self.checkpoint, self.recipe, self.sizes)
-        return Reconfiguration(self.pod, self.sizes, gates, holders, storage, trigger, reports)
+        storage = ExpertStorage(self.checkpoint, self.recipe, self.sizes.experts)
+        return Reconfiguration(self.pod, self.sizes.experts, gates, holders, storage, trigger, reports)
 
     def rollback(self, config: RecoveryConfig) -> Rollback:
         """The host's part of token recomputation."""
-        timeout_ns = self.sizes.exchange_timeout_ns
-        return Rollback(self.sizes.name, self.pod, self.dies, self.expert_dies, config, timeout_ns)
+        timeout_ns = self.sizes.walk.timeout_ns
+        return Rollback(self.sizes.place.name, self.pod, self.dies, self.expert_dies, config, timeout_ns)
 
     def load_cost(self) -> BlockLoadCost | None:
         """The cost model of loading cached blocks from host DRAM, if there are any there."""
-        if not self.sizes.num_host_blocks or self._load_mode == "never":
+        if not self.sizes.kv.num_host_blocks or self._load_mode == "never":
             return None
         mem = self.memories[0]
         weights = sum(spec.nbytes for spec in mem.specs.values())
