@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-SRC = Path(__file__).parent.parent / "src" / "xdeepserve"
+TESTS = Path(__file__).parent
+SRC = TESTS.parent / "src" / "xdeepserve"
 COMMON = {"errors", "reading", "config", "jit", "machine", "bf16"}
 ALLOWED = {
     "jit": {"errors"},
@@ -70,9 +71,9 @@ ONLY_IN = {
 }
 
 
-def imported(path: Path) -> set[str]:
-    """Absolute dotted names of everything `path` imports, however deep in the file."""
-    package = ["xdeepserve", *path.relative_to(SRC).parts[:-1]]
+def imported(path: Path, root: Path = SRC) -> set[str]:
+    """Absolute dotted names of everything that a file of a package imports, however deep in the file."""
+    package = [root.name, *path.relative_to(root).parts[:-1]]
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -149,3 +150,14 @@ def test_protocols_stand_apart(path: Path) -> None:
         head, comm, protocol = [*name.split("."), "", ""][:3]
         if (head, comm) == ("xdeepserve", "comm") and protocol in PROTOCOLS:
             assert protocol in allowed, f"{path} may not import {name}"
+
+
+TEST_FILES = sorted(TESTS.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", TEST_FILES, ids=[str(p.relative_to(TESTS)) for p in TEST_FILES])
+def test_no_test_imports_a_test(path: Path) -> None:
+    for name in imported(path, TESTS):
+        head, *rest = name.split(".")
+        tests = [part for part in rest if part.startswith("test_")]
+        assert head != "tests" or not tests, f"{path} may not import {name}: what tests share is in tools.py"

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from tests.engine.links import ARRIVALS, ONE_EACH, PARAMS, PROMPTS, TWO_BY_TWO, WAYS
 from tests.engine.remains import check_nothing_is_left, settled
-from tests.engine.test_links import ARRIVALS, ONE_EACH, PARAMS, PROMPTS, TWO_BY_TWO, WAYS
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.dp.events import Booked, Event, Observed, Registered, StepEnded, TransferBegan
 from xdeepserve.llm import digest

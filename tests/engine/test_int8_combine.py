@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.engine.test_lockstep import GREEDY, PROMPTS
+from tests.engine.lockstep import GREEDY, PROMPTS
 from xdeepserve.comm.exchange.answers import AnswerFormat
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve

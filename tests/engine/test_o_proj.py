@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.timing.closed_forms import ClosedForms
-from tests.timing.test_groups import watch, without_experts
+from tests.timing.tools import watch, without_experts
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve

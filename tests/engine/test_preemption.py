@@ -5,8 +5,8 @@ import asyncio
 import msgspec
 import pytest
 
-from tests.engine.test_disagg import delay_steps, settled, tokens_of
-from tests.engine.test_scheduler import make_scheduler, play, short
+from tests.engine.remains import settled
+from tests.engine.tools import delay_steps, make_scheduler, play, short, tokens_of
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.scheduler import Scheduler

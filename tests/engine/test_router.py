@@ -7,7 +7,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from tests.engine.test_links import PARAMS, PROMPTS
+from tests.engine.links import PARAMS, PROMPTS
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.balance.heat_map import HeatMap
 from xdeepserve.engine.deploy.deployment import Route

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.platform.test_fleet import LIMITS, PRICE
+from tests.platform.tools import LIMITS, MADE, PRICE
 from xdeepserve.cli import main
 from xdeepserve.cli.replay import explained
 from xdeepserve.errors import InputError
@@ -21,7 +21,6 @@ from xdeepserve.platform.token_replay import prompts_of, replayed
 from xdeepserve.platform.traces import TracedRequest
 
 SMALL = MadeTraffic(requests=14, seconds=0.02, prompt=60, output=5, system=30, block=16, pause=0.01)
-MADE = "made:requests=60,seconds=2,prompt=300,output=20,pause=1,system=64,block=16"
 TWO = 'model = "tiny"\npolicy = "{}"\n[[te]]\ndies = 2\nmtp = 0\n[[te]]\ndies = 2\nmtp = 0\napart = true\n'
 
 
