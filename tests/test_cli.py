@@ -60,7 +60,8 @@ def test_generate_json_is_one_object_and_nothing_else() -> None:
     assert result["outputs"][1]["prompt_token_ids"] == [1, 2, 3]
     assert (result["model"], result["deployment"], result["precision"]) == ("tiny", "monolithic", "int8")
     assert result["digest"].startswith("sha256:")
-    assert done.stderr == ""
+    progress = re.compile(r"(Loading|Starting|Generating with) tiny")  # where it takes its time
+    assert all(progress.match(line) for line in done.stderr.splitlines())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "int8"])

@@ -285,13 +285,11 @@ def grammars() -> Grammars:
         ({"grammar": "start: start"}, "no text is allowed by it"),
         (
             {"grammar": 'start: "a'},
-            "line 1, column 10: lexer error; grammars are written in llguidance's dialect of Lark: "
-            'start: "yes" | "no"',
+            'line 1, column 10: lexer error; grammars are written in Lark: start: "yes" | "no"',
         ),
         (
             {"grammar": 'root ::= "a"'},
-            "grammars are written in llguidance's dialect of Lark, not in EBNF with ::=: "
-            'start: "yes" | "no"',
+            'grammars are written in Lark, not in EBNF with ::=: start: "yes" | "no"',
         ),
         (
             {"grammar": "start: nowhere"},

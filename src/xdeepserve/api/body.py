@@ -11,6 +11,7 @@ import msgspec
 from aiohttp import web
 
 from xdeepserve.api.http_errors import ApiError
+from xdeepserve.api.requests import NEUTRAL
 from xdeepserve.errors import RequestError, abridged, meant
 
 BODY_SECONDS = 30.0  # of wall time for a client to send its whole body
@@ -107,6 +108,11 @@ def _fields_of(kind: Any) -> Fields:
     return next(filter(None, map(_fields_of, get_args(kind))), {})
 
 
+def _served(schema: type[msgspec.Struct]) -> list[str]:
+    """List the fields of a request that do something, without those that are known only to be refused."""
+    return [name for name in schema.__struct_fields__ if name not in NEUTRAL]
+
+
 def mistyped(message: str, schema: type[msgspec.Struct], where: str = "") -> RequestError:
     """What msgspec says of an object, which is the body or lies in it at the path `where`.
 
@@ -121,7 +127,7 @@ def mistyped(message: str, schema: type[msgspec.Struct], where: str = "") -> Req
         return RequestError(f"{path} is required", param=path)
     if unknown := _UNKNOWN.match(reason):
         name = unknown["field"]
-        hint = "" if path else meant(name, schema.__struct_fields__)
+        hint = "" if path else meant(name, _served(schema))
         path = f"{path}.{name[:100]}" if path else name[:100]
         return RequestError(f"unknown field {path}{hint}", param=path, code="unknown_parameter")
     reason = reason[:1].lower() + _TYPES.sub(lambda kind: JSON_TYPES[kind[0]], reason[1:])

@@ -7,10 +7,14 @@ Inside `run` alone is imported what takes long to import, so that help and refus
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from xdeepserve import __version__
 from xdeepserve.cli.options import Parser
@@ -67,11 +71,37 @@ def build_parser() -> Parser:
     return parser
 
 
+@contextlib.contextmanager
+def _interrupts_said(command: str, said: list[str]) -> Iterator[None]:
+    """Answer Ctrl-C at once, though a kernel that is being compiled cannot be stopped, and note it in `said`.
+
+    Servers have handlers of their own, which come in place of this one.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupted(number: int, frame: Any) -> None:
+        said.append(
+            "interrupted: ends with what runs now; a kernel that is being compiled takes up to a minute"
+        )
+        print(f"xdeepserve {command}: {said[-1]}", file=sys.stderr, flush=True)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     args = build_parser().parse_args(argv)
+    said: list[str] = []
     try:
-        code: int = args.run(args)
+        with _interrupts_said(args.command, said):
+            code: int = args.run(args)
         sys.stdout.flush()
         return code
     except InputError as error:
@@ -79,7 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except XDeepServeError as error:
         return _complain(args.command, error, 1)
     except KeyboardInterrupt:
-        print(f"xdeepserve {args.command}: interrupted", file=sys.stderr)
+        if not said:
+            print(f"xdeepserve {args.command}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -24,7 +24,6 @@ from xdeepserve.cli.options import (
     overrides_of,
 )
 from xdeepserve.errors import InputError, XDeepServeError
-from xdeepserve.progress import quiet_with_json
 
 if TYPE_CHECKING:
     from xdeepserve.engine.serving.engine import Engine
@@ -119,7 +118,6 @@ def run(args: argparse.Namespace) -> int:
         overrides=overrides_of(args),
         trace=args.trace is not None or args.timeline,
         trace_dies=args.trace_dies,
-        progress=not quiet_with_json(args.json),
         timing_only=args.timing_only,
         faults=faults_of(args),
     ) as llm:

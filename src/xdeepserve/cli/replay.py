@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from xdeepserve.cli.options import Parser, add_deployment, check_writable, note, overrides_of
 from xdeepserve.errors import InputError
-from xdeepserve.progress import Status, quiet_with_json, working
+from xdeepserve.progress import Status, working
 
 if TYPE_CHECKING:
     from xdeepserve.platform.cluster import Cluster
@@ -150,7 +150,7 @@ def _with_tokens(
 
     model = args.model or "tiny"
     with (
-        working(f"replay: {len(requests)} requests", is_quiet=quiet_with_json(args.json)),
+        working(f"replay: {len(requests)} requests"),
         LLM(model, args.deployment, args.precision, overrides=overrides_of(args)) as llm,
     ):
         outputs, outcomes, names = replayed(llm, requests, block, args.shrink)
@@ -174,7 +174,7 @@ def _time_only(
     heat = None if args.heat is None else read_heat_map(args.heat)
     predict, error = told_lengths(cluster.lengths, requests)
     decisions: list[Decision] = []
-    with working("replay", is_quiet=quiet_with_json(args.json)) as status:
+    with working("replay") as status:
         status.text = "replay: steps are priced"
         kinds = priced_kinds(cluster, block, status.progress)
 

@@ -87,6 +87,8 @@ class LLM:
     ) -> None:
         if not isinstance(beside, LLM | None):
             raise InputError(f"beside is the LLM whose pod this one shares, found {beside!r}")
+        if not isinstance(timing_only, bool | TimingConfig):
+            raise InputError(f"timing_only is True, False or a TimingConfig, found {timing_only!r}")
         if not (isinstance(progress, bool) or callable(progress)):
             raise InputError(f"progress is True, False or a function of (done, total), found {progress!r}")
         _check_keywords(settings)
