@@ -155,7 +155,6 @@ def test_protocols_stand_apart(path: Path) -> None:
 
 # Circles that are left, as room and files. None may be added; one that is healed has to be deleted here.
 DEBTS = (
-    "comm.distflow: destination endpoint flow party source",
     "comm.exchange: combine dispatch handle",
     "comm.fused: fused_combine fused_dispatch handle",
     "comm.p2p: handle message_end receive send",
