@@ -157,7 +157,6 @@ def test_protocols_stand_apart(path: Path) -> None:
 DEBTS = (
     "comm.exchange: combine dispatch handle",
     "comm.fused: fused_combine fused_dispatch handle",
-    "comm.p2p: handle message_end receive send",
     "bench: carriers comm",
     "ems: memory_pool pool_faults",
     "engine.die: drafts program",
