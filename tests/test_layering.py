@@ -155,7 +155,6 @@ def test_protocols_stand_apart(path: Path) -> None:
 
 # Circles that are left, as room and files. None may be added; one that is healed has to be deleted here.
 DEBTS = (
-    "comm.fused: fused_combine fused_dispatch handle",
     "bench: carriers comm",
     "ems: memory_pool pool_faults",
     "engine.die: drafts program",
