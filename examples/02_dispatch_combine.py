@@ -81,7 +81,7 @@ class Narrator:
         elif step == 3:
             print("rows written to the local managed area, one block per destination")
             row_nbytes = LAYOUT.dispatch_row if op == "dispatch" else LAYOUT.combine_row
-            counts = xccl.sent.counts if op == "dispatch" else xccl.received.num_tokens_per_rank
+            counts = xccl.boxes.sent.counts if op == "dispatch" else xccl.received.num_tokens_per_rank
             for peer, count in enumerate(counts):
                 offset = xccl.block_offset(op, peer)
                 print(f"    block for rank {peer} at {offset}: {count} row(s)")

@@ -53,7 +53,7 @@ def show_fields(p2p: PointToPoint, area: int, name: str) -> None:
     for core in range(LAYOUT.num_cores):
         offset = area + LAYOUT.field(1 - p2p.rank, core)
         raw = bytes(p2p.die.memory.read(offset, RING_FIELD.size))
-        field = p2p.fields(area, 1 - p2p.rank, LAYOUT.num_cores)[core]
+        field = p2p.memory.fields(area, 1 - p2p.rank, LAYOUT.num_cores)[core]
         print(f"    {name} of core {core}: {raw[:24].hex(' ', 8)} {raw[24:].hex(' ', 4)}")
         print(
             f"      = event {field.event_id}, chunk {field.chunk_id}, position {field.pointer}, "
@@ -63,7 +63,7 @@ def show_fields(p2p: PointToPoint, area: int, name: str) -> None:
 
 def show_ring(receiver: PointToPoint) -> None:
     for slot in range(LAYOUT.num_slots):
-        offset = receiver.rings.offset + slot * LAYOUT.slot_nbytes
+        offset = receiver.memory.rings.offset + slot * LAYOUT.slot_nbytes
         held = bytes(receiver.die.memory.read(offset, LAYOUT.slot_nbytes))
         print(f"    slot {slot}: {held!r}" if any(held) else f"    slot {slot}: {len(held)} zeros")
 
@@ -82,7 +82,7 @@ def narrate(sender: PointToPoint, receiver: PointToPoint) -> None:
             show_ring(receiver)
         elif step == 3:
             at("send step 3: and then the tails, in the receiver's metadata")
-            show_fields(receiver, receiver.tails.offset, "tail")
+            show_fields(receiver, receiver.memory.tails.offset, "tail")
         elif step == 4:
             at("send step 4: all is written; the sender polls its own metadata for the last ack")
         else:
@@ -95,7 +95,7 @@ def narrate(sender: PointToPoint, receiver: PointToPoint) -> None:
             at(f"receive step 6: ring -> app area, which holds {bytes(app).rstrip(bytes(1))!r}")
         else:
             at("receive step 7: acks, in the sender's metadata; these slots are free again")
-            show_fields(sender, sender.acks.offset, "ack")
+            show_fields(sender, sender.memory.acks.offset, "ack")
 
     app = receiver.die.memory.read(kv(receiver), len(MESSAGE))
     sender.steps.on_step, receiver.steps.on_step = on_send, on_receive
@@ -125,10 +125,11 @@ async def zero_copy() -> None:
         (sender, sender.send(kv(sender), len(MESSAGE), peer=1, event_id=1, zero_copy=True)),
         (receiver, receiver.receive(kv(receiver), len(MESSAGE), peer=0, event_id=1)),
     )
-    (field, _) = receiver.fields(receiver.tails.offset, 0, 2)
+    (field, _) = receiver.memory.fields(receiver.memory.tails.offset, 0, 2)
     print(f"tail: event {field.event_id}, pointer {field.pointer} = the sender's kv region at {kv(sender)}")
     equal = bytes(pod.memory(DIES[1]).read(kv(receiver), len(MESSAGE))) == MESSAGE
-    print(f"equal: {equal}; ring untouched: {not any(pod.memory(DIES[1]).read(receiver.rings.offset, 96))}")
+    ring = pod.memory(DIES[1]).read(receiver.memory.rings.offset, 96)
+    print(f"equal: {equal}; ring untouched: {not any(ring)}")
 
 
 async def asynchronous() -> None:

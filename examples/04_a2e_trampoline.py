@@ -97,7 +97,7 @@ def watch(side: Any, name: str) -> None:
             routing = ("experts", "<i4", LAYOUT.top_k), ("weights", "<f4", LAYOUT.top_k)
             show_row(side, LAYOUT.tokens, *routing, ("scale", "<f4", 1), ("int8", "<i1", LAYOUT.hidden))
         elif (op, step) == ("A2E'", 4):
-            counts = side.xccl.sent.counts.tolist()
+            counts = side.xccl.boxes.sent.counts.tolist()
             says = f"forwards {counts} copies to expert dies 0..4"
             if not any(counts):
                 says = "serves nobody, posts 'nothing for you' at expert dies 0..4"

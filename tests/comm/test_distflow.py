@@ -252,7 +252,7 @@ def test_no_state_is_on_both_sides_and_every_path_ends() -> None:
 async def completion(endpoint: Endpoint) -> Any:
     """The next one, however long it takes."""
     while not (found := endpoint.poll()):
-        await endpoint.flow.pod.clock.sleep(1000)
+        await endpoint.pod.clock.sleep(1000)
     assert len(found) == 1
     return found[0]
 

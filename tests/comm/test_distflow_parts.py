@@ -17,7 +17,7 @@ async def completions(*endpoints: Endpoint) -> list[Completion]:
     found = []
     for endpoint in endpoints:
         while not (entries := endpoint.poll()):
-            await endpoint.flow.pod.clock.sleep(1000)
+            await endpoint.pod.clock.sleep(1000)
         found += entries
     assert len(found) == len(endpoints)
     return found

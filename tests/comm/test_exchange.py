@@ -295,7 +295,7 @@ async def test_an_expert_rank_that_answers_with_another_count_is_named() -> None
             counts = got.num_tokens_per_rank.copy()
             counts[source] -= 1
             columns = [column[:-1] for column in got[:-1]]
-            xccl.received = type(got)(*columns, num_tokens_per_rank=counts)
+            xccl.boxes.received = type(got)(*columns, num_tokens_per_rank=counts)
             out = out[:-1]
         return await xccl.combine(out, 1)
 

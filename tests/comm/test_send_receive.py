@@ -102,7 +102,7 @@ def test_every_byte_arrives_and_the_ring_holds_what_the_oracle_says(
         a, b = build(layout, seed)
         await run((a, send(a)), (b, receive(b)))
         assert found == messages
-        ring = bytes(b.die.memory.read(b.rings.offset, layout.ring_nbytes))
+        ring = bytes(b.die.memory.read(b.memory.rings.offset, layout.ring_nbytes))
         for i, content in enumerate(ring_oracle(messages, slot, num_slots)):
             assert ring[i * slot : i * slot + len(content)] == content
         assert not any(ring[layout.ring_nbytes :])
@@ -114,10 +114,11 @@ def test_every_byte_arrives_and_the_ring_holds_what_the_oracle_says(
                 total,
                 3 * len(sizes) - 2,
             )
-        tails, acks = b.fields(b.tails.offset, 0, 6), a.fields(a.acks.offset, 1, 6)
+        tails = b.memory.fields(b.memory.tails.offset, 0, 6)
+        acks = a.memory.fields(a.memory.acks.offset, 1, 6)
         assert tails == acks
         assert max(tails, key=lambda field: field.pointer).pointer == total
-        assert a._in_use == b._in_use == {}
+        assert a.memory.in_use == b.memory.in_use == {}
 
     asyncio.run(main())
 
@@ -140,8 +141,8 @@ def test_zero_copy_takes_the_bytes_from_the_senders_app_area(
             (b, b.receive(inbox(b), nbytes, 0, 5, cores=cores, engine=engine)),
         )
         assert received(b, nbytes) == message
-        assert not any(b.die.memory.read(b.rings.offset, b.rings.nbytes))
-        (field,) = b.fields(b.tails.offset, 0, 1)
+        assert not any(b.die.memory.read(b.memory.rings.offset, b.memory.rings.nbytes))
+        (field,) = b.memory.fields(b.memory.tails.offset, 0, 1)
         assert field == RingField(5, 1, out(a), nbytes, 1, Mode.ZERO_COPY)
 
     asyncio.run(main())
@@ -181,7 +182,7 @@ async def test_a_full_ring_holds_the_sender_back_until_the_receiver_takes() -> N
 
     async def late(p2p: PointToPoint) -> tuple[int, int]:
         await p2p.die.clock.sleep(100_000)
-        tails = p2p.fields(p2p.tails.offset, 0, 2)
+        tails = p2p.memory.fields(p2p.memory.tails.offset, 0, 2)
         await p2p.receive(inbox(p2p), 512, 0, 1)
         return tails[0].chunk_id, tails[1].chunk_id
 
@@ -337,7 +338,7 @@ async def test_a_pair_that_was_reset_goes_on_with_a_fresh_event() -> None:
     pending = await b.die.spawn(b.receive_async(inbox(b), 250, 0, 3))
     a.reset(1)
     b.reset(0)
-    assert a._in_use == b._in_use == {}
+    assert a.memory.in_use == b.memory.in_use == {}
     await run((a, a.send(out(a), 250, 1, 4)), (b, b.receive(inbox(b), 250, 0, 4)))
     assert received(b, 250) == bytes(range(250))
     assert not pending.is_complete
@@ -367,7 +368,7 @@ async def test_ends_that_disagree_are_told_what_both_said(
 async def test_a_chunk_out_of_turn_is_named_with_what_was_expected() -> None:
     a, b, _ = build(SMALL)
     raw = RING_FIELD.pack(1, 2, 2, 250, 2, Mode.RING)  # core 0 has the odd chunks
-    b.die.memory.write(b.tails.offset, raw)
+    b.die.memory.write(b.memory.tails.offset, raw)
     with pytest.raises(
         ProtocolError,
         match=r"expects chunk one of 1, 3, ... up to 4 at ring position 0 \+ chunk, from 0 on, "
@@ -379,7 +380,7 @@ async def test_a_chunk_out_of_turn_is_named_with_what_was_expected() -> None:
 
 async def test_a_peer_with_more_cores_than_there_are_fields_is_refused() -> None:
     _, b, _ = build(SMALL)
-    b.die.memory.write(b.tails.offset, RING_FIELD.pack(1, 1, 1, 250, 9, Mode.RING))
+    b.die.memory.write(b.memory.tails.offset, RING_FIELD.pack(1, 1, 1, 250, 9, Mode.RING))
     with pytest.raises(ProtocolError, match="fields of 2 AIV cores, but peer 0 sends with 9"):
         await b.die.spawn(b.receive(inbox(b), 250, 0, 1))
 
@@ -417,7 +418,7 @@ async def test_impossible_requests_are_refused_before_a_byte_moves(
         await a.die.spawn(call)
     assert [bytes(a.die.fabric.memories[die].buffer) for die in DIES] == before
     assert a.die.clock.now == 0
-    assert a._in_use == {}
+    assert a.memory.in_use == {}
 
 
 async def test_numpys_integers_do_not_wrap_around() -> None:
@@ -434,7 +435,7 @@ async def test_numpys_integers_do_not_wrap_around() -> None:
         (b, b.receive(at, narrow, np.int8(0), np.int8(1), cores=np.int8(2))),
     )
     assert received(b, 19_968) == bytes(a.die.memory.read(out(a), 19_968))
-    assert a._in_use == b._in_use == {}
+    assert a.memory.in_use == b.memory.in_use == {}
     assert not len(b.die.memory.claims)
     for bad in (1.0, True, "1", None):
         with pytest.raises(AddressError, match="peer must be an integer"):
@@ -741,7 +742,7 @@ async def test_a_field_that_says_nonsense_is_refused(mode: int, pointer: int, ma
 
     async def forge() -> None:
         raw = RING_FIELD.pack(1, 1, pointer, 64, 1, mode)
-        await a.die.mte.store([(a.peer_field(a.peer_tails, 1, 0), raw)])
+        await a.die.mte.store([(a.memory.peer_field(a.memory.peer_tails, 1, 0), raw)])
 
     _, error = await run((a, forge()), (b, b.receive(inbox(b), 64, 0, 1)), safe=True)
     assert isinstance(error, ProtocolError)

@@ -45,6 +45,11 @@ class Handle:
     def phase(self) -> Phase:
         return self.turns.state
 
+    @property
+    def num_cores(self) -> int:
+        """AIV cores that carry the exchange."""
+        return self.means.cores or self.die.spec.num_cores("aiv")
+
     async def work(self, name: str, fn: Callable[[], T], flops: float, nbytes: float = 0) -> T:
         """A part of the running kernel that its vector cores do (`Die.compute`)."""
         how: dict[str, Any] = {"core": "aiv", "cores": self.means.cores, "args": self.steps.place}

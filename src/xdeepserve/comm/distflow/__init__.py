@@ -7,10 +7,8 @@ backends      what carries the bytes: UB memory copy, RoCE, VPC
 send_receive  on UB, too: XCCL's send and receive
 channels      the rings and fields that these share
 link_probe    whether a link is at fault, or who is beyond it
-party         what both sides have in common, a completion queue among it
-source        the side that offers, as a whole or in parts
-destination   the side that receives
-endpoint      a group of nodes, which may be both
+transport     what all endpoints share: the backend, deadlines, spans in use, inboxes
+endpoint      a group of nodes, which may be a source, a destination or both
 flow          link_cluster, transfer
 """
 

@@ -23,9 +23,9 @@ from collections.abc import Mapping, Sequence
 from xdeepserve.comm.checks import integer
 from xdeepserve.comm.distflow.backends import BACKENDS, Backend
 from xdeepserve.comm.distflow.endpoint import Endpoint
-from xdeepserve.comm.distflow.spans import Span, pair, spans_of
-from xdeepserve.errors import AddressError, DeploymentError, HardwareError, XDeepServeError
-from xdeepserve.hw.engines import Copy
+from xdeepserve.comm.distflow.spans import pair, spans_of
+from xdeepserve.comm.distflow.transport import Transport
+from xdeepserve.errors import AddressError, DeploymentError, HardwareError
 from xdeepserve.hw.memory import Address
 from xdeepserve.hw.pod import Pod
 
@@ -54,13 +54,12 @@ class DistFlow:
             if backend not in BACKENDS:
                 raise DeploymentError(f"no DistFlow backend '{backend}': there are {', '.join(BACKENDS)}")
             backend = BACKENDS[backend](pod)
-        self.pod = pod
-        self.timeout_ns = integer("DistFlow", "timeout_ns", timeout_ns)
-        self.offer_timeout_ns: int | None = None
+        timeout_ns = integer("DistFlow", "timeout_ns", timeout_ns)
         if offer_timeout_ns is not None:
-            self.offer_timeout_ns = integer("DistFlow", "offer_timeout_ns", offer_timeout_ns)
-        self.part_timeout_ns = integer("DistFlow", "part_timeout_ns", part_timeout_ns)
-        self.backend: Backend = backend
+            offer_timeout_ns = integer("DistFlow", "offer_timeout_ns", offer_timeout_ns)
+        part_timeout_ns = integer("DistFlow", "part_timeout_ns", part_timeout_ns)
+        self.pod, self.backend = pod, backend
+        self._transport = Transport(pod, backend, timeout_ns, offer_timeout_ns, part_timeout_ns)
         self.endpoints: dict[str, Endpoint] = {}
 
     def link_cluster(self, groups: Mapping[str, Sequence[int]]) -> list[Endpoint]:
@@ -84,7 +83,7 @@ class DistFlow:
                         self.backend.check_path(node, other)
                         self.backend.check_path(other, node)
             known[name] = tuple(nodes)
-        made = [Endpoint(self, name, known[name]) for name in groups]
+        made = [Endpoint(self._transport, name, known[name]) for name in groups]
         self.endpoints |= {endpoint.name: endpoint for endpoint in made}
         return made
 
@@ -109,67 +108,27 @@ class DistFlow:
         copies = pair(sources, targets)
         for route in {(copy.src.node, copy.dst.node) for copy in copies}:
             self.backend.check_path(*route)
-        self.claim(targets, "transfer")
+        self._transport.claim(targets, "transfer")
         try:
-            self.share(sources, "transfer")
+            self._transport.share(sources, "transfer")
         except AddressError:
-            self.release(targets)
+            self._transport.release(targets)
             raise
 
         async def move() -> int:
             if copies:
-                await self.move(copies, "DistFlow transfer")
+                await self._transport.move(copies, "DistFlow transfer")
             return sum(copy.nbytes for copy in copies)
 
         process = self.pod.clock.spawn(move(), name="DistFlow transfer")
 
         # Not in `move`: a process that is cancelled before its first step never enters it.
         def release(_: asyncio.Task[int]) -> None:
-            self.release(targets)
-            self.unshare(sources, "transfer")
+            self._transport.release(targets)
+            self._transport.unshare(sources, "transfer")
 
         asyncio.Task.add_done_callback(process, release)
         return process
-
-    # ---- shared with the endpoints ------------------------------------------------------------------
-
-    async def move(self, copies: Sequence[Copy], name: str) -> None:
-        """Let the backend move them. Whatever else it raises becomes a HardwareError that names it."""
-        try:
-            await self.backend.move(copies, name)
-        except XDeepServeError:
-            raise
-        except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            raise HardwareError(f"{name}: the backend '{self.backend.name}' failed: {what}") from error
-
-    def claim(self, spans: Sequence[Span], who: str) -> None:
-        """All the bytes of `spans`, to be written: AddressError, and none, if others write or read one."""
-        for done, span in enumerate(spans):
-            try:
-                self.pod.memory(span.address.node).claims.take(span.address.offset, span.nbytes, who)
-            except AddressError:
-                self.release(spans[:done])
-                raise
-
-    def release(self, spans: Sequence[Span]) -> None:
-        """Give back what `claim` has taken."""
-        for span in spans:
-            self.pod.memory(span.address.node).claims.release(span.address.offset)
-
-    def share(self, spans: Sequence[Span], who: str) -> None:
-        """All the bytes of `spans`, to be read: AddressError, and none, if others are to write one."""
-        for done, span in enumerate(spans):
-            try:
-                self.pod.memory(span.address.node).claims.share(span.address.offset, span.nbytes, who)
-            except AddressError:
-                self.unshare(spans[:done], who)
-                raise
-
-    def unshare(self, spans: Sequence[Span], who: str) -> None:
-        """Give back what `share` has got."""
-        for span in spans:
-            self.pod.memory(span.address.node).claims.unshare(span.address.offset, span.nbytes, who)
 
     def close(self) -> None:
         """Stop all endpoints."""

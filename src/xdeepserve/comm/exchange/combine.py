@@ -3,47 +3,43 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from xdeepserve.comm.exchange.boxes import Boxes
 from xdeepserve.comm.exchange.layout import Layout
 from xdeepserve.comm.exchange.rows import Float32, Int64, Rows, unpack_answers
 from xdeepserve.comm.handle import Handle
 from xdeepserve.errors import ProtocolError
 
-if TYPE_CHECKING:
-    from xdeepserve.comm.exchange.handle import XCCL
 
-
-async def combine(xccl: XCCL, expert_out: Float32, event_id: int) -> Float32:
+async def combine(handle: Handle, boxes: Boxes, expert_out: Float32, event_id: int) -> Float32:
     """Combine on one rank: answers [N, H] go back to their tokens' ranks. Returns float32 [T, K, H]."""
-    layout, means, steps, op = xccl.layout, xccl.means, xccl.steps, xccl.titles.combine
-    received = xccl.received
+    means, steps, layout, received = handle.means, handle.steps, boxes.layout, boxes.received
+    op, outbox, inbox = boxes.combine
     assert received is not None  # the phase says so
 
-    rows = await load_answers(xccl, op, layout, expert_out)
+    rows = await load_answers(handle, op, layout, expert_out)
 
     # Step 3: MTE3 writes the rows to the local managed area. They are grouped by source rank already, and a
     # token's answer goes to where the token came from.
     counts = received.num_tokens_per_rank
-    await xccl.outboxes["combine"].write(rows, counts, means, f"{op} 3 write rows")
+    await outbox.write(rows, counts, means, f"{op} 3 write rows")
     await steps.passed(op, 3)
 
     # Step 4: tell every rank.
-    await xccl.outboxes["combine"].post(event_id, counts, means, f"{op} 4 post fields")
+    await outbox.post(event_id, counts, means, f"{op} 4 post fields")
     await steps.passed(op, 4)
 
     # Step 5: wait until all ranks have told. The second barrier: here the slowest expert is waited for.
-    inbox = xccl.inboxes["combine"]
-    answered = await inbox.wait(op, event_id, xccl.turns.event_before, means, steps.lane)
-    check_counts(op, xccl.called, event_id, xccl.sent.counts, answered)
+    answered = await inbox.wait(op, event_id, handle.turns.event_before, means, steps.lane)
+    check_counts(op, inbox.rank, event_id, boxes.sent.counts, answered)
     await steps.passed(op, 5)
 
     # Steps 6-7: pull the answers.
     rows = await inbox.pull(op, answered, means)
     await steps.passed(op, 7)
-    return unpack_answers(layout, rows, xccl.sent)
+    return unpack_answers(layout, rows, boxes.sent)
 
 
 async def load_answers(handle: Handle, op: str, layout: Layout, expert_out: Float32) -> Rows:

@@ -2,52 +2,53 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import numpy.typing as npt
 
+from xdeepserve.comm.exchange.boxes import Boxes
 from xdeepserve.comm.exchange.rows import Float32, Int32, Received, check_received, pack_tokens, unpack_tokens
 from xdeepserve.comm.handle import Handle
 
-if TYPE_CHECKING:
-    from xdeepserve.comm.exchange.handle import XCCL
-
 
 async def dispatch(
-    xccl: XCCL, x: npt.NDArray[np.generic], scale: Float32 | None, topk_idx: Int32, event_id: int
+    handle: Handle,
+    boxes: Boxes,
+    x: npt.NDArray[np.generic],
+    scale: Float32 | None,
+    topk_idx: Int32,
+    event_id: int,
 ) -> Received:
     """Dispatch on one rank, in seven steps: x [T, H] goes to the ranks of its experts, topk_idx [T, K]."""
-    layout, means, steps, op = xccl.layout, xccl.means, xccl.steps, xccl.titles.dispatch
+    die, means, steps, layout = handle.die, handle.means, handle.steps, boxes.layout
+    op, outbox, inbox = boxes.dispatch
 
-    payload, scale = await load_tokens(xccl, op, x, scale)
+    payload, scale = await load_tokens(handle, op, x, scale)
 
     # Step 3: MTE3 writes one row per (token, slot) to the local managed area, partitioned by destination.
-    rows, sent = pack_tokens(op, layout, xccl.expert_rank, xccl.group.num_ranks, payload, scale, topk_idx)
-    await xccl.outboxes["dispatch"].write(rows, sent.counts, means, f"{op} 3 write rows")
-    xccl.sent = sent
+    rows, sent = pack_tokens(op, layout, boxes.expert_rank, boxes.num_ranks, payload, scale, topk_idx)
+    await outbox.write(rows, sent.counts, means, f"{op} 3 write rows")
+    boxes.sent = sent
     await steps.passed(op, 3)
 
     # Step 4: tell every rank, also those that get nothing.
-    await xccl.outboxes["dispatch"].post(event_id, sent.counts, means, f"{op} 4 post fields")
+    await outbox.post(event_id, sent.counts, means, f"{op} 4 post fields")
     await steps.passed(op, 4)
 
     # Step 5: wait until all ranks have told. A barrier: here the slowest attention is waited for.
-    inbox = xccl.inboxes["dispatch"]
-    counts = await inbox.wait(op, event_id, xccl.turns.event_before, means, steps.lane)
+    counts = await inbox.wait(op, event_id, handle.turns.event_before, means, steps.lane)
     await steps.passed(op, 5)
 
     # Where a row goes follows from all counts, so the cores meet. They need not in combine: a rank knows how
     # many answers will come from whom.
     if counts.any():
-        await xccl.die.clock.sleep(xccl.die.spec.meeting_ns())
+        await die.clock.sleep(die.spec.meeting_ns())
 
     # Steps 6-7: MTE2 pulls the peers' rows, MTE3 writes them to the local app area, in ping-pong.
     rows = await inbox.pull(op, counts, means)
     await steps.passed(op, 7)
     received = unpack_tokens(layout, rows, counts)
-    check_received(op, xccl.called, inbox.names, xccl.own_experts, received)
-    xccl.received = received
+    check_received(op, inbox.rank, inbox.names, boxes.own_experts, received)
+    boxes.received = received
     return received
 
 

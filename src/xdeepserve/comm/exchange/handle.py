@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from xdeepserve.comm.channel import Inbox, Outbox
 from xdeepserve.comm.checks import check_rank
+from xdeepserve.comm.exchange.boxes import Boxes, Direction
 from xdeepserve.comm.exchange.combine import combine
 from xdeepserve.comm.exchange.dispatch import dispatch
 from xdeepserve.comm.exchange.layout import Group, Layout
@@ -18,7 +19,7 @@ from xdeepserve.comm.handle import Handle, Quantize
 from xdeepserve.comm.means import ALL_CORES, Means
 from xdeepserve.comm.steps import Observer
 from xdeepserve.comm.turns import Step, Turns
-from xdeepserve.comm.wire import Field
+from xdeepserve.comm.wire import Blocks, Field
 from xdeepserve.errors import AddressError, DeploymentError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import Region
@@ -68,15 +69,27 @@ class XCCL(Handle):
         self.called = called[rank]
         turns = Turns(self.called, titles.dispatch, titles.combine)
         super().__init__(die, turns, quantize, layout.quantize, means, on_step)
-        self.outboxes: dict[str, Outbox] = {}
-        self.inboxes: dict[str, Inbox] = {}
-        for op, blocks in (("dispatch", layout.dispatch), ("combine", layout.combine)):
-            self.outboxes[op] = Outbox(die, blocks, rank, group.dies)
-            self.inboxes[op] = Inbox(die, blocks, group.dies, self.called, called)
-        self.expert_rank = np.asarray(group.expert_rank, np.int64)
-        self.own_experts = np.flatnonzero(self.expert_rank == rank)
-        self.received: Received | None = None
-        self.sent = SentRows(np.zeros(0, np.int64), np.zeros(group.num_ranks, np.int64), (0, layout.top_k))
+
+        def direction(op: str, blocks: Blocks) -> Direction:
+            outbox = Outbox(die, blocks, rank, group.dies)
+            return Direction(op, outbox, Inbox(die, blocks, group.dies, self.called, called))
+
+        expert_rank = np.asarray(group.expert_rank, np.int64)
+        self.own_experts = np.flatnonzero(expert_rank == rank)
+        self.boxes = Boxes(
+            layout,
+            expert_rank,
+            self.own_experts,
+            group.num_ranks,
+            direction(titles.dispatch, layout.dispatch),
+            direction(titles.combine, layout.combine),
+            SentRows(np.zeros(0, np.int64), np.zeros(group.num_ranks, np.int64), (0, layout.top_k)),
+        )
+
+    @property
+    def received(self) -> Received | None:
+        """What the last dispatch has brought here."""
+        return self.boxes.received
 
     async def dispatch(
         self,
@@ -100,10 +113,10 @@ class XCCL(Handle):
         """
         if quantize is not None and quantize != self.layout.quantize:
             raise AddressError(f"dispatch: the layout is for quantize={self.layout.quantize}, not {quantize}")
-        num_experts, op = len(self.expert_rank), self.titles.dispatch
+        num_experts, op = len(self.boxes.expert_rank), self.titles.dispatch
         check = partial(check_tokens, op, self.layout, num_experts, x, scale, topk_idx)
         return await self._run(
-            Step.DISPATCH, event_id, lambda: dispatch(self, x, scale, topk_idx, event_id), check
+            Step.DISPATCH, event_id, lambda: dispatch(self, self.boxes, x, scale, topk_idx, event_id), check
         )
 
     async def combine(self, expert_out: Float32, event_id: int) -> Float32:
@@ -115,27 +128,32 @@ class XCCL(Handle):
         summed (rounded to bfloat16 on the way if the layout is quantised). Raises as `dispatch` does.
         """
         check = partial(check_answers, self.titles.combine, self.layout, self.received, expert_out)
-        return await self._run(Step.COMBINE, event_id, lambda: combine(self, expert_out, event_id), check)
+        return await self._run(
+            Step.COMBINE, event_id, lambda: combine(self, self.boxes, expert_out, event_id), check
+        )
 
     def reset(self) -> None:
         """Forget a failed or unfinished exchange.
 
         All ranks must do so when none is in an exchange, then go on with an event ID that none has used.
         """
-        newest = {op: inbox.newest for op, inbox in self.inboxes.items()}
-        self.turns.reset({Step.DISPATCH: newest["dispatch"], Step.COMBINE: newest["combine"]})
+        dispatch, combine = self.boxes.dispatch.inbox, self.boxes.combine.inbox
+        self.turns.reset({Step.DISPATCH: dispatch.newest, Step.COMBINE: combine.newest})
 
     # ---- for those who look on ----------------------------------------------------------------------
 
     def region(self, op: str, part: str) -> Region:
         """One of this rank's regions: its fields, blocks or rows."""
-        inbox, outbox = self.inboxes[op], self.outboxes[op]
+        _, outbox, inbox = self._direction(op)
         return {"fields": inbox.region, "blocks": outbox.region, "rows": inbox.rows_region}[part]
 
     def block_offset(self, op: str, peer: int) -> int:
         """Offset in this rank's memory of its block for `peer`."""
-        return self.outboxes[op].pointer(peer)
+        return self._direction(op).outbox.pointer(peer)
 
     def fields(self, op: str) -> list[Field]:
         """What the peers' fields in this rank's memory say now."""
-        return self.inboxes[op].fields()
+        return self._direction(op).inbox.fields()
+
+    def _direction(self, op: str) -> Direction:
+        return {"dispatch": self.boxes.dispatch, "combine": self.boxes.combine}[op]

@@ -3,40 +3,43 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from xdeepserve.comm.checks import check_array
 from xdeepserve.comm.exchange.rows import weighted_sum
-from xdeepserve.comm.fused.fused_dispatch import answer_address
+from xdeepserve.comm.fused.fused_dispatch import FusedReceived
 from xdeepserve.comm.fused.layout import TOKEN_FLAG
+from xdeepserve.comm.fused.place import FusedPlace
 from xdeepserve.comm.fused.token_flags import Contributions
+from xdeepserve.comm.handle import Float32, Handle
 from xdeepserve.errors import AddressError
 from xdeepserve.hw.waiting import Waiting
 
-if TYPE_CHECKING:
-    from xdeepserve.comm.fused.handle import FusedXCCL
-
-Float32 = npt.NDArray[np.float32]
-
 
 async def fused_combine(
-    xccl: FusedXCCL, expert_out: Float32, topk_weights: Float32, shared: Float32 | None
+    handle: Handle,
+    place: FusedPlace,
+    received: FusedReceived,
+    topk_idx: npt.NDArray[np.int32],
+    expert_out: Float32,
+    topk_weights: Float32,
+    shared: Float32 | None,
 ) -> Float32:
-    """FusedCombine on one rank: push answers [N, H] to their tokens' ranks; sum by topk_weights [T, K]."""
-    die, layout, spec, received = xccl.die, xccl.layout, xccl.die.spec, xccl.received
-    op = xccl.titles.combine
-    assert received is not None  # the phase says so
-    num_tokens, top_k = xccl.topk_idx.shape
+    """FusedCombine on one rank: push answers [N, H] to their tokens' ranks; sum by topk_weights [T, K].
+
+    `received` and `topk_idx` are of the dispatch before.
+    """
+    die, layout, spec, op = handle.die, place.layout, handle.die.spec, place.titles.combine
+    num_tokens, top_k = topk_idx.shape
     await die.clock.sleep(spec.kernel_ns(0, 0))
 
     # Step 1: the cores loop over the peers and their received tokens, in the pipeline of FusedDispatch: load
     # an answer, compute its address at the origin from what the token brought along, write it AIV-direct.
     # No quantisation on the way back, unless the layout says so: answers of the int8 recipe are bfloat16.
     by_source = np.argsort(received.source_rank, kind="stable")
-    messages = layout.answers.pack(expert_out, layout.combine_message, xccl.quantize)
+    messages = layout.answers.pack(expert_out, layout.combine_message, handle.quantize)
     raw, size = memoryview(messages.tobytes()), layout.combine_message
     origins = list(
         zip(
@@ -47,7 +50,7 @@ async def fused_combine(
         )
     )
     pieces = [
-        (answer_address(xccl, *origin), raw[row * size : (row + 1) * size])
+        (place.answer_address(*origin), raw[row * size : (row + 1) * size])
         for row, origin in zip(by_source.tolist(), origins, strict=True)
     ]
     operations = max(1, layout.answers.work[1]) * expert_out.size
@@ -55,38 +58,38 @@ async def fused_combine(
         await die.mte.push(
             pieces,
             load_nbytes=expert_out.nbytes,
-            work_ns=spec.kernel_ns(operations, 0, core="aiv", cores=xccl.num_cores, is_fused=True),
+            work_ns=spec.kernel_ns(operations, 0, core="aiv", cores=handle.num_cores, is_fused=True),
             num_steps=len(pieces),
-            cores=xccl.num_cores,
+            cores=handle.num_cores,
             name=f"{op} 1 push",
-            copies=xccl.crossing(np.bincount(received.source_rank, minlength=xccl.group.num_ranks)),
+            copies=place.crossing(np.bincount(received.source_rank, minlength=place.group.num_ranks)),
         )
-    await xccl.steps.passed(op, 1)
+    await handle.steps.passed(op, 1)
 
     # Step 2: for each token, add the key's bit to its flag at the origin: atomic, since other ranks add as
     # well.
     if origins:
-        flags = {peer: xccl.region("token_flags", die).address for peer, die in enumerate(xccl.group.dies)}
+        flags = {peer: place.region("token_flags", die).address for peer, die in enumerate(place.group.dies)}
         bits = [
             (flags[source].plus(layout.token_flag_offset(slot)), 1 << key) for source, slot, key in origins
         ]
-        await die.mte.atomic_add(bits, xccl.num_cores, name=f"{op} 2 flags")
-    await xccl.steps.passed(op, 2)
+        await die.mte.atomic_add(bits, handle.num_cores, name=f"{op} 2 flags")
+    await handle.steps.passed(op, 2)
 
     # Step 3: wait until the own tokens' flags count all their experts; gather, scale and sum.
-    await _wait_for_answers(xccl)
-    xccl.clear_token_flags()
+    await _wait_for_answers(place, topk_idx, handle.means.timeout_ns)
+    place.clear_token_flags()
     flops, nbytes = (num_tokens * top_k * each for each in (2 * layout.hidden, layout.combine_message))
-    result = await xccl.work(f"{op} 3 sum", partial(_sum, xccl, topk_weights, shared), flops, nbytes)
-    await xccl.steps.passed(op, 3)
+    result = await handle.work(f"{op} 3 sum", partial(_sum, place, topk_weights, shared), flops, nbytes)
+    await handle.steps.passed(op, 3)
     return result
 
 
-async def _wait_for_answers(xccl: FusedXCCL) -> None:
-    die, region = xccl.die, xccl.region("token_flags")
-    answers = Contributions(xccl.rank, xccl.expert_rank[xccl.topk_idx])
-    num_tokens = len(xccl.topk_idx)
-    nbytes = xccl.layout.token_flag_offset(num_tokens)
+async def _wait_for_answers(place: FusedPlace, topk_idx: npt.NDArray[np.int32], timeout_ns: int) -> None:
+    die, region = place.die, place.region("token_flags")
+    answers = Contributions(place.rank, place.expert_rank[topk_idx])
+    num_tokens = len(topk_idx)
+    nbytes = place.layout.token_flag_offset(num_tokens)
     flags = np.frombuffer(die.memory.read(region.offset, nbytes), TOKEN_FLAG)
     is_first = True
 
@@ -97,26 +100,26 @@ async def _wait_for_answers(xccl: FusedXCCL) -> None:
                 answers.look(token, flag)
             is_first = False
         else:
-            token = xccl.layout.token_at(offset - region.offset)  # one write is one addition
+            token = place.layout.token_at(offset - region.offset)  # one write is one addition
             answers.look(token, int(flags[token]))
         return answers.is_complete
 
     def describe() -> Waiting:
         seen = {token: f"{answers.flags[token]:#b}" for token in answers.open_tokens[:8]}
         expected = f"{answers.full:#b}"
-        return Waiting(xccl.titles.combine, xccl.rank, answers.awaited, "token flag", expected, seen)
+        return Waiting(place.titles.combine, place.rank, answers.awaited, "token flag", expected, seen)
 
-    deadline_ns = die.clock.now + xccl.means.timeout_ns
+    deadline_ns = die.clock.now + timeout_ns
     await die.wait_fields(region.offset, nbytes, observe, deadline_ns=deadline_ns, describe=describe)
 
 
-def _sum(xccl: FusedXCCL, topk_weights: Float32, shared: Float32 | None) -> Float32:
+def _sum(place: FusedPlace, topk_weights: Float32, shared: Float32 | None) -> Float32:
     """Combine buffer -> [T, H]."""
-    layout, memory = xccl.layout, xccl.die.memory
+    layout, memory = place.layout, place.die.memory
     num_tokens, top_k = topk_weights.shape
-    messages = memory.view(xccl.region("combine"), np.uint8, (num_tokens * top_k, layout.combine_message))
+    messages = memory.view(place.region("combine"), np.uint8, (num_tokens * top_k, layout.combine_message))
     answers = layout.answers.unpack(messages)
-    result = memory.view(xccl.region("combined"), np.float32, (num_tokens, layout.hidden))
+    result = memory.view(place.region("combined"), np.float32, (num_tokens, layout.hidden))
     # Keys in order, then the shared expert.
     result[:] = weighted_sum(answers.reshape(num_tokens, top_k, layout.hidden), topk_weights)
     if shared is not None:
@@ -125,17 +128,19 @@ def _sum(xccl: FusedXCCL, topk_weights: Float32, shared: Float32 | None) -> Floa
 
 
 def check_answers(
-    xccl: FusedXCCL, expert_out: Float32, topk_weights: Float32, shared: Float32 | None
+    place: FusedPlace,
+    num_received: int,
+    shape: tuple[int, ...],
+    expert_out: Float32,
+    topk_weights: Float32,
+    shared: Float32 | None,
 ) -> None:
-    """AddressError unless expert_out [N, H] answers the last dispatch, and the others fit its [T, K]."""
-    received, hidden = xccl.received, xccl.layout.hidden
-    assert received is not None  # the phase says so
-    num_tokens, top_k = xccl.topk_idx.shape
-    op = xccl.titles.combine
-    _check(op, "expert_out", expert_out, (len(received), hidden))
-    _check(op, "topk_weights", topk_weights, (num_tokens, top_k))
+    """AddressError unless expert_out [N, H] answers what came, and the others fit the `shape` [T, K]."""
+    op, hidden = place.titles.combine, place.layout.hidden
+    _check(op, "expert_out", expert_out, (num_received, hidden))
+    _check(op, "topk_weights", topk_weights, shape)
     if shared is not None:
-        _check(op, "shared", shared, (num_tokens, hidden))
+        _check(op, "shared", shared, (shape[0], hidden))
 
 
 def _check(op: str, name: str, x: Float32, shape: tuple[int, ...]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,11 +11,9 @@ import numpy.typing as npt
 from xdeepserve.comm.checks import check_array
 from xdeepserve.comm.exchange.rows import check_scale
 from xdeepserve.comm.fused.layout import SLOT_DTYPE
+from xdeepserve.comm.fused.place import FusedPlace
+from xdeepserve.comm.handle import Handle, Quantize
 from xdeepserve.errors import AddressError, ProtocolError
-from xdeepserve.hw.memory import Address
-
-if TYPE_CHECKING:
-    from xdeepserve.comm.fused.handle import FusedXCCL
 
 
 class FusedReceived(NamedTuple):
@@ -34,85 +32,85 @@ class FusedReceived(NamedTuple):
 
 
 async def fused_dispatch(
-    xccl: FusedXCCL,
+    handle: Handle,
+    place: FusedPlace,
     x: npt.NDArray[np.generic],
     scale: npt.NDArray[np.float32] | None,
     topk_idx: npt.NDArray[np.int32],
     event_id: int,
 ) -> FusedReceived:
     """FusedDispatch on one rank: quantise x [T, H], push it to the ranks of its experts, topk_idx [T, K]."""
-    die, layout, spec, op = xccl.die, xccl.layout, xccl.die.spec, xccl.titles.dispatch
-    xccl.topk_idx = topk_idx.copy()  # for FusedCombine, when the caller may have reused it
+    die, layout, spec, op = handle.die, place.layout, handle.die.spec, place.titles.dispatch
     await die.clock.sleep(spec.kernel_ns(0, 0))
 
     # Step 1: the cores loop over (token, key) in a pipeline of three stages, one token a step: (1) load the
     # token into the unified buffer; (2) find its place in the peer's buffer, quantise it and attach scale and
     # routing; (3) write it there, AIV-direct. Each rank writes to a block of its own, so places need no
     # negotiation.
-    destination = xccl.expert_rank[topk_idx.reshape(-1)]
+    destination = place.expert_rank[topk_idx.reshape(-1)]
     order = np.argsort(destination, kind="stable")
-    counts = np.bincount(destination, minlength=xccl.group.num_ranks)
+    counts = np.bincount(destination, minlength=place.group.num_ranks)
     if counts.max() > layout.max_tokens:
         raise AddressError(
             f"{op}: {counts.max()} messages for rank {counts.argmax()}, whose block holds "
             f"{layout.max_tokens}: a token's experts must be different"
         )
-    messages = _messages(xccl, x, scale, topk_idx, order)
+    messages = _messages(handle.quantize, place, x, scale, topk_idx, order)
     raw, pieces, start = memoryview(messages.tobytes()), [], 0
     for peer, count in enumerate(counts.tolist()):
         if count:
             stop = start + count * layout.dispatch_message
-            block = xccl.region("dispatch", xccl.group.dies[peer]).address
-            pieces.append((block.plus(layout.dispatch_offset(xccl.rank, 0)), raw[start:stop]))
+            block = place.region("dispatch", place.group.dies[peer]).address
+            pieces.append((block.plus(layout.dispatch_offset(place.rank, 0)), raw[start:stop]))
             start = stop
-    is_quantised = xccl.quantize is not None and scale is None
+    is_quantised = handle.quantize is not None and scale is None
     flops = 4 * len(order) * layout.hidden if is_quantised else 0
     if pieces:
         await die.mte.push(
             pieces,
             load_nbytes=len(order) * layout.hidden * x.itemsize,
-            work_ns=spec.kernel_ns(flops, 0, core="aiv", cores=xccl.num_cores, is_fused=True),
+            work_ns=spec.kernel_ns(flops, 0, core="aiv", cores=handle.num_cores, is_fused=True),
             num_steps=len(order),
-            cores=xccl.num_cores,
+            cores=handle.num_cores,
             name=f"{op} 1 push",
-            copies=xccl.crossing(counts),
+            copies=place.crossing(counts),
         )
-    await xccl.steps.passed(op, 1)
+    await handle.steps.passed(op, 1)
 
     # Step 2: the cores meet (all tokens are written: one engine's stores complete in order), then
     # the number of tokens for each expert goes to the expert's rank, as a flag, also if there are none.
     await die.clock.sleep(spec.meeting_ns())
-    flags = np.zeros(xccl.group.num_ranks, layout.flag_dtype)
-    np.add.at(flags["counts"], (destination, xccl.local_idx[topk_idx.reshape(-1)]), 1)
-    xccl.board.begin(event_id)
-    await xccl.board.post(flags, f"{op} 2 flags", xccl.num_cores)
-    await xccl.steps.passed(op, 2)
+    flags = np.zeros(place.group.num_ranks, layout.flag_dtype)
+    np.add.at(flags["counts"], (destination, place.local_idx[topk_idx.reshape(-1)]), 1)
+    place.board.begin(event_id)
+    await place.board.post(flags, f"{op} 2 flags", handle.num_cores)
+    await handle.steps.passed(op, 2)
 
     # Step 3: poll all flags; prefix sums of the counts are the output offsets, so the cores meet once more;
     # gather the tokens there.
-    flags = await xccl.board.wait(op, xccl.means.timeout_ns)
+    flags = await place.board.wait(op, handle.means.timeout_ns)
     await die.clock.sleep(spec.meeting_ns())
     num_tokens = int(flags["counts"].sum())
     nbytes = num_tokens * layout.dispatch_message
-    gather = partial(_gather, xccl, flags["counts"].astype(np.int64))
-    received = await xccl.work(f"{op} 3 gather", gather, 0, 2 * nbytes)
-    xccl.received = received
-    await xccl.steps.passed(op, 3)
+    gather = partial(_gather, place, flags["counts"].astype(np.int64))
+    received = await handle.work(f"{op} 3 gather", gather, 0, 2 * nbytes)
+    await handle.steps.passed(op, 3)
     return received
 
 
 def _messages(
-    xccl: FusedXCCL,
+    quantize: Quantize | None,
+    place: FusedPlace,
     x: npt.NDArray[np.generic],
     scale: npt.NDArray[np.float32] | None,
     topk_idx: npt.NDArray[np.int32],
     order: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.uint8]:
     """One message a (token, key), in `order`: uint8 [T * K, message]."""
-    layout = xccl.layout
+    layout = place.layout
     payload = x
-    if xccl.quantize is not None and scale is None:
-        payload, scale = xccl.quantize(x.view(np.float32))
+    if quantize is not None and scale is None:
+        payload, scale = quantize(x.view(np.float32))
     if scale is None:
         scale = np.ones(len(x), np.float32)
     batch_slot, key_offset = np.divmod(order, layout.top_k)
@@ -121,28 +119,28 @@ def _messages(
     messages[:, :nbytes] = np.ascontiguousarray(payload).view(np.uint8)[batch_slot]
     slots = messages[:, layout.slot_offset :][:, : SLOT_DTYPE.itemsize].view(SLOT_DTYPE)[:, 0]
     slots["scale"] = scale[batch_slot]
-    slots["source_rank"] = xccl.rank
+    slots["source_rank"] = place.rank
     slots["batch_slot"] = batch_slot
     slots["key_offset"] = key_offset
     slots["expert_idx"] = topk_idx.reshape(-1)[order]
     return messages
 
 
-def _gather(xccl: FusedXCCL, counts: npt.NDArray[np.int64]) -> FusedReceived:
+def _gather(place: FusedPlace, counts: npt.NDArray[np.int64]) -> FusedReceived:
     """Dispatch buffer -> contiguous output. counts: [R, E], messages by source rank and local expert."""
-    layout, memory, op = xccl.layout, xccl.die.memory, xccl.titles.dispatch
+    layout, memory, op = place.layout, place.die.memory, place.titles.dispatch
     shape = (layout.num_ranks, layout.max_tokens, layout.dispatch_message)
-    buffer = memory.view(xccl.region("dispatch"), np.uint8, shape)
+    buffer = memory.view(place.region("dispatch"), np.uint8, shape)
     per_source = counts.sum(axis=1).tolist()
     if max(per_source) > layout.max_tokens:
         source = int(np.argmax(per_source))
         raise ProtocolError(
-            f"{op}: rank {xccl.rank}: peer {source} posts {per_source[source]} tokens, "
+            f"{op}: rank {place.rank}: peer {source} posts {per_source[source]} tokens, "
             f"but its block holds {layout.max_tokens}"
         )
     arrived = np.concatenate([buffer[source, :count] for source, count in enumerate(per_source)])
     slots = arrived[:, layout.slot_offset :][:, : SLOT_DTYPE.itemsize].view(SLOT_DTYPE)[:, 0]
-    local_of = {e: xccl.local_idx[e] for e in np.flatnonzero(xccl.expert_rank == xccl.rank).tolist()}
+    local_of = {e: place.local_idx[e] for e in np.flatnonzero(place.expert_rank == place.rank).tolist()}
     local = np.array([local_of.get(e, -1) for e in slots["expert_idx"].tolist()], np.int64)
     found = np.zeros_like(counts)
     for source, rows in enumerate(np.split(local, np.cumsum(per_source)[:-1])):
@@ -150,14 +148,14 @@ def _gather(xccl: FusedXCCL, counts: npt.NDArray[np.int64]) -> FusedReceived:
     if not np.array_equal(found, counts):
         source = int(np.flatnonzero((found != counts).any(axis=1))[0])
         raise ProtocolError(
-            f"{op}: rank {xccl.rank}: peer {source} posts {counts[source].tolist()} tokens for the "
+            f"{op}: rank {place.rank}: peer {source} posts {counts[source].tolist()} tokens for the "
             f"experts here, but its messages are for {found[source].tolist()}"
         )
     order = np.argsort(local, kind="stable")  # within an expert: by source rank, then (slot, key)
     payload_nbytes = layout.hidden * layout.dispatch_payload.itemsize
-    payload = memory.view(xccl.region("output"), np.uint8, (len(order), payload_nbytes))
+    payload = memory.view(place.region("output"), np.uint8, (len(order), payload_nbytes))
     payload[:] = arrived[order, :payload_nbytes]
-    out = memory.view(xccl.region("output_slots"), SLOT_DTYPE, len(order))
+    out = memory.view(place.region("output_slots"), SLOT_DTYPE, len(order))
     out[:] = slots[order]
     return FusedReceived(
         payload=payload.view(layout.dispatch_payload),
@@ -166,25 +164,19 @@ def _gather(xccl: FusedXCCL, counts: npt.NDArray[np.int64]) -> FusedReceived:
         source_rank=out["source_rank"],
         batch_slot=out["batch_slot"],
         key_offset=out["key_offset"],
-        num_tokens_per_expert=counts.sum(axis=0)[: int((xccl.expert_rank == xccl.rank).sum())],
+        num_tokens_per_expert=counts.sum(axis=0)[: int((place.expert_rank == place.rank).sum())],
     )
 
 
-def answer_address(xccl: FusedXCCL, source_rank: int, batch_slot: int, key_offset: int) -> Address:
-    """Where the answer to a received token goes: computed from what the token brought along."""
-    block = xccl.region("combine", xccl.group.dies[source_rank]).address
-    return block.plus(xccl.layout.combine_offset(batch_slot, key_offset))
-
-
 def check_tokens(
-    xccl: FusedXCCL,
+    place: FusedPlace,
     x: npt.NDArray[np.generic],
     scale: npt.NDArray[np.generic] | None,
     topk_idx: npt.NDArray[np.generic],
 ) -> None:
     """AddressError unless x [T, H], scale [T] (if x is quantised) and topk_idx [T, K] are what the layout
     holds."""
-    layout, op = xccl.layout, xccl.titles.dispatch
+    layout, op = place.layout, place.titles.dispatch
     for name, array in (("x", x), ("topk_idx", topk_idx)):
         check_array(op, name, array)
     dtype = np.dtype(np.float32 if scale is None else np.int8)
@@ -199,7 +191,7 @@ def check_tokens(
     if topk_idx.dtype != np.int32 or topk_idx.shape != (len(x), layout.top_k):
         expected = f"int32 [{len(x)}, {layout.top_k}]"
         raise AddressError(f"{op}: topk_idx must be {expected}, not {topk_idx.dtype} {topk_idx.shape}")
-    num_experts = len(xccl.expert_rank)
+    num_experts = len(place.expert_rank)
     if topk_idx.size and not 0 <= topk_idx.min() <= topk_idx.max() < num_experts:
         raise AddressError(f"{op}: topk_idx has values outside the physical experts 0..{num_experts - 1}")
     # With more than one expert a rank, a repeated expert could still fit the block, and answer one place

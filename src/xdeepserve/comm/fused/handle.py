@@ -7,13 +7,12 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from xdeepserve.comm.board import Board
-from xdeepserve.comm.checks import check_rank
 from xdeepserve.comm.exchange.handle import Titles
 from xdeepserve.comm.exchange.layout import Group
 from xdeepserve.comm.fused.fused_combine import check_answers, fused_combine
 from xdeepserve.comm.fused.fused_dispatch import FusedReceived, check_tokens, fused_dispatch
 from xdeepserve.comm.fused.layout import FusedLayout
+from xdeepserve.comm.fused.place import FusedPlace
 from xdeepserve.comm.handle import Float32, Handle, Quantize
 from xdeepserve.comm.means import ALL_CORES, Means
 from xdeepserve.comm.steps import Observer
@@ -43,31 +42,23 @@ class FusedXCCL(Handle):
         on_step: Observer | None = None,
         titles: Titles = TITLES,
     ) -> None:
-        self.titles = titles
         turns = Turns(f"{titles.rank} {rank}" if titles.rank else rank, titles.dispatch, titles.combine)
         super().__init__(die, turns, quantize, layout.quantize, means, on_step)
-        self.layout = layout
-        self._join(rank, group)
-        self.board = Board(die, group.dies, layout.region("flags"), layout.board)
+        self.layout, self.place = layout, FusedPlace(die, rank, group, layout, titles)
         self.topk_idx: npt.NDArray[np.int32] = np.zeros((0, layout.top_k), np.int32)
         self.received: FusedReceived | None = None
 
-    def _join(self, rank: int, group: Group) -> None:
-        layout, die = self.layout, self.die.index
-        check_rank(die, rank, group.dies, where="the group of dies")
-        if group.num_ranks > layout.num_ranks or group.max_experts_per_rank > layout.experts_per_rank:
-            raise DeploymentError(
-                f"the layout is for {layout.num_ranks} ranks of {layout.experts_per_rank} experts, the group "
-                f"has {group.num_ranks} of up to {group.max_experts_per_rank}"
-            )
-        self.rank, self.group = rank, group
-        self.expert_rank = np.asarray(group.expert_rank, np.int64)
-        self.own_experts = np.flatnonzero(self.expert_rank == rank)
-        # An expert's number among those of its rank.
-        self.local_idx = np.zeros(len(group.expert_rank), np.int64)
-        for peer in range(group.num_ranks):
-            mine = self.expert_rank == peer
-            self.local_idx[mine] = np.arange(mine.sum())
+    @property
+    def rank(self) -> int:
+        return self.place.rank
+
+    @property
+    def own_experts(self) -> npt.NDArray[np.int64]:
+        return self.place.own_experts
+
+    def region(self, part: str) -> Region:
+        """A region of this rank: flags, dispatch, output ..."""
+        return self.place.region(part)
 
     async def dispatch(
         self,
@@ -87,8 +78,14 @@ class FusedXCCL(Handle):
         AddressError for arguments that the layout does not hold. After one of the first two the handle must
         be reset; a refused call has not happened.
         """
-        run = partial(fused_dispatch, self, x, scale, topk_idx, event_id)
-        return await self._run(Step.DISPATCH, event_id, run, partial(check_tokens, self, x, scale, topk_idx))
+
+        async def run() -> FusedReceived:
+            self.topk_idx = topk_idx.copy()  # for FusedCombine, when the caller may have reused it
+            self.received = await fused_dispatch(self, self.place, x, scale, topk_idx, event_id)
+            return self.received
+
+        check = partial(check_tokens, self.place, x, scale, topk_idx)
+        return await self._run(Step.DISPATCH, event_id, run, check)
 
     async def combine(
         self, expert_out: Float32, topk_weights: Float32, event_id: int, shared: Float32 | None = None
@@ -101,8 +98,17 @@ class FusedXCCL(Handle):
         Returns float32 [T, H], a view of preallocated memory: the sum over a token's keys in order of weight
         x answer (rounded to bfloat16 on the way if the layout is quantised). Raises as `dispatch` does.
         """
-        arguments = self, expert_out, topk_weights, shared
-        run, check = partial(fused_combine, *arguments), partial(check_answers, *arguments)
+
+        def check() -> None:
+            assert self.received is not None  # the phase says so
+            shape = self.topk_idx.shape
+            check_answers(self.place, len(self.received), shape, expert_out, topk_weights, shared)
+
+        async def run() -> Float32:
+            assert self.received is not None
+            last = self.received, self.topk_idx
+            return await fused_combine(self, self.place, *last, expert_out, topk_weights, shared)
+
         return await self._run(Step.COMBINE, event_id, run, check)
 
     def reset(self, group: Group | None = None) -> None:
@@ -114,31 +120,7 @@ class FusedXCCL(Handle):
         if group is not None:
             if self.die.index not in group.dies:
                 raise DeploymentError(f"die {self.die.index} is not in the group of dies {list(group.dies)}")
-            self._join(group.dies.index(self.die.index), group)
+            self.place.join(group.dies.index(self.die.index), group)
         self.turns.reset({}, self.rank)
-        self.board.clear(self.group.dies)
-        self.clear_token_flags()
-
-    # ---- shared by the two operators ----------------------------------------------------------------
-
-    @property
-    def num_cores(self) -> int:
-        return self.means.cores or self.die.spec.num_cores("aiv")
-
-    def crossing(self, counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Dies and the number of messages for each, of those that get any; counts: [R]."""
-        gets = counts > 0
-        return np.asarray(self.group.dies, np.int64)[gets], counts[gets]
-
-    def region(self, part: str, die: int | None = None) -> Region:
-        """A region of this rank, or of another die of the group: flags, dispatch, output ..."""
-        memory = self.die.fabric.memories[self.die.index if die is None else die]
-        name = self.layout.region(part)
-        for area in (memory.metadata, memory.managed, memory.app):
-            if name in area.regions:
-                return area.regions[name]
-        raise DeploymentError(f"die {memory.node} has not planned the fused layout '{self.layout.name}'")
-
-    def clear_token_flags(self) -> None:
-        region = self.region("token_flags")
-        self.die.memory.write(region.offset, bytes(region.nbytes))
+        self.place.board.clear(self.place.group.dies)
+        self.place.clear_token_flags()

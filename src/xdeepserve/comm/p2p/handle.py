@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypedDict, Unpack
 
-import numpy as np
-
 from xdeepserve.comm.checks import check_event_id, check_rank, integer
 from xdeepserve.comm.p2p.cargo import Cargo
-from xdeepserve.comm.p2p.layout import MAX_MESSAGE, RING_FIELD, Mode, RingField, RingLayout
+from xdeepserve.comm.p2p.layout import MAX_MESSAGE, Mode, RingLayout
 from xdeepserve.comm.p2p.message_end import Ask, Engine
 from xdeepserve.comm.p2p.receive import Receiving
+from xdeepserve.comm.p2p.ring_memory import PairOp, RingMemory
 from xdeepserve.comm.p2p.rules import RECEIVE, SEND, PairEnd
 from xdeepserve.comm.p2p.send import Sending
 from xdeepserve.comm.steps import Observer, Steps
 from xdeepserve.comm.wire import ROW_ALIGNMENT
 from xdeepserve.errors import AddressError, DeploymentError, ProtocolError
 from xdeepserve.hw.die import Die
-from xdeepserve.hw.memory import Address
+from xdeepserve.hw.memory import Region
 
 DEFAULT_CORES = 2
 
@@ -65,20 +64,11 @@ class PointToPoint:
         self.die, self.rank, self.dies, self.layout = die, rank, tuple(dies), layout
         self.timeout_ns = integer("send and receive", "timeout_ns", timeout_ns)
         self.steps = Steps(die, on_step)
-        memories, memory = die.fabric.memories, die.memory
-        self.rings = memory.managed.regions[layout.region("rings")]
-        self.tails = memory.metadata.regions[layout.region("tails")]
-        self.acks = memory.metadata.regions[layout.region("acks")]
-        self._check_peers()
-        nodes = np.asarray(dies, np.int64)
-        self.peer_rings = memories.offsets_of("managed", layout.region("rings"))[nodes].tolist()
-        self.peer_tails = memories.offsets_of("metadata", layout.region("tails"))[nodes].tolist()
-        self.peer_acks = memories.offsets_of("metadata", layout.region("acks"))[nodes].tolist()
+        self.memory = RingMemory(die, rank, dies, layout)
         self.sides = {
             op: {peer: PairEnd(table, op, rank, peer) for peer in range(len(dies)) if peer != rank}
             for op, table in (("send", SEND), ("receive", RECEIVE))
         }
-        self._in_use: dict[tuple[str, int], tuple[int, int]] = {}
 
     async def send(
         self, src: int, nbytes: int, peer: int, event_id: int, *, zero_copy: bool = False, **by: Unpack[By]
@@ -155,67 +145,39 @@ class PointToPoint:
         Neither may be in a call for the other; both go on with event IDs that none has used.
         """
         peer = self._check_peer("reset", peer)
-        for op, area in (("send", self.acks), ("receive", self.tails)):
-            fields = self.fields(area.offset, peer, self.layout.num_cores)
+        told_in: dict[PairOp, Region] = {"send": self.memory.acks, "receive": self.memory.tails}
+        for op, area in told_in.items():
+            fields = self.memory.fields(area.offset, peer, self.layout.num_cores)
             self.sides[op][peer].reset(max(field.event_id for field in fields))
-            self.release(op, peer)
+            self.memory.release(op, peer)
 
-    # ---- shared with the two kernels ----------------------------------------------------------------
+    # ---- how a transfer begins ----------------------------------------------------------------------
 
-    def fields(self, area: int, peer: int, num_cores: int) -> list[RingField]:
-        """What the first cores of `peer` have told, in the tails or acks at offset `area` of this rank."""
-        raw = self.die.memory.read(area + self.layout.field(peer, 0), num_cores * RING_FIELD.size)
-        return RingField.unpack_all(raw)
+    def _send(self, ask: Ask, zero_copy: bool) -> Sending:
+        mode = Mode.ZERO_COPY if zero_copy else Mode.RING
+        return Sending(self.memory, self.steps, self.timeout_ns, self._begin("send", ask), ask, mode)
 
-    def release(self, op: str, peer: int) -> None:
-        """The transfer with this peer no longer needs its buffer."""
-        use = self._in_use.pop((op, peer), None)
-        if use is None or use[0] == use[1]:
-            return
-        if op == "receive":
-            self.die.memory.claims.release(use[0])
-        else:
-            self.die.memory.claims.unshare(use[0], use[1] - use[0], self._reader(peer))
+    def _receive(self, ask: Ask) -> Receiving:
+        return Receiving(self.memory, self.steps, self.timeout_ns, self._begin("receive", ask), ask)
 
-    def _reader(self, peer: int) -> str:
-        return f"send of rank {self.rank} to {peer}"
+    def _begin(self, op: PairOp, ask: Ask) -> PairEnd:
+        """Claim the buffer of a transfer, unless the caller has, and start the pair."""
+        end = self.sides[op][ask.peer]
+        buffer = (0, 0) if ask.is_claimed else ask.cargo.pieces[0]
+        self.memory.claim(op, ask.peer, *buffer)
+        try:
+            end.start(ask.event_id)
+        except ProtocolError:
+            self.memory.unclaim(op, ask.peer, *buffer)
+            raise
+        self.memory.in_use[op, ask.peer] = buffer
+        return end
 
     # ---- checks -------------------------------------------------------------------------------------
 
-    def _send(self, ask: Ask, zero_copy: bool) -> Sending:
-        peer, end = ask.peer, self.sides["send"][ask.peer]
-        claims, who = self.die.memory.claims, self._reader(peer)
-        src, nbytes = (0, 0) if ask.is_claimed else ask.cargo.pieces[0]
-        if nbytes:
-            claims.share(src, nbytes, who)
-        try:
-            end.start(ask.event_id)
-        except ProtocolError:
-            if nbytes:
-                claims.unshare(src, nbytes, who)
-            raise
-        self._in_use["send", peer] = src, src + nbytes
-        return Sending(self, end, ask, Mode.ZERO_COPY if zero_copy else Mode.RING)
-
-    def _receive(self, ask: Ask) -> Receiving:
-        peer, end = ask.peer, self.sides["receive"][ask.peer]
-        dst, nbytes = (0, 0) if ask.is_claimed else ask.cargo.pieces[0]
-        # `_in_use` knows of this handle's transfers only; others may use the same memory.
-        claims = self.die.memory.claims
-        if nbytes:
-            claims.take(dst, nbytes, f"receive of rank {self.rank} from {peer}")
-        try:
-            end.start(ask.event_id)
-        except ProtocolError:
-            if nbytes:
-                claims.release(dst)
-            raise
-        self._in_use["receive", peer] = dst, dst + nbytes
-        return Receiving(self, end, ask)
-
     def _checked(
         self,
-        op: str,
+        op: PairOp,
         offset: int,
         nbytes: int,
         peer: int,
@@ -226,7 +188,8 @@ class PointToPoint:
         offset, nbytes = integer(op, "offset", offset), integer(op, "bytes", nbytes)
         cores, peer, event_id = self._check_call(op, peer, event_id, cores, engine)
         self._check_place(op, offset, nbytes)
-        for (other, _), (start, stop) in self._in_use.items():
+        for (other, _), (start, size) in self.memory.in_use.items():
+            stop = start + size
             if start < offset + nbytes and offset < stop and "receive" in (op, other):
                 raise AddressError(
                     f"{op}: [{offset}, {offset + nbytes}) overlaps [{start}, {stop}) of a {other} under way"
@@ -236,7 +199,7 @@ class PointToPoint:
 
     def _checked_pieces(
         self,
-        op: str,
+        op: PairOp,
         pieces: Sequence[tuple[int, int]],
         peer: int,
         event_id: int,
@@ -276,21 +239,6 @@ class PointToPoint:
                 f"{op}: [{offset}, {offset + nbytes}) leaves the app area [{app.base}, {app.end})"
             )
 
-    def _check_peers(self) -> None:
-        """DeploymentError unless all dies have planned regions of this layout's sizes."""
-        for peer, die in enumerate(self.dies):
-            memory = self.die.fabric.memories[die]
-            for part, nbytes in self.layout.region_nbytes.items():
-                area = memory.managed if part == "rings" else memory.metadata
-                region = area.regions.get(self.layout.region(part))
-                if region is None or region.nbytes != nbytes:
-                    found = "none" if region is None else f"{region.nbytes} bytes"
-                    raise DeploymentError(
-                        f"rank {self.rank} of ring layout '{self.layout.name}' needs {nbytes} bytes of "
-                        f"{part} on every die, but die {die} of rank {peer} has {found}: "
-                        "layouts must be equal"
-                    )
-
     def _check_peer(self, op: str, peer: int) -> int:
         peer = integer(op, "peer", peer)
         if not 0 <= peer < len(self.dies) or peer == self.rank:
@@ -298,9 +246,3 @@ class PointToPoint:
                 f"{op}: rank {self.rank} has peers 0..{len(self.dies) - 1} but itself, not {peer}"
             )
         return peer
-
-    # ---- addresses ----------------------------------------------------------------------------------
-
-    def peer_field(self, area: list[int], peer: int, core: int) -> Address:
-        """This rank's field in a peer's tails or acks."""
-        return Address(self.dies[peer], area[peer] + self.layout.field(self.rank, core))

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from xdeepserve.comm.p2p.cargo import Cargo
 from xdeepserve.comm.p2p.layout import RING_FIELD, Mode, RingField, last_chunks
+from xdeepserve.comm.p2p.ring_memory import PairOp, RingMemory
 from xdeepserve.comm.p2p.rules import Move, PairEnd, Progress
+from xdeepserve.comm.steps import Steps
 from xdeepserve.errors import ProtocolError
 from xdeepserve.hw.memory import Address, Region
 from xdeepserve.hw.stream import Stream
 from xdeepserve.hw.waiting import Waiting
-
-if TYPE_CHECKING:
-    from xdeepserve.comm.p2p.handle import PointToPoint
-
 
 Engine: TypeAlias = Literal["mte", "dma", "urma"]
 
@@ -35,17 +33,17 @@ class Ask(NamedTuple):
 class MessageEnd(abc.ABC):
     """One message, seen from one end. `progress` is what the peer's fields have said about it."""
 
-    op: str
+    op: PairOp
     area: Region  # where the peer's fields are
 
-    def __init__(self, p2p: PointToPoint, side: PairEnd, ask: Ask) -> None:
-        self.p2p, self.side = p2p, side
+    def __init__(self, memory: RingMemory, steps: Steps, timeout_ns: int, side: PairEnd, ask: Ask) -> None:
+        self.memory, self.steps, self.timeout_ns, self.side = memory, steps, timeout_ns, side
         self.event_id, self.event_before = ask.event_id, side.event_before
         self.cargo, self.nbytes, self.cores, self.engine = ask.cargo, ask.cargo.nbytes, ask.cores, ask.engine
-        self.die, self.layout, self.peer = p2p.die, p2p.layout, side.peer
+        self.die, self.layout, self.peer = memory.die, memory.layout, side.peer
         self.num_chunks = self.layout.num_chunks(self.nbytes)
         self.base = side.position
-        self.stream = Stream(self.die.mte, f"{self.op} rank {p2p.rank}")
+        self.stream = Stream(self.die.mte, f"{self.op} rank {memory.rank}")
         self.progress: Progress | None = None
         self.is_complete = False
         self._error: BaseException | None = None
@@ -61,10 +59,10 @@ class MessageEnd(abc.ABC):
             self.stream.stop(error)
             if self.is_current:
                 self.side.move(Move.FAIL)
-                self.p2p.release(self.op, self.peer)
+                self.memory.release(self.op, self.peer)
             raise
         if self.is_complete:
-            self.p2p.release(self.op, self.peer)
+            self.memory.release(self.op, self.peer)
 
     @property
     def is_current(self) -> bool:
@@ -83,7 +81,7 @@ class MessageEnd(abc.ABC):
         """
         if self._is_looking:
             raise ProtocolError(
-                f"{self.op}: rank {self.p2p.rank} is looking at event {self.event_id} with peer {self.peer} "
+                f"{self.op}: rank {self.side.rank} is looking at event {self.event_id} with peer {self.peer} "
                 "already: one look at a time"
             )
         self._is_looking = True
@@ -106,7 +104,7 @@ class MessageEnd(abc.ABC):
     def _check_current(self) -> None:
         if not self.is_current:
             raise ProtocolError(
-                f"{self.op}: event {self.event_id} of rank {self.p2p.rank} with peer {self.peer} was given "
+                f"{self.op}: event {self.event_id} of rank {self.side.rank} with peer {self.peer} was given "
                 "up: the pair has been reset since"
             )
 
@@ -124,7 +122,7 @@ class MessageEnd(abc.ABC):
 
     def look_at_fields(self) -> None:
         """Look at all fields that matter. Costs nothing: cores look while their engines move bytes."""
-        for core, field in enumerate(self.p2p.fields(self.area.offset, self.peer, self.num_fields)):
+        for core, field in enumerate(self.memory.fields(self.area.offset, self.peer, self.num_fields)):
             self.see(core, field)
 
     async def wait_until(self, is_over: Callable[[], object], what: str, expected: object) -> None:
@@ -143,9 +141,9 @@ class MessageEnd(abc.ABC):
         def describe() -> Waiting:
             seen = self.progress.next if self.progress is not None else 0
             field = f"{what} of event {self.event_id}"
-            return Waiting(self.op, self.p2p.rank, self.peer, field, expected, seen)
+            return Waiting(self.op, self.memory.rank, self.peer, field, expected, seen)
 
-        deadline_ns = die.clock.now + self.p2p.timeout_ns
+        deadline_ns = die.clock.now + self.timeout_ns
         nbytes = self.layout.num_cores * size
         # A kernel whose store fails does not poll on.
         self.stream.on_error = lambda: die.memory.notify(start, nbytes)
@@ -159,7 +157,7 @@ class MessageEnd(abc.ABC):
         for core, chunk_id, position in last_chunks(self.base, first, stop, num_cores):
             where = position if pointer is None else pointer
             raw = RING_FIELD.pack(self.event_id, chunk_id, where, self.nbytes, num_cores, mode)
-            flags.append((self.p2p.peer_field(area, self.peer, core), raw))
+            flags.append((self.memory.peer_field(area, self.peer, core), raw))
         return _joined(flags)
 
     def finish(self, move: Move) -> None:

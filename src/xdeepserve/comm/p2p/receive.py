@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from xdeepserve.comm.p2p.cargo import copies
 from xdeepserve.comm.p2p.layout import Mode, RingField
 from xdeepserve.comm.p2p.message_end import Ask, MessageEnd
+from xdeepserve.comm.p2p.ring_memory import RingMemory
 from xdeepserve.comm.p2p.rules import Move, PairEnd, Progress
+from xdeepserve.comm.steps import Steps
 from xdeepserve.comm.wire import ROW_ALIGNMENT
 from xdeepserve.errors import FieldError
 from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.memory import Address
-
-if TYPE_CHECKING:
-    from xdeepserve.comm.p2p.handle import PointToPoint
 
 
 class Receiving(MessageEnd):
@@ -22,9 +21,9 @@ class Receiving(MessageEnd):
 
     op = "receive"
 
-    def __init__(self, p2p: PointToPoint, side: PairEnd, ask: Ask) -> None:
-        super().__init__(p2p, side, ask)
-        self.area = p2p.tails
+    def __init__(self, memory: RingMemory, steps: Steps, timeout_ns: int, side: PairEnd, ask: Ask) -> None:
+        super().__init__(memory, steps, timeout_ns, side, ask)
+        self.area = memory.tails
         self.mode, self.pointer = Mode.RING, 0
         self.num_copied = 0
 
@@ -42,7 +41,7 @@ class Receiving(MessageEnd):
         self.look_at_fields()
         if self.num_arrived == self.num_copied:
             return
-        self.p2p.steps.done("receive", 5)
+        self.steps.done("receive", 5)
         self.side.move(Move.ARRIVED)
         while self.num_copied < self.num_arrived:
             await self._copy()
@@ -65,7 +64,7 @@ class Receiving(MessageEnd):
             num_cores = field.num_cores if field.event_id == self.event_id else 1
             if not 1 <= num_cores <= self.layout.num_cores:
                 message = (
-                    f"receive: rank {self.p2p.rank} has fields of {self.layout.num_cores} AIV cores, "
+                    f"receive: rank {self.memory.rank} has fields of {self.layout.num_cores} AIV cores, "
                     f"but peer {self.peer} sends with {num_cores}"
                 )
                 raise self._error_in("AIV cores", f"1..{self.layout.num_cores}", num_cores, message)
@@ -84,12 +83,12 @@ class Receiving(MessageEnd):
 
     def _check_field(self, field: RingField) -> None:
         """FieldError for a mode that does not exist, or zero-copy bytes outside the peer's app area."""
-        where = f"receive: rank {self.p2p.rank}: the field of peer {self.peer}, core 0,"
+        where = f"receive: rank {self.memory.rank}: the field of peer {self.peer}, core 0,"
         if field.mode not in (Mode.RING, Mode.ZERO_COPY):
             message = f"{where} says mode {field.mode}: there are 0 (ring) and 1 (zero copy)"
             raise self._error_in("mode", "0 or 1", field.mode, message)
         if field.mode == Mode.ZERO_COPY:
-            app = self.die.fabric.memories[self.p2p.dies[self.peer]].app
+            app = self.die.fabric.memories[self.memory.dies[self.peer]].app
             start, stop = field.pointer, field.pointer + field.nbytes
             if start < app.base or stop > app.end or start % ROW_ALIGNMENT:
                 message = (
@@ -100,19 +99,19 @@ class Receiving(MessageEnd):
 
     def _error_in(self, field: str, expected: object, seen: object, message: str) -> FieldError:
         """What is wrong with the tail of core 0."""
-        at: dict[str, Any] = {"op": self.op, "rank": self.p2p.rank, "peer": self.peer}
+        at: dict[str, Any] = {"op": self.op, "rank": self.memory.rank, "peer": self.peer}
         return FieldError(message, **at, field=f"tail {field}, core 0", expected=expected, seen=seen)
 
     async def _copy(self) -> None:
         """Steps 6 and 7 for the next chunks: copy to the app area, then store the acks at the sender."""
         assert self.progress is not None
-        p2p, first = self.p2p, self.num_copied
+        memory, first = self.memory, self.num_copied
         stop = self.num_arrived
         if self.engine == "mte" and self.mode is Mode.RING:
             stop = min(stop, first + self.cores)
-        acks = self.flags(p2p.peer_acks, first, stop, self.progress.num_cores, self.mode)
+        acks = self.flags(memory.peer_acks, first, stop, self.progress.num_cores, self.mode)
         if self.mode is Mode.ZERO_COPY:
-            acks = self.flags(p2p.peer_acks, 0, 1, 1, self.mode, self.cargo.offset)
+            acks = self.flags(memory.peer_acks, 0, 1, 1, self.mode, self.cargo.offset)
         if self.mode is Mode.ZERO_COPY and self.engine == "mte":
             await self._take(acks)
             self.num_copied = stop
@@ -131,7 +130,7 @@ class Receiving(MessageEnd):
 
     async def _take(self, acks: list[tuple[Address, bytes]]) -> None:
         """Zero copy: read the sender's app area, slot by slot for each core, and acknowledge at the end."""
-        step, src = self.layout.slot_nbytes * self.cores, Address(self.p2p.dies[self.peer], self.pointer)
+        step, src = self.layout.slot_nbytes * self.cores, Address(self.memory.dies[self.peer], self.pointer)
         for at in range(0, max(self.nbytes, 1), step):
             nbytes = min(step, self.nbytes - at)
             part = copies([(src.plus(at), nbytes)], self.cargo.part(at, nbytes))
@@ -145,13 +144,13 @@ class Receiving(MessageEnd):
     def _pieces(self, first: int, stop: int) -> list[Copy]:
         """Chunks [first, stop), from where they are to the app area."""
         if self.mode is Mode.ZERO_COPY:
-            src = Address(self.p2p.dies[self.peer], self.pointer)
+            src = Address(self.memory.dies[self.peer], self.pointer)
             return copies([(src, self.nbytes)], self.cargo.part(0, self.nbytes))
         start = first * self.layout.slot_nbytes
         nbytes = min(stop * self.layout.slot_nbytes, self.nbytes) - start
-        ring = self.p2p.rings.address
+        ring = self.memory.rings.address
         slots = self.layout.slots(self.peer, self.base + first, nbytes)
         return copies([(ring.plus(offset), size) for offset, size in slots], self.cargo.part(start, nbytes))
 
     def _stored(self, are_acks: bool) -> None:
-        self.p2p.steps.done("receive", 7 if are_acks else 6)
+        self.steps.done("receive", 7 if are_acks else 6)

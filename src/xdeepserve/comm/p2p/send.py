@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 from xdeepserve.comm.p2p.cargo import copies
 from xdeepserve.comm.p2p.layout import Mode
 from xdeepserve.comm.p2p.message_end import Ask, MessageEnd
+from xdeepserve.comm.p2p.ring_memory import RingMemory
 from xdeepserve.comm.p2p.rules import Move, PairEnd, Progress
+from xdeepserve.comm.steps import Steps
 from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.memory import Address
-
-if TYPE_CHECKING:
-    from xdeepserve.comm.p2p.handle import PointToPoint
 
 
 class Sending(MessageEnd):
@@ -21,9 +19,11 @@ class Sending(MessageEnd):
 
     op = "send"
 
-    def __init__(self, p2p: PointToPoint, side: PairEnd, ask: Ask, mode: Mode) -> None:
-        super().__init__(p2p, side, ask)
-        self.area, self.mode = p2p.acks, mode
+    def __init__(
+        self, memory: RingMemory, steps: Steps, timeout_ns: int, side: PairEnd, ask: Ask, mode: Mode
+    ) -> None:
+        super().__init__(memory, steps, timeout_ns, side, ask)
+        self.area, self.mode = memory.acks, mode
         if self.engine != "mte":
             self.cores = 1
         if mode is Mode.ZERO_COPY:
@@ -35,11 +35,11 @@ class Sending(MessageEnd):
 
     async def write(self) -> None:
         """Steps 1 to 3: chunk by chunk, as slots of the peer's ring become free."""
-        p2p, layout = self.p2p, self.layout
+        memory, layout = self.memory, self.layout
         await self.stream.open()
         if self.mode is Mode.ZERO_COPY:
             # Nothing moves: the tail tells where the bytes lie, and the receiver takes them from there.
-            flags = self.flags(p2p.peer_tails, 0, 1, 1, self.mode, self.cargo.offset)
+            flags = self.flags(memory.peer_tails, 0, 1, 1, self.mode, self.cargo.offset)
             await self.stream.copy([], 1, flags, self._stored)
         first = 0
         while self.mode is Mode.RING and first < self.num_chunks:
@@ -53,7 +53,7 @@ class Sending(MessageEnd):
             # DMA has no unified buffer to fit: half a ring at a time, so that both ends are busy.
             most = self.cores if self.engine == "mte" else max(1, layout.num_slots // 2)
             stop = min(first + min(free, most), self.num_chunks)
-            flags = self.flags(p2p.peer_tails, first, stop, self.cores, self.mode)
+            flags = self.flags(memory.peer_tails, first, stop, self.cores, self.mode)
             pieces = self._pieces(first, stop)
             nbytes = sum(piece.nbytes for piece in pieces)
             if self.engine == "mte":
@@ -62,12 +62,12 @@ class Sending(MessageEnd):
                 largest = min(layout.slot_nbytes, max(nbytes, 1))
                 cores = max(1, nbytes / largest)
                 await self.stream.copy(pieces, cores, flags, self._stored, moves=layout.has_bytes)
-                p2p.steps.done("send", 1)
+                self.steps.done("send", 1)
             else:
                 # Steps 1 and 2 in one: the engine reads the app area and writes the ring.
                 carrier = self.die.dma if self.engine == "dma" else self.die.urma
                 await carrier.copy(pieces, name="send 1-2")
-                p2p.steps.done("send", 1)
+                self.steps.done("send", 1)
                 await self.stream.copy([], 1, flags, self._stored)
             first = stop
         await self.stream.drain()
@@ -77,7 +77,7 @@ class Sending(MessageEnd):
         """Steps 4 and 8: poll the own metadata for the ack of the last chunk."""
         assert self.progress is not None
         progress = self.progress
-        self.p2p.steps.done("send", 4)
+        self.steps.done("send", 4)
         await self.wait_until(lambda: progress.is_complete, "ack chunk ID", self.num_chunks)
         await self.step()
 
@@ -86,7 +86,7 @@ class Sending(MessageEnd):
         assert self.progress is not None
         self.look_at_fields()
         if self.progress.is_complete:
-            self.p2p.steps.done("send", 8)
+            self.steps.done("send", 8)
             self.finish(Move.ACKNOWLEDGED)
 
     def _num_free(self, first: int) -> int:
@@ -97,12 +97,12 @@ class Sending(MessageEnd):
 
     def _pieces(self, first: int, stop: int) -> list[Copy]:
         """Chunks [first, stop), from the app area to the peer's ring."""
-        p2p, layout = self.p2p, self.layout
+        memory, layout = self.memory, self.layout
         start = first * layout.slot_nbytes
         nbytes = min(stop * layout.slot_nbytes, self.nbytes) - start
-        ring = Address(p2p.dies[self.peer], p2p.peer_rings[self.peer])
-        slots = layout.slots(p2p.rank, self.base + first, nbytes)
+        ring = Address(memory.dies[self.peer], memory.peer_rings[self.peer])
+        slots = layout.slots(memory.rank, self.base + first, nbytes)
         return copies(self.cargo.part(start, nbytes), [(ring.plus(offset), size) for offset, size in slots])
 
     def _stored(self, are_flags: bool) -> None:
-        self.p2p.steps.done("send", 3 if are_flags else 2)
+        self.steps.done("send", 3 if are_flags else 2)
