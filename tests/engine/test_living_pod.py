@@ -715,4 +715,4 @@ def test_the_life_of_each_te_is_told_and_drawn(
     names = set(engine.plan.pod.trace.node_names.values())
     assert {"TE-shell of decode 0", "TE-shell of decode 1", "decode 1 die 0"} <= names
     engine.plan.pod.trace.write(tmp_path / "trace.json")
-    assert not caplog.records  # a TE that warms up before it joins is no riddle to who draws
+    assert "a listener failed" not in caplog.text  # steps that warm a TE up come before it joins
