@@ -90,6 +90,17 @@ def test_an_interrupt_before_there_is_anything_is_said_too(
     assert capsys.readouterr().err == "xdeepserve verify: interrupted\n"
 
 
+def test_every_command_answers_an_interrupt_at_once(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(name: str) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr("xdeepserve.model.presets.resolve_model", interrupted)
+    assert main(["generate", "--prompt", "hi"]) == 130
+    assert capsys.readouterr().err.startswith("xdeepserve generate: interrupted: ends with what runs now")
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 @pytest.mark.usefixtures("is_hasty")
 def test_the_row_in_progress_is_named(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     def verify(checkpoint, names, report, subject, begins, **_) -> list[MatrixRow]:

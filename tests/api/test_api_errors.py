@@ -211,6 +211,8 @@ async def test_unknown_fields_are_refused(
         assert error["message"] == "unknown field foo_unknown"
     _, answer = await post(path, modell="x", **body)
     assert "did you mean model?" in answer["error"]["message"]
+    _, answer = await post(path, prompt_embed="x", **body)  # `prompt_embeds` is known only to be refused
+    assert "prompt_embeds?" not in answer["error"]["message"]
     assert not engine.submitted
 
 

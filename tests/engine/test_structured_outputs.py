@@ -293,8 +293,7 @@ def grammars() -> Grammars:
         ),
         (
             {"grammar": "start: nowhere"},
-            'line 1, column 8: unknown name: "nowhere"; grammars are written in llguidance\'s dialect of '
-            'Lark: start: "yes" | "no"',
+            'line 1, column 8: unknown name: "nowhere"; grammars are written in Lark: start: "yes" | "no"',
         ),
         ({"choice": ["a", 1]}, 'choice must be a list of texts, none empty, found ["a", 1]'),
     ],

@@ -114,7 +114,7 @@ def _served(schema: type[msgspec.Struct]) -> list[str]:
 
 
 def mistyped(message: str, schema: type[msgspec.Struct], where: str = "") -> RequestError:
-    """What msgspec says of an object, which is the body or lies in it at the path `where`.
+    """Turn msgspec's message about a JSON object, the body or what lies in it at `where`, into a refusal.
 
     `Expected `int`, got `str` - at `$.n`` becomes "n: expected `integer`, got `string`", with param "n".
     """

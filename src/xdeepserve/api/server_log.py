@@ -117,7 +117,7 @@ def pod_logged(engine: AsyncEngine) -> Iterator[None]:
 
 
 def _dies(dies: tuple[int, ...] | list[int]) -> str:
-    """Dies in words."""
+    """Name dies in words: "die 3", "dies 3 to 5" or "dies 3, 7"."""
     if len(dies) == 1:
         return f"die {dies[0]}"
     is_range = list(dies) == list(range(dies[0], dies[-1] + 1))

@@ -59,7 +59,7 @@ class TimedRequest(msgspec.Struct, frozen=True):
 
 
 class WorkloadResult(msgspec.Struct, frozen=True):
-    """What a workload met with."""
+    """Times and counts of one workload's run."""
 
     metrics: list[RequestMetrics]
     usage: list[list[float]]  # of each sample, each decoding group's share of used KV blocks

@@ -137,7 +137,7 @@ def measure(point: Point) -> SweepResult:
 
 
 def beyond_published(point: Point, te: TEPlan) -> tuple[str, ...]:
-    """What of a point no published time is like."""
+    """Name what of a point lies beyond all published times."""
     sizes = te.sizes
     ranks = (
         len(sizes.place.routed_dies) + sizes.experts.num_shared_dies

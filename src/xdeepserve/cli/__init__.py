@@ -72,8 +72,8 @@ def build_parser() -> Parser:
 
 
 @contextlib.contextmanager
-def _interrupts_said(command: str, said: list[str]) -> Iterator[None]:
-    """Answer Ctrl-C at once, though a kernel that is being compiled cannot be stopped, and note it in `said`.
+def _interrupts_said(command: str) -> Iterator[None]:
+    """Answer Ctrl-C at once, though a kernel that is being compiled cannot be stopped.
 
     Servers have handlers of their own, which come in place of this one.
     """
@@ -82,11 +82,9 @@ def _interrupts_said(command: str, said: list[str]) -> Iterator[None]:
         return
 
     def interrupted(number: int, frame: Any) -> None:
-        said.append(
-            "interrupted: ends with what runs now; a kernel that is being compiled takes up to a minute"
-        )
-        print(f"xdeepserve {command}: {said[-1]}", file=sys.stderr, flush=True)
-        raise KeyboardInterrupt
+        text = "interrupted: ends with what runs now; a kernel that is being compiled takes up to a minute"
+        print(f"xdeepserve {command}: {text}", file=sys.stderr, flush=True)
+        raise KeyboardInterrupt(text)  # which has been said
 
     before = signal.signal(signal.SIGINT, interrupted)
     try:
@@ -98,9 +96,8 @@ def _interrupts_said(command: str, said: list[str]) -> Iterator[None]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     args = build_parser().parse_args(argv)
-    said: list[str] = []
     try:
-        with _interrupts_said(args.command, said):
+        with _interrupts_said(args.command):
             code: int = args.run(args)
         sys.stdout.flush()
         return code
@@ -108,8 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(args.command, _by_option(error, args), 2)
     except XDeepServeError as error:
         return _complain(args.command, error, 1)
-    except KeyboardInterrupt:
-        if not said:
+    except KeyboardInterrupt as interrupt:
+        if not interrupt.args:
             print(f"xdeepserve {args.command}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:

@@ -193,11 +193,8 @@ class PodPlan:
         deployment = msgspec.structs.replace(self.deployment, threads=1)  # they share this computer
         task = ServerTask(model, self.recipe, msgspec.to_builtins(deployment), "", "", "")
         experts = self.deployment.experts or ExpertConfig()
-        seats = [
-            number
-            for number in range(len(te.sizes.place.expert_dies))
-            if number not in te.sizes.experts.vacant
-        ]
+        vacant = te.sizes.experts.vacant
+        seats = [number for number in range(te.sizes.place.num_expert_dies) if number not in vacant]
         whom = identity(te.services, te.sizes.experts, self.recipe, self.checkpoint.digest())
         return ServersOutside(watcher, task, experts.transport, experts.monitor, seats, whom)
 

@@ -265,9 +265,8 @@ def team(te: TEPlan) -> str:
         )
     if n == 1:
         return f"{name}1 die holds attention and all experts"
-    overlap = (
-        f"; {s.walk.num_microbatches} microbatches overlap by {s.walk.overlap}" if s.walk.overlap else ""
-    )
+    how, count = s.walk.overlap, s.walk.num_microbatches
+    overlap = f"; {count} microbatches overlap by {how}" if how else ""
     if s.groups.tp > 1:
         mode = "TP" if s.groups.tp_mode == "tp" else "SP-TP-SP"
         experts = f" + EP{n}" if s.experts.where == "among" else ""
@@ -279,9 +278,6 @@ def team(te: TEPlan) -> str:
         overlap = f"; {s.groups.o_proj_tp} neighbours share an output projection{overlap}"
     if s.experts.where != "among":
         return f"{name}DP{n}, {n} dies, each a DP group of its own{overlap}"
-    shared = (
-        f", {s.experts.num_shared_dies} of them with the shared one for all"
-        if s.experts.num_shared_dies
-        else ""
-    )
+    copies = s.experts.num_shared_dies
+    shared = f", {copies} of them with the shared one for all" if copies else ""
     return f"{name}DP{n} + EP{n}, {n} dies, each a DP group with its share of the experts{shared}{overlap}"

@@ -55,13 +55,9 @@ def _die_rows(at: int, te: Sizes) -> Iterator[DieRow]:
         held = slots[rank] if slots else range(te.experts.num_slots if te.experts.where == "here" else 0)
         yield DieRow(die, at, role, rank // per_domain, rank // te.groups.tp, *_ends(held))
     for number, die in enumerate(te.place.expert_dies):
-        kind = (
-            "shared"
-            if te.experts.is_shared(number)
-            else "vacant"
-            if number in te.experts.vacant
-            else "experts"
-        )
+        kind = "vacant" if number in te.experts.vacant else "experts"
+        if te.experts.is_shared(number):
+            kind = "shared"
         yield DieRow(die, at, kind, -1, -1, *_ends(te.experts.slots_of[number]))
 
 

@@ -128,7 +128,7 @@ class StepSizes(msgspec.Struct, frozen=True, kw_only=True):
     role: Role = "both"
     max_model_len: int
     max_tokens: int  # rows
-    max_part: int  # rows of one of the parts that are side by side on a die, see `Walk.num_parts`
+    max_part: int  # rows of one of the parts that are side by side on a die, see `WalkSizes.num_parts`
     max_seqs: int
     max_logit_rows: int  # rows whose logits are kept
     mtp: int  # drafts per sequence and step
@@ -192,9 +192,7 @@ class ExpertSizes(msgspec.Struct, frozen=True, kw_only=True):
     where: Literal["here", "among", "away"]  # all on this die, on each die some, on dies of their own
     layers: tuple[int, ...]  # that have experts, those of MTP last
     num_mtp_layers: int = 0  # of these, the last ones
-    order: tuple[
-        int, ...
-    ]  # in which a step runs through `layers`, by index: one of MTP perhaps several times
+    order: tuple[int, ...]  # of `layers` in a step, by index: one of MTP may come several times
     experts_of: tuple[range, ...]  # the routed experts of each holder; may be none
     num_shared_dies: int = 0  # the last holders, each with a copy of the shared expert for others
     redundant_slots: int = 0  # of each layer, on each holder: see engine/die/replicas.py

@@ -53,13 +53,10 @@ class DieMemory:
         self.experts = range(0) if is_apart else sizes.experts.experts_of[rank]
         self.held = self.experts  # what is loaded; other slots are filled later, or never
         self.slots = range(0) if is_apart else sizes.experts.slots_of[rank]  # their physical numbers
-        self.is_shared = not is_apart and sizes.experts.is_shared(
-            rank
-        )  # has a copy of the shared one for all
+        self.is_shared = not is_apart and sizes.experts.is_shared(rank)  # a copy of the shared one for all
         # Tokens are led to replicas of experts, or to copies of the shared one on other dies.
-        self.has_routes = sizes.experts.redundant_slots > 0 or (
-            not is_apart and sizes.experts.num_shared_dies > 0
-        )
+        self.is_dispatched = not is_apart and sizes.experts.num_shared_dies > 0  # the shared one's rows, too
+        self.has_routes = sizes.experts.redundant_slots > 0 or self.is_dispatched
         self.num_layers = config.num_hidden_layers + sizes.steps.mtp
         self.specs, self._space = self._weight_specs(), self._new_space(area)
         self._host: Region | None = None
@@ -173,12 +170,7 @@ class DieMemory:
         plan("topk_idx", I32, n, top_k)
         plan("topk_weights", F32, n, top_k)
         if self.has_routes:
-            plan(
-                "topk_physical",
-                I32,
-                n,
-                top_k + (self.sizes.experts.where != "away" and self.sizes.experts.num_shared_dies > 0),
-            )
+            plan("topk_physical", I32, n, top_k + self.is_dispatched)
         if self.sizes.experts.where == "away":
             return
         plan("shared", F32, n, hidden)
@@ -190,11 +182,8 @@ class DieMemory:
     def num_choices(self) -> int:
         """Of how many microbatches the positions that were chosen stay until the next layer, in buffers that
         they share."""
-        return (
-            self.sizes.walk.num_microbatches
-            if self.config.shared_choices and self.sizes.walk.num_parts == 1
-            else 1
-        )
+        walk = self.sizes.walk
+        return walk.num_microbatches if self.config.shared_choices and walk.num_parts == 1 else 1
 
     def _plan_indexer(self, plan: Callable[..., None]) -> None:
         """What chooses positions of rows, and what gathers those of a row (step/sparse.py)."""
@@ -257,9 +246,8 @@ class DieMemory:
         """Of these, rows for its copy of the shared expert, which each die's tokens find on one die."""
         if not self.is_shared:
             return 0
-        return (
-            -(-self.sizes.place.num_dies // self.sizes.experts.num_shared_dies) * self.sizes.groups.max_slice
-        )
+        num_dies, num_shared = self.sizes.place.num_dies, self.sizes.experts.num_shared_dies
+        return -(-num_dies // num_shared) * self.sizes.groups.max_slice
 
     def _plan_results(self) -> None:
         s, plan = self.sizes, self._space.plan

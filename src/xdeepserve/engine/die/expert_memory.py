@@ -69,7 +69,9 @@ class FlowRows(NamedTuple):
 class ExpertMemory:
     """What lies on an expert die: routed experts or a copy of the shared one, and rows on their way.
 
-    `index` counts the expert dies of the TE. Construct to plan, `materialise` to use.
+    `index` counts the expert dies of the TE. `items`: microbatches of all domains, each with a buffer for
+    answers of `max_rows` rows; where tokens flow (`is_flow`) rows are put together. Construct
+    to plan, `materialise` to use.
     """
 
     redundant: RedundantSlots | None = None  # where there are replicas of experts

@@ -54,7 +54,7 @@ class Journey:
 
     def see(self, event: events.Observed) -> None:
         """Steps 1, 2, 4 and 5 hand the request on: the next one could be taken at once."""
-        # A TE warms up before it joins; those steps are nobody's requests.
+        # A TE warms up before it joins: those steps belong to no request.
         if isinstance(event, events.StepEnded) and event.group.te in self._tes:
             self._draw_step(event)
         if not isinstance(event, events.Event):

@@ -61,9 +61,7 @@ def traversal(net: Net, rank: int, mem: DieMemory, weights: ModelWeights, thread
     if sizes.walk.turns == "overlap":
         parts = range(sizes.walk.num_parts)
         runners = [runner(net.pace(rank, m), mem.layer_workspace(m)) for m in parts]
-    elif (
-        sizes.walk.num_microbatches > 1 and not sizes.walk.is_lockstep
-    ):  # in lockstep who runs them all cuts the rows
+    elif sizes.walk.num_microbatches > 1 and not sizes.walk.is_lockstep:  # lockstep cuts the rows itself
         runners = [runner(main_pace, mem.workspace) for _ in range(sizes.walk.num_microbatches)]
         for m, each in enumerate(runners):
             each.frame.lane = m % mem.num_choices

@@ -83,10 +83,8 @@ class ClockNet:
             _check_placed(
                 timing, "experts.redundant_slots" if sizes.experts.redundant_slots else sizes.walk.turns
             )
-            vacant = set(range(len(sizes.experts.experts_of))) - team.expert_at.keys() if is_away else ()
-            self._placed = [
-                PlacedRouting(config, sizes.experts, timing, vacant) for _ in range(sizes.walk.num_domains)
-            ]
+            domains = range(sizes.walk.num_domains)
+            self._placed = [PlacedRouting(config, sizes.experts, timing) for _ in domains]
         placed = self._placed[0] if self._placed else None
         primary = sizes.experts.num_primary_dies
         shared = sizes.experts.num_shared_dies if sizes.experts.where == "among" else 0
