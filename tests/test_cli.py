@@ -283,6 +283,14 @@ def test_describe(capsys: pytest.CaptureFixture[str]) -> None:
     assert "6..7" in out  # heads
 
 
+def test_describe_tells_of_vacant_seats(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["describe", "--deployment", "eaas", "--set", "experts.vacancies=1"]) == 0
+    out = capsys.readouterr().out
+    assert "4 attention dies, 4 dies of routed experts, 1 of the shared one" in out
+    assert "vacancies   die 8 is kept for an expert server that may join" in out
+    assert "copies" not in out
+
+
 def test_what_does_not_fit_is_said_where_time_alone_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["describe", "--model", "deepseek-r1"]) == 0
     assert "for 1 die; " in (out := capsys.readouterr().out)

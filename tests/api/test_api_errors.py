@@ -154,6 +154,10 @@ async def test_unknown_route_and_method(client: TestClient) -> None:
     response = await client.get("/v1/nothing")
     assert response.status == 404
     assert check_error(await response.json())["message"] == "Invalid URL (GET /v1/nothing)"
+    response = await client.post("/v1/completion", json={})
+    assert (await response.json())["error"]["message"] == (
+        "Invalid URL (POST /v1/completion) (did you mean /v1/completions?)"
+    )
     response = await client.get(URL)
     assert response.status == 405
     assert response.headers["Allow"] == "POST"

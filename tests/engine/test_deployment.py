@@ -190,7 +190,7 @@ def test_every_reason_against_a_model_is_in_one_error(tiny_config: ModelConfig) 
         ("monolithic", ["dies=2"], "monolithic is one die"),
         ("colocated", ["dies=0"], "at least 1"),
         ("colocated", ["dies=769"], "routed experts"),
-        ("monolithic", ["cache.num_blocks=3"], "less than one context"),
+        ("monolithic", ["cache.num_blocks=3"], "set at least 128, or max_model_len=48"),
         ("monolithic", ["scheduler.max_num_batched_tokens=8"], "cannot hold one step"),
         ("monolithic", ["threads=0"], "threads must be at least 1"),
         ("monolithic", ["hardware.hbm_mb=0"], "hbm_mb"),

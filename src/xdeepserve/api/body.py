@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from functools import cache
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 from aiohttp import web
@@ -27,6 +27,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 # msgspec ends a message with "- at `$.messages[0].role`", and names an absent field in backquotes.
 _PATH = re.compile(r" - at `\$(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<field>[^`]*)`")
+_ENUM = re.compile(r"^Invalid enum value ")
 _MISSING = re.compile(r"^Object missing required field `(?P<field>[^`]+)`")
 
 
@@ -113,6 +114,27 @@ def _served(schema: type[msgspec.Struct]) -> list[str]:
     return [name for name in schema.__struct_fields__ if name not in NEUTRAL]
 
 
+def _choices(schema: Any, path: str) -> str:
+    """List the words that a field may be, as an end of a refusal; nothing where its type is no list of words.
+
+    `path` leads to the field from an object of type `schema`, such as `tools[0].type`.
+    """
+    kinds = [schema]
+    for name in re.findall(r"[^.\[\]]+", re.sub(r"\[[^\]]*\]", "", path)):
+        structs = [
+            kind for kind in _parts(kinds) if isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+        ]
+        kinds = [hint for kind in structs if (hint := get_type_hints(kind).get(name)) is not None]
+    words = [word for kind in _parts(kinds) if get_origin(kind) is Literal for word in get_args(kind)]
+    return f": {' or '.join(map(str, words))}" if words else ""
+
+
+def _parts(kinds: list[Any]) -> list[Any]:
+    """Types, and what those that are lists or unions are made of."""
+    inner = [each for kind in kinds if get_origin(kind) is not Literal for each in get_args(kind)]
+    return kinds + _parts(inner) if inner else kinds
+
+
 def mistyped(message: str, schema: type[msgspec.Struct], where: str = "") -> RequestError:
     """Turn msgspec's message about a JSON object, the body or what lies in it at `where`, into a refusal.
 
@@ -130,5 +152,6 @@ def mistyped(message: str, schema: type[msgspec.Struct], where: str = "") -> Req
         hint = "" if path else meant(name, _served(schema))
         path = f"{path}.{name[:100]}" if path else name[:100]
         return RequestError(f"unknown field {path}{hint}", param=path, code="unknown_parameter")
+    reason += _choices(schema, path.removeprefix(where).lstrip(".")) if _ENUM.match(reason) else ""
     reason = reason[:1].lower() + _TYPES.sub(lambda kind: JSON_TYPES[kind[0]], reason[1:])
     return RequestError(f"{path}: {reason}" if path else f"the request body: {reason}", param=path or None)

@@ -63,7 +63,7 @@ SUITES = {
         "experts as services: R1 on 32 to 64 dies, and what a lost server costs, in virtual time and real"
     ),
     "papers": Suite(
-        "every value that the papers publish: ours beside it, or why there is none; three minutes",
+        "every value that the papers publish: ours beside it, or why there is none; minutes",
         ("paper", "plot", "trends", "fits", "ablations"),
     ),
     "kernels": Suite("wall time of each kernel beside this computer's limits, NumPy and PyTorch; minutes"),

@@ -45,6 +45,7 @@ def describe(plan: PodPlan) -> str:
         f"precision   {plan.recipe}",
         f"deployment  {plan.deployment.name}: {'; '.join(team(te) for te in plan.tes)}",
         *_replicas(plan),
+        *_vacancies(plan),
         f"context     {s.steps.max_model_len} tokens; {s.kv.num_blocks} KV blocks of "
         f"{s.kv.block_size} per DP group",
         *(
@@ -128,6 +129,8 @@ def _replicas(plan: PodPlan) -> list[str]:
         return []
     if s.experts.copies_of:
         copies = sum(map(len, s.experts.copies_of)) // s.experts.experts_of[-1].stop
+        if not copies:
+            return []
         servers = "another server" if copies == 1 else f"{copies} other servers"
         return [f"copies      each routed expert is on {servers}, too, from the start"]
     slots = f"{s.experts.redundant_slots} redundant slot{'s' if s.experts.redundant_slots > 1 else ''}"
@@ -135,6 +138,19 @@ def _replicas(plan: PodPlan) -> list[str]:
     if s.experts.balance_interval_ns:
         when = f"balanced every {s.experts.balance_interval_ns / 1e9:g} s of virtual time"
     return [f"replicas    {slots} in each layer on each die with experts, {when}"]
+
+
+def _vacancies(plan: PodPlan) -> list[str]:
+    """Name the dies that are kept for expert servers which may join (EaaS)."""
+    seats = [
+        f"die {te.sizes.place.expert_dies[number]}" for te in plan.tes for number in te.sizes.experts.vacant
+    ]
+    if not seats:
+        return []
+    return [
+        f"vacancies   {' and '.join(seats)} {'is' if len(seats) == 1 else 'are'} kept for an expert server "
+        "that may join"
+    ]
 
 
 def drafts(s: StepSizes) -> str:
@@ -260,7 +276,7 @@ def team(te: TEPlan) -> str:
         return (
             f"{name}{counted(s.place.num_domains, 'DP domains')} of "
             f"{counted(n // s.place.num_domains, 'attention dies')}, "
-            f"{counted(len(s.place.routed_dies))} of routed experts, "
+            f"{counted(len(s.place.routed_dies) - len(s.experts.vacant))} of routed experts, "
             f"{s.experts.num_shared_dies} of the shared one"
         )
     if n == 1:

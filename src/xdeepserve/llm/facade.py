@@ -245,7 +245,11 @@ class LLM:
         return self.generate([prompt], sampling_params)[0]
 
     def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """Teacher-forced through the deployment: float32 [len, vocab]; row i foretells token i + 1."""
+        """Compute logits of known tokens through the deployment: float32 [len, vocab]; row i foretells token
+        i + 1. Raises RequestError for a text: its token ids come from `tokenizer.encode`.
+        """
+        if isinstance(token_ids, str):
+            raise RequestError("logits takes token ids, found a text: use llm.tokenizer.encode(text)")
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         return self._run(self._logits(list(token_ids), params), "Computing logits with")
 
