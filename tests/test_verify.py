@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from xdeepserve.ems.pool_use import PoolUse
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import PRESETS, resolve
-from xdeepserve.engine.pool_use import PoolUse
 from xdeepserve.errors import DeploymentError
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import PRESET_DIRECTORY, SeededCheckpoint, resolve_model

@@ -30,7 +30,7 @@ from xdeepserve.hw.pod import Pod
 from xdeepserve.llm import digest
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import TinyCheckpoint
-from xdeepserve.model.quant.forward import Walk
+from xdeepserve.quant.forward import Walk
 
 PROMPTS = [[1, 2, 3], list(range(40)), [7] * 50, [9], [10, 11], [5] * 60]
 PARAMS = SamplingParams(max_tokens=24, temperature=0.5, seed=1, ignore_eos=True)

@@ -8,11 +8,11 @@ import pytest
 
 from tests.platform.tools import LIMITS, MADE, PRICE
 from xdeepserve.cli import main
-from xdeepserve.cli.replay import explained
 from xdeepserve.errors import InputError
 from xdeepserve.llm import LLM, digest
 from xdeepserve.model.presets import TinyCheckpoint
 from xdeepserve.platform.cluster import Cluster, ClusterTE, fleet_tes, least_count, priced_kinds, read_cluster
+from xdeepserve.platform.command import explained
 from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.fleet_words import Decision, FleetTE
 from xdeepserve.platform.made_traffic import MadeTraffic, made

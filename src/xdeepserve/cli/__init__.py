@@ -1,14 +1,14 @@
 """The command line. Exit codes: 0 done, 1 a check failed, 2 bad usage or input (one line on stderr).
 
-A file per command: `add_options` names what the command takes, and `run` does it and returns the exit code.
-Inside `run` alone is imported what takes long to import, so that help and refusals come at once.
+A file per command, here or in the wing that brings it (`wings.COMMANDS`): `add_options` names what the
+command takes, and `run` does it and returns the exit code. Inside `run` alone is imported what takes long to
+import, so that help and refusals come at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import os
 import signal
 import sys
@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from xdeepserve import __version__
+from xdeepserve import __version__, wings
 from xdeepserve.cli.options import Parser
 from xdeepserve.errors import InputError, XDeepServeError
 
@@ -65,7 +65,7 @@ def build_parser() -> Parser:
             description=text[0].upper() + text[1:] + ".",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        module = importlib.import_module(f"xdeepserve.cli.{name.replace('-', '_')}")
+        module = wings.command(name)
         module.add_options(sub)
         sub.set_defaults(run=module.run, parser=sub)
     return parser

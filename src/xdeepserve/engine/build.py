@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import msgspec
 
+from xdeepserve import wings
 from xdeepserve.engine.deploy.deployment import Deployment, ExpertConfig, Role
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.roles import DEPLOYMENTS
@@ -16,7 +17,7 @@ from xdeepserve.engine.deploy.scale_down import largest
 from xdeepserve.engine.deploy.sizes import Sizes, TEPlace
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.lanes import DEFAULT_SHOWN_DIES, name_lanes
-from xdeepserve.engine.loading import Loading, Source, read_again, read_weights
+from xdeepserve.engine.loading import Loading, PoolSource, Source, read_again, read_weights
 from xdeepserve.engine.outside.children import ServerTask
 from xdeepserve.engine.outside.servers_outside import ServersOutside
 from xdeepserve.engine.outside.watcher import Watcher
@@ -24,7 +25,7 @@ from xdeepserve.engine.run.by_services import identity
 from xdeepserve.engine.run.clock.clock_net import ClockNet
 from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.run.net import ProtocolNet, Team
-from xdeepserve.engine.te.te_plan import TEPlan
+from xdeepserve.engine.te.te_plan import MakeTier, TEPlan
 from xdeepserve.engine.weight_digests import WeightDigests
 from xdeepserve.errors import (
     CheckpointError,
@@ -46,8 +47,31 @@ from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import PRESETS
 from xdeepserve.model.weights import Recipe
 
-if TYPE_CHECKING:
-    from xdeepserve.engine.pool_use import PoolUse
+
+class PodPool(Protocol):
+    """The memory pool of a pod, as a deployment with `ems.path` uses it (ems/pool_use.py)."""
+
+    pool: Any  # its servers and what they count
+    models: Any  # its cache of models
+
+    @property
+    def make_tier(self) -> MakeTier | None:
+        """What makes a DP group's tier of prefixes; None before `start`."""
+
+    def open(self) -> None:
+        """Take the directory, before memory is allocated."""
+
+    def start(self, tes: Sequence[TEPlan]) -> None:
+        """Give TEs their way to the pool, when their memory is there."""
+
+    def weights(self, te: TEPlan) -> PoolSource:
+        """Return the weights of one more TE, by way of the pool."""
+
+    def crowd(self) -> None:
+        """Leave no room in the pool: whatever is put there next has others evicted."""
+
+    def close(self) -> None:
+        """Let the directory go. Harmless when repeated."""
 
 
 class PodPlan:
@@ -198,13 +222,12 @@ class PodPlan:
         whom = identity(te.services, te.sizes.experts, self.recipe, self.checkpoint.digest())
         return ServersOutside(watcher, task, experts.transport, experts.monitor, seats, whom)
 
-    def _plan_pool_use(self) -> PoolUse | None:
-        """The memory pool, if the deployment has one. InputError if its directory will not do."""
+    def _plan_pool_use(self) -> PodPool | None:
+        """Plan the memory pool, if the deployment has one. InputError if its directory will not do."""
         if self.deployment.ems.path is None:
             return None
-        from xdeepserve.engine.pool_use import PoolUse  # nobody else waits until all of this is imported
-
-        return PoolUse(self.pod, self.deployment, self.is_guest)
+        pool: PodPool = wings.part("memory pool")(self.pod, self.deployment, self.is_guest)
+        return pool
 
     def close(self) -> None:
         """Let go what lies outside this process, and dies of a pod that goes on. Harmless when repeated."""
@@ -220,7 +243,7 @@ class PodPlan:
         """Allocate the memories of TEs."""
         self.pod.materialise()
         for te in tes:
-            te.context_cache = None if self.pool_use is None else self.pool_use.contexts
+            te.make_tier = None if self.pool_use is None else self.pool_use.make_tier
             for die, mem in te.all_memories:
                 mem.materialise(self.pod.memory(die))
 

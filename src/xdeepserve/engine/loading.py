@@ -36,7 +36,7 @@ Holder = DieMemory | ExpertMemory
 
 
 class PoolSource(Protocol):
-    """The weights of a TE in the memory pool (engine/pool_weights.py)."""
+    """The weights of a TE in the memory pool (ems/pool_weights.py)."""
 
     @property
     def is_complete(self) -> bool:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import msgspec
 
@@ -21,14 +20,11 @@ from xdeepserve.engine.dp.scheduler import Scheduler
 from xdeepserve.engine.dp.sequence import SampledToken
 from xdeepserve.engine.dp.sequence import Sequence as Seq
 from xdeepserve.engine.dp.step import PlannedStep, Scheduled, SeqResult, make_plan, observed, written_blocks
-from xdeepserve.engine.messages import LOGPROB_SLOTS, CopyBlocks, CopyDone, PoolReady, Probe, StepPlan
+from xdeepserve.engine.messages import LOGPROB_SLOTS, CopyBlocks, Probe, StepPlan
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import Address
 from xdeepserve.model.canonical import Array
-
-if TYPE_CHECKING:
-    from xdeepserve.ems.context_cache import ContextCache
 
 SAVE_PER_STEP = 4  # cached blocks that are sent to host DRAM beside a step, at most
 
@@ -65,12 +61,6 @@ class DPGroup:
         self._plans: dict[int, StepPlan] = {}  # of these
         self._num_told: Counter[int] = Counter()  # by step: layers of which it has been told that they ended
         self._faults: dict[int, dict[int, XDeepServeError]] = {}  # by step and logit row
-
-    def use_pool(self, cache: ContextCache, report: Callable[[PoolReady | CopyDone], None]) -> None:
-        """From now on prefixes come from a memory pool, too, and go there; `report` is the TE's queue."""
-        from xdeepserve.engine.dp.pool_prefixes import PoolPrefixes
-
-        self.scheduler.pool = PoolPrefixes(self.rank, self.dies, self.mems, self.rtc, cache, report)
 
     def status(self) -> GroupStatus:
         """What the leader of the DP groups wants to know."""

@@ -15,7 +15,8 @@ blocks run out, nothing is planned until the results are there.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import Protocol
 
 from xdeepserve.engine.deploy.sizes import StepSizes
 from xdeepserve.engine.dp import events
@@ -32,8 +33,40 @@ from xdeepserve.engine.dp.stats import StepStats
 from xdeepserve.engine.dp.step import PlannedStep, Scheduled, SeqProgress, SeqResult, share_of
 from xdeepserve.errors import XDeepServeError
 
-if TYPE_CHECKING:
-    from xdeepserve.engine.dp.pool_prefixes import PoolPrefixes
+
+class PrefixTier(Protocol):
+    """Prefixes of one DP group beyond HBM and the host's DRAM, in a memory pool (CloudMatrix 4.4.2)."""
+
+    num_queries: int  # tokens of prompts that it was asked for
+    num_hits: int  # of these, tokens that came
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether blocks are on their way to or from it."""
+
+    def is_coming(self, seq: Sequence) -> bool:
+        """Whether the blocks that a sequence needs next are on their way for another sequence."""
+
+    def load(self, seq: Sequence, num_ready: int, num_spared: int) -> int | None:
+        """Start to load blocks that follow a sequence's first `num_ready`: a ticket; None: nothing comes."""
+
+    def store(self, seq: Sequence) -> None:
+        """Take the blocks of a sequence that a step has filled."""
+
+    def num_copiers(self, ticket: int) -> int:
+        """Count the dies that copy under a ticket."""
+
+    def copy(self, ticket: int) -> bool:
+        """Have dies make the copies of a ticket; False if there are none to make."""
+
+    def copied(self, ticket: int) -> None:
+        """Note that the dies have made the copies of a ticket, be it this tier's or not."""
+
+    def spoil(self, tickets: Iterable[int]) -> None:
+        """Keep nothing of what moves under these tickets: its HBM slots have lost their content."""
+
+    def abandon(self) -> None:
+        """Give all places free: the dies are lost."""
 
 
 class Scheduler:
@@ -53,7 +86,7 @@ class Scheduler:
         self.prefixes = Prefixes(steps, rtc, load_cost)
         self.preemption = Preemption(steps, rtc, self.places, group, self.tell)
         self.handover = Handover(rtc, self.places, self.preemption, group, self.tell)
-        self.pool: PoolPrefixes | None = None
+        self.pool: PrefixTier | None = None
         self.stats = StepStats()
         self._ahead: PlannedStep | None = None  # the latest step that has not ended
         self._shares: dict[int, Scheduled] = {}  # of that step, by seq_id

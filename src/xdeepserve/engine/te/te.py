@@ -75,9 +75,9 @@ class TE:
         self.inbox = plan.host_queue(plan.sizes.place.first_die, f"inbox of {plan.sizes.place.name}")
         self.groups = plan.groups(tell)
         self._turns = StepsApart(self) if plan.sizes.walk.flows else StepsTogether(self)
-        if plan.context_cache is not None:
+        if plan.make_tier is not None:
             for group in self.groups:
-                group.use_pool(plan.context_cache, self._turns.inbox_of(group).put)
+                group.scheduler.pool = plan.make_tier(group, self._turns.inbox_of(group).put)
         reports = [self._turns.inbox_of(group) for group in self.groups for _ in group.dies]
         self.executors = plan.executors(threads, reports)
         self.expert_programs = plan.expert_programs(threads, self.inbox)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -22,6 +22,8 @@ from xdeepserve.engine.die.shape_memory import ShapeMemory
 from xdeepserve.engine.dp.events import Events, GroupId
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.load_cost import BlockLoadCost
+from xdeepserve.engine.dp.scheduler import PrefixTier
+from xdeepserve.engine.messages import CopyDone, PoolReady
 from xdeepserve.engine.recovery.rollback import Rollback
 from xdeepserve.engine.recovery.rollback_field import plan_rollback_field
 from xdeepserve.engine.run.executors import executor
@@ -36,8 +38,11 @@ from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.step.linear import Threads
 
 if TYPE_CHECKING:
-    from xdeepserve.ems.context_cache import ContextCache
     from xdeepserve.engine.run.gang.gang import Gang
+
+
+# What makes a DP group's tier of prefixes in a memory pool; it reports what has come to the TE's queue.
+MakeTier = Callable[[DPGroup, Callable[[PoolReady | CopyDone], None]], PrefixTier]
 
 
 def free_host_of(holder: DieMemory | ExpertMemory) -> None:
@@ -52,7 +57,7 @@ class TEPlan:
     def __init__(self, net: Net, checkpoint: Checkpoint, load_mode: str) -> None:
         self.net, self.team, self.checkpoint, self._load_mode = net, net.team, checkpoint, load_mode
         self.replaced_dies: dict[int, ExpertMemory] = {}  # of these, those with a memory still
-        self.context_cache: ContextCache | None = None  # where prefixes outlive TEs
+        self.make_tier: MakeTier | None = None  # where prefixes outlive TEs
         self.num_readers = 0  # TEs that are loading from the memory of this one
         self.num_lost_pages = 0  # of its dies' memories, so far
         team = net.team

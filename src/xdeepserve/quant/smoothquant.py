@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..canonical import Array
-from .rounding import channel_scale, dequantize, quantized_rows, relative_error, round_weight
+from xdeepserve.model.canonical import Array
+from xdeepserve.quant.rounding import channel_scale, dequantize, quantized_rows, relative_error, round_weight
 
 DEFAULT_ALPHA = 0.5
 ALPHAS = tuple(i / 10 for i in range(1, 10))

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..canonical import Array
-from .rounding import channel_scale, dequantize, round_weight
+from xdeepserve.model.canonical import Array
+from xdeepserve.quant.rounding import channel_scale, dequantize, round_weight
 
 CANDIDATES = tuple(1.0 - 0.025 * i for i in range(17))  # 1 down to 0.6
 

@@ -19,19 +19,19 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ... import errors
-from ..canonical import Array
-from ..checkpoint import Checkpoint, expected_tensors, fallback
-from ..config import INT8_ATTENTION, ModelConfig, read_json_object
-from ..export import COMPANIONS
-from ..quant_config import compressed_tensors_config
-from ..tensor_file import TensorFile
-from ..tensors import stored_tensors
-from .forward import FloatLayer, LayerResult, Walk, expert_load, finite_tensor
-from .layer_quantizer import LayerQuantizer, LayerReport, LinearReport
-from .method import Method
-from .part import Part
-from .sensitivity import sensitive_layers
+from xdeepserve import errors
+from xdeepserve.model.canonical import Array
+from xdeepserve.model.checkpoint import Checkpoint, expected_tensors, fallback
+from xdeepserve.model.config import INT8_ATTENTION, ModelConfig, read_json_object
+from xdeepserve.model.export import COMPANIONS
+from xdeepserve.model.quant_config import compressed_tensors_config
+from xdeepserve.model.tensor_file import TensorFile
+from xdeepserve.model.tensors import stored_tensors
+from xdeepserve.quant.forward import FloatLayer, LayerResult, Walk, expert_load, finite_tensor
+from xdeepserve.quant.layer_quantizer import LayerQuantizer, LayerReport, LinearReport
+from xdeepserve.quant.method import Method
+from xdeepserve.quant.part import Part
+from xdeepserve.quant.sensitivity import sensitive_layers
 
 REPORT_FILE = "quantization.json"
 MIN_ROWS = 4  # tokens that every expert must see (xDeepServe 4.7)

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from ..canonical import Array
-from ..config import LATENT_NORM_EPS, ModelConfig
-from .forward import attend, rms_norm
-from .rotation import rotate_latent, rotate_values, rotation
-from .rounding import quantized_rows, relative_error
-from .smoothquant import search_scale
+from xdeepserve.model.canonical import Array
+from xdeepserve.model.config import LATENT_NORM_EPS, ModelConfig
+from xdeepserve.quant.forward import attend, rms_norm
+from xdeepserve.quant.rotation import rotate_latent, rotate_values, rotation
+from xdeepserve.quant.rounding import quantized_rows, relative_error
+from xdeepserve.quant.smoothquant import search_scale
 
 
 class AttentionWeights(msgspec.Struct, frozen=True):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..canonical import Array
+from xdeepserve.model.canonical import Array
 
 
 def rotation(size: int, seed: int) -> Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from .smoothquant import ALPHAS, DEFAULT_ALPHA
+from xdeepserve.quant.smoothquant import ALPHAS, DEFAULT_ALPHA
 
 
 class Method(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...errors import CheckpointError, InputError
-from ..canonical import Array
-from ..checkpoint import Checkpoint
-from ..tensors import stored_tensors
+from xdeepserve.errors import CheckpointError, InputError
+from xdeepserve.model.canonical import Array
+from xdeepserve.model.checkpoint import Checkpoint
+from xdeepserve.model.tensors import stored_tensors
 
 ONE_IN = 64  # channels
 MAX_FACTOR = 1 << 16

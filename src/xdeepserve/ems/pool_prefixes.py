@@ -16,7 +16,7 @@ A sequence asks once; nobody else computes what is on its way, they wait for it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from xdeepserve.ems.context_cache import ContextCache
@@ -244,7 +244,7 @@ class PoolPrefixes:
         await self.cache.client.commit(leases)
         self.cache.touch(transfer.used)
 
-    def spoil(self, tickets: Sequence[int]) -> None:
+    def spoil(self, tickets: Iterable[int]) -> None:
         """HBM slots of these have lost their content: nothing that they bring, or give the pool, is kept."""
         for ticket in tickets:
             if ticket in self._transfers:

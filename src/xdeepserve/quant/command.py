@@ -13,7 +13,7 @@ from xdeepserve.errors import InputError
 from xdeepserve.progress import working
 
 if TYPE_CHECKING:
-    from xdeepserve.model.quant.job import Report
+    from xdeepserve.quant.job import Report
 
 
 def add_options(parser: Parser) -> None:
@@ -42,11 +42,11 @@ def run(args: argparse.Namespace) -> int:
 
     Returns 0, or 130 after an interrupt from the keyboard, whose line says how to go on.
     """
-    from xdeepserve.calibration import calibration_sequences
     from xdeepserve.model.presets import resolve_model
-    from xdeepserve.model.quant.job import quantize_checkpoint
-    from xdeepserve.model.quant.method import METHODS
     from xdeepserve.model.tokenizer import load_tokenizer
+    from xdeepserve.quant.calibration import calibration_sequences
+    from xdeepserve.quant.job import quantize_checkpoint
+    from xdeepserve.quant.method import METHODS
 
     if args.method not in METHODS:
         raise InputError(f"unknown method '{args.method}': known are {', '.join(METHODS)}")
@@ -107,7 +107,7 @@ def summary(report: Report) -> dict[str, Any]:
 
 
 def _print_summary(report: Report, num_asked: int, is_text: bool, num_mtp: int) -> None:
-    from xdeepserve.model.quant.job import MIN_ROWS
+    from xdeepserve.quant.job import MIN_ROWS
 
     found = summary(report)
     print(f"{report.method}: {found['linears']} linear layers, {found['kept_float']} of them kept in float")

@@ -21,19 +21,19 @@ from typing import Protocol
 
 import numpy as np
 
-from .. import reference
-from ..canonical import Array
-from ..config import LATENT_NORM_EPS, ModelConfig
-from ..families import AttentionKind
-from ..tensor_row import Tensor
-from . import forward
-from .both_rows import BothRows
-from .forward import FastLayer
-from .method import Method
-from .rotation import rotate_values, rotation
-from .rotation_search import AttentionWeights, rotate_where_it_helps
-from .rounding import relative_error
-from .smoothquant import search_scale
+from xdeepserve.model import reference
+from xdeepserve.model.canonical import Array
+from xdeepserve.model.config import LATENT_NORM_EPS, ModelConfig
+from xdeepserve.model.families import AttentionKind
+from xdeepserve.model.tensor_row import Tensor
+from xdeepserve.quant import forward
+from xdeepserve.quant.both_rows import BothRows
+from xdeepserve.quant.forward import FastLayer
+from xdeepserve.quant.method import Method
+from xdeepserve.quant.rotation import rotate_values, rotation
+from xdeepserve.quant.rotation_search import AttentionWeights, rotate_where_it_helps
+from xdeepserve.quant.rounding import relative_error
+from xdeepserve.quant.smoothquant import search_scale
 
 NORM, ATTN = "input_layernorm.weight", "self_attn."
 INDEX_Q, INDEX_K, INDEX_GATE = (f"{ATTN}indexer.{name}.weight" for name in ("wq_b", "wk", "weights_proj"))

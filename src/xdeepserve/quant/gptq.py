@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..canonical import Array
-from .rounding import round_weight
+from xdeepserve.model.canonical import Array
+from xdeepserve.quant.rounding import round_weight
 
 DAMPING = 0.01  # of the mean diagonal
 BLOCK = 64  # columns whose effect on the rest is applied at once

@@ -26,11 +26,11 @@ try:
 except ImportError:  # not on this system
     fcntl = None  # type: ignore[assignment]
 
-from ...errors import InputError
-from ..canonical import Array
-from ..checkpoint import INDEX_FILE
-from ..config import read_json_object
-from ..tensor_file import TensorFile
+from xdeepserve.errors import InputError
+from xdeepserve.model.canonical import Array
+from xdeepserve.model.checkpoint import INDEX_FILE
+from xdeepserve.model.config import read_json_object
+from xdeepserve.model.tensor_file import TensorFile
 
 JOB_FILE, UNFINISHED, LOCK_FILE = "job.json", "unfinished", "locked"
 NO_DESCRIPTOR = -1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from xdeepserve.ems.context_cache import ContextCache, root_of
@@ -10,9 +10,12 @@ from xdeepserve.ems.crowding import crowd
 from xdeepserve.ems.memory_pool import MemoryPool
 from xdeepserve.ems.model_cache import NAMESPACE as MODELS
 from xdeepserve.ems.model_cache import ModelCache
+from xdeepserve.ems.pool_prefixes import PoolPrefixes
+from xdeepserve.ems.pool_weights import PoolWeights
 from xdeepserve.engine.deploy.deployment import Deployment
-from xdeepserve.engine.pool_weights import PoolWeights
-from xdeepserve.engine.te.te_plan import TEPlan
+from xdeepserve.engine.dp.group import DPGroup
+from xdeepserve.engine.messages import CopyDone, PoolReady
+from xdeepserve.engine.te.te_plan import MakeTier, TEPlan
 from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.pod import Pod
 
@@ -67,7 +70,16 @@ class PoolUse:
         self.contexts = ContextCache(client, ems.namespace, root, ems.block_size, nbytes, by_cards)
         self.models = self.pool.models()
         for each in tes:
-            each.context_cache = self.contexts
+            each.make_tier = self.make_tier
+
+    @property
+    def make_tier(self) -> MakeTier | None:
+        """What makes a DP group's tier of prefixes; None before `start`."""
+        return None if self.contexts is None else self._tier
+
+    def _tier(self, group: DPGroup, report: Callable[[PoolReady | CopyDone], None]) -> PoolPrefixes:
+        assert self.contexts is not None
+        return PoolPrefixes(group.rank, group.dies, group.mems, group.rtc, self.contexts, report)
 
     def weights(self, te: TEPlan) -> PoolWeights:
         """The weights of one more TE, by way of the pool."""

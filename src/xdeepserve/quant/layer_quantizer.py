@@ -16,20 +16,20 @@ from collections.abc import Callable, Collection, Sequence
 import msgspec
 import numpy as np
 
-from ..canonical import Array
-from ..config import ModelConfig
-from ..tensors import layer_tensors
-from ..weights import NO_BIAS
-from . import forward
-from .attention_quantizer import ATTENTION
-from .both_rows import BothRows
-from .clipping import clip_factors
-from .compensation import compensate
-from .forward import LayerResult, LayerWeights
-from .gptq import gptq, hessian
-from .method import Method
-from .rounding import channel_scale, dequantize, quantized_rows, relative_error, round_weight
-from .smoothquant import search_scale
+from xdeepserve.model.canonical import Array
+from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.tensors import layer_tensors
+from xdeepserve.model.weights import NO_BIAS
+from xdeepserve.quant import forward
+from xdeepserve.quant.attention_quantizer import ATTENTION
+from xdeepserve.quant.both_rows import BothRows
+from xdeepserve.quant.clipping import clip_factors
+from xdeepserve.quant.compensation import compensate
+from xdeepserve.quant.forward import LayerResult, LayerWeights
+from xdeepserve.quant.gptq import gptq, hessian
+from xdeepserve.quant.method import Method
+from xdeepserve.quant.rounding import channel_scale, dequantize, quantized_rows, relative_error, round_weight
+from xdeepserve.quant.smoothquant import search_scale
 
 BUSY_EXPERTS = 8  # experts whose weights a common smoothing scale looks at
 

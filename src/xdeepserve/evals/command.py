@@ -49,17 +49,17 @@ def run(args: argparse.Namespace) -> int:
     """Measure `args.model` in each recipe, and what `args.against` and `args.methods` name, in INT8."""
     import msgspec
 
-    from xdeepserve.calibration import calibration_sequences
     from xdeepserve.corpus import EXAMINED
     from xdeepserve.evals.run import Subject, evaluate
     from xdeepserve.evals.samples import held_out, of_file
     from xdeepserve.evals.table import print_table
     from xdeepserve.model.checkpoint import open_checkpoint
     from xdeepserve.model.presets import resolve_model
-    from xdeepserve.model.quant.job import quantize_checkpoint
-    from xdeepserve.model.quant.method import METHODS
-    from xdeepserve.model.quant.outliers import WithOutliers
     from xdeepserve.model.weights import RECIPES
+    from xdeepserve.quant.calibration import calibration_sequences
+    from xdeepserve.quant.job import quantize_checkpoint
+    from xdeepserve.quant.method import METHODS
+    from xdeepserve.quant.outliers import WithOutliers
 
     if args.text is not None:
         samples = of_file(args.text, args.samples)
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 def chosen_methods(text: str | None) -> list[str]:
     """Names of methods, in the order of `METHODS`. Raises InputError."""
-    from xdeepserve.model.quant.method import METHODS
+    from xdeepserve.quant.method import METHODS
 
     names = [] if not text else list(METHODS) if text == "all" else text.split(",")
     unknown = [name for name in names if name not in METHODS]

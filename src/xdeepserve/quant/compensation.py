@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..canonical import Array
+from xdeepserve.model.canonical import Array
 
 DAMPING = 0.1  # of the mean diagonal: with few samples the weights stay as they were
 

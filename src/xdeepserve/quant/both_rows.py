@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ..canonical import Array
+from xdeepserve.model.canonical import Array
 
 
 class BothRows(NamedTuple):

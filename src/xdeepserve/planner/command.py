@@ -115,8 +115,8 @@ def _bound(args: argparse.Namespace) -> LatencyBound:
 
 def _demand(args: argparse.Namespace) -> Demand:
     """What requests bring: as it is said, or the means of a trace, whose longest request has to fit."""
-    from xdeepserve.cli.replay import requests_of
     from xdeepserve.planner.pod_profile import Demand
+    from xdeepserve.platform.command import requests_of
 
     if args.trace is None:
         default = Demand()

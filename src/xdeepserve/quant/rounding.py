@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..canonical import QUANT_FLOOR, QUANT_MAX, Array, quantize_rows
+from xdeepserve.model.canonical import QUANT_FLOOR, QUANT_MAX, Array, quantize_rows
 
 F32 = np.float32
 

@@ -13,16 +13,16 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from ...errors import CheckpointError
-from .. import reference
-from ..canonical import Array, quantize_rows, top_positions
-from ..checkpoint import Checkpoint
-from ..config import INDEX_NORM_EPS, ModelConfig
-from ..reference import Outputs
-from ..rope import rope_tables
-from ..tensors import MTP_LAYER, layer_tensors
-from ..weights import NO_BIAS
-from .rounding import dequantize, quantized_rows
+from xdeepserve.errors import CheckpointError
+from xdeepserve.model import reference
+from xdeepserve.model.canonical import Array, quantize_rows, top_positions
+from xdeepserve.model.checkpoint import Checkpoint
+from xdeepserve.model.config import INDEX_NORM_EPS, ModelConfig
+from xdeepserve.model.reference import Outputs
+from xdeepserve.model.rope import rope_tables
+from xdeepserve.model.tensors import MTP_LAYER, layer_tensors
+from xdeepserve.model.weights import NO_BIAS
+from xdeepserve.quant.rounding import dequantize, quantized_rows
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
