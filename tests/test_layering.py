@@ -18,12 +18,11 @@ PROTOCOLS = {  # folders of comm, and which others each may use; the files besid
     "collectives": set(),
     "m2n": {"exchange"},  # its rows are those of dispatch and combine
     "services": {"exchange"},  # the rows of requests and answers are those of dispatch and combine
-    "outside": {"services"},  # the same slots, in processes of their own
     "distflow": {"p2p"},  # XDS 5.1, step 6: "we use the point-to-point send/receive APIs described in 3.1"
 }
 ONLY_IN = {
     "aiohttp": {"api"},
-    "ray": {"placing"},
+    "ray": {"remote"},
     "asyncio": {"hw", "comm", "engine", "api", "llm", "cli", "golden", "loop", *house.WINGS},
 }
 
@@ -104,8 +103,8 @@ def test_the_picture_is_the_rule() -> None:
 
 
 ENGINE = (  # its rooms and files, from the bottom: each may use those before it
-    "deploy", "messages", "lanes", "recovery", "walk", "die", "outside", "run", "balance", "dp", "te",
-    "npu_fork", "loading", "weight_digests", "build", "expert_process",
+    "deploy", "messages", "lanes", "recovery", "walk", "die", "run", "balance", "dp", "te",
+    "npu_fork", "loading", "weight_digests", "build",
     "description", "job", "serving",
 )  # fmt: skip
 

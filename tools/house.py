@@ -55,7 +55,7 @@ WINGS: Final[Mapping[str, Room]] = {
     "corpus": Room("text that the tiny models are trained and examined on", ""),
     "quant": Room("post-training quantisation to INT8", "corpus"),
     "ems": Room("the memory pool: servers, ring, client, prefixes and models (CloudMatrix 4.4)", ""),
-    "placing": Room("expert servers placed by Ray", ""),
+    "remote": Room("expert servers in processes of their own, also on computers under Ray (EaaS)", ""),
     "evals": Room("perplexity, agreement and task scores", "corpus quant"),
     "jobs": Room("jobs of tasks, kept on disk; members of a cluster", "evals quant"),
     "planner": Room("model, latency bound, hardware -> a deployment", ""),
@@ -63,7 +63,9 @@ WINGS: Final[Mapping[str, Room]] = {
     "page": Room("what a page to watch is told, and the page", ""),
     "chaos": Room("faults by the hundred, and who judges", "ems"),
     "learn": Room("the course", ""),
-    "bench": Room("what the papers publish beside what comes out here", "corpus evals ems planner platform"),
+    "bench": Room(
+        "what the papers publish beside what comes out here", "corpus evals ems remote planner platform"
+    ),
 }
 DOOR: Final = ("api", "cli")  # the rooms of the house that no wing uses
 # Arrows from the house to a wing that are left: until the endpoint's routes are a table that wings fill.

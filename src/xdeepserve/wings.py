@@ -16,7 +16,9 @@ COMMANDS: Final[Mapping[str, str]] = {  # modules with `add_options` and `run`, 
     "ems": "xdeepserve.ems.command",
     "eval": "xdeepserve.evals.command",
     "learn": "xdeepserve.learn.command",
-    "place": "xdeepserve.placing.command",
+    "expert-server": "xdeepserve.remote.expert_server_command",
+    "monitor": "xdeepserve.remote.monitor_command",
+    "place": "xdeepserve.remote.place_command",
     "plan": "xdeepserve.planner.command",
     "quantize": "xdeepserve.quant.command",
     "replay": "xdeepserve.platform.command",
@@ -24,6 +26,8 @@ COMMANDS: Final[Mapping[str, str]] = {  # modules with `add_options` and `run`, 
 }
 PARTS: Final[Mapping[str, str]] = {  # "module:name"
     "memory pool": "xdeepserve.ems.pool_use:PoolUse",
+    "seats outside": "xdeepserve.remote.watcher:Watcher",
+    "servers outside": "xdeepserve.remote.servers_outside:servers_outside",
     "recording": "xdeepserve.page.page_record:recording",
 }
 

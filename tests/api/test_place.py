@@ -16,9 +16,9 @@ import pytest
 from tests.api.commands import SHM, Command, Load, expected, refusal, served
 from xdeepserve.bench.sweep import measure, points, sweep
 from xdeepserve.cli import main
-from xdeepserve.engine.outside.children import ServerTask
-from xdeepserve.placing.keeper import TRIES, Keeper
-from xdeepserve.placing.on_ray import over
+from xdeepserve.remote.children import ServerTask
+from xdeepserve.remote.keeper import TRIES, Keeper
+from xdeepserve.remote.on_ray import over
 
 Capture = pytest.CaptureFixture[str]
 PATIENCE_S = 120.0

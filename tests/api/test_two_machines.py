@@ -20,11 +20,11 @@ import pytest
 from tests.api.commands import Command
 from tests.engine.outside import PARAMS, PROMPTS, expected, run, until
 from xdeepserve import LLM
-from xdeepserve.comm.outside.handshake import SILENT_S, listen
-from xdeepserve.comm.outside.network_card import Nic
-from xdeepserve.comm.outside.registered import SharedBuffer, Window
 from xdeepserve.comm.services.layout import Presence
 from xdeepserve.errors import DeadlineError
+from xdeepserve.remote.handshake import SILENT_S, listen
+from xdeepserve.remote.network_card import Nic
+from xdeepserve.remote.registered import SharedBuffer, Window
 
 NEAR, FAR = (f"10.213.{os.getpid() % 250}.{host}" for host in (1, 2))  # workers have networks of their own
 TIMEOUT_S, CUT_S, BOUND_S = 1.0, 3.0, 60.0
@@ -138,7 +138,7 @@ def test_without_a_replica_the_error_says_who_did_not_answer(
 
 CLIENT = """
 import asyncio, sys
-from xdeepserve.comm.outside.server_link import open_link
+from xdeepserve.remote.server_link import open_link
 
 async def stay():
     link = await open_link(sys.argv[1], "far", "tiny", "a token")

@@ -17,20 +17,20 @@ import pytest
 from tests.comm.services import LAYERS, LAYOUT, attend, expected, logical, same, serve, tokens
 from tests.comm.tools import IDENTITY, TOKEN, asks, quantize, same_bits
 from xdeepserve.comm.means import Means
-from xdeepserve.comm.outside import handshake
-from xdeepserve.comm.outside.handshake import Hello, connect, line, listen, proof, proves, split
-from xdeepserve.comm.outside.network_card import OP_READ, OP_WRITE, REQUEST, RESPONSE, Nic
-from xdeepserve.comm.outside.outside_reach import OutsideReach
-from xdeepserve.comm.outside.outside_server import OutsideServer
-from xdeepserve.comm.outside.registered import SharedBuffer, Window, check_windows, windows
-from xdeepserve.comm.outside.seat_list import Refused, Register, SeatTable
-from xdeepserve.comm.outside.server_link import CardLink, ServerLink, open_link
 from xdeepserve.comm.services.known_servers import KnownServers
 from xdeepserve.comm.services.layout import CARD, Presence
 from xdeepserve.comm.services.service_client import Patience, ServiceClient
 from xdeepserve.errors import FieldError, InputError, LostDieError, ProtocolError
 from xdeepserve.hw.pod import Pod
 from xdeepserve.loop import new_event_loop
+from xdeepserve.remote import handshake
+from xdeepserve.remote.handshake import Hello, connect, line, listen, proof, proves, split
+from xdeepserve.remote.network_card import OP_READ, OP_WRITE, REQUEST, RESPONSE, Nic
+from xdeepserve.remote.outside_reach import OutsideReach
+from xdeepserve.remote.outside_server import OutsideServer
+from xdeepserve.remote.registered import SharedBuffer, Window, check_windows, windows
+from xdeepserve.remote.seat_list import Refused, Register, SeatTable
+from xdeepserve.remote.server_link import CardLink, ServerLink, open_link
 
 MS = 1_000_000
 PATIENCE = Patience(300 * MS, 20_000 * MS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from xdeepserve.comm.outside.seat_list import Register
+from xdeepserve.remote.seat_list import Register
 
 
 def quantize(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from tests.comm.tools import IDENTITY, TOKEN, asks
-from xdeepserve.comm.outside.handshake import Challenge, line
-from xdeepserve.comm.outside.seat_list import Attend, LoopTurns, Ready, Refused, Seated, SeatList
 from xdeepserve.comm.services.layout import Presence
-from xdeepserve.engine.outside import enlisted, monitor_service
-from xdeepserve.engine.outside.enlisted import Enlisted
-from xdeepserve.engine.outside.monitor_service import Greeting, MonitorService, dial, hear, say
 from xdeepserve.errors import XDeepServeError
+from xdeepserve.remote import enlisted, monitor_service
+from xdeepserve.remote.enlisted import Enlisted
+from xdeepserve.remote.handshake import Challenge, line
+from xdeepserve.remote.monitor_service import Greeting, MonitorService, dial, hear, say
+from xdeepserve.remote.seat_list import Attend, LoopTurns, Ready, Refused, Seated, SeatList
 
 HOST, BOUND_S = "127.0.0.1", 20.0
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]

@@ -16,8 +16,8 @@ import pytest
 from tests.engine.outside import PATIENCE_S, expected, run, until
 from xdeepserve import LLM
 from xdeepserve.comm.services.layout import Presence
-from xdeepserve.engine.outside.servers_outside import ServersOutside
 from xdeepserve.errors import DeploymentError, FieldError, RequestError, XDeepServeError
+from xdeepserve.remote.servers_outside import ServersOutside
 
 COPIES = "experts.copies=1"
 TWO = "experts.routed_dies=2"

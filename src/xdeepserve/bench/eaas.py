@@ -28,6 +28,7 @@ from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.faults import Fault
 from xdeepserve.llm import LLM
+from xdeepserve.remote.servers_outside import ServersOutside
 
 CLIENTS, SERVERS, SHARED = 8, 64, 2
 POD = (
@@ -126,6 +127,7 @@ def _killed(transport: str) -> Iterator[Row]:
         if transport == "pod":
             return
         (outside,) = llm.engine.plan.outside
+        assert isinstance(outside, ServersOutside)
         seats = outside.watcher.seats
         outside.children.servers[1].kill()
         since = time.perf_counter()

@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 def _measured(todo: Sequence[Point], processes: int | None, ray: str | None) -> Iterator[SweepResult]:
     """Results in the order of the points: from processes of this computer, or from a cluster."""
     from xdeepserve.bench.sweep import measure, sweep
-    from xdeepserve.placing.on_ray import over
+    from xdeepserve.remote.on_ray import over
 
     return sweep(todo, processes) if ray is None else over(ray, measure, todo, processes)
 

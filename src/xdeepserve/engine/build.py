@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import msgspec
 
 from xdeepserve import wings
-from xdeepserve.engine.deploy.deployment import Deployment, ExpertConfig, Role
+from xdeepserve.engine.deploy.deployment import Deployment, Role
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.roles import DEPLOYMENTS
 from xdeepserve.engine.deploy.scale_down import largest
@@ -18,10 +18,6 @@ from xdeepserve.engine.deploy.sizes import Sizes, TEPlace
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.lanes import DEFAULT_SHOWN_DIES, name_lanes
 from xdeepserve.engine.loading import Loading, PoolSource, Source, read_again, read_weights
-from xdeepserve.engine.outside.children import ServerTask
-from xdeepserve.engine.outside.servers_outside import ServersOutside
-from xdeepserve.engine.outside.watcher import Watcher
-from xdeepserve.engine.run.by_services import identity
 from xdeepserve.engine.run.clock.clock_net import ClockNet
 from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.run.net import ProtocolNet, Team
@@ -44,7 +40,6 @@ from xdeepserve.hw.topology import Topology
 from xdeepserve.hw.trace import Trace
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.config import ModelConfig
-from xdeepserve.model.presets import PRESETS
 from xdeepserve.model.weights import Recipe
 
 
@@ -72,6 +67,22 @@ class PodPool(Protocol):
 
     def close(self) -> None:
         """Let the directory go. Harmless when repeated."""
+
+
+class OutsideServers(Protocol):
+    """Expert servers of one TE that are processes (remote/servers_outside.py)."""
+
+    def launch(self) -> None:
+        """Start the monitor and the servers, unless the deployment names a monitor; they load meanwhile."""
+
+    async def start(self) -> None:
+        """Wait for a link to servers of all experts. Raises XDeepServeError if that will not be."""
+
+    async def stop(self) -> None:
+        """End links and processes."""
+
+    def close(self) -> None:
+        """End the processes. Harmless when repeated."""
 
 
 class PodPlan:
@@ -117,7 +128,7 @@ class PodPlan:
         self._cached: set[int] = set()  # servers whose page cache has the checkpoint
         self.num_added = Counter(te.place.role for te in sizes)  # TEs of each role that there have been
         self._first: dict[Role, Sizes] = {}  # of each role, before a place was found for it
-        self.outside: list[ServersOutside] = []  # expert servers that are processes
+        self.outside: list[OutsideServers] = []  # expert servers that are processes
         for te in sizes:
             self._first.setdefault(te.place.role, te)
         try:
@@ -205,22 +216,10 @@ class PodPlan:
         except (DeploymentError, HardwareError) as error:
             self.pod.release(dies)
             raise DeploymentError(f"deployment {self.deployment.name}: {error}") from None
-        if isinstance(net, ProtocolNet) and net.watcher is not None:
-            self.outside.append(self._plan_outside(net.watcher, te))
+        if isinstance(net, ProtocolNet) and net.seats_outside is not None:
+            servers = wings.part("servers outside")(net.seats_outside, te, self.deployment, self.recipe)
+            self.outside.append(servers)
         return te
-
-    def _plan_outside(self, watcher: Watcher, te: TEPlan) -> ServersOutside:
-        """The server processes of a TE. DeploymentError without a token where there has to be one."""
-        assert te.services is not None
-        name = self.checkpoint.name
-        model = name if name in PRESETS else str(self.checkpoint.directory)
-        deployment = msgspec.structs.replace(self.deployment, threads=1)  # they share this computer
-        task = ServerTask(model, self.recipe, msgspec.to_builtins(deployment), "", "", "")
-        experts = self.deployment.experts or ExpertConfig()
-        vacant = te.sizes.experts.vacant
-        seats = [number for number in range(te.sizes.place.num_expert_dies) if number not in vacant]
-        whom = identity(te.services, te.sizes.experts, self.recipe, self.checkpoint.digest())
-        return ServersOutside(watcher, task, experts.transport, experts.monitor, seats, whom)
 
     def _plan_pool_use(self) -> PodPool | None:
         """Plan the memory pool, if the deployment has one. InputError if its directory will not do."""

@@ -6,16 +6,17 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import numpy as np
 
+from xdeepserve import wings
 from xdeepserve.comm.exchange.layout import Group
 from xdeepserve.comm.means import Means
 from xdeepserve.comm.services.known_servers import KnownServers
 from xdeepserve.comm.services.layout import ServiceLayout
-from xdeepserve.comm.services.reach import OverURMA
+from xdeepserve.comm.services.reach import OverURMA, Reach
 from xdeepserve.comm.services.service_client import Patience, ServiceClient
 from xdeepserve.comm.services.service_server import Batching, ServiceServer
 from xdeepserve.engine.deploy.sizes import ExpertSizes
@@ -23,11 +24,11 @@ from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.expert_server import ExpertServerProgram
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.replicas import NOTHING, first_map
-from xdeepserve.engine.outside.watcher import Watcher
 from xdeepserve.engine.run.arithmetic import quantize_rows
 from xdeepserve.engine.run.ends import CountedSide, rows_away
 from xdeepserve.engine.walk.runner import Computing, Trampoline
 from xdeepserve.engine.walk.tally import Tally
+from xdeepserve.hw.die import Die
 from xdeepserve.hw.queue import Queue
 from xdeepserve.step.linear import Threads
 
@@ -64,6 +65,26 @@ def identity(layout: ServiceLayout, placed: ExpertSizes, recipe: str, checkpoint
     return hashlib.blake2b(msgspec.json.encode(parts), digest_size=16).hexdigest()
 
 
+class Seat(Protocol):
+    """What a list of seats says of one: whether a server is there (`Presence`), and which one."""
+
+    @property
+    def presence(self) -> int: ...
+
+    @property
+    def epoch(self) -> int: ...
+
+
+class SeatsOutside(Protocol):
+    """Seats of one TE whose servers are processes outside of its pod (remote/watcher.py)."""
+
+    @property
+    def seats(self) -> Sequence[Seat]: ...
+
+    def reach(self, die: Die) -> Reach:
+        """Return how a client die reaches the memory of servers."""
+
+
 class ByServices:
     """Every attention die is a client of every expert die, with a slot there for each microbatch."""
 
@@ -81,9 +102,10 @@ class ByServices:
         self.num_layers = len(sizes.experts.order)
         self._same = self._replicas()
         self._known: dict[int, KnownServers] = {}  # of each client
-        self.watcher: Watcher | None = None  # of servers outside of the pod
+        self.seats_outside: SeatsOutside | None = None  # where servers are outside of the pod
         if sizes.walk.transport != "pod":
-            self.watcher = Watcher(team.pod, self.layout, experts_held(sizes.experts), self._revive)
+            held = experts_held(sizes.experts)
+            self.seats_outside = wings.part("seats outside")(team.pod, self.layout, held, self._revive)
         self._servers: dict[int, ServiceServer] = {}  # by number, the latest
 
     def _replicas(self) -> dict[int, list[int]]:
@@ -117,9 +139,10 @@ class ByServices:
         """A client's slots for a microbatch."""
         domain, die = rank // self.team.dies_per_domain, self.team.pod.dies[self.team.dies[rank]]
         if rank not in self._known:
-            reach = OverURMA(die, self.layout) if self.watcher is None else self.watcher.reach(die)
+            seats = self.seats_outside
+            reach = OverURMA(die, self.layout) if seats is None else seats.reach(die)
             self._known[rank] = KnownServers(reach, rank, self.layout)
-        times, is_outside = self.times, self.watcher is not None
+        times, is_outside = self.times, self.seats_outside is not None
         answer_ns = round(1e6 * (times.process_timeout_ms if is_outside else times.answer_timeout_ms))
         patience = Patience(min(answer_ns, self.means.timeout_ns), self.means.timeout_ns)
         client = ServiceClient(

@@ -24,10 +24,9 @@ from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.sampler import Chooser, Sampler
-from xdeepserve.engine.outside.watcher import Watcher
 from xdeepserve.engine.run.arithmetic import quantize_rows
 from xdeepserve.engine.run.away import ByTrampolines, Way, way_of
-from xdeepserve.engine.run.by_services import ByServices
+from xdeepserve.engine.run.by_services import ByServices, SeatsOutside
 from xdeepserve.engine.run.ends import RankExchange
 from xdeepserve.engine.walk.group_end import GroupEnd, TPGroup
 from xdeepserve.engine.walk.runner import Computing, Exchange, Pace, Trampoline
@@ -190,9 +189,9 @@ class ProtocolNet:
         return self.away.layout if isinstance(self.away, ByServices) else None
 
     @property
-    def watcher(self) -> Watcher | None:
-        """Who hears of servers that are outside of the pod, if they are."""
-        return self.away.watcher if isinstance(self.away, ByServices) else None
+    def seats_outside(self) -> SeatsOutside | None:
+        """Seats of expert servers that are outside of the pod; None where they are dies of it."""
+        return self.away.seats_outside if isinstance(self.away, ByServices) else None
 
     def memory(self, rank: int) -> DieMemory:
         """Planned on the die."""

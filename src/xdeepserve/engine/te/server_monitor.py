@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from xdeepserve.comm.services.layout import BELL, SEAT, Presence, ServiceLayout
 from xdeepserve.engine.deploy.deployment import ServiceConfig
 from xdeepserve.engine.dp.events import Events, ServerHeard
-from xdeepserve.engine.outside.watcher import Watcher
+from xdeepserve.engine.run.by_services import SeatsOutside
 from xdeepserve.engine.run.net import ProtocolNet
 from xdeepserve.engine.te.te_plan import TEPlan
 
@@ -184,30 +184,30 @@ class ServerMonitor:
 class OutsideMonitor(ServerMonitor):
     """The servers are processes, and so is who looks at them: this says what its client process has heard."""
 
-    def __init__(self, watcher: Watcher, *args: Any) -> None:
+    def __init__(self, outside: SeatsOutside, *args: Any) -> None:
         super().__init__(*args)
-        self._watcher = watcher
+        self._outside = outside
 
     @property
     def num_servers(self) -> int:
-        return sum(seat.presence != Presence.ABSENT for seat in self._watcher.seats)
+        return sum(seat.presence != Presence.ABSENT for seat in self._outside.seats)
 
     @property
     def masked(self) -> set[int]:
         """Seats of servers that are lost."""
-        seats = enumerate(self._watcher.seats)
+        seats = enumerate(self._outside.seats)
         return {number for number, seat in seats if seat.presence == Presence.LOST}
 
     def presence(self, server: int) -> Presence:
-        return Presence(self._watcher.seats[server].presence)
+        return Presence(self._outside.seats[server].presence)
 
     def epoch(self, server: int) -> int:
-        return self._watcher.seats[server].epoch
+        return self._outside.seats[server].epoch
 
 
 def server_monitor(plan: TEPlan, tell: Events, seats: ServerSeats, clients: LostClients) -> ServerMonitor:
     """The one of a TE, wherever its servers are."""
-    watcher = plan.net.watcher if isinstance(plan.net, ProtocolNet) else None
-    if watcher is None:
+    outside = plan.net.seats_outside if isinstance(plan.net, ProtocolNet) else None
+    if outside is None:
         return ServerMonitor(plan, tell, seats, clients)
-    return OutsideMonitor(watcher, plan, tell, seats, clients)
+    return OutsideMonitor(outside, plan, tell, seats, clients)

@@ -15,7 +15,7 @@ import time
 
 import msgspec
 
-from xdeepserve.engine.outside.children import Children, ServerTask
+from xdeepserve.remote.children import Children, ServerTask
 
 CHECK_S = 0.2
 SOON_S = 30.0  # who ends sooner has not served

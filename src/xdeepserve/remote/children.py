@@ -46,7 +46,7 @@ class MonitorTask(msgspec.Struct):
 
 
 class Children:
-    """Those of one engine."""
+    """Processes that one engine has started."""
 
     def __init__(self) -> None:
         self.monitor: subprocess.Popen[bytes] | None = None

@@ -15,10 +15,10 @@ import msgspec
 from xdeepserve.engine.build import with_answers
 from xdeepserve.engine.deploy.deployment import Deployment
 from xdeepserve.engine.deploy.fitting import fit
-from xdeepserve.engine.outside.children import ServerTask
 from xdeepserve.errors import DeploymentError, XDeepServeError
 from xdeepserve.model.checkpoint import Checkpoint
-from xdeepserve.placing.keeper import TRIES, Keeper, Kept
+from xdeepserve.remote.children import ServerTask
+from xdeepserve.remote.keeper import TRIES, Keeper, Kept
 
 ANSWER_S = 5.0  # for a keeper
 PLACED_S = 20.0  # who has not been placed since has no node

@@ -8,9 +8,14 @@ import secrets
 
 import msgspec
 
-from xdeepserve.engine.outside.children import Children, MonitorTask, ServerTask
-from xdeepserve.engine.outside.watcher import Watcher
+from xdeepserve.engine.deploy.deployment import Deployment, ExpertConfig
+from xdeepserve.engine.run.by_services import identity
+from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import DeploymentError
+from xdeepserve.model.presets import PRESETS
+from xdeepserve.model.weights import Recipe
+from xdeepserve.remote.children import Children, MonitorTask, ServerTask
+from xdeepserve.remote.watcher import Watcher
 
 TOKEN = "XDEEPSERVE_TOKEN"
 
@@ -34,8 +39,8 @@ def _is_loopback(host: str) -> bool:
 
 
 class ServersOutside:
-    """Those of one TE. `task` is what its servers are told, but for where and who they are; `seats` are
-    those that somebody is to have from the start."""
+    """Server processes of one TE. `task` is what each is told, but for its seat and its address; `seats` are
+    those that have a server from the start."""
 
     def __init__(
         self,
@@ -53,7 +58,7 @@ class ServersOutside:
             self._token = given_token(transport)
 
     def launch(self) -> None:
-        """Start the monitor and the servers, if that is on us; they load while others do."""
+        """Start the monitor and the servers, unless the deployment names a monitor; they load meanwhile."""
         if self.monitor is not None:
             return
         self._token = secrets.token_hex(16)
@@ -66,7 +71,7 @@ class ServersOutside:
             raise
 
     def add(self, seat: int) -> None:
-        """A process of our own for a seat where nobody is."""
+        """Start a process for a seat that has no server."""
         assert self.monitor is not None
         address = "tcp:127.0.0.1:0" if self._transport == "tcp" else f"unix:xdeepserve-{secrets.token_hex(8)}"
         self.children.start_server(
@@ -76,7 +81,7 @@ class ServersOutside:
         )
 
     async def start(self) -> None:
-        """Until there is a link to servers of all experts. XDeepServeError if that is not to be."""
+        """Wait for a link to servers of all experts. Raises XDeepServeError if that will not be."""
         assert self.monitor is not None
         self.watcher.start(self.monitor, self._token, self._identity)
         await self.watcher.ready(self.children.check)
@@ -86,5 +91,18 @@ class ServersOutside:
         self.close()
 
     def close(self) -> None:
-        """End our own processes. Harmless when repeated."""
+        """End the processes that were started here. Harmless when repeated."""
         self.children.close()
+
+
+def servers_outside(watcher: Watcher, te: TEPlan, deployment: Deployment, recipe: Recipe) -> ServersOutside:
+    """Plan the server processes of a TE. DeploymentError without a token where there has to be one."""
+    assert te.services is not None
+    checkpoint, placed = te.checkpoint, te.sizes.experts
+    model = checkpoint.name if checkpoint.name in PRESETS else str(checkpoint.directory)
+    alone = msgspec.structs.replace(deployment, threads=1)  # processes share this computer
+    task = ServerTask(model, recipe, msgspec.to_builtins(alone), "", "", "")
+    experts = deployment.experts or ExpertConfig()
+    seats = [number for number in range(te.sizes.place.num_expert_dies) if number not in placed.vacant]
+    whom = identity(te.services, placed, recipe, checkpoint.digest())
+    return ServersOutside(watcher, task, experts.transport, experts.monitor, seats, whom)

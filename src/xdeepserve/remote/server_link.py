@@ -11,7 +11,8 @@ from collections import deque
 from contextlib import suppress
 from typing import Protocol
 
-from xdeepserve.comm.outside.handshake import (
+from xdeepserve.errors import LostDieError, ProtocolError
+from xdeepserve.remote.handshake import (
     MAX_LINE,
     Challenge,
     Hello,
@@ -22,9 +23,8 @@ from xdeepserve.comm.outside.handshake import (
     proof,
     read_line,
 )
-from xdeepserve.comm.outside.network_card import OK, OP_READ, OP_WRITE, REQUEST, RESPONSE
-from xdeepserve.comm.outside.registered import Window, check_windows, fence
-from xdeepserve.errors import LostDieError, ProtocolError
+from xdeepserve.remote.network_card import OK, OP_READ, OP_WRITE, REQUEST, RESPONSE
+from xdeepserve.remote.registered import Window, check_windows, fence
 
 MAX_UNSENT = 64 << 20  # bytes to a server that does not take them, after which it is given up
 

@@ -13,7 +13,7 @@ from xdeepserve.cli.options import Parser
 from xdeepserve.errors import InputError
 
 if TYPE_CHECKING:
-    from xdeepserve.engine.outside.children import MonitorTask
+    from xdeepserve.remote.children import MonitorTask
 
 
 def add_options(parser: Parser) -> None:
@@ -33,9 +33,9 @@ def run(args: argparse.Namespace) -> int:
     """Listen, and print what happens."""
     import msgspec
 
-    from xdeepserve.engine.expert_process import end_with_parent
-    from xdeepserve.engine.outside.children import MonitorTask
-    from xdeepserve.engine.outside.servers_outside import given_token
+    from xdeepserve.remote.children import MonitorTask
+    from xdeepserve.remote.expert_process import end_with_parent
+    from xdeepserve.remote.servers_outside import given_token
 
     if args.of_parent:
         task = msgspec.json.decode(sys.stdin.buffer.readline(), type=MonitorTask)
@@ -51,9 +51,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _serve(task: MonitorTask) -> None:
-    from xdeepserve.comm.outside.handshake import joined
-    from xdeepserve.engine.outside.monitor_service import MonitorService
     from xdeepserve.errors import XDeepServeError
+    from xdeepserve.remote.handshake import joined
+    from xdeepserve.remote.monitor_service import MonitorService
 
     def tell(text: str) -> None:
         if not task.is_quiet:

@@ -16,11 +16,6 @@ from collections.abc import Callable
 import msgspec
 
 from xdeepserve.comm.means import Means
-from xdeepserve.comm.outside.handshake import listen
-from xdeepserve.comm.outside.network_card import Nic
-from xdeepserve.comm.outside.outside_server import OutsideServer
-from xdeepserve.comm.outside.registered import SharedBuffer, windows
-from xdeepserve.comm.outside.seat_list import Register
 from xdeepserve.comm.services.layout import BELL
 from xdeepserve.comm.services.service_server import Batching
 from xdeepserve.engine.build import pod_for, with_answers
@@ -31,8 +26,6 @@ from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.expert_server import ExpertServerProgram
 from xdeepserve.engine.loading import read_experts
 from xdeepserve.engine.messages import StepFailed
-from xdeepserve.engine.outside.children import ServerTask
-from xdeepserve.engine.outside.enlisted import Enlisted
 from xdeepserve.engine.recovery.rollback_field import plan_rollback_field
 from xdeepserve.engine.run.arithmetic import quantize_rows
 from xdeepserve.engine.run.by_services import experts_held, identity, service_layout
@@ -42,6 +35,13 @@ from xdeepserve.errors import DeploymentError, XDeepServeError
 from xdeepserve.hw.queue import Queue
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.weights import Recipe
+from xdeepserve.remote.children import ServerTask
+from xdeepserve.remote.enlisted import Enlisted
+from xdeepserve.remote.handshake import listen
+from xdeepserve.remote.network_card import Nic
+from xdeepserve.remote.outside_server import OutsideServer
+from xdeepserve.remote.registered import SharedBuffer, windows
+from xdeepserve.remote.seat_list import Register
 from xdeepserve.step.linear import Threads
 
 QUIET_S = 5.0  # until clients have read what is there, when it leaves

@@ -13,15 +13,15 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from xdeepserve.comm.outside.handshake import PATIENCE_S, split
-from xdeepserve.comm.outside.outside_reach import OutsideReach
-from xdeepserve.comm.outside.seat_list import Attend, Refused, SeatList, SeatView, Seen, ToClient
-from xdeepserve.comm.outside.server_link import ServerLink, open_link
 from xdeepserve.comm.services.layout import SEAT, Presence, ServiceLayout
-from xdeepserve.engine.outside.monitor_service import check_reachable, dial, hear, say
 from xdeepserve.errors import DeploymentError, InputError, ProtocolError, XDeepServeError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.pod import Pod
+from xdeepserve.remote.handshake import PATIENCE_S, split
+from xdeepserve.remote.monitor_service import check_reachable, dial, hear, say
+from xdeepserve.remote.outside_reach import OutsideReach
+from xdeepserve.remote.seat_list import Attend, Refused, SeatList, SeatView, Seen, ToClient
+from xdeepserve.remote.server_link import ServerLink, open_link
 
 AGAIN_S = 0.2  # between two attempts
 START_S = 600.0  # until all experts are there; kernels may have to be compiled

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from xdeepserve.cli.options import Parser, add_deployment, add_mtp, numbers
 
 if TYPE_CHECKING:
-    from xdeepserve.engine.outside.children import ServerTask
-    from xdeepserve.placing.placed import Placed
+    from xdeepserve.remote.children import ServerTask
+    from xdeepserve.remote.placed import Placed
 
 LOOK_S = 0.5
 
@@ -36,11 +36,11 @@ def add_options(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Start a monitor, have servers placed, and tell what becomes of them."""
-    from xdeepserve.cli.expert_server import check_comes_there, task_of
-    from xdeepserve.engine.outside.servers_outside import given_token
     from xdeepserve.model.presets import resolve_model
-    from xdeepserve.placing.on_ray import LOCAL, connected
-    from xdeepserve.placing.placed import Placed, seats_of
+    from xdeepserve.remote.expert_server_command import check_comes_there, task_of
+    from xdeepserve.remote.on_ray import LOCAL, connected
+    from xdeepserve.remote.placed import Placed, seats_of
+    from xdeepserve.remote.servers_outside import given_token
 
     task = task_of(args)
     given_token("shm", args.host)
@@ -57,10 +57,10 @@ def run(args: argparse.Namespace) -> int:
 
 async def _keep(args: argparse.Namespace, task: ServerTask, placed: Placed, seats: list[int]) -> None:
     """From the first server to a signal."""
-    from xdeepserve.comm.outside.handshake import joined
-    from xdeepserve.engine.outside.children import MonitorTask
-    from xdeepserve.engine.outside.monitor_service import MonitorService
     from xdeepserve.errors import XDeepServeError
+    from xdeepserve.remote.children import MonitorTask
+    from xdeepserve.remote.handshake import joined
+    from xdeepserve.remote.monitor_service import MonitorService
 
     ends = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 
-from xdeepserve.comm.outside.outside_reach import nap
-from xdeepserve.comm.outside.registered import fence
 from xdeepserve.comm.services.rules import SlotEvent, SlotState
 from xdeepserve.comm.services.service_server import ServiceServer
 from xdeepserve.errors import DeadlineError
+from xdeepserve.remote.outside_reach import nap
+from xdeepserve.remote.registered import fence
 
 
 class OutsideServer(ServiceServer):

@@ -15,7 +15,9 @@ from typing import Any
 
 import msgspec
 
-from xdeepserve.comm.outside.handshake import (
+from xdeepserve.comm.services.layout import Presence
+from xdeepserve.errors import ProtocolError, XDeepServeError
+from xdeepserve.remote.handshake import (
     MAX_LINE,
     PATIENCE_S,
     Challenge,
@@ -25,7 +27,7 @@ from xdeepserve.comm.outside.handshake import (
     proof,
     proves,
 )
-from xdeepserve.comm.outside.seat_list import (
+from xdeepserve.remote.seat_list import (
     Attend,
     Go,
     Leave,
@@ -38,8 +40,6 @@ from xdeepserve.comm.outside.seat_list import (
     Seen,
     ToMonitor,
 )
-from xdeepserve.comm.services.layout import Presence
-from xdeepserve.errors import ProtocolError, XDeepServeError
 
 SEEN_S = 5.0  # how long a server that leaves waits for clients to have heard
 

@@ -11,8 +11,8 @@ from xdeepserve.cli.options import Parser, add_deployment, add_mtp, overrides_of
 from xdeepserve.errors import InputError
 
 if TYPE_CHECKING:
-    from xdeepserve.engine.outside.children import ServerTask
     from xdeepserve.model.weights import Recipe
+    from xdeepserve.remote.children import ServerTask
 
 
 def add_options(parser: Parser) -> None:
@@ -37,10 +37,10 @@ def run(args: argparse.Namespace) -> int:
     """Load its experts and serve."""
     import msgspec
 
-    from xdeepserve.engine.expert_process import ExpertProcess, end_with_parent
-    from xdeepserve.engine.outside.children import ServerTask
     from xdeepserve.loop import run as run_loop
     from xdeepserve.model.presets import resolve_model
+    from xdeepserve.remote.children import ServerTask
+    from xdeepserve.remote.expert_process import ExpertProcess, end_with_parent
 
     if args.of_parent:
         task = msgspec.json.decode(sys.stdin.buffer.readline(), type=ServerTask)
@@ -70,8 +70,8 @@ def task_of(args: argparse.Namespace) -> ServerTask:
     from xdeepserve.engine.deploy.deployment import ExpertConfig
     from xdeepserve.engine.deploy.expert_services import HOST_PORT
     from xdeepserve.engine.deploy.resolve import resolve
-    from xdeepserve.engine.outside.children import ServerTask
-    from xdeepserve.engine.outside.servers_outside import given_token
+    from xdeepserve.remote.children import ServerTask
+    from xdeepserve.remote.servers_outside import given_token
 
     deployment = resolve(args.deployment, overrides_of(args))
     experts = deployment.experts or ExpertConfig()

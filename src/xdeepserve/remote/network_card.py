@@ -20,7 +20,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from io import BufferedReader
 
-from xdeepserve.comm.outside.handshake import (
+from xdeepserve.errors import AddressError, ProtocolError
+from xdeepserve.remote.handshake import (
     PATIENCE_S,
     Challenge,
     Hello,
@@ -30,8 +31,7 @@ from xdeepserve.comm.outside.handshake import (
     proves,
     read_line,
 )
-from xdeepserve.comm.outside.registered import READ, WRITTEN, SharedBuffer, Window, check_access, fence
-from xdeepserve.errors import AddressError, ProtocolError
+from xdeepserve.remote.registered import READ, WRITTEN, SharedBuffer, Window, check_access, fence
 
 REQUEST = struct.Struct("<B3xIQ")
 RESPONSE = struct.Struct("<B3xI")

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from xdeepserve.comm.outside.registered import Window
 from xdeepserve.errors import InputError, ProtocolError
+from xdeepserve.remote.registered import Window
 
 MAX_LINE = 1 << 16
 PATIENCE_S = 5.0

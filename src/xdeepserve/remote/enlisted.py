@@ -11,10 +11,10 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from xdeepserve.comm.outside.handshake import PATIENCE_S, split
-from xdeepserve.comm.outside.seat_list import Go, Leave, LoopTurns, Ready, Refused, Register, Seated, ToServer
-from xdeepserve.engine.outside.monitor_service import check_reachable, dial, hear, say
 from xdeepserve.errors import DeploymentError, ProtocolError, XDeepServeError
+from xdeepserve.remote.handshake import PATIENCE_S, split
+from xdeepserve.remote.monitor_service import check_reachable, dial, hear, say
+from xdeepserve.remote.seat_list import Go, Leave, LoopTurns, Ready, Refused, Register, Seated, ToServer
 
 AGAIN_S = 0.2
 

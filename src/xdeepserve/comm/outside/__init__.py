@@ -1,1 +1,0 @@
-"""Expert servers in processes of their own: their buffers, and how clients reach them from a pod."""

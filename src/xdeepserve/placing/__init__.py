@@ -1,1 +1,0 @@
-"""Several computers under Ray: it places processes, and starts them again. Protocols go other ways."""
