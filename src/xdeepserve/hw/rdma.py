@@ -18,13 +18,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..errors import GlitchError, HardwareError
+from .clock import Waiter, Waiting
 from .congestion import TUNED_CONTROL, CongestionControl
 from .engines import Fabric
 from .memory import Address
 from .rdma_card import RETRIES, RDMACard, WriteUnderWay
 from .spec import Spec
 from .topology import Plane
-from .waiting import Waiter, Waiting
 
 LANDING_NS = 2_000  # assumed: the longest that a posted write is on its way over PCIe
 

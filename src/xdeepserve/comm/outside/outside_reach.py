@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 
 from xdeepserve.comm.outside.server_link import ServerLink
 from xdeepserve.errors import DeadlineError, LostDieError
+from xdeepserve.hw.clock import Waiting
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.memory import Address
 from xdeepserve.hw.traffic import Integers
-from xdeepserve.hw.waiting import Waiting
 
 READ_S = 5.0  # without an answer to a read, after which a connection is given up
 LOOK_S = 0.05  # for one look at what nobody waits for
