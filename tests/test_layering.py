@@ -162,8 +162,6 @@ DEBTS = (
     "engine.run: away by_cards by_services ends net",
     "engine.te: dealer layer_reports lost_clients lost_pages server_monitor server_seats steps_apart "
     "steps_together te",
-    "model: config rope",
-    "model: sharding weights",
 )
 
 
