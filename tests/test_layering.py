@@ -156,7 +156,6 @@ def test_protocols_stand_apart(path: Path) -> None:
 # Circles that are left, as room and files. None may be added; one that is healed has to be deleted here.
 DEBTS = (
     "bench: carriers comm",
-    "ems: memory_pool pool_faults",
     "engine.die: drafts program",
     "engine.job: detours executor",
     "engine.run: away by_cards by_services ends net",
