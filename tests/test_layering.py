@@ -155,7 +155,6 @@ def test_protocols_stand_apart(path: Path) -> None:
 
 # Circles that are left, as room and files. None may be added; one that is healed has to be deleted here.
 DEBTS = (
-    "bench: carriers comm",
     "engine.die: drafts program",
     "engine.job: detours executor",
     "engine.run: away by_cards by_services ends net",
