@@ -106,7 +106,7 @@ def send_and_receive() -> str:
         for te, part in zip(llm.engine.je.tes, ("acks", "tails"), strict=True):
             newest = max(field for group in te.groups for die in group.dies for field in fields(die, part))
             said = f"event {newest.event_id}, chunk {newest.chunk_id}, pointer {newest.pointer}"
-            print(f"newest of the {part} of {te.sizes.name}: {said}, {newest.nbytes} bytes")
+            print(f"newest of the {part} of {te.sizes.place.name}: {said}, {newest.nbytes} bytes")
         llm.engine.check_integrity()
         return digest(outputs)
 
@@ -141,9 +141,8 @@ def break_a_link() -> str:
         outputs = llm.generate(PROMPTS, PARAMS, keep_logits=True)
         for link in (broken, other):
             te = link.tes[1]
-            print(
-                f"{te.sizes.name}: {te.step_idx} steps, its link is {'well' if not link.error else 'avoided'}"
-            )
+            state = "well" if not link.error else "avoided"
+            print(f"{te.sizes.place.name}: {te.step_idx} steps, its link is {state}")
         llm.engine.check_integrity()
         return digest(outputs)
 

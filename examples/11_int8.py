@@ -15,16 +15,16 @@ from pathlib import Path
 
 import numpy as np
 
-from xdeepserve.calibration import calibration_sequences
 from xdeepserve.errors import InputError
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
-from xdeepserve.model.quant.forward import FloatLayer, Walk, rms_norm, silu
-from xdeepserve.model.quant.layer_quantizer import LayerQuantizer, LinearReport
-from xdeepserve.model.quant.method import METHODS
-from xdeepserve.model.quant.smoothquant import smoothing_scale, w8a8_error
 from xdeepserve.progress import working
+from xdeepserve.quant.calibration import calibration_sequences
+from xdeepserve.quant.forward import FloatLayer, Walk, rms_norm, silu
+from xdeepserve.quant.layer_quantizer import LayerQuantizer, LinearReport
+from xdeepserve.quant.method import METHODS
+from xdeepserve.quant.smoothquant import smoothing_scale, w8a8_error
 
 LAYER = 2
 NUM_TEXTS = 24

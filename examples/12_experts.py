@@ -17,9 +17,9 @@ from xdeepserve.corpus import EXAMINED, sample
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
-from xdeepserve.model.quant.forward import Walk, expert_load
 from xdeepserve.model.tokenizer import Tokenizer, load_tokenizer
 from xdeepserve.progress import working
+from xdeepserve.quant.forward import Walk, expert_load
 
 NUM_SAMPLES = 16
 STEPS = " ▁▂▃▄▅▆▇█"

@@ -46,12 +46,13 @@ def rows_by_die(plan: TEPlan) -> np.ndarray:
 
 def show_choice(counts: Counts, plan: TEPlan) -> None:
     """What select and place make of one layer's load [E, T], by hand."""
-    primary = [die for die, held in enumerate(plan.sizes.experts_of) for _ in held]
+    primary = [die for die, held in enumerate(plan.sizes.experts.experts_of) for _ in held]
     chosen = select(counts, 8, 8)
     print(f"  select: {chosen}, an expert again if its share is still the hottest")
     placed = place(counts, chosen, primary, [1] * 8)
     for die, held in enumerate(placed):
-        print(f"  place:  die {die}, experts {list(plan.sizes.experts_of[die])}, replica of {held or 'none'}")
+        own = list(plan.sizes.experts.experts_of[die])
+        print(f"  place:  die {die}, experts {own}, replica of {held or 'none'}")
     before, after = hottest_die(counts, primary, [[]] * 8), hottest_die(counts, primary, placed)
     mean = counts.sum() / 8
     print(
@@ -84,7 +85,9 @@ def show_map(llm: LLM, plan: TEPlan) -> None:
     log2phy = mem.workspace.take("log2phy", *shape, len(plan.dies))[LAYER]
     expert = int(logcnt.argmax())
     slots = log2phy[expert, : logcnt[expert]].tolist()
-    homes = [next(die for die, held in enumerate(plan.sizes.slots_of) if slot in held) for slot in slots]
+    homes = [
+        next(die for die, held in enumerate(plan.sizes.experts.slots_of) if slot in held) for slot in slots
+    ]
     print(f"  expert {expert} has {logcnt[expert]} replicas: physical {slots}, on dies {homes}")
     rotated = [slots[row % len(slots)] for row in range(8)]
     print(f"  die 0's rows 0 to 7 that chose it go to {rotated}")

@@ -7,6 +7,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from collections import Counter
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -18,6 +19,11 @@ from xdeepserve.model.presets import TinyCheckpoint, resolve_model
 # A busy machine is slow, not wrong.
 settings.register_profile("no-deadline", deadline=None)
 settings.load_profile("no-deadline")
+
+# Without it only asserts of `test_*` files show the values they compare, and those of shared tools do not.
+pytest.register_assert_rewrite(
+    *(f"tests.{room.parent.name}" for room in Path(__file__).parent.glob("*/__init__.py"))
+)
 
 ENDS_AT = pytest.StashKey[float]()
 

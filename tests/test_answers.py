@@ -10,10 +10,10 @@ import pytest
 
 from tests.model.hf_fixtures import fixtures
 from xdeepserve import progress
+from xdeepserve.bench.command import OPTIONS, SUITES
 from xdeepserve.bench.meanings import MEANINGS
 from xdeepserve.bench.report import Row, group_of, print_summary, published
 from xdeepserve.cli import main
-from xdeepserve.cli.bench import OPTIONS, SUITES
 from xdeepserve.engine.deploy.no_effect import RULES, without_effect
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.deploy.settings import settings
@@ -90,6 +90,17 @@ def test_an_interrupt_before_there_is_anything_is_said_too(
     assert capsys.readouterr().err == "xdeepserve verify: interrupted\n"
 
 
+def test_every_command_answers_an_interrupt_at_once(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(name: str) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr("xdeepserve.model.presets.resolve_model", interrupted)
+    assert main(["generate", "--prompt", "hi"]) == 130
+    assert capsys.readouterr().err.startswith("xdeepserve generate: interrupted: ends with what runs now")
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 @pytest.mark.usefixtures("is_hasty")
 def test_the_row_in_progress_is_named(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     def verify(checkpoint, names, report, subject, begins, **_) -> list[MatrixRow]:
@@ -111,7 +122,7 @@ def test_the_phases_of_quantisation_are_named(
         time.sleep(0.2)
         raise InputError("enough")
 
-    monkeypatch.setattr("xdeepserve.model.quant.job.quantize_checkpoint", quantize)
+    monkeypatch.setattr("xdeepserve.quant.job.quantize_checkpoint", quantize)
     assert main(["quantize", "tiny", str(tmp_path / "out")]) == 2
     said = "Quantising tiny: calibrating with 64 texts, 5 of 6 layers done ... 0 s\n"
     assert said in capsys.readouterr().err

@@ -60,7 +60,8 @@ def test_generate_json_is_one_object_and_nothing_else() -> None:
     assert result["outputs"][1]["prompt_token_ids"] == [1, 2, 3]
     assert (result["model"], result["deployment"], result["precision"]) == ("tiny", "monolithic", "int8")
     assert result["digest"].startswith("sha256:")
-    assert done.stderr == ""
+    progress = re.compile(r"(Loading|Starting|Generating with) tiny")  # where it takes its time
+    assert all(progress.match(line) for line in done.stderr.splitlines())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
@@ -280,6 +281,14 @@ def test_describe(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "DP2 x TP4 + EP8" in out
     assert "6..7" in out  # heads
+
+
+def test_describe_tells_of_vacant_seats(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["describe", "--deployment", "eaas", "--set", "experts.vacancies=1"]) == 0
+    out = capsys.readouterr().out
+    assert "4 attention dies, 4 dies of routed experts, 1 of the shared one" in out
+    assert "vacancies   die 8 is kept for an expert server that may join" in out
+    assert "copies" not in out
 
 
 def test_what_does_not_fit_is_said_where_time_alone_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -193,6 +193,11 @@ def test_the_settings_are_up_to_date(tmp_path: Path) -> None:
     assert file.read_text() == (ROOT / "docs" / "settings.md").read_text(), "run tools/write_settings.py"
 
 
+def test_the_ideas_are_up_to_date() -> None:
+    done = subprocess.run([sys.executable, "-m", "tools.ideas", "--check"], cwd=ROOT, check=False)
+    assert done.returncode == 0, "run python -m tools.ideas"
+
+
 def marked(command: str) -> object:
     return pytest.param(command, marks=pytest.mark.campaign) if command in SLOW else command
 

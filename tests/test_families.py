@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.model.hf_fixtures import Fixture, fixtures
+from tests.model.hf_fixtures import BY_NAME
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.cli import main
 from xdeepserve.llm import digest
@@ -27,7 +27,6 @@ from xdeepserve.step import sparse
 from xdeepserve.step.frame import Model
 from xdeepserve.step.stage import Counts
 
-BY_NAME: dict[str, Fixture] = {f.name: f for f in fixtures()}
 PARAMS = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
 PROMPTS = [[7], list(range(3, 60)), [5, 6, 7] * 30, list(range(3, 50))]
 WAYS: dict[str, list[tuple[str, list[str]]]] = {

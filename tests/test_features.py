@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.test_lockstep import GREEDY, PROMPTS
+from tests.engine.lockstep import GREEDY, PROMPTS
 from xdeepserve.llm import LLM, digest
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import resolve_model

@@ -1,42 +1,15 @@
-"""Imports run downward only: cli -> api, verify, bench -> llm -> engine -> comm -> hw; engine -> model."""
+"""Imports run downward only, and from the house to no wing: rules for every room are in tools/house.py."""
 
 import ast
 from pathlib import Path
 
 import pytest
+from tools import house
 
-SRC = Path(__file__).parent.parent / "src" / "xdeepserve"
-COMMON = {"errors", "reading", "config", "jit", "machine", "bf16"}
-ALLOWED = {
-    "jit": {"errors"},
-    "machine": {"errors"},
-    "bf16": set(),
-    "hw": COMMON,
-    "model": COMMON,
-    "corpus": {"errors", "reading"},
-    "comm": COMMON | {"hw"},
-    "step": COMMON | {"hw", "model"},
-    "ems": COMMON | {"hw"},
-    "engine": COMMON | {"hw", "model", "comm", "step", "ems"},
-    "page": COMMON | {"engine", "hw", "comm", "golden"},
-    "api": COMMON | {"engine", "hw", "model", "comm", "llm", "page", "jobs"},
-    "jobs": COMMON | {"model", "llm", "evals"},
-    "compile_ahead": {"model"},
-    "progress": {"compile_ahead"},
-    "llm": COMMON | {"engine", "hw", "model", "loop", "progress"},
-    "golden": COMMON | {"hw", "model", "comm"},
-    "verify": COMMON | {"engine", "hw", "model", "llm"},
-    "evals": COMMON | {"engine", "model", "llm", "corpus"},
-    "chaos": COMMON | {"ems", "engine", "hw", "model", "llm", "loop"},
-    "learn": COMMON | {"engine", "hw", "model", "comm", "llm", "loop", "golden"},
-    "placing": COMMON | {"engine", "model"},
-    "planner": COMMON | {"engine", "hw", "model", "step", "llm", "loop"},
-    "platform": COMMON | {"engine", "hw", "model", "step", "llm", "loop", "planner"},
-    "bench": COMMON
-    | {"engine", "hw", "model", "comm", "step", "llm", "loop", "evals", "corpus", "planner", "ems"}
-    | {"platform"},
-    "calibration": {"errors", "model", "corpus"},
-}
+from xdeepserve import wings
+
+TESTS = Path(__file__).parent
+SRC = TESTS.parent / "src" / "xdeepserve"
 PROTOCOLS = {  # folders of comm, and which others each may use; the files beside them use none
     "p2p": set(),
     "exchange": set(),
@@ -51,28 +24,13 @@ PROTOCOLS = {  # folders of comm, and which others each may use; the files besid
 ONLY_IN = {
     "aiohttp": {"api"},
     "ray": {"placing"},
-    "asyncio": {
-        "hw",
-        "comm",
-        "engine",
-        "api",
-        "llm",
-        "cli",
-        "bench",
-        "golden",
-        "loop",
-        "planner",
-        "chaos",
-        "learn",
-        "page",
-        "jobs",
-    },
+    "asyncio": {"hw", "comm", "engine", "api", "llm", "cli", "golden", "loop", *house.WINGS},
 }
 
 
-def imported(path: Path) -> set[str]:
-    """Absolute dotted names of everything `path` imports, however deep in the file."""
-    package = ["xdeepserve", *path.relative_to(SRC).parts[:-1]]
+def imported(path: Path, root: Path = SRC) -> set[str]:
+    """Absolute dotted names of everything that a file of a package imports, however deep in the file."""
+    package = [root.name, *path.relative_to(root).parts[:-1]]
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -87,22 +45,67 @@ def imported(path: Path) -> set[str]:
 FILES = sorted(SRC.rglob("*.py"))
 
 
+def room_of(path: Path) -> str:
+    """The package that a file of `src/xdeepserve` is in, or its own name."""
+    parts = path.relative_to(SRC).parts
+    return parts[0] if len(parts) > 1 else path.stem
+
+
+def test_every_room_has_a_rule() -> None:
+    rooms = {room_of(path) for path in FILES} - {"__init__", "__main__"}
+    assert rooms == {*house.HOUSE, *house.WINGS}
+
+
 @pytest.mark.parametrize("path", FILES, ids=[str(p.relative_to(SRC)) for p in FILES])
 def test_imports_run_downward(path: Path) -> None:
-    parts = path.relative_to(SRC).parts
-    room = parts[0] if len(parts) > 1 else path.stem
+    room = room_of(path)
+    if room in ("__init__", "__main__"):
+        return
+    is_free = room in house.WINGS and house.is_command(path)
     for name in imported(path):
         head, *rest = name.split(".")
-        if head == "xdeepserve" and rest and rest[0] != room and room in ALLOWED:
-            assert rest[0] in ALLOWED[room] or rest[0] == "__version__", f"{path} may not import {name}"
+        if head == "xdeepserve" and rest and rest[0] != room and not is_free:
+            assert rest[0] in house.allowed(room) | {"__version__"}, f"{path} may not import {name}"
         for library, rooms in ONLY_IN.items():
             if head == library:
                 assert room in rooms, f"{path} may not import {library}"
 
 
+def test_what_is_left_from_the_house_to_wings_is_there() -> None:
+    """An arrow that is gone is deleted from the list."""
+    arrows = set()
+    for path in FILES:
+        used = {name.split(".")[1] for name in imported(path) if name.startswith("xdeepserve.")}
+        arrows |= {(room_of(path), wing) for wing in used & {*house.WINGS}}
+    assert {arrow for arrow in arrows if arrow[0] in house.HOUSE} == house.LEFT
+
+
+@pytest.mark.parametrize("name", wings.PARTS)
+def test_what_wings_bring_is_there(name: str) -> None:
+    assert callable(wings.part(name))
+
+
+def test_commands_of_wings_are_there() -> None:
+    for name in wings.COMMANDS:
+        command = wings.command(name)
+        assert callable(command.add_options)
+        assert callable(command.run)
+
+
+def test_names_of_wings_are_resolved_nowhere_else() -> None:
+    """`importlib` in a file of the house would be a second table."""
+    others = {path for path in FILES if "importlib.import_module" in path.read_text()}
+    assert {room_of(path) for path in others} & {*house.HOUSE} <= {"wings", "jit"}
+
+
+def test_the_picture_is_the_rule() -> None:
+    page = house.PAGE.read_text()
+    assert house.drawn(page) == page, "run python -m tools.house"
+
+
 ENGINE = (  # its rooms and files, from the bottom: each may use those before it
     "deploy", "messages", "lanes", "recovery", "walk", "die", "outside", "run", "balance", "dp", "te",
-    "npu_fork", "loading", "pool_weights", "pool_use", "weight_digests", "build", "expert_process",
+    "npu_fork", "loading", "weight_digests", "build", "expert_process",
     "description", "job", "serving",
 )  # fmt: skip
 
@@ -149,6 +152,17 @@ def test_protocols_stand_apart(path: Path) -> None:
         head, comm, protocol = [*name.split("."), "", ""][:3]
         if (head, comm) == ("xdeepserve", "comm") and protocol in PROTOCOLS:
             assert protocol in allowed, f"{path} may not import {name}"
+
+
+TEST_FILES = sorted(TESTS.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", TEST_FILES, ids=[str(p.relative_to(TESTS)) for p in TEST_FILES])
+def test_no_test_imports_a_test(path: Path) -> None:
+    for name in imported(path, TESTS):
+        head, *rest = name.split(".")
+        tests = [part for part in rest if part.startswith("test_")]
+        assert head != "tests" or not tests, f"{path} may not import {name}: what tests share is in tools.py"
 
 
 # ---- circles of files -----------------------------------------------------------------------------------

@@ -213,6 +213,11 @@ def test_prompt_scores_survive_preemption(tiny: TinyCheckpoint) -> None:
         assert got.outputs == wanted.outputs
 
 
+def test_logits_of_a_text_are_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="logits takes token ids, found a text"):
+        llm.logits("hi")
+
+
 def test_logits_of_a_full_context(tiny: TinyCheckpoint) -> None:
     with LLM(tiny, overrides=["max_model_len=40"]) as llm:
         assert llm.logits(list(range(40))).shape == (40, 320)

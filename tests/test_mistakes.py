@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from xdeepserve.bench.command import SUITES
 from xdeepserve.chaos.fault_schedule import FaultSchedule
 from xdeepserve.cli import COMMANDS, build_parser, main
-from xdeepserve.cli.bench import SUITES
 from xdeepserve.engine.balance.heat_map import HeatMap
 from xdeepserve.engine.deploy.deployment import Deployment
 from xdeepserve.errors import InputError

@@ -33,10 +33,11 @@ def test_a_class_name_is_defined_once() -> None:
 
 
 def test_a_file_name_is_there_once() -> None:
+    """Every wing may have a `command.py`."""
     counts = Counter(
         path.name
         for path in TREES
-        if path.name != "__init__.py"
+        if path.name not in ("__init__.py", "command.py")
         and not OF_A_SUBJECT.keys() & set(path.parts)
         and not (path.parts[0] == "comm" and path.name in OF_A_PROTOCOL)
     )

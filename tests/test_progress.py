@@ -186,7 +186,9 @@ def test_an_llm_can_be_quiet(capsys: Capture, is_function: bool) -> None:
     assert not is_function or calls[-1][0] == calls[-1][1] > 0
 
 
-def test_other_values_of_progress_are_refused() -> None:
+def test_arguments_of_another_type_are_refused() -> None:
+    with pytest.raises(InputError, match=r"timing_only is True, False or a TimingConfig, found 'x'"):
+        LLM("tiny-random", timing_only="x")  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"progress is True, False or a function of .*, found 3"):
         LLM("tiny-random", progress=3)  # type: ignore[arg-type]
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from xdeepserve.calibration import MAX_TOKENS, calibration_sequences
 from xdeepserve.cli import main
 from xdeepserve.errors import InputError
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.checkpoint import open_checkpoint
 from xdeepserve.model.export import write_checkpoint
 from xdeepserve.model.presets import PRESET_DIRECTORY, TinyCheckpoint
-from xdeepserve.model.quant.part import Part
+from xdeepserve.quant.calibration import MAX_TOKENS, calibration_sequences
+from xdeepserve.quant.part import Part
 
 
 @pytest.mark.always

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import long_tests
-from tests.test_docs import ROOT
+from tests.samples import ROOT
 
 
 @pytest.mark.parametrize(("share", "count"), [("1", 60), ("8", 8), ("60", 1), ("0", 0)])

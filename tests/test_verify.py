@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from xdeepserve.ems.pool_use import PoolUse
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import PRESETS, resolve
-from xdeepserve.engine.pool_use import PoolUse
 from xdeepserve.errors import DeploymentError
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import PRESET_DIRECTORY, SeededCheckpoint, resolve_model
@@ -20,7 +20,7 @@ from xdeepserve.verify.selection import cases, left_out
 def combination(case: Case, config: ModelConfig) -> tuple[str, int, int]:
     """What a case is once it is fitted: deployment, drafts, microbatches of the TE that decodes."""
     decode = fit(resolve(case.deployment, case.overrides), config)[-1]
-    return case.deployment, decode.mtp, decode.num_microbatches
+    return case.deployment, decode.steps.mtp, decode.walk.num_microbatches
 
 
 @pytest.mark.always

@@ -30,15 +30,15 @@ from compressed_tensors.quantization import (
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
-from xdeepserve.calibration import calibration_sequences
 from xdeepserve.corpus import EXAMINED, sample
 from xdeepserve.model.checkpoint import Checkpoint, open_checkpoint
 from xdeepserve.model.presets import resolve_model
-from xdeepserve.model.quant.job import quantize_checkpoint
-from xdeepserve.model.quant.method import METHODS
 from xdeepserve.model.quant_config import compressed_tensors_config
 from xdeepserve.model.reference import Reference
 from xdeepserve.model.tokenizer import load_tokenizer
+from xdeepserve.quant.calibration import calibration_sequences
+from xdeepserve.quant.job import quantize_checkpoint
+from xdeepserve.quant.method import METHODS
 
 TOLERANCE = 1e-4  # of a logit: sums in another order
 AGREEMENT = 0.97  # share of places where both models mean the same token

@@ -203,7 +203,7 @@ def pod(model: str, deployment: str) -> Svg:
             for die, mem in held.items()
             if die not in te.dies
         ]
-        name = te.sizes.name
+        name = te.sizes.place.name
         if not experts:
             text = [
                 (die, f"experts {mem.experts.start}..{mem.experts.stop - 1}") for die, mem in held.items()

@@ -87,11 +87,6 @@ def working(text: str, is_quiet: bool = False, runs_int8: bool = False) -> Itera
                 _while_active.close()
 
 
-def quiet_with_json(as_json: bool) -> bool:
-    """Whether to show nothing: JSON is printed, and its reader may read stderr with it (no terminal does)."""
-    return as_json and not sys.stderr.isatty()
-
-
 @contextlib.contextmanager
 def _showing() -> Iterator[None]:
     """Have a thread show the outermost work."""

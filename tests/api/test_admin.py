@@ -63,7 +63,7 @@ def test_what_cannot_be_is_refused_with_one_line(tiny: TinyCheckpoint) -> None:
         ("DELETE", "/admin/tes/nobody", None, "there is no TE nobody: this engine has te"),
         ("DELETE", "/admin/tes/te?drain=yes", None, 'drain must be 0 or 1, found "yes"'),
         ("POST", "/admin/tes", {"role": "decode"}, "none of role decode"),
-        ("POST", "/admin/tes", {"role": "cook"}, "invalid enum value 'cook'"),
+        ("POST", "/admin/tes", {"role": "cook"}, "invalid enum value 'cook': both or prefill or decode"),
         ("POST", "/admin/tes", {"count": 3}, "unknown field"),
     ]
 

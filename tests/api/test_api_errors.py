@@ -154,6 +154,10 @@ async def test_unknown_route_and_method(client: TestClient) -> None:
     response = await client.get("/v1/nothing")
     assert response.status == 404
     assert check_error(await response.json())["message"] == "Invalid URL (GET /v1/nothing)"
+    response = await client.post("/v1/completion", json={})
+    assert (await response.json())["error"]["message"] == (
+        "Invalid URL (POST /v1/completion) (did you mean /v1/completions?)"
+    )
     response = await client.get(URL)
     assert response.status == 405
     assert response.headers["Allow"] == "POST"
@@ -211,6 +215,8 @@ async def test_unknown_fields_are_refused(
         assert error["message"] == "unknown field foo_unknown"
     _, answer = await post(path, modell="x", **body)
     assert "did you mean model?" in answer["error"]["message"]
+    _, answer = await post(path, prompt_embed="x", **body)  # `prompt_embeds` is known only to be refused
+    assert "prompt_embeds?" not in answer["error"]["message"]
     assert not engine.submitted
 
 

@@ -129,7 +129,7 @@ async def test_prompts_are_admitted_together_or_not_at_all(post: Post, engine: F
 async def test_what_can_never_be_admitted_is_a_bad_request() -> None:
     engine = build_engine("tiny-random", "monolithic", "int8", overrides=["scheduler.max_waiting=8"])
     engine.load()
-    limit = 8 + sum(group.sizes.max_seqs for group in engine.groups)
+    limit = 8 + sum(group.steps.max_seqs for group in engine.groups)
     engine.check_room(limit)
     with pytest.raises(RequestError, match=f"at most {limit} sequences") as caught:
         engine.check_room(limit + 1)

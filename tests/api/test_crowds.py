@@ -43,9 +43,14 @@ class Stalled(AssertionError):
     """A client had to wait for too long."""
 
 
-def check_stalls(waits: Sequence[float]) -> None:
-    if max(waits) >= LONGEST_STALL_S:
-        raise Stalled(f"a client waited for {1000 * max(waits):.0f} ms")
+def check_stalls(waits: Sequence[float], alone: float) -> None:
+    """Compare waits of clients beside others with the longest wait of one that was alone, in seconds: on a
+    busy computer that is longer, too.
+    """
+    longest, allowed = max(waits), LONGEST_STALL_S + 10 * alone
+    print(f"longest wait between two chunks: {1000 * longest:.0f} ms in {len(waits)} streams")
+    if longest >= allowed:
+        raise Stalled(f"a client waited for {1000 * longest:.0f} ms, and {1000 * allowed:.0f} are allowed")
 
 
 def three_tries(test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
@@ -152,18 +157,17 @@ async def settled(engine: Engine) -> None:
 @three_tries
 async def test_300_slow_and_half_open_connections(engine: Engine, address: str) -> None:
     async with client() as session, asyncio.timeout(120):
-        alone, _ = await streamed(session, address)
+        text_alone, alone = await streamed(session, address)
         slow = [asyncio.create_task(slow_connection(address, number % 4)) for number in range(NUM_SLOW)]
         waits = []
         while not all(task.done() for task in slow):
             text, longest = await streamed(session, address)
-            assert text == alone
+            assert text == text_alone
             waits.append(longest)
         answers = await asyncio.gather(*slow)
         assert not [answer for answer in answers if answer.startswith(b"HTTP/1.1 5")]
         await settled(engine)
-    print(f"longest wait between two chunks: {1000 * max(waits):.0f} ms in {len(waits)} streams")
-    check_stalls(waits)
+    check_stalls(waits, alone)
 
 
 def hostile() -> list[dict[str, Any]]:
@@ -205,19 +209,18 @@ async def test_hostile_grammars_do_not_stall_others(engine: Engine, address: str
             return response.status
 
     async with client() as session, asyncio.timeout(300):
-        alone, _ = await streamed(session, address)
+        text_alone, alone = await streamed(session, address)
         waits, seen = [], []
         for form in hostile():
             asking = [asyncio.create_task(ask(session, form)) for _ in range(4)]
             while not all(task.done() for task in asking):
                 text, longest = await streamed(session, address)
-                assert text == alone
+                assert text == text_alone
                 waits.append(longest)
             seen += await asyncio.gather(*asking)
         await settled(engine)
-    print(f"longest wait between two chunks: {1000 * max(waits):.0f} ms; {seen.count(200)} answered")
     assert {200, 400} == set(seen)
-    check_stalls(waits)
+    check_stalls(waits, alone)
 
 
 @pytest.mark.parametrize("model", [r"(a|aa)+$|\s+"], indirect=True)
@@ -239,17 +242,16 @@ async def test_a_hostile_tokenizer_does_not_stall_others(engine: Engine, address
             return response.status
 
     async with client() as session, asyncio.timeout(120):
-        alone, _ = await streamed(session, address)
+        text_alone, alone = await streamed(session, address)
         asking = [asyncio.create_task(ask(session, path, body)) for path, body, _ in bodies * 4]
         waits = []
         while not all(task.done() for task in asking):
             text, longest = await streamed(session, address)
-            assert text == alone
+            assert text == text_alone
             waits.append(longest)
         assert await asyncio.gather(*asking) == [status for *_, status in bodies * 4]
         await settled(engine)
-    print(f"longest wait between two chunks: {1000 * max(waits):.0f} ms in {len(waits)} streams")
-    check_stalls(waits)
+    check_stalls(waits, alone)
 
 
 JSON = {"Content-Type": "application/json"}
@@ -270,15 +272,14 @@ async def test_long_texts_and_many_tokens_do_not_stall_others(engine: Engine, ad
             return response.status
 
     async with client() as session, asyncio.timeout(120):
-        alone, _ = await streamed(session, address)
+        text_alone, alone = await streamed(session, address)
         encoded = [(path, json.dumps(body, separators=(",", ":")).encode()) for path, body in bodies * 2]
         asking = [asyncio.create_task(ask(session, path, body)) for path, body in encoded]
         waits = []
         while not all(task.done() for task in asking):
             text, longest = await streamed(session, address)
-            assert text == alone
+            assert text == text_alone
             waits.append(longest)
         assert await asyncio.gather(*asking) == [200] * len(encoded)
         await settled(engine)
-    print(f"longest wait between two chunks: {1000 * max(waits):.0f} ms in {len(waits)} streams")
-    check_stalls(waits)
+    check_stalls(waits, alone)

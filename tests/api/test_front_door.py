@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -10,25 +9,19 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import openai
 import pytest
 from aiohttp import web
 
-from tests.jobs.test_job_store import Time
-from tests.jobs.test_task_process import child_of
+from tests.api.tools import FORM, door
+from tests.jobs.tools import child_of
 from xdeepserve.api import front_door
-from xdeepserve.api.front_door import build_door
 from xdeepserve.cli import main
-from xdeepserve.jobs.cluster_manager import LEASE_S, ClusterManager
-from xdeepserve.jobs.job_store import JobStore
+from xdeepserve.jobs.cluster_manager import LEASE_S
 from xdeepserve.jobs.lease import CLUSTER_MANAGER
-
-FORM = {"Content-Type": "multipart/form-data; boundary=x"}
 
 
 async def answers(request: web.Request) -> web.Response:
@@ -54,32 +47,6 @@ async def breaks_amid(request: web.Request) -> web.StreamResponse:
     assert request.transport is not None
     request.transport.abort()
     return response
-
-
-async def serve(stack: contextlib.AsyncExitStack, app: web.Application) -> str:
-    runner = web.AppRunner(app)
-    await runner.setup()
-    stack.push_async_callback(runner.cleanup)
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    return f"http://127.0.0.1:{runner.addresses[0][1]}"
-
-
-@contextlib.asynccontextmanager
-async def door(path: Path, *handlers: Any) -> AsyncIterator[tuple[aiohttp.ClientSession, JobStore]]:
-    """A door to members of which each does as its handler."""
-    store = JobStore(path / "state", Time())
-    lease = store.take_lease("a", LEASE_S, CLUSTER_MANAGER)
-    assert lease is not None
-    async with contextlib.AsyncExitStack() as stack:
-        for number, handler in enumerate(handlers):
-            app = web.Application()
-            app.router.add_route("*", "/{path:.*}", handler)
-            store.members.start(f"je-{number}", number, lease)
-            store.members.beat(f"je-{number}", number, await serve(stack, app), [])
-        manager = ClusterManager(store, "b", [], lambda name: pytest.fail(name))
-        address = await serve(stack, build_door(store.members, manager))
-        yield await stack.enter_async_context(aiohttp.ClientSession(address)), store
-    store.close()
 
 
 async def test_requests_reach_all_members_in_turn(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ async def test_a_te_is_lost_at_each_task_of_a_job(tmp_path: Path, kind: str) -> 
         while {task["kind"]: task["state"] for task in job.tasks}[kind] == "waiting":
             await asyncio.sleep(0.01)
             job = await api.fine_tuning.jobs.retrieve(job.id)
-        (te,) = (te for te in server.engine.je.tes if te.sizes.role == "decode")
+        (te,) = (te for te in server.engine.je.tes if te.sizes.place.role == "decode")
         server.engine.plan.pod.break_die(te.groups[0].dies[0].index)
         assert await chat(api, "tiny") == story
         assert te not in server.engine.je.tes

@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from tests.api.fake_engine import FakeEngine
-from tests.api.test_front_door import FORM, door
+from tests.api.tools import FORM, door
 from xdeepserve.api.access import is_loopback_name
 from xdeepserve.api.options import ServerOptions
 from xdeepserve.api.server import bind_unix, build_app

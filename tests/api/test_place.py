@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-from tests.api.test_expert_processes import SHM, Command, Load, expected, refusal, served
+from tests.api.commands import SHM, Command, Load, expected, refusal, served
 from xdeepserve.bench.sweep import measure, points, sweep
 from xdeepserve.cli import main
 from xdeepserve.engine.outside.children import ServerTask

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.api.test_expert_processes import Command
-from tests.engine.test_outside import PARAMS, PROMPTS, expected, run, until
+from tests.api.commands import Command
+from tests.engine.outside import PARAMS, PROMPTS, expected, run, until
 from xdeepserve import LLM
 from xdeepserve.comm.outside.handshake import SILENT_S, listen
 from xdeepserve.comm.outside.network_card import Nic

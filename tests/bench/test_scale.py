@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.platform.test_fleet import LIMITS, PRICE
+from tests.platform.tools import LIMITS, PRICE
 from xdeepserve.bench import pdc, pool_servers, scale
 from xdeepserve.bench.report import Row
 from xdeepserve.cli import main

@@ -10,8 +10,8 @@ import pytest
 
 from xdeepserve.bench.compared import beyond
 from xdeepserve.bench.sweep import Point, SweepResult, bound_of, measure, points, sweep
+from xdeepserve.bench.sweep_command import Labels, best_lines
 from xdeepserve.cli import main
-from xdeepserve.cli.sweep import Labels, best_lines
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.errors import DeploymentError, InputError
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.chaos.tools import tried
 from xdeepserve.chaos import aftermath, campaign, permitted
-from xdeepserve.chaos.campaign import Campaign, ChaosCounts, Trial
+from xdeepserve.chaos.campaign import ChaosCounts, Trial
 from xdeepserve.chaos.draw import FAILOVER, PODS, SMALL, draw
 from xdeepserve.chaos.fault_schedule import FaultSchedule, ServerChange, asked, read_schedule, write_schedule
 from xdeepserve.chaos.judge import Judge
@@ -211,12 +212,6 @@ CROWDED = (
 def judge() -> Iterator[Judge]:
     with Judge(resolve_model("tiny-random")) as judge:
         yield judge
-
-
-def tried(judge: Judge, trials: list[Trial]) -> Campaign:
-    result = Campaign(judge)
-    result.run(trials, lambda trial, finding: None)
-    return result
 
 
 def test_a_seed_is_a_schedule(judge: Judge) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from tests.chaos.test_chaos import tried
+from tests.chaos.tools import tried
 from xdeepserve.chaos import campaign
 from xdeepserve.chaos.aftermath import endure
 from xdeepserve.chaos.campaign import Trial

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.comm.test_exchange import expert, quantize, same_bits
+from tests.comm.tools import expert, quantize, same_bits
 from xdeepserve.comm import oracles
 from xdeepserve.comm.exchange.layout import Group
 from xdeepserve.comm.exchange.rows import Received

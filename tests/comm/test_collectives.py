@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.comm.tools import same_bits
 from xdeepserve.comm.collectives.handle import Collectives
 from xdeepserve.comm.collectives.layout import COLLECTIVE_FIELD, CollectiveLayout
 from xdeepserve.comm.collectives.reduction import TYPES, segment, tree_reduce
@@ -23,8 +24,6 @@ from xdeepserve.hw.topology import Topology
 from xdeepserve.hw.trace import Trace
 from xdeepserve.machine import Machine
 from xdeepserve.model import canonical
-
-from .test_exchange import same_bits
 
 OPS = ("barrier", "broadcast", "all_gather", "all_to_all", "reduce_scatter", "all_reduce")
 Program = Callable[[Collectives], Any]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.comm.test_distflow_parts import DESTINATION, parts_of, run, span
+from tests.comm.distflow_parts import DESTINATION, parts_of, run, span
 from xdeepserve.comm.distflow import DistFlow, Endpoint
 from xdeepserve.comm.distflow.rules import Cause
 from xdeepserve.errors import DeadlineError

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.comm.tools import expert, quantize, same_bits
 from xdeepserve.comm import oracles
 from xdeepserve.comm.exchange.handle import XCCL
 from xdeepserve.comm.exchange.layout import Group, Layout
@@ -24,11 +25,6 @@ from xdeepserve.hw.topology import Topology
 from xdeepserve.hw.trace import Trace
 
 
-def quantize(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    scale = np.maximum(np.abs(x).max(axis=1, initial=0), 1e-6).astype(np.float32) / np.float32(127)
-    return np.rint(x / scale[:, None]).astype(np.int8), scale
-
-
 class Case(NamedTuple):
     """One group and what each of its ranks sends in each layer."""
 
@@ -36,11 +32,6 @@ class Case(NamedTuple):
     layout: Layout
     tokens: list[list[np.ndarray]]  # [layer][rank] float32 [T, H]
     topk: list[list[np.ndarray]]  # [layer][rank] int32 [T, K]
-
-
-def expert(expert_idx: int, x: np.ndarray) -> np.ndarray:
-    """Something that tells experts and tokens apart."""
-    return (x * np.float32(expert_idx + 1) + np.float32(0.25 * expert_idx)).astype(np.float32)
 
 
 def make_case(
@@ -124,10 +115,6 @@ def oracle_received(case: Case, layer: int, rank: int) -> dict[str, np.ndarray]:
 def oracle_result(case: Case, layer: int, rank: int) -> np.ndarray:
     quantizer = quantize if case.layout.quantize else None
     return oracles.combine(case.tokens[layer][rank], case.topk[layer][rank], expert, quantizer)
-
-
-def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    return a.dtype == b.dtype and a.tobytes() == b.tobytes()
 
 
 @st.composite

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.comm.tools import expert, quantize, same_bits
 from xdeepserve.comm import oracles
 from xdeepserve.comm.exchange.layout import Group
 from xdeepserve.comm.fused.fused_dispatch import FusedReceived
@@ -23,8 +24,6 @@ from xdeepserve.hw.memory import Memory, MemoryPlan
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.topology import Topology
 from xdeepserve.hw.trace import Trace
-
-from .test_exchange import expert, quantize, same_bits
 
 
 class Case(NamedTuple):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.comm.test_exchange import expert, quantize, same_bits
+from tests.comm.tools import expert, quantize, same_bits
 from xdeepserve.bench.m2n import group_calls, m2n
 from xdeepserve.comm import oracles
 from xdeepserve.comm.exchange.layout import Group

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.comm.test_exchange import quantize, same_bits
-from tests.comm.test_services import LAYERS, LAYOUT, attend, expected, logical, same, serve, tokens
+from tests.comm.services import LAYERS, LAYOUT, attend, expected, logical, same, serve, tokens
+from tests.comm.tools import IDENTITY, TOKEN, asks, quantize, same_bits
 from xdeepserve.comm.means import Means
 from xdeepserve.comm.outside import handshake
 from xdeepserve.comm.outside.handshake import Hello, connect, line, listen, proof, proves, split
@@ -34,7 +34,6 @@ from xdeepserve.loop import new_event_loop
 
 MS = 1_000_000
 PATIENCE = Patience(300 * MS, 20_000 * MS)
-IDENTITY, TOKEN = "tiny", "a token"
 
 
 class Far:
@@ -487,10 +486,6 @@ async def test_a_port_in_use() -> None:
 
 
 # ---- seats ------------------------------------------------------------------------------------------
-
-
-def asks(name: str, seat: int | None = None, identity: str = IDENTITY, epoch: int = 0) -> Register:
-    return Register(name, identity, f"tcp:{name}", ((0, 1), (2, 3, 0), (1, 2), (-1,)), seat, epoch)
 
 
 def seated(table: SeatTable, asked: Register) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ems.test_memory_pool import make, put, run
+from tests.ems.tools import make, put, run
 from xdeepserve.cli import main
 from xdeepserve.errors import InputError
 

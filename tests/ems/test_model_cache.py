@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ems.test_memory_pool import run
+from tests.ems.tools import run
 from xdeepserve.ems.memory_pool import MemoryPool
 from xdeepserve.ems.model_cache import NAMESPACE, Cached, ModelCache, ModelCatalogue, ModelId
 from xdeepserve.ems.mp_server import Lease

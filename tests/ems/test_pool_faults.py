@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ems.test_memory_pool import get, key, make, put, run, server_of
+from tests.ems.tools import get, key, make, put, run, server_of
 from xdeepserve.ems.directory import verify
 from xdeepserve.ems.memory_pool import MemoryPool
 from xdeepserve.errors import InputError

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from tests.engine.links import ARRIVALS, ONE_EACH, PARAMS, PROMPTS, TWO_BY_TWO, WAYS
 from tests.engine.remains import check_nothing_is_left, settled
-from tests.engine.test_links import ARRIVALS, ONE_EACH, PARAMS, PROMPTS, TWO_BY_TWO, WAYS
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.dp.events import Booked, Event, Observed, Registered, StepEnded, TransferBegan
 from xdeepserve.llm import digest
@@ -121,7 +121,7 @@ def test_tes_that_go(tiny: TinyCheckpoint, expected: str, how: str, te: str, tra
             async def change(engine: Any, at_ns: int = at_ns) -> None:
                 await engine.plan.pod.clock.sleep(at_ns)
                 if how == "kill":
-                    victim = next(each for each in engine.je.tes if each.sizes.name == te)
+                    victim = next(each for each in engine.je.tes if each.sizes.place.name == te)
                     victim._processes[0].cancel()
                 else:
                     await getattr(engine, how)(te)
@@ -153,7 +153,7 @@ def test_a_te_leaves_whose_blocks_were_kept_for_a_request_that_has_ended(tiny: T
         async def leave() -> None:
             request = llm.engine.submit([1] * 40, SamplingParams(max_tokens=8), "goes away")
             ((_, te, _),) = llm.engine.je._admission._booked.values()  # type: ignore[attr-defined]
-            leaving = clock.spawn(llm.engine.remove(te.sizes.name), name="remove")
+            leaving = clock.spawn(llm.engine.remove(te.sizes.place.name), name="remove")
             await clock.sleep(1000)
             request.abort()
             await clock.join(leaving)

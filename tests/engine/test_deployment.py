@@ -21,9 +21,9 @@ from xdeepserve.model.presets import TinyCheckpoint
 @pytest.mark.parametrize("name", SELF_SIZING)
 def test_presets_fit_tiny(name: str, tiny_config: ModelConfig) -> None:
     sizes = fit(resolve(name), tiny_config)[0]
-    experts = [e for held in sizes.experts_of for e in held]
+    experts = [e for held in sizes.experts.experts_of for e in held]
     assert experts == list(range(tiny_config.n_routed_experts))
-    assert sizes.num_blocks * sizes.block_size >= sizes.max_model_len
+    assert sizes.kv.num_blocks * sizes.kv.block_size >= sizes.steps.max_model_len
 
 
 def test_every_kind_has_rows_and_a_preset_and_every_row_its_sections() -> None:
@@ -54,12 +54,14 @@ def test_where_experts_are_and_how_steps_take_turns(
     name: str, overrides: list[str], expected: list[tuple[str, str, int]], tiny_config: ModelConfig
 ) -> None:
     found = fit(resolve(name, overrides), tiny_config)
-    assert [(sizes.experts, sizes.turns, sizes.num_parts) for sizes in found] == expected
+    assert [(sizes.experts.where, sizes.walk.turns, sizes.walk.num_parts) for sizes in found] == expected
 
 
 def test_experts_spread_evenly_over_any_number_of_dies(tiny_config: ModelConfig) -> None:
     for dies in range(1, tiny_config.n_routed_experts + 1):
-        held = [len(r) for r in fit(resolve("colocated", [f"dies={dies}"]), tiny_config)[0].experts_of]
+        held = [
+            len(r) for r in fit(resolve("colocated", [f"dies={dies}"]), tiny_config)[0].experts.experts_of
+        ]
         assert sum(held) == tiny_config.n_routed_experts
         assert max(held) - min(held) <= 1
 
@@ -188,7 +190,7 @@ def test_every_reason_against_a_model_is_in_one_error(tiny_config: ModelConfig) 
         ("monolithic", ["dies=2"], "monolithic is one die"),
         ("colocated", ["dies=0"], "at least 1"),
         ("colocated", ["dies=769"], "routed experts"),
-        ("monolithic", ["cache.num_blocks=3"], "less than one context"),
+        ("monolithic", ["cache.num_blocks=3"], "set at least 128, or max_model_len=48"),
         ("monolithic", ["scheduler.max_num_batched_tokens=8"], "cannot hold one step"),
         ("monolithic", ["threads=0"], "threads must be at least 1"),
         ("monolithic", ["hardware.hbm_mb=0"], "hbm_mb"),

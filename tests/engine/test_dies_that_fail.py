@@ -47,7 +47,7 @@ def test_an_engine_stops_while_tes_leave(tiny: TinyCheckpoint, way: str, leavers
         await engine.stop()
         await asyncio.wait_for(asyncio.gather(*leaving), 10)
         assert {te.life for te in engine.je.tes} == {"gone"}
-        assert not {te.sizes.name for te in engine.je.tes}.intersection(leavers)
+        assert not {te.sizes.place.name for te in engine.je.tes}.intersection(leavers)
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     run(main())
@@ -143,7 +143,7 @@ def test_a_die_is_lost_at_each_tenth_of_a_fork(tiny: TinyCheckpoint, lost: str) 
         await engine.settle()
         engine.check_integrity()
         assert engine.is_healthy()
-        ready = [te.sizes.name for te in engine.je.tes if te.life == "ready"]
+        ready = [te.sizes.place.name for te in engine.je.tes if te.life == "ready"]
         assert ready == (["te 1", name] if lost == "source" else ["te", "te 1"])
         found = [digests(mem) for _, mem in engine.plan.tes[-1].all_memories]
         assert found == [digests(mem) for _, mem in engine.plan.tes[-2].all_memories]

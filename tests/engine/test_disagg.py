@@ -1,11 +1,12 @@
 """Disaggregated deployments: the bits of one die, back-pressure, aborts at every step, lost expert dies."""
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from tests.engine.remains import settled
+from tests.engine.tools import delay_steps, tokens_of
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.comm.distflow.rules import State
 from xdeepserve.engine.dp.block_table import BlockCopy
@@ -64,7 +65,7 @@ def test_kv_crosses_as_bytes_and_prefill_only_prefills(tiny: TinyCheckpoint) -> 
         assert prefill.step_idx < 5
         assert decode.step_idx >= 9
         moved = [s for s in llm.engine.plan.pod.trace.spans if s.name.startswith("DistFlow")]
-        assert {span.node for span in moved} == {decode.sizes.first_die}
+        assert {span.node for span in moved} == {decode.sizes.place.first_die}
         assert len(moved) == len(PROMPTS)
 
 
@@ -105,14 +106,6 @@ async def test_aborts_at_any_moment_free_the_blocks_of_both_sides(
 
 
 LONG_ISH = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
-
-
-async def settled(engine: Engine) -> None:
-    """Let transfers that an abort has overtaken come to their end."""
-    for _ in range(2000):
-        if engine.stats().kv_cache_usage == 0:
-            return
-        await asyncio.sleep(0)
 
 
 async def test_a_lost_expert_die_ends_every_request_with_the_reason(tiny: TinyCheckpoint) -> None:
@@ -158,22 +151,6 @@ def test_an_idle_disaggregated_pod_wakes_again(tiny: TinyCheckpoint) -> None:
 
 SMALL_PD = ["prefill.dies=1", "decode.dies=1", "max_model_len=128", "cache.num_blocks=16"]
 SHORT = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-
-
-def delay_steps(engine: Engine, te: int, delay_ns: Callable[[int], int], num_dies: int | None = None) -> None:
-    """Make every step of a TE's dies take longer, or of the first ones."""
-    for executor in engine.je.tes[te].executors[:num_dies]:
-        step, clock = executor.step, executor.die.clock
-
-        async def slow(plan: StepPlan, step: Any = step, clock: Any = clock) -> None:
-            await clock.sleep(delay_ns(plan.step))
-            await step(plan)
-
-        executor.step = slow  # type: ignore[method-assign]
-
-
-async def tokens_of(request: Any) -> list[int]:
-    return [t async for delta in request for t in delta.token_ids]
 
 
 async def test_a_slow_decode_makes_prefill_wait_with_bounded_memory(tiny: TinyCheckpoint) -> None:

@@ -39,7 +39,7 @@ def test_each_group_has_computed_before_requests_come(
         expected = digest(llm.generate([[1, 2, 3]] * 6, PARAMS, keep_logits=True))
     with LLM(tiny, name, overrides=[*SMALL, *settings]) as llm:
         added = llm.add_te(role)
-        te = next(te for te in llm.engine.je.tes if te.sizes.name == added)
+        te = next(te for te in llm.engine.je.tes if te.sizes.place.name == added)
         rows = [group.scheduler.stats.rows_per_step for group in te.groups]
         assert [sum(count * num for count, num in each.items()) for each in rows] == [1] * len(te.groups)
         assert not te.num_sequences
@@ -66,7 +66,7 @@ def test_a_te_that_cannot_serve_it_does_not_join(tiny: TinyCheckpoint, how: str)
         engine.observe(hear)
         with pytest.raises(XDeepServeError):
             await engine.add_te(source="peer")
-        assert [te.sizes.name for te in engine.je.tes] == ["te"]
+        assert [te.sizes.place.name for te in engine.je.tes] == ["te"]
         assert seen == [["te", "te 1"]] * 2
         assert {2, 3}.isdisjoint(pod.holders)
         await _answers(engine)

@@ -397,7 +397,7 @@ def test_copies_are_on_other_servers_and_spread() -> None:
     held = declustered([range(4), range(4, 8), range(8, 12), range(12, 16), range(16, 16)], 4, 1)
     assert held == ((6, 9, 12, 15), (0, 3, 10, 13), (1, 4, 7, 14), (2, 5, 8, 11), ())
     sizes = fit(resolve("eaas", ["experts.counts=[1,7,3,5]", "experts.copies=3"]), _config())[0]
-    for own, copies in zip(sizes.experts_of, sizes.copies_of, strict=True):
+    for own, copies in zip(sizes.experts.experts_of, sizes.experts.copies_of, strict=True):
         assert not set(own) & set(copies)
         assert not own or sorted({*own, *copies}) == [*range(16)]
 

@@ -213,13 +213,15 @@ def test_smaller_tes_hold_every_expert(data: st.DataObject) -> None:
     if sizes is None:
         assert most < max(2 * (name == "moe-attention") + 1, 2 * ("tp=2" in str(settings)))
         return
-    assert len(sizes.every_die) <= most
+    assert len(sizes.place.every_die) <= most
     assert (
-        sizes.num_dies % sizes.tp
-        == sizes.num_dies % sizes.num_domains
-        == sizes.num_dies % sizes.o_proj_tp
+        sizes.place.num_dies % sizes.groups.tp
+        == sizes.place.num_dies % sizes.place.num_domains
+        == sizes.place.num_dies % sizes.groups.o_proj_tp
         == 0
     )
-    assert [expert for held in sizes.experts_of for expert in held] == list(range(config.n_routed_experts))
+    assert [expert for held in sizes.experts.experts_of for expert in held] == list(
+        range(config.n_routed_experts)
+    )
     smaller = largest(deployment, config, "both", most - 1)
-    assert smaller is None or len(smaller.every_die) <= len(sizes.every_die)
+    assert smaller is None or len(smaller.place.every_die) <= len(sizes.place.every_die)

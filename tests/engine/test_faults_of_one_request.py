@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from tests.engine.histories import APART, DEPLOYMENTS, SMALL
+from tests.engine.tools import tokens_and_errors
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.die import sampler
-from xdeepserve.errors import XDeepServeError
 from xdeepserve.model import sampling
 from xdeepserve.model.presets import TinyCheckpoint
 
@@ -32,24 +32,6 @@ SOME = [
     ("colocated", ("dies=2", "lockstep=true")),
     ("moe-attention", (*APART, "execution.overlap=true")),
 ]
-
-
-def tokens_and_errors(llm: LLM, asked: list[tuple[list[int], SamplingParams]]) -> list[Any]:
-    """For each request its choices' tokens and logits, or why it failed."""
-
-    async def serve() -> list[Any]:
-        requests = [llm._submit(prompt, params, "sampled") for prompt, params in asked]
-        results: list[Any] = []
-        for request in requests:
-            try:
-                tokens = [(delta.index, *delta.token_ids) async for delta in request]
-                results.append((sorted(tokens), [np.stack(o.logits).tobytes() for o in request.outputs]))
-            except XDeepServeError as error:
-                results.append(str(error))
-        await llm.engine.settle()
-        return results
-
-    return llm._run(serve())
 
 
 def failing_sample(how: str, first_position: int) -> Callable[..., None]:

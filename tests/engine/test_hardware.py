@@ -52,7 +52,7 @@ def test_every_shape_has_the_bits_of_one_die(
         wanted = "vpc" if "fabric=vpc" in overrides else "roce"
         assert {link.flow.backend.name for link in llm.engine.je.links} == {wanted}
         for te in llm.engine.je.tes:
-            cores = 20 if te.sizes.role == "prefill" else 24
+            cores = 20 if te.sizes.place.role == "prefill" else 24
             for die in (die for group in te.groups for die in group.dies):
                 assert die.spec.num_cores("aic") == die.cores["aic"].total == cores
 
@@ -65,7 +65,7 @@ def test_prefill_takes_the_time_of_its_hardware_and_decode_that_of_cloudmatrix(t
         with LLM(tiny, "pd", overrides=overrides, trace=True) as llm:
             llm.generate([list(range(100))], PARAMS)
             spans = llm.engine.plan.pod.trace.spans
-            first, second = (te.sizes.first_die for te in llm.engine.je.tes)
+            first, second = (te.sizes.place.first_die for te in llm.engine.je.tes)
             assert first == (0 if hardware == "cm384" else 768)
             names[hardware] = [
                 [
@@ -183,5 +183,5 @@ def test_memory_may_be_set_for_other_hardware_too(tiny: TinyCheckpoint) -> None:
     plan = PodPlan(tiny, resolve("pd", [ON_910B, "hardware.hbm_mb=100"]), "int8")
     assert {die.spec.hbm_bytes.value for die in plan.pod.dies.values()} == {100 * 2**20}
     sizes = fit(resolve("pd", [ON_910B]), tiny.config)
-    assert msgspec.structs.asdict(sizes[0])["hardware"] == "910b"
-    assert sizes[1].hardware == "cm384"
+    assert sizes[0].place.hardware == "910b"
+    assert sizes[1].place.hardware == "cm384"

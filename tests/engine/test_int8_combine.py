@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.engine.test_lockstep import GREEDY, PROMPTS
+from tests.engine.lockstep import GREEDY, PROMPTS
 from xdeepserve.comm.exchange.answers import AnswerFormat
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
@@ -87,4 +87,4 @@ def test_what_it_is_not_for_is_refused_in_one_line() -> None:
 
 def test_large_models_are_in_lockstep_with_it() -> None:
     large = msgspec.structs.replace(TinyCheckpoint().config, vocab_size=1_000_000)
-    assert fit(resolve("colocated", ["combine=int8"]), large)[0].is_lockstep
+    assert fit(resolve("colocated", ["combine=int8"]), large)[0].walk.is_lockstep

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine.links import ARRIVALS, MANY, ONE_EACH, PARAMS, PROMPTS, TWO_BY_TWO, WAYS, count_moves
 from tests.engine.remains import check_nothing_is_left, settled
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.comm.distflow.rules import Cause
@@ -13,14 +14,6 @@ from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.errors import TransferError
 from xdeepserve.llm import build_engine, digest
 from xdeepserve.model.presets import TinyCheckpoint
-
-PROMPTS = [[1, 2, 3], list(range(100)), [7] * 50, [9], [10, 11], [5] * 90, [8] * 40, list(range(64))]
-PARAMS = SamplingParams(max_tokens=8, temperature=0.5, seed=1, ignore_eos=True)
-ARRIVALS = [0, 0, 0, 20_000, 50_000, 100_000, 200_000, 300_000]  # ns
-ONE_EACH = ["prefill.dies=1", "decode.dies=1", "max_model_len=128", "cache.num_blocks=16"]
-TWO_BY_TWO = [*ONE_EACH, "prefill.count=2", "decode.count=2"]
-MANY = (PROMPTS * 2, PARAMS)
-WAYS = ["request", "layer"]
 
 
 @pytest.fixture(scope="module", params=["int8", "fp32"])
@@ -65,18 +58,6 @@ def break_moves(link: PDLink, num_good: int = 0, hangs: bool = False) -> list[in
 
     link.flow.backend.move = breaking  # type: ignore[method-assign]
     return broken
-
-
-def count_moves(link: PDLink) -> list[int]:
-    """Grows by one with each move on this link."""
-    move, calls = link.flow.backend.move, list[int]()
-
-    async def counting(copies: Any, name: str) -> None:
-        calls.append(len(calls))
-        await move(copies, name)
-
-    link.flow.backend.move = counting  # type: ignore[method-assign]
-    return calls
 
 
 FAULTS = {

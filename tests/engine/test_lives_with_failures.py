@@ -86,7 +86,7 @@ class Life:
         self.asked: dict[str, Asked] = {}
         self.changes: list[asyncio.Task[None]] = []
         self.burning: set[TE] = set()
-        self.roles = sorted({te.sizes.role for te in engine.plan.tes})
+        self.roles = sorted({te.sizes.place.role for te in engine.plan.tes})
         engine.observe(lambda event: self.log.append(f"{self.clock.now} {event}"))
 
     async def history(self) -> None:
@@ -108,7 +108,9 @@ class Life:
                     te = rng.choice(self.engine.je.tes)
                     if self._may_lose(te):
                         leave = getattr(self.engine, way)
-                        self._begin(f"{way} {te.sizes.name}", lambda te=te, go=leave: go(te.sizes.name))
+                        self._begin(
+                            f"{way} {te.sizes.place.name}", lambda te=te, go=leave: go(te.sizes.place.name)
+                        )
                         self._fail_later(rng.choice([te, *self.engine.je.tes]))
 
     def _ask(self, key: str) -> None:
@@ -148,7 +150,7 @@ class Life:
     def _fail(self, te: TE) -> None:
         if te.is_running and self._may_lose(te):
             self.burning.add(te)
-            self.log.append(f"{self.clock.now} {te.sizes.name} fails")
+            self.log.append(f"{self.clock.now} {te.sizes.place.name} fails")
             te.executors[0].reports.put(StepFailed(0, HardwareError("the die is on fire")))
 
     def _after(self, ns: int, then: Callable[[], None]) -> None:

@@ -15,13 +15,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-import msgspec
 import numba
 import numpy as np
 import pytest
 
+from tests.engine.lockstep import (
+    ABSORBED,
+    GREEDY,
+    KEPT_FLOAT,
+    PROMPTS,
+    SLOTS,
+    Model,
+    check_apart,
+    check_colocated,
+    compare,
+    serve,
+    skip,
+    variant,
+    with_float,
+)
 from tests.engine.pods import SHAPES, overrides
-from xdeepserve.engine.balance.reconfigure import Reconfiguration
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.dp.sampling_params import SamplingParams
@@ -30,117 +43,15 @@ from xdeepserve.engine.run.gang.gang import Gang, Share
 from xdeepserve.engine.run.gang.heads import Heads
 from xdeepserve.engine.run.gang.kernels import sync as sync_kernels
 from xdeepserve.engine.run.gang.kernels import team
-from xdeepserve.engine.run.gang.kernels.attention import BUFFERS, FEW, MANY
+from xdeepserve.engine.run.gang.kernels.attention import FEW, MANY
 from xdeepserve.errors import DeploymentError, XDeepServeError
-from xdeepserve.jit.compiling import uses_amx
 from xdeepserve.llm import LLM, build_engine, digest
-from xdeepserve.model.presets import PRESET_DIRECTORY, TinyCheckpoint
-from xdeepserve.model.seeded import SeededCheckpoint
 from xdeepserve.step.frame import Ends, Frame
-
-GREEDY = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
-PROMPTS = [[5 + i, *range(10, 10 + i % 5)] for i in range(7)]
-Model = str | SeededCheckpoint
-Image = dict[tuple[int, str], bytes]
-ABSORBED = ("q_lat", "o_lat")
-
-
-def serve(
-    model: Model, deployment: str, precision: str, settings: list[str], prompts: list[list[int]] = PROMPTS
-) -> tuple[str, dict[tuple[int, str], bytes], int]:
-    """Digest, every byte of all dies' memories by region (metadata also at the end), and virtual time."""
-    with LLM(model, deployment, precision, overrides=settings) as llm:
-        for te in llm.engine.je.tes:
-            if te.reconfiguration is not None:
-                fill_slots(te.reconfiguration)
-        result = digest(llm.generate(prompts, GREEDY, keep_logits=True))
-        llm.engine.check_integrity()
-        pod, image = llm.engine.plan.pod, {}
-        for die in pod.dies:
-            memory = pod.memory(die)
-            for area in (memory.metadata, memory.managed, memory.app):
-                for name, region in area.regions.items():
-                    image[die, name] = bytes(memory.read(region.offset, region.nbytes))
-        now = pod.clock.now
-    for die in pod.dies:
-        memory = pod.memory(die)
-        for name, region in memory.metadata.regions.items():
-            image[die, f"{name}, stopped"] = bytes(memory.read(region.offset, region.nbytes))
-    return result, image, now
-
-
-def fill_slots(reconfiguration: Reconfiguration) -> None:
-    """Before the first step, as its phases would: every redundant slot but each third holds some expert."""
-    storage, phy2log = reconfiguration._storage, [list(row) for row in reconfiguration.phy2log]
-    sizes, memories = reconfiguration._sizes, reconfiguration._pod.memories
-    for layer, row in enumerate(phy2log):
-        for holder, (_, mem) in enumerate(reconfiguration._holders):
-            assert mem.redundant is not None
-            for slot in range(sizes.redundant_slots):
-                expert = (7 * layer + 5 * holder + 3 * slot) % storage.config.n_routed_experts
-                if expert in [row[at] for at in mem.slots] or (holder + slot) % 3 == 2:
-                    continue
-                row[mem.slots.stop - sizes.redundant_slots + slot] = expert
-                for (at, nbytes), array in zip(
-                    mem.redundant.pieces(layer, slot), storage.read(layer, expert), strict=True
-                ):
-                    assert array.nbytes == nbytes
-                    memories.write(at, array.tobytes())
-                mem.redundant.experts[layer, slot] = expert
-    for _, gate in reconfiguration._gates:
-        assert gate.replicas is not None
-        gate.replicas.set_map(phy2log)
 
 
 def run(precision: str, shape: tuple[int, ...], *more: str) -> tuple[str, dict[tuple[int, str], bytes], int]:
     """The same of a `moe-attention` pod."""
     return serve("tiny-random", "moe-attention", precision, overrides(shape, *more))
-
-
-def compare(image: Image, expected: Image, settings: Sequence[str], passing: Sequence[str] = ()) -> None:
-    """All regions but those that something need not pass through. `settings` are of the pod."""
-    if passing == ABSORBED and not uses_amx():
-        passing = ()
-    if "dies=1" in settings:
-        passing = (*passing, "slot_out", *(["expert_out"] if "combine=int8" in settings else []))
-    assert image.keys() == expected.keys()
-    assert {*passing} <= {*BUFFERS, "expert_out"}
-    assert not [key for key in image if image[key] != expected[key] and key[1] not in passing]
-
-
-def check_apart(
-    precision: str,
-    shape: tuple[int, ...],
-    *more: str,
-    model: Model = "tiny-random",
-    prompts: list[list[int]] = PROMPTS,
-) -> None:
-    """The same of a `moe-attention` pod."""
-    settings = overrides(shape, *more)
-    expected, expected_image, expected_ns = serve(model, "moe-attention", precision, settings, prompts)
-    found, image, found_ns = serve(model, "moe-attention", precision, [*settings, "lockstep=true"], prompts)
-    assert found == expected
-    compare(image, expected_image, settings)
-    # Exchanges are priced as a whole here, and die by die there.
-    assert 0.6 * expected_ns < found_ns < 1.1 * expected_ns
-
-
-def check_colocated(
-    precision: str,
-    *settings: str,
-    model: Model = "tiny-random",
-    prompts: list[list[int]] = PROMPTS,
-    passing: tuple[str, ...] = (),
-) -> None:
-    """The digest, and every byte of every region: weights, caches, fields, rows, results and scratch; but
-    for regions that what is `passing` from one kernel to the next need not go through."""
-    settings = ("max_model_len=64", *settings)
-    expected, expected_image, expected_ns = serve(model, "colocated", precision, [*settings], prompts)
-    found, image, found_ns = serve(model, "colocated", precision, [*settings, "lockstep=true"], prompts)
-    assert found == expected
-    compare(image, expected_image, settings, passing)
-    # Exchanges are priced as a whole here, and die by die there; stages are compared in test_one_clock.py.
-    assert 0.85 * expected_ns < found_ns < 1.1 * expected_ns
 
 
 @pytest.mark.always
@@ -197,12 +108,6 @@ def test_prompts_in_chunks_and_preempted() -> None:
     check_colocated("int8", "dies=3", "execution.overlap=true", "threads=2", *tight, prompts=prompts)
 
 
-def variant(**changes: object) -> SeededCheckpoint:
-    """The random model with another configuration."""
-    config = msgspec.structs.replace(TinyCheckpoint().config, **changes)
-    return SeededCheckpoint("variant", PRESET_DIRECTORY / "tiny-random", config, seed=7)
-
-
 @pytest.mark.parametrize(("precision", "dies"), [("int8", 1), ("int8", 3), ("fp32", 3)])
 @pytest.mark.parametrize(
     "changes",
@@ -217,37 +122,6 @@ def test_other_models(precision: str, dies: int, changes: dict[str, object]) -> 
 @pytest.mark.parametrize("dies", [1, 2])
 def test_int8_attention_of_colocated_dies(dies: int) -> None:
     check_colocated("int8", f"dies={dies}", "mtp=1", model=variant(int8_attention=frozenset({0, 2, 4})))
-
-
-ATTENTION_LAYERS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")
-KEPT_FLOAT = {  # modules by layer: of the dense one, of MoE layers, and 4 is MTP's
-    "attention": {layer: [f"self_attn.{name}" for name in ATTENTION_LAYERS] for layer in (0, 2, 4)},
-    "inputs of MLA": {
-        1: ["self_attn.q_a_proj"],
-        2: ["self_attn.q_b_proj"],
-        3: ["self_attn.kv_a_proj_with_mqa"],
-    },
-    "outputs of MLA": {0: ["self_attn.o_proj"], 3: ["self_attn.o_proj"]},
-    "up": {0: ["mlp.gate_proj", "mlp.up_proj"]},
-    "down": {0: ["mlp.down_proj"]},
-    "shared up": {1: ["mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"]},
-    "shared down": {2: ["mlp.shared_experts.down_proj"], 4: ["mlp.shared_experts.down_proj"]},
-}
-
-
-def with_float(*groups: str) -> SeededCheckpoint:
-    """The random model, whose INT8 recipe keeps these layers in floating point."""
-    return variant(
-        kept_float=frozenset(
-            f"model.layers.{layer}.{module}"
-            for group in groups
-            for layer, modules in KEPT_FLOAT[group].items()
-            for module in modules
-        )
-    )
-
-
-SLOTS = ("experts.redundant_slots=2", "experts.balance_interval=1000")  # counted, and left as they are
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
@@ -570,7 +444,7 @@ def test_large_models_run_in_lockstep(
 ) -> None:
     config = variant(vocab_size=1_000_000 if is_large else 100).config
     (sizes,) = fit(resolve(deployment, [override]), config)
-    assert sizes.is_lockstep is is_lockstep
+    assert sizes.walk.is_lockstep is is_lockstep
 
 
 def test_disaggregated_prefill_hands_over_to_a_lockstep() -> None:
@@ -589,8 +463,8 @@ def test_listed_tes_run_in_lockstep(tmp_path: Path, more: list[str]) -> None:
     for lockstep in (False, True):
         settings = ["max_model_len=64", f"lockstep={str(lockstep).lower()}", *more]
         with LLM("tiny-random", str(file), "int8", overrides=settings) as llm:
-            found = [te.sizes.is_lockstep for te in llm.engine.plan.tes]
-            assert found == [lockstep and te.sizes.role != "prefill" for te in llm.engine.plan.tes]
+            found = [te.sizes.walk.is_lockstep for te in llm.engine.plan.tes]
+            assert found == [lockstep and te.sizes.place.role != "prefill" for te in llm.engine.plan.tes]
             digests.add(digest(llm.generate(PROMPTS, GREEDY, keep_logits=True)))
     assert len(digests) == 1
 
@@ -643,10 +517,6 @@ def test_a_die_that_does_not_come_is_named(
         pytest.raises(XDeepServeError, match=f"lockstep.*{name}"),
     ):
         llm.generate(PROMPTS, GREEDY)
-
-
-def skip(*args: object) -> None:
-    """A kernel that does nothing."""
 
 
 def leave_out(monkeypatch: pytest.MonkeyPatch, module: ModuleType, stage: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.engine.test_faults_of_one_request import tokens_and_errors
+from tests.engine.tools import tokens_and_errors
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.dp.events import KVLost, Observed, Preempted, TERolledBack
 from xdeepserve.engine.loading import own_arrays

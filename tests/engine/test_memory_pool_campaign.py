@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.test_memory_pool_prefixes import ALL, served
+from tests.engine.pool_prefixes import ALL, served
 from xdeepserve.ems.directory import verify
 from xdeepserve.model.presets import TinyCheckpoint
 
 WRITER = """
 import random, resource, sys
 from xdeepserve import LLM, SamplingParams
-from tests.engine.test_memory_pool_prefixes import PROMPTS
+from tests.engine.pool_prefixes import PROMPTS
 path, limit = sys.argv[1], int(sys.argv[2])
 settings = [f"ems.path={path}", "ems.block_size=16", "ems.servers=2", "ems.volume_mb=1"]
 with LLM("tiny-random", overrides=settings) as llm:

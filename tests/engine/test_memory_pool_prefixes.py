@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.pool_prefixes import ALL, PARAMS, PROMPTS, served
 from tests.model.hf_fixtures import fixtures
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.ems.context_cache import BITS
@@ -19,26 +20,6 @@ from xdeepserve.errors import DeploymentError, InputError
 from xdeepserve.llm import digest
 from xdeepserve.model.checkpoint import open_checkpoint
 from xdeepserve.model.presets import TinyCheckpoint, resolve_model
-
-PROMPTS = [[(7 * i + j * j) % 300 for j in range(100 + 20 * i)] for i in range(3)]
-PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-
-
-def served(
-    path: Path | None, model: object, *overrides: str, deployment: str = "monolithic", precision: str = "int8"
-) -> tuple[str, list[int], dict[str, int]]:
-    """Digest, cached tokens by prompt, and what the pool has counted."""
-    where = [] if path is None else [f"ems.path={path}", "ems.block_size=16", "ems.servers=2"]
-    with LLM(model, deployment, precision, overrides=[*where, *overrides]) as llm:  # type: ignore[arg-type]
-        outputs = llm.generate(PROMPTS, PARAMS, keep_logits=True)
-        llm.engine.check_integrity()
-        if llm.engine.plan.pool_use is not None:
-            llm.engine.plan.pool_use.pool.check_integrity()
-        cached = [output.metrics.num_cached_tokens for output in outputs if output.metrics is not None]
-        return digest(outputs), cached, llm.engine.stats().pool
-
-
-ALL = [16 * ((len(prompt) - 1) // 16) for prompt in PROMPTS]
 
 
 def test_who_has_the_same_root_finds_it_and_nobody_else(tiny: TinyCheckpoint, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engine.test_lockstep import GREEDY, PROMPTS, SLOTS, check_colocated, skip
+from tests.engine.lockstep import GREEDY, PROMPTS, SLOTS, TWO, check_colocated, skip
 from xdeepserve import LLM
 from xdeepserve.comm.exchange.rows import Received
 from xdeepserve.engine.run.gang import colocated
@@ -14,7 +14,6 @@ from xdeepserve.hw.faults import Fault
 from xdeepserve.llm import digest
 from xdeepserve.model.canonical import Array
 
-TWO = "pipeline.microbatches=2"
 SETTINGS = [
     ("tp=2", "mtp=2"),
     ("tp=4",),

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.lockstep import GREEDY, PROMPTS, TWO, Model, check_colocated, variant, with_float
 from tests.engine.remains import check_nothing_is_left
-from tests.engine.test_lockstep import GREEDY, PROMPTS, Model, check_colocated, variant, with_float
-from tests.engine.test_met_exchanges import TWO
-from tests.test_families import BY_NAME
+from tests.model.hf_fixtures import BY_NAME
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.errors import XDeepServeError

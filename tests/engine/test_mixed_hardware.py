@@ -63,7 +63,7 @@ def test_each_die_has_the_hardware_that_is_said() -> None:
     with LLM("tiny-random", "moe-attention", overrides=H20, timing_only=True) as llm:
         plan = llm.engine.plan
         (te,) = plan.tes
-        for device, dies in (("h20", te.sizes.dies), ("l40s", te.sizes.expert_dies)):
+        for device, dies in (("h20", te.sizes.place.dies), ("l40s", te.sizes.place.expert_dies)):
             assert {plan.pod.spec_of(die).hbm_bytes.value for die in dies} == {
                 ACCELERATORS[device].spec.hbm_bytes.value
             }

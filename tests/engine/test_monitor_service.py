@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.comm.test_outside import IDENTITY, TOKEN, asks
+from tests.comm.tools import IDENTITY, TOKEN, asks
 from xdeepserve.comm.outside.handshake import Challenge, line
 from xdeepserve.comm.outside.seat_list import Attend, LoopTurns, Ready, Refused, Seated, SeatList
 from xdeepserve.comm.services.layout import Presence

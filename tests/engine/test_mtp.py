@@ -108,7 +108,7 @@ def test_a_step_without_samples_after_one_that_accepted_drafts(mtp: int) -> None
 
 def test_a_checkpoint_with_one_mtp_layer_uses_it_twice() -> None:
     with LLM("tiny-random", overrides=["mtp=2"]) as llm:
-        assert llm.engine.plan.tes[0].sizes.num_mtp_layers == 1
+        assert llm.engine.plan.tes[0].sizes.steps.num_mtp_layers == 1
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
         assert len(llm.engine.stats().num_drafted) == 2
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.timing.closed_forms import ClosedForms
-from tests.timing.test_groups import watch, without_experts
+from tests.timing.tools import watch, without_experts
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
@@ -197,5 +197,5 @@ def test_heads_that_do_not_divide_are_refused(tiny_config: ModelConfig) -> None:
 
 def test_dies_default_to_whole_groups(tiny_config: ModelConfig) -> None:
     prefill, decode = fit(resolve("pd", ["prefill.o_proj_tp=8", "decode.o_proj_tp=2"]), tiny_config)
-    assert (prefill.num_dies, prefill.tp, prefill.num_groups) == (8, 1, 8)
-    assert (decode.num_dies, decode.tp, decode.o_proj_tp) == (4, 1, 2)
+    assert (prefill.place.num_dies, prefill.groups.tp, prefill.groups.num_groups) == (8, 1, 8)
+    assert (decode.place.num_dies, decode.groups.tp, decode.groups.o_proj_tp) == (4, 1, 2)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.test_lockstep import with_float
+from tests.engine.lockstep import with_float
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.balance.reconfigure import Reconfiguration
 from xdeepserve.engine.run.clock.clock_net import ClockNet

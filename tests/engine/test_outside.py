@@ -7,32 +7,20 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from xdeepserve import LLM, SamplingParams
+from tests.engine.outside import PATIENCE_S, expected, run, until
+from xdeepserve import LLM
 from xdeepserve.comm.services.layout import Presence
 from xdeepserve.engine.outside.servers_outside import ServersOutside
 from xdeepserve.errors import DeploymentError, FieldError, RequestError, XDeepServeError
-from xdeepserve.llm import digest
 
-PARAMS = SamplingParams(max_tokens=6, temperature=1.0, seed=3, ignore_eos=True)
-PROMPTS = [[5 + i, *range(10, 10 + i % 5)] for i in range(9)]
 COPIES = "experts.copies=1"
 TWO = "experts.routed_dies=2"
-PATIENCE_S = 120.0
-
-
-@cache
-def expected(precision: str, deployment: str = "monolithic") -> str:
-    with LLM("tiny-random", deployment, precision, overrides=["max_model_len=64"]) as llm:
-        return digest(llm.generate(PROMPTS, PARAMS, keep_logits=True))
 
 
 @contextmanager
@@ -43,17 +31,6 @@ def outside(precision: str, *settings: str, transport: str = "shm") -> Iterator[
         yield llm, servers
         llm.engine.check_integrity()
         assert not llm.engine.lost
-
-
-def run(llm: LLM, **how: Any) -> str:
-    return digest(llm.generate(PROMPTS, PARAMS, keep_logits=True, **how))
-
-
-def until(what: Any, text: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not what():
-        assert time.monotonic() < deadline, text
-        time.sleep(0.01)
 
 
 def processes() -> set[int]:

@@ -93,8 +93,11 @@ def test_dies_that_wake_in_another_order_change_nothing(
 
 def test_prefill_overlaps_by_engines_and_decode_by_cores(tiny_config: ModelConfig) -> None:
     prefill, decode = fit(resolve("pd", [TWO]), tiny_config)
-    assert (prefill.overlap, decode.overlap) == ("engines", "cores")
-    assert [te.overlap for te in fit(resolve("transformerless", [TWO]), tiny_config)] == ["engines", None]
+    assert (prefill.walk.overlap, decode.walk.overlap) == ("engines", "cores")
+    assert [te.walk.overlap for te in fit(resolve("transformerless", [TWO]), tiny_config)] == [
+        "engines",
+        None,
+    ]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.engine.test_scheduler import make_sequence
+from tests.engine.tools import make_sequence
 from xdeepserve.engine.dp.places import ON_TICKET, PLACES, Places
 from xdeepserve.engine.job.pd_transfer import TRANSFERS
 from xdeepserve.engine.te.life import LIVES

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.deploy.sizes import StepSizes
 from xdeepserve.engine.dp.block_table import BlockCopy
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sampling_params import SamplingParams
@@ -184,17 +184,13 @@ def test_what_is_planned_ahead_is_computed_right(
     """Lengths, arrivals, ends that only the output handler sees, aborts, preemption, prefixes, forks."""
     num_host, swaps = host
     scheduler = Scheduler(
-        Sizes(
-            num_dies=1,
-            experts_of=(range(0),),
+        StepSizes(
             max_model_len=num_blocks * BLOCK,
             max_tokens=max_tokens,
             max_seqs=max_seqs,
+            max_part=max_tokens,
             max_logit_rows=max_tokens,
-            block_size=BLOCK,
-            num_blocks=num_blocks,
             mtp=num_drafts,
-            num_host_blocks=num_host,
             preempts_by_swap=swaps,
             plans_ahead=True,
         ),

@@ -35,8 +35,8 @@ async def added(engine: Engine, role: Any, source: Any) -> tuple[int, int]:
     assert cache is not None
     start, before = clock.now, cache.bucket.nbytes
     name = await engine.add_te(role, source)
-    te = next(te for te in engine.plan.tes if te.sizes.name == name)
-    alike = next(other for other in engine.plan.tes if other.sizes.role == te.sizes.role)
+    te = next(te for te in engine.plan.tes if te.sizes.place.name == name)
+    alike = next(other for other in engine.plan.tes if other.sizes.place.role == te.sizes.place.role)
     mine, theirs = ([digests(mem) for _, mem in each.all_memories] for each in (te, alike))
     assert mine == theirs
     return clock.now - start, cache.bucket.nbytes - before

@@ -5,8 +5,8 @@ import asyncio
 import msgspec
 import pytest
 
-from tests.engine.test_disagg import delay_steps, settled, tokens_of
-from tests.engine.test_scheduler import make_scheduler, play, short
+from tests.engine.remains import settled
+from tests.engine.tools import delay_steps, make_scheduler, play, short, tokens_of
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.scheduler import Scheduler
@@ -51,8 +51,8 @@ async def test_with_a_slow_decode_prefill_swaps_nobody_in_who_cannot_go_on(
 @pytest.mark.parametrize("mtp", [0, 2])
 def test_a_swapped_prompt_waits_for_the_blocks_of_its_next_chunk(mtp: int) -> None:
     """The other's blocks are held until they have been sent; then the one alone needs all there are."""
-    sizes = make_scheduler(64, 4, 9, mtp, 9, swap=True).sizes
-    scheduler = Scheduler(msgspec.structs.replace(sizes, role="prefill"), RTC(9, 16, 9))
+    steps = make_scheduler(64, 4, 9, mtp, 9, swap=True).steps
+    scheduler = Scheduler(msgspec.structs.replace(steps, role="prefill"), RTC(9, 16, 9))
     under_way: list[int] = []
     short(scheduler, 0, 60, 4)
     play(scheduler, under_way)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.engine.lockstep import GREEDY, PROMPTS
 from tests.engine.pods import SHAPES, overrides
-from tests.engine.test_lockstep import GREEDY, PROMPTS
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.no_effect import without_effect
 from xdeepserve.engine.deploy.resolve import resolve

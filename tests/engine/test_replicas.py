@@ -30,7 +30,7 @@ from xdeepserve.hw.pod import Pod
 from xdeepserve.llm import digest
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import TinyCheckpoint
-from xdeepserve.model.quant.forward import Walk
+from xdeepserve.quant.forward import Walk
 
 PROMPTS = [[1, 2, 3], list(range(40)), [7] * 50, [9], [10, 11], [5] * 60]
 PARAMS = SamplingParams(max_tokens=24, temperature=0.5, seed=1, ignore_eos=True)
@@ -119,7 +119,7 @@ def test_dies_of_the_shared_expert_get_replicas(
         (plan,) = llm.engine.plan.tes
         shared = [mem for _, mem in plan.all_memories if mem.is_shared]
         rows = [mem.redundant.num_rows.sum() for mem in shared if mem.redundant is not None]
-        assert len(rows) == plan.sizes.num_shared_dies
+        assert len(rows) == plan.sizes.experts.num_shared_dies
         assert sum(rows) > 0
 
 
@@ -437,10 +437,10 @@ def replica_map(sizes: Sizes, config: ModelConfig, rank: int) -> tuple[ReplicaMa
     """A die's map on memory of its own, and stand-ins for the layers."""
     pod = Pod()
     space = Workspace(pod.plan(0).app)
-    made = ReplicaMap(space, config, sizes, rank)
+    made = ReplicaMap(space, config, sizes.experts, rank)
     pod.materialise()
     space.materialise(pod.memory(0))
-    layers = [object() for _ in primaries_only(config, sizes)]
+    layers = [object() for _ in primaries_only(sizes.experts)]
     made.start(layers)  # type: ignore[arg-type]
     return made, layers
 
@@ -448,7 +448,7 @@ def replica_map(sizes: Sizes, config: ModelConfig, rank: int) -> tuple[ReplicaMa
 def test_the_column_of_an_expert_rotates_over_its_replicas(tiny_config: ModelConfig) -> None:
     """xDeepServe 4.5, Figure 12: primary in slot 2, redundant in slot 1, four tokens."""
     (sizes,) = fit(resolve("colocated", ["dies=16", "experts.redundant_slots=1"]), tiny_config)
-    phy2log = primaries_only(tiny_config, sizes)
+    phy2log = primaries_only(sizes.experts)
     assert phy2log[0][:6] == [0, NOTHING, 1, NOTHING, 2, NOTHING]
     phy2log[0][1] = 1
     topk_idx = np.array([[1, 0], [1, 2], [0, 1], [1, 0]], np.int32)
@@ -466,9 +466,9 @@ def test_the_column_of_an_expert_rotates_over_its_replicas(tiny_config: ModelCon
 
 def test_slots_of_dies_with_unequal_shares(tiny_config: ModelConfig) -> None:
     (sizes,) = fit(resolve("colocated", ["dies=3", "experts.redundant_slots=2"]), tiny_config)
-    assert [len(held) for held in sizes.experts_of] == [5, 5, 6]
-    assert sizes.slots_of == (range(7), range(7, 14), range(14, 22))
-    assert [e for e in primaries_only(tiny_config, sizes)[0] if e != NOTHING] == list(range(16))
+    assert [len(held) for held in sizes.experts.experts_of] == [5, 5, 6]
+    assert sizes.experts.slots_of == (range(7), range(7, 14), range(14, 22))
+    assert [e for e in primaries_only(sizes.experts)[0] if e != NOTHING] == list(range(16))
 
 
 # ---- the trigger ------------------------------------------------------------------------------------------
@@ -478,7 +478,7 @@ def trigger(tiny_config: ModelConfig, *overrides: str) -> tuple[EPLBTrigger, lis
     """A trigger for four dies, and empty slots in one layer."""
     settings = ["dies=4", "experts.redundant_slots=1", "experts.balance_slices=2", *overrides]
     sizes = fit(resolve("colocated", settings), tiny_config)[0]
-    return EPLBTrigger(sizes, tiny_config.num_experts_per_tok), [[[], [], [], []]]
+    return EPLBTrigger(sizes.experts, tiny_config.num_experts_per_tok), [[[], [], [], []]]
 
 
 def test_a_copy_of_the_shared_expert_is_load_of_its_die(tiny_config: ModelConfig) -> None:
@@ -487,7 +487,7 @@ def test_a_copy_of_the_shared_expert_is_load_of_its_die(tiny_config: ModelConfig
     sizes = fit(resolve("colocated", settings), tiny_config)[0]
     targets = []
     for top_k in (1, 1000):
-        made = EPLBTrigger(sizes, top_k)
+        made = EPLBTrigger(sizes.experts, top_k)
         made.add_slice(one_layer({0: 500}))
         targets.append(made.decide([[[], [], []]]))
     busy, idle = targets
@@ -600,7 +600,7 @@ def test_runs_that_only_take_time_move_experts(deployment: str, settings: list[s
         timing = TimingConfig(skew=1.0)
         with LLM("tiny", deployment, overrides=overrides, timing_only=timing) as llm:
             llm.generate([[3, 4, 5 + i] for i in range(16)], params)
-            (te,) = [te for te in llm.engine.je.tes if te.sizes.role != "prefill"]
+            (te,) = [te for te in llm.engine.je.tes if te.sizes.place.role != "prefill"]
             changes = te.reconfiguration
             assert changes is not None
             without = [[[] for _ in held] for held in changes.holdings]

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from tests.engine.test_links import PARAMS, PROMPTS
+from tests.engine.links import PARAMS, PROMPTS
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.balance.heat_map import HeatMap
 from xdeepserve.engine.deploy.deployment import Route
@@ -128,7 +128,7 @@ def test_the_heat_map_says_which_kind_of_te_has_a_request(
         expected = digest(llm.generate(prompts, params, keep_logits=True))
     settings = ["max_model_len=256", f"scheduler.route={route}", f"scheduler.heat={heat}"]
     with LLM(tiny, deployment, overrides=settings) as llm:
-        roles = {te.sizes.name: te.sizes.role for te in llm.engine.je.tes}
+        roles = {te.sizes.place.name: te.sizes.place.role for te in llm.engine.je.tes}
         places = assigned(llm)
         assert digest(llm.generate(prompts, params, keep_logits=True)) == expected
         found = [roles[places[i]] for i in range(16)]
@@ -147,7 +147,7 @@ def test_answers_are_predicted_from_the_tokens_of_prompts(tmp_path: Path) -> Non
     samples = [examined(domain, index) for index in range(4) for domain in ("recall", "stories")]
     settings = ["max_model_len=512", "scheduler.route=pd-aware", f"scheduler.heat={heat}"]
     with LLM("tiny", deployment, overrides=settings) as llm:
-        roles = {te.sizes.name: te.sizes.role for te in llm.engine.je.tes}
+        roles = {te.sizes.place.name: te.sizes.place.role for te in llm.engine.je.tes}
         places = assigned(llm)
         params = SamplingParams(max_tokens=200, temperature=0.0)
         found = llm.generate([each.prompt for each in samples], params)

@@ -5,85 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xdeepserve.engine.deploy.sizes import Sizes
+from tests.engine.tools import make_scheduler, make_sequence, play, play_die, short, token
 from xdeepserve.engine.dp.rtc import RTC
-from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.scheduler import Scheduler
-from xdeepserve.engine.dp.sequence import SampledToken, Sequence
-from xdeepserve.engine.dp.step import PlannedStep, SeqResult, make_plan
-
-
-class Loads:
-    """A cost model that always loads."""
-
-    def should_load(self, num_blocks: int, num_tokens: int) -> bool:
-        return True
-
-
-def make_scheduler(
-    max_tokens: int, max_seqs: int, num_blocks: int, mtp: int = 0, host: int = 0, swap: bool = False
-) -> Scheduler:
-    sizes = Sizes(
-        num_dies=1,
-        experts_of=(range(0),),
-        max_model_len=num_blocks * 16,
-        max_tokens=max_tokens,
-        max_seqs=max_seqs,
-        max_logit_rows=max_tokens,
-        block_size=16,
-        num_blocks=num_blocks,
-        mtp=mtp,
-        num_host_blocks=host,
-        preempts_by_swap=swap,
-    )
-    return Scheduler(sizes, RTC(num_blocks, 16, host), Loads() if host else None)
-
-
-def token(seq: Sequence, position: int) -> int:
-    """What the model says at a position: a function of the sequence and nothing else."""
-    return seq.seq_id * 1000 + position
-
-
-def play_die(step: PlannedStep, num_drafts: int = 0) -> list[SeqResult]:
-    """What a die would write; two of three drafts are right."""
-    results = []
-    for share in step.shares:
-        seq, result = share.seq, SeqResult()
-        if share.ends:
-            end = len(seq.token_ids)
-            result.rows.append(SampledToken(token(seq, end), False, None))
-            for draft in seq.drafts[: share.num_drafts]:
-                if draft != token(seq, end + result.num_accepted):
-                    break
-                result.num_accepted += 1
-                result.rows.append(SampledToken(token(seq, end + result.num_accepted), False, None))
-            following = end + 1 + result.num_accepted
-            places = range(following, following + num_drafts)
-            result.drafts = [token(seq, place) if place % 3 else 0 for place in places]
-        results.append(result)
-    return results
-
-
-def make_sequence(
-    seq_id: int, num_prompt: int, max_tokens: int, cache_key: str | None = None
-) -> tuple[Sequence, list[int]]:
-    received: list[int] = []
-
-    def on_tokens(seq: Sequence, rows: list[SampledToken]) -> bool:
-        received.extend(row.token_id for row in rows)
-        return len(received) >= max_tokens
-
-    seq = Sequence(
-        seq_id=seq_id,
-        choice=0,
-        token_ids=list(range(num_prompt)),
-        num_prompt=num_prompt,
-        max_tokens=max_tokens,
-        params=SamplingParams(max_tokens=max_tokens, prompt_cache_key=cache_key),
-        seed=0,
-        on_tokens=on_tokens,
-    )
-    return seq, received
+from xdeepserve.engine.dp.sequence import Sequence
+from xdeepserve.engine.dp.step import make_plan
 
 
 @settings(max_examples=150)
@@ -330,26 +256,6 @@ def test_priority_goes_first() -> None:
     assert order == [2, 0, 1]
 
 
-def short(scheduler: Scheduler, number: int, num_prompt: int, num_new: int) -> Sequence:
-    """One more request, whose prompt is like no other's."""
-    seq, _ = make_sequence(number, num_prompt, num_new)
-    seq.token_ids = [number * 1000 + 7 * i for i in range(num_prompt)]
-    scheduler.add(seq)
-    return seq
-
-
-def play(scheduler: Scheduler, under_way: list[int]) -> None:
-    """A step; what it has sent to the other tier or asked for arrives by the next one."""
-    for ticket in under_way:
-        scheduler.finish_transfer(ticket)
-    step = scheduler.schedule()
-    under_way[:] = [ticket for ticket, _ in step.transfers]
-    under_way += [scheduler.places.ticket_of(seq.seq_id) for seq in step.receives]
-    if step.shares:
-        scheduler.finish_step(step, play_die(step))
-    scheduler.check_integrity()
-
-
 @pytest.mark.parametrize("swap", [False, True])
 def test_what_was_preempted_is_not_overtaken_for_ever(swap: bool) -> None:
     scheduler = make_scheduler(max_tokens=200, max_seqs=4, num_blocks=12, host=24, swap=swap)
@@ -368,8 +274,8 @@ def test_what_was_preempted_is_not_overtaken_for_ever(swap: bool) -> None:
 
 
 def test_arrivals_from_prefill_do_not_overtake_the_preempted_for_ever() -> None:
-    sizes = msgspec.structs.replace(make_scheduler(200, 4, 12).sizes, role="decode")
-    scheduler = Scheduler(sizes, RTC(12, 16, 0), None)
+    steps = msgspec.structs.replace(make_scheduler(200, 4, 12).steps, role="decode")
+    scheduler = Scheduler(steps, RTC(12, 16, 0), None)
 
     def arrive(number: int, num_prompt: int, num_new: int) -> Sequence:
         seq, _ = make_sequence(number, num_prompt, num_new)

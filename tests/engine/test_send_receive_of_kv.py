@@ -5,16 +5,8 @@ from typing import Any
 
 import pytest
 
+from tests.engine.links import MANY, ONE_EACH, PARAMS, PROMPTS, TWO_BY_TWO, WAYS, count_moves
 from tests.engine.remains import check_nothing_is_left, settled
-from tests.engine.test_links import (
-    MANY,
-    ONE_EACH,
-    PARAMS,
-    PROMPTS,
-    TWO_BY_TWO,
-    WAYS,
-    count_moves,
-)
 from xdeepserve import LLM
 from xdeepserve.comm.distflow.channels import NUM_CHANNELS, Channels, plan_channels
 from xdeepserve.comm.distflow.send_receive import SendReceiveBackend

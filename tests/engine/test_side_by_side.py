@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.engine.test_lockstep import check_apart, check_colocated, variant
+from tests.engine.lockstep import check_apart, check_colocated, variant
 from xdeepserve.engine.run.gang.kernels.attention import AT_ONCE
 from xdeepserve.engine.run.gang.kernels.heads import head_stage
 from xdeepserve.engine.run.gang.kernels.side_by_side import next_dies

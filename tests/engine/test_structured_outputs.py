@@ -285,18 +285,15 @@ def grammars() -> Grammars:
         ({"grammar": "start: start"}, "no text is allowed by it"),
         (
             {"grammar": 'start: "a'},
-            "line 1, column 10: lexer error; grammars are written in llguidance's dialect of Lark: "
-            'start: "yes" | "no"',
+            'line 1, column 10: lexer error; grammars are written in Lark: start: "yes" | "no"',
         ),
         (
             {"grammar": 'root ::= "a"'},
-            "grammars are written in llguidance's dialect of Lark, not in EBNF with ::=: "
-            'start: "yes" | "no"',
+            'grammars are written in Lark, not in EBNF with ::=: start: "yes" | "no"',
         ),
         (
             {"grammar": "start: nowhere"},
-            'line 1, column 8: unknown name: "nowhere"; grammars are written in llguidance\'s dialect of '
-            'Lark: start: "yes" | "no"',
+            'line 1, column 8: unknown name: "nowhere"; grammars are written in Lark: start: "yes" | "no"',
         ),
         ({"choice": ["a", 1]}, 'choice must be a list of texts, none empty, found ["a", 1]'),
     ],

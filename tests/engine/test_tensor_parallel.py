@@ -256,15 +256,15 @@ def test_dense_layers_whose_features_do_not_divide_are_refused_or_cut_by_tokens(
     config = msgspec.structs.replace(tiny_config, intermediate_size=100)
     with pytest.raises(DeploymentError, match="tp=8 does not divide the intermediate size 100"):
         fit(resolve("colocated", ["tp=8"]), config)
-    assert fit(resolve("colocated", ["tp=8", "tp_mode=sp-tp-sp"]), config)[0].tp == 8
+    assert fit(resolve("colocated", ["tp=8", "tp_mode=sp-tp-sp"]), config)[0].groups.tp == 8
     no_dense = msgspec.structs.replace(config, first_k_dense_replace=0)
-    assert fit(resolve("colocated", ["tp=8"]), no_dense)[0].tp == 8
+    assert fit(resolve("colocated", ["tp=8"]), no_dense)[0].groups.tp == 8
 
 
 def test_dies_default_to_whole_groups(tiny_config: ModelConfig) -> None:
     sizes = fit(resolve("pd", ["prefill.tp=8"]), tiny_config)
-    assert [(te.num_dies, te.num_groups, te.tp) for te in sizes] == [(8, 1, 8), (4, 4, 1)]
-    assert fit(resolve("colocated", ["tp=2"]), tiny_config)[0].num_groups == 4
+    assert [(te.place.num_dies, te.groups.num_groups, te.groups.tp) for te in sizes] == [(8, 1, 8), (4, 4, 1)]
+    assert fit(resolve("colocated", ["tp=2"]), tiny_config)[0].groups.num_groups == 4
 
 
 @pytest.mark.parametrize(
@@ -288,5 +288,5 @@ def test_prefill_groups_are_as_large_as_dies_and_model_allow(
     config = msgspec.structs.replace(tiny_config, **changes)
     for deployment in ("pd", "transformerless"):
         prefill, decode = fit(resolve(deployment, overrides), config)
-        assert (prefill.num_dies, prefill.tp) == expected
-        assert decode.tp == 1
+        assert (prefill.place.num_dies, prefill.groups.tp) == expected
+        assert decode.groups.tp == 1

@@ -93,7 +93,7 @@ def test_a_decode_te_leaves_while_the_one_that_sends_it_layers_fails(tiny: TinyC
             assert engine._requests, "no layers were ever on their way"
             await clock.sleep(1000)
         prefill, decode = transfers[0].link.tes
-        leaving = clock.spawn(getattr(engine, way)(decode.sizes.name), name=way)
+        leaving = clock.spawn(getattr(engine, way)(decode.sizes.place.name), name=way)
         await clock.sleep(2000)
         _burn(prefill)
         await clock.join(leaving)
@@ -123,7 +123,7 @@ def test_links_keep_nothing_of_a_te_that_has_left(tiny: TinyCheckpoint) -> None:
         for role in ("prefill", "decode", "prefill"):
             old = engine.je.tes.ready(role)[0]  # type: ignore[arg-type]
             await engine.add_te(role)  # type: ignore[arg-type]
-            await engine.remove(old.sizes.name)
+            await engine.remove(old.sizes.place.name)
         assert list(engine.je.links._links) == engine.je.tes.ready("prefill")
         assert next(iter(engine.je.links._links.values())).keys() == set(engine.je.tes.ready("decode"))
         await engine.stop()
@@ -156,7 +156,7 @@ def test_prefill_with_decode_and_one_that_does_both_stand_in_for_each_other(
     async def change() -> None:
         await clock.sleep(after_ns)
         if what == "fails":
-            _burn(next(te for te in engine.je.tes if te.sizes.name == name))
+            _burn(next(te for te in engine.je.tes if te.sizes.place.name == name))
         else:
             await getattr(engine, what)(name)
 
@@ -180,7 +180,7 @@ def test_prefill_with_decode_and_one_that_does_both_stand_in_for_each_other(
         assert name not in [te.name for te in engine.tes()]
         left = engine.je.tes.ready("both") or engine.je.tes.ready("prefill")
         with pytest.raises(RequestError, match="cannot leave"):
-            await engine.remove(left[0].sizes.name)
+            await engine.remove(left[0].sizes.place.name)
         await engine.stop()
         return [seq.token_ids[seq.num_prompt :] for seq in sequences]
 
@@ -473,7 +473,7 @@ def test_a_peer_fails_while_another_loads_from_it(
             came_from = await clock.spawn(change(), name="change")
             assert came_from == ("host" if num_peers == 1 else "peer")
             joined = engine.plan.tes[-1]
-            assert joined.sizes.num_dies == 2
+            assert joined.sizes.place.num_dies == 2
         await engine.settle()
         assert list(engine.lost) == ["te"]
         assert set(engine.plan.pod.holders) == {die for te in engine.plan.tes for die in te.every_die}

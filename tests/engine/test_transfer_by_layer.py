@@ -101,7 +101,7 @@ def test_layers_move_while_later_ones_are_computed(tiny: TinyCheckpoint) -> None
     with LLM(tiny, "pd", overrides=[*PAIR, "mtp=1", BY_LAYER], trace=True) as llm:
         llm.generate([list(range(100))], SHORT)
         spans = llm.engine.plan.pod.trace.spans
-        prefill, decode = (te.sizes.first_die for te in llm.engine.je.tes)
+        prefill, decode = (te.sizes.place.first_die for te in llm.engine.je.tes)
         num_layers = llm.engine.plan.config.num_hidden_layers
     moved = [s for s in spans if s.name.startswith("DistFlow") and s.node == decode]
     stages = [s for s in spans if s.node == prefill and s.name == "MLAProlog"][: num_layers + 1]

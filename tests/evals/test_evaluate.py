@@ -88,7 +88,7 @@ def test_refusals() -> None:
 
 def test_methods_are_compared(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "xdeepserve.calibration.calibration_sequences",
+        "xdeepserve.quant.calibration.calibration_sequences",
         lambda checkpoint: lambda i: [(7 * i + j * j) % 300 for j in range(12)],
     )
     args = ["eval", "--model", "tiny-random", "--samples", "1", "--domains", "code", "--precision", "int8"]

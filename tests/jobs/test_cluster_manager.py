@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs.test_job_store import Time
+from tests.jobs.tools import Time
 from xdeepserve.errors import InputError
 from xdeepserve.jobs import cluster_manager, state_file
 from xdeepserve.jobs.cluster_manager import LEASE_S, LOST_S, START_S, SUSPECT_S, ClusterManager, is_there

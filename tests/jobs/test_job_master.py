@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.jobs.test_job_store import ORDER, Time
+from tests.jobs.tools import ORDER, Time
 from xdeepserve.errors import InputError
 from xdeepserve.jobs import job_master
 from xdeepserve.jobs.job_master import MAX_ATTEMPTS, JobMaster

@@ -7,25 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.jobs.tools import ORDER, Time
 from xdeepserve.errors import InputError, OverloadedError
 from xdeepserve.jobs import job_store
-from xdeepserve.jobs.job_records import JobOrder
 from xdeepserve.jobs.job_states import JOB_MOVES, TASK_MOVES, IllegalMoveError
 from xdeepserve.jobs.job_store import JobStore
 from xdeepserve.jobs.lease import LeaseLostError
 
-ORDER = JobOrder(model="tiny", source="tiny", training=1)
 KINDS = ("prepare", "quantize")
-
-
-class Time:
-    """Seconds, as a test sets them."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.jobs.test_task_process import child_of
+from tests.jobs.tools import child_of
 
 SECONDS = 120.0
 METHOD = {"type": "quantization", "quantization": {"hyperparameters": {"algorithm": "rtn", "samples": 4}}}

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.jobs.tools import child_of
 from xdeepserve.jobs.job_records import JobOrder
 from xdeepserve.jobs.task_process import TaskFailedError, TaskLostError, run_task
 from xdeepserve.jobs.task_spec import TaskSpec
@@ -23,19 +24,6 @@ def spec_in(folder: Path, text: str, kind: str = "prepare") -> TaskSpec:
     (folder / "lines").write_text(text)
     order = JobOrder(model="tiny", source="tiny", training=1)
     return TaskSpec(kind, order, str(folder / "work"), str(folder / "lines"))
-
-
-def child_of(parent: int) -> int | None:
-    """The process of a task that `parent` has started."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rsplit(")", 1)[1].split()
-            command = (path.parent / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if int(fields[1]) == parent and b"xdeepserve.jobs.task_work" in command and fields[0] != "Z":
-            return int(path.parent.name)
-    return None
 
 
 async def test_results_and_refusals(tmp_path: Path) -> None:

@@ -105,3 +105,6 @@ def written_configs() -> dict[str, dict[str, Any]]:
 def fixtures() -> list[Fixture]:
     definitions = json.loads((DIRECTORY / "fixtures.json").read_text())
     return [Fixture(name=name, **fields) for name, fields in definitions.items()]
+
+
+BY_NAME: dict[str, Fixture] = {f.name: f for f in fixtures()}

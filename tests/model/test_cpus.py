@@ -21,7 +21,7 @@ HAS_AMX = all(compiling.llvm.get_host_cpu_features().get(each) for each in amx.F
 PROGRAM = """
 import hashlib, json
 import numpy as np
-from tests.model.test_mla import Pages
+from tests.model.tools import Pages
 from tests.model.bits import normal
 from xdeepserve.model import canonical as c, kernels as k
 from xdeepserve.model.cache_layout import scratch_size

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.model.bits import F32, assert_same_bits, few, normal, seeds
-from tests.model.test_gemm import shares, unpack_f32
+from tests.model.tools import shares, unpack_f32
 from xdeepserve.bf16 import round_bf16
 from xdeepserve.jit.compiling import kernel
 from xdeepserve.model import canonical as c

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.model.bits import F32, assert_same_bits, few, normal, seeds
+from tests.model.tools import shares, unpack_f32
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
 from xdeepserve.model.kernels.gemm import CHUNK
@@ -17,12 +18,6 @@ from xdeepserve.model.packing import (
     packed_shape_f32,
     packed_shape_int8,
 )
-
-
-def unpack_f32(packed: np.ndarray, n: int) -> np.ndarray:
-    """The inverse of pack_f32: [..., groups, K, 16] -> [..., K, n]."""
-    *lead, _, k, _ = packed.shape
-    return np.ascontiguousarray(np.moveaxis(packed, -3, -2).reshape(*lead, k, -1)[..., :n])
 
 
 def unpack_int8(packed: np.ndarray, n: int, k: int) -> np.ndarray:
@@ -51,12 +46,6 @@ def test_chunks_of_many_rows(rows: int, depth: int) -> None:
     out = np.full((rows, 21), np.nan, F32)
     k.matmul(out, x, pack_f32(w).ravel())
     assert_same_bits(out, c.matmul(x, w))
-
-
-def shares(n: int, workers: int) -> list[tuple[int, int]]:
-    """Column groups of n columns, cut for some workers; some get none."""
-    groups = k.num_groups(n)
-    return [(groups * i // workers, groups * (i + 1) // workers) for i in range(workers)]
 
 
 @few

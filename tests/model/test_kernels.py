@@ -8,7 +8,7 @@ from numba.core.runtime import rtsys
 from numba.core.runtime._nrt_python import memsys_disable_stats, memsys_enable_stats
 
 from tests.model.bits import F32, assert_same_bits, few, normal, seeds
-from tests.model.test_mla import Pages
+from tests.model.tools import Pages
 from xdeepserve.bf16 import from_bf16, round_bf16, to_bf16
 from xdeepserve.jit import bf16 as fast_bf16
 from xdeepserve.model import canonical as c

@@ -6,10 +6,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.model.bits import F32, assert_same_bits, few, normal, seeds
+from tests.model.tools import Pages
 from xdeepserve.jit.compiling import uses_amx
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
-from xdeepserve.model.cache_layout import cache_shape, scratch_size
+from xdeepserve.model.cache_layout import scratch_size
 from xdeepserve.model.kernels.mla_prefill import FARTHEST
 from xdeepserve.model.packing import pack_bf16
 
@@ -24,44 +25,6 @@ def test_rope_heads(seed: int, rows: int, heads: int, nope: int, half: int) -> N
     expected[..., nope:] = c.rope(x[..., nope:], cos[positions][:, None], sin[positions][:, None])
     k.rope_heads(x.reshape(rows, -1), heads, positions, cos, sin)
     assert_same_bits(x, expected)
-
-
-class Pages:
-    """A sequence of `context` positions in a shuffled paged cache whose other slots hold rubbish."""
-
-    def __init__(
-        self,
-        seed: int,
-        context: int,
-        size: int,
-        rank: int,
-        rope: int,
-        is_int8: bool,
-        magnitude: float = 1.0,
-        of_keys: float = 1.0,
-    ) -> None:
-        kv, norm = normal(seed, context, rank + rope), normal(seed + 1, rank, scale=magnitude)
-        cos, sin = (normal(seed + i, context, rope // 2, scale=of_keys) for i in (2, 3))
-        latent, self.k_pe = c.rms_norm(kv[:, :rank], norm, 1e-6), c.rope(kv[:, rank:], cos, sin)
-        self.latent, self.scale = c.quantize_rows(latent) if is_int8 else (latent, None)
-        num_blocks = -(-context // size) + 2
-        shuffled = np.random.default_rng(seed).permutation(num_blocks).astype(np.int32)
-        self.table = shuffled[: -(-context // size)]
-        positions = np.arange(context, dtype=np.int32)
-        slots = self.table[positions // size] * np.int32(size) + positions % np.int32(size)
-        rubbish = np.uint8(77) if is_int8 else F32(np.nan)
-        self.cache = (
-            np.full(cache_shape(num_blocks, size, rank), rubbish),
-            np.full((num_blocks, size) if is_int8 else (0, 0), np.nan, F32),
-            np.full(cache_shape(num_blocks, size, rope), np.nan, F32),
-        )
-        k.append_kv(*self.cache, slots, kv, norm, 1e-6, positions, cos, sin)
-
-    def attend(self, q_lat: np.ndarray, q_pe: np.ndarray, position: int, int8_weights: bool) -> np.ndarray:
-        """The NumPy twin for the query at `position`."""
-        seen = slice(0, position + 1)
-        scale = None if self.scale is None else self.scale[seen]
-        return c.attention(q_lat, q_pe, self.latent[seen], scale, self.k_pe[seen], 0.11, int8_weights)
 
 
 # Magnitudes of latents, of RoPE's keys, of queries and of their RoPE parts: weights of values, scores and

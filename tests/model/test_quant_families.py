@@ -14,12 +14,12 @@ from xdeepserve.cli import main
 from xdeepserve.errors import CheckpointError, InputError
 from xdeepserve.llm import digest
 from xdeepserve.model.checkpoint import Checkpoint, open_checkpoint
-from xdeepserve.model.quant.forward import Walk, rms_norm
-from xdeepserve.model.quant.job import quantize_checkpoint
-from xdeepserve.model.quant.method import METHODS, Method
-from xdeepserve.model.quant.outliers import WithOutliers
 from xdeepserve.model.reference import Reference
 from xdeepserve.model.seeded import hash_words
+from xdeepserve.quant.forward import Walk, rms_norm
+from xdeepserve.quant.job import quantize_checkpoint
+from xdeepserve.quant.method import METHODS, Method
+from xdeepserve.quant.outliers import WithOutliers
 
 BY_NAME = {f.name: f for f in fixtures()}
 KINDS = {  # with how they may be served

@@ -19,14 +19,14 @@ from xdeepserve.model.checkpoint import Checkpoint, expected_tensors, open_check
 from xdeepserve.model.config import load_config
 from xdeepserve.model.export import write_checkpoint
 from xdeepserve.model.presets import TinyCheckpoint
-from xdeepserve.model.quant import job, part
-from xdeepserve.model.quant.forward import expert_load
-from xdeepserve.model.quant.job import MIN_ROWS, Report, Sequences, estimated_bytes
-from xdeepserve.model.quant.method import METHODS, Method
-from xdeepserve.model.quant.part import Part
-from xdeepserve.model.quant.sensitivity import sensitive_layers
 from xdeepserve.model.reference import Reference
 from xdeepserve.model.seeded import SeededCheckpoint
+from xdeepserve.quant import job, part
+from xdeepserve.quant.forward import expert_load
+from xdeepserve.quant.job import MIN_ROWS, Report, Sequences, estimated_bytes
+from xdeepserve.quant.method import METHODS, Method
+from xdeepserve.quant.part import Part
+from xdeepserve.quant.sensitivity import sensitive_layers
 
 CONFIG = {
     "architectures": ["DeepseekV3ForCausalLM"],

@@ -8,20 +8,20 @@ from hypothesis import strategies as st
 from xdeepserve.model.canonical import quantize_rows
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import resolve_model
-from xdeepserve.model.quant.clipping import clip_factors
-from xdeepserve.model.quant.compensation import compensate
-from xdeepserve.model.quant.forward import attend, rms_norm
-from xdeepserve.model.quant.gptq import gptq, hessian
-from xdeepserve.model.quant.rotation import rotate_latent, rotate_values, rotation
-from xdeepserve.model.quant.rotation_search import AttentionWeights, rotate_where_it_helps
-from xdeepserve.model.quant.rounding import (
+from xdeepserve.quant.clipping import clip_factors
+from xdeepserve.quant.compensation import compensate
+from xdeepserve.quant.forward import attend, rms_norm
+from xdeepserve.quant.gptq import gptq, hessian
+from xdeepserve.quant.rotation import rotate_latent, rotate_values, rotation
+from xdeepserve.quant.rotation_search import AttentionWeights, rotate_where_it_helps
+from xdeepserve.quant.rounding import (
     channel_scale,
     dequantize,
     quantized_rows,
     relative_error,
     round_weight,
 )
-from xdeepserve.model.quant.smoothquant import ALPHAS, search_scale, smoothing_scale, w8a8_error
+from xdeepserve.quant.smoothquant import ALPHAS, search_scale, smoothing_scale, w8a8_error
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -111,7 +111,7 @@ def test_gptq_in_blocks_is_gptq_column_by_column(monkeypatch: pytest.MonkeyPatch
     x, w = correlated(rng, 300, 40), rng.normal(size=(10, 40)).astype(np.float32)
     scale, h = channel_scale(w), hessian(x)
     whole = gptq(w, h, scale)
-    monkeypatch.setattr("xdeepserve.model.quant.gptq.BLOCK", 7)
+    monkeypatch.setattr("xdeepserve.quant.gptq.BLOCK", 7)
     assert np.array_equal(gptq(w, h, scale), whole)
 
 

@@ -13,10 +13,10 @@ from xdeepserve.model.canonical import factors
 from xdeepserve.model.checkpoint import expected_tensors
 from xdeepserve.model.config import load_config
 from xdeepserve.model.presets import PRESET_DIRECTORY
-from xdeepserve.model.quant.forward import Walk
 from xdeepserve.model.reference import Reference
 from xdeepserve.model.seeded import SeededCheckpoint
 from xdeepserve.model.weights import RECIPES, Recipe, iter_weights, weight_specs
+from xdeepserve.quant.forward import Walk
 
 VARIANTS = [
     {},

@@ -10,9 +10,9 @@ import pytest
 
 from xdeepserve.model.checkpoint import open_checkpoint
 from xdeepserve.model.presets import PRESET_DIRECTORY
-from xdeepserve.model.quant.method import METHODS
 from xdeepserve.model.reference import Reference
 from xdeepserve.model.tokenizer import load_tokenizer
+from xdeepserve.quant.method import METHODS
 
 DIRECTORY = PRESET_DIRECTORY / "tiny"
 SAID = np.load(Path(__file__).parent.parent / "fixtures" / "hf" / "tiny.npz")

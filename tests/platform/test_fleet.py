@@ -3,44 +3,18 @@
 import numpy as np
 import pytest
 
+from tests.platform.tools import LIMITS, PRICE, small
 from xdeepserve.engine.balance.te_policies import POLICIES
 from xdeepserve.errors import InputError
-from xdeepserve.planner.performance import Curve
 from xdeepserve.platform import step_te
 from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.fleet_words import Decision, FleetTE, ServedRequest
-from xdeepserve.platform.made_traffic import MadeTraffic, made
 from xdeepserve.platform.step_price import StepCounts, StepPrice
-from xdeepserve.platform.te_task import StepLimits
 from xdeepserve.platform.traces import TracedRequest
-
-PRICE = StepPrice(
-    num_groups=2,
-    own=Curve((1.0, 64.0), (1e6, 9e6)),
-    feed=Curve((1.0, 8.0, 128.0), (0.5e6, 2e6, 4e6)),
-    per_context=300.0,
-    per_kv_token=400.0,
-    gap=2e6,
-)
-LIMITS = StepLimits(num_seqs=8, num_rows=64, num_positions=4096, block=16)
-TRAFFIC = MadeTraffic(
-    requests=300, seconds=8, prompt=200, output=30, spread=0.7, system=64, block=16, pause=1
-)
 
 
 def fleet(count: int = 3, **options: object) -> Fleet:
     return Fleet([FleetTE(f"te {n}", PRICE, LIMITS) for n in range(count)], **options)  # type: ignore[arg-type]
-
-
-def small(seed: int = 0) -> list[TracedRequest]:
-    return [
-        each for each in made(MadeTraffic(**{**as_dict(TRAFFIC), "seed": seed}))  # type: ignore[arg-type]
-        if each.input_length + each.output_length <= LIMITS.num_positions
-    ]  # fmt: skip
-
-
-def as_dict(traffic: MadeTraffic) -> dict[str, object]:
-    return {name: getattr(traffic, name) for name in traffic.__struct_fields__}
 
 
 def test_a_request_alone_costs_its_steps() -> None:

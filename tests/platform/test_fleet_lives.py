@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.platform.test_fleet import LIMITS, PRICE, small
+from tests.platform.tools import LIMITS, PRICE, small
 from xdeepserve.engine.balance.te_policies import POLICIES
 from xdeepserve.hw.spec import Spec
 from xdeepserve.platform.fleet import Fleet

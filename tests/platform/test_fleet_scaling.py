@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from tests.platform.test_fleet import LIMITS, PRICE, small
+from tests.platform.tools import LIMITS, PRICE, small
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.platform.auto_scaler import ScaleBounds
 from xdeepserve.platform.fleet import Fleet

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.platform.test_fleet import LIMITS, PRICE, small
-from tests.platform.test_replay import MADE
+from tests.platform.tools import LIMITS, MADE, PRICE, small
 from xdeepserve.cli import main
 from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.fleet_words import Decision, FleetTE

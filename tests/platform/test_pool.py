@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.platform.test_fleet import LIMITS, PRICE
+from tests.platform.tools import LIMITS, PRICE
 from xdeepserve.cli import main
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.spec import Spec

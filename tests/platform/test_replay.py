@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.platform.test_fleet import LIMITS, PRICE
+from tests.platform.tools import LIMITS, MADE, PRICE
 from xdeepserve.cli import main
-from xdeepserve.cli.replay import explained
 from xdeepserve.errors import InputError
 from xdeepserve.llm import LLM, digest
 from xdeepserve.model.presets import TinyCheckpoint
 from xdeepserve.platform.cluster import Cluster, ClusterTE, fleet_tes, least_count, priced_kinds, read_cluster
+from xdeepserve.platform.command import explained
 from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.fleet_words import Decision, FleetTE
 from xdeepserve.platform.made_traffic import MadeTraffic, made
@@ -21,7 +21,6 @@ from xdeepserve.platform.token_replay import prompts_of, replayed
 from xdeepserve.platform.traces import TracedRequest
 
 SMALL = MadeTraffic(requests=14, seconds=0.02, prompt=60, output=5, system=30, block=16, pause=0.01)
-MADE = "made:requests=60,seconds=2,prompt=300,output=20,pause=1,system=64,block=16"
 TWO = 'model = "tiny"\npolicy = "{}"\n[[te]]\ndies = 2\nmtp = 0\n[[te]]\ndies = 2\nmtp = 0\napart = true\n'
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.timing.closed_forms import ClosedForms
+from tests.timing.tools import watch, without_experts
 from xdeepserve.comm.collectives.cost import CollectiveCost
 from xdeepserve.comm.collectives.handle import Collectives
 from xdeepserve.comm.collectives.layout import CollectiveLayout
@@ -108,23 +109,6 @@ def program_of(
                     watch(group, "to_slices", log, lambda args: [(x.shape, x.dtype) for x in args[0]])
         llm.generate([list(range(70)), [5] * 7], SamplingParams(max_tokens=2, ignore_eos=True))
     return logs
-
-
-def watch(
-    owner: Any, name: str, log: list[tuple[object, ...]], tell: Callable[[Any], tuple[object, ...]]
-) -> None:
-    call = getattr(owner, name)
-
-    async def watched(*args: Any) -> Any:
-        log.append((name, *tell(args)))
-        return await call(*args)
-
-    setattr(owner, name, watched)
-
-
-def without_experts(log: list[tuple[object, ...]]) -> list[tuple[object, ...]]:
-    """Who has rows for its experts is drawn by seed where nothing is computed."""
-    return [entry for entry in log if entry != ("launch", "Experts")]
 
 
 @pytest.mark.thin(3)

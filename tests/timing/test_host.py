@@ -136,7 +136,7 @@ def test_only_one_side_plans_ahead_and_the_tokens_are_the_same() -> None:
     for role, expected in (("prefill", [True, False]), ("decode", [False, True])):
         overrides = ["prefill.dies=1", "decode.dies=1", "mtp=1", f"execution.{role}.overlap=true"]
         with LLM("tiny", "pd", overrides=overrides) as llm:
-            assert [te.sizes.plans_ahead for te in llm.engine.plan.tes] == expected
+            assert [te.sizes.steps.plans_ahead for te in llm.engine.plan.tes] == expected
             assert digest(llm.generate([[5, 6, 7], [9] * 40], keep_logits=True)) == wanted
 
 
@@ -161,7 +161,7 @@ def test_settings_of_a_role_that_cannot_be_are_refused(deployment: str, override
 def test_prefill_may_plan_ahead_of_a_decode_where_tokens_flow() -> None:
     overrides = ["dataflow=true", "execution.prefill.overlap=true"]
     prefill, decode = fit(resolve("transformerless", overrides), resolve_model("tiny").config)
-    assert (prefill.plans_ahead, decode.plans_ahead) == (True, False)
+    assert (prefill.steps.plans_ahead, decode.steps.plans_ahead) == (True, False)
 
 
 def test_describe_tells_both_hosts() -> None:

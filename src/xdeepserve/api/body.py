@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import re
 from functools import cache
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 from aiohttp import web
 
 from xdeepserve.api.http_errors import ApiError
+from xdeepserve.api.requests import NEUTRAL
 from xdeepserve.errors import RequestError, abridged, meant
 
 BODY_SECONDS = 30.0  # of wall time for a client to send its whole body
@@ -26,6 +27,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 # msgspec ends a message with "- at `$.messages[0].role`", and names an absent field in backquotes.
 _PATH = re.compile(r" - at `\$(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<field>[^`]*)`")
+_ENUM = re.compile(r"^Invalid enum value ")
 _MISSING = re.compile(r"^Object missing required field `(?P<field>[^`]+)`")
 
 
@@ -107,8 +109,34 @@ def _fields_of(kind: Any) -> Fields:
     return next(filter(None, map(_fields_of, get_args(kind))), {})
 
 
+def _served(schema: type[msgspec.Struct]) -> list[str]:
+    """List the fields of a request that do something, without those that are known only to be refused."""
+    return [name for name in schema.__struct_fields__ if name not in NEUTRAL]
+
+
+def _choices(schema: Any, path: str) -> str:
+    """List the words that a field may be, as an end of a refusal; nothing where its type is no list of words.
+
+    `path` leads to the field from an object of type `schema`, such as `tools[0].type`.
+    """
+    kinds = [schema]
+    for name in re.findall(r"[^.\[\]]+", re.sub(r"\[[^\]]*\]", "", path)):
+        structs = [
+            kind for kind in _parts(kinds) if isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+        ]
+        kinds = [hint for kind in structs if (hint := get_type_hints(kind).get(name)) is not None]
+    words = [word for kind in _parts(kinds) if get_origin(kind) is Literal for word in get_args(kind)]
+    return f": {' or '.join(map(str, words))}" if words else ""
+
+
+def _parts(kinds: list[Any]) -> list[Any]:
+    """Types, and what those that are lists or unions are made of."""
+    inner = [each for kind in kinds if get_origin(kind) is not Literal for each in get_args(kind)]
+    return kinds + _parts(inner) if inner else kinds
+
+
 def mistyped(message: str, schema: type[msgspec.Struct], where: str = "") -> RequestError:
-    """What msgspec says of an object, which is the body or lies in it at the path `where`.
+    """Turn msgspec's message about a JSON object, the body or what lies in it at `where`, into a refusal.
 
     `Expected `int`, got `str` - at `$.n`` becomes "n: expected `integer`, got `string`", with param "n".
     """
@@ -121,8 +149,9 @@ def mistyped(message: str, schema: type[msgspec.Struct], where: str = "") -> Req
         return RequestError(f"{path} is required", param=path)
     if unknown := _UNKNOWN.match(reason):
         name = unknown["field"]
-        hint = "" if path else meant(name, schema.__struct_fields__)
+        hint = "" if path else meant(name, _served(schema))
         path = f"{path}.{name[:100]}" if path else name[:100]
         return RequestError(f"unknown field {path}{hint}", param=path, code="unknown_parameter")
+    reason += _choices(schema, path.removeprefix(where).lstrip(".")) if _ENUM.match(reason) else ""
     reason = reason[:1].lower() + _TYPES.sub(lambda kind: JSON_TYPES[kind[0]], reason[1:])
     return RequestError(f"{path}: {reason}" if path else f"the request body: {reason}", param=path or None)

@@ -121,6 +121,8 @@ class ApiEndpoint:
         limit = self.engine.max_model_len
         if num_prompt_tokens + (max_tokens or 1) > limit:
             asked = f" and {limit_param}={max_tokens}" if max_tokens else ""
+            if max_tokens and num_prompt_tokens < limit:
+                asked += f", which may be at most {limit - num_prompt_tokens}"
             raise RequestError(
                 f"the model's context holds {limit} tokens; the request has {num_prompt_tokens} prompt tokens"
                 f"{asked}",

@@ -11,7 +11,14 @@ from aiohttp.typedefs import Handler
 from msgspec import UNSET, UnsetType
 
 from xdeepserve.api.generation import GENERATION
-from xdeepserve.errors import InputError, OverloadedError, RequestError, TransferError, XDeepServeError
+from xdeepserve.errors import (
+    InputError,
+    OverloadedError,
+    RequestError,
+    TransferError,
+    XDeepServeError,
+    meant,
+)
 
 MAX_BODY_BYTES = 1 << 20
 RETRY_AFTER_S = 1  # a hint for clients; the queue may be longer or shorter then
@@ -62,7 +69,10 @@ def describe(exc: Exception, request: web.Request) -> tuple[int, ErrorDetail]:
             kind = "server_error" if exc.status >= 500 else "invalid_request_error"
             return exc.status, ErrorDetail(str(exc), type=kind, param=exc.param, code=exc.code)
         case web.HTTPNotFound():
-            return 404, ErrorDetail(f"Invalid URL ({request.method} {request.path})", code="unknown_url")
+            hint = meant(request.path, _paths(request))
+            return 404, ErrorDetail(
+                f"Invalid URL ({request.method} {request.path}){hint}", code="unknown_url"
+            )
         case web.HTTPMethodNotAllowed():
             allowed = ", ".join(sorted(exc.allowed_methods))
             return 405, ErrorDetail(f"{request.method} is not allowed on {request.path}; try {allowed}")
@@ -78,6 +88,13 @@ def describe(exc: Exception, request: web.Request) -> tuple[int, ErrorDetail]:
             return 500, ErrorDetail(str(exc), type="server_error", code="engine_error")
         case _:
             return 500, ErrorDetail(f"internal error: {type(exc).__name__}: {exc}", type="server_error")
+
+
+def _paths(request: web.Request) -> list[str]:
+    """List the fixed paths that this server answers with the method of a request."""
+    routes = request.app.router.routes()
+    found = {each.resource.canonical for each in routes if each.method == request.method and each.resource}
+    return sorted(path for path in found if "{" not in path)
 
 
 def encode_error(detail: ErrorDetail) -> bytes:

@@ -26,7 +26,7 @@ from xdeepserve.errors import InputError, RequestError, abridged, meant
 from xdeepserve.jobs.job_records import JobOrder, JobRecord, TrainingSettings
 from xdeepserve.jobs.task_kinds import KINDS, TRAINING_KINDS
 from xdeepserve.jobs.training import check_extra
-from xdeepserve.model.quant.method import METHODS
+from xdeepserve.quant.method import METHODS
 
 QUANTIZATION, SUPERVISED = "quantization", "supervised"
 MAX_SAMPLES = 4096

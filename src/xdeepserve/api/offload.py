@@ -18,8 +18,10 @@ R = TypeVar("R")
 MAX_CHARS_ON_LOOP = 16_384
 MAX_TOKENS_ON_LOOP = 4_096  # naming, checking or writing down so many takes about a millisecond
 
-# Between two pieces of a thread's work in Python. Without it, who lets go of the interpreter for a moment,
-# as a step of the engine does at each of its kernels, waits 5 ms to get it back: 20 times in a step.
+# A thread's work in Python comes in pieces, with a rest before each. A step of the engine lets go of the
+# interpreter at each of its kernels, some 20 times, and may wait for a piece each time: a quarter of a
+# millisecond to name so many tokens. Without a rest it waits 5 ms.
+TOKENS_IN_PIECE = 1_024
 REST_SECONDS = 1e-5
 
 # One thread: however many ask, the event loop shares the interpreter with one of them at a time.
@@ -56,7 +58,7 @@ async def run_for_tokens(
 
 def pieces(tokens: list[int]) -> Iterator[list[int]]:
     """Tokens in pieces, for a loop in Python: before each but the first, other threads go on."""
-    for begin in range(0, len(tokens), MAX_TOKENS_ON_LOOP):
+    for begin in range(0, len(tokens), TOKENS_IN_PIECE):
         if begin:
             time.sleep(REST_SECONDS)
-        yield tokens[begin : begin + MAX_TOKENS_ON_LOOP]
+        yield tokens[begin : begin + TOKENS_IN_PIECE]

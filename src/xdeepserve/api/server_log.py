@@ -82,7 +82,7 @@ class PodLog:
     def _loss(self, te: str) -> str:
         """Which dies of a TE are lost, why it is given up, and what happens now."""
         engine, plan = self._engine, self._engine.plan
-        dies = next((each.every_die for each in plan.tes if each.sizes.name == te), ())
+        dies = next((each.every_die for each in plan.tes if each.sizes.place.name == te), ())
         lost = sorted(plan.pod.memories.silent.intersection(dies))
         verb = "is" if len(lost) == 1 else "are"
         what = f"{_dies(lost)} of {te} {verb} lost" if lost else f"{te} is lost"
@@ -98,7 +98,7 @@ class PodLog:
         return f"{what}; the TE is given up, {now}: {why}"
 
     def _on_dies(self, te: str) -> str:
-        dies = next((each.every_die for each in self._engine.plan.tes if each.sizes.name == te), ())
+        dies = next((each.every_die for each in self._engine.plan.tes if each.sizes.place.name == te), ())
         return f" on {_dies(dies)}" if dies else ""
 
 
@@ -117,7 +117,7 @@ def pod_logged(engine: AsyncEngine) -> Iterator[None]:
 
 
 def _dies(dies: tuple[int, ...] | list[int]) -> str:
-    """Dies in words."""
+    """Name dies in words: "die 3", "dies 3 to 5" or "dies 3, 7"."""
     if len(dies) == 1:
         return f"die {dies[0]}"
     is_range = list(dies) == list(range(dies[0], dies[-1] + 1))

@@ -59,7 +59,7 @@ class TimedRequest(msgspec.Struct, frozen=True):
 
 
 class WorkloadResult(msgspec.Struct, frozen=True):
-    """What a workload met with."""
+    """Times and counts of one workload's run."""
 
     metrics: list[RequestMetrics]
     usage: list[list[float]]  # of each sample, each decoding group's share of used KV blocks
@@ -376,7 +376,7 @@ async def _serve(engine: Engine, arrivals: Sequence[TimedRequest]) -> WorkloadRe
     te = engine.plan.tes[-1]
     assert isinstance(te.net, ClockNet)
     spreads = te.net.hubs[0].spreads_ns
-    per_step = te.config.num_moe_layers + te.sizes.mtp
+    per_step = te.config.num_moe_layers + te.sizes.steps.mtp
     return WorkloadResult(
         metrics, usage, [ns for event, ns in spreads.items() if event % per_step == 1 % per_step]
     )

@@ -316,16 +316,16 @@ def of_deployment(model: str, deployment: str, context: int | None) -> list[Row]
     at `context`, or two tokens before their greatest length. InputError for a context without room."""
     checkpoint, resolved = resolve_model(model), resolve(deployment)
     layout, requests = layout_of(resolved, checkpoint.config)
-    sizes = next(te for te in fit(resolved, checkpoint.config, True) if te.role != "prefill")
-    longest = min(sizes.max_model_len, sizes.num_blocks * sizes.block_size) - 2
+    sizes = next(te for te in fit(resolved, checkpoint.config, True) if te.place.role != "prefill")
+    longest = min(sizes.steps.max_model_len, sizes.kv.num_blocks * sizes.kv.block_size) - 2
     if not 1 <= (context := context or longest) <= longest:
         raise InputError(
             f"--context {context}: requests of deployment {resolved.name} decode after 1 to {longest} "
             f"positions; try {longest}"
         )
-    room = sizes.num_blocks // -(-(context + 2) // sizes.block_size)
+    room = sizes.kv.num_blocks // -(-(context + 2) // sizes.kv.block_size)
     requests = max(1, min(requests, room // layout.microbatches))
-    profile = PodProfile(checkpoint, Demand.at(context, sizes.max_model_len))
+    profile = PodProfile(checkpoint, Demand.at(context, sizes.steps.max_model_len))
     return [_against_run(f"plan/{model}/{resolved.name}", profile, layout, requests, resolved)]
 
 

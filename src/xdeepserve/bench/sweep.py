@@ -137,11 +137,17 @@ def measure(point: Point) -> SweepResult:
 
 
 def beyond_published(point: Point, te: TEPlan) -> tuple[str, ...]:
-    """What of a point no published time is like."""
+    """Name what of a point lies beyond all published times."""
     sizes = te.sizes
-    ranks = len(sizes.routed_dies) + sizes.num_shared_dies if sizes.experts == "away" else sizes.num_dies
+    ranks = (
+        len(sizes.place.routed_dies) + sizes.experts.num_shared_dies
+        if sizes.experts.where == "away"
+        else sizes.place.num_dies
+    )
     among = {"ranks": float(ranks)} if ranks > 1 else {}
-    return beyond(hidden=te.config.hidden_size, batch=point.batch / sizes.tp, context=point.context, **among)
+    return beyond(
+        hidden=te.config.hidden_size, batch=point.batch / sizes.groups.tp, context=point.context, **among
+    )
 
 
 def sized(point: Point) -> Deployment:
@@ -188,17 +194,17 @@ def _result(point: Point, run: DecodeRun, mtp: int, dies: int) -> SweepResult:
 
 def several(plan: PodPlan) -> str:
     """That there are several TEs, and what to sweep in their place: the decode half of prefill and decode."""
-    first = next(te.sizes for te in plan.tes if te.sizes.role != "prefill")
+    first = next(te.sizes for te in plan.tes if te.sizes.place.role != "prefill")
     half = decode_alone(plan.deployment.kind)
     if half is None:
         return "has several TEs"
-    sizes = {"dies": first.num_dies, "tp": first.tp}
-    if first.experts == "away":
+    sizes = {"dies": first.place.num_dies, "tp": first.groups.tp}
+    if first.experts.where == "away":
         sizes = {
-            "attention.domains": first.num_domains,
-            "attention.dies": first.num_dies // first.num_domains,
-            "experts.routed_dies": len(first.routed_dies),
-            "experts.shared_dies": first.num_shared_dies,
+            "attention.domains": first.place.num_domains,
+            "attention.dies": first.place.num_dies // first.place.num_domains,
+            "experts.routed_dies": len(first.place.routed_dies),
+            "experts.shared_dies": first.experts.num_shared_dies,
         }
     given = " ".join(f"--set {key}={value}" for key, value in sizes.items() if (key, value) != ("tp", 1))
     return f"has prefill beside it: what decodes there is --deployment {half} {given}"

@@ -11,7 +11,7 @@ import msgspec
 from xdeepserve.chaos.fault_schedule import FaultSchedule, PoolState, ServerChange
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
-from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.deploy.sizes import TEPlace
 from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.error_codes import GLITCHES
 from xdeepserve.hw.fault_kinds import RULES, Kind, OnPlane, Place
@@ -97,7 +97,9 @@ def draw(seed: int, deployments: Sequence[str], config: ModelConfig) -> FaultSch
         settings += (*FAILOVER, f"recovery.spare_dies={rng.choice((0, 0, 1, 3))}")
     rng = random.Random(f"chaos pages {seed}")
     if rng.random() < 0.3:
-        faults += _page_faults(rng, fit(resolve(deployment, settings), config), config, faults)
+        faults += _page_faults(
+            rng, [te.place for te in fit(resolve(deployment, settings), config)], config, faults
+        )
     faults.sort(key=lambda fault: (fault.at_us or 0, fault.target))
     drawn = FaultSchedule(deployment, settings, seed, num_requests, clock_seed, tuple(faults), pool)
     return _with_servers(random.Random(f"chaos servers {seed}"), drawn, config)
@@ -110,14 +112,14 @@ def _with_servers(rng: random.Random, drawn: FaultSchedule, config: ModelConfig)
     settings = (*drawn.settings, VACANCY)
     if rng.random() < 0.5 and _num_dies(drawn.deployment, settings, config):
         (te,) = fit(resolve(drawn.deployment, settings), config)
-        vacant = {te.expert_dies[number] for number in te.vacant}
+        vacant = {te.place.expert_dies[number] for number in te.experts.vacant}
         if all(fault.die not in vacant and not vacant & {*(fault.link or ())} for fault in drawn.faults):
             drawn = msgspec.structs.replace(drawn, settings=settings)
     (te,) = fit(resolve(drawn.deployment, drawn.settings), config)
     whats: tuple[Literal["comes", "leaves"], ...] = ("comes", "comes", "leaves")
     changes = [
         ServerChange(
-            round(10 ** rng.uniform(1, 4.7), 3), rng.choice(whats), rng.randrange(te.num_expert_dies)
+            round(10 ** rng.uniform(1, 4.7), 3), rng.choice(whats), rng.randrange(te.place.num_expert_dies)
         )
         for _ in range(rng.randint(1, 5))
     ]
@@ -130,7 +132,7 @@ def _num_dies(deployment: str, settings: Sequence[str], config: ModelConfig) -> 
         tes = fit(resolve(deployment, settings), config)
     except DeploymentError:
         return 0
-    return sum(te.num_dies + te.num_expert_dies for te in tes)
+    return sum(te.place.num_dies + te.place.num_expert_dies for te in tes)
 
 
 def _faults(rng: random.Random, num_dies: int) -> tuple[Fault, ...]:
@@ -169,7 +171,7 @@ def _way_faults(rng: random.Random, num_dies: int, others: Collection[int | None
 
 
 def _page_faults(
-    rng: random.Random, tes: Sequence[Sizes], config: ModelConfig, others: Sequence[Fault]
+    rng: random.Random, tes: Sequence[TEPlace], config: ModelConfig, others: Sequence[Fault]
 ) -> list[Fault]:
     """Pages of memory that are lost, on dies of their own: mostly of KV, where there is some."""
     taken = {fault.die for fault in others}

@@ -47,8 +47,8 @@ def permits_errors(schedule: FaultSchedule, plan: PodPlan) -> bool:
     if plan.deployment.recovery.failover:
         return _is_beyond_failover(faults, plan)
     whole = [te for te in tes if not _is_broken(te, faults, leaving)]
-    senders = [te for te in whole if te.sizes.role == "prefill"]
-    receivers = [te for te in whole if te.sizes.role == "decode"]
+    senders = [te for te in whole if te.sizes.place.role == "prefill"]
+    receivers = [te for te in whole if te.sizes.place.role == "decode"]
     is_cut_off = any(all(_is_cut(a, b, faults) for b in receivers) for a in senders)
     return is_cut_off or not can_serve(whole)
 
@@ -58,7 +58,7 @@ def _may_fail_sequences(faults: Sequence[Fault], plan: PodPlan) -> bool:
 
 
 def _is_beyond_failover(faults: Sequence[Fault], plan: PodPlan) -> bool:
-    roles = {te.sizes.role for te in plan.tes}
+    roles = {te.sizes.place.role for te in plan.tes}
     cut = [fault for fault in faults if fault.kind in ("down", "flipped") and fault.link is not None]
     if cut and "both" not in roles:
         return True
@@ -84,13 +84,15 @@ def _missed_by_nobody(te: TEPlan, lost: Collection[int | None], leaving: Collect
     """Expert servers that may all be lost of which some are: the others have their experts, too, those that
     leave or may come left aside."""
     sizes, found = te.sizes, set[int]()
-    if sizes.services is None:
+    if sizes.walk.services is None:
         return found
-    routed = sizes.routed_dies
-    shared = sizes.expert_dies[len(routed) :]
-    own = [*map(set, sizes.experts_of[: len(routed)])]
-    have = [held | copies for held, copies in zip(own, map(set, sizes.copies_of), strict=False)] or own
-    out = {*lost, *(sizes.expert_dies[number] for number in (*leaving, *sizes.vacant))}
+    routed = sizes.place.routed_dies
+    shared = sizes.place.expert_dies[len(routed) :]
+    own = [*map(set, sizes.experts.experts_of[: len(routed)])]
+    have = [
+        held | copies for held, copies in zip(own, map(set, sizes.experts.copies_of), strict=False)
+    ] or own
+    out = {*lost, *(sizes.place.expert_dies[number] for number in (*leaving, *sizes.experts.vacant))}
     left = [held for die, held in zip(routed, have, strict=True) if die not in out]
     if set().union(*left) == set().union(*own):
         found |= set(routed)

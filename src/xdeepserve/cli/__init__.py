@@ -1,18 +1,22 @@
 """The command line. Exit codes: 0 done, 1 a check failed, 2 bad usage or input (one line on stderr).
 
-A file per command: `add_options` names what the command takes, and `run` does it and returns the exit code.
-Inside `run` alone is imported what takes long to import, so that help and refusals come at once.
+A file per command, here or in the wing that brings it (`wings.COMMANDS`): `add_options` names what the
+command takes, and `run` does it and returns the exit code. Inside `run` alone is imported what takes long to
+import, so that help and refusals come at once.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import contextlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from xdeepserve import __version__
+from xdeepserve import __version__, wings
 from xdeepserve.cli.options import Parser
 from xdeepserve.errors import InputError, XDeepServeError
 
@@ -61,25 +65,49 @@ def build_parser() -> Parser:
             description=text[0].upper() + text[1:] + ".",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        module = importlib.import_module(f"xdeepserve.cli.{name.replace('-', '_')}")
+        module = wings.command(name)
         module.add_options(sub)
         sub.set_defaults(run=module.run, parser=sub)
     return parser
+
+
+@contextlib.contextmanager
+def _interrupts_said(command: str) -> Iterator[None]:
+    """Answer Ctrl-C at once, though a kernel that is being compiled cannot be stopped.
+
+    Servers have handlers of their own, which come in place of this one.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupted(number: int, frame: Any) -> None:
+        text = "interrupted: ends with what runs now; a kernel that is being compiled takes up to a minute"
+        print(f"xdeepserve {command}: {text}", file=sys.stderr, flush=True)
+        raise KeyboardInterrupt(text)  # which has been said
+
+    before = signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     args = build_parser().parse_args(argv)
     try:
-        code: int = args.run(args)
+        with _interrupts_said(args.command):
+            code: int = args.run(args)
         sys.stdout.flush()
         return code
     except InputError as error:
         return _complain(args.command, _by_option(error, args), 2)
     except XDeepServeError as error:
         return _complain(args.command, error, 1)
-    except KeyboardInterrupt:
-        print(f"xdeepserve {args.command}: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        if not interrupt.args:
+            print(f"xdeepserve {args.command}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

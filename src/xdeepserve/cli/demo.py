@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import textwrap
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from xdeepserve.cli.options import Parser
 from xdeepserve.progress import working
@@ -13,9 +13,22 @@ from xdeepserve.progress import working
 if TYPE_CHECKING:
     from xdeepserve.llm import RequestOutput
     from xdeepserve.model.reference import Reference
+    from xdeepserve.model.tokenizer import Tokenizer
 
 DEPLOYMENT = "transformerless"
 MAX_TOKENS = 160
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "day": {"type": "string"}},
+            "required": ["city", "day"],
+        },
+    },
+}
 
 
 def add_options(parser: Parser) -> None:
@@ -56,12 +69,13 @@ def run(args: argparse.Namespace) -> int:
     from xdeepserve.llm import LLM, digest
     from xdeepserve.model.presets import resolve_model
     from xdeepserve.model.reference import Reference
+    from xdeepserve.model.tokenizer import load_tokenizer, require_tokenizer
 
     started = time.perf_counter()
     checkpoint = resolve_model("tiny")
     config = checkpoint.config
     params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
-    prompts = shown_and_read()
+    prompts = shown_and_read(require_tokenizer(load_tokenizer(checkpoint.directory), "tiny", "chats"))
     texts = [text for _, text in prompts]
     print(
         f"model `tiny`: DeepSeek-V3 in miniature ({config.num_hidden_layers} layers, MLA, "
@@ -79,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         outputs = llm.generate(texts, params, keep_logits=True)
         num_kernels = len(status.kernels)
         virtual_ms = llm.virtual_ns / 1e6
-        steps = " and ".join(f"{te.step_idx} {te.sizes.role}" for te in llm.engine.je.tes)
+        steps = " and ".join(f"{te.step_idx} {te.sizes.place.role}" for te in llm.engine.je.tes)
     print_answers([shown for shown, _ in prompts], [output.outputs[0].text for output in outputs])
     num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     print(f"\n{num_tokens} tokens in {steps} steps, {virtual_ms:.2f} ms of virtual time on the pod.")
@@ -109,18 +123,22 @@ def run(args: argparse.Namespace) -> int:
     return 0 if is_exact else 1
 
 
-def shown_and_read() -> list[tuple[str, str]]:
-    """Each prompt as people read it, and as the model does; no sum or function was in its training text."""
-    from xdeepserve.corpus import chat
-    from xdeepserve.corpus.tools import TOOLS
+def shown_and_read(tokenizer: Tokenizer) -> list[tuple[str, str | list[int]]]:
+    """List each prompt as people read it, and as the model does.
 
+    No sum or function was in its training text.
+    """
     story = "Tell me a story about a fox called Mia."
     weather = "What is the weather in Paris tomorrow?"
     function = "Write a function scale(x) that returns x times 14."
+
+    def chat(text: str, *tools: dict[str, Any]) -> list[int]:
+        return tokenizer.apply_chat_template([{"role": "user", "content": text}], tools=tools or None)
+
     return [
         ("Once upon a time", "Once upon a time"),
-        *((text, chat.render(text)) for text in (story, "What is 47 + 49?", "What is 53 - 26?", function)),
-        (f"(tool get_weather) {weather}", chat.render(weather, tools=[TOOLS[0][0]])),
+        *((text, chat(text)) for text in (story, "What is 47 + 49?", "What is 53 - 26?", function)),
+        (f"(tool get_weather) {weather}", chat(weather, WEATHER)),
     ]
 
 

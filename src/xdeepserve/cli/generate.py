@@ -7,10 +7,11 @@ import contextlib
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from xdeepserve import wings
 from xdeepserve.cli.options import (
     Parser,
     add_deployment,
@@ -24,7 +25,6 @@ from xdeepserve.cli.options import (
     overrides_of,
 )
 from xdeepserve.errors import InputError, XDeepServeError
-from xdeepserve.progress import quiet_with_json
 
 if TYPE_CHECKING:
     from xdeepserve.engine.serving.engine import Engine
@@ -119,7 +119,6 @@ def run(args: argparse.Namespace) -> int:
         overrides=overrides_of(args),
         trace=args.trace is not None or args.timeline,
         trace_dies=args.trace_dies,
-        progress=not quiet_with_json(args.json),
         timing_only=args.timing_only,
         faults=faults_of(args),
     ) as llm:
@@ -210,19 +209,12 @@ def _check_context(args: argparse.Namespace, checkpoint: Checkpoint) -> None:
             )
 
 
-@contextlib.contextmanager
-def recording(engine: Engine, path: Path | None) -> Iterator[None]:
-    """Within it steps are recorded in the file, if there is one."""
+def recording(engine: Engine, path: Path | None) -> contextlib.AbstractContextManager[None]:
+    """Return a context within which steps are recorded in a file, if there is one."""
     if path is None:
-        yield
-        return
-    from xdeepserve.page.page_record import PageRecord, RunRecord
-
-    record = RunRecord(engine, PageRecord(path))
-    try:
-        yield
-    finally:
-        record.end()
+        return contextlib.nullcontext()
+    record: contextlib.AbstractContextManager[None] = wings.part("recording")(engine, path)
+    return record
 
 
 def _note_all(args: argparse.Namespace, llm: LLM, checkpoint: Checkpoint) -> None:

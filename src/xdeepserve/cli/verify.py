@@ -5,11 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import signal
-import sys
-import threading
-from collections.abc import Iterator
-from typing import Any
 
 from xdeepserve.cli.options import Parser
 from xdeepserve.progress import working
@@ -64,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     without = [each for each in left if not names or each.deployment in names]
     rows: list[matrix.MatrixRow] = []
     is_whole = False
-    with contextlib.suppress(KeyboardInterrupt), working("verify") as status, _interrupts_said():
+    with contextlib.suppress(KeyboardInterrupt), working("verify") as status:
 
         def report(row: matrix.MatrixRow, done: int, total: int) -> None:
             rows.append(row)
@@ -89,22 +84,3 @@ def run(args: argparse.Namespace) -> int:
     else:
         matrix.print_matrix(args.model, rows, without, is_whole)
     return 130 if not is_whole else 0 if is_exact else 1
-
-
-@contextlib.contextmanager
-def _interrupts_said() -> Iterator[None]:
-    """Answer Ctrl-C at once, though the kernel that is being compiled cannot be stopped."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupted(number: int, frame: Any) -> None:
-        text = "interrupted: ends with what runs now; a kernel that is being compiled takes up to a minute"
-        print(f"xdeepserve verify: {text}", file=sys.stderr, flush=True)
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, interrupted)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import msgspec
 
+from xdeepserve import wings
 from xdeepserve.engine.deploy.deployment import Deployment, ExpertConfig, Role
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.roles import DEPLOYMENTS
 from xdeepserve.engine.deploy.scale_down import largest
-from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.deploy.sizes import Sizes, TEPlace
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.lanes import DEFAULT_SHOWN_DIES, name_lanes
-from xdeepserve.engine.loading import Loading, Source, read_again, read_weights
+from xdeepserve.engine.loading import Loading, PoolSource, Source, read_again, read_weights
 from xdeepserve.engine.outside.children import ServerTask
 from xdeepserve.engine.outside.servers_outside import ServersOutside
 from xdeepserve.engine.outside.watcher import Watcher
@@ -24,7 +25,7 @@ from xdeepserve.engine.run.by_services import identity
 from xdeepserve.engine.run.clock.clock_net import ClockNet
 from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.run.net import ProtocolNet, Team
-from xdeepserve.engine.te.te_plan import TEPlan
+from xdeepserve.engine.te.te_plan import MakeTier, TEPlan
 from xdeepserve.engine.weight_digests import WeightDigests
 from xdeepserve.errors import (
     CheckpointError,
@@ -46,8 +47,31 @@ from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import PRESETS
 from xdeepserve.model.weights import Recipe
 
-if TYPE_CHECKING:
-    from xdeepserve.engine.pool_use import PoolUse
+
+class PodPool(Protocol):
+    """The memory pool of a pod, as a deployment with `ems.path` uses it (ems/pool_use.py)."""
+
+    pool: Any  # its servers and what they count
+    models: Any  # its cache of models
+
+    @property
+    def make_tier(self) -> MakeTier | None:
+        """What makes a DP group's tier of prefixes; None before `start`."""
+
+    def open(self) -> None:
+        """Take the directory, before memory is allocated."""
+
+    def start(self, tes: Sequence[TEPlan]) -> None:
+        """Give TEs their way to the pool, when their memory is there."""
+
+    def weights(self, te: TEPlan) -> PoolSource:
+        """Return the weights of one more TE, by way of the pool."""
+
+    def crowd(self) -> None:
+        """Leave no room in the pool: whatever is put there next has others evicted."""
+
+    def close(self) -> None:
+        """Let the directory go. Harmless when repeated."""
 
 
 class PodPlan:
@@ -80,20 +104,22 @@ class PodPlan:
         self.checkpoint, self.deployment, self.recipe = checkpoint, deployment, recipe
         self.config = with_answers(checkpoint.config, deployment, recipe)
         sizes = fit(deployment, self.config, is_timing_only=timing is not None)
-        self.max_model_len = sizes[0].max_model_len
+        self.max_model_len = sizes[0].steps.max_model_len
         self.is_guest = pod is not None
-        self.pod = pod or self._make_pod(sizes, spec or Spec(), Clock(clock_seed), Trace(is_on=trace))
+        self.pod = pod or self._make_pod(
+            [te.place for te in sizes], spec or Spec(), Clock(clock_seed), Trace(is_on=trace)
+        )
         self.pod.fabric.checksums.is_on |= deployment.checksums
         self.pool_use = self._plan_pool_use()
         self.tes: list[TEPlan] = []
         self.loadings: dict[str, Loading] = {}  # of TEs that join, by name
         self._digests = WeightDigests()
         self._cached: set[int] = set()  # servers whose page cache has the checkpoint
-        self.num_added = Counter(te.role for te in sizes)  # TEs of each role that there have been
+        self.num_added = Counter(te.place.role for te in sizes)  # TEs of each role that there have been
         self._first: dict[Role, Sizes] = {}  # of each role, before a place was found for it
         self.outside: list[ServersOutside] = []  # expert servers that are processes
         for te in sizes:
-            self._first.setdefault(te.role, te)
+            self._first.setdefault(te.place.role, te)
         try:
             for te in sizes:
                 self.tes.append(self._plan_te(te if pod is None else self._moved(te)))
@@ -102,12 +128,13 @@ class PodPlan:
                 planned.release()
             raise
         self._trace_dies = trace_dies
-        name_lanes(self.pod, [te.sizes for te in self.tes], trace_dies)
+        name_lanes(self.pod, [te.sizes.place for te in self.tes], trace_dies)
 
-    def _make_pod(self, sizes: Sequence[Sizes], spec: Spec, clock: Clock, trace: Trace) -> Pod:
-        """With what does not fit into a CloudMatrix384, or is of other hardware, beside it."""
-        pod = pod_for(sizes, self._sized(spec), clock, trace)
-        for te in sizes:
+    def _make_pod(self, tes: Sequence[TEPlace], spec: Spec, clock: Clock, trace: Trace) -> Pod:
+        """Make a pod for these TEs: what does not fit into a CloudMatrix384, or is of other hardware, is
+        beside it."""
+        pod = pod_for(tes, self._sized(spec), clock, trace)
+        for te in tes:
             if te.hardware == "910b":
                 pod.equip(te.dies, self._sized(atlas_a2(te.num_dies)))
             for device, dies in zip(te.devices, (te.dies, te.expert_dies), strict=True):
@@ -117,14 +144,14 @@ class PodPlan:
 
     def _moved(self, sizes: Sizes) -> Sizes:
         """The same TE on the first free dies of the pod."""
-        if sizes.is_foreign:
-            foreign = {sizes.hardware, *sizes.devices} - {"cm384"}
+        if sizes.place.is_foreign:
+            foreign = {sizes.place.hardware, *sizes.place.devices} - {"cm384"}
             raise DeploymentError(
                 f"deployment {self.deployment.name}: a pod has {', '.join(sorted(foreign))} dies from its "
                 "start, or none"
             )
-        dies = self.pod.find_free(sizes.num_dies + sizes.num_expert_dies)
-        return msgspec.structs.replace(sizes, first_die=dies.start)
+        dies = self.pod.find_free(sizes.place.num_dies + sizes.place.num_expert_dies)
+        return sizes.at(dies)
 
     def largest(self, role: Role, most: int) -> Sizes | None:
         """A TE like the first of its role, or one with fewer dies, on `most` dies at most."""
@@ -147,10 +174,10 @@ class PodPlan:
             )
         number = self.num_added[role]
         name = next(row for row in DEPLOYMENTS["mixed"] if row.role == role).te_name(number)
-        te = self._plan_te(msgspec.structs.replace(replacement or self._moved(sizes), name=name))
+        te = self._plan_te((replacement or self._moved(sizes)).called(name))
         self.num_added[role] += 1
         self.tes.append(te)
-        name_lanes(self.pod, [te.sizes for te in self.tes], self._trace_dies)
+        name_lanes(self.pod, [te.sizes.place for te in self.tes], self._trace_dies)
         return te
 
     def _sized(self, spec: Spec) -> Spec:
@@ -168,8 +195,8 @@ class PodPlan:
     def _plan_te(self, sizes: Sizes) -> TEPlan:
         """Take its dies and plan their memories; DeploymentError, and nothing has happened, if that fails."""
         team = Team(self.pod, self.config, self.recipe, sizes)
-        dies = sizes.every_die
-        self.pod.hold(dies, f"{sizes.name} of {self.checkpoint.name}")
+        dies = sizes.place.every_die
+        self.pod.hold(dies, f"{sizes.place.name} of {self.checkpoint.name}")
         try:
             net = ProtocolNet(team) if self.timing is None else ClockNet(team, self.timing)
             load_mode = self.deployment.cache.load if self.timing is None else "never"
@@ -190,17 +217,17 @@ class PodPlan:
         deployment = msgspec.structs.replace(self.deployment, threads=1)  # they share this computer
         task = ServerTask(model, self.recipe, msgspec.to_builtins(deployment), "", "", "")
         experts = self.deployment.experts or ExpertConfig()
-        seats = [number for number in range(len(te.sizes.expert_dies)) if number not in te.sizes.vacant]
-        whom = identity(te.services, te.sizes, self.recipe, self.checkpoint.digest())
+        vacant = te.sizes.experts.vacant
+        seats = [number for number in range(te.sizes.place.num_expert_dies) if number not in vacant]
+        whom = identity(te.services, te.sizes.experts, self.recipe, self.checkpoint.digest())
         return ServersOutside(watcher, task, experts.transport, experts.monitor, seats, whom)
 
-    def _plan_pool_use(self) -> PoolUse | None:
-        """The memory pool, if the deployment has one. InputError if its directory will not do."""
+    def _plan_pool_use(self) -> PodPool | None:
+        """Plan the memory pool, if the deployment has one. InputError if its directory will not do."""
         if self.deployment.ems.path is None:
             return None
-        from xdeepserve.engine.pool_use import PoolUse  # nobody else waits until all of this is imported
-
-        return PoolUse(self.pod, self.deployment, self.is_guest)
+        pool: PodPool = wings.part("memory pool")(self.pod, self.deployment, self.is_guest)
+        return pool
 
     def close(self) -> None:
         """Let go what lies outside this process, and dies of a pod that goes on. Harmless when repeated."""
@@ -216,7 +243,7 @@ class PodPlan:
         """Allocate the memories of TEs."""
         self.pod.materialise()
         for te in tes:
-            te.context_cache = None if self.pool_use is None else self.pool_use.contexts
+            te.make_tier = None if self.pool_use is None else self.pool_use.make_tier
             for die, mem in te.all_memories:
                 mem.materialise(self.pod.memory(die))
 
@@ -274,19 +301,21 @@ class PodPlan:
         lost of them meanwhile. HardwareError if they are not those that the first ones had, LostDieError if a
         die has failed meanwhile. `peers` are the TEs that are ready."""
         pool = None if self.pool_use is None else self.pool_use.weights(te)
-        self.loadings[te.sizes.name] = loading = Loading(te, source, peers, self._cached, pool, self.loadings)
+        self.loadings[te.sizes.place.name] = loading = Loading(
+            te, source, peers, self._cached, pool, self.loadings
+        )
         try:
             await loading.run(is_timing_only=self.timing is not None)
             await mend()
             for die in sorted(self.pod.lost.intersection(te.every_die)):
-                raise LostDieError(f"die {die} of {te.sizes.name} is lost: its memory does not answer")
+                raise LostDieError(f"die {die} of {te.sizes.place.name} is lost: its memory does not answer")
             if self.timing is None:
                 self._digests.check(te, loading.source)
         except BaseException:
             loading.give_up()
             raise
         finally:
-            del self.loadings[te.sizes.name]
+            del self.loadings[te.sizes.place.name]
         self._cache([te])
 
     def _cache(self, tes: Sequence[TEPlan]) -> None:
@@ -295,17 +324,17 @@ class PodPlan:
         self._cached |= {server_of(die) for te in tes for die, _ in te.all_memories}
 
     def release(self, te: TEPlan) -> None:
-        """A TE that was planned is not to be."""
+        """Release the dies of a planned task executor that will not be started."""
         self.tes.remove(te)
         te.release()
 
 
 def pod_for(
-    sizes: Sequence[Sizes], spec: Spec | None = None, clock: Clock | None = None, trace: Trace | None = None
+    tes: Sequence[TEPlace], spec: Spec | None = None, clock: Clock | None = None, trace: Trace | None = None
 ) -> Pod:
-    """A CloudMatrix384, or more servers if TEs of these sizes need them."""
+    """Make a CloudMatrix384, or a pod with more servers if these TEs need them."""
     topology = Topology()
-    needed = 1 + max(te.every_die[-1] for te in sizes)
+    needed = 1 + max(te.every_die[-1] for te in tes)
     servers = max(topology.servers, -(-needed // topology.dies_per_server))
     return Pod(msgspec.structs.replace(topology, servers=servers), spec, clock, trace)
 

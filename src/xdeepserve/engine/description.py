@@ -9,7 +9,7 @@ from typing import NamedTuple
 from xdeepserve.comm.distflow import backend_between
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Device, ExecutionConfig
-from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.deploy.sizes import StepSizes, TEPlace
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.te.te_plan import TEPlan
@@ -45,11 +45,13 @@ def describe(plan: PodPlan) -> str:
         f"precision   {plan.recipe}",
         f"deployment  {plan.deployment.name}: {'; '.join(team(te) for te in plan.tes)}",
         *_replicas(plan),
-        f"context     {s.max_model_len} tokens; {s.num_blocks} KV blocks of {s.block_size} per DP group",
+        *_vacancies(plan),
+        f"context     {s.steps.max_model_len} tokens; {s.kv.num_blocks} KV blocks of "
+        f"{s.kv.block_size} per DP group",
         *(
-            f"{'step' if te is plan.tes[0] else '':<12}at most {te.sizes.max_seqs} sequences and "
-            f"{te.sizes.max_tokens} token rows per DP group, {drafts(te.sizes)}"
-            f"{f' ({te.sizes.name})' if len(plan.tes) > 1 else ''}"
+            f"{'step' if te is plan.tes[0] else '':<12}at most {te.sizes.steps.max_seqs} sequences and "
+            f"{te.sizes.steps.max_tokens} token rows per DP group, {drafts(te.sizes.steps)}"
+            f"{f' ({te.sizes.place.name})' if len(plan.tes) > 1 else ''}"
             for te in plan.tes
         ),
         *hosts(plan),
@@ -106,7 +108,7 @@ def lack(plan: PodPlan) -> str:
 def memory_uses(plan: PodPlan) -> Iterator[DieMemoryUse]:
     """Memory that each die of a pod needs, and has by its own hardware."""
     for te in plan.tes:
-        devices = te.sizes.device_of_each
+        devices = te.sizes.place.device_of_each
         for die, mem in te.all_memories:
             need = sum(_numbers(plan, die, mem))
             yield DieMemoryUse(devices[die], mem.weight_nbytes, need, plan.pod.hbm_nbytes(die))
@@ -123,20 +125,35 @@ def fullest(plan: PodPlan) -> list[DieMemoryUse]:
 def _replicas(plan: PodPlan) -> list[str]:
     """Copies of experts, or room for replicas of hot ones, and when these change."""
     s = plan.tes[0].sizes
-    if not s.redundant_slots:
+    if not s.experts.redundant_slots:
         return []
-    if s.copies_of:
-        copies = sum(map(len, s.copies_of)) // s.experts_of[-1].stop
+    if s.experts.copies_of:
+        copies = sum(map(len, s.experts.copies_of)) // s.experts.experts_of[-1].stop
+        if not copies:
+            return []
         servers = "another server" if copies == 1 else f"{copies} other servers"
         return [f"copies      each routed expert is on {servers}, too, from the start"]
-    slots = f"{s.redundant_slots} redundant slot{'s' if s.redundant_slots > 1 else ''}"
+    slots = f"{s.experts.redundant_slots} redundant slot{'s' if s.experts.redundant_slots > 1 else ''}"
     when = "never filled"
-    if s.balance_interval_ns:
-        when = f"balanced every {s.balance_interval_ns / 1e9:g} s of virtual time"
+    if s.experts.balance_interval_ns:
+        when = f"balanced every {s.experts.balance_interval_ns / 1e9:g} s of virtual time"
     return [f"replicas    {slots} in each layer on each die with experts, {when}"]
 
 
-def drafts(s: Sizes) -> str:
+def _vacancies(plan: PodPlan) -> list[str]:
+    """Name the dies that are kept for expert servers which may join (EaaS)."""
+    seats = [
+        f"die {te.sizes.place.expert_dies[number]}" for te in plan.tes for number in te.sizes.experts.vacant
+    ]
+    if not seats:
+        return []
+    return [
+        f"vacancies   {' and '.join(seats)} {'is' if len(seats) == 1 else 'are'} kept for an expert server "
+        "that may join"
+    ]
+
+
+def drafts(s: StepSizes) -> str:
     """How many drafts a sequence has in a step, and who makes them."""
     if not s.mtp:
         return "no drafts"
@@ -153,7 +170,7 @@ def hosts(plan: PodPlan) -> list[str]:
             "host        costs nothing: the deployment has no section [execution], as the presets pd, "
             "transformerless and superpod have"
         ]
-    roles = dict.fromkeys(te.sizes.role for te in plan.tes)
+    roles = dict.fromkeys(te.sizes.place.role for te in plan.tes)
     said = [host(execution.for_role(role)) + (f" ({role})" if len(roles) > 1 else "") for role in roles]
     return [f"{'' if number else 'host':<12}{text}" for number, text in enumerate(said)]
 
@@ -166,18 +183,18 @@ def named(device: Device) -> str:
 def hardware(plan: PodPlan) -> list[str]:
     """Hardware of each role, where there are several roles or other dies than a CloudMatrix384's."""
     on: dict[str, list[str]] = {}
-    for role, sizes in {te.sizes.role: te.sizes for te in plan.tes}.items():
-        on.setdefault(_on(sizes), []).append("prefill with decode" if role == "both" else role)
-    if all(te.sizes.role == "both" for te in plan.tes):
-        return [f"hardware    {text}" for text in on if plan.tes[0].sizes.is_foreign]
+    for role, place in {te.sizes.place.role: te.sizes.place for te in plan.tes}.items():
+        on.setdefault(_on(place), []).append("prefill with decode" if role == "both" else role)
+    if all(te.sizes.place.role == "both" for te in plan.tes):
+        return [f"hardware    {text}" for text in on if plan.tes[0].sizes.place.is_foreign]
     return ["hardware    " + "; ".join(f"{' and '.join(roles)} {text}" for text, roles in on.items())]
 
 
-def _on(s: Sizes) -> str:
+def _on(place: TEPlace) -> str:
     """Hardware of one TE: "on L40S", or "with attention on H20 and experts on L40S"."""
-    if s.hardware != "cm384":
-        return f"on {named(s.hardware)}, a server for each TE"
-    attention, experts = s.devices
+    if place.hardware != "cm384":
+        return f"on {named(place.hardware)}, a server for each TE"
+    attention, experts = place.devices
     if attention == experts:
         return f"on {named(attention)}"
     return f"with attention on {named(attention)} and experts on {named(experts)}"
@@ -185,9 +202,11 @@ def _on(s: Sizes) -> str:
 
 def transfers(plan: PodPlan) -> list[str]:
     """How KV goes from prefill to decode, where they are apart."""
-    if all(te.sizes.role == "both" for te in plan.tes):
+    if all(te.sizes.place.role == "both" for te in plan.tes):
         return []
-    prefills, decodes = ([te for te in plan.tes if te.sizes.role == role] for role in ("prefill", "decode"))
+    prefills, decodes = (
+        [te for te in plan.tes if te.sizes.place.role == role] for role in ("prefill", "decode")
+    )
     asked = plan.deployment.fabric
     found = {
         backend_between(plan.pod, prefill.dies, decode.dies, asked).name
@@ -240,7 +259,7 @@ def _line(plan: PodPlan, te: TEPlan, run: list[tuple[int, DieMemory | ExpertMemo
     weights, cache, activations, xccl = (nbytes / MIB for nbytes in _numbers(plan, die, mem))
     number = str(die) if die == last else f"{die}..{last}"
     return (
-        f"{number:>9}  {plan.pod.topology.name(die):<12}{te.sizes.name:<12}{heads:<10}{held:<16}"
+        f"{number:>9}  {plan.pod.topology.name(die):<12}{te.sizes.place.name:<12}{heads:<10}{held:<16}"
         f"{weights:>10.2f}{cache:>11.2f}{activations:>13.2f}{xccl:>9.2f}"
     )
 
@@ -251,28 +270,30 @@ def _span(held: range) -> str:
 
 def team(te: TEPlan) -> str:
     """What the dies of a TE are."""
-    s, n = te.sizes, te.sizes.num_dies
-    name = "" if s.role == "both" else f"{s.name}: "
-    if s.experts == "away":
+    s, n = te.sizes, te.sizes.place.num_dies
+    name = "" if s.place.role == "both" else f"{s.place.name}: "
+    if s.experts.where == "away":
         return (
-            f"{name}{counted(s.num_domains, 'DP domains')} of "
-            f"{counted(n // s.num_domains, 'attention dies')}, "
-            f"{counted(len(s.routed_dies))} of routed experts, "
-            f"{s.num_shared_dies} of the shared one"
+            f"{name}{counted(s.place.num_domains, 'DP domains')} of "
+            f"{counted(n // s.place.num_domains, 'attention dies')}, "
+            f"{counted(len(s.place.routed_dies) - len(s.experts.vacant))} of routed experts, "
+            f"{s.experts.num_shared_dies} of the shared one"
         )
     if n == 1:
         return f"{name}1 die holds attention and all experts"
-    overlap = f"; {s.num_microbatches} microbatches overlap by {s.overlap}" if s.overlap else ""
-    if s.tp > 1:
-        mode = "TP" if s.tp_mode == "tp" else "SP-TP-SP"
-        experts = f" + EP{n}" if s.experts == "among" else ""
+    how, count = s.walk.overlap, s.walk.num_microbatches
+    overlap = f"; {count} microbatches overlap by {how}" if how else ""
+    if s.groups.tp > 1:
+        mode = "TP" if s.groups.tp_mode == "tp" else "SP-TP-SP"
+        experts = f" + EP{n}" if s.experts.where == "among" else ""
         return (
-            f"{name}DP{s.num_groups} x TP{s.tp}{experts}, {n} dies; the {s.tp} of a DP group share its heads "
-            f"by {mode}, and each holds all latents{overlap}"
+            f"{name}DP{s.groups.num_groups} x TP{s.groups.tp}{experts}, {n} dies; the {s.groups.tp} of a DP "
+            f"group share its heads by {mode}, and each holds all latents{overlap}"
         )
-    if s.o_proj_tp > 1:
-        overlap = f"; {s.o_proj_tp} neighbours share an output projection{overlap}"
-    if s.experts != "among":
+    if s.groups.o_proj_tp > 1:
+        overlap = f"; {s.groups.o_proj_tp} neighbours share an output projection{overlap}"
+    if s.experts.where != "among":
         return f"{name}DP{n}, {n} dies, each a DP group of its own{overlap}"
-    shared = f", {s.num_shared_dies} of them with the shared one for all" if s.num_shared_dies else ""
+    copies = s.experts.num_shared_dies
+    shared = f", {copies} of them with the shared one for all" if copies else ""
     return f"{name}DP{n} + EP{n}, {n} dies, each a DP group with its share of the experts{shared}{overlap}"

@@ -29,7 +29,6 @@ from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.expert_server import ExpertServerProgram
-from xdeepserve.engine.die.replicas import moe_layers
 from xdeepserve.engine.loading import read_experts
 from xdeepserve.engine.messages import StepFailed
 from xdeepserve.engine.outside.children import ServerTask
@@ -57,13 +56,13 @@ class ExpertProcess:
         self._deployment = msgspec.convert(task.deployment, Deployment)
         config = with_answers(checkpoint.config, self._deployment, recipe)
         self._sizes: Sizes = fit(self._deployment, config)[0]
-        if self._sizes.transport == "pod":
+        if self._sizes.walk.transport == "pod":
             raise DeploymentError("an expert server is a process with experts.transport shm or tcp")
         # Its place in the pod of its clients: addresses, and nothing else of that pod is here.
-        self._pod = pod_for([self._sizes])
+        self._pod = pod_for([self._sizes.place])
         self._team = Team(self._pod, config, recipe, self._sizes)
         self._layout = service_layout(self._team)
-        self._identity = identity(self._layout, self._sizes, recipe, checkpoint.digest())
+        self._identity = identity(self._layout, self._sizes.experts, recipe, checkpoint.digest())
 
     async def run(self) -> None:
         """Register, load, and serve until it is let go."""
@@ -78,7 +77,7 @@ class ExpertProcess:
             loop.call_soon_threadsafe(ends.set)
 
         name = self._task.name or f"{os.uname().nodename}-{os.getpid()}"
-        asked = Register(name, self._identity, address, experts_held(self._sizes), self._task.seat)
+        asked = Register(name, self._identity, address, experts_held(self._sizes.experts), self._task.seat)
         enlisted = Enlisted(
             self._task.monitor,
             self._task.token,
@@ -88,7 +87,9 @@ class ExpertProcess:
         )
         seated = await asyncio.wrap_future(enlisted.seated)
         seat = seated.seat
-        self._tell(f"{name} has seat {seat}, experts {list(experts_held(self._sizes)[seat])}, at {address}")
+        self._tell(
+            f"{name} has seat {seat}, experts {list(experts_held(self._sizes.experts)[seat])}, at {address}"
+        )
         program, buffer = self._build(seat, seated.epoch)
         await self._pod.clock.spawn(program.warm_up(), name="warm up")
         known = windows(self._layout, program.die.memory)
@@ -119,21 +120,25 @@ class ExpertProcess:
 
     def _build(self, seat: int, epoch: int) -> tuple[ExpertServerProgram, SharedBuffer]:
         """The die: its memory, weights, and program."""
-        sizes, team, node = self._sizes, self._team, self._sizes.expert_dies[seat]
+        sizes, team, node = self._sizes, self._team, self._sizes.place.expert_dies[seat]
         plan = self._pod.plan(node)
         self._layout.plan_server(plan)
         max_rows = len(team.dies) * self._layout.rows_per_slot
-        mem = ExpertMemory(plan, team.config, self._recipe, sizes, seat, max_rows)
+        mem = ExpertMemory(
+            *(plan, team.config, self._recipe, sizes.experts, seat, sizes.walk.num_items),
+            max_rows=max_rows,
+            is_flow=sizes.walk.flows,
+        )
         plan_rollback_field(plan)
         buffer = SharedBuffer(plan.ends[-1])
         plan.provide = lambda nbytes: buffer.view
         self._pod.materialise()
         mem.materialise(self._pod.memory(node))
         read_experts(self._checkpoint, self._recipe, mem)
-        assert sizes.services is not None
-        die, times = self._pod.dies[node], sizes.services
+        assert sizes.walk.services is not None
+        die, times = self._pod.dies[node], sizes.walk.services
         batching = Batching(times.batch_clients, round(1e3 * times.batch_timeout_us))
-        num_layers = len(sizes.with_mtp_used_again(moe_layers(team.config, sizes)))
+        num_layers = len(sizes.experts.order)
         server = OutsideServer(
             *(die, seat, self._layout, num_layers, batching, quantize_rows, Means()), generation=epoch - 1
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.deploy.sizes import TEPlace
 from xdeepserve.hw.pod import Pod
 
 FIRST_DIE = 1000  # in the order of a trace's processes; smaller numbers are for the host's software
@@ -53,7 +53,7 @@ def stream_item(microbatch: int, domain: int) -> str:
     return f"domain {domain} microbatch {microbatch}"
 
 
-def name_lanes(pod: Pod, tes: Sequence[Sizes], most: int) -> None:
+def name_lanes(pod: Pod, tes: Sequence[TEPlace], most: int) -> None:
     """Name all dies of a pod in its trace, and keep `most` of each role (0: all)."""
     trace = pod.trace
     if not trace.is_on:
@@ -61,29 +61,29 @@ def name_lanes(pod: Pod, tes: Sequence[Sizes], most: int) -> None:
     trace.lane_order = LANES
     order = FIRST_DIE
     trace.lane_labels = LABELS
-    for sizes in sorted(tes, key=lambda te: te.role == "prefill"):
-        for role in _roles(sizes, f"{sizes.name} " if len(tes) > 1 else ""):
-            for place, (die, name) in enumerate(role):
+    for te in sorted(tes, key=lambda te: te.role == "prefill"):
+        for role in _roles(te, f"{te.name} " if len(tes) > 1 else ""):
+            for number, (die, name) in enumerate(role):
                 trace.name_node(die, name, order, pod.topology.name(die))
                 order += 1
-                if most and place >= most:
+                if most and number >= most:
                     trace.hide(die)
     for node in trace.node_names:
         trace.node_orders.setdefault(node, order + node)
 
 
-def _roles(sizes: Sizes, te: str) -> Iterator[list[tuple[int, str]]]:
+def _roles(place: TEPlace, te: str) -> Iterator[list[tuple[int, str]]]:
     """For each role the dies that have it, and their names, which begin with that of the TE."""
-    dies = sizes.dies
-    if sizes.experts != "away":
+    dies = place.dies
+    if not place.num_expert_dies:
         yield [(die, f"{te}die {i}") for i, die in enumerate(dies)]
         return
     te = te and f"{te}/ "
-    size = sizes.num_dies // sizes.num_domains
-    for d in range(sizes.num_domains):
+    size = place.num_dies // place.num_domains
+    for d in range(place.num_domains):
         domain = dies[d * size : (d + 1) * size]
         yield [(die, f"{te}domain {d} / attention die {i}") for i, die in enumerate(domain)]
-    routed = sizes.routed_dies
+    routed = place.routed_dies
     yield [(die, f"{te}experts {i} (routed)") for i, die in enumerate(routed)]
-    shared = sizes.expert_dies[len(routed) :]
+    shared = place.expert_dies[len(routed) :]
     yield [(die, f"{te}shared expert die {i}") for i, die in enumerate(shared)]

@@ -36,7 +36,7 @@ Holder = DieMemory | ExpertMemory
 
 
 class PoolSource(Protocol):
-    """The weights of a TE in the memory pool (engine/pool_weights.py)."""
+    """The weights of a TE in the memory pool (ems/pool_weights.py)."""
 
     @property
     def is_complete(self) -> bool:
@@ -58,9 +58,9 @@ def read_weights(tes: Sequence[TEPlan]) -> Iterator[tuple[int, int]]:
             shard = mem.shard if isinstance(mem, DieMemory) else WHOLE
             stores.append(Store(mem.weights(), mem.held, shard))
     config, recipe, sizes = first.config, first.recipe, first.sizes
-    specs = weight_specs(config, recipe, sizes.max_model_len, num_mtp=sizes.num_mtp_layers)
+    specs = weight_specs(config, recipe, sizes.steps.max_model_len, num_mtp=sizes.steps.num_mtp_layers)
     total, done = sum(spec.prepared_nbytes for spec in specs.values()), 0
-    weights = iter_weights(first.checkpoint, recipe, sizes.max_model_len, sizes.num_mtp_layers)
+    weights = iter_weights(first.checkpoint, recipe, sizes.steps.max_model_len, sizes.steps.num_mtp_layers)
     if len(stores) == 1:
         prefer_huge_pages(list(stores[0].arrays.values()))
     # What several dies hold is in this computer's memory once (hw/pages.py).
@@ -72,9 +72,9 @@ def read_weights(tes: Sequence[TEPlan]) -> Iterator[tuple[int, int]]:
 
 def read_experts(checkpoint: Checkpoint, recipe: Recipe, mem: ExpertMemory) -> None:
     """Read from the checkpoint what one expert die holds, and nothing else."""
-    sizes, store = mem.sizes, Store(mem.weights(), mem.held, WHOLE)
-    specs = weight_specs(mem.config, recipe, sizes.max_model_len, num_mtp=sizes.num_mtp_layers)
-    weights = iter_weights(checkpoint, recipe, sizes.max_model_len, sizes.num_mtp_layers, set(store.arrays))
+    store, num_mtp = Store(mem.weights(), mem.held, WHOLE), mem.placed.num_mtp_layers
+    specs = weight_specs(mem.config, recipe, 1, num_mtp=num_mtp)
+    weights = iter_weights(checkpoint, recipe, 1, num_mtp, set(store.arrays))
     for _ in fill([store], weights, lambda name, array: specs[name].pack(array)):
         pass
 
@@ -140,8 +140,12 @@ async def read_again(
     if not stores:
         return
     await te.pod.clock.sleep(_storage_ns(te, list(of_server.values())))
-    specs = weight_specs(te.config, te.recipe, te.sizes.max_model_len, num_mtp=te.sizes.num_mtp_layers)
-    weights = iter_weights(te.checkpoint, te.recipe, te.sizes.max_model_len, te.sizes.num_mtp_layers, names)
+    specs = weight_specs(
+        te.config, te.recipe, te.sizes.steps.max_model_len, num_mtp=te.sizes.steps.num_mtp_layers
+    )
+    weights = iter_weights(
+        te.checkpoint, te.recipe, te.sizes.steps.max_model_len, te.sizes.steps.num_mtp_layers, names
+    )
     for _ in fill(stores, weights, lambda name, array: specs[name].pack(array)):
         pass
 
@@ -164,16 +168,18 @@ class Loading:
         DeploymentError if `source` cannot give it.
         """
         self.te, self.done, self.total, self._peers, self._pool = te, 0, 0, peers, pool
-        self._beside, self._fork = beside, Fork(te.sizes.name, te.pod, 0)  # the last that it has begun
+        self._beside, self._fork = beside, Fork(te.sizes.place.name, te.pod, 0)  # the last that it has begun
         self._failed: list[TEPlan] = []  # peers that others may not know yet to be lost
         missing = {te.pod.topology.server_of(die) for die, _ in te.all_memories} - cached
         if source == "pool" and pool is None:
-            raise DeploymentError(f"{te.sizes.name} cannot load from a memory pool: there is none (ems.path)")
+            raise DeploymentError(
+                f"{te.sizes.place.name} cannot load from a memory pool: there is none (ems.path)"
+            )
         if source == "peer" and self._peer() is None:
-            raise DeploymentError(f"{te.sizes.name} cannot load from a peer: no TE like it is ready")
+            raise DeploymentError(f"{te.sizes.place.name} cannot load from a peer: no TE like it is ready")
         if source == "host" and missing:
             where = ", ".join(map(str, sorted(missing)))
-            raise DeploymentError(f"{te.sizes.name} cannot load from hosts: server {where} has none")
+            raise DeploymentError(f"{te.sizes.place.name} cannot load from hosts: server {where} has none")
         self._sources: list[Source] = [source]
         if source == "auto":
             in_pool = pool is not None and pool.is_complete
@@ -185,8 +191,8 @@ class Loading:
         """How far it is."""
         sizes, share = self.te.sizes, self.done / max(1, self.total)
         return TEReport(
-            name=sizes.name,
-            role=sizes.role,
+            name=sizes.place.name,
+            role=sizes.place.role,
             life="loading",
             dies=self.te.every_die,
             source=self.source,
@@ -209,7 +215,9 @@ class Loading:
             else:
                 await self._read()
             return
-        raise HardwareError(f"{self.te.sizes.name} cannot load from a peer: those that were ready are lost")
+        raise HardwareError(
+            f"{self.te.sizes.place.name} cannot load from a peer: those that were ready are lost"
+        )
 
     def give_up(self) -> None:
         """It has failed: who reads what it has looks elsewhere."""
@@ -258,7 +266,7 @@ class Loading:
     async def _read_peer(self, peer: TEPlan, before: Fork | None, is_timing_only: bool) -> None:
         """Every die gets the weights of its peer by its own DMA."""
         te, pairs = self.te, zip(peer.all_memories, self.te.all_memories, strict=True)
-        self._fork = fork = Fork(te.sizes.name, te.pod, len(te.all_memories), before)
+        self._fork = fork = Fork(te.sizes.place.name, te.pod, len(te.all_memories), before)
         peer.num_readers += 1
         try:
             if is_timing_only:

@@ -16,9 +16,9 @@ from xdeepserve.evals.scoring import is_json, score, wants_json
 from xdeepserve.llm import LLM
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.checkpoint import Checkpoint
-from xdeepserve.model.quant.job import REPORT_FILE, Report
 from xdeepserve.model.tokenizer import load_tokenizer, require_tokenizer
 from xdeepserve.model.weights import Recipe
+from xdeepserve.quant.job import REPORT_FILE, Report
 
 MAX_ANSWER = 224  # tokens
 MAX_LEN = 768

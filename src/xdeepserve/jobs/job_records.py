@@ -51,7 +51,7 @@ class AgentOrder(msgspec.Struct, frozen=True):
 
 
 class JobOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client asks for: `algorithm` is a name of model.quant.method.METHODS.
+    """What a client asks for: `algorithm` is a name of quant.method.METHODS.
 
     model       what clients call the model to be quantised, and `source`: a preset or a checkpoint directory
     training, validation   numbers of files

@@ -65,8 +65,8 @@ def prepare(spec: TaskSpec, tell: Tell) -> dict[str, Any]:
 def quantize(spec: TaskSpec, tell: Tell) -> dict[str, Any]:
     """The checkpoint in INT8. InputError."""
     from xdeepserve.evals.run import mean_errors
-    from xdeepserve.model.quant.job import quantize_checkpoint
-    from xdeepserve.model.quant.method import METHODS
+    from xdeepserve.quant.job import quantize_checkpoint
+    from xdeepserve.quant.method import METHODS
 
     texts = prepared(spec).calibration
     if not spec.model.exists():  # else it was finished, and the news of it lost

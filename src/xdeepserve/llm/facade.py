@@ -87,6 +87,8 @@ class LLM:
     ) -> None:
         if not isinstance(beside, LLM | None):
             raise InputError(f"beside is the LLM whose pod this one shares, found {beside!r}")
+        if not isinstance(timing_only, bool | TimingConfig):
+            raise InputError(f"timing_only is True, False or a TimingConfig, found {timing_only!r}")
         if not (isinstance(progress, bool) or callable(progress)):
             raise InputError(f"progress is True, False or a function of (done, total), found {progress!r}")
         _check_keywords(settings)
@@ -243,7 +245,11 @@ class LLM:
         return self.generate([prompt], sampling_params)[0]
 
     def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """Teacher-forced through the deployment: float32 [len, vocab]; row i foretells token i + 1."""
+        """Compute logits of known tokens through the deployment: float32 [len, vocab]; row i foretells token
+        i + 1. Raises RequestError for a text: its token ids come from `tokenizer.encode`.
+        """
+        if isinstance(token_ids, str):
+            raise RequestError("logits takes token ids, found a text: use llm.tokenizer.encode(text)")
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         return self._run(self._logits(list(token_ids), params), "Computing logits with")
 

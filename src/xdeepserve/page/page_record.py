@@ -111,3 +111,13 @@ class RunRecord:
         self._file.close()
         if self._file.error is not None:
             raise self._file.error
+
+
+@contextlib.contextmanager
+def recording(engine: Engine, path: Path) -> Iterator[None]:
+    """Record the steps of an engine in a file. InputError where it cannot be written."""
+    record = RunRecord(engine, PageRecord(path))
+    try:
+        yield
+    finally:
+        record.end()

@@ -13,7 +13,7 @@ def pod_part(engine: Engine, no_kill: str | None) -> PodPart:
     """The model, and the TEs that run now."""
     plan, config = engine.plan, engine.plan.config
     topology, tes = plan.pod.topology, [te.sizes for te in engine.je.tes]
-    runs = "lockstep" if any(te.is_lockstep for te in tes) else "tasks"
+    runs = "lockstep" if any(te.walk.is_lockstep for te in tes) else "tasks"
     return PodPart(
         model=engine.model_name,
         deployment=plan.deployment.name,
@@ -35,28 +35,30 @@ def pod_part(engine: Engine, no_kill: str | None) -> PodPart:
 
 def _te_row(te: Sizes) -> TERow:
     return TERow(
-        name=te.name,
-        role=te.role,
-        num_groups=te.num_groups,
-        num_domains=te.num_domains,
-        num_microbatches=te.num_microbatches,
-        num_blocks=te.num_blocks,
-        block_size=te.block_size,
-        max_seqs=te.max_seqs,
+        name=te.place.name,
+        role=te.place.role,
+        num_groups=te.groups.num_groups,
+        num_domains=te.place.num_domains,
+        num_microbatches=te.walk.num_microbatches,
+        num_blocks=te.kv.num_blocks,
+        block_size=te.kv.block_size,
+        max_seqs=te.steps.max_seqs,
     )
 
 
 def _die_rows(at: int, te: Sizes) -> Iterator[DieRow]:
     """Dies with DP groups, then those with experts alone."""
-    role = "attention" if te.experts == "away" else te.role
-    per_domain = te.num_dies // te.num_domains
-    slots = te.slots_of if te.experts == "among" else ()
-    for rank, die in enumerate(te.dies):
-        held = slots[rank] if slots else range(te.num_slots if te.experts == "here" else 0)
-        yield DieRow(die, at, role, rank // per_domain, rank // te.tp, *_ends(held))
-    for number, die in enumerate(te.expert_dies):
-        kind = "shared" if te.is_shared(number) else "vacant" if number in te.vacant else "experts"
-        yield DieRow(die, at, kind, -1, -1, *_ends(te.slots_of[number]))
+    role = "attention" if te.experts.where == "away" else te.place.role
+    per_domain = te.place.num_dies // te.place.num_domains
+    slots = te.experts.slots_of if te.experts.where == "among" else ()
+    for rank, die in enumerate(te.place.dies):
+        held = slots[rank] if slots else range(te.experts.num_slots if te.experts.where == "here" else 0)
+        yield DieRow(die, at, role, rank // per_domain, rank // te.groups.tp, *_ends(held))
+    for number, die in enumerate(te.place.expert_dies):
+        kind = "vacant" if number in te.experts.vacant else "experts"
+        if te.experts.is_shared(number):
+            kind = "shared"
+        yield DieRow(die, at, kind, -1, -1, *_ends(te.experts.slots_of[number]))
 
 
 def _ends(held: range) -> tuple[int, int]:

@@ -31,13 +31,13 @@ def seats_of(task: ServerTask, checkpoint: Checkpoint, asked: list[int] | None) 
     deployment = msgspec.convert(task.deployment, Deployment)
     config = with_answers(checkpoint.config, deployment, "fp32" if task.precision == "fp32" else "int8")
     sizes = fit(deployment, config)[0]
-    if sizes.transport == "pod":
+    if sizes.walk.transport == "pod":
         raise DeploymentError("an expert server is a process with experts.transport shm or tcp")
-    last = len(sizes.expert_dies) - 1
+    last = len(sizes.place.expert_dies) - 1
     for seat in asked or ():
         if not 0 <= seat <= last:
             raise DeploymentError(f"there is no seat {seat}: seats are 0 to {last}")
-    return asked or [seat for seat in range(last + 1) if seat not in sizes.vacant], last + 1
+    return asked or [seat for seat in range(last + 1) if seat not in sizes.experts.vacant], last + 1
 
 
 class Placed:

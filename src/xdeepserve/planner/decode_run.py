@@ -124,7 +124,7 @@ def one_step(
     engine = Engine(PodPlan(checkpoint, deployment, timing=timing, trace=bool(trace), spec=spec))
     engine.load()
     clock = engine.plan.pod.clock
-    groups = [group for te in engine.je.tes if te.sizes.role != "prefill" for group in te.groups]
+    groups = [group for te in engine.je.tes if te.sizes.place.role != "prefill" for group in te.groups]
     given = [shares_of(number) for number in range(len(groups))]
     total = sum(map(len, given))
     ends: list[int] = []
@@ -169,7 +169,7 @@ def one_step(
 
 def _result(plan: PodPlan, iteration_ns: int, num_requests: int, num_tokens: int) -> DecodeRun:
     """What the timelines of the first TE that decodes have added up."""
-    net = next(te.net for te in plan.tes if te.sizes.role != "prefill")
+    net = next(te.net for te in plan.tes if te.sizes.place.role != "prefill")
     assert isinstance(net, ClockNet)
     spent: Counter[str] = Counter()
     for timelines in net.timelines.values():
@@ -213,6 +213,6 @@ def _resume(group: DPGroup, index: int, share: StepShare, finish: Any) -> None:
         )
     seq.num_computed = before
     if not share.rows:
-        seq.drafts = [DUMMY_TOKEN] * group.sizes.mtp
+        seq.drafts = [DUMMY_TOKEN] * group.steps.mtp
     group.places.move(seq, "add")
     group.places.move(seq, "admit")

@@ -104,17 +104,24 @@ class PodLayout(msgspec.Struct, frozen=True, kw_only=True):
 def layout_of(deployment: Deployment, config: ModelConfig) -> tuple[PodLayout, int]:
     """The layout of a deployment, and requests of a microbatch. DeploymentError for what is not predicted."""
     tes = fit(deployment, config, is_timing_only=True)
-    decoding = [sizes for sizes in tes if sizes.role != "prefill"]
-    prefilling = [sizes for sizes in tes if sizes.role == "prefill"]
+    decoding = [sizes for sizes in tes if sizes.place.role != "prefill"]
+    prefilling = [sizes for sizes in tes if sizes.place.role == "prefill"]
     first = decoding[0]
-    is_alike = all((te.num_dies, te.turns) == (first.num_dies, first.turns) for te in decoding)
-    if not is_alike or first.tp > 1 or first.mtp or first.turns not in ("serial", "away-and-back"):
+    is_alike = all(
+        (te.place.num_dies, te.walk.turns) == (first.place.num_dies, first.walk.turns) for te in decoding
+    )
+    if (
+        not is_alike
+        or first.groups.tp > 1
+        or first.steps.mtp
+        or first.walk.turns not in ("serial", "away-and-back")
+    ):
         raise DeploymentError(
             f"deployment {deployment.name}: what is predicted are equal TEs whose DP groups are single dies, "
             "without MTP, without microbatches that overlap on a die, and without dataflow"
         )
-    is_apart = first.experts == "away"
-    routed = [held for held in first.experts_of if held]
+    is_apart = first.experts.where == "away"
+    routed = [held for held in first.experts.experts_of if held]
     if is_apart and len(set(map(len, routed))) > 1:
         raise DeploymentError(
             f"deployment {deployment.name}: {len(routed)} dies cannot hold equally many of "
@@ -123,16 +130,16 @@ def layout_of(deployment: Deployment, config: ModelConfig) -> tuple[PodLayout, i
         )
     layout = PodLayout(
         kind=deployment.kind,
-        dies=first.num_dies // first.num_domains,
+        dies=first.place.num_dies // first.place.num_domains,
         count=len(decoding),
-        prefill=(len(prefilling), prefilling[0].num_dies) if prefilling else (0, 0),
-        domains=first.num_domains,
-        microbatches=first.num_microbatches,
+        prefill=(len(prefilling), prefilling[0].place.num_dies) if prefilling else (0, 0),
+        domains=first.place.num_domains,
+        microbatches=first.walk.num_microbatches,
         routed=len(routed) if is_apart else 0,
-        shared=first.num_shared_dies if is_apart else 0,
-        devices=first.devices,
+        shared=first.experts.num_shared_dies if is_apart else 0,
+        devices=first.place.devices,
     )
-    return layout, max(1, first.max_seqs // layout.microbatches)
+    return layout, max(1, first.steps.max_seqs // layout.microbatches)
 
 
 class LayoutPlan(msgspec.Struct, frozen=True, kw_only=True):

@@ -279,7 +279,7 @@ def kv_positions(model: Checkpoint, deployment: Deployment) -> int:
     cache = plan.tes[0].sizes
     each = position_nbytes(model)
     room = min(usable_nbytes(die.has) - die.need for die in memory_uses(plan))
-    free = room + cache.num_blocks * cache.block_size * each
+    free = room + cache.kv.num_blocks * cache.kv.block_size * each
     if free < each:
         raise InputError(f"deployment {deployment.name}: no room for KV beside the weights")
     return int(free // each)

@@ -81,14 +81,14 @@ def priced(
     deployment = with_room(deployment)
     plan = PodPlan(checkpoint, deployment, timing=TimingConfig())
     sizes = plan.tes[0].sizes
-    if len(plan.tes) > 1 or sizes.experts == "away" or sizes.num_parts > 1:
+    if len(plan.tes) > 1 or sizes.experts.where == "away" or sizes.walk.num_parts > 1:
         raise InputError(
             f"deployment {deployment.name}: a TE at the grain of a step is one of kind monolithic or "
             "colocated, with one microbatch"
         )
     if missing := lack(plan):
         raise InputError(f"deployment {deployment.name}: {missing}")
-    num_groups, most = sizes.num_dies // sizes.tp, max(LEAST_ROWS, sizes.max_tokens)
+    num_groups, most = sizes.place.num_dies // sizes.groups.tp, max(LEAST_ROWS, sizes.steps.max_tokens)
     experts = plan.config.n_routed_experts
     all_rows = [rows for rows in ROWS if rows < most] + [most]
     few = [count for count in ROWS if count < num_groups]
@@ -98,10 +98,10 @@ def priced(
         nonlocal done
         done += 1
         progress(done, total)
-        sampled = _sampled(deployment, sizes.num_dies) if is_sampled else None
+        sampled = _sampled(deployment, sizes.place.num_dies) if is_sampled else None
         if sampled is None:
             return one_step(checkpoint, deployment, shares_of, TimingConfig())
-        return one_step(checkpoint, sampled, shares_of, TimingConfig(of_dies=sizes.num_dies))
+        return one_step(checkpoint, sampled, shares_of, TimingConfig(of_dies=sizes.place.num_dies))
 
     full = [step(_prompts(rows), rows * num_groups >= MANY * experts) for rows in all_rows]
     own = [run.iteration_ns - _attention(run) - _feed(run) for run in full]

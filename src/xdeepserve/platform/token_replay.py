@@ -67,7 +67,7 @@ def replayed(
         SamplingParams(max_tokens=max(1, each.output_length // shrink), temperature=0.0, ignore_eos=True)
         for each in requests
     ]
-    names = [te.sizes.name for te in llm.engine.je.tes if te.sizes.role != "decode"]
+    names = [te.sizes.place.name for te in llm.engine.je.tes if te.sizes.place.role != "decode"]
     order: list[int] = []  # sequences by their first TE
     first: dict[int, str] = {}
 

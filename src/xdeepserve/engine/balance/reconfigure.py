@@ -27,7 +27,7 @@ import numpy as np
 from xdeepserve.engine.balance.eplb import Counts, Holdings
 from xdeepserve.engine.balance.storage import ExpertStorage
 from xdeepserve.engine.balance.trigger import EPLBTrigger, Skew
-from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.deploy.sizes import ExpertSizes
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.replicas import NOTHING, RedundantSlots, primaries_only, replica_tables
@@ -78,18 +78,18 @@ class Reconfiguration:
     def __init__(
         self,
         pod: Pod,
-        sizes: Sizes,
+        experts: ExpertSizes,
         gates: Sequence[tuple[int, DieMemory]],
         holders: Sequence[tuple[int, DieMemory | ExpertMemory]],
         storage: ExpertStorage,
         trigger: EPLBTrigger,
         reports: Queue[msgspec.Struct],
     ) -> None:
-        self._pod, self._sizes, self._gates, self._holders = pod, sizes, gates, list(holders)
+        self._pod, self._experts, self._gates, self._holders = pod, experts, gates, list(holders)
         self._out: set[int] = set()  # holders to which nothing goes
         self._storage, self._trigger, self._reports = storage, trigger, reports
-        self._slots_of = sizes.slots_of
-        self.phy2log = primaries_only(storage.config, sizes)  # in force for the latest step
+        self._slots_of = experts.slots_of
+        self.phy2log = primaries_only(experts)  # in force for the latest step
         self._target: list[list[int]] = []  # after this reconfiguration
         self._changes: list[Change] = []
         self.phase: Phase = "idle"
@@ -100,7 +100,7 @@ class Reconfiguration:
         self._with_slots: set[Hashable] = set()  # of these, those that may still use the slots that change
         self._num_waiting = 0  # dies whose load has not come
         self._loading: set[int] = set()  # dies
-        self._slice_ns = max(1, sizes.balance_interval_ns // sizes.balance_slices)
+        self._slice_ns = max(1, experts.balance_interval_ns // experts.balance_slices)
         self._next_slice_ns: int | None = None
 
     # ---- between steps ------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class Reconfiguration:
         if self.phase in ("loading", "loaded"):
             coming = set()
         slots = self._slots_of[holder]
-        for physical in range(slots.stop - self._sizes.redundant_slots, slots.stop):
+        for physical in range(slots.stop - self._experts.redundant_slots, slots.stop):
             for layer, row in enumerate(self.phy2log):
                 row[physical] = NOTHING
                 if self._target and (layer, physical) not in coming:
@@ -202,7 +202,7 @@ class Reconfiguration:
         now = self._pod.clock.now
         if self._next_slice_ns is None:
             self._next_slice_ns = now + self._slice_ns
-        if not self._sizes.balance_interval_ns or now < self._next_slice_ns or self._num_waiting:
+        if not self._experts.balance_interval_ns or now < self._next_slice_ns or self._num_waiting:
             return
         self._next_slice_ns = now + self._slice_ns
         self._num_waiting = len(self._gates)
@@ -236,10 +236,10 @@ class Reconfiguration:
     def _redundant(self, row: Sequence[int], holder: int) -> Sequence[int]:
         """A holder's redundant slots in a layer's row of phy2log."""
         slots = self._slots_of[holder]
-        return row[slots.stop - self._sizes.redundant_slots : slots.stop]
+        return row[slots.stop - self._experts.redundant_slots : slots.stop]
 
     def _physical(self, change: Change) -> int:
-        return self._slots_of[change.holder].stop - self._sizes.redundant_slots + change.slot
+        return self._slots_of[change.holder].stop - self._experts.redundant_slots + change.slot
 
     def _decide(self) -> None:
         """At the end of an interval; not while new replicas are on their way."""
@@ -306,7 +306,7 @@ class Reconfiguration:
     def _set_map(self, phy2log: list[list[int]]) -> None:
         """Phases 2 and 4: for all dies the same, before the same step."""
         self.phy2log = phy2log
-        tables = replica_tables(self._storage.config, self._sizes, phy2log)
+        tables = replica_tables(self._storage.config, self._experts, phy2log)
         for die, _ in self._gates:
             self._pod.dies[die].put(SetExpertMap(phy2log, *tables))
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from xdeepserve.engine.deploy.sizes import Sizes
-from xdeepserve.engine.die.replicas import moe_layers
+from xdeepserve.engine.deploy.sizes import ExpertSizes
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.weights import Recipe, TensorSource, iter_expert, weight_specs
@@ -12,10 +11,10 @@ from xdeepserve.model.weights import Recipe, TensorSource, iter_expert, weight_s
 class ExpertStorage:
     """Reads routed experts of the layers that a TE uses."""
 
-    def __init__(self, source: TensorSource, recipe: Recipe, sizes: Sizes) -> None:
+    def __init__(self, source: TensorSource, recipe: Recipe, experts: ExpertSizes) -> None:
         self.config: ModelConfig = source.config
         self._source, self._recipe = source, recipe
-        self.layers = moe_layers(source.config, sizes)  # those with experts
+        self.layers = list(experts.layers)  # those with experts
         self._specs = weight_specs(source.config, recipe, 1)
 
     def read(self, number: int, expert: int) -> list[Array]:

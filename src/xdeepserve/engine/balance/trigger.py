@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xdeepserve.engine.balance.eplb import Counts, Holdings, costs, die_loads, hottest_die, place, select
-from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.deploy.sizes import ExpertSizes
 
 MIN_GAIN = 0.05  # share of a layer's hottest dies' load below which its replicas stay as they are (assumed)
 
@@ -24,14 +24,14 @@ class Skew(NamedTuple):
 class EPLBTrigger:
     """Keeps the load of the last interval, slice by slice, and decides at its end."""
 
-    def __init__(self, sizes: Sizes, top_k: int) -> None:
-        copies = top_k * sizes.num_shared_dies
-        self._base = [sizes.is_shared(die) / max(1, copies) for die in range(len(sizes.experts_of))]
-        self._primary = [die for die, held in enumerate(sizes.experts_of) for _ in held]
-        self._most = sizes.max_replicas
-        self._free = [sizes.redundant_slots] * len(sizes.experts_of)
-        self._slices: deque[Counts] = deque(maxlen=sizes.balance_slices)
-        self._cold = sizes.cold_tokens
+    def __init__(self, experts: ExpertSizes, top_k: int) -> None:
+        copies = top_k * experts.num_shared_dies
+        self._base = [experts.is_shared(die) / max(1, copies) for die in range(len(experts.experts_of))]
+        self._primary = [die for die, held in enumerate(experts.experts_of) for _ in held]
+        self._most = experts.max_replicas
+        self._free = [experts.redundant_slots] * len(experts.experts_of)
+        self._slices: deque[Counts] = deque(maxlen=experts.balance_slices)
+        self._cold = experts.cold_tokens
         self._num_fresh = 0  # slices since the last decision
 
     def add_slice(self, token_count: Counts) -> None:

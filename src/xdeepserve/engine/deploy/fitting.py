@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise, starmap
+from typing import Literal
 
 from xdeepserve.engine.deploy import cards, expert_services, refusals
 from xdeepserve.engine.deploy.deployment import (
@@ -12,10 +13,19 @@ from xdeepserve.engine.deploy.deployment import (
     Deployment,
     ExpertConfig,
     PipelineConfig,
+    Role,
     ServiceConfig,
 )
-from xdeepserve.engine.deploy.roles import TEKind, Turns
-from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.deploy.roles import AT_EXPERTS, TEKind, Turns
+from xdeepserve.engine.deploy.sizes import (
+    ExpertSizes,
+    GroupSizes,
+    KVSizes,
+    Sizes,
+    StepSizes,
+    TEPlace,
+    WalkSizes,
+)
 from xdeepserve.engine.deploy.teams import Teams, TEDies, num_routed_experts
 from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.topology import Topology
@@ -135,71 +145,146 @@ def _copies(
 
 
 def size(
-    d: Deployment, config: ModelConfig, te: TEDies, first_die: int = 0, is_timing_only: bool = False
+    d: Deployment,
+    config: ModelConfig,
+    te: TEDies,
+    first_die: int = 0,
+    is_timing_only: bool = False,
+    num_domains: int | None = None,
 ) -> Sizes:
-    """The numbers of one TE. In runs that only take time nobody computes, in lockstep or otherwise."""
-    row, given = te.kind, te.given
-    num_experts = num_routed_experts(config, d.mtp)
-    attention, experts = d.attention or AttentionConfig(), d.experts or ExpertConfig()
-    pipeline, turns = d.pipeline or PipelineConfig(), _turns(d, row)
-    overlap = pipeline.overlap or ("engines" if row.role == "prefill" else "cores")
-    max_model_len = refusals.context_of(d, config)
-    max_tokens = given.max_num_batched_tokens or d.scheduler.max_num_batched_tokens
-    max_seqs = given.max_num_seqs or d.scheduler.max_num_seqs
-    vacant = min(experts.vacancies, te.num_routed_dies - 1) if row.has_services else 0
-    experts_of = _spread(num_experts, te, experts.counts, vacant)
-    copies_of = _copies(experts, te, experts_of, vacant)
-    num_blocks = d.cache.num_blocks
-    if num_blocks is None:
-        num_blocks = -(-max(max_model_len, refusals.DEFAULT_MODEL_LEN) // d.cache.block_size)
+    """Decide the numbers of one TE. `num_domains`: of attention dies, if not as the deployment says.
+
+    In runs that only take time nothing is computed, in lockstep or otherwise.
+    """
+    if num_domains is None:
+        num_domains = (d.attention or AttentionConfig()).domains if te.kind.is_apart else 1
+    experts = _expert_sizes(d, config, te)
+    walk = _walk_sizes(d, te, num_domains, not is_timing_only and _is_lockstep(d, te.kind, config))
+    steps = _step_sizes(d, config, te, walk.num_parts)
     return Sizes(
+        place=_place(te, experts, first_die, num_domains),
+        groups=_group_sizes(d, te, steps.max_part),
+        kv=_kv_sizes(d, steps.role, steps.max_model_len),
+        steps=steps,
+        walk=walk,
+        experts=experts,
+    )
+
+
+def _place(te: TEDies, experts: ExpertSizes, first_die: int, num_domains: int) -> TEPlace:
+    is_away = experts.where == "away"
+    return TEPlace(
         name=te.name,
-        role=row.role,
+        role=te.kind.role,
         first_die=first_die,
-        hardware=given.hardware,
+        hardware=te.given.hardware,
+        devices=te.devices,
         num_dies=te.num_dies,
-        tp=given.tp or 1,
-        tp_mode=given.tp_mode,
-        o_proj_tp=given.o_proj_tp,
+        num_domains=num_domains,
+        num_routed_dies=len(experts.experts_of) - te.num_shared_dies if is_away else 0,
+        num_shared_dies=te.num_shared_dies if is_away else 0,
+    )
+
+
+def _expert_sizes(d: Deployment, config: ModelConfig, te: TEDies) -> ExpertSizes:
+    experts, num_mtp = d.experts or ExpertConfig(), num_mtp_layers(d, config)
+    vacant = min(experts.vacancies, te.num_routed_dies - 1) if te.kind.has_services else 0
+    experts_of = _spread(num_routed_experts(config, d.mtp), te, experts.counts, vacant)
+    copies_of = _copies(experts, te, experts_of, vacant)
+    layers = [i for i in range(config.num_hidden_layers + num_mtp) if config.is_moe(i)]
+    order = list(range(len(layers)))
+    if num_mtp and layers:  # fewer layers of MTP than drafts: the first one is used again
+        order += [order[-num_mtp]] * (d.mtp - num_mtp)
+    where: Literal["here", "among", "away"] = "among" if te.num_dies > 1 and any(experts_of) else "here"
+    return ExpertSizes(
+        where="away" if _turns(d, te.kind) in AT_EXPERTS else where,
+        layers=tuple(layers),
+        num_mtp_layers=num_mtp,
+        order=tuple(order),
         experts_of=experts_of,
-        num_domains=attention.domains if row.is_apart else 1,
-        num_microbatches=attention.microbatches if row.is_apart else pipeline.microbatches,
-        turns=turns,
-        attention_cores=pipeline.attention_cores if turns == "overlap" and overlap == "cores" else 0,
-        moves_cores=pipeline.adaptive,
-        unabsorbed=d.prefill_attention == "unabsorbed",
         num_shared_dies=te.num_shared_dies,
         redundant_slots=max(map(len, copies_of), default=experts.redundant_slots),
         copies_of=copies_of,
-        services=(d.services or ServiceConfig()) if row.has_services else None,
-        transport=experts.transport if row.has_services else "pod",
         num_vacant=vacant,
         balance_interval_ns=0 if copies_of else math.ceil(1e9 * experts.balance_interval),
         balance_slices=experts.balance_slices,
         cold_tokens=experts.cold_tokens,
-        carrier=cards.carrier_of(d) if row.is_apart else "mte",
-        devices=te.devices,
+    )
+
+
+def _walk_sizes(d: Deployment, te: TEDies, num_domains: int, is_lockstep: bool) -> WalkSizes:
+    row, turns = te.kind, _turns(d, te.kind)
+    attention, experts = d.attention or AttentionConfig(), d.experts or ExpertConfig()
+    pipeline = d.pipeline or PipelineConfig()
+    overlap = pipeline.overlap or ("engines" if row.role == "prefill" else "cores")
+    lost_ns = _lost_ns(d)
+    return WalkSizes(
+        turns=turns,
+        num_microbatches=attention.microbatches if row.is_apart else pipeline.microbatches,
+        attention_cores=pipeline.attention_cores if turns == "overlap" and overlap == "cores" else 0,
+        moves_cores=pipeline.adaptive,
+        unabsorbed=d.prefill_attention == "unabsorbed",
+        is_lockstep=is_lockstep,
         exchange=d.exchange,
-        is_lockstep=not is_timing_only and _is_lockstep(d, row, config),
-        max_model_len=max_model_len,
+        carrier=cards.carrier_of(d) if row.is_apart else "mte",
+        num_domains=num_domains,
+        # A little less than until a group is lost: so an error names the die that does not come, not all dies
+        # that wait.
+        timeout_ns=lost_ns - lost_ns // 20,
+        services=(d.services or ServiceConfig()) if row.has_services else None,
+        transport=experts.transport if row.has_services else "pod",
+    )
+
+
+def _step_sizes(d: Deployment, config: ModelConfig, te: TEDies, num_parts: int) -> StepSizes:
+    role, given = te.kind.role, te.given
+    max_tokens = given.max_num_batched_tokens or d.scheduler.max_num_batched_tokens
+    max_seqs = given.max_num_seqs or d.scheduler.max_num_seqs
+    return StepSizes(
+        role=role,
+        max_model_len=refusals.context_of(d, config),
         max_tokens=max_tokens,
+        max_part=-(-max_tokens // num_parts),
         max_seqs=max_seqs,
         max_logit_rows=min(max_tokens, max(64, max_seqs * (1 + d.mtp))),
-        block_size=d.cache.block_size,
-        num_blocks=num_blocks,
         mtp=d.mtp,
         num_mtp_layers=num_mtp_layers(d, config),
-        lost_ns=round(1e9 * d.health.lost_s),
-        plans_ahead=d.execution is not None and d.execution.for_role(row.role).overlap,
-        num_host_blocks=d.cache.num_host_blocks,
+        plans_ahead=d.execution is not None and d.execution.for_role(role).overlap,
         caches_prefixes=d.cache.prefix,
-        max_cache_keys=d.cache.max_keys,
         preempts_by_swap=d.cache.preemption == "swap",
-        pools_decode=d.ems.decode_blocks,
-        has_channels=d.transfer_over == "send-receive" and row.role != "both",
-        gathers_statuses=d.scheduler.statuses == "all-gather"
-        and d.scheduler.dispatch == "collaborative"
-        and row.role != "decode",
-        reserves=row.role != "both" and (d.transfer == "layer" or d.scheduler.admission == "decode"),
-        transfers_by_layer=d.transfer == "layer" and row.role != "both",
+        reserves=role != "both" and (d.transfer == "layer" or d.scheduler.admission == "decode"),
     )
+
+
+def _group_sizes(d: Deployment, te: TEDies, max_part: int) -> GroupSizes:
+    tp, scheduler = te.given.tp or 1, d.scheduler
+    gathers = scheduler.statuses == "all-gather" and scheduler.dispatch == "collaborative"
+    return GroupSizes(
+        num_groups=te.num_dies // tp,
+        tp=tp,
+        tp_mode=te.given.tp_mode,
+        o_proj_tp=te.given.o_proj_tp,
+        max_slice=-(-max_part // tp),
+        gathers_statuses=gathers and te.kind.role != "decode",
+        lost_ns=_lost_ns(d),
+    )
+
+
+def _kv_sizes(d: Deployment, role: Role, max_model_len: int) -> KVSizes:
+    num_blocks = d.cache.num_blocks
+    if num_blocks is None:
+        num_blocks = -(-max(max_model_len, refusals.DEFAULT_MODEL_LEN) // d.cache.block_size)
+    return KVSizes(
+        block_size=d.cache.block_size,
+        num_blocks=num_blocks,
+        max_blocks_per_seq=-(-max_model_len // d.cache.block_size),
+        num_host_blocks=d.cache.num_host_blocks,
+        max_cache_keys=d.cache.max_keys,
+        pools="all" if d.ems.decode_blocks else "nothing" if role == "decode" else "prompts",
+        has_channels=role != "both" and d.transfer_over == "send-receive",
+        sends_layers=role == "prefill" and d.transfer == "layer",
+    )
+
+
+def _lost_ns(d: Deployment) -> int:
+    return round(1e9 * d.health.lost_s)

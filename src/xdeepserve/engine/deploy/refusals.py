@@ -66,11 +66,17 @@ def _against_cache(d: Deployment, config: ModelConfig) -> list[str]:
         reasons.append(f"cache.block_size must be a multiple of {BLOCK_MULTIPLE}, found {size}")
     if num_blocks is not None and num_blocks * size < context:
         reasons.append(
-            f"cache.num_blocks={num_blocks} of {size} positions hold less than one context of {context}"
+            f"cache.num_blocks={num_blocks} of {size} positions hold less than one context of {context}: "
+            f"set at least {-(-context // size)}{_shorter_context(num_blocks * size)}"
         )
     if d.cache.preemption == "swap" and not d.cache.num_host_blocks:
         reasons.append("cache.preemption=swap needs cache.num_host_blocks")
     return reasons
+
+
+def _shorter_context(num_positions: int) -> str:
+    """Name the context that so many positions hold, as a second way out; nothing for a context of one."""
+    return f", or max_model_len={num_positions}" if num_positions >= 2 else ""
 
 
 def _against_steps(d: Deployment) -> list[str]:

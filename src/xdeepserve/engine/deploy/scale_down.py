@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import msgspec
+from msgspec.structs import replace
 
 from xdeepserve.engine.deploy.deployment import AttentionConfig, Deployment, Role
 from xdeepserve.engine.deploy.fitting import size
@@ -28,11 +28,12 @@ def largest(
     num_experts = num_routed_experts(config, deployment.mtp)
     smaller = _smaller(tes[0], (deployment.attention or AttentionConfig()).domains)
     for te, num_domains in ((te, num_domains) for te, num_domains in smaller if te.total <= most):
-        sizes = size(deployment, config, te, is_timing_only=is_timing_only)
+        sizes = size(deployment, config, te, 0, is_timing_only, num_domains)
         # A replica lies on another die than its primary.
         useful = num_experts - -(-num_experts // te.num_holders)
-        slots = sizes.redundant_slots if sizes.copies_of else min(sizes.redundant_slots, useful)
-        return msgspec.structs.replace(sizes, num_domains=num_domains, redundant_slots=slots)
+        experts = sizes.experts
+        slots = experts.redundant_slots if experts.copies_of else min(experts.redundant_slots, useful)
+        return replace(sizes, experts=replace(experts, redundant_slots=slots))
     return None
 
 

@@ -47,12 +47,12 @@ class CarriedRows(NamedTuple):
             take("positions", rows),
             take("slots", rows),
             take("seq_of", rows),
-            take("block_tables", seqs, sizes.max_blocks_per_seq),
+            take("block_tables", seqs, sizes.kv.max_blocks_per_seq),
             take("carried_seq", seqs),
             take("carried_row", seqs),
-            mem.result("sampled", before, sizes.max_logit_rows),
-            mem.result("num_accepted", before, sizes.max_seqs),
-            mem.result("drafts", before, sizes.max_seqs, max(1, sizes.mtp)),
+            mem.result("sampled", before, sizes.steps.max_logit_rows),
+            mem.result("num_accepted", before, sizes.steps.max_seqs),
+            mem.result("drafts", before, sizes.steps.max_seqs, max(1, sizes.steps.mtp)),
         )
         found.token_ids[:], found.carried_seq[:] = plan.token_ids, plan.carried_seq
         found.carried_row[:] = plan.carried_row

@@ -47,12 +47,13 @@ class DataflowExpertProgram(ExpertProgram):
         mem: ExpertMemory,
         flows: Sequence[FlowExpertSide],
         trampolines: Sequence[FlowTrampoline],
+        num_domains: int,
         threads: Threads,
         pace: Pace,
         reports: Queue[msgspec.Struct],
     ) -> None:
         super().__init__(die, mem, [], [], threads, pace, reports)
-        self.flows, self.trampolines = flows, trampolines
+        self.flows, self.trampolines, self.num_domains = flows, trampolines, num_domains
         for number, trampoline in enumerate(trampolines):
             trampoline.lane, trampoline.called = TRAMPOLINE, self._name(number)
             trampoline.place_of = partial(self._origin, [number])
@@ -169,7 +170,7 @@ class DataflowExpertProgram(ExpertProgram):
     # ---- traces -------------------------------------------------------------------------------------
 
     def _name(self, number: int) -> str:
-        return stream_item(*divmod(number, self.mem.sizes.num_domains))
+        return stream_item(*divmod(number, self.num_domains))
 
     def _place_of(self, batch: Sequence[Arrived]) -> dict[str, Any]:
         """What arrivals for one layer are."""
@@ -180,7 +181,7 @@ class DataflowExpertProgram(ExpertProgram):
         trace."""
         if not self.die.trace.is_on:
             return {}
-        sides = [divmod(number, self.mem.sizes.num_domains) for number in numbers]
+        sides = [divmod(number, self.num_domains) for number in numbers]
         kinds = {
             "microbatch": sorted({microbatch for microbatch, _ in sides}),
             "domain": sorted({domain for _, domain in sides}),

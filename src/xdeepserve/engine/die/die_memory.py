@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.deploy.sizes import GroupSizes, Sizes
 from xdeepserve.engine.die.cache_parts import CachePart, cache_parts
 from xdeepserve.engine.die.expert_buffers import PARTS, holds, plan_expert_buffers
 from xdeepserve.engine.die.replicas import RedundantSlots, ReplicaMap
@@ -28,10 +28,10 @@ from xdeepserve.step.sparse import rows_at_once
 F32, I32, I8, U8 = np.float32, np.int32, np.int8, np.uint8
 
 
-def shard_of(sizes: Sizes, rank: int) -> Shard:
+def shard_of(groups: GroupSizes, rank: int) -> Shard:
     """What a die with a DP group holds of arrays that are shared."""
-    mode = "o-proj" if sizes.o_proj_tp > 1 else sizes.tp_mode
-    return Shard(rank % sizes.num_sharing, sizes.num_sharing, mode)
+    mode = "o-proj" if groups.o_proj_tp > 1 else groups.tp_mode
+    return Shard(rank % groups.num_sharing, groups.num_sharing, mode)
 
 
 def part_prefix(microbatch: int) -> str:
@@ -46,18 +46,19 @@ class DieMemory:
     redundant: RedundantSlots | None = None
 
     def __init__(self, area: Area, config: ModelConfig, recipe: Recipe, sizes: Sizes, rank: int) -> None:
-        self.config, self.recipe, self.sizes = config, recipe, sizes
-        self.shard = shard_of(sizes, rank)
-        per_rank, first = config.num_attention_heads // sizes.tp, rank % sizes.tp
+        self.config, self.recipe, self.sizes, self.kv = config, recipe, sizes, sizes.kv
+        self.shard = shard_of(sizes.groups, rank)
+        per_rank, first = config.num_attention_heads // sizes.groups.tp, rank % sizes.groups.tp
         self.heads = range(first * per_rank, (first + 1) * per_rank)
-        is_apart = sizes.experts == "away"
-        self.experts = range(0) if is_apart else sizes.experts_of[rank]
+        is_apart = sizes.experts.where == "away"
+        self.experts = range(0) if is_apart else sizes.experts.experts_of[rank]
         self.held = self.experts  # what is loaded; other slots are filled later, or never
-        self.slots = range(0) if is_apart else sizes.slots_of[rank]  # their physical numbers
-        self.is_shared = not is_apart and sizes.is_shared(rank)  # has a copy of the shared one for all
+        self.slots = range(0) if is_apart else sizes.experts.slots_of[rank]  # their physical numbers
+        self.is_shared = not is_apart and sizes.experts.is_shared(rank)  # a copy of the shared one for all
         # Tokens are led to replicas of experts, or to copies of the shared one on other dies.
-        self.has_routes = sizes.redundant_slots > 0 or (not is_apart and sizes.num_shared_dies > 0)
-        self.num_layers = config.num_hidden_layers + sizes.mtp
+        self.is_dispatched = not is_apart and sizes.experts.num_shared_dies > 0  # the shared one's rows, too
+        self.has_routes = sizes.experts.redundant_slots > 0 or self.is_dispatched
+        self.num_layers = config.num_hidden_layers + sizes.steps.mtp
         self.specs, self._space = self._weight_specs(), self._new_space(area)
         self._host: Region | None = None
         self._plan_weights()
@@ -66,7 +67,7 @@ class DieMemory:
         self.cache_nbytes = area.nbytes - self.weight_nbytes
         self._plan_activations()
         self._plan_results()
-        if sizes.redundant_slots:
+        if sizes.experts.redundant_slots:
             self.replicas = self._new_replicas(rank)
             if self.slots:
                 self.redundant = self._new_redundant()
@@ -75,9 +76,9 @@ class DieMemory:
     def _weight_specs(self) -> dict[str, ArraySpec]:
         sizes = self.sizes
         specs = weight_specs(
-            self.config, self.recipe, sizes.max_model_len, len(self.slots), sizes.num_mtp_layers
+            self.config, self.recipe, sizes.steps.max_model_len, len(self.slots), sizes.steps.num_mtp_layers
         )
-        if sizes.experts != "away" and not sizes.num_shared_dies:
+        if sizes.experts.where != "away" and not sizes.experts.num_shared_dies:
             return self.shard.specs(select(specs, "all"))
         return self.shard.specs(select(specs, "attention", *PARTS[self.holds]))
 
@@ -90,10 +91,10 @@ class DieMemory:
         return Workspace(area)
 
     def _new_replicas(self, rank: int) -> ReplicaMap:
-        return ReplicaMap(self._space, self.config, self.sizes, rank)
+        return ReplicaMap(self._space, self.config, self.sizes.experts, rank)
 
     def _new_redundant(self) -> RedundantSlots:
-        return RedundantSlots(self._space, self.config, self.sizes, self.experts, self.specs)
+        return RedundantSlots(self._space, self.config, self.sizes.experts, self.experts, self.specs)
 
     def _plan_weights(self) -> None:
         for name, spec in self.specs.items():
@@ -102,17 +103,17 @@ class DieMemory:
     def _cache_parts(self, layer: int) -> tuple[CachePart, ...]:
         """What a layer's cache is made of."""
         c, sizes = self.config, self.sizes
-        return cache_parts(c, self.recipe, sizes.num_blocks, sizes.block_size, c.attention_of(layer))
+        return cache_parts(c, self.recipe, sizes.kv.num_blocks, sizes.kv.block_size, c.attention_of(layer))
 
     def _plan_cache(self) -> None:
         for layer in range(self.num_layers):
             for part in self._cache_parts(layer):
                 self._space.plan(f"kv/{layer}/{part.name}", part.dtype, *part.shape)
-        if self.sizes.mtp > 1:
-            self._space.plan("kv/tail", F32, self.sizes.num_blocks, self.config.hidden_size)
+        if self.sizes.steps.mtp > 1:
+            self._space.plan("kv/tail", F32, self.sizes.kv.num_blocks, self.config.hidden_size)
 
     def _plan_activations(self) -> None:
-        c, t = self.config, self.sizes.max_tokens
+        c, t = self.config, self.sizes.steps.max_tokens
         plan: Callable[..., None] = self._space.plan
         for name in ("h", "hidden", "embedding"):
             plan(name, F32, t, c.hidden_size)
@@ -120,24 +121,24 @@ class DieMemory:
         plan("positions", I32, t)
         plan("slots", I32, t)
         plan("seq_of", I32, t)
-        plan("block_tables", I32, self.sizes.max_seqs, self.sizes.max_blocks_per_seq)
-        if self.sizes.plans_ahead:  # what a step hands to the next one: see carried.py
+        plan("block_tables", I32, self.sizes.steps.max_seqs, self.sizes.kv.max_blocks_per_seq)
+        if self.sizes.steps.plans_ahead:  # what a step hands to the next one: see carried.py
             plan("token_ids", I32, t)
-            plan("carried_seq", I32, self.sizes.max_seqs)
-            plan("carried_row", I32, self.sizes.max_seqs)
+            plan("carried_seq", I32, self.sizes.steps.max_seqs)
+            plan("carried_row", I32, self.sizes.steps.max_seqs)
         parts = [""]
-        if self.sizes.turns == "overlap":
-            parts = [part_prefix(m) for m in range(self.sizes.num_parts)]
+        if self.sizes.walk.turns == "overlap":
+            parts = [part_prefix(m) for m in range(self.sizes.walk.num_parts)]
         for prefix in parts:
             self._plan_layer(prefix)
-            if self.sizes.tp > 1:
+            if self.sizes.groups.tp > 1:
                 self._plan_tensor_parallel(prefix)
-            if self.sizes.o_proj_tp > 1:
+            if self.sizes.groups.o_proj_tp > 1:
                 self._plan_shared_out_proj(prefix)
 
     def _plan_layer(self, prefix: str) -> None:
         """What the stages of a layer need for a step or a microbatch, and for a slice of its tokens."""
-        c, t, n = self.config, self.sizes.max_part, self.sizes.max_slice
+        c, t, n = self.config, self.sizes.steps.max_part, self.sizes.groups.max_slice
         heads, hidden, top_k = len(self.heads), c.hidden_size, c.num_experts_per_tok
 
         def plan(name: str, dtype: npt.DTypeLike, *shape: int) -> None:
@@ -145,8 +146,8 @@ class DieMemory:
 
         shared = c.n_shared_experts * c.moe_intermediate_size
         # A dense layer has all rows of its part, or a slice of the rows of it all, like the shared expert.
-        is_cut = self.sizes.tp_mode == "tp"
-        mlp = t * (c.intermediate_size // self.sizes.tp) if is_cut else n * c.intermediate_size
+        is_cut = self.sizes.groups.tp_mode == "tp"
+        mlp = t * (c.intermediate_size // self.sizes.groups.tp) if is_cut else n * c.intermediate_size
         act = max(mlp, (self._max_copied_rows or n) * shared)
         q_width, o_width = heads * c.qk_head_dim, heads * c.v_head_dim
         for name in ("x", "y"):
@@ -164,19 +165,14 @@ class DieMemory:
         widest = max(2 * hidden, c.q_lora_rank or 1, q_width, o_width)
         plan("q8", I8, max(t * widest, n * c.num_attention_heads * c.v_head_dim, act))
         plan("q8_scale", F32, max(t, self._max_copied_rows))
-        if not any(self.sizes.experts_of):
+        if not any(self.sizes.experts.experts_of):
             return
         plan("gate_logits", F32, n, c.n_routed_experts)
         plan("topk_idx", I32, n, top_k)
         plan("topk_weights", F32, n, top_k)
         if self.has_routes:
-            plan(
-                "topk_physical",
-                I32,
-                n,
-                top_k + (self.sizes.experts != "away" and self.sizes.num_shared_dies > 0),
-            )
-        if self.sizes.experts == "away":
+            plan("topk_physical", I32, n, top_k + self.is_dispatched)
+        if self.sizes.experts.where == "away":
             return
         plan("shared", F32, n, hidden)
         plan_expert_buffers(plan, c, self.recipe, self.max_expert_rows, len(self.slots))
@@ -187,12 +183,13 @@ class DieMemory:
     def num_choices(self) -> int:
         """Of how many microbatches the positions that were chosen stay until the next layer, in buffers that
         they share."""
-        return self.sizes.num_microbatches if self.config.shared_choices and self.sizes.num_parts == 1 else 1
+        walk = self.sizes.walk
+        return walk.num_microbatches if self.config.shared_choices and walk.num_parts == 1 else 1
 
     def _plan_indexer(self, plan: Callable[..., None]) -> None:
         """What chooses positions of rows, and what gathers those of a row (step/sparse.py)."""
-        c, t = self.config, self.sizes.max_part
-        few = min(c.index_topk, self.sizes.max_model_len)
+        c, t = self.config, self.sizes.steps.max_part
+        few = min(c.index_topk, self.sizes.steps.max_model_len)
         whole = -(-few // TILE) * TILE
         plan("index_k", F32, t, c.index_head_dim)
         plan("index_w", F32, t, c.index_n_heads)
@@ -210,7 +207,7 @@ class DieMemory:
 
     def _plan_tensor_parallel(self, prefix: str) -> None:
         """What the ranks of a TP group hand each other (step/shard.py)."""
-        c, t, n = self.config, self.sizes.max_part, self.sizes.max_slice
+        c, t, n = self.config, self.sizes.steps.max_part, self.sizes.groups.max_slice
 
         def plan(name: str, dtype: npt.DTypeLike, *shape: int) -> None:
             self._space.plan(prefix + name, dtype, *shape)
@@ -225,7 +222,7 @@ class DieMemory:
 
     def _plan_shared_out_proj(self, prefix: str) -> None:
         """What DP groups that share an output projection hand each other (step/o_proj.py)."""
-        c, t, size = self.config, self.sizes.max_part, self.sizes.o_proj_tp
+        c, t, size = self.config, self.sizes.steps.max_part, self.sizes.groups.o_proj_tp
         width = c.num_attention_heads * c.v_head_dim // size
 
         def plan(name: str, dtype: npt.DTypeLike, *shape: int) -> None:
@@ -243,28 +240,29 @@ class DieMemory:
     def max_expert_rows(self) -> int:
         """Token copies that one step can bring to this die."""
         copies = min(self.config.num_experts_per_tok, len(self.slots))
-        return self.sizes.num_dies * self.sizes.max_slice * copies + self._max_copied_rows
+        return self.sizes.place.num_dies * self.sizes.groups.max_slice * copies + self._max_copied_rows
 
     @property
     def _max_copied_rows(self) -> int:
         """Of these, rows for its copy of the shared expert, which each die's tokens find on one die."""
         if not self.is_shared:
             return 0
-        return -(-self.sizes.num_dies // self.sizes.num_shared_dies) * self.sizes.max_slice
+        num_dies, num_shared = self.sizes.place.num_dies, self.sizes.experts.num_shared_dies
+        return -(-num_dies // num_shared) * self.sizes.groups.max_slice
 
     def _plan_results(self) -> None:
         s, plan = self.sizes, self._space.plan
-        for index in range(s.num_result_sets):
-            plan(f"sampled/{index}", I32, s.max_logit_rows)
-            plan(f"num_accepted/{index}", I32, s.max_seqs)
-            plan(f"drafts/{index}", I32, s.max_seqs, max(1, s.mtp))
-            plan(f"logprob_ids/{index}", I32, s.max_logit_rows, LOGPROB_SLOTS)
-            plan(f"logprobs/{index}", F32, s.max_logit_rows, LOGPROB_SLOTS)
-            plan(f"ranks/{index}", I32, s.max_logit_rows)
-            plan(f"logits/{index}", F32, s.max_logit_rows, self.config.vocab_size)
-        plan("logit_hidden", F32, s.max_logit_rows, self.config.hidden_size)
-        if s.mtp:
-            plan("draft_logits", F32, s.max_seqs, self.config.vocab_size)
+        for index in range(s.steps.num_result_sets):
+            plan(f"sampled/{index}", I32, s.steps.max_logit_rows)
+            plan(f"num_accepted/{index}", I32, s.steps.max_seqs)
+            plan(f"drafts/{index}", I32, s.steps.max_seqs, max(1, s.steps.mtp))
+            plan(f"logprob_ids/{index}", I32, s.steps.max_logit_rows, LOGPROB_SLOTS)
+            plan(f"logprobs/{index}", F32, s.steps.max_logit_rows, LOGPROB_SLOTS)
+            plan(f"ranks/{index}", I32, s.steps.max_logit_rows)
+            plan(f"logits/{index}", F32, s.steps.max_logit_rows, self.config.vocab_size)
+        plan("logit_hidden", F32, s.steps.max_logit_rows, self.config.hidden_size)
+        if s.steps.mtp:
+            plan("draft_logits", F32, s.steps.max_seqs, self.config.vocab_size)
 
     @property
     def parts_by_layer(self) -> list[list[tuple[str, int]]]:
@@ -275,7 +273,7 @@ class DieMemory:
         num_main = self.config.num_hidden_layers
         parts = [self._layer_parts(layer) for layer in range(num_main)]
         rest = [part for layer in range(num_main, self.num_layers) for part in self._layer_parts(layer)]
-        if self.sizes.mtp > 1:
+        if self.sizes.steps.mtp > 1:
             rest.append(("kv/tail", self.config.hidden_size * 4))
         return [*parts, rest]
 
@@ -300,7 +298,7 @@ class DieMemory:
 
     def plan_host(self, area: Area, rank: int) -> None:
         """Reserve this die's host slots, each a whole block, in a host's memory."""
-        self._host = area.alloc(f"kv of rank {rank}", self.sizes.num_host_blocks * self.block_nbytes)
+        self._host = area.alloc(f"kv of rank {rank}", self.sizes.kv.num_host_blocks * self.block_nbytes)
 
     @property
     def host_regions(self) -> list[Region]:
@@ -337,7 +335,7 @@ class DieMemory:
         for name, nbytes in self.block_parts:
             at = self._space.address(name).offset
             slots.update(range(max(0, (start - at) // nbytes), -(-(stop - at) // nbytes)))
-        return {slot for slot in slots if slot < self.sizes.num_blocks}
+        return {slot for slot in slots if slot < self.sizes.kv.num_blocks}
 
     def layer_pieces(self, slots: Sequence[int]) -> list[list[tuple[Address, int]]]:
         """Addresses and sizes of blocks in HBM, in the order of `parts_by_layer`, and there of `slots`."""
@@ -357,7 +355,7 @@ class DieMemory:
     def result(self, name: str, step: int, *shape: int) -> Array:
         """Where a step writes what the host reads. With a set for the step after it, it is safe until that
         one has ended."""
-        return self._space.take(f"{name}/{step % self.sizes.num_result_sets}", *shape)
+        return self._space.take(f"{name}/{step % self.sizes.steps.num_result_sets}", *shape)
 
     @property
     def tail(self) -> Array:
@@ -365,7 +363,7 @@ class DieMemory:
 
         The second one may have to go on from there in the next step (engine/die/drafts.py).
         """
-        return self._space.take("kv/tail", self.sizes.num_blocks, self.config.hidden_size)
+        return self._space.take("kv/tail", self.sizes.kv.num_blocks, self.config.hidden_size)
 
     @property
     def workspace(self) -> Workspace:

@@ -121,7 +121,7 @@ class Drafter:
 
     def __init__(self, executor: Executor) -> None:
         self.executor, self.frame = executor, executor.runner.frame
-        self.num_drafts = executor.mem.sizes.mtp
+        self.num_drafts = executor.mem.sizes.steps.mtp
         layers, first = executor.weights.mtp, executor.config.num_hidden_layers
         self.layers = (layers + layers[:1] * self.num_drafts)[: self.num_drafts]
         self.caches = executor.caches[first:]
@@ -148,7 +148,7 @@ class Drafter:
             await self._forward(mtp, depth, rows, batch.block_tables, event)
             await self._draw(plan, depth, rows, drafts, accepted)
             if depth + 1 < self.num_drafts:
-                mended = mends(plan, rows, accepted, executor.mem.sizes.block_size)
+                mended = mends(plan, rows, accepted, executor.mem.sizes.kv.block_size)
                 await self._keep_states(plan.step, rows, mended)
                 rows = next_rows(plan, rows, drafts[:, depth].tolist(), mended)
 
@@ -189,7 +189,7 @@ class Drafter:
     async def _keep_states(self, step: int, made: DraftRows, mended: dict[int, DraftRow]) -> None:
         """The states of the next depth [rows + mended, H]; each sequence's last one stays in its block."""
         executor, frame, rows = self.executor, self.frame, made.rows
-        size, frame.tail = executor.mem.sizes.block_size, executor.mem.tail
+        size, frame.tail = executor.mem.sizes.kv.block_size, executor.mem.tail
         # Every row to be mended stands for a rejected draft, so that there is room for all.
         frame.hidden = executor.ws.take("hidden", len(rows) + len(mended), executor.config.hidden_size)
         frame.mended_blocks = [row.slot // size for row in mended.values()]

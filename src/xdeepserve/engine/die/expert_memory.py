@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xdeepserve.comm.exchange.rows import TokenCopies
-from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.deploy.sizes import ExpertSizes
 from xdeepserve.engine.die.expert_buffers import PARTS, holds, plan_expert_buffers
 from xdeepserve.engine.die.replicas import RedundantSlots
 from xdeepserve.engine.die.workspace import Workspace
@@ -69,31 +69,41 @@ class FlowRows(NamedTuple):
 class ExpertMemory:
     """What lies on an expert die: routed experts or a copy of the shared one, and rows on their way.
 
-    `index` counts the expert dies of the TE. Construct to plan, `materialise` to use.
+    `index` counts the expert dies of the TE. `items`: microbatches of all domains, each with a buffer for
+    answers of `max_rows` rows; where tokens flow (`is_flow`) rows are put together. Construct
+    to plan, `materialise` to use.
     """
 
     redundant: RedundantSlots | None = None  # where there are replicas of experts
 
     def __init__(
-        self, plan: MemoryPlan, config: ModelConfig, recipe: Recipe, sizes: Sizes, index: int, max_rows: int
+        self,
+        plan: MemoryPlan,
+        config: ModelConfig,
+        recipe: Recipe,
+        placed: ExpertSizes,
+        index: int,
+        items: int,
+        max_rows: int,
+        is_flow: bool,
     ) -> None:
-        self.config, self.recipe, self.sizes = config, recipe, sizes
-        self.is_shared = sizes.is_shared(index)
-        self.experts, self.slots = sizes.experts_of[index], sizes.slots_of[index]  # their physical numbers
-        copies = sizes.copies_of[index] if sizes.copies_of else ()
+        self.config, self.recipe, self.placed, self.items = config, recipe, placed, items
+        self.is_shared = placed.is_shared(index)
+        self.experts, self.slots = placed.experts_of[index], placed.slots_of[index]  # physical numbers
+        copies = placed.copies_of[index] if placed.copies_of else ()
         self.held = (*self.experts, *copies)  # what is loaded into the first of these slots
         self.holds = holds(self.slots, self.is_shared)
         self.max_rows = max_rows
-        specs = weight_specs(config, recipe, 1, len(self.slots), sizes.num_mtp_layers)
+        specs = weight_specs(config, recipe, 1, len(self.slots), placed.num_mtp_layers)
         self.specs = select(specs, *PARTS[self.holds])
-        self.workspace = self._plan_space(plan.app)
+        self.workspace = self._plan_space(plan.app, is_flow)
         self._plan_flags(plan)
         self.cache_nbytes = 0
         self.activation_nbytes = plan.app.nbytes - self.weight_nbytes
 
-    def _plan_space(self, area: Area) -> Workspace:
+    def _plan_space(self, area: Area, is_flow: bool) -> Workspace:
         """Weights and buffers."""
-        config, recipe, sizes, max_rows = self.config, self.recipe, self.sizes, self.max_rows
+        config, recipe, placed, max_rows = self.config, self.recipe, self.placed, self.max_rows
         space = Workspace(area)
         for name, spec in self.specs.items():
             space.plan(f"weights/{name}", spec.packed_dtype, *spec.packed_shape)
@@ -109,18 +119,17 @@ class ExpertMemory:
                 space.plan(name, dtype, max_rows, width)
         if self.holds != "shared":
             plan_expert_buffers(space.plan, config, recipe, max_rows, len(self.slots))
-            if sizes.redundant_slots:
+            if placed.redundant_slots:
                 self.redundant = RedundantSlots(
-                    space, config, sizes, self.experts, self.specs, self.held[len(self.experts) :]
+                    space, config, placed, self.experts, self.specs, self.held[len(self.experts) :]
                 )
-        items = sizes.num_domains * sizes.num_microbatches
-        if sizes.flows:
+        if is_flow:
             space.plan("flow/payload", np.int8 if recipe == "int8" else np.float32, max_rows, hidden)
             space.plan("flow/scale", np.float32, max_rows)
             space.plan("flow/expert_idx", np.int32, max_rows)
-            space.plan("flow/answers", np.float32, (items + 1) * max_rows, hidden)
+            space.plan("flow/answers", np.float32, (self.items + 1) * max_rows, hidden)
             return space
-        for item in range(items):
+        for item in range(self.items):
             space.plan(f"sent/{item}", np.float32, max_rows, hidden)
         return space
 
@@ -148,7 +157,7 @@ class ExpertMemory:
     def num_copied(self, received: TokenCopies) -> int:
         """Of rows that have come, those for the copy of the shared expert."""
         if self.holds == "both":
-            return int((received.expert_idx >= self.sizes.num_slots).sum())
+            return int((received.expert_idx >= self.placed.num_slots).sum())
         return len(received) if self.is_shared else 0
 
     def gathered(self, parts: Sequence[TokenCopies]) -> TokenCopies:
@@ -168,4 +177,4 @@ class ExpertMemory:
         layers = assemble_experts(self.specs, self.weights())
         if self.redundant is not None:
             self.redundant.start([held.experts for held in layers if held.experts is not None])
-        return self.sizes.with_mtp_used_again(layers)
+        return [layers[number] for number in self.placed.order]

@@ -84,7 +84,7 @@ class ExpertServerProgram(ExpertProgram):
         """Compute a row for each expert in each layer, so that all kernels are there before a request is."""
         mem, experts = self.mem, self.mem.slots.start + np.arange(len(self.mem.held), dtype=np.int32)
         if mem.is_shared:
-            experts = np.append(experts, np.int32(mem.sizes.num_slots))
+            experts = np.append(experts, np.int32(mem.placed.num_slots))
         rows, width = len(experts), mem.config.hidden_size
         dtype = np.int8 if mem.recipe == "int8" else np.float32
         payload, scale = np.zeros((rows, width), dtype), np.ones(rows, np.float32)

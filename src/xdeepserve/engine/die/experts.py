@@ -18,7 +18,7 @@ import msgspec
 
 from xdeepserve.comm.exchange.rows import TokenCopies
 from xdeepserve.engine.die.expert_memory import STOP, ExpertMemory
-from xdeepserve.engine.die.replicas import RedundantSlots, load_experts, moe_layers
+from xdeepserve.engine.die.replicas import RedundantSlots, load_experts
 from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND, stream_item
 from xdeepserve.engine.messages import ExpertsLoaded, LoadExperts, RolledBack, StepFailed
 from xdeepserve.engine.recovery.retry import again_after_glitches
@@ -68,15 +68,16 @@ class ExpertProgram:
         self.die, self.mem, self.reports = die, mem, reports
         model = Model(mem.config, mem.recipe, 0)
         frame = Frame(model, mem.workspace, threads, slots=mem.slots, arrivals=mem.redundant)
-        frame.first_copy = mem.sizes.num_slots
+        frame.first_copy = mem.placed.num_slots
         self.runner = Runner(die, frame, pace)
         self.layers = mem.assemble()
         self.stages = [expert_stage(mem.holds) for _ in self.layers]  # each with prices of its own
         self._tallies = [tally for microbatch in tallies for tally in microbatch]
         # One layer's work, in the order in which all expert dies take it.
         self.round = [side for microbatch in sides for side in microbatch]
+        self.num_domains = len(sides[0]) if sides else 1
         # In the model, of each of `layers`.
-        self.layer_index = mem.sizes.with_mtp_used_again(moe_layers(mem.config, mem.sizes))
+        self.layer_index = [mem.placed.layers[number] for number in mem.placed.order]
         self._arrived: dict[int, TokenCopies] = {}  # views of the die's memory, by place in the round
         self._first_step = 0  # of this epoch
         self._rollback = RollbackWatch(die)
@@ -196,7 +197,7 @@ class ExpertProgram:
         """What an item is, for traces; without one, nothing."""
         if not self.die.trace.is_on:
             return {}
-        microbatch, domain = divmod(item % len(self.round), self.mem.sizes.num_domains)
+        microbatch, domain = divmod(item % len(self.round), self.num_domains)
         layer = self.layer_index[item // len(self.round) % len(self.layers)]
         return {"layer": layer, "microbatch": microbatch, "domain": domain}
 

@@ -92,10 +92,10 @@ class Executor:
         self.weights, self.caches = weights, mem.kv_caches()
         main, mtp = self.weights.layers, [mtp.layer for mtp in self.weights.mtp]
         self.layer_index = {id(layer): index for index, layer in enumerate([*main, *mtp])}
-        self.drafter = Drafter(self) if mem.sizes.mtp else None
+        self.drafter = Drafter(self) if mem.sizes.steps.mtp else None
         # What goes on from the sampled tokens, MTP or a step that was planned ahead, does so on all ranks of
         # a DP group, which draw the same; else rank 0 is enough.
-        goes_on = self.drafter is not None or mem.sizes.plans_ahead
+        goes_on = self.drafter is not None or mem.sizes.steps.plans_ahead
         self._has_logits = goes_on or not self.runner.frame.group_rank
         # Event IDs count the MoE layers of all steps, MTP's included, from 1 on.
         used = [mtp.layer for mtp in self.drafter.layers] if self.drafter is not None else []
@@ -242,7 +242,7 @@ class Executor:
             return plan
         rows = CarriedRows.of(self.mem, plan)
         await self.runner.launch("Resolve", "aiv", self.die.spec.hbm_ns(rows.nbytes), rows=plan.num_tokens)
-        return msgspec.structs.replace(plan, **rows.resolve(self.mem.sizes.block_size))
+        return msgspec.structs.replace(plan, **rows.resolve(self.mem.sizes.kv.block_size))
 
     def result(self, name: str, *shape: int) -> Array:
         """What the host reads after this step."""
@@ -283,7 +283,7 @@ class Executor:
         """Bring the plan's index lists into HBM."""
         rows, take = plan.num_tokens, self.ws.take
         positions, slots, seq_of = (take(name, rows) for name in ("positions", "slots", "seq_of"))
-        tables = take("block_tables", len(plan.block_tables), self.mem.sizes.max_blocks_per_seq)
+        tables = take("block_tables", len(plan.block_tables), self.mem.sizes.kv.max_blocks_per_seq)
         positions[:], slots[:], seq_of[:] = plan.positions, plan.slots, plan.seq_of
         for row, table in zip(tables, plan.block_tables, strict=True):
             row[: len(table)] = table
@@ -291,5 +291,5 @@ class Executor:
     def _batch(self, plan: StepPlan) -> Batch:
         """The index lists in HBM, complete."""
         rows, take = plan.num_tokens, self.ws.take
-        tables = take("block_tables", len(plan.block_tables), self.mem.sizes.max_blocks_per_seq)
+        tables = take("block_tables", len(plan.block_tables), self.mem.sizes.kv.max_blocks_per_seq)
         return Batch.of(take("positions", rows), take("slots", rows), take("seq_of", rows), tables)

@@ -2,7 +2,7 @@
 
 A die with experts has its own routed ones first, the *primaries*, and then redundant slots, in each layer; a
 die may have slots alone, or beside a copy of the shared expert. Physical experts count all of these, die by
-die (`Sizes.slots_of`), and then the copies of the shared expert. A die with a gate maps logical experts to
+die (`Experts.slots_of`), and then the copies of the shared expert. A die with a gate maps logical experts to
 physical ones, and counts how many of its tokens chose each:
 
     log2phy int32 [layers, E, R], logcnt int32 [layers, E]   an expert's replicas, and how many it has
@@ -21,7 +21,7 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.deploy.sizes import ExpertSizes
 from xdeepserve.engine.die.workspace import Workspace
 from xdeepserve.errors import ProtocolError
 from xdeepserve.hw.address_space import AddressSpace
@@ -36,27 +36,22 @@ from xdeepserve.model.tensors import MLP, MoE, layer_section
 NOTHING = -1  # in a redundant slot, or while it is being loaded
 
 
-def moe_layers(config: ModelConfig, sizes: Sizes) -> list[int]:
-    """The layers with routed experts that a TE uses, those of MTP last."""
-    return [i for i in range(config.num_hidden_layers + sizes.num_mtp_layers) if config.is_moe(i)]
-
-
-def primaries_only(config: ModelConfig, sizes: Sizes) -> list[list[int]]:
+def primaries_only(experts: ExpertSizes) -> list[list[int]]:
     """phy2log [layers, physical experts] of a TE whose redundant slots hold nothing."""
     row: list[int] = []
-    for held in sizes.experts_of:
-        row += [*held, *[NOTHING] * sizes.redundant_slots]
-    return [list(row) for _ in moe_layers(config, sizes)]
+    for held in experts.experts_of:
+        row += [*held, *[NOTHING] * experts.redundant_slots]
+    return [list(row) for _ in experts.layers]
 
 
 def replica_tables(
-    config: ModelConfig, sizes: Sizes, phy2log: Sequence[Sequence[int]]
+    config: ModelConfig, placed: ExpertSizes, phy2log: Sequence[Sequence[int]]
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
     """log2phy and logcnt of phy2log [layers, physical experts]; an expert's primary is its first replica."""
-    num_experts, most = config.n_routed_experts, sizes.max_replicas
+    num_experts, most = config.n_routed_experts, placed.max_replicas
     log2phy = np.zeros((len(phy2log), num_experts, most), np.int32)
     logcnt = np.zeros((len(phy2log), num_experts), np.int32)
-    is_primary = np.array(primaries_only(config, sizes)[0]) != NOTHING
+    is_primary = np.array(primaries_only(placed)[0]) != NOTHING
     order = np.argsort(~is_primary, kind="stable")
     for number, row in enumerate(np.array(phy2log)):
         physical = order[row[order] != NOTHING]
@@ -68,30 +63,32 @@ def replica_tables(
     return log2phy, logcnt
 
 
-def first_map(config: ModelConfig, sizes: Sizes) -> list[list[int]]:
+def first_map(experts: ExpertSizes) -> list[list[int]]:
     """phy2log [layers, physical experts] of a TE that begins: redundant slots hold the copies that were
     loaded with it, or nothing."""
-    row = primaries_only(config, sizes)[0]
-    for slots, held, copies in zip(sizes.slots_of, sizes.experts_of, sizes.copies_of, strict=False):
+    row = primaries_only(experts)[0]
+    for slots, held, copies in zip(experts.slots_of, experts.experts_of, experts.copies_of, strict=False):
         first = slots.start + len(held)
         row[first : first + len(copies)] = copies
-    return [list(row) for _ in moe_layers(config, sizes)]
+    return [list(row) for _ in experts.layers]
 
 
 @functools.lru_cache(maxsize=4)
-def first_tables(config: ModelConfig, sizes: Sizes) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+def first_tables(
+    config: ModelConfig, experts: ExpertSizes
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
     """The tables of `first_map`: the same on all dies, which only read them."""
-    return replica_tables(config, sizes, first_map(config, sizes))
+    return replica_tables(config, experts, first_map(experts))
 
 
 class ReplicaMap:
     """Where this die's tokens find their experts. Construct to plan; `start` when there is memory."""
 
-    def __init__(self, space: Workspace, config: ModelConfig, sizes: Sizes, rank: int) -> None:
-        self._space, self._config, self._sizes, self._rank = space, config, sizes, rank
-        shape = len(moe_layers(config, sizes)), config.n_routed_experts
-        self._shape, self.most = shape, sizes.max_replicas
-        self.collects = sizes.balance_interval_ns > 0
+    def __init__(self, space: Workspace, config: ModelConfig, experts: ExpertSizes, rank: int) -> None:
+        self._space, self._config, self._experts, self._rank = space, config, experts, rank
+        shape = len(experts.layers), config.n_routed_experts
+        self._shape, self.most = shape, experts.max_replicas
+        self.collects = experts.balance_interval_ns > 0
         space.plan("log2phy", np.int32, *shape, self.most)
         space.plan("logcnt", np.int32, *shape)
         if self.collects:
@@ -106,12 +103,12 @@ class ReplicaMap:
 
     def begin(self) -> None:
         """Experts are where they were loaded at first."""
-        self.set_tables(*first_tables(self._config, self._sizes))
+        self.set_tables(*first_tables(self._config, self._experts))
 
     def set_map(self, phy2log: Sequence[Sequence[int]]) -> None:
         """From now on each expert has the physical ones that phy2log [layers, physical experts] tells, its
         primary first."""
-        self.set_tables(*replica_tables(self._config, self._sizes, phy2log))
+        self.set_tables(*replica_tables(self._config, self._experts, phy2log))
 
     def set_tables(self, log2phy: npt.NDArray[np.int32], logcnt: npt.NDArray[np.int32]) -> None:
         """The same, as `replica_tables` makes them of it."""
@@ -173,14 +170,14 @@ class RedundantSlots:
         self,
         space: Workspace,
         config: ModelConfig,
-        sizes: Sizes,
+        experts: ExpertSizes,
         held: range,
         specs: dict[str, ArraySpec],
         copies: Sequence[int] = (),
     ) -> None:
         self._copies = copies  # that are loaded with the primaries, into the first slots
-        self._space, self._num_primaries, self.num_slots = space, len(held), sizes.redundant_slots
-        layers = moe_layers(config, sizes)
+        self._space, self._num_primaries, self.num_slots = space, len(held), experts.redundant_slots
+        layers = experts.layers
         self._parts = [
             [
                 (f"weights/{name}", specs[name].nbytes // specs[name].shape[0])

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xdeepserve.comm.exchange.rows import TokenCopies
-from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.deploy.sizes import ExpertSizes, Sizes
 from xdeepserve.engine.die.die_memory import DieMemory, shard_of
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.replicas import RedundantSlots, ReplicaMap
@@ -74,9 +74,14 @@ class DrawnReplicas(ReplicaMap):
     that have the same one, and counts for them."""
 
     def __init__(
-        self, space: Workspace, config: ModelConfig, sizes: Sizes, rank: int, routing: DrawnRouting | None
+        self,
+        space: Workspace,
+        config: ModelConfig,
+        placed: ExpertSizes,
+        rank: int,
+        routing: DrawnRouting | None,
     ) -> None:
-        super().__init__(space, config, sizes, rank)
+        super().__init__(space, config, placed, rank)
         self._routing = routing
         self._reported: Array = np.broadcast_to(np.zeros((), np.int32), self._shape)
 
@@ -123,11 +128,11 @@ class ModelShapes:
 
     def __init__(self, config: ModelConfig, recipe: Recipe, sizes: Sizes) -> None:
         self.config, self.recipe, self.sizes = config, recipe, sizes
-        held = 0 if sizes.experts == "away" else max(map(len, sizes.slots_of))
-        specs = weight_specs(config, recipe, sizes.max_model_len, held, sizes.num_mtp_layers)
+        held = 0 if sizes.experts.where == "away" else max(map(len, sizes.experts.slots_of))
+        specs = weight_specs(config, recipe, sizes.steps.max_model_len, held, sizes.steps.num_mtp_layers)
         # All ranks of a TP group hold parts of the same shapes.
-        self.specs = shard_of(sizes, 0).specs(
-            select(specs, "attention" if sizes.experts == "away" else "all")
+        self.specs = shard_of(sizes.groups, 0).specs(
+            select(specs, "attention" if sizes.experts.where == "away" else "all")
         )
         self.model = assemble(config, self.specs, packed_shapes(self.specs), is_packed=True)
 
@@ -135,7 +140,7 @@ class ModelShapes:
         """Any layer's: BF16 latents and RoPE keys (CM 4.2.2)."""
         c, s = self.config, self.sizes
         latent, k_pe = (
-            shape_only(np.uint16, s.num_blocks * c.num_key_value_heads, s.block_size, width)
+            shape_only(np.uint16, s.kv.num_blocks * c.num_key_value_heads, s.kv.block_size, width)
             for width in (c.value_columns, c.key_columns)
         )
         return KVCache(latent, shape_only(np.float32, 0, 0), k_pe)
@@ -151,7 +156,7 @@ class ShapeMemory(DieMemory):
         self.shapes, self._routing = shapes, routing
         super().__init__(area, shapes.config, shapes.recipe, shapes.sizes, rank)
         self.weight_nbytes = sum(spec.nbytes for spec in self.specs.values())
-        self.cache_nbytes = self.sizes.num_blocks * self.num_layers * self._nbytes_by_layer
+        self.cache_nbytes = self.sizes.kv.num_blocks * self.num_layers * self._nbytes_by_layer
         self.activation_nbytes = area.nbytes
 
     def _weight_specs(self) -> dict[str, ArraySpec]:
@@ -161,10 +166,10 @@ class ShapeMemory(DieMemory):
         return ShapeWorkspace(area)
 
     def _new_replicas(self, rank: int) -> ReplicaMap:
-        return DrawnReplicas(self._space, self.config, self.sizes, rank, self._routing)
+        return DrawnReplicas(self._space, self.config, self.sizes.experts, rank, self._routing)
 
     def _new_redundant(self) -> RedundantSlots:
-        return ShapeSlots(self._space, self.config, self.sizes, self.experts, self.specs)
+        return ShapeSlots(self._space, self.config, self.sizes.experts, self.experts, self.specs)
 
     def _plan_weights(self) -> None:
         """There are none."""
@@ -172,12 +177,12 @@ class ShapeMemory(DieMemory):
     def _plan_cache(self) -> None:
         self._space.plan("kv/tail", np.float32)
         for name, nbytes in self.block_parts:
-            self._space.plan(name, np.uint8, self.sizes.num_blocks, nbytes)
+            self._space.plan(name, np.uint8, self.sizes.kv.num_blocks, nbytes)
 
     @property
     def _nbytes_by_layer(self) -> int:
         """Bytes of a KV block in one layer."""
-        return self.sizes.block_size * KV_NBYTES * self.config.cache_columns
+        return self.sizes.kv.block_size * KV_NBYTES * self.config.cache_columns
 
     @property
     def piece_weight(self) -> float:
@@ -190,7 +195,7 @@ class ShapeMemory(DieMemory):
 
         The states that a second MTP layer mends are not among them.
         """
-        if self.sizes.role == "both":
+        if self.sizes.place.role == "both":
             return [[("kv pieces", BYTES_OF_PIECE)]]
         pieces = [
             [(f"kv pieces/{layer}/{what}", BYTES_OF_PIECE) for what in ("latent", "k_pe")]
@@ -216,16 +221,22 @@ class ShapeExpertMemory(ExpertMemory):
     """An expert die: flags, which its persistent kernels live on, and shapes."""
 
     def __init__(
-        self, plan: MemoryPlan, config: ModelConfig, recipe: Recipe, sizes: Sizes, index: int
+        self,
+        plan: MemoryPlan,
+        config: ModelConfig,
+        recipe: Recipe,
+        placed: ExpertSizes,
+        index: int,
+        items: int,
     ) -> None:
-        super().__init__(plan, config, recipe, sizes, index, max_rows=0)
+        super().__init__(plan, config, recipe, placed, index, items, max_rows=0, is_flow=False)
         self.weight_nbytes, self.activation_nbytes = sum(spec.nbytes for spec in self.specs.values()), 0
 
-    def _plan_space(self, area: Area) -> Workspace:
+    def _plan_space(self, area: Area, is_flow: bool) -> Workspace:
         space = ShapeWorkspace(area)
-        if self.sizes.redundant_slots and self.holds != "shared":
-            self.redundant = ShapeSlots(space, self.config, self.sizes, self.experts, self.specs)
-        for item in range(self.sizes.num_domains * self.sizes.num_microbatches):
+        if self.placed.redundant_slots and self.holds != "shared":
+            self.redundant = ShapeSlots(space, self.config, self.placed, self.experts, self.specs)
+        for item in range(self.items):
             space.plan(f"sent/{item}", np.float32)
         space.plan("flow/answers", np.float32)
         self.weight_nbytes = 0
@@ -238,7 +249,8 @@ class ShapeExpertMemory(ExpertMemory):
 
     def assemble(self) -> list[Held]:
         """The experts by MoE layer, as shapes."""
-        return self.sizes.with_mtp_used_again(assemble_experts(self.specs, packed_shapes(self.specs)))
+        layers = assemble_experts(self.specs, packed_shapes(self.specs))
+        return [layers[number] for number in self.placed.order]
 
     def weights(self) -> dict[str, Array]:
         """None that would have to be filled."""

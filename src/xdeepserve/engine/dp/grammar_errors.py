@@ -32,7 +32,7 @@ def reason(message: str, wanted: StructuredOutputsParams) -> str:
         return stripped
     ebnf = ", not in EBNF with ::=" if "::=" in wanted.grammar else ""
     placed = _PLACE.sub(r"line \g<line>, column \g<column>: ", first)[:300]
-    return f"{placed}; grammars are written in llguidance's dialect of Lark{ebnf}: {_EXAMPLE}"
+    return f"{placed}; grammars are written in Lark{ebnf}: {_EXAMPLE}"
 
 
 def first_line(message: str) -> str:

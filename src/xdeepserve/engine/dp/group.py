@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import msgspec
 
 from xdeepserve.comm.distflow import Endpoint
 from xdeepserve.engine.balance.dp import LONG_PROMPT, GroupStatus, prefill_cost
-from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.deploy.sizes import StepSizes
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.events import Events, GroupId
@@ -21,14 +20,11 @@ from xdeepserve.engine.dp.scheduler import Scheduler
 from xdeepserve.engine.dp.sequence import SampledToken
 from xdeepserve.engine.dp.sequence import Sequence as Seq
 from xdeepserve.engine.dp.step import PlannedStep, Scheduled, SeqResult, make_plan, observed, written_blocks
-from xdeepserve.engine.messages import LOGPROB_SLOTS, CopyBlocks, CopyDone, PoolReady, Probe, StepPlan
+from xdeepserve.engine.messages import LOGPROB_SLOTS, CopyBlocks, Probe, StepPlan
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import Address
 from xdeepserve.model.canonical import Array
-
-if TYPE_CHECKING:
-    from xdeepserve.ems.context_cache import ContextCache
 
 SAVE_PER_STEP = 4  # cached blocks that are sent to host DRAM beside a step, at most
 
@@ -41,18 +37,19 @@ class DPGroup:
 
     def __init__(
         self,
-        rank: int,
+        name: GroupId,
         dies: Sequence[Die],
         mems: Sequence[DieMemory],
-        sizes: Sizes,
+        num_groups: int,
+        steps: StepSizes,
         load_cost: BlockLoadCost | None,
         tell: Events,
     ) -> None:
-        self.rank, self.dies, self.mems, self.sizes, self.tell = rank, dies, mems, sizes, tell
-        self.id = GroupId(sizes.name, rank)
-        self.mem = mems[0]
-        self.rtc = RTC(sizes.num_blocks, sizes.block_size, sizes.num_host_blocks, sizes.max_cache_keys)
-        self.scheduler = Scheduler(sizes, self.rtc, load_cost, self.id, tell)
+        self.id, self.rank, self.dies, self.mems, self.tell = name, name.rank, dies, mems, tell
+        self.mem, self.kv, self.steps, self.num_groups = mems[0], mems[0].kv, steps, num_groups
+        kv = self.kv
+        self.rtc = RTC(kv.num_blocks, kv.block_size, kv.num_host_blocks, kv.max_cache_keys)
+        self.scheduler = Scheduler(steps, self.rtc, load_cost, self.id, tell)
         self.places, self.handover = self.scheduler.places, self.scheduler.handover
         self.lost_blocks = LostBlocks(self.scheduler)
         self._num_done: Counter[int] = Counter()  # dies that have made the copies of a ticket
@@ -65,12 +62,6 @@ class DPGroup:
         self._num_told: Counter[int] = Counter()  # by step: layers of which it has been told that they ended
         self._faults: dict[int, dict[int, XDeepServeError]] = {}  # by step and logit row
 
-    def use_pool(self, cache: ContextCache, report: Callable[[PoolReady | CopyDone], None]) -> None:
-        """From now on prefixes come from a memory pool, too, and go there; `report` is the TE's queue."""
-        from xdeepserve.engine.dp.pool_prefixes import PoolPrefixes
-
-        self.scheduler.pool = PoolPrefixes(self.rank, self.dies, self.mems, self.rtc, cache, report)
-
     def status(self) -> GroupStatus:
         """What the leader of the DP groups wants to know."""
         rtc, reserved = self.rtc, self.places.reserved
@@ -78,7 +69,7 @@ class DPGroup:
         missing = [len(seq.token_ids) - seq.num_computed for seq in seqs]
         prefills = [(n, seq.num_computed) for n, seq in zip(missing, seqs, strict=True) if n > 1]
         needed = sum(
-            rtc.blocks_for(min(seq.num_prompt + seq.max_tokens, self.sizes.max_model_len))
+            rtc.blocks_for(min(seq.num_prompt + seq.max_tokens, self.steps.max_model_len))
             for seq in [*seqs, *reserved]
         )
         held = sum(len(seq.holding.slots) for seq in seqs)
@@ -109,14 +100,14 @@ class DPGroup:
     @property
     def num_free_places(self) -> int:
         """Sequences that could still join a step."""
-        return self.sizes.max_seqs - self.num_sequences - len(self.places.reserved)
+        return self.steps.max_seqs - self.num_sequences - len(self.places.reserved)
 
     def plan(self, step_idx: int) -> bool:
         """Schedule a step; whether it has rows. Transfers between tiers start at once, beside it."""
         step = self.scheduler.schedule()
         self._steps[step_idx] = step
-        self._plans[step_idx] = make_plan(step_idx, step.shares, self.sizes.block_size)
-        if self.sizes.num_host_blocks:
+        self._plans[step_idx] = make_plan(step_idx, step.shares, self.kv.block_size)
+        if self.kv.num_host_blocks:
             step.transfers += self.scheduler.prefixes.save(SAVE_PER_STEP)
         # Copies on write first: a block that only the cache still has may be one that a transfer overwrites.
         if step.copies:
@@ -222,13 +213,13 @@ class DPGroup:
             step.start_ns = self.dies[0].clock.now + delay_ns
             step.num_used_blocks = self.rtc.num_blocks - self.rtc.num_available
         self._note_first_steps(step)
-        if self.sizes.sends_layers and not step.is_again:
+        if self.kv.sends_layers and not step.is_again:
             self._tell_last_chunks(step_idx, step)
         reports_layers = step_idx in self._by_layer
         before = self._plans.get(step_idx - 1) if step.is_again else None
         if before is not None:
             # It is run again, too: what it writes is copied then; all else has been, and may be gone since.
-            written = written_blocks(before, self.sizes.block_size)
+            written = written_blocks(before, self.kv.block_size)
             copies = [copy for copy in step.copies if copy.src in written]
             if copies:
                 self._put(CopyBlocks(ticket=None, copies=copies))
@@ -272,7 +263,7 @@ class DPGroup:
         for number, slots in tables.items():
             step = self._steps[number]
             self.scheduler.keep(step, before)
-            self._plans[number] = make_plan(number, step.shares, self.sizes.block_size, slots)
+            self._plans[number] = make_plan(number, step.shares, self.kv.block_size, slots)
             kept = {share.seq.seq_id for share in step.shares}
             if number in self._by_layer:
                 self._by_layer[number] = [seq_id for seq_id in self._by_layer[number] if seq_id in kept]
@@ -344,14 +335,14 @@ class DPGroup:
         num_rows, result_of = sum(len(share.logit_rows) for share in shares), self.mem.result
         sampled = result_of("sampled", step_idx, num_rows).tolist()
         accepted = result_of("num_accepted", step_idx, len(shares)).tolist()
-        drafts = result_of("drafts", step_idx, len(shares), max(1, self.sizes.mtp)).tolist()
+        drafts = result_of("drafts", step_idx, len(shares), max(1, self.steps.mtp)).tolist()
         results, first = [], 0
         for index, share in enumerate(shares):
             ends = share.ends
             # Without logit rows in the whole step nothing was sampled, and the die wrote no acceptance.
             result = SeqResult(num_accepted=accepted[index] if share.num_drafts else 0)
             rows = range(first, first + len(share.logit_rows))
-            if ends and self.sizes.mtp:
+            if ends and self.steps.mtp:
                 result.drafts = drafts[index]
             num_valid = len(share.logit_rows) - share.num_drafts + result.num_accepted
             # Of a row behind a rejected draft nothing counts, a fault neither.

@@ -6,7 +6,7 @@ and waits, by swap they move to host DRAM. Canonical arithmetic gives it the sam
 
 from __future__ import annotations
 
-from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.deploy.sizes import StepSizes
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.events import Events, GroupId
 from xdeepserve.engine.dp.places import Places
@@ -18,15 +18,15 @@ from xdeepserve.engine.dp.step import PlannedStep
 class Preemption:
     """The policy for one DP group."""
 
-    def __init__(self, sizes: Sizes, rtc: RTC, places: Places, group: GroupId, tell: Events) -> None:
-        self.sizes, self.rtc, self.places, self.group, self.tell = sizes, rtc, places, group, tell
+    def __init__(self, steps: StepSizes, rtc: RTC, places: Places, group: GroupId, tell: Events) -> None:
+        self.steps, self.rtc, self.places, self.group, self.tell = steps, rtc, places, group, tell
         self.count = 0
 
     @property
     def num_free_places(self) -> int:
         """Sequences that may still be admitted."""
         places = self.places
-        return self.sizes.max_seqs - len(places.running) - places.num_in_transit - len(places.reserved)
+        return self.steps.max_seqs - len(places.running) - places.num_in_transit - len(places.reserved)
 
     @property
     def has_company(self) -> bool:
@@ -56,7 +56,7 @@ class Preemption:
         if any(share.seq is victim for share in step.shares):
             return False
         self.count += 1
-        swapped = self.rtc.swap_out(victim.holding) if self.sizes.preempts_by_swap else None
+        swapped = self.rtc.swap_out(victim.holding) if self.steps.preempts_by_swap else None
         if swapped is not None:
             self.tell(events.Preempted(victim.seq_id, self.group, victim.num_computed, True))
             victim.num_preemptions += 1
@@ -90,8 +90,8 @@ class Preemption:
         """
         while self.places.swapped and self.num_free_places > 0:
             seq = self.places.swapped[0]
-            stop = min(len(seq.token_ids), seq.num_computed + self.sizes.max_tokens) + self.sizes.mtp
-            needed = max(len(seq.host_slots), self.rtc.blocks_for(min(stop, self.sizes.max_model_len)))
+            stop = min(len(seq.token_ids), seq.num_computed + self.steps.max_tokens) + self.steps.mtp
+            needed = max(len(seq.host_slots), self.rtc.blocks_for(min(stop, self.steps.max_model_len)))
             if self.rtc.num_available < needed + self.has_company:
                 return
             back = self.rtc.swap_in(seq.host_slots)

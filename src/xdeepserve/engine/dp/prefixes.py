@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.deploy.sizes import StepSizes
 from xdeepserve.engine.dp.block_table import BlockCopy
 from xdeepserve.engine.dp.load_cost import BlockLoadCost
 from xdeepserve.engine.dp.prefix_index import Node
@@ -13,8 +13,8 @@ from xdeepserve.engine.dp.sequence import Sequence
 class Prefixes:
     """Cached prefixes for the sequences of one DP group."""
 
-    def __init__(self, sizes: Sizes, rtc: RTC, load_cost: BlockLoadCost | None) -> None:
-        self.sizes, self.rtc, self.load_cost = sizes, rtc, load_cost
+    def __init__(self, steps: StepSizes, rtc: RTC, load_cost: BlockLoadCost | None) -> None:
+        self.steps, self.rtc, self.load_cost = steps, rtc, load_cost
         self.num_queries = 0  # in tokens
         self.num_hits = 0
         self.num_id_queries = 0  # sequences
@@ -45,7 +45,7 @@ class Prefixes:
     def name(self, seq: Sequence) -> None:
         """Keep what has been published of a sequence under its ID, for the next turn. Prompts come elsewhere
         than to decode TEs."""
-        if seq.cache_id is not None and self.sizes.role != "decode":
+        if seq.cache_id is not None and self.steps.role != "decode":
             self.rtc.name(seq.cache_id, seq.holding)
 
     def load_by_id(self, seq: Sequence, num_spared: int) -> tuple[int, list[BlockCopy]] | None:
@@ -89,14 +89,14 @@ class Prefixes:
 
     def save(self, limit: int) -> list[tuple[int, list[BlockCopy]]]:
         """Transfers that keep up to `limit` cached blocks in host DRAM, to be made in the background."""
-        started = self.rtc.save(limit) if self.sizes.caches_prefixes else None
+        started = self.rtc.save(limit) if self.steps.caches_prefixes else None
         return [] if started is None else [started]
 
     def may_match(self, seq: Sequence) -> bool:
         """Whether all that a sequence holds is whole cached blocks, so that more of them may follow."""
         holding = seq.holding
         return (
-            self.sizes.caches_prefixes
+            self.steps.caches_prefixes
             and not seq.wants_prompt_logits
             and len(holding.slots) == len(holding.nodes)
             and seq.num_computed == len(holding.nodes) * self.rtc.block_size

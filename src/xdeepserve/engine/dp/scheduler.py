@@ -7,7 +7,7 @@ The scheduler returns a plan and alone mutates its counters. `places.py` names t
 Running sequences are scheduled first, in order of admission; then swapped ones return and waiting ones are
 admitted while rows, blocks and places last. A prompt longer than the rows left is prefilled in chunks.
 
-With `sizes.plans_ahead` a step is planned while the one before runs, from counts only. That a sequence has
+With `plans_ahead` a step is planned while the one before runs, from counts only. That a sequence has
 ended, for any other reason than its length, is seen a step late: what that step computes for it is thrown
 away, and its blocks are free when the step has ended. Where counting does not tell enough, which is when
 blocks run out, nothing is planned until the results are there.
@@ -15,9 +15,10 @@ blocks run out, nothing is planned until the results are there.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import Protocol
 
-from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.deploy.sizes import StepSizes
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.block_table import BlockCopy
 from xdeepserve.engine.dp.events import Events, GroupId
@@ -32,8 +33,40 @@ from xdeepserve.engine.dp.stats import StepStats
 from xdeepserve.engine.dp.step import PlannedStep, Scheduled, SeqProgress, SeqResult, share_of
 from xdeepserve.errors import XDeepServeError
 
-if TYPE_CHECKING:
-    from xdeepserve.engine.dp.pool_prefixes import PoolPrefixes
+
+class PrefixTier(Protocol):
+    """Prefixes of one DP group beyond HBM and the host's DRAM, in a memory pool (CloudMatrix 4.4.2)."""
+
+    num_queries: int  # tokens of prompts that it was asked for
+    num_hits: int  # of these, tokens that came
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether blocks are on their way to or from it."""
+
+    def is_coming(self, seq: Sequence) -> bool:
+        """Whether the blocks that a sequence needs next are on their way for another sequence."""
+
+    def load(self, seq: Sequence, num_ready: int, num_spared: int) -> int | None:
+        """Start to load blocks that follow a sequence's first `num_ready`: a ticket; None: nothing comes."""
+
+    def store(self, seq: Sequence) -> None:
+        """Take the blocks of a sequence that a step has filled."""
+
+    def num_copiers(self, ticket: int) -> int:
+        """Count the dies that copy under a ticket."""
+
+    def copy(self, ticket: int) -> bool:
+        """Have dies make the copies of a ticket; False if there are none to make."""
+
+    def copied(self, ticket: int) -> None:
+        """Note that the dies have made the copies of a ticket, be it this tier's or not."""
+
+    def spoil(self, tickets: Iterable[int]) -> None:
+        """Keep nothing of what moves under these tickets: its HBM slots have lost their content."""
+
+    def abandon(self) -> None:
+        """Give all places free: the dies are lost."""
 
 
 class Scheduler:
@@ -41,19 +74,19 @@ class Scheduler:
 
     def __init__(
         self,
-        sizes: Sizes,
+        steps: StepSizes,
         rtc: RTC,
         load_cost: BlockLoadCost | None = None,
         group: GroupId = GroupId(),  # noqa: B008
         tell: Events | None = None,
     ) -> None:
-        self.sizes, self.rtc = sizes, rtc
+        self.steps, self.rtc = steps, rtc
         self.group, self.tell = group, tell or Events()
         self.places = Places()
-        self.prefixes = Prefixes(sizes, rtc, load_cost)
-        self.preemption = Preemption(sizes, rtc, self.places, group, self.tell)
+        self.prefixes = Prefixes(steps, rtc, load_cost)
+        self.preemption = Preemption(steps, rtc, self.places, group, self.tell)
         self.handover = Handover(rtc, self.places, self.preemption, group, self.tell)
-        self.pool: PoolPrefixes | None = None
+        self.pool: PrefixTier | None = None
         self.stats = StepStats()
         self._ahead: PlannedStep | None = None  # the latest step that has not ended
         self._shares: dict[int, Scheduled] = {}  # of that step, by seq_id
@@ -82,7 +115,7 @@ class Scheduler:
         if not step.shares:
             return step
         # Blocks may be reserved, and then written, at any moment of a step.
-        if self.sizes.plans_ahead or self.sizes.reserves:
+        if self.steps.plans_ahead or self.steps.reserves:
             step.ticket = self.rtc.begin_step()
         self._ahead, self._shares = step, {share.seq.seq_id: share for share in step.shares}
         return step
@@ -90,7 +123,7 @@ class Scheduler:
     def _plan(self, step: PlannedStep) -> None:
         self._take_loaded()
         places, preemption = self.places, self.preemption
-        rows_left, logits_left = self.sizes.max_tokens, self.sizes.max_logit_rows
+        rows_left, logits_left = self.steps.max_tokens, self.steps.max_logit_rows
         index, num_preemptions = 0, preemption.count
         while index < len(places.running):
             seq = places.running[index]
@@ -98,7 +131,7 @@ class Scheduler:
             if self._sits_out(seq, progress):
                 index += 1
                 continue
-            share = share_of(seq, progress, self.sizes, rows_left, logits_left)
+            share = share_of(seq, progress, self.steps, rows_left, logits_left)
             if share is None:
                 break
             if not self._take_blocks(seq, share, step):
@@ -135,7 +168,7 @@ class Scheduler:
                 if ticket is not None:
                     places.move(seq, "load", ticket)
                     continue
-            share = share_of(seq, self._progress(seq), self.sizes, rows_left, logits_left)
+            share = share_of(seq, self._progress(seq), self.steps, rows_left, logits_left)
             if share is None or not self._take_blocks(seq, share, step):
                 preemption.give_up(seq)
                 if share is not None and preemption.is_stuck and preemption.take_from_a_fork():
@@ -147,7 +180,7 @@ class Scheduler:
             logits_left -= len(share.logit_rows)
 
     def _progress(self, seq: Sequence) -> SeqProgress:
-        return SeqProgress.of(seq, self._shares.get(seq.seq_id), self._ahead, self.sizes.mtp)
+        return SeqProgress.of(seq, self._shares.get(seq.seq_id), self._ahead, self.steps.mtp)
 
     def _sits_out(self, seq: Sequence, progress: SeqProgress) -> bool:
         """Whether a sequence has to wait for the end of the step under way: that is surely its last one here,
@@ -157,8 +190,8 @@ class Scheduler:
             return False
         if seq.steering is not None and seq.steering.looks_back:
             return True
-        is_over = progress.num_tokens - seq.num_prompt >= seq.max_tokens or self.sizes.role == "prefill"
-        return is_over or progress.num_tokens + progress.slack > self.sizes.max_model_len
+        is_over = progress.num_tokens - seq.num_prompt >= seq.max_tokens or self.steps.role == "prefill"
+        return is_over or progress.num_tokens + progress.slack > self.steps.max_model_len
 
     def _take_blocks(self, seq: Sequence, share: Scheduled, step: PlannedStep) -> bool:
         """Make the blocks of all positions that a share may have exist and be writable."""
@@ -288,7 +321,7 @@ class Scheduler:
             seq.num_scored += share.num_prompt_rows
             if share.ends:
                 seq.token_ids += [row.token_id for row in result.rows if not row.is_prompt]
-            if self.sizes.caches_prefixes:
+            if self.steps.caches_prefixes:
                 self.rtc.publish(seq.holding, seq.token_ids[: seq.num_computed])
                 self.prefixes.name(seq)
                 if self.pool is not None:
@@ -297,7 +330,7 @@ class Scheduler:
                 self._fork(seq)
             if result.rows and seq.on_tokens(seq, result.rows):
                 self.remove(seq)
-            elif share.ends and self.sizes.role == "prefill":
+            elif share.ends and self.steps.role == "prefill":
                 self.handover.send(seq)
         if step.ticket is not None:
             self.rtc.end_step(step.ticket)

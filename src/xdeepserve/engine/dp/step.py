@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.deploy.sizes import StepSizes
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.block_table import BlockCopy
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
@@ -128,7 +128,7 @@ class SeqProgress(NamedTuple):
 
 
 def share_of(
-    seq: Sequence, progress: SeqProgress, sizes: Sizes, rows_left: int, logits_left: int
+    seq: Sequence, progress: SeqProgress, steps: StepSizes, rows_left: int, logits_left: int
 ) -> Scheduled | None:
     """So much of `seq` as fits into the rows that a step has left; None if nothing does."""
     missing = progress.num_tokens - progress.num_computed
@@ -137,14 +137,14 @@ def share_of(
     wants_prompt_logits = seq.is_scored and progress.num_scored < seq.num_prompt - 1
     if wants_prompt_logits:
         num_tokens = min(num_tokens, scored + logits_left)
-    if sizes.mtp > 1 and num_tokens == missing - 1:
+    if steps.mtp > 1 and num_tokens == missing - 1:
         num_tokens -= num_tokens > 1  # the second draft layer wants to know two tokens after a chunk
     if num_tokens <= 0:
         return None
     ends = num_tokens == missing
     num_drafts = 0
     if ends:
-        room = sizes.max_model_len - progress.num_tokens - progress.slack
+        room = steps.max_model_len - progress.num_tokens - progress.slack
         num_drafts = max(0, min(progress.num_drafts, rows_left - num_tokens, logits_left - 1, room))
     first = num_tokens - 1 if ends else num_tokens
     if wants_prompt_logits:

@@ -74,9 +74,9 @@ class JobExecutor:
         self._admission.look()
         pair = {"prefill", "decode"}
         for other in [each for each in self.tes if each.is_running]:
-            if {te.sizes.role, other.sizes.role} != pair:
+            if {te.sizes.place.role, other.sizes.place.role} != pair:
                 continue
-            prefill, decode = (te, other) if te.sizes.role == "prefill" else (other, te)
+            prefill, decode = (te, other) if te.sizes.place.role == "prefill" else (other, te)
             self.links.add(PDLink(self.pod, prefill, decode, self._carriage, self._retry_ns))
         self.house()
 
@@ -150,7 +150,7 @@ class JobExecutor:
                 self._move(self._jobs[event.seq_id])
 
     def _te(self, group: GroupId) -> TE:
-        return next(te for te in self.tes if te.sizes.name == group.te)
+        return next(te for te in self.tes if te.sizes.place.name == group.te)
 
     def _group(self, group: GroupId) -> DPGroup:
         return self._te(group).groups[group.rank]
@@ -184,7 +184,9 @@ class JobExecutor:
         """Those that take new work, the one with the lowest load first."""
         tes = self.tes.ready("decode")
         ask_suspects(tes)
-        return sorted(tes, key=lambda te: (te.is_suspect, te.kv_load, te.num_sequences, te.sizes.first_die))
+        return sorted(
+            tes, key=lambda te: (te.is_suspect, te.kv_load, te.num_sequences, te.sizes.place.first_die)
+        )
 
     @property
     def num_pending(self) -> int:
@@ -206,7 +208,7 @@ class JobExecutor:
         te = self._router.choose(seqs[0], troubles)
         for seq in seqs:
             self._jobs[seq.seq_id] = Job(seq, te)
-            self.tell(events.Assigned(seq.seq_id, te.sizes.name))
+            self.tell(events.Assigned(seq.seq_id, te.sizes.place.name))
         te.te_shell.dispatch(seqs)  # step 2
         te.wake()
 
@@ -256,7 +258,7 @@ class JobExecutor:
         transfer.link.take()
         self.transfers[seq_id] = transfer
         self.tell(events.Registered(seq_id, transfer.source.id, tuple(transfer.slots)))
-        self.tell(events.Sent(seq_id, te.sizes.name))
+        self.tell(events.Sent(seq_id, te.sizes.place.name))
         return te
 
     def _choose_decode(self, prefill: TE, seq: Sequence) -> PDLink | None:

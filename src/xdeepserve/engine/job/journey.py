@@ -44,17 +44,17 @@ class Journey:
 
     def join(self, te: TE, is_alone: bool) -> None:
         """From now on this TE takes requests, too."""
-        name = te.sizes.name
+        name = te.sizes.place.name
         self._tes[name] = te
         self._die.update({str(group.id): group.dies[0].index for group in te.groups})
         label = "TE-shell" if is_alone else f"TE-shell of {name}"
         self._shells[name] = self.trace.add_node(label, 1 + len(self._shells))
-        if te.sizes.role == "decode":
+        if te.sizes.place.role == "decode":
             self._decodes.add(name)
 
     def see(self, event: events.Observed) -> None:
         """Steps 1, 2, 4 and 5 hand the request on: the next one could be taken at once."""
-        # A TE warms up before it joins; those steps are nobody's requests.
+        # A TE warms up before it joins: those steps belong to no request.
         if isinstance(event, events.StepEnded) and event.group.te in self._tes:
             self._draw_step(event)
         if not isinstance(event, events.Event):

@@ -36,7 +36,7 @@ class PDLink:
     def __init__(self, pod: Pod, prefill: TE, decode: TE, carriage: Carriage, retry_ns: int) -> None:
         self.tes = prefill, decode
         self._clock, self._retry_ns = pod.clock, retry_ns
-        lost_ns = [te.sizes.lost_ns for te in self.tes]
+        lost_ns = [te.sizes.groups.lost_ns for te in self.tes]
         # A TE that waits for a transfer shall hear of its failure before it takes itself for lost.
         timeout_ns = min(TIMEOUT_NS, min(lost_ns) // 3)
         self.flow = DistFlow(
@@ -132,7 +132,7 @@ class Links:
     def troubles(self, te: TE) -> tuple[str, ...]:
         """The links of a TE that have failed: where they lead, and whether it is a fault of theirs."""
         others = [(link, link.tes[link.tes[0] is te]) for link in self.of(te) if link.error is not None]
-        return tuple(f"{other.sizes.name}: {link.verdict}" for link, other in others)
+        return tuple(f"{other.sizes.place.name}: {link.verdict}" for link, other in others)
 
     def choose(self, prefill: TE, seq_id: int) -> PDLink | None:
         """Step 4: the link to the decode TE with the lowest load, of those that can be reached if there are
@@ -169,9 +169,9 @@ class Links:
 
     def error(self, prefill: TE, seq_id: int) -> TransferError:
         """Why a sequence cannot be decoded anywhere."""
-        reasons = [f"{te.sizes.name}: {error}" for te, error in self._failures.get(seq_id, {}).items()]
+        reasons = [f"{te.sizes.place.name}: {error}" for te, error in self._failures.get(seq_id, {}).items()]
         return TransferError(
-            f"no decode TE can be reached from {prefill.sizes.name}, which has prefilled the request: "
+            f"no decode TE can be reached from {prefill.sizes.place.name}, which has prefilled the request: "
             + ("; ".join(reasons) or "none takes new work")
         )
 
@@ -183,4 +183,4 @@ class Links:
 
 def _rank(link: PDLink) -> tuple[bool, bool, float, int, int]:
     te = link.tes[1]
-    return link.is_avoided, te.is_suspect, te.kv_load, te.num_sequences, te.sizes.first_die
+    return link.is_avoided, te.is_suspect, te.kv_load, te.num_sequences, te.sizes.place.first_die

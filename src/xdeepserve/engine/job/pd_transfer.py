@@ -119,7 +119,7 @@ class PDTransfer:
 
     def _source_ranks(self, group: DPGroup) -> list[int]:
         """The die of the source that each die of `group` pulls from."""
-        dp, tp, prefill_tp = group.sizes.num_groups, group.sizes.tp, len(self.source.dies)
+        dp, tp, prefill_tp = group.num_groups, len(group.dies), len(self.source.dies)
         return [prefill_rank(group.rank, tp_rank, dp, tp, prefill_tp) for tp_rank in range(tp)]
 
     def offer(self, group: DPGroup) -> None:

@@ -14,7 +14,7 @@ class Roster(list[TE]):
 
     def ready(self, *roles: Role) -> list[TE]:
         """Those of these roles that take new work."""
-        return [te for te in self if te.life == "ready" and te.sizes.role in roles]
+        return [te for te in self if te.life == "ready" and te.sizes.place.role in roles]
 
     @property
     def beginners(self) -> list[TE]:
@@ -24,13 +24,13 @@ class Roster(list[TE]):
     def successors(self, te: TE) -> list[TE]:
         """Who goes on, from the tokens, with what a TE had: others of its role, or else whoever can begin."""
         able = [other for other in [*self.beginners, *self.ready("decode")] if other is not te]
-        alike = [other for other in able if other.sizes.role == te.sizes.role]
-        return alike or [other for other in able if other.sizes.role != "decode"]
+        alike = [other for other in able if other.sizes.place.role == te.sizes.place.role]
+        return alike or [other for other in able if other.sizes.place.role != "decode"]
 
 
 def can_serve(tes: Iterable[TE | TEPlan]) -> bool:
     """Whether these could serve a request between them."""
-    roles = {te.sizes.role for te in tes}
+    roles = {te.sizes.place.role for te in tes}
     return "both" in roles or roles >= {"prefill", "decode"}
 
 

@@ -41,9 +41,9 @@ class Ledger:
 
     def known(self, seq: Sequence, tes: Seq[TE]) -> Known:
         """What is known of TEs, for whoever looks for one for a sequence."""
-        known = Known.none(np.array([te.sizes.role != "both" for te in tes]))
+        known = Known.none(np.array([te.sizes.place.role != "both" for te in tes]))
         for number, te in enumerate(tes):
-            given = [each for each in self._given.values() if each.te == te.sizes.name]
+            given = [each for each in self._given.values() if each.te == te.sizes.place.name]
             known.cached[number] = num_cached(te, seq)
             known.sequences[number] = te.num_sequences
             known.queued[number] = sum(each.cost for each in given) / len(te.groups)
@@ -60,7 +60,7 @@ class Ledger:
         cached = num_cached(te, seq)
         new = len(seq.token_ids) - cached
         cost = prefill_cost(float(new), float(cached))
-        self._given[seq.seq_id] = GivenPrompt(te.sizes.name, cost, is_long=new >= LONG_PROMPT)
+        self._given[seq.seq_id] = GivenPrompt(te.sizes.place.name, cost, is_long=new >= LONG_PROMPT)
 
     def forget(self, seq_id: int) -> None:
         """It has been prefilled, has ended, or has left its TE."""
@@ -112,7 +112,7 @@ class Router:
     def _order(self, te: TE) -> tuple[int, int]:
         """In turn is by place, whoever has what."""
         in_turn = self._route in ("round-robin", "pd-aware")
-        return 0 if in_turn else te.num_sequences, te.sizes.first_die
+        return 0 if in_turn else te.num_sequences, te.sizes.place.first_die
 
     def _num_output(self, seq: Sequence) -> float:
         """Tokens of its answer, as far as they are known or can be predicted; 0: they are not."""

@@ -22,7 +22,7 @@ from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
 from xdeepserve.comm.trampoline.side import Side
 from xdeepserve.comm.trampoline.token_flow import FlowExpertSide, FlowTrampoline
 from xdeepserve.engine.deploy.roles import Turns
-from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.deploy.sizes import WalkSizes
 from xdeepserve.engine.die.dataflow import DataflowExpertProgram
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
@@ -61,8 +61,8 @@ class ByTrampolines:
     def __init__(self, team: Team, tallies: list[list[Tally]]) -> None:
         self.team, self.tallies, self.sizes = team, tallies, team.sizes
         self.a2e = [
-            [self._layout(m, d) for d in range(self.sizes.num_domains)]
-            for m in range(self.sizes.num_microbatches)
+            [self._layout(m, d) for d in range(self.sizes.walk.num_domains)]
+            for m in range(self.sizes.walk.num_microbatches)
         ]
         for layout in (layout for by_domain in self.a2e for layout in by_domain):
             for die in layout.sides.attention:
@@ -74,19 +74,19 @@ class ByTrampolines:
         self.max_rows = len(layout.sides.attention) * layout.max_tokens * copies
 
     def _layout(self, microbatch: int, domain: int) -> A2ELayout:
-        experts = Group(dies=self.team.expert_dies, expert_rank=self.sizes.expert_rank)
+        experts = Group(dies=self.team.expert_dies, expert_rank=self.sizes.experts.expert_rank)
         return A2ELayout(
             sides=Sides(self.team.domain(domain), experts),
             name=f"a2e.mb{microbatch}.domain{domain}",
-            pushes=self.sizes.exchange == "push",
+            pushes=self.sizes.walk.exchange == "push",
             **rows_away(self.team),
         )
 
     @property
     def means(self) -> Means:
         """What both sides use."""
-        assert self.sizes.carrier != "rdma"
-        return Means(carrier=self.sizes.carrier, timeout_ns=self.sizes.exchange_timeout_ns)
+        assert self.sizes.walk.carrier != "rdma"
+        return Means(carrier=self.sizes.walk.carrier, timeout_ns=self.sizes.walk.timeout_ns)
 
     def attention_end(self, rank: int, microbatch: int) -> Trampoline:
         """A2E and E2A of an attention die."""
@@ -108,7 +108,7 @@ class ByTrampolines:
     ) -> ExpertProgram:
         """By steps."""
         die = self.team.pod.dies[self.team.expert_dies[index]]
-        if self.sizes.is_lockstep:
+        if self.sizes.walk.is_lockstep:
             from xdeepserve.engine.run.gang.lockstep import LockstepExpertProgram
 
             return LockstepExpertProgram(die, mem, [], [], threads, Computing(die), reports)
@@ -130,12 +130,14 @@ class Flowing(ByTrampolines):
             [side for by_domain in self.expert_sides(index, kind) for side in by_domain]
             for kind in (FlowExpertSide, FlowTrampoline)
         )
-        return DataflowExpertProgram(die, mem, flows, trampolines, threads, Computing(die), reports)
+        return DataflowExpertProgram(
+            die, mem, flows, trampolines, self.sizes.walk.num_domains, threads, Computing(die), reports
+        )
 
 
-def way_of(sizes: Sizes) -> Callable[[Team, list[list[Tally]]], Way]:
+def way_of(walk: WalkSizes) -> Callable[[Team, list[list[Tally]]], Way]:
     """What makes the way of a TE."""
-    return ByCards if sizes.carrier == "rdma" else WAYS[sizes.turns]
+    return ByCards if walk.carrier == "rdma" else WAYS[walk.turns]
 
 
 WAYS: dict[Turns, Callable[[Team, list[list[Tally]]], Way]] = {

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def m2n_layout(team: Team, microbatch: int, domain: int) -> M2NLayout:
     """Attention dies of a domain, and all expert dies."""
-    experts = Group(dies=team.expert_dies, expert_rank=team.sizes.expert_rank)
+    experts = Group(dies=team.expert_dies, expert_rank=team.sizes.experts.expert_rank)
     name = f"m2n.mb{microbatch}.domain{domain}"
     return M2NLayout(team.domain(domain), experts, name=name, **rows_away(team))
 
@@ -36,8 +36,8 @@ class ByCards:
     def __init__(self, team: Team, tallies: list[list[Tally]]) -> None:
         self.team, self.tallies, self.sizes = team, tallies, team.sizes
         self.layouts = [
-            [m2n_layout(team, m, d) for d in range(self.sizes.num_domains)]
-            for m in range(self.sizes.num_microbatches)
+            [m2n_layout(team, m, d) for d in range(self.sizes.walk.num_domains)]
+            for m in range(self.sizes.walk.num_microbatches)
         ]
         for layout in (layout for by_domain in self.layouts for layout in by_domain):
             for die in layout.attention:
@@ -56,7 +56,7 @@ class ByCards:
     @property
     def means(self) -> Means:
         """What both sides use."""
-        return Means(timeout_ns=self.sizes.exchange_timeout_ns)
+        return Means(timeout_ns=self.sizes.walk.timeout_ns)
 
     def attention_end(self, rank: int, microbatch: int) -> Trampoline:
         """M2N of an attention die."""

@@ -18,11 +18,11 @@ from xdeepserve.comm.services.layout import ServiceLayout
 from xdeepserve.comm.services.reach import OverURMA
 from xdeepserve.comm.services.service_client import Patience, ServiceClient
 from xdeepserve.comm.services.service_server import Batching, ServiceServer
-from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.deploy.sizes import ExpertSizes
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.expert_server import ExpertServerProgram
 from xdeepserve.engine.die.experts import ExpertProgram
-from xdeepserve.engine.die.replicas import NOTHING, first_map, moe_layers
+from xdeepserve.engine.die.replicas import NOTHING, first_map
 from xdeepserve.engine.outside.watcher import Watcher
 from xdeepserve.engine.run.arithmetic import quantize_rows
 from xdeepserve.engine.run.ends import CountedSide, rows_away
@@ -38,29 +38,29 @@ if TYPE_CHECKING:
 def service_layout(team: Team) -> ServiceLayout:
     """What clients and servers share, wherever these are."""
     sizes = team.sizes
-    assert sizes.services is not None
+    assert sizes.walk.services is not None
     return ServiceLayout(
         clients=team.dies,
-        servers=Group(dies=sizes.expert_dies, expert_rank=sizes.expert_rank),
-        num_slots=sizes.num_microbatches,
-        announces=sizes.services.batch_clients > 1,
+        servers=Group(dies=sizes.place.expert_dies, expert_rank=sizes.experts.expert_rank),
+        num_slots=sizes.walk.num_microbatches,
+        announces=sizes.walk.services.batch_clients > 1,
         **rows_away(team),
     )
 
 
-def experts_held(sizes: Sizes) -> tuple[tuple[int, ...], ...]:
+def experts_held(placed: ExpertSizes) -> tuple[tuple[int, ...], ...]:
     """The routed experts of each seat, copies included; -1 for the shared one."""
-    copies = sizes.copies_of or ((),) * len(sizes.experts_of)
+    copies = placed.copies_of or ((),) * len(placed.experts_of)
     return tuple(
-        (-1,) if sizes.is_shared(number) else (*held, *copies[number])
-        for number, held in enumerate(sizes.experts_of)
+        (-1,) if placed.is_shared(number) else (*held, *copies[number])
+        for number, held in enumerate(placed.experts_of)
     )
 
 
-def identity(layout: ServiceLayout, sizes: Sizes, recipe: str, checkpoint: str) -> str:
+def identity(layout: ServiceLayout, placed: ExpertSizes, recipe: str, checkpoint: str) -> str:
     """What client and server processes must have in common: the model by its digest, how it computes, who has
     what, and where each byte lies."""
-    parts = [recipe, checkpoint, layout, experts_held(sizes), sizes.mtp, sizes.num_mtp_layers]
+    parts = [recipe, checkpoint, layout, experts_held(placed), placed.layers, placed.order]
     return hashlib.blake2b(msgspec.json.encode(parts), digest_size=16).hexdigest()
 
 
@@ -70,46 +70,45 @@ class ByServices:
     def __init__(self, team: Team, tallies: list[list[Tally]]) -> None:
         self.team, self.tallies = team, tallies
         sizes = team.sizes
-        assert sizes.services is not None
-        self.times, self.layout = sizes.services, service_layout(team)
+        assert sizes.walk.services is not None
+        self.times, self.layout = sizes.walk.services, service_layout(team)
         for die in team.dies:
             self.layout.plan_client(team.pod.plan(die))
         for die in team.expert_dies:
             self.layout.plan_server(team.pod.plan(die))
         self.max_rows = len(team.dies) * self.layout.rows_per_slot
-        self.means = Means(timeout_ns=sizes.exchange_timeout_ns)
-        self.num_layers = len(sizes.with_mtp_used_again(moe_layers(team.config, sizes)))
+        self.means = Means(timeout_ns=sizes.walk.timeout_ns)
+        self.num_layers = len(sizes.experts.order)
         self._same = self._replicas()
         self._known: dict[int, KnownServers] = {}  # of each client
         self.watcher: Watcher | None = None  # of servers outside of the pod
-        if sizes.transport != "pod":
-            self.watcher = Watcher(team.pod, self.layout, experts_held(sizes), self._revive)
+        if sizes.walk.transport != "pod":
+            self.watcher = Watcher(team.pod, self.layout, experts_held(sizes.experts), self._revive)
         self._servers: dict[int, ServiceServer] = {}  # by number, the latest
 
     def _replicas(self) -> dict[int, list[int]]:
         """By physical expert, all that are the same one from the start, in every layer; copies of the shared
         expert among them."""
-        sizes = self.team.sizes
+        placed = self.team.sizes.experts
         by_expert: dict[int, list[int]] = defaultdict(list)
-        for physical, expert in enumerate(first_map(self.team.config, sizes)[0]):
+        for physical, expert in enumerate(first_map(placed)[0]):
             if expert != NOTHING:
                 by_expert[expert].append(physical)
-        shared = range(sizes.num_slots, len(sizes.expert_rank))
+        shared = range(placed.num_slots, len(placed.expert_rank))
         groups = [*by_expert.values(), list(shared)]
         return {physical: group for group in groups for physical in group}
 
     def replicas(self, rank: int, layer: int, physical: int) -> Sequence[int]:
         """All physical experts that are the same as one of these. Those that EPLB loads come and go: of them
         a client knows by its own map, which leads to what is whole, and stays as it is for a step."""
-        sizes = self.team.sizes
-        if physical >= sizes.num_slots or sizes.copies_of or not sizes.redundant_slots:
+        placed = self.team.sizes.experts
+        if physical >= placed.num_slots or placed.copies_of or not placed.redundant_slots:
             return self._same.get(physical, (physical,))
-        layers = moe_layers(self.team.config, sizes)
-        number = sizes.with_mtp_used_again(list(range(len(layers))))[layer]
+        number = placed.order[layer]
         memory, num_experts = self.team.pod.memory(self.team.dies[rank]), self.team.config.n_routed_experts
-        shape = len(layers), num_experts, sizes.max_replicas
+        shape = len(placed.layers), num_experts, placed.max_replicas
         counts = memory.view(memory.app.regions["logcnt"], np.int32, shape[:2])[number]
-        is_replica = np.arange(sizes.max_replicas) < counts[:, None]
+        is_replica = np.arange(placed.max_replicas) < counts[:, None]
         log2phy = memory.view(memory.app.regions["log2phy"], np.int32, shape)[number]
         experts = np.flatnonzero(((log2phy == physical) & is_replica).any(1))
         return log2phy[experts[0], : counts[experts[0]]].tolist() if len(experts) else (physical,)

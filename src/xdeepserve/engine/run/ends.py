@@ -84,8 +84,8 @@ def rows_away(team: Team) -> dict[str, Any]:
     """
     sizes = team.sizes
     return {
-        "max_tokens": -(-sizes.max_tokens // sizes.num_microbatches),
-        "top_k": team.config.num_experts_per_tok + (sizes.num_shared_dies > 0),
+        "max_tokens": -(-sizes.steps.max_tokens // sizes.walk.num_microbatches),
+        "top_k": team.config.num_experts_per_tok + (sizes.experts.num_shared_dies > 0),
         "hidden": team.config.hidden_size,
         "quantize": team.recipe == "int8",
         "int8_answers": team.config.int8_answers,

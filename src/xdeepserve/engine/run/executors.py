@@ -7,7 +7,7 @@ from functools import partial
 import msgspec
 
 from xdeepserve.engine.deploy.roles import Turns
-from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.deploy.sizes import WalkSizes
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.program import Executor, Traversal
 from xdeepserve.engine.die.workspace import Workspace
@@ -41,56 +41,59 @@ def traversal(net: Net, rank: int, mem: DieMemory, weights: ModelWeights, thread
 
     def runner(pace: Pace, buffers: Workspace) -> Runner:
         frame = Frame(
-            Model(mem.config, mem.recipe, len(mem.heads), sizes.unabsorbed),
+            Model(mem.config, mem.recipe, len(mem.heads), sizes.walk.unabsorbed),
             buffers,
             threads,
             (weights.cos, weights.sin),
-            sizes.max_model_len,
+            sizes.steps.max_model_len,
             mem.slots,
             mem.replicas,
             mem.redundant,
         )
-        frame.group_rank, frame.group_size = rank % sizes.tp, sizes.tp
-        if sizes.experts == "among":
-            frame.shared_expert, frame.first_copy = net.shared_expert(rank), sizes.num_slots
+        frame.group_rank, frame.group_size = rank % sizes.groups.tp, sizes.groups.tp
+        if sizes.experts.where == "among":
+            frame.shared_expert, frame.first_copy = net.shared_expert(rank), sizes.experts.num_slots
         return Runner(net.team.pod.dies[net.team.dies[rank]], frame, pace)
 
     main_pace = net.pace(rank, None)
     main = runner(main_pace, mem.workspace)
     runners = [main]
-    if sizes.turns == "overlap":
-        parts = range(sizes.num_parts)
+    if sizes.walk.turns == "overlap":
+        parts = range(sizes.walk.num_parts)
         runners = [runner(net.pace(rank, m), mem.layer_workspace(m)) for m in parts]
-    elif sizes.num_microbatches > 1 and not sizes.is_lockstep:  # in lockstep who runs them all cuts the rows
-        runners = [runner(main_pace, mem.workspace) for _ in range(sizes.num_microbatches)]
+    elif sizes.walk.num_microbatches > 1 and not sizes.walk.is_lockstep:  # lockstep cuts the rows itself
+        runners = [runner(main_pace, mem.workspace) for _ in range(sizes.walk.num_microbatches)]
         for m, each in enumerate(runners):
             each.frame.lane = m % mem.num_choices
     for each in (main, *runners):
-        if sizes.experts == "away":
+        if sizes.experts.where == "away":
             each.home = {"domain": rank // net.team.dies_per_domain}
             each.at()
     for m, each in enumerate(runners):
         connect(net, rank, each, m)
-    return Traversal(main, runners, schedule(sizes), programs(net, mem, weights))
+    return Traversal(main, runners, schedule(sizes.walk, sizes.groups.is_sliced), programs(net, mem, weights))
 
 
 def connect(net: Net, rank: int, runner: Runner, microbatch: int) -> None:
     """Give a runner its ends of exchanges. Dies in lockstep have none: their gang makes those bytes."""
     sizes, pace = net.team.sizes, runner.pace
-    if sizes.num_sharing > 1:
+    if sizes.groups.num_sharing > 1:
         runner.group = net.group(rank, pace, microbatch)
-    if sizes.is_lockstep:
+    if sizes.walk.is_lockstep:
         return
-    if sizes.experts == "away":
+    if sizes.experts.where == "away":
         runner.trampoline = net.trampoline(rank, pace, microbatch)
         runner.shared_expert = net.shared_expert(rank)
-    elif sizes.experts == "among":
+    elif sizes.experts.where == "among":
         runner.exchange = net.exchange(rank, pace, microbatch)
 
 
-def schedule(sizes: Sizes) -> Schedule:
-    """Whose turn it is."""
-    split = CoreSplit(sizes.attention_cores, sizes.moves_cores) if sizes.overlap == "cores" else None
+def schedule(walk: WalkSizes, is_sliced: bool) -> Schedule:
+    """Choose the schedule that decides which microbatch runs next.
+
+    `is_sliced`: the dies of a DP group cut a microbatch's tokens between them (SP-TP-SP).
+    """
+    split = CoreSplit(walk.attention_cores, walk.moves_cores) if walk.overlap == "cores" else None
     schedules: dict[Turns, Schedule] = {
         "serial": serial,
         "overlap": partial(overlap, split=split),
@@ -98,8 +101,8 @@ def schedule(sizes: Sizes) -> Schedule:
         "dataflow": away_and_back,  # its exchanges have no barriers
         "services": away_and_back,
     }
-    chosen = schedules[sizes.turns]
-    return partial(in_slices, chosen) if sizes.tp > 1 and sizes.tp_mode == "sp-tp-sp" else chosen
+    chosen = schedules[walk.turns]
+    return partial(in_slices, chosen) if is_sliced else chosen
 
 
 def programs(net: Net, mem: DieMemory, weights: ModelWeights) -> list[LayerProgram]:
@@ -126,19 +129,23 @@ def layer_program(net: Net, mem: DieMemory, layer: Layer) -> LayerProgram:
     """A decoder layer, transformed as the deployment says."""
     sizes = net.team.sizes
     where = Where(
-        experts=sizes.experts,
+        experts=sizes.experts.where,
         has_shared=net.has_shared,
         has_routes=mem.has_routes,
         collects=mem.replicas is not None and mem.replicas.collects,
-        pushes=sizes.exchange == "push",
+        pushes=sizes.walk.exchange == "push",
         int8_answers=mem.config.int8_answers,
         holds=mem.holds,
     )
     program = decoder_layer(layer, where)
-    if sizes.turns == "overlap":
+    if sizes.walk.turns == "overlap":
         program = overlapped(program)
-    if sizes.o_proj_tp > 1:
-        return shared_out_proj(program, layer, sizes.o_proj_tp)
-    if sizes.tp == 1:
+    if sizes.groups.o_proj_tp > 1:
+        return shared_out_proj(program, layer, sizes.groups.o_proj_tp)
+    if sizes.groups.tp == 1:
         return program
-    return tensor_parallel(program, layer, sizes.tp) if sizes.tp_mode == "tp" else sp_tp_sp(program)
+    return (
+        tensor_parallel(program, layer, sizes.groups.tp)
+        if sizes.groups.tp_mode == "tp"
+        else sp_tp_sp(program)
+    )

@@ -42,17 +42,17 @@ from xdeepserve.step.linear import Threads
 
 
 class Team:
-    """The dies of one TE: every `sizes.tp` of `dies` are a DP group. `expert_at`, where MoE and attention are
-    apart, are dies with experts by their numbers; those of servers come and go."""
+    """The dies of one TE. Each `groups.tp` neighbours of `dies` are a DP group. Where experts have dies of
+    their own, `expert_at` has these by number; those of expert servers come and go."""
 
     def __init__(self, pod: Pod, config: ModelConfig, recipe: Recipe, sizes: Sizes) -> None:
         self.pod, self.config, self.recipe, self.sizes = pod, config, recipe, sizes
-        self.dies = sizes.dies
-        is_outside = sizes.transport != "pod"  # then each of these is a process of its own
+        self.dies = sizes.place.dies
+        is_outside = sizes.walk.transport != "pod"  # then each of these is a process of its own
         self.expert_at = {
             number: die
-            for number, die in enumerate(sizes.expert_dies)
-            if number not in sizes.vacant and not is_outside
+            for number, die in enumerate(sizes.place.expert_dies)
+            if number not in sizes.experts.vacant and not is_outside
         }
 
     @property
@@ -62,19 +62,19 @@ class Team:
 
     def group_of(self, rank: int) -> tuple[int, ...]:
         """The dies of the DP group that a rank belongs to."""
-        first = rank - rank % self.sizes.tp
-        return self.dies[first : first + self.sizes.tp]
+        first = rank - rank % self.sizes.groups.tp
+        return self.dies[first : first + self.sizes.groups.tp]
 
     def sharing(self, rank: int) -> tuple[int, ...]:
         """The dies with which a rank shares projections: of its DP group, or of several of one die each."""
-        size = self.sizes.num_sharing
+        size = self.sizes.groups.num_sharing
         first = rank - rank % size
         return self.dies[first : first + size]
 
     @property
     def dies_per_domain(self) -> int:
         """With attention."""
-        return self.sizes.num_dies // self.sizes.num_domains
+        return self.sizes.place.num_dies // self.sizes.walk.num_domains
 
     def domain(self, number: int) -> tuple[int, ...]:
         """The attention dies of a DP domain."""
@@ -82,7 +82,7 @@ class Team:
 
     def shared_expert(self, rank: int) -> int | None:
         """The physical expert that an attention die's tokens take for the shared one, if it is elsewhere."""
-        return self.sizes.shared_expert(rank)
+        return self.sizes.experts.shared_expert(rank)
 
 
 class Net(Protocol):
@@ -121,21 +121,21 @@ class ProtocolNet:
 
     def __init__(self, team: Team) -> None:
         self.team, sizes = team, team.sizes
-        self.has_shared = not sizes.num_shared_dies
-        top_k, holders = team.config.num_experts_per_tok, max(1, sizes.num_primary_dies)
+        self.has_shared = not sizes.experts.num_shared_dies
+        top_k, holders = team.config.num_experts_per_tok, max(1, sizes.experts.num_primary_dies)
         self._tallies = [
-            [Tally(team.pod.spec_of(team.dies[0]), holders, top_k) for _ in range(sizes.num_domains)]
-            for _ in range(sizes.num_microbatches)
+            [Tally(team.pod.spec_of(team.dies[0]), holders, top_k) for _ in range(sizes.walk.num_domains)]
+            for _ in range(sizes.walk.num_microbatches)
         ]
         # One, or one for each microbatch that overlaps.
         self.exchanges: list[tuple[Group, Layout | FusedLayout]] = []
         self.away: Way | None = None  # to experts on dies of their own
         self.collectives: list[CollectiveLayout] = []  # one, or as with exchanges
-        if sizes.num_sharing > 1:
+        if sizes.groups.num_sharing > 1:
             self.collectives = self._plan_collectives()
-        if sizes.experts == "away":
-            self.away = way_of(sizes)(team, self._tallies)
-        elif sizes.experts == "among":
+        if sizes.experts.where == "away":
+            self.away = way_of(sizes.walk)(team, self._tallies)
+        elif sizes.experts.where == "among":
             self.exchanges = [self._plan_exchange(mark) for mark in self._marks]
 
     # ---- plans --------------------------------------------------------------------------------------
@@ -143,24 +143,24 @@ class ProtocolNet:
     @property
     def _marks(self) -> list[str]:
         """What the buffers of each microbatch that overlaps are called after their names."""
-        num_parts = self.team.sizes.num_parts
+        num_parts = self.team.sizes.walk.num_parts
         return [""] if num_parts == 1 else [f".mb{m}" for m in range(num_parts)]
 
     def _plan_exchange(self, mark: str) -> tuple[Group, Layout | FusedLayout]:
         """Dispatch and combine between all dies: a physical expert lives on the rank whose slots hold it."""
         team, sizes = self.team, self.team.sizes
-        group = Group(dies=team.dies, expert_rank=sizes.expert_rank)
-        top_k = team.config.num_experts_per_tok + (sizes.num_shared_dies > 0)
+        group = Group(dies=team.dies, expert_rank=sizes.experts.expert_rank)
+        top_k = team.config.num_experts_per_tok + (sizes.experts.num_shared_dies > 0)
         rows: dict[str, Any] = {"hidden": team.config.hidden_size, "quantize": team.recipe == "int8"}
         rows["int8_answers"] = team.config.int8_answers
         layout: Layout | FusedLayout
-        if sizes.exchange == "push":
+        if sizes.walk.exchange == "push":
             layout = FusedLayout.for_group(
-                group, local_batch=sizes.max_slice, top_k=top_k, name=f"fused{mark}", **rows
+                group, local_batch=sizes.groups.max_slice, top_k=top_k, name=f"fused{mark}", **rows
             )
         else:
             layout = Layout.for_group(
-                group, max_tokens=sizes.max_slice, top_k=top_k, name=f"xccl{mark}", **rows
+                group, max_tokens=sizes.groups.max_slice, top_k=top_k, name=f"xccl{mark}", **rows
             )
         for die in team.dies:
             layout.plan(team.pod.plan(die))
@@ -169,10 +169,10 @@ class ProtocolNet:
     def _plan_collectives(self) -> list[CollectiveLayout]:
         """What ranks that share projections exchange: rows of hidden states, of latents, or of head
         outputs."""
-        c, sizes, size = self.team.config, self.team.sizes, self.team.sizes.num_sharing
+        c, sizes, size = self.team.config, self.team.sizes, self.team.sizes.groups.num_sharing
         heads = c.num_attention_heads * c.v_head_dim
         widest = max(c.hidden_size * size, c.down_columns * size, heads)
-        nbytes = sizes.max_slice * widest * 4
+        nbytes = sizes.groups.max_slice * widest * 4
         layouts = [CollectiveLayout(size, nbytes, name=f"tp{mark}") for mark in self._marks]
         for layout in layouts:
             for die in self.team.dies:
@@ -208,7 +208,11 @@ class ProtocolNet:
         team = self.team
         assert self.away is not None
         plan, max_rows = team.pod.plan(die), self.away.max_rows
-        return ExpertMemory(plan, team.config, team.recipe, team.sizes, index, max_rows)
+        return ExpertMemory(
+            *(plan, team.config, team.recipe, team.sizes.experts, index, team.sizes.walk.num_items),
+            max_rows=max_rows,
+            is_flow=team.sizes.walk.flows,
+        )
 
     # ---- ends ---------------------------------------------------------------------------------------
 
@@ -217,7 +221,7 @@ class ProtocolNet:
 
     def pace(self, rank: int, microbatch: int | None) -> Pace:
         """Kernels run."""
-        by_cores = microbatch is not None and self.team.sizes.overlap == "cores"
+        by_cores = microbatch is not None and self.team.sizes.walk.overlap == "cores"
         return Computing(self._die(rank), shares_hbm=by_cores)
 
     def exchange(self, rank: int, pace: Pace, microbatch: int) -> Exchange:
@@ -226,27 +230,27 @@ class ProtocolNet:
         die, sizes = self._die(rank), self.team.sizes
         cores: int | None = None
         carrier: Carrier = "mte"
-        if sizes.overlap == "engines":
+        if sizes.walk.overlap == "engines":
             carrier = "urma"
-        elif sizes.overlap == "cores":
-            cores = microbatch_cores(die, sizes.attention_cores, False, "aiv")
-        lane = "XCCL" if sizes.overlap is None else f"XCCL microbatch {microbatch}"
-        means = Means(cores, carrier, sizes.exchange_timeout_ns, lane)
+        elif sizes.walk.overlap == "cores":
+            cores = microbatch_cores(die, sizes.walk.attention_cores, False, "aiv")
+        lane = "XCCL" if sizes.walk.overlap is None else f"XCCL microbatch {microbatch}"
+        means = Means(cores, carrier, sizes.walk.timeout_ns, lane)
         group, layout = self.exchanges[microbatch]
         xccl: XCCL | FusedXCCL
         if isinstance(layout, FusedLayout):
             xccl = FusedXCCL(die, rank, group, layout, quantize_rows, means)
         else:
             xccl = XCCL(die, rank, group, layout, quantize_rows, means)
-        return RankExchange(xccl, self._tallies[microbatch][0], sizes.num_slots)
+        return RankExchange(xccl, self._tallies[microbatch][0], sizes.experts.num_slots)
 
     def group(self, rank: int, pace: Pace, microbatch: int) -> GroupEnd:
         """Its collectives belong to attention: by cores they have those of stream 0."""
         die, sizes = self._die(rank), self.team.sizes
         cores = None
-        if sizes.overlap == "cores":
-            cores = microbatch_cores(die, sizes.attention_cores, True, "aiv")
-        means = Means(cores, timeout_ns=sizes.exchange_timeout_ns)
+        if sizes.walk.overlap == "cores":
+            cores = microbatch_cores(die, sizes.walk.attention_cores, True, "aiv")
+        means = Means(cores, timeout_ns=sizes.walk.timeout_ns)
         return TPGroup(Collectives(die, self.team.sharing(rank), self.collectives[microbatch], means))
 
     def trampoline(self, rank: int, pace: Pace, microbatch: int) -> Trampoline:

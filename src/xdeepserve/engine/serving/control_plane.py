@@ -54,7 +54,7 @@ class ControlPlane:
         if self._is_over:
             return
         running = [te for te in self._tes() if te.is_running]
-        names = {te.sizes.name for te in running}
+        names = {te.sizes.place.name for te in running}
         self._asked_ns = {name: asked_ns for name, asked_ns in self._asked_ns.items() if name in names}
         for te in running:
             silent = self._silent_ns(te)
@@ -66,10 +66,10 @@ class ControlPlane:
         self.start()
         asked = [te for te in running if te.is_running]
         for te in asked:
-            self._asked_ns.setdefault(te.sizes.name, self._clock.now)
+            self._asked_ns.setdefault(te.sizes.place.name, self._clock.now)
         await self._clock.sleep(self.travel_ns)
         for te in asked:
-            te.inbox.put(Beat(te.sizes.name, self._answers, self.travel_ns))
+            te.inbox.put(Beat(te.sizes.place.name, self._answers, self.travel_ns))
         self._clock.spawn(self._hear(), "control plane")
 
     async def _hear(self) -> None:
@@ -82,19 +82,19 @@ class ControlPlane:
                 return
             self._asked_ns.pop(name, None)
             for te in self._tes():
-                if te.sizes.name == name:
+                if te.sizes.place.name == name:
                     te.health.shell = "healthy"
 
     def _silent_ns(self, te: TE) -> int:
-        asked_ns = self._asked_ns.get(te.sizes.name)
+        asked_ns = self._asked_ns.get(te.sizes.place.name)
         return 0 if asked_ns is None else self._clock.now - asked_ns
 
     def _error(self, te: TE, silent_ns: int) -> DeadlineError:
-        del self._asked_ns[te.sizes.name]
+        del self._asked_ns[te.sizes.place.name]
         return DeadlineError(
             op="heartbeat, tier 1",
             rank="control plane",
-            peer=f"TE-shell of {te.sizes.name}",
+            peer=f"TE-shell of {te.sizes.place.name}",
             field="answer",
             expected=f"one within {self.lost_ns / 1e9:g} s",
             seen=f"silence for {silent_ns / 1e9:g} s",

@@ -244,8 +244,8 @@ class Engine:
             # No group is there while all TEs are started anew.
             kv_cache_usage=sum(g.rtc.usage for g in groups) / max(1, len(groups)),
             kv_block_size=self.plan.deployment.cache.block_size,
-            num_kv_blocks=sum(g.sizes.num_blocks for g in groups),
-            num_host_kv_blocks=sum(g.sizes.num_host_blocks for g in groups),
+            num_kv_blocks=sum(g.kv.num_blocks for g in groups),
+            num_host_kv_blocks=sum(g.kv.num_host_blocks for g in groups),
             num_cache_keys=sum(g.rtc.index.num_ids for g in groups),
             expert_load=tuple(load for te in self.je.tes for load in te.expert_load),
             virtual_ns=self.plan.pod.clock.now,
@@ -354,7 +354,7 @@ class Engine:
 
         Whoever submits several requests that belong together asks for all of them first.
         """
-        num_places = sum(group.sizes.max_seqs for group in self.groups)
+        num_places = sum(group.steps.max_seqs for group in self.groups)
         limit = num_places + self.plan.deployment.scheduler.max_waiting
         if num_new > limit:
             raise RequestError(
@@ -379,7 +379,7 @@ class Engine:
         """End every request with the reason why nothing can serve any more; `te` has failed, if one has."""
         self._failure, self.failed_te = error, te
         self._group.end(f"the engine has failed: {error}")
-        for each in sorted(self.je.tes, key=lambda each: each.sizes.name != te):  # the cause first
+        for each in sorted(self.je.tes, key=lambda each: each.sizes.place.name != te):  # the cause first
             each.kill()
         for request in list(self._requests.values()):
             # What has failed may be the books of blocks: one request that cannot give its own back must not

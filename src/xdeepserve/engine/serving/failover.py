@@ -58,15 +58,15 @@ class Survivors(Protocol):
 def what_helps(plan: PodPlan, te: TEPlan, lost: Collection[int]) -> str:
     """Settings of this deployment, any of which lets requests outlive the loss of these dies of a TE, without
     which nothing can serve; "" if there are none."""
-    d, role, ways = plan.deployment, te.sizes.role, list[str]()
+    d, role, ways = plan.deployment, te.sizes.place.role, list[str]()
     row = next(row for row in DEPLOYMENTS[d.kind] if row.role == role)
     if row.has_services and not (d.experts or ExpertConfig()).copies:
-        ways += ["experts.copies=1"] * (not set(lost).isdisjoint(te.sizes.expert_dies))
+        ways += ["experts.copies=1"] * (not set(lost).isdisjoint(te.sizes.place.expert_dies))
     if not d.recovery.failover and not plan.outside:
         # Stage 2 has the dies of the TE that are well, stage 1 those of all TEs.
         wanted = {least_dies(plan, role) - len(set(te.every_die) - set(lost))}
         well = [len(set(each.every_die) - set(lost)) for each in plan.tes]
-        wanted.add(sum(least_dies(plan, each.sizes.role) for each in plan.tes) - sum(well))
+        wanted.add(sum(least_dies(plan, each.sizes.place.role) for each in plan.tes) - sum(well))
         spare = max(0, min(wanted))
         if spare <= len(plan.pod.free_dies(range(plan.pod.topology.num_dies))):
             ways.append("recovery.failover=true" + f" and recovery.spare_dies={spare}" * (spare > 0))
@@ -99,7 +99,7 @@ class Failover:
         self._group, self._plan, self._config, self._timeout_ns = group, plan, config, timeout_ns
         self._join = join
         self._on_end, self._pod = on_end, plan.pod
-        self._wanted = Counter(te.sizes.role for te in plan.tes)
+        self._wanted = Counter(te.sizes.place.role for te in plan.tes)
         own = [die for te in plan.tes for die in te.every_die]
         beyond = range(max(own) + 1, plan.pod.topology.num_dies)
         self._dies = [*own, *beyond[: config.spare_dies]]
@@ -129,7 +129,7 @@ class Failover:
         """
         if self._is_running:
             return f"another task executor is on its way ({self.describe()}): wait until it is there"
-        role, num_free = te.sizes.role, len(self._pod.free_dies(self._dies)) + len(te.every_die) - 1
+        role, num_free = te.sizes.place.role, len(self._pod.free_dies(self._dies)) + len(te.every_die) - 1
         if role == "decode":
             num_free += sum(sorted(len(each.every_die) for each in prefills)[:-1])
         if self._plan.largest(role, num_free) is not None:
@@ -163,7 +163,7 @@ class Failover:
         self._move("lose")
         await self._test(te)
         self._move("test")
-        role = te.sizes.role
+        role = te.sizes.place.role
         while not await self._replace(role):
             self._move("find no room")
             if role != "decode" or not await self._group.spare_prefill():
@@ -189,7 +189,7 @@ class Failover:
             if sizes is None:
                 return False
             try:
-                await self._join(role, sizes.at(free[: len(sizes.every_die)]))
+                await self._join(role, sizes.at(free[: len(sizes.place.every_die)]))
             except DeploymentError:
                 return False
             except FAILED:

@@ -94,7 +94,7 @@ class Joining:
         except BaseException as error:
             # A process of its own, which goes on if this one is cancelled once more.
             clock, end = self._plan.pod.clock, self._give_back(plan, te, error)
-            await clock.join(clock.spawn(end, name=f"end of {plan.sizes.name}"))
+            await clock.join(clock.spawn(end, name=f"end of {plan.sizes.place.name}"))
             raise
         finally:
             self.loading = [each for each in self.loading if each is not te]
@@ -103,7 +103,7 @@ class Joining:
         self._je.tes.append(te)
         self._on_joined(te)
         self._je.take(te)
-        return plan.sizes.name
+        return plan.sizes.place.name
 
     def _ready_plans(self) -> list[TEPlan]:
         return [te.plan for te in self._je.tes if te.life == "ready"]
@@ -116,7 +116,7 @@ class Joining:
             await until_unused(plan)
             te.give_up()
             if isinstance(error, FAILED):
-                well = await well_dies(self._plan.pod, plan.every_die, plan.sizes.lost_ns)
+                well = await well_dies(self._plan.pod, plan.every_die, plan.sizes.groups.lost_ns)
                 self._plan.pod.lose([die for die in plan.every_die if die not in well])
         self._plan.release(plan)
 

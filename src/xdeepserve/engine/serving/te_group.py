@@ -46,7 +46,7 @@ class TEGroup:
         self._leaving: list[asyncio.Task[None]] = []
         self._moving: list[asyncio.Task[Any]] = []  # expert servers that come and go
         self._end: str | None = None  # why nobody can join, or leave, any more
-        recovery, lost_ns = plan.deployment.recovery, plan.tes[0].sizes.lost_ns
+        recovery, lost_ns = plan.deployment.recovery, plan.tes[0].sizes.groups.lost_ns
         self.joining = Joining(plan, je, self._make, self._note_joined)
         self._failover: Failover | None = None
         if recovery.failover and not plan.outside:
@@ -65,7 +65,7 @@ class TEGroup:
             self._threads,
             self._lose,
             self._je.tell,
-            d.execution and d.execution.for_role(plan.sizes.role),
+            d.execution and d.execution.for_role(plan.sizes.place.role),
             d.scheduler.decode,
             d.seed,
             d.health,
@@ -97,8 +97,8 @@ class TEGroup:
         """All TEs, those included that are loading."""
         found = [
             TEReport(
-                name=te.sizes.name,
-                role=te.sizes.role,
+                name=te.sizes.place.name,
+                role=te.sizes.place.role,
                 life=te.life,
                 dies=te.plan.every_die,
                 num_sequences=te.num_sequences,
@@ -125,7 +125,7 @@ class TEGroup:
             )
         helps = what_helps(self._plan, te.plan, [die])
         hint = f": serve with --set {helps}" if helps else ""
-        return f"{te.sizes.name} needs die {die}, and no other task executor could go on{hint}"
+        return f"{te.sizes.place.name} needs die {die}, and no other task executor could go on{hint}"
 
     def health(self) -> list[TEHealth]:
         """Of all TEs, those included that are loading or have been lost."""
@@ -159,8 +159,8 @@ class TEGroup:
     def _note_joined(self, te: TE) -> None:
         """A TE takes requests: it is in the place of the first of its role that was lost and has none."""
         for number, (plan, health) in enumerate(self._lost_health):
-            if plan.sizes.role == te.sizes.role and health.replaced_by is None:
-                now = msgspec.structs.replace(health, replaced_by=te.sizes.name)
+            if plan.sizes.place.role == te.sizes.place.role and health.replaced_by is None:
+                now = msgspec.structs.replace(health, replaced_by=te.sizes.place.name)
                 self._lost_health[number] = plan, now
                 return
 
@@ -184,9 +184,9 @@ class TEGroup:
 
     def _te_with_servers(self, name: str | None) -> TE:
         for te in self._je.tes:
-            if te.sizes.name == name or (name is None and te.seats.num_seats):
+            if te.sizes.place.name == name or (name is None and te.seats.num_seats):
                 return te
-        names = ", ".join(te.sizes.name for te in self._je.tes)
+        names = ", ".join(te.sizes.place.name for te in self._je.tes)
         wanted = "no TE with expert servers" if name is None else f"no TE {abridged(name)}"
         raise RequestError(f"there is {wanted}: this engine has {names}", param="te")
 
@@ -223,18 +223,18 @@ class TEGroup:
         RequestError, and nothing has happened, if there is no such TE or the others could not serve;
         XDeepServeError if it is lost on the way.
         """
-        te = next((te for te in self._je.tes if te.sizes.name == name), None)
+        te = next((te for te in self._je.tes if te.sizes.place.name == name), None)
         if te is None and name in self._plan.loadings:
             raise RequestError(f"TE {name} cannot leave: it is loading", param="te")
         if te is None:
-            names = ", ".join(te.sizes.name for te in self._je.tes)
+            names = ", ".join(te.sizes.place.name for te in self._je.tes)
             raise RequestError(f"there is no TE {name}: this engine has {names}", param="te")
         if te.life != "ready":
             raise RequestError(f"TE {name} cannot leave: it is {te.life}", param="te")
         ready = self._je.tes.ready("both", "prefill", "decode")
         if not can_serve(other for other in ready if other is not te):
-            role = "" if te.sizes.role == "both" else f" for {te.sizes.role}"
-            is_only = self._je.tes.ready(te.sizes.role) == [te]
+            role = "" if te.sizes.place.role == "both" else f" for {te.sizes.place.role}"
+            is_only = self._je.tes.ready(te.sizes.place.role) == [te]
             reason = f"it is the only one{role}" if is_only else "the others could not serve without it"
             raise RequestError(f"TE {name} cannot leave: {reason}", param="te")
         clock = self._plan.pod.clock
@@ -246,10 +246,10 @@ class TEGroup:
 
     async def _leave(self, te: TE) -> None:
         self._je.lead_away(te)
-        await self._plan.pod.clock.spawn(te.leave(), name=f"leave {te.sizes.name}")
+        await self._plan.pod.clock.spawn(te.leave(), name=f"leave {te.sizes.place.name}")
         if te.life != "gone":
-            why = self.lost.get(te.sizes.name) or self._end or "all TEs are started anew"
-            raise XDeepServeError(f"TE {te.sizes.name} was lost before it had left: {why}")
+            why = self.lost.get(te.sizes.place.name) or self._end or "all TEs are started anew"
+            raise XDeepServeError(f"TE {te.sizes.place.name} was lost before it had left: {why}")
         if self.is_recovering or self._is_needless(te):
             await self._je.part_with(te)
             self._forget(te)
@@ -282,13 +282,15 @@ class TEGroup:
         if te.clients.can_miss(die):
             te.clients.go_on_without([te.plan.dies.index(die)])
         elif te.is_running and te in self._je.tes and die in te.plan.needed_dies:
-            self._lose(te, LostDieError(f"die {die} of {te.sizes.name} is lost: its memory does not answer"))
+            self._lose(
+                te, LostDieError(f"die {die} of {te.sizes.place.name} is lost: its memory does not answer")
+            )
 
     def _lose(self, te: TE, error: Exception) -> None:
         """A TE has failed. Others go on with what it had, and who drains with its own; if those that are left
         could not serve, the engine has failed.
         """
-        name = te.sizes.name
+        name = te.sizes.place.name
         if name in self.lost:
             return  # who read its memory, and found nothing there, has told this, too
         reason = error if isinstance(error, XDeepServeError) else XDeepServeError(f"{name}: {error!r}")
@@ -320,7 +322,7 @@ class TEGroup:
         te.close()
         groups = tuple(range(len(te.groups)))
         health = TEHealth(
-            name=te.sizes.name,
+            name=te.sizes.place.name,
             num_groups=len(groups),
             lost_groups=groups,
             lost_dies=self._lost_dies_of(te),
@@ -345,7 +347,7 @@ class TEGroup:
         tes = self._je.tes.ready("prefill")
         if len(tes) < 2:
             return False
-        te = min(tes, key=lambda te: (te.num_sequences, te.sizes.first_die))
+        te = min(tes, key=lambda te: (te.num_sequences, te.sizes.place.first_die))
         te.drain(moves_out=True)
         await self._leave(te)
         return True
@@ -367,4 +369,4 @@ class TEGroup:
     async def settle(self) -> None:
         """All TEs have ended: until their dies can be given back."""
         for te in self._plan.tes:
-            await self._plan.pod.clock.spawn(until_unused(te), name=f"end of {te.sizes.name}")
+            await self._plan.pod.clock.spawn(until_unused(te), name=f"end of {te.sizes.place.name}")

@@ -22,7 +22,7 @@ class Dealer:
     def __init__(self, te: TE) -> None:
         self._te, self._gather = te, None
         if te.plan.gathers_statuses:
-            self._gather = StatusGather(te.groups, te.sizes.exchange_timeout_ns)
+            self._gather = StatusGather(te.groups, te.sizes.walk.timeout_ns)
         self._has_called = False
 
     def deal(self) -> None:

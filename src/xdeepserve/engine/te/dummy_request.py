@@ -26,7 +26,7 @@ async def serve_dummy(te: TE, timeout_ns: int) -> None:
         names = ", ".join(f"DP group {rank}" for rank in sorted(missing)[:4])
         peers = f"{names} ..." if len(missing) > 4 else names
         count = len(te.groups)
-        return Waiting("dummy request", te.sizes.name, peers, "groups", count, count - len(missing))
+        return Waiting("dummy request", te.sizes.place.name, peers, "groups", count, count - len(missing))
 
     waiter = clock.waiter(awaited)
 

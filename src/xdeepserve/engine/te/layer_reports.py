@@ -19,16 +19,16 @@ class LayerReports:
 
     def __init__(self, te: TE) -> None:
         self._te = te
-        self._reports: Queue[msgspec.Struct] = Queue(te.plan.pod.clock, f"layers of {te.sizes.name}")
+        self._reports: Queue[msgspec.Struct] = Queue(te.plan.pod.clock, f"layers of {te.sizes.place.name}")
         for executor in te.executors:
             executor.layer_reports = self._reports
 
     def start(self) -> list[asyncio.Task[None]]:
         """Spawn the process, if layers leave one by one."""
         te = self._te
-        if not te.sizes.sends_layers:
+        if not te.sizes.kv.sends_layers:
             return []
-        return [te.plan.pod.clock.spawn(self._run(), name=f"layers of {te.sizes.name}")]
+        return [te.plan.pod.clock.spawn(self._run(), name=f"layers of {te.sizes.place.name}")]
 
     def stop(self) -> None:
         """Have it end."""
@@ -38,6 +38,6 @@ class LayerReports:
         te = self._te
         try:
             while isinstance(done := await self._reports.get(), LayerDone):
-                te.groups[done.rank // te.sizes.tp].end_layer(done.step, done.layer)
+                te.groups[done.rank // te.sizes.groups.tp].end_layer(done.step, done.layer)
         except Exception as error:
             te.fail(error)

@@ -69,7 +69,7 @@ class LostClients:
             self._release(program, rank)
         group.scheduler.abandon()
         group.scheduler.move_out()
-        te.tell.show(ClientLost(te.sizes.name, rank, die))
+        te.tell.show(ClientLost(te.sizes.place.name, rank, die))
 
     def _release(self, program: ExpertProgram, rank: int) -> None:
         if program.die.index in self._te.plan.pod.memories.silent:

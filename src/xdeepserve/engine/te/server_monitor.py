@@ -39,10 +39,10 @@ class ServerMonitor:
         seats: ServerSeats,
         clients: LostClients,
     ) -> None:
-        self._pod, self._tell, self._name = plan.pod, tell, plan.sizes.name
+        self._pod, self._tell, self._name = plan.pod, tell, plan.sizes.place.name
         self._seats, self._clients = seats, clients
         self._layout: ServiceLayout | None = plan.services
-        self._times = plan.sizes.services or ServiceConfig()
+        self._times = plan.sizes.walk.services or ServiceConfig()
         self._die_of = {} if self._layout is None else plan.team.expert_at  # by server, as they come and go
         self._count = 0  # questions so far
         self._asked: dict[int, int] = {}  # the latest one, by server

@@ -60,16 +60,19 @@ class ServerSeats:
         sizes, monitor, found = self._plan.sizes, self._te.monitor, []
         for number in range(self.num_seats):
             presence = monitor.presence(number).name.lower()
-            experts, copies = sizes.experts_of[number], sizes.copies_of[number] if sizes.copies_of else ()
+            experts, copies = (
+                sizes.experts.experts_of[number],
+                sizes.experts.copies_of[number] if sizes.experts.copies_of else (),
+            )
             found.append(
                 ServerReport(
-                    te=sizes.name,
+                    te=sizes.place.name,
                     server=number,
                     presence="coming" if number in self._coming else presence,
                     die=self._coming.get(number, self._plan.team.expert_at.get(number)),
                     epoch=monitor.epoch(number),
                     experts=(*experts, *copies),
-                    is_shared=sizes.is_shared(number),
+                    is_shared=sizes.experts.is_shared(number),
                 )
             )
         return found
@@ -104,10 +107,10 @@ class ServerSeats:
         return number
 
     def _find_seat(self, wanted: int | None) -> int:
-        te, name = self._te, self._plan.sizes.name
+        te, name = self._te, self._plan.sizes.place.name
         if not self.num_seats:
             raise RequestError(f"TE {name} has no expert servers: its experts are no services", param="te")
-        if self._plan.sizes.transport != "pod":
+        if self._plan.sizes.walk.transport != "pod":
             raise RequestError(f"{name}: {BY_THEMSELVES}", param="te")
         if te.life != "ready":
             raise RequestError(f"no expert server can join TE {name}: it is {te.life}", param="te")
@@ -136,25 +139,25 @@ class ServerSeats:
         if not 0 <= number < self.num_seats:
             has = f"it has {self.num_seats}, from 0 on" if self.num_seats else "its experts are no services"
             raise RequestError(
-                f"TE {self._plan.sizes.name} has no expert server {number}: {has}", param="server"
+                f"TE {self._plan.sizes.place.name} has no expert server {number}: {has}", param="server"
             )
         return number
 
     def _take_die(self, number: int) -> int:
         """The one that is held for it, or any that is free."""
         pod, plan = self._pod, self._plan
-        home = plan.sizes.expert_dies[number]
+        home = plan.sizes.place.expert_dies[number]
         if home in plan.spare_dies and home not in pod.lost and home not in plan.replaced_dies:
             plan.spare_dies.remove(home)
             return home
         (die,) = pod.find_free(1)
-        pod.hold([die], f"{plan.sizes.name} of {plan.checkpoint.name}")
+        pod.hold([die], f"{plan.sizes.place.name} of {plan.checkpoint.name}")
         return die
 
     def _check_whole(self, number: int, die: int) -> None:
         """Whether it may join, now that its weights are there."""
         te, memories = self._te, self._pod.memories
-        name = f"expert server {number} of TE {self._plan.sizes.name}"
+        name = f"expert server {number} of TE {self._plan.sizes.place.name}"
         if te.life != "ready":
             raise XDeepServeError(f"{name} cannot join: its TE is {te.life}")
         if die in self._pod.lost or die in memories.bad_pages:
@@ -173,7 +176,7 @@ class ServerSeats:
             te.reconfiguration.replace(number, die, mem)
         self.take_in(die)
         te.monitor.seat(number)
-        te.tell.show(ServerMoved(plan.sizes.name, number, die, te.monitor.epoch(number), is_there=True))
+        te.tell.show(ServerMoved(plan.sizes.place.name, number, die, te.monitor.epoch(number), is_there=True))
         return former
 
     # ---- who goes -----------------------------------------------------------------------------------
@@ -192,21 +195,21 @@ class ServerSeats:
         die = self._plan.team.expert_at.get(number)
         if not te.is_running or die is None:
             raise XDeepServeError(
-                f"TE {self._plan.sizes.name} was lost before its expert server {number} left"
+                f"TE {self._plan.sizes.place.name} was lost before its expert server {number} left"
             )
         program = next(each for each in te.expert_programs if each.die.index == die)
         program.mem.doorbell.write(self._pod.memory(die), STOP)
         self._vacate(number)
         te.monitor.forget(number)
         te.tell.show(
-            ServerMoved(self._plan.sizes.name, number, die, te.monitor.epoch(number), is_there=False)
+            ServerMoved(self._plan.sizes.place.name, number, die, te.monitor.epoch(number), is_there=False)
         )
         await self._bury(die)
 
     def _check_leaves(self, number: int) -> None:
         monitor, sizes = self._te.monitor, self._plan.sizes
-        who = f"expert server {self._known(number)} of TE {sizes.name} cannot leave"
-        if sizes.transport != "pod":
+        who = f"expert server {self._known(number)} of TE {sizes.place.name} cannot leave"
+        if sizes.walk.transport != "pod":
             raise RequestError(f"{who}: {BY_THEMSELVES}", param="te")
         if self._te.life != "ready":
             raise RequestError(f"{who}: its TE is {self._te.life}", param="te")
@@ -234,11 +237,14 @@ class ServerSeats:
             and self._te.monitor.presence(each) is Presence.THERE
             and self._plan.team.expert_at.get(each) not in lost
         ]
-        if sizes.is_shared(number):
-            return "" if any(map(sizes.is_shared, others)) else "the shared expert"
+        if sizes.experts.is_shared(number):
+            return "" if any(map(sizes.experts.is_shared, others)) else "the shared expert"
 
         def held(each: int) -> set[int]:
-            return {*sizes.experts_of[each], *(sizes.copies_of[each] if sizes.copies_of else ())}
+            return {
+                *sizes.experts.experts_of[each],
+                *(sizes.experts.copies_of[each] if sizes.experts.copies_of else ()),
+            }
 
         missed = sorted(held(number).difference(*map(held, others)))
         return f"expert{'s' * (len(missed) > 1)} {', '.join(map(str, missed))}" if missed else ""

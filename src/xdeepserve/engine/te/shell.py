@@ -93,7 +93,7 @@ class TEShell:
             self._candidate(seqs, tuple(row)) for seqs, row in zip(requests, cached.tolist(), strict=True)
         ]
         statuses = [each.status for each in known]
-        pairs = assign_prefill(candidates, statuses, self.groups[0].sizes.max_tokens)
+        pairs = assign_prefill(candidates, statuses, self.groups[0].steps.max_tokens)
         for index, rank in pairs:
             self._give(requests[index], self.groups[rank])
         taken = {id(requests[index]) for index, _ in pairs}

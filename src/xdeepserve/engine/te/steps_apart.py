@@ -32,7 +32,7 @@ class DPMaster:
     def __init__(self, te: TE, group: DPGroup, awake: set[int]) -> None:
         self.group, self._te, self._awake = group, te, awake
         self.inbox = te.plan.host_queue(group.dies[0].index, f"inbox of {group.id}")
-        self.steps = StepsUnderWay(te.sizes.tp)
+        self.steps = StepsUnderWay(te.sizes.groups.tp)
         self._is_over = self._is_lost = False
 
     async def run(self) -> None:
@@ -115,11 +115,11 @@ class DPMaster:
             delay = te.host.gap_ns() + te.host.launches_ns(step_idx)[rank]
             bucket = te.host.bucket([self.group.num_rows(step_idx)])
         self.group.launch(step_idx, delay, bucket)
-        te.health.ask(rank, te.sizes.tp, delay)
+        te.health.ask(rank, te.sizes.groups.tp, delay)
 
     def _turn(self) -> bool:
         """Begin the next step if that is possible, with `plans_ahead` while one runs; whether one does."""
-        te, room = self._te, 1 + self._te.sizes.plans_ahead
+        te, room = self._te, 1 + self._te.sizes.steps.plans_ahead
         if self._is_lost:
             return False
         self.group.poll_transfers()
@@ -180,7 +180,7 @@ class StepsApart:
 
     def note(self, done: StepDone) -> None:
         """A die has ended a step."""
-        self._masters[done.rank // self._te.sizes.tp].note(done)
+        self._masters[done.rank // self._te.sizes.groups.tp].note(done)
 
     @property
     def step_idx(self) -> int:

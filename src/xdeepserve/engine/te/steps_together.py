@@ -21,7 +21,7 @@ class StepsTogether:
 
     def __init__(self, te: TE) -> None:
         self._te = te
-        self._under_way = StepsUnderWay(te.sizes.num_dies)
+        self._under_way = StepsUnderWay(te.sizes.place.num_dies)
 
     @property
     def step_idx(self) -> int:
@@ -63,7 +63,7 @@ class StepsTogether:
         one waited for.
         """
         te = self._te
-        has_launched, room = False, 1 + te.sizes.plans_ahead
+        has_launched, room = False, 1 + te.sizes.steps.plans_ahead
         if len(self._under_way) < room:  # else they have been rolled back, and run again
             has_rows = [te.schedule(group, self.step_idx) for group in te.groups]
             if any(has_rows):
@@ -89,7 +89,7 @@ class StepsTogether:
         te.ring(step_idx + 1)
         for group, delay in zip(te.groups, delays, strict=True):
             group.launch(step_idx, delay, bucket)
-            te.health.ask(group.rank, te.sizes.tp, delay)
+            te.health.ask(group.rank, te.sizes.groups.tp, delay)
 
     def oldest(self, group: DPGroup) -> int:
         """Of a group's steps, which are all groups', the first that has not happened."""

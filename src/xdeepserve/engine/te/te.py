@@ -72,18 +72,18 @@ class TE:
         pod, self.plan, self.sizes, self.tell = plan.pod, plan, plan.sizes, tell
         self._clock, self.on_failure = pod.clock, on_failure
         # All that the loop waits for comes here: reports, news from outside, the end.
-        self.inbox = plan.host_queue(plan.sizes.first_die, f"inbox of {plan.sizes.name}")
+        self.inbox = plan.host_queue(plan.sizes.place.first_die, f"inbox of {plan.sizes.place.name}")
         self.groups = plan.groups(tell)
-        self._turns = StepsApart(self) if plan.sizes.flows else StepsTogether(self)
-        if plan.context_cache is not None:
+        self._turns = StepsApart(self) if plan.sizes.walk.flows else StepsTogether(self)
+        if plan.make_tier is not None:
             for group in self.groups:
-                group.use_pool(plan.context_cache, self._turns.inbox_of(group).put)
+                group.scheduler.pool = plan.make_tier(group, self._turns.inbox_of(group).put)
         reports = [self._turns.inbox_of(group) for group in self.groups for _ in group.dies]
         self.executors = plan.executors(threads, reports)
         self.expert_programs = plan.expert_programs(threads, self.inbox)
         self._gangs = plan.gangs(self.executors, self.expert_programs, threads.count)
         health, recovery = health or HealthConfig(), recovery or RecoveryConfig()
-        self.health = Heartbeats(plan.sizes.name, len(self.groups), health, lambda: pod.clock.now)
+        self.health = Heartbeats(plan.sizes.place.name, len(self.groups), health, lambda: pod.clock.now)
         self.recovery = plan.rollback(recovery)
         self.prober = Prober(self.groups, self.health, self.wake)
         eplb, wake = plan.eplb_trigger(), self._turns.wake
@@ -101,7 +101,7 @@ class TE:
             group.scheduler.fails_lost = recovery.kv_loss == "fail"
         self.host: Host | None = None
         if execution is not None:  # each TE's delays are its own
-            host_seed = seed + 1_000_003 * plan.sizes.first_die
+            host_seed = seed + 1_000_003 * plan.sizes.place.first_die
             self.host = Host(execution, plan.spec, self.executors, len(self.groups), host_seed)
         self._layers = LayerReports(self)
         self._processes: list[asyncio.Task[None]] = []
@@ -134,7 +134,7 @@ class TE:
     def expert_load(self) -> list[ExpertLoad]:
         """How uneven the load of each layer's experts was in the latest time slice."""
         balance = self.reconfiguration
-        return [] if balance is None else expert_loads(self.sizes.name, balance.layers, balance.skews)
+        return [] if balance is None else expert_loads(self.sizes.place.name, balance.layers, balance.skews)
 
     @property
     def num_reconfigurations(self) -> int:
@@ -152,7 +152,7 @@ class TE:
         for program in programs:
             self.begin(program)
         self.monitor.start()
-        self._loop = self._clock.spawn(self._run(), name=self.sizes.name)
+        self._loop = self._clock.spawn(self._run(), name=self.sizes.place.name)
         self._processes += [self._loop, *self._turns.start(), *self._layers.start()]
 
     def begin(self, program: ExpertProgram) -> None:
@@ -250,9 +250,9 @@ class TE:
         self.on_failure(self, error)
 
     def _live(self, cause: str) -> None:
-        refusal = f"TE {self.sizes.name} cannot {cause}: it is {self.life}"
+        refusal = f"TE {self.sizes.place.name} cannot {cause}: it is {self.life}"
         self.life = follow(LIVES, self.life, cause, lambda: refusal)
-        self.tell.show(TEChanged(self.sizes.name, self.life))
+        self.tell.show(TEChanged(self.sizes.place.name, self.life))
 
     @property
     def is_suspect(self) -> bool:
@@ -309,7 +309,7 @@ class TE:
         first_step = turns.roll_back()
         await self.lost_pages.mend()
         self.recovery.resume(first_step)
-        self.tell.show(TERolledBack(self.sizes.name, self.recovery.epoch, str(error), begun_ns))
+        self.tell.show(TERolledBack(self.sizes.place.name, self.recovery.epoch, str(error), begun_ns))
         await turns.run_again()
 
     @property
@@ -347,7 +347,7 @@ class TE:
         if self._copying:
             await self.hear(self._clock.now + self.health.lost_ns)
         elif self.te_shell.has_work and not any(g.handover.sending or g.places.reserved for g in groups):
-            raise XDeepServeError(f"{self.sizes.name}: there is work, but none of it can run")
+            raise XDeepServeError(f"{self.sizes.place.name}: there is work, but none of it can run")
         else:
             await self.hear(self.health.deadline_ns)  # of probes, if any are out
 
@@ -380,16 +380,16 @@ class TE:
             case RolledBack():
                 self.recovery.hear(message)
             case CopyDone(rank=rank, ticket=ticket):
-                self.health.notice(rank // self.sizes.tp)
-                self.groups[rank // self.sizes.tp].finish_copies(ticket)
+                self.health.notice(rank // self.sizes.groups.tp)
+                self.groups[rank // self.sizes.groups.tp].finish_copies(ticket)
             case PoolReady(rank=rank, ticket=ticket):
                 self.groups[rank].copy_pool(ticket)
             case StepDone(rank=rank, step=step_idx, faults=faults):
-                self.health.hear(rank // self.sizes.tp)
-                self.groups[rank // self.sizes.tp].note_faults(step_idx, faults)
+                self.health.hear(rank // self.sizes.groups.tp)
+                self.groups[rank // self.sizes.groups.tp].note_faults(step_idx, faults)
                 self._turns.note(message)
             case ProbeDone(rank=rank):
-                self.prober.hear(rank // self.sizes.tp)
+                self.prober.hear(rank // self.sizes.groups.tp)
             case Beat(name=name, answers=answers, travel_ns=travel_ns):
                 answers.put(name, travel_ns)
             case LoadCollected() | ExpertsLoaded() | Prefetched() if self.reconfiguration is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,9 +19,11 @@ from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.die.shape_memory import ShapeMemory
-from xdeepserve.engine.dp.events import Events
+from xdeepserve.engine.dp.events import Events, GroupId
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.load_cost import BlockLoadCost
+from xdeepserve.engine.dp.scheduler import PrefixTier
+from xdeepserve.engine.messages import CopyDone, PoolReady
 from xdeepserve.engine.recovery.rollback import Rollback
 from xdeepserve.engine.recovery.rollback_field import plan_rollback_field
 from xdeepserve.engine.run.executors import executor
@@ -36,8 +38,11 @@ from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.step.linear import Threads
 
 if TYPE_CHECKING:
-    from xdeepserve.ems.context_cache import ContextCache
     from xdeepserve.engine.run.gang.gang import Gang
+
+
+# What makes a DP group's tier of prefixes in a memory pool; it reports what has come to the TE's queue.
+MakeTier = Callable[[DPGroup, Callable[[PoolReady | CopyDone], None]], PrefixTier]
 
 
 def free_host_of(holder: DieMemory | ExpertMemory) -> None:
@@ -52,24 +57,26 @@ class TEPlan:
     def __init__(self, net: Net, checkpoint: Checkpoint, load_mode: str) -> None:
         self.net, self.team, self.checkpoint, self._load_mode = net, net.team, checkpoint, load_mode
         self.replaced_dies: dict[int, ExpertMemory] = {}  # of these, those with a memory still
-        self.context_cache: ContextCache | None = None  # where prefixes outlive TEs
+        self.make_tier: MakeTier | None = None  # where prefixes outlive TEs
         self.num_readers = 0  # TEs that are loading from the memory of this one
         self.num_lost_pages = 0  # of its dies' memories, so far
         team = net.team
         self.pod, self.config, self.recipe, self.sizes = team.pod, team.config, team.recipe, team.sizes
         self.dies = team.dies
         # Held, and of no server: of some that may join, and of such as others have replaced.
-        self.spare_dies = {net.team.sizes.expert_dies[number] for number in net.team.sizes.vacant}
+        self.spare_dies = {
+            net.team.sizes.place.expert_dies[number] for number in net.team.sizes.experts.vacant
+        }
         self.memories = [net.memory(rank) for rank in range(len(self.dies))]
-        if self.sizes.has_channels:
+        if self.sizes.kv.has_channels:
             for die in self.dies:
                 plan_channels(self.pod.plan(die), self.kv_weight)
-        if self.sizes.role != "both":
+        if self.sizes.place.role != "both":
             for die in self.dies:
                 plan_link_probe(self.pod.plan(die))
         if self.gathers_statuses:
-            for die in self.dies[:: self.sizes.tp]:
-                plan_statuses(self.pod.plan(die), self.sizes.num_groups)
+            for die in self.dies[:: self.sizes.groups.tp]:
+                plan_statuses(self.pod.plan(die), self.sizes.groups.num_groups)
         self.expert_memories = {number: net.expert_memory(number) for number in team.expert_at}
         for die in self.every_die:
             plan_rollback_field(self.pod.plan(die))
@@ -82,7 +89,7 @@ class TEPlan:
     @property
     def gathers_statuses(self) -> bool:
         """A leader gathers the statuses of its DP groups: there are several."""
-        return self.sizes.gathers_statuses and self.sizes.num_groups > 1
+        return self.sizes.groups.gathers_statuses and self.sizes.groups.num_groups > 1
 
     @property
     def kv_weight(self) -> float:
@@ -92,7 +99,7 @@ class TEPlan:
 
     def _plan_hosts(self) -> None:
         """What dies have in the memories of their hosts."""
-        if self.sizes.num_host_blocks:
+        if self.sizes.kv.num_host_blocks:
             for die, mem in zip(self.dies, self.memories, strict=True):
                 mem.plan_host(self._host_of(die), die)
         for die, holder in self.all_memories:
@@ -124,8 +131,8 @@ class TEPlan:
         """Whether it goes on when DP groups are lost: their dies meet no others, and nobody else gathers what
         they know. Of server processes the monitor is another process, which looks at servers alone."""
         sizes = self.sizes
-        is_alone = sizes.tp == 1 and not (self.gathers_statuses or self.eplb_trigger())
-        return self.services is not None and sizes.transport == "pod" and is_alone
+        is_alone = sizes.groups.tp == 1 and not (self.gathers_statuses or self.eplb_trigger())
+        return self.services is not None and sizes.walk.transport == "pod" and is_alone
 
     @property
     def needed_dies(self) -> tuple[int, ...]:
@@ -201,10 +208,18 @@ class TEPlan:
 
     def groups(self, tell: Events) -> list[DPGroup]:
         """The DP groups, each on `tp` of the dies."""
-        dies, tp, cost = [self.pod.dies[die] for die in self.dies], self.sizes.tp, self.load_cost()
+        dies, tp, cost = [self.pod.dies[die] for die in self.dies], self.sizes.groups.tp, self.load_cost()
         firsts = range(0, len(dies), tp)
         return [
-            DPGroup(rank, dies[first : first + tp], self.memories[first : first + tp], self.sizes, cost, tell)
+            DPGroup(
+                GroupId(self.sizes.place.name, rank),
+                dies[first : first + tp],
+                self.memories[first : first + tp],
+                self.sizes.groups.num_groups,
+                self.sizes.steps,
+                cost,
+                tell,
+            )
             for rank, first in enumerate(firsts)
         ]
 
@@ -226,7 +241,7 @@ class TEPlan:
         self, executors: Sequence[Executor], programs: Sequence[ExpertProgram], threads: int
     ) -> list[Gang]:
         """Who runs the layers of all these dies, if they run in lockstep."""
-        if not self.sizes.is_lockstep:
+        if not self.sizes.walk.is_lockstep:
             return []
         from xdeepserve.engine.run.gang.choice import gangs_of  # kernels that take a while to import
 
@@ -241,25 +256,25 @@ class TEPlan:
     def eplb_trigger(self) -> EPLBTrigger | None:
         """What finds out that replicas should change; None without slots that are free
         for them."""
-        if not self.sizes.redundant_slots or self.sizes.copies_of:
+        if not self.sizes.experts.redundant_slots or self.sizes.experts.copies_of:
             return None
-        return EPLBTrigger(self.sizes, self.config.num_experts_per_tok)
+        return EPLBTrigger(self.sizes.experts, self.config.num_experts_per_tok)
 
     def reconfiguration(self, trigger: EPLBTrigger, reports: Queue[msgspec.Struct]) -> Reconfiguration:
         """What changes the replicas of experts; there must be slots for them."""
         gates = list(zip(self.dies, self.memories, strict=True))
         holders = [(die, mem) for die, mem in self.all_memories if mem.redundant is not None]
-        storage = ExpertStorage(self.checkpoint, self.recipe, self.sizes)
-        return Reconfiguration(self.pod, self.sizes, gates, holders, storage, trigger, reports)
+        storage = ExpertStorage(self.checkpoint, self.recipe, self.sizes.experts)
+        return Reconfiguration(self.pod, self.sizes.experts, gates, holders, storage, trigger, reports)
 
     def rollback(self, config: RecoveryConfig) -> Rollback:
         """The host's part of token recomputation."""
-        timeout_ns = self.sizes.exchange_timeout_ns
-        return Rollback(self.sizes.name, self.pod, self.dies, self.expert_dies, config, timeout_ns)
+        timeout_ns = self.sizes.walk.timeout_ns
+        return Rollback(self.sizes.place.name, self.pod, self.dies, self.expert_dies, config, timeout_ns)
 
     def load_cost(self) -> BlockLoadCost | None:
         """The cost model of loading cached blocks from host DRAM, if there are any there."""
-        if not self.sizes.num_host_blocks or self._load_mode == "never":
+        if not self.sizes.kv.num_host_blocks or self._load_mode == "never":
             return None
         mem = self.memories[0]
         weights = sum(spec.nbytes for spec in mem.specs.values())

@@ -16,11 +16,10 @@ from xdeepserve.comm.services.layout import ServiceLayout
 from xdeepserve.comm.services.service_cost import ServiceCost
 from xdeepserve.comm.services.service_server import AT_ONCE, Batching
 from xdeepserve.engine.deploy.roles import Turns
-from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.deploy.sizes import WalkSizes
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.expert_server import ExpertServerProgram
 from xdeepserve.engine.die.experts import ExpertProgram
-from xdeepserve.engine.die.replicas import moe_layers
 from xdeepserve.engine.run.clock.flow_costs import ByRequest, ByTrampoline, WayCost
 from xdeepserve.engine.run.clock.flow_ends import FlowClient, FlowServer
 from xdeepserve.engine.run.clock.flow_hub import FlowHub
@@ -70,17 +69,17 @@ class ClockTrampolines:
                     team.config,
                     team.domain(d),
                     team.expert_dies,
-                    len(sizes.routed_dies),
-                    m * sizes.num_domains + d,
+                    len(sizes.place.routed_dies),
+                    m * sizes.walk.num_domains + d,
                     timing,
-                    sizes.exchange_timeout_ns,
+                    sizes.walk.timeout_ns,
                     placed[d] if placed else None,
-                    sizes.num_slots,
-                    "mte" if sizes.carrier == "rdma" else sizes.carrier,
+                    sizes.experts.num_slots,
+                    "mte" if sizes.walk.carrier == "rdma" else sizes.walk.carrier,
                 )
-                for d in range(sizes.num_domains)
+                for d in range(sizes.walk.num_domains)
             ]
-            for m in range(sizes.num_microbatches)
+            for m in range(sizes.walk.num_microbatches)
         ]
 
     def _hub(self, *args: Any) -> TrampolineHub:
@@ -125,22 +124,22 @@ class ClockFlows:
         self, team: Team, cost: CommCost, timing: TimingConfig, placed: Sequence[PlacedRouting]
     ) -> None:
         self.team, self.placed, sizes = team, placed, team.sizes
-        self.num_layers = len(sizes.with_mtp_used_again(moe_layers(team.config, sizes)))
+        self.num_layers = len(sizes.experts.order)
         self.hub = FlowHub(
             team.pod.clock,
             self.way_cost(cost),
-            sizes.num_dies,
-            sizes.num_microbatches,
-            len(sizes.expert_dies),
+            sizes.place.num_dies,
+            sizes.walk.num_microbatches,
+            len(sizes.place.expert_dies),
             announces=self.batching.clients > 1,
         )
 
     def way_cost(self, cost: CommCost) -> WayCost:
         """By trampolines."""
         team, sizes = self.team, self.team.sizes
-        carrier = sizes.carrier
+        carrier = sizes.walk.carrier
         assert carrier != "rdma"  # M2N has no trampolines
-        copies = team.config.num_experts_per_tok + (sizes.num_shared_dies > 0)
+        copies = team.config.num_experts_per_tok + (sizes.experts.num_shared_dies > 0)
         return ByTrampoline(cost, len(team.expert_dies), copies, carrier)
 
     def attention_end(self, rank: int, microbatch: int, timeline: Timeline) -> Trampoline:
@@ -155,8 +154,8 @@ class ClockFlows:
             self.placed[rank // team.dies_per_domain],
             team.config.num_experts_per_tok,
             team.config.hidden_size,
-            None if shared is None else sizes.expert_rank[shared],
-            sizes.exchange_timeout_ns,
+            None if shared is None else sizes.experts.expert_rank[shared],
+            sizes.walk.timeout_ns,
         )
 
     def expert_program(
@@ -173,7 +172,7 @@ class ClockFlows:
             index,
             self.hub,
             self.num_layers,
-            self.team.sizes.num_slots,
+            self.team.sizes.experts.num_slots,
             self.team.config.hidden_size,
             self.batching,
         )
@@ -184,7 +183,7 @@ class ClockServices(ClockFlows):
     """Requests to services."""
 
     def __init__(self, team: Team, *args: Any) -> None:
-        times = team.sizes.services
+        times = team.sizes.walk.services
         assert times is not None
         self.batching = Batching(times.batch_clients, round(1e3 * times.batch_timeout_us))
         super().__init__(team, *args)
@@ -194,18 +193,20 @@ class ClockServices(ClockFlows):
         team = self.team
         layout = ServiceLayout(
             clients=team.dies,
-            servers=Group(dies=team.sizes.expert_dies, expert_rank=team.sizes.expert_rank),
+            servers=Group(dies=team.sizes.place.expert_dies, expert_rank=team.sizes.experts.expert_rank),
             **rows_away(team),
         )
         server_of = team.pod.topology.server_of
         pairs = [server_of(client) != server_of(die) for client in team.dies for die in team.expert_dies]
-        sums = team.sizes.services is not None and team.sizes.services.server_sums
+        sums = team.sizes.walk.services is not None and team.sizes.walk.services.server_sums
         return ByRequest(ServiceCost(cost.spec, layout.rows, sum(pairs) / len(pairs), sums))
 
 
-def clock_way(sizes: Sizes) -> Callable[[Team, CommCost, TimingConfig, Sequence[PlacedRouting]], ClockAway]:
+def clock_way(
+    walk: WalkSizes,
+) -> Callable[[Team, CommCost, TimingConfig, Sequence[PlacedRouting]], ClockAway]:
     """What makes the way of a TE."""
-    return ClockCards if sizes.carrier == "rdma" else CLOCK_WAYS[sizes.turns]
+    return ClockCards if walk.carrier == "rdma" else CLOCK_WAYS[walk.turns]
 
 
 CLOCK_WAYS: dict[Turns, Callable[[Team, CommCost, TimingConfig, Sequence[PlacedRouting]], ClockAway]] = {

@@ -41,7 +41,7 @@ class MadeUp:
 
     def choose(self, plan: StepPlan, logits: Array) -> None:
         """Dummy tokens, and a seeded choice of accepted drafts, into the results."""
-        drafts, most = np.asarray(plan.num_drafts), max(1, self.mem.sizes.mtp)
+        drafts, most = np.asarray(plan.num_drafts), max(1, self.mem.sizes.steps.mtp)
         self.mem.result("sampled", plan.step, len(plan.logit_rows))[:] = DUMMY_TOKEN
         rng = generator(self.timing.seed, 1 << 32 | self.die, plan.step)
         is_right = rng.random((len(drafts), most)) < self.timing.acceptance
@@ -72,37 +72,39 @@ class ClockNet:
         pod, config = team.pod, team.config
         self._shapes = ModelShapes(config, team.recipe, sizes)
         spec = pod.spec_of(team.dies[0])
-        topology = Topology() if sizes.hardware == "cm384" else SERVER
-        cost = CommCost(spec, topology, config.hidden_size, sizes.exchange)
-        self.timelines: dict[int, list[Timeline]] = {rank: [] for rank in range(sizes.num_dies)}
+        topology = Topology() if sizes.place.hardware == "cm384" else SERVER
+        cost = CommCost(spec, topology, config.hidden_size, sizes.walk.exchange)
+        self.timelines: dict[int, list[Timeline]] = {rank: [] for rank in range(sizes.place.num_dies)}
         self.expert_timelines: list[Timeline] = []  # of dies that have experts alone
-        timeout_ns, held = sizes.exchange_timeout_ns, [len(own) for own in sizes.slots_of]
+        timeout_ns, held = sizes.walk.timeout_ns, [len(own) for own in sizes.experts.slots_of]
         self._placed: list[PlacedRouting] = []  # of each domain, where there are redundant slots
-        is_away = sizes.experts == "away"
-        if sizes.redundant_slots or (is_away and sizes.flows):
-            _check_placed(timing, "experts.redundant_slots" if sizes.redundant_slots else sizes.turns)
-            vacant = set(range(len(sizes.experts_of))) - team.expert_at.keys() if is_away else ()
-            self._placed = [PlacedRouting(config, sizes, timing, vacant) for _ in range(sizes.num_domains)]
+        is_away = sizes.experts.where == "away"
+        if sizes.experts.redundant_slots or (is_away and sizes.walk.flows):
+            _check_placed(
+                timing, "experts.redundant_slots" if sizes.experts.redundant_slots else sizes.walk.turns
+            )
+            domains = range(sizes.walk.num_domains)
+            self._placed = [PlacedRouting(config, sizes.experts, timing) for _ in domains]
         placed = self._placed[0] if self._placed else None
-        primary = sizes.num_primary_dies
-        shared = sizes.num_shared_dies if sizes.experts == "among" else 0
+        primary = sizes.experts.num_primary_dies
+        shared = sizes.experts.num_shared_dies if sizes.experts.where == "among" else 0
         if shared:
             _check_placed(timing, "experts.shared_dies")
         self.hubs = [
             ExchangeHub(
                 pod.clock, cost, config, team.dies, timing, timeout_ns, m, held, placed, primary, shared
             )
-            for m in range(sizes.num_parts)
+            for m in range(sizes.walk.num_parts)
         ]
-        self.has_shared = not (sizes.experts == "among" and self.hubs[0].num_shared)
+        self.has_shared = not (sizes.experts.where == "among" and self.hubs[0].num_shared)
         self._groups = {
             group: [
                 CollectiveHub(pod.clock, CollectiveCost(group, spec, pod.topology), group, timeout_ns)
-                for _ in range(sizes.num_parts)
+                for _ in range(sizes.walk.num_parts)
             ]
-            for group in {team.sharing(rank) for rank in range(sizes.num_dies)}
+            for group in {team.sharing(rank) for rank in range(sizes.place.num_dies)}
         }
-        self._away = clock_way(sizes)(team, cost, timing, self._placed) if is_away else None
+        self._away = clock_way(sizes.walk)(team, cost, timing, self._placed) if is_away else None
 
     def memory(self, rank: int) -> DieMemory:
         """Index lists and results; all else is a shape."""
@@ -114,11 +116,13 @@ class ClockNet:
         """Flags; all else is a shape."""
         team = self.team
         plan = team.pod.plan(team.expert_at[index])
-        return ShapeExpertMemory(plan, team.config, team.recipe, team.sizes, index)
+        return ShapeExpertMemory(
+            plan, team.config, team.recipe, team.sizes.experts, index, team.sizes.walk.num_items
+        )
 
     def pace(self, rank: int, microbatch: int | None) -> Pace:
         """A timeline for the die, and one for each microbatch that overlaps."""
-        overlap = None if microbatch is None else self.team.sizes.overlap
+        overlap = None if microbatch is None else self.team.sizes.walk.overlap
         die = self.team.pod.dies[self.team.dies[rank]]
         timeline = Timeline(die, takes_turns=overlap == "engines", shares_hbm=overlap == "cores")
         self.timelines[rank].append(timeline)
@@ -129,13 +133,13 @@ class ClockNet:
         assert isinstance(pace, Timeline)
         lanes = {None: "XCCL", "engines": "SDMA", "cores": f"XCCL microbatch {microbatch}"}
         sizes, hub = self.team.sizes, self.hubs[microbatch]
-        return ClockExchange(pace, rank, hub, lanes[sizes.overlap], sizes.exchange == "push")
+        return ClockExchange(pace, rank, hub, lanes[sizes.walk.overlap], sizes.walk.exchange == "push")
 
     def group(self, rank: int, pace: Pace, microbatch: int) -> GroupEnd:
         """A rank's part of the meetings of its DP group."""
         assert isinstance(pace, Timeline)
         hub = self._groups[self.team.sharing(rank)][microbatch]
-        return ClockGroup(pace, rank % self.team.sizes.num_sharing, hub)
+        return ClockGroup(pace, rank % self.team.sizes.groups.num_sharing, hub)
 
     def trampoline(self, rank: int, pace: Pace, microbatch: int) -> Trampoline:
         """An attention die's part of the meetings with expert dies."""

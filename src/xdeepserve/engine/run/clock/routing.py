@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from xdeepserve.comm.cost import CommCost
-from xdeepserve.engine.deploy.sizes import Sizes
-from xdeepserve.engine.die.replicas import first_tables, moe_layers
+from xdeepserve.engine.deploy.sizes import ExpertSizes
+from xdeepserve.engine.die.replicas import first_tables
 from xdeepserve.errors import DeploymentError
 from xdeepserve.model.config import ModelConfig
 
@@ -76,25 +74,23 @@ class PlacedRouting:
     """Seeded routing of token copies to logical experts, and from there to the dies that hold their replicas.
 
     Which experts are popular differs from layer to layer, and stays as it is: that is what EPLB lives on.
-    Replicas at `vacant` seats (ranks of expert servers that may join later) get no token.
+    Replicas at vacant seats, where expert servers may join later, get no token.
     """
 
-    def __init__(
-        self, config: ModelConfig, sizes: Sizes, timing: TimingConfig, vacant: Collection[int] = ()
-    ) -> None:
-        num_layers, num_experts = len(moe_layers(config, sizes)), config.n_routed_experts
+    def __init__(self, config: ModelConfig, experts: ExpertSizes, timing: TimingConfig) -> None:
+        num_layers, num_experts = len(experts.layers), config.n_routed_experts
         popularity = np.arange(1, num_experts + 1, dtype=np.float64) ** -timing.skew
         popularity /= popularity.sum()
         self._seed = timing.seed
         self._popularity = [
             generator(timing.seed, POPULARITY, layer).permutation(popularity) for layer in range(num_layers)
         ]
-        self._layers = sizes.with_mtp_used_again(list(range(num_layers)))  # of the events of a step
-        self._holder = np.array(sizes.expert_rank)  # of each physical expert
-        self._num_holders = len(sizes.experts_of)
-        self._is_vacant = np.isin(np.arange(self._num_holders), list(vacant))
+        self._layers = experts.order  # of the events of a step
+        self._holder = np.array(experts.expert_rank)  # of each physical expert
+        self._num_holders = len(experts.experts_of)
+        self._is_vacant = np.isin(np.arange(self._num_holders), experts.vacant)
         self._load = np.zeros((num_layers, num_experts), np.int32)
-        self.set_tables(*first_tables(config, sizes))
+        self.set_tables(*first_tables(config, experts))
 
     def set_tables(self, log2phy: npt.NDArray[np.int32], logcnt: npt.NDArray[np.int32]) -> None:
         """From now on there are these replicas (engine/die/replicas.py)."""

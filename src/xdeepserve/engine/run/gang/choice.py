@@ -29,7 +29,7 @@ def gangs_of(
     then on the dies meet there."""
     gang: Gang
     threads = threads if HAS_TEAMS else 1
-    pushes = net.team.sizes.exchange == "push"
+    pushes = net.team.sizes.walk.exchange == "push"
     if not net.a2e and has_stages_of_tasks(executors[0]):
         use_met_exchanges(executors)
         met = PushedMetExchanges if pushes else MetExchanges

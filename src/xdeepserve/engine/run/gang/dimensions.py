@@ -9,7 +9,7 @@ import numpy as np
 from xdeepserve.comm.exchange.layout import Layout
 from xdeepserve.comm.fused.layout import FusedLayout
 from xdeepserve.comm.trampoline.layout import A2ELayout
-from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.deploy.sizes import ExpertSizes
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.run.gang.kernels.attention import QUANTIZE
 from xdeepserve.model.cache_layout import scratch_size
@@ -57,8 +57,8 @@ class Shape(NamedTuple):
     def of(cls, mem: DieMemory, latent_eps: float) -> Shape:
         """Numbers of a die with attention, and of all others like it."""
         c, recipe, sizes = mem.config, mem.recipe, mem.sizes
-        is_elsewhere = sizes.experts == "away" or sizes.num_shared_dies > 0
-        is_dispatched = sizes.experts != "away" and sizes.num_shared_dies > 0
+        is_elsewhere = sizes.experts.where == "away" or sizes.experts.num_shared_dies > 0
+        is_dispatched = sizes.experts.where != "away" and sizes.experts.num_shared_dies > 0
         return cls(
             hidden=c.hidden_size,
             heads=c.num_attention_heads,
@@ -82,10 +82,10 @@ class Shape(NamedTuple):
             eps=c.rms_norm_eps,
             latent_eps=latent_eps,
             softmax_scale=c.softmax_scale,
-            block_size=sizes.block_size,
-            num_blocks=sizes.num_blocks,
-            blocks_per_seq=sizes.max_blocks_per_seq,
-            scratch=scratch_size(sizes.max_model_len, c.kv_lora_rank, c.qk_rope_head_dim),
+            block_size=sizes.kv.block_size,
+            num_blocks=sizes.kv.num_blocks,
+            blocks_per_seq=sizes.kv.max_blocks_per_seq,
+            scratch=scratch_size(sizes.steps.max_model_len, c.kv_lora_rank, c.qk_rope_head_dim),
             first_phase=0 if c.attention == "mla" else QUANTIZE,
             is_int8=recipe == "int8",
             bf16_answers=recipe == "int8" and not c.int8_answers,
@@ -117,18 +117,18 @@ class ExchangeShape(NamedTuple):
     answer_block: int = 0  # bytes of the block for one attention die
 
     @classmethod
-    def of(cls, config: ModelConfig, layout: Layout, sizes: Sizes) -> ExchangeShape:
+    def of(cls, config: ModelConfig, layout: Layout, placed: ExpertSizes) -> ExchangeShape:
         """Numbers of dispatch and combine."""
         wide = config.n_shared_experts * config.moe_intermediate_size
         return cls(
             hidden=config.hidden_size,
             inter=config.moe_intermediate_size,
-            wide=wide if sizes.num_shared_dies else 0,
+            wide=wide if placed.num_shared_dies else 0,
             top_k=config.num_experts_per_tok,
             copies=layout.top_k,
             is_int8=layout.quantize,
             int8_answers=layout.int8_answers,
-            num_slots=sizes.num_slots,
+            num_slots=placed.num_slots,
             num_ranks=layout.num_ranks,
             max_tokens=layout.max_tokens,
             max_rows=layout.dispatch.max_rows,
@@ -139,9 +139,9 @@ class ExchangeShape(NamedTuple):
         )
 
     @classmethod
-    def of_a2e(cls, config: ModelConfig, layout: A2ELayout, sizes: Sizes) -> ExchangeShape:
+    def of_a2e(cls, config: ModelConfig, layout: A2ELayout, placed: ExpertSizes) -> ExchangeShape:
         """Numbers of A2E and E2A."""
-        return cls.of(config, layout.experts, sizes)._replace(
+        return cls.of(config, layout.experts, placed)._replace(
             token_nbytes=layout.tokens.row_nbytes,
             answer_nbytes=layout.answers.row_nbytes,
             answer_block=layout.answers.block_nbytes,
@@ -177,18 +177,18 @@ class PushShape(NamedTuple):
     answer_block: int = 0
 
     @classmethod
-    def of(cls, config: ModelConfig, layout: FusedLayout, sizes: Sizes) -> PushShape:
+    def of(cls, config: ModelConfig, layout: FusedLayout, placed: ExpertSizes) -> PushShape:
         """Numbers of FusedDispatch and FusedCombine."""
         wide = config.n_shared_experts * config.moe_intermediate_size
         return cls(
             hidden=config.hidden_size,
             inter=config.moe_intermediate_size,
-            wide=wide if sizes.num_shared_dies else 0,
+            wide=wide if placed.num_shared_dies else 0,
             top_k=config.num_experts_per_tok,
             copies=layout.top_k,
             is_int8=layout.quantize,
             int8_answers=layout.int8_answers,
-            num_slots=sizes.num_slots,
+            num_slots=placed.num_slots,
             num_ranks=layout.num_ranks,
             max_tokens=layout.local_batch,
             max_messages=layout.max_tokens,
@@ -202,9 +202,9 @@ class PushShape(NamedTuple):
         )
 
     @classmethod
-    def of_a2e(cls, config: ModelConfig, layout: A2ELayout, sizes: Sizes) -> PushShape:
+    def of_a2e(cls, config: ModelConfig, layout: A2ELayout, placed: ExpertSizes) -> PushShape:
         """Numbers of A2E and E2A."""
-        return cls.of(config, layout.fused, sizes)._replace(
+        return cls.of(config, layout.fused, placed)._replace(
             token_nbytes=layout.tokens.row_nbytes,
             answer_nbytes=layout.answers.row_nbytes,
             answer_block=layout.answers.block_nbytes,

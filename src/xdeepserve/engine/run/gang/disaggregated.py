@@ -54,6 +54,11 @@ class DisaggregatedGang(Gang):
         await self.meet(len(self.executors) + index)
         return self._num_items
 
+    @property
+    def num_passes(self) -> int:
+        """Times that a step goes through layers with experts: once, and once for each draft."""
+        return 1 + self.executors[0].mem.sizes.steps.mtp
+
     def prepare(self) -> None:
         executors, sizes = self.executors, self.executors[0].mem.sizes
         self.exchange = self.shape_of_exchange()
@@ -74,12 +79,12 @@ class DisaggregatedGang(Gang):
             for m, by_domain in enumerate(self.layouts)
         ]
         self.ways = [each.attention.reshape(-1, twin.NUM_ATTENTION_COLUMNS) for each in self.items]
-        carrier = sizes.carrier
+        carrier = sizes.walk.carrier
         assert carrier != "rdma"  # cards of several kinds of hardware have no twin
         self.timetable = DisaggregatedTimetable(
             [executor.die for executor in executors],
             self.executors[0].config.hidden_size,
-            sizes.exchange,
+            sizes.walk.exchange,
             [program.die for program in self.programs],
             self.num_domains,
             self.num_microbatches,
@@ -96,7 +101,7 @@ class DisaggregatedGang(Gang):
     def shape_of_exchange(self) -> ExchangeShape | PushShape:
         """Numbers of the dies with experts."""
         first = self.executors[0]
-        return ExchangeShape.of_a2e(first.config, self.layouts[0][0], first.mem.sizes)
+        return ExchangeShape.of_a2e(first.config, self.layouts[0][0], first.mem.sizes.experts)
 
     def run(self, shares: Sequence[Share], came: np.ndarray) -> np.ndarray:
         """All layers for all dies, which `came` [members] when; when each is done, in ns."""

@@ -71,7 +71,7 @@ class ExpertPrices:
             if len(known) >= MAX_KEPT:
                 known.clear()
             program, number = self._examples[kind]
-            mean = num_tokens * self._top_k / program.mem.sizes.num_primary_dies
+            mean = num_tokens * self._top_k / program.mem.placed.num_primary_dies
             billed = self._spec.billed_copies(count - shared, mean)
             known[key] = round(program.price(count - shared, shared, billed, number))
         return known[key]

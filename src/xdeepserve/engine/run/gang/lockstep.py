@@ -26,7 +26,7 @@ class LockstepExpertProgram(ExpertProgram):
         step, memory, mem = self._first_step, self.die.memory, self.mem
         num_items = step * self._items_per_step
         while await mem.doorbell.reaches(self.die, step + 1) != STOP:
-            for _ in range(1 + mem.sizes.mtp):
+            for _ in range(self.gang.num_passes):
                 num_items += await self.gang.serve(self.index)
                 for flag in (mem.received, mem.computed, mem.sent):
                     flag.write(memory, num_items)

@@ -46,7 +46,7 @@ DISPATCHES = "dispatch", "fused_dispatch"
 def has_stages_of_tasks(executor: Executor) -> bool:
     """Whether a die meets others inside of a layer, or runs several microbatches."""
     sizes = executor.mem.sizes
-    return sizes.num_sharing > 1 or sizes.turns == "overlap"
+    return sizes.groups.num_sharing > 1 or sizes.walk.turns == "overlap"
 
 
 def use_met_exchanges(executors: Sequence[Executor]) -> None:
@@ -88,7 +88,7 @@ class MetExchanges(ColocatedGang):
         part: int,
     ) -> None:
         super().__init__(executors, exchange, num_threads)
-        overlaps = executors[0].mem.sizes.turns == "overlap"
+        overlaps = executors[0].mem.sizes.walk.turns == "overlap"
         if overlaps:
             self.spaces = [executor.mem.layer_workspace(part) for executor in executors]
         self.lane = f"XCCL microbatch {part}" if overlaps else "XCCL"
@@ -110,7 +110,10 @@ class MetExchanges(ColocatedGang):
         """Of a die, in pass `at` of a step; the meeting, which has ended."""
         key = (op, event)
         if key not in self._meetings:
-            timeout_ns, name = self.executors[0].mem.sizes.exchange_timeout_ns, self.ops[op == "combine"]
+            timeout_ns, name = (
+                self.executors[0].mem.sizes.walk.timeout_ns,
+                self.ops[op == "combine"],
+            )
             self._meetings[key] = Meeting(
                 self._clock, name, event, range(len(self.dies)), timeout_ns, lambda met: self._settle(key, at)
             )

@@ -71,7 +71,7 @@ def beside(executor: Executor, space: Workspace, row: Array, num_rows: int) -> t
     line, at = 64, 0  # each begins on a cache line of its own
     for column, nbytes in columns.items():
         table[column] = at
-        at += (-(-nbytes // sizes.max_slice) * num_rows + line - 1) // line * line
+        at += (-(-nbytes // sizes.groups.max_slice) * num_rows + line - 1) // line * line
     memory = np.zeros(at + line, np.uint8)  # prompts on a matrix unit hand out what they have not written
     table[[*columns]] += (address(memory) + line - 1) // line * line
     return table, memory

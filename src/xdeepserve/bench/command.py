@@ -1,0 +1,278 @@
+"""`xdeepserve bench`: measure or model, and show what the papers publish beside it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from xdeepserve.cli.options import Parser, check_writable
+from xdeepserve.errors import InputError
+from xdeepserve.progress import working
+
+
+class Suite(NamedTuple):
+    """What `bench NAME` does, and the options that it has beside those of all."""
+
+    text: str
+    options: tuple[str, ...] = ()
+
+
+SUITES = {
+    "comm": Suite(
+        "communication in virtual time: send and receive, dispatch and combine, A2E and E2A",
+        ("plot", "ranks"),
+    ),
+    "superpod": Suite("DeepSeek-R1 on up to 768 dies in virtual time; about two minutes", ("steps", "trace")),
+    "engine": Suite(
+        "scheduling, MTP, launching and load balancing against what they replaced, in virtual time; minutes"
+    ),
+    "plan": Suite(
+        "the planner beside the papers, exhaustive search and timing-only runs; minutes",
+        ("model", "deployment", "context", "plot"),
+    ),
+    "m2n": Suite(
+        "tokens to experts by network cards, M2N and calls in groups, in virtual time; a minute",
+        ("plot",),
+    ),
+    "ems": Suite(
+        "the memory pool: loading models and reusing prefixes in virtual time; hit rates on a trace",
+        ("plot", "requests", "format"),
+    ),
+    "heatmap": Suite(
+        "TEs with prefill and decode apart against TEs that do both, by lengths and load, in virtual time",
+        ("map",),
+    ),
+    "schedule": Suite(
+        "which TE gets a request: DeepServe's policies, others', on three traces at three loads; minutes"
+    ),
+    "scale": Suite(
+        "from 1 TE to 64: each step, with and without pre-warming, DRAM and NPU-fork, in virtual time",
+        ("plot",),
+    ),
+    "pdc": Suite(
+        "TEs that prefill and TEs that decode: every fixed ratio, and one that follows the workload"
+    ),
+    "recovery": Suite(
+        "what faults cost by stage of recovery: tokens per second around each, in virtual time", ("plot",)
+    ),
+    "eaas": Suite(
+        "experts as services: R1 on 32 to 64 dies, and what a lost server costs, in virtual time and real"
+    ),
+    "papers": Suite(
+        "every value that the papers publish: ours beside it, or why there is none; minutes",
+        ("paper", "plot", "trends", "fits", "ablations"),
+    ),
+    "kernels": Suite("wall time of each kernel beside this computer's limits, NumPy and PyTorch; minutes"),
+    "decode": Suite(
+        "tokens per second on this computer; --peers: beside llama.cpp, vLLM and transformers",
+        ("model", "peers", "peer"),
+    ),
+    "prefill": Suite(
+        "tokens of prompts per second, of 128 to 2,047 tokens each; --peers as for decode; minutes",
+        ("model", "peers", "peer"),
+    ),
+    "startup": Suite("wall time until the first token, cold and warm; a minute or two", ("model",)),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "model": {"metavar": "M", "help": "as for generate; default tiny"},
+    "peers": {
+        "type": Path,
+        "metavar": "DIR",
+        "help": "run other engines on the same checkpoint (--model DIRECTORY), too: those in virtual "
+        "environments DIR/*, see xdeepserve docs costs",
+    },
+    "peer": {
+        "action": "append",
+        "metavar": "NAME",
+        "help": "of these engines only this one, such as vllm; again for another",
+    },
+    "deployment": {
+        "metavar": "D",
+        "help": "instead, an iteration of this deployment (of --model), predicted and run time-only",
+    },
+    "context": {"type": int, "metavar": "N", "help": "with --deployment: positions of each request"},
+    "requests": {
+        "type": Path,
+        "metavar": "FILE",
+        "help": "hit rates of this trace, a JSON object a line, instead of a generated one",
+    },
+    "format": {"choices": ("mooncake", "bailian"), "help": "whose format it has; default mooncake"},
+    "map": {"type": Path, "metavar": "FILE", "help": "write the map, for replay --heat FILE"},
+    "paper": {"metavar": "P", "help": "of one paper: xds, cm, ds, eaas or ms"},
+    "trends": {
+        "action": "store_true",
+        "help": "instead, what the papers say in words (what is faster than what), and whether it holds",
+    },
+    "fits": {
+        "action": "store_true",
+        "help": "instead, the numbers that were fitted, and each table as it would be without itself",
+    },
+    "ablations": {
+        "action": "store_true",
+        "help": "instead, which rows each mechanism of the timing model changes, by switching it off",
+    },
+    "plot": {"type": Path, "metavar": "FILE", "help": "draw it as well (needs matplotlib)"},
+    "ranks": {
+        "action": "store_true",
+        "help": "instead, wall time of exchanges of 32 to 768 ranks (needs 4 GB)",
+    },
+    "steps": {
+        "action": "store_true",
+        "help": "instead, wall time and memory of a decode step of the 61-layer tiny-r1 on 48 to 768 dies, "
+        "every bit checked (minutes; needs 4 GB)",
+    },
+    "trace": {
+        "type": Path,
+        "metavar": "FILE",
+        "help": "write the timeline of an iteration on 768 dies (Perfetto), 16 of each role",
+    },
+}
+
+
+def add_options(parser: Parser) -> None:
+    """A suite, each with a help of its own; it refuses the options of others by name."""
+    suites = parser.add_subparsers(dest="suite", metavar="suite", required=True, parser_class=Parser)
+    for name, suite in SUITES.items():
+        sub = suites.add_parser(
+            name, help=suite.text, description=suite.text[0].upper() + suite.text[1:] + "."
+        )
+        for option, says in OPTIONS.items():
+            hidden = {} if option in suite.options else {"help": argparse.SUPPRESS}
+            sub.add_argument(f"--{option}", **(says | hidden))
+        sub.set_defaults(parser=sub)
+        sub.add_argument("--full", action="store_true", help="print every row, not only a summary")
+        sub.add_argument("--json", action="store_true", help="print one JSON object with every row")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the rows of one suite. Raises InputError for options of another one."""
+    if args.suite == "kernels":
+        from xdeepserve.jobs.task_process import ONE_CORE
+
+        os.environ.update(ONE_CORE)  # which NumPy's BLAS reads once, when it is loaded
+    from xdeepserve.bench import ablations, drawing
+    from xdeepserve.bench.report import Row, print_rows, print_summary
+
+    _check(args)
+    if args.trends:
+        return _tell_trends(args)
+    if args.fits:
+        return _tell_fits(args)
+    if args.ablations:
+        with working("bench papers --ablations"):
+            changes = ablations.all_changes()
+        ablations.print_changes(changes, args.json)
+        return 0
+    if args.plot is not None:
+        drawing.pyplot()  # before half a minute of work
+    name = "ranks" if args.ranks else "superpod_steps" if args.steps else args.suite
+    suite = importlib.import_module(f"xdeepserve.bench.{name}")
+    model = args.model or "tiny"
+    given: dict[str, tuple[object, ...]] = {
+        "superpod": (args.trace,),
+        "decode": (model, args.peers, args.peer or ()),
+        "prefill": (model, args.peers, args.peer or ()),
+        "startup": (model,),
+        "ems": (args.requests, args.format or "mooncake"),
+        "papers": (args.paper,),
+        "heatmap": (args.map,),
+    }
+    rows: list[Row] = []
+    with working(f"bench {name}") as status:
+        found = (
+            suite.of_deployment(model, args.deployment, args.context)
+            if args.deployment is not None
+            else suite.all_rows(*given.get(name, ()))
+        )
+        for row in found:
+            rows.append(row)
+            status.row(f"{row.name} {row.value:.2f} {row.unit}")
+    if args.plot is not None:
+        suite.plot(rows, args.plot)
+    if args.json:
+        print(
+            json.dumps(
+                suite.as_json(rows, args.paper) if name == "papers" else {"rows": [r.as_dict() for r in rows]}
+            )
+        )
+        return 0
+    if name == "papers":
+        suite.print_summary(rows, args.paper, args.full)
+        return 0
+    print_summary(rows)
+    if args.full:
+        print()
+        print_rows(rows)
+    else:
+        print("\n--full prints every row, --json all of them for programs")
+    return 0
+
+
+def _tell_trends(args: argparse.Namespace) -> int:
+    """What papers say in words."""
+    from xdeepserve.bench import papers, trends
+
+    if args.paper is not None and args.paper not in papers.PAPERS:
+        raise InputError(f"--paper must be one of {', '.join(papers.PAPERS)}, found {args.paper!r}")
+    found = []
+    with working("bench papers --trends") as status:
+        for one in trends.all_answers(args.paper):
+            found.append(one)
+            status.detail = f"{len(found)} of {trends.count(args.paper)}"
+    trends.print_answers(found, "json" if args.json else "text")
+    return 0
+
+
+def _tell_fits(args: argparse.Namespace) -> int:
+    """What is fitted to what."""
+    from xdeepserve.bench import fits
+
+    found = []
+    with working("bench papers --fits") as status:
+        for one in fits.all_left_out():
+            found.append(one)
+            status.detail = f"{one.fit}, {one.table}"
+    if args.json:
+        print(fits.as_json(found))
+    else:
+        fits.print_fits(found)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises InputError where an option does not belong to the suite, or a file cannot be written."""
+    for option in OPTIONS:
+        owners = [f"bench {name}" for name, suite in SUITES.items() if option in suite.options]
+        if getattr(args, option) not in (None, False) and option not in SUITES[args.suite].options:
+            raise InputError(f"--{option} belongs to {' and '.join(owners)}, not to bench {args.suite}")
+    if args.plot is not None:
+        if args.ranks:
+            raise InputError("--plot draws virtual time, and --ranks measures wall time: choose one")
+        check_writable(args.plot, "--plot")
+    if args.map is not None:
+        check_writable(args.map, "--map")
+    if args.trends and (args.plot is not None or args.full):
+        raise InputError("--trends has no numbers: neither --plot nor --full goes with it")
+    if args.fits and args.ablations:
+        raise InputError("--fits and --ablations are two tables: choose one")
+    for other in ("trends", "plot", "full", "paper"):
+        for table in ("fits", "ablations"):
+            if getattr(args, table) and getattr(args, other) not in (None, False):
+                raise InputError(f"--{table} is of all papers: --{other} does not go with it")
+    _check_plan(args)
+    if args.trace is not None:
+        if args.steps:
+            raise InputError("--trace belongs to bench superpod without --steps")
+        check_writable(args.trace, "--trace")
+
+
+def _check_plan(args: argparse.Namespace) -> None:
+    """Raises InputError where options of bench plan do not fit together."""
+    if args.deployment is None and (args.context is not None or (args.suite == "plan" and args.model)):
+        raise InputError("bench plan takes --model and --context with --deployment")
+    if args.context is not None and args.context < 1:
+        raise InputError(f"--context must be at least 1, found {args.context}")

@@ -1,0 +1,264 @@
+"""Prefixes that the memory pool has: RTC's third tier, after HBM and the host's DRAM (CloudMatrix 4.4.2).
+
+Reading. Before a waiting sequence is admitted, the pool is asked for the blocks that follow what RTC has.
+Those that it has are pinned there, get slots here, and are brought to the DRAM of the pool's servers, where
+they are not yet; then the group's dies copy them. They are ready as any cached block is, and the sequence
+finds them on admission. What does not come, or may have been overwritten while it was copied, is as if it had
+never been asked for: the sequence computes it.
+
+Writing. When the last position of a block has been computed, its slots are kept from change until the
+group's dies, which have the same latents, have copied a share each to the place that the pool gives. Then the
+pool commits them, and nobody waits.
+
+A sequence asks once; nobody else computes what is on its way, they wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from xdeepserve.ems.context_cache import ContextCache
+from xdeepserve.ems.mp_server import Lease
+from xdeepserve.engine.die.die_memory import DieMemory
+from xdeepserve.engine.dp.rtc import RTC
+from xdeepserve.engine.dp.sequence import Sequence as Seq
+from xdeepserve.engine.messages import BlockCopy, CopyBlocks, CopyDone, PoolPlace, PoolReady
+from xdeepserve.errors import IntegrityError, LinkError
+from xdeepserve.hw.die import Die
+from xdeepserve.hw.engines import Copy
+from xdeepserve.hw.nic import Cards
+from xdeepserve.hw.volume import Key
+
+
+async def copy_by_cards(cards: Cards, mem: DieMemory, copies: Sequence[BlockCopy]) -> None:
+    """What a die's DMA would copy over UB, by the VPC cards of the servers: a transfer for each pair."""
+    batches: dict[tuple[int, int], list[Copy]] = {}
+    for src_tier, src, dst_tier, dst in copies:
+        pieces = zip(mem.block_pieces(src_tier, src), mem.block_pieces(dst_tier, dst), strict=True)
+        for (source, nbytes), (target, _) in pieces:
+            route = cards.card_of(source.node), cards.card_of(target.node)
+            batches.setdefault(route, []).append(Copy(source, target, nbytes))
+    await cards.fabric.clock.gather(*(cards.move(batch, "memory pool") for batch in batches.values()))
+
+
+@dataclass
+class PoolTransfer:
+    """Values of the pool on their way, and the slots of each one's blocks, by the block's number in it."""
+
+    is_read: bool
+    slots: list[dict[int, int]]
+    used: list[Key]  # of these values, and of those before them
+    keys: list[Key] = field(default_factory=list)  # of a write that has no places yet
+    leases: list[Lease | None] = field(default_factory=list)
+    num_copiers: int = 0  # dies that copy
+    is_broken: bool = False  # some of it has not been copied
+
+
+class PoolPrefixes:
+    """What one DP group reads from the pool, and writes there. `report` is told when a transfer can go on."""
+
+    def __init__(
+        self,
+        rank: int,
+        dies: Sequence[Die],
+        mems: Sequence[DieMemory],
+        rtc: RTC,
+        cache: ContextCache,
+        report: Callable[[PoolReady | CopyDone], None],
+    ) -> None:
+        self.rank, self.dies, self.mems, self.kv = rank, dies, mems, mems[0].kv
+        self.rtc, self.cache, self.clock = rtc, cache, dies[0].clock
+        self.report = report
+        self.count = cache.block_size // rtc.block_size  # KV blocks in a value
+        self.num_queries = self.num_hits = 0  # in tokens
+        self._transfers: dict[int, PoolTransfer] = {}  # by ticket
+        self._by_cards: list[asyncio.Task[None]] = []  # copies that no die makes
+
+    # ---- reading ------------------------------------------------------------------------------------
+
+    def is_coming(self, seq: Seq) -> bool:
+        """Whether what a sequence needs next is on its way for another."""
+        return self.rtc.is_expected(seq.token_ids[:-1])
+
+    def load(self, seq: Seq, num_ready: int, num_spared: int) -> int | None:
+        """Start to load what follows a sequence's first `num_ready` blocks: a ticket, None if nothing does.
+
+        Its last token is always computed. `num_spared` blocks are left to others; where that leaves too
+        little, the sequence may ask again.
+        """
+        room = self.rtc.num_available - num_spared
+        if seq.has_asked_pool or room < self.count:
+            return None
+        seq.has_asked_pool = True
+        tokens, first = seq.token_ids[:-1], num_ready // self.count
+        every = self.cache.keys(tokens)
+        keys = every[first:]
+        self.num_queries += len(keys) * self.cache.block_size
+        leases = self.cache.pin(keys)
+        expected = self._expect(tokens, first, leases, room)
+        if expected is None:
+            for lease in leases:
+                self.cache.client.release(lease)
+            return None
+        ticket, slots = expected
+        for lease in leases[len(slots) :]:
+            self.cache.client.release(lease)
+        used, leases = every[: first + len(slots)], leases[: len(slots)]
+        transfer = self._transfers[ticket] = PoolTransfer(True, slots, used, leases=[*leases])
+        self.clock.spawn(self._bring(ticket, transfer), name=f"pool to group {self.rank}")
+        return ticket
+
+    def _expect(
+        self, tokens: list[int], first: int, leases: list[Lease], room: int
+    ) -> tuple[int, list[dict[int, int]]] | None:
+        """Slots for the blocks of as many values as there is room for: a ticket, and the slots by value."""
+        count, num_values = self.count, 0
+        missing = self.rtc.missing(tokens, first * count, (first + len(leases)) * count)
+        while num_values < len(leases):
+            needed = sum(block < (first + num_values + 1) * count for block in missing)
+            if needed > room:
+                break
+            num_values += 1
+        wanted = [block for block in missing if block < (first + num_values) * count]
+        if not wanted:
+            return None
+        ticket, slots = self.rtc.expect(tokens, wanted)
+        by_value: list[dict[int, int]] = [{} for _ in range(num_values)]
+        for block, slot in zip(wanted, slots, strict=True):
+            by_value[block // count - first][block % count] = slot
+        return ticket, by_value
+
+    async def _bring(self, ticket: int, transfer: PoolTransfer) -> None:
+        client = self.cache.client
+        await client.ask()
+        await client.bring([lease for lease in transfer.leases if lease is not None])
+        self.report(PoolReady(self.rank, ticket))
+
+    # ---- writing ------------------------------------------------------------------------------------
+
+    def store(self, seq: Seq) -> None:
+        """A step has ended: give the pool the blocks of a sequence that are full now."""
+        if self.kv.pools == "nothing":
+            return
+        stop = seq.num_computed if self.kv.pools == "all" else min(seq.num_computed, seq.num_prompt)
+        nodes, size = seq.holding.nodes, self.cache.block_size
+        stop = min(stop, len(nodes) * self.rtc.block_size) // size
+        if stop <= seq.num_pooled:
+            return
+        keys, slots, client, used = [], [], self.cache.client, self.cache.keys(seq.token_ids, stop)
+        for block, key in enumerate(used):
+            if block < seq.num_pooled or client.contains(key):
+                continue
+            keys.append(key)
+            slots.append(dict(enumerate(seq.holding.slots[block * self.count : (block + 1) * self.count])))
+        seq.num_pooled = stop
+        if keys:
+            ticket = self.rtc.keep([slot for each in slots for slot in each.values()])
+            transfer = self._transfers[ticket] = PoolTransfer(False, slots, used, keys)
+            self.clock.spawn(self._find_places(ticket, transfer), name=f"group {self.rank} to pool")
+
+    async def _find_places(self, ticket: int, transfer: PoolTransfer) -> None:
+        await self.cache.client.ask()
+        if self._transfers.get(ticket) is not transfer:  # the dies have been lost meanwhile
+            return
+        transfer.leases = [self.cache.begin(key) for key in transfer.keys]
+        self.report(PoolReady(self.rank, ticket))
+
+    # ---- both ---------------------------------------------------------------------------------------
+
+    def _copies(self, ticket: int) -> list[BlockCopy]:
+        """What dies have to copy under a ticket; without copies it has ended."""
+        transfer, copies = self._transfers[ticket], []
+        for lease, slots in zip(transfer.leases, transfer.slots, strict=True):
+            if lease is None or lease.address is None:
+                if transfer.is_read:
+                    self.rtc.miss(ticket, slots.values())
+                continue
+            for index, slot in slots.items():
+                place = PoolPlace(lease.address, index, self.count)
+                ends = ("pool", place, "hbm", slot) if transfer.is_read else ("hbm", slot, "pool", place)
+                copies.append(BlockCopy(*ends))
+        if not copies:
+            self.copied(ticket)
+        return copies
+
+    def num_copiers(self, ticket: int) -> int:
+        """How many dies of the group copy under a ticket, whoever's it is."""
+        transfer = self._transfers.get(ticket)
+        return len(self.dies) if transfer is None else transfer.num_copiers
+
+    def copy(self, ticket: int) -> bool:
+        """The pool is ready for the copies of a ticket: have them made; False if there are none to make."""
+        transfer, copies, num_dies = self._transfers[ticket], self._copies(ticket), len(self.dies)
+        shares = [copies if transfer.is_read else copies[i::num_dies] for i in range(num_dies)]
+        transfer.num_copiers = sum(map(bool, shares))
+        for die, mem, share in zip(self.dies, self.mems, shares, strict=True):
+            if not share:
+                continue
+            if self.cache.by_cards:
+                moving = self._copy_by_cards(mem, ticket, share)
+                process = self.clock.spawn(moving, name=f"{die.name} memory pool over VPC")
+                self._by_cards = [*(each for each in self._by_cards if not each.done()), process]
+            else:
+                die.put(CopyBlocks(ticket=ticket, copies=share))
+        return bool(copies)
+
+    async def _copy_by_cards(self, mem: DieMemory, ticket: int, copies: Sequence[BlockCopy]) -> None:
+        """What a die would do by itself over UB, by the servers' cards."""
+        try:
+            await copy_by_cards(self.cache.client.cards, mem, copies)
+        except (LinkError, IntegrityError):
+            if ticket in self._transfers:
+                self._transfers[ticket].is_broken = True
+        self.report(CopyDone(self.rank * len(self.dies), ticket))
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether something is on its way to or from the pool."""
+        return bool(self._transfers)
+
+    def copied(self, ticket: int) -> None:
+        """The dies have copied what they had to; harmless for tickets of others."""
+        transfer = self._transfers.pop(ticket, None)
+        if transfer is None:
+            return
+        client, leases = self.cache.client, [lease for lease in transfer.leases if lease is not None]
+        if not transfer.is_read:
+            if transfer.is_broken:
+                client.revoke(leases)
+            elif leases:
+                self.clock.spawn(self._keep(transfer, leases), name=f"pool keeps blocks of group {self.rank}")
+            return
+        for lease, slots in zip(transfer.leases, transfer.slots, strict=True):
+            assert lease is not None
+            is_sound = client.release(lease) and not transfer.is_broken
+            if is_sound and lease.address is not None:
+                self.num_hits += len(slots) * self.rtc.block_size
+            elif lease.address is not None:
+                self.rtc.miss(ticket, slots.values())
+        self.cache.touch(transfer.used)
+
+    async def _keep(self, transfer: PoolTransfer, leases: list[Lease]) -> None:
+        await self.cache.client.commit(leases)
+        self.cache.touch(transfer.used)
+
+    def spoil(self, tickets: Iterable[int]) -> None:
+        """HBM slots of these have lost their content: nothing that they bring, or give the pool, is kept."""
+        for ticket in tickets:
+            if ticket in self._transfers:
+                self._transfers[ticket].is_broken = True
+
+    def abandon(self) -> None:
+        """The dies are lost: nothing is read or written any more, so places are free for others."""
+        for process in self._by_cards:
+            process.cancel()
+        for transfer in self._transfers.values():
+            leases = [lease for lease in transfer.leases if lease is not None]
+            if transfer.is_read:
+                for lease in leases:
+                    self.cache.client.release(lease)
+            else:
+                self.cache.client.revoke(leases)
+        self._transfers.clear()

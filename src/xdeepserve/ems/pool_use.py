@@ -1,0 +1,96 @@
+"""A deployment's memory pool, as its engine uses it: opened with the pod; caches that outlive its TEs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from xdeepserve.ems.context_cache import ContextCache, root_of
+from xdeepserve.ems.crowding import crowd
+from xdeepserve.ems.memory_pool import MemoryPool
+from xdeepserve.ems.model_cache import NAMESPACE as MODELS
+from xdeepserve.ems.model_cache import ModelCache
+from xdeepserve.ems.pool_prefixes import PoolPrefixes
+from xdeepserve.ems.pool_weights import PoolWeights
+from xdeepserve.engine.deploy.deployment import Deployment
+from xdeepserve.engine.dp.group import DPGroup
+from xdeepserve.engine.messages import CopyDone, PoolReady
+from xdeepserve.engine.te.te_plan import MakeTier, TEPlan
+from xdeepserve.errors import DeploymentError
+from xdeepserve.hw.pod import Pod
+
+
+class PoolUse:
+    """`pool`, and, from `start` on, the caches that TEs have there: of prefixes and of models.
+
+    A guest shares the pool of the pod that it comes to. InputError if the directory will not do.
+    """
+
+    def __init__(self, pod: Pod, deployment: Deployment, is_guest: bool) -> None:
+        self.deployment, self.is_guest = deployment, is_guest
+        self.contexts: ContextCache | None = None
+        self.models: ModelCache | None = None
+        ems = deployment.ems
+        assert ems.path is not None
+        quotas = {ems.namespace: None if ems.quota_mb is None else ems.quota_mb << 20, MODELS: None}
+        path = Path(ems.path).absolute()
+        service = f"memory pool {path}"
+        self.pool: MemoryPool
+        if service in pod.services:
+            self.pool = pod.services[service]
+            self.pool.share(quotas)
+            return
+        if is_guest:
+            raise DeploymentError(
+                f"deployment {deployment.name}: a pod has a pool (ems.path) from its start or none"
+            )
+        dram, volume = ems.dram_mb << 20, ems.volume_mb << 20
+        self.pool = pod.services[service] = MemoryPool(pod, path, ems.servers, dram, volume, quotas)
+
+    def open(self) -> None:
+        """Take the directory, before memory is allocated."""
+        if not self.is_guest:
+            self.pool.open()
+
+    def start(self, tes: Sequence[TEPlan]) -> None:
+        """Memory is there, the directory is ours: give TEs their way to the pool."""
+        if not self.is_guest:
+            self.pool.start()
+        te, ems = tes[0], self.deployment.ems
+        sizes, mem = te.sizes, te.memories[0]
+        layout = [(name, nbytes // sizes.kv.block_size) for name, nbytes in mem.block_parts]
+        # States that the second draft goes on from are one to a KV block, whatever its size.
+        tail = sizes.kv.block_size if sizes.steps.mtp > 1 else 0
+        drafts = f"{sizes.steps.mtp} by {sizes.steps.num_mtp_layers}, {tail}"
+        self._digest = te.checkpoint.digest()
+        precision = f"{te.recipe}, INT8 answers" if te.config.int8_answers else te.recipe
+        root = root_of(self._digest, precision, layout, ems.block_size, drafts)
+        nbytes = mem.block_nbytes * (ems.block_size // sizes.kv.block_size)
+        client, by_cards = self.pool.client(), ems.fabric == "vpc"
+        self.contexts = ContextCache(client, ems.namespace, root, ems.block_size, nbytes, by_cards)
+        self.models = self.pool.models()
+        for each in tes:
+            each.make_tier = self.make_tier
+
+    @property
+    def make_tier(self) -> MakeTier | None:
+        """What makes a DP group's tier of prefixes; None before `start`."""
+        return None if self.contexts is None else self._tier
+
+    def _tier(self, group: DPGroup, report: Callable[[PoolReady | CopyDone], None]) -> PoolPrefixes:
+        assert self.contexts is not None
+        return PoolPrefixes(group.rank, group.dies, group.mems, group.rtc, self.contexts, report)
+
+    def weights(self, te: TEPlan) -> PoolWeights:
+        """The weights of one more TE, by way of the pool."""
+        assert self.models is not None
+        return PoolWeights(te, self.models, self._digest)
+
+    def crowd(self) -> None:
+        """Leave no room: whatever is put there next has others evicted."""
+        crowd(self.pool, self.deployment.ems.namespace)
+
+    def close(self) -> None:
+        """Let the directory go. Harmless when repeated."""
+        if not self.is_guest:
+            self.pool.close()

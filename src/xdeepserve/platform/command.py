@@ -1,0 +1,283 @@
+"""`xdeepserve replay`: a trace of requests, served with tokens by a small pod, or time only by many TEs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from xdeepserve.cli.options import Parser, add_deployment, check_writable, note, overrides_of
+from xdeepserve.errors import InputError
+from xdeepserve.progress import Status, working
+
+if TYPE_CHECKING:
+    from xdeepserve.platform.cluster import Cluster
+    from xdeepserve.platform.cluster_replay import ClusterServed
+    from xdeepserve.platform.fleet import Fleet
+    from xdeepserve.platform.fleet_words import Decision
+    from xdeepserve.platform.hindsight import Hindsight
+    from xdeepserve.platform.service_report import Bounds, Outcome, ServiceReport
+    from xdeepserve.platform.traces import TracedRequest
+
+ENOUGH = 0.9  # of requests within their bounds: so many TEs are as many as a load needs
+SHOWN_EVENTS = 40  # of scaling
+EXPLAINED = 8  # TEs whose scores a decision shows; with --json, all
+
+
+def add_options(parser: Parser) -> None:
+    """The trace, who serves it, what is asked of them."""
+    parser.epilog = (
+        "TRACE may be made:KEY=VALUE,...: requests of a generator, with seed=N, requests=N, seconds=S,\n"
+        "prompt=N and output=N tokens, spread=, turns=, pause=, systems=, system=, burst=, swing=, habit=\n"
+        "and block="
+    )
+    option = parser.add_argument
+    option("trace", metavar="TRACE", help="a file, or made:KEY=VALUE,...")
+    option(
+        "--format", metavar="F", default="mooncake", help="of the file: mooncake (default), bailian or azure"
+    )
+    add_deployment(parser)
+    parser.set_defaults(deployment=None, model=None)
+    option("--cluster", type=Path, metavar="FILE", help="time only, on these TEs (xdeepserve docs platform); "
+           "without --deployment and --cluster: as many TEs of 32 dies as the load needs, of --model, by "
+           "default deepseek-r1")  # fmt: skip
+    option("--policy", metavar="P", help="who gets a request, whatever the cluster's file says")
+    option("--heat", type=Path, metavar="FILE", help="for pd-aware and deepserve, by bench heatmap")
+    option("--first", type=int, metavar="N", help="of the trace, the first N requests")
+    option("--faster", type=float, default=1.0, metavar="X", help="arrivals X times as fast; default 1")
+    option("--shrink", type=int, default=1, metavar="N", help="with tokens: divide all lengths by N")
+    option("--slo-ttft", type=float, default=30.0, metavar="S", help="a bound in seconds; default 30")
+    option("--slo-tpot", type=float, default=100.0, metavar="MS", help="a bound in ms; default 100")
+    option(
+        "--explain",
+        action="store_true",
+        help="a line for each request: its TE, and the scores of the eight best; with --json, of all; "
+        "and, of some requests, what turned out best",
+    )
+    option("--regret", type=int, metavar="N", help="with --explain: how many requests are tried on every "
+           "TE, each in as many replays; by default as many as take some seconds")  # fmt: skip
+    option("--plot", type=Path, metavar="FILE", help="draw TTFT and TPOT over time (needs matplotlib)")
+    option("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve the trace and print what came of it."""
+    _check(args)
+    from xdeepserve.platform import service_report
+    from xdeepserve.platform.service_report import Bounds
+
+    requests, block = requests_of(args.trace, args.format)
+    requests = requests[: args.first]
+    if args.faster != 1:
+        from xdeepserve.platform.traces import at_rate
+
+        requests = at_rate(requests, args.faster)
+    plt: Any = None
+    if args.plot is not None:
+        from xdeepserve.bench import drawing
+
+        check_writable(args.plot, "--plot")
+        plt = drawing.pyplot()  # before the work, not after it
+    bounds = Bounds(args.slo_ttft, args.slo_tpot)
+    if args.deployment is not None:
+        outcomes, found, more = _with_tokens(args, requests, block, bounds)
+    else:
+        outcomes, found, more = _time_only(args, requests, block, bounds)
+    if args.plot is not None:
+        service_report.plot(outcomes, bounds, args.plot, plt, more.get("scaling", ()))
+    if args.json:
+        import msgspec
+
+        print(json.dumps({"trace": args.trace, **msgspec.to_builtins(more), **msgspec.to_builtins(found)}))
+        return 0
+    for name, value in more.items():
+        if name not in ("decisions", "hindsight", "scaling"):
+            print(f"{name:<11}{value}")
+    events = more.get("scaling", ())
+    print(*(event.line() for event in events[:SHOWN_EVENTS]), sep="\n", end="\n" if events else "")
+    if len(events) > SHOWN_EVENTS:
+        print(f"and {len(events) - SHOWN_EVENTS} more events; --json has all")
+    print(*found.lines(), sep="\n")
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """InputError for options that do not go together, or lie outside."""
+    if args.deployment is not None and args.cluster is not None:
+        raise InputError("--deployment serves tokens, and --cluster takes time only: choose one")
+    if args.deployment is None:
+        tokens = {
+            "--shrink": args.shrink != 1, "--set": bool(args.overrides),
+            "--precision": args.precision != "int8",
+        }  # fmt: skip
+        if idle := [name for name, is_given in tokens.items() if is_given]:
+            raise InputError(
+                f"{', '.join(idle)}: only with --deployment D, which serves tokens; time only, sizes of TEs "
+                "stand in a file: --cluster FILE"
+            )
+    elif args.policy is not None or args.heat is not None or args.explain:
+        raise InputError("--policy, --heat and --explain belong to --cluster; see scheduler.route")
+    if args.regret is not None and not args.explain:
+        raise InputError("--regret belongs to --explain")
+    for name, least in (("first", 1), ("shrink", 1), ("regret", 0)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise InputError(f"--{name} must be at least {least}, found {value}")
+    for name in ("faster", "slo_ttft", "slo_tpot"):
+        if not 0 < getattr(args, name) < 1e9:
+            raise InputError(f"--{name.replace('_', '-')} must be above 0, found {getattr(args, name):g}")
+
+
+def requests_of(trace: str, form: str) -> tuple[list[TracedRequest], int]:
+    """The requests of a file or of the generator, and the tokens of their blocks."""
+    from xdeepserve.platform import made_traffic, traces
+
+    known = traces.trace_format(form)
+    if trace.startswith(made_traffic.PREFIX):
+        traffic = made_traffic.parsed(trace)
+        return made_traffic.made(traffic), traffic.block
+    return traces.read_trace(Path(trace), known), traces.BLOCK_TOKENS[known]
+
+
+def _with_tokens(
+    args: argparse.Namespace, requests: Sequence[TracedRequest], block: int, bounds: Bounds
+) -> tuple[list[Outcome], ServiceReport, dict[str, Any]]:
+    from xdeepserve.llm import LLM, digest
+    from xdeepserve.platform.service_report import report
+    from xdeepserve.platform.token_replay import replayed
+
+    model = args.model or "tiny"
+    with (
+        working(f"replay: {len(requests)} requests"),
+        LLM(model, args.deployment, args.precision, overrides=overrides_of(args)) as llm,
+    ):
+        outputs, outcomes, names = replayed(llm, requests, block, args.shrink)
+    more = {"model": model, "deployment": args.deployment, "digest": digest(outputs)}
+    return outcomes, report(outcomes, names, bounds), more
+
+
+def _time_only(
+    args: argparse.Namespace, requests: Sequence[TracedRequest], block: int, bounds: Bounds
+) -> tuple[list[Outcome], ServiceReport, dict[str, Any]]:
+    from xdeepserve.engine.balance.heat_map import read_heat_map
+    from xdeepserve.platform.cluster import priced_kinds
+    from xdeepserve.platform.cluster_replay import ClusterReplay
+    from xdeepserve.platform.hindsight import hindsights
+    from xdeepserve.platform.length_predictor import told_lengths
+
+    cluster = _asked(args)
+    looks_at_kinds = cluster.policy in ("pd-aware", "deepserve")
+    if args.heat is not None and not looks_at_kinds:
+        raise InputError(f"--heat: policy {cluster.policy} looks at no heat map")
+    heat = None if args.heat is None else read_heat_map(args.heat)
+    predict, error = told_lengths(cluster.lengths, requests)
+    decisions: list[Decision] = []
+    with working("replay") as status:
+        status.text = "replay: steps are priced"
+        kinds = priced_kinds(cluster, block, status.progress)
+
+        replay = ClusterReplay(requests, kinds, heat, predict, bounds)
+
+        def serve(sized: Cluster) -> ClusterServed:
+            count = sum(te.count for te in sized.te)
+            status.text = f"replay: {len(requests):,} requests on {count} TE{'s' if count > 1 else ''}"
+            decisions.clear()
+            return replay.serve(sized, decisions.append if args.explain else None, status.progress)
+
+        if args.cluster is None:
+            cluster = _sized(cluster, serve, status)
+        fleet, outcomes, found, events = serve(cluster)
+        tried: list[Hindsight] = []
+        if args.explain and args.regret != 0:
+            status.text = "replay: requests are tried on other TEs"
+            tried = hindsights(lambda forced: replay.fleet(cluster, None, forced)[0], requests, decisions,
+                               fleet.served, args.regret, status.progress)  # fmt: skip
+    more: dict[str, Any] = {"model": cluster.model, "cluster": _of(cluster), "policy": cluster.policy}
+    if error is not None:
+        more["lengths"] = error.line()
+    if (cluster.roles, cluster.scale, cluster.pool) != (None, None, None):
+        more["scaling"] = events
+    if args.explain:
+        most = len(fleet.tes) if args.json else EXPLAINED
+        after = {each.number: each for each in tried}
+        more["decisions"] = [explained(each, fleet, most, after.get(each.number)) for each in decisions]
+        more["hindsight"] = tried
+        more["regret"] = regret_of(tried)
+        if not args.json:
+            print(*more["decisions"], "", sep="\n")
+    if not heat and looks_at_kinds and len({te.is_apart for te in fleet.tes}) == 2:
+        note(args.command, f"without --heat, {cluster.policy} takes TEs of both kinds for alike")
+    return outcomes, found, more
+
+
+def _asked(args: argparse.Namespace) -> Cluster:
+    """The cluster of a file, or TEs whose number is to be found; with the policy and the model asked for."""
+    import msgspec
+
+    from xdeepserve.model.presets import resolve_model
+    from xdeepserve.platform.cluster import Cluster, ClusterTE, check_policy, read_cluster
+
+    if args.policy is not None:
+        check_policy(args.policy)
+    cluster = Cluster((ClusterTE(),)) if args.cluster is None else read_cluster(args.cluster)
+    cluster = msgspec.structs.replace(
+        cluster, policy=args.policy or cluster.policy, model=args.model or cluster.model
+    )
+    if args.cluster is None:
+        drafts = min(cluster.te[0].mtp, resolve_model(cluster.model).config.num_nextn_predict_layers)
+        cluster = msgspec.structs.replace(cluster, te=(ClusterTE(mtp=drafts),))
+    return cluster
+
+
+def _of(cluster: Cluster) -> str:
+    """How many TEs and dies it has."""
+    num_tes, dies = sum(te.count for te in cluster.te), cluster.te[0].dies
+    if cluster.scale is not None:
+        return f"{cluster.scale.least} to {cluster.scale.most} TEs of {dies} dies"
+    if cluster.roles is not None:
+        return f"{num_tes} TEs of {dies} dies, which change roles"
+    return f"{num_tes} TEs, {sum(te.count * te.dies for te in cluster.te)} dies"
+
+
+def _sized(cluster: Cluster, serve: Callable[[Cluster], ClusterServed], status: Status) -> Cluster:
+    """The fewest TEs of which ENOUGH of the requests are within their bounds."""
+    from xdeepserve.platform.cluster import least_count
+
+    def within(sized: Cluster) -> float:
+        found = serve(sized).report
+        status.row(f"{sized.te[0].count} TEs have {100 * found.within:.1f} % within the bounds")
+        return found.within
+
+    return least_count(cluster, within, ENOUGH)
+
+
+def explained(decision: Decision, fleet: Fleet, most: int, after: Hindsight | None = None) -> str:
+    """A decision in a line: the `most` best TEs, the best first, with the keys that decided; and which one
+    turned out best, if that was tried."""
+    could = [te for te, keys in enumerate(decision.keys) if keys[0] != float("inf")]
+    order = sorted(could, key=lambda te: (*decision.keys[te], te))[:most]
+    keys = (", ".join(f"{key:.4g}" for key in decision.keys[te]) for te in order)
+    scores = "; ".join(f"{fleet.tes[te].name}: {each}" for te, each in zip(order, keys, strict=True))
+    more = f"; {len(could) - len(order)} more" if len(could) > len(order) else ""
+    line = f"request {decision.number} -> {fleet.tes[decision.te].name} ({scores}{more})"
+    if after is None:
+        return line
+    took = f"{line}; it took {after.took_ns / 1e9:.3f} s"
+    if after.best == after.te:
+        return f"{took}, the best"
+    best = f"{after.best_ns / 1e9:.3f} s on {fleet.tes[after.best].name}"
+    return f"{took}, and {best}: regret {100 * after.regret:.1f} %"
+
+
+def regret_of(tried: Sequence[Hindsight]) -> str:
+    """How much longer requests took than on the TE that turned out best."""
+    if not tried:
+        return "of none"
+    lost = [100 * each.regret for each in tried]
+    right = sum(each.best == each.te for each in tried)
+    return (
+        f"{sum(lost) / len(lost):.1f} % on average of {len(lost)} requests, at most {max(lost):.1f} %; "
+        f"{right} had the best TE"
+    )

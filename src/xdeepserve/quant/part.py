@@ -1,0 +1,161 @@
+"""A directory of weights in the making: `DESTINATION.part`, which is no checkpoint until it is whole.
+
+Each finished layer is one safetensors file there, and a small JSON file that says what became of it. Every
+file is whole or absent: it is written under another name first. config.json comes last, and then the
+directory gets its name, so that nothing half-written ever loads. One process at a time works in it.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+try:
+    import fcntl
+except ImportError:  # not on this system
+    fcntl = None  # type: ignore[assignment]
+
+from xdeepserve.errors import InputError
+from xdeepserve.model.canonical import Array
+from xdeepserve.model.checkpoint import INDEX_FILE
+from xdeepserve.model.config import read_json_object
+from xdeepserve.model.tensor_file import TensorFile
+
+JOB_FILE, UNFINISHED, LOCK_FILE = "job.json", "unfinished", "locked"
+NO_DESCRIPTOR = -1
+
+
+class Part:
+    """`num_files` files of weights that become `destination`. Methods that write raise OSError."""
+
+    def __init__(self, destination: Path, num_files: int) -> None:
+        self.destination, self.num_files = destination, num_files
+        self.directory = destination.with_name(destination.name + ".part")
+        self._lock: int | None = None  # file descriptor, if held
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files that are there already."""
+        if not self.directory.is_dir():
+            return 0
+        return sum(path.stat().st_size for path in self.directory.iterdir())
+
+    def lock(self) -> None:
+        """Keep other processes out of the directory, which must exist. Raises InputError if one is in.
+
+        The system lets go of a lock with its process. Where it has none, a file stands for it, which a
+        process that is killed leaves behind.
+        """
+        if self._lock is not None:
+            return
+        try:
+            if fcntl is None:
+                os.close(os.open(self.directory / LOCK_FILE, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+                self._lock = NO_DESCRIPTOR
+                return
+            lock = os.open(self.directory, os.O_RDONLY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(lock)
+                raise
+        except (FileExistsError, BlockingIOError):
+            hint = "" if fcntl is not None else f"; if none is, delete {LOCK_FILE} there"
+            raise InputError(f"{self.directory}: another process is at work on it{hint}") from None
+        self._lock = lock
+        if self.destination.exists():  # the other one got done in between
+            raise InputError(f"{self.destination}: exists already; choose a new directory")
+
+    def unlock(self) -> None:
+        """Let others in."""
+        if self._lock is None:
+            return
+        if self._lock != NO_DESCRIPTOR:
+            os.close(self._lock)
+        else:
+            (self.directory / LOCK_FILE).unlink(missing_ok=True)
+        self._lock = None
+
+    def begin(self, job: Mapping[str, Any]) -> None:
+        """Make the directory, or find that it holds this very job. Raises InputError if it holds another."""
+        path = self.directory / JOB_FILE
+        self.directory.mkdir(exist_ok=True)
+        self.lock()
+        if any(one.name not in (UNFINISHED, LOCK_FILE) for one in self.directory.iterdir()):
+            found = read_json_object(path) if path.is_file() else {}
+            if found != json.loads(json.dumps(job)):
+                raise InputError(
+                    f"{self.directory}: holds another unfinished job; "
+                    "delete it, or finish it with its settings"
+                )
+            return
+        self.write(JOB_FILE, json.dumps(job).encode())
+
+    def save(self, number: int, tensors: Mapping[str, Array]) -> None:
+        """Weights file `number`."""
+        half = self.directory / UNFINISHED
+        try:
+            save_file({name: _compact(array) for name, array in tensors.items()}, half, {"format": "pt"})
+        except SafetensorError as error:  # the library's own error hides the system's
+            found = re.search(r"os error (\d+)", str(error))
+            code = int(found[1]) if found else errno.EIO
+            raise OSError(code, os.strerror(code)) from None
+        shutil.copymode(self.directory / JOB_FILE, half)  # the library lets nobody else read what it writes
+        half.replace(self.directory / f"layer-{number:05d}.safetensors")
+
+    def write(self, name: str, content: bytes) -> None:
+        """Any other file."""
+        half = self.directory / UNFINISHED
+        half.write_bytes(content)
+        half.replace(self.directory / name)
+
+    def file(self, number: int) -> Path:
+        """Weights file `number`, which may have its final name already."""
+        final = self._final(number)
+        return final if final.is_file() else self.directory / f"layer-{number:05d}.safetensors"
+
+    def report_file(self, number: int) -> Path:
+        """What became of layer `number`; there once its weights are."""
+        return self.directory / f"layer-{number:05d}.json"
+
+    def finish(self, companions: Mapping[str, Path], report: tuple[str, bytes], config: bytes) -> None:
+        """Copy `companions` (name -> source), write the index, `report` (name, content) and config.json."""
+        weight_map: dict[str, str] = {}
+        size = 0
+        for number in range(self.num_files):
+            new = self._final(number)
+            self.file(number).replace(new)
+            weight_map |= dict.fromkeys(sorted(TensorFile(new).names), new.name)
+            size += new.stat().st_size
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        self.write(INDEX_FILE, (json.dumps(index, indent=1) + "\n").encode())
+        for name, source in companions.items():
+            shutil.copyfile(source, self.directory / name)
+        self.write(*report)
+        self.write("config.json", config)
+        (self.directory / LOCK_FILE).unlink(missing_ok=True)
+        self.directory.replace(self.destination)
+        for path in [*self.destination.glob("layer-*.json"), self.destination / JOB_FILE]:
+            path.unlink()
+
+    def _final(self, number: int) -> Path:
+        return self.directory / f"model-{number + 1:05d}-of-{self.num_files:05d}.safetensors"
+
+
+def _compact(array: Array) -> Array:
+    """float32 that loses nothing in BF16 is stored so."""
+    if array.dtype != np.float32:
+        return np.ascontiguousarray(array)
+    half = array.astype(ml_dtypes.bfloat16)
+    return half if np.array_equal(half.astype(np.float32), array) else np.ascontiguousarray(array)

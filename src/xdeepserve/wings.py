@@ -1,0 +1,39 @@
+"""What wings bring to the house, by name.
+
+The house serves without its wings, and none of its files imports one. Where it has a place for something that
+a wing brings, it asks for it here by name, and the wing is imported then.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any, Final
+
+COMMANDS: Final[Mapping[str, str]] = {  # modules with `add_options` and `run`, beside the files of cli
+    "bench": "xdeepserve.bench.command",
+    "chaos": "xdeepserve.chaos.command",
+    "ems": "xdeepserve.ems.command",
+    "eval": "xdeepserve.evals.command",
+    "learn": "xdeepserve.learn.command",
+    "place": "xdeepserve.placing.command",
+    "plan": "xdeepserve.planner.command",
+    "quantize": "xdeepserve.quant.command",
+    "replay": "xdeepserve.platform.command",
+    "sweep": "xdeepserve.bench.sweep_command",
+}
+PARTS: Final[Mapping[str, str]] = {  # "module:name"
+    "memory pool": "xdeepserve.ems.pool_use:PoolUse",
+    "recording": "xdeepserve.page.page_record:recording",
+}
+
+
+def command(name: str) -> Any:
+    """Import the module of a command: a wing's, or the file of that name in `cli`."""
+    return importlib.import_module(COMMANDS.get(name, f"xdeepserve.cli.{name.replace('-', '_')}"))
+
+
+def part(name: str) -> Any:
+    """Import what a wing brings under a name of PARTS."""
+    module, _, attribute = PARTS[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)

@@ -1,0 +1,66 @@
+"""The numbers of a task executor come in parts, and no function takes more than one of them."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import msgspec
+
+import xdeepserve
+from xdeepserve.engine.deploy import sizes
+from xdeepserve.engine.deploy.sizes import ExpertSizes, GroupSizes, KVSizes, StepSizes, TEPlace, WalkSizes
+
+SOURCE = Path(xdeepserve.__file__).parent
+PARTS = (TEPlace, GroupSizes, KVSizes, StepSizes, WalkSizes, ExpertSizes)
+MAX_FIELDS = 12
+# Who takes a whole TE, and why.
+WHOLE = {
+    "chaos/permitted.py": "asks of a TE what it can miss",
+    "engine/build.py": "decides where a TE comes to lie, and plans it",
+    "engine/deploy/fitting.py": "makes the parts",
+    "engine/deploy/scale_down.py": "makes the parts of a smaller TE",
+    "engine/die/die_memory.py": "lays out a die with a DP group: weights, KVSizes, buffers, results",
+    "engine/die/shape_memory.py": "does the same in shapes",
+    "engine/expert_process.py": "builds one expert server as its clients plan it",
+    "engine/run/net.py": "hands out what the dies of a TE meet by",
+    "engine/serving/failover.py": "hands a smaller TE on, unread",
+    "engine/serving/joining.py": "hands a TE on, unread",
+    "page/pod_look.py": "shows a TE",
+}
+
+
+def test_no_part_is_large() -> None:
+    fields = {part.__name__: len(msgspec.structs.fields(part)) for part in PARTS}
+    assert max(fields.values()) <= MAX_FIELDS, fields
+    assert tuple(field.type for field in msgspec.structs.fields(sizes.Sizes)) == PARTS
+
+
+def test_functions_take_one_part() -> None:
+    names = {part.__name__ for part in PARTS}
+    whole, several = set(), []
+    for path in sorted(SOURCE.rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        imported = {
+            alias.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and node.module == sizes.__name__
+            for alias in node.names
+        }
+        if not imported:
+            continue
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            taken = [
+                {each.id for each in ast.walk(argument.annotation) if isinstance(each, ast.Name)} & imported
+                for argument in arguments
+                if argument.annotation is not None
+            ]
+            if any("Sizes" in each for each in taken):
+                whole.add(str(path.relative_to(SOURCE)))
+            elif sum(bool(each & names) for each in taken) > 1:
+                several.append(f"{path.relative_to(SOURCE)}: {node.name}")
+    assert several == []
+    assert whole <= set(WHOLE)

@@ -1,0 +1,120 @@
+"""The rooms of the house and its wings, what each may import, and the picture of it in docs/architecture.md.
+
+    python -m tools.house          # writes the picture
+
+`tests/test_layering.py` holds every file to these rules, and the picture to the table.
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, NamedTuple
+
+PAGE = Path(__file__).parent.parent / "docs" / "architecture.md"
+BEGIN, END = "<!-- tools/house.py: begin -->\n", "<!-- tools/house.py: end -->\n"
+
+
+class Room(NamedTuple):
+    """A package of `src/xdeepserve`, or a file beside them: what it is, and which others it may import."""
+
+    what: str
+    uses: str
+
+
+# From the ground up: a room uses some of those that stand before it, and what is in COMMON.
+COMMON: Final = "errors reading jit machine bf16"
+HOUSE: Final[Mapping[str, Room]] = {
+    "errors": Room("every error that is raised on purpose", ""),
+    "reading": Room("files and tables that users write, read with the line of a mistake", ""),
+    "machine": Room("life cycles as tables", ""),
+    "bf16": Room("bfloat16 in arrays", ""),
+    "jit": Room("how kernels are compiled and kept", ""),
+    "hw": Room("clock, memory, fabric, dies, faults, prices", ""),
+    "model": Room("the mathematics, checkpoints, tokenizer", ""),
+    "step": Room("a decoder layer as data: stages and meets", "hw model"),
+    "comm": Room("XCCL and DistFlow, a folder a protocol", "hw"),
+    "wings": Room("names of what wings bring, resolved on use", ""),
+    "engine": Room("FlowServe: dies, DP groups, task executors, recovery", "hw model step comm wings"),
+    "compile_ahead": Room("kernels compiled while weights load", "model"),
+    "progress": Room("what a command says while it works", "compile_ahead"),
+    "loop": Room("the event loop of commands", ""),
+    "llm": Room("the facade: LLM, SamplingParams", "hw model engine loop progress"),
+    "golden": Room("golden vectors of the protocols", "hw model comm"),
+    "verify": Room("the bit-exactness matrix", "hw model engine llm"),
+    "api": Room("the OpenAI-compatible endpoint", "hw model comm engine llm"),
+    "cli": Room(
+        "the command line: a file per command, wings bring theirs",
+        "hw model comm engine llm golden verify api wings loop progress",
+    ),
+}
+# Wings use the house as they like, but for `api` and `cli`, and the wings that they name.
+WINGS: Final[Mapping[str, Room]] = {
+    "corpus": Room("text that the tiny models are trained and examined on", ""),
+    "quant": Room("post-training quantisation to INT8", "corpus"),
+    "ems": Room("the memory pool: servers, ring, client, prefixes and models (CloudMatrix 4.4)", ""),
+    "placing": Room("expert servers placed by Ray", ""),
+    "evals": Room("perplexity, agreement and task scores", "corpus quant"),
+    "jobs": Room("jobs of tasks, kept on disk; members of a cluster", "evals quant"),
+    "planner": Room("model, latency bound, hardware -> a deployment", ""),
+    "platform": Room("traces on many TEs, scaling (DeepServe)", "planner"),
+    "page": Room("what a page to watch is told, and the page", ""),
+    "chaos": Room("faults by the hundred, and who judges", "ems"),
+    "learn": Room("the course", ""),
+    "bench": Room("what the papers publish beside what comes out here", "corpus evals ems planner platform"),
+}
+DOOR: Final = ("api", "cli")  # the rooms of the house that no wing uses
+# Arrows from the house to a wing that are left: until the endpoint's routes are a table that wings fill.
+LEFT: Final = {("api", "jobs"), ("api", "page"), ("api", "quant"), ("cli", "jobs")}
+
+
+def is_command(path: Path) -> bool:
+    """Whether a file of a wing is one of its commands: these stand above all rooms, `cli` included."""
+    return path.stem == "command" or path.stem.endswith("_command")
+
+
+def allowed(room: str) -> set[str]:
+    """Rooms that a room may import."""
+    common = {*COMMON.split()}
+    if room in WINGS:
+        return common | {*HOUSE} - {*DOOR} | {*WINGS[room].uses.split()}
+    below = [*HOUSE][: [*HOUSE].index(room)]
+    return ({*HOUSE[room].uses.split()} | common) & {*below} | {wing for user, wing in LEFT if user == room}
+
+
+def picture() -> str:
+    """Draw the house and its wings as two lists, each room above those that it uses."""
+    width = max(map(len, (*HOUSE, *WINGS))) + 2
+
+    def row(name: str, room: Room) -> str:
+        uses = f"; uses {room.uses.replace(' ', ', ')}" if room.uses else ""
+        return textwrap.fill(
+            f"  {name:{width}}{room.what}{uses}",
+            110,
+            subsequent_indent=" " * (width + 4),
+            break_on_hyphens=False,
+        )
+
+    lines = ["the house, from the roof down", *(row(*each) for each in reversed(HOUSE.items()))]
+    lines += ["", "wings: they use the house, but for api and cli; the house knows them by name (wings.py)"]
+    lines += [row(*each) for each in WINGS.items()]
+    return "\n".join(["```text", *lines, "```", ""])
+
+
+def drawn(page: str) -> str:
+    """Put the picture into the text of the page."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}{picture()}{END}{after}"
+
+
+def main() -> int:
+    """Write the picture into docs/architecture.md."""
+    PAGE.write_text(drawn(PAGE.read_text()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
