@@ -16,11 +16,11 @@ import textwrap
 import numpy as np
 
 from xdeepserve.errors import AddressError, DeadlineError
+from xdeepserve.hw.clock import Waiting
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.memory import Address
 from xdeepserve.hw.pod import Pod
-from xdeepserve.hw.waiting import Waiting
 
 DIES = [0, 1, 2, 16]  # 0 and 1 share a chip, 2 is on the next chip, 16 in the next server
 KV_NBYTES = 2 << 20

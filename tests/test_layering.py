@@ -168,17 +168,11 @@ def test_no_test_imports_a_test(path: Path) -> None:
 
 # Circles that are left, as room and files. None may be added; one that is healed has to be deleted here.
 DEBTS = (
-    "bench: carriers comm",
-    "ems: memory_pool pool_faults",
     "engine.die: drafts program",
     "engine.job: detours executor",
     "engine.run: away by_cards by_services ends net",
     "engine.te: dealer layer_reports lost_clients lost_pages server_monitor server_seats steps_apart "
     "steps_together te",
-    "hw: clock waiting",
-    "hw: rdma rdma_card",
-    "model: config rope",
-    "model: sharding weights",
 )
 
 

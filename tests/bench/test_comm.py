@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from xdeepserve.bench import comm
+from xdeepserve.bench import comm, sizes
 from xdeepserve.bench.report import Row, print_rows, published
 from xdeepserve.cli import main
 from xdeepserve.comm.cost import CommCost, Way, expected_maximum
@@ -91,8 +91,8 @@ def test_trampolines_win_at_the_papers_size(rows: dict[str, Row]) -> None:
 def test_a2e_by_formula_and_simulated_agree() -> None:
     """At the published size."""
     cores, cost = int(Spec().attention_cores.value), CommCost()
-    sizes = comm.ATTENTION, comm.EXPERTS, comm.A2E_BATCH, comm.A2E_COPIES
-    formulas = cost.a2e_ns(*sizes), cost.e2a_ns(*sizes)
+    shape = comm.ATTENTION, comm.EXPERTS, comm.A2E_BATCH, sizes.A2E_COPIES
+    formulas = cost.a2e_ns(*shape), cost.e2a_ns(*shape)
     for simulated, formula in zip(comm.simulate_a2e("trampoline", cores), formulas, strict=True):
         assert simulated == pytest.approx(formula, rel=0.05)
 
@@ -136,8 +136,8 @@ def test_the_exchange_parameters_are_the_fit_to_the_rows_that_say_so() -> None:
     """Least squares of relative errors over the four rows of EP 8 and 256, on the model's own features."""
     spec, cost = Spec(), CommCost(way="push")
     features, rest = [], []
-    for op, meetings in zip(comm.OPS, (2, 0), strict=True):
-        for ep in comm.FITTED_EP_SIZES:
+    for op, meetings in zip(sizes.OPS, (2, 0), strict=True):
+        for ep in sizes.FITTED_EP_SIZES:
             rows = 1024 * cost.busiest(ep, 1024)
             load = cost.crossing_ns(ep, rows) / spec.exchange_copy.value / 1e9
             own = cost.push_ns(op, ep, rows) / 1e3 - meetings * 1e6 * spec.core_meeting.value
@@ -158,7 +158,7 @@ def test_the_exchange_parameters_are_the_fit_to_the_rows_that_say_so() -> None:
 def test_exchanges_by_formula_and_simulated_agree(ep: int, batch: int, way: Way) -> None:
     """Each operator for itself. What differs: the routing's chance, and whose port is the busiest."""
     cost = CommCost(way=way)
-    for op, time in zip(comm.OPS, comm.simulate_exchange(way, ep, batch, comm.SHRINK), strict=True):
+    for op, time in zip(sizes.OPS, comm.simulate_exchange(way, ep, batch, comm.SHRINK), strict=True):
         assert time == pytest.approx(cost.exchange_ns(op, ep, batch, 8), rel=0.10)
 
 
@@ -191,7 +191,7 @@ def test_the_rings_geometry_is_the_parameter_tables() -> None:
 
 def test_the_exchange_model_behaves() -> None:
     ways: tuple[Way, Way] = "pull", "push"
-    for way, op in itertools.product(ways, comm.OPS):
+    for way, op in itertools.product(ways, sizes.OPS):
         cost = CommCost(way=way)
         times = [cost.exchange_ns(op, ep, 128, 8) for ep in (2, 4, 8, 16, 32, 64, 128, 256, 288, 320)]
         assert times == sorted(times)
@@ -205,7 +205,7 @@ def test_the_exchange_model_behaves() -> None:
 def test_each_operator_pays_for_its_own_steps() -> None:
     """More ranks are more flags of a dispatch; a fused combine has one for each answer (CM Table 6)."""
     cost = CommCost(way="push")
-    grown = [cost.exchange_ns(op, 256, 128, 8) - cost.exchange_ns(op, 8, 128, 8) for op in comm.OPS]
+    grown = [cost.exchange_ns(op, 256, 128, 8) - cost.exchange_ns(op, 8, 128, 8) for op in sizes.OPS]
     assert grown[0] > grown[1]
     free = msgspec.structs.replace(cost.spec, core_meeting=Param(0, "s", "none"))
     without = CommCost(free, way="push")
@@ -216,7 +216,7 @@ def test_each_operator_pays_for_its_own_steps() -> None:
 def test_dispatch_is_slower_than_combine_for_small_batches_alone() -> None:
     """XDS 3.2, Figure 6, at EP 128."""
     cost = CommCost()
-    times = {b: [cost.exchange_ns(op, 128, b, 8) for op in comm.OPS] for b in (8, 16, 32, 64, 96, 128)}
+    times = {b: [cost.exchange_ns(op, 128, b, 8) for op in sizes.OPS] for b in (8, 16, 32, 64, 96, 128)}
     assert [b for b, (dispatch, combine) in times.items() if dispatch > combine] == [8, 16, 32]
 
 

@@ -27,14 +27,13 @@ from xdeepserve.errors import (
     HardwareError,
     ProtocolError,
 )
-from xdeepserve.hw.clock import Clock
+from xdeepserve.hw.clock import Clock, Waiting
 from xdeepserve.hw.congestion import DEFAULT_CONTROL, TUNED_CONTROL, CongestionControl, SendingRate
 from xdeepserve.hw.faulty_links import LinkFault
 from xdeepserve.hw.memory import Address
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.rdma import LANDING_NS, QueueEntry, RDMANetwork, poll_writes
 from xdeepserve.hw.topology import Plane
-from xdeepserve.hw.waiting import Waiting
 
 KIB = 1024
 

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xdeepserve.errors import DeadlineError, DeadlockError, HardwareError
-from xdeepserve.hw.clock import Clock
+from xdeepserve.hw.clock import Clock, Waiter, Waiting
 from xdeepserve.hw.queue import Queue
-from xdeepserve.hw.waiting import Waiter, Waiting
 
 FOR_NOTHING = Waiting("test", 0, 1, "flag", "set", "unset")
 

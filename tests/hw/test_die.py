@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xdeepserve.errors import AddressError, DeadlineError, DeploymentError, HardwareError, ProtocolError
+from xdeepserve.hw.clock import Waiting
 from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.memory import Address
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.spec import Param, Spec
 from xdeepserve.hw.stream import Stream
 from xdeepserve.hw.trace import Trace
-from xdeepserve.hw.waiting import Waiting
 
 SPEC = Spec()
 HALF = 96 * 1024

@@ -587,7 +587,9 @@ def test_any_json_is_a_config_or_one_line(changes: dict[str, Any]) -> None:
         else:
             message = ""
             assert math.isfinite(config.softmax_scale)
-            assert all(np.isfinite(table).all() for table in rope_tables(config, 3))
+            assert all(
+                np.isfinite(table).all() for table in rope_tables(config.rope, config.qk_rope_head_dim, 3)
+            )
         assert "\n" not in message
 
 

@@ -23,7 +23,7 @@ def test_cosine_is_the_c_librarys_to_a_last_place() -> None:
 @pytest.mark.parametrize("fixture", fixtures(), ids=lambda fixture: fixture.name)
 def test_tables_and_softmax_scale_are_those_of_transformers(fixture: Fixture, tmp_path) -> None:
     config = load_config(fixture.checkpoint_dir(tmp_path))
-    cos, sin = rope_tables(config, ROPE_POSITIONS[-1] + 1)
+    cos, sin = rope_tables(config.rope, config.qk_rope_head_dim, ROPE_POSITIONS[-1] + 1)
     # transformers multiplies position and frequency in float32
     tolerance = 1e-6 + 6e-8 * np.array(ROPE_POSITIONS)[:, None]
     assert (np.abs(cos[list(ROPE_POSITIONS)] - fixture.expected["cos"]) <= tolerance).all()
@@ -32,14 +32,22 @@ def test_tables_and_softmax_scale_are_those_of_transformers(fixture: Fixture, tm
 
 
 def test_tables_are_prefixes_of_longer_tables(tiny_config) -> None:
-    for short, long in zip(rope_tables(tiny_config, 100), rope_tables(tiny_config, 2048), strict=True):
+    for short, long in zip(
+        rope_tables(tiny_config.rope, tiny_config.qk_rope_head_dim, 100),
+        rope_tables(tiny_config.rope, tiny_config.qk_rope_head_dim, 2048),
+        strict=True,
+    ):
         assert short.shape == (100, 8)
         assert short.dtype == np.float32
         assert np.array_equal(short, long[:100])
 
 
 def test_tables_are_the_same_bits_on_every_machine(tiny_config) -> None:
-    digest = hashlib.sha256(b"".join(table.tobytes() for table in rope_tables(tiny_config, 2048))).hexdigest()
+    digest = hashlib.sha256(
+        b"".join(
+            table.tobytes() for table in rope_tables(tiny_config.rope, tiny_config.qk_rope_head_dim, 2048)
+        )
+    ).hexdigest()
     assert digest[:16] == "8996a8a015ae09d9"
 
 

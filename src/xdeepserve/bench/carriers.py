@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from xdeepserve.bench.report import Row
+from xdeepserve.bench.sizes import A2E_COPIES, A2E_SHRINK, HIDDEN, quantize, slower
 from xdeepserve.comm.exchange.layout import Group
 from xdeepserve.comm.means import Means
 from xdeepserve.comm.trampoline.a2e import AttentionSide, ExpertSide
@@ -43,9 +44,7 @@ def rows() -> list[Row]:
 
 
 def simulate(carrier: Literal["mte", "urma"]) -> CarrierTimes:
-    """An A2E, and an E2A that all expert dies begin at once, at DeepSeek-R1's width (see `comm.slower`)."""
-    from xdeepserve.bench.comm import A2E_COPIES, A2E_SHRINK, HIDDEN, quantize, slower
-
+    """An A2E, and an E2A that all expert dies begin at once, at DeepSeek-R1's width (see `sizes.slower`)."""
     hidden, dies = HIDDEN // A2E_SHRINK, tuple(range(ATTENTION + EXPERTS))
     sides = Sides(dies[:ATTENTION], Group(dies[ATTENTION:], tuple(range(EXPERTS))))
     layout = A2ELayout(sides, BATCH, A2E_COPIES, hidden)

@@ -20,8 +20,20 @@ import msgspec
 import numpy as np
 
 from xdeepserve.bench import carriers
+from xdeepserve.bench.drawing import pyplot
 from xdeepserve.bench.report import Kind, Row
-from xdeepserve.comm.cost import CommCost, Op
+from xdeepserve.bench.sizes import (
+    A2E_COPIES,
+    A2E_SHRINK,
+    EP_SIZES,
+    FITTED_EP_SIZES,
+    HIDDEN,
+    OPS,
+    TOP_K,
+    quantize,
+    slower,
+)
+from xdeepserve.comm.cost import CommCost
 from xdeepserve.comm.exchange.handle import XCCL
 from xdeepserve.comm.exchange.layout import Group, Layout
 from xdeepserve.comm.fused.handle import FusedXCCL
@@ -35,23 +47,15 @@ from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
 from xdeepserve.comm.trampoline.naive import NaiveAttentionSide, NaiveExpertSide
 from xdeepserve.errors import InputError
 from xdeepserve.hw.pod import Pod
-from xdeepserve.hw.spec import Param, Spec
-
-HIDDEN, TOP_K = 7168, 8  # DeepSeek-R1
-OPS: tuple[Op, Op] = "dispatch", "combine"
-DISPATCH_NBYTES, COMBINE_NBYTES = HIDDEN + 512, 2 * HIDDEN
+from xdeepserve.hw.spec import Spec
 
 MESSAGES = (4 << 10, 64 << 10, 256 << 10, (1 << 20) - 32, 4 << 20, 9 << 20)
 CORES = (2, 8, 48)
 LARGE_MESSAGES = (1 << 20, 9 << 20, 64 << 20)  # by DMA and URMA
-EP_SIZES = (8, 16, 32, 64, 128, 256)
-FITTED_EP_SIZES = (8, 256)
 PULL_PUSH_BATCHES = (8, 32, 128)
 SIMULATED_EP_SIZES = (8, 16, 32)
 SHRINK = 4
 ATTENTION, EXPERTS, A2E_BATCH = 160, 288, 96  # XDS 3.3
-A2E_COPIES = TOP_K + 1  # of a token: for its routed experts, and for the shared one
-A2E_SHRINK = 16
 
 
 def rows() -> list[dict[str, Any]]:
@@ -301,33 +305,7 @@ def simulate_exchange(way: str, num_ranks: int, batch: int, shrink: int = 1) -> 
     return asyncio.run(main())
 
 
-def slower(factor: int) -> Spec:
-    """Hardware on which tokens that are shorter by `factor` take the time of whole ones."""
-    spec, slower = Spec(), dict[str, Param]()
-    for name in ("vector_peak", "hbm_bandwidth", "ub_bandwidth", "mte_bandwidth", "unified_buffer"):
-        param = getattr(spec, name)
-        slower[name] = msgspec.structs.replace(param, value=param.value / factor)
-    return msgspec.structs.replace(spec, **slower)
-
-
-def quantize(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Time does not depend on values, so the arithmetic is left out."""
-    return np.zeros(x.shape, np.int8), np.ones(len(x), np.float32)
-
-
 # ---- plot -----------------------------------------------------------------------------------------------
-
-
-def pyplot() -> Any:
-    """Matplotlib's, without a window. InputError without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise InputError("--plot needs matplotlib: pip install '.[plot]'") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
 
 
 def plot(all_rows: list[Row], path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from xdeepserve.bench import comm, ems, paper_rows, pipelines, prefill_formula, superpod
+from xdeepserve.bench import comm, drawing, ems, paper_rows, pipelines, prefill_formula, sizes, superpod
 from xdeepserve.bench.decode_formula import EP320, LayerCost, Load, ping_pong_throughput
 from xdeepserve.bench.report import published
 from xdeepserve.comm.cost import CommCost
@@ -54,23 +54,26 @@ def crossing() -> Figure:
     """xDeepServe, Figure 6."""
     cost, batches = CommCost(), (1, 4, 8, 16, 32, 48, 64, 96, 128)
     ours: Series = {
-        op: (batches, [cost.exchange_ns(op, paper_rows.FIGURE_6_EP, b, comm.TOP_K) / 1000 for b in batches])
-        for op in comm.OPS
+        op: (batches, [cost.exchange_ns(op, paper_rows.FIGURE_6_EP, b, sizes.TOP_K) / 1000 for b in batches])
+        for op in sizes.OPS
     }
     (at,) = _said("xds.ep.crossover")
-    level = cost.exchange_ns("combine", paper_rows.FIGURE_6_EP, at, comm.TOP_K) / 1000
+    level = cost.exchange_ns("combine", paper_rows.FIGURE_6_EP, at, sizes.TOP_K) / 1000
     theirs: Series = {"they cross": ([at], [level])}
     return Figure("xDeepServe, Figure 6: EP128", "tokens of a die", "us", ours, theirs)
 
 
 def table_6() -> Figure:
     """CloudMatrix, Table 6."""
-    cost, sizes = CommCost(way="push"), comm.EP_SIZES
+    cost, groups = CommCost(way="push"), sizes.EP_SIZES
     ours: Series = {
-        op: (sizes, [cost.exchange_ns(op, ep, paper_rows.TABLE_6_BATCH, comm.TOP_K) / 1000 for ep in sizes])
-        for op in comm.OPS
+        op: (
+            groups,
+            [cost.exchange_ns(op, ep, paper_rows.TABLE_6_BATCH, sizes.TOP_K) / 1000 for ep in groups],
+        )
+        for op in sizes.OPS
     }
-    theirs: Series = {op: (sizes, _said(*(f"cm.t6/{op}/ep={ep}" for ep in sizes))) for op in comm.OPS}
+    theirs: Series = {op: (groups, _said(*(f"cm.t6/{op}/ep={ep}" for ep in groups))) for op in sizes.OPS}
     return Figure("CloudMatrix, Table 6", "ranks", "us", ours, theirs, True)
 
 
@@ -226,7 +229,7 @@ def draw(axes: Any, figure: Figure) -> None:
 
 def plot(papers: Iterable[str], path: Path) -> None:
     """All figures of some papers on a page, if they have any. InputError without matplotlib."""
-    pyplot = comm.pyplot()
+    pyplot = drawing.pyplot()
     found = [make() for paper in papers for make in FIGURES.get(paper, ())]
     if not found:
         return

@@ -22,6 +22,7 @@ import msgspec
 
 from xdeepserve.bench import (
     comm,
+    drawing,
     eaas_full_size,
     ems,
     expert_skew,
@@ -317,7 +318,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     """Ours over theirs, a point for each value, by paper and by where it comes from; and the papers' figures
     in a second file, FILE-figures."""
     figures.plot(dict.fromkeys(paper_of(row.name) for row in rows), path.with_stem(f"{path.stem}-figures"))
-    pyplot = comm.pyplot()
+    pyplot = drawing.pyplot()
     some = [row for row in rows if has_error(row)]
     figure, axes = pyplot.subplots(figsize=(8, 0.16 * len(some) + 1))
     colours = {"calibrated": "tab:grey", PREDICTED: "tab:blue", "measured": "tab:green"}

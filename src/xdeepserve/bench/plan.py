@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from xdeepserve.bench import comm
+from xdeepserve.bench import drawing
 from xdeepserve.bench.fits import all_left_out
 from xdeepserve.bench.report import Kind, Row
 from xdeepserve.bench.superpod import COMM_RATIO_DBRX, MEGASCALE
@@ -357,7 +357,7 @@ def _bounded(row: Row, error: float, bound: int) -> Row:
 
 def plot(rows: list[Row], path: Path) -> None:
     """Errors of predicted iterations, in percent, beside the bound. InputError without matplotlib."""
-    plt = comm.pyplot()
+    plt = drawing.pyplot()
     runs = [row for row in rows if row.name.endswith("/T_iter")]
     errors = [float(row.note.split(" ms, ")[1].split(" %")[0]) for row in runs]
     figure, axes = plt.subplots(figsize=(9, 1 + 0.25 * len(runs)), layout="constrained")

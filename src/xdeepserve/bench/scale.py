@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from xdeepserve.bench.comm import pyplot
+from xdeepserve.bench.drawing import pyplot
 from xdeepserve.bench.report import Row
 from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.model.presets import resolve_model

@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from xdeepserve.comm.arrivals import Arrivals
 from xdeepserve.errors import ProtocolError
+from xdeepserve.hw.clock import Waiting
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import Address
-from xdeepserve.hw.waiting import Waiting
 
 
 class BoardLayout(NamedTuple):

@@ -18,9 +18,9 @@ from xdeepserve.comm.arrivals import Arrivals
 from xdeepserve.comm.means import Means
 from xdeepserve.comm.wire import FIELD, FIELD_DTYPE, Blocks, Field
 from xdeepserve.errors import ProtocolError
+from xdeepserve.hw.clock import Waiting
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.engines import Targets
-from xdeepserve.hw.waiting import Waiting
 
 Int64: TypeAlias = npt.NDArray[np.int64]
 

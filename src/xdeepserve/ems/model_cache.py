@@ -18,8 +18,8 @@ from typing import NamedTuple
 from ..errors import XDeepServeError
 from ..hw.address_space import AddressSpace
 from ..hw.bucket import Bucket
+from ..hw.clock import Waiter, Waiting
 from ..hw.volume import Key
-from ..hw.waiting import Waiter, Waiting
 from .mp_client import MPClient
 from .mp_server import Lease
 

@@ -16,11 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from xdeepserve.errors import HardwareError
-from xdeepserve.hw.clock import Process
+from xdeepserve.hw.clock import Process, Waiter, Waiting
 from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.spec import Spec
-from xdeepserve.hw.waiting import Waiter, Waiting
 
 CHUNK_NBYTES = 64 << 20  # long against a startup, short against a die
 

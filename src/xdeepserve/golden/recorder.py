@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from xdeepserve.hw.clock import Waiter, Waiting
 from xdeepserve.hw.memory import Memory
 from xdeepserve.hw.pod import Pod
-from xdeepserve.hw.waiting import Waiter, Waiting
 
 Arrays = dict[str, npt.NDArray[Any]]
 AREAS = ("metadata", "managed", "app")

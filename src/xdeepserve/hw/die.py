@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..errors import GlitchError, HardwareError, PageLostError
-from .clock import Process
+from .clock import Process, Waiting
 from .dma import DMA
 from .engines import Fabric
 from .error_codes import ERROR_CODES, PAGE_LOST
@@ -22,7 +22,6 @@ from .memory import Address, Memory
 from .mte import MTE
 from .queue import Queue
 from .spec import Core
-from .waiting import Waiting
 
 T = TypeVar("T")
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Generic, TypeVar
 
-from .clock import Clock
-from .waiting import Waiter, Waiting
+from .clock import Clock, Waiter, Waiting
 
 Item = TypeVar("Item")
 

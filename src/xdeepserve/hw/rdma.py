@@ -9,23 +9,31 @@ bytes arrive in order and whole, or the write fails after RETRIES.
 The source is read when a segment leaves: whoever overwrites it before its completion sends the new bytes.
 What a card writes to a device's memory passes PCIe: it is certain to be there only behind a `flush`, which
 reads over PCIe behind the writes (GDRCopy), or after LANDING_NS.
+
+One side of a card transmits, one segment after another, the other side receives alike; a segment flies for
+`roce_startup` in between. Queue pairs that have something to send take turns. Acknowledgements and notices
+of congestion pass the same side: before all data (MegaScale-Infer's high-priority queues), or as one more
+queue pair that waits for its turn behind theirs, which is what the paper found. A queue pair sends one write
+at a time: the next one when this one is acknowledged.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ..errors import GlitchError, HardwareError
-from .congestion import TUNED_CONTROL, CongestionControl
+from ..errors import GlitchError, HardwareError, LinkError
+from .clock import Waiter, Waiting
+from .congestion import TUNED_CONTROL, CongestionControl, SendingRate
 from .engines import Fabric
 from .memory import Address
-from .rdma_card import RETRIES, RDMACard, WriteUnderWay
 from .spec import Spec
 from .topology import Plane
-from .waiting import Waiter, Waiting
 
+CONTROL_NBYTES = 64  # public: an acknowledgement with its headers, padded to the least Ethernet frame
+RETRIES = 7  # public: the largest retry count of a reliable queue pair
 LANDING_NS = 2_000  # assumed: the longest that a posted write is on its way over PCIe
 
 
@@ -168,6 +176,237 @@ class RDMANetwork:
     def _arrive(self, node: int, piece: tuple[int, int, bytes]) -> None:
         if node not in self.fabric.memories.silent:
             self.fabric.memories[node].write_checked(*piece[1:])
+
+
+class WriteUnderWay:
+    """A posted write, as both ends know it: `next` segment to send, `expected` one to receive."""
+
+    def __init__(self, src: Address, dst: Address, nbytes: int, immediate: int) -> None:
+        self.src, self.dst, self.nbytes, self.immediate = src, dst, nbytes, immediate
+        self.next = self.expected = self.known = self.tries = 0
+        self.num_segments = 0
+        self.is_over = self.has_refused = False
+
+
+class SendQueue:
+    """What a queue pair has to send, and how fast it may."""
+
+    def __init__(self, rate: SendingRate) -> None:
+        self.writes: deque[WriteUnderWay] = deque()
+        self.rate, self.ready_ns, self.is_queued = rate, 0, False
+
+
+class RDMACard:
+    """A node's card, with the bandwidth of its `spec`. All times are of the network's clock."""
+
+    def __init__(self, network: RDMANetwork, node: int, spec: Spec) -> None:
+        self.network, self.node, self.clock = network, node, network.fabric.clock
+        self.ns_per_byte = 1e9 / spec.roce_bandwidth.value
+        self.flight_ns = math.ceil(spec.roce_startup.value * 1e9 - 1e-6)
+        self.retry_ns = math.ceil(spec.rdma_retry.value * 1e9 - 1e-6)
+        self.segment = int(spec.rdma_segment.value)
+        self.queues: dict[QueuePair, SendQueue] = {}
+        self._turns: deque[QueuePair | None] = deque()  # None: what controls there are
+        self._controls: deque[tuple[RDMACard, Callable[[], None]]] = deque()
+        self._state, self._run_number = "idle", 0
+        self._received_until = 0
+
+    # ---- what is to be sent ---------------------------------------------------------------------------
+
+    def post(self, pair: QueuePair, write: WriteUnderWay) -> None:
+        """A write joins its queue pair's."""
+        queue = self.queues.setdefault(pair, SendQueue(SendingRate(self.network.control)))
+        write.num_segments = max(1, -(-write.nbytes // self.segment))
+        queue.writes.append(write)
+        self._enqueue(pair)
+
+    def forget(self, pair: QueuePair) -> None:
+        """Drop what a queue pair has under way."""
+        for write in self.queues[pair].writes if pair in self.queues else ():
+            write.is_over = True
+        self.queues.pop(pair, None)
+
+    def control(self, far: RDMACard, then: Callable[[], None]) -> None:
+        """Send an acknowledgement or a notice: `then` is what it does at the far end."""
+        self._controls.append((far, then))
+        if not self.network.acks_first and None not in self._turns:
+            self._turns.append(None)
+        self._wake()
+
+    def _enqueue(self, pair: QueuePair) -> None:
+        queue = self.queues[pair]
+        if not queue.is_queued:
+            queue.is_queued = True
+            self._turns.append(pair)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._state != "sending":
+            self._state, self._run_number = "sending", self._run_number + 1
+            self.clock.spawn(self._transmit(self._run_number), name=f"card {self.node}")
+
+    # ---- transmitting ---------------------------------------------------------------------------------
+
+    async def _transmit(self, number: int) -> None:
+        """Until nothing is left to send. Another run takes over if something comes while all must pause."""
+        while number == self._run_number:
+            if self._controls and (self.network.acks_first or self._turns[0] is None):
+                await self._send_control()
+            elif (pair := self._ready_pair()) is not None:
+                await self._send_segment(pair)
+            elif (until := self._pause()) is not None:
+                self._state = "pausing"
+                await self.clock.sleep_until(until)
+                if number == self._run_number:
+                    self._state = "sending"
+            else:
+                self._state = "idle"
+                return
+
+    def _ready_pair(self) -> QueuePair | None:
+        """Whose turn it is; it leaves the queue."""
+        for _ in range(len(self._turns)):
+            pair = self._turns.popleft()
+            if pair is None:
+                self._turns.appendleft(None)
+                return None  # the turn of controls
+            queue = self.queues.get(pair)
+            if queue is None or not queue.writes or queue.writes[0].next >= queue.writes[0].num_segments:
+                if queue is not None:
+                    queue.is_queued = False
+            elif queue.ready_ns > self.clock.now:
+                self._turns.append(pair)
+            else:
+                queue.is_queued = False
+                return pair
+        return None
+
+    def _pause(self) -> int | None:
+        """When the first queue pair may go on; now if controls have their turn."""
+        if self._controls:
+            return self.clock.now
+        return min((self.queues[pair].ready_ns for pair in self._turns if pair is not None), default=None)
+
+    async def _send_control(self) -> None:
+        if not self.network.acks_first:
+            self._turns.popleft()
+        far, then = self._controls.popleft()
+        if self._controls and not self.network.acks_first:
+            self._turns.append(None)
+        await self.clock.sleep(math.ceil(CONTROL_NBYTES * self.ns_per_byte))
+        if not self.network.damages(self.node, far.node, b""):
+            self.clock.spawn(self._after(self.flight_ns, then), name=f"control of card {self.node}")
+
+    async def _after(self, ns: int, then: Callable[[], None]) -> None:
+        await self.clock.sleep(ns)
+        then()
+
+    async def _send_segment(self, pair: QueuePair) -> None:
+        queue, links = self.queues[pair], self.network.fabric.links
+        write = queue.writes[0]
+        at, number = write.next * self.segment, write.next
+        nbytes = min(self.segment, write.nbytes - at)
+        counted, is_down = nbytes, False
+        if links:
+            try:
+                counted, free_ns = links.passes(Plane.ROCE, self.node, pair.target, nbytes)
+                queue.ready_ns = max(queue.ready_ns, free_ns)
+            except LinkError:
+                is_down = True
+        if queue.ready_ns > self.clock.now:
+            self._enqueue(pair)
+            return
+        data = bytes(self.network.fabric.memories[write.src.node].buffer[write.src.offset + at :][:nbytes])
+        line_ns = (counted + CONTROL_NBYTES) * self.ns_per_byte
+        start = self.clock.now
+        queue.ready_ns = start + queue.rate.gap_ns(start, line_ns)
+        write.next += 1
+        if write.next < write.num_segments:
+            self._enqueue(pair)
+        await self.clock.sleep(math.ceil(line_ns))
+        trace = self.network.fabric.trace
+        trace.span(self.node, Plane.ROCE.name, "segment", start, self.clock.now, {"bytes": nbytes})
+        trace.move(self.node, pair.target, nbytes, Plane.ROCE.name)
+        if is_down or self.network.damages(self.node, pair.target, data):
+            self._watch(pair, write)
+        else:
+            self._fly(pair, write, number, data)
+
+    def _fly(self, pair: QueuePair, write: WriteUnderWay, number: int, data: bytes) -> None:
+        """A segment is on its way to the far card, which receives one after another."""
+        far, arrival = pair.far, self.clock.now + self.flight_ns
+        start = max(arrival, far._received_until)
+        far._received_until = start + math.ceil((len(data) + CONTROL_NBYTES) * far.ns_per_byte)
+        is_marked = start - arrival > self.network.control.mark_ns
+        receive = far._receive(pair, write, number, data, far._received_until, is_marked)
+        self.clock.spawn(receive, name=f"segment to card {far.node}")
+
+    # ---- receiving ------------------------------------------------------------------------------------
+
+    async def _receive(
+        self, pair: QueuePair, write: WriteUnderWay, number: int, data: bytes, end: int, is_marked: bool
+    ) -> None:
+        await self.clock.sleep_until(end)
+        if write.is_over:
+            return
+        near = pair.card
+        if is_marked and (queue := near.queues.get(pair)) and queue.rate.may_notice(self.clock.now):
+            self.network.num_notices += 1
+            self.control(near, lambda: queue.rate.notice(self.clock.now))
+        if number > write.expected:  # one before it is missing: say so, once
+            if not write.has_refused:
+                write.has_refused = True
+                expected = write.expected
+                self._answer(pair, write, lambda: near._go_back(pair, write, expected))
+            return
+        if number == write.expected:
+            self.network.land(write.dst.plus(number * near.segment), data)
+            write.expected, write.has_refused = write.expected + 1, False
+            if write.expected == write.num_segments:
+                pair.complete(write)
+        if write.expected == write.num_segments:
+            self._answer(pair, write, lambda: near._acknowledged(pair, write))
+
+    def _answer(self, pair: QueuePair, write: WriteUnderWay, then: Callable[[], None]) -> None:
+        """An answer that may be lost: then the sender's patience ends."""
+        before = self.network.num_lost
+        self.control(pair.card, then)
+        if self.network.is_lost is not None or self.network.fabric.links or self.network.num_lost > before:
+            pair.card._watch(pair, write)
+
+    # ---- what is sent again ---------------------------------------------------------------------------
+
+    def _acknowledged(self, pair: QueuePair, write: WriteUnderWay, is_ok: bool = True) -> None:
+        if write.is_over:
+            return
+        write.is_over = True
+        queue = self.queues[pair]
+        queue.writes.remove(write)
+        pair.acknowledge(write, is_ok)
+        if queue.writes:
+            self._enqueue(pair)
+
+    def _go_back(self, pair: QueuePair, write: WriteUnderWay, expected: int) -> None:
+        """Send again from a segment on; after RETRIES without any progress the write has failed."""
+        if write.is_over:
+            return
+        write.tries = 0 if expected > write.known else write.tries + 1
+        write.known = max(write.known, expected)
+        if write.tries > RETRIES:
+            self._acknowledged(pair, write, is_ok=False)
+        else:
+            write.next = expected
+            self._enqueue(pair)
+
+    def _watch(self, pair: QueuePair, write: WriteUnderWay) -> None:
+        """The sender's timer. It runs for all writes, and matters for those of which something is lost:
+        only these are watched here."""
+        self.clock.spawn(self._time_out(pair, write, write.tries, write.known), name="timer of a write")
+
+    async def _time_out(self, pair: QueuePair, write: WriteUnderWay, tries: int, known: int) -> None:
+        await self.clock.sleep(self.retry_ns)
+        if not write.is_over and (write.tries, write.known) == (tries, known):
+            self._go_back(pair, write, write.known)
 
 
 async def poll_writes(

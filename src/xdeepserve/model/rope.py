@@ -13,14 +13,10 @@ from __future__ import annotations
 
 from decimal import Context, Decimal, localcontext
 from functools import cache
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from .config import ModelConfig
 
 _EXACT = Context(prec=40)
 _TWO_PI = 2 * Decimal("3.141592653589793238462643383279502884197")
@@ -95,14 +91,16 @@ def _ramp_bounds(yarn: YarnConfig, theta: Decimal, rope_dim: int) -> tuple[float
     return (low, high + 0.001) if low == high else (low, high)
 
 
-def rope_tables(config: ModelConfig, num_positions: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """cos and sin of position x frequency, each float32 [num_positions, qk_rope_head_dim / 2].
+def rope_tables(
+    rope: RopeConfig, rope_dim: int, num_positions: int
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """cos and sin of position x frequency, each float32 [num_positions, rope_dim / 2].
 
     YaRN's table scale is already multiplied in. Pair i of an interleaved head is (x[2i], x[2i+1]).
     """
-    frequencies = inverse_frequencies(config.rope, config.qk_rope_head_dim)
+    frequencies = inverse_frequencies(rope, rope_dim)
     cos, sin = _cos_sin(np.arange(num_positions, dtype=np.float64)[:, None] * frequencies)
-    scale = config.rope.yarn.table_scale if config.rope.yarn else 1.0
+    scale = rope.yarn.table_scale if rope.yarn else 1.0
     return (cos * scale).astype(np.float32), (sin * scale).astype(np.float32)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.weights import ArraySpec
+from xdeepserve.model.packing import ArraySpec
 
 
 @functools.lru_cache(maxsize=1 << 14)

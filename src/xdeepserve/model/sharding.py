@@ -18,18 +18,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from xdeepserve.model.attention_tables import ATTENTION
 from xdeepserve.model.canonical import Array
+from xdeepserve.model.packing import ArraySpec
 from xdeepserve.model.tensor_row import Tensor
 from xdeepserve.model.tensors import DENSE, MOE
 from xdeepserve.model.tp import ShardMode
-
-if TYPE_CHECKING:
-    from xdeepserve.model.weights import ArraySpec
 
 HEADS = [row for rows in ATTENTION.values() for row in rows]
 CUT = [row for row in (*HEADS, *DENSE, *MOE) if row.cut != "whole"]

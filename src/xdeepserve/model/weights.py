@@ -30,14 +30,7 @@ import numpy as np
 from xdeepserve.errors import CheckpointError
 from xdeepserve.model.canonical import Array, factors, quantize_rows
 from xdeepserve.model.config import ModelConfig
-from xdeepserve.model.packing import (
-    pack_bf16,
-    pack_f32,
-    pack_int8,
-    packed_shape_bf16,
-    packed_shape_f32,
-    packed_shape_int8,
-)
+from xdeepserve.model.packing import ArraySpec
 from xdeepserve.model.rope import rope_tables
 from xdeepserve.model.sharding import WHOLE, Shard
 from xdeepserve.model.tensor_row import Tensor
@@ -71,58 +64,6 @@ class TensorSource(Protocol):
     def tensor(self, name: str) -> Array: ...
 
     def int8(self, module: str) -> tuple[Array, Array] | None: ...
-
-
-class ArraySpec(NamedTuple):
-    """Shape and dtype of one prepared array; `is_matrix`: its last two axes are a GEMM's weights, which a die
-    holds in BF16 if `is_bf16`.
-    """
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    is_matrix: bool = False
-    is_bf16: bool = False
-
-    @property
-    def packed_shape(self) -> tuple[int, ...]:
-        """Shape of the array as a die holds it."""
-        if not self.is_matrix:
-            return self.shape
-        return _packed_shape(self.shape, self.dtype.kind == "i", self.is_bf16)
-
-    @property
-    def packed_dtype(self) -> np.dtype:
-        if not self.is_matrix:
-            return self.dtype
-        return np.dtype(np.uint8 if self.dtype == np.int8 else np.uint16 if self.is_bf16 else np.float32)
-
-    @property
-    def prepared_nbytes(self) -> int:
-        """Bytes before packing."""
-        return int(np.prod(self.shape)) * self.dtype.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on a die."""
-        return int(np.prod(self.packed_shape)) * self.packed_dtype.itemsize
-
-    def pack(self, array: Array) -> Array:
-        """An array of this spec (or one of its stack) as a die holds it."""
-        if not self.is_matrix:
-            return array
-        if self.dtype == np.int8:
-            return pack_int8(array)
-        return pack_bf16(array) if self.is_bf16 else pack_f32(array)
-
-
-@functools.lru_cache(maxsize=1024)
-def _packed_shape(shape: tuple[int, ...], is_int8: bool, is_bf16: bool) -> tuple[int, ...]:
-    """A matrix, or a stack of them, as a die holds it. Hundreds of dies ask, and most get the same answer."""
-    *stack, rows, columns = shape
-    if is_int8:
-        return (*stack, *packed_shape_int8(k=columns, n=rows))
-    packed_shape = packed_shape_bf16 if is_bf16 else packed_shape_f32
-    return (*stack, *packed_shape(k=rows, n=columns))
 
 
 def _is_kept_float(c: ModelConfig, row: Tensor, source: str) -> bool:
@@ -238,7 +179,7 @@ def iter_weights(
 ) -> Iterator[Prepared]:
     """Yield every prepared array once: (name, routed expert or None, array); one tensor at a time. With
     `names` those that are called so, and perhaps what comes with them."""
-    cos, sin = rope_tables(source.config, num_positions)
+    cos, sin = rope_tables(source.config.rope, source.config.qk_rope_head_dim, num_positions)
     yield from (("cos", None, cos), ("sin", None, sin))
     preparer = _Preparer(source, recipe)
     for section in sections(source.config, num_mtp):

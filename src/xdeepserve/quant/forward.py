@@ -119,7 +119,9 @@ class FastLayer:
         self.attention = config.attention_of(layer_idx)
         self.rows = {row.name: row for row in (*MTP_LAYER, *layer_tensors(config, layer_idx))}
         positions = np.concatenate([np.arange(length) for length in lengths])
-        self.cos, self.sin = (table[positions] for table in rope_tables(config, max(lengths)))
+        self.cos, self.sin = (
+            table[positions] for table in rope_tables(config.rope, config.qk_rope_head_dim, max(lengths))
+        )
         self.topk_idx: Array | None = None  # int [T, K], once tokens have been routed
         self.chosen: list[Array] = []  # of each token, the positions that it sees: where attention is sparse
 

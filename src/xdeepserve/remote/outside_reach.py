@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from xdeepserve.errors import DeadlineError, LostDieError
+from xdeepserve.hw.clock import Waiting
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.memory import Address
 from xdeepserve.hw.traffic import Integers
-from xdeepserve.hw.waiting import Waiting
 from xdeepserve.remote.server_link import ServerLink
 
 READ_S = 5.0  # without an answer to a read, after which a connection is given up

@@ -3,7 +3,14 @@
 What the models need of them: TP sums row-parallel layers (all-reduce) and takes a row's scale over all ranks
 (all-reduce of maxima); SP-TP-SP prefill gathers the latent and exchanges heads for tokens (CM 4.3); an output
 projection that DP groups share takes heads of all their tokens (all-to-all) and sums (reduce-scatter). Each
-is a round of four steps (`rounds`); reductions add a fifth:
+is a round of four steps, pull-based like dispatch, and a barrier:
+
+    1  MTE copies what the rank contributes to its staging buffer in the managed area
+    2  post to each peer where its part lies and how long it is
+    3  wait until all have posted
+    4  MTE pulls the rank's part from every peer, in rank order, to the app area
+
+Reductions add a fifth:
 
     5  reduce what was pulled, in canonical order (`reduction`)
 
@@ -13,19 +20,31 @@ broadcast one in which only the root has something to pull.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import accumulate, pairwise
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from xdeepserve.comm.checks import check_array, integer
+from xdeepserve.comm.board import Board
+from xdeepserve.comm.checks import check_array, check_event_id, check_later, integer
+from xdeepserve.comm.collectives.layout import COLLECTIVE_FIELD, CollectiveLayout
 from xdeepserve.comm.collectives.reduction import DTYPES, REDUCTIONS, TYPES, Reduction, segment, tree_reduce
-from xdeepserve.comm.collectives.rounds import Array, Contents, Kind, Rounds
-from xdeepserve.errors import AddressError
+from xdeepserve.comm.collectives.rules import MOVES, CollectiveMove, CollectiveState, Contents, Kind
+from xdeepserve.comm.means import ALL_CORES, Means
+from xdeepserve.comm.steps import Observer, Steps
+from xdeepserve.errors import AddressError, DeploymentError, ProtocolError
+from xdeepserve.hw.die import Die
+from xdeepserve.hw.engines import Copy
+from xdeepserve.hw.memory import Address, Region
+from xdeepserve.machine import Machine
+
+T = TypeVar("T")
+Array = npt.NDArray[Any]
 
 
-class Collectives(Rounds):
+class Collectives:
     """One rank's end. All ranks of the group run the same collectives in the same order.
 
     `dies[rank]` is a rank's die; `layout.plan` must have been called on the plans of all. `event_id` of each
@@ -36,6 +55,65 @@ class Collectives(Rounds):
     one does something else, AddressError for arrays that the layout does not hold. After an error, `reset`.
     `on_step(op, step)` is called when a step is complete; if it returns an awaitable, the rank pauses on it.
     """
+
+    def __init__(
+        self,
+        die: Die,
+        dies: tuple[int, ...],
+        layout: CollectiveLayout,
+        means: Means = ALL_CORES,
+        on_step: Observer | None = None,
+    ) -> None:
+        means = means.checked(die)
+        self.die, self.layout = die, layout
+        self.num_cores, self.timeout_ns = means.cores or die.spec.num_cores("aiv"), means.timeout_ns
+        self._check_group(dies)
+        self.board = Board(die, dies, layout.region("fields"), layout.board)
+        self.steps = Steps(die, on_step, means.lane)
+        self._machine = Machine(MOVES, CollectiveState.IDLE, f"rank {self.rank}")
+        self._last_event_id = 0
+        self._turn = 0
+
+    def _check_group(self, dies: tuple[int, ...]) -> None:
+        if len(set(dies)) != len(dies) or self.die.index not in dies or len(dies) > self.layout.num_ranks:
+            raise DeploymentError(
+                f"die {self.die.index} needs a group of up to {self.layout.num_ranks} different dies with "
+                f"itself among them, not {list(dies)}"
+            )
+
+    @property
+    def dies(self) -> tuple[int, ...]:
+        return self.board.dies
+
+    @property
+    def rank(self) -> int:
+        return self.board.rank
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.board.dies)
+
+    def reset(self, dies: tuple[int, ...] | None = None) -> None:
+        """Forget a failed collective and go on, among fewer `dies` if given.
+
+        All ranks that go on must do so when none is in a collective.
+        """
+        self._machine.after(CollectiveMove.RESET)
+        if dies is not None:
+            self._check_group(dies)
+        self.board.clear(self.dies if dies is None else dies)
+        self._machine.move(CollectiveMove.RESET)
+        self._machine.who, self._turn = f"rank {self.rank}", 0
+
+    async def run(self, event_id: int, operation: Callable[[], Awaitable[T]]) -> T:
+        """Run one collective, of one or more rounds, under an event ID."""
+        self._machine.after(CollectiveMove.START)
+        check_event_id("collective", self.rank, event_id)
+        check_later(f"rank {self.rank}", event_id, self._last_event_id)
+        self._machine.move(CollectiveMove.START)
+        self._last_event_id = event_id
+        with self._machine.ending(CollectiveMove.DONE, CollectiveMove.FAIL):
+            return await operation()
 
     async def barrier(self, event_id: int) -> None:
         """Return when all ranks have called it."""
@@ -158,6 +236,95 @@ class Collectives(Rounds):
         )
         await self.steps.passed(op, 5)
         return result
+
+    # ---- rounds -------------------------------------------------------------------------------------
+
+    async def round(
+        self,
+        op: str,
+        what: Contents,
+        parts: list[Array] | None,
+        expected: int | list[int] | None = None,
+    ) -> list[npt.NDArray[np.uint8]]:
+        """Contribute parts[p] for rank p; what each rank contributed for this one, as bytes.
+
+        Parts may be one and the same array, which is then staged once. `expected` is the number of bytes that
+        each peer must have for this rank; None if it may be any.
+        """
+        fields = np.zeros(self.num_ranks, COLLECTIVE_FIELD)
+        fields["kind"], fields["type"], fields["reduction"] = what.kind, what.type, what.reduction
+        fields["axes"], fields["shape"] = len(what.shape), what.shape_digest
+        self.steps.begin()
+        if what.kind is not Kind.ALL_REDUCE_GATHER:  # whose kernel is running already
+            await self.die.clock.sleep(self.die.spec.kernel_ns(0, 0))
+
+        # Step 1: copy to staging, in one of two buffers: a slow peer may still pull from the other.
+        self._turn += 1
+        if parts is not None:
+            await self._stage(op, parts, fields)
+        await self.steps.passed(op, 1)
+
+        # Step 2: tell every rank.
+        self.board.begin(what.event_id)
+        await self.board.post(fields, f"{op} 2 post", self.num_cores)
+        await self.steps.passed(op, 2)
+
+        # Step 3: wait until all have told.
+        def check(peer: int, field: Any) -> None:
+            what.check(op, self.rank, peer, field, self.num_ranks)
+            wanted = expected[peer] if isinstance(expected, list) else expected
+            if wanted is not None and field["nbytes"] != wanted:
+                raise ProtocolError(
+                    f"{op}: rank {self.rank} expects {wanted} bytes of peer {peer}, not {field['nbytes']}"
+                )
+
+        fields = await self.board.wait(op, self.timeout_ns, check)
+        await self.steps.passed(op, 3)
+
+        # Step 4: pull.
+        pulled = await self._pull(op, fields)
+        await self.steps.passed(op, 4)
+        return pulled
+
+    async def _stage(self, op: str, parts: list[Array], fields: npt.NDArray[Any]) -> None:
+        """Write the parts to staging, each array once, and where they lie to `fields`."""
+        node, mte = self.die.index, self.die.mte
+        offset = self.region("staging").offset + self.layout.staging_offset(self._turn)
+        staged: dict[int, int] = {}
+        pieces = []
+        for peer, part in enumerate(parts):
+            if id(part) not in staged:
+                staged[id(part)] = offset
+                if part.nbytes:
+                    pieces.append((Address(node, offset), part.tobytes()))
+                offset += part.nbytes
+            fields["pointer"][peer], fields["nbytes"][peer] = staged[id(part)], part.nbytes
+        if pieces:
+            await mte.load_view(sum(len(data) for _, data in pieces), self.num_cores, f"{op} 1 load")
+            await mte.store(pieces, self.num_cores, f"{op} 1 stage")
+
+    async def _pull(self, op: str, fields: npt.NDArray[Any]) -> list[npt.NDArray[np.uint8]]:
+        """Copy what the fields tell of, side by side, to the app area."""
+        die, region, sizes = self.die, self.region("pulled"), fields["nbytes"].tolist()
+        if sum(sizes) > region.nbytes:
+            raise ProtocolError(
+                f"{op}: rank {self.rank} has no room for the {sum(sizes)} bytes that its peers post"
+            )
+        offset, copies, result = region.offset, [], []
+        for source, pointer, nbytes in zip(self.dies, fields["pointer"].tolist(), sizes, strict=True):
+            if nbytes:
+                copies.append(Copy(Address(source, pointer), Address(die.index, offset), nbytes))
+            result.append(np.frombuffer(die.memory.buffer, np.uint8, nbytes, offset))
+            offset += nbytes
+        if copies:
+            await die.mte.copy(copies, self.num_cores, f"{op} 4 pull")
+        return result
+
+    def region(self, part: str) -> Region:
+        """One of this rank's regions: staging, pulled or result."""
+        memory = self.die.memory
+        area = memory.managed if part == "staging" else memory.app
+        return area.regions[self.layout.region(part)]
 
     # ---- checks and views ---------------------------------------------------------------------------
 

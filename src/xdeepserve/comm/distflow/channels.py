@@ -17,9 +17,9 @@ from typing import NamedTuple
 from xdeepserve.comm.p2p.handle import PointToPoint
 from xdeepserve.comm.p2p.layout import RingField, RingLayout
 from xdeepserve.errors import ProtocolError
+from xdeepserve.hw.clock import Waiter, Waiting
 from xdeepserve.hw.memory import MemoryPlan
 from xdeepserve.hw.pod import Pod
-from xdeepserve.hw.waiting import Waiter, Waiting
 
 NUM_CHANNELS = 2  # of a die: while one message ends, the next may begin
 SENDER, RECEIVER = 0, 1

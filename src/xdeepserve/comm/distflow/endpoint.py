@@ -15,10 +15,10 @@ from xdeepserve.comm.distflow.spans import check_overlaps, cut, pair, spans_of
 from xdeepserve.comm.distflow.transfer import Completion, Message, MovedParts, Transfer
 from xdeepserve.comm.distflow.transport import Transport
 from xdeepserve.errors import DeadlineError, DeploymentError, HardwareError, ProtocolError, XDeepServeError
+from xdeepserve.hw.clock import Waiting
 from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.memory import Address
 from xdeepserve.hw.queue import Queue
-from xdeepserve.hw.waiting import Waiting
 
 Table = dict[tuple[str, int], Transfer]  # open transfers by peer and tag
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 from xdeepserve.comm.distflow.rules import Cause, State, transfer
 from xdeepserve.comm.distflow.spans import Span
 from xdeepserve.errors import XDeepServeError
-from xdeepserve.hw.waiting import Waiter
+from xdeepserve.hw.clock import Waiter
 
 Parts: TypeAlias = tuple[tuple[Span, ...], ...]
 

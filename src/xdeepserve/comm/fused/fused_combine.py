@@ -15,7 +15,7 @@ from xdeepserve.comm.fused.place import FusedPlace
 from xdeepserve.comm.fused.token_flags import Contributions
 from xdeepserve.comm.handle import Float32, Handle
 from xdeepserve.errors import AddressError
-from xdeepserve.hw.waiting import Waiting
+from xdeepserve.hw.clock import Waiting
 
 
 async def fused_combine(

@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from xdeepserve.hw.rdma_card import CONTROL_NBYTES
+from xdeepserve.hw.rdma import CONTROL_NBYTES
 from xdeepserve.hw.spec import Spec
 
 

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from xdeepserve.hw.clock import Waiting
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.memory import Address, MemoryPlan
 from xdeepserve.hw.rdma import CompletionQueue, QueueEntry, RDMANetwork, poll_writes
-from xdeepserve.hw.waiting import Waiting
 
 GROUP = 8  # operations of a group at most (MS 5)
 

@@ -17,9 +17,9 @@ from xdeepserve.comm.handle import Handle
 from xdeepserve.comm.m2n.layout import LOW, told
 from xdeepserve.comm.m2n.registered_send import StreamWord
 from xdeepserve.errors import FieldError
+from xdeepserve.hw.clock import Waiting
 from xdeepserve.hw.memory import Region
 from xdeepserve.hw.rdma import CompletionQueue, QueueEntry, RDMANetwork
-from xdeepserve.hw.waiting import Waiting
 
 
 class RegisteredReceive:

@@ -12,9 +12,9 @@ from xdeepserve.comm.p2p.ring_memory import PairOp, RingMemory
 from xdeepserve.comm.p2p.rules import Move, PairEnd, Progress
 from xdeepserve.comm.steps import Steps
 from xdeepserve.errors import ProtocolError
+from xdeepserve.hw.clock import Waiting
 from xdeepserve.hw.memory import Address, Region
 from xdeepserve.hw.stream import Stream
-from xdeepserve.hw.waiting import Waiting
 
 Engine: TypeAlias = Literal["mte", "dma", "urma"]
 

@@ -8,9 +8,9 @@ from xdeepserve.comm.services.known_servers import KnownServers
 from xdeepserve.comm.services.layout import HEADER_AT, SLOT_NBYTES
 from xdeepserve.comm.services.rules import SLOT, SlotEvent, SlotState
 from xdeepserve.errors import FieldError
+from xdeepserve.hw.clock import Waiting
 from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.memory import Address
-from xdeepserve.hw.waiting import Waiting
 
 
 class ClientSlots:

@@ -11,11 +11,11 @@ from typing import Protocol
 
 from xdeepserve.comm.services.layout import ServiceLayout
 from xdeepserve.errors import LostDieError
+from xdeepserve.hw.clock import Waiting
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.memory import Address
 from xdeepserve.hw.traffic import Integers
-from xdeepserve.hw.waiting import Waiting
 
 
 class Reach(Protocol):

@@ -28,8 +28,8 @@ from xdeepserve.comm.services.rules import SlotEvent, SlotState, next_state
 from xdeepserve.comm.steps import Observer
 from xdeepserve.comm.turns import Turns
 from xdeepserve.errors import DeadlineError, ProtocolError
+from xdeepserve.hw.clock import Waiting
 from xdeepserve.hw.die import Die
-from xdeepserve.hw.waiting import Waiting
 
 SERVE = (
     "expert serve"  # steps: 1 a batch is formed, 2 answers are rounded, 3 they are written, 4 states are 2

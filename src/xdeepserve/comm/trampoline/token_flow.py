@@ -43,7 +43,7 @@ from xdeepserve.comm.trampoline.a2e import arrow
 from xdeepserve.comm.trampoline.layout import A2ELayout
 from xdeepserve.comm.trampoline.side import Side
 from xdeepserve.errors import ProtocolError
-from xdeepserve.hw.waiting import Waiting
+from xdeepserve.hw.clock import Waiting
 
 
 class FlowTrampoline(Side):

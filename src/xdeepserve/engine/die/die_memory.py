@@ -17,9 +17,10 @@ from xdeepserve.hw.memory import Address, Area, Memory, Region
 from xdeepserve.model.cache_layout import TILE, cache_shape
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.packing import ArraySpec
 from xdeepserve.model.sharding import Shard
 from xdeepserve.model.tensors import ModelWeights
-from xdeepserve.model.weights import ArraySpec, Recipe, assemble, select, weight_specs
+from xdeepserve.model.weights import Recipe, assemble, select, weight_specs
 from xdeepserve.step.frame import KVCache
 from xdeepserve.step.layer import Holds
 from xdeepserve.step.sparse import rows_at_once

@@ -30,8 +30,8 @@ from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.memory import Address, Area, Region
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.packing import ArraySpec
 from xdeepserve.model.tensors import MLP, MoE, layer_section
-from xdeepserve.model.weights import ArraySpec
 
 NOTHING = -1  # in a redundant slot, or while it is being loaded
 

@@ -14,9 +14,9 @@ import struct
 from typing import NamedTuple
 
 from xdeepserve.errors import GlitchError
+from xdeepserve.hw.clock import Waiting
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import MemoryPlan
-from xdeepserve.hw.waiting import Waiting
 
 WORD = struct.Struct("<Q")
 WORDS = struct.Struct("<QQQ")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
-from xdeepserve.hw.waiting import Waiting
+from xdeepserve.hw.clock import Waiting
 
 if TYPE_CHECKING:
     from xdeepserve.engine.te.te import TE

@@ -23,10 +23,9 @@ from xdeepserve.engine.lanes import STREAMS
 from xdeepserve.engine.walk.core_split import CoreSplit
 from xdeepserve.engine.walk.launcher import MicrobatchLaunches
 from xdeepserve.engine.walk.runner import Runner, all_cores
-from xdeepserve.hw.clock import Clock
+from xdeepserve.hw.clock import Clock, Waiter, Waiting
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.spec import Core
-from xdeepserve.hw.waiting import Waiter, Waiting
 from xdeepserve.model.tensors import Layer
 from xdeepserve.step.frame import Frame, KVCache
 from xdeepserve.step.shard import GATHER

@@ -1,0 +1,31 @@
+"""Sizes that several suites share: DeepSeek-R1's, the papers' groups, and what stands for long tokens."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from xdeepserve.comm.cost import Op
+from xdeepserve.hw.spec import Param, Spec
+
+HIDDEN, TOP_K = 7168, 8  # DeepSeek-R1
+OPS: tuple[Op, Op] = "dispatch", "combine"
+DISPATCH_NBYTES, COMBINE_NBYTES = HIDDEN + 512, 2 * HIDDEN
+EP_SIZES = (8, 16, 32, 64, 128, 256)
+FITTED_EP_SIZES = (8, 256)
+A2E_COPIES = TOP_K + 1  # of a token: for its routed experts, and for the shared one
+A2E_SHRINK = 16
+
+
+def slower(factor: int) -> Spec:
+    """Hardware on which tokens that are shorter by `factor` take the time of whole ones."""
+    spec, slower = Spec(), dict[str, Param]()
+    for name in ("vector_peak", "hbm_bandwidth", "ub_bandwidth", "mte_bandwidth", "unified_buffer"):
+        param = getattr(spec, name)
+        slower[name] = msgspec.structs.replace(param, value=param.value / factor)
+    return msgspec.structs.replace(spec, **slower)
+
+
+def quantize(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Time does not depend on values, so the arithmetic is left out."""
+    return np.zeros(x.shape, np.int8), np.ones(len(x), np.float32)
