@@ -54,17 +54,18 @@ HOUSE: Final[Mapping[str, Room]] = {
 WINGS: Final[Mapping[str, Room]] = {
     "corpus": Room("text that the tiny models are trained and examined on", ""),
     "quant": Room("post-training quantisation to INT8", "corpus"),
+    "m2n": Room("experts on other hardware, over network cards (MegaScale-Infer 5)", ""),
     "ems": Room("the memory pool: servers, ring, client, prefixes and models (CloudMatrix 4.4)", ""),
     "remote": Room("expert servers in processes of their own, also on computers under Ray (EaaS)", ""),
     "evals": Room("perplexity, agreement and task scores", "corpus quant"),
     "jobs": Room("jobs of tasks, kept on disk; members of a cluster", "evals quant"),
-    "planner": Room("model, latency bound, hardware -> a deployment", ""),
+    "planner": Room("model, latency bound, hardware -> a deployment", "m2n"),
     "platform": Room("traces on many TEs, scaling (DeepServe)", "planner"),
     "page": Room("what a page to watch is told, and the page", ""),
     "chaos": Room("faults by the hundred, and who judges", "ems"),
     "learn": Room("the course", ""),
     "bench": Room(
-        "what the papers publish beside what comes out here", "corpus evals ems remote planner platform"
+        "what the papers publish beside what comes out here", "corpus evals m2n ems remote planner platform"
     ),
 }
 DOOR: Final = ("api", "cli")  # the rooms of the house that no wing uses

@@ -28,6 +28,8 @@ PARTS: Final[Mapping[str, str]] = {  # "module:name"
     "memory pool": "xdeepserve.ems.pool_use:PoolUse",
     "seats outside": "xdeepserve.remote.watcher:Watcher",
     "servers outside": "xdeepserve.remote.servers_outside:servers_outside",
+    "way over cards": "xdeepserve.m2n.way:ByCards",
+    "clock way over cards": "xdeepserve.m2n.clock_way:ClockCards",
     "recording": "xdeepserve.page.page_record:recording",
 }
 

@@ -10,13 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.comm.tools import expert, quantize, same_bits
+from xdeepserve.bench.group_calls import GroupCalls, GroupCosts
 from xdeepserve.bench.m2n import group_calls, m2n
 from xdeepserve.comm import oracles
 from xdeepserve.comm.exchange.layout import Group
-from xdeepserve.comm.m2n.cost import M2NCost
-from xdeepserve.comm.m2n.group_calls import GroupCalls, GroupCosts
-from xdeepserve.comm.m2n.layout import LOW, M2NLayout, immediate, told
-from xdeepserve.comm.m2n.m2n_sides import M2NAttention, M2NExpert, M2NMesh
 from xdeepserve.comm.means import Means
 from xdeepserve.errors import (
     AddressError,
@@ -34,6 +31,9 @@ from xdeepserve.hw.memory import Address
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.rdma import LANDING_NS, QueueEntry, RDMANetwork, poll_writes
 from xdeepserve.hw.topology import Plane
+from xdeepserve.m2n.cost import M2NCost
+from xdeepserve.m2n.layout import LOW, M2NLayout, immediate, told
+from xdeepserve.m2n.sides import M2NAttention, M2NExpert, M2NMesh
 
 KIB = 1024
 

@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xdeepserve.bench import drawing
+from xdeepserve.bench.group_calls import GroupCalls, GroupCosts
 from xdeepserve.bench.report import Row
 from xdeepserve.comm.exchange.layout import Group
-from xdeepserve.comm.m2n.group_calls import GroupCalls, GroupCosts
-from xdeepserve.comm.m2n.layout import M2NLayout
-from xdeepserve.comm.m2n.m2n_sides import M2NAttention, M2NExpert, M2NMesh
 from xdeepserve.engine.run.arithmetic import quantize_rows
 from xdeepserve.hw.congestion import DEFAULT_CONTROL, TUNED_CONTROL
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.rdma import RDMANetwork
+from xdeepserve.m2n.layout import M2NLayout
+from xdeepserve.m2n.sides import M2NAttention, M2NExpert, M2NMesh
 
 KIB = 1024
 SIZES = (16, 64, 256, 1024)  # KiB from each sender to each receiver (MS Figure 11)

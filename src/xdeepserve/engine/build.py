@@ -20,7 +20,8 @@ from xdeepserve.engine.lanes import DEFAULT_SHOWN_DIES, name_lanes
 from xdeepserve.engine.loading import Loading, PoolSource, Source, read_again, read_weights
 from xdeepserve.engine.run.clock.clock_net import ClockNet
 from xdeepserve.engine.run.clock.routing import TimingConfig
-from xdeepserve.engine.run.net import ProtocolNet, Team
+from xdeepserve.engine.run.net import ProtocolNet
+from xdeepserve.engine.run.team import Team
 from xdeepserve.engine.te.te_plan import MakeTier, TEPlan
 from xdeepserve.engine.weight_digests import WeightDigests
 from xdeepserve.errors import (

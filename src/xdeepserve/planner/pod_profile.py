@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from xdeepserve.engine.deploy.deployment import Deployment, Device
-from xdeepserve.engine.run.clock.m2n_hub import m2n_row_nbytes
 from xdeepserve.engine.run.clock.routing import TimingConfig, busiest
 from xdeepserve.engine.run.clock.trampoline_hub import slower_way, way_back_ns
 from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.accelerators import ACCELERATORS
+from xdeepserve.m2n.clock_way import m2n_row_nbytes
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.weights import Part, select, weight_specs
 from xdeepserve.planner.decode_run import DecodeRun, decode_iteration

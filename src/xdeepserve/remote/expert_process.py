@@ -29,7 +29,7 @@ from xdeepserve.engine.messages import StepFailed
 from xdeepserve.engine.recovery.rollback_field import plan_rollback_field
 from xdeepserve.engine.run.arithmetic import quantize_rows
 from xdeepserve.engine.run.by_services import experts_held, identity, service_layout
-from xdeepserve.engine.run.net import Team
+from xdeepserve.engine.run.team import Team
 from xdeepserve.engine.walk.runner import Computing
 from xdeepserve.errors import DeploymentError, XDeepServeError
 from xdeepserve.hw.queue import Queue

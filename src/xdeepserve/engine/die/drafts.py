@@ -15,18 +15,23 @@ row stays as it is, since a full block may have other users. Entries decide abou
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from xdeepserve.engine.die.die_memory import DieMemory
+from xdeepserve.engine.die.sampler import Chooser
 from xdeepserve.engine.messages import StepPlan
+from xdeepserve.engine.walk.launcher import Launcher
+from xdeepserve.engine.walk.runner import Runner
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.tensors import MTP
-from xdeepserve.step.frame import Batch
+from xdeepserve.model.tensors import MTP, Layer, ModelWeights
+from xdeepserve.step.frame import Batch, KVCache
 from xdeepserve.step.passes import MTP_HEAD, MTP_INPUT, MTP_STATES
 
-if TYPE_CHECKING:
-    from xdeepserve.engine.die.program import Executor
+# Runs layers on the rows of a pass: layers, their caches, the event of their first exchange.
+RunLayers = Callable[[Sequence[Layer], Sequence[KVCache], int], Awaitable[None]]
 
 
 class DraftRow(NamedTuple):
@@ -117,85 +122,97 @@ def rows_before(overwritten: dict[int, dict[int, Array]], step: int) -> dict[int
 
 
 class Drafter:
-    """The MTP layers of one die, and the passes through them."""
+    """The MTP layers of one die, and the passes through them. `caches` are those of MTP's depths."""
 
-    def __init__(self, executor: Executor) -> None:
-        self.executor, self.frame = executor, executor.runner.frame
-        self.num_drafts = executor.mem.sizes.steps.mtp
-        layers, first = executor.weights.mtp, executor.config.num_hidden_layers
-        self.layers = (layers + layers[:1] * self.num_drafts)[: self.num_drafts]
-        self.caches = executor.caches[first:]
+    def __init__(
+        self,
+        mem: DieMemory,
+        weights: ModelWeights,
+        caches: Sequence[KVCache],
+        runner: Runner,
+        chooser: Chooser,
+    ) -> None:
+        self.mem, self.caches, self.runner, self.chooser = mem, caches, runner, chooser
+        self.frame, self.num_drafts = runner.frame, mem.sizes.steps.mtp
+        self.layers = (weights.mtp + weights.mtp[:1] * self.num_drafts)[: self.num_drafts]
         # Rows of `tail` that the latest steps have overwritten, as they were: by step and block.
         self._overwritten: dict[int, dict[int, Array]] = {}
 
-    async def propose(self, plan: StepPlan, batch: Batch, first_event: int) -> None:
+    async def propose(
+        self,
+        plan: StepPlan,
+        batch: Batch,
+        first_event: int,
+        run_layers: RunLayers,
+        launcher: Launcher | None,
+    ) -> None:
         """Write drafts int32 [sequences, k], from the main model's states; -1 where nothing was sampled.
 
         Exchanges of the passes have the events `first_event` and up.
         """
-        executor = self.executor
-        found = executor.result("num_accepted", len(plan.num_drafts)).tolist()
+        result = self.mem.result
+        found = result("num_accepted", plan.step, len(plan.num_drafts)).tolist()
         # A step that samples nothing leaves there what was there.
         accepted = [a if d else 0 for a, d in zip(found, plan.num_drafts, strict=True)]
-        sampled = executor.result("sampled", len(plan.logit_rows)).tolist()
-        drafts = executor.result("drafts", len(plan.num_drafts), self.num_drafts)
+        sampled = result("sampled", plan.step, len(plan.logit_rows)).tolist()
+        drafts = result("drafts", plan.step, len(plan.num_drafts), self.num_drafts)
         drafts[:] = -1
         rows = first_rows(plan, accepted, sampled)
         for depth, mtp in enumerate(self.layers):
-            if executor.launcher is not None:
-                await executor.launcher.next_graph()
+            if launcher is not None:
+                await launcher.next_graph()
+            await self._embed(mtp, rows, batch.block_tables)
             event = first_event + depth * (mtp.layer.moe is not None)
-            await self._forward(mtp, depth, rows, batch.block_tables, event)
+            await run_layers([mtp.layer], [self.caches[depth]], event)
             await self._draw(plan, depth, rows, drafts, accepted)
             if depth + 1 < self.num_drafts:
-                mended = mends(plan, rows, accepted, executor.mem.sizes.kv.block_size)
+                mended = mends(plan, rows, accepted, self.mem.sizes.kv.block_size)
                 await self._keep_states(plan.step, rows, mended)
                 rows = next_rows(plan, rows, drafts[:, depth].tolist(), mended)
 
-    async def _forward(self, mtp: MTP, depth: int, made: DraftRows, tables: Array, event: int) -> None:
-        """One MTP layer, after its projection of token and state."""
-        executor, frame, count = self.executor, self.frame, len(made.rows)
-        h = executor.ws.take("h", count, executor.config.hidden_size)
+    async def _embed(self, mtp: MTP, made: DraftRows, tables: Array) -> None:
+        """Begin a pass: project the tokens and states of its rows to what its layer reads [T, H]."""
+        frame, count = self.frame, len(made.rows)
+        h = self.mem.workspace.take("h", count, self.mem.config.hidden_size)
         seq, frame.state_rows, token, position, slot = (
             np.array(made.rows, np.int32).reshape(count, 5).T.copy()
         )
         frame.begin_pass(mtp, mtp.layer, h, Batch.of(position, slot, seq, tables), token)
-        await executor.runner.run(MTP_INPUT)
-        await executor.run_layers([mtp.layer], [self.caches[depth]], event)
+        await self.runner.run(MTP_INPUT)
 
     async def _draw(
         self, plan: StepPlan, depth: int, made: DraftRows, drafts: Array, accepted: list[int]
     ) -> None:
         """Sample a draft for each sequence that has sampled a token."""
-        executor, frame, ends = self.executor, self.frame, made.ends
+        frame, ends = self.frame, made.ends
         frame.logit_rows = list(ends.values())
-        frame.logits = executor.ws.take("draft_logits", len(ends), executor.config.vocab_size)
-        await executor.runner.run(MTP_HEAD)
+        frame.logits = self.mem.workspace.take("draft_logits", len(ends), self.mem.config.vocab_size)
+        await self.runner.run(MTP_HEAD)
         if not ends:
             return
         last = {plan.seq_of[row]: r for r, row in enumerate(plan.logit_rows)}
         # The rows that the sequences' last tokens were sampled from.
         logit_rows = [last[seq] - plan.num_drafts[seq] + accepted[seq] for seq in ends]
         proposed = np.empty(len(ends), np.int32)
-        executor.chooser.draw(proposed, frame.logits, plan, logit_rows, ahead=2 + depth)
+        self.chooser.draw(proposed, frame.logits, plan, logit_rows, ahead=2 + depth)
         drafts[list(ends), depth] = proposed
 
     def undo(self, step: int) -> None:
         """Steps from number `step` on have not happened: what they have overwritten is as it was."""
         for block, row in rows_before(self._overwritten, step).items():
-            self.executor.mem.tail[block] = row
+            self.mem.tail[block] = row
         self._overwritten = {number: rows for number, rows in self._overwritten.items() if number < step}
 
     async def _keep_states(self, step: int, made: DraftRows, mended: dict[int, DraftRow]) -> None:
         """The states of the next depth [rows + mended, H]; each sequence's last one stays in its block."""
-        executor, frame, rows = self.executor, self.frame, made.rows
-        size, frame.tail = executor.mem.sizes.kv.block_size, executor.mem.tail
+        frame, rows = self.frame, made.rows
+        size, frame.tail = self.mem.sizes.kv.block_size, self.mem.tail
         # Every row to be mended stands for a rejected draft, so that there is room for all.
-        frame.hidden = executor.ws.take("hidden", len(rows) + len(mended), executor.config.hidden_size)
+        frame.hidden = self.mem.workspace.take("hidden", len(rows) + len(mended), self.mem.config.hidden_size)
         frame.mended_blocks = [row.slot // size for row in mended.values()]
         frame.kept_rows = [index for index in range(len(rows)) if made.is_last(index)]
         frame.kept_blocks = [rows[index].slot // size for index in frame.kept_rows]
         frame.overwritten = {}
         latest = {number: rows for number, rows in self._overwritten.items() if number == step - 1}
         self._overwritten = {**latest, step: frame.overwritten}  # two steps at most are under way
-        await executor.runner.run(MTP_STATES)
+        await self.runner.run(MTP_STATES)

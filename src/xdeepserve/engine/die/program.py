@@ -92,7 +92,10 @@ class Executor:
         self.weights, self.caches = weights, mem.kv_caches()
         main, mtp = self.weights.layers, [mtp.layer for mtp in self.weights.mtp]
         self.layer_index = {id(layer): index for index, layer in enumerate([*main, *mtp])}
-        self.drafter = Drafter(self) if mem.sizes.steps.mtp else None
+        self.drafter: Drafter | None = None
+        if mem.sizes.steps.mtp:
+            caches = self.caches[self.config.num_hidden_layers :]
+            self.drafter = Drafter(mem, weights, caches, self.runner, chooser)
         # What goes on from the sampled tokens, MTP or a step that was planned ahead, does so on all ranks of
         # a DP group, which draw the same; else rank 0 is enough.
         goes_on = self.drafter is not None or mem.sizes.steps.plans_ahead
@@ -231,7 +234,8 @@ class Executor:
             await self.runner.pace.settle()  # the host may have to launch what follows
             self.chooser.choose(plan, frame.logits)
         if self.drafter is not None:
-            await self.drafter.propose(plan, batch, first_event + self._num_exchanges(w.layers))
+            first_event += self._num_exchanges(w.layers)
+            await self.drafter.propose(plan, batch, first_event, self.run_layers, self.launcher)
         await self.runner.pace.settle()
         if self.launcher is not None:
             self.launcher.end()

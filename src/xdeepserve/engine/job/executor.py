@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
+from xdeepserve.comm.distflow import Completion
 from xdeepserve.engine.deploy.deployment import Admission
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.events import Event, Events, GroupId
@@ -16,7 +17,6 @@ from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.job.admission import DecodeFirst, PrefillFirst
 from xdeepserve.engine.job.carriage import Carriage
-from xdeepserve.engine.job.detours import Detours
 from xdeepserve.engine.job.homeless import Homeless
 from xdeepserve.engine.job.journey import Journey
 from xdeepserve.engine.job.links import Links, PDLink
@@ -57,7 +57,6 @@ class JobExecutor:
         self._jobs: dict[int, Job] = {}  # by seq_id
         self.transfers: dict[int, PDTransfer] = {}  # by seq_id, until the source has its blocks back
         self.homeless = Homeless()
-        self._detours = Detours(self)
         self._admission = PrefillFirst(self._dispatch)
         if admission == "decode":
             self._admission = DecodeFirst(pod.clock, tell, self._dispatch, self._decode_tes)
@@ -102,9 +101,9 @@ class JobExecutor:
         """A TE has failed, and all bytes on its dies are gone: others go on from the tokens alone."""
         for transfer in list(self.transfers.values()):
             if te is transfer.link.tes[1]:
-                self._detours.lose_target(transfer, error)
+                self._lose_target(transfer, error)
             elif te is transfer.link.tes[0]:
-                self._detours.lose_source(transfer)
+                self._lose_source(transfer)
         for group in te.groups:
             group.scheduler.abandon()
         te.te_shell.move_out()
@@ -118,7 +117,7 @@ class JobExecutor:
         of them if it lets nobody in any more.
         """
         for link in [link for link in self.links if link.tes[1] is te]:
-            self._detours.lead_past(link, is_shut=te.moves_out)
+            self._lead_past(link, is_shut=te.moves_out)
 
     def _act(self, event: Event) -> None:
         """What follows from what TEs and their groups tell."""
@@ -139,13 +138,13 @@ class JobExecutor:
             ):
                 transfer.step("receive")
             case events.TransferEnded(completion=completion) if transfer is not None:
-                self._detours.completed(transfer, completion)
+                self._completed(transfer, completion)
             case events.Withdrawn() if transfer is not None:
                 transfer.revoke()
             case events.Released(group=group):
                 self._released(event.seq_id, self._te(group))
             case events.KVLost() if transfer is not None:
-                self._detours.take_back(transfer)
+                self._take_back(transfer)
             case events.MovedOut():
                 self._move(self._jobs[event.seq_id])
 
@@ -244,7 +243,7 @@ class JobExecutor:
         """Steps 3 to 5 by request. If no decode TE is left that it has not tried, links are probed."""
         link = self._choose_decode(prefill, seq)
         if link is None:
-            self.pod.clock.spawn(self._detours.find_way(seq, group, prefill), name="search for a way")
+            self.pod.clock.spawn(self._find_way(seq, group, prefill), name="search for a way")
             return
         slots = group.handover.sending[seq.seq_id].slots[: group.rtc.blocks_for(seq.num_computed)]
         te = self._register(PDTransfer(seq, group, slots, link))
@@ -345,3 +344,108 @@ class JobExecutor:
             te.check_integrity()
         if not self.transfers:
             self._carriage.check_integrity()
+
+    # ---- transfers that fail: other ways for their sequences ----------------------------------------------
+
+    def _completed(self, transfer: PDTransfer, completion: Completion) -> None:
+        """One side of a transfer has ended, well or not."""
+        if completion.error is not None:
+            self._failed(transfer, completion.error, completion.is_source)
+        elif completion.is_source and not completion.is_revoked:
+            transfer.link.recover()
+
+    def _failed(self, transfer: PDTransfer, error: XDeepServeError, at_source: bool) -> None:
+        """The link has failed. The source still has the blocks, so the sequence can go by another."""
+        seq, group, seq_id = transfer.seq, transfer.source, transfer.seq.seq_id
+        prefill, decode = transfer.link.tes
+        self.links.fail(transfer.link, seq_id, error)
+        stage = transfer.stage
+        has_arrived = not transfer.give_up(at_source)
+        if has_arrived or seq.is_finished:
+            group.handover.release(seq_id)
+        elif stage == "by layer":  # `_prefilled` sends it by request
+            del self.transfers[seq_id]
+            group.handover.stop_early(seq_id)
+        else:
+            decode.te_shell.forget(seq)
+            self.send(seq, group, prefill)
+        self._lead_past(transfer.link)
+        decode.wake()
+
+    def _take_back(self, transfer: PDTransfer) -> None:
+        """A sequence that still runs has lost its blocks while they left by layer: they leave anew."""
+        seq_id, source = transfer.seq.seq_id, transfer.source
+        assert transfer.offered_to is not None
+        transfer.link.ends[source].abort_send(seq_id, transfer.link.ends[transfer.offered_to].name)
+        transfer.give_up(failed_at_source=True)
+        del self.transfers[seq_id]
+        source.handover.stop_early(seq_id)
+        transfer.link.tes[1].wake()
+
+    def _lose_target(self, transfer: PDTransfer, error: XDeepServeError) -> None:
+        """The decode TE is lost. The source still has the blocks, if they had not left it."""
+        if transfer.stage in ("moving", "by layer", "revoked"):
+            self._failed(transfer, error, at_source=False)
+        elif transfer.recall():
+            transfer.link.tes[1].te_shell.turn_away(transfer.seq)
+            self.send(transfer.seq, transfer.source, transfer.link.tes[0])
+
+    def _lose_source(self, transfer: PDTransfer) -> None:
+        """The prefill TE is lost, and the blocks with it unless they have arrived."""
+        seq, (prefill, decode) = transfer.seq, transfer.link.tes
+        stage = transfer.stage
+        if stage in ("registered", "offered"):
+            transfer.recall()
+            decode.te_shell.turn_away(seq)
+        elif stage == "released" or not transfer.give_up(failed_at_source=True):
+            # All bytes have come; whether anybody has looked or not, nobody looks into this link any more.
+            if transfer.offered_to is not None:
+                transfer.offered_to.take_arrived(seq)
+            return
+        del self.transfers[seq.seq_id]
+        if stage != "by layer" and not seq.is_finished:  # else it is still running there, and moves out
+            decode.te_shell.forget(seq)
+            seq.leave_group()
+            self.give([seq], self.tes.successors(prefill))
+        decode.wake()  # it may have waited for this one before it leaves
+
+    def _lead_past(self, link: PDLink, is_shut: bool = False) -> None:
+        """Sequences that wait for room beyond a link that has failed, or leads to a TE that leaves, go
+        elsewhere: if there is a way that is well, or in any case if nobody gets through any more.
+        """
+        prefill, decode = link.tes
+        for transfer in list(self.transfers.values()):
+            if transfer.link is not link or transfer.stage == "by layer":
+                continue
+            other = self.links.choose(prefill, transfer.seq.seq_id)
+            if (other is None or other.is_avoided) and not is_shut:
+                continue
+            if not transfer.recall():
+                continue
+            decode.te_shell.turn_away(transfer.seq)
+            self.send(transfer.seq, transfer.source, prefill)
+
+    async def _find_way(self, seq: Sequence, group: DPGroup, prefill: TE) -> None:
+        """A sequence has tried all links. It may try those once more that a dummy payload comes through; that
+        shows, too, if a TE beyond one is lost. Without any, a TE that does both begins anew, or one that is
+        to come; else the request ends.
+        """
+        seq_id = seq.seq_id
+        for link in [link for link in self.links if link.tes[0] is prefill]:
+            if link in self.links and await link.probe(group) in ("well", "delayed"):
+                self.links.try_again(link, seq_id)
+        if seq.is_finished:
+            group.handover.release(seq_id)
+        elif prefill not in self.tes:  # lost meanwhile, and its blocks with it
+            seq.leave_group()
+            self.give([seq], self.tes.successors(prefill))
+        elif self.links.choose(prefill, seq_id) is not None:
+            self.send(seq, group, prefill)
+        else:
+            error = self.links.error(prefill, seq_id)
+            group.handover.release(seq_id)
+            if self.tes.ready("both") or self.homeless.is_open:
+                seq.leave_group()
+                self.give([seq], self.tes.ready("both"))
+            else:
+                seq.on_failed(error)

@@ -11,10 +11,11 @@ A way plans the buffers of all dies, and makes the end of each. `WAYS` says whos
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 
+from xdeepserve import wings
 from xdeepserve.comm.exchange.layout import Group
 from xdeepserve.comm.means import Means
 from xdeepserve.comm.trampoline.a2e import AttentionSide, ExpertSide
@@ -27,17 +28,14 @@ from xdeepserve.engine.die.dataflow import DataflowExpertProgram
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.run.arithmetic import quantize_rows
-from xdeepserve.engine.run.by_cards import ByCards
 from xdeepserve.engine.run.by_services import ByServices
 from xdeepserve.engine.run.ends import CountedSide, rows_away
+from xdeepserve.engine.run.team import Team
 from xdeepserve.engine.walk.runner import Computing, Trampoline
 from xdeepserve.engine.walk.tally import Tally
 from xdeepserve.hw.memory import MemoryPlan
 from xdeepserve.hw.queue import Queue
 from xdeepserve.step.linear import Threads
-
-if TYPE_CHECKING:
-    from xdeepserve.engine.run.net import Team
 
 
 class Way(Protocol):
@@ -136,8 +134,11 @@ class Flowing(ByTrampolines):
 
 
 def way_of(walk: WalkSizes) -> Callable[[Team, list[list[Tally]]], Way]:
-    """What makes the way of a TE."""
-    return ByCards if walk.carrier == "rdma" else WAYS[walk.turns]
+    """Return what makes the way of a TE."""
+    if walk.carrier == "rdma":
+        by_cards: Callable[[Team, list[list[Tally]]], Way] = wings.part("way over cards")
+        return by_cards
+    return WAYS[walk.turns]
 
 
 WAYS: dict[Turns, Callable[[Team, list[list[Tally]]], Way]] = {

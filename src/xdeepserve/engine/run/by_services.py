@@ -6,7 +6,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -26,14 +26,12 @@ from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.replicas import NOTHING, first_map
 from xdeepserve.engine.run.arithmetic import quantize_rows
 from xdeepserve.engine.run.ends import CountedSide, rows_away
+from xdeepserve.engine.run.team import Team
 from xdeepserve.engine.walk.runner import Computing, Trampoline
 from xdeepserve.engine.walk.tally import Tally
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.queue import Queue
 from xdeepserve.step.linear import Threads
-
-if TYPE_CHECKING:
-    from xdeepserve.engine.run.net import Team
 
 
 def service_layout(team: Team) -> ServiceLayout:

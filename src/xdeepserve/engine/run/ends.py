@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from xdeepserve.comm.exchange.handle import XCCL
 from xdeepserve.comm.exchange.rows import TokenCopies
 from xdeepserve.comm.fused.handle import FusedXCCL
-from xdeepserve.comm.m2n.m2n_sides import M2NAttention
-from xdeepserve.comm.services.service_client import ServiceClient
-from xdeepserve.comm.trampoline.a2e import AttentionSide
+from xdeepserve.engine.run.team import Team
 from xdeepserve.engine.walk.tally import Tally
 from xdeepserve.model.canonical import Array
-
-if TYPE_CHECKING:
-    from xdeepserve.engine.run.net import Team
 
 
 class RankExchange:
@@ -53,10 +48,26 @@ class RankExchange:
         return self._tally.billed(self._event, routed), min(routed, held), self._num_shared
 
 
+class AwaySide(Protocol):
+    """An attention die's end of one of the ways to experts on dies of their own."""
+
+    def at(self, **place: int) -> None:
+        """Say where what comes belongs: for traces."""
+
+    def reset(self) -> None:
+        """Forget an exchange that was not ended."""
+
+    async def a2e(self, x: Array, topk_idx: Array, topk_weights: Array, event_id: int) -> None:
+        """Send tokens [T, H] to their experts."""
+
+    async def e2a(self, event_id: int) -> Array:
+        """Return the sum of all experts' outputs, [T, H]."""
+
+
 class CountedSide:
     """An attention die's end of A2E and E2A, which tells how many tokens it sends."""
 
-    def __init__(self, side: AttentionSide | ServiceClient | M2NAttention, tally: Tally) -> None:
+    def __init__(self, side: AwaySide, tally: Tally) -> None:
         self.side, self._tally = side, tally
 
     def at(self, **place: int) -> None:

@@ -19,7 +19,6 @@ from xdeepserve.comm.fused.layout import FusedLayout
 from xdeepserve.comm.means import Carrier, Means
 from xdeepserve.comm.services.layout import ServiceLayout
 from xdeepserve.comm.trampoline.layout import A2ELayout
-from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
@@ -28,60 +27,14 @@ from xdeepserve.engine.run.arithmetic import quantize_rows
 from xdeepserve.engine.run.away import ByTrampolines, Way, way_of
 from xdeepserve.engine.run.by_services import ByServices, SeatsOutside
 from xdeepserve.engine.run.ends import RankExchange
+from xdeepserve.engine.run.team import Team
 from xdeepserve.engine.walk.group_end import GroupEnd, TPGroup
 from xdeepserve.engine.walk.runner import Computing, Exchange, Pace, Trampoline
 from xdeepserve.engine.walk.schedule import microbatch_cores
 from xdeepserve.engine.walk.tally import Tally
 from xdeepserve.hw.die import Die
-from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.queue import Queue
-from xdeepserve.model.config import ModelConfig
-from xdeepserve.model.weights import Recipe
 from xdeepserve.step.linear import Threads
-
-
-class Team:
-    """The dies of one TE. Each `groups.tp` neighbours of `dies` are a DP group. Where experts have dies of
-    their own, `expert_at` has these by number; those of expert servers come and go."""
-
-    def __init__(self, pod: Pod, config: ModelConfig, recipe: Recipe, sizes: Sizes) -> None:
-        self.pod, self.config, self.recipe, self.sizes = pod, config, recipe, sizes
-        self.dies = sizes.place.dies
-        is_outside = sizes.walk.transport != "pod"  # then each of these is a process of its own
-        self.expert_at = {
-            number: die
-            for number, die in enumerate(sizes.place.expert_dies)
-            if number not in sizes.experts.vacant and not is_outside
-        }
-
-    @property
-    def expert_dies(self) -> tuple[int, ...]:
-        """Those that there are."""
-        return tuple(self.expert_at.values())
-
-    def group_of(self, rank: int) -> tuple[int, ...]:
-        """The dies of the DP group that a rank belongs to."""
-        first = rank - rank % self.sizes.groups.tp
-        return self.dies[first : first + self.sizes.groups.tp]
-
-    def sharing(self, rank: int) -> tuple[int, ...]:
-        """The dies with which a rank shares projections: of its DP group, or of several of one die each."""
-        size = self.sizes.groups.num_sharing
-        first = rank - rank % size
-        return self.dies[first : first + size]
-
-    @property
-    def dies_per_domain(self) -> int:
-        """With attention."""
-        return self.sizes.place.num_dies // self.sizes.walk.num_domains
-
-    def domain(self, number: int) -> tuple[int, ...]:
-        """The attention dies of a DP domain."""
-        return self.dies[number * self.dies_per_domain : (number + 1) * self.dies_per_domain]
-
-    def shared_expert(self, rank: int) -> int | None:
-        """The physical expert that an attention die's tokens take for the shared one, if it is elsewhere."""
-        return self.sizes.experts.shared_expert(rank)
 
 
 class Net(Protocol):

@@ -6,10 +6,11 @@ As `engine/run/away.py` has them with real bytes: by trampolines, with barriers;
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
+from xdeepserve import wings
 from xdeepserve.comm.cost import CommCost
 from xdeepserve.comm.exchange.layout import Group
 from xdeepserve.comm.services.layout import ServiceLayout
@@ -23,17 +24,14 @@ from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.run.clock.flow_costs import ByRequest, ByTrampoline, WayCost
 from xdeepserve.engine.run.clock.flow_ends import FlowClient, FlowServer
 from xdeepserve.engine.run.clock.flow_hub import FlowHub
-from xdeepserve.engine.run.clock.m2n_hub import ClockM2NAttention, ClockM2NExpert, M2NHub
 from xdeepserve.engine.run.clock.routing import PlacedRouting, TimingConfig
 from xdeepserve.engine.run.clock.timeline import Timeline
 from xdeepserve.engine.run.clock.trampoline_hub import ClockAttentionSide, ClockExpertSide, TrampolineHub
 from xdeepserve.engine.run.ends import rows_away
+from xdeepserve.engine.run.team import Team
 from xdeepserve.engine.walk.runner import Trampoline
 from xdeepserve.hw.queue import Queue
 from xdeepserve.step.linear import Threads
-
-if TYPE_CHECKING:
-    from xdeepserve.engine.run.net import Team
 
 
 class ClockAway(Protocol):
@@ -103,16 +101,6 @@ class ClockTrampolines:
         sides = [[self.expert_side(die, index, hub) for hub in by_domain] for by_domain in self.hubs]
         tallies = [[hub.tally for hub in by_domain] for by_domain in self.hubs]
         return ExpertProgram(die, mem, sides, tallies, threads, timeline, reports)
-
-
-class ClockCards(ClockTrampolines):
-    """The same meetings over network cards."""
-
-    attention_side, expert_side = ClockM2NAttention, ClockM2NExpert
-
-    def _hub(self, *args: Any) -> TrampolineHub:
-        spec_of, team = self.team.pod.spec_of, self.team
-        return M2NHub(spec_of(team.dies[0]), spec_of(team.expert_dies[0]), *args)
 
 
 class ClockFlows:
@@ -205,8 +193,12 @@ class ClockServices(ClockFlows):
 def clock_way(
     walk: WalkSizes,
 ) -> Callable[[Team, CommCost, TimingConfig, Sequence[PlacedRouting]], ClockAway]:
-    """What makes the way of a TE."""
-    return ClockCards if walk.carrier == "rdma" else CLOCK_WAYS[walk.turns]
+    """Return what makes the way of a TE."""
+    if walk.carrier == "rdma":
+        cards: Callable[[Team, CommCost, TimingConfig, Sequence[PlacedRouting]], ClockAway]
+        cards = wings.part("clock way over cards")
+        return cards
+    return CLOCK_WAYS[walk.turns]
 
 
 CLOCK_WAYS: dict[Turns, Callable[[Team, CommCost, TimingConfig, Sequence[PlacedRouting]], ClockAway]] = {

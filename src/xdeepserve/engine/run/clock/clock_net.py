@@ -19,7 +19,7 @@ from xdeepserve.engine.run.clock.exchange_hub import ClockExchange, ExchangeHub
 from xdeepserve.engine.run.clock.group_hub import ClockGroup, CollectiveHub
 from xdeepserve.engine.run.clock.routing import PlacedRouting, TimingConfig, generator
 from xdeepserve.engine.run.clock.timeline import Timeline
-from xdeepserve.engine.run.net import Team
+from xdeepserve.engine.run.team import Team
 from xdeepserve.engine.walk.group_end import GroupEnd
 from xdeepserve.engine.walk.runner import Exchange, Pace, Trampoline
 from xdeepserve.errors import DeploymentError, XDeepServeError

@@ -14,11 +14,11 @@ import numpy as np
 
 from xdeepserve.comm.exchange.rows import Int64, Rows
 from xdeepserve.comm.handle import Handle
-from xdeepserve.comm.m2n.layout import STREAM_WORD, M2NLayout, immediate
 from xdeepserve.hw.clock import Waiting
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import Region
 from xdeepserve.hw.rdma import CompletionQueue, QueuePair, poll_writes
+from xdeepserve.m2n.layout import STREAM_WORD, M2NLayout, immediate
 
 
 class StreamWord:

@@ -22,15 +22,15 @@ from xdeepserve.comm.exchange.rows import (
     weighted_sum,
 )
 from xdeepserve.comm.handle import Handle, Quantize
-from xdeepserve.comm.m2n.layout import M2NLayout
-from xdeepserve.comm.m2n.registered_receive import RegisteredReceive
-from xdeepserve.comm.m2n.registered_send import RegisteredSend, StreamWord
 from xdeepserve.comm.means import ALL_CORES, Means
 from xdeepserve.comm.steps import Observer
 from xdeepserve.comm.turns import Step, Turns
 from xdeepserve.errors import AddressError, ProtocolError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.rdma import CompletionQueue, RDMANetwork
+from xdeepserve.m2n.layout import M2NLayout
+from xdeepserve.m2n.registered_receive import RegisteredReceive
+from xdeepserve.m2n.registered_send import RegisteredSend, StreamWord
 
 
 class M2NMesh:

@@ -14,12 +14,12 @@ import numpy as np
 from xdeepserve.comm.arrivals import Arrivals
 from xdeepserve.comm.exchange.rows import Int64, Rows
 from xdeepserve.comm.handle import Handle
-from xdeepserve.comm.m2n.layout import LOW, told
-from xdeepserve.comm.m2n.registered_send import StreamWord
 from xdeepserve.errors import FieldError
 from xdeepserve.hw.clock import Waiting
 from xdeepserve.hw.memory import Region
 from xdeepserve.hw.rdma import CompletionQueue, QueueEntry, RDMANetwork
+from xdeepserve.m2n.layout import LOW, told
+from xdeepserve.m2n.registered_send import StreamWord
 
 
 class RegisteredReceive:

@@ -1,4 +1,4 @@
-"""M2N of a timing-only run: who meets, and what it takes by the formula of `comm.m2n`."""
+"""M2N of a timing-only run: who meets, and what it takes by the formula of `m2n.cost`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 
 from xdeepserve.comm.exchange.layout import Layout
-from xdeepserve.comm.m2n.cost import M2NCost
+from xdeepserve.engine.run.clock.clock_away import ClockTrampolines
 from xdeepserve.engine.run.clock.exchange_hub import Brought
 from xdeepserve.engine.run.clock.meeting import Meeting
 from xdeepserve.engine.run.clock.trampoline_hub import ClockAttentionSide, ClockExpertSide, TrampolineHub
 from xdeepserve.hw.spec import Spec
+from xdeepserve.m2n.cost import M2NCost
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.shapes import shape_only
@@ -55,7 +56,7 @@ class M2NHub(TrampolineHub):
 
 
 class ClockM2NAttention(ClockAttentionSide):
-    """An attention die's end, with the operations of `comm.m2n.m2n_sides.M2NAttention`."""
+    """An attention die's end, with the operations of `m2n.sides.M2NAttention`."""
 
     hub: M2NHub
 
@@ -77,7 +78,7 @@ class ClockM2NAttention(ClockAttentionSide):
 
 
 class ClockM2NExpert(ClockExpertSide):
-    """An expert die's end, with the operations of `comm.m2n.m2n_sides.M2NExpert`."""
+    """An expert die's end, with the operations of `m2n.sides.M2NExpert`."""
 
     hub: M2NHub
 
@@ -89,3 +90,13 @@ class ClockM2NExpert(ClockExpertSide):
 
     def _draw(self, *args: Any) -> None:
         """No arrow: each die writes to each, and none stands for others."""
+
+
+class ClockCards(ClockTrampolines):
+    """Meetings of attention and expert dies over network cards: M2N and N2M, by the formula of its cost."""
+
+    attention_side, expert_side = ClockM2NAttention, ClockM2NExpert
+
+    def _hub(self, *args: Any) -> TrampolineHub:
+        spec_of, team = self.team.pod.spec_of, self.team
+        return M2NHub(spec_of(team.dies[0]), spec_of(team.expert_dies[0]), *args)

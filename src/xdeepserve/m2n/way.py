@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 
 from xdeepserve.comm.exchange.layout import Group
-from xdeepserve.comm.m2n.layout import M2NLayout
-from xdeepserve.comm.m2n.m2n_sides import M2NAttention, M2NExpert, M2NMesh
 from xdeepserve.comm.means import Means
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.run.arithmetic import quantize_rows
 from xdeepserve.engine.run.ends import CountedSide, rows_away
+from xdeepserve.engine.run.team import Team
 from xdeepserve.engine.walk.runner import Computing, Trampoline
 from xdeepserve.engine.walk.tally import Tally
 from xdeepserve.hw.queue import Queue
+from xdeepserve.m2n.layout import M2NLayout
+from xdeepserve.m2n.sides import M2NAttention, M2NExpert, M2NMesh
 from xdeepserve.step.linear import Threads
-
-if TYPE_CHECKING:
-    from xdeepserve.engine.run.net import Team
 
 
 def m2n_layout(team: Team, microbatch: int, domain: int) -> M2NLayout:
