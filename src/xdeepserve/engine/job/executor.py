@@ -67,7 +67,7 @@ class JobExecutor:
 
     def take(self, te: TE) -> None:
         """A TE runs: link it with those that it prefills for, or decodes for, and give it work."""
-        te.on_turn, te.clients.is_open = self._admission.look, True
+        te.dealer.on_turn, te.clients.is_open = self._admission.look, True
         if self._journey is not None:
             self._journey.join(te, is_alone=len(self.tes) == 1)
         self._admission.look()
