@@ -102,7 +102,7 @@ def test_the_picture_is_the_rule() -> None:
 
 
 ENGINE = (  # its rooms and files, from the bottom: each may use those before it
-    "deploy", "messages", "lanes", "recovery", "walk", "die", "run", "balance", "dp", "te",
+    "deploy", "numbers", "messages", "lanes", "recovery", "walk", "die", "run", "balance", "dp", "te",
     "npu_fork", "loading", "weight_digests", "build",
     "description", "job", "serving",
 )  # fmt: skip
@@ -164,6 +164,7 @@ def test_no_test_imports_a_test(path: Path) -> None:
 
 
 # ---- circles of files -----------------------------------------------------------------------------------
+
 
 def module_of(path: Path) -> str:
     """Dotted name of the module in a file, without `xdeepserve`; a package's own file is the package."""

@@ -39,6 +39,7 @@ from xdeepserve.engine.messages import (
     SetExpertMap,
     StepFailed,
 )
+from xdeepserve.engine.numbers import DieNumber
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.queue import Queue
 
@@ -294,7 +295,7 @@ class Reconfiguration:
                     self._slots(change.holder).stage(self._pod.memories, layer, change.slot, arrays)
                     await asyncio.sleep(0)  # no virtual time, but a turn for the front end
         except Exception as error:
-            self._reports.put(StepFailed(self._holders[0][0], error))
+            self._reports.put(StepFailed(DieNumber(self._holders[0][0]), error))
         else:
             self._reports.put(Prefetched())
 

@@ -21,6 +21,7 @@ from xdeepserve.engine.die.expert_memory import STOP, ExpertMemory
 from xdeepserve.engine.die.replicas import RedundantSlots, load_experts
 from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND, stream_item
 from xdeepserve.engine.messages import ExpertsLoaded, LoadExperts, RolledBack, StepFailed
+from xdeepserve.engine.numbers import DieNumber
 from xdeepserve.engine.recovery.retry import again_after_glitches
 from xdeepserve.engine.recovery.rollback_watch import RollbackCalled, RollbackWatch
 from xdeepserve.engine.walk.runner import Pace, Runner
@@ -143,7 +144,7 @@ class ExpertProgram:
         seen = rollback.field.read()
         while seen.resumed < seen.epoch:
             rollback.enter(seen.epoch)
-            self.reports.put(RolledBack(self.die.index, seen.epoch))
+            self.reports.put(RolledBack(DieNumber(self.die.index), seen.epoch))
             seen = await rollback.field.resumes(seen.epoch)
         self._reset(seen.step)
         rollback.resume()
@@ -169,7 +170,7 @@ class ExpertProgram:
             command = await self.die.next_command()
             assert isinstance(command, LoadExperts)
             await again_after_glitches(partial(load_experts, self.die, redundant, command.loads))
-            self.reports.put(ExpertsLoaded(self.die.index))
+            self.reports.put(ExpertsLoaded(DieNumber(self.die.index)))
 
     async def _guarded(self, stream: Stream) -> None:
         try:
@@ -178,12 +179,12 @@ class ExpertProgram:
             pass
         except GlitchError as error:
             self._rollback.fail()
-            self.reports.put(StepFailed(self.die.index, error))
+            self.reports.put(StepFailed(DieNumber(self.die.index), error))
             if self.mem.doorbell.read(self.die.memory) == STOP:  # nobody will call it back
                 for flag in (self.mem.received, self.mem.computed):
                     flag.write(self.die.memory, STOP)
         except Exception as error:
-            self.reports.put(StepFailed(self.die.index, error))
+            self.reports.put(StepFailed(DieNumber(self.die.index), error))
 
     @property
     def _items_per_step(self) -> int:

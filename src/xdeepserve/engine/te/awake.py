@@ -8,6 +8,7 @@ import msgspec
 
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.messages import Wake
+from xdeepserve.engine.numbers import GroupRank
 from xdeepserve.hw.queue import Queue
 
 
@@ -25,7 +26,7 @@ class Awake:
     ) -> None:
         self._groups, self._inboxes, self._te_inbox = groups, inboxes, te_inbox
         self._ranks = {group.rank for group in groups} if inboxes else set()
-        self._over: set[int] = set()  # ranks whose loops end
+        self._over: set[GroupRank] = set()  # ranks whose loops end
 
     def __bool__(self) -> bool:
         return bool(self._ranks)
@@ -45,7 +46,7 @@ class Awake:
         self.wake()
         self._te_inbox.put(Wake())
 
-    def rise(self, rank: int) -> None:
+    def rise(self, rank: GroupRank) -> None:
         """Note that a loop rests no more.
 
         If all rested, the TE's loop hears that there is something to watch again: at rest it waits for other
@@ -55,10 +56,10 @@ class Awake:
             self._te_inbox.put(Wake())
         self._ranks.add(rank)
 
-    def rest(self, rank: int) -> None:
+    def rest(self, rank: GroupRank) -> None:
         """Note that a loop has nothing that it can do."""
         self._ranks.discard(rank)
 
-    def end(self, rank: int) -> None:
+    def end(self, rank: GroupRank) -> None:
         """Wake a loop no more: it ends."""
         self._over.add(rank)

@@ -20,6 +20,7 @@ from xdeepserve.engine.messages import (
     StepDone,
     StepFailed,
 )
+from xdeepserve.engine.numbers import group_of
 from xdeepserve.engine.recovery.rollback import Rollback
 from xdeepserve.engine.te.heartbeat import Heartbeats
 from xdeepserve.engine.te.life import Lifetime
@@ -77,15 +78,15 @@ class Hearing:
             case RolledBack():
                 self._recovery.hear(message)
             case CopyDone(rank=rank, ticket=ticket):
-                self._health.notice(rank // self._tp)
-                self.groups[rank // self._tp].finish_copies(ticket)
-            case PoolReady(rank=rank, ticket=ticket):
-                self.groups[rank].copy_pool(ticket)
+                self._health.notice(group_of(rank, self._tp))
+                self.groups[group_of(rank, self._tp)].finish_copies(ticket)
+            case PoolReady(group=group, ticket=ticket):
+                self.groups[group].copy_pool(ticket)
             case StepDone(rank=rank, step=step_idx, faults=faults):
-                self._health.hear(rank // self._tp)
-                self.groups[rank // self._tp].note_faults(step_idx, faults)
+                self._health.hear(group_of(rank, self._tp))
+                self.groups[group_of(rank, self._tp)].note_faults(step_idx, faults)
             case ProbeDone(rank=rank):
-                self._prober.hear(rank // self._tp)
+                self._prober.hear(group_of(rank, self._tp))
             case Beat(name=name, answers=answers, travel_ns=travel_ns):
                 answers.put(name, travel_ns)
             case LoadCollected() | ExpertsLoaded() | Prefetched() if self._reconfiguration is not None:

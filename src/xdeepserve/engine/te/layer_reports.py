@@ -9,6 +9,7 @@ import msgspec
 from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.messages import LayerDone, Shutdown
+from xdeepserve.engine.numbers import group_of
 from xdeepserve.hw.queue import Queue
 
 
@@ -30,4 +31,4 @@ class LayerReports:
     async def run(self) -> None:
         """Pass on every report, until `stop`."""
         while isinstance(done := await self._reports.get(), LayerDone):
-            self._groups[done.rank // self._tp].end_layer(done.step, done.layer)
+            self._groups[group_of(done.rank, self._tp)].end_layer(done.step, done.layer)
