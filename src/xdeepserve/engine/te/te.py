@@ -104,7 +104,7 @@ class TE:
             host_seed = seed + 1_000_003 * plan.sizes.place.first_die
             self.host = Host(execution, plan.spec, self.executors, len(self.groups), host_seed)
         self._layers = LayerReports(self)
-        self._processes: list[asyncio.Task[None]] = []
+        self.processes: list[asyncio.Task[None]] = []
         self.life: Life = "planned"
         self._stops = False  # ends when it has no work, whoever still wants its blocks
         self.on_turn: Callable[[], None] = lambda: None  # told at each turn of the loop: there may be room
@@ -147,18 +147,18 @@ class TE:
         """Spawn the die programs and the loop."""
         self._live("start")
         for executor in self.executors:
-            self._processes.append(executor.die.spawn(executor.run(), f"executor {executor.rank}"))
+            self.processes.append(executor.die.spawn(executor.run(), f"executor {executor.rank}"))
         programs, self.expert_programs = self.expert_programs, []
         for program in programs:
             self.begin(program)
         self.monitor.start()
         self._loop = self._clock.spawn(self._run(), name=self.sizes.place.name)
-        self._processes += [self._loop, *self._turns.start(), *self._layers.start()]
+        self.processes += [self._loop, *self._turns.start(), *self._layers.start()]
 
     def begin(self, program: ExpertProgram) -> None:
         """An expert die begins to serve."""
         self.expert_programs.append(program)
-        self._processes.append(program.die.spawn(program.run(), "experts"))
+        self.processes.append(program.die.spawn(program.run(), "experts"))
 
     def load(self) -> None:
         """Its weights are on their way."""
@@ -178,7 +178,7 @@ class TE:
         await self._end_of(self._loop)
         if self.life == "draining":
             self._shut_down()
-            for process in self._processes:
+            for process in self.processes:
                 await self._end_of(process)
         if self.life == "draining":
             self._end_life()
@@ -201,10 +201,10 @@ class TE:
         if self.life in ("planned", "loading", "gone"):
             return
         self._shut_down()
-        _, late = await asyncio.wait(self._processes, timeout=10)
+        _, late = await asyncio.wait(self.processes, timeout=10)
         for process in late:
             process.cancel()
-        await asyncio.gather(*self._processes, return_exceptions=True)
+        await asyncio.gather(*self.processes, return_exceptions=True)
         self._end_life()
 
     def _shut_down(self) -> None:
@@ -238,7 +238,7 @@ class TE:
         if self.reconfiguration is not None:
             self.reconfiguration.stop()
         dies = (self.plan.pod.dies[die] for die in self.plan.every_die)
-        for process in dict.fromkeys([*self._processes, *(each for die in dies for each in die.running)]):
+        for process in dict.fromkeys([*self.processes, *(each for die in dies for each in die.running)]):
             if process is not asyncio.current_task():
                 process.cancel()
 
