@@ -88,17 +88,17 @@ class ExpertProgram:
 
         Called back, they end wherever they are, and begin again with the step that the host says.
         """
-        streams, loads = self._start(), self.loads()
+        streams, loads = self.start_streams(), self.loads()
         try:
             while not await self._ends(streams):
                 await self._roll_back(streams)
-                streams = self._start()
+                streams = self.start_streams()
         finally:
             for stream in (*streams, *loads):
                 stream.cancel()
 
-    def _start(self) -> list[Process]:
-        """The kernels, as processes."""
+    def start_streams(self) -> list[Process]:
+        """Start the kernels of this die, each as a process."""
         return [
             self._spawn(stream, name)
             for name, stream in (
@@ -240,7 +240,7 @@ class ExpertProgram:
             if len(received):
                 start = die.clock.now
                 billed = partial(self._tallies[place].billed, self._event(item))
-                await self._experts(out, received, billed, layer, self._place(item))
+                await self.run_experts(out, received, billed, layer, self._place(item))
                 self._note(COMPUTE, item, start)
             item += 1
             mem.computed.write(die.memory, item)
@@ -258,7 +258,7 @@ class ExpertProgram:
             item += 1
             mem.sent.write(die.memory, item)
 
-    async def _experts(
+    async def run_experts(
         self,
         out: Array,
         received: TokenCopies,
@@ -266,8 +266,10 @@ class ExpertProgram:
         layer: int,
         place: dict[str, Any],
     ) -> None:
-        """out [N, H] of the rows that have come; routed experts are billed for `billed` of their number.
-        `place` is what a trace tells of them."""
+        """Compute out [N, H] of the rows that have come.
+
+        Routed experts are billed for `billed` of their number; `place` is what a trace tells of them.
+        """
         runner, frame, stage, held = self.runner, self.runner.frame, self.stages[layer], self.layers[layer]
         if held.experts is not None:
             frame.experts = held.experts

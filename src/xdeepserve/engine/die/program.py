@@ -122,7 +122,7 @@ class Executor:
                 command = await self._next_command()
                 if isinstance(command, Shutdown):
                     break
-                await self._obey(command)
+                await self.obey(command)
             for transfer in self._transfers:
                 await self.die.clock.join(transfer)
         except Exception as error:
@@ -136,7 +136,8 @@ class Executor:
             with contextlib.suppress(GlitchError):  # in a look at the queue, which is still as it was
                 return await self.die.next_command()
 
-    async def _obey(self, command: msgspec.Struct) -> None:
+    async def obey(self, command: msgspec.Struct) -> None:
+        """Carry out one command of the host; its transfers go on beside later commands."""
         match command:
             case StepPlan():
                 await self._attempt(command)

@@ -130,7 +130,7 @@ class TE:
         )
         layers: Queue[msgspec.Struct] = Queue(pod.clock, f"layers of {name}")
         self._layers = LayerReports(layers, self.groups, self.executors)
-        self._processes: list[asyncio.Task[None]] = []
+        self.processes: list[asyncio.Task[None]] = []
 
     @property
     def life(self) -> Life:
@@ -184,9 +184,9 @@ class TE:
         """Spawn the die programs and the loops."""
         self._lifetime.follow("start")
         for executor in self.executors:
-            self._processes.append(executor.die.spawn(executor.run(), f"executor {executor.rank}"))
+            self.processes.append(executor.die.spawn(executor.run(), f"executor {executor.rank}"))
         for program in self.expert_programs:
-            self._processes.append(program.die.spawn(program.run(), "experts"))
+            self.processes.append(program.die.spawn(program.run(), "experts"))
         self.monitor.start()
         name = self.sizes.place.name
         loops: list[tuple[str, Loop]] = [(name, self._run), *self._turns.loops()]
@@ -194,7 +194,7 @@ class TE:
             loops.append((f"layers of {name}", self._layers.run))
         spawned = [self._clock.spawn(self._heard(loop), name=each) for each, loop in loops]
         self._loop = spawned[0]
-        self._processes += spawned
+        self.processes += spawned
 
     async def _heard(self, loop: Loop) -> None:
         """Run one of the TE's loops: an error that is raised there ends the TE."""
@@ -210,7 +210,7 @@ class TE:
     def _begin(self, program: ExpertProgram) -> None:
         """Have one more expert die serve."""
         self.expert_programs.add(program)
-        self._processes.append(program.die.spawn(program.run(), "experts"))
+        self.processes.append(program.die.spawn(program.run(), "experts"))
 
     def go_on_without(self, ranks: Iterable[int]) -> bool:
         """Lose the clients of these ranks, as `LostClients.go_on_without` does, and wake the loops."""
@@ -258,7 +258,7 @@ class TE:
         await self._end_of(self._loop)
         if self.life == "draining":
             self._shut_down()
-            for process in self._processes:
+            for process in self.processes:
                 await self._end_of(process)
         if self.life == "draining":
             self._end_life()
@@ -281,10 +281,10 @@ class TE:
         if self.life in ("planned", "loading", "gone"):
             return
         self._shut_down()
-        _, late = await asyncio.wait(self._processes, timeout=10)
+        _, late = await asyncio.wait(self.processes, timeout=10)
         for process in late:
             process.cancel()
-        await asyncio.gather(*self._processes, return_exceptions=True)
+        await asyncio.gather(*self.processes, return_exceptions=True)
         self._end_life()
 
     def _shut_down(self) -> None:
@@ -318,7 +318,7 @@ class TE:
         if self.reconfiguration is not None:
             self.reconfiguration.stop()
         dies = (self.plan.pod.dies[die] for die in self.plan.every_die)
-        for process in dict.fromkeys([*self._processes, *(each for die in dies for each in die.running)]):
+        for process in dict.fromkeys([*self.processes, *(each for die in dies for each in die.running)]):
             if process is not asyncio.current_task():
                 process.cancel()
 

@@ -114,7 +114,7 @@ class DisaggregatedGang(Gang):
         self._compute(shares, visits, passes)
         self._check(visits, passes)
         tt.begin_apart(came[:num], came[num:])
-        self._tell_time(shares, visits, passes)
+        self.tell_time(shares, visits, passes)
         return np.concatenate([tt.attention, np.maximum(tt.experts, tt.experts_end_ns)])
 
     # ---- bytes --------------------------------------------------------------------------------------
@@ -189,8 +189,8 @@ class DisaggregatedGang(Gang):
 
     # ---- time ---------------------------------------------------------------------------------------
 
-    def _tell_time(self, shares: Sequence[Share], visits: Sequence[Visit], passes: Sequence[int]) -> None:
-        """When the stages happen, in the order in which dies come to them."""
+    def tell_time(self, shares: Sequence[Share], visits: Sequence[Visit], passes: Sequence[int]) -> None:
+        """Find out when the stages happen, in the order in which dies come to them."""
         tt, num_microbatches = self.timetable, self.num_microbatches
         times = [self._token_times(cuts[:, 1] - cuts[:, 0]) for cuts in self.cuts]
         experts_ns = [iter(self._experts_ns(m, visits, passes)) for m in range(num_microbatches)]

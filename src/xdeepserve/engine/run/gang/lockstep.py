@@ -18,7 +18,8 @@ class LockstepExpertProgram(ExpertProgram):
     gang: DisaggregatedGang
     index: int
 
-    def _start(self) -> list[Process]:
+    def start_streams(self) -> list[Process]:
+        """Start the kernels of this die, each as a process."""
         return [self._spawn(self._meet, "experts")]
 
     async def _meet(self) -> None:
