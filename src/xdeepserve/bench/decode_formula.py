@@ -16,8 +16,7 @@ import msgspec
 
 from xdeepserve.comm.cost import CommCost, Op, expected_maximum
 from xdeepserve.hw.hbm import side_by_side
-from xdeepserve.hw.spec import Spec
-from xdeepserve.hw.work import Work
+from xdeepserve.hw.spec import Spec, Work
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.shapes import packed_shapes
 from xdeepserve.model.tensors import Layer

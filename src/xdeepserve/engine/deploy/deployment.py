@@ -199,7 +199,7 @@ class RecoveryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HardwareConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What differs from the dies of `hw/spec.py` and `hw/atlas.py`."""
+    """What differs from the dies of `hw/spec.py` and `hw/accelerators.py`."""
 
     hbm_mb: Annotated[int | None, "memory of every die in MiB; by default that of its hardware"] = None
 
