@@ -13,7 +13,7 @@ import msgspec
 from msgspec import field
 
 from xdeepserve.errors import InputError
-from xdeepserve.model.tp import TPMode
+from xdeepserve.model.config import TPMode
 
 Role = Literal["both", "prefill", "decode"]
 Hardware = Literal["cm384", "910b"]  # dies of a CloudMatrix384, NPUs of Atlas 800T A2 servers beside it
