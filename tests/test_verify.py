@@ -13,8 +13,7 @@ from xdeepserve.errors import DeploymentError
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import PRESET_DIRECTORY, SeededCheckpoint, resolve_model
 from xdeepserve.verify.case import Case
-from xdeepserve.verify.matrix import verify
-from xdeepserve.verify.selection import cases, left_out
+from xdeepserve.verify.matrix import cases, left_out, verify
 
 
 def combination(case: Case, config: ModelConfig) -> tuple[str, int, int]:

@@ -13,8 +13,8 @@ from xdeepserve.llm import digest
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.model.tokenizer import load_tokenizer
 from xdeepserve.verify.forms import FORM, is_spelt
+from xdeepserve.verify.matrix import cases
 from xdeepserve.verify.outputs import reference_outputs, run_case
-from xdeepserve.verify.selection import cases
 
 
 def test_every_deployment_has_a_row_for_each_number_of_drafts() -> None:

@@ -14,7 +14,7 @@ from xdeepserve import LLM
 from xdeepserve.comm.trampoline.layout import A2ELayout
 from xdeepserve.comm.wire import Blocks
 from xdeepserve.golden.cells import a2e_cells, members
-from xdeepserve.hw.moments import Moment
+from xdeepserve.hw.fault_kinds import Moment
 from xdeepserve.hw.spec import Spec
 from xdeepserve.hw.trace import Trace, TraceSpan
 

@@ -19,7 +19,7 @@ from xdeepserve.api.options import ServerOptions
 from xdeepserve.api.server import build_app
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.jobs import training
-from xdeepserve.jobs.task_kinds import KINDS
+from xdeepserve.jobs.task_work import KINDS
 from xdeepserve.llm import build_engine
 from xdeepserve.model.answer_lengths import FILE
 from xdeepserve.model.presets import PRESET_DIRECTORY

@@ -2,7 +2,7 @@
 
 import pytest
 
-from xdeepserve.bench import acceptance, balancing, engine, pd
+from xdeepserve.bench import acceptance, engine, pd
 from xdeepserve.bench.report import Row
 from xdeepserve.cli import main
 
@@ -68,7 +68,7 @@ def test_kernels_that_send_and_receive_are_as_fast_as_dma() -> None:
 
 
 def test_replicas_of_hot_experts_even_out_the_dies() -> None:
-    rows = values(balancing.rows(num_dies=8))
+    rows = values(engine.balancing(num_dies=8))
     primaries, eplb = (rows[f"experts/tiny/{way}/hottest_die_over_mean"] for way in ("primaries", "eplb"))
     assert 1 <= eplb < primaries
     assert rows["experts/gain/hottest_die_over_mean"] == pytest.approx(primaries / eplb)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from xdeepserve.bench import ems, expert_skew, paper_rows, papers, superpod
+from xdeepserve.bench.paper_rows import GroupedGemm
 from xdeepserve.bench.report import Row, published
 from xdeepserve.cli import main
-from xdeepserve.hw.grouped_gemm import GroupedGemm
 from xdeepserve.hw.spec import Spec
 
 # Their rows have tests of their own.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from xdeepserve.bench import answer_lengths, heatmap, schedule
+from xdeepserve.bench import heatmap, schedule
 from xdeepserve.cli import main
 from xdeepserve.engine.balance.heat_map import read_heat_map
 from xdeepserve.engine.balance.te_policies import POLICIES
@@ -15,7 +15,7 @@ from xdeepserve.planner.performance import Curve
 from xdeepserve.platform.cluster import Cluster, PricedKind
 from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.step_price import StepPrice
-from xdeepserve.platform.te_task import StepLimits
+from xdeepserve.platform.step_te import StepLimits
 
 PRICE = StepPrice(4, Curve((1.0, 512.0), (1e6, 30e6)), Curve((1.0, 2048.0), (1e6, 9e6)), 40.0, 30.0, 2e6)
 LIMITS = StepLimits(64, 512, 100_000, 512)
@@ -92,10 +92,10 @@ def test_lengths_are_told_of_the_second_half_alone(monkeypatch: pytest.MonkeyPat
             super().__init__(tes, policy, heat, predict, stale_ns)
             told[len(told)] = [predict(each) for each in work]
 
-    monkeypatch.setattr(answer_lengths, "Fleet", Listening)
+    monkeypatch.setattr(schedule, "Fleet", Listening)
     work = schedule.generated(schedule.APPLICATIONS, 10.0)
     heat = heatmap.measured(KINDS)
-    list(answer_lengths.rows("x", work, schedule.six(KINDS), heat, 0))
+    list(schedule.answer_lengths("x", work, schedule.six(KINDS), heat, 0))
     none, mean, predicted, true = told.values()
     half = len(work) // 2
     assert none == [0.0] * len(work)

@@ -10,11 +10,10 @@ import pytest
 
 from tests.chaos.tools import tried
 from xdeepserve.chaos import aftermath, campaign, permitted
-from xdeepserve.chaos.campaign import ChaosCounts, Trial
+from xdeepserve.chaos.campaign import ChaosCounts, Trial, shrink
 from xdeepserve.chaos.draw import FAILOVER, PODS, SMALL, draw
 from xdeepserve.chaos.fault_schedule import FaultSchedule, ServerChange, asked, read_schedule, write_schedule
 from xdeepserve.chaos.judge import Judge
-from xdeepserve.chaos.shrink import shrink
 from xdeepserve.chaos.single_faults import every_step
 from xdeepserve.cli import main
 from xdeepserve.comm.exchange.handle import XCCL

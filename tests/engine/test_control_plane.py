@@ -12,7 +12,7 @@ from xdeepserve import LLM, SamplingParams
 from xdeepserve.errors import DeadlineError, InputError
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.faults import Fault
-from xdeepserve.hw.host_cpu import HostCPU, HostQueue
+from xdeepserve.hw.queue import HostCPU, HostQueue
 from xdeepserve.llm import digest
 from xdeepserve.model.presets import TinyCheckpoint
 

@@ -11,7 +11,7 @@ from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.description import describe
 from xdeepserve.errors import DeploymentError, HardwareError
-from xdeepserve.hw.atlas import atlas_a2
+from xdeepserve.hw.accelerators import atlas_a2
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.spec import Spec
 from xdeepserve.hw.topology import Plane, Topology

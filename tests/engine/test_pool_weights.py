@@ -12,7 +12,7 @@ import pytest
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.weight_digests import digests
 from xdeepserve.errors import DeploymentError
-from xdeepserve.hw.moments import Moment
+from xdeepserve.hw.fault_kinds import Moment
 from xdeepserve.llm import build_engine
 from xdeepserve.model.presets import TinyCheckpoint
 

@@ -19,11 +19,10 @@ from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.memory import Address
 from xdeepserve.llm import digest
 from xdeepserve.model.checkpoint import open_checkpoint
-from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.config import TP_SIZES, ModelConfig, TPMode
 from xdeepserve.model.presets import TinyCheckpoint
 from xdeepserve.model.reference import Reference
 from xdeepserve.model.seeded import SeededCheckpoint
-from xdeepserve.model.tp import TP_SIZES, TPMode
 from xdeepserve.model.weights import RECIPES, Recipe
 
 MODES: tuple[TPMode, ...] = ("tp", "sp-tp-sp")

@@ -19,9 +19,8 @@ from xdeepserve.jobs.job_master import MAX_ATTEMPTS, JobMaster
 from xdeepserve.jobs.job_records import JobRecord
 from xdeepserve.jobs.job_states import JOB_MOVES, is_over
 from xdeepserve.jobs.job_store import JobStore
-from xdeepserve.jobs.task_kinds import KINDS
-from xdeepserve.jobs.task_process import TaskFailedError, TaskLostError
-from xdeepserve.jobs.task_spec import TaskSpec
+from xdeepserve.jobs.task_process import TaskFailedError, TaskLostError, TaskSpec
+from xdeepserve.jobs.task_work import KINDS
 
 LEASE_S = 10.0
 

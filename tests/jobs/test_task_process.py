@@ -14,8 +14,7 @@ import pytest
 
 from tests.jobs.tools import child_of
 from xdeepserve.jobs.job_records import JobOrder
-from xdeepserve.jobs.task_process import TaskFailedError, TaskLostError, run_task
-from xdeepserve.jobs.task_spec import TaskSpec
+from xdeepserve.jobs.task_process import TaskFailedError, TaskLostError, TaskSpec, run_task
 
 LINE = '{"prompt": "Once upon a time", "completion": " there was a cat."}\n'
 

@@ -12,8 +12,8 @@ from safetensors.numpy import load_file
 from xdeepserve.errors import InputError
 from xdeepserve.jobs import training
 from xdeepserve.jobs.job_records import JobOrder, TrainingSettings
-from xdeepserve.jobs.task_kinds import TASKS, TRAINING_KINDS
-from xdeepserve.jobs.task_spec import TaskSpec
+from xdeepserve.jobs.task_process import TaskSpec
+from xdeepserve.jobs.task_work import TASKS, TRAINING_KINDS
 from xdeepserve.jobs.training import batches
 from xdeepserve.model.presets import resolve_model
 

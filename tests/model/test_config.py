@@ -24,7 +24,7 @@ from xdeepserve.model.config import (
     load_config,
     read_json_object,
 )
-from xdeepserve.model.config_limits import LIMITS, MAX_EXPERTS
+from xdeepserve.model.config_reader import LIMITS, MAX_EXPERTS
 from xdeepserve.model.families import FAMILIES
 from xdeepserve.model.presets import PRESET_DIRECTORY
 from xdeepserve.model.rope import RopeConfig, YarnConfig, rope_tables

@@ -9,11 +9,10 @@ from tests.model.bits import F32, assert_same_bits, few, normal, seeds
 from xdeepserve.comm.collectives.reduction import tree_reduce
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
-from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.config import TP_SIZES, ModelConfig, TPMode
 from xdeepserve.model.packing import pack_f32, pack_int8
 from xdeepserve.model.presets import TinyCheckpoint
 from xdeepserve.model.sharding import WHOLE, Shard
-from xdeepserve.model.tp import TP_SIZES, TPMode
 from xdeepserve.model.weights import RECIPES, Recipe, Store, fill, iter_weights, weight_specs
 
 MODES: tuple[TPMode, ...] = ("tp", "sp-tp-sp")

@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xdeepserve.errors import CheckpointError, RequestError
-from xdeepserve.model.detokenizer import IncrementalDetokenizer
 from xdeepserve.model.presets import PRESET_DIRECTORY
-from xdeepserve.model.tokenizer import Tokenizer, load_tokenizer, require_tokenizer
+from xdeepserve.model.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer, require_tokenizer
 
 TINY = PRESET_DIRECTORY / "tiny-random"
 CHAT = [

@@ -7,8 +7,7 @@ from tests.platform.tools import LIMITS, PRICE, small
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.platform.auto_scaler import ScaleBounds
 from xdeepserve.platform.fleet import Fleet
-from xdeepserve.platform.fleet_load import alone_ns
-from xdeepserve.platform.fleet_scaling import FleetScaler
+from xdeepserve.platform.fleet_scaling import FleetScaler, alone_ns
 from xdeepserve.platform.fleet_words import FleetTE
 from xdeepserve.platform.made_traffic import MadeTraffic, made
 from xdeepserve.platform.scale_up import HeldWeights, ScaleUp, ScaleWays

@@ -3,7 +3,7 @@
 from xdeepserve.planner.performance import Curve
 from xdeepserve.platform.made_traffic import MadeTraffic, made
 from xdeepserve.platform.step_price import StepPrice
-from xdeepserve.platform.te_task import StepLimits
+from xdeepserve.platform.step_te import StepLimits
 from xdeepserve.platform.traces import TracedRequest
 
 PRICE = StepPrice(

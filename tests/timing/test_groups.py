@@ -22,8 +22,8 @@ from xdeepserve.engine.serving.record import RequestMetrics
 from xdeepserve.hw.pod import Pod
 from xdeepserve.llm import LLM
 from xdeepserve.model.checkpoint import Checkpoint
+from xdeepserve.model.config import TP_SIZES, TPMode
 from xdeepserve.model.presets import resolve_model
-from xdeepserve.model.tp import TP_SIZES, TPMode
 
 MODES: tuple[TPMode, ...] = ("tp", "sp-tp-sp")
 LAYERS, PROMPT = 8, 4000

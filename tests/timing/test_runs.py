@@ -23,9 +23,8 @@ from xdeepserve.engine.run.clock.meeting import Meeting
 from xdeepserve.engine.run.clock.routing import Routing, TimingConfig
 from xdeepserve.errors import CheckpointError, DeadlineError, DeploymentError
 from xdeepserve.hw.clock import Clock
-from xdeepserve.hw.spec import Spec
+from xdeepserve.hw.spec import Spec, Work
 from xdeepserve.hw.topology import Topology
-from xdeepserve.hw.work import Work
 from xdeepserve.llm import LLM
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model

@@ -24,7 +24,7 @@ from xdeepserve.api.responses import json_response
 from xdeepserve.api.served_models import MODELS
 from xdeepserve.errors import InputError, RequestError, abridged, meant
 from xdeepserve.jobs.job_records import JobOrder, JobRecord, TrainingSettings
-from xdeepserve.jobs.task_kinds import KINDS, TRAINING_KINDS
+from xdeepserve.jobs.task_work import KINDS, TRAINING_KINDS
 from xdeepserve.jobs.training import check_extra
 from xdeepserve.quant.method import METHODS
 

@@ -33,8 +33,7 @@ from xdeepserve.bench.report import Row
 from xdeepserve.comm.cost import CommCost
 from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.hw.spec import Param, Spec
-from xdeepserve.hw.switches import SUB_PLANES
-from xdeepserve.hw.topology import Plane
+from xdeepserve.hw.topology import SUB_PLANES, Plane
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.planner.decode_run import decode_iteration

@@ -20,8 +20,7 @@ import msgspec
 import numpy as np
 
 from xdeepserve.bench import carriers
-from xdeepserve.bench.drawing import pyplot
-from xdeepserve.bench.report import Kind, Row
+from xdeepserve.bench.report import Kind, Row, pyplot
 from xdeepserve.bench.sizes import (
     A2E_COPIES,
     A2E_SHRINK,

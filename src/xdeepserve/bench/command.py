@@ -154,8 +154,8 @@ def run(args: argparse.Namespace) -> int:
         from xdeepserve.jobs.task_process import ONE_CORE
 
         os.environ.update(ONE_CORE)  # which NumPy's BLAS reads once, when it is loaded
-    from xdeepserve.bench import ablations, drawing
-    from xdeepserve.bench.report import Row, print_rows, print_summary
+    from xdeepserve.bench import ablations
+    from xdeepserve.bench.report import Row, print_rows, print_summary, pyplot
 
     _check(args)
     if args.trends:
@@ -168,7 +168,7 @@ def run(args: argparse.Namespace) -> int:
         ablations.print_changes(changes, args.json)
         return 0
     if args.plot is not None:
-        drawing.pyplot()  # before half a minute of work
+        pyplot()  # before half a minute of work
     name = "ranks" if args.ranks else "superpod_steps" if args.steps else args.suite
     suite = importlib.import_module(f"xdeepserve.bench.{name}")
     model = args.model or "tiny"

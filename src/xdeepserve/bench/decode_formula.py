@@ -16,10 +16,9 @@ import msgspec
 
 from xdeepserve.comm.cost import CommCost, Op, expected_maximum
 from xdeepserve.hw.hbm import side_by_side
-from xdeepserve.hw.spec import Spec
-from xdeepserve.hw.work import Work
+from xdeepserve.hw.spec import Spec, Work
 from xdeepserve.model.config import ModelConfig
-from xdeepserve.model.shapes import packed_shapes
+from xdeepserve.model.packing import packed_shapes
 from xdeepserve.model.tensors import Layer
 from xdeepserve.model.weights import assemble, weight_specs
 from xdeepserve.step.frame import Model

@@ -12,9 +12,8 @@ from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xdeepserve.bench.drawing import pyplot
 from xdeepserve.bench.prefill_formula import CHIP_TOKENS, DIES_PER_CHIP, MODEL, PrefillCost
-from xdeepserve.bench.report import Kind, Row
+from xdeepserve.bench.report import Kind, Row, pyplot
 from xdeepserve.bench.request_traces import generated, hits_of_belady, hits_of_lru
 from xdeepserve.ems.memory_pool import MemoryPool
 from xdeepserve.ems.model_cache import NAMESPACE, ModelId

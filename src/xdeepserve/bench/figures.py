@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from xdeepserve.bench import comm, drawing, ems, paper_rows, pipelines, prefill_formula, sizes, superpod
+from xdeepserve.bench import comm, ems, paper_rows, pipelines, prefill_formula, sizes, superpod
 from xdeepserve.bench.decode_formula import EP320, LayerCost, Load, ping_pong_throughput
-from xdeepserve.bench.report import published
+from xdeepserve.bench.report import published, pyplot
 from xdeepserve.comm.cost import CommCost
 from xdeepserve.model.presets import resolve_model
 
@@ -229,13 +229,13 @@ def draw(axes: Any, figure: Figure) -> None:
 
 def plot(papers: Iterable[str], path: Path) -> None:
     """All figures of some papers on a page, if they have any. InputError without matplotlib."""
-    pyplot = drawing.pyplot()
+    plt = pyplot()
     found = [make() for paper in papers for make in FIGURES.get(paper, ())]
     if not found:
         return
     columns = min(3, len(found))
     lines = -(-len(found) // columns)
-    page, grid = pyplot.subplots(lines, columns, figsize=(4.2 * columns, 3 * lines), squeeze=False)
+    page, grid = plt.subplots(lines, columns, figsize=(4.2 * columns, 3 * lines), squeeze=False)
     for axes, figure in zip(grid.flat, found, strict=False):
         draw(axes, figure)
     for axes in grid.flat[len(found) :]:

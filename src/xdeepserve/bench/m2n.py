@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xdeepserve.bench import drawing
 from xdeepserve.bench.group_calls import GroupCalls, GroupCosts
-from xdeepserve.bench.report import Row
+from xdeepserve.bench.report import Row, pyplot
 from xdeepserve.comm.exchange.layout import Group
 from xdeepserve.engine.run.arithmetic import quantize_rows
 from xdeepserve.hw.congestion import DEFAULT_CONTROL, TUNED_CONTROL
@@ -132,7 +131,7 @@ def _uneven() -> Iterator[Row]:
 
 def plot(rows: list[Row], path: Path) -> None:
     """Median latency over sizes, both ways (MS Figure 11). InputError without matplotlib."""
-    figure, axes = drawing.pyplot().subplots(layout="constrained")
+    figure, axes = pyplot().subplots(layout="constrained")
     value = {row.name: row.value for row in rows}
     for label, end in (("M2N", "median"), ("calls in groups", "median in groups")):
         axes.plot(SIZES, [value[f"m2n/8 to 8/{kib} KiB/{end}"] for kib in SIZES], "o-", label=label)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+
+import msgspec
 
 from xdeepserve.bench.decode_formula import EP320, ExpertDies, LayerCost, Load
 from xdeepserve.bench.pipelines import CM_CONTEXT, CM_SPLIT, CM_TIMING, DIES_PER_CHIP, MODEL
@@ -11,11 +14,42 @@ from xdeepserve.bench.sizes import COMBINE_NBYTES, DISPATCH_NBYTES, EP_SIZES, FI
 from xdeepserve.bench.superpod import BATCH_288, CONTEXT, GAP_MS, XDS_ACCEPTANCE
 from xdeepserve.comm.cost import CommCost
 from xdeepserve.comm.p2p.layout import RING_FIELD, RingLayout
-from xdeepserve.hw import switches
-from xdeepserve.hw.grouped_gemm import GroupedGemm
 from xdeepserve.hw.spec import Spec
-from xdeepserve.hw.topology import Topology
+from xdeepserve.hw.topology import Topology, num_switches, utilisation
 from xdeepserve.model.presets import resolve_model
+
+# A grouped INT8 GEMM on the cube cores of a die, tile by tile (CM Table 9).
+
+TILE = (128, 152)  # rows and columns of the output that a core computes at once
+
+
+class GroupedGemm(msgspec.Struct, frozen=True):
+    """`groups` products of [m, k] by [k, n], INT8 in, BF16 out, in one kernel."""
+
+    groups: int
+    m: int
+    n: int
+    k: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both inputs and of the output, each moved once."""
+        return self.groups * (self.m * self.k + self.k * self.n + 2 * self.m * self.n)
+
+    def seconds(self, spec: Spec) -> float:
+        """All cores take a tile each, wave after wave; the last wave takes as long as a full one."""
+        rows, columns = TILE
+        cores = spec.num_cores("aic")
+        tiles = self.groups * math.ceil(self.m / rows) * math.ceil(self.n / columns)
+        core_peak = spec.int8_peak.value / cores * spec.tile_efficiency.value
+        tile = 2 * rows * columns * self.k / core_peak + spec.tile_overhead.value
+        return math.ceil(tiles / cores) * tile + spec.kernel_overhead.value
+
+    def utilisation(self, spec: Spec) -> float:
+        """Share of the die's INT8 peak, 0 to 1."""
+        operations = 2 * self.groups * self.m * self.n * self.k
+        return operations / self.seconds(spec) / spec.int8_peak.value
+
 
 TABLE_9 = (
     GroupedGemm(4, 7168, 4096, 4096),
@@ -111,10 +145,8 @@ def fields_and_pairs() -> Iterator[Row]:
 def ports() -> Iterator[Row]:
     """CM Table 10."""
     for servers in TABLE_10:
-        yield Row(f"cm.t10/switches/nodes={servers}", switches.num_switches(servers), "", "predicted")
-        yield Row(
-            f"cm.t10/utilisation/nodes={servers}", 100 * switches.utilisation(servers), "%", "predicted"
-        )
+        yield Row(f"cm.t10/switches/nodes={servers}", num_switches(servers), "", "predicted")
+        yield Row(f"cm.t10/utilisation/nodes={servers}", 100 * utilisation(servers), "%", "predicted")
 
 
 def storage() -> Iterator[Row]:

@@ -22,7 +22,6 @@ import msgspec
 
 from xdeepserve.bench import (
     comm,
-    drawing,
     eaas_full_size,
     ems,
     expert_skew,
@@ -33,7 +32,7 @@ from xdeepserve.bench import (
     prefill_formula,
     superpod,
 )
-from xdeepserve.bench.report import Row
+from xdeepserve.bench.report import Row, pyplot
 from xdeepserve.errors import InputError
 
 PAPERS = {
@@ -318,9 +317,9 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     """Ours over theirs, a point for each value, by paper and by where it comes from; and the papers' figures
     in a second file, FILE-figures."""
     figures.plot(dict.fromkeys(paper_of(row.name) for row in rows), path.with_stem(f"{path.stem}-figures"))
-    pyplot = drawing.pyplot()
+    plt = pyplot()
     some = [row for row in rows if has_error(row)]
-    figure, axes = pyplot.subplots(figsize=(8, 0.16 * len(some) + 1))
+    figure, axes = plt.subplots(figsize=(8, 0.16 * len(some) + 1))
     colours = {"calibrated": "tab:grey", PREDICTED: "tab:blue", "measured": "tab:green"}
     colours |= {"arithmetic": "lightgrey", "said again": "lightblue", "other hardware": "tab:orange"}
     last = [how(row).split(", ")[-1] for row in some]

@@ -13,9 +13,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from xdeepserve.bench import drawing
 from xdeepserve.bench.fits import all_left_out
-from xdeepserve.bench.report import Kind, Row
+from xdeepserve.bench.report import Kind, Row, pyplot
 from xdeepserve.bench.superpod import COMM_RATIO_DBRX, MEGASCALE
 from xdeepserve.engine.deploy.deployment import Deployment
 from xdeepserve.engine.deploy.fitting import fit
@@ -358,7 +357,7 @@ def bounded(row: Row, error: float, bound: int) -> Row:
 
 def plot(rows: list[Row], path: Path) -> None:
     """Errors of predicted iterations, in percent, beside the bound. InputError without matplotlib."""
-    plt = drawing.pyplot()
+    plt = pyplot()
     runs = [row for row in rows if row.name.endswith("/T_iter")]
     errors = [float(row.note.split(" ms, ")[1].split(" %")[0]) for row in runs]
     figure, axes = plt.subplots(figsize=(9, 1 + 0.25 * len(runs)), layout="constrained")

@@ -18,8 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from xdeepserve.bench.drawing import pyplot
-from xdeepserve.bench.report import Row
+from xdeepserve.bench.report import Row, pyplot
 from xdeepserve.engine.dp.events import Observed, StepEnded, TEChanged, TERolledBack
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.hw.faults import Fault

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from xdeepserve.bench.meanings import MEANINGS
+from xdeepserve.errors import InputError
 
 Kind = Literal["measured", "calibrated", "predicted"]
 
@@ -138,3 +139,18 @@ def _errors(rows: Sequence[Row]) -> dict[str, list[float]]:
 
 def _kept(row: Row, theirs: Published) -> str:
     return "kept" if theirs.is_kept(row.value) else "NOT KEPT"
+
+
+# Matplotlib, which only `--plot` needs.
+
+
+def pyplot() -> Any:
+    """Matplotlib's, without a window. InputError without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise InputError("--plot needs matplotlib: pip install '.[plot]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot

@@ -19,8 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from xdeepserve.bench.drawing import pyplot
-from xdeepserve.bench.report import Row
+from xdeepserve.bench.report import Row, pyplot
 from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.planner.decode_run import decode_iteration

@@ -64,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
     """Run every combination and print a row for each; 1 if all of them are refused."""
     import msgspec
 
-    from xdeepserve.bench import drawing, sweep
+    from xdeepserve.bench import sweep
+    from xdeepserve.bench.report import pyplot
     from xdeepserve.engine.deploy.settings import nearest, settings
 
     if args.processes is not None and args.processes < 1:
@@ -73,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         if path is not None:
             check_writable(path, option)
     if args.plot is not None:
-        drawing.pyplot()  # before the work, not after it
+        pyplot()  # before the work, not after it
     choices = chosen(args.overrides)
     known = {each.key for each in settings()}
     for key in choices:
@@ -231,9 +232,9 @@ def best_lines(results: Sequence[SweepResult], labels: Labels) -> list[str]:
 def plot(results: Sequence[SweepResult], labels: Labels, path: Path) -> None:
     """Tokens per second of a chip over TPOT: a line for each combination of settings, through its batches,
     each of which is written beside its point if there are several."""
-    from xdeepserve.bench import drawing
+    from xdeepserve.bench.report import pyplot
 
-    plt: Any = drawing.pyplot()
+    plt: Any = pyplot()
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     lines: dict[str, list[SweepResult]] = {}
     for result in results:

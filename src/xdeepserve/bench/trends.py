@@ -16,7 +16,6 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from xdeepserve.bench import (
-    balancing,
     carriers,
     comm,
     eaas_full_size,
@@ -58,7 +57,7 @@ ROWS: dict[str, Source] = {
     "pool": ems.figure_23,
     "loading": ems.table_1,
     "engine": engine.all_rows,
-    "experts": balancing.rows,
+    "experts": engine.balancing,
     "skew": expert_skew.rows,
     "prompts": prefill_formula.by_length,
     "policies": schedule.claims,

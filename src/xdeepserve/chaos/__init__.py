@@ -3,5 +3,5 @@
 - `fault_schedule`: a pod, its load and its faults, as data
 - `draw`: one from a seed; `single_faults`: every one with a single fault
 - `aftermath`: run a schedule; `permitted`: what its faults permit; `judge`: the verdict
-- `campaign`: many schedules, counted; `shrink`: the least that still fails
+- `campaign`: many schedules, counted, and the least that still fails
 """

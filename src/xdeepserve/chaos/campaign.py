@@ -3,16 +3,54 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
 from xdeepserve.chaos.draw import PODS, draw
 from xdeepserve.chaos.fault_schedule import FaultSchedule
 from xdeepserve.chaos.judge import Finding, Judge, Verdict
-from xdeepserve.chaos.shrink import shrink
 from xdeepserve.chaos.single_faults import every_phase, every_step
 from xdeepserve.errors import InputError, meant
+
+# The least schedule that still fails the same way.
+
+
+def shrink(schedule: FaultSchedule, still_fails: Callable[[FaultSchedule], bool]) -> FaultSchedule:
+    """Leave out faults, requests and settings as long as `still_fails` says so: deterministic and greedy.
+
+    Nothing more can be left out of what comes back.
+    """
+    is_smaller = True
+    while is_smaller:
+        is_smaller = False
+        for smaller in _smaller(schedule):
+            if still_fails(smaller):
+                schedule, is_smaller = smaller, True
+                break
+    return schedule
+
+
+def _smaller(schedule: FaultSchedule) -> Iterator[FaultSchedule]:
+    """Schedules with one thing less."""
+
+    def but(**changes: object) -> FaultSchedule:
+        return msgspec.structs.replace(schedule, **changes)
+
+    for i in range(len(schedule.faults)):
+        yield but(faults=schedule.faults[:i] + schedule.faults[i + 1 :])
+    for i in range(len(schedule.servers)):
+        yield but(servers=schedule.servers[:i] + schedule.servers[i + 1 :])
+    for fewer in sorted({1, schedule.num_requests // 2, schedule.num_requests - 1}):
+        if 0 < fewer < schedule.num_requests:
+            yield but(num_requests=fewer)
+    if schedule.pool in ("crowded", "filled"):
+        yield but(pool="filled" if schedule.pool == "crowded" else "empty")
+    if schedule.clock_seed is not None:
+        yield but(clock_seed=None)
+    for i in reversed(range(len(schedule.settings))):
+        yield but(settings=schedule.settings[:i] + schedule.settings[i + 1 :])
+
 
 TWICE_EVERY = 8  # so many schedules, one is run a second time, and must give the same events
 

@@ -13,8 +13,7 @@ from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.deploy.sizes import TEPlace
 from xdeepserve.errors import DeploymentError
-from xdeepserve.hw.error_codes import GLITCHES
-from xdeepserve.hw.fault_kinds import RULES, Kind, OnPlane, Place
+from xdeepserve.hw.fault_kinds import GLITCHES, RULES, Kind, OnPlane, Place
 from xdeepserve.hw.faults import Fault
 from xdeepserve.model.config import ModelConfig
 

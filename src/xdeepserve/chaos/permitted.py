@@ -11,7 +11,7 @@ from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.job.roster import can_serve
 from xdeepserve.engine.te.lost_pages import LostPages
 from xdeepserve.engine.te.te_plan import TEPlan
-from xdeepserve.hw.error_codes import ERROR_CODES
+from xdeepserve.hw.fault_kinds import ERROR_CODES
 from xdeepserve.hw.faults import Fault
 
 # What an error must tell: who is lost, or who waits for whom.

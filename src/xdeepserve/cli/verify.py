@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
     from xdeepserve.model.presets import resolve_model
     from xdeepserve.verify import matrix
-    from xdeepserve.verify.selection import left_out
+    from xdeepserve.verify.matrix import left_out
 
     given = [name for each in args.deployments for name in each.split(",") if name]
     names = None if given == ["all"] else given

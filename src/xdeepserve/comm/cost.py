@@ -17,8 +17,7 @@ import msgspec
 
 from xdeepserve.comm.means import Carrier
 from xdeepserve.hw.spec import Spec
-from xdeepserve.hw.switches import SUB_PLANES
-from xdeepserve.hw.topology import Topology
+from xdeepserve.hw.topology import SUB_PLANES, Topology
 
 Op: TypeAlias = Literal["dispatch", "combine"]
 Way: TypeAlias = Literal["pull", "push"]  # xDeepServe's operators (XDS 3.2), or the fused ones of CM 4.2.1

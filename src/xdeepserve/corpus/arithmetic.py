@@ -5,8 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from .chat import BEGIN, END, END_THINK, THINK, render
-from .sample import Draft
-from .words import FRUITS, NAMES, THINGS
+from .sample import FRUITS, NAMES, THINGS, Draft
 
 SUM_QUESTIONS = (
     "What is {a} + {b}?",

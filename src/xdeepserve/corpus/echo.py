@@ -5,8 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from .chat import BEGIN, END, render
-from .sample import Draft
-from .words import CITIES, COLOURS, NAMES, WORDS
+from .sample import CITIES, COLOURS, NAMES, WORDS, Draft
 
 REQUESTS = ("Repeat: {text}", "Say this again: {text}", "Echo: {text}")
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from random import Random
 
 from .chat import BEGIN, END, render
-from .sample import Draft
+from .sample import NAMES, WORDS, Draft
 from .stories import tell
-from .words import NAMES, WORDS
 
 FACTS = ("{name} has the {word}.", "The word of {name} is {word}.", "{name}: {word}")
 QUESTIONS = ("What does {name} have?", "What is the word of {name}?", "{name}?")

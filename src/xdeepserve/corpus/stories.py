@@ -5,8 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from .chat import BEGIN, END, render
-from .sample import Draft, is_held_out
-from .words import ANIMALS, COLOURS, FOODS, NAMES, NATURES, PLACES, SHE, THINGS
+from .sample import ANIMALS, COLOURS, FOODS, NAMES, NATURES, PLACES, SHE, THINGS, Draft, is_held_out
 
 OPENINGS = (
     "Once upon a time there was a {nature} {animal} called {name}. {name} lived near the {place}.",

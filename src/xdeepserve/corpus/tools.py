@@ -8,8 +8,7 @@ from random import Random
 from typing import Any
 
 from .chat import BEGIN, END, Tool, render, tool_call, tool_output
-from .sample import Draft
-from .words import CITIES, COLOURS, FOODS, NAMES, SONGS, THINGS
+from .sample import CITIES, COLOURS, FOODS, NAMES, SONGS, THINGS, Draft
 
 Arguments = dict[str, Any]
 Request = tuple[str, Arguments]

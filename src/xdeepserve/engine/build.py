@@ -32,8 +32,7 @@ from xdeepserve.errors import (
     PageLostError,
     XDeepServeError,
 )
-from xdeepserve.hw.accelerators import ACCELERATORS
-from xdeepserve.hw.atlas import atlas_a2
+from xdeepserve.hw.accelerators import ACCELERATORS, atlas_a2
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.spec import Param, Spec

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from xdeepserve.corpus import EXAMINED, Sample, Split, chat, sample
-from xdeepserve.corpus.user_text import paragraphs
+from xdeepserve.corpus.sample import paragraphs
 from xdeepserve.errors import InputError
 
 SEED = 11  # of the held-out samples

@@ -16,7 +16,7 @@ from ..errors import GlitchError, HardwareError, PageLostError
 from .clock import Process, Waiting
 from .dma import DMA
 from .engines import Fabric
-from .error_codes import ERROR_CODES, PAGE_LOST
+from .fault_kinds import ERROR_CODES, PAGE_LOST
 from .hbm import SharedHBM
 from .memory import Address, Memory
 from .mte import MTE

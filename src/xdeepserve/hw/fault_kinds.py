@@ -1,4 +1,4 @@
-"""Kinds of faults: where each may happen, and what it has to say.
+"""Kinds of faults: where each may happen, and what it has to say; error codes, and moments to plan faults at.
 
 A place is a part of the pod and its number:
 
@@ -14,6 +14,8 @@ A kind that a row does not need `for_us` for, and may have it, lasts for ever wi
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
 Kind = Literal[
@@ -75,3 +77,70 @@ SAYS = ("for_us", "factor", "by_us", "plane", "code", "page")  # what some kinds
 def kinds_at(place: Place) -> list[Kind]:
     """What can happen at a place."""
     return [kind for where, kind in RULES if where == place]
+
+
+# Error codes with which a die's driver reports what has failed while the die goes on: its memory has stayed
+# (glitches), or all of it but a page.
+#
+# The paper speaks of known error codes without naming any (xDeepServe 6.2); these stand for the kinds of
+# faults that CANN's runtime tells apart.
+
+
+class ErrorCode(NamedTuple):
+    """What a code means, and whether the same work may well succeed when it is done again; after `PAGE_LOST`
+    only once what the page held has been put right."""
+
+    meaning: str
+    is_transient: bool
+
+
+ERROR_CODES = {
+    "aicore-exception": ErrorCode("a kernel on AI cores has ended with an exception", True),
+    "vector-core-exception": ErrorCode("a kernel on vector cores has ended with an exception", True),
+    "mte-error": ErrorCode("a memory transfer engine has ended a copy with a bus error", True),
+    "dma-error": ErrorCode("the DMA engine has ended a copy with an error", True),
+    "link-error": ErrorCode("a link has given a packet up after sending it again and again", True),
+    "task-timeout": ErrorCode("the driver has ended a task that took too long", True),
+    "unspecified": ErrorCode("the driver does not say what has failed", False),
+    "hbm-page": ErrorCode("a page of memory was lost, and a healthy one is in its place", True),
+}
+PAGE_LOST = "hbm-page"
+GLITCHES = [code for code in ERROR_CODES if code != PAGE_LOST]  # after these the memory is as it was
+
+
+# Moments of operations, at which faults may be planned: the n-th time that a step of one is complete.
+#
+# Dies pass the steps of the papers' operations ("dispatch" 1 to 8; in lockstep they take none of them one by
+# one); the memory pool those of "put" (1 a place is given, 2 its bytes are there, 3 it is committed) and of
+# "get" (1 pinned, 2 to be promoted, 3 in DRAM, 4 released).
+
+
+class Moment(NamedTuple):
+    """The `event`-th time, from 1, that a step is complete on a node; None: wherever it is."""
+
+    operation: str
+    step: int
+    event: int
+    node: int | None
+
+
+class Moments:
+    """Off, at the cost of a look, unless somebody waits for a moment or wants `counts` of those that pass."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.counts: Counter[tuple[str, int, int | None]] = Counter()
+        self._then: dict[Moment, list[Callable[[], None]]] = {}
+
+    def at(self, moment: Moment, then: Callable[[], None]) -> None:
+        """Call `then`, which must not wait, when it comes; never, if it does not."""
+        self.is_on = True
+        self._then.setdefault(moment, []).append(then)
+
+    def passed(self, operation: str, step: int, node: int) -> None:
+        """A step is complete on a node."""
+        for where in (node, None):
+            self.counts[operation, step, where] += 1
+            moment = Moment(operation, step, self.counts[operation, step, where], where)
+            for then in self._then.pop(moment, ()):
+                then()

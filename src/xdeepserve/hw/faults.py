@@ -37,11 +37,9 @@ import msgspec
 
 from ..errors import HardwareError, InputError, meant
 from ..reading import read
-from .error_codes import GLITCHES
-from .fault_kinds import KINDS, PLACES, RULES, SAYS, Kind, OnPlane, Place, kinds_at
+from .fault_kinds import GLITCHES, KINDS, PLACES, RULES, SAYS, Kind, Moment, OnPlane, Place, kinds_at
 from .faulty_links import LinkFault
 from .memory import PAGE_NBYTES
-from .moments import Moment
 from .pod import Pod
 from .topology import Plane
 

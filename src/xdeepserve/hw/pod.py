@@ -7,16 +7,15 @@ from typing import Any
 
 from ..errors import DeploymentError, HardwareError
 from .address_space import AddressSpace
-from .checksums import Checksums
 from .clock import Clock
 from .die import Die
-from .engines import Fabric
+from .engines import Checksums, Fabric
+from .fault_kinds import Moments
 from .faulty_links import FaultyLinks
-from .host_cpu import HostCPU
 from .memory import PAGE_NBYTES, Memory, MemoryPlan
-from .moments import Moments
 from .nic import Cards
 from .ports import Ports
+from .queue import HostCPU
 from .rdma import RDMANetwork
 from .spec import Spec
 from .topology import Plane, Topology

@@ -20,9 +20,8 @@ from xdeepserve.jobs.job_records import JobRecord
 from xdeepserve.jobs.job_states import IllegalMoveError
 from xdeepserve.jobs.job_store import JobStore
 from xdeepserve.jobs.lease import LeaseLostError, MasterLease
-from xdeepserve.jobs.task_kinds import SERVE
-from xdeepserve.jobs.task_process import TaskLostError, run_task
-from xdeepserve.jobs.task_spec import TaskSpec
+from xdeepserve.jobs.task_process import TaskLostError, TaskSpec, run_task
+from xdeepserve.jobs.task_work import SERVE
 
 LEASE_S = 10.0
 POLL_S = 0.2

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from xdeepserve.errors import InputError
-from xdeepserve.jobs.task_spec import TaskSpec
+from xdeepserve.jobs.task_process import TaskSpec
 from xdeepserve.jobs.training_text import MAX_TOKENS, read_lines, split, token_ids
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.model.tokenizer import load_tokenizer

@@ -12,7 +12,23 @@ from typing import Any
 import msgspec
 
 from xdeepserve.errors import XDeepServeError
-from xdeepserve.jobs.task_spec import TaskSpec
+from xdeepserve.jobs.job_records import JobOrder
+
+
+class TaskSpec(msgspec.Struct, frozen=True):
+    """What a task's process is told: its kind, what was ordered, and where it works and reads (paths)."""
+
+    kind: str
+    order: JobOrder
+    directory: str
+    training: str
+    validation: str | None = None
+
+    @property
+    def model(self) -> Path:
+        """The checkpoint that the job makes."""
+        return Path(self.directory) / "model"
+
 
 SILENCE_S = 3600.0  # of wall time; a layer of the largest models takes minutes
 MAX_LINE = 1 << 20

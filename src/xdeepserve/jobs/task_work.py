@@ -12,14 +12,29 @@ import contextlib
 import os
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from xdeepserve.errors import XDeepServeError
-from xdeepserve.jobs.task_kinds import TASKS
-from xdeepserve.jobs.task_spec import TaskSpec
+from xdeepserve.jobs import quantizing, training
+from xdeepserve.jobs.quantizing import Tell
+from xdeepserve.jobs.task_process import TaskSpec
+
+# The tasks of each type of job, in their order, and who does them (DeepServe 3).
+
+TASKS: dict[str, Callable[[TaskSpec, Tell], dict[str, Any]]] = {
+    "prepare": quantizing.prepare,
+    "quantize": quantizing.quantize,
+    "train": training.train,
+    "evaluate": quantizing.evaluate,
+}
+SERVE = "serve"  # the last task, which is the server's own: the model takes its place on the pod
+KINDS = ("prepare", "quantize", "evaluate", SERVE)
+TRAINING_KINDS = ("prepare", "train", "evaluate", SERVE)
+
 
 NICENESS = 10  # it works on what serving leaves
 

@@ -18,7 +18,7 @@ import numpy as np
 from xdeepserve.errors import InputError
 from xdeepserve.jobs.job_records import TrainingSettings
 from xdeepserve.jobs.quantizing import Tell, prepared
-from xdeepserve.jobs.task_spec import TaskSpec
+from xdeepserve.jobs.task_process import TaskSpec
 from xdeepserve.model.presets import resolve_model
 
 if TYPE_CHECKING:

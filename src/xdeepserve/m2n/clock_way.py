@@ -15,7 +15,7 @@ from xdeepserve.hw.spec import Spec
 from xdeepserve.m2n.cost import M2NCost
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
-from xdeepserve.model.shapes import shape_only
+from xdeepserve.model.packing import shape_only
 
 
 def m2n_row_nbytes(model: ModelConfig) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ..errors import CheckpointError
 from .attention_tables import INDEXER
 from .config import NEEDS_INDEXER, ModelConfig, load_config, read_json_object
-from .config_limits import MAX_FILE_NAME, MAX_INDEX_BYTES, MAX_INDEXED
+from .config_reader import MAX_FILE_NAME, MAX_INDEX_BYTES, MAX_INDEXED
 from .tensor_file import TensorFile
 from .tensors import mtp_section, stored_tensors
 

@@ -20,14 +20,13 @@ from __future__ import annotations
 import math
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
 from ..errors import CheckpointError
 from ..reading import Document, unreadable
-from .config_limits import MAX_EXPERTS, MAX_JSON_BYTES
-from .config_reader import Reader, abridged
+from .config_reader import MAX_EXPERTS, MAX_JSON_BYTES, Reader, abridged
 from .families import FAMILIES, HEAD_SIZES, AttentionKind, ExpertNames, QKNorm, Scoring
 from .quant_config import QuantConfig, parse_quant_config
 from .rope import RopeConfig, YarnConfig
@@ -373,3 +372,20 @@ def _inconsistencies(config: ModelConfig) -> list[str]:
             f"topk_group x experts per group ({config.topk_group} x {config.experts_per_group})"
         )
     return problems
+
+
+# How many dies may share the heads of a model, and how: tensor parallelism in words, without arrays.
+
+TPMode: TypeAlias = Literal["tp", "sp-tp-sp"]
+ShardMode: TypeAlias = Literal["tp", "sp-tp-sp", "o-proj"]  # see model/sharding.py
+TP_SIZES = (1, 2, 4, 8)  # divisors of canonical.TP_BLOCKS
+
+
+def tp_sizes(config: ModelConfig, mode: TPMode) -> list[int]:
+    """The sizes of groups that the model's heads, and where they are cut its dense layers, allow."""
+    cuts_mlp = mode == "tp" and config.num_moe_layers < config.num_hidden_layers
+    return [
+        tp
+        for tp in TP_SIZES
+        if not config.num_attention_heads % tp and not (cuts_mlp and config.intermediate_size % tp)
+    ]

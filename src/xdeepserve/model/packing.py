@@ -18,6 +18,7 @@ import functools
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from xdeepserve.model.canonical import Array
 
@@ -129,3 +130,17 @@ def _packed_shape(shape: tuple[int, ...], is_int8: bool, is_bf16: bool) -> tuple
         return (*stack, *packed_shape_int8(k=columns, n=rows))
     packed_shape = packed_shape_bf16 if is_bf16 else packed_shape_f32
     return (*stack, *packed_shape(k=rows, n=columns))
+
+
+# A model's weights as shapes: arrays of any size that take no memory, for runs that only take time.
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def shape_only(dtype: npt.DTypeLike, *shape: int) -> Array:
+    """An array of any shape that takes one element of memory. Its values mean nothing, and all share them."""
+    return np.lib.stride_tricks.as_strided(np.zeros(1, dtype), shape, (0,) * len(shape))
+
+
+def packed_shapes(specs: dict[str, ArraySpec]) -> dict[str, Array]:
+    """The arrays of `specs` as a die holds them."""
+    return {name: shape_only(spec.packed_dtype, *spec.packed_shape) for name, spec in specs.items()}

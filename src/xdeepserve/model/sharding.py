@@ -24,10 +24,10 @@ import numpy as np
 
 from xdeepserve.model.attention_tables import ATTENTION
 from xdeepserve.model.canonical import Array
+from xdeepserve.model.config import ShardMode
 from xdeepserve.model.packing import ArraySpec
 from xdeepserve.model.tensor_row import Tensor
 from xdeepserve.model.tensors import DENSE, MOE
-from xdeepserve.model.tp import ShardMode
 
 HEADS = [row for rows in ATTENTION.values() for row in rows]
 CUT = [row for row in (*HEADS, *DENSE, *MOE) if row.cut != "whole"]

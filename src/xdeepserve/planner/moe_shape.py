@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from xdeepserve.hw.work import Work
+from xdeepserve.hw.spec import Work
 from xdeepserve.model.config import ModelConfig
 
 BF16 = 2  # bytes

@@ -51,7 +51,7 @@ from xdeepserve.platform.role_ratio import RoleBounds
 from xdeepserve.platform.scale_up import ScaleUp, ScaleWays, dummy_ns, held_weights
 from xdeepserve.platform.service_report import Bounds
 from xdeepserve.platform.step_price import Progress, StepPrice, priced, with_room
-from xdeepserve.platform.te_task import StepLimits
+from xdeepserve.platform.step_te import StepLimits
 from xdeepserve.reading import Mistake, read
 from xdeepserve.step.attention import KV_NBYTES
 

@@ -76,10 +76,10 @@ def run(args: argparse.Namespace) -> int:
         requests = at_rate(requests, args.faster)
     plt: Any = None
     if args.plot is not None:
-        from xdeepserve.bench import drawing
+        from xdeepserve.bench.report import pyplot
 
         check_writable(args.plot, "--plot")
-        plt = drawing.pyplot()  # before the work, not after it
+        plt = pyplot()  # before the work, not after it
     bounds = Bounds(args.slo_ttft, args.slo_tpot)
     if args.deployment is not None:
         outcomes, found, more = _with_tokens(args, requests, block, bounds)

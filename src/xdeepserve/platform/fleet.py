@@ -20,8 +20,7 @@ from xdeepserve.engine.balance.te_policies import Known, Policy, RoutedRequest, 
 from xdeepserve.errors import InputError, XDeepServeError
 from xdeepserve.platform.fleet_words import Decision, FleetTE, ServedRequest
 from xdeepserve.platform.step_price import StepPrice
-from xdeepserve.platform.step_te import StepTE
-from xdeepserve.platform.te_task import StepLimits, TETask
+from xdeepserve.platform.step_te import StepLimits, StepTE, TETask
 from xdeepserve.platform.traces import TracedRequest
 
 Predict = Callable[[TracedRequest], float]

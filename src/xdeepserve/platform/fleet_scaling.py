@@ -16,11 +16,48 @@ import msgspec
 
 from xdeepserve.platform.auto_scaler import ScaleBounds, ScaleLook, ScaleState, next_wanted
 from xdeepserve.platform.fleet import Fleet
-from xdeepserve.platform.fleet_load import alone_ns, load_of, prefill_ns
 from xdeepserve.platform.fleet_words import FleetTE, ServedRequest
 from xdeepserve.platform.scale_up import ScaleUp
 from xdeepserve.platform.service_report import Bounds, is_within
-from xdeepserve.platform.warm_tes import WarmTEs
+from xdeepserve.platform.step_price import StepCounts
+
+# Pre-warmed TEs of a fleet: pods with processes that run and have no model yet (DeepServe 6.1).
+#
+# There are some; who needs a TE takes one, and begins with its weights. For each that is taken another one is
+# started, which takes what a pod and processes take that nobody had ready. Without any left a TE starts cold.
+
+
+class WarmTEs:
+    """`wanted` of them, all there at first; another one needs `start_s`. `tell` hears when one is there."""
+
+    def __init__(self, fleet: Fleet, wanted: int, start_s: float, tell: Callable[[int], None]) -> None:
+        self._fleet, self._start_s, self._tell = fleet, start_s, tell
+        self.wanted, self.ready = wanted, wanted
+        self._starting = 0
+
+    def take(self) -> bool:
+        """Whether there was one, which is taken now and started anew."""
+        if not self.ready:
+            return False
+        self.ready -= 1
+        self._start()
+        return True
+
+    def give_back(self) -> None:
+        """Who has taken one needs it no more. It stays, if there are not as many as wanted."""
+        self.ready = min(self.wanted, self.ready + 1)
+
+    def _start(self) -> None:
+        if self.ready + self._starting < self.wanted:
+            self._starting += 1
+            self._fleet.look_at(self._fleet.now + 1e9 * self._start_s, self._comes)
+
+    def _comes(self) -> None:
+        self._starting -= 1
+        if self.ready < self.wanted:
+            self.ready += 1
+            self._tell(self.ready)
+
 
 WHILE_S = 10.0  # over which the time for prompts is taken
 ScaleAct = Literal["wanted", "joins", "drains", "stays", "called off", "leaves", "lost", "warm"]
@@ -162,3 +199,31 @@ class FleetScaler:
 
     def _tell(self, what: ScaleAct, te: str, reason: str) -> None:
         self.events.append(ScaleEvent(self.fleet.now, what, te, len(self.fleet.serving), reason))
+
+
+# What the TEs of a fleet have to do, for who decides how many there are.
+
+
+def load_of(fleet: Fleet, te: int, wait_ns: float) -> float:
+    """1 where its KV or its places are taken, or prompts would wait for `wait_ns`; more if they wait."""
+    loads = []
+    for stepper in fleet.steppers_of(te):
+        limits, groups = stepper.limits, stepper.price.num_groups
+        loads += [stepper.kv_load, stepper.num_tasks / (limits.num_seqs * groups)]
+        loads.append(stepper.queued_ns / wait_ns)
+    return max(loads)
+
+
+def prefill_ns(fleet: Fleet) -> float:
+    """How long all TEs have computed prompts, in sum."""
+    return sum(stepper.prefill_ns for stepper in fleet.steppers)
+
+
+def alone_ns(fleet: Fleet, te: int, num_prompt: int) -> float:
+    """Until the first token of a prompt that finds nobody and no cached prefix, about."""
+    stepper = fleet.steppers_of(te)[0]
+    rows = stepper.limits.num_rows
+    chunks = [(done, min(rows, num_prompt - done)) for done in range(0, num_prompt, rows)]
+    return sum(
+        stepper.price(StepCounts(new, new, new * (done + (new + 1) / 2), done + new)) for done, new in chunks
+    )

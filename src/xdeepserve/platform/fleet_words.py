@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 from xdeepserve.engine.balance.te_policies import Floats
 from xdeepserve.platform.service_report import Outcome
 from xdeepserve.platform.step_price import StepPrice
-from xdeepserve.platform.te_task import StepLimits
+from xdeepserve.platform.step_te import StepLimits
 
 TERole = Literal["both", "prefill", "decode"]
 

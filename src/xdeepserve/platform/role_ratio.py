@@ -14,7 +14,7 @@ import msgspec
 
 from xdeepserve.platform.patience import Followed, still_waits
 from xdeepserve.platform.step_price import StepCounts, StepPrice
-from xdeepserve.platform.te_task import StepLimits
+from xdeepserve.platform.step_te import StepLimits
 
 
 class RoleBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from xdeepserve.corpus import EXAMINED, sample
-from xdeepserve.corpus.user_text import paragraphs
+from xdeepserve.corpus.sample import paragraphs
 from xdeepserve.errors import InputError
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.sampling import philox4x32

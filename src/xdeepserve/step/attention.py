@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from xdeepserve.hw.work import Work
+from xdeepserve.hw.spec import Work
 from xdeepserve.model import kernels as k
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import LATENT_NORM_EPS

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from xdeepserve.hw.work import Work
+from xdeepserve.hw.spec import Work
 from xdeepserve.model import kernels as k
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.tensors import MLP, Held, Layer

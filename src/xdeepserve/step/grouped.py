@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from xdeepserve.hw.work import Work
+from xdeepserve.hw.spec import Work
 from xdeepserve.model import kernels as k
 from xdeepserve.model.cache_layout import TILE
 from xdeepserve.model.canonical import Array

@@ -17,7 +17,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from xdeepserve.hw.work import Work
+from xdeepserve.hw.spec import Work
 from xdeepserve.model import kernels as k
 from xdeepserve.model.cache_layout import TILE, cache_shape
 from xdeepserve.model.canonical import Array, factors

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
-from xdeepserve.hw.spec import Core
-from xdeepserve.hw.work import Work
+from xdeepserve.hw.spec import Core, Work
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.tensors import Held, Layer
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from xdeepserve.engine.deploy.teams import num_routed_experts
-from xdeepserve.model.config import ModelConfig
-from xdeepserve.model.tp import TP_SIZES, TPMode, tp_sizes
+from xdeepserve.model.config import TP_SIZES, ModelConfig, TPMode, tp_sizes
 from xdeepserve.verify.case import LATE, Case
 
 PAPERS_EXPERTS = 256  # of DeepSeek-V3

@@ -6,9 +6,8 @@ from functools import partial
 
 import numpy as np
 
-from xdeepserve.comm.exchange.boxes import Boxes
 from xdeepserve.comm.exchange.layout import Layout
-from xdeepserve.comm.exchange.rows import Float32, Int64, Rows, unpack_answers
+from xdeepserve.comm.exchange.rows import Boxes, Float32, Int64, Rows, unpack_answers
 from xdeepserve.comm.handle import Handle
 from xdeepserve.errors import ProtocolError
 

@@ -5,8 +5,15 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from xdeepserve.comm.exchange.boxes import Boxes
-from xdeepserve.comm.exchange.rows import Float32, Int32, Received, check_received, pack_tokens, unpack_tokens
+from xdeepserve.comm.exchange.rows import (
+    Boxes,
+    Float32,
+    Int32,
+    Received,
+    check_received,
+    pack_tokens,
+    unpack_tokens,
+)
 from xdeepserve.comm.handle import Handle
 
 

@@ -10,11 +10,19 @@ import numpy.typing as npt
 
 from xdeepserve.comm.channel import Inbox, Outbox
 from xdeepserve.comm.checks import check_rank
-from xdeepserve.comm.exchange.boxes import Boxes, Direction
 from xdeepserve.comm.exchange.combine import combine
 from xdeepserve.comm.exchange.dispatch import dispatch
 from xdeepserve.comm.exchange.layout import Group, Layout
-from xdeepserve.comm.exchange.rows import Float32, Int32, Received, SentRows, check_answers, check_tokens
+from xdeepserve.comm.exchange.rows import (
+    Boxes,
+    Direction,
+    Float32,
+    Int32,
+    Received,
+    SentRows,
+    check_answers,
+    check_tokens,
+)
 from xdeepserve.comm.handle import Handle, Quantize
 from xdeepserve.comm.means import ALL_CORES, Means
 from xdeepserve.comm.steps import Observer

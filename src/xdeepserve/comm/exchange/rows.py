@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Sized
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from xdeepserve.comm.channel import Inbox, Outbox
 from xdeepserve.comm.checks import check_array
 from xdeepserve.comm.exchange.layout import HEADER_DTYPE, Layout
 from xdeepserve.errors import AddressError, ProtocolError
@@ -199,3 +201,28 @@ def check_answers(
     if expert_out.dtype != np.float32 or expert_out.shape != expected or not expert_out.flags.c_contiguous:
         found = f"{expert_out.dtype} {expert_out.shape}"
         raise AddressError(f"{op}: expert_out must be contiguous float32 {expected}, not {found}")
+
+
+# The boxes of one rank of an exchange, for both ways, and what combine needs of the dispatch before it.
+
+
+class Direction(NamedTuple):
+    """Dispatch or combine at one rank: its name in traces and errors, and where rows go and come from."""
+
+    op: str
+    outbox: Outbox
+    inbox: Inbox
+
+
+@dataclass
+class Boxes:
+    """What the steps of dispatch and combine work on, beside the die."""
+
+    layout: Layout
+    expert_rank: Int64  # of each physical expert
+    own_experts: Int64
+    num_ranks: int
+    dispatch: Direction
+    combine: Direction
+    sent: SentRows  # by the last dispatch
+    received: Received | None = None  # by the last dispatch

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import TypedDict, Unpack
 
 from xdeepserve.comm.checks import check_event_id, check_rank, integer
-from xdeepserve.comm.p2p.cargo import Cargo
 from xdeepserve.comm.p2p.layout import MAX_MESSAGE, Mode, RingLayout
-from xdeepserve.comm.p2p.message_end import Ask, Engine
+from xdeepserve.comm.p2p.message_end import Ask, Cargo, Engine
 from xdeepserve.comm.p2p.receive import Receiving
 from xdeepserve.comm.p2p.ring_memory import PairOp, RingMemory
 from xdeepserve.comm.p2p.rules import RECEIVE, SEND, PairEnd

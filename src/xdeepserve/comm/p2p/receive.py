@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from xdeepserve.comm.p2p.cargo import copies
 from xdeepserve.comm.p2p.layout import Mode, RingField
-from xdeepserve.comm.p2p.message_end import Ask, MessageEnd
+from xdeepserve.comm.p2p.message_end import Ask, MessageEnd, copies
 from xdeepserve.comm.p2p.ring_memory import RingMemory
 from xdeepserve.comm.p2p.rules import Move, PairEnd, Progress
 from xdeepserve.comm.steps import Steps

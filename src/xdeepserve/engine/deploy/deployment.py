@@ -13,7 +13,7 @@ import msgspec
 from msgspec import field
 
 from xdeepserve.errors import InputError
-from xdeepserve.model.tp import TPMode
+from xdeepserve.model.config import TPMode
 
 Role = Literal["both", "prefill", "decode"]
 Hardware = Literal["cm384", "910b"]  # dies of a CloudMatrix384, NPUs of Atlas 800T A2 servers beside it
@@ -199,7 +199,7 @@ class RecoveryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HardwareConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What differs from the dies of `hw/spec.py` and `hw/atlas.py`."""
+    """What differs from the dies of `hw/spec.py` and `hw/accelerators.py`."""
 
     hbm_mb: Annotated[int | None, "memory of every die in MiB; by default that of its hardware"] = None
 

@@ -12,7 +12,7 @@ from xdeepserve.engine.deploy.cards import off_ub
 from xdeepserve.engine.deploy.deployment import Deployment, ExpertConfig, PipelineConfig
 from xdeepserve.engine.deploy.roles import DEPLOYMENTS, has_prefill, has_services
 from xdeepserve.errors import abridged
-from xdeepserve.hw.atlas import atlas_a2
+from xdeepserve.hw.accelerators import atlas_a2
 from xdeepserve.hw.spec import Spec
 from xdeepserve.hw.topology import Topology
 from xdeepserve.model.config import ModelConfig

@@ -23,7 +23,7 @@ from xdeepserve.engine.deploy.deployment import (
 )
 from xdeepserve.engine.deploy.roles import FLOWING, Turns
 from xdeepserve.hw.topology import Topology
-from xdeepserve.model.tp import TPMode
+from xdeepserve.model.config import TPMode
 
 MAX_REPLICAS = 16  # of an expert, so that maps stay small where there are hundreds of dies
 

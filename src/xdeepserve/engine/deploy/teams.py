@@ -11,9 +11,8 @@ from xdeepserve.engine.deploy.deployment import AttentionConfig, Deployment, Dev
 from xdeepserve.engine.deploy.expert_services import reasons_against_services
 from xdeepserve.engine.deploy.roles import DEPLOYMENTS, TEKind, sections
 from xdeepserve.engine.deploy.settings import instead
-from xdeepserve.hw.atlas import NPUS_PER_SERVER
-from xdeepserve.model.config import ModelConfig
-from xdeepserve.model.tp import TP_SIZES, tp_sizes
+from xdeepserve.hw.accelerators import NPUS_PER_SERVER
+from xdeepserve.model.config import TP_SIZES, ModelConfig, tp_sizes
 
 OF_DIES = (
     *(

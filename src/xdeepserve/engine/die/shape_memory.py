@@ -19,8 +19,7 @@ from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import Address, Area, MemoryPlan
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
-from xdeepserve.model.packing import ArraySpec
-from xdeepserve.model.shapes import packed_shapes, shape_only
+from xdeepserve.model.packing import ArraySpec, packed_shapes, shape_only
 from xdeepserve.model.tensors import Held, ModelWeights
 from xdeepserve.model.weights import Recipe, assemble, assemble_experts, select, weight_specs
 from xdeepserve.step.attention import KV_NBYTES

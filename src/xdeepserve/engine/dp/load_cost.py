@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from xdeepserve.hw.spec import Spec
-from xdeepserve.hw.work import Work
+from xdeepserve.hw.spec import Spec, Work
 
 
 class BlockLoadCost:

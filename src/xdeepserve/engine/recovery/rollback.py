@@ -26,7 +26,7 @@ from xdeepserve.engine.messages import Resume, RollBack, RolledBack
 from xdeepserve.engine.numbers import Epoch, StepNo
 from xdeepserve.engine.recovery.rollback_field import Epochs, RollbackField
 from xdeepserve.errors import DeadlineError, GlitchError, PageLostError
-from xdeepserve.hw.error_codes import ERROR_CODES
+from xdeepserve.hw.fault_kinds import ERROR_CODES
 from xdeepserve.hw.pod import Pod
 from xdeepserve.machine import follow
 

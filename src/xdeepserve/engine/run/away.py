@@ -107,7 +107,7 @@ class ByTrampolines:
         """By steps."""
         die = self.team.pod.dies[self.team.expert_dies[index]]
         if self.sizes.walk.is_lockstep:
-            from xdeepserve.engine.run.gang.lockstep import LockstepExpertProgram
+            from xdeepserve.engine.run.gang.disaggregated import LockstepExpertProgram
 
             return LockstepExpertProgram(die, mem, [], [], threads, Computing(die), reports)
         sides = self.expert_sides(index, ExpertSide)

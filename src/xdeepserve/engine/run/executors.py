@@ -13,9 +13,8 @@ from xdeepserve.engine.die.program import Executor, Traversal
 from xdeepserve.engine.die.workspace import Workspace
 from xdeepserve.engine.numbers import DieRank
 from xdeepserve.engine.run.net import Net
-from xdeepserve.engine.walk.core_split import CoreSplit
 from xdeepserve.engine.walk.runner import Pace, Runner
-from xdeepserve.engine.walk.schedule import Schedule, away_and_back, in_slices, overlap, serial
+from xdeepserve.engine.walk.schedule import CoreSplit, Schedule, away_and_back, in_slices, overlap, serial
 from xdeepserve.hw.queue import Queue
 from xdeepserve.model.attention_tables import ATTENTION
 from xdeepserve.model.tensors import DENSE, MOE, Layer, Linear, ModelWeights, find

@@ -14,8 +14,7 @@ from xdeepserve.engine.serving.parsers import StreamParser
 from xdeepserve.engine.serving.record import RequestMetrics
 from xdeepserve.engine.serving.request import OutputDelta, PositionLogprobs, TokenLogprob
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.detokenizer import IncrementalDetokenizer
-from xdeepserve.model.tokenizer import Tokenizer
+from xdeepserve.model.tokenizer import IncrementalDetokenizer, Tokenizer
 
 
 class ChoiceOutput:

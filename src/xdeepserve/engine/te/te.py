@@ -36,8 +36,7 @@ from xdeepserve.engine.te.steps_together import StepsTogether
 from xdeepserve.engine.te.steps_under_way import Loop, StepParts
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import DeadlineError, GlitchError, PageLostError, XDeepServeError
-from xdeepserve.hw.host_cpu import HostQueue
-from xdeepserve.hw.queue import Queue
+from xdeepserve.hw.queue import HostQueue, Queue
 from xdeepserve.step.linear import Threads
 
 

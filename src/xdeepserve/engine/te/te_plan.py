@@ -31,9 +31,8 @@ from xdeepserve.engine.run.executors import executor
 from xdeepserve.engine.run.net import Net, ProtocolNet
 from xdeepserve.engine.te.status_gather import plan_statuses
 from xdeepserve.errors import OutOfMemoryError
-from xdeepserve.hw.host_cpu import HostQueue
 from xdeepserve.hw.memory import Area
-from xdeepserve.hw.queue import Queue
+from xdeepserve.hw.queue import HostQueue, Queue
 from xdeepserve.hw.spec import Spec
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.step.linear import Threads

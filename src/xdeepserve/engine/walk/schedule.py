@@ -20,7 +20,6 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from xdeepserve.engine.lanes import STREAMS
-from xdeepserve.engine.walk.core_split import CoreSplit
 from xdeepserve.engine.walk.launcher import MicrobatchLaunches
 from xdeepserve.engine.walk.runner import Runner, all_cores
 from xdeepserve.hw.clock import Clock, Waiter, Waiting
@@ -30,6 +29,35 @@ from xdeepserve.model.tensors import Layer
 from xdeepserve.step.frame import Frame, KVCache
 from xdeepserve.step.shard import GATHER
 from xdeepserve.step.stage import LayerProgram, Meet, Program
+
+# How two streams of a die share its AIC cores (CloudMatrix 4.2.3).
+
+
+class CoreSplit:
+    """`attention` cores are stream 0's. If they may move, one does after each layer in which one stream was
+    at work for more than SLACK longer than the other: so both come to take as long, whatever the batch and
+    the lengths of KV. What happened on the die tells, so that nobody else is asked."""
+
+    SLACK = 1.05
+
+    def __init__(self, attention: int, moves: bool = False) -> None:
+        self.attention, self.moves = attention, moves
+        self._spent_ns: Counter[int] = Counter()
+
+    def spend(self, stream: int, duration_ns: int) -> None:
+        """A microbatch's half of a layer."""
+        self._spent_ns[stream] += duration_ns
+
+    def end_layer(self, num_cores: int) -> None:
+        """All microbatches of a layer have ended, on a die of so many cores."""
+        first, second = self._spent_ns[0], self._spent_ns[1]
+        self._spent_ns.clear()
+        if not self.moves:
+            return
+        if first > self.SLACK * second:
+            self.attention = min(num_cores - 1, self.attention + 1)
+        elif second > self.SLACK * first:
+            self.attention = max(1, self.attention - 1)
 
 
 class Visit(NamedTuple):

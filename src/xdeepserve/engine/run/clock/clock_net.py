@@ -23,7 +23,7 @@ from xdeepserve.engine.run.team import Team
 from xdeepserve.engine.walk.group_end import GroupEnd
 from xdeepserve.engine.walk.runner import Exchange, Pace, Trampoline
 from xdeepserve.errors import DeploymentError, XDeepServeError
-from xdeepserve.hw.atlas import SERVER
+from xdeepserve.hw.accelerators import SERVER
 from xdeepserve.hw.queue import Queue
 from xdeepserve.hw.topology import Topology
 from xdeepserve.model.canonical import Array

@@ -21,7 +21,7 @@ from xdeepserve.engine.run.clock.timeline import Timeline
 from xdeepserve.hw.clock import Clock
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
-from xdeepserve.model.shapes import shape_only
+from xdeepserve.model.packing import shape_only
 
 KEPT = 1 << 14  # events whose spread is remembered
 

@@ -19,7 +19,7 @@ from xdeepserve.engine.run.clock.timeline import Timeline
 from xdeepserve.errors import DeadlineError
 from xdeepserve.hw.die import Die
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.shapes import shape_only
+from xdeepserve.model.packing import shape_only
 
 
 class FlowClient:

@@ -15,7 +15,7 @@ from xdeepserve.engine.run.clock.timeline import Timeline
 from xdeepserve.engine.walk.group_end import first_event
 from xdeepserve.hw.clock import Clock
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.shapes import shape_only
+from xdeepserve.model.packing import shape_only
 
 
 class CollectiveHub:

@@ -23,7 +23,7 @@ from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.die import Die
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
-from xdeepserve.model.shapes import shape_only
+from xdeepserve.model.packing import shape_only
 
 
 class TrampolineHub:

@@ -5,9 +5,9 @@ Python does not see them one by one: a kernel goes over the memories of many die
 Programs are those of `step`; a kernel stands for a *span* of their stages.
 
 - `gang`: the dies' meeting, and the spans that they have kernels for; `choice`: which gang a TE's dies are
-- `colocated`: each die has attention and a share of the experts; `monolithic`: one die, whose threads share
+- `colocated`: each die has attention and a share of the experts; or one die has all, whose threads share
 - `met_exchanges`: exchanges alone, of dies whose stages are tasks
-- `disaggregated`: experts have dies of their own; `lockstep`: the program of such a die
+- `disaggregated`: experts have dies of their own; and the program of such a die
 - `tables`, `dimensions`: where everything lies, by die; the numbers that all dies share
 - `timetable`: when all this happens, in virtual time; `drawing`: in traces
 - `kernels/`: a layer on packed bytes; rows to the exchange (whose bytes are `comm`'s twins) and back

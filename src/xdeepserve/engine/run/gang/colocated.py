@@ -16,6 +16,7 @@ from xdeepserve.engine.run.gang.dimensions import ExchangeShape, PushShape
 from xdeepserve.engine.run.gang.gang import Call, Gang, Share, Span, addresses
 from xdeepserve.engine.run.gang.kernels import attention as a
 from xdeepserve.engine.run.gang.kernels import colocated_stages as d
+from xdeepserve.engine.run.gang.kernels import team
 from xdeepserve.engine.run.gang.timetable import Timed, Timetable
 from xdeepserve.engine.walk.schedule import Visit
 from xdeepserve.step.stage import Counts, Meet, Stage
@@ -215,3 +216,16 @@ class ColocatedGang(Gang):
         tt = self.timetable
         stretch = tt.spec.barrier_stretch.value
         return round(tt.cost.exchange_ns(op, len(self.dies), batch, self.shape.copies, stretch))
+
+
+# A run on one die that holds everything: one call for all layers, whose stages threads share.
+
+
+class MonolithicGang(ColocatedGang):
+    """One die."""
+
+    kernels: frozenset[Span] = frozenset({ALONE, TO_THE_END})
+
+    def _layers(self, passes: np.ndarray, is_moe: np.ndarray, events: np.ndarray) -> list[Call]:
+        args = (self.shape, self.exchange.inter, self.buffers, self.weights, self.experts, passes, is_moe)
+        return [(team.run_together, (*args, self.inputs, self.cuts[0, 1], self.scratch, self.sync))]

@@ -10,6 +10,7 @@ import numpy as np
 from xdeepserve.comm.exchange.twin import NUM_RECEIVED
 from xdeepserve.comm.trampoline import twin
 from xdeepserve.comm.trampoline.layout import A2ELayout
+from xdeepserve.engine.die.expert_memory import STOP
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.run.gang import tables
@@ -21,6 +22,7 @@ from xdeepserve.engine.run.gang.kernels import disaggregated_stages as ends
 from xdeepserve.engine.run.gang.kernels import experts as e
 from xdeepserve.engine.run.gang.timetable import DisaggregatedTimetable, Timed, TokenTimes
 from xdeepserve.engine.walk.schedule import Visit, cut_at
+from xdeepserve.hw.clock import Process
 from xdeepserve.step.frame import Batch
 from xdeepserve.step.stage import Counts, Stage
 
@@ -254,3 +256,38 @@ def _keep(received: np.ndarray, ways: np.ndarray, worker: int, num: int) -> None
     """received [domains, expert dies]: the rows that have come, before those of another layer come."""
     if worker == 0:
         received[:] = ways[:, :, NUM_RECEIVED]
+
+
+# The program of an expert die in lockstep, which meets the others for what its kernels do.
+
+
+class LockstepExpertProgram(ExpertProgram):
+    """Waits at the doorbell, and meets the others as often as a step has runs.
+
+    Its three persistent kernels are the rows of a timetable here, not tasks. Their flags count items all the
+    same, as many as a run has had.
+    """
+
+    gang: DisaggregatedGang
+    index: int
+
+    def start_streams(self) -> list[Process]:
+        """Start the kernels of this die, each as a process."""
+        return [self._spawn(self._meet, "experts")]
+
+    async def _meet(self) -> None:
+        """Serve step after step until the doorbell says stop."""
+        step, memory, mem = self._first_step, self.die.memory, self.mem
+        num_items = step * self._items_per_step
+        while await mem.doorbell.reaches(self.die, step + 1) != STOP:
+            for _ in range(self.gang.num_passes):
+                num_items += await self.gang.serve(self.index)
+                for flag in (mem.received, mem.computed, mem.sent):
+                    flag.write(memory, num_items)
+            step += 1
+        for flag in (mem.received, mem.computed):
+            flag.write(memory, STOP)
+
+    @property
+    def _items_per_step(self) -> int:
+        return len(self.layers) * self.gang.num_microbatches * self.gang.num_domains

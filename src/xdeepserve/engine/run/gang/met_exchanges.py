@@ -35,7 +35,7 @@ from xdeepserve.engine.run.gang.kernels import pushed_stages as p
 from xdeepserve.engine.run.gang.pushed import PushingGang
 from xdeepserve.engine.walk.runner import Runner
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.shapes import shape_only
+from xdeepserve.model.packing import shape_only
 from xdeepserve.step.frame import Frame
 from xdeepserve.step.shard import GATHER
 from xdeepserve.step.stage import LayerProgram, Meet, Stage
