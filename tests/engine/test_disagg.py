@@ -114,7 +114,7 @@ async def test_a_lost_expert_die_ends_every_request_with_the_reason(tiny: TinyCh
     async def broken(*_: object) -> None:
         raise ZeroDivisionError("the die caught fire")
 
-    engine.je.tes[0].expert_programs[1].run_experts = broken  # type: ignore[method-assign]
+    [*engine.je.tes[0].expert_programs][1].run_experts = broken  # type: ignore[method-assign]
     with pytest.raises(XDeepServeError, match="caught fire"):
         async for _ in engine.submit([1, 2, 3], PARAMS, "r"):
             pass
@@ -125,7 +125,7 @@ async def test_a_lost_expert_die_ends_every_request_with_the_reason(tiny: TinyCh
 async def test_a_silent_expert_die_is_named_at_a_deadline(tiny: TinyCheckpoint) -> None:
     engine = build_engine(tiny, "moe-attention", "int8", overrides=[])
     await engine.start()
-    program = engine.je.tes[0].expert_programs[2]
+    program = [*engine.je.tes[0].expert_programs][2]
 
     async def silent(*_: object) -> None:
         await program.mem.doorbell.reaches(program.die, 10**9)

@@ -578,11 +578,11 @@ def test_a_source_that_has_no_weights(tiny: TinyCheckpoint, source: Any, message
         pod = engine.plan.pod
         pod.hold(range(2, 16), "somebody else")  # the next free die is another server's
         if source == "peer":
-            engine.je.tes[0].life = "draining"
+            engine.je.tes[0].lifetime.now = "draining"
         with pytest.raises(DeploymentError, match=message):
             await engine.add_te(source=source)
         assert {16, 17}.isdisjoint(pod.holders)
-        engine.je.tes[0].life = "ready"
+        engine.je.tes[0].lifetime.now = "ready"
         await engine.stop()
 
     run(main())

@@ -23,7 +23,7 @@ WHOLE = {
     "engine/die/die_memory.py": "lays out a die with a DP group: weights, KVSizes, buffers, results",
     "engine/die/shape_memory.py": "does the same in shapes",
     "remote/expert_process.py": "builds one expert server as its clients plan it",
-    "engine/run/net.py": "hands out what the dies of a TE meet by",
+    "engine/run/team.py": "hands out what the dies of a TE meet by",
     "engine/serving/failover.py": "hands a smaller TE on, unread",
     "engine/serving/joining.py": "hands a TE on, unread",
     "page/pod_look.py": "shows a TE",

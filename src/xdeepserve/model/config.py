@@ -18,7 +18,8 @@ vLLM and transformers (`MtpModel`) agree on this.
 from __future__ import annotations
 
 import math
-from functools import cached_property
+from decimal import Context, Decimal
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -29,7 +30,6 @@ from ..reading import Document, unreadable
 from .config_reader import MAX_EXPERTS, MAX_JSON_BYTES, Reader, abridged
 from .families import FAMILIES, HEAD_SIZES, AttentionKind, ExpertNames, QKNorm, Scoring
 from .quant_config import QuantConfig, parse_quant_config
-from .rope import RopeConfig, YarnConfig
 
 LATENT_NORM_EPS = 1e-6  # MLA's q_norm and kv_norm do not follow rms_norm_eps
 INDEX_NORM_EPS = 1e-6  # nor does the norm of the indexer's keys
@@ -38,6 +38,51 @@ NEEDS_INDEXER = (
     f"{' or '.join(name for name, family in FAMILIES.items() if family.attention == 'dsa')}"
 )
 INT8_ATTENTION = "xdeepserve_int8_attention"  # this package's own key: layer numbers, written by quantize
+
+
+_EXACT = Context(prec=40)
+
+
+@cache
+def _mscale(factor: float, mscale: float) -> float:
+    """DeepSeek's m(mscale) = 0.1 mscale ln(factor) + 1, or 1 where nothing is stretched."""
+    if factor <= 1:
+        return 1.0
+    return 0.1 * mscale * float(_EXACT.ln(Decimal(factor))) + 1.0
+
+
+class YarnConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """YaRN context extension; `mscale` and `mscale_all_dim` of 0 mean "not given", as in transformers."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    attention_factor: float | None = None
+    truncate: bool = True
+
+    @property
+    def table_scale(self) -> float:
+        """What cos and sin are multiplied by: m(mscale) / m(mscale_all_dim) if both are given, else m(1)."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return _mscale(self.factor, self.mscale) / _mscale(self.factor, self.mscale_all_dim)
+        return _mscale(self.factor, 1.0)
+
+    @property
+    def softmax_mscale(self) -> float:
+        """What the attention scale is multiplied by, twice: m(mscale_all_dim), or 1 if that is not given."""
+        return _mscale(self.factor, self.mscale_all_dim) if self.mscale_all_dim else 1.0
+
+
+class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`theta` is the base of the frequencies theta^(-2i/d); `yarn` is None for plain RoPE."""
+
+    theta: float
+    yarn: YarnConfig | None = None
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):

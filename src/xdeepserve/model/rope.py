@@ -12,56 +12,14 @@ cosines from a polynomial of plain float64 additions and multiplications, rounde
 from __future__ import annotations
 
 from decimal import Context, Decimal, localcontext
-from functools import cache
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from .config import RopeConfig, YarnConfig
+
 _EXACT = Context(prec=40)
 _TWO_PI = 2 * Decimal("3.141592653589793238462643383279502884197")
-
-
-@cache
-def _mscale(factor: float, mscale: float) -> float:
-    """DeepSeek's m(mscale) = 0.1 mscale ln(factor) + 1, or 1 where nothing is stretched."""
-    if factor <= 1:
-        return 1.0
-    return 0.1 * mscale * float(_EXACT.ln(Decimal(factor))) + 1.0
-
-
-class YarnConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """YaRN context extension; `mscale` and `mscale_all_dim` of 0 mean "not given", as in transformers."""
-
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float = 0.0
-    mscale_all_dim: float = 0.0
-    attention_factor: float | None = None
-    truncate: bool = True
-
-    @property
-    def table_scale(self) -> float:
-        """What cos and sin are multiplied by: m(mscale) / m(mscale_all_dim) if both are given, else m(1)."""
-        if self.attention_factor is not None:
-            return self.attention_factor
-        if self.mscale and self.mscale_all_dim:
-            return _mscale(self.factor, self.mscale) / _mscale(self.factor, self.mscale_all_dim)
-        return _mscale(self.factor, 1.0)
-
-    @property
-    def softmax_mscale(self) -> float:
-        """What the attention scale is multiplied by, twice: m(mscale_all_dim), or 1 if that is not given."""
-        return _mscale(self.factor, self.mscale_all_dim) if self.mscale_all_dim else 1.0
-
-
-class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`theta` is the base of the frequencies theta^(-2i/d); `yarn` is None for plain RoPE."""
-
-    theta: float
-    yarn: YarnConfig | None = None
 
 
 def inverse_frequencies(rope: RopeConfig, rope_dim: int) -> NDArray[np.float64]:

@@ -174,7 +174,8 @@ class TEGroup:
         """Bring one more expert server (te/server_seats.py) to a TE, by default the first that has some."""
         its_te = self._te_with_servers(te)
         joining = its_te.join_server(number, self._plan.bring_server)
-        return its_te.seats.reports()[await self._in_the_pod(joining, "an expert server comes")]
+        number = await self._in_the_pod(joining, "an expert server comes")
+        return its_te.seats.reports()[number]
 
     async def remove_server(self, te: str, number: int) -> None:
         """One less."""

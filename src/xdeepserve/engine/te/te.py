@@ -64,7 +64,7 @@ class TE:
     ) -> None:
         pod, sizes, name = plan.pod, plan.sizes, plan.sizes.place.name
         self.plan, self.sizes, self.tell, self.on_failure = plan, sizes, tell, on_failure
-        self._clock, self._lifetime = pod.clock, Lifetime(name, tell)
+        self._clock, self.lifetime = pod.clock, Lifetime(name, tell)
         # All that the loop waits for comes here: reports, news from outside, the end.
         self.inbox = plan.host_queue(sizes.place.first_die, f"inbox of {name}")
         self.groups = plan.groups(tell)
@@ -92,7 +92,7 @@ class TE:
             wake=self._awake.wake,
         )
         gather = StatusGather(self.groups, sizes.walk.timeout_ns) if plan.gathers_statuses else None
-        self.dealer = Dealer(self.te_shell, self.health, self._lifetime, self.inbox, gather)
+        self.dealer = Dealer(self.te_shell, self.health, self.lifetime, self.inbox, gather)
         self.reconfiguration = None if eplb is None else plan.reconfiguration(eplb, self.inbox)
         self.monitor = server_monitor(plan, tell, self.recovery, self.reconfiguration)
         self.lost_pages = LostPages(plan, self.groups, self.reconfiguration, mend)
@@ -103,11 +103,11 @@ class TE:
             host_seed = seed + 1_000_003 * sizes.place.first_die
             self.host = Host(execution, plan.spec, self.executors, len(self.groups), host_seed)
         self._hearing = Hearing(
-            *(self.inbox, self.groups, self._lifetime, self.health, self.prober),
+            *(self.inbox, self.groups, self.lifetime, self.health, self.prober),
             *(self.recovery, self.reconfiguration, self.lost_pages),
         )
         parts = StepParts(
-            *(pod.clock, self.groups, self._lifetime, self._hearing),
+            *(pod.clock, self.groups, self.lifetime, self._hearing),
             *(self.health, self.recovery, self.reconfiguration, self.host),
         )
         self._turns: StepsApart | StepsTogether
@@ -119,11 +119,11 @@ class TE:
         else:
             self._turns = StepsTogether(parts, self.expert_programs, sizes.steps.plans_ahead)
         self.clients = LostClients(
-            *(plan, tell, self._lifetime, self.groups, self.health, self.prober),
+            *(plan, tell, self.lifetime, self.groups, self.health, self.prober),
             *(self.recovery, self.expert_programs, self._turns),
         )
         self.seats = ServerSeats(
-            *(plan, tell, self._lifetime, self.recovery, self.reconfiguration),
+            *(plan, tell, self.lifetime, self.recovery, self.reconfiguration),
             *(self.monitor, self.clients, self.expert_programs, self._turns),
             lambda number, mem: plan.net.expert_program(number, mem, threads, self.inbox),
         )
@@ -134,17 +134,17 @@ class TE:
     @property
     def life(self) -> Life:
         """What the TE is at between its plan and its end."""
-        return self._lifetime.now
+        return self.lifetime.now
 
     @property
     def moves_out(self) -> bool:
         """Whether what is here goes on elsewhere."""
-        return self._lifetime.moves_out
+        return self.lifetime.moves_out
 
     @property
     def is_running(self) -> bool:
         """Whether the die programs and the loop run."""
-        return self._lifetime.is_running
+        return self.lifetime.is_running
 
     @property
     def step_idx(self) -> int:
@@ -181,7 +181,7 @@ class TE:
 
     def start(self) -> None:
         """Spawn the die programs and the loops."""
-        self._lifetime.follow("start")
+        self.lifetime.follow("start")
         for executor in self.executors:
             self.processes.append(executor.die.spawn(executor.run(), f"executor {executor.rank}"))
         for program in self.expert_programs:
@@ -241,12 +241,12 @@ class TE:
 
     def load(self) -> None:
         """Note that the weights are on their way."""
-        self._lifetime.follow("load")
+        self.lifetime.follow("load")
 
     def drain(self, moves_out: bool) -> None:
         """Take no new work, and end what is here or, if it `moves_out`, have it go on elsewhere."""
-        self._lifetime.follow("drain")
-        self._lifetime.moves_out = moves_out
+        self.lifetime.follow("drain")
+        self.lifetime.moves_out = moves_out
         self.wake()
 
     async def leave(self) -> None:
@@ -299,7 +299,7 @@ class TE:
         self.expert_programs.ring(STOP)
 
     def _end_life(self) -> None:
-        self._lifetime.follow("stop")
+        self.lifetime.follow("stop")
         self.close()
 
     def close(self) -> None:
@@ -312,7 +312,7 @@ class TE:
         if self.life == "gone":
             return  # without a task, and its dies may be another's
         if self.is_running:
-            self._lifetime.follow("lose")
+            self.lifetime.follow("lose")
         self.prober.end()
         if self.reconfiguration is not None:
             self.reconfiguration.stop()
@@ -387,7 +387,7 @@ class TE:
         if self.life != "draining":
             return False
         is_wanted = self.plan.num_readers or not self.te_shell.is_empty or self._is_pooling
-        return not self.te_shell.has_work if self._lifetime.ends_idle else not is_wanted
+        return not self.te_shell.has_work if self.lifetime.ends_idle else not is_wanted
 
     @property
     def _is_pooling(self) -> bool:
