@@ -22,7 +22,7 @@ def test_what_is_compiled_ahead_is_what_a_model_calls() -> None:
 def test_a_second_process_is_started_once_and_ends_with_the_first() -> None:
     program = (
         "import os, signal; from xdeepserve import compile_ahead as ahead; ahead.begin(); ahead.begin();"
-        "print(*(each.pid for each in ahead._begun), flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+        "print(*(each.pid for each in ahead.begun), flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     # The second process has none of the pipes of this one: only its pid is read.
     run = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=60)
@@ -37,7 +37,7 @@ def test_a_second_process_is_started_once_and_ends_with_the_first() -> None:
 def test_the_end_is_awaited() -> None:
     compile_ahead.begin()
     compile_ahead.end()
-    assert compile_ahead._begun == []
+    assert compile_ahead.begun == []
 
 
 @pytest.mark.campaign

@@ -5,12 +5,14 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.model.hf_fixtures import Fixture, fixtures
+from tests.tools import one_die
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.cli import main
 from xdeepserve.engine.deploy.deployment import Deployment
@@ -23,6 +25,7 @@ from xdeepserve.model.config import load_config
 from xdeepserve.model.presets import TinyCheckpoint
 from xdeepserve.model.reference import Reference
 from xdeepserve.model.seeded import SeededCheckpoint
+from xdeepserve.step.linear import POOL, Threads
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
@@ -90,8 +93,7 @@ def test_mtp_offers_and_accepts_drafts_and_changes_nothing(tiny: TinyCheckpoint)
 def test_preemption_happens_and_changes_nothing(tiny: TinyCheckpoint) -> None:
     prompts = [list(range(i, i + 60)) for i in range(6)]
     params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
-    with LLM(tiny, "monolithic") as roomy:
-        expected = digest(roomy.generate(prompts, params, keep_logits=True))
+    expected = digest(one_die(prompts, params))
     with LLM(tiny, "monolithic", overrides=["max_model_len=256", "cache.num_blocks=16"]) as tight:
         assert digest(tight.generate(prompts, params, keep_logits=True)) == expected
         assert tight.engine.stats().num_preemptions > 0
@@ -101,8 +103,7 @@ def test_preemption_happens_and_changes_nothing(tiny: TinyCheckpoint) -> None:
 def test_swapping_happens_and_changes_nothing(tiny: TinyCheckpoint) -> None:
     prompts = [list(range(i, i + 60)) for i in range(6)]
     params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
-    with LLM(tiny, "monolithic") as roomy:
-        expected = digest(roomy.generate(prompts, params, keep_logits=True))
+    expected = digest(one_die(prompts, params))
     overrides = ["max_model_len=256", "cache.num_blocks=16", "cache.num_host_blocks=64"]
     with LLM(tiny, "monolithic", overrides=[*overrides, "cache.preemption=swap"], trace=True) as swapping:
         assert digest(swapping.generate(prompts, params, keep_logits=True)) == expected
@@ -143,10 +144,11 @@ def test_threads_are_used_and_change_nothing(
         expected = digest(one.generate(prompts, GREEDY, keep_logits=True))
     with LLM(tiny, "monolithic", overrides=[f"threads={count}"]) as some:
         assert digest(some.generate(prompts, GREEDY, keep_logits=True)) == expected
-        threads = some.engine._threads
-        assert threads.can_share_columns(tiny.config.hidden_size) == is_even
-        assert threads._pool is not None
-        assert threads._pool._threads, "no other thread ever ran"
+        names = [thread.name for thread in threading.enumerate()]
+        assert any(name.startswith(POOL) for name in names), "no other thread ever ran"
+    threads = Threads(count)
+    assert threads.can_share_columns(tiny.config.hidden_size) == is_even
+    threads.close()
 
 
 def test_sampling_depends_on_seed_and_choice_only(llm: LLM) -> None:

@@ -16,7 +16,7 @@ import threading
 from typing import Any
 
 MODULE = "xdeepserve.compile_ahead"
-_begun: list[subprocess.Popen[bytes]] = []
+begun: list[subprocess.Popen[bytes]] = []
 
 
 def signatures() -> list[tuple[Any, tuple[Any, ...]]]:
@@ -40,18 +40,18 @@ def signatures() -> list[tuple[Any, tuple[Any, ...]]]:
 
 def begin() -> None:
     """Start the second process, if there is a core for it; a process starts one at most."""
-    if not _begun and is_worth_it():
+    if not begun and is_worth_it():
         nothing, command = subprocess.DEVNULL, [sys.executable, "-m", MODULE]
-        _begun.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=nothing, stderr=nothing))
+        begun.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=nothing, stderr=nothing))
         atexit.register(end)
 
 
 def end() -> None:
     """End the second process, if there is one: this one ends, and needs no more kernels."""
-    for process in _begun:
+    for process in begun:
         process.kill()
         process.communicate()
-    _begun.clear()
+    begun.clear()
 
 
 def is_worth_it() -> bool:

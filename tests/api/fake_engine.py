@@ -93,7 +93,7 @@ class FakeHandle:
         self.counters = [parser.reasoning_only() for parser in self.parsers]
         self.is_aborted = asyncio.Event()
         self._engine = engine
-        self._outputs = self._run()
+        self._outputs = self.outputs_of_steps()
         engine.live.add(self)
 
     def abort(self) -> None:
@@ -111,7 +111,7 @@ class FakeHandle:
             self.abort()
             raise
 
-    async def _run(self) -> AsyncIterator[OutputDelta]:
+    async def outputs_of_steps(self) -> AsyncIterator[OutputDelta]:
         texts = [""] * self.params.n
         running = list(range(self.params.n))
         step = 0
@@ -121,7 +121,7 @@ class FakeHandle:
                 for index in running:
                     self.on_scheduled(index)
             for index in list(running):
-                delta = self._step(index, step)
+                delta = self.step_of(index, step)
                 texts[index] += delta.text
                 found = [stop for stop in self.params.stop if stop in texts[index]]
                 if found:
@@ -147,7 +147,7 @@ class FakeHandle:
                 yield delta
             step += 1
 
-    def _step(self, index: int, step: int) -> OutputDelta:
+    def step_of(self, index: int, step: int) -> OutputDelta:
         token_id = self._engine.token(self, index, step)
         is_last = step + 1 >= self.budget
         is_eos = token_id == EOS and not self.params.ignore_eos

@@ -312,9 +312,9 @@ async def test_engine_that_stops_short_is_an_error(
     from tests.api.fake_engine import FakeHandle
 
     async def cut_short(self: FakeHandle) -> Any:
-        yield self._step(0, 0)
+        yield self.step_of(0, 0)
 
-    monkeypatch.setattr(FakeHandle, "_run", cut_short)
+    monkeypatch.setattr(FakeHandle, "outputs_of_steps", cut_short)
     status, body = await post(URL, prompt="a")
     assert status == 500
     assert "before it had finished" in check_error(body, partial=["t"])["message"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -16,8 +17,10 @@ import aiohttp
 import openai
 import pydantic
 import pytest
+import pytest_asyncio
 from aiohttp import web
 
+from tests.tools import one_die
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.api.server import build_app
 from xdeepserve.engine.serving.engine import Engine
@@ -25,8 +28,8 @@ from xdeepserve.llm import build_engine
 from xdeepserve.model.presets import TinyCheckpoint
 
 
-@pytest.fixture
-async def real(tiny: TinyCheckpoint) -> AsyncIterator[tuple[Engine, str, int]]:
+@contextlib.asynccontextmanager
+async def serving(tiny: TinyCheckpoint) -> AsyncIterator[tuple[Engine, str, int]]:
     engine = build_engine(tiny, "colocated", "int8", overrides=["dies=2"], warm_up=True)
     runner = web.AppRunner(build_app(engine), handler_cancellation=True)
     await runner.setup()
@@ -37,6 +40,19 @@ async def real(tiny: TinyCheckpoint) -> AsyncIterator[tuple[Engine, str, int]]:
     await runner.cleanup()
     engine.check_integrity()
     assert engine.stats().kv_cache_usage == 0
+
+
+@pytest.fixture
+async def real(tiny: TinyCheckpoint) -> AsyncIterator[tuple[Engine, str, int]]:
+    """A server of its own, for a test that counts or that finds prefixes in the cache."""
+    async with serving(tiny) as real:
+        yield real
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(tiny: TinyCheckpoint) -> AsyncIterator[tuple[Engine, str, int]]:
+    async with serving(tiny) as shared:
+        yield shared
 
 
 async def test_a_cache_key_is_served_counted_and_told(real: tuple[Engine, str, int]) -> None:
@@ -70,16 +86,16 @@ async def test_a_cache_key_is_served_counted_and_told(real: tuple[Engine, str, i
         assert line in text
 
 
-async def test_the_official_client(real: tuple[Engine, str, int], tiny: TinyCheckpoint) -> None:
-    _, host, port = real
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_official_client(shared: tuple[Engine, str, int]) -> None:
+    _, host, port = shared
     async with openai.AsyncOpenAI(base_url=f"http://{host}:{port}/v1", api_key="none") as client:
         assert [model.id async for model in client.models.list()] == ["tiny-random"]
         prompts = ["Hello", "Once upon a time"]
         answer = await client.completions.create(
             model="tiny-random", prompt=prompts, max_tokens=7, temperature=0
         )
-        with LLM(tiny) as llm:
-            expected = llm.generate(prompts, SamplingParams(max_tokens=7, temperature=0.0))
+        expected = one_die(prompts, SamplingParams(max_tokens=7, temperature=0.0))
         assert [c.text for c in answer.choices] == [o.outputs[0].text for o in expected]
         assert answer.usage is not None
         assert answer.usage.completion_tokens == 14
@@ -143,11 +159,12 @@ HARMLESS = [
 ]
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_no_number_of_a_request_reaches_a_die_that_cannot_take_it(
-    real: tuple[Engine, str, int],
+    shared: tuple[Engine, str, int],
 ) -> None:
     """Those beyond what dies compute with are refused, those at the edge served, and others go on."""
-    engine, host, port = real
+    engine, host, port = shared
     url = f"http://{host}:{port}/v1/completions"
     async with aiohttp.ClientSession() as session:
         for wanted, fields in ((400, HOSTILE), (200, HARMLESS)):
@@ -158,8 +175,9 @@ async def test_no_number_of_a_request_reaches_a_die_that_cannot_take_it(
     assert engine.is_healthy()
 
 
-async def test_scoring_with_echo(real: tuple[Engine, str, int], tiny: TinyCheckpoint) -> None:
-    _, host, port = real
+@pytest.mark.asyncio(loop_scope="module")
+async def test_scoring_with_echo(shared: tuple[Engine, str, int], tiny: TinyCheckpoint) -> None:
+    _, host, port = shared
     async with openai.AsyncOpenAI(base_url=f"http://{host}:{port}/v1", api_key="none") as client:
         ids = [5, 200, 31, 7]
         answer = await client.completions.create(
@@ -198,9 +216,10 @@ async def test_scores_of_several_choices(real: tuple[Engine, str, int], stream: 
     assert scores[0][:length] == scores[1][:length] == scores[2][:length]
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_hangs_up_frees_its_blocks(real: tuple[Engine, str, int], stream: bool) -> None:
-    engine, host, port = real
+async def test_a_client_that_hangs_up_frees_its_blocks(shared: tuple[Engine, str, int], stream: bool) -> None:
+    engine, host, port = shared
     body = json.dumps(
         {
             "model": "tiny-random",
@@ -264,7 +283,7 @@ NO_PARAMETERS: list[dict[str, object] | None] = [
 ]
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def spoken() -> AsyncIterator[openai.AsyncOpenAI]:
     """A client of a model whose template knows tools."""
     engine = build_engine("tiny", "colocated", "int8", overrides=["dies=2", "mtp=1"], warm_up=True)
@@ -278,6 +297,7 @@ async def spoken() -> AsyncIterator[openai.AsyncOpenAI]:
     engine.check_integrity()
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 async def test_forced_calls_have_valid_arguments(spoken: openai.AsyncOpenAI, temperature: float) -> None:
     """Of a function whose parameters are all texts, and of one that has none, which gets an empty object."""
@@ -307,6 +327,7 @@ async def test_forced_calls_have_valid_arguments(spoken: openai.AsyncOpenAI, tem
                 assert all(isinstance(text, str) for text in arguments.values())
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_a_forced_call_that_is_cut_off_leaks_no_tag(spoken: openai.AsyncOpenAI) -> None:
     texts = {"type": "object", "properties": {"city": CITY}, "required": ["city"]}
     tool = {"type": "function", "function": {"name": "find", "parameters": texts}}
@@ -332,8 +353,9 @@ class Pet(pydantic.BaseModel):
     names: list[Literal["Tom", "Ada"]] = pydantic.Field(max_length=2)
 
 
-async def test_the_official_client_parses_structured_output(real: tuple[Engine, str, int]) -> None:
-    _, host, port = real
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_official_client_parses_structured_output(shared: tuple[Engine, str, int]) -> None:
+    _, host, port = shared
     async with openai.AsyncOpenAI(base_url=f"http://{host}:{port}/v1", api_key="none") as client:
         hi = [{"role": "user", "content": "hi"}]
         for temperature in (0.0, 1.0):

@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+import pytest_asyncio
 from aiohttp import web
 
 from xdeepserve import LLM, SamplingParams
@@ -61,6 +62,19 @@ class running:
 async def api(tmp_path: Path) -> AsyncIterator[openai.AsyncOpenAI]:
     async with running(tmp_path / "state", "max_model_len=256") as client:
         yield client
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[openai.AsyncOpenAI]:
+    """A client of a server for orders that are refused: it never has a job."""
+    async with running(tmp_path_factory.mktemp("state") / "state", "max_model_len=256") as client:
+        yield client
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def file(shared: openai.AsyncOpenAI) -> str:
+    """The one file that the shared server keeps."""
+    return (await shared.files.create(file=("mine.jsonl", examples()), purpose="fine-tune")).id
 
 
 async def ordered(api: openai.AsyncOpenAI, **more: Any) -> Any:
@@ -184,13 +198,16 @@ def supervised(**settings: Any) -> dict[str, Any]:
     return {"type": "supervised", "supervised": {"hyperparameters": settings}}
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("method", [None, supervised(n_epochs=2)])
 async def test_training_without_its_extra(
-    api: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch, method: Any
+    shared: openai.AsyncOpenAI, file: str, monkeypatch: pytest.MonkeyPatch, method: Any
 ) -> None:
     monkeypatch.setattr(training, "find_spec", lambda name: None)
     with pytest.raises(openai.BadRequestError, match=r"pip install 'xdeepserve\[train\]'"):
-        await ordered(api, method=openai.omit if method is None else method)
+        await shared.fine_tuning.jobs.create(
+            model="tiny", training_file=file, method=openai.omit if method is None else method
+        )
 
 
 @pytest.mark.parametrize(
@@ -212,16 +229,19 @@ async def test_training_without_its_extra(
         ({"speed": 1}, "unknown field speed"),
     ],
 )
+@pytest.mark.asyncio(loop_scope="module")
 async def test_a_job_that_cannot_be(
-    api: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], line: str
+    shared: openai.AsyncOpenAI, file: str, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], line: str
 ) -> None:
     monkeypatch.setattr(training, "find_spec", lambda name: name)
     more = {key: fields[key] for key in ("speed",) if key in fields}
     given = {key: openai.omit if fields[key] is None else fields[key] for key in fields if key not in more}
     with pytest.raises(openai.APIStatusError, match=line) as caught:
-        await ordered(api, **given, extra_body=more)
+        await shared.fine_tuning.jobs.create(
+            **{"model": "tiny", "training_file": file, "method": METHOD, **given}, extra_body=more
+        )
     assert caught.value.status_code in (400, 404)
-    assert (await api.fine_tuning.jobs.list()).data == []
+    assert (await shared.fine_tuning.jobs.list()).data == []
 
 
 @pytest.mark.parametrize(
@@ -237,13 +257,14 @@ async def test_a_job_that_cannot_be(
         (b" " * (16 << 20) + b"\n", "fine-tune", "a file has 16777216 bytes at most"),
     ],
 )
+@pytest.mark.asyncio(loop_scope="module")
 async def test_a_file_that_cannot_be(
-    api: openai.AsyncOpenAI, content: bytes, purpose: Any, line: str
+    shared: openai.AsyncOpenAI, file: str, content: bytes, purpose: Any, line: str
 ) -> None:
     with pytest.raises(openai.APIStatusError, match=line) as caught:
-        await api.files.create(file=("a.jsonl", content), purpose=purpose)
+        await shared.files.create(file=("a.jsonl", content), purpose=purpose)
     assert caught.value.status_code in (400, 413)
-    assert (await api.files.list()).data == []
+    assert [each.id for each in (await shared.files.list()).data] == [file]
 
 
 async def test_what_is_not_there(api: openai.AsyncOpenAI) -> None:

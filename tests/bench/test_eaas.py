@@ -40,7 +40,7 @@ def test_at_the_papers_size() -> None:
 
 @pytest.mark.campaign
 def test_one_of_many_servers_is_lost() -> None:
-    rows = {row.name.rpartition("/")[2]: row.value for row in eaas._lost_in_the_pod()}
+    rows = {row.name.rpartition("/")[2]: row.value for row in eaas.lost_in_the_pod()}
     assert 0 < rows["until_found"] < rows["last_token_later"] + 5
     assert rows["last_token_later"] > 0
     assert -2 < rows["drop_once_found"] < 2  # what is lost is replaced, at the paper's bound

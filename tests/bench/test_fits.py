@@ -66,8 +66,8 @@ def test_a_number_at_its_bound_leaves_the_others_free() -> None:
     """The least of a quadratic within bounds, by hand: x + y = 3 with x at most 1, and y dearer."""
     normal, slope = np.array([[2.0, 1.0], [1.0, 1.0]]), np.array([-5.0, -3.0])  # least at (2, 1)
     low, high = np.array([-9.0, -9.0]), np.array([1.0, 9.0])
-    assert fits._bounded_step(normal, slope, low, high) == pytest.approx([1.0, 2.0])
-    assert fits._bounded_step(normal, slope, low, high + 9) == pytest.approx([2.0, 1.0])
+    assert fits.bounded_step(normal, slope, low, high) == pytest.approx([1.0, 2.0])
+    assert fits.bounded_step(normal, slope, low, high + 9) == pytest.approx([2.0, 1.0])
 
 
 @pytest.mark.parametrize("other", [["--trends"], ["--full"], ["--paper", "cm"], ["--paper", ""]])

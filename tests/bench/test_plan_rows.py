@@ -26,7 +26,7 @@ def test_ratios_of_microbatches_are_within_four_percent() -> None:
 
 def test_an_error_that_rounds_to_zero_has_no_minus() -> None:
     row = Row("plan/x/T_iter", 1.0, "ms", "predicted")
-    assert plan._bounded(row, -0.04, 5).note == "+0.0 %; bound of 5 %: kept"
+    assert plan.bounded(row, -0.04, 5).note == "+0.0 %; bound of 5 %: kept"
 
 
 def test_dbrx_peaks_at_eight_attention_nodes() -> None:

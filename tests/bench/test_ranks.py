@@ -31,14 +31,14 @@ def test_small_groups_are_timed_and_checked(
 
 @pytest.mark.parametrize("run", [lambda: ranks.exchange(9, 3), lambda: ranks.a2e(5, 8, 2)])
 def test_a_wrong_byte_is_found(run: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = ranks._experts
+    right = ranks.run_experts
 
     def wrong(received: ranks.TokenCopies) -> np.ndarray:
         out = right(received)
         out[:1, :1] *= np.float32(1.5)
         return out
 
-    monkeypatch.setattr(ranks, "_experts", wrong)
+    monkeypatch.setattr(ranks, "run_experts", wrong)
     with pytest.raises(XDeepServeError, match="returned other bytes"):
         run()  # type: ignore[operator]
 

@@ -128,11 +128,11 @@ def test_a_row_of_a_prompt_takes_these_products() -> None:
 
 def test_limits_run() -> None:
     for run in (limits.dot_peak, limits.f32_peak):
-        limits._out[:] = np.nan
+        limits.OUT[:] = np.nan
         run()
-        assert np.isfinite(limits._out).any(), "nothing was computed"
+        assert np.isfinite(limits.OUT).any(), "nothing was computed"
 
 
 def test_a_failing_process_is_no_measurement() -> None:
     with pytest.raises(XDeepServeError, match="bench startup"):
-        startup._seconds(("-c", "raise SystemExit('no')"))
+        startup.seconds_of(("-c", "raise SystemExit('no')"))

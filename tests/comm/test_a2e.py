@@ -429,13 +429,13 @@ async def test_arguments_that_the_layout_does_not_hold_are_refused(
     change: Callable[..., Any], message: str, is_naive: bool
 ) -> None:
     built = build(CASE, is_naive=is_naive)
-    before = {die: bytes(memory.buffer) for die, memory in built.pod.memories._memories.items()}
+    before = {node: bytes(built.pod.memory(node).buffer) for node in built.pod.memories.plans}
     side = built.attention[0]
     x = np.ones((1, CASE.layout.hidden), np.float32)
     arguments = change(x, np.array([[0, 1]], np.int32), np.ones((1, 2), np.float32))
     with pytest.raises(AddressError, match=message):
         await side.die.spawn(side.a2e(*arguments, 1))
-    assert {die: bytes(memory.buffer) for die, memory in built.pod.memories._memories.items()} == before
+    assert {node: bytes(built.pod.memory(node).buffer) for node in built.pod.memories.plans} == before
 
 
 async def test_wrong_order_and_old_events_are_refused() -> None:

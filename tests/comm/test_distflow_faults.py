@@ -103,13 +103,13 @@ def test_a_part_is_ready_whose_offer_was_lost() -> None:
     """The endpoint goes on: the transfer fails at its deadline, and the next one does not."""
 
     async def program(pod: Pod, flow: DistFlow, one: Endpoint, two: Endpoint) -> None:
-        put, is_lossy = two._inbox.put, True
+        put, is_lossy = two.inbox.put, True
 
         def filtered(message: Any, delay_ns: int = 0) -> None:
             if not (is_lossy and message.kind is Cause.OFFER):
                 put(message, delay_ns=delay_ns)
 
-        two._inbox.put = filtered  # type: ignore[method-assign]
+        two.inbox.put = filtered  # type: ignore[method-assign]
         one.send_in_parts(1, "decode", parts_of([4, 4, 4]))
         two.receive(1, "prefill", ROOM)
         await pod.clock.sleep(100_000)

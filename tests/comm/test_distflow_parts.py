@@ -170,8 +170,8 @@ def test_a_side_that_dies_between_parts_is_noticed_at_a_deadline(dies: str, afte
         (entry,) = await completions(left)
         assert isinstance(entry.error, DeadlineError)
         assert entry.at_ns <= 3_100_000
-        dead._sources.clear()
-        dead._destinations.clear()
+        dead.sources.clear()
+        dead.destinations.clear()
 
     run(program, timeout_ns=1_000_000, part_timeout_ns=2_000_000, offer_timeout_ns=3_000_000)
 

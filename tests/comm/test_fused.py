@@ -193,7 +193,7 @@ def test_a_rank_that_owes_nothing_runs_ahead_and_harms_nobody() -> None:
         def watch(rank: int, op: str, step: int) -> None:
             # Others post in D(n+1) while rank 0 is still at work in C(n) or D(n).
             if rank == 0 and (op, step) == ("fused combine", 3):
-                events = [int(f) for f in handles[0].place.board._last]
+                events = [int(f) for f in handles[0].place.board.latest_events]
                 field = handles[0].region("flags")
                 raw = handles[0].die.memory.read(field.offset, field.nbytes)
                 posted = np.frombuffer(raw, layout.flag_dtype)["event_id"]

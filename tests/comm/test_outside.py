@@ -234,7 +234,7 @@ def test_a_connection_that_has_ended_a_moment_ago() -> None:
         async with scene() as (there, _):
             link = there.links[LAYOUT.servers.dies[0]]
             assert isinstance(link, CardLink)
-            link._writer.transport.abort()
+            link.writer.transport.abort()
             assert not link.broken
             link.write(0, b"\7")
             assert link.broken == "the connection has ended"
@@ -441,7 +441,7 @@ async def test_no_byte_beyond_what_is_registered(op: int, part: str, shift: int,
         far, link = there.fars[0], there.links[LAYOUT.servers.dies[0]]
         assert isinstance(link, CardLink)
         before = bytes(far.server.die.memory.buffer)
-        link._writer.write(REQUEST.pack(op, nbytes, far.windows[part].offset + shift) + bytes(nbytes))
+        link.writer.write(REQUEST.pack(op, nbytes, far.windows[part].offset + shift) + bytes(nbytes))
         with pytest.raises(LostDieError):
             async with asyncio.timeout(10):
                 await link.read(far.windows["card"].offset, CARD.size)

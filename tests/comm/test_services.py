@@ -22,6 +22,7 @@ from xdeepserve.comm.services.service_client import PATIENCE, Patience, ServiceC
 from xdeepserve.comm.services.service_server import AT_ONCE, Batching, ServiceServer
 from xdeepserve.errors import DeadlineError, DeploymentError, FieldError, ProtocolError
 from xdeepserve.hw.clock import Clock
+from xdeepserve.hw.memory import Region
 from xdeepserve.hw.pod import Pod
 
 
@@ -65,6 +66,10 @@ def build(
             ]
         )
     return Built(pod, clients, servers)
+
+
+def slots_of(server: ServiceServer) -> Region:
+    return server.die.memory.metadata.regions[LAYOUT.region("slots")]
 
 
 async def run(built: Built, *work: Awaitable[Any], **how: Any) -> list[Any]:
@@ -422,7 +427,7 @@ async def test_a_server_that_lies_about_a_request_is_found_out() -> None:
 
     def lie(op: str, step: int) -> None:
         if step == 3:
-            at = server._slots.offset + LAYOUT.header_at(0)
+            at = slots_of(server).offset + LAYOUT.header_at(0)
             server.die.memory.write(at, SlotHeader(7, 1, 1, 0, 1).pack())
 
     server.steps.on_step = lie
@@ -448,7 +453,7 @@ async def test_a_request_that_cannot_be_puts_its_client_offline_and_others_are_s
 ) -> None:
     built = build()
     server, liar = built.servers[1], built.clients[0][0]
-    memory, at = server.die.memory, server._slots.offset
+    memory, at = server.die.memory, slots_of(server).offset
     memory.write(at + LAYOUT.header_at(0), header.pack())
     memory.write(at + LAYOUT.state_at(0), b"\1")
     batch = (ONE[0], np.array([[2, 3]], np.int32), ONE[2])
@@ -501,9 +506,9 @@ async def test_the_bell_is_answered_between_batches() -> None:
     async def ring() -> list[int]:
         seen = []
         for asked in (1, 2):
-            server.die.memory.write(server._slots.offset, BELL.pack(asked, asked - 1))
+            server.die.memory.write(slots_of(server).offset, BELL.pack(asked, asked - 1))
             await built.pod.clock.sleep(5_000)
-            seen.append(BELL.unpack(server.die.memory.read(server._slots.offset, BELL.size))[1])
+            seen.append(BELL.unpack(server.die.memory.read(slots_of(server).offset, BELL.size))[1])
         return seen
 
     assert await run(built, ring()) == [[1, 2]]

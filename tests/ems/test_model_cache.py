@@ -126,12 +126,12 @@ def test_who_goes_away_while_loading_leaves_nothing_behind(tmp_path: Path) -> No
         await clock.sleep(1)
 
     half_ns = round(0.5e9 * SIZES[0] / models.pod.spec.storage_bandwidth.value)
-    run(models.pool, given_up(models.instance().client._message_ns + half_ns))
+    run(models.pool, given_up(models.instance().client.message_ns + half_ns))
     assert models.bucket.nbytes == SIZES[0]
     assert models.reads == []
     run(models.pool, given_up(10**8))  # while it takes the first block
     assert models.reads == [0]
-    assert not any(server._pins or server._writing for server in models.pool.servers)
+    assert not any(server.num_leases for server in models.pool.servers)
     assert run(models.pool, models.load()) == (WHOLE, [])
     models.pool.check_integrity()
     models.pool.close()

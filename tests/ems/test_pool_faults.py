@@ -63,7 +63,7 @@ def test_what_a_full_disk_cannot_forget_it_forgets_later(tmp_path: Path) -> None
     volume, client = pool.servers[0].volume, pool.client()
     run(pool, put(pool, client, NUMBERS))
     volume.disk.fault = "full"
-    pool.servers[0]._forget([key(0), key(1)])
+    pool.servers[0].delete([key(0), key(1)])
     assert key(0) not in volume.rows
     volume.disk.fault = None
     assert run(pool, put(pool, client, [0])) == 1

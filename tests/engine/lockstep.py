@@ -48,10 +48,10 @@ def serve(
 
 def fill_slots(reconfiguration: Reconfiguration) -> None:
     """Before the first step, as its phases would: every redundant slot but each third holds some expert."""
-    storage, phy2log = reconfiguration._storage, [list(row) for row in reconfiguration.phy2log]
-    placed, memories = reconfiguration._experts, reconfiguration._pod.memories
+    storage, phy2log = reconfiguration.storage, [list(row) for row in reconfiguration.phy2log]
+    placed, memories = reconfiguration.experts, reconfiguration.pod.memories
     for layer, row in enumerate(phy2log):
-        for holder, (_, mem) in enumerate(reconfiguration._holders):
+        for holder, (_, mem) in enumerate(reconfiguration.holders):
             assert mem.redundant is not None
             for slot in range(placed.redundant_slots):
                 expert = (7 * layer + 5 * holder + 3 * slot) % storage.config.n_routed_experts
@@ -64,7 +64,7 @@ def fill_slots(reconfiguration: Reconfiguration) -> None:
                     assert array.nbytes == nbytes
                     memories.write(at, array.tobytes())
                 mem.redundant.experts[layer, slot] = expert
-    for _, gate in reconfiguration._gates:
+    for _, gate in reconfiguration.gates:
         assert gate.replicas is not None
         gate.replicas.set_map(phy2log)
 

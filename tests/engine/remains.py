@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from xdeepserve.engine.dp.left import Left
 from xdeepserve.engine.serving.engine import Engine
 
 
@@ -11,15 +12,7 @@ def check_nothing_is_left(engine: Engine) -> None:
     """No block, transfer, claim or note of any request."""
     engine.check_integrity()
     assert engine.stats().kv_cache_usage == 0
-    for group in engine.groups:
-        scheduler = group.scheduler
-        assert not any((scheduler.handover.sending, scheduler.handover.reserved, scheduler.places.tickets))
-        assert not any((scheduler.places._place, group._by_layer, group._num_ended, group._offers))
-        assert all(endpoint.num_open == 0 for endpoint in group.endpoints)
-        assert all(not endpoint._early_wants for endpoint in group.endpoints)
-        assert all(not len(die.memory.claims) for die in group.dies)
-    je = engine.je
-    assert not any((je.transfers, je._jobs, je.links._failures))
+    assert engine.left() == Left()
 
 
 async def settled(engine: Engine) -> None:

@@ -157,7 +157,7 @@ def test_a_die_that_hangs_after_all_rested_is_noticed() -> None:
         async def hang(command: object) -> None:
             await executor.die.clock.sleep(10**12)
 
-        executor._obey = hang  # type: ignore[method-assign, assignment]
+        executor.obey = hang  # type: ignore[method-assign, assignment]
         with pytest.raises(XDeepServeError, match=r"heartbeat: .*DP group 1"):
             llm.generate(PROMPTS[:2], GREEDY)
 
@@ -187,7 +187,7 @@ def test_what_experts_take_and_make_is_bytes_of_their_die(
 ) -> None:
     """A bit flipped there, before the experts run or before their answers are sent, changes the digest."""
     expected, _, _ = run(precision, SHAPES[0], "dataflow=true")
-    experts = DataflowExpertProgram._experts
+    experts = DataflowExpertProgram.run_experts
 
     def spoil(program: DataflowExpertProgram) -> None:
         program.die.memory.buffer[program.mem.workspace.address(name).offset + 2] ^= 1 << 6
@@ -199,20 +199,20 @@ def test_what_experts_take_and_make_is_bytes_of_their_die(
         if name == "flow/answers":
             spoil(self)
 
-    monkeypatch.setattr(DataflowExpertProgram, "_experts", late)
+    monkeypatch.setattr(DataflowExpertProgram, "run_experts", late)
     assert run(precision, SHAPES[0], "dataflow=true")[0] != expected
 
 
 def test_answers_go_round_a_buffer_and_none_is_overwritten_before_it_is_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    room_for, answer = DataflowExpertProgram._room_for, FlowExpertSide.answer
+    room_for, answer = DataflowExpertProgram.room_for, FlowExpertSide.answer
     rounds = [0]
 
     def counted(self: DataflowExpertProgram, rows: int) -> Any:
-        before = self._next_answer
+        before = self.next_answer
         out = room_for(self, rows)
-        rounds[0] += self._next_answer <= before
+        rounds[0] += self.next_answer <= before
         return out
 
     async def late(self: FlowExpertSide, arrival: Any, out: Any) -> None:
@@ -221,7 +221,7 @@ def test_answers_go_round_a_buffer_and_none_is_overwritten_before_it_is_sent(
         assert out.tobytes() == kept
         await answer(self, arrival, out)
 
-    monkeypatch.setattr(DataflowExpertProgram, "_room_for", counted)
+    monkeypatch.setattr(DataflowExpertProgram, "room_for", counted)
     monkeypatch.setattr(FlowExpertSide, "answer", late)
     shape = (3, 2, 2, 1, 2)
     few = ("scheduler.max_num_batched_tokens=4", "scheduler.max_num_seqs=4")

@@ -6,6 +6,7 @@ import pytest
 
 from tests.engine.links import ARRIVALS, ONE_EACH, PARAMS, PROMPTS, TWO_BY_TWO, WAYS
 from tests.engine.remains import check_nothing_is_left, settled
+from tests.tools import one_die
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.dp.events import Booked, Event, Observed, Registered, StepEnded, TransferBegan
 from xdeepserve.llm import digest
@@ -16,9 +17,8 @@ TIGHT = ["max_model_len=128", "cache.num_blocks=8"]
 
 
 @pytest.fixture(scope="module")
-def expected(tiny: TinyCheckpoint) -> str:
-    with LLM(tiny) as llm:
-        return digest(llm.generate(PROMPTS, PARAMS, keep_logits=True))
+def expected() -> str:
+    return digest(one_die(PROMPTS, PARAMS))
 
 
 def record(llm: LLM) -> list[tuple[int, Observed]]:
@@ -43,7 +43,7 @@ def test_blocks_are_there_before_anybody_computes(
         for _, event in seen:
             if isinstance(event, StepEnded) and event.group.te.startswith("prefill"):
                 assert all(booked[share.seq_id] <= event.start_ns for share in event.shares)
-        llm._run(settled(llm.engine))
+        llm.run(settled(llm.engine))
         check_nothing_is_left(llm.engine)
 
 
@@ -73,7 +73,7 @@ def test_choices_of_one_request(tiny: TinyCheckpoint, transfer: str) -> None:
         overrides = [*ONE_EACH, *TIGHT, f"transfer={transfer}", *more]
         with LLM(tiny, "pd", overrides=overrides) as llm:
             digests.append(digest(llm.generate([[5] * 60, [9, 9]], params, keep_logits=True)))
-            llm._run(settled(llm.engine))
+            llm.run(settled(llm.engine))
             check_nothing_is_left(llm.engine)
     assert digests[0] == digests[1]
 
@@ -105,7 +105,7 @@ def test_requests_are_aborted_at_any_moment(tiny: TinyCheckpoint, transfer: str)
             assert engine.stats().num_waiting == 0
 
         for after_ns in range(0, 12_000_000, 600_000):
-            llm._run(main(after_ns))
+            llm.run(main(after_ns))
 
 
 @pytest.mark.thin(3)
@@ -122,14 +122,14 @@ def test_tes_that_go(tiny: TinyCheckpoint, expected: str, how: str, te: str, tra
                 await engine.plan.pod.clock.sleep(at_ns)
                 if how == "kill":
                     victim = next(each for each in engine.je.tes if each.sizes.place.name == te)
-                    victim._processes[0].cancel()
+                    victim.processes[0].cancel()
                 else:
                     await getattr(engine, how)(te)
 
             outputs = llm.generate(PROMPTS * 2, PARAMS, keep_logits=True, meanwhile=change)
             half = len(PROMPTS)
             assert digest(outputs[:half]) == digest(outputs[half:]) == expected
-            llm._run(settled(llm.engine))
+            llm.run(settled(llm.engine))
             check_nothing_is_left(llm.engine)
 
 
@@ -152,7 +152,7 @@ def test_a_te_leaves_whose_blocks_were_kept_for_a_request_that_has_ended(tiny: T
 
         async def leave() -> None:
             request = llm.engine.submit([1] * 40, SamplingParams(max_tokens=8), "goes away")
-            ((_, te, _),) = llm.engine.je._admission._booked.values()  # type: ignore[attr-defined]
+            ((_, te, _),) = llm.engine.je.admission.booked.values()  # type: ignore[attr-defined]
             leaving = clock.spawn(llm.engine.remove(te.sizes.place.name), name="remove")
             await clock.sleep(1000)
             request.abort()
@@ -162,6 +162,6 @@ def test_a_te_leaves_whose_blocks_were_kept_for_a_request_that_has_ended(tiny: T
         async def main() -> None:
             await clock.spawn(leave(), name="test")
 
-        llm._run(main())
-        llm._run(settled(llm.engine))
+        llm.run(main())
+        llm.run(settled(llm.engine))
         check_nothing_is_left(llm.engine)

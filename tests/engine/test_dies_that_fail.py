@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.engine.histories import APART, SMALL
+from tests.tools import one_die
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.loading import load_ns
 from xdeepserve.engine.messages import StepFailed
@@ -109,8 +110,7 @@ def test_a_peer_does_not_answer_while_another_loads_from_it(tiny: TinyCheckpoint
 @pytest.mark.parametrize("lost", ["source", "target"])
 def test_a_die_is_lost_at_each_tenth_of_a_fork(tiny: TinyCheckpoint, lost: str) -> None:
     """Another peer gives the weights, or the load ends with a line; no token changes."""
-    with LLM(tiny, "monolithic", "int8", overrides=SMALL) as llm:
-        (expected,) = llm.generate([[1, 2, 3]], PARAMS)
+    (expected,) = one_die([[1, 2, 3]], PARAMS, max_model_len=64)
 
     async def change(engine: Engine, tenth: int) -> str:
         clock, pod = engine.plan.pod.clock, engine.plan.pod
@@ -261,7 +261,7 @@ def test_kernels_of_experts_that_end_before_they_begin_leave_nothing(
 ) -> None:
     async def end_at_once(engine: Engine) -> None:
         for program in engine.je.tes[0].expert_programs:
-            for stream in program._start():
+            for stream in program.start_streams():
                 stream.cancel()
 
     with warnings.catch_warnings(record=True) as seen:

@@ -7,6 +7,7 @@ import pytest
 
 from tests.engine.remains import settled
 from tests.engine.tools import delay_steps, tokens_of
+from tests.tools import one_die
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.comm.distflow.rules import State
 from xdeepserve.engine.dp.block_table import BlockCopy
@@ -25,9 +26,8 @@ LONG = SamplingParams(max_tokens=500, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def expected(tiny: TinyCheckpoint) -> str:
-    with LLM(tiny) as llm:
-        return digest(llm.generate(PROMPTS, PARAMS, keep_logits=True))
+def expected() -> str:
+    return digest(one_die(PROMPTS, PARAMS))
 
 
 SHAPES = [
@@ -74,8 +74,7 @@ def test_a_full_decode_side_makes_prefill_wait_and_loses_nothing(tiny: TinyCheck
     overrides = ["prefill.dies=1", "decode.dies=1", "max_model_len=112", "cache.num_blocks=7"]
     prompts = [[i] * 60 for i in range(12)]
     params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
-    with LLM(tiny) as roomy:
-        wanted = [o.outputs[0].token_ids for o in roomy.generate(prompts, params)]
+    wanted = [o.outputs[0].token_ids for o in one_die(prompts, params)]
     with LLM(tiny, "pd", overrides=overrides) as llm:
         assert [o.outputs[0].token_ids for o in llm.generate(prompts, params)] == wanted
         llm.engine.check_integrity()
@@ -115,7 +114,7 @@ async def test_a_lost_expert_die_ends_every_request_with_the_reason(tiny: TinyCh
     async def broken(*_: object) -> None:
         raise ZeroDivisionError("the die caught fire")
 
-    engine.je.tes[0].expert_programs[1]._experts = broken  # type: ignore[method-assign]
+    engine.je.tes[0].expert_programs[1].run_experts = broken  # type: ignore[method-assign]
     with pytest.raises(XDeepServeError, match="caught fire"):
         async for _ in engine.submit([1, 2, 3], PARAMS, "r"):
             pass
@@ -131,7 +130,7 @@ async def test_a_silent_expert_die_is_named_at_a_deadline(tiny: TinyCheckpoint) 
     async def silent(*_: object) -> None:
         await program.mem.doorbell.reaches(program.die, 10**9)
 
-    program._experts = silent  # type: ignore[method-assign]
+    program.run_experts = silent  # type: ignore[method-assign]
     with pytest.raises(DeadlineError) as caught:
         async for _ in engine.submit(list(range(40)), PARAMS, "r"):
             pass
@@ -156,8 +155,7 @@ SHORT = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 async def test_a_slow_decode_makes_prefill_wait_with_bounded_memory(tiny: TinyCheckpoint) -> None:
     """Prefilled requests keep their blocks until decode takes them; with none left, nobody is admitted."""
     prompts = [[i + 3] * 60 for i in range(20)]
-    with LLM(tiny) as roomy:
-        wanted = [o.outputs[0].token_ids for o in roomy.generate(prompts, SHORT)]
+    wanted = [o.outputs[0].token_ids for o in one_die(prompts, SHORT)]
     engine = build_engine(tiny, "pd", "int8", overrides=[*SMALL_PD, "cache.prefix=false"])
     await engine.start()
     delay_steps(engine, 1, lambda step: 100_000_000)
@@ -210,8 +208,7 @@ async def test_one_die_that_stalls_holds_up_the_others_and_nothing_is_lost(
     tiny: TinyCheckpoint, deployment: str, more: tuple[str, ...], te: int
 ) -> None:
     """As long as it is not lost: exchanges wait for it."""
-    with LLM(tiny) as one:
-        wanted = [o.outputs[0].token_ids for o in one.generate([[i + 3] * 40 for i in range(4)], SHORT)]
+    wanted = [o.outputs[0].token_ids for o in one_die([[i + 3] * 40 for i in range(4)], SHORT)]
     engine = build_engine(tiny, deployment, "int8", overrides=[*more, "max_model_len=128"])
     await engine.start()
     delay_steps(engine, te, lambda step: 40_000_000_000 if step == 1 else 0, num_dies=1)
@@ -232,7 +229,7 @@ async def test_copies_on_write_are_made_before_transfers_that_may_overwrite_thei
     await engine.start()
     [group] = engine.je.tes[0].groups
     sent: list[Any] = []
-    group._put = lambda command, delay_ns=0: sent.append(command)  # type: ignore[method-assign]
+    group.put = lambda command, delay_ns=0: sent.append(command)  # type: ignore[method-assign]
     write, load = BlockCopy("hbm", 1, "hbm", 0), BlockCopy("host", 1, "hbm", 1)
     group.scheduler.schedule = lambda: PlannedStep(copies=[write], transfers=[(9, [load])])  # type: ignore[method-assign]
     group.plan(0)
@@ -268,7 +265,7 @@ def step_of(engine: Engine, seq: Sequence) -> int:
     if seq in second.scheduler.places.arriving:
         return 5
     if seq in second.places.tickets.values():
-        transfers = second.endpoints[0]._destinations
+        transfers = second.endpoints[0].destinations
         states = [transfer.state for (_, tag), transfer in transfers.items() if tag == seq.seq_id]
         return {State.WANTED: 6, State.MOVING: 7}.get(states[0], 8) if states else 8
     return 8 if seq in second.scheduler.places.running else 0

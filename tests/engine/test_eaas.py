@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.tools import one_die
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.api.engine_metrics import EngineCollector
 from xdeepserve.engine.deploy.expert_services import declustered
@@ -56,14 +57,14 @@ def served(
         te = llm.engine.je.tes[0]
         for program in te.expert_programs:
             assert isinstance(program, ExpertServerProgram)
-            take = program.server._take
+            take = program.server.take
 
             def noted(room: int, take: Any = take) -> Any:
                 batch = take(room)
                 batches.append(len({each.client for each in batch}))
                 return batch
 
-            program.server._take = noted  # type: ignore[method-assign]
+            program.server.take = noted  # type: ignore[method-assign]
         outputs = llm.generate(PROMPTS, params, keep_logits=True)
         llm.engine.check_integrity()
         assert not llm.engine.lost
@@ -77,8 +78,7 @@ def served(
 @cache
 def expected(precision: str, num_tokens: int = PARAMS.max_tokens) -> str:
     params = SamplingParams(max_tokens=num_tokens, temperature=1.0, seed=3, ignore_eos=True)
-    with LLM("tiny-random", "monolithic", precision, overrides=["max_model_len=64"]) as llm:
-        return digest(llm.generate(PROMPTS, params, keep_logits=True))
+    return digest(one_die(PROMPTS, params, precision, max_model_len=64))
 
 
 # ---- bits -------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from tests.tools import one_die
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.comm.distflow import backend_between
 from xdeepserve.engine.build import PodPlan
@@ -24,9 +25,8 @@ PAIR = ["prefill.dies=1", "decode.dies=1"]
 
 
 @pytest.fixture(scope="module")
-def expected(tiny: TinyCheckpoint) -> str:
-    with LLM(tiny) as llm:
-        return digest(llm.generate(PROMPTS, PARAMS, keep_logits=True))
+def expected() -> str:
+    return digest(one_die(PROMPTS, PARAMS))
 
 
 @pytest.mark.parametrize(

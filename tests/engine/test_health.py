@@ -108,13 +108,13 @@ def test_who_answers_in_good_time_is_healthy(events: list[tuple[str, int, int]])
 def disturb(engine: Engine, rank: int, delay_ns: Callable[[], int], te: int = 0) -> None:
     """A fault of a die: it takes so long before it obeys any command, steps and probes alike."""
     executor = engine.je.tes[te].executors[rank]
-    obey = executor._obey
+    obey = executor.obey
 
     async def late(command: msgspec.Struct) -> None:
         await executor.die.clock.sleep(delay_ns())
         await obey(command)
 
-    executor._obey = late  # type: ignore[method-assign]
+    executor.obey = late  # type: ignore[method-assign]
 
 
 async def tokens_of(request: Any) -> list[int]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.tools import one_die
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.errors import TransferError, XDeepServeError
 from xdeepserve.hw.faults import Fault
@@ -20,9 +21,8 @@ WAYS = [[], ["transfer=layer"], ["fabric=roce"], ["transfer_over=send-receive"]]
 
 
 @pytest.fixture(scope="module")
-def expected(tiny: TinyCheckpoint) -> str:
-    with LLM(tiny) as llm:
-        return digest(llm.generate(PROMPTS, PARAMS, keep_logits=True))
+def expected() -> str:
+    return digest(one_die(PROMPTS, PARAMS))
 
 
 def served(tiny: TinyCheckpoint, settings: Sequence[str], *faults: Fault) -> tuple[str, int]:

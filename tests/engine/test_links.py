@@ -7,6 +7,7 @@ import pytest
 
 from tests.engine.links import ARRIVALS, MANY, ONE_EACH, PARAMS, PROMPTS, TWO_BY_TWO, WAYS, count_moves
 from tests.engine.remains import check_nothing_is_left, settled
+from tests.tools import one_die
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.comm.distflow.rules import Cause
 from xdeepserve.engine.job.links import PDLink
@@ -17,9 +18,8 @@ from xdeepserve.model.presets import TinyCheckpoint
 
 
 @pytest.fixture(scope="module", params=["int8", "fp32"])
-def expected(request: pytest.FixtureRequest, tiny: TinyCheckpoint) -> tuple[str, str]:
-    with LLM(tiny, precision=request.param) as llm:
-        return request.param, digest(llm.generate(PROMPTS, PARAMS, keep_logits=True))
+def expected(request: pytest.FixtureRequest) -> tuple[str, str]:
+    return request.param, digest(one_die(PROMPTS, PARAMS, request.param))
 
 
 # ---- faults of one link ------------------------------------------------------------------------------
@@ -29,7 +29,7 @@ def lose_words(link: PDLink, kind: Cause) -> list[int]:
     """From now on words of a kind do not arrive on this link. The tags that they were about."""
     lost: list[int] = []
     for endpoint in link.ends.values():
-        put = endpoint._inbox.put
+        put = endpoint.inbox.put
 
         def filtered(message: Any, delay_ns: int = 0, put: Any = put) -> None:
             if message.kind is kind:
@@ -37,7 +37,7 @@ def lose_words(link: PDLink, kind: Cause) -> list[int]:
             else:
                 put(message, delay_ns=delay_ns)
 
-        endpoint._inbox.put = filtered  # type: ignore[method-assign]
+        endpoint.inbox.put = filtered  # type: ignore[method-assign]
     return lost
 
 
@@ -95,12 +95,12 @@ def test_a_fault_of_one_link_of_four_changes_no_bit_and_no_other_link(
         outputs = llm.generate(*MANY, keep_logits=True, arrivals_ns=ARRIVALS * 2)
         assert digest(outputs[: len(PROMPTS)]) == digest(outputs[len(PROMPTS) :]) == wanted
         assert hit
-        llm._run(settled(llm.engine))
+        llm.run(settled(llm.engine))
         assert broken.error is not None
         assert all(link.error is None for link in others)
         check_nothing_is_left(llm.engine)
         assert digest(llm.generate(PROMPTS, PARAMS, keep_logits=True)) == wanted
-        llm._run(settled(llm.engine))
+        llm.run(settled(llm.engine))
         check_nothing_is_left(llm.engine)
         assert llm.engine.is_healthy()
 
@@ -292,7 +292,7 @@ def test_a_request_with_choices_fails_as_a_whole_and_others_do_not(
         break_moves(link, 1)
         with pytest.raises(TransferError, match="no carrier"):
             llm.generate([[4] * 60], three)
-        llm._run(settled(llm.engine))
+        llm.run(settled(llm.engine))
         check_nothing_is_left(llm.engine)
         link.flow.backend.move = move  # type: ignore[method-assign]
         again = llm.generate([[4] * 60], three)[0]

@@ -43,14 +43,14 @@ class Fault:
 
         link.flow.backend.move = faulty  # type: ignore[method-assign]
         for endpoint in link.ends.values():
-            put = endpoint._inbox.put
+            put = endpoint.inbox.put
 
             def filtered(message: Any, delay_ns: int = 0, put: Any = put) -> None:
                 is_lost = self.mode is message.kind or (self.mode == "loses some" and rng.random() < 0.3)
                 if not is_lost:
                     put(message, delay_ns=delay_ns)
 
-            endpoint._inbox.put = filtered  # type: ignore[method-assign]
+            endpoint.inbox.put = filtered  # type: ignore[method-assign]
 
 
 async def choices_of(request: Any) -> dict[int, list[int]]:

@@ -17,6 +17,7 @@ import pytest
 
 from tests.engine.histories import APART, SMALL, TES
 from xdeepserve import LLM, SamplingParams
+from xdeepserve.engine.dp.left import Left
 from xdeepserve.engine.job.roster import can_serve
 from xdeepserve.engine.loading import SOURCES
 from xdeepserve.engine.messages import StepFailed
@@ -205,12 +206,11 @@ class Life:
         ]
         plans = [plan for node, plan in pod.memories.plans.items() if not pod.topology.is_die(node)]
         assert sum(len(plan.app.regions) for plan in plans) == len(on_hosts)
-        je = engine.je
-        left = [je._jobs, je.transfers, je.links._failures, engine._requests, engine.plan.loadings]
-        assert left == [{}] * 5
+        assert engine.left() == Left()
+        assert engine.plan.loadings == {}
         for te in engine.je.tes:
             assert te.te_shell.is_empty
-            assert (te.num_sequences, te.te_shell._group_of, te.plan.num_readers) == (0, {}, 0)
+            assert (te.num_sequences, te.plan.num_readers) == (0, 0)
 
 
 def lived(tiny: TinyCheckpoint, mixed: str, seed: int, num_turns: int) -> tuple[Life, Tokens]:

@@ -522,7 +522,7 @@ def test_what_came_is_compared_with_what_was_sent(
     tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build_engine(tiny, "colocated", "int8", overrides=[*SMALL, "dies=2"])
-    copy, memories = Fork._copy, engine.plan.pod.memories
+    copy, memories = Fork.copy_to, engine.plan.pod.memories
 
     async def with_a_flipped_bit(self: Fork, i: int, die: int, pieces: list[Copy], on_bytes: Any) -> None:
         await copy(self, i, die, pieces, on_bytes)
@@ -530,7 +530,7 @@ def test_what_came_is_compared_with_what_was_sent(
             at = pieces[0].dst.plus(7)
             memories.write(at, bytes([memories.read(at, 1)[0] ^ 1]))
 
-    monkeypatch.setattr(Fork, "_copy", with_a_flipped_bit)
+    monkeypatch.setattr(Fork, "copy_to", with_a_flipped_bit)
 
     async def main() -> None:
         await engine.start()

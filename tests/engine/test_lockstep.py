@@ -396,13 +396,13 @@ def test_a_thread_that_fails_ends_the_rounds_of_all() -> None:
             after.append(worker)
 
     gang = object.__new__(colocated.ColocatedGang)  # its threads alone
-    gang.num_threads, gang._pool, gang.sync = 3, None, sync_kernels.new_sync()
+    gang.num_threads, gang.pool, gang.sync = 3, None, sync_kernels.new_sync()
     with pytest.raises(ValueError, match="broken"):
         gang.spread([(lingers, ()), (fails, ())], [(follows, ())])
     assert after == [2]  # nobody is under way
     after.clear()
     gang.spread([(follows, ())], [(follows, ())])
-    gang._threads.shutdown()
+    gang.threads.shutdown()
     assert sorted(after) == [0, 0, 1, 1, 2, 2]  # of the second time
 
 
@@ -508,7 +508,7 @@ def test_a_die_that_does_not_come_is_named(
 
     async def absent(self: Gang, rank: int, share: Share) -> None:
         if rank == 2:
-            await self._clock.sleep(10**12)
+            await self.clock.sleep(10**12)
         await attend(self, rank, share)
 
     monkeypatch.setattr(Gang, "attend", absent)
@@ -615,7 +615,7 @@ def test_forty_eight_dies_of_the_tiny_r1_model() -> None:
 
 def test_heads_do_without_the_weights_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which may be lost by then, though their rows are there: whoever makes the logits uses its own."""
-    run, run_all, given = Heads._run, Heads._run_all, []
+    run, run_all, given = Heads.run, Heads.run_all, []
 
     def noted(self: Heads, rank: int, f: Frame) -> None:
         run(self, rank, f)
@@ -635,21 +635,21 @@ def test_heads_do_without_the_weights_of_others(monkeypatch: pytest.MonkeyPatch)
     settings = ["dies=3", "lockstep=true", "max_model_len=64"]
     with LLM("tiny-random", "colocated", overrides=settings) as llm:
         expected = digest(llm.generate(PROMPTS, GREEDY, keep_logits=True))
-    monkeypatch.setattr(Heads, "_run", noted)
-    monkeypatch.setattr(Heads, "_run_all", alone)
+    monkeypatch.setattr(Heads, "run", noted)
+    monkeypatch.setattr(Heads, "run_all", alone)
     with LLM("tiny-random", "colocated", overrides=settings) as llm:
         assert digest(llm.generate(PROMPTS, GREEDY, keep_logits=True)) == expected
 
 
 def test_one_die_makes_the_logits_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of those that have rows; all from the weights of one, which are those of all."""
-    run_all, num_dies = Heads._run_all, []
+    run_all, num_dies = Heads.run_all, []
 
     def counted(self: Heads, frames: Sequence[Frame], ends: Ends) -> None:
         num_dies.append(len(frames))
         run_all(self, frames, ends)
 
-    monkeypatch.setattr(Heads, "_run_all", counted)
+    monkeypatch.setattr(Heads, "run_all", counted)
     settings = ["dies=4", "lockstep=true", "max_model_len=64"]
     with LLM("tiny-random", "colocated", overrides=settings) as llm:
         llm.generate(PROMPTS[:4], GREEDY)

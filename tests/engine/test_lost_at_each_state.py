@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.tools import one_die
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.dp import events
 from xdeepserve.hw.faults import Fault
@@ -66,8 +67,7 @@ def served(way: str, *faults: Fault) -> Told:
 
 @functools.cache
 def alone() -> str:
-    with LLM("tiny-random") as llm:
-        return digest(llm.generate([PROMPT], PARAMS, keep_logits=True))
+    return digest(one_die([PROMPT], PARAMS))
 
 
 @pytest.mark.thin(3)

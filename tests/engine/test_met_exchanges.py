@@ -69,8 +69,8 @@ def test_a_die_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     dispatch = MetExchange.dispatch
 
     async def absent(self: MetExchange, x: Array, topk_idx: Array, event_id: int) -> Received:
-        if self._rank == 2:
-            await self._die.clock.sleep(10**12)
+        if self.rank == 2:
+            await self.die.clock.sleep(10**12)
         return await dispatch(self, x, topk_idx, event_id)
 
     monkeypatch.setattr(MetExchange, "dispatch", absent)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools import one_die
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.dp.sampling_params import SamplingParams
@@ -26,8 +27,8 @@ def bits(name: str, overrides: list[str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def one_die() -> str:
-    return bits("monolithic", [])
+def expected() -> str:
+    return digest(one_die(PROMPTS, PARAMS))
 
 
 @pytest.mark.parametrize(
@@ -40,21 +41,21 @@ def one_die() -> str:
     ],
     ids=str,
 )
-def test_the_bits_are_those_of_one_die(one_die: str, name: str, overrides: list[str]) -> None:
-    assert bits(name, overrides) == one_die
+def test_the_bits_are_those_of_one_die(expected: str, name: str, overrides: list[str]) -> None:
+    assert bits(name, overrides) == expected
 
 
 @pytest.mark.parametrize(
     ("name", "overrides"), [("pd", ["prefill.hardware=910b"]), ("moe-attention", H20)], ids=str
 )
 def test_cards_lead_to_the_memory_pool_where_no_ub_does(
-    one_die: str, tmp_path: Path, name: str, overrides: list[str]
+    expected: str, tmp_path: Path, name: str, overrides: list[str]
 ) -> None:
     pool = [f"ems.path={tmp_path}", "ems.fabric=vpc", "ems.block_size=16"]
     for num_cached in (0, 32):
         with LLM("tiny-random", name, overrides=[*overrides, *pool]) as llm:
             outputs = llm.generate(PROMPTS, PARAMS, keep_logits=True)
-        assert digest(outputs) == one_die
+        assert digest(outputs) == expected
         assert outputs[1].metrics is not None
         assert outputs[1].metrics.num_cached_tokens == num_cached
 

@@ -120,7 +120,7 @@ async def test_a_server_comes_again_before_the_end_of_its_connection_is_heard() 
         await there.until(lambda: seats[2].presence == Presence.THERE)
         again, (_, new) = await there.ask(asks("a", 2, epoch=1))
         assert again == seated
-        await there.until(lambda: len(there.service._tasks) == 1)  # the old connection is over
+        await there.until(lambda: there.service.num_connections == 1)  # the old connection is over
         assert seats[2].name == "a"
         say(new, LoopTurns())
         new.close()

@@ -87,7 +87,7 @@ def test_a_chain_is_as_long_as_there_are_who_load(engine: Engine) -> None:
         async def look() -> list[str | None]:
             joining = await _joins(engine, 3)
             await engine.plan.pod.clock.sleep(1)
-            forks = [loading._fork for loading in engine.plan.loadings.values()]
+            forks = [loading.fork for loading in engine.plan.loadings.values()]
             read = [fork.before and fork.before.name for fork in forks]
             for task in joining:
                 await engine.plan.pod.clock.join(task)
@@ -109,7 +109,7 @@ def test_who_read_nobody_to_the_end_leaves_its_place_to_who_comes(engine: Engine
         await clock.sleep(load_ns(engine.plan.tes[0], "peer") // 2)
         joining[2].cancel()
         await clock.sleep(1)
-        forks = [loading._fork for loading in engine.plan.loadings.values()]
+        forks = [loading.fork for loading in engine.plan.loadings.values()]
         read = [fork.before and fork.before.name for fork in forks]
         assert engine.plan.tes[0].num_readers == 1
         for task in (*joining[:2], joining[3]):
@@ -210,7 +210,7 @@ def test_who_is_about_to_run_when_its_source_breaks_hears_of_it(when: str) -> No
         await pod.clock.sleep(1)
         source.after = None  # nobody is interrupted
         source.break_off()
-        source._tell(0)
+        source.tell(0)
         await pod.clock.join(copying)
 
     with pytest.raises(BrokenForkError, match="te 1 does not get its weights"):

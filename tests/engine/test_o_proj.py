@@ -9,6 +9,7 @@ import pytest
 
 from tests.timing.closed_forms import ClosedForms
 from tests.timing.tools import watch, without_experts
+from tests.tools import one_die
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
@@ -28,13 +29,9 @@ PARAMS = SamplingParams(max_tokens=6, temperature=0.8, seed=3, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def expected(tiny: TinyCheckpoint) -> dict[str, str]:
+def expected() -> dict[str, str]:
     """Digest of one die, by precision."""
-    digests = {}
-    for recipe in RECIPES:
-        with LLM(tiny, "monolithic", recipe) as llm:
-            digests[recipe] = digest(llm.generate(PROMPTS, PARAMS, keep_logits=True))
-    return digests
+    return {recipe: digest(one_die(PROMPTS, PARAMS, recipe)) for recipe in RECIPES}
 
 
 def served(llm: LLM) -> str:

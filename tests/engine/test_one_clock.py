@@ -108,14 +108,14 @@ def test_tasks_and_time_only(monkeypatch: pytest.MonkeyPatch, settings: tuple[st
     replicas.)"""
     received: list[np.ndarray] = []
     loads: list[np.ndarray] = []
-    collected: Callable[..., np.ndarray] = Reconfiguration._collected
+    collected: Callable[..., np.ndarray] = Reconfiguration.collected
 
     def collect(reconfiguration: Reconfiguration) -> np.ndarray:
         loads.append(collected(reconfiguration))
         return loads[-1]
 
-    monkeypatch.setattr(Reconfiguration, "_collected", collect)
-    tell: Callable[..., None] = ColocatedGang._tell_time
+    monkeypatch.setattr(Reconfiguration, "collected", collect)
+    tell: Callable[..., None] = ColocatedGang.tell_time
 
     def record(gang: ColocatedGang, shares, visits, passes) -> None:
         if settings[0] != "dies=1":
@@ -126,10 +126,10 @@ def test_tasks_and_time_only(monkeypatch: pytest.MonkeyPatch, settings: tuple[st
             )
         tell(gang, shares, visits, passes)
 
-    monkeypatch.setattr(ColocatedGang, "_tell_time", record)
+    monkeypatch.setattr(ColocatedGang, "tell_time", record)
     settings = (*settings, "mtp=0")
     lockstep = run("colocated", *settings, "lockstep=true")
-    monkeypatch.setattr(ColocatedGang, "_tell_time", tell)
+    monkeypatch.setattr(ColocatedGang, "tell_time", tell)
     if MOVES[0] in settings:
         assert {"replicas", "3 load", "Report load"} <= {name for _, name, _ in lockstep}
     given = iter(list(loads))
@@ -137,7 +137,7 @@ def test_tasks_and_time_only(monkeypatch: pytest.MonkeyPatch, settings: tuple[st
     def route(llm: LLM) -> None:
         net = llm.engine.plan.tes[0].net
         assert isinstance(net, ClockNet)
-        monkeypatch.setattr(Reconfiguration, "_collected", lambda _: next(given))
+        monkeypatch.setattr(Reconfiguration, "collected", lambda _: next(given))
         drawn = iter(received)
         net.hubs[0].routing.counts = (  # type: ignore[method-assign]
             lambda event, stream, copies, kept=[]: kept.pop() if kept else _both(kept, next(drawn))

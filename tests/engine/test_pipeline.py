@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.tools import one_die
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.bench import pipelines
 from xdeepserve.engine.build import PodPlan
@@ -39,9 +40,8 @@ def precision(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def expected(tiny: TinyCheckpoint, precision: str) -> str:
-    with LLM(tiny, precision=precision) as llm:
-        return digest(llm.generate(PROMPTS, PARAMS, keep_logits=True))
+def expected(precision: str) -> str:
+    return digest(one_die(PROMPTS, PARAMS, precision))
 
 
 SHAPES = [

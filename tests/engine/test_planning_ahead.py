@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.tools import one_die
 from xdeepserve.engine.deploy.sizes import StepSizes
 from xdeepserve.engine.dp.block_table import BlockCopy
 from xdeepserve.engine.dp.rtc import RTC
@@ -268,7 +269,7 @@ def serve(deployment: str, overrides: Seq[str]) -> str:
 
 @pytest.fixture(scope="module")
 def expected() -> str:
-    return serve("monolithic", [])
+    return digest(one_die(PROMPTS, PARAMS, model="tiny", max_model_len=128))
 
 
 TIGHT = ("cache.num_blocks=8", "scheduler.max_num_seqs=4")

@@ -7,7 +7,8 @@ import pytest
 
 from tests.engine.remains import settled
 from tests.engine.tools import delay_steps, make_scheduler, play, short, tokens_of
-from xdeepserve import LLM, SamplingParams
+from tests.tools import one_die
+from xdeepserve import SamplingParams
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.scheduler import Scheduler
 from xdeepserve.llm import build_engine
@@ -29,8 +30,7 @@ async def test_with_a_slow_decode_prefill_swaps_nobody_in_who_cannot_go_on(
 ) -> None:
     prompts = [[i + 5] * length for i, (length, _) in enumerate(JOBS)]
     params = [SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True) for _, new in JOBS]
-    with LLM(tiny) as roomy:
-        wanted = [o.outputs[0].token_ids for o in roomy.generate(prompts, params)]
+    wanted = [o.outputs[0].token_ids for o in one_die(prompts, params)]
     settings = ["prefill.dies=1", "decode.dies=1", *FEW_BLOCKS, *SWAP, *more]
     engine = build_engine(tiny, "pd", "int8", overrides=settings)
     await engine.start()

@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from tests.tools import one_die
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.api.engine_metrics import EngineCollector
 from xdeepserve.engine.balance.reconfigure import Reconfiguration
@@ -41,9 +42,8 @@ APART = ["attention.domains=2", "attention.dies=2", "experts.routed_dies=3", "ma
 
 
 @pytest.fixture(scope="module")
-def expected(tiny: TinyCheckpoint) -> str:
-    with LLM(tiny) as llm:
-        return digest(llm.generate(PROMPTS, PARAMS, keep_logits=True))
+def expected() -> str:
+    return digest(one_die(PROMPTS, PARAMS))
 
 
 def run(llm: LLM) -> str:
@@ -176,28 +176,28 @@ def test_lockstep_notices_a_row_for_half_an_expert(
 
 def spoil_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the command to load it until its arrays are there, a slot is full of small wrong numbers."""
-    put = Reconfiguration._load_if_drained
+    put = Reconfiguration.load_if_drained
 
     def load_and_spoil(self: Reconfiguration) -> None:
         was = self.phase
         put(self)
         if was == "draining" and self.phase == "loading":
-            for change in self._loads:
-                for address, nbytes in self._slots(change.holder).pieces(change.layer, change.slot):
-                    self._pod.memories.write(address, b"\x3c" * nbytes)
+            for change in self.loads:
+                for address, nbytes in self.redundant_slots(change.holder).pieces(change.layer, change.slot):
+                    self.pod.memories.write(address, b"\x3c" * nbytes)
 
-    monkeypatch.setattr(Reconfiguration, "_load_if_drained", load_and_spoil)
+    monkeypatch.setattr(Reconfiguration, "load_if_drained", load_and_spoil)
 
 
 def keep_slots_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave phase 2 out: dies go on with the map that they have."""
-    set_map = Reconfiguration._set_map
+    set_map = Reconfiguration.set_map
 
     def only_final_ones(self: Reconfiguration, phy2log: list[list[int]]) -> None:
         if self.phase == "loaded":
             set_map(self, phy2log)
 
-    monkeypatch.setattr(Reconfiguration, "_set_map", only_final_ones)
+    monkeypatch.setattr(Reconfiguration, "set_map", only_final_ones)
 
 
 def load_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +273,7 @@ def test_slots_are_loaded_only_when_every_step_with_the_old_map_has_ended(
 
     spy(DPGroup, "launch", "launched")
     spy(Reconfiguration, "after_step", "ended")
-    spy(Reconfiguration, "_set_map", "map")
+    spy(Reconfiguration, "set_map", "map")
     spy(Die, "put", "loading")
     with LLM(tiny, "colocated", overrides=[*COLOCATED, "execution.overlap=true"]) as llm:
         llm.generate(PROMPTS, PARAMS)
@@ -325,7 +325,7 @@ def test_all_dies_change_maps_before_the_same_steps(
     tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch, deployment: str, overrides: list[str]
 ) -> None:
     seen: dict[int, list[Any]] = defaultdict(list)
-    obey = Executor._obey
+    obey = Executor.obey
 
     async def spy(self: Executor, command: msgspec.Struct) -> None:
         if isinstance(command, SetExpertMap):
@@ -334,7 +334,7 @@ def test_all_dies_change_maps_before_the_same_steps(
             seen[self.rank].append(command.step)
         await obey(self, command)
 
-    monkeypatch.setattr(Executor, "_obey", spy)
+    monkeypatch.setattr(Executor, "obey", spy)
     late = ["execution.overlap=true", "execution.pin_cores=false"]
     with LLM(tiny, deployment, overrides=[*overrides, *late]) as llm:
         llm.generate(PROMPTS, PARAMS)
@@ -605,7 +605,7 @@ def test_runs_that_only_take_time_move_experts(deployment: str, settings: list[s
             assert changes is not None
             without = [[[] for _ in held] for held in changes.holdings]
             hottest = [
-                sum(s.dies for s in changes._trigger.skews(held)) for held in (changes.holdings, without)
+                sum(s.dies for s in changes.trigger.skews(held)) for held in (changes.holdings, without)
             ]
             return llm.engine.plan.pod.clock.now, te.num_reconfigurations, hottest[0], hottest[1]
 

@@ -190,7 +190,7 @@ def test_drafts_are_made_of_what_was_there_before(tiny: TinyCheckpoint) -> None:
             llm.generate(PROMPTS, SamplingParams(max_tokens=12, ignore_eos=True, temperature=1.0, seed=3))
             drafter = llm.engine.je.tes[0].executors[0].drafter
             assert isinstance(drafter, Drafter)
-            kept.append(len(drafter._overwritten))
+            kept.append(len(drafter.overwritten))
             spans = llm.engine.plan.pod.trace.spans
             moments.extend(span.end_ns / 1000 + 0.5 for span in spans if span.name == "DraftState")
         return made

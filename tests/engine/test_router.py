@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from tests.engine.links import PARAMS, PROMPTS
+from tests.tools import one_die
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.balance.heat_map import HeatMap
 from xdeepserve.engine.deploy.deployment import Route
@@ -69,10 +70,10 @@ def test_several_job_executors_and_the_same_requests_take_the_same_ways(tiny: Ti
             places = assigned(llm)
             digests.add(digest(llm.generate(PROMPTS * 2, PARAMS, keep_logits=True)))
             ways.append(dict(places))
-            router = llm.engine.je._router
+            router = llm.engine.je.router
             seqs: list[Any] = [SimpleNamespace(seq_id=seq_id) for seq_id in range(64)]
             assert {router.reached(seq) for seq in seqs} == {*range(executors)}
-            assert not any(ledger._given for ledger in router._ledgers)
+            assert not any(ledger.given for ledger in router.ledgers)
     assert len(digests) == 1
     assert ways[1] == ways[2] != ways[0]
 
@@ -124,8 +125,7 @@ def test_the_heat_map_says_which_kind_of_te_has_a_request(
     deployment, heat = two_kinds(tmp_path)
     prompts = [[5 * i + j % 9 for j in range(40 if i % 2 else 8)] for i in range(16)]
     params = [SHORT if i % 4 < 2 else msgspec.structs.replace(SHORT, max_tokens=9) for i in range(16)]
-    with LLM(tiny, "monolithic", overrides=["max_model_len=256"]) as llm:
-        expected = digest(llm.generate(prompts, params, keep_logits=True))
+    expected = digest(one_die(prompts, params, max_model_len=256))
     settings = ["max_model_len=256", f"scheduler.route={route}", f"scheduler.heat={heat}"]
     with LLM(tiny, deployment, overrides=settings) as llm:
         roles = {te.sizes.place.name: te.sizes.place.role for te in llm.engine.je.tes}

@@ -262,7 +262,7 @@ def test_the_least_recently_used_name_is_forgotten_but_not_its_blocks() -> None:
 def test_check_integrity_sees_a_name_of_nothing() -> None:
     rtc = RTC(4, BLOCK)
     holding = named(rtc, "a", [1] * 4)
-    rtc.index._by_id["b"] = holding.nodes[0]
+    rtc.index.by_id["b"] = holding.nodes[0]
     with pytest.raises(
         XDeepServeError, match=r"IDs on the books \['a', 'b'\], of nodes in the index \['a'\]"
     ):

@@ -47,11 +47,11 @@ def through_llm(tiny: TinyCheckpoint, asked: History, num_turns: int, file: Path
     ) as llm:
         abort_on_the_way(llm.engine, asked.aborts)
         for batch, arrivals in zip(asked.batches, asked.arrivals_ns, strict=True):
-            llm._run(turns(num_turns))
+            llm.run(turns(num_turns))
             prompts, params = zip(*batch, strict=True)
             made = llm.generate(prompts, params, arrivals_ns=arrivals)
             outputs += [[(c.token_ids, c.finish_reason) for c in output.outputs] for output in made]
-        llm._run(turns(num_turns))
+        llm.run(turns(num_turns))
         return _events(llm.engine, outputs, file)
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from tests.engine.links import MANY, ONE_EACH, PARAMS, PROMPTS, TWO_BY_TWO, WAYS, count_moves
 from tests.engine.remains import check_nothing_is_left, settled
+from tests.tools import one_die
 from xdeepserve import LLM
 from xdeepserve.comm.distflow.channels import NUM_CHANNELS, Channels, plan_channels
 from xdeepserve.comm.distflow.send_receive import SendReceiveBackend
@@ -23,13 +24,12 @@ OVER = "transfer_over=send-receive"
 
 
 @pytest.fixture(scope="module", params=["int8", "fp32"])
-def expected(request: pytest.FixtureRequest, tiny: TinyCheckpoint) -> tuple[str, str]:
-    with LLM(tiny, precision=request.param) as llm:
-        return request.param, digest(llm.generate(PROMPTS, PARAMS, keep_logits=True))
+def expected(request: pytest.FixtureRequest) -> tuple[str, str]:
+    return request.param, digest(one_die(PROMPTS, PARAMS, request.param))
 
 
 def channels_of(llm: LLM) -> Channels:
-    found = llm.engine.je._carriage._channels
+    found = llm.engine.je.carriage.channels
     assert found is not None
     return found
 
@@ -58,7 +58,7 @@ def test_bits_are_those_of_one_die(
         settings = [*shape, f"cache.num_blocks={blocks}", OVER, f"transfer={transfer}"]
         with LLM(tiny, "pd", precision, overrides=settings) as llm:
             assert digest(llm.generate(PROMPTS, PARAMS, keep_logits=True)) == wanted
-            llm._run(settled(llm.engine))
+            llm.run(settled(llm.engine))
             check_nothing_is_left(llm.engine)
             (link,) = llm.engine.je.links
             assert link.flow.backend.name == "send-receive"
@@ -67,7 +67,7 @@ def test_bits_are_those_of_one_die(
             sent = {f.event_id for die in decode for f in fields(llm, die, "tails")}
             acknowledged = {f.event_id for die in prefill for f in fields(llm, die, "acks")}
             assert sent
-            assert max(sent) == max(acknowledged) == channels_of(llm)._num_messages
+            assert max(sent) == max(acknowledged) == channels_of(llm).num_messages
             assert not [f for die in prefill for f in fields(llm, die, "tails")]
             assert not [f for die in decode for f in fields(llm, die, "acks")]
 
@@ -142,7 +142,7 @@ def test_a_field_that_lies_is_a_named_error_of_its_request_alone(
             await settled(llm.engine)
             return failures
 
-        failures = llm._run(main())
+        failures = llm.run(main())
         assert len(hit) == 1
         # By layer the blocks go again, by request: the link had failed once, and is tried since it is alone.
         assert len(failures) <= 1
@@ -181,7 +181,7 @@ def test_with_two_decode_tes_the_request_goes_to_the_other(
         outputs = llm.generate(*MANY, keep_logits=True)
         assert digest(outputs[: len(PROMPTS)]) == digest(outputs[len(PROMPTS) :]) == wanted
         assert hit
-        llm._run(settled(llm.engine))
+        llm.run(settled(llm.engine))
         check_nothing_is_left(llm.engine)
 
 
@@ -200,7 +200,7 @@ def test_a_request_that_is_aborted_while_its_blocks_are_sent_leaves_nothing(tiny
             check_nothing_is_left(engine)
 
         for after_ns in range(0, 12_000_000, 400_000):
-            llm._run(main(after_ns))
+            llm.run(main(after_ns))
 
 
 # ---- one clock --------------------------------------------------------------------------------------
@@ -246,8 +246,8 @@ def test_a_run_that_only_takes_time_sends_and_receives(transfer: str) -> None:
     with LLM("tiny-random", "pd", overrides=settings, timing_only=True) as llm:
         outputs = llm.generate(PROMPTS, PARAMS)
         assert [len(output.outputs[0].token_ids) for output in outputs] == [8] * len(PROMPTS)
-        assert channels_of(llm)._num_messages >= len(PROMPTS)
-        llm._run(settled(llm.engine))
+        assert channels_of(llm).num_messages >= len(PROMPTS)
+        llm.run(settled(llm.engine))
         check_nothing_is_left(llm.engine)
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.tools import one_die
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.deploy.expert_services import copies_of
 from xdeepserve.engine.deploy.fitting import fit
@@ -57,7 +58,7 @@ def lived(
             moved.append((event.server, event.epoch, event.is_there))
             asked[event.server] = 0
 
-    take = ExpertServerProgram._place_of
+    take = ExpertServerProgram.place_of
 
     def noted(program: ExpertServerProgram, batch: Any) -> Any:
         asked[program.server.index] = asked.get(program.server.index, 0) + 1
@@ -65,7 +66,7 @@ def lived(
 
     overrides = ["max_model_len=64", SOON, *settings]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ExpertServerProgram, "_place_of", noted)
+        patch.setattr(ExpertServerProgram, "place_of", noted)
         with LLM(
             "tiny-random", "eaas", precision, overrides=overrides, faults=faults, clock_seed=seed
         ) as llm:
@@ -88,8 +89,7 @@ def lived(
 @cache
 def expected(precision: str = "int8", num_tokens: int = PARAMS.max_tokens) -> str:
     params = SamplingParams(max_tokens=num_tokens, temperature=1.0, seed=3, ignore_eos=True)
-    with LLM("tiny-random", "monolithic", precision, overrides=["max_model_len=64"]) as llm:
-        return digest(llm.generate(PROMPTS, params, keep_logits=True))
+    return digest(one_die(PROMPTS, params, precision, max_model_len=64))
 
 
 def at(*when: tuple[float, str, int | None]) -> Change:

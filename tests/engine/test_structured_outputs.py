@@ -164,7 +164,8 @@ def test_a_grammar_that_cannot_go_on_ends_its_own_request_alone(monkeypatch: pyt
         expected = llm.generate([[1, 2, 3]], free)[0].outputs[0].token_ids
 
         async def serve() -> tuple[list[int], str]:
-            requests = [llm._submit([1, 2, 3], params, "none") for params in (free, bound)]
+            asked = {"free": free, "bound": bound}
+            requests = [llm.engine.submit([1, 2, 3], params, name) for name, params in asked.items()]
             tokens = [token async for delta in requests[0] for token in delta.token_ids]
             with pytest.raises(XDeepServeError) as caught:
                 async for _ in requests[1]:
@@ -172,7 +173,7 @@ def test_a_grammar_that_cannot_go_on_ends_its_own_request_alone(monkeypatch: pyt
             return tokens, str(caught.value)
 
         monkeypatch.setattr(GrammarMatcher, "fault", property(lambda matcher: "too complex to go on"))
-        assert llm._run(serve()) == (expected, "too complex to go on")
+        assert llm.run(serve()) == (expected, "too complex to go on")
         monkeypatch.undo()
         assert re.fullmatch("[a-z]+", llm.generate([[1, 2, 3]], bound)[0].outputs[0].text)
         llm.engine.check_integrity()

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.model.hf_fixtures import Fixture, fixtures
+from tests.tools import one_die
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.comm.distflow import Endpoint
 from xdeepserve.engine.deploy.fitting import fit
@@ -34,13 +35,9 @@ def settings(tp: int, mode: TPMode, dies: int | None = None) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def expected(tiny: TinyCheckpoint) -> dict[str, str]:
+def expected() -> dict[str, str]:
     """Digest of one die, by precision."""
-    digests = {}
-    for recipe in RECIPES:
-        with LLM(tiny, "monolithic", recipe) as llm:
-            digests[recipe] = digest(llm.generate(PROMPTS, PARAMS, keep_logits=True))
-    return digests
+    return {recipe: digest(one_die(PROMPTS, PARAMS, recipe)) for recipe in RECIPES}
 
 
 def served(llm: LLM, times: int = 1) -> str:
@@ -92,8 +89,7 @@ def test_all_ranks_hold_the_same_latents_and_only_their_heads(mode: TPMode, tiny
         names = [f"kv/{layer}/{part}" for layer in range(4) for part in ("latent", "scale", "k_pe")]
         for group in llm.engine.groups:
             caches = [
-                [mem.workspace.take(name, *mem.workspace._flat[name].shape) for name in names]
-                for mem in group.mems
+                [mem.workspace.take(name, mem.workspace.size(name)) for name in names] for mem in group.mems
             ]
             assert any(array.any() for array in caches[0]), "no request came here"
             for cache in caches[1:]:
@@ -130,8 +126,7 @@ def test_whatever_happens_meanwhile(
 def test_swapped_and_cached_blocks_move_on_every_rank(mode: TPMode, tiny: TinyCheckpoint) -> None:
     prompts = [list(range(i, i + 60)) for i in range(5)]
     params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
-    with LLM(tiny, "monolithic") as roomy:
-        wanted = digest(roomy.generate(prompts, params, keep_logits=True))
+    wanted = digest(one_die(prompts, params))
     tight = ["max_model_len=128", "cache.num_blocks=16", "cache.num_host_blocks=64", "cache.preemption=swap"]
     with LLM(tiny, "colocated", overrides=[*settings(2, mode), *tight, "cache.load=always"]) as llm:
         for _ in range(2):

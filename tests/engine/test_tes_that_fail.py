@@ -59,7 +59,7 @@ def test_a_decode_te_fails_before_its_source_has_read_the_completion(
 
     async def fail() -> None:
         while not unread():
-            assert engine._requests, "no source was ever late"
+            assert engine.left().requests, "no source was ever late"
             await clock.sleep(1000)
         _burn(unread()[0])
 
@@ -90,7 +90,7 @@ def test_a_decode_te_leaves_while_the_one_that_sends_it_layers_fails(tiny: TinyC
 
     async def change() -> None:
         while not (transfers := _transfers(engine, "by layer")):
-            assert engine._requests, "no layers were ever on their way"
+            assert engine.left().requests, "no layers were ever on their way"
             await clock.sleep(1000)
         prefill, decode = transfers[0].link.tes
         leaving = clock.spawn(getattr(engine, way)(decode.sizes.place.name), name=way)
@@ -124,8 +124,8 @@ def test_links_keep_nothing_of_a_te_that_has_left(tiny: TinyCheckpoint) -> None:
             old = engine.je.tes.ready(role)[0]  # type: ignore[arg-type]
             await engine.add_te(role)  # type: ignore[arg-type]
             await engine.remove(old.sizes.place.name)
-        assert list(engine.je.links._links) == engine.je.tes.ready("prefill")
-        assert next(iter(engine.je.links._links.values())).keys() == set(engine.je.tes.ready("decode"))
+        assert list(engine.je.links.by_prefill) == engine.je.tes.ready("prefill")
+        assert next(iter(engine.je.links.by_prefill.values())).keys() == set(engine.je.tes.ready("decode"))
         await engine.stop()
 
     run(main())
@@ -409,7 +409,7 @@ def test_dies_of_a_guest_that_has_failed_are_not_given_out_again(tiny: TinyCheck
             while guest.engine.is_healthy():
                 await asyncio.sleep(0)
 
-        guest._run(fail())
+        guest.run(fail())
         guest.close()
         assert pod.lost == {1}
         assert set(pod.holders) == {0}

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.engine.remains import check_nothing_is_left, settled
+from tests.tools import one_die
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
@@ -27,9 +28,8 @@ SMALL = [*PAIR, "max_model_len=128", "cache.num_blocks=16", "cache.prefix=false"
 
 
 @pytest.fixture(scope="module", params=["int8", "fp32"])
-def expected(request: pytest.FixtureRequest, tiny: TinyCheckpoint) -> tuple[str, str]:
-    with LLM(tiny, precision=request.param) as llm:
-        return request.param, digest(llm.generate(PROMPTS, PARAMS, keep_logits=True))
+def expected(request: pytest.FixtureRequest) -> tuple[str, str]:
+    return request.param, digest(one_die(PROMPTS, PARAMS, request.param))
 
 
 SHAPES = [
@@ -137,11 +137,11 @@ async def test_a_layer_leaves_when_all_dies_of_the_group_have_ended_it(tiny: Tin
     engine = await start(tiny, ["prefill.dies=2", "prefill.tp=2", "decode.dies=2", BY_LAYER])
     group, left = engine.je.tes[0].groups[0], list[Event]()
     engine.observe(left.append)
-    group._by_layer[7] = [4]
+    group.by_layer[7] = [4]
     for layer, expected in ((0, []), (1, []), (0, [0]), (1, [0, 1])):
         group.end_layer(7, layer)
         assert left == [LayerEnded(4, group.id, ended) for ended in expected]
-    del group._by_layer[7]
+    del group.by_layer[7]
     check_nothing_is_left(engine)
     await engine.stop()
 
@@ -155,8 +155,7 @@ async def test_without_room_in_decode_it_goes_by_request_and_prefill_does_not_st
     """Decode has few blocks, since somebody holds the others; prefill goes on all the same."""
     prompts = [[i + 3] * 60 for i in range(3)]
     params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
-    with LLM(tiny) as roomy:
-        wanted = [o.outputs[0].token_ids for o in roomy.generate(prompts, params)]
+    wanted = [o.outputs[0].token_ids for o in one_die(prompts, params)]
     engine = await start(tiny, SMALL)
     prefill, decode = sides(engine)
     hold = decode.scheduler.handover.reserve(made_up_sequence(), 12 * 16)
@@ -252,8 +251,7 @@ def delay_steps(engine: Engine, te: int, delay_ns: int) -> None:
 async def test_slow_and_stalled_sides_lose_nothing(tiny: TinyCheckpoint, slow: int, delay_ns: int) -> None:
     """Also where a step takes longer than the time that DistFlow gives bytes."""
     prompts = [[i + 3] * 60 for i in range(8)]
-    with LLM(tiny) as roomy:
-        wanted = [o.outputs[0].token_ids for o in roomy.generate(prompts, SHORT)]
+    wanted = [o.outputs[0].token_ids for o in one_die(prompts, SHORT)]
     engine = await start(tiny, SMALL)
     delay_steps(engine, slow, delay_ns)
     early = count_reservations(engine)
@@ -311,8 +309,8 @@ async def test_a_request_cancelled_between_layers_frees_the_blocks_of_both_sides
     wanted = await tokens_of(engine.submit([9] * 50, SHORT, "alone"))
     victim = engine.submit([7] * 60, SHORT, "victim")
     [seq] = victim.sequences
-    (destinations,) = (endpoint._destinations for endpoint in decode.endpoints)
-    (sources,) = (endpoint._sources for endpoint in prefill.endpoints)
+    (destinations,) = (endpoint.destinations for endpoint in decode.endpoints)
+    (sources,) = (endpoint.sources for endpoint in prefill.endpoints)
     for _ in range(100_000):
         if any(transfer.num_ready == num_moved for transfer in sources.values()):
             break
@@ -352,8 +350,7 @@ async def test_a_sequence_that_ends_with_its_first_token_leaves_nothing_in_decod
 def test_choices_of_one_request_and_shared_prefixes(tiny: TinyCheckpoint) -> None:
     params = SamplingParams(n=3, max_tokens=8, temperature=1.0, seed=3, ignore_eos=True)
     prompts = [[7] * 50, list(range(70)), [7] * 50]
-    with LLM(tiny) as one:
-        wanted = digest(one.generate(prompts, params, keep_logits=True))
+    wanted = digest(one_die(prompts, params))
     with LLM(tiny, "pd", overrides=[*PAIR, "mtp=2", BY_LAYER]) as llm:
         for _ in range(2):
             assert digest(llm.generate(prompts, params, keep_logits=True)) == wanted
@@ -365,8 +362,7 @@ def test_the_same_prompt_many_times_over_a_slow_link(tiny: TinyCheckpoint) -> No
     while they are being read.
     """
     prompts = [list(range(40, 40 + n)) for n in (1, 1, 17, 17, 33, 33, 130)] + [list(range(130))] * 2
-    with LLM(tiny) as one:
-        wanted = digest(one.generate(prompts, SHORT, keep_logits=True))
+    wanted = digest(one_die(prompts, SHORT))
     for dies in (1, 2):
         overrides = ["prefill.dies=1", f"decode.dies={dies}", "fabric=vpc", BY_LAYER]
         with LLM(tiny, "pd", overrides=overrides) as llm:

@@ -128,7 +128,10 @@ def tokens_and_errors(llm: LLM, asked: list[tuple[list[int], SamplingParams]]) -
     """For each request its choices' tokens and logits, or why it failed."""
 
     async def serve() -> list[Any]:
-        requests = [llm._submit(prompt, params, "sampled") for prompt, params in asked]
+        requests = [
+            llm.engine.submit(*each, f"asked {number}", "sampled", is_bounded=False)
+            for number, each in enumerate(asked)
+        ]
         results: list[Any] = []
         for request in requests:
             try:
@@ -139,4 +142,4 @@ def tokens_and_errors(llm: LLM, asked: list[tuple[list[int], SamplingParams]]) -
         await llm.engine.settle()
         return results
 
-    return llm._run(serve())
+    return llm.run(serve())

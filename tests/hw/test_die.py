@@ -168,11 +168,11 @@ async def test_a_batch_moves_all_its_pieces_in_one_event() -> None:
     die = pod.dies[0]
 
     async def program() -> int:
-        before = pod.clock._num_events
+        before = pod.clock.counts().made
         loaded = await die.mte.load([(data(pod, node, node), 8) for node in range(20)])
         await die.mte.store([(data(pod, node, 100), piece) for node, piece in enumerate(loaded)])
         await die.mte.copy([Copy(data(pod, node, 0), data(pod, node, 200), 16) for node in range(20)])
-        return pod.clock._num_events - before
+        return pod.clock.counts().made - before
 
     sources = [bytes(pod.memories.read(data(pod, node), 64)) for node in range(20)]
     # All three are the earliest events of a lone process: none goes through the heap.

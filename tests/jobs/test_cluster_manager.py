@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -181,13 +183,15 @@ def test_a_number_that_another_process_has_by_now_is_left_alone() -> None:
 
 
 def test_a_directory_without_members_gets_the_table(tmp_path: Path) -> None:
-    store = JobStore(tmp_path / "state", Time())
-    store._db.execute("DROP TABLE members")
-    store._db.execute("PRAGMA user_version = 1")
-    store.close()
-    store = JobStore(tmp_path / "state", Time())
+    directory = tmp_path / "state"
+    JobStore(directory, Time()).close()
+    with closing(sqlite3.connect(directory / state_file.NAME, isolation_level=None)) as db:
+        db.execute("DROP TABLE members")
+        db.execute("PRAGMA user_version = 1")
+    store = JobStore(directory, Time())
     assert store.members.all() == []
-    store._db.execute(f"PRAGMA user_version = {state_file.VERSION + 1}")
     store.close()
+    with closing(sqlite3.connect(directory / state_file.NAME, isolation_level=None)) as db:
+        db.execute(f"PRAGMA user_version = {state_file.VERSION + 1}")
     with pytest.raises(InputError, match="of version 3; this program reads version 2"):
-        JobStore(tmp_path / "state", Time())
+        JobStore(directory, Time())

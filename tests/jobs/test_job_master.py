@@ -125,7 +125,7 @@ async def test_a_master_lost_at_any_task_has_a_successor(tmp_path: Path, works: 
     masters = at_work(first, "a", works), at_work(second, "b", works)
     async with masters[0] as a:
         await until(lambda: kind in works.begun)
-        a._renew = lambda: True  # type: ignore[method-assign]  # nor does it know that time goes by
+        a.renew = lambda: True  # type: ignore[method-assign]  # nor does it know that time goes by
         async with masters[1] as b:
             await asyncio.sleep(0.02)
             assert (b.leads, second.jobs()[0].state) == (False, "running")

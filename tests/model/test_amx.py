@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -139,11 +140,13 @@ def choose(
     monkeypatch.setattr(compiling.amx, "CAN_ASK", True)
     monkeypatch.setattr(compiling.amx, "is_permitted", is_permitted)
 
-    def compiles_for(feature: str) -> bool:
+    def of_target() -> tuple[str, str, str]:
         told = compiling.NUMBA.CPU_FEATURES
-        return f"+{feature}" in (Features(host).flatten() if told is None else told).split(",")
+        return "", "", Features(host).flatten() if told is None else told
 
-    monkeypatch.setattr(compiling, "_compiles_for", compiles_for)
+    codegen = SimpleNamespace(magic_tuple=of_target)
+    context = SimpleNamespace(codegen=lambda: codegen)
+    monkeypatch.setattr(compiling, "cpu_target", SimpleNamespace(target_context=context))
     compiling.choose_cpu()
     told: str | None = compiling.NUMBA.CPU_FEATURES
     return told

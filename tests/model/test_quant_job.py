@@ -152,7 +152,7 @@ def test_the_config_goes_with_the_weights_wherever_it_lies(tmp_path: Path) -> No
     """tiny-r1 takes its tokenizer from another preset's directory, but not its config."""
     checkpoint = TinyCheckpoint("tiny-r1")
     report = Report("rtn", 1, 1, None, 0, {})
-    raw = job._Quantization(checkpoint, tmp_path / "out", METHODS["rtn"], lambda *step: None)._config_json(
+    raw = job.Quantization(checkpoint, tmp_path / "out", METHODS["rtn"], lambda *step: None).config_json(
         report
     )
     (tmp_path / "config.json").write_text(json.dumps(raw))

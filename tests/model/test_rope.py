@@ -8,14 +8,14 @@ import pytest
 
 from tests.model.hf_fixtures import ROPE_POSITIONS, Fixture, fixtures
 from xdeepserve.model.config import load_config
-from xdeepserve.model.rope import RopeConfig, YarnConfig, _cos_sin, inverse_frequencies, rope_tables
+from xdeepserve.model.rope import RopeConfig, YarnConfig, cos_sin, inverse_frequencies, rope_tables
 
 YARN = YarnConfig(factor=4.0, original_max_position_embeddings=512, mscale=1.0, mscale_all_dim=1.0)
 
 
 def test_cosine_is_the_c_librarys_to_a_last_place() -> None:
     x = np.concatenate([np.arange(200_000.0), np.arange(20_000) * math.pi / 16, np.linspace(0, 10, 9999)])
-    cos, sin = _cos_sin(x)
+    cos, sin = cos_sin(x)
     assert np.abs(cos - np.cos(x)).max() < 2.5e-16
     assert np.abs(sin - np.sin(x)).max() < 2.5e-16
 

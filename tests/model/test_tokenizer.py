@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -262,7 +263,7 @@ def test_broken_bytes_are_not_held_for_ever() -> None:
     stream = IncrementalDetokenizer(TOKENIZER)
     deltas = [stream.push(3 + 0x80) for _ in range(100)]
     assert len("".join(deltas)) >= 97
-    assert len(stream._window) <= 32
+    assert stream.num_kept <= 32
     assert len("".join(deltas) + stream.flush()) == 100
 
 
@@ -307,7 +308,8 @@ def test_other_threads_run_while_much_is_tokenised() -> None:
         is_done.set()
         clock.join()
     part = text[:12_000]
-    assert tokenizer.encode(part) == tokenizer._backend.encode(part, add_special_tokens=False).ids
+    plain = tokenizers.Tokenizer.from_str(tokenizer.to_json())
+    assert tokenizer.encode(part) == plain.encode(part, add_special_tokens=False).ids
     assert tokenizer.decode(tokenizer.encode(part)) == part
     with pytest.raises(RequestError, match="Unicode"):
         tokenizer.encode(part + "\ud800")

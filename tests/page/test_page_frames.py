@@ -148,18 +148,18 @@ def test_nobody_looks_while_nobody_watches(monkeypatch: pytest.MonkeyPatch) -> N
         engine = build_engine("tiny", "monolithic", "int8")
         await engine.start()
         watch = PodWatch(engine)
-        before = list(engine._observers)
+        before = engine.observers
         frames = watch.frames()
         first = decoded(await anext(frames))
         assert {"pod", "now", "groups"} <= {*first}
-        assert len(engine._observers) == len(before) + 2
+        assert len(engine.observers) == len(before) + 2
         tokens = await complete(engine, "watched")
         told: dict[str, msgspec.Struct] = {}
         while "step" not in told or "requests" not in told:
             told |= decoded(await anext(frames))
             await complete(engine, f"another {len(told)} {engine.plan.pod.clock.now}")
         await frames.aclose()
-        assert (watch.num_watchers, engine._observers) == (0, before)
+        assert (watch.num_watchers, engine.observers) == (0, before)
         assert not engine.plan.pod.trace.is_on
         assert await complete(engine, "alone") == tokens
         assert not engine.plan.pod.trace.spans
@@ -222,7 +222,7 @@ async def test_watchers_that_never_read_and_fifty_pages_cost_nobody_anything(ser
             async with session.post(f"{address}v1/completions", json=body) as answer:
                 return (await answer.json())["choices"][0]["token_ids"]
 
-        expected, num_others = await ask(), len(engine._observers)
+        expected, num_others = await ask(), len(engine.observers)
         deaf = await session.get(f"{address}page/frames")  # what comes is never read
         pages = [await session.get(f"{address}page/frames") for _ in range(50)]
         assert [await ask() for _ in range(4)] == [expected] * 4
@@ -236,7 +236,7 @@ async def test_watchers_that_never_read_and_fifty_pages_cost_nobody_anything(ser
         deaf.close()
         assert await ask() == expected
         async with asyncio.timeout(60):
-            while engine.plan.pod.trace.is_on or len(engine._observers) > num_others:
+            while engine.plan.pod.trace.is_on or len(engine.observers) > num_others:
                 await asyncio.sleep(0.05)
 
 

@@ -56,7 +56,7 @@ def test_everybody_is_served_once_and_the_same_way_again(policy: str) -> None:
 
 
 def test_integrity_at_every_event() -> None:
-    one, number = fleet(), 0
+    number = 0
 
     def look(decision: Decision) -> None:
         nonlocal number
@@ -64,10 +64,10 @@ def test_integrity_at_every_event() -> None:
         one.check_integrity()
         for te in range(3):  # nothing is stale: the global tree knows what TEs have
             mine = one.steppers[te].tree
-            for block in [*mine._holders][:50]:
+            for block in [*mine.blocks][:50]:
                 assert te in one.tree.match([block])
 
-    one._explain = look
+    one = fleet(explain=look)
     one.run(small(seed=2))
     assert number == len(small(seed=2))
 

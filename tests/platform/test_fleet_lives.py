@@ -30,7 +30,7 @@ def act(fleet: Fleet, rng: random.Random, said: set[str]) -> None:
         fleet.join(rng.choice(KINDS))
     elif what == "drain" and serves:
         fleet.drain(te)
-    elif what == "resume" and not serves and not is_lost and te not in fleet._moving:
+    elif what == "resume" and not serves and not is_lost and te not in fleet.moving:
         fleet.resume(te)
     elif what == "lose" and not is_lost:
         fleet.lose(te)

@@ -140,9 +140,9 @@ def test_pre_warmed_tes_are_taken_and_started_anew() -> None:
     fleet = Fleet([te("te 0")], "load")
     scaler = FleetScaler(fleet, KIND, UP, ScaleBounds(most=8, down_s=1e6), SERVICE, warm=1)
     assert scaler.warm is not None
-    fleet.at(1e9, lambda: scaler._bring(2))
+    fleet.at(1e9, lambda: scaler.bring(2))
     fleet.at(1e9 + 1, lambda: ready.append(scaler.warm.ready))  # type: ignore[union-attr]
-    fleet.at(100e9, lambda: scaler._bring(1))
+    fleet.at(100e9, lambda: scaler.bring(1))
     ready: list[int] = []
     fleet.run([TracedRequest(n * 10**9, 50, 2, ()) for n in range(200)])
     joins = [(each.at_ns / 1e9, each.reason) for each in scaler.events if each.what == "joins"]
@@ -161,8 +161,8 @@ def test_who_is_called_off_gives_its_pre_warmed_te_back() -> None:
     fleet = Fleet([te("te 0")], "load")
     scaler = FleetScaler(fleet, KIND, UP, ScaleBounds(most=8, down_s=1e6), SERVICE, warm=2)
     assert scaler.warm is not None
-    fleet.at(1e9, lambda: scaler._bring(2))
-    fleet.at(1e9 + 1, lambda: scaler._part_with(1))
+    fleet.at(1e9, lambda: scaler.bring(2))
+    fleet.at(1e9 + 1, lambda: scaler.part_with(1))
     fleet.run([TracedRequest(n * 10**9, 50, 2, ()) for n in range(100)])
     assert [each.what for each in scaler.events if each.te == "new 1"] == ["called off"]
     assert scaler.warm.ready == 2

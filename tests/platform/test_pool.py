@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.spec import Spec
 from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.fleet_pool import FleetPool
-from xdeepserve.platform.fleet_words import FleetTE, ServedRequest
+from xdeepserve.platform.fleet_words import Decision, FleetTE, ServedRequest
 from xdeepserve.platform.made_traffic import MadeTraffic, made
 from xdeepserve.platform.pool_cache import PoolCache
 from xdeepserve.platform.pool_size import PoolBounds, PoolState, next_servers
@@ -147,20 +148,23 @@ class PlainPool:
         self.blocks.update(blocks)
 
 
-def with_plain_pool(policy: str = "sequences", count: int = 2) -> Fleet:
+def with_plain_pool(policy: str = "sequences", count: int = 2, **options: Any) -> Fleet:
     tes = [FleetTE(f"te {n}", PRICE, LIMITS) for n in range(count)]
-    fleet = Fleet(tes, policy)  # type: ignore[arg-type]
+    fleet = Fleet(tes, policy, **options)  # type: ignore[arg-type]
     fleet.pool = PlainPool()
     return fleet
 
 
 def test_who_waits_for_its_kv_is_load() -> None:
     """One fills the pool; of two that come while nothing runs the second finds the first one's TE busy."""
-    fleet = with_plain_pool()
     prompt = TracedRequest(0, 161, 2, tuple(range(10)))
     twice = [prompt._replace(at_ns=10**9 + n) for n in range(2)]
     seen: list[tuple[list[float], list[float]]] = []
-    fleet._explain = lambda each: seen.append((fleet._known.sequences.tolist(), fleet._known.queued.tolist()))
+
+    def look(decision: Decision) -> None:
+        seen.append((fleet.known.sequences.tolist(), fleet.known.queued.tolist()))
+
+    fleet = with_plain_pool(explain=look)
     fleet.run([prompt, *twice])
     assert seen[1][0] == [0, 0]
     assert seen[2][0] == [1, 0], "its blocks are on their way"

@@ -164,7 +164,7 @@ def test_who_is_lost_counts_no_more() -> None:
     assert said[:2] == [("lost", 5), ("lost", 4)]
     wanted = [event for event in roles.events if event.what == "wanted"]
     assert "that prefill, not 3:" in wanted[0].reason
-    assert roles.state.num_prefill == roles._count("prefill") < 3
+    assert roles.state.num_prefill == roles.count("prefill") < 3
     assert len(fleet.serving) == 4
 
 
@@ -226,7 +226,7 @@ def test_a_te_that_is_lost_while_it_changes_does_not_come_back() -> None:
     roles = FleetRoles(fleet, tes(), UP, RoleBounds(every_s=0.05, patience_s=1e6), Bounds(1, 100))
 
     def drain() -> None:
-        roles._changing[0] = "decode"
+        roles.changing[0] = "decode"
         fleet.drain(0)
 
     def lose() -> None:
@@ -237,7 +237,7 @@ def test_a_te_that_is_lost_while_it_changes_does_not_come_back() -> None:
     fleet.at(busy + 1.0, drain)
     fleet.at(busy + 2.0, lose)
     assert len(fleet.run(trace)) == len(trace)
-    assert roles._changing == {}
+    assert roles.changing == {}
     assert [event.what for event in roles.events] == []
     assert len(fleet.tes) == 3
 

@@ -34,7 +34,7 @@ def small_r1() -> Checkpoint:
 
 def tpot(model: Checkpoint, **execution: object) -> float:
     config = ExecutionConfig(**execution)  # type: ignore[arg-type]
-    return bench.serve(bench._colocated(bench.DECODING, config), WORK, model).mean_tpot_ms()
+    return bench.serve(bench.colocated(bench.DECODING, config), WORK, model).mean_tpot_ms()
 
 
 def test_graph_beats_single_op_and_overlap_beats_both(small_r1: Checkpoint) -> None:
@@ -49,7 +49,7 @@ def test_pipelined_mtp_beats_naive(small_r1: Checkpoint) -> None:
 def launches(steps: int, ranks: int = 8, **execution: object) -> np.ndarray:
     """[steps, ranks], ns."""
     host = Host(ExecutionConfig(overlap=True, **execution), SPEC, [], ranks, seed=1)  # type: ignore[arg-type]
-    return np.array([1e9 * host._jitter(step) for step in range(steps)])
+    return np.array([1e9 * host.jitter(step) for step in range(steps)])
 
 
 def test_a_controlled_host_never_lets_groups_drift_apart() -> None:

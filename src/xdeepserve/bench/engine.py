@@ -109,7 +109,7 @@ def prefill(num_requests: int = 200) -> list[Row]:
         "two-level": msgspec.structs.replace(base, dispatch="two-level"),
     }
     for way, scheduler in ways.items():
-        result = serve(_colocated(scheduler), work)
+        result = serve(colocated(scheduler), work)
         rows.append(_row(f"prefill/{way}/p99_ttft", result.p99_ttft_ms(), "ms"))
     return [*rows, _gain("prefill/gain/p99_ttft", rows, "two-level/p99_ttft", "collaborative/p99_ttft")]
 
@@ -168,7 +168,7 @@ def _decode(policy: Decode, work: Sequence[TimedRequest], period: float = 0.0) -
         cache=CacheConfig(block_size=128, num_blocks=256, prefix=False),
         execution=GRAPHS,
     )
-    result = serve(deployment, work, _with_layers(4))
+    result = serve(deployment, work, with_layers(4))
     return result.kv_spread(), result.p99_tpot_ms()
 
 
@@ -193,7 +193,7 @@ def routes(num_talks: int = 24, num_turns: int = 5) -> list[Row]:
     ways: dict[str, tuple[Route, int]] = {"cost": ("cost", 1), "cost/4_job_executors": ("cost", 4)}
     rows = []
     for way, (route, num_executors) in (ways | {"sequences": ("sequences", 1)}).items():
-        result = serve(_prefill_tes(route, num_executors), work, _with_layers(4))
+        result = serve(_prefill_tes(route, num_executors), work, with_layers(4))
         cached = sum(m.num_cached_tokens for m in result.metrics) / sum(each.num_prompt for each in work)
         rows.append(_row(f"route/{way}/mean_ttft", result.mean_ttft_ms(), "ms"))
         rows.append(_row(f"route/{way}/p99_ttft", result.p99_ttft_ms(), "ms"))
@@ -225,12 +225,12 @@ def mtp(num_requests: int = 24) -> list[Row]:
     rows = []
     for way in ("pipelined", "naive"):
         execution = msgspec.structs.replace(GRAPHS, mtp=way)
-        result = serve(_colocated(DECODING, execution), work)
+        result = serve(colocated(DECODING, execution), work)
         rows.append(_row(f"mtp/{way}/tpot", result.mean_tpot_ms(), "ms"))
         if way == "pipelined":
             rows += _tokens_per_step(f"p={ACCEPTANCE}", result)
     rows.append(_gain("mtp/gain/tpot", rows, "naive/tpot", "pipelined/tpot"))
-    twice = msgspec.structs.replace(_colocated(DECODING), mtp=2)
+    twice = msgspec.structs.replace(colocated(DECODING), mtp=2)
     result = serve(twice, work)
     rows.append(_row("mtp/pipelined/k=2/tpot", result.mean_tpot_ms(), "ms"))
     return rows + _tokens_per_step(f"k=2/p={ACCEPTANCE}", result)
@@ -253,7 +253,7 @@ def execution(num_requests: int = 16) -> list[Row]:
         "graph-overlap": msgspec.structs.replace(GRAPHS, overlap=True),
     }
     rows = [
-        _row(f"execution/{name}/tpot", serve(_colocated(DECODING, config), work).mean_tpot_ms(), "ms")
+        _row(f"execution/{name}/tpot", serve(colocated(DECODING, config), work).mean_tpot_ms(), "ms")
         for name, config in ways.items()
     ]
     rows.append(_gain("execution/gain/graph", rows, "single-op/tpot", "/graph/tpot"))
@@ -275,10 +275,10 @@ def jitter(num_steps: int = 2048) -> list[Row]:
         "automatic-gc": msgspec.structs.replace(GRAPHS, control_gc=False),
     }
     # The layers after the first MoE layer change nothing but the wall time.
-    model = _with_layers(4)
+    model = with_layers(4)
     rows = []
     for name, config in ways.items():
-        deployment = msgspec.structs.replace(_colocated(DECODING, config), mtp=0)
+        deployment = msgspec.structs.replace(colocated(DECODING, config), mtp=0)
         spreads = serve(deployment, work, model).spreads_ns
         rows.append(_row(f"jitter/{name}/first_dispatch_p99", _percentile(spreads), "ms"))
         rows.append(_row(f"jitter/{name}/first_dispatch_max", max(spreads) / 1e6, "ms"))
@@ -288,8 +288,8 @@ def jitter(num_steps: int = 2048) -> list[Row]:
 DECODING = SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=4096)
 
 
-def _with_layers(count: int) -> Checkpoint:
-    """The model with fewer layers, all of full width."""
+def with_layers(count: int) -> Checkpoint:
+    """Return the model with fewer layers, all of full width."""
     model = resolve_model(MODEL)
     model.config = msgspec.structs.replace(model.config, num_hidden_layers=count)
     return model
@@ -305,7 +305,8 @@ def _gain(name: str, rows: Sequence[Row], old: str, new: str) -> Row:
     return _row(name, before / after, "x")
 
 
-def _colocated(scheduler: SchedulerConfig, execution: ExecutionConfig = GRAPHS) -> Deployment:
+def colocated(scheduler: SchedulerConfig, execution: ExecutionConfig = GRAPHS) -> Deployment:
+    """Return a colocated deployment of the bench, with its own scheduler and execution."""
     return Deployment(
         name="colocated",
         kind="colocated",

@@ -157,7 +157,7 @@ def fitted(start: Numbers, tables: Sequence[Callable[[Numbers], Iterable[Row]]])
         jacobian = np.stack(slopes, axis=1)
         normal, slope = jacobian.T @ jacobian, jacobian.T @ now
         damped = normal + damping * np.diag(np.diag(normal) + 1e-9)
-        tried = at + _bounded_step(damped, slope, low - at, high - at)
+        tried = at + bounded_step(damped, slope, low - at, high - at)
         found = residuals(tried)
         if found @ found < now @ now:
             is_small = float(np.abs(tried - at).max()) < 1e-7
@@ -169,9 +169,9 @@ def fitted(start: Numbers, tables: Sequence[Callable[[Numbers], Iterable[Row]]])
     return dict(_named(names, at))
 
 
-def _bounded_step(normal: Vector, slope: Vector, low: Vector, high: Vector) -> Vector:
-    """The step to the least of a quadratic: a number that would leave its range stays at the bound, and the
-    others are found again beside it."""
+def bounded_step(normal: Vector, slope: Vector, low: Vector, high: Vector) -> Vector:
+    """Find the step to the least of a quadratic: a number that would leave its range stays at the bound,
+    and the others are found again beside it."""
     step = np.zeros_like(slope)
     free = np.ones(len(slope), bool)
     while free.any():

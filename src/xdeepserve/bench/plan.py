@@ -105,7 +105,7 @@ def microbatches() -> list[Row]:
         gain = 3 / times.total(3, shape.layers) / (2 / times.total(2, shape.layers))
         kind: Kind = "calibrated" if name == "DBRX" else "predicted"
         row = Row(f"ms.pp.m23/{name}/simulated=equation 5", gain, "x", kind)
-        rows.append(_bounded(row, row.error_pct or 0.0, RATIO_BOUND))
+        rows.append(bounded(row, row.error_pct or 0.0, RATIO_BOUND))
     return rows
 
 
@@ -344,11 +344,12 @@ def _against_run(
     predicted, run = predict(profile, layout, requests), _run(profile, layout, requests, deployment)
     error = 100 * (predicted / run.iteration_ns - 1)
     row = Row(f"{name}/T_iter", predicted / 1e6, "ms", "predicted", f"run: {run.iteration_ns / 1e6:.3f} ms, ")
-    return _bounded(row, error, RUN_BOUND)
+    return bounded(row, error, RUN_BOUND)
 
 
-def _bounded(row: Row, error: float, bound: int) -> Row:
-    """With its error in percent, if the row does not show it, and whether that is within the bound."""
+def bounded(row: Row, error: float, bound: int) -> Row:
+    """Return a row with its error in percent, if the row does not show it, and whether the error is within
+    the bound."""
     kept = "kept" if abs(error) <= bound else "NOT KEPT"
     own = f"{row.note}{error:+z.1f} %; " if row.published is None else ""
     return msgspec.structs.replace(row, note=f"{own}bound of {bound} %: {kept}")

@@ -59,7 +59,7 @@ def exchange(num_ranks: int, num_tokens: int) -> dict[str, float]:
     async def program(xccl: XCCL) -> np.ndarray:
         x, topk_idx, _ = inputs[xccl.rank]
         received = await xccl.dispatch(x, topk_idx, 1)
-        return await xccl.combine(_experts(received), 1)
+        return await xccl.combine(run_experts(received), 1)
 
     results, seconds = _run([(xccl.die, partial(program, xccl)) for xccl in handles])
     for result, (x, topk_idx, _) in zip(results, inputs, strict=True):
@@ -84,7 +84,7 @@ def a2e(attention: int, experts: int, num_tokens: int) -> dict[str, float]:
         return await side.e2a(1)
 
     async def serve(side: ExpertSide) -> None:
-        await side.e2a(_experts(await side.a2e(1)), 1)
+        await side.e2a(run_experts(await side.a2e(1)), 1)
 
     attending = [(side.die, partial(attend, side)) for side in sources]
     results, seconds = _run([*attending, *((side.die, partial(serve, side)) for side in targets)])
@@ -111,7 +111,8 @@ def _expert(x: np.ndarray, expert_idx: np.ndarray) -> np.ndarray:
     return x * (expert_idx[..., None] + 1).astype(np.float32)
 
 
-def _experts(received: TokenCopies) -> np.ndarray:
+def run_experts(received: TokenCopies) -> np.ndarray:
+    """Compute what the experts of a rank answer to the copies of tokens that it has received."""
     return _expert(received.payload * received.scale[:, None], received.expert_idx)
 
 

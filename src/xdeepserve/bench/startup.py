@@ -27,10 +27,10 @@ def all_rows(model: str = "tiny") -> list[Row]:
     first_token = (*FIRST_TOKEN, "--model", model)
     with tempfile.TemporaryDirectory() as cache:
         environment = {"NUMBA_CACHE_DIR": cache}
-        cold = _seconds(first_token, environment)
-        warm = statistics.median(_seconds(first_token, environment) for _ in range(REPEATS))
-    interpreter = statistics.median(_seconds(("-c", "pass")) for _ in range(REPEATS))
-    imported = statistics.median(_seconds(IMPORT) for _ in range(REPEATS))
+        cold = seconds_of(first_token, environment)
+        warm = statistics.median(seconds_of(first_token, environment) for _ in range(REPEATS))
+    interpreter = statistics.median(seconds_of(("-c", "pass")) for _ in range(REPEATS))
+    imported = statistics.median(seconds_of(IMPORT) for _ in range(REPEATS))
     return [
         Row("startup/interpreter", interpreter, "s", "measured"),
         Row("startup/import xdeepserve", imported, "s", "measured"),
@@ -39,8 +39,8 @@ def all_rows(model: str = "tiny") -> list[Row]:
     ]
 
 
-def _seconds(arguments: tuple[str, ...], environment: Mapping[str, str] | None = None) -> float:
-    """Wall time of a Python process."""
+def seconds_of(arguments: tuple[str, ...], environment: Mapping[str, str] | None = None) -> float:
+    """Measure the wall time of a Python process."""
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     start = time.perf_counter()
     process = subprocess.run(

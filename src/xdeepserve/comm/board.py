@@ -54,18 +54,18 @@ class Board:
         self.rank = dies.index(die.index)
         self._region, self._layout = region, layout
         self._set = 0
-        self._last = [0, 0]  # event ID of each set's latest round
+        self.latest_events = [0, 0]  # event ID of each set's latest round
 
     def begin(self, event_id: int) -> None:
         """Start a round: turn to the other set of fields."""
-        newest = max(self._last)
+        newest = max(self.latest_events)
         if event_id < newest or event_id == 0:
             raise ProtocolError(
                 f"rank {self.rank} was given event {event_id} after {newest}: event IDs must increase"
             )
         self._set ^= 1
-        self._event_id, self._event_before = event_id, self._last[self._set]
-        self._last[self._set] = event_id
+        self._event_id, self._event_before = event_id, self.latest_events[self._set]
+        self.latest_events[self._set] = event_id
 
     async def post(self, fields: npt.NDArray[Any], name: str, cores: int | None = None) -> None:
         """Write `fields[p]` to this rank's field on every peer p, its own included."""
@@ -121,4 +121,4 @@ class Board:
         region = self.die.memory.metadata.regions[self._region]
         self.die.memory.write(region.offset, bytes(region.nbytes))
         self.dies, self.rank = dies, dies.index(self.die.index)
-        self._set, self._last = 0, [0, 0]
+        self._set, self.latest_events = 0, [0, 0]

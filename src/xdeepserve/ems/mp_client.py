@@ -31,7 +31,7 @@ class MPClient:
 
     def __init__(self, controller: MPController, cards: Cards) -> None:
         self.controller, self.cards = controller, cards
-        self.clock, self._message_ns = cards.fabric.clock, 2 * cards.startup_ns
+        self.clock, self.message_ns = cards.fabric.clock, 2 * cards.startup_ns
         self.ring, self._ranges = controller.view(), controller.ranges()
         self.counts: Counter[str] = Counter()
 
@@ -81,7 +81,7 @@ class MPClient:
 
     async def ask(self) -> None:
         """What a message to servers, all at once, and back takes."""
-        await self.clock.sleep(self._message_ns)
+        await self.clock.sleep(self.message_ns)
 
     async def bring(self, leases: Sequence[Lease], weight: float = 1.0) -> None:
         """Second phase of a get: have what is on volumes alone brought to DRAM, by all servers at once.

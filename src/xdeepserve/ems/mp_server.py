@@ -99,7 +99,7 @@ class MPServer:
     def forget(self, namespace: str) -> None:
         """Delete all values of a namespace that is no more; those that somebody reads go when that ends."""
         keys = [key for key in self.volume.rows if key.namespace == namespace and key not in self._pins]
-        self._forget(keys)
+        self.delete(keys)
 
     @property
     def range(self) -> tuple[Address, int]:
@@ -221,7 +221,7 @@ class MPServer:
         if not self._pins[key]:
             del self._pins[key]
             if key.namespace not in self.quotas:  # it was deleted meanwhile
-                self._forget([key])
+                self.delete([key])
             elif key in self.dram and key not in self.volume.rows:
                 self.dram.evict(key)
         return True
@@ -237,6 +237,11 @@ class MPServer:
     def _address(self, offset: int) -> Address:
         assert self._region is not None
         return self._region.address.plus(offset)
+
+    @property
+    def num_leases(self) -> int:
+        """Leases in force: values that are being read or written."""
+        return len(self._writing) + sum(map(len, self._pins.values()))
 
     def _offset(self, address: Address) -> int:
         return address.offset - self._address(0).offset
@@ -283,7 +288,7 @@ class MPServer:
         offset = self.dram.place(nbytes)
         return None if offset is None else self._address(offset)
 
-    def _forget(self, keys: Sequence[Key]) -> None:
+    def delete(self, keys: Sequence[Key]) -> None:
         """Delete values that nobody reads from both tiers."""
         for key in keys:
             if key in self.dram:
@@ -328,7 +333,7 @@ class MPServer:
                     total[key.namespace] -= row.nbytes
                     used -= row.nbytes
         self.counts["volume evictions"] += len(victims)
-        self._forget(list(victims))
+        self.delete(list(victims))
 
     def check_integrity(self) -> None:
         """DRAM has what is on the books, in places of their own, and all of it is on the volume."""

@@ -25,6 +25,7 @@ from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sequence import Sequence as Seq
 from xdeepserve.engine.messages import BlockCopy, CopyBlocks, CopyDone, PoolPlace, PoolReady
+from xdeepserve.engine.numbers import GroupRank, first_die_of
 from xdeepserve.errors import IntegrityError, LinkError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.engines import Copy
@@ -61,7 +62,7 @@ class PoolPrefixes:
 
     def __init__(
         self,
-        rank: int,
+        rank: GroupRank,
         dies: Sequence[Die],
         mems: Sequence[DieMemory],
         rtc: RTC,
@@ -212,7 +213,7 @@ class PoolPrefixes:
         except (LinkError, IntegrityError):
             if ticket in self._transfers:
                 self._transfers[ticket].is_broken = True
-        self.report(CopyDone(self.rank * len(self.dies), ticket))
+        self.report(CopyDone(first_die_of(self.rank, len(self.dies)), ticket))
 
     @property
     def is_moving(self) -> bool:

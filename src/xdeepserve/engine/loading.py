@@ -168,7 +168,7 @@ class Loading:
         DeploymentError if `source` cannot give it.
         """
         self.te, self.done, self.total, self._peers, self._pool = te, 0, 0, peers, pool
-        self._beside, self._fork = beside, Fork(te.sizes.place.name, te.pod, 0)  # the last that it has begun
+        self._beside, self.fork = beside, Fork(te.sizes.place.name, te.pod, 0)  # the last that it has begun
         self._failed: list[TEPlan] = []  # peers that others may not know yet to be lost
         missing = {te.pod.topology.server_of(die) for die, _ in te.all_memories} - cached
         if source == "pool" and pool is None:
@@ -221,7 +221,7 @@ class Loading:
 
     def give_up(self) -> None:
         """It has failed: who reads what it has looks elsewhere."""
-        self._fork.break_off()
+        self.fork.break_off()
 
     async def _read(self) -> None:
         """From storage or page caches."""
@@ -241,10 +241,10 @@ class Loading:
             if not te.num_readers:
                 return te, None
         earlier = itertools.takewhile(lambda each: each is not self, self._beside.values())
-        chain = [each for each in earlier if each._fork.can_be_read and self._can_read(each.te)]
+        chain = [each for each in earlier if each.fork.can_be_read and self._can_read(each.te)]
         if chain:
-            last = min(chain, key=lambda each: each._fork.hops)
-            return last.te, last._fork
+            last = min(chain, key=lambda each: each.fork.hops)
+            return last.te, last.fork
         return (good[0], None) if good else None
 
     def _can_read(self, te: TEPlan) -> bool:
@@ -259,14 +259,14 @@ class Loading:
                 await self._read_peer(peer, before, is_timing_only)
                 if not peer.is_lost and peer.num_lost_pages == num_lost_pages:
                     return True
-            self._fork.break_off()
+            self.fork.break_off()
             self._failed.append(peer)
         return False
 
     async def _read_peer(self, peer: TEPlan, before: Fork | None, is_timing_only: bool) -> None:
         """Every die gets the weights of its peer by its own DMA."""
         te, pairs = self.te, zip(peer.all_memories, self.te.all_memories, strict=True)
-        self._fork = fork = Fork(te.sizes.place.name, te.pod, len(te.all_memories), before)
+        self.fork = fork = Fork(te.sizes.place.name, te.pod, len(te.all_memories), before)
         peer.num_readers += 1
         try:
             if is_timing_only:

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from xdeepserve.engine.numbers import DieNumber, DieRank, Epoch, GroupRank, StepNo
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.memory import Address
 from xdeepserve.hw.queue import Queue
@@ -60,7 +61,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     positions on by the number of drafts that were accepted there (engine/die/carried.py).
     """
 
-    step: int
+    step: StepNo
     bucket: int = 0  # rows of the graph that the step is launched as; 0: none
     reports_layers: bool = False  # a LayerDone for each layer, since somebody waits for its KV
     # per row
@@ -100,16 +101,16 @@ class StepDone(msgspec.Struct, frozen=True):
     can.
     """
 
-    rank: int
-    step: int
+    rank: DieRank
+    step: StepNo
     faults: dict[int, XDeepServeError] = {}
 
 
 class LayerDone(msgspec.Struct, frozen=True):
     """A die has finished a layer of the main model in a step: the KV of the step's rows is in its cache."""
 
-    rank: int
-    step: int
+    rank: DieRank
+    step: StepNo
     layer: int
 
 
@@ -120,13 +121,13 @@ class Probe(msgspec.Struct, frozen=True):
 class ProbeDone(msgspec.Struct, frozen=True):
     """A die is there."""
 
-    rank: int
+    rank: DieRank
 
 
 class StepFailed(msgspec.Struct, frozen=True):
     """A die's program raised; the die is lost."""
 
-    rank: int
+    die: DieNumber
     error: Exception
 
 
@@ -145,14 +146,14 @@ class CopyBlocks(msgspec.Struct, frozen=True):
 class PoolReady(msgspec.Struct, frozen=True):
     """What was asked of the memory pool under a ticket of a DP group can be copied now, as far as ever."""
 
-    rank: int  # of the DP group
+    group: GroupRank
     ticket: int
 
 
 class CopyDone(msgspec.Struct, frozen=True):
     """A die has made the copies of a ticket."""
 
-    rank: int
+    rank: DieRank
     ticket: int
 
 
@@ -174,7 +175,7 @@ class CollectLoad(msgspec.Struct, frozen=True):
 class LoadCollected(msgspec.Struct, frozen=True):
     """A die has reported its experts' load."""
 
-    rank: int
+    rank: DieRank
 
 
 class LoadExperts(msgspec.Struct, frozen=True):
@@ -187,7 +188,7 @@ class LoadExperts(msgspec.Struct, frozen=True):
 class ExpertsLoaded(msgspec.Struct, frozen=True):
     """A die has made the copies of LoadExperts."""
 
-    die: int
+    die: DieNumber
 
 
 class RollBack(msgspec.Struct, frozen=True):
@@ -196,21 +197,21 @@ class RollBack(msgspec.Struct, frozen=True):
     The dies' rollback fields say so, too (engine/recovery), to programs that are busy and read no commands.
     """
 
-    epoch: int
-    step: int
+    epoch: Epoch
+    step: StepNo
 
 
 class RolledBack(msgspec.Struct, frozen=True):
     """Nothing of an earlier epoch runs on a die any more, nor will it write anything."""
 
-    die: int
-    epoch: int
+    die: DieNumber
+    epoch: Epoch
 
 
 class Resume(msgspec.Struct, frozen=True):
     """All dies have rolled back to an epoch: the ends of exchanges are as if new, and plans follow."""
 
-    epoch: int
+    epoch: Epoch
 
 
 class Wake(msgspec.Struct, frozen=True):

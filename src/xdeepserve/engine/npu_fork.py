@@ -48,17 +48,18 @@ class Fork:
     async def copy(self, pieces: Mapping[int, Sequence[Copy]], on_bytes: Callable[[int], None]) -> None:
         """Bring each die its pieces, by its own DMA. BrokenForkError if the source gives up."""
         dies = enumerate(pieces.items())
-        await self._pod.clock.gather(*(self._copy(i, die, each, on_bytes) for i, (die, each) in dies))
+        await self._pod.clock.gather(*(self.copy_to(i, die, each, on_bytes) for i, (die, each) in dies))
 
-    async def _copy(
+    async def copy_to(
         self, index: int, die: int, pieces: Sequence[Copy], on_bytes: Callable[[int], None]
     ) -> None:
+        """Bring one die its pieces, chunk by chunk, as the source has them."""
         with self._may_break():
             for number, chunk in enumerate(chunks(pieces)):
                 await self._has_come(index, number)
                 await self._pod.dies[die].dma.copy(chunk, name="weights")
                 self._check_source()  # who was about to run when it broke was not interrupted
-                self._tell(index)
+                self.tell(index)
                 on_bytes(sum(piece.nbytes for piece in chunk))
 
     async def pass_time(self, nbytes: int) -> None:
@@ -71,7 +72,7 @@ class Fork:
                 await self._has_come(0, 0)
                 end = max(end, self._pod.clock.now + last_ns)
             await self._pod.clock.sleep_until(end)
-            self._tell(0)
+            self.tell(0)
 
     @property
     def hops(self) -> int:
@@ -106,7 +107,8 @@ class Fork:
         finally:
             self._processes.remove(process)
 
-    def _tell(self, index: int) -> None:
+    def tell(self, index: int) -> None:
+        """Wake the fork that reads from this one: a die has one chunk more."""
         self.came[index] += 1
         waiting, self._waiting = self._waiting, []
         for waiter in waiting:

@@ -38,7 +38,7 @@ T = TypeVar("T")
 _SLEEPS_PER_LOOP_TURN = 32
 
 # Lapsed events are dropped from the heap when it has grown to this, and then whenever it has doubled.
-_MIN_HEAP = 1024
+MIN_HEAP = 1024
 
 LAPSED = -1
 
@@ -148,6 +148,16 @@ class Process(asyncio.Task[Any]):
         return super().__await__()
 
 
+class ClockCounts(NamedTuple):
+    """What a clock keeps, counted."""
+
+    running: int  # processes that wait for nothing
+    events: int  # waits with a time, those included that have lapsed and are not yet cleared away
+    unbounded: int  # waits without a time
+    joined: int  # processes that have not ended
+    made: int  # events since the clock was made
+
+
 class Clock:
     """Integer nanoseconds of virtual time, and the order of everything.
 
@@ -160,7 +170,7 @@ class Clock:
         self._heap: list[tuple[int, int, Waiter]] = []
         self._random = None if seed is None else random.Random(seed)
         self._num_events = 0
-        self._compact_at = _MIN_HEAP
+        self._compact_at = MIN_HEAP
         self._num_running = 0
         self._num_sleeps_in_turn = 0
         self._unbounded: dict[Waiter, None] = {}  # waits that are a deadlock if nothing else is left
@@ -179,6 +189,11 @@ class Clock:
     def rests(self) -> bool:
         """Nobody runs and nothing is left to happen, until somebody outside does something."""
         return not (self._num_running or self._heap)
+
+    def counts(self) -> ClockCounts:
+        """Count what the clock keeps: of a pod at rest only `made` and lapsed events may be left."""
+        unbounded, joined = len(self._unbounded), len(self._joiners)
+        return ClockCounts(self._num_running, len(self._heap), unbounded, joined, self._num_events)
 
     @property
     def runs_caller(self) -> bool:
@@ -354,7 +369,7 @@ class Clock:
         """
         self._heap[:] = [event for event in self._heap if event[2]._tie == event[1]]
         heapify(self._heap)
-        self._compact_at = max(_MIN_HEAP, 2 * len(self._heap))
+        self._compact_at = max(MIN_HEAP, 2 * len(self._heap))
 
     def _kick(self) -> None:
         self._kicked_on = None

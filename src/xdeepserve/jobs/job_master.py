@@ -64,7 +64,7 @@ class JobMaster:
         try:
             while True:
                 try:
-                    if not (self._renew() and await self._advance()):
+                    if not (self.renew() and await self._advance()):
                         await self._follow()
                         await asyncio.sleep(POLL_S)
                 except REFUSED as error:
@@ -75,8 +75,8 @@ class JobMaster:
             if self._lease is not None:
                 self._store.give_up(self._lease)
 
-    def _renew(self) -> bool:
-        """Whether it leads; the lease is renewed when a third of it is over."""
+    def renew(self) -> bool:
+        """Renew the lease when a third of it is over; return whether this master still leads."""
         now = self._store.now()
         if self._lease is None or now >= self._renew_at:
             self._lease = self._store.take_lease(self._holder, self._lease_s)
@@ -150,7 +150,7 @@ class JobMaster:
         work = asyncio.ensure_future(self._perform(job, kind, lease))
         try:
             while not (await asyncio.wait({work}, timeout=POLL_S))[0]:
-                if not self._renew() or self._lease != lease:
+                if not self.renew() or self._lease != lease:
                     raise LeaseLostError(f"{self._holder} does not lead any more")
                 found = self._store.job(job.number)
                 if found is None or found.state != "running":

@@ -17,6 +17,7 @@ from xdeepserve.engine.die import drafts, sampler
 from xdeepserve.engine.dp.block_table import BlockTable, Holding
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.messages import StepPlan
+from xdeepserve.engine.numbers import StepNo
 from xdeepserve.engine.run import arithmetic
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.memory import Address
@@ -110,7 +111,7 @@ def copies() -> None:
 def confirmed() -> None:
     """Drafts after a prompt, of which one row alone has logits; and a step of nobody."""
     plan = StepPlan(
-        step=1,
+        step=StepNo(1),
         token_ids=[1, 2, 3, 7, 8, 9],
         seq_of=[0, 0, 0, 1, 1, 1],
         num_drafts=[0, 2],
@@ -118,7 +119,7 @@ def confirmed() -> None:
     )
     for tokens in ([5, 8, 9, 4], [5, 8, 1, 9], [8, 9, 9, 4]):
         sampler.accepted(plan, np.array(tokens, np.int32))
-    sampler.accepted(StepPlan(step=2), np.zeros(0, np.int32))
+    sampler.accepted(StepPlan(step=StepNo(2)), np.zeros(0, np.int32))
 
 
 def pairs() -> None:

@@ -128,14 +128,14 @@ class LLM:
                 thread.start()
             else:
                 self._loop, thread = beside._loop, None
-                self.engine = beside._run(
+                self.engine = beside.run(
                     _within(build), "Loading"
                 )  # the pod must not change under a die's hands
             # Also at the interpreter's end, for those who never close.
             self._engines.append(self.engine)
             self._closing = weakref.finalize(self, _close, self.engine, self._engines, self._loop, thread)
             try:
-                self._run(self.engine.start(), "Starting")
+                self.run(self.engine.start(), "Starting")
             except BaseException:
                 self.close()
                 raise
@@ -227,7 +227,7 @@ class LLM:
             raise RequestError("arrivals_ns must be integers, 0 or more", param="arrivals_ns")
         requests: dict[int, Request] = {}  # by index of their prompt
         work = self._generate(many, each, keep, arrivals, meanwhile, requests)  # type: ignore[arg-type]
-        return self._run(work, "Generating with", lambda: _so_far(list(requests.values())))
+        return self.run(work, "Generating with", lambda: _so_far(list(requests.values())))
 
     def chat(
         self,
@@ -251,30 +251,30 @@ class LLM:
         if isinstance(token_ids, str):
             raise RequestError("logits takes token ids, found a text: use llm.tokenizer.encode(text)")
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-        return self._run(self._logits(list(token_ids), params), "Computing logits with")
+        return self.run(self._logits(list(token_ids), params), "Computing logits with")
 
     def add_te(self, role: Role = "both", source: Source = "auto") -> str:
         """One more task executor, like the first of its role, when its weights are there: its name.
 
         `source` says where these come from: storage, host, peer, pool, or auto (engine/loading.py).
         """
-        return self._run(self.engine.add_te(role, source), "Adding a task executor to")
+        return self.run(self.engine.add_te(role, source), "Adding a task executor to")
 
     def drain(self, te: str) -> None:
         """Give a task executor no new work; returns when it has ended what it had and its dies are free."""
-        self._run(self.engine.drain(te), f"Draining {te} of")
+        self.run(self.engine.drain(te), f"Draining {te} of")
 
     def remove(self, te: str) -> None:
         """Have a task executor go at the end of its step; others go on with what it had."""
-        self._run(self.engine.remove(te), f"Removing {te} from")
+        self.run(self.engine.remove(te), f"Removing {te} from")
 
     def add_server(self, te: str | None = None, server: int | None = None) -> ServerReport:
         """One more expert server (`eaas`), or one in the place of one that is lost: when clients ask it."""
-        return self._run(self.engine.add_server(te, server), "Adding an expert server to")
+        return self.run(self.engine.add_server(te, server), "Adding an expert server to")
 
     def remove_server(self, te: str, server: int) -> None:
         """Have an expert server leave; returns when nobody waits for it and its die is free."""
-        self._run(self.engine.remove_server(te, server), "Removing an expert server from")
+        self.run(self.engine.remove_server(te, server), "Removing an expert server from")
 
     def write_trace(self, path: str | Path) -> None:
         """Write the timeline of everything so far, for Perfetto. Needs `trace=True`."""
@@ -286,9 +286,13 @@ class LLM:
         """Show on stderr that this LLM is doing something, unless it was told to be quiet."""
         return working(f"{doing} {self._name}", self._is_quiet, self._runs_int8)
 
-    def _run(
+    def run(
         self, work: Coroutine[Any, Any, T], doing: str = "Working with", detail: str | Callable[[], str] = ""
     ) -> T:
+        """Run a coroutine of the engine on the event loop that serves this LLM, and return its result.
+
+        `doing` and `detail` are shown on stderr if it takes long. XDeepServeError if the LLM is closed.
+        """
         if self._loop.is_closed() or not self._closing.alive:  # a guest's loop goes on without it
             work.close()
             raise XDeepServeError("this LLM is closed")

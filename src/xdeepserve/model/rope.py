@@ -99,7 +99,7 @@ def rope_tables(
     YaRN's table scale is already multiplied in. Pair i of an interleaved head is (x[2i], x[2i+1]).
     """
     frequencies = inverse_frequencies(rope, rope_dim)
-    cos, sin = _cos_sin(np.arange(num_positions, dtype=np.float64)[:, None] * frequencies)
+    cos, sin = cos_sin(np.arange(num_positions, dtype=np.float64)[:, None] * frequencies)
     scale = rope.yarn.table_scale if rope.yarn else 1.0
     return (cos * scale).astype(np.float32), (sin * scale).astype(np.float32)
 
@@ -130,8 +130,8 @@ def _horner(x: NDArray[np.float64], coefficients: list[float]) -> NDArray[np.flo
     return total
 
 
-def _cos_sin(x: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """cos and sin of non-negative angles to within 2 units in float64's last place of 1."""
+def cos_sin(x: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Compute cos and sin of non-negative angles to within 2 units in float64's last place of 1."""
     quarter = np.rint(x * _TWO_OVER_PI)
     r = x
     for part in _HALF_PI_PARTS:

@@ -306,6 +306,11 @@ class IncrementalDetokenizer:
         self._shrink(text)
         return delta
 
+    @property
+    def num_kept(self) -> int:
+        """Tokens that are decoded again with the next one."""
+        return len(self._window)
+
     def flush(self) -> str:
         """The rest, certain or not. The next push starts a new text."""
         rest = self._tokenizer.decode(self._window, self._skip_special_tokens)[self._num_sent :]

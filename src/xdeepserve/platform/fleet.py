@@ -63,11 +63,11 @@ class Fleet:
         self.steppers: list[StepTE] = []
         self._fronts: list[int] = []  # of each TE, the stepper that takes requests
         self._owners: list[int] = []  # of each stepper, its TE
-        self._known = Known.none(np.zeros(0, bool))
+        self.known = Known.none(np.zeros(0, bool))
         self._takes = np.zeros(0, bool)  # requests, of each TE
         self.serving: dict[int, None] = {}  # TEs that take requests, or KV to decode
         self._lost: set[int] = set()
-        self._moving: set[int] = set()  # that others go on for
+        self.moving: set[int] = set()  # that others go on for
         self._whole: dict[int, TracedRequest] = {}  # by number, of those that have moved
         self._events: list[tuple[float, int, int, TETask | Callable[[], None] | None]] = []
         self._num_looks = 0  # of these events, those that bring nothing by themselves
@@ -107,7 +107,7 @@ class Fleet:
         if te.apart is not None:
             self._add(number, *te.apart, False, True)
         fresh = Known.none(np.array([te.is_apart]))
-        self._known = Known(*(np.append(old, new) for old, new in zip(self._known, fresh, strict=True)))
+        self.known = Known(*(np.append(old, new) for old, new in zip(self.known, fresh, strict=True)))
         self._takes = np.append(self._takes, te.role != "decode")
         self.serving[number] = None
         self._end_waits(number)
@@ -146,7 +146,7 @@ class Fleet:
         """One that decodes takes nothing more, and at the end of its step others go on with what it has; what
         is on its way to it goes on to them, too."""
         self.drain(te)
-        self._moving.add(te)
+        self.moving.add(te)
         index = self._fronts[te]
         if self.steppers[index].is_idle:
             self._move(index)
@@ -268,7 +268,7 @@ class Fleet:
         if self._owners[index] in self._lost:  # while its KV was on the way
             self._arrive(task.number, self._whole.pop(task.number, task.request))
             return
-        if self._owners[index] in self._moving:
+        if self._owners[index] in self.moving:
             self._send(task, self._owners[index])
             return
         self._between(index, self.steppers[index].give, task)
@@ -322,7 +322,7 @@ class Fleet:
                 self._end(index, task)
             else:
                 self._send(task, self._owners[index])
-        if self._owners[index] in self._moving:
+        if self._owners[index] in self.moving:
             self._move(index)
         self._begin(index)
         self._note(index)
@@ -359,7 +359,7 @@ class Fleet:
         """What is known of a TE has changed."""
         te = self._owners[index]
         front = self._fronts[te]
-        stepper, known = self.steppers[front], self._known
+        stepper, known = self.steppers[front], self.known
         halves = self.steppers_of(te)
         known.queued[te] = stepper.queued / stepper.price.num_groups
         known.has_long[te], known.has_short[te] = stepper.num_long > 0, stepper.num_short > 0
@@ -371,7 +371,7 @@ class Fleet:
         while self._notices and self._notices[0][0] + self._stale_ns <= self.now:
             _, te, blocks, has = self._notices.popleft()
             (self.tree.publish if has else self.tree.evict)(te, blocks)
-        known = self._known
+        known = self.known
         found = dict.fromkeys(self.serving, pooled) if pooled else {}
         for te, num_blocks in self.tree.match(request.blocks).items():
             found[te] = max(pooled, num_blocks)

@@ -35,13 +35,13 @@ class FleetRoles:
         service: Bounds,
     ) -> None:
         self.fleet, self.kinds, self.bounds, self.service = fleet, kinds, bounds, service
-        self.state = RoleState(self._count("prefill"))
+        self.state = RoleState(self.count("prefill"))
         steps = scale_up.steps(1, 1)[2:]  # the pod and its processes are there
         self.change_s = sum(step.seconds for step in steps)
         self.events: list[ScaleEvent] = []
         self._arrived: deque[tuple[float, int, float]] = deque()  # when, tokens of prompt, of answer if known
         self._ended: deque[tuple[float, int, float]] = deque()  # when, tokens computed, of the answer
-        self._changing: dict[int, TERole] = {}  # TEs that drain, and what they will be
+        self.changing: dict[int, TERole] = {}  # TEs that drain, and what they will be
         self._coming = 0
         fleet.on_end = self._hear_end
         fleet.on_arrive = self._hear_arrival
@@ -53,7 +53,8 @@ class FleetRoles:
         self.fleet.lose(te)
         self._tell("lost", self.fleet.tes[te].name, f"{num} requests begin again elsewhere")
 
-    def _count(self, role: TERole) -> int:
+    def count(self, role: TERole) -> int:
+        """Count the TEs of a role that serve."""
         return sum(self.fleet.tes[te].role == role for te in self.fleet.serving)
 
     def _hear_end(self, served: ServedRequest) -> None:
@@ -84,24 +85,24 @@ class FleetRoles:
         fleet = self.fleet
         if not fleet.is_open:
             return
-        for te in [te for te in self._changing if fleet.is_empty(te)]:
-            role = self._changing.pop(te)
+        for te in [te for te in self.changing if fleet.is_empty(te)]:
+            role = self.changing.pop(te)
             if fleet.is_lost(te):
                 continue
             self._coming += 1
             fleet.at(fleet.now + 1e9 * self.change_s, self._joins(te, role))
         work = self._workload()
-        if work is not None and not self._changing and not self._coming and len(fleet.serving) > 1:
+        if work is not None and not self.changing and not self._coming and len(fleet.serving) > 1:
             self._follow(work)
         # Where nobody comes, ends or changes, nothing follows from looking again.
-        again = fleet.look_at if work is None and not self._changing else fleet.at
+        again = fleet.look_at if work is None and not self.changing else fleet.at
         again(fleet.now + 1e9 * self.bounds.every_s, self._look)
 
     def _follow(self, work: Workload) -> None:
         """Split those that are there, of which some may have been lost since the last look."""
         first, second = self.kinds["prefill"], self.kinds["decode"]
         rates = role_rates(second.price, (first.limits, second.limits), work, 1e6 * self.service.tpot_ms)
-        before = msgspec.structs.replace(self.state, num_prefill=self._count("prefill"))
+        before = msgspec.structs.replace(self.state, num_prefill=self.count("prefill"))
         self.state = next_roles(
             before, self.fleet.now / 1e9, work, rates, len(self.fleet.serving), self.change_s, self.bounds
         )
@@ -119,7 +120,7 @@ class FleetRoles:
             if fleet.tes[te].role == old
         }
         for te in sorted(tasks, key=lambda te: (tasks[te], te))[: abs(wanted - before)]:
-            self._changing[te] = new  # type: ignore[assignment]
+            self.changing[te] = new  # type: ignore[assignment]
             if old == "decode":
                 fleet.move_out(te)
                 self._tell(

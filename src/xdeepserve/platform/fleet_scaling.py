@@ -113,7 +113,7 @@ class FleetScaler:
         self.fleet.lose(te)
         self._tell("lost", name, f"{num} requests begin again elsewhere")
         if len(self.fleet.serving) + len(self._coming) < self.state.wanted:
-            self._bring(1)
+            self.bring(1)
 
     def _heard(self, served: ServedRequest) -> None:
         each = served.outcome()
@@ -140,7 +140,7 @@ class FleetScaler:
         more = self.state.wanted - seen.serving - seen.coming
         if self.state.changed_s != before.changed_s and more:
             self._tell("wanted", "", f"{self.state.wanted} of them: {self.state.reason}")
-            self._bring(more) if more > 0 else self._part_with(-more)
+            self.bring(more) if more > 0 else self.part_with(-more)
         fleet.at(fleet.now + 1e9 * self.bounds.every_s, self._look)
 
     def _prefill_share(self) -> float:
@@ -152,7 +152,8 @@ class FleetScaler:
         (since, before), (_, total) = recent[0], recent[-1]
         return (total - before) / max(now - since, 1e9 * WHILE_S)
 
-    def _bring(self, count: int) -> None:
+    def bring(self, count: int) -> None:
+        """Start as many TEs more; pre-warmed ones come first."""
         for te in list(self._draining)[:count]:
             del self._draining[te]
             self.fleet.resume(te)
@@ -180,8 +181,8 @@ class FleetScaler:
 
         return join
 
-    def _part_with(self, count: int) -> None:
-        """Who comes latest is called off first; then those go that have least to do."""
+    def part_with(self, count: int) -> None:
+        """Let as many TEs go: those still on their way, the latest first, then those with the least to do."""
         for ticket in sorted(self._coming, reverse=True)[:count]:
             if self._coming.pop(ticket) and self.warm is not None:
                 self.warm.give_back()

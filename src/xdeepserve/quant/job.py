@@ -71,7 +71,7 @@ def quantize_checkpoint(
     Interrupted, the same call goes on behind the last finished layer, with the same result.
     """
     try:
-        job = _Quantization(checkpoint, destination, method, progress)
+        job = Quantization(checkpoint, destination, method, progress)
         try:
             return job.run(sequences, num_sequences)
         finally:
@@ -83,7 +83,9 @@ def quantize_checkpoint(
         raise errors.InputError(f"{destination}: cannot be written: {what}") from None
 
 
-class _Quantization:
+class Quantization:
+    """A checkpoint on its way to a quantised one, file by file."""
+
     def __init__(self, checkpoint: Checkpoint, destination: Path, method: Method, progress: Progress) -> None:
         self.checkpoint, self.config, self.method = checkpoint, checkpoint.config, method
         self.destination, self.progress = destination, progress
@@ -297,10 +299,11 @@ class _Quantization:
         self.part.finish(
             {name: source for name, source in found if source.is_file()},
             (REPORT_FILE, msgspec.json.format(msgspec.json.encode(report)) + b"\n"),
-            (json.dumps(self._config_json(report), indent=2) + "\n").encode(),
+            (json.dumps(self.config_json(report), indent=2) + "\n").encode(),
         )
 
-    def _config_json(self, report: Report) -> dict[str, Any]:
+    def config_json(self, report: Report) -> dict[str, Any]:
+        """Return what `config.json` of the quantised checkpoint says."""
         kept = [
             f"{layer_name}.{one.module}"
             for layer_name, reports in report.layers.items()

@@ -86,6 +86,11 @@ class MonitorService:
         port_: int = self._server.sockets[0].getsockname()[1]
         return port_
 
+    @property
+    def num_connections(self) -> int:
+        """Connections that are open, of servers and of clients."""
+        return len(self._tasks)
+
     async def close(self) -> None:
         self._server.close()
         for task in self._tasks:

@@ -101,7 +101,7 @@ class CardLink:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, welcome: Welcome) -> None:
         self.windows = welcome.windows
         self.broken: str | None = None
-        self._reader, self._writer = reader, writer
+        self._reader, self.writer = reader, writer
         self._asked: deque[tuple[int, asyncio.Future[bytes]]] = deque()
         self._seen: dict[int, int] = {}
         self._looks: dict[int, asyncio.Future[bytes]] = {}
@@ -132,17 +132,17 @@ class CardLink:
 
     def _is_open(self) -> bool:
         """A connection that ends is closed some turns of the loop before `_receive` hears of it."""
-        if self._writer.transport.is_closing():
+        if self.writer.transport.is_closing():
             self.close("the connection has ended")
         return self.broken is None
 
     def write(self, offset: int, data: bytes) -> None:
         if not self._is_open():
             return
-        if self._writer.transport.get_write_buffer_size() > MAX_UNSENT:
+        if self.writer.transport.get_write_buffer_size() > MAX_UNSENT:
             self.close("it takes no bytes any more")
             return
-        self._writer.write(REQUEST.pack(OP_WRITE, len(data), offset) + data)
+        self.writer.write(REQUEST.pack(OP_WRITE, len(data), offset) + data)
         if len(data) == 1:
             self._seen[offset] = data[0]
             self._looks.pop(offset, None)  # what it finds is older
@@ -153,7 +153,7 @@ class CardLink:
             future.set_exception(LostDieError(self.broken))
         else:
             self._asked.append((nbytes, future))
-            self._writer.write(REQUEST.pack(OP_READ, nbytes, offset))
+            self.writer.write(REQUEST.pack(OP_READ, nbytes, offset))
         return future
 
     def look(self, offset: int) -> asyncio.Future[bytes] | None:
@@ -178,7 +178,7 @@ class CardLink:
         if self.broken:
             return
         self.broken = why
-        self._writer.transport.abort()
+        self.writer.transport.abort()
         for _, future in self._asked:
             if not future.done():
                 future.set_exception(LostDieError(why))

@@ -34,12 +34,15 @@ def column_shares(groups: int, count: int) -> list[tuple[int, int]]:
     return [*pairwise(cuts)]
 
 
+POOL = "columns"  # how threads beside the caller's are named
+
+
 class Threads:
     """The laptop's threads. They share a kernel by what is independent, so the bits do not depend on them."""
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._pool = ThreadPoolExecutor(count - 1) if count > 1 else None
+        self._pool = ThreadPoolExecutor(count - 1, thread_name_prefix=POOL) if count > 1 else None
         self._scratch = [np.empty(0, np.float32) for _ in range(count)]
         self._has_matrix_unit = uses_amx()  # which takes as long to find out as a product of one row
 

@@ -59,7 +59,7 @@ class Channels:
         self.layouts = [_layout(number, weight) for number in range(NUM_CHANNELS)]
         self._in_use: dict[int, set[int]] = {}  # numbers, by die
         self._asking: list[Asking] = []
-        self._num_messages = 0
+        self.num_messages = 0
         self._last: dict[tuple[int, int], int] = {}  # event ID of the last message, by die and channel
 
     async def take(self, src: int, dst: int, timeout_ns: int) -> Channel:
@@ -113,10 +113,10 @@ class Channels:
         # What earlier messages have left in the fields is older than this one.
         sender.reset(RECEIVER)
         receiver.reset(SENDER)
-        self._num_messages += 1
+        self.num_messages += 1
         for die in dies:
-            self._last[die, channel.number] = self._num_messages
-        return sender, receiver, self._num_messages
+            self._last[die, channel.number] = self.num_messages
+        return sender, receiver, self.num_messages
 
     def clean(self, channel: Channel) -> None:
         """After a failure: nothing of it is in the fields, so that they cannot mislead the next message."""

@@ -28,15 +28,15 @@ class Endpoint:
 
     def __init__(self, transport: Transport, name: str, nodes: tuple[int, ...]) -> None:
         self.transport, self.pod, self.name, self.nodes = transport, transport.pod, name, nodes
-        self._inbox: Queue[Message] = Queue(self.pod.clock, f"messages of {name}")
+        self.inbox: Queue[Message] = Queue(self.pod.clock, f"messages of {name}")
         self._completions: list[Completion] = []
         self.on_completion: Callable[[], None] = lambda: None  # tells the owner that it is time to poll
         self._processes: dict[asyncio.Task[Any], None] = {}
-        self._sources: Table = {}
-        self._destinations: Table = {}
-        self._early_wants: dict[tuple[str, int], int] = {}  # by peer and tag, the peer's attempt
+        self.sources: Table = {}
+        self.destinations: Table = {}
+        self.early_wants: dict[tuple[str, int], int] = {}  # by peer and tag, the peer's attempt
         self._num_attempts, self.is_stopped = 0, False
-        transport.inboxes[name] = self._inbox
+        transport.inboxes[name] = self.inbox
         self._loop = self._spawn(self._serve(), "messages")
 
     def poll(self) -> list[Completion]:
@@ -47,14 +47,14 @@ class Endpoint:
     @property
     def num_open(self) -> int:
         """Transfers that have no completion yet."""
-        return len(self._sources) + len(self._destinations)
+        return len(self.sources) + len(self.destinations)
 
     def stop(self) -> None:
         """End all activity of this endpoint at once, as its failure would. Its peers notice at deadlines."""
         self.is_stopped = True
         for process in self._processes:
             process.cancel()
-        for transfer in (*self._sources.values(), *self._destinations.values()):
+        for transfer in (*self.sources.values(), *self.destinations.values()):
             self._release(transfer)
 
     # ---- as a source ------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ class Endpoint:
 
         Nothing happens if the transfer has ended: its completion says how.
         """
-        transfer = self._sources.get((peer, tag))
+        transfer = self.sources.get((peer, tag))
         if transfer is None or transfer.is_revoked:
             return
         if not transfer.num_ready <= num_parts <= len(transfer.parts):
@@ -100,7 +100,7 @@ class Endpoint:
         Both sides have completions when nothing is moving any more. Nothing happens if all are ready, or the
         transfer has ended: its completion comes, or has come.
         """
-        transfer = self._sources.get((peer, tag))
+        transfer = self.sources.get((peer, tag))
         if transfer is None or transfer.is_all_ready or transfer.is_revoked:
             return
         transfer.is_revoked = True
@@ -109,11 +109,11 @@ class Endpoint:
 
     def cancel(self, tag: int, peer: str) -> None:
         """Take back an offer that nobody has wanted yet. ProtocolError if it is too late."""
-        transfer = self._sources.get((peer, tag))
+        transfer = self.sources.get((peer, tag))
         if transfer is None:
             raise ProtocolError(f"{self.name} offers nothing to {peer} under tag {tag}")
         transfer.step(Cause.CANCEL)
-        del self._sources[peer, tag]
+        del self.sources[peer, tag]
         self._release(transfer)
 
     def abort_send(self, tag: int, peer: str) -> bool:
@@ -122,22 +122,22 @@ class Endpoint:
         The bytes are the owner's again at once. There is no completion: one of a failure that has not been
         polled is taken back. False, and nothing happens, if the transfer has ended well.
         """
-        return self._abort(self._sources, tag, peer, is_source=True)
+        return self._abort(self.sources, tag, peer, is_source=True)
 
     def _offer(
         self, tag: int, peer: str, parts: Sequence[Sequence[tuple[Address, int]]], num_ready: int
     ) -> None:
-        transfer = self._register(self._sources, tag, peer, parts, State.OFFERED)
+        transfer = self._register(self.sources, tag, peer, parts, State.OFFERED)
         self.transport.share(transfer.spans, self._reader(tag))
         transfer.shared, transfer.num_ready = transfer.spans, num_ready
         transfer.ready_ns = [self.pod.clock.now] * num_ready
-        self._sources[peer, tag] = transfer
+        self.sources[peer, tag] = transfer
         transfer.process = self._spawn(self._push(transfer), f"send {tag}")
         self._answer(transfer)
 
     def _answer(self, transfer: Transfer) -> None:
         """Step 7 at the source: if the destination wants what is offered, it may pull now."""
-        attempt = self._early_wants.pop((transfer.peer, transfer.tag), None)
+        attempt = self.early_wants.pop((transfer.peer, transfer.tag), None)
         if attempt is not None:
             transfer.attempt = attempt
             transfer.step(Cause.WANT)
@@ -181,13 +181,13 @@ class Endpoint:
                 transfer.error = late
                 transfer.step(Cause.TIMEOUT)
         if transfer.state is not State.CANCELLED:
-            del self._sources[transfer.peer, transfer.tag]
+            del self.sources[transfer.peer, transfer.tag]
             self._release(transfer)
             self._complete(transfer, True)
 
     def _serve_source(self, key: tuple[str, int], message: Message) -> None:
         """A word from a destination. What comes after a deadline here is about nothing, and ignored."""
-        source = self._sources.get(key)
+        source = self.sources.get(key)
         is_current = (
             source is not None
             and source.state in (State.SENDING, State.REVOKED)
@@ -195,9 +195,9 @@ class Endpoint:
         )
         if message.kind is Cause.WANT:
             # It may come before its offer, or before the end of the attempt that it follows.
-            self._early_wants[key] = message.attempt
-        elif message.kind is Cause.WITHDRAW and self._early_wants.get(key) == message.attempt:
-            del self._early_wants[key]
+            self.early_wants[key] = message.attempt
+        elif message.kind is Cause.WITHDRAW and self.early_wants.get(key) == message.attempt:
+            del self.early_wants[key]
         elif source is not None and is_current:
             if message.kind is Cause.REFUSE:
                 source.error = ProtocolError(
@@ -216,13 +216,13 @@ class Endpoint:
         The completion is an error if the peer does not offer it within `timeout_ns`; it may be asked again.
         It is one, too, if the bytes come so late that the peer may have given up keeping them.
         """
-        transfer = self._register(self._destinations, tag, peer, [spans], State.WANTED)
+        transfer = self._register(self.destinations, tag, peer, [spans], State.WANTED)
         check_overlaps((), transfer.spans)
         self.transport.claim(transfer.spans, f"receive {tag} of {self.name}")
         transfer.claimed = transfer.spans
         self._num_attempts += 1
         transfer.attempt = self._num_attempts
-        self._destinations[peer, tag] = transfer
+        self.destinations[peer, tag] = transfer
         transfer.process = self._spawn(self._pull(transfer), f"receive {tag}")
 
     def abort_receive(self, tag: int, peer: str) -> bool:
@@ -232,10 +232,10 @@ class Endpoint:
         of a failure that has not been polled is taken back. False, and nothing happens, if all the bytes have
         come.
         """
-        transfer = self._destinations.get((peer, tag))
+        transfer = self.destinations.get((peer, tag))
         if transfer is not None:  # the peer's side has ended; if it has not seen the want yet, it shall not
             self._tell(peer, Message(Cause.WITHDRAW, tag, self.name, transfer.attempt))
-        return self._abort(self._destinations, tag, peer, is_source=False)
+        return self._abort(self.destinations, tag, peer, is_source=False)
 
     async def _pull(self, transfer: Transfer) -> None:
         """Steps 6 and 7 at the destination."""
@@ -254,7 +254,7 @@ class Endpoint:
                 reply, reason = await self._move(transfer)
         self._release(transfer)
         self._tell(transfer.peer, Message(reply, transfer.tag, self.name, transfer.attempt, reason=reason))
-        del self._destinations[transfer.peer, transfer.tag]
+        del self.destinations[transfer.peer, transfer.tag]
         self._complete(transfer, False)
 
     async def _move(self, transfer: Transfer) -> tuple[Cause, XDeepServeError | None]:
@@ -334,10 +334,10 @@ class Endpoint:
 
     async def _serve(self) -> None:
         while True:
-            message = await self._inbox.get()
+            message = await self.inbox.get()
             key = message.sender, message.tag
             if message.kind in (Cause.OFFER, Cause.READY, Cause.REVOKE):
-                destination = self._destinations.get(key)
+                destination = self.destinations.get(key)
                 # One for an earlier attempt comes too late: its want has been withdrawn.
                 if destination is not None and destination.attempt == message.attempt:
                     self._serve_destination(destination, message)

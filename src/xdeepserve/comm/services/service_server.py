@@ -168,7 +168,7 @@ class ServiceServer(Handle):
                     await self._look(deadline_ns)
                 except DeadlineError:
                     self._present = self._heard
-            batch = self._take(room)
+            batch = self.take(room)
         await self.steps.passed(SERVE, 1)
         return batch
 
@@ -243,8 +243,11 @@ class ServiceServer(Handle):
             self._announced.add(client)
             self._set(number, SlotEvent.NOTE)
 
-    def _take(self, room: int) -> list[SlotRequest]:
-        """The requests of the next batch. What cannot be served puts its client offline."""
+    def take(self, room: int) -> list[SlotRequest]:
+        """Take the requests of the next batch from their slots.
+
+        A request that cannot be served puts its client offline.
+        """
         batch: list[SlotRequest] = []
         for number in list(self._order):
             header = self.header(number)

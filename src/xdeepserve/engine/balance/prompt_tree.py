@@ -7,7 +7,7 @@ costs time and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 
 class PromptTree:
@@ -19,6 +19,11 @@ class PromptTree:
     def __len__(self) -> int:
         """Blocks that somebody has."""
         return len(self._holders)
+
+    @property
+    def blocks(self) -> Collection[int]:
+        """Blocks that some holder has."""
+        return self._holders.keys()
 
     def publish(self, holder: int, blocks: Iterable[int]) -> None:
         """It has these now."""

@@ -39,6 +39,7 @@ from xdeepserve.engine.messages import (
     SetExpertMap,
     StepFailed,
 )
+from xdeepserve.engine.numbers import DieNumber
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.queue import Queue
 
@@ -85,9 +86,9 @@ class Reconfiguration:
         trigger: EPLBTrigger,
         reports: Queue[msgspec.Struct],
     ) -> None:
-        self._pod, self._experts, self._gates, self._holders = pod, experts, gates, list(holders)
+        self.pod, self.experts, self.gates, self.holders = pod, experts, gates, list(holders)
         self._out: set[int] = set()  # holders to which nothing goes
-        self._storage, self._trigger, self._reports = storage, trigger, reports
+        self.storage, self.trigger, self._reports = storage, trigger, reports
         self._slots_of = experts.slots_of
         self.phy2log = primaries_only(experts)  # in force for the latest step
         self._target: list[list[int]] = []  # after this reconfiguration
@@ -110,7 +111,7 @@ class Reconfiguration:
         self._collect()
         if self.phase == "prefetched":  # phase 2
             changed = {(change.layer, self._physical(change)) for change in self._changes}
-            self._set_map(
+            self.set_map(
                 [
                     [NOTHING if (layer, physical) in changed else e for physical, e in enumerate(row)]
                     for layer, row in enumerate(self.phy2log)
@@ -118,9 +119,9 @@ class Reconfiguration:
             )
             self._with_slots = set(self._running)
             self._enter("draining")
-            self._load_if_drained()
+            self.load_if_drained()
         elif self.phase == "loaded":  # phase 4
-            self._set_map(self._target)
+            self.set_map(self._target)
             self.num_done += 1
             self._enter("idle")
         self._running.add(step)
@@ -129,7 +130,7 @@ class Reconfiguration:
         """All dies have ended a step."""
         self._running.discard(step)
         self._with_slots.discard(step)
-        self._load_if_drained()
+        self.load_if_drained()
 
     def take(self, report: Report) -> None:
         """What a die, or the prefetch, has to say."""
@@ -137,7 +138,7 @@ class Reconfiguration:
             case LoadCollected():
                 self._num_waiting -= 1
                 if not self._num_waiting:
-                    self._trigger.add_slice(self._collected())
+                    self.trigger.add_slice(self.collected())
                     self._decide()
             case Prefetched():
                 self._enter("prefetched")
@@ -153,12 +154,12 @@ class Reconfiguration:
         if self.phase in ("loading", "loaded"):
             coming = set()
         slots = self._slots_of[holder]
-        for physical in range(slots.stop - self._experts.redundant_slots, slots.stop):
+        for physical in range(slots.stop - self.experts.redundant_slots, slots.stop):
             for layer, row in enumerate(self.phy2log):
                 row[physical] = NOTHING
                 if self._target and (layer, physical) not in coming:
                     self._target[layer][physical] = NOTHING
-        self._set_map(self.phy2log)
+        self.set_map(self.phy2log)
 
     def _loaded(self, die: int) -> None:
         self._loading.discard(die)
@@ -184,11 +185,11 @@ class Reconfiguration:
 
     def replace(self, holder: int, die: int, mem: ExpertMemory) -> None:
         """Another die is this holder."""
-        if holder < len(self._holders):
-            self._holders[holder] = die, mem
+        if holder < len(self.holders):
+            self.holders[holder] = die, mem
 
     def _holder(self, die: int) -> int | None:
-        return next((holder for holder, (each, _) in enumerate(self._holders) if each == die), None)
+        return next((holder for holder, (each, _) in enumerate(self.holders) if each == die), None)
 
     def stop(self) -> None:
         """The TE ends."""
@@ -199,19 +200,19 @@ class Reconfiguration:
 
     def _collect(self) -> None:
         """Ask all dies for their counts when a time slice has ended."""
-        now = self._pod.clock.now
+        now = self.pod.clock.now
         if self._next_slice_ns is None:
             self._next_slice_ns = now + self._slice_ns
-        if not self._experts.balance_interval_ns or now < self._next_slice_ns or self._num_waiting:
+        if not self.experts.balance_interval_ns or now < self._next_slice_ns or self._num_waiting:
             return
         self._next_slice_ns = now + self._slice_ns
-        self._num_waiting = len(self._gates)
-        for die, _ in self._gates:
-            self._pod.dies[die].put(CollectLoad())
+        self._num_waiting = len(self.gates)
+        for die, _ in self.gates:
+            self.pod.dies[die].put(CollectLoad())
 
-    def _collected(self) -> Counts:
-        """[layers, E]: the sum over the dies."""
-        parts = [mem.replicas.reported for _, mem in self._gates if mem.replicas is not None]
+    def collected(self) -> Counts:
+        """Sum the load [layers, E] that the dies have reported."""
+        parts = [mem.replicas.reported for _, mem in self.gates if mem.replicas is not None]
         return np.sum(parts, axis=0, dtype=np.int64)
 
     @property
@@ -219,33 +220,33 @@ class Reconfiguration:
         """By layer and die, what the redundant slots hold that are in use."""
         made = []
         for row in self.phy2log:
-            held = [self._redundant(row, holder) for holder in range(len(self._holders))]
+            held = [self._redundant(row, holder) for holder in range(len(self.holders))]
             made.append([[e for e in slots if e != NOTHING] for slots in held])
         return made
 
     @property
     def layers(self) -> list[int]:
         """The layers with experts."""
-        return self._storage.layers
+        return self.storage.layers
 
     @property
     def skews(self) -> list[Skew]:
         """How uneven the load of each layer was in the latest slice."""
-        return self._trigger.skews(self.holdings)
+        return self.trigger.skews(self.holdings)
 
     def _redundant(self, row: Sequence[int], holder: int) -> Sequence[int]:
         """A holder's redundant slots in a layer's row of phy2log."""
         slots = self._slots_of[holder]
-        return row[slots.stop - self._experts.redundant_slots : slots.stop]
+        return row[slots.stop - self.experts.redundant_slots : slots.stop]
 
     def _physical(self, change: Change) -> int:
-        return self._slots_of[change.holder].stop - self._experts.redundant_slots + change.slot
+        return self._slots_of[change.holder].stop - self.experts.redundant_slots + change.slot
 
     def _decide(self) -> None:
         """At the end of an interval; not while new replicas are on their way."""
-        if self.phase != "idle" or not self._trigger.is_due:
+        if self.phase != "idle" or not self.trigger.is_due:
             return
-        target = self._trigger.decide([[sorted(h) for h in held] for held in self.holdings])
+        target = self.trigger.decide([[sorted(h) for h in held] for held in self.holdings])
         if target is not None:
             self._begin(target)
 
@@ -267,67 +268,69 @@ class Reconfiguration:
         for change in self._changes:
             self._target[change.layer][self._physical(change)] = change.expert
         self._enter("prefetching")
-        self._prefetch = self._pod.clock.spawn(self._fetch(), name="prefetch of experts")
+        self._prefetch = self.pod.clock.spawn(self._fetch(), name="prefetch of experts")
 
     @property
-    def _loads(self) -> list[Change]:
+    def loads(self) -> list[Change]:
+        """Return the changes that bring an expert; the others only empty a slot."""
         return [change for change in self._changes if change.expert != NOTHING]
 
     async def _fetch(self) -> None:
         """Storage to memory, over the VPC card of each server, all servers side by side."""
         try:
             pieces = Counter[int]()
-            for change in self._loads:
-                for address, nbytes in self._slots(change.holder).staged(change.layer, change.slot):
+            for change in self.loads:
+                for address, nbytes in self.redundant_slots(change.holder).staged(change.layer, change.slot):
                     pieces[address.node] += nbytes
-            clock, spec, end = self._pod.clock, self._pod.spec, self._pod.clock.now
+            clock, spec, end = self.pod.clock, self.pod.spec, self.pod.clock.now
             for node, nbytes in sorted(pieces.items()):
                 took = spec.vpc_startup.value + nbytes / spec.vpc_bandwidth.value
                 arrived = clock.now + round(1e9 * took)
-                self._pod.trace.span(node, "VPC", "prefetch experts", clock.now, arrived)
+                self.pod.trace.span(node, "VPC", "prefetch experts", clock.now, arrived)
                 end = max(end, arrived)
             await clock.sleep_until(end)
-            for layer, changes in groupby(self._loads, key=lambda change: change.layer):
-                read = functools.cache(functools.partial(self._storage.read, layer))  # once for all replicas
+            for layer, changes in groupby(self.loads, key=lambda change: change.layer):
+                read = functools.cache(functools.partial(self.storage.read, layer))  # once for all replicas
                 for change in changes:
                     arrays = functools.partial(read, change.expert)
-                    self._slots(change.holder).stage(self._pod.memories, layer, change.slot, arrays)
+                    self.redundant_slots(change.holder).stage(self.pod.memories, layer, change.slot, arrays)
                     await asyncio.sleep(0)  # no virtual time, but a turn for the front end
         except Exception as error:
-            self._reports.put(StepFailed(self._holders[0][0], error))
+            self._reports.put(StepFailed(DieNumber(self.holders[0][0]), error))
         else:
             self._reports.put(Prefetched())
 
-    def _slots(self, holder: int) -> RedundantSlots:
-        redundant = self._holders[holder][1].redundant
+    def redundant_slots(self, holder: int) -> RedundantSlots:
+        """Return the slots for replicas of a holder, which is one that has some."""
+        redundant = self.holders[holder][1].redundant
         assert redundant is not None
         return redundant
 
-    def _set_map(self, phy2log: list[list[int]]) -> None:
-        """Phases 2 and 4: for all dies the same, before the same step."""
+    def set_map(self, phy2log: list[list[int]]) -> None:
+        """Send all dies the same map of replicas, before the same step (phases 2 and 4)."""
         self.phy2log = phy2log
-        tables = replica_tables(self._storage.config, self._experts, phy2log)
-        for die, _ in self._gates:
-            self._pod.dies[die].put(SetExpertMap(phy2log, *tables))
+        tables = replica_tables(self.storage.config, self.experts, phy2log)
+        for die, _ in self.gates:
+            self.pod.dies[die].put(SetExpertMap(phy2log, *tables))
 
-    def _load_if_drained(self) -> None:
-        """Phase 3, as soon as nobody can be using the slots."""
+    def load_if_drained(self) -> None:
+        """Have dies load new experts as soon as no step can use their slots (phase 3)."""
         if self.phase != "draining" or self._with_slots:
             return
         self._enter("loading")
         by_die: dict[int, list[tuple[int, int, int]]] = {}
-        for change in self._loads:
-            die = self._holders[change.holder][0]
+        for change in self.loads:
+            die = self.holders[change.holder][0]
             by_die.setdefault(die, []).append((change.layer, change.slot, change.expert))
         self._loading = set(by_die)
         for die, loads in by_die.items():
-            self._pod.dies[die].put(LoadExperts(loads))
+            self.pod.dies[die].put(LoadExperts(loads))
         if not by_die:  # slots were only emptied
             self._enter("loaded")
 
     def _enter(self, phase: Phase) -> None:
-        now, host = self._pod.clock.now, self._pod.topology.server_of(self._gates[0][0])
+        now, host = self.pod.clock.now, self.pod.topology.server_of(self.gates[0][0])
         if self.phase in SPANS:
-            node = self._pod.topology.host(host)
-            self._pod.trace.span(node, "EPLB", SPANS[self.phase], self._since_ns, now)
+            node = self.pod.topology.host(host)
+            self.pod.trace.span(node, "EPLB", SPANS[self.phase], self._since_ns, now)
         self.phase, self._since_ns = phase, now

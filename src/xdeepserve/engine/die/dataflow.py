@@ -60,9 +60,10 @@ class DataflowExpertProgram(ExpertProgram):
         for number, flow in enumerate(flows):
             flow.lanes, flow.called = (RECEIVE, SEND), self._name(number)
         self._come, self._gone = self._queues()
-        self._next_answer = 0  # row of the buffer of answers
+        self.next_answer = 0  # row of the buffer of answers
 
-    def _start(self) -> list[Process]:
+    def start_streams(self) -> list[Process]:
+        """Start the kernels of this die, each as a process."""
         streams: list[tuple[str, Stream]] = [
             (f"trampoline {i} of attention {attention}", partial(self._forward, i, trampoline, number))
             for i, trampoline in enumerate(self.trampolines)
@@ -129,27 +130,27 @@ class DataflowExpertProgram(ExpertProgram):
     async def _run(self, layer: int, batch: Sequence[Arrived]) -> list[Array]:
         """The answers to each of the arrivals."""
         received = self.mem.gathered([work.arrival.received for work in batch])
-        out = self._room_for(len(received))
-        start, place = self.die.clock.now, self._place_of(batch)
+        out = self.room_for(len(received))
+        start, place = self.die.clock.now, self.place_of(batch)
         # Nobody knows how many tokens are on their way to others: these bring the average.
         spec = self.die.spec
-        await self._experts(out, received, lambda count: spec.billed_copies(count, count), layer, place)
+        await self.run_experts(out, received, lambda count: spec.billed_copies(count, count), layer, place)
         self.die.trace.span(
             self.die.index, COMPUTE, f"{len(batch)} arrivals", start, self.die.clock.now, place
         )
         ends = np.cumsum([len(work.arrival.received) for work in batch])
         return np.split(out, ends[:-1])
 
-    def _room_for(self, rows: int) -> Array:
-        """Rows of the buffer of answers [N, H], which go round it.
+    def room_for(self, rows: int) -> Array:
+        """Find rows of the buffer of answers [N, H], which go round it.
 
         An attention die sends again when it has had its answer. So of each side as many rows as one exchange
         brings are on their way at most: those, and the end that is too short for the next batch, fit.
         """
         width, name = self.mem.config.hidden_size, "flow/answers"
         room = self.mem.workspace.size(name) // width
-        first = self._next_answer if self._next_answer + rows <= room else 0
-        self._next_answer = first + rows
+        first = self.next_answer if self.next_answer + rows <= room else 0
+        self.next_answer = first + rows
         return self.mem.workspace.take(name, room, width)[first : first + rows]
 
     def _layer_of(self, work: Arrived) -> int:
@@ -162,7 +163,7 @@ class DataflowExpertProgram(ExpertProgram):
     async def _answer(self) -> None:
         while True:
             work, out = await self._gone.get()
-            start, place = self.die.clock.now, self._place_of([work])
+            start, place = self.die.clock.now, self.place_of([work])
             work.side.at(**place)
             await work.side.answer(work.arrival, out)
             self._draw(SEND, work, start)
@@ -172,8 +173,8 @@ class DataflowExpertProgram(ExpertProgram):
     def _name(self, number: int) -> str:
         return stream_item(*divmod(number, self.num_domains))
 
-    def _place_of(self, batch: Sequence[Arrived]) -> dict[str, Any]:
-        """What arrivals for one layer are."""
+    def place_of(self, batch: Sequence[Arrived]) -> dict[str, Any]:
+        """Return what a trace tells of arrivals for one layer."""
         return self._origin([work.number for work in batch], batch[0].arrival.event_id)
 
     def _origin(self, numbers: Sequence[int], event_id: int) -> dict[str, Any]:
@@ -192,6 +193,6 @@ class DataflowExpertProgram(ExpertProgram):
     def _draw(self, lane: str, work: Arrived, start: int) -> None:
         """What has been received of, or sent to, one attention die."""
         if self.die.trace.is_on:
-            place = self._place_of([work]) | {"attention die": work.arrival.attention}
+            place = self.place_of([work]) | {"attention die": work.arrival.attention}
             now = self.die.clock.now
             self.die.trace.span(self.die.index, lane, self._name(work.number), start, now, place)

@@ -136,7 +136,7 @@ class Drafter:
         self.frame, self.num_drafts = runner.frame, mem.sizes.steps.mtp
         self.layers = (weights.mtp + weights.mtp[:1] * self.num_drafts)[: self.num_drafts]
         # Rows of `tail` that the latest steps have overwritten, as they were: by step and block.
-        self._overwritten: dict[int, dict[int, Array]] = {}
+        self.overwritten: dict[int, dict[int, Array]] = {}
 
     async def propose(
         self,
@@ -199,9 +199,9 @@ class Drafter:
 
     def undo(self, step: int) -> None:
         """Steps from number `step` on have not happened: what they have overwritten is as it was."""
-        for block, row in rows_before(self._overwritten, step).items():
+        for block, row in rows_before(self.overwritten, step).items():
             self.mem.tail[block] = row
-        self._overwritten = {number: rows for number, rows in self._overwritten.items() if number < step}
+        self.overwritten = {number: rows for number, rows in self.overwritten.items() if number < step}
 
     async def _keep_states(self, step: int, made: DraftRows, mended: dict[int, DraftRow]) -> None:
         """The states of the next depth [rows + mended, H]; each sequence's last one stays in its block."""
@@ -213,6 +213,6 @@ class Drafter:
         frame.kept_rows = [index for index in range(len(rows)) if made.is_last(index)]
         frame.kept_blocks = [rows[index].slot // size for index in frame.kept_rows]
         frame.overwritten = {}
-        latest = {number: rows for number, rows in self._overwritten.items() if number == step - 1}
-        self._overwritten = {**latest, step: frame.overwritten}  # two steps at most are under way
+        latest = {number: rows for number, rows in self.overwritten.items() if number == step - 1}
+        self.overwritten = {**latest, step: frame.overwritten}  # two steps at most are under way
         await self.runner.run(MTP_STATES)

@@ -69,7 +69,8 @@ class ExpertServerProgram(ExpertProgram):
         super().__init__(die, mem, [], [], threads, pace, reports)
         self.server = server
 
-    def _start(self) -> list[Process]:
+    def start_streams(self) -> list[Process]:
+        """Start the kernels of this die, each as a process."""
         return [self._spawn(self._serve, "expert service")]
 
     async def _until_stop(self, streams: Sequence[Process]) -> None:
@@ -90,25 +91,27 @@ class ExpertServerProgram(ExpertProgram):
         payload, scale = np.zeros((rows, width), dtype), np.ones(rows, np.float32)
         out = mem.workspace.take("flow/answers", rows, width)
         for layer in range(len(self.layers)):
-            await self._experts(out, FlowRows(payload, scale, experts), float, layer, {})
+            await self.run_experts(out, FlowRows(payload, scale, experts), float, layer, {})
 
     async def _serve(self) -> None:
         spec, hidden = self.die.spec, self.mem.config.hidden_size
         while True:
             batch: Sequence[AskedOfExperts] = await self.server.next_batch(self.mem.max_rows)
             layer, start = batch[0].layer, self.die.clock.now
-            place = self._place_of(batch)
+            place = self.place_of(batch)
             self.server.steps.place = place
             received = self.mem.gathered([each.received for each in batch])
             out = self.mem.workspace.take("flow/answers", len(received), hidden)
             # Nobody knows how many tokens are on their way to others: these bring the average.
-            await self._experts(out, received, lambda count: spec.billed_copies(count, count), layer, place)
+            await self.run_experts(
+                out, received, lambda count: spec.billed_copies(count, count), layer, place
+            )
             name = f"{len({client for each in batch for client in each.clients})} clients"
             self.die.trace.span(self.die.index, COMPUTE, name, start, self.die.clock.now, place)
             await self.server.answer(batch, out)
 
-    def _place_of(self, batch: Sequence[AskedOfExperts]) -> dict[str, Any]:
-        """What a trace tells of a batch; nothing without one."""
+    def place_of(self, batch: Sequence[AskedOfExperts]) -> dict[str, Any]:
+        """Return what a trace tells of a batch; nothing without a trace."""
         if not self.die.trace.is_on:
             return {}
         layer = self.layer_index[batch[0].layer]

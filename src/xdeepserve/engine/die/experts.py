@@ -21,6 +21,7 @@ from xdeepserve.engine.die.expert_memory import STOP, ExpertMemory
 from xdeepserve.engine.die.replicas import RedundantSlots, load_experts
 from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND, stream_item
 from xdeepserve.engine.messages import ExpertsLoaded, LoadExperts, RolledBack, StepFailed
+from xdeepserve.engine.numbers import DieNumber
 from xdeepserve.engine.recovery.retry import again_after_glitches
 from xdeepserve.engine.recovery.rollback_watch import RollbackCalled, RollbackWatch
 from xdeepserve.engine.walk.runner import Pace, Runner
@@ -87,17 +88,17 @@ class ExpertProgram:
 
         Called back, they end wherever they are, and begin again with the step that the host says.
         """
-        streams, loads = self._start(), self.loads()
+        streams, loads = self.start_streams(), self.loads()
         try:
             while not await self._ends(streams):
                 await self._roll_back(streams)
-                streams = self._start()
+                streams = self.start_streams()
         finally:
             for stream in (*streams, *loads):
                 stream.cancel()
 
-    def _start(self) -> list[Process]:
-        """The kernels, as processes."""
+    def start_streams(self) -> list[Process]:
+        """Start the kernels of this die, each as a process."""
         return [
             self._spawn(stream, name)
             for name, stream in (
@@ -143,7 +144,7 @@ class ExpertProgram:
         seen = rollback.field.read()
         while seen.resumed < seen.epoch:
             rollback.enter(seen.epoch)
-            self.reports.put(RolledBack(self.die.index, seen.epoch))
+            self.reports.put(RolledBack(DieNumber(self.die.index), seen.epoch))
             seen = await rollback.field.resumes(seen.epoch)
         self._reset(seen.step)
         rollback.resume()
@@ -169,7 +170,7 @@ class ExpertProgram:
             command = await self.die.next_command()
             assert isinstance(command, LoadExperts)
             await again_after_glitches(partial(load_experts, self.die, redundant, command.loads))
-            self.reports.put(ExpertsLoaded(self.die.index))
+            self.reports.put(ExpertsLoaded(DieNumber(self.die.index)))
 
     async def _guarded(self, stream: Stream) -> None:
         try:
@@ -178,12 +179,12 @@ class ExpertProgram:
             pass
         except GlitchError as error:
             self._rollback.fail()
-            self.reports.put(StepFailed(self.die.index, error))
+            self.reports.put(StepFailed(DieNumber(self.die.index), error))
             if self.mem.doorbell.read(self.die.memory) == STOP:  # nobody will call it back
                 for flag in (self.mem.received, self.mem.computed):
                     flag.write(self.die.memory, STOP)
         except Exception as error:
-            self.reports.put(StepFailed(self.die.index, error))
+            self.reports.put(StepFailed(DieNumber(self.die.index), error))
 
     @property
     def _items_per_step(self) -> int:
@@ -239,7 +240,7 @@ class ExpertProgram:
             if len(received):
                 start = die.clock.now
                 billed = partial(self._tallies[place].billed, self._event(item))
-                await self._experts(out, received, billed, layer, self._place(item))
+                await self.run_experts(out, received, billed, layer, self._place(item))
                 self._note(COMPUTE, item, start)
             item += 1
             mem.computed.write(die.memory, item)
@@ -257,7 +258,7 @@ class ExpertProgram:
             item += 1
             mem.sent.write(die.memory, item)
 
-    async def _experts(
+    async def run_experts(
         self,
         out: Array,
         received: TokenCopies,
@@ -265,8 +266,10 @@ class ExpertProgram:
         layer: int,
         place: dict[str, Any],
     ) -> None:
-        """out [N, H] of the rows that have come; routed experts are billed for `billed` of their number.
-        `place` is what a trace tells of them."""
+        """Compute out [N, H] of the rows that have come.
+
+        Routed experts are billed for `billed` of their number; `place` is what a trace tells of them.
+        """
         runner, frame, stage, held = self.runner, self.runner.frame, self.stages[layer], self.layers[layer]
         if held.experts is not None:
             frame.experts = held.experts

@@ -34,6 +34,7 @@ from xdeepserve.engine.messages import (
     StepFailed,
     StepPlan,
 )
+from xdeepserve.engine.numbers import DieNumber, DieRank, StepNo
 from xdeepserve.engine.recovery.retry import again_after_glitches
 from xdeepserve.engine.recovery.rollback_watch import RollbackCalled, RollbackWatch
 from xdeepserve.engine.walk.launcher import Launcher
@@ -73,7 +74,7 @@ class Executor:
 
     def __init__(
         self,
-        rank: int,
+        rank: DieRank,
         die: Die,
         mem: DieMemory,
         weights: ModelWeights,
@@ -87,7 +88,7 @@ class Executor:
         self.launcher: Launcher | None = None
         self.layer_reports: Queue[msgspec.Struct] | None = None  # where a plan's `reports_layers` go
         self._transfers: list[asyncio.Task[None]] = []  # beside the steps
-        self._step_idx, self._reports_layers = 0, False
+        self._step_idx, self._reports_layers = StepNo(0), False
         self._rollback = RollbackWatch(die)
         self.weights, self.caches = weights, mem.kv_caches()
         main, mtp = self.weights.layers, [mtp.layer for mtp in self.weights.mtp]
@@ -121,11 +122,11 @@ class Executor:
                 command = await self._next_command()
                 if isinstance(command, Shutdown):
                     break
-                await self._obey(command)
+                await self.obey(command)
             for transfer in self._transfers:
                 await self.die.clock.join(transfer)
         except Exception as error:
-            self.reports.put(StepFailed(self.rank, error))
+            self.reports.put(StepFailed(DieNumber(self.die.index), error))
         finally:
             for transfer in self._transfers:
                 transfer.cancel()
@@ -135,7 +136,8 @@ class Executor:
             with contextlib.suppress(GlitchError):  # in a look at the queue, which is still as it was
                 return await self.die.next_command()
 
-    async def _obey(self, command: msgspec.Struct) -> None:
+    async def obey(self, command: msgspec.Struct) -> None:
+        """Carry out one command of the host; its transfers go on beside later commands."""
         match command:
             case StepPlan():
                 await self._attempt(command)
@@ -143,7 +145,7 @@ class Executor:
                 if self.drafter is not None:
                     self.drafter.undo(step)
                 self._rollback.enter(epoch)
-                self.reports.put(RolledBack(self.die.index, epoch))
+                self.reports.put(RolledBack(DieNumber(self.die.index), epoch))
             case Resume(epoch=epoch):
                 for runner in dict.fromkeys((self.runner, *self.traversal.runners)):
                     runner.reset(epoch)
@@ -161,7 +163,7 @@ class Executor:
                 await self._report_load(self.mem.replicas)
             case LoadExperts(loads=loads) if self.mem.redundant is not None:
                 loading = partial(load_experts, self.die, self.mem.redundant, loads)
-                self._run_beside(loading, ExpertsLoaded(self.die.index), "load experts")
+                self._run_beside(loading, ExpertsLoaded(DieNumber(self.die.index)), "load experts")
             case _:
                 raise ProtocolError(f"die {self.die.index} does not know the command {command!r}")
 
@@ -177,7 +179,7 @@ class Executor:
             pass
         except GlitchError as error:
             self._rollback.fail()
-            self.reports.put(StepFailed(self.rank, error))
+            self.reports.put(StepFailed(DieNumber(self.die.index), error))
         else:
             self.reports.put(StepDone(self.rank, plan.step, self.chooser.faults))
 
@@ -190,7 +192,7 @@ class Executor:
             try:
                 await again_after_glitches(transfer)
             except Exception as error:
-                self.reports.put(StepFailed(self.rank, error))
+                self.reports.put(StepFailed(DieNumber(self.die.index), error))
             else:
                 self.reports.put(done)
 

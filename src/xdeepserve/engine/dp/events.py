@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 from xdeepserve.comm.distflow import Completion
+from xdeepserve.engine.numbers import GroupRank
 
 log = logging.getLogger("xdeepserve.engine")
 
@@ -23,7 +24,7 @@ class GroupId(NamedTuple):
     """A DP group of a pod. Its text is what DistFlow calls the group's endpoints."""
 
     te: str = ""
-    rank: int = 0
+    rank: GroupRank = GroupRank(0)
 
     def __str__(self) -> str:
         return f"{self.te}/dp{self.rank}"

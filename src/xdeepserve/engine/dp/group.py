@@ -13,6 +13,7 @@ from xdeepserve.engine.deploy.sizes import StepSizes
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.events import Events, GroupId
+from xdeepserve.engine.dp.left import Left
 from xdeepserve.engine.dp.load_cost import BlockLoadCost
 from xdeepserve.engine.dp.lost_blocks import LostBlocks
 from xdeepserve.engine.dp.rtc import RTC
@@ -55,7 +56,7 @@ class DPGroup:
         self._num_done: Counter[int] = Counter()  # dies that have made the copies of a ticket
         self.endpoints: list[Endpoint] = []  # of DistFlow, one for each TE at the other side
         self._offers: dict[int, tuple[Endpoint, str]] = {}  # to arriving sequences, by seq_id
-        self._by_layer: dict[int, list[int]] = {}  # by step: seq_ids whose layers leave as they end
+        self.by_layer: dict[int, list[int]] = {}  # by step: seq_ids whose layers leave as they end
         self._num_ended: Counter[tuple[int, int]] = Counter()  # by step and layer: dies that have ended it
         self._steps: dict[int, PlannedStep] = {}  # planned ones that have not ended, by number
         self._plans: dict[int, StepPlan] = {}  # of these
@@ -97,6 +98,19 @@ class DPGroup:
         """Nobody is here, or keeps blocks here."""
         return self.places.is_empty and not self.handover.sending
 
+    def left(self) -> Left:
+        """Count what sequences hold in the books of this group."""
+        handover, endpoints = self.handover, self.endpoints
+        return Left(
+            places=self.places.num_placed,
+            tickets=len(self.places.tickets),
+            handovers=len(handover.sending) + len(handover.reserved),
+            offers=len(self._offers),
+            layers=len(self.by_layer) + len(self._num_ended),
+            completions=sum(each.num_open + len(each.early_wants) for each in endpoints),
+            claims=sum(len(die.memory.claims) for die in self.dies),
+        )
+
     @property
     def num_free_places(self) -> int:
         """Sequences that could still join a step."""
@@ -111,9 +125,9 @@ class DPGroup:
             step.transfers += self.scheduler.prefixes.save(SAVE_PER_STEP)
         # Copies on write first: a block that only the cache still has may be one that a transfer overwrites.
         if step.copies:
-            self._put(CopyBlocks(ticket=None, copies=step.copies))
+            self.put(CopyBlocks(ticket=None, copies=step.copies))
         for ticket, copies in step.transfers:
-            self._put(CopyBlocks(ticket=ticket, copies=copies))
+            self.put(CopyBlocks(ticket=ticket, copies=copies))
         for seq in step.receives:
             endpoint, source = self._offers.pop(seq.seq_id)
             slots = seq.holding.slots
@@ -121,13 +135,14 @@ class DPGroup:
             self._receive(seq, endpoint, source, pieces)
         return bool(step.shares)
 
-    def _put(self, command: msgspec.Struct, delay_ns: int = 0) -> None:
+    def put(self, command: msgspec.Struct, delay_ns: int = 0) -> None:
+        """Send a command to every die of the group, to be read after so many ns."""
         for die in self.dies:
             die.put(command, delay_ns)
 
     def probe(self) -> None:
         """Ask all dies whether they are there."""
-        self._put(Probe())
+        self.put(Probe())
 
     def finish_copies(self, ticket: int) -> None:
         """One of the dies has made the copies of a ticket; the last one ends it."""
@@ -215,16 +230,16 @@ class DPGroup:
         self._note_first_steps(step)
         if self.kv.sends_layers and not step.is_again:
             self._tell_last_chunks(step_idx, step)
-        reports_layers = step_idx in self._by_layer
+        reports_layers = step_idx in self.by_layer
         before = self._plans.get(step_idx - 1) if step.is_again else None
         if before is not None:
             # It is run again, too: what it writes is copied then; all else has been, and may be gone since.
             written = written_blocks(before, self.kv.block_size)
             copies = [copy for copy in step.copies if copy.src in written]
             if copies:
-                self._put(CopyBlocks(ticket=None, copies=copies))
+                self.put(CopyBlocks(ticket=None, copies=copies))
         plan = self._plans[step_idx]
-        self._put(msgspec.structs.replace(plan, bucket=bucket, reports_layers=reports_layers), delay_ns)
+        self.put(msgspec.structs.replace(plan, bucket=bucket, reports_layers=reports_layers), delay_ns)
 
     def forget_plan(self, step_idx: int) -> None:
         """A step that had rows in no group is not launched."""
@@ -241,8 +256,8 @@ class DPGroup:
         step.is_again = True
         self._plans[later] = msgspec.structs.replace(self._plans.pop(step_idx), step=later)
         self._faults.pop(step_idx, None)
-        if step_idx in self._by_layer:
-            self._by_layer[later] = self._by_layer.pop(step_idx)
+        if step_idx in self.by_layer:
+            self.by_layer[later] = self.by_layer.pop(step_idx)
             self._num_told[later] = self._num_told.pop(step_idx, 0)
         self._num_ended = Counter({key: n for key, n in self._num_ended.items() if key[0] != step_idx})
 
@@ -265,8 +280,8 @@ class DPGroup:
             self.scheduler.keep(step, before)
             self._plans[number] = make_plan(number, step.shares, self.kv.block_size, slots)
             kept = {share.seq.seq_id for share in step.shares}
-            if number in self._by_layer:
-                self._by_layer[number] = [seq_id for seq_id in self._by_layer[number] if seq_id in kept]
+            if number in self.by_layer:
+                self.by_layer[number] = [seq_id for seq_id in self.by_layer[number] if seq_id in kept]
             before = step
 
     def _tell_last_chunks(self, step_idx: int, step: PlannedStep) -> None:
@@ -281,7 +296,7 @@ class DPGroup:
     def send_by_layer(self, seq: Seq, step_idx: int, num_tokens: int) -> None:
         """Tell of a step's layers as they end: the KV of so many positions of a sequence goes with them."""
         self.handover.send_early(seq, num_tokens)
-        self._by_layer.setdefault(step_idx, []).append(seq.seq_id)
+        self.by_layer.setdefault(step_idx, []).append(seq.seq_id)
 
     def end_layer(self, step_idx: int, layer: int) -> None:
         """One of the dies has ended a layer. With the last one its KV may leave, whichever die sends it."""
@@ -289,10 +304,10 @@ class DPGroup:
         self._num_ended[key] += 1
         if self._num_ended[key] == len(self.dies):
             del self._num_ended[key]
-            if step_idx not in self._by_layer or layer < self._num_told[step_idx]:
+            if step_idx not in self.by_layer or layer < self._num_told[step_idx]:
                 return
             self._num_told[step_idx] = layer + 1
-            for seq_id in self._by_layer[step_idx]:
+            for seq_id in self.by_layer[step_idx]:
                 self.tell(events.LayerEnded(seq_id, self.id, layer))
 
     def _note_first_steps(self, step: PlannedStep) -> None:
@@ -317,7 +332,7 @@ class DPGroup:
         """Read the results of the step that the dies have completed, and advance the sequences."""
         step = self._steps.pop(step_idx)
         del self._plans[step_idx]
-        self._by_layer.pop(step_idx, None)
+        self.by_layer.pop(step_idx, None)
         self._num_told.pop(step_idx, None)
         faults = self._faults.pop(step_idx, {})
         if step.shares:

@@ -149,6 +149,11 @@ class Places:
         return not self._place
 
     @property
+    def num_placed(self) -> int:
+        """Sequences that are at any place."""
+        return len(self._place)
+
+    @property
     def num_waiting(self) -> int:
         """Sequences that are not running."""
         return len(self._place) - len(self.running) - len(self.reserved) - len(self.sending)

@@ -71,11 +71,11 @@ class PrefixIndex:
     def __init__(self, block_size: int, max_ids: int) -> None:
         self.block_size, self.max_ids = block_size, max_ids
         self.root = Node((), None)
-        self._by_id: dict[str, Node] = {}  # the least recently used first
+        self.by_id: dict[str, Node] = {}  # the least recently used first
 
     @property
     def num_ids(self) -> int:
-        return len(self._by_id)
+        return len(self.by_id)
 
     def match(self, tokens: Sequence[int]) -> list[Node]:
         """The longest path of nodes whose content is somewhere, for a prefix of `tokens`."""
@@ -103,9 +103,9 @@ class PrefixIndex:
             del parent.children[node.tokens]
             for cache_id in node.ids:
                 if parent is self.root:
-                    del self._by_id[cache_id]
+                    del self.by_id[cache_id]
                 else:
-                    self._by_id[cache_id] = parent
+                    self.by_id[cache_id] = parent
                     parent.ids[cache_id] = None
             node.ids.clear()
             node.parent = None
@@ -114,17 +114,17 @@ class PrefixIndex:
     def name(self, cache_id: str, node: Node) -> None:
         """Let `match_id` find the prefix that ends with `node`, and no other that had this name."""
         self.forget_id(cache_id)
-        self._by_id[cache_id] = node
+        self.by_id[cache_id] = node
         node.ids[cache_id] = None
-        if len(self._by_id) > self.max_ids:
-            self.forget_id(next(iter(self._by_id)))
+        if len(self.by_id) > self.max_ids:
+            self.forget_id(next(iter(self.by_id)))
 
     def match_id(self, cache_id: str, tokens: Sequence[int]) -> list[Node]:
         """What of a named prefix `tokens` begin with and is somewhere; [] for an unknown name."""
-        node = self._by_id.pop(cache_id, None)
+        node = self.by_id.pop(cache_id, None)
         if node is None:
             return []
-        self._by_id[cache_id] = node  # now the most recently used
+        self.by_id[cache_id] = node  # now the most recently used
         nodes: list[Node] = []
         for start, step in zip(range(0, len(tokens), self.block_size), node.path(), strict=False):
             if not step.has_content or step.tokens != tuple(tokens[start : start + self.block_size]):
@@ -134,7 +134,7 @@ class PrefixIndex:
 
     def forget_id(self, cache_id: str) -> None:
         """Drop a name, if there is one; its blocks stay findable by their tokens."""
-        node = self._by_id.pop(cache_id, None)
+        node = self.by_id.pop(cache_id, None)
         if node is not None:
             del node.ids[cache_id]
 
@@ -149,9 +149,9 @@ class PrefixIndex:
     def check_integrity(self) -> None:
         """Names and nodes agree, and there are not too many. XDeepServeError if not."""
         found = {cache_id: node for node in self.nodes() for cache_id in node.ids}
-        if found != self._by_id or self.root.ids:
+        if found != self.by_id or self.root.ids:
             raise XDeepServeError(
-                f"RTC: IDs on the books {sorted(self._by_id)}, of nodes in the index {sorted(found)}"
+                f"RTC: IDs on the books {sorted(self.by_id)}, of nodes in the index {sorted(found)}"
             )
         if len(found) > self.max_ids:
             raise XDeepServeError(f"RTC: {len(found)} IDs, at most {self.max_ids} may be kept")

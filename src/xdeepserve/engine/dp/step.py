@@ -17,6 +17,7 @@ from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.block_table import BlockCopy
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
 from xdeepserve.engine.messages import StepPlan
+from xdeepserve.engine.numbers import StepNo
 from xdeepserve.errors import XDeepServeError
 
 
@@ -187,7 +188,7 @@ def make_plan(
 ) -> StepPlan:
     """Flatten the shares of a step into the message that a die program reads. `tables`: slots by seq_id, if
     they are not those that sequences hold now."""
-    plan = StepPlan(step=step_idx)
+    plan = StepPlan(step=StepNo(step_idx))
     for index, share in enumerate(shares):
         seq, first_row = share.seq, len(plan.token_ids)
         table = seq.holding.slots if tables is None else tables[seq.seq_id]

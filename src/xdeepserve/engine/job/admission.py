@@ -62,7 +62,7 @@ class DecodeFirst(PrefillFirst):
         super().__init__(dispatch)
         self._clock, self._tell, self._tes = clock, tell, tes
         self._waiting: list[list[Sequence]] = []  # requests, in order of (priority, arrival)
-        self._booked: dict[int, tuple[Sequence, TE, DPGroup]] = {}  # by seq_id
+        self.booked: dict[int, tuple[Sequence, TE, DPGroup]] = {}  # by seq_id
         self._unbooked: set[int] = set()  # choices that were let in without blocks, until they are prefilled
         self._is_looking = False
 
@@ -90,18 +90,18 @@ class DecodeFirst(PrefillFirst):
                 without.add(seq.seq_id)
             else:
                 booked.append((seq, *room))
-        if without and (self._booked or not booked):
+        if without and (self.booked or not booked):
             for seq, _, group in booked:
                 group.handover.drop(seq)
             return False
         for seq, te, group in booked:
-            self._booked[seq.seq_id] = seq, te, group
+            self.booked[seq.seq_id] = seq, te, group
             self._tell(Booked(seq.seq_id, group.id))
         self._unbooked |= without
         return True
 
     def take(self, seq: Sequence) -> tuple[TE, DPGroup] | None:
-        booking = self._booked.pop(seq.seq_id, None)
+        booking = self.booked.pop(seq.seq_id, None)
         if seq.seq_id in self._unbooked:
             self._unbooked.remove(seq.seq_id)
             self.look()
@@ -121,7 +121,7 @@ class DecodeFirst(PrefillFirst):
         self.look()
 
     def look(self, lost: TE | None = None) -> None:
-        self._booked = {seq_id: each for seq_id, each in self._booked.items() if each[1] is not lost}
+        self.booked = {seq_id: each for seq_id, each in self.booked.items() if each[1] is not lost}
         if self._waiting and not self._is_looking:
             self._is_looking = True
             self._clock.spawn(self._look(), name="decode-first admission")
@@ -138,4 +138,4 @@ class DecodeFirst(PrefillFirst):
     def abandon(self) -> None:
         self._waiting.clear()
         self._unbooked.clear()
-        self._booked.clear()
+        self.booked.clear()

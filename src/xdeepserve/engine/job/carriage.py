@@ -17,15 +17,15 @@ class Carriage:
 
     def __init__(self, pod: Pod, fabric: Fabric = "ub", over: Over = "dma", kv_weight: float = 1.0) -> None:
         self._pod, self._fabric, self._kv_weight = pod, fabric, kv_weight
-        self._channels = Channels(pod, kv_weight) if over == "send-receive" else None
+        self.channels = Channels(pod, kv_weight) if over == "send-receive" else None
 
     def backend(self, prefill: TE, decode: TE, timeout_ns: int) -> Backend:
         """What moves the bytes of one link. HardwareError if nothing reaches from one TE to the other."""
         nodes, others = ([die.index for group in te.groups for die in group.dies] for te in (prefill, decode))
-        if self._channels is None:
+        if self.channels is None:
             return backend_between(self._pod, nodes, others, self._fabric, self._kv_weight)
         # A wait for a field ends before the transfer does: so it is the field that an error names.
-        backend = SendReceiveBackend(self._channels, timeout_ns // 2)
+        backend = SendReceiveBackend(self.channels, timeout_ns // 2)
         for node in nodes:
             for other in others:
                 backend.check_path(node, other)
@@ -33,10 +33,10 @@ class Carriage:
 
     def forget(self, te: TE) -> None:
         """It is gone, and what was on its dies."""
-        if self._channels is not None:
-            self._channels.forget(te.plan.dies)
+        if self.channels is not None:
+            self.channels.forget(te.plan.dies)
 
     def check_integrity(self) -> None:
         """Nothing is left in XCCL's buffers."""
-        if self._channels is not None:
-            self._channels.check_integrity()
+        if self.channels is not None:
+            self.channels.check_integrity()

@@ -14,6 +14,7 @@ from xdeepserve.engine.deploy.deployment import Admission
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.events import Event, Events, GroupId
 from xdeepserve.engine.dp.group import DPGroup
+from xdeepserve.engine.dp.left import Left
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.job.admission import DecodeFirst, PrefillFirst
 from xdeepserve.engine.job.carriage import Carriage
@@ -52,14 +53,14 @@ class JobExecutor:
     ) -> None:
         self.tes = Roster()
         self.tell = tell
-        self.pod, self._carriage, self._router, self._retry_ns = pod, carriage, router, retry_ns
+        self.pod, self.carriage, self.router, self._retry_ns = pod, carriage, router, retry_ns
         self.links = Links()
         self._jobs: dict[int, Job] = {}  # by seq_id
         self.transfers: dict[int, PDTransfer] = {}  # by seq_id, until the source has its blocks back
         self.homeless = Homeless()
-        self._admission = PrefillFirst(self._dispatch)
+        self.admission = PrefillFirst(self._dispatch)
         if admission == "decode":
-            self._admission = DecodeFirst(pod.clock, tell, self._dispatch, self._decode_tes)
+            self.admission = DecodeFirst(pod.clock, tell, self._dispatch, self._decode_tes)
         tell.act = self._act
         self._journey = Journey(pod) if pod.trace.is_on else None
         if self._journey is not None:
@@ -67,16 +68,16 @@ class JobExecutor:
 
     def take(self, te: TE) -> None:
         """A TE runs: link it with those that it prefills for, or decodes for, and give it work."""
-        te.on_turn, te.clients.is_open = self._admission.look, True
+        te.dealer.on_turn, te.clients.is_open = self.admission.look, True
         if self._journey is not None:
             self._journey.join(te, is_alone=len(self.tes) == 1)
-        self._admission.look()
+        self.admission.look()
         pair = {"prefill", "decode"}
         for other in [each for each in self.tes if each.is_running]:
             if {te.sizes.place.role, other.sizes.place.role} != pair:
                 continue
             prefill, decode = (te, other) if te.sizes.place.role == "prefill" else (other, te)
-            self.links.add(PDLink(self.pod, prefill, decode, self._carriage, self._retry_ns))
+            self.links.add(PDLink(self.pod, prefill, decode, self.carriage, self._retry_ns))
         self.house()
 
     def house(self) -> None:
@@ -93,9 +94,9 @@ class JobExecutor:
     def forget_te(self, te: TE) -> None:
         """Nobody is there any more."""
         self.links.remove(te)
-        self._carriage.forget(te)
+        self.carriage.forget(te)
         self.tes.remove(te)
-        self._admission.look(lost=te)
+        self.admission.look(lost=te)
 
     def lose(self, te: TE, error: XDeepServeError) -> None:
         """A TE has failed, and all bytes on its dies are gone: others go on from the tokens alone."""
@@ -123,7 +124,7 @@ class JobExecutor:
         """What follows from what TEs and their groups tell."""
         transfer = self.transfers.get(event.seq_id)
         if isinstance(event, events.Prefilled | events.MovedOut | events.Ended):
-            self._router.forget(event.seq_id)
+            self.router.forget(event.seq_id)
         match event:
             case events.LastChunkLaunched():
                 self._begin_layers(event)
@@ -158,7 +159,7 @@ class JobExecutor:
         """The pod is lost, and so are all requests: end the links, and free what transfers still hold."""
         self.transfers.clear()
         self.homeless.let_go()
-        self._admission.abandon()
+        self.admission.abandon()
         for link in self.links:
             link.close()
         for te in self.tes:
@@ -174,7 +175,7 @@ class JobExecutor:
 
     def submit(self, seqs: Seq[Sequence]) -> None:
         """Step 1: a new request, the sequences of its choices."""
-        self._admission.admit(seqs)
+        self.admission.admit(seqs)
 
     def _dispatch(self, seqs: Seq[Sequence]) -> None:
         self.give(seqs, self.tes.beginners)
@@ -191,7 +192,7 @@ class JobExecutor:
     def num_pending(self) -> int:
         """Sequences that no DP group has."""
         pending = sum(te.te_shell.num_pending for te in self.tes)
-        return self._admission.num_waiting + len(self.homeless) + pending
+        return self.admission.num_waiting + len(self.homeless) + pending
 
     def give(self, seqs: Seq[Sequence], tes: Seq[TE]) -> None:
         """Have one of these TEs compute sequences from their tokens; they end if there is none."""
@@ -204,7 +205,7 @@ class JobExecutor:
             return
         ask_suspects(tes)
         troubles = [((self.links.are_avoided(te), te.is_suspect), te) for te in tes]
-        te = self._router.choose(seqs[0], troubles)
+        te = self.router.choose(seqs[0], troubles)
         for seq in seqs:
             self._jobs[seq.seq_id] = Job(seq, te)
             self.tell(events.Assigned(seq.seq_id, te.sizes.place.name))
@@ -280,7 +281,7 @@ class JobExecutor:
 
     def _reserved(self, seq: Sequence, prefill: TE) -> tuple[PDLink, DPGroup] | None:
         """Where decode has admitted a sequence, if there is a way from where it is prefilled."""
-        target = self._admission.take(seq)
+        target = self.admission.take(seq)
         if target is None:
             return None
         te, group = target
@@ -332,18 +333,28 @@ class JobExecutor:
         job = self._jobs.pop(seq.seq_id, None)
         self.homeless.leave(seq)
         self.links.forget(seq.seq_id)
-        self._admission.leave(seq)
+        self.admission.leave(seq)
         if job is None:
             return None
         self.tell(events.Ended(seq.seq_id))
         return job.te
+
+    def left(self) -> Left:
+        """Count what sequences hold in the books of the job executor and of the TEs' shells."""
+        given = sum(te.te_shell.num_given for te in self.tes)
+        return Left(
+            jobs=len(self._jobs),
+            given=given,
+            transfers=len(self.transfers),
+            failures=self.links.num_failures,
+        )
 
     def check_integrity(self) -> None:
         """Every block of every TE is accounted for, those of transfers by their source."""
         for te in self.tes:
             te.check_integrity()
         if not self.transfers:
-            self._carriage.check_integrity()
+            self.carriage.check_integrity()
 
     # ---- transfers that fail: other ways for their sequences ----------------------------------------------
 

@@ -100,13 +100,13 @@ class Links:
     """All links of a pod, and by which of them each sequence could not go."""
 
     def __init__(self) -> None:
-        self._links: dict[TE, dict[TE, PDLink]] = {}  # by prefill TE and decode TE
+        self.by_prefill: dict[TE, dict[TE, PDLink]] = {}  # by prefill TE and decode TE
         self._failures: dict[int, dict[TE, XDeepServeError]] = {}  # by seq_id and decode TE
         self._again: dict[int, set[TE]] = {}  # those that a sequence has been allowed once more
 
     def add(self, link: PDLink) -> None:
         prefill, decode = link.tes
-        self._links.setdefault(prefill, {})[decode] = link
+        self.by_prefill.setdefault(prefill, {})[decode] = link
 
     def of(self, te: TE) -> list[PDLink]:
         """All that lead from or to a TE."""
@@ -117,16 +117,21 @@ class Links:
         for link in self.of(te):
             link.close()
             prefill, decode = link.tes
-            del self._links[prefill][decode]
-            if not self._links[prefill]:
-                del self._links[prefill]
+            del self.by_prefill[prefill][decode]
+            if not self.by_prefill[prefill]:
+                del self.by_prefill[prefill]
+
+    @property
+    def num_failures(self) -> int:
+        """Links that sequences have tried in vain."""
+        return sum(map(len, self._failures.values()))
 
     def __iter__(self) -> Iterator[PDLink]:
-        return (link for links in self._links.values() for link in links.values())
+        return (link for links in self.by_prefill.values() for link in links.values())
 
     def are_avoided(self, prefill: TE) -> bool:
         """Whether nothing that is prefilled there had better be sent anywhere."""
-        links = self._links.get(prefill, {})
+        links = self.by_prefill.get(prefill, {})
         return bool(links) and all(link.is_avoided for link in links.values())
 
     def troubles(self, te: TE) -> tuple[str, ...]:
@@ -141,14 +146,14 @@ class Links:
         tried = self._failures.get(seq_id, {})
         links = [
             link
-            for te, link in self._links.get(prefill, {}).items()
+            for te, link in self.by_prefill.get(prefill, {}).items()
             if te not in tried and te.life == "ready"
         ]
         return min(links, key=_rank, default=None)
 
     def between(self, prefill: TE, decode: TE) -> PDLink | None:
         """The link of a pair, if there is one and it is not avoided."""
-        link = self._links.get(prefill, {}).get(decode)
+        link = self.by_prefill.get(prefill, {}).get(decode)
         return None if link is None or link.is_avoided else link
 
     def fail(self, link: PDLink, seq_id: int, error: XDeepServeError) -> None:

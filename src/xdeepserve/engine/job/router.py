@@ -37,13 +37,13 @@ class Ledger:
     """What one job executor has given to TEs, by seq_id of a request's first choice."""
 
     def __init__(self) -> None:
-        self._given: dict[int, GivenPrompt] = {}
+        self.given: dict[int, GivenPrompt] = {}
 
     def known(self, seq: Sequence, tes: Seq[TE]) -> Known:
         """What is known of TEs, for whoever looks for one for a sequence."""
         known = Known.none(np.array([te.sizes.place.role != "both" for te in tes]))
         for number, te in enumerate(tes):
-            given = [each for each in self._given.values() if each.te == te.sizes.place.name]
+            given = [each for each in self.given.values() if each.te == te.sizes.place.name]
             known.cached[number] = num_cached(te, seq)
             known.sequences[number] = te.num_sequences
             known.queued[number] = sum(each.cost for each in given) / len(te.groups)
@@ -60,11 +60,11 @@ class Ledger:
         cached = num_cached(te, seq)
         new = len(seq.token_ids) - cached
         cost = prefill_cost(float(new), float(cached))
-        self._given[seq.seq_id] = GivenPrompt(te.sizes.place.name, cost, is_long=new >= LONG_PROMPT)
+        self.given[seq.seq_id] = GivenPrompt(te.sizes.place.name, cost, is_long=new >= LONG_PROMPT)
 
     def forget(self, seq_id: int) -> None:
         """It has been prefilled, has ended, or has left its TE."""
-        self._given.pop(seq_id, None)
+        self.given.pop(seq_id, None)
 
 
 def num_cached(te: TE, seq: Sequence) -> int:
@@ -86,21 +86,21 @@ class Router:
         heat: HeatMap | None = None,
         lengths: Callable[[Seq[int]], float] | None = None,
     ) -> None:
-        self._ledgers, self._route, self._seed = [Ledger() for _ in range(num_executors)], route, seed
+        self.ledgers, self._route, self._seed = [Ledger() for _ in range(num_executors)], route, seed
         self._heat, self._lengths = heat, lengths
         self._num_seen = 0
 
     def reached(self, seq: Sequence) -> int:
         """The number of the job executor that a request reaches."""
         key = self._seed & 0xFFFFFFFF, self._seed >> 32 & 0xFFFFFFFF
-        return philox4x32((seq.seq_id, 0, 0, 2), key)[0] % len(self._ledgers)
+        return philox4x32((seq.seq_id, 0, 0, 2), key)[0] % len(self.ledgers)
 
     def choose(self, seq: Sequence, tes: Seq[tuple[tuple[bool, ...], TE]]) -> TE:
         """The TE for a request, by its first choice, of those whose troubles are fewest; of equals the one
         with the fewest sequences."""
         least = min(troubles for troubles, _ in tes)
         able = sorted((te for troubles, te in tes if troubles == least), key=self._order)
-        te, ledger = able[0], self._ledgers[self.reached(seq)]
+        te, ledger = able[0], self.ledgers[self.reached(seq)]
         if self._route != "sequences":
             if len(able) > 1:
                 asked = RoutedRequest(self._num_seen, len(seq.token_ids), self._num_output(seq))
@@ -127,5 +127,5 @@ class Router:
 
     def forget(self, seq_id: int) -> None:
         """A sequence weighs on no TE's prefill any more."""
-        for ledger in self._ledgers:
+        for ledger in self.ledgers:
             ledger.forget(seq_id)

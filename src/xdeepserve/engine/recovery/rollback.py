@@ -23,6 +23,7 @@ import msgspec
 
 from xdeepserve.engine.deploy.deployment import RecoveryConfig
 from xdeepserve.engine.messages import Resume, RollBack, RolledBack
+from xdeepserve.engine.numbers import Epoch, StepNo
 from xdeepserve.engine.recovery.rollback_field import Epochs, RollbackField
 from xdeepserve.errors import DeadlineError, GlitchError, PageLostError
 from xdeepserve.hw.fault_kinds import ERROR_CODES
@@ -60,7 +61,7 @@ class Rollback:
         self._every_die = [*self._dies, *(pod.dies[die] for die in expert_dies)]
         self._out: set[int] = set()
         self.phase: RollbackPhase = "serving"
-        self.epoch = 0
+        self.epoch = Epoch(0)
         self.reason: str | None = None  # of the rollback that is under way
         self._num_in_a_row = 0  # since a step has ended
         self._awaited: set[int] = set()  # dies
@@ -107,13 +108,13 @@ class Rollback:
         self._move("call")
         self._num_in_a_row += not isinstance(error, PageLostError)
         self.reason = str(error)
-        self.epoch += 1
+        self.epoch = Epoch(self.epoch + 1)
         self._awaited = {die.index for die in self._every_die}
         for die in self._every_die:
-            RollbackField(die).write(Epochs(self.epoch, self.epoch - 1))
+            RollbackField(die).write(Epochs(self.epoch, Epoch(self.epoch - 1)))
         for die, step in zip(self._dies, first_steps, strict=True):
             if die.index not in self._out:
-                die.put(RollBack(self.epoch, step))
+                die.put(RollBack(self.epoch, StepNo(step)))
         deadline_ns = self._pod.clock.now + self._timeout_ns
         while self._awaited:
             await self._hear(hear, deadline_ns)

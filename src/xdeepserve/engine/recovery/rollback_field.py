@@ -13,6 +13,7 @@ import contextlib
 import struct
 from typing import NamedTuple
 
+from xdeepserve.engine.numbers import Epoch
 from xdeepserve.errors import GlitchError
 from xdeepserve.hw.clock import Waiting
 from xdeepserve.hw.die import Die
@@ -26,8 +27,8 @@ NAME = "rollback"
 class Epochs(NamedTuple):
     """What a rollback field says."""
 
-    epoch: int = 0
-    resumed: int = 0
+    epoch: Epoch = Epoch(0)
+    resumed: Epoch = Epoch(0)
     step: int = 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from xdeepserve.engine.numbers import Epoch
 from xdeepserve.engine.recovery.rollback_field import WORDS, RollbackField
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.clock import Process
@@ -70,7 +71,7 @@ class RollbackWatch:
         """A kernel or transfer of this epoch has failed here."""
         self.has_failed = True
 
-    def enter(self, epoch: int) -> None:
+    def enter(self, epoch: Epoch) -> None:
         """Nothing of an earlier epoch runs here any more."""
         self.epoch, self.has_failed, self._since_ns = epoch, False, self.die.clock.now
         self._quiet = self.field.first_word(epoch)

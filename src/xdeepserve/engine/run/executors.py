@@ -11,6 +11,7 @@ from xdeepserve.engine.deploy.sizes import WalkSizes
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.program import Executor, Traversal
 from xdeepserve.engine.die.workspace import Workspace
+from xdeepserve.engine.numbers import DieRank
 from xdeepserve.engine.run.net import Net
 from xdeepserve.engine.walk.runner import Pace, Runner
 from xdeepserve.engine.walk.schedule import CoreSplit, Schedule, away_and_back, in_slices, overlap, serial
@@ -26,7 +27,7 @@ from xdeepserve.step.stage import LayerProgram
 
 
 def executor(
-    net: Net, rank: int, mem: DieMemory, threads: Threads, reports: Queue[msgspec.Struct]
+    net: Net, rank: DieRank, mem: DieMemory, threads: Threads, reports: Queue[msgspec.Struct]
 ) -> Executor:
     """The program of a die with a DP group."""
     die, weights = net.team.pod.dies[net.team.dies[rank]], mem.assemble()

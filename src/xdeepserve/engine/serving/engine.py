@@ -13,6 +13,7 @@ from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Role
 from xdeepserve.engine.dp.events import Observer, notify
 from xdeepserve.engine.dp.group import DPGroup
+from xdeepserve.engine.dp.left import Left
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.sequence import KeepLogits, Sequence
 from xdeepserve.engine.job.executor import JobExecutor
@@ -235,6 +236,11 @@ class Engine:
         if observer in self._observers:
             self._observers.remove(observer)
 
+    @property
+    def observers(self) -> tuple[Observer, ...]:
+        """Observers that are told of events, in order."""
+        return tuple(self._observers)
+
     def stats(self) -> EngineStats:
         groups, counters = self.groups, self._group.counters()
         pending = self.je.num_pending + sum(request.num_open for request in self._entering)
@@ -398,6 +404,12 @@ class Engine:
         for seq in request.sequences:
             self.je.forget(seq)
         self._requests.pop(request.request_id, None)
+
+    def left(self) -> Left:
+        """Count what requests still hold here; nothing once the last one has ended and the pod rests."""
+        groups = [group.left() for group in self.groups]
+        parts = [Left(requests=len(self._requests)), self.je.left(), *groups]
+        return Left(*map(sum, zip(*parts, strict=True)))
 
     def check_integrity(self) -> None:
         """Every KV block of every group is accounted for."""

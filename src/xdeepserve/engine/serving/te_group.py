@@ -164,19 +164,17 @@ class TEGroup:
                 self._lost_health[number] = plan, now
                 return
 
-    # ---- how they come and go -----------------------------------------------------------------------
-
     # ---- expert servers -----------------------------------------------------------------------------
 
     def servers(self) -> list[ServerReport]:
-        """Of all TEs that have some, where they are."""
+        """Report the seats of expert servers of all TEs that have some."""
         return [report for te in self._je.tes for report in te.seats.reports()]
 
     async def add_server(self, te: str | None, number: int | None) -> ServerReport:
-        """One more expert server (te/server_seats.py), of the first TE unless that is said."""
-        seats = self._te_with_servers(te).seats
-        number = await self._in_the_pod(seats.join(number, self._plan.bring_server), "an expert server comes")
-        return seats.reports()[number]
+        """Bring one more expert server (te/server_seats.py) to a TE, by default the first that has some."""
+        its_te = self._te_with_servers(te)
+        joining = its_te.join_server(number, self._plan.bring_server)
+        return its_te.seats.reports()[await self._in_the_pod(joining, "an expert server comes")]
 
     async def remove_server(self, te: str, number: int) -> None:
         """One less."""
@@ -276,11 +274,11 @@ class TEGroup:
         """A page of a die's memory is lost: its TE puts right what it can, also while it loads."""
         for te in (*self._je.tes, *self.joining.loading):
             if error.die in te.plan.every_die and (te.is_running or te.life == "loading"):
-                te.lost_pages.lose(te, error)
+                te.lose_page(error)
 
     async def _give_up(self, te: TE, die: int) -> None:
         if te.clients.can_miss(die):
-            te.clients.go_on_without([te.plan.dies.index(die)])
+            te.go_on_without([te.plan.dies.index(die)])
         elif te.is_running and te in self._je.tes and die in te.plan.needed_dies:
             self._lose(
                 te, LostDieError(f"die {die} of {te.sizes.place.name} is lost: its memory does not answer")

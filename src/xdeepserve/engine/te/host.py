@@ -48,10 +48,10 @@ class Host:
     def launches_ns(self, step: int) -> list[int]:
         """How long each group's launch of a step takes."""
         base = 0 if self.config.mode == "op" else self.spec.dispatch_ns("graph")
-        return [base + round(1e9 * delay) for delay in self._jitter(step)]
+        return [base + round(1e9 * delay) for delay in self.jitter(step)]
 
-    def _jitter(self, step: int) -> np.ndarray:
-        """[groups]: seconds that each launch is late."""
+    def jitter(self, step: int) -> np.ndarray:
+        """Draw how late each launch of a step is [groups], in seconds."""
         config, spec, count = self.config, self.spec, self.num_groups
         rng = np.random.Generator(np.random.Philox(key=[self.seed % 2**64, 1 << 40], counter=[step, 0, 0, 0]))
         lost, wait, guard, pause = rng.random((4, count))  # always drawn, so that switches do not mix

@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import msgspec
 
+from xdeepserve.engine.die.program import Executor
+from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.messages import LayerDone, Shutdown
+from xdeepserve.engine.numbers import group_of
 from xdeepserve.hw.queue import Queue
-
-if TYPE_CHECKING:
-    from xdeepserve.engine.te.te import TE
 
 
 class LayerReports:
     """Hears of the layers of a TE's dies as they end, and lets their KV go."""
 
-    def __init__(self, te: TE) -> None:
-        self._te = te
-        self._reports: Queue[msgspec.Struct] = Queue(te.plan.pod.clock, f"layers of {te.sizes.place.name}")
-        for executor in te.executors:
-            executor.layer_reports = self._reports
-
-    def start(self) -> list[asyncio.Task[None]]:
-        """Spawn the process, if layers leave one by one."""
-        te = self._te
-        if not te.sizes.kv.sends_layers:
-            return []
-        return [te.plan.pod.clock.spawn(self._run(), name=f"layers of {te.sizes.place.name}")]
+    def __init__(
+        self, reports: Queue[msgspec.Struct], groups: Sequence[DPGroup], executors: Sequence[Executor]
+    ) -> None:
+        self._reports, self._groups = reports, groups
+        self._tp = len(groups[0].dies)
+        for executor in executors:
+            executor.layer_reports = reports
 
     def stop(self) -> None:
-        """Have it end."""
+        """Have `run` end."""
         self._reports.put(Shutdown())
 
-    async def _run(self) -> None:
-        te = self._te
-        try:
-            while isinstance(done := await self._reports.get(), LayerDone):
-                te.groups[done.rank // te.sizes.groups.tp].end_layer(done.step, done.layer)
-        except Exception as error:
-            te.fail(error)
+    async def run(self) -> None:
+        """Pass on every report, until `stop`."""
+        while isinstance(done := await self._reports.get(), LayerDone):
+            self._groups[group_of(done.rank, self._tp)].end_layer(done.step, done.layer)

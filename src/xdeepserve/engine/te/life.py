@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
+from xdeepserve.engine.dp.events import Events, TEChanged
+from xdeepserve.machine import follow
+
 Life: TypeAlias = Literal[
     "planned",  # its dies and their memory are known; nothing runs
     "loading",  # its weights are on their way to its dies
@@ -24,3 +27,24 @@ LIVES: dict[tuple[Life, str], Life] = {
     ("ready", "stop"): "gone",  # it did not hear of the end in time
     ("lost", "stop"): "gone",
 }
+
+
+class Lifetime:
+    """The life of one TE, as its parts read it, and how it is to end."""
+
+    def __init__(self, te: str, tell: Events) -> None:
+        self._te, self._tell = te, tell
+        self.now: Life = "planned"
+        self.moves_out = False  # sequences that are here go on elsewhere
+        self.ends_idle = False  # the TE ends when it has no work, whoever still wants its blocks
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the die programs and the loop run."""
+        return self.now in ("ready", "draining")
+
+    def follow(self, cause: str) -> None:
+        """Change as LIVES says. Raises ProtocolError for a cause that cannot be now."""
+        refusal = f"TE {self._te} cannot {cause}: it is {self.now}"
+        self.now = follow(LIVES, self.now, cause, lambda: refusal)
+        self._tell.show(TEChanged(self._te, self.now))

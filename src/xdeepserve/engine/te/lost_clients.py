@@ -7,73 +7,88 @@ then all servers release its slots, and what its DP group had goes on elsewhere,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 from xdeepserve.comm.services.service_server import ServiceServer
 from xdeepserve.engine.die.expert_server import ExpertServerProgram
 from xdeepserve.engine.die.experts import ExpertProgram
-from xdeepserve.engine.dp.events import ClientLost
+from xdeepserve.engine.dp.events import ClientLost, Events
+from xdeepserve.engine.dp.group import DPGroup
+from xdeepserve.engine.recovery.rollback import Rollback
+from xdeepserve.engine.te.expert_programs import ExpertPrograms
+from xdeepserve.engine.te.heartbeat import Heartbeats
+from xdeepserve.engine.te.life import Lifetime
+from xdeepserve.engine.te.probe import Prober
 from xdeepserve.engine.te.steps_apart import StepsApart
 from xdeepserve.engine.te.steps_together import StepsTogether
-
-if TYPE_CHECKING:
-    from xdeepserve.engine.te.te import TE
+from xdeepserve.engine.te.te_plan import TEPlan
 
 
 class LostClients:
-    """Those of one TE: DP groups of one die each."""
+    """Clients of one TE that it has lost: DP groups of one die each."""
 
-    def __init__(self, te: TE, turns: StepsApart | StepsTogether) -> None:
-        self._te, self._turns = te, turns
+    def __init__(
+        self,
+        plan: TEPlan,
+        tell: Events,
+        life: Lifetime,
+        groups: Sequence[DPGroup],
+        health: Heartbeats,
+        prober: Prober,
+        recovery: Rollback,
+        programs: ExpertPrograms,
+        turns: StepsApart | StepsTogether,
+    ) -> None:
+        self._plan, self._tell, self._life, self._groups = plan, tell, life, groups
+        self._health, self._prober, self._recovery = health, prober, recovery
+        self._programs, self._turns = programs, turns
         self.lost: set[int] = set()
-        self.is_open = False  # the job executor gives the TE work, and can give it to somebody else
+        self.is_open = False  # the job executor gives the TE work, and can give it to another one
 
     def go_on_without(self, ranks: Iterable[int]) -> bool:
-        """These are lost; False, and nothing has happened, if none is another one or the TE needs them."""
-        te, new = self._te, set(ranks) - self.lost
-        if not new or not self._can_miss(len(new)) or te.recovery.phase != "serving":
+        """Lose the clients of these ranks. False, and nothing has happened, if none of them is a new loss or
+        the TE needs them. Who calls has to wake the TE then."""
+        new = set(ranks) - self.lost
+        if not new or not self._can_miss(len(new)) or self._recovery.phase != "serving":
             return False
         for rank in sorted(new):
             self._lose(rank)
-        te.wake()
         return True
 
     def can_miss(self, die: int) -> bool:
-        """Whether it is a client's, and the TE would go on without it."""
-        te = self._te
-        return die in te.plan.dies and te.plan.dies.index(die) not in self.lost and self._can_miss(1)
+        """Whether a die is a client's, and the TE would go on without it."""
+        dies = self._plan.dies
+        return die in dies and dies.index(die) not in self.lost and self._can_miss(1)
 
     def introduce(self, program: ExpertProgram) -> None:
-        """A server that has just come hears who is lost."""
+        """Tell a server that has just come which clients are lost."""
         for rank in sorted(self.lost):
             self._release(program, rank)
 
     def _can_miss(self, num: int) -> bool:
-        te = self._te
-        is_enough = len(te.groups) - len(self.lost) > num
-        return te.plan.can_miss_clients and self.is_open and te.life == "ready" and is_enough
+        is_enough = len(self._groups) - len(self.lost) > num
+        return self._plan.can_miss_clients and self.is_open and self._life.now == "ready" and is_enough
 
     def _lose(self, rank: int) -> None:
-        te, die, group = self._te, self._te.plan.dies[rank], self._te.groups[rank]
+        pod, die, group = self._plan.pod, self._plan.dies[rank], self._groups[rank]
         self.lost.add(rank)
-        te.plan.pod.lose([die])
-        for process in te.plan.pod.dies[die].running:
+        pod.lose([die])
+        for process in pod.dies[die].running:
             process.cancel()
-        te.health.give_up(rank)
-        te.prober.give_up(rank)
-        te.recovery.leave_out(die)
+        self._health.give_up(rank)
+        self._prober.give_up(rank)
+        self._recovery.leave_out(die)
         assert isinstance(self._turns, StepsApart)
         self._turns.end(rank)
-        for program in te.expert_programs:
+        for program in self._programs:
             self._release(program, rank)
         group.scheduler.abandon()
         group.scheduler.move_out()
-        te.tell.show(ClientLost(te.sizes.place.name, rank, die))
+        self._tell.show(ClientLost(self._plan.sizes.place.name, rank, die))
 
     def _release(self, program: ExpertProgram, rank: int) -> None:
-        if program.die.index in self._te.plan.pod.memories.silent:
-            return  # lost as well; who comes in its place is told
+        if program.die.index in self._plan.pod.memories.silent:
+            return  # lost as well; a server that comes in its place is told
         assert isinstance(program, ExpertServerProgram)
         assert isinstance(program.server, ServiceServer)
         program.server.release(rank)

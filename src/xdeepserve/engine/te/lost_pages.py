@@ -13,25 +13,21 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
 
 from xdeepserve.engine.balance.reconfigure import Reconfiguration
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.dp.group import DPGroup
+from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import LostDieError, PageLostError
 from xdeepserve.hw.memory import MemoryPlan
 
-if TYPE_CHECKING:
-    from xdeepserve.engine.te.te import TE
-    from xdeepserve.engine.te.te_plan import TEPlan
-
-Mend = Callable[["TEPlan", Sequence[PageLostError]], Awaitable[None]]
+Mend = Callable[[TEPlan, Sequence[PageLostError]], Awaitable[None]]
 """Read again what weights of a TE lay in pages."""
 
 
 class LostPages:
-    """Of one TE."""
+    """Pages that the dies of one TE have lost, and that have not been put right."""
 
     def __init__(
         self,
@@ -44,6 +40,11 @@ class LostPages:
         self._group_of = {die.index: group for group in groups for die in group.dies}
         self.pending: list[PageLostError] = []  # not put right yet
 
+    def check(self) -> None:
+        """Raise the error of the first page that is lost, if one is."""
+        if self.pending:
+            raise self.pending[0]
+
     @property
     def _mems(self) -> dict[int, DieMemory | ExpertMemory]:
         """By die."""
@@ -53,24 +54,6 @@ class LostPages:
     def is_fatal(memory: MemoryPlan, start: int) -> bool:
         """Whether the page at an offset holds metadata; the area has its place before memory is real."""
         return start < memory.ends[0]
-
-    def lose(self, te: TE, error: PageLostError) -> None:
-        """A die's driver says what is lost, at the moment at which it happens. Whoever may have read it is
-        rolled back: nothing is planned and no result is taken until it has been put right."""
-        plan = self._plan
-        plan.num_lost_pages += 1
-        if te.life == "loading":  # as a memory that is new; `mend` brings weights that were there already
-            plan.pod.memory(error.die).buffer[error.offset : error.stop] = bytes(error.nbytes)
-            self.note(error)
-            return  # no step runs that would have to be called back
-        if self.is_fatal(plan.pod.memories.plans[error.die], error.offset):
-            te.fail(error)
-            return
-        self.note(error)
-        for executor in te.executors:
-            if executor.die.index == error.die:
-                executor.refuse()
-        te.wake()
 
     def note(self, error: PageLostError) -> None:
         """At the moment at which a page is lost: what is on its way from there, or to there, is marked."""

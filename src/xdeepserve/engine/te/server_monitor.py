@@ -11,36 +11,33 @@ Servers register with it (4.4, steps 1 and 2 of the handshake), which tells ever
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from xdeepserve.comm.services.layout import BELL, SEAT, Presence, ServiceLayout
+from xdeepserve.engine.balance.reconfigure import Reconfiguration
 from xdeepserve.engine.deploy.deployment import ServiceConfig
 from xdeepserve.engine.dp.events import Events, ServerHeard
+from xdeepserve.engine.recovery.rollback import Rollback
 from xdeepserve.engine.run.by_services import SeatsOutside
 from xdeepserve.engine.run.net import ProtocolNet
 from xdeepserve.engine.te.te_plan import TEPlan
-
-if TYPE_CHECKING:
-    from xdeepserve.engine.te.lost_clients import LostClients
-    from xdeepserve.engine.te.server_seats import ServerSeats
 
 NEVER_NS = 1 << 62
 QUIET = 8  # looks without a step that ends, after which they become rarer
 
 
 class ServerMonitor:
-    """The servers and clients of one TE, if it has any. `seats` are told of servers that are lost, and of
-    those that were only slow; `clients`, of those of them that are lost."""
+    """Looks at the servers and clients of one TE, if it has any.
+
+    A server that is lost is called back by `recovery` no more, and `reconfiguration` puts no replicas of
+    experts there, until it is heard of again.
+    """
 
     def __init__(
-        self,
-        plan: TEPlan,
-        tell: Events,
-        seats: ServerSeats,
-        clients: LostClients,
+        self, plan: TEPlan, tell: Events, recovery: Rollback, reconfiguration: Reconfiguration | None
     ) -> None:
         self._pod, self._tell, self._name = plan.pod, tell, plan.sizes.place.name
-        self._seats, self._clients = seats, clients
+        self._recovery, self._reconfiguration = recovery, reconfiguration
         self._layout: ServiceLayout | None = plan.services
         self._times = plan.sizes.walk.services or ServiceConfig()
         self._die_of = {} if self._layout is None else plan.team.expert_at  # by server, as they come and go
@@ -77,14 +74,15 @@ class ServerMonitor:
 
     # ---- heartbeats ---------------------------------------------------------------------------------
 
-    def look(self, num_steps: int) -> None:
-        """If it is time, see who has answered, and ask all again; `num_steps` have ended so far.
+    def look(self, num_steps: int) -> list[int]:
+        """If it is time, see who has answered, and ask all again. `num_steps` have ended so far. Returns the
+        ranks of clients that have been silent for too long.
 
         Where none ends for long, it is not servers that are waited for: they are asked ever more seldom.
         """
         now = self._pod.clock.now
         if now < self.next_ns:
-            return
+            return []
         self._num_quiet = self._num_quiet + 1 if num_steps == self._steps else 0
         self._steps = num_steps
         for server in self._die_of:
@@ -93,7 +91,7 @@ class ServerMonitor:
             is_lost = self._missed[server] >= self._times.lost_heartbeats
             if is_lost != (server in self.masked):
                 self._mask(server, is_lost)
-        self._look_at_clients()
+        silent = self._silent_clients()
         self._count += 1
         for server, die in self._die_of.items():
             at, self._asked[server] = self._bell(die), self._count
@@ -101,14 +99,14 @@ class ServerMonitor:
             self._pod.memory(die).write(at, BELL.pack(self._count, answered))
         factor = 1 << min(10, max(0, self._num_quiet - QUIET - self._times.lost_heartbeats))
         self._next_ns = now + factor * max(1, round(1e6 * self._times.heartbeat_ms))
+        return silent
 
-    def _look_at_clients(self) -> None:
-        """From a client that is lost no read comes back either; one that is only slow its group's heartbeat
-        waits for."""
+    def _silent_clients(self) -> list[int]:
+        """Find clients from which no read comes back. For a slow one its group's heartbeat waits."""
         silent = {rank for rank, die in enumerate(self._dies) if die in self._pod.memories.silent}
         self._silent = {rank: self._silent.get(rank, 0) + 1 for rank in silent}
         times = self._times.lost_heartbeats
-        self._clients.go_on_without(rank for rank, missed in self._silent.items() if missed >= times)
+        return [rank for rank, missed in self._silent.items() if missed >= times]
 
     def find_lost(self) -> None:
         """Mask at once the servers whose memory does not answer: who calls all dies back waits for each."""
@@ -131,8 +129,20 @@ class ServerMonitor:
         """Tell all clients that a server is lost, or that it is not."""
         self._masked ^= {server}
         self._write_mask(server, self.presence(server))
-        (self._seats.leave_out if is_lost else self._seats.take_in)(self._die_of[server])
+        (self.leave_out if is_lost else self.take_in)(self._die_of[server])
         self._tell.show(ServerHeard(self._name, server, self._die_of[server], is_lost))
+
+    def leave_out(self, die: int) -> None:
+        """Call a server's die back no more, and bring no replicas of experts there."""
+        self._recovery.leave_out(die)
+        if self._reconfiguration is not None:
+            self._reconfiguration.leave_out(die)
+
+    def take_in(self, die: int) -> None:
+        """Count on a server's die again: it is not lost after all, or has just come."""
+        self._recovery.take_in(die)
+        if self._reconfiguration is not None:
+            self._reconfiguration.take_in(die)
 
     # ---- who is there -------------------------------------------------------------------------------
 
@@ -205,9 +215,11 @@ class OutsideMonitor(ServerMonitor):
         return self._outside.seats[server].epoch
 
 
-def server_monitor(plan: TEPlan, tell: Events, seats: ServerSeats, clients: LostClients) -> ServerMonitor:
-    """The one of a TE, wherever its servers are."""
+def server_monitor(
+    plan: TEPlan, tell: Events, recovery: Rollback, reconfiguration: Reconfiguration | None
+) -> ServerMonitor:
+    """Make the monitor of a TE, wherever its servers are."""
     outside = plan.net.seats_outside if isinstance(plan.net, ProtocolNet) else None
     if outside is None:
-        return ServerMonitor(plan, tell, seats, clients)
-    return OutsideMonitor(outside, plan, tell, seats, clients)
+        return ServerMonitor(plan, tell, recovery, reconfiguration)
+    return OutsideMonitor(outside, plan, tell, recovery, reconfiguration)

@@ -1,63 +1,72 @@
-"""Expert servers that come and go, one by one, while their TE runs (EaaS 3.4, 4.4): nobody waits for that.
+"""Expert servers that come and go, one by one, while their TE runs (EaaS 3.4, 4.4): no step waits for that.
 
 A TE has a seat for each of its servers, which says what experts there are; vacant ones, too, if the
-deployment plans for some. Who comes takes a free die, loads the seat's experts and registers with the
-monitor, in the place of one that is lost or where nobody is. Who leaves is asked nothing more; it goes when
-all steps have ended that were under way then, since only these may have asked it. No step waits, and none is
-run again.
+deployment plans for some. A server that comes takes a free die, loads the seat's experts and registers with
+the monitor, at a vacant seat or in the place of a server that is lost. A server that leaves is asked nothing
+more; it goes when all steps have ended that were under way then, since only these may have asked it. No step
+is run again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
 
 from xdeepserve.comm.services.layout import Presence
+from xdeepserve.engine.balance.reconfigure import Reconfiguration
 from xdeepserve.engine.die.expert_memory import STOP, ExpertMemory
-from xdeepserve.engine.dp.events import ServerMoved
+from xdeepserve.engine.die.experts import ExpertProgram
+from xdeepserve.engine.dp.events import Events, ServerMoved
+from xdeepserve.engine.recovery.rollback import Rollback
 from xdeepserve.engine.recovery.rollback_field import Epochs, RollbackField
+from xdeepserve.engine.te.expert_programs import ExpertPrograms
+from xdeepserve.engine.te.life import Lifetime
+from xdeepserve.engine.te.lost_clients import LostClients
 from xdeepserve.engine.te.reports import ServerReport
+from xdeepserve.engine.te.server_monitor import ServerMonitor
+from xdeepserve.engine.te.steps_apart import StepsApart
+from xdeepserve.engine.te.steps_together import StepsTogether
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import LostDieError, RequestError, XDeepServeError
-from xdeepserve.step.linear import Threads
-
-if TYPE_CHECKING:
-    from xdeepserve.engine.te.te import TE
 
 Bring = Callable[[TEPlan, int, ExpertMemory], Awaitable[None]]
 """Bring the weights of one more die of a TE, in virtual time."""
+Begin = Callable[[ExpertProgram], None]
+"""Have the program of one more die of a TE serve."""
 PAUSE_NS = 50_000  # between two looks at what has to end first
 PATIENCE_NS = 120_000_000_000
 BY_THEMSELVES = "expert servers that are processes come by xdeepserve expert-server, and leave by SIGTERM"
 
 
 class ServerSeats:
-    """Those of one TE."""
+    """Seats of the expert servers of one TE. `new_program` makes what runs on the die of a seat."""
 
-    def __init__(self, te: TE, threads: Threads) -> None:
-        self._te, self._plan, self._pod, self._threads = te, te.plan, te.plan.pod, threads
-        self._coming: dict[int, int] = {}  # dies of those who are on their way, by seat
-
-    def leave_out(self, die: int) -> None:
-        """The monitor holds a server for lost: it is not called back, and no replicas of experts go there."""
-        self._te.recovery.leave_out(die)
-        if self._te.reconfiguration is not None:
-            self._te.reconfiguration.leave_out(die)
-
-    def take_in(self, die: int) -> None:
-        """It is not lost after all."""
-        self._te.recovery.take_in(die)
-        if self._te.reconfiguration is not None:
-            self._te.reconfiguration.take_in(die)
+    def __init__(
+        self,
+        plan: TEPlan,
+        tell: Events,
+        life: Lifetime,
+        recovery: Rollback,
+        reconfiguration: Reconfiguration | None,
+        monitor: ServerMonitor,
+        clients: LostClients,
+        programs: ExpertPrograms,
+        turns: StepsApart | StepsTogether,
+        new_program: Callable[[int, ExpertMemory], ExpertProgram],
+    ) -> None:
+        self._plan, self._pod, self._tell, self._life = plan, plan.pod, tell, life
+        self._recovery, self._reconfiguration = recovery, reconfiguration
+        self._monitor, self._clients, self._programs = monitor, clients, programs
+        self._turns, self._new_program = turns, new_program
+        self._coming: dict[int, int] = {}  # dies of servers that are on their way, by seat
 
     @property
     def num_seats(self) -> int:
-        """Whether somebody is there or not."""
+        """Number of seats, vacant ones included; 0 where experts are no services."""
         return 0 if self._plan.services is None else self._plan.services.servers.num_ranks
 
     def reports(self) -> list[ServerReport]:
-        """What each seat is at."""
-        sizes, monitor, found = self._plan.sizes, self._te.monitor, []
+        """Report what each seat is at."""
+        sizes, monitor, found = self._plan.sizes, self._monitor, []
         for number in range(self.num_seats):
             presence = monitor.presence(number).name.lower()
             experts, copies = (
@@ -79,9 +88,9 @@ class ServerSeats:
 
     # ---- who comes ----------------------------------------------------------------------------------
 
-    async def join(self, wanted: int | None, bring: Bring) -> int:
-        """From within a process: a server for the seat of that number, or the first where nobody is, or at
-        last where one is lost. Its number, when clients ask it.
+    async def join(self, wanted: int | None, bring: Bring, begin: Begin) -> int:
+        """From within a process: bring a server to the seat of that number, or to the first vacant one, or at
+        last to one whose server is lost. Returns the number, when clients ask it.
 
         RequestError, and nothing has happened, if there is no such seat; DeploymentError if there is no die;
         XDeepServeError if it does not come to that.
@@ -93,33 +102,33 @@ class ServerSeats:
         try:
             mem = self._plan.plan_server(number, die)
             await bring(self._plan, die, mem)
-            while self._te.recovery.phase != "serving" and self._te.life == "ready":
+            while self._recovery.phase != "serving" and self._life.now == "ready":
                 await self._pod.clock.sleep(PAUSE_NS)
             self._check_whole(number, die)
-            former = self._seat(number, die, mem)
+            former = self._seat(number, die, mem, begin)
         except BaseException:
             self._plan.give_back(die, mem)
             raise
         finally:
             del self._coming[number]
         if former is not None:
-            await self._bury(former)
+            await self._free_when_idle(former)
         return number
 
     def _find_seat(self, wanted: int | None) -> int:
-        te, name = self._te, self._plan.sizes.place.name
+        monitor, name = self._monitor, self._plan.sizes.place.name
         if not self.num_seats:
             raise RequestError(f"TE {name} has no expert servers: its experts are no services", param="te")
         if self._plan.sizes.walk.transport != "pod":
             raise RequestError(f"{name}: {BY_THEMSELVES}", param="te")
-        if te.life != "ready":
-            raise RequestError(f"no expert server can join TE {name}: it is {te.life}", param="te")
-        te.monitor.find_lost()
+        if self._life.now != "ready":
+            raise RequestError(f"no expert server can join TE {name}: it is {self._life.now}", param="te")
+        monitor.find_lost()
         free = [
             number
             for presence in (Presence.ABSENT, Presence.LOST)
             for number in range(self.num_seats)
-            if te.monitor.presence(number) is presence and number not in self._coming
+            if monitor.presence(number) is presence and number not in self._coming
         ]
         if wanted is None and not free:
             raise RequestError(
@@ -144,7 +153,7 @@ class ServerSeats:
         return number
 
     def _take_die(self, number: int) -> int:
-        """The one that is held for it, or any that is free."""
+        """Take the die that is held for a seat, or any that is free."""
         pod, plan = self._pod, self._plan
         home = plan.sizes.place.expert_dies[number]
         if home in plan.spare_dies and home not in pod.lost and home not in plan.replaced_dies:
@@ -155,29 +164,33 @@ class ServerSeats:
         return die
 
     def _check_whole(self, number: int, die: int) -> None:
-        """Whether it may join, now that its weights are there."""
-        te, memories = self._te, self._pod.memories
+        """Check that a server may join, now that its weights are there."""
+        memories = self._pod.memories
         name = f"expert server {number} of TE {self._plan.sizes.place.name}"
-        if te.life != "ready":
-            raise XDeepServeError(f"{name} cannot join: its TE is {te.life}")
+        if self._life.now != "ready":
+            raise XDeepServeError(f"{name} cannot join: its TE is {self._life.now}")
         if die in self._pod.lost or die in memories.bad_pages:
             raise LostDieError(f"{name} cannot join: die {die} is lost, or a page of its memory")
 
-    def _seat(self, number: int, die: int, mem: ExpertMemory) -> int | None:
-        """It begins to serve, at one moment for all. The die of who was there before."""
-        te, plan, epoch = self._te, self._plan, self._te.recovery.epoch
+    def _seat(self, number: int, die: int, mem: ExpertMemory, begin: Begin) -> int | None:
+        """Have a server begin to serve, at one moment for all. Returns the die of the one before, if any."""
+        plan, epoch = self._plan, self._recovery.epoch
         former = self._vacate(number)
         plan.team.expert_at[number], plan.expert_memories[number] = die, mem
         RollbackField(self._pod.dies[die]).write(Epochs(epoch, epoch))
-        program = plan.net.expert_program(number, mem, self._threads, te.inbox)
-        te.clients.introduce(program)
-        te.begin(program)
-        if te.reconfiguration is not None:
-            te.reconfiguration.replace(number, die, mem)
-        self.take_in(die)
-        te.monitor.seat(number)
-        te.tell.show(ServerMoved(plan.sizes.place.name, number, die, te.monitor.epoch(number), is_there=True))
+        program = self._new_program(number, mem)
+        self._clients.introduce(program)
+        begin(program)
+        if self._reconfiguration is not None:
+            self._reconfiguration.replace(number, die, mem)
+        self._monitor.take_in(die)
+        self._monitor.seat(number)
+        self._show(number, die, is_there=True)
         return former
+
+    def _show(self, number: int, die: int, is_there: bool) -> None:
+        epoch = self._monitor.epoch(number)
+        self._tell.show(ServerMoved(self._plan.sizes.place.name, number, die, epoch, is_there=is_there))
 
     # ---- who goes -----------------------------------------------------------------------------------
 
@@ -187,32 +200,27 @@ class ServerSeats:
         RequestError, and nothing has happened, if it is not there, or if nobody else had what it has.
         """
         self._check_leaves(number)
-        te, clock = self._te, self._pod.clock
-        te.monitor.lead_away(number)
-        under_way = te.under_way
-        while te.is_running and (under_way & te.under_way or te.recovery.phase != "serving"):
-            await clock.sleep(PAUSE_NS)
+        life, name = self._life, self._plan.sizes.place.name
+        self._monitor.lead_away(number)
+        under_way = self._turns.under_way
+        while life.is_running and (under_way & self._turns.under_way or self._recovery.phase != "serving"):
+            await self._pod.clock.sleep(PAUSE_NS)
         die = self._plan.team.expert_at.get(number)
-        if not te.is_running or die is None:
-            raise XDeepServeError(
-                f"TE {self._plan.sizes.place.name} was lost before its expert server {number} left"
-            )
-        program = next(each for each in te.expert_programs if each.die.index == die)
-        program.mem.doorbell.write(self._pod.memory(die), STOP)
+        if not life.is_running or die is None:
+            raise XDeepServeError(f"TE {name} was lost before its expert server {number} left")
+        self._programs.of(die).mem.doorbell.write(self._pod.memory(die), STOP)
         self._vacate(number)
-        te.monitor.forget(number)
-        te.tell.show(
-            ServerMoved(self._plan.sizes.place.name, number, die, te.monitor.epoch(number), is_there=False)
-        )
-        await self._bury(die)
+        self._monitor.forget(number)
+        self._show(number, die, is_there=False)
+        await self._free_when_idle(die)
 
     def _check_leaves(self, number: int) -> None:
-        monitor, sizes = self._te.monitor, self._plan.sizes
+        monitor, sizes = self._monitor, self._plan.sizes
         who = f"expert server {self._known(number)} of TE {sizes.place.name} cannot leave"
         if sizes.walk.transport != "pod":
             raise RequestError(f"{who}: {BY_THEMSELVES}", param="te")
-        if self._te.life != "ready":
-            raise RequestError(f"{who}: its TE is {self._te.life}", param="te")
+        if self._life.now != "ready":
+            raise RequestError(f"{who}: its TE is {self._life.now}", param="te")
         monitor.find_lost()
         presence = monitor.presence(number)
         if presence in (Presence.ABSENT, Presence.LEAVING) or number in self._coming:
@@ -223,18 +231,18 @@ class ServerSeats:
             raise RequestError(f"{who}: nobody else has {missed}", param="server")
 
     def can_miss(self, die: int) -> bool:
-        """Whether it is an expert server's whose experts others have for certain: copies from the start."""
+        """Whether a die is an expert server's whose experts others have, too, as copies from the start."""
         at = {each: number for number, each in self._plan.team.expert_at.items()} if self.num_seats else {}
         return die in at and not self._missed_without(at[die])
 
     def _missed_without(self, number: int) -> str:
-        """What no other server has that is there and stays."""
+        """Name the experts of a seat that no other server has which is there and stays; empty if none."""
         sizes, lost = self._plan.sizes, self._plan.pod.lost
         others = [
             each
             for each in range(self.num_seats)
             if each != number
-            and self._te.monitor.presence(each) is Presence.THERE
+            and self._monitor.presence(each) is Presence.THERE
             and self._plan.team.expert_at.get(each) not in lost
         ]
         if sizes.experts.is_shared(number):
@@ -250,19 +258,19 @@ class ServerSeats:
         return f"expert{'s' * (len(missed) > 1)} {', '.join(map(str, missed))}" if missed else ""
 
     def _vacate(self, number: int) -> int | None:
-        """Nobody is at a seat any more; the die of who was there, which the TE still holds."""
-        te, plan = self._te, self._plan
+        """Clear a seat. Returns the die of its server, which the TE still holds; None if it was vacant."""
+        plan = self._plan
         die = plan.team.expert_at.pop(number, None)
         if die is None:
             return None
-        te.expert_programs = [program for program in te.expert_programs if program.die.index != die]
-        self.leave_out(die)
+        self._programs.remove(die)
+        self._monitor.leave_out(die)
         plan.replaced_dies[die] = plan.expert_memories.pop(number)
         plan.spare_dies.add(die)
         return die
 
-    async def _bury(self, die: int) -> None:
-        """Its memory and the die are free when nobody is at it any more."""
+    async def _free_when_idle(self, die: int) -> None:
+        """Give back a die and its memory when nothing runs there and nothing reads or writes it any more."""
         pod, plan, pause_ns = self._pod, self._plan, PAUSE_NS
         is_lost = die in pod.lost
         while die in plan.spare_dies and pause_ns < PATIENCE_NS:

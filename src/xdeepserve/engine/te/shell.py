@@ -207,6 +207,11 @@ class TEShell:
             self.arrivals.remove(seq)
 
     @property
+    def num_given(self) -> int:
+        """Sequences that a group has."""
+        return len(self._group_of)
+
+    @property
     def num_pending(self) -> int:
         """Sequences that no group has yet."""
         return sum(len(seqs) for seqs in self.pending) + len(self.arrivals)

@@ -98,7 +98,7 @@ class StatusGather:
             group = self._groups[rank]
             cached = tuple(group.scheduler.prefixes.num_reusable(seq) for seq in prompts)
             row = pack(Gathered(group.status(), cached))
-            starts.append(partial(self._exchange, rank, row, self._num_events, found))
+            starts.append(partial(self.exchange, rank, row, self._num_events, found))
         try:
             await side_by_side(self._groups[0].dies[0].clock, starts)
         except Exception:
@@ -106,8 +106,8 @@ class StatusGather:
             raise
         return found[ranks[0]]
 
-    async def _exchange(self, rank: int, row: bytes, event: int, found: dict[int, list[Gathered]]) -> None:
-        """A group's part; the leader's host reads what has come."""
+    async def exchange(self, rank: int, row: bytes, event: int, found: dict[int, list[Gathered]]) -> None:
+        """Take a group's part in the all-gather; the leader's host reads what has come."""
         die: Die = self._groups[rank].dies[0]
         await die.clock.sleep(die.spec.command_ns())  # the host's message reaches the die
         region = die.memory.app.regions[ROW]

@@ -1,13 +1,43 @@
-"""The numbers of steps that have been launched and have not ended: of a DP group, or of all together."""
+"""Steps that have been launched and have not ended, of a DP group or of all together; what steps take."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from xdeepserve.engine.balance.reconfigure import Reconfiguration
+from xdeepserve.engine.dp.group import DPGroup
+from xdeepserve.engine.recovery.rollback import Rollback
+from xdeepserve.engine.te.hearing import Hearing
+from xdeepserve.engine.te.heartbeat import Heartbeats
+from xdeepserve.engine.te.host import Host
+from xdeepserve.engine.te.life import Lifetime
+from xdeepserve.hw.clock import Clock
+
+Loop = Callable[[], Awaitable[None]]
+"""What a process of a TE runs until its end."""
+
+
+class StepParts(NamedTuple):
+    """Parts of a TE that scheduling, launching and ending its steps takes."""
+
+    clock: Clock
+    groups: Sequence[DPGroup]
+    life: Lifetime
+    hearing: Hearing
+    health: Heartbeats
+    recovery: Rollback
+    reconfiguration: Reconfiguration | None
+    host: Host | None
+
+    def schedule(self, group: DPGroup, step_idx: int) -> bool:
+        """Schedule a group's next step; whether it has rows. A TE that moves out has no more steps."""
+        return not self.life.moves_out and group.plan(step_idx)
 
 
 class StepsUnderWay:
-    """In the order of their launches. A step has ended when each of `num_dies` has said so."""
+    """Numbers of steps in the order of launches. A step has ended when each of `num_dies` has said so."""
 
     def __init__(self, num_dies: int) -> None:
         self._num_dies = num_dies

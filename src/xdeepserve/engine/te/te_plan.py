@@ -24,6 +24,7 @@ from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.load_cost import BlockLoadCost
 from xdeepserve.engine.dp.scheduler import PrefixTier
 from xdeepserve.engine.messages import CopyDone, PoolReady
+from xdeepserve.engine.numbers import DieRank, GroupRank
 from xdeepserve.engine.recovery.rollback import Rollback
 from xdeepserve.engine.recovery.rollback_field import plan_rollback_field
 from xdeepserve.engine.run.executors import executor
@@ -211,7 +212,7 @@ class TEPlan:
         firsts = range(0, len(dies), tp)
         return [
             DPGroup(
-                GroupId(self.sizes.place.name, rank),
+                GroupId(self.sizes.place.name, GroupRank(rank)),
                 dies[first : first + tp],
                 self.memories[first : first + tp],
                 self.sizes.groups.num_groups,
@@ -225,7 +226,7 @@ class TEPlan:
     def executors(self, threads: Threads, reports: Sequence[Queue[msgspec.Struct]]) -> list[Executor]:
         """The programs of the dies with DP groups, each with the queue that its reports go to."""
         return [
-            executor(self.net, rank, mem, threads, queue)
+            executor(self.net, DieRank(rank), mem, threads, queue)
             for rank, (mem, queue) in enumerate(zip(self.memories, reports, strict=True))
         ]
 

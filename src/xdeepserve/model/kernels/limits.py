@@ -32,7 +32,7 @@ UNIT_OPS = 2.0 * STEPS * BLOCK_TILES * 16 * TILE_SIZE  # of bytes; half as many 
 
 _bytes, _weights = np.ones(4096, np.int8), np.ones(1024, np.uint8)
 _tile, _sums = np.ones(TILE_SIZE, np.uint8), np.empty(BLOCK_TILES * TILE_SIZE, np.uint8)
-_floats, _start, _out = np.ones(1024, np.float32), np.zeros(8, np.int32), np.empty(1024, np.float32)
+_floats, _start, OUT = np.ones(1024, np.float32), np.zeros(8, np.int32), np.empty(1024, np.float32)
 
 
 @kernel
@@ -101,17 +101,17 @@ def read(x):
 
 def dot_peak() -> None:
     """DOT_OPS operations of the INT8 dot product on registers."""
-    _dot_peak(_out, _bytes, _weights, _start, _floats, STEPS)
+    _dot_peak(OUT, _bytes, _weights, _start, _floats, STEPS)
 
 
 def f32_peak() -> None:
     """F32_OPS float32 operations, half multiplications, half additions, near registers."""
-    _f32_peak(_out, _floats, _floats, STEPS)
+    _f32_peak(OUT, _floats, _floats, STEPS)
 
 
 def exact_peak() -> None:
     """EXACT_OPS operations of exact products near registers: in pairs or fused where the CPU can."""
-    _exact_peak(_out, _floats, _floats, STEPS)
+    _exact_peak(OUT, _floats, _floats, STEPS)
 
 
 def int8_unit_peak() -> None:

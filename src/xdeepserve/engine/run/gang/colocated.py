@@ -98,7 +98,7 @@ class ColocatedGang(Gang):
         if self._exchange is not None:
             self._check(visits, passes)
         self.timetable.begin(came)
-        self._tell_time(shares, visits, passes)
+        self.tell_time(shares, visits, passes)
         return self.timetable.attention
 
     # ---- bytes --------------------------------------------------------------------------------------
@@ -143,8 +143,8 @@ class ColocatedGang(Gang):
 
     # ---- time ---------------------------------------------------------------------------------------
 
-    def _tell_time(self, shares: Sequence[Share], visits: Sequence[Visit], passes: Sequence[int]) -> None:
-        """When the stages happen: a walk through the same Programs."""
+    def tell_time(self, shares: Sequence[Share], visits: Sequence[Visit], passes: Sequence[int]) -> None:
+        """Find out when the stages happen, by a walk through the same Programs."""
         tt = self.timetable
         known: dict[int, list[Timed]] = {}  # by Program, the stages on a die's own rows
         batch = max(len(share.h) for share in shares)

@@ -116,7 +116,7 @@ class DisaggregatedGang(Gang):
         self._compute(shares, visits, passes)
         self._check(visits, passes)
         tt.begin_apart(came[:num], came[num:])
-        self._tell_time(shares, visits, passes)
+        self.tell_time(shares, visits, passes)
         return np.concatenate([tt.attention, np.maximum(tt.experts, tt.experts_end_ns)])
 
     # ---- bytes --------------------------------------------------------------------------------------
@@ -191,8 +191,8 @@ class DisaggregatedGang(Gang):
 
     # ---- time ---------------------------------------------------------------------------------------
 
-    def _tell_time(self, shares: Sequence[Share], visits: Sequence[Visit], passes: Sequence[int]) -> None:
-        """When the stages happen, in the order in which dies come to them."""
+    def tell_time(self, shares: Sequence[Share], visits: Sequence[Visit], passes: Sequence[int]) -> None:
+        """Find out when the stages happen, in the order in which dies come to them."""
         tt, num_microbatches = self.timetable, self.num_microbatches
         times = [self._token_times(cuts[:, 1] - cuts[:, 0]) for cuts in self.cuts]
         experts_ns = [iter(self._experts_ns(m, visits, passes)) for m in range(num_microbatches)]
@@ -271,7 +271,8 @@ class LockstepExpertProgram(ExpertProgram):
     gang: DisaggregatedGang
     index: int
 
-    def _start(self) -> list[Process]:
+    def start_streams(self) -> list[Process]:
+        """Start the kernels of this die, each as a process."""
         return [self._spawn(self._meet, "experts")]
 
     async def _meet(self) -> None:

@@ -78,11 +78,11 @@ class Gang(ABC):
         self.executors, self.members, self.num_threads = executors, members, num_threads
         self.dies = [executor.die for executor in executors]  # of all members
         self.spaces = [executor.ws for executor in executors]  # what kernels read and write
-        self._clock: Clock = executors[0].die.clock
+        self.clock: Clock = executors[0].die.clock
         self._came: dict[int, int] = {}  # member -> when it came
         self._shares: dict[int, Share] = {}
         self._waiters: dict[int, Waiter] = {}
-        self._pool: ThreadPoolExecutor | None = None
+        self.pool: ThreadPoolExecutor | None = None
         self._num_parameters = num_parameters(executors[0].config)
         self._is_ready = False
         self.sync = new_sync()  # what threads wait by, here and in kernels
@@ -117,7 +117,7 @@ class Gang(ABC):
 
     async def meet(self, member: int) -> None:
         """A die's part of a run; returns when it has done all that it does there."""
-        clock, size, name = self._clock, len(self.members), self.members[member]
+        clock, size, name = self.clock, len(self.members), self.members[member]
         if member in self._came:
             raise ProtocolError(f"{name} came to a run twice")
         self._came[member] = clock.now
@@ -146,7 +146,7 @@ class Gang(ABC):
             else:
                 # A plain await: virtual time stands still, and the event loop does not.
                 loop = asyncio.get_running_loop()
-                ends = await loop.run_in_executor(self._threads, self._begin, shares, came)
+                ends = await loop.run_in_executor(self.threads, self._begin, shares, came)
                 for die in self.dies:  # its weights may have served others
                     die.check_alive()
             # Exchanges are barriers: who is slow sets the pace of all.
@@ -172,16 +172,17 @@ class Gang(ABC):
         return Waiting("lockstep", name, ", ".join(missing), "meeting", size, len(self._came))
 
     @property
-    def _threads(self) -> ThreadPoolExecutor:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self.num_threads + 1, thread_name_prefix="lockstep")
-        return self._pool
+    def threads(self) -> ThreadPoolExecutor:
+        """Return the worker threads of this gang, which start with their first use."""
+        if self.pool is None:
+            self.pool = ThreadPoolExecutor(self.num_threads + 1, thread_name_prefix="lockstep")
+        return self.pool
 
     def close(self) -> None:
         """Let the threads go."""
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
+        if self.pool is not None:
+            self.pool.shutdown()
+            self.pool = None
         self.staged.close()
 
     def check_integrity(self) -> None:
@@ -275,7 +276,7 @@ class Gang(ABC):
                 if not is_done:
                     sync[LOST] = 1  # nobody need wait for this thread
 
-        jobs = [self._threads.submit(work, worker) for worker in range(1, num)]
+        jobs = [self.threads.submit(work, worker) for worker in range(1, num)]
         try:
             work(0)
         finally:

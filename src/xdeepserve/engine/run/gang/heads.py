@@ -34,22 +34,23 @@ class Heads:
             return HEAD
         *before, last = HEAD
         assert isinstance(last, Stage)
-        return (*before, last._replace(ops=(Op(partial(self._run, rank), head.work),)))
+        return (*before, last._replace(ops=(Op(partial(self.run, rank), head.work),)))
 
     def begin(self) -> None:
         """All dies' rows are about to go through layers again."""
         self._done.clear()
 
-    def _run(self, rank: int, f: Frame) -> None:
+    def run(self, rank: int, f: Frame) -> None:
+        """Compute the logits of all ranks when the first of them comes; for the others they are there."""
         if rank not in self._done:
             frames = {each: executor.runner.frame for each, executor in enumerate(self._executors)}
             frames = {each: frame for each, frame in frames.items() if len(frame.logit_rows)}
             self._done.update(frames)
-            self._run_all([*frames.values()], f.ends)
+            self.run_all([*frames.values()], f.ends)
         self._done.remove(rank)
 
-    def _run_all(self, frames: Sequence[Frame], ends: Ends) -> None:
-        """With the head of a die that has come: another one's may be lost by now."""
+    def run_all(self, frames: Sequence[Frame], ends: Ends) -> None:
+        """Compute the logits of all frames with the head of a die that has come: others may be lost."""
         given, addresses = [], []
         for f in frames:
             rows = logit_hidden(f, f.whole)

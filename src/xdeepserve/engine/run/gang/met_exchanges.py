@@ -115,7 +115,7 @@ class MetExchanges(ColocatedGang):
                 self.ops[op == "combine"],
             )
             self._meetings[key] = Meeting(
-                self._clock, name, event, range(len(self.dies)), timeout_ns, lambda met: self._settle(key, at)
+                self.clock, name, event, range(len(self.dies)), timeout_ns, lambda met: self._settle(key, at)
             )
         meeting = self._meetings[key]
         meeting.come(rank, self.cuts[rank, 1])
@@ -140,7 +140,7 @@ class MetExchanges(ColocatedGang):
         which = int(op == "combine")
         self.check(self.faults[at][which], self.ops[which], "rank", event)
         slowness = max(die.slowness for die in self.dies)
-        wait_ns = max(0, self._free_ns() - self._clock.now)
+        wait_ns = max(0, self._free_ns() - self.clock.now)
         return wait_ns + slowness * self.exchange_ns(op, int(self.cuts[:, 1].max())), None
 
     def _dispatch(self, event: int) -> Call:
@@ -182,7 +182,7 @@ class MetExchange:
     """A rank's end, whose rows stay where the kernels find them."""
 
     def __init__(self, gang: MetExchanges, executor: Executor, runner: Runner) -> None:
-        self._gang, self._rank, self._runner, self._die = gang, executor.rank, runner, executor.die
+        self._gang, self.rank, self._runner, self.die = gang, executor.rank, runner, executor.die
         self._pass_at = {id(cache): at for at, cache in enumerate(executor.caches)}
         self._place: dict[str, int] = {}
 
@@ -197,9 +197,9 @@ class MetExchange:
     async def dispatch(self, x: Array, topk_idx: Array, event_id: int) -> Received:
         """How many rows came for this rank's experts, which have treated them."""
         gang, mine = self._gang, self._runner.frame.mine
-        gang.bring(self._rank, mine)
+        gang.bring(self.rank, mine)
         await self._meet("dispatch", event_id)
-        return received(int(gang.received[self._at, self._rank].sum()), mine.shape[1])
+        return received(int(gang.received[self._at, self.rank].sum()), mine.shape[1])
 
     async def combine(self, expert_out: Array, topk_weights: Array, event_id: int) -> Array:
         """The answers [T, K, H] to the rank's own tokens, or their sums [T, H], as a shape: they have been
@@ -212,7 +212,7 @@ class MetExchange:
 
     def bill(self, received: int) -> tuple[float, float, float]:
         """Copies of routed experts, how many of these have rows, and rows for a copy of the shared one."""
-        counts = self._gang.billed(self._rank, received, self._gang.cuts[:, 1])
+        counts = self._gang.billed(self.rank, received, self._gang.cuts[:, 1])
         return counts.copies, counts.touched, counts.shared
 
     @property
@@ -221,7 +221,7 @@ class MetExchange:
         return self._pass_at[id(self._runner.frame.cache)]
 
     async def _meet(self, op: Op, event: int) -> None:
-        gang, start = self._gang, self._die.clock.now
-        meeting = await gang.take_part(op, self._rank, self._at, event)
-        self._die.trace.span(self._die.index, gang.lane, meeting.op, start, self._die.clock.now, self._place)
-        meeting.draw([die.index for die in gang.dies], self._rank, self._die, gang.lane)
+        gang, start = self._gang, self.die.clock.now
+        meeting = await gang.take_part(op, self.rank, self._at, event)
+        self.die.trace.span(self.die.index, gang.lane, meeting.op, start, self.die.clock.now, self._place)
+        meeting.draw([die.index for die in gang.dies], self.rank, self.die, gang.lane)

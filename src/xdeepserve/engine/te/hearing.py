@@ -1,0 +1,97 @@
+"""What the loops of a TE hear: each message goes to the part that it concerns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from xdeepserve.engine.balance.reconfigure import Prefetched, Reconfiguration
+from xdeepserve.engine.dp.group import DPGroup
+from xdeepserve.engine.messages import (
+    Beat,
+    CopyDone,
+    ExpertsLoaded,
+    LoadCollected,
+    PoolReady,
+    ProbeDone,
+    RolledBack,
+    Shutdown,
+    StepDone,
+    StepFailed,
+)
+from xdeepserve.engine.numbers import group_of
+from xdeepserve.engine.recovery.rollback import Rollback
+from xdeepserve.engine.te.heartbeat import Heartbeats
+from xdeepserve.engine.te.life import Lifetime
+from xdeepserve.engine.te.lost_pages import LostPages
+from xdeepserve.engine.te.probe import Prober
+from xdeepserve.errors import DeadlineError
+from xdeepserve.hw.queue import Queue
+
+
+class Hearing:
+    """Hears a TE's inbox. That a step has ended on a die is left to whoever counts steps under way."""
+
+    def __init__(
+        self,
+        inbox: Queue[msgspec.Struct],
+        groups: Sequence[DPGroup],
+        life: Lifetime,
+        health: Heartbeats,
+        prober: Prober,
+        recovery: Rollback,
+        reconfiguration: Reconfiguration | None,
+        lost_pages: LostPages,
+    ) -> None:
+        self.inbox, self.groups, self._life = inbox, groups, life
+        self._health, self._prober, self._recovery = health, prober, recovery
+        self._reconfiguration, self._lost_pages = reconfiguration, lost_pages
+        self._tp = len(groups[0].dies)
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether steps may begin: dies are not called back, and are not about to be."""
+        return self._recovery.phase == "serving" and not self._lost_pages.pending
+
+    def check_memory(self) -> None:
+        """Raise the error of a page that is lost, unless dies are called back: then it is put right."""
+        if self._recovery.phase == "serving":
+            self._lost_pages.check()
+
+    async def hear(self, deadline_ns: int | None) -> msgspec.Struct:
+        """Return the next message, which has been taken. DeadlineError names the groups that are lost."""
+        try:  # what the control plane asks says nothing of dies, and moves no deadline
+            while isinstance(message := await self.inbox.get(deadline_ns), Beat):
+                self.take(message)
+        except DeadlineError as passed:
+            raise self._health.error() or passed from None
+        self.take(message)
+        self.check_memory()
+        return message
+
+    def take(self, message: msgspec.Struct) -> None:
+        """Do, or note, what a message says. Raises the error of a die that has failed."""
+        match message:
+            case StepFailed(error=error):
+                raise error
+            case RolledBack():
+                self._recovery.hear(message)
+            case CopyDone(rank=rank, ticket=ticket):
+                self._health.notice(group_of(rank, self._tp))
+                self.groups[group_of(rank, self._tp)].finish_copies(ticket)
+            case PoolReady(group=group, ticket=ticket):
+                self.groups[group].copy_pool(ticket)
+            case StepDone(rank=rank, step=step_idx, faults=faults):
+                self._health.hear(group_of(rank, self._tp))
+                self.groups[group_of(rank, self._tp)].note_faults(step_idx, faults)
+            case ProbeDone(rank=rank):
+                self._prober.hear(group_of(rank, self._tp))
+            case Beat(name=name, answers=answers, travel_ns=travel_ns):
+                answers.put(name, travel_ns)
+            case LoadCollected() | ExpertsLoaded() | Prefetched() if self._reconfiguration is not None:
+                self._reconfiguration.take(message)
+            case Shutdown():
+                self._life.ends_idle = True
+                if self._life.now == "ready":
+                    self._life.follow("drain")
