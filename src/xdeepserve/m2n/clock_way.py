@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from xdeepserve.comm.exchange.layout import Layout
-from xdeepserve.engine.run.clock.clock_away import ClockTrampolines
+from xdeepserve.engine.run.clock.away import ClockTrampolines
 from xdeepserve.engine.run.clock.exchange_hub import Brought
 from xdeepserve.engine.run.clock.meeting import Meeting
 from xdeepserve.engine.run.clock.trampoline_hub import ClockAttentionSide, ClockExpertSide, TrampolineHub

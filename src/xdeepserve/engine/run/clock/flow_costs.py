@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 from xdeepserve.comm.cost import CommCost, Op
 from xdeepserve.comm.means import Carrier
-from xdeepserve.comm.services.service_cost import ServiceCost
+from xdeepserve.comm.services.cost import ServiceCost
 
 
 class Errand(NamedTuple):

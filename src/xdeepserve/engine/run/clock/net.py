@@ -14,7 +14,7 @@ from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.sampler import Chooser
 from xdeepserve.engine.die.shape_memory import ModelShapes, ShapeExpertMemory, ShapeMemory
 from xdeepserve.engine.messages import StepPlan
-from xdeepserve.engine.run.clock.clock_away import clock_way
+from xdeepserve.engine.run.clock.away import clock_way
 from xdeepserve.engine.run.clock.exchange_hub import ClockExchange, ExchangeHub
 from xdeepserve.engine.run.clock.group_hub import ClockGroup, CollectiveHub
 from xdeepserve.engine.run.clock.routing import PlacedRouting, TimingConfig, generator
