@@ -16,12 +16,12 @@ import numpy as np
 
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.comm.exchange.layout import Group
+from xdeepserve.comm.services.client import Patience, ServiceClient
 from xdeepserve.comm.services.known_servers import KnownServers
 from xdeepserve.comm.services.layout import HEADER, HEADER_AT, SLOT_NBYTES, ServiceLayout, SlotHeader
 from xdeepserve.comm.services.reach import OverURMA
 from xdeepserve.comm.services.rules import SlotState
-from xdeepserve.comm.services.service_client import Patience, ServiceClient
-from xdeepserve.comm.services.service_server import ServiceServer
+from xdeepserve.comm.services.server import ServiceServer
 from xdeepserve.engine.dp.events import ServerHeard
 from xdeepserve.hw.faults import Fault
 from xdeepserve.hw.pod import Pod

@@ -2,6 +2,7 @@
 
 import ast
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,8 @@ OF_A_SUBJECT = {
     "bench": "a file per suite of `xdeepserve bench`",
     "cli": "a file per command",
 }
-# Files that each protocol of comm has, by its folder; and one beside the folders for what they share.
-OF_A_PROTOCOL = {"layout.py", "rules.py", "handle.py", "cost.py", "twin.py", "endpoint.py"}
+# Folders that say what their files are: a file may be called there like one elsewhere.
+SAY_WHAT = ("comm/*", "m2n", "engine/run/clock", "engine/run/gang/kernels")
 
 
 def test_a_class_name_is_defined_once() -> None:
@@ -33,15 +34,47 @@ def test_a_class_name_is_defined_once() -> None:
 
 
 def test_a_file_name_is_there_once() -> None:
-    """Every wing may have a `command.py`."""
+    """Every wing may have a `command.py`. `fused/dispatch.py` needs no longer name: the folder says it."""
     counts = Counter(
         path.name
         for path in TREES
         if path.name not in ("__init__.py", "command.py")
         and not OF_A_SUBJECT.keys() & set(path.parts)
-        and not (path.parts[0] in ("comm", "m2n") and path.name in OF_A_PROTOCOL)
+        and not any(path.parent.match(folder) for folder in SAY_WHAT)
     )
     assert {name for name, count in counts.items() if count > 1} == set()
+
+
+def aliases(tree: ast.Module) -> Iterator[str]:
+    """Names of types that a file gives: classes, and what a capital begins and a subscript follows."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "TypeAlias":
+            yield ast.unparse(node.target)
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript):
+            name = ast.unparse(node.targets[0])
+            if name[0].isupper() and not name.isupper():
+                yield name
+
+
+# Aliases that several files of a room give to different types, or to the same one: the list may only shrink.
+SEVERAL = {
+    "api": {"Item"},
+    "comm": {"Array", "Float32", "Int32", "Int64", "Piece", "Quantize"},
+    "engine": {"Counts", "Dispatch", "Exchange", "Ns", "Place", "Preemption", "Stage"},
+    "hw": {"Place"},
+    "quant": {"Sequences"},
+    "bench": {"Values"},
+}
+
+
+def test_an_alias_has_one_meaning_in_a_room() -> None:
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for path, tree in TREES.items():
+        counts[path.parts[0]].update(aliases(tree))
+    several = {room: {name for name, count in names.items() if count > 1} for room, names in counts.items()}
+    assert {room: names for room, names in several.items() if names} == SEVERAL
 
 
 # How a docstring begins that reads only after its neighbour's.

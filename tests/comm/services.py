@@ -8,9 +8,9 @@ import numpy as np
 from tests.comm.tools import expert, quantize
 from xdeepserve.comm import oracles
 from xdeepserve.comm.exchange.layout import Group
+from xdeepserve.comm.services.client import ServiceClient
 from xdeepserve.comm.services.layout import ServiceLayout
-from xdeepserve.comm.services.service_client import ServiceClient
-from xdeepserve.comm.services.service_server import ServiceServer
+from xdeepserve.comm.services.server import ServiceServer
 
 LAYERS = 2
 LAYOUT = ServiceLayout((0, 1), Group((2, 3, 16), (0, 0, 1, 1, 2, 0)), max_tokens=3, top_k=2, hidden=8)

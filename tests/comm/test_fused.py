@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.comm.tools import expert, quantize, same_bits
 from xdeepserve.comm import oracles
 from xdeepserve.comm.exchange.layout import Group
-from xdeepserve.comm.fused.fused_combine import Contributions
-from xdeepserve.comm.fused.fused_dispatch import FusedReceived
+from xdeepserve.comm.fused.combine import Contributions
+from xdeepserve.comm.fused.dispatch import FusedReceived
 from xdeepserve.comm.fused.handle import FusedXCCL
 from xdeepserve.comm.fused.layout import SLOT_DTYPE, FusedLayout
 from xdeepserve.comm.means import Means

@@ -17,9 +17,9 @@ import pytest
 from tests.comm.services import LAYERS, LAYOUT, attend, expected, logical, same, serve, tokens
 from tests.comm.tools import IDENTITY, TOKEN, asks, quantize, same_bits
 from xdeepserve.comm.means import Means
+from xdeepserve.comm.services.client import Patience, ServiceClient
 from xdeepserve.comm.services.known_servers import KnownServers
 from xdeepserve.comm.services.layout import CARD, Presence
-from xdeepserve.comm.services.service_client import Patience, ServiceClient
 from xdeepserve.errors import FieldError, InputError, LostDieError, ProtocolError
 from xdeepserve.hw.pod import Pod
 from xdeepserve.loop import new_event_loop

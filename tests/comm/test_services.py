@@ -14,12 +14,12 @@ from tests.comm.services import LAYERS, LAYOUT, attend, expected, logical, same,
 from tests.comm.tools import quantize, same_bits
 from xdeepserve.comm.exchange.layout import Group
 from xdeepserve.comm.means import Means
+from xdeepserve.comm.services.client import PATIENCE, Patience, ServiceClient
 from xdeepserve.comm.services.known_servers import KnownServers
 from xdeepserve.comm.services.layout import BELL, CARD, HEADER_AT, SEAT, Presence, ServiceLayout, SlotHeader
 from xdeepserve.comm.services.reach import OverURMA
 from xdeepserve.comm.services.rules import OF_CLIENT, SLOT, SlotEvent, SlotState, next_state
-from xdeepserve.comm.services.service_client import PATIENCE, Patience, ServiceClient
-from xdeepserve.comm.services.service_server import AT_ONCE, Batching, ServiceServer
+from xdeepserve.comm.services.server import AT_ONCE, Batching, ServiceServer
 from xdeepserve.errors import DeadlineError, DeploymentError, FieldError, ProtocolError
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.memory import Region

@@ -41,8 +41,8 @@ from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.run.gang import colocated, disaggregated, pushed
 from xdeepserve.engine.run.gang.gang import Gang, Share
 from xdeepserve.engine.run.gang.heads import Heads
+from xdeepserve.engine.run.gang.kernels import one_die
 from xdeepserve.engine.run.gang.kernels import sync as sync_kernels
-from xdeepserve.engine.run.gang.kernels import team
 from xdeepserve.engine.run.gang.kernels.attention import FEW, MANY
 from xdeepserve.errors import DeploymentError, XDeepServeError
 from xdeepserve.llm import LLM, build_engine, digest
@@ -350,7 +350,7 @@ def test_threads_that_take_whole_experts(model: Model, settings: tuple[str, ...]
 def test_experts_are_dealt_to_threads(sizes: list[int], most: int) -> None:
     """Those with most rows first, to whoever has least."""
     taker, bounds = np.empty(6, np.int64), np.append(0, np.cumsum(sizes)).astype(np.int32)
-    assert numba.njit(lambda *args: team.deal(*args))(taker, bounds, 2) == most
+    assert numba.njit(lambda *args: one_die.deal(*args))(taker, bounds, 2) == most
     assert max(np.bincount(taker, weights=sizes)) == most
 
 
@@ -360,7 +360,7 @@ def test_threads_that_lose_each_other_are_an_error(monkeypatch: pytest.MonkeyPat
         assert isinstance(sync, np.ndarray)
         sync[sync_kernels.LOST] = 1
 
-    monkeypatch.setattr(team, "run_together", lose)
+    monkeypatch.setattr(one_die, "run_together", lose)
     with (
         LLM("tiny-random", "monolithic", overrides=["threads=2", "lockstep=true"]) as llm,
         pytest.raises(XDeepServeError, match="2 threads of a step have lost each other"),

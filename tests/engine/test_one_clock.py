@@ -10,7 +10,7 @@ import pytest
 from tests.engine.lockstep import with_float
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.balance.reconfigure import Reconfiguration
-from xdeepserve.engine.run.clock.clock_net import ClockNet
+from xdeepserve.engine.run.clock.net import ClockNet
 from xdeepserve.engine.run.gang.colocated import ColocatedGang
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9], [2] * 20, [7, 1]]

@@ -11,7 +11,7 @@ import pytest
 from xdeepserve import SamplingParams
 from xdeepserve.bench import superpod
 from xdeepserve.comm.exchange.layout import Layout
-from xdeepserve.comm.services.service_cost import ServiceCost
+from xdeepserve.comm.services.cost import ServiceCost
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.run.clock.flow_costs import ByRequest, Errand

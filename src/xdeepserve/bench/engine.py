@@ -30,7 +30,7 @@ from xdeepserve.engine.deploy.deployment import (
     TEConfig,
 )
 from xdeepserve.engine.dp.sampling_params import SamplingParams
-from xdeepserve.engine.run.clock.clock_net import ClockNet
+from xdeepserve.engine.run.clock.net import ClockNet
 from xdeepserve.engine.run.clock.routing import TimingConfig, generator
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.record import RequestMetrics

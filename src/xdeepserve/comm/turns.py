@@ -1,4 +1,4 @@
-"""Whose turn it is: dispatch and combine alternate on a rank, and so do A2E and E2A.
+"""Which operation a rank may begin: dispatch and combine alternate on it, and so do A2E and E2A.
 
 The rules are a table (`machine`), without bytes, time or I/O.
 """

@@ -18,7 +18,7 @@ from xdeepserve.engine.deploy.sizes import Sizes, TEPlace
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.lanes import DEFAULT_SHOWN_DIES, name_lanes
 from xdeepserve.engine.loading import Loading, PoolSource, Source, read_again, read_weights
-from xdeepserve.engine.run.clock.clock_net import ClockNet
+from xdeepserve.engine.run.clock.net import ClockNet
 from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.run.net import ProtocolNet
 from xdeepserve.engine.run.team import Team

@@ -18,7 +18,7 @@ from xdeepserve.comm.collectives.layout import CollectiveLayout
 from xdeepserve.comm.exchange.handle import XCCL
 from xdeepserve.comm.exchange.layout import Group, Layout
 from xdeepserve.comm.exchange.rows import Received
-from xdeepserve.comm.fused.fused_dispatch import FusedReceived
+from xdeepserve.comm.fused.dispatch import FusedReceived
 from xdeepserve.comm.fused.handle import FusedXCCL
 from xdeepserve.comm.fused.layout import FusedLayout
 from xdeepserve.comm.trampoline.a2e import AttentionSide, ExpertSide

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from xdeepserve.comm.exchange.layout import Layout
-from xdeepserve.engine.run.clock.clock_away import ClockTrampolines
-from xdeepserve.engine.run.clock.exchange_hub import Brought
+from xdeepserve.engine.run.clock.away import ClockTrampolines
+from xdeepserve.engine.run.clock.exchange_hub import ExchangeLoad
 from xdeepserve.engine.run.clock.meeting import Meeting
 from xdeepserve.engine.run.clock.trampoline_hub import ClockAttentionSide, ClockExpertSide, TrampolineHub
 from xdeepserve.hw.spec import Spec
@@ -41,7 +41,7 @@ class M2NHub(TrampolineHub):
         sent = tokens * self.copies * self.token_nbytes
         return self.to_experts.until_there(self.num_experts, sent, 0.0)
 
-    def _settle_a2e(self, meeting: Meeting[Brought]) -> tuple[float, Brought]:
+    def _settle_a2e(self, meeting: Meeting[ExchangeLoad]) -> tuple[float, ExchangeLoad]:
         _, brought = super()._settle_a2e(meeting)
         most = self._most[meeting.event] = max(float(np.max(brought.routed)), brought.shared)
         sent, received = self._batch * self.copies * self.token_nbytes, most * self.token_nbytes

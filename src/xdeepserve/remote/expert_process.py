@@ -17,7 +17,7 @@ import msgspec
 
 from xdeepserve.comm.means import Means
 from xdeepserve.comm.services.layout import BELL
-from xdeepserve.comm.services.service_server import Batching
+from xdeepserve.comm.services.server import Batching
 from xdeepserve.engine.build import pod_for, with_answers
 from xdeepserve.engine.deploy.deployment import Deployment
 from xdeepserve.engine.deploy.fitting import fit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from xdeepserve.comm.services.rules import SlotEvent, SlotState
-from xdeepserve.comm.services.service_server import ServiceServer
+from xdeepserve.comm.services.server import ServiceServer
 from xdeepserve.errors import DeadlineError
 from xdeepserve.remote.outside_reach import nap
 from xdeepserve.remote.registered import fence

@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from xdeepserve.comm.exchange.handle import Titles
 from xdeepserve.comm.exchange.layout import Group
-from xdeepserve.comm.fused.fused_combine import check_answers, fused_combine
-from xdeepserve.comm.fused.fused_dispatch import FusedReceived, check_tokens, fused_dispatch
+from xdeepserve.comm.fused.combine import check_answers, fused_combine
+from xdeepserve.comm.fused.dispatch import FusedReceived, check_tokens, fused_dispatch
 from xdeepserve.comm.fused.layout import FusedLayout
 from xdeepserve.comm.fused.place import FusedPlace
 from xdeepserve.comm.handle import Float32, Handle, Quantize

@@ -29,7 +29,7 @@ from xdeepserve.comm.exchange.rows import (
     check_tokens,
     weighted_sum,
 )
-from xdeepserve.comm.fused.fused_dispatch import FusedReceived
+from xdeepserve.comm.fused.dispatch import FusedReceived
 from xdeepserve.comm.fused.handle import FusedXCCL
 from xdeepserve.comm.trampoline.layout import A2ELayout
 from xdeepserve.comm.trampoline.side import Side

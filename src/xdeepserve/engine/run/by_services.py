@@ -14,11 +14,11 @@ import numpy as np
 from xdeepserve import wings
 from xdeepserve.comm.exchange.layout import Group
 from xdeepserve.comm.means import Means
+from xdeepserve.comm.services.client import Patience, ServiceClient
 from xdeepserve.comm.services.known_servers import KnownServers
 from xdeepserve.comm.services.layout import ServiceLayout
 from xdeepserve.comm.services.reach import OverURMA, Reach
-from xdeepserve.comm.services.service_client import Patience, ServiceClient
-from xdeepserve.comm.services.service_server import Batching, ServiceServer
+from xdeepserve.comm.services.server import Batching, ServiceServer
 from xdeepserve.engine.deploy.sizes import ExpertSizes
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.expert_server import ExpertServerProgram

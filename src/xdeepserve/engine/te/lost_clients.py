@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from xdeepserve.comm.services.service_server import ServiceServer
+from xdeepserve.comm.services.server import ServiceServer
 from xdeepserve.engine.die.expert_server import ExpertServerProgram
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.dp.events import ClientLost, Events

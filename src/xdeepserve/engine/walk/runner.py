@@ -72,7 +72,7 @@ class Computing:
         await self.die.hbm.end(draw)
 
     async def settle(self) -> None:
-        """It is there."""
+        """Nothing to do: kernels have run when `spend` returns."""
 
     def reset(self) -> None:
         """Nothing is ahead of the clock."""
@@ -244,16 +244,14 @@ class Runner:
             if self.launcher.is_eager:
                 await self.pace.settle()
                 await self.launcher.kernel()
-        place = self._told(name, rows) if self.die.trace.is_on else self.place
+        place = self._trace_args(name, rows) if self.die.trace.is_on else self.place
         await self.pace.spend(name, core, self.cores(core), duration_ns, kernel, place, hbm_ns)
 
-    def _told(self, name: str, rows: int) -> dict[str, Any]:
+    def _trace_args(self, name: str, rows: int) -> dict[str, Any]:
         """What a trace tells of a kernel: where it is, its rows, and of experts how many each physical one
         has, of those that have some."""
         place: dict[str, Any] = {**self.place, "rows": rows} if rows else self.place
-        known = vars(
-            self.frame
-        )  # rows that have come from elsewhere, or else the die's own; not in time only
+        known = vars(self.frame)  # rows from elsewhere, or else the die's own; neither in time-only runs
         chosen = known.get("expert_idx", known.get("topk_idx")) if name == "Experts" else None
         if chosen is None:
             return place

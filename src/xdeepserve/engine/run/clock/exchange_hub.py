@@ -26,7 +26,7 @@ from xdeepserve.model.packing import shape_only
 KEPT = 1 << 14  # events whose spread is remembered
 
 
-class Brought(NamedTuple):
+class ExchangeLoad(NamedTuple):
     """What an exchange brings, in rows: each slot's of routed experts, their mean, each shared die's."""
 
     routed: npt.NDArray[np.int64]
@@ -77,9 +77,9 @@ class ExchangeHub:
         # Of the latest events: last arrival at the dispatch - first arrival.
         self.spreads_ns: dict[int, int] = {}
         self.priced_ns: dict[Op, float] = {"dispatch": 0.0, "combine": 0.0}  # all so far, without waiting
-        self._meetings: dict[tuple[str, int], Meeting[Brought]] = {}
+        self._meetings: dict[tuple[str, int], Meeting[ExchangeLoad]] = {}
 
-    async def meet(self, op: str, rank: int, event: int, num_tokens: int) -> Meeting[Brought]:
+    async def meet(self, op: str, rank: int, event: int, num_tokens: int) -> Meeting[ExchangeLoad]:
         """Dispatch or combine of one rank that has `num_tokens` tokens; the meeting, which has ended."""
         key = (op, event)
         meeting = self._meetings.get(key)
@@ -90,13 +90,13 @@ class ExchangeHub:
         await meeting.wait(rank)
         return meeting
 
-    def _settle(self, meeting: Meeting[Brought]) -> tuple[float, Brought]:
+    def _settle(self, meeting: Meeting[ExchangeLoad]) -> tuple[float, ExchangeLoad]:
         del self._meetings[meeting.op, meeting.event]
         top_k, tokens = self.model.num_experts_per_tok, sum(meeting.came.values())
         total = tokens * self.num_dies / self.num_ranks
         drawn = meeting.event, self.stream, round(total * top_k)
         routed = self.routing.counts(*drawn)
-        load = Brought(
+        load = ExchangeLoad(
             routed, total * top_k / self._num_sharing, total / self.num_shared if self.num_shared else 0.0
         )
         # A port is as busy as the rank that sends most; or that receives most, beyond ordinary imbalance.
@@ -120,7 +120,7 @@ class ClockExchange:
     ) -> None:
         self.timeline, self.rank, self.hub, self.lane = timeline, rank, hub, lane
         self.is_fused = is_fused
-        self.load: Brought | None = None  # of the latest dispatch
+        self.load: ExchangeLoad | None = None  # of the latest dispatch
         self._num_tokens = 0
 
     async def dispatch(self, x: Array, topk_idx: Array, event_id: int) -> Received:
@@ -158,14 +158,14 @@ class ClockExchange:
             copies = max(copies, load.shared)
         return copies, min(routed, held), shared
 
-    def _rows(self, load: Brought) -> tuple[int, float]:
+    def _rows(self, load: ExchangeLoad) -> tuple[int, float]:
         """For routed experts here, and for a copy of the shared one."""
         hub = self.hub
         routed = int(load.routed[self.rank]) if self.rank < hub.num_routed else 0
         first = hub.num_dies - hub.num_shared if hub.has_copies else hub.num_routed
         return routed, load.shared if self.rank >= first else 0.0
 
-    async def _meet(self, op: str, event_id: int) -> Brought:
+    async def _meet(self, op: str, event_id: int) -> ExchangeLoad:
         start = await self.timeline.catch_up()
         meeting = await self.hub.meet(op, self.rank, event_id, self._num_tokens)
         self.timeline.waited(self.lane, op, start, f"fused {op}" if self.is_fused else None)

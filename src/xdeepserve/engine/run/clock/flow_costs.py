@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 from xdeepserve.comm.cost import CommCost, Op
 from xdeepserve.comm.means import Carrier
-from xdeepserve.comm.services.service_cost import ServiceCost
+from xdeepserve.comm.services.cost import ServiceCost
 
 
 class Errand(NamedTuple):
@@ -18,22 +18,25 @@ class Errand(NamedTuple):
 
 
 class WayCost(Protocol):
-    """What a way takes, in ns: for the attention die, which does nothing else meanwhile; until the expert
-    dies have it; for an expert die, to answer so many sendings with `num_back` rows; from the last answer
-    until the attention die can have them; and for that die, to have them."""
+    """What a way to experts on dies of their own takes, in ns."""
 
-    def post_ns(self, sent: Errand) -> float: ...
+    def post_ns(self, sent: Errand) -> float:
+        """Time of the attention die to send; it does nothing else meanwhile."""
 
-    def there_ns(self, sent: Errand) -> float: ...
+    def there_ns(self, sent: Errand) -> float:
+        """Time from then until the expert dies have the rows."""
 
-    def answer_ns(self, num_rows: int, num_sent: int, num_back: float) -> float: ...
+    def answer_ns(self, num_rows: int, num_sent: int, num_back: float) -> float:
+        """Time of an expert die to answer `num_sent` sendings with `num_back` rows."""
 
     def back_share(self, sent: Errand) -> float:
         """Rows that come back for each that goes there."""
 
-    def back_ns(self, sent: Errand) -> float: ...
+    def back_ns(self, sent: Errand) -> float:
+        """Time from the last answer until the attention die can read it."""
 
-    def read_ns(self, sent: Errand) -> float: ...
+    def read_ns(self, sent: Errand) -> float:
+        """Time of the attention die to read the answers."""
 
 
 class ByTrampoline(NamedTuple):

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xdeepserve.comm.exchange.rows import Received
-from xdeepserve.comm.services.service_server import AT_ONCE, Batching
+from xdeepserve.comm.services.server import AT_ONCE, Batching
 from xdeepserve.comm.steps import Steps
 from xdeepserve.engine.run.clock.exchange_hub import received
 from xdeepserve.engine.run.clock.flow_costs import Errand

@@ -14,7 +14,7 @@ from xdeepserve.comm.exchange.rows import Received
 from xdeepserve.comm.means import Carrier
 from xdeepserve.comm.trampoline.layout import Sides
 from xdeepserve.engine.lanes import RECEIVE, SEND
-from xdeepserve.engine.run.clock.exchange_hub import Brought, received
+from xdeepserve.engine.run.clock.exchange_hub import ExchangeLoad, received
 from xdeepserve.engine.run.clock.meeting import Meeting
 from xdeepserve.engine.run.clock.routing import PlacedRouting, Routing, TimingConfig
 from xdeepserve.engine.run.clock.timeline import Timeline
@@ -67,12 +67,12 @@ class TrampolineHub:
         self.routing = placed or Routing(self.num_routed, config.skew, config.seed)
         self.first_copy = first_copy
         self.carrier: Carrier = carrier
-        self._a2e: dict[int, Meeting[Brought]] = {}
+        self._a2e: dict[int, Meeting[ExchangeLoad]] = {}
         self._e2a: dict[int, Meeting[None]] = {}
         self.tally = Tally(cost.spec, num_routed, model.num_experts_per_tok)
         self._batch = 0.0  # tokens of the attention die that has most, at the latest A2E
 
-    def a2e(self, event: int) -> Meeting[Brought]:
+    def a2e(self, event: int) -> Meeting[ExchangeLoad]:
         """Members: attention dies (0 and up), which post, then expert dies, which wait."""
         meeting = self._a2e.get(event)
         if meeting is None:
@@ -96,7 +96,7 @@ class TrampolineHub:
     def num_experts(self) -> int:
         return self.num_routed + self.num_shared
 
-    def _settle_a2e(self, meeting: Meeting[Brought]) -> tuple[float, Brought]:
+    def _settle_a2e(self, meeting: Meeting[ExchangeLoad]) -> tuple[float, ExchangeLoad]:
         del self._a2e[meeting.event]
         top_k = self.model.num_experts_per_tok
         total = sum(meeting.came.values()) * self.num_routed / self.sampled
@@ -105,7 +105,7 @@ class TrampolineHub:
         routed = self.routing.counts(*drawn)
         self.routing.collect(*drawn)
         shared = total / self.num_shared if self.num_shared else 0.0
-        return self._exchange_ns("dispatch"), Brought(routed, total * top_k / self.num_routed, shared)
+        return self._exchange_ns("dispatch"), ExchangeLoad(routed, total * top_k / self.num_routed, shared)
 
     def _settle_e2a(self, meeting: Meeting[None]) -> tuple[float, None]:
         # Attention dies have all been here when they post the next event, so the one before is history.

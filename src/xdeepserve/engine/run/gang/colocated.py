@@ -16,7 +16,7 @@ from xdeepserve.engine.run.gang.dimensions import ExchangeShape, PushShape
 from xdeepserve.engine.run.gang.gang import Call, Gang, Share, Span, addresses
 from xdeepserve.engine.run.gang.kernels import attention as a
 from xdeepserve.engine.run.gang.kernels import colocated_stages as d
-from xdeepserve.engine.run.gang.kernels import team
+from xdeepserve.engine.run.gang.kernels import one_die
 from xdeepserve.engine.run.gang.timetable import Timed, Timetable
 from xdeepserve.engine.walk.schedule import Visit
 from xdeepserve.step.stage import Counts, Meet, Stage
@@ -228,4 +228,4 @@ class MonolithicGang(ColocatedGang):
 
     def _layers(self, passes: np.ndarray, is_moe: np.ndarray, events: np.ndarray) -> list[Call]:
         args = (self.shape, self.exchange.inter, self.buffers, self.weights, self.experts, passes, is_moe)
-        return [(team.run_together, (*args, self.inputs, self.cuts[0, 1], self.scratch, self.sync))]
+        return [(one_die.run_together, (*args, self.inputs, self.cuts[0, 1], self.scratch, self.sync))]

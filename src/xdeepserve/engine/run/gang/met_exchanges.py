@@ -74,7 +74,7 @@ def _without_experts(program: LayerProgram) -> LayerProgram:
 
 
 def _nothing(f: Frame) -> None:
-    """Done."""
+    """Do nothing, in place of a stage that the meeting has run for all dies."""
 
 
 class MetExchanges(ColocatedGang):

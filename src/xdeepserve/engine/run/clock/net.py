@@ -14,7 +14,7 @@ from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.sampler import Chooser
 from xdeepserve.engine.die.shape_memory import ModelShapes, ShapeExpertMemory, ShapeMemory
 from xdeepserve.engine.messages import StepPlan
-from xdeepserve.engine.run.clock.clock_away import clock_way
+from xdeepserve.engine.run.clock.away import clock_way
 from xdeepserve.engine.run.clock.exchange_hub import ClockExchange, ExchangeHub
 from xdeepserve.engine.run.clock.group_hub import ClockGroup, CollectiveHub
 from xdeepserve.engine.run.clock.routing import PlacedRouting, TimingConfig, generator
@@ -32,7 +32,7 @@ from xdeepserve.step.linear import Threads
 DUMMY_TOKEN = 7  # what every sampled token is
 
 
-class MadeUp:
+class DummyChooser:
     """Tokens that nobody has computed, and drafts that are accepted by chance, with a seed."""
 
     def __init__(self, mem: DieMemory, timing: TimingConfig, die: int) -> None:
@@ -148,11 +148,11 @@ class ClockNet:
         return self._away.attention_end(rank, microbatch, pace)
 
     def shared_expert(self, rank: int) -> int | None:
-        """Nobody's: the hub counts those tokens."""
+        """None: in time-only runs the hub counts the tokens of the shared expert."""
 
     def chooser(self, rank: int, mem: DieMemory) -> Chooser:
         """All ranks of a DP group take the random numbers of its first die."""
-        return MadeUp(mem, self.timing, self.team.group_of(rank)[0])
+        return DummyChooser(mem, self.timing, self.team.group_of(rank)[0])
 
     def expert_program(
         self, index: int, mem: ExpertMemory, threads: Threads, reports: Queue[msgspec.Struct]

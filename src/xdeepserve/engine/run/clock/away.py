@@ -13,9 +13,9 @@ import msgspec
 from xdeepserve import wings
 from xdeepserve.comm.cost import CommCost
 from xdeepserve.comm.exchange.layout import Group
+from xdeepserve.comm.services.cost import ServiceCost
 from xdeepserve.comm.services.layout import ServiceLayout
-from xdeepserve.comm.services.service_cost import ServiceCost
-from xdeepserve.comm.services.service_server import AT_ONCE, Batching
+from xdeepserve.comm.services.server import AT_ONCE, Batching
 from xdeepserve.engine.deploy.roles import Turns
 from xdeepserve.engine.deploy.sizes import WalkSizes
 from xdeepserve.engine.die.expert_memory import ExpertMemory

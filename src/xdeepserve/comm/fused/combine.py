@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from xdeepserve.comm.checks import check_array
 from xdeepserve.comm.exchange.rows import weighted_sum
-from xdeepserve.comm.fused.fused_dispatch import FusedReceived
+from xdeepserve.comm.fused.dispatch import FusedReceived
 from xdeepserve.comm.fused.layout import TOKEN_FLAG
 from xdeepserve.comm.fused.place import FusedPlace
 from xdeepserve.comm.handle import Float32, Handle
