@@ -133,7 +133,7 @@ def test_what_will_not_do_is_refused_in_one_line(tmp_path: Path) -> None:
     )
     texts: Sequence[tuple[str, str]] = [
         ("ems.quota_mb=0", "ems.quota_mb must be at least 1, found 0"),
-        ("ems.servers=49", "ems.servers must be 48 at most, found 49"),
+        ("ems.servers=49", "ems.servers must be between 1 and 48, found 49"),
         ("ems.block_size=100", "ems.block_size must be a multiple of cache.block_size=16, found 100"),
         ("ems.namespace=a b", "ems.namespace must be 1 to 64 letters, digits, dots, dashes or underscores"),
         ("cache.prefix=false", "ems.path needs cache.prefix=true"),

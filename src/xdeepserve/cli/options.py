@@ -209,8 +209,8 @@ def note(command: str, text: str) -> None:
 
 def note_settings(args: argparse.Namespace) -> None:
     """Say which of the given settings have no effect in this deployment."""
-    from xdeepserve.engine.deploy.no_effect import without_effect
     from xdeepserve.engine.deploy.resolve import resolve
+    from xdeepserve.engine.deploy.rules import without_effect
 
     overrides = overrides_of(args)
     for key, reason in without_effect(resolve(args.deployment, overrides), overrides):

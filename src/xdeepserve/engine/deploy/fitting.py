@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise, starmap
 from typing import Literal
 
-from xdeepserve.engine.deploy import cards, expert_services, refusals
+from xdeepserve.engine.deploy import expert_services, refusals, rules
 from xdeepserve.engine.deploy.deployment import (
     AttentionConfig,
     Deployment,
@@ -45,14 +45,9 @@ def fit(deployment: Deployment, config: ModelConfig, is_timing_only: bool = Fals
     tes = teams.tes()
     num_experts = teams.num_experts
     reasons = refusals.reasons_against(deployment, config) + teams.reasons
-    reasons += refusals.reasons_against_replicas(deployment, num_experts)
-    reasons += expert_services.reasons_elsewhere(deployment) + cards.reasons_against(deployment)
-    if not reasons and num_experts:
+    reasons += rules.refused(deployment, rules.TIMING_ONLY if is_timing_only else rules.WITH_TOKENS)
+    if not reasons:
         holders = {te.name: te.num_holders for te in tes}
-        if is_timing_only:
-            reasons += refusals.reasons_against_timing(deployment)
-        else:
-            reasons += refusals.reasons_against_tokens(deployment)
         reasons += refusals.reasons_against_slots(deployment, num_experts, holders)
     first_die = _places(deployment, tes, reasons)
     if reasons:
@@ -72,7 +67,7 @@ def _places(d: Deployment, tes: Sequence[TEDies], reasons: list[str]) -> dict[st
             "fabric=ub does not lead from prefill.hardware=910b, which is on no UB plane, to decode: set "
             "fabric=auto, roce or vpc"
         )
-    elif (names := cards.off_ub(d)) and beside and d.fabric == "ub":
+    elif (names := rules.off_ub(d)) and beside and d.fabric == "ub":
         reasons.append(f"fabric=ub does not lead to {names}: set fabric=auto, roce or vpc")
     elif _total(within) > MAX_DIES:
         reasons.append(f"a SuperPod has {MAX_DIES} dies, this deployment needs {_total(within)}")
@@ -106,7 +101,7 @@ def _is_lockstep(d: Deployment, row: TEKind, config: ModelConfig) -> bool:
     """
     if d.lockstep is not None:
         return d.lockstep and row.lockstep != "never"
-    is_possible = row.lockstep == "large" and not refusals.reasons_against_lockstep(d, config)
+    is_possible = row.lockstep == "large" and not rules.refused(d, rules.LOCKSTEP)
     if max(d.tp or 1, d.o_proj_tp or 1) > 1 or _turns(d, row) == "overlap":
         is_possible = False  # their stages are tasks' in any case
     if row.is_single and d.execution is not None:
@@ -226,7 +221,7 @@ def _walk_sizes(d: Deployment, te: TEDies, num_domains: int, is_lockstep: bool) 
         unabsorbed=d.prefill_attention == "unabsorbed",
         is_lockstep=is_lockstep,
         exchange=d.exchange,
-        carrier=cards.carrier_of(d) if row.is_apart else "mte",
+        carrier=rules.carrier_of(d) if row.is_apart else "mte",
         num_domains=num_domains,
         # A little less than until a group is lost: so an error names the die that does not come, not all dies
         # that wait.

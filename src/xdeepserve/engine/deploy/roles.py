@@ -99,6 +99,16 @@ def has_prefill(kind: Kind) -> bool:
     return any(row.role == "prefill" for row in DEPLOYMENTS[kind])
 
 
+def has_expert_dies(kind: Kind) -> bool:
+    """Return whether experts have dies of their own."""
+    return any(row.is_apart for row in DEPLOYMENTS[kind])
+
+
+def takes_steps_away(kind: Kind) -> bool:
+    """Return whether steps go to experts on dies of their own and back, all dies together."""
+    return any("away-and-back" in row.turns for row in DEPLOYMENTS[kind])
+
+
 def has_services(kind: Kind) -> bool:
     """Its experts are services."""
     return any(row.has_services for row in DEPLOYMENTS[kind])

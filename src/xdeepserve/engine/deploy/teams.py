@@ -124,8 +124,6 @@ class Teams:
 
     def _teams(self, row: TEKind, te: TEConfig, prefix: str) -> list[TEDies]:
         """As many TEs as are asked for; `prefix` is that of their settings."""
-        if te.count < 1:
-            self.reasons.append(f"{prefix}count must be at least 1, found {te.count}")
         if te.hardware != "cm384" and row.role != "prefill":
             self.reasons.append(
                 f"{prefix}hardware={te.hardware}: decode needs the interconnect of CloudMatrix dies; "
@@ -156,11 +154,9 @@ class Teams:
     def _shared_among(self) -> int:
         """Dies with attention that have a copy of the shared expert for all others; 0: each has its own."""
         shared = (self.d.experts and self.d.experts.shared_dies) or 0
-        if shared < 0:
-            self.reasons.append(f"experts.shared_dies must not be negative, found {shared}")
-        elif shared and not (self.num_experts and self.config.n_shared_experts):
+        if shared > 0 and not (self.num_experts and self.config.n_shared_experts):
             self.reasons.append(f"the model has no shared expert, found experts.shared_dies={shared}")
-        elif shared:
+        elif shared > 0:
             self._check_shared_inputs()
         return shared
 
@@ -180,10 +176,6 @@ class Teams:
         return TEConfig(dies=d.dies, tp=d.tp, tp_mode=d.tp_mode or "tp", o_proj_tp=o_proj_tp)
 
     def _check_limits(self, prefix: str, te: TEConfig, num_dies: int) -> None:
-        for key in ("max_num_seqs", "max_num_batched_tokens"):
-            limit = getattr(te, key)
-            if limit is not None and limit < 1:
-                self.reasons.append(f"{prefix}{key} must be at least 1, found {limit}")
         if te.hardware == "910b" and num_dies > NPUS_PER_SERVER:
             self.reasons.append(
                 f"{prefix}dies={num_dies} do not fit in a 910B server, whose {NPUS_PER_SERVER} NPUs "
@@ -195,9 +187,6 @@ class Teams:
         d, config, reasons = self.d, self.config, self.reasons
         attention, experts = d.attention or AttentionConfig(), d.experts or ExpertConfig()
         name = row.te_name(0)
-        for key in ("domains", "dies", "microbatches"):
-            if getattr(attention, key) < 1:
-                reasons.append(f"attention.{key} must be at least 1, found {getattr(attention, key)}")
         rows = d.scheduler.max_num_batched_tokens
         if attention.microbatches > rows:
             reasons.append(
@@ -216,7 +205,7 @@ class Teams:
             shared = max(least, routed // 8) if config.n_shared_experts else 0
         if row.has_services:
             reasons += reasons_against_services(d, self.num_experts, routed)
-        if bool(shared) != bool(config.n_shared_experts) or shared < 0:
+        if shared >= 0 and bool(shared) != bool(config.n_shared_experts):
             kind = "needs dies for its shared expert" if config.n_shared_experts else "has no shared expert"
             reasons.append(f"the model {kind}, found experts.shared_dies={shared}")
         self._check_shared_inputs()
@@ -241,8 +230,8 @@ class Teams:
             fitting = min(default, self.num_experts or default)
             num_dies = max(tp, fitting - fitting % tp)
         if num_dies < 1:
-            self.reasons.append(f"{key} must be at least 1, found {num_dies}")
-        elif num_dies <= num_shared:
+            return num_dies  # `out_of_bounds` refuses it
+        if num_dies <= num_shared:
             self.reasons.append(
                 f"experts.shared_dies={num_shared} leaves no die of {num_dies} for routed experts"
             )
