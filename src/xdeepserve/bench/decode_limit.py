@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from xdeepserve.bench.report import Row
-from xdeepserve.engine.die.cache_parts import cache_parts
+from xdeepserve.engine.die.kv_memory import cache_parts
 from xdeepserve.model.cache_layout import TILE
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.kernels import limits

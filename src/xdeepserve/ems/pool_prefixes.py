@@ -37,7 +37,7 @@ async def copy_by_cards(cards: Cards, mem: DieMemory, copies: Sequence[BlockCopy
     """What a die's DMA would copy over UB, by the VPC cards of the servers: a transfer for each pair."""
     batches: dict[tuple[int, int], list[Copy]] = {}
     for src_tier, src, dst_tier, dst in copies:
-        pieces = zip(mem.block_pieces(src_tier, src), mem.block_pieces(dst_tier, dst), strict=True)
+        pieces = zip(mem.kv.block_pieces(src_tier, src), mem.kv.block_pieces(dst_tier, dst), strict=True)
         for (source, nbytes), (target, _) in pieces:
             route = cards.card_of(source.node), cards.card_of(target.node)
             batches.setdefault(route, []).append(Copy(source, target, nbytes))
@@ -69,7 +69,7 @@ class PoolPrefixes:
         cache: ContextCache,
         report: Callable[[PoolReady | CopyDone], None],
     ) -> None:
-        self.rank, self.dies, self.mems, self.kv = rank, dies, mems, mems[0].kv
+        self.rank, self.dies, self.mems, self.kv = rank, dies, mems, mems[0].kv.sizes
         self.rtc, self.cache, self.clock = rtc, cache, dies[0].clock
         self.report = report
         self.count = cache.block_size // rtc.block_size  # KV blocks in a value

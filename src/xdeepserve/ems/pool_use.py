@@ -58,14 +58,14 @@ class PoolUse:
             self.pool.start()
         te, ems = tes[0], self.deployment.ems
         sizes, mem = te.sizes, te.memories[0]
-        layout = [(name, nbytes // sizes.kv.block_size) for name, nbytes in mem.block_parts]
+        layout = [(name, nbytes // sizes.kv.block_size) for name, nbytes in mem.kv.block_parts]
         # States that the second draft goes on from are one to a KV block, whatever its size.
         tail = sizes.kv.block_size if sizes.steps.mtp > 1 else 0
         drafts = f"{sizes.steps.mtp} by {sizes.steps.num_mtp_layers}, {tail}"
         self._digest = te.checkpoint.digest()
         precision = f"{te.recipe}, INT8 answers" if te.config.int8_answers else te.recipe
         root = root_of(self._digest, precision, layout, ems.block_size, drafts)
-        nbytes = mem.block_nbytes * (ems.block_size // sizes.kv.block_size)
+        nbytes = mem.kv.block_nbytes * (ems.block_size // sizes.kv.block_size)
         client, by_cards = self.pool.client(), ems.fabric == "vpc"
         self.contexts = ContextCache(client, ems.namespace, root, ems.block_size, nbytes, by_cards)
         self.models = self.pool.models()

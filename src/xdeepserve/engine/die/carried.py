@@ -40,19 +40,19 @@ class CarriedRows(NamedTuple):
     def of(cls, mem: DieMemory, plan: StepPlan) -> CarriedRows:
         """The buffers, with what the plan says of sequences and of tokens that the host knows. Positions,
         slots and block tables are there already."""
-        sizes, before, rows = mem.sizes, plan.step - 1, plan.num_tokens
+        steps, before, rows = mem.steps, plan.step - 1, plan.num_tokens
         take, seqs = mem.workspace.take, len(plan.block_tables)
         found = cls(
             take("token_ids", rows),
             take("positions", rows),
             take("slots", rows),
             take("seq_of", rows),
-            take("block_tables", seqs, sizes.kv.max_blocks_per_seq),
+            take("block_tables", seqs, mem.kv.sizes.max_blocks_per_seq),
             take("carried_seq", seqs),
             take("carried_row", seqs),
-            mem.result("sampled", before, sizes.steps.max_logit_rows),
-            mem.result("num_accepted", before, sizes.steps.max_seqs),
-            mem.result("drafts", before, sizes.steps.max_seqs, max(1, sizes.steps.mtp)),
+            mem.result("sampled", before, steps.max_logit_rows),
+            mem.result("num_accepted", before, steps.max_seqs),
+            mem.result("drafts", before, steps.max_seqs, max(1, steps.mtp)),
         )
         found.token_ids[:], found.carried_seq[:] = plan.token_ids, plan.carried_seq
         found.carried_row[:] = plan.carried_row

@@ -133,7 +133,7 @@ class Drafter:
         chooser: Chooser,
     ) -> None:
         self.mem, self.caches, self.runner, self.chooser = mem, caches, runner, chooser
-        self.frame, self.num_drafts = runner.frame, mem.sizes.steps.mtp
+        self.frame, self.num_drafts = runner.frame, mem.steps.mtp
         self.layers = (weights.mtp + weights.mtp[:1] * self.num_drafts)[: self.num_drafts]
         # Rows of `tail` that the latest steps have overwritten, as they were: by step and block.
         self.overwritten: dict[int, dict[int, Array]] = {}
@@ -166,7 +166,7 @@ class Drafter:
             await run_layers([mtp.layer], [self.caches[depth]], event)
             await self._draw(plan, depth, rows, drafts, accepted)
             if depth + 1 < self.num_drafts:
-                mended = mends(plan, rows, accepted, self.mem.sizes.kv.block_size)
+                mended = mends(plan, rows, accepted, self.mem.kv.sizes.block_size)
                 await self._keep_states(plan.step, rows, mended)
                 rows = next_rows(plan, rows, drafts[:, depth].tolist(), mended)
 
@@ -200,13 +200,13 @@ class Drafter:
     def undo(self, step: int) -> None:
         """Steps from number `step` on have not happened: what they have overwritten is as it was."""
         for block, row in rows_before(self.overwritten, step).items():
-            self.mem.tail[block] = row
+            self.mem.kv.tail[block] = row
         self.overwritten = {number: rows for number, rows in self.overwritten.items() if number < step}
 
     async def _keep_states(self, step: int, made: DraftRows, mended: dict[int, DraftRow]) -> None:
         """The states of the next depth [rows + mended, H]; each sequence's last one stays in its block."""
         frame, rows = self.frame, made.rows
-        size, frame.tail = self.mem.sizes.kv.block_size, self.mem.tail
+        size, frame.tail = self.mem.kv.sizes.block_size, self.mem.kv.tail
         # Every row to be mended stands for a rejected draft, so that there is room for all.
         frame.hidden = self.mem.workspace.take("hidden", len(rows) + len(mended), self.mem.config.hidden_size)
         frame.mended_blocks = [row.slot // size for row in mended.values()]

@@ -10,8 +10,8 @@ import numpy as np
 
 from xdeepserve.comm.exchange.rows import TokenCopies
 from xdeepserve.engine.deploy.sizes import ExpertSizes
-from xdeepserve.engine.die.expert_buffers import PARTS, holds, plan_expert_buffers
 from xdeepserve.engine.die.replicas import RedundantSlots
+from xdeepserve.engine.die.stage_buffers import PARTS, holds, plan_experts
 from xdeepserve.engine.die.workspace import Workspace
 from xdeepserve.hw.clock import Waiting
 from xdeepserve.hw.die import Die
@@ -118,7 +118,7 @@ class ExpertMemory:
             ):
                 space.plan(name, dtype, max_rows, width)
         if self.holds != "shared":
-            plan_expert_buffers(space.plan, config, recipe, max_rows, len(self.slots))
+            plan_experts(space.plan, config, recipe, max_rows, len(self.slots))
             if placed.redundant_slots:
                 self.redundant = RedundantSlots(
                     space, config, placed, self.experts, self.specs, self.held[len(self.experts) :]

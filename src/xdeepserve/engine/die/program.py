@@ -90,16 +90,16 @@ class Executor:
         self._transfers: list[asyncio.Task[None]] = []  # beside the steps
         self._step_idx, self._reports_layers = StepNo(0), False
         self._rollback = RollbackWatch(die)
-        self.weights, self.caches = weights, mem.kv_caches()
+        self.weights, self.caches = weights, mem.kv.caches()
         main, mtp = self.weights.layers, [mtp.layer for mtp in self.weights.mtp]
         self.layer_index = {id(layer): index for index, layer in enumerate([*main, *mtp])}
         self.drafter: Drafter | None = None
-        if mem.sizes.steps.mtp:
+        if mem.steps.mtp:
             caches = self.caches[self.config.num_hidden_layers :]
             self.drafter = Drafter(mem, weights, caches, self.runner, chooser)
         # What goes on from the sampled tokens, MTP or a step that was planned ahead, does so on all ranks of
         # a DP group, which draw the same; else rank 0 is enough.
-        goes_on = self.drafter is not None or mem.sizes.steps.plans_ahead
+        goes_on = self.drafter is not None or mem.steps.plans_ahead
         self._has_logits = goes_on or not self.runner.frame.group_rank
         # Event IDs count the MoE layers of all steps, MTP's included, from 1 on.
         used = [mtp.layer for mtp in self.drafter.layers] if self.drafter is not None else []
@@ -209,8 +209,8 @@ class Executor:
     async def _copy_blocks(self, command: CopyBlocks) -> None:
         pieces = []
         for src_tier, src, dst_tier, dst in command.copies:
-            sources = self.mem.block_pieces(src_tier, src)
-            targets = self.mem.block_pieces(dst_tier, dst)
+            sources = self.mem.kv.block_pieces(src_tier, src)
+            targets = self.mem.kv.block_pieces(dst_tier, dst)
             for (source, nbytes), (target, _) in zip(sources, targets, strict=True):
                 pieces.append(Copy(source, target, nbytes))
         await self.die.dma.copy(pieces, name="KV blocks")
@@ -248,7 +248,7 @@ class Executor:
             return plan
         rows = CarriedRows.of(self.mem, plan)
         await self.runner.launch("Resolve", "aiv", self.die.spec.hbm_ns(rows.nbytes), rows=plan.num_tokens)
-        return msgspec.structs.replace(plan, **rows.resolve(self.mem.sizes.kv.block_size))
+        return msgspec.structs.replace(plan, **rows.resolve(self.mem.kv.sizes.block_size))
 
     def result(self, name: str, *shape: int) -> Array:
         """What the host reads after this step."""
@@ -289,7 +289,7 @@ class Executor:
         """Bring the plan's index lists into HBM."""
         rows, take = plan.num_tokens, self.ws.take
         positions, slots, seq_of = (take(name, rows) for name in ("positions", "slots", "seq_of"))
-        tables = take("block_tables", len(plan.block_tables), self.mem.sizes.kv.max_blocks_per_seq)
+        tables = take("block_tables", len(plan.block_tables), self.mem.kv.sizes.max_blocks_per_seq)
         positions[:], slots[:], seq_of[:] = plan.positions, plan.slots, plan.seq_of
         for row, table in zip(tables, plan.block_tables, strict=True):
             row[: len(table)] = table
@@ -297,5 +297,5 @@ class Executor:
     def _batch(self, plan: StepPlan) -> Batch:
         """The index lists in HBM, complete."""
         rows, take = plan.num_tokens, self.ws.take
-        tables = take("block_tables", len(plan.block_tables), self.mem.sizes.kv.max_blocks_per_seq)
+        tables = take("block_tables", len(plan.block_tables), self.mem.kv.sizes.max_blocks_per_seq)
         return Batch.of(take("positions", rows), take("slots", rows), take("seq_of", rows), tables)

@@ -12,6 +12,7 @@ from xdeepserve.comm.exchange.rows import TokenCopies
 from xdeepserve.engine.deploy.sizes import ExpertSizes, Sizes
 from xdeepserve.engine.die.die_memory import DieMemory, shard_of
 from xdeepserve.engine.die.expert_memory import ExpertMemory
+from xdeepserve.engine.die.kv_memory import KVMemory
 from xdeepserve.engine.die.replicas import RedundantSlots, ReplicaMap
 from xdeepserve.engine.die.workspace import MAX_VIEWS, Workspace
 from xdeepserve.hw.address_space import AddressSpace
@@ -145,43 +146,32 @@ class ModelShapes:
         return KVCache(latent, shape_only(np.float32, 0, 0), k_pe)
 
 
-class ShapeMemory(DieMemory):
-    """The app area of a die with a DP group. Sizes are reported as if it held everything."""
+class ShapeKV(KVMemory):
+    """KV blocks of which a few bytes are real, and those only where something moves them.
 
-    def __init__(
-        self, area: Area, shapes: ModelShapes, rank: int, routing: DrawnRouting | None = None
-    ) -> None:
-        """`routing` is told of maps of replicas, and asked for the load, by one die for all."""
-        self.shapes, self._routing = shapes, routing
-        super().__init__(area, shapes.config, shapes.recipe, shapes.sizes, rank)
-        self.weight_nbytes = sum(spec.nbytes for spec in self.specs.values())
-        self.cache_nbytes = self.sizes.kv.num_blocks * self.num_layers * self._nbytes_by_layer
-        self.activation_nbytes = area.nbytes
+    Where blocks go from TE to TE (`is_moved`) each layer has pieces of its own; else a block is one piece.
+    The states that a second MTP layer mends are not among them.
+    """
 
-    def _weight_specs(self) -> dict[str, ArraySpec]:
-        return self.shapes.specs
+    def __init__(self, space: Workspace, shapes: ModelShapes, is_moved: bool) -> None:
+        super().__init__(space, shapes.config, shapes.recipe, shapes.sizes.kv, shapes.sizes.steps.mtp)
+        self._shapes, self._is_moved = shapes, is_moved
 
-    def _new_space(self, area: Area) -> Workspace:
-        return ShapeWorkspace(area)
-
-    def _new_replicas(self, rank: int) -> ReplicaMap:
-        return DrawnReplicas(self._space, self.config, self.sizes.experts, rank, self._routing)
-
-    def _new_redundant(self) -> RedundantSlots:
-        return ShapeSlots(self._space, self.config, self.sizes.experts, self.experts, self.specs)
-
-    def _plan_weights(self) -> None:
-        """There are none."""
-
-    def _plan_cache(self) -> None:
+    def plan(self) -> None:
+        """Reserve the real bytes of each block."""
         self._space.plan("kv/tail", np.float32)
         for name, nbytes in self.block_parts:
-            self._space.plan(name, np.uint8, self.sizes.kv.num_blocks, nbytes)
+            self._space.plan(name, np.uint8, self.sizes.num_blocks, nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the blocks of all layers would have."""
+        return self.sizes.num_blocks * self._num_layers * self._nbytes_by_layer
 
     @property
     def _nbytes_by_layer(self) -> int:
         """Bytes of a KV block in one layer."""
-        return self.sizes.kv.block_size * KV_NBYTES * self.config.cache_columns
+        return self.sizes.block_size * KV_NBYTES * self._config.cache_columns
 
     @property
     def piece_weight(self) -> float:
@@ -190,18 +180,55 @@ class ShapeMemory(DieMemory):
 
     @property
     def parts_by_layer(self) -> list[list[tuple[str, int]]]:
-        """Each layer's own pieces where they go from TE to TE; else a block is one piece.
-
-        The states that a second MTP layer mends are not among them.
-        """
-        if self.sizes.place.role == "both":
+        """The buffers of the pieces, and the bytes of each, for each layer of the main model and for MTP."""
+        if not self._is_moved:
             return [[("kv pieces", BYTES_OF_PIECE)]]
         pieces = [
             [(f"kv pieces/{layer}/{what}", BYTES_OF_PIECE) for what in ("latent", "k_pe")]
-            for layer in range(self.num_layers)
+            for layer in range(self._num_layers)
         ]
-        num_main = self.config.num_hidden_layers
-        return [*pieces[:num_main], [piece for layer in pieces[num_main:] for piece in layer]]
+        return [
+            *pieces[: self._num_main],
+            [piece for layer in pieces[self._num_main :] for piece in layer],
+        ]
+
+    def caches(self) -> list[KVCache]:
+        """Shapes of the blocks of each layer, all the same."""
+        return [self._shapes.cache()] * self._num_layers
+
+
+class ShapeMemory(DieMemory):
+    """The app area of a die with a DP group. Sizes are reported as if it held everything."""
+
+    kv: ShapeKV
+
+    def __init__(
+        self, area: Area, shapes: ModelShapes, rank: int, routing: DrawnRouting | None = None
+    ) -> None:
+        """`routing` is told of maps of replicas, and asked for the load, by one die for all."""
+        self.shapes, self._routing = shapes, routing
+        super().__init__(area, shapes.config, shapes.recipe, shapes.sizes, rank)
+        self.weight_nbytes = sum(spec.nbytes for spec in self.specs.values())
+        self.cache_nbytes = self.kv.nbytes
+        self.activation_nbytes = area.nbytes
+
+    def _weight_specs(self) -> dict[str, ArraySpec]:
+        return self.shapes.specs
+
+    def _new_space(self, area: Area) -> Workspace:
+        return ShapeWorkspace(area)
+
+    def _new_kv(self, sizes: Sizes) -> KVMemory:
+        return ShapeKV(self._space, self.shapes, is_moved=sizes.place.role != "both")
+
+    def _new_replicas(self, rank: int) -> ReplicaMap:
+        return DrawnReplicas(self._space, self.config, self.placed, rank, self._routing)
+
+    def _new_redundant(self) -> RedundantSlots:
+        return ShapeSlots(self._space, self.config, self.placed, self.experts, self.specs)
+
+    def _plan_weights(self) -> None:
+        """There are none."""
 
     def assemble(self) -> ModelWeights:
         """The model's structure, on shapes."""
@@ -210,10 +237,6 @@ class ShapeMemory(DieMemory):
     def weights(self) -> dict[str, Array]:
         """None that would have to be filled."""
         return {}
-
-    def kv_caches(self) -> list[KVCache]:
-        """One per layer, all the same."""
-        return [self.shapes.cache()] * self.num_layers
 
 
 class ShapeExpertMemory(ExpertMemory):

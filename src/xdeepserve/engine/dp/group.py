@@ -47,7 +47,7 @@ class DPGroup:
         tell: Events,
     ) -> None:
         self.id, self.rank, self.dies, self.mems, self.tell = name, name.rank, dies, mems, tell
-        self.mem, self.kv, self.steps, self.num_groups = mems[0], mems[0].kv, steps, num_groups
+        self.mem, self.kv, self.steps, self.num_groups = mems[0], mems[0].kv.sizes, steps, num_groups
         kv = self.kv
         self.rtc = RTC(kv.num_blocks, kv.block_size, kv.num_host_blocks, kv.max_cache_keys)
         self.scheduler = Scheduler(steps, self.rtc, load_cost, self.id, tell)
@@ -164,7 +164,7 @@ class DPGroup:
 
     def block_pieces(self, slots: Sequence[int], rank: int) -> list[tuple[Address, int]]:
         """Raw addresses and sizes of KV blocks on one of the dies, in the order of `slots`."""
-        return [piece for slot in slots for piece in self.mems[rank].block_pieces("hbm", slot)]
+        return [piece for slot in slots for piece in self.mems[rank].kv.block_pieces("hbm", slot)]
 
     def arrive(self, seq: Seq, endpoint: Endpoint, source: str) -> None:
         """Take over a sequence that was prefilled elsewhere; `source` offers its blocks to `endpoint`."""
@@ -173,7 +173,7 @@ class DPGroup:
 
     def layer_pieces(self, slots: Sequence[int], rank: int) -> list[list[tuple[Address, int]]]:
         """What `block_pieces` gives, for each layer of the main model, and at last for what MTP keeps."""
-        return self.mems[rank].layer_pieces(slots)
+        return self.mems[rank].kv.layer_pieces(slots)
 
     def arrive_by_layer(self, seq: Seq, endpoint: Endpoint, source: str) -> None:
         """Step 6 for a sequence that has a reservation: receive its layers as `source` has them."""

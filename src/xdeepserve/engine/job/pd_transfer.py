@@ -151,7 +151,7 @@ class PDTransfer:
     def end(self) -> None:
         """Step 7, the last part: the sequence has been prefilled."""
         self.step("prefill")
-        self._ready(self.source.mem.num_parts)
+        self._ready(self.source.mem.kv.num_parts)
 
     def _ready(self, num_parts: int) -> None:
         assert self.offered_to is not None

@@ -63,7 +63,7 @@ class LostPages:
             return
         mem = self._mems[error.die]
         assert isinstance(mem, DieMemory)
-        slots = mem.slots_at(error.offset, error.stop)
+        slots = mem.kv.slots_at(error.offset, error.stop)
         if slots:
             group.lost_blocks.note(slots, error)
 

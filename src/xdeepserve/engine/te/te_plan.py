@@ -95,13 +95,13 @@ class TEPlan:
     def kv_weight(self) -> float:
         """Bytes of KV that each byte stands for which goes from TE to TE."""
         mem = self.memories[0]
-        return mem.piece_weight if isinstance(mem, ShapeMemory) else 1.0
+        return mem.kv.piece_weight if isinstance(mem, ShapeMemory) else 1.0
 
     def _plan_hosts(self) -> None:
         """What dies have in the memories of their hosts."""
         if self.sizes.kv.num_host_blocks:
             for die, mem in zip(self.dies, self.memories, strict=True):
-                mem.plan_host(self._host_of(die), die)
+                mem.kv.plan_host(self._host_of(die), die)
         for die, holder in self.all_memories:
             if holder.redundant is not None:
                 holder.redundant.plan_staging(self._host_of(die), die)
@@ -278,4 +278,4 @@ class TEPlan:
             return None
         mem = self.memories[0]
         weights = sum(spec.nbytes for spec in mem.specs.values())
-        return BlockLoadCost(self.spec, mem.block_nbytes, weights, is_always=self._load_mode == "always")
+        return BlockLoadCost(self.spec, mem.kv.block_nbytes, weights, is_always=self._load_mode == "always")

@@ -41,7 +41,7 @@ class DummyChooser:
 
     def choose(self, plan: StepPlan, logits: Array) -> None:
         """Dummy tokens, and a seeded choice of accepted drafts, into the results."""
-        drafts, most = np.asarray(plan.num_drafts), max(1, self.mem.sizes.steps.mtp)
+        drafts, most = np.asarray(plan.num_drafts), max(1, self.mem.steps.mtp)
         self.mem.result("sampled", plan.step, len(plan.logit_rows))[:] = DUMMY_TOKEN
         rng = generator(self.timing.seed, 1 << 32 | self.die, plan.step)
         is_right = rng.random((len(drafts), most)) < self.timing.acceptance

@@ -51,24 +51,24 @@ class ColocatedGang(Gang):
     def prepare(self) -> None:
         """Find the tables of the exchange and of the experts."""
         first, num = self.executors[0], len(self.executors)
-        config, sizes = first.config, first.mem.sizes
+        config, mem = first.config, first.mem
         self.experts = np.stack(
             [tables.own_expert_table(self.executors, self.spaces, column) for column in self.columns]
         )
         dies = [executor.die for executor in self.executors]
-        self.timetable = Timetable(dies, config.hidden_size, sizes.walk.exchange)
+        self.timetable = Timetable(dies, config.hidden_size, mem.walk.exchange)
         if self._exchange is None:
             # No row leaves its die; the numbers of the exchange say what an expert takes.
-            experts, top_k = len(first.mem.slots), config.num_experts_per_tok
-            is_int8 = first.mem.recipe == "int8"
-            own = Layout(1, sizes.groups.max_slice, max(1, top_k), config.hidden_size, experts, is_int8)
-            self.exchange = ExchangeShape.of(config, own, sizes.experts)
+            experts, top_k = len(mem.slots), config.num_experts_per_tok
+            is_int8 = mem.recipe == "int8"
+            own = Layout(1, mem.groups.max_slice, max(1, top_k), config.hidden_size, experts, is_int8)
+            self.exchange = ExchangeShape.of(config, own, mem.placed)
             return
         group, layout = self._exchange
         self.connect(group, layout)
         self.expert_rank = np.array(group.expert_rank, np.int64)
         self.copy_rank = None  # by rank, the die whose copy of the shared expert its tokens take
-        if sizes.experts.num_shared_dies:
+        if mem.placed.num_shared_dies:
             self.copy_rank = self.expert_rank[self.buffers[:, a.SHARED_EXPERT]]
         # By pass through a layer: rows [to, from], and faults of dispatch and of combine [2, rank].
         self.received = np.zeros((len(self.columns), num, num), np.int64)
@@ -82,7 +82,7 @@ class ColocatedGang(Gang):
         """Find the tables of the exchange."""
         assert isinstance(layout, Layout)
         first, num = self.executors[0], len(self.executors)
-        self.exchange = ExchangeShape.of(first.config, layout, first.mem.sizes.experts)
+        self.exchange = ExchangeShape.of(first.config, layout, first.mem.placed)
         self.ways = tables.ways([executor.die for executor in self.executors], layout)
         self.orders = np.zeros((num, layout.max_tokens * layout.top_k), np.int64)
         self.sents = np.zeros((num, num), np.int64)
@@ -207,7 +207,7 @@ class ColocatedGang(Gang):
         dies: those for its copy of the shared expert by themselves."""
         copied = 0 if self.copy_rank is None else int(rows[self.copy_rank == rank].sum())
         executor, routed = self.executors[rank], received - copied
-        mean = int(rows.sum()) * self.shape.top_k / executor.mem.sizes.experts.num_primary_dies
+        mean = int(rows.sum()) * self.shape.top_k / executor.mem.placed.num_primary_dies
         copies = self.timetable.spec.billed_copies(routed, mean)
         return Counts(received, copies=copies, touched=min(routed, len(executor.mem.slots)), shared=copied)
 

@@ -56,9 +56,9 @@ class Shape(NamedTuple):
     @classmethod
     def of(cls, mem: DieMemory, latent_eps: float) -> Shape:
         """Numbers of a die with attention, and of all others like it."""
-        c, recipe, sizes = mem.config, mem.recipe, mem.sizes
-        is_elsewhere = sizes.experts.where == "away" or sizes.experts.num_shared_dies > 0
-        is_dispatched = sizes.experts.where != "away" and sizes.experts.num_shared_dies > 0
+        c, recipe, placed = mem.config, mem.recipe, mem.placed
+        is_elsewhere = placed.where == "away" or placed.num_shared_dies > 0
+        is_dispatched = placed.where != "away" and placed.num_shared_dies > 0
         return cls(
             hidden=c.hidden_size,
             heads=c.num_attention_heads,
@@ -82,10 +82,10 @@ class Shape(NamedTuple):
             eps=c.rms_norm_eps,
             latent_eps=latent_eps,
             softmax_scale=c.softmax_scale,
-            block_size=sizes.kv.block_size,
-            num_blocks=sizes.kv.num_blocks,
-            blocks_per_seq=sizes.kv.max_blocks_per_seq,
-            scratch=scratch_size(sizes.steps.max_model_len, c.kv_lora_rank, c.qk_rope_head_dim),
+            block_size=mem.kv.sizes.block_size,
+            num_blocks=mem.kv.sizes.num_blocks,
+            blocks_per_seq=mem.kv.sizes.max_blocks_per_seq,
+            scratch=scratch_size(mem.steps.max_model_len, c.kv_lora_rank, c.qk_rope_head_dim),
             first_phase=0 if c.attention == "mla" else QUANTIZE,
             is_int8=recipe == "int8",
             bf16_answers=recipe == "int8" and not c.int8_answers,

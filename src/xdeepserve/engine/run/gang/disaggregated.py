@@ -59,10 +59,10 @@ class DisaggregatedGang(Gang):
     @property
     def num_passes(self) -> int:
         """Times that a step goes through layers with experts: once, and once for each draft."""
-        return 1 + self.executors[0].mem.sizes.steps.mtp
+        return 1 + self.executors[0].mem.steps.mtp
 
     def prepare(self) -> None:
-        executors, sizes = self.executors, self.executors[0].mem.sizes
+        executors, walk = self.executors, self.executors[0].mem.walk
         self.exchange = self.shape_of_exchange()
         moe_layers = [i for i, column in enumerate(self.columns) if column[0].moe is not None]
         self.experts = {layer: tables.expert_table(self.programs, n) for n, layer in enumerate(moe_layers)}
@@ -81,12 +81,12 @@ class DisaggregatedGang(Gang):
             for m, by_domain in enumerate(self.layouts)
         ]
         self.ways = [each.attention.reshape(-1, twin.NUM_ATTENTION_COLUMNS) for each in self.items]
-        carrier = sizes.walk.carrier
+        carrier = walk.carrier
         assert carrier != "rdma"  # cards of several kinds of hardware have no twin
         self.timetable = DisaggregatedTimetable(
             [executor.die for executor in executors],
             self.executors[0].config.hidden_size,
-            sizes.walk.exchange,
+            walk.exchange,
             [program.die for program in self.programs],
             self.num_domains,
             self.num_microbatches,
@@ -103,7 +103,7 @@ class DisaggregatedGang(Gang):
     def shape_of_exchange(self) -> ExchangeShape | PushShape:
         """Numbers of the dies with experts."""
         first = self.executors[0]
-        return ExchangeShape.of_a2e(first.config, self.layouts[0][0], first.mem.sizes.experts)
+        return ExchangeShape.of_a2e(first.config, self.layouts[0][0], first.mem.placed)
 
     def run(self, shares: Sequence[Share], came: np.ndarray) -> np.ndarray:
         """All layers for all dies, which `came` [members] when; when each is done, in ns."""

@@ -124,7 +124,7 @@ class Gang(ABC):
         if len(self._came) < size:
             waiter = self._waiters[member] = clock.waiter(lambda: self._describe(name))
             try:
-                await clock.wait(waiter, clock.now + self.executors[0].mem.sizes.walk.timeout_ns)
+                await clock.wait(waiter, clock.now + self.executors[0].mem.walk.timeout_ns)
             finally:
                 if self._waiters.get(member) is waiter:  # there was no run: it leaves the meeting
                     del self._waiters[member], self._came[member]
@@ -230,10 +230,10 @@ class Gang(ABC):
                 for i, column in enumerate(self.columns)
             ]
         )
-        rows = mem.sizes.steps.max_tokens * self.shape.copies
+        rows = mem.steps.max_tokens * self.shape.copies
         size = max(self.shape.scratch, rows * mem.config.hidden_size)
         self.scratch = np.empty((self.num_threads, size), np.float32)
-        num_beside = min(a.AT_ONCE, len(executors) * mem.sizes.steps.max_tokens) if len(executors) > 1 else 0
+        num_beside = min(a.AT_ONCE, len(executors) * mem.steps.max_tokens) if len(executors) > 1 else 0
         self.beside, self._beside = tables.beside(first, self.spaces[0], self.buffers[0], num_beside)
 
     @abstractmethod

@@ -45,8 +45,8 @@ DISPATCHES = "dispatch", "fused_dispatch"
 
 def has_stages_of_tasks(executor: Executor) -> bool:
     """Whether a die meets others inside of a layer, or runs several microbatches."""
-    sizes = executor.mem.sizes
-    return sizes.groups.num_sharing > 1 or sizes.walk.turns == "overlap"
+    mem = executor.mem
+    return mem.groups.num_sharing > 1 or mem.walk.turns == "overlap"
 
 
 def use_met_exchanges(executors: Sequence[Executor]) -> None:
@@ -88,7 +88,7 @@ class MetExchanges(ColocatedGang):
         part: int,
     ) -> None:
         super().__init__(executors, exchange, num_threads)
-        overlaps = executors[0].mem.sizes.walk.turns == "overlap"
+        overlaps = executors[0].mem.walk.turns == "overlap"
         if overlaps:
             self.spaces = [executor.mem.layer_workspace(part) for executor in executors]
         self.lane = f"XCCL microbatch {part}" if overlaps else "XCCL"
@@ -111,7 +111,7 @@ class MetExchanges(ColocatedGang):
         key = (op, event)
         if key not in self._meetings:
             timeout_ns, name = (
-                self.executors[0].mem.sizes.walk.timeout_ns,
+                self.executors[0].mem.walk.timeout_ns,
                 self.ops[op == "combine"],
             )
             self._meetings[key] = Meeting(

@@ -28,7 +28,7 @@ class PushingGang(ColocatedGang):
         """Find the tables of the exchange."""
         assert isinstance(layout, FusedLayout)
         first, dies = self.executors[0], [executor.die for executor in self.executors]
-        self.exchange = PushShape.of(first.config, layout, first.mem.sizes.experts)
+        self.exchange = PushShape.of(first.config, layout, first.mem.placed)
         self.ends, self.ways = tables.ends(dies, layout), tables.no_ways(dies)
         self.local_idx = tables.local_numbers(group.expert_rank)
         self.flags = 0  # the set that was used last
@@ -52,7 +52,7 @@ class PushingExpertsGang(DisaggregatedGang):
     def shape_of_exchange(self) -> PushShape:
         """Numbers of the dies with experts."""
         first = self.executors[0]
-        return PushShape.of_a2e(first.config, self.layouts[0][0], first.mem.sizes.experts)
+        return PushShape.of_a2e(first.config, self.layouts[0][0], first.mem.placed)
 
     def _a2e(self, m: int, at: int, event: int) -> Call:
         self._sets[m] ^= 1

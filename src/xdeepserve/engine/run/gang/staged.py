@@ -74,7 +74,7 @@ class StagedAttention:
         if (rank, microbatch) not in self._frames:
             executor = self.executors[rank]
             mem, weights, model = executor.mem, executor.weights, executor.runner.frame.model
-            tables, longest = (weights.cos, weights.sin), mem.sizes.steps.max_model_len
+            tables, longest = (weights.cos, weights.sin), mem.steps.max_model_len
             frame = self._frames[rank, microbatch] = Frame(
                 model, mem.workspace, self._threads, tables, longest
             )

@@ -63,7 +63,7 @@ def buffers(executors: Sequence[Executor], spaces: Sequence[Workspace]) -> Table
 def beside(executor: Executor, space: Workspace, row: Array, num_rows: int) -> tuple[Table, Array]:
     """[NUM_COLUMNS + 1]: buffers for `num_rows` rows of several dies, and for their h, outside of the dies'
     memories; and these buffers. `row` is that of a die in the table of `buffers`."""
-    table, sizes = np.zeros(a.NUM_COLUMNS + 1, np.int64), executor.mem.sizes
+    table, groups = np.zeros(a.NUM_COLUMNS + 1, np.int64), executor.mem.groups
     table[[a.COS, a.SIN, a.ROTARY_SIZE]] = row[[a.COS, a.SIN, a.ROTARY_SIZE]]
     used = [at for at in range(len(a.BUFFERS)) if row[at] and at not in (a.SLOT_OUT, a.TOPK_PHYSICAL)]
     columns = {column: space.nbytes(a.BUFFERS[column]) for column in used}
@@ -71,7 +71,7 @@ def beside(executor: Executor, space: Workspace, row: Array, num_rows: int) -> t
     line, at = 64, 0  # each begins on a cache line of its own
     for column, nbytes in columns.items():
         table[column] = at
-        at += (-(-nbytes // sizes.groups.max_slice) * num_rows + line - 1) // line * line
+        at += (-(-nbytes // groups.max_slice) * num_rows + line - 1) // line * line
     memory = np.zeros(at + line, np.uint8)  # prompts on a matrix unit hand out what they have not written
     table[[*columns]] += (address(memory) + line - 1) // line * line
     return table, memory
