@@ -22,8 +22,10 @@ END_S = 10.0
 
 
 class ServerTask(msgspec.Struct):
-    """Task of a server process, sent through a pipe. `deployment` holds the builtins of a `Deployment`, for
-    JSON."""
+    """Task of a server process, sent through a pipe.
+
+    `deployment` holds the builtins of a `Deployment`, for JSON.
+    """
 
     model: str
     precision: str

@@ -49,8 +49,10 @@ Tell = Callable[[str], None]
 
 
 class ExpertProcess:
-    """Process of an expert server, from registration to end. Every XDeepServeError is raised before the
-    server serves, except the failure of its program."""
+    """Process of an expert server, from registration to end.
+
+    Every XDeepServeError is raised before the server serves, except the failure of its program.
+    """
 
     def __init__(self, task: ServerTask, checkpoint: Checkpoint, recipe: Recipe, tell: Tell) -> None:
         self._task, self._checkpoint, self._recipe, self._tell = task, checkpoint, recipe, tell

@@ -35,8 +35,10 @@ class Challenge(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Hello(msgspec.Struct, forbid_unknown_fields=True):
-    """A client's introduction. `client` identifies the process; `identity` is a digest of model, precision
-    and layout."""
+    """A client's introduction.
+
+    `client` identifies the process; `identity` is a digest of model, precision and layout.
+    """
 
     client: str
     identity: str

@@ -24,8 +24,7 @@ TRIES = 5  # of those in a row, and it is given up
 
 
 class Kept(msgspec.Struct):
-    """State of a kept server: its process id, the exit codes of earlier processes, and whether it is given
-    up."""
+    """State of a kept server: process id, exit codes of earlier processes, and whether it is given up."""
 
     pid: int
     ended: list[int]
@@ -33,8 +32,10 @@ class Kept(msgspec.Struct):
 
 
 class Keeper:
-    """Keeps the server at `task.seat` running. `host` is the host where the server listens with transport
-    tcp."""
+    """Keeps the server at `task.seat` running.
+
+    `host` is the host where the server listens with transport tcp.
+    """
 
     def __init__(self, task: bytes, host: str) -> None:
         self._task, self._host = msgspec.json.decode(task, type=ServerTask), host

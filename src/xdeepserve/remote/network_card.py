@@ -42,8 +42,10 @@ AGAIN_S = 0.05  # after a connection that could not be accepted
 
 
 class Nic:
-    """Network card of a server process; serves a single client process at a time, from its own threads, until
-    `close`."""
+    """Network card of a server process.
+
+    Serves a single client process at a time, from its own threads, until `close`.
+    """
 
     def __init__(
         self,

@@ -43,8 +43,10 @@ def _doze(seconds: float) -> None:
 
 
 class OutsideReach:
-    """Access of a client die to servers outside of its pod. `links`, by node, is shared by all clients of the
-    process, and links come and go."""
+    """Access of a client die to servers outside of its pod.
+
+    `links`, by node, is shared by all clients of the process, and links come and go.
+    """
 
     follows_others = True
 

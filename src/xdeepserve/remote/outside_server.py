@@ -12,8 +12,10 @@ from xdeepserve.remote.registered import fence
 
 
 class OutsideServer(ServiceServer):
-    """Server's end of the exchange; waits in this computer's time. The die's memory begins with a buffer that
-    clients map."""
+    """Server's end of the exchange; waits in this computer's time.
+
+    The die's memory begins with a buffer that clients map.
+    """
 
     num_served = 0  # requests
 

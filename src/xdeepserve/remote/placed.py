@@ -43,8 +43,11 @@ def seats_of(task: ServerTask, checkpoint: Checkpoint, asked: list[int] | None) 
 
 
 class Placed:
-    """Keepers of servers, by seat. `host` is where servers listen with transport tcp; None means each node's
-    own address. `tell` is called with a line for each event."""
+    """Keepers of servers, by seat.
+
+    `host` is where servers listen with transport tcp; None means each node's own address. `tell` is called
+    with a line for each event.
+    """
 
     def __init__(self, ray: Any, task: ServerTask, host: str | None, tell: Callable[[str], None]) -> None:
         self._ray, self._task, self._host, self._tell = ray, task, host, tell

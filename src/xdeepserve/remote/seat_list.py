@@ -20,9 +20,11 @@ from xdeepserve.comm.services.layout import Presence
 
 
 class Register(msgspec.Struct, tag=True):
-    """A server asks for a seat: the numbered seat, or any free one. `experts_of` lists the experts of every
-    seat, which are also part of `identity`. `epoch` is the epoch of a seat that the server had before its
-    connection, or the monitor, ended."""
+    """A server asks for a seat: the numbered seat, or any free one.
+
+    `experts_of` lists the experts of every seat, which are also part of `identity`. `epoch` is the epoch of a
+    seat that the server had before its connection, or the monitor, ended.
+    """
 
     name: str
     identity: str
@@ -57,8 +59,10 @@ class Seen(msgspec.Struct, tag=True):
 
 
 class Seated(msgspec.Struct, tag=True):
-    """The monitor gives a server its seat; `epoch` counts the servers that the seat has had. The server sends
-    a beat every `beat_s` seconds."""
+    """The monitor gives a server its seat; `epoch` counts the servers that the seat has had.
+
+    The server sends a beat every `beat_s` seconds.
+    """
 
     seat: int
     epoch: int
@@ -74,8 +78,10 @@ class Refused(msgspec.Struct, tag=True):
 
 
 class SeatView(msgspec.Struct):
-    """A seat as clients see it; `presence` as in `Presence`. A seat with a name that is absent has a server
-    that is still loading."""
+    """A seat as clients see it; `presence` as in `Presence`.
+
+    A seat with a name that is absent has a server that is still loading.
+    """
 
     presence: int
     epoch: int

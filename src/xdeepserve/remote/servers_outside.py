@@ -39,8 +39,11 @@ def _is_loopback(host: str) -> bool:
 
 
 class ServersOutside:
-    """Server processes of a task executor (TE). `task` is each server's task without seat and address;
-    `seats` are the seats that have a server from the start."""
+    """Server processes of a task executor (TE).
+
+    `task` is each server's task without seat and address; `seats` are the seats that have a server from the
+    start.
+    """
 
     def __init__(
         self,

@@ -29,8 +29,10 @@ START_S = 600.0  # until all experts are there; kernels may have to be compiled
 
 
 class Watcher:
-    """Seats of a task executor (TE) whose servers are outside of its pod. `revived(seat)` is called for a
-    link that is back."""
+    """Seats of a task executor (TE) whose servers are outside of its pod.
+
+    `revived(seat)` is called for a link that is back.
+    """
 
     def __init__(
         self,
