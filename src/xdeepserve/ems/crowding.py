@@ -1,4 +1,4 @@
-"""A memory pool without room, to try eviction: whatever comes next, others go for it from both tiers."""
+"""A full memory pool, to try eviction: any new value evicts others from both tiers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ NBYTES = 8192  # of each value that is in the way; as much as a slot of DRAM, so
 
 
 def crowd(pool: MemoryPool, namespace: str) -> None:
-    """Fill every server up to where eviction begins, with values that are older than those that it has. DRAM
-    lags behind by what was on the volume alone: somebody writes so much there, and comes to no end."""
+    """Fill every server up to the point of eviction, with values older than the server's own.
+
+    DRAM holds fewer values than the volume. The difference is filled by a writer that begins values and never
+    ends them.
+    """
     for server in pool.servers:
         allocator, volume, before = server.dram.allocator, server.volume, [*server.volume.rows]
         mine = (key for key in _keys(namespace) if server.ring.owner(key) == server.name)

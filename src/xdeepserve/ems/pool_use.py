@@ -1,4 +1,4 @@
-"""A deployment's memory pool, as its engine uses it: opened with the pod; caches that outlive its TEs."""
+"""A deployment's memory pool, as its engine uses it: opened with the pod; its caches outlive TEs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from xdeepserve.hw.pod import Pod
 
 
 class PoolUse:
-    """`pool`, and, from `start` on, the caches that TEs have there: of prefixes and of models.
+    """The pool and, from `start` on, the caches of prefixes and of models that TEs have there.
 
-    A guest shares the pool of the pod that it comes to. InputError if the directory will not do.
+    A guest deployment shares the pool of its host's pod. Raises InputError for an unusable directory.
     """
 
     def __init__(self, pod: Pod, deployment: Deployment, is_guest: bool) -> None:
@@ -48,12 +48,12 @@ class PoolUse:
         self.pool = pod.services[service] = MemoryPool(pod, path, ems.servers, dram, volume, quotas)
 
     def open(self) -> None:
-        """Take the directory, before memory is allocated."""
+        """Lock the directory, before memory is allocated."""
         if not self.is_guest:
             self.pool.open()
 
     def start(self, tes: Sequence[TEPlan]) -> None:
-        """Memory is there, the directory is ours: give TEs their way to the pool."""
+        """Give task executors (TEs) access to the pool; memory and directory are ready."""
         if not self.is_guest:
             self.pool.start()
         te, ems = tes[0], self.deployment.ems
@@ -74,7 +74,7 @@ class PoolUse:
 
     @property
     def make_tier(self) -> MakeTier | None:
-        """What makes a DP group's tier of prefixes; None before `start`."""
+        """Factory of a DP group's tier of prefixes; None before `start`."""
         return None if self.contexts is None else self._tier
 
     def _tier(self, group: DPGroup, report: Callable[[PoolReady | CopyDone], None]) -> PoolPrefixes:
@@ -82,15 +82,15 @@ class PoolUse:
         return PoolPrefixes(group.rank, group.dies, group.mems, group.rtc, self.contexts, report)
 
     def weights(self, te: TEPlan) -> PoolWeights:
-        """The weights of one more TE, by way of the pool."""
+        """Make the weights of another task executor (TE), by way of the pool."""
         assert self.models is not None
         return PoolWeights(te, self.models, self._digest)
 
     def crowd(self) -> None:
-        """Leave no room: whatever is put there next has others evicted."""
+        """Fill the pool up, so any new value evicts others."""
         crowd(self.pool, self.deployment.ems.namespace)
 
     def close(self) -> None:
-        """Let the directory go. Harmless when repeated."""
+        """Unlock the directory. Harmless when repeated."""
         if not self.is_guest:
             self.pool.close()

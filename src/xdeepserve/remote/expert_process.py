@@ -1,7 +1,7 @@
-"""The process of one expert server: a die of its own, whose memory begins with a buffer that others map.
+"""The process of an expert server: a die of its own, whose memory begins with a buffer that clients map.
 
-It plans the same layout as its clients, loads the experts of its seat, runs the program that an expert die of
-a pod runs, on a clock of its own, and registers when its kernels are there.
+The process plans the same layout as its clients, and runs the program of a pod's expert die on a clock of its
+own. It registers before it loads and serves when its kernels are compiled.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ Tell = Callable[[str], None]
 
 
 class ExpertProcess:
-    """One server, from its registration to its end. Errors are XDeepServeError, and come before it serves."""
+    """Process of an expert server, from registration to end.
+
+    Every XDeepServeError is raised before the server serves, except the failure of its program.
+    """
 
     def __init__(self, task: ServerTask, checkpoint: Checkpoint, recipe: Recipe, tell: Tell) -> None:
         self._task, self._checkpoint, self._recipe, self._tell = task, checkpoint, recipe, tell
@@ -65,7 +68,7 @@ class ExpertProcess:
         self._identity = identity(self._layout, self._sizes.experts, recipe, checkpoint.digest())
 
     async def run(self) -> None:
-        """Register, load, and serve until it is let go."""
+        """Register, load experts, and serve until the monitor lets the server go."""
         listener, address = self._listen()
         with listener:
             await self._serve(listener, address)
@@ -119,7 +122,7 @@ class ExpertProcess:
             raise XDeepServeError(f"{self._task.address}: cannot listen there: {error.strerror}") from None
 
     def _build(self, seat: int, epoch: int) -> tuple[ExpertServerProgram, SharedBuffer]:
-        """The die: its memory, weights, and program."""
+        """Build the die of a seat: plan its memory, load its weights, and make its program."""
         sizes, team, node = self._sizes, self._team, self._sizes.place.expert_dies[seat]
         plan = self._pod.plan(node)
         self._layout.plan_server(plan)
@@ -147,7 +150,7 @@ class ExpertProcess:
         return ExpertServerProgram(die, mem, server, threads, Computing(die), self._reports), buffer
 
     async def _fail(self, program: ExpertServerProgram, ends: asyncio.Event) -> None:
-        """Its program has failed: so has the process."""
+        """End the process when the program of the die has failed."""
         while True:
             report = await self._reports.get()
             if isinstance(report, StepFailed):
@@ -155,14 +158,15 @@ class ExpertProcess:
                 ends.set()
 
     def _signalled(self, enlisted: Enlisted, ends: asyncio.Event) -> None:
-        """Asked to go, it asks the monitor; asked again, it goes."""
+        """Handle a signal: the first asks the monitor for permission to leave, the second ends the
+        process."""
         self._num_signals += 1
         if self._num_signals > 1:
             ends.set()
         enlisted.leave()
 
     def _ring(self, program: ExpertServerProgram, count: int) -> int:
-        """Ring the bell, from another thread; what its loop has answered."""
+        """Ring the loop's bell from another thread, and return the number of the last answered question."""
         assert isinstance(program.server, OutsideServer)
         memory, at = program.die.memory, program.server.bell
         answered: int = BELL.unpack(memory.read(at, BELL.size))[1]
@@ -170,7 +174,7 @@ class ExpertProcess:
         return answered
 
     async def _quiet(self, program: ExpertServerProgram, nic: Nic) -> None:
-        """Until clients have read what is there."""
+        """Wait until clients have read all answers, for at most `QUIET_S` seconds."""
         server = program.server
         assert isinstance(server, OutsideServer)
         try:
@@ -184,7 +188,7 @@ class ExpertProcess:
 
 
 def end_with_parent() -> None:
-    """This process goes when its standard input is closed: when whoever started it has ended."""
+    """End the process when standard input is closed, that is, when its parent has ended."""
 
     def wait() -> None:
         while os.read(0, 4096):  # not by sys.stdin, whose lock an end of the process would wait for

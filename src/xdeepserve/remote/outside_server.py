@@ -1,4 +1,4 @@
-"""A server's end in a process of its own: it polls memory that others write to while it looks elsewhere."""
+"""A server's end in a process of its own: it polls memory that clients write to at any time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from xdeepserve.remote.registered import fence
 
 
 class OutsideServer(ServiceServer):
-    """Waits in this computer's time. Where the die's memory begins, a buffer is that others have mapped."""
+    """Server's end of the exchange; waits in this computer's time.
+
+    The die's memory begins with a buffer that clients map.
+    """
 
     num_served = 0  # requests
 
@@ -22,7 +25,7 @@ class OutsideServer(ServiceServer):
 
     @property
     def is_quiet(self) -> bool:
-        """No client has asked anything that it has not read the answer of."""
+        """Whether every request has been answered and every answer read."""
         return not bool((self._states == SlotState.WRITTEN).any() or (self._states == SlotState.DONE).any())
 
     async def _wait(self, deadline_ns: int | None) -> None:
