@@ -130,7 +130,7 @@ class Engine:
 
     @property
     def lost(self) -> dict[str, XDeepServeError]:
-        """Failed TEs outlived by others, each with the error that ended it."""
+        """Failed TEs with the errors that ended them, while other TEs went on."""
         return self._group.lost
 
     async def add_te(self, role: Role = "both", source: Source = "auto") -> str:
