@@ -54,8 +54,6 @@ class Prefixes:
 
         The loaded blocks are not held: if they are evicted before they are adopted, their tokens are computed
         again.
-
-        Nothing is held: should the blocks be evicted again before they are adopted, they are missed, no more.
         """
         assert seq.cache_id is not None
         if not self.may_match(seq):

@@ -214,8 +214,6 @@ class Scheduler:
         """Start loads from host DRAM for waiting sequences whose prefix has a name.
 
         Blocks that running sequences may soon ask for are spared.
-
-        Blocks that those which run may soon ask for are left to them.
         """
         for seq in [
             seq for seq in self.places.waiting if seq.cache_id is not None and not seq.has_asked_by_id

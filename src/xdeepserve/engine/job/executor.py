@@ -224,8 +224,6 @@ class JobExecutor:
         """Steps 3 to 5: register the transfer, choose the decode TE, and let its shell choose a DP group.
 
         By layer, these steps were taken before, and step 7 now comes to its end.
-
-        By layer all that has been done before, and step 7 comes to its end.
         """
         seq, prefill = job
         prefill.te_shell.forget(seq)
@@ -327,7 +325,7 @@ class JobExecutor:
             transfer.withdraw()
 
     def forget(self, seq: Sequence) -> None:
-        """Forget a sequence after its normal end."""
+        """Forget a normally ended sequence, with nothing left to abort."""
         te = self._leave(seq)
         if te is not None:
             te.te_shell.forget(seq)

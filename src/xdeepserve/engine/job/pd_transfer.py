@@ -187,9 +187,6 @@ class PDTransfer:
 
         Returns False if all bytes have arrived, and only the word of it is missing. Then the failed side has
         not heard, or the sequence runs at the target and the source has not read its completion.
-
-        False if all bytes have arrived, and only the word of it has not: the side that failed has not heard,
-        or the sequence goes on at the target already, and the source has not read its completion.
         """
         assert self.offered_to is not None
         tag, source, target = self.seq.seq_id, self.link.ends[self.source], self.link.ends[self.offered_to]

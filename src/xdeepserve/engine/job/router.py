@@ -63,7 +63,7 @@ class Ledger:
         self.given[seq.seq_id] = GivenPrompt(te.sizes.place.name, cost, is_long=new >= LONG_PROMPT)
 
     def forget(self, seq_id: int) -> None:
-        """Forget a sequence after its prefill, after its end, or because it has left its TE."""
+        """Remove a prefilled, ended or moved-out sequence from the ledger."""
         self.given.pop(seq_id, None)
 
 

@@ -140,10 +140,6 @@ class Engine:
 
         Raises DeploymentError, with nothing changed, if the deployment has no such TEs, the pod no room or
         the source no weights.
-
-        Its weights come from `source` (engine/loading.py); "auto": a peer, else its hosts, the pool, storage.
-        DeploymentError, and nothing has happened, if the deployment has no such TEs, the pod no room or the
-        source no weights.
         """
         self._check_runs()
         return await self._group.joining.add(role, source)
@@ -152,8 +148,6 @@ class Engine:
         """Stop giving new work to a TE, and wait until its work has ended and its dies are free.
 
         Raises RequestError, with nothing changed, if there is no such TE or the others could not serve.
-
-        RequestError, and nothing has happened, if there is no such TE or the others could not serve.
         """
         self._check_runs()
         await self._group.part_with(te, moves_out=False)
@@ -162,8 +156,6 @@ class Engine:
         """Remove a TE at the end of its step. Other TEs continue its sequences from the same tokens.
 
         Raises RequestError as `drain` does.
-
-        RequestError as for `drain`.
         """
         self._check_runs()
         await self._group.part_with(te, moves_out=True)
@@ -180,8 +172,6 @@ class Engine:
         """Add an expert server, or replace a lost one; return once clients send requests to it.
 
         Raises RequestError, with nothing changed, if there is no such seat or a server occupies it.
-
-        RequestError, and nothing has happened, if there is no such seat or somebody is there.
         """
         self._check_runs()
         return await self._group.add_server(te, server)
@@ -190,8 +180,6 @@ class Engine:
         """Remove an expert server once no client waits for it.
 
         Raises RequestError, with nothing changed, if no other server has its experts.
-
-        RequestError, and nothing has happened, if nobody else has what it has.
         """
         self._check_runs()
         await self._group.remove_server(te, server)
@@ -243,9 +231,6 @@ class Engine:
 
         It runs in the engine's loop, and must neither wait nor change anything. An observer that raises is
         logged and called no more. Without observers, events cost nothing.
-
-        It runs in the engine's loop, and must neither wait nor change anything. One that raises is logged and
-        called no more. Nobody listens at no cost.
         """
         self._observers.append(observer)
 
@@ -378,8 +363,6 @@ class Engine:
         """Admission control: refuse requests beyond the queue length that the deployment allows.
 
         A caller with several requests that belong together checks for all of them first.
-
-        Whoever submits several requests that belong together asks for all of them first.
         """
         num_places = sum(group.steps.max_seqs for group in self.groups)
         limit = num_places + self.plan.deployment.scheduler.max_waiting

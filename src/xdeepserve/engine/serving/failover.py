@@ -56,8 +56,8 @@ class Survivors(Protocol):
 
 
 def what_helps(plan: PodPlan, te: TEPlan, lost: Collection[int]) -> str:
-    """Name settings by which requests would outlive the loss of these dies of a TE; any of them suffices.
-    Called where nothing can serve without the TE; "" if no setting helps."""
+    """Name settings of the deployment, each sufficient to let requests outlive the loss of these dies of a
+    TE. Called where nothing can serve without the TE; "" if no setting helps."""
     d, role, ways = plan.deployment, te.sizes.place.role, list[str]()
     row = next(row for row in DEPLOYMENTS[d.kind] if row.role == role)
     if row.has_services and not (d.experts or ExpertConfig()).copies:
@@ -127,9 +127,6 @@ class Failover:
 
         `prefills` are the TEs whose dies decode could take. Only certain room counts: the largest of
         `prefills` stays, and nothing is known while another TE is on its way.
-
-        `prefills` are those whose dies decode could take. Only what is certain counts: of these the largest
-        stays, and nothing is known while another TE is on its way.
         """
         if self._is_running:
             return f"another task executor is on its way ({self.describe()}): wait until it is there"

@@ -52,8 +52,6 @@ class Joining:
         """Add a TE like the first of its role; return the name once the TE takes requests.
 
         If the caller is cancelled, loading ends and the dies are free again.
-
-        Its load ends, and its dies are free again, if whoever asked for it goes away.
         """
         if source not in SOURCES:
             known = ", ".join(SOURCES)

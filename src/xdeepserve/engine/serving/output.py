@@ -52,8 +52,6 @@ class ChoiceOutput:
         """Take a step's results at a virtual time; return the increment of output, None if there is none.
 
         Rows after the one that finishes the choice are dropped, like drafts accepted past the end.
-
-        After the row that finishes the choice the rest is dropped, as with a draft accepted past the end.
         """
         token_ids: list[int] = []
         logprobs: list[PositionLogprobs] = []

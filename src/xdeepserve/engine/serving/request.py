@@ -243,17 +243,12 @@ class AsyncEngine(Protocol):
 
         `on_scheduled` is called, after `submit` has returned, with each choice that begins to be computed.
         Raises OverloadedError if too many requests wait already.
-
-        `on_scheduled` is called, after `submit` has returned, with each choice that begins to be computed.
-        OverloadedError: too many wait already.
         """
 
     def prepare(self, params: SamplingParams, parse: Parse = NOTHING) -> None:
         """Compile a request's grammar in advance, because that may take long. Call it from another thread.
 
         Raises RequestError for a grammar that cannot be compiled, as `submit` does.
-
-        Raises RequestError for one that cannot be compiled, as `submit` does.
         """
 
     def check_room(self, num_new: int) -> None:

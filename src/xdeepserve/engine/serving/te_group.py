@@ -226,9 +226,6 @@ class TEGroup:
 
         Raises RequestError, with nothing changed, if there is no such TE or the others could not serve.
         Raises XDeepServeError if the TE is lost on the way.
-
-        RequestError, and nothing has happened, if there is no such TE or the others could not serve;
-        XDeepServeError if it is lost on the way.
         """
         te = next((te for te in self._je.tes if te.sizes.place.name == name), None)
         if te is None and name in self._plan.loadings:

@@ -62,8 +62,6 @@ def tool_grammar(
     calls.
 
     `content` is the form required of content, which then excludes calls.
-
-    `content` is what content has to look like, which then excludes calls.
     """
 
     def tag(text: str) -> str:
