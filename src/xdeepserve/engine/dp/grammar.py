@@ -1,4 +1,4 @@
-"""Structured output: which tokens a choice may go on with. The grammars are those of the library llguidance.
+"""Structured output: the tokens allowed next in a choice. Grammars are those of the library llguidance.
 
 A matcher follows one choice, token by token, on the host. What it allows next is a mask of one bit per token
 id, and once the grammar is complete and admits no more, the end-of-sequence ids alone.
@@ -35,7 +35,7 @@ LIMITS = LLParserLimits(
 
 
 class GrammarMatcher:
-    """Where one choice is in its grammar.
+    """Position of a choice in its grammar, token by token.
 
     begins_after  the tokens that end the reasoning which the prompt has begun: the grammar holds for what
                   follows them. Empty: for all of the output
@@ -46,13 +46,13 @@ class GrammarMatcher:
         self._latest: tuple[int, ...] = ()  # tokens of the reasoning, as many as are awaited
 
     def copy(self) -> GrammarMatcher:
-        """One that goes on by itself."""
+        """Make an independent copy of the matcher."""
         other = GrammarMatcher(self._matcher.deep_copy(), self._vocab_size, self._awaited)
         other._latest = self._latest
         return other
 
     def take(self, token_id: int) -> bool:
-        """Go on with a token. False if the grammar forbids it; then nothing has changed."""
+        """Advance by a single token. Returns False, with nothing changed, if the grammar forbids it."""
         if self._awaited:
             self._latest = (*self._latest, token_id)[-len(self._awaited) :]
             if self._latest == self._awaited:
@@ -63,7 +63,7 @@ class GrammarMatcher:
         return self._matcher.try_consume_tokens([token_id]) == 1
 
     def allowed(self) -> Array | None:
-        """The tokens that may come next, bool [vocab]; None: all."""
+        """Return a mask of the tokens that may come next, bool [vocab]; None allows all."""
         if self._awaited:
             return None
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
@@ -71,7 +71,7 @@ class GrammarMatcher:
 
     @property
     def fault(self) -> str:
-        """Why the matcher cannot go on; empty if it can."""
+        """Reason why the matcher cannot go on; empty if it can."""
         if not self._matcher.is_error():
             return ""
         found = first_line(self._matcher.get_error())
@@ -79,7 +79,7 @@ class GrammarMatcher:
 
 
 class Grammars:
-    """The grammars of one vocabulary.
+    """Compiles and caches the grammars for one vocabulary.
 
     tokenizer_json  what `tokenizer.json` holds
     vocab_size      of the model, whose ids beyond the tokenizer's no grammar allows
@@ -91,7 +91,7 @@ class Grammars:
         self._lock = threading.Lock()  # of that; not held while a grammar is compiled
 
     def matcher(self, wanted: StructuredOutputsParams, begins_after: Sequence[int] = ()) -> GrammarMatcher:
-        """A matcher at the beginning of a grammar. Raises RequestError where the grammar is none.
+        """Return a matcher at the beginning of a grammar. Raises RequestError if the grammar is invalid.
 
         A new grammar may take a while, without the interpreter's lock: another thread may compile it first.
         """

@@ -1,4 +1,4 @@
-"""Why llguidance takes no grammar of a request, in words for who wrote the request."""
+"""Turns llguidance's errors about a request's grammar into words for the request's author."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FORMAT = re.compile(r"^Unknown format: (?P<name>.*)$")
 
 
 def reason(message: str, wanted: StructuredOutputsParams) -> str:
-    """One line for why a grammar cannot be compiled, of the library's message."""
+    """Turn the library's message into one line that says why a grammar cannot be compiled."""
     first = first_line(message)
     if first == "NoExtensionBias":  # what the library says where no token may come first
         return "no text is allowed by it"
@@ -36,7 +36,7 @@ def reason(message: str, wanted: StructuredOutputsParams) -> str:
 
 
 def first_line(message: str) -> str:
-    """The first line of a message of the library's that says something."""
+    """Return the first line of a library message that is not empty."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     return (lines[0] if lines else "refused without a reason")[:300]
 

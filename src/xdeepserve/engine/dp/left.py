@@ -1,4 +1,4 @@
-"""What requests leave behind in the books of an engine, which must be nothing once they have ended."""
+"""Counts of entries left by requests in an engine's books; all are 0 once every request has ended."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Left(NamedTuple):
-    """Entries that requests hold in the books of a DP group, a job executor or a whole engine, by kind."""
+    """Number of entries held by requests in the books of a DP group, a job executor or an engine, by kind."""
 
     requests: int = 0  # that the engine has taken and that have not ended
     jobs: int = 0

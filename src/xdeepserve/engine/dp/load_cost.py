@@ -6,14 +6,14 @@ from xdeepserve.hw.spec import Spec, Work
 
 
 class BlockLoadCost:
-    """Whichever is sooner."""
+    """Compares the time to load cached KV blocks from host DRAM with the time to recompute their tokens."""
 
     def __init__(self, spec: Spec, block_nbytes: int, weight_nbytes: int, is_always: bool) -> None:
         self._spec, self._block_nbytes, self._is_always = spec, block_nbytes, is_always
         self._ops_per_token = 2.0 * weight_nbytes  # every weight byte at most once
 
     def should_load(self, num_blocks: int, num_tokens: int) -> bool:
-        """Whether `num_blocks` arrive sooner than `num_tokens` are computed."""
+        """Whether `num_blocks` arrive sooner than `num_tokens` are computed; always True with `is_always`."""
         if self._is_always:
             return True
         spec = self._spec

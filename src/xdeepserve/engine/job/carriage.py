@@ -1,4 +1,4 @@
-"""What carries KV from prefill to decode, as a deployment says: a fabric, and on UB an engine or kernels."""
+"""Transport of KV from prefill to decode: a fabric, and on UB the DMA engine or send-receive kernels."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from xdeepserve.hw.pod import Pod
 
 
 class Carriage:
-    """Backends for the links of one engine, which share XCCL's buffers. Each of their bytes stands for
-    `kv_weight`.
-    """
+    """Makes the backends for the links of one engine, which share XCCL's buffers. Each byte moved stands for
+    `kv_weight` bytes."""
 
     def __init__(self, pod: Pod, fabric: Fabric = "ub", over: Over = "dma", kv_weight: float = 1.0) -> None:
         self._pod, self._fabric, self._kv_weight = pod, fabric, kv_weight
         self.channels = Channels(pod, kv_weight) if over == "send-receive" else None
 
     def backend(self, prefill: TE, decode: TE, timeout_ns: int) -> Backend:
-        """What moves the bytes of one link. HardwareError if nothing reaches from one TE to the other."""
+        """Make the backend for the link of two TEs. Raises HardwareError if nothing connects them."""
         nodes, others = ([die.index for group in te.groups for die in group.dies] for te in (prefill, decode))
         if self.channels is None:
             return backend_between(self._pod, nodes, others, self._fabric, self._kv_weight)
@@ -32,11 +31,11 @@ class Carriage:
         return backend
 
     def forget(self, te: TE) -> None:
-        """It is gone, and what was on its dies."""
+        """Forget a TE, and the buffers on its dies, after the TE has gone."""
         if self.channels is not None:
             self.channels.forget(te.plan.dies)
 
     def check_integrity(self) -> None:
-        """Nothing is left in XCCL's buffers."""
+        """Check XCCL's buffers: nothing may be left in them."""
         if self.channels is not None:
             self.channels.check_integrity()

@@ -1,4 +1,4 @@
-"""Requests that no TE can serve, while another one is on its way."""
+"""Queue of requests waiting for a TE, kept while another TE is on its way."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from xdeepserve.engine.dp.sequence import Sequence
 
 
 class Homeless:
-    """They wait in order. `is_open` while somebody may come for them."""
+    """Keeps requests without a TE, in order. `is_open` says that a TE may still come for them."""
 
     def __init__(self) -> None:
         self.is_open = False
         self._requests: list[list[Sequence]] = []
 
     def take(self, seqs: Seq[Sequence]) -> None:
-        """The choices of a request, or what is left of one, wait from now on."""
+        """Queue the choices of a request, or its remaining ones."""
         self._requests.append(list(seqs))
 
     def let_go(self) -> list[list[Sequence]]:
-        """Nobody waits any more; who has waited."""
+        """Empty the queue and return the requests that waited."""
         requests, self._requests = self._requests, []
         return requests
 
     def leave(self, seq: Sequence) -> None:
-        """It is not wanted any more."""
+        """Remove an ended or aborted sequence from the queue."""
         for seqs in self._requests:
             if seq in seqs:
                 seqs.remove(seq)

@@ -1,4 +1,4 @@
-"""The TEs that a job executor gives requests to, and who of them can do what."""
+"""List of the TEs to which a job executor gives requests, by what they can do."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ from xdeepserve.engine.te.te_plan import TEPlan
 
 
 class Roster(list[TE]):
-    """In the order in which they came."""
+    """List of TEs, in the order in which they came."""
 
     def ready(self, *roles: Role) -> list[TE]:
-        """Those of these roles that take new work."""
+        """List TEs of given roles that take new work."""
         return [te for te in self if te.life == "ready" and te.sizes.place.role in roles]
 
     @property
     def beginners(self) -> list[TE]:
-        """Those that new requests may go to; without decode nobody prefills."""
+        """List TEs for new requests; prefill TEs only if a decode TE takes new work."""
         return self.ready("both", "prefill") if self.ready("decode") else self.ready("both")
 
     def successors(self, te: TE) -> list[TE]:
-        """Who goes on, from the tokens, with what a TE had: others of its role, or else whoever can begin."""
+        """List TEs able to continue a TE's sequences from their tokens: its own role first, else any that can
+        begin."""
         able = [other for other in [*self.beginners, *self.ready("decode")] if other is not te]
         alike = [other for other in able if other.sizes.place.role == te.sizes.place.role]
         return alike or [other for other in able if other.sizes.place.role != "decode"]
 
 
 def can_serve(tes: Iterable[TE | TEPlan]) -> bool:
-    """Whether these could serve a request between them."""
+    """Whether the given TEs could together serve a request."""
     roles = {te.sizes.place.role for te in tes}
     return "both" in roles or roles >= {"prefill", "decode"}
 
 
 def ask_suspects(tes: Iterable[TE]) -> None:
-    """TEs that get no work are not heard of by themselves: ask those that were silent."""
+    """Probe suspect TEs, because TEs without work show no sign of life by themselves."""
     for te in tes:
         if te.is_suspect:
             te.prober.ask_again()

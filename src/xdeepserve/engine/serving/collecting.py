@@ -1,4 +1,4 @@
-"""How often Python looks for cycles among objects."""
+"""Sets how often Python's garbage collector looks for reference cycles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ FEW_OBJECTS = 10_000  # new ones, before it looks
 
 
 def collect_seldom() -> None:
-    """A pod is many objects that stay: looking through them at every turn takes a fifth of a step."""
+    """Make garbage collection rare: a pod has many long-lived objects, and scanning them takes a fifth of a
+    step."""
     young, *old = gc.get_threshold()
     if young:  # 0: this program wants no collection at all
         gc.set_threshold(max(young, FEW_OBJECTS), *old)

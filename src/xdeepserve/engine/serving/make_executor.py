@@ -1,4 +1,4 @@
-"""The job executor that a plan's deployment asks for."""
+"""Builds the job executor described by a plan's deployment."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from xdeepserve.model.answer_lengths import read_answer_lengths
 
 
 def make_executor(plan: PodPlan, observers: list[Observer]) -> JobExecutor:
-    """Without TEs yet. `observers` are told what happens to requests: those that there are then. InputError
-    for a heat map that is none."""
+    """Build a job executor without TEs yet; `observers` are told of its requests' events. Raises InputError
+    for an invalid heat map."""
     d = plan.deployment
     carriage = Carriage(plan.pod, d.fabric, d.transfer_over, plan.kv_weight)
     heat = None if d.scheduler.heat is None else read_heat_map(Path(d.scheduler.heat))

@@ -1,4 +1,4 @@
-"""Engines that share a pod, each with a model of its own: whether any of them serves somebody now."""
+"""Engines with different models on a common pod: do any of them serve requests now?"""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from xdeepserve.hw.pod import Pod
 
 
 class Neighbour(Protocol):
-    """What an engine tells the others."""
+    """Interface of an engine as seen by the other engines on its pod."""
 
     @property
     def num_served(self) -> int:
-        """Requests that do not wait for the pod to rest."""
+        """Number of requests in service, without those waiting for the pod to rest."""
 
 
 def join(pod: Pod, engine: Neighbour) -> None:
-    """One more engine, which has been loaded. It is one of them for as long as it is there."""
+    """Register a loaded engine with its pod, for as long as the engine object lives."""
     _engines(pod).add(engine)
 
 
 def is_quiet(pod: Pod) -> bool:
-    """Whether nobody is served: then, and only then, a pod is sure to come to rest."""
+    """Whether no engine on the pod serves a request: only then is the pod sure to come to rest."""
     return not any(each.num_served for each in _engines(pod))
 
 
