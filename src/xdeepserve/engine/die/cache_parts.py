@@ -1,4 +1,4 @@
-"""What the KV cache of a layer is made of, by the model's attention.
+"""Arrays of a layer's KV cache, by the model's kind of attention.
 
 Everything that a block has lies in these parts, so it moves, is swapped, cached and evicted as one.
 """
@@ -18,7 +18,7 @@ from xdeepserve.model.weights import Recipe
 
 
 class CachePart(NamedTuple):
-    """One array of a layer, all blocks of it; `name` is KVCache's."""
+    """Array of a layer's KV cache with the rows of all KV blocks; `name` is a field of `KVCache`."""
 
     name: str
     dtype: np.dtype
@@ -27,7 +27,7 @@ class CachePart(NamedTuple):
 
     @property
     def block_nbytes(self) -> int:
-        """Bytes of a block; blocks lie one after the other."""
+        """Size of each KV block in this array, in bytes; blocks lie one after the other."""
         return math.prod(self.shape) * self.dtype.itemsize // self.num_blocks
 
 
@@ -35,10 +35,11 @@ class CachePart(NamedTuple):
 def cache_parts(
     c: ModelConfig, recipe: Recipe, num_blocks: int, block_size: int, kind: AttentionKind
 ) -> tuple[CachePart, ...]:
-    """Of a layer with such attention: latents, or values, with their scales in INT8; RoPE keys, or whole
-    keys; the keys of its indexer, if it has one.
+    """List the arrays of a layer's KV cache, by its kind of attention.
 
-    A block has those of all its heads. Each layer of hundreds of dies asks, and most get the same answer.
+    The parts are latents (or values, with scales in INT8), RoPE keys (or whole keys), and the indexer's keys.
+    A KV block has the rows of all its heads. The result is cached, because each layer of hundreds of dies
+    asks for it.
     """
     is_int8, by_head, f32 = recipe == "int8", num_blocks * c.num_key_value_heads, np.dtype(np.float32)
     shapes = {

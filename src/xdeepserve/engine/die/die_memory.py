@@ -1,4 +1,4 @@
-"""Everything that lies in a die's HBM app area: weights, KV cache, activations, results."""
+"""Contents of a die's HBM app area: weights, KV cache, activations and results."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ F32, I32, I8, U8 = np.float32, np.int32, np.int8, np.uint8
 
 
 def shard_of(groups: GroupSizes, rank: int) -> Shard:
-    """What a die with a DP group holds of arrays that are shared."""
+    """Return the share of sharded weights that belongs to a die of a DP group, by its rank."""
     mode = "o-proj" if groups.o_proj_tp > 1 else groups.tp_mode
     return Shard(rank % groups.num_sharing, groups.num_sharing, mode)
 
 
 def part_prefix(microbatch: int) -> str:
-    """What the buffers of a microbatch's own are called before their names."""
+    """Prefix of the buffer names of a single microbatch."""
     return f"mb{microbatch}/"
 
 
 class DieMemory:
-    """The app area of one die. Construct to plan it; `materialise` to use it."""
+    """Memory layout of a die's app area in HBM. Construct it to plan; call `materialise` to use it."""
 
     replicas: ReplicaMap | None = None  # where there are replicas of experts
     redundant: RedundantSlots | None = None
@@ -84,7 +84,7 @@ class DieMemory:
 
     @property
     def holds(self) -> Holds:
-        """What it has for the tokens of all dies."""
+        """Kinds of experts on the die that serve all dies' tokens: routed, shared or both."""
         return holds(self.slots, self.is_shared)
 
     def _new_space(self, area: Area) -> Workspace:
@@ -101,7 +101,7 @@ class DieMemory:
             self._space.plan(f"weights/{name}", spec.packed_dtype, *spec.packed_shape)
 
     def _cache_parts(self, layer: int) -> tuple[CachePart, ...]:
-        """What a layer's cache is made of."""
+        """List the arrays of a layer's KV cache."""
         c, sizes = self.config, self.sizes
         return cache_parts(c, self.recipe, sizes.kv.num_blocks, sizes.kv.block_size, c.attention_of(layer))
 
@@ -137,7 +137,8 @@ class DieMemory:
                 self._plan_shared_out_proj(prefix)
 
     def _plan_layer(self, prefix: str) -> None:
-        """What the stages of a layer need for a step or a microbatch, and for a slice of its tokens."""
+        """Reserve buffers for a layer's stages, sized for a step or a microbatch, and for a slice of its
+        tokens."""
         c, t, n = self.config, self.sizes.steps.max_part, self.sizes.groups.max_slice
         heads, hidden, top_k = len(self.heads), c.hidden_size, c.num_experts_per_tok
 
@@ -181,13 +182,14 @@ class DieMemory:
 
     @property
     def num_choices(self) -> int:
-        """Of how many microbatches the positions that were chosen stay until the next layer, in buffers that
-        they share."""
+        """Number of microbatches with chosen positions that must stay until the next layer, in shared
+        buffers."""
         walk = self.sizes.walk
         return walk.num_microbatches if self.config.shared_choices and walk.num_parts == 1 else 1
 
     def _plan_indexer(self, plan: Callable[..., None]) -> None:
-        """What chooses positions of rows, and what gathers those of a row (step/sparse.py)."""
+        """Reserve the indexer's buffers: for choosing positions and for gathering their KV rows
+        (step/sparse.py)."""
         c, t = self.config, self.sizes.steps.max_part
         few = min(c.index_topk, self.sizes.steps.max_model_len)
         whole = -(-few // TILE) * TILE
@@ -202,11 +204,12 @@ class DieMemory:
         plan("chosen_k_pe", F32, *cache_shape(rows, whole, c.key_columns))
 
     def layer_workspace(self, microbatch: int) -> Workspace:
-        """The buffers of a layer's stages, each microbatch's own where they overlap."""
+        """Return the buffers of a layer's stages; each microbatch has its own set where microbatches
+        overlap."""
         return self._space.part(part_prefix(microbatch))
 
     def _plan_tensor_parallel(self, prefix: str) -> None:
-        """What the ranks of a TP group hand each other (step/shard.py)."""
+        """Reserve buffers for the data that ranks of a tensor-parallel group exchange (step/shard.py)."""
         c, t, n = self.config, self.sizes.steps.max_part, self.sizes.groups.max_slice
 
         def plan(name: str, dtype: npt.DTypeLike, *shape: int) -> None:
@@ -221,7 +224,7 @@ class DieMemory:
             plan("o_slice", F32, n, c.num_attention_heads * c.v_head_dim)
 
     def _plan_shared_out_proj(self, prefix: str) -> None:
-        """What DP groups that share an output projection hand each other (step/o_proj.py)."""
+        """Reserve buffers for DP groups that share an output projection (step/o_proj.py)."""
         c, t, size = self.config, self.sizes.steps.max_part, self.sizes.groups.o_proj_tp
         width = c.num_attention_heads * c.v_head_dim // size
 
@@ -238,13 +241,16 @@ class DieMemory:
 
     @property
     def max_expert_rows(self) -> int:
-        """Token copies that one step can bring to this die."""
+        """Largest number of token copies that one step can bring to this die."""
         copies = min(self.config.num_experts_per_tok, len(self.slots))
         return self.sizes.place.num_dies * self.sizes.groups.max_slice * copies + self._max_copied_rows
 
     @property
     def _max_copied_rows(self) -> int:
-        """Of these, rows for its copy of the shared expert, which each die's tokens find on one die."""
+        """Largest number of rows for this die's copy of the shared expert, part of `max_expert_rows`.
+
+        Each die sends its shared-expert rows to one copy only, so a copy serves an equal share of the dies.
+        """
         if not self.is_shared:
             return 0
         num_dies, num_shared = self.sizes.place.num_dies, self.sizes.experts.num_shared_dies
@@ -266,7 +272,7 @@ class DieMemory:
 
     @property
     def parts_by_layer(self) -> list[list[tuple[str, int]]]:
-        """The buffers that a KV block has a piece of, and the piece's bytes; the same order everywhere.
+        """Buffers with a piece of each KV block, and the piece's bytes, in the same order on all dies.
 
         A list for each layer of the main model, and a last one, which may be empty, for what MTP keeps.
         """
@@ -283,34 +289,34 @@ class DieMemory:
 
     @property
     def block_parts(self) -> list[tuple[str, int]]:
-        """All of `parts_by_layer`."""
+        """Buffers of `parts_by_layer` as a flat list, with the bytes of each piece."""
         return [part for parts in self.parts_by_layer for part in parts]
 
     @property
     def num_parts(self) -> int:
-        """How many lists `parts_by_layer` has."""
+        """Number of lists in `parts_by_layer`."""
         return self.config.num_hidden_layers + 1
 
     @property
     def block_nbytes(self) -> int:
-        """Bytes of a KV block over all layers."""
+        """Size of a KV block over all layers, in bytes."""
         return sum(nbytes for _, nbytes in self.block_parts)
 
     def plan_host(self, area: Area, rank: int) -> None:
-        """Reserve this die's host slots, each a whole block, in a host's memory."""
+        """Reserve the die's host slots in a host's memory; each slot holds one whole KV block."""
         self._host = area.alloc(f"kv of rank {rank}", self.sizes.kv.num_host_blocks * self.block_nbytes)
 
     @property
     def host_regions(self) -> list[Region]:
-        """What this die has of a host's memory."""
+        """Regions of a host's memory that belong to this die."""
         own = [] if self._host is None else [self._host]
         return own if self.redundant is None else own + self.redundant.host_regions
 
     def block_pieces(self, tier: str, slot: int | PoolPlace) -> list[tuple[Address, int]]:
-        """Addresses and sizes of a block's pieces in HBM, in host DRAM or in the memory pool.
+        """List addresses and sizes of a KV block's pieces in HBM, in host DRAM or in the memory pool.
 
-        A value of the pool has each part of all its blocks together, block after block: whatever the size of
-        the blocks, parts that are made of positions are the same bytes.
+        A pool value stores each part of all its blocks together, block after block. Parts that consist of
+        positions are therefore the same bytes for every block size.
         """
         if isinstance(slot, PoolPlace):
             pieces, offset = [], 0
@@ -330,7 +336,7 @@ class DieMemory:
         return pieces
 
     def slots_at(self, start: int, stop: int) -> set[int]:
-        """HBM slots of which some bytes lie in [start, stop) of the die's memory."""
+        """Return the HBM slots with some bytes in [start, stop) of the die's memory."""
         slots: set[int] = set()
         for name, nbytes in self.block_parts:
             at = self._space.address(name).offset
@@ -338,7 +344,10 @@ class DieMemory:
         return {slot for slot in slots if slot < self.sizes.kv.num_blocks}
 
     def layer_pieces(self, slots: Sequence[int]) -> list[list[tuple[Address, int]]]:
-        """Addresses and sizes of blocks in HBM, in the order of `parts_by_layer`, and there of `slots`."""
+        """List addresses and sizes of KV blocks' pieces in HBM: a list per layer, as in `parts_by_layer`.
+
+        Each list goes through `slots` in order, with all pieces of a slot together.
+        """
         return [
             [
                 (self._space.address(name).plus(slot * nbytes), nbytes)
@@ -349,19 +358,21 @@ class DieMemory:
         ]
 
     def materialise(self, memory: Memory) -> None:
-        """Views of the real memory."""
+        """Bind all planned buffers to real memory."""
         self._space.materialise(memory)
 
     def result(self, name: str, step: int, *shape: int) -> Array:
-        """Where a step writes what the host reads. With a set for the step after it, it is safe until that
-        one has ended."""
+        """Return the buffer for a step's result, which the host reads.
+
+        With two result sets it stays valid until the next step has ended.
+        """
         return self._space.take(f"{name}/{step % self.sizes.steps.num_result_sets}", *shape)
 
     @property
     def tail(self) -> Array:
-        """float32 [blocks, H]: of the last row in each block, what the first MTP layer made of it.
+        """Hidden states after the first MTP layer for the last row in each KV block, float32 [blocks, H].
 
-        The second one may have to go on from there in the next step (engine/die/drafts.py).
+        The second MTP layer may have to go on from these states in the next step (engine/die/drafts.py).
         """
         return self._space.take("kv/tail", self.sizes.kv.num_blocks, self.config.hidden_size)
 
@@ -370,13 +381,14 @@ class DieMemory:
         return self._space
 
     def weights(self) -> dict[str, Array]:
-        """The packed arrays by their names in `weight_specs`, to be filled and then only read."""
+        """Return the packed weight arrays by their names in `weight_specs`; loading fills them, and steps
+        only read."""
         return {
             name: self._space.take(f"weights/{name}", *spec.packed_shape) for name, spec in self.specs.items()
         }
 
     def assemble(self) -> ModelWeights:
-        """The model's structure on the packed arrays."""
+        """Build the model's structure on the packed weight arrays."""
         weights = assemble(self.config, self.specs, self.weights(), is_packed=True)
         layers = [*weights.layers, *(mtp.layer for mtp in weights.mtp)]
         moes = [layer.moe for layer in layers if layer.moe is not None]
@@ -387,7 +399,7 @@ class DieMemory:
         return weights
 
     def kv_caches(self) -> list[KVCache]:
-        """One per layer; then one for each draft, even if one MTP layer makes them all."""
+        """Return a KV cache for each layer and each draft, even if a single MTP layer makes all drafts."""
 
         def take(layer: int, part: CachePart) -> Array:
             return self._space.take(f"kv/{layer}/{part.name}", *part.shape)

@@ -1,4 +1,4 @@
-"""What a die with experts has, with or without attention: parts of the weights, and room for its rows."""
+"""Weights and buffers of a die that has experts, with or without attention."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ PARTS: dict[Holds, tuple[Part, ...]] = {
 
 
 def holds(slots: range, is_shared: bool) -> Holds:
-    """What a die with these physical experts has for the tokens of all dies, maybe with a copy of the shared
-    one."""
+    """Return the kinds of experts on a die that serve all dies' tokens: routed, shared or both."""
     if not is_shared:
         return "routed"
     return "both" if slots else "shared"
@@ -30,7 +29,7 @@ def holds(slots: range, is_shared: bool) -> Holds:
 def plan_expert_buffers(
     plan: Callable[..., None], config: ModelConfig, recipe: Recipe, rows: int, num_experts: int
 ) -> None:
-    """What a grouped MLP over at most `rows` token copies needs."""
+    """Reserve the buffers of a grouped MLP over at most `rows` token copies."""
     hidden, inter = config.hidden_size, config.moe_intermediate_size
     plan("expert_in", I8 if recipe == "int8" else F32, rows, hidden)
     plan("expert_in_scale", F32, rows)
