@@ -1,4 +1,4 @@
-"""Attention and experts that are joined by network cards: which are, and what does not go with that."""
+"""Network cards between attention and experts: when they carry tokens, and which settings exclude them."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from xdeepserve.engine.deploy.roles import DEPLOYMENTS, has_services
 
 
 def devices_of(d: Deployment) -> tuple[str, str]:
-    """The hardware of attention and of experts."""
+    """Return the hardware of attention dies and of expert dies."""
     return (d.attention or AttentionConfig()).hardware, (d.experts or ExpertConfig()).hardware
 
 
 def carrier_of(d: Deployment) -> Carrier:
-    """What carries tokens to experts on dies of their own: cards, if there is no UB."""
+    """Choose the carrier of tokens to expert dies: as set, else network cards if there is no UB."""
     asked = (d.attention or AttentionConfig()).carrier
     return asked or ("mte" if devices_of(d) == ("cm384", "cm384") else "rdma")
 
 
 def off_ub(d: Deployment) -> str:
-    """The settings of attention's and experts' hardware that no UB leads to; "" if there are none. All dies
-    of such a TE are beside the SuperPod."""
+    """Name the settings of attention and expert hardware that UB does not reach; "" if there are none.
+
+    All dies of such a TE are beside the SuperPod.
+    """
     return " and ".join(
         f"{key}={device}"
         for key, device in zip(("attention.hardware", "experts.hardware"), devices_of(d), strict=True)
@@ -28,7 +30,7 @@ def off_ub(d: Deployment) -> str:
 
 
 def reasons_against(d: Deployment) -> list[str]:
-    """What is wrong with the hardware of attention and of experts, and with cards between them."""
+    """List errors in the hardware of attention and experts, and in network cards between them."""
     carrier, names, reasons = carrier_of(d), off_ub(d), []
     has_steps = any("away-and-back" in row.turns for row in DEPLOYMENTS[d.kind])
     if names and has_services(d.kind):

@@ -1,4 +1,4 @@
-"""Settings that are accepted and change nothing in a deployment, and why: for a note to who gave them."""
+"""Finds accepted settings without effect in a deployment, with the reason, for a note to the user."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Rule = Callable[[Deployment], str | None]
 
 
 def without_effect(d: Deployment, overrides: Sequence[str]) -> list[tuple[str, str]]:
-    """Those of the overrides, `key=value`, that change nothing: each key with the reason."""
+    """Find overrides (`key=value`) without any effect; return each key with the reason."""
     keys = dict.fromkeys(override.partition("=")[0].strip() for override in overrides)
     found = []
     for key in keys:

@@ -1,4 +1,4 @@
-"""What is wrong with the settings of a deployment, for a model: one error has all reasons."""
+"""Errors in the settings of a deployment for a model; all of them go into one exception."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ LEAST = {
 
 
 def context_of(d: Deployment, config: ModelConfig) -> int:
-    """The longest context."""
+    """Return the longest context, in tokens: `max_model_len`, or by default the model's up to 4096."""
     return d.max_model_len or min(config.max_position_embeddings, DEFAULT_MODEL_LEN)
 
 
 def reasons_against(d: Deployment, config: ModelConfig) -> list[str]:
-    """Reasons in what all TEs share; those of their dies are found by `Teams`."""
+    """List errors in settings shared by all TEs; `Teams` finds errors in the dies of each."""
     return [
         *_against_cache(d, config),
         *_against_steps(d),
@@ -75,7 +75,7 @@ def _against_cache(d: Deployment, config: ModelConfig) -> list[str]:
 
 
 def _shorter_context(num_positions: int) -> str:
-    """Name the context that so many positions hold, as a second way out; nothing for a context of one."""
+    """Suggest max_model_len as `num_positions`; "" if a context would have one position."""
     return f", or max_model_len={num_positions}" if num_positions >= 2 else ""
 
 
@@ -103,7 +103,7 @@ def _against_steps(d: Deployment) -> list[str]:
 
 
 def _against_runs(d: Deployment, config: ModelConfig) -> list[str]:
-    """How steps run and are launched, and KV goes from TE to TE."""
+    """List errors in how steps run and are launched, and in how KV goes from TE to TE."""
     reasons = []
     if d.dataflow and not any(row.is_apart for row in DEPLOYMENTS[d.kind]):
         reasons.append(f"dataflow is for pods with dies for experts alone, not for {d.kind}")
@@ -128,7 +128,11 @@ def _against_runs(d: Deployment, config: ModelConfig) -> list[str]:
 
 
 def _against_send_receive(d: Deployment) -> list[str]:
-    """Its kernels work on memory that dies of both sides reach (XDS 3.1); to 910B servers no UB leads."""
+    """List errors in settings with transfer_over=send-receive.
+
+    The kernels of send and receive work on memory that dies of both sides reach (XDS 3.1). No UB leads to
+    910B servers.
+    """
     reasons, what = [], "transfer_over=send-receive"
     if not has_prefill(d.kind):
         reasons.append(f"{what} is for pods whose prefill has TEs of its own, not for {d.kind}")
@@ -142,7 +146,7 @@ def _against_send_receive(d: Deployment) -> list[str]:
 
 
 def reasons_against_lockstep(d: Deployment, config: ModelConfig) -> list[str]:
-    """Why no dies of a deployment can run as one, in lockstep."""
+    """List reasons why the dies of a deployment cannot run in lockstep."""
     reasons = []
     if has_services(d.kind):
         reasons.append(
@@ -240,7 +244,7 @@ def _against_pool(d: Deployment) -> list[str]:
 
 
 def reasons_against_replicas(d: Deployment, num_experts: int) -> list[str]:
-    """What is wrong with the settings by themselves; `num_experts` are the model's routed ones."""
+    """List errors in the settings of replicas; the model has `num_experts` routed experts."""
     experts, reasons, rows = d.experts or ExpertConfig(), [], DEPLOYMENTS[d.kind]
     has_experts = any("experts" in row.sections for row in rows)
     if experts.routed_dies is not None and has_experts and not any(row.is_apart for row in rows):
@@ -261,7 +265,7 @@ def reasons_against_replicas(d: Deployment, num_experts: int) -> list[str]:
 
 
 def reasons_against_timing(d: Deployment) -> list[str]:
-    """What a run that only takes time lacks."""
+    """List settings for computing runs, which a timing-only run refuses."""
     reasons = []
     if d.ems.path is not None:
         reasons.append("timing-only runs compute no KV that a memory pool (ems.path) could keep")
@@ -273,7 +277,7 @@ def reasons_against_timing(d: Deployment) -> list[str]:
 
 
 def reasons_against_tokens(d: Deployment) -> list[str]:
-    """What only a run has that computes nothing."""
+    """List settings for timing-only runs, which a computing run refuses."""
     if d.services is None or not d.services.server_sums:
         return []
     return [
@@ -283,9 +287,10 @@ def reasons_against_tokens(d: Deployment) -> list[str]:
 
 
 def reasons_against_slots(d: Deployment, num_experts: int, num_holders: Mapping[str, int]) -> list[str]:
-    """What is wrong with the number of slots; `num_holders` are the dies with routed experts of each TE.
+    """List errors in the number of redundant slots; `num_holders` counts each TE's dies with routed experts.
 
-    A replica lies on another die than its primary, so a die has use for as many as the others have experts.
+    A replica lies on another die than its primary. So a die needs at most as many slots as the other dies
+    have experts.
     """
     slots, reasons = (d.experts or ExpertConfig()).redundant_slots, []
     for te, dies in num_holders.items():
