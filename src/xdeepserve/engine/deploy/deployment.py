@@ -85,7 +85,10 @@ NonNegative = Annotated[float, Limits(0)]
 
 
 def default_threads() -> int:
-    """XDEEPSERVE_THREADS or NUMBA_NUM_THREADS if set, else 1. Raises InputError if it is no such number."""
+    """Return XDEEPSERVE_THREADS or NUMBA_NUM_THREADS if set, else 1.
+
+    Raises InputError unless the value is a whole number from 1 on.
+    """
     for name in ("XDEEPSERVE_THREADS", "NUMBA_NUM_THREADS"):
         value = os.environ.get(name, "")
         if value:
@@ -96,7 +99,7 @@ def default_threads() -> int:
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Limits of one DP group's scheduler."""
+    """Limits and policies of the scheduler of each DP group."""
 
     max_num_seqs: Annotated[Count, "sequences in a step, per DP group"] = 16
     max_num_batched_tokens: Annotated[Count, "token rows in a step, per DP group; more go in chunks"] = 128
@@ -132,7 +135,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The paged latent KV cache of one DP group."""
+    """Paged latent KV cache of each DP group."""
 
     block_size: Annotated[int, "positions in a KV block, a multiple of 16"] = 16
     num_blocks: Annotated[
@@ -146,14 +149,14 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is parsed out of a chat's answer. "auto": what the checkpoint's tokenizer and template know."""
+    """Parsing of a chat's answer. "auto" takes the format from the checkpoint's tokenizer and template."""
 
     reasoning: Annotated[Reasoning, "reasoning in chats; auto: by their template; deepseek: <think>"] = "auto"
     tools: Annotated[Tools, "tool calls in chats; auto: by their template"] = "auto"
 
 
 class RoleExecution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where TEs of one role differ from `ExecutionConfig`. None: they do not."""
+    """Overrides of `ExecutionConfig` for TEs of a given role; None keeps the common value."""
 
     mode: Annotated[Mode | None, "as execution.mode, on TEs of this role alone"] = None
     overlap: Annotated[bool | None, "as execution.overlap, on these alone"] = None
@@ -164,7 +167,7 @@ class RoleExecution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ExecutionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the host launches steps, and what that costs in virtual time. It never changes a bit."""
+    """How the host launches steps, and the cost in virtual time; tokens never change by it."""
 
     # Prefill TEs, whose steps differ in length, launch eagerly (XDS 5.1: a static graph for decode alone).
     mode: Annotated[
@@ -182,7 +185,7 @@ class ExecutionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode: RoleExecution | None = None
 
     def for_role(self, role: Role) -> ExecutionConfig:
-        """What holds for the TEs of a role; nothing is left open."""
+        """Merge the settings for TEs of a role; `mode` gets a value if it is not set."""
         own = {"prefill": self.prefill, "decode": self.decode}.get(role) or RoleExecution()
         found = {name: getattr(own, name) for name in own.__struct_fields__}
         found["mode"] = own.mode or self.mode or ("op" if role == "prefill" else "graph")
@@ -191,8 +194,11 @@ class ExecutionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HealthConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Two tiers of heartbeats: when a DP group that does not answer its TE-shell, or a TE-shell that does not
-    answer the control plane, is suspect, and when it is lost. In seconds of virtual time."""
+    """Two tiers of heartbeats, in seconds of virtual time.
+
+    They say when a DP group that does not answer its TE-shell is suspect, and when it is lost. The same holds
+    for a TE-shell that does not answer the control plane.
+    """
 
     probe_s: Annotated[
         Positive,
@@ -215,7 +221,7 @@ class HealthConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RecoveryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is done when something of a TE fails (xDeepServe 6.2)."""
+    """Reactions to a failure within a TE (xDeepServe 6.2)."""
 
     stage: Annotated[
         int,
@@ -244,14 +250,16 @@ class RecoveryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HardwareConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What differs from the dies of `hw/spec.py` and `hw/accelerators.py`."""
+    """Differences from the dies of `hw/spec.py` and `hw/accelerators.py`."""
 
     hbm_mb: Annotated[Count | None, "memory of every die in MiB; by default that of its hardware"] = None
 
 
 class EmsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The disaggregated memory pool (EMS): host DRAM over volumes, in which KV of prompts outlives requests,
-    TEs and this process."""
+    """The disaggregated memory pool (EMS): host DRAM over volumes.
+
+    KV of prompts outlives requests, TEs and this process there.
+    """
 
     path: Annotated[str | None, "directory of the memory pool's volumes; without one there is no pool"] = None
     servers: Annotated[int, Limits(1, 48), "hosts that give DRAM to the pool, with a volume each"] = 4
@@ -267,7 +275,7 @@ class EmsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TEConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Task executors of one role."""
+    """Settings for task executors of a role."""
 
     count: Annotated[Count, "TEs of this role (pd; transformerless has one decode TE)"] = 1
     hardware: Annotated[Hardware, "910b: Atlas 800T A2 servers, one for each TE; prefill alone"] = "cm384"
@@ -282,13 +290,14 @@ class TEConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ListedTE(TEConfig, frozen=True, forbid_unknown_fields=True):
-    """An entry of a deployment's list [[te]]: TEs that may differ in anything."""
+    """Entry of a deployment's list [[te]]: TEs with settings and a role of their own."""
 
     role: Role = "both"
 
 
 class AttentionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Attention dies of `moe-attention`, `transformerless` and `eaas`, whose clients they are."""
+    """Attention dies of `moe-attention`, `transformerless` and `eaas`; in `eaas` they are clients of expert
+    servers."""
 
     domains: Annotated[Count, "DP domains, which experts serve in turn (moe-attention, transformerless)"] = 2
     dies: Annotated[Count, "attention dies in each DP domain, each a DP group"] = 2
@@ -309,8 +318,12 @@ class AttentionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ExpertConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Dies for experts alone in `moe-attention`, `transformerless` and `eaas`; anywhere, replicas of hot
-    experts; in `colocated`, copies of the shared expert for the tokens of other dies."""
+    """Expert dies, replicas of experts, and copies of the shared expert.
+
+    Dies for experts alone exist in `moe-attention`, `transformerless` and `eaas`. Replicas of hot experts are
+    possible anywhere. In `colocated`, some dies may hold copies of the shared expert for the tokens of other
+    dies.
+    """
 
     routed_dies: Annotated[Count | None, "dies of routed experts; by default up to 4"] = None
     shared_dies: Annotated[
@@ -353,8 +366,10 @@ class ExpertConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ServiceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Experts as services (`eaas`): when servers begin, and when they are held for lost. In virtual time; of
-    server processes in this computer's."""
+    """Experts as services (`eaas`): when servers begin a batch, and when they count as lost.
+
+    Times are virtual; for server processes they are this computer's.
+    """
 
     batch_clients: Annotated[
         Count, "clients whose requests a server waits for; 1: it begins with what has come"
@@ -376,7 +391,7 @@ class ServiceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PipelineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Two microbatches that overlap on dies with attention and experts (CloudMatrix 4.2.3, 4.3.2)."""
+    """Overlap of two microbatches on dies with attention and experts (CloudMatrix 4.2.3, 4.3.2)."""
 
     microbatches: Annotated[
         int, Limits(1, 2), "of a step: 1, or 2 that overlap on dies with attention and experts"

@@ -1,4 +1,4 @@
-"""What a deployment says of experts that are services (EaaS): who has which, and what is wrong with that."""
+"""Experts as services (EaaS): the experts of each server, and errors in such settings."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ HOST_PORT = re.compile(r"[^\s:]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}")
 
 
 def declustered(experts_of: Sequence[range], num_servers: int, copies: int) -> tuple[tuple[int, ...], ...]:
-    """The experts of which each of `experts_of` has copies, the first `num_servers` alone: those of one
-    server go to all others in turn, beginning with its neighbour (chained declustering), so that what it did
-    is shared by many when it is lost."""
+    """Choose the copies of experts on each of the first `num_servers` servers (chained declustering).
+
+    Copies of one server's experts go to all other servers in turn, beginning with its neighbour. So many
+    servers share its work when it is lost.
+    """
     held: list[list[int]] = [[] for _ in experts_of]
     for server, experts in enumerate(experts_of[:num_servers]):
         for number, expert in enumerate(experts):
@@ -25,8 +27,12 @@ def declustered(experts_of: Sequence[range], num_servers: int, copies: int) -> t
 def copies_of(
     experts_of: Sequence[range], num_servers: int, copies: int, vacancies: int
 ) -> tuple[tuple[int, ...], ...]:
-    """The same, with the copies of those who may join behind the first `num_servers`: each as many as any
-    other one, from as many servers. Nobody counts on these; who joins takes a part of what others do."""
+    """Choose the copies of experts on all servers, those included that may join behind the first
+    `num_servers`.
+
+    A joining server gets as many copies as any other one, from as many servers. No experts depend on these
+    copies; the server just takes over a part of the others' work.
+    """
     held = list(declustered(experts_of, num_servers, copies))
     num_experts = sum(map(len, experts_of))
     share = max([*map(len, held), min(num_experts, -(-num_experts // num_servers))])

@@ -1,4 +1,4 @@
-"""What is wrong with the settings of a deployment, for a model: one error has all reasons."""
+"""Errors in the settings of a deployment for a model; all of them go into one exception."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMESPACE = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 def context_of(d: Deployment, config: ModelConfig) -> int:
-    """The longest context."""
+    """Return the longest context, in tokens: `max_model_len`, or by default the model's up to 4096."""
     return d.max_model_len or min(config.max_position_embeddings, DEFAULT_MODEL_LEN)
 
 
@@ -56,7 +56,7 @@ def _against_cache(d: Deployment, config: ModelConfig) -> list[str]:
 
 
 def _shorter_context(num_positions: int) -> str:
-    """Name the context that so many positions hold, as a second way out; nothing for a context of one."""
+    """Suggest max_model_len as `num_positions`; "" if a context would have one position."""
     return f", or max_model_len={num_positions}" if num_positions >= 2 else ""
 
 

@@ -93,19 +93,21 @@ class SettingRule(NamedTuple):
 
 
 def devices_of(d: Deployment) -> tuple[str, str]:
-    """The hardware of attention and of experts."""
+    """Return the hardware of attention dies and of expert dies."""
     return (d.attention or AttentionConfig()).hardware, (d.experts or ExpertConfig()).hardware
 
 
 def carrier_of(d: Deployment) -> Carrier:
-    """What carries tokens to experts on dies of their own: cards, if there is no UB."""
+    """Choose the carrier of tokens to expert dies: as set, else network cards if there is no UB."""
     asked = (d.attention or AttentionConfig()).carrier
     return asked or ("mte" if devices_of(d) == ("cm384", "cm384") else "rdma")
 
 
 def off_ub(d: Deployment) -> str:
-    """The settings of attention's and experts' hardware that no UB leads to; "" if there are none. All dies
-    of such a TE are beside the SuperPod."""
+    """Name the settings of attention and expert hardware that UB does not reach; "" if there are none.
+
+    All dies of such a TE are beside the SuperPod.
+    """
     return " and ".join(
         f"{key}={device}"
         for key, device in zip(("attention.hardware", "experts.hardware"), devices_of(d), strict=True)

@@ -1,4 +1,4 @@
-"""All settings of a deployment, as its structs say: for `--help`, `xdeepserve settings` and errors.
+"""All settings of a deployment, read from its structs: for `--help`, `xdeepserve settings` and errors.
 
 Nothing here imports NumPy: a help text takes no longer than Python itself.
 """
@@ -22,7 +22,7 @@ MARGIN, WIDTH = 36, 110  # columns of keys, and of a line
 
 
 class Setting(NamedTuple):
-    """What `--set key=value` changes."""
+    """Setting of a deployment, changed by `--set key=value`: key, type, default and meaning."""
 
     key: str
     type: str  # int, float, bool or the names that it may have, `a|b|c`
@@ -32,7 +32,7 @@ class Setting(NamedTuple):
 
     @property
     def example(self) -> str:
-        """The default as `--set` takes it, or else the kind of value."""
+        """The default as `--set` takes it; without a default, the type in capitals."""
         return self.type.upper() if self.default is None else str(self.default).lower()
 
     @property
@@ -42,13 +42,13 @@ class Setting(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """The names that it may have, if it has one of several."""
+        """Allowed names of a setting with a fixed choice; empty for other types."""
         return self.type.split("|") if "|" in self.type else []
 
 
 @functools.cache
 def settings() -> tuple[Setting, ...]:
-    """Every setting, in the order of the structs."""
+    """Return every setting, in the order of the structs."""
     return tuple(_settings(Deployment, ""))
 
 
@@ -107,7 +107,7 @@ def _is_struct(hint: Any) -> bool:
 
 
 def _names(hint: Any) -> list[str]:
-    """What a value may be: the names of a Literal, or a type's own."""
+    """Name the allowed values of a type: the names of a Literal, or the type's own."""
     if get_origin(hint) in (Union, UnionType):
         return [name for each in get_args(hint) if each is not type(None) for name in _names(each)]
     if get_origin(hint) is Annotated:
@@ -126,7 +126,7 @@ LIKE = 1.2  # of 2: less like than that is noise
 
 
 def nearest(key: str) -> str:
-    """What to add to the refusal of an unknown setting: those whose names are most like it, if any is."""
+    """Return the hint for an unknown setting: the known keys most like it, if any is similar."""
 
     def likeness(known: str) -> float:
         name = known.rpartition(".")[2]
@@ -140,8 +140,10 @@ def nearest(key: str) -> str:
 
 
 def instead(section: str, value: Any, known: Container[str]) -> str:
-    """What to add to the refusal of a section, or of a setting in none, that a deployment does not have: the
-    settings of its own sections, `known`, that are called as what `value` sets."""
+    """Return the hint for a setting that a deployment does not have: keys of its own that fit.
+
+    These keys are in the sections `known` and have the same names as the settings that `value` sets.
+    """
     names = [section]
     if isinstance(value, msgspec.Struct):
         fields, usual = value.__struct_fields__, type(value)()
@@ -157,7 +159,8 @@ def instead(section: str, value: Any, known: Container[str]) -> str:
 
 
 def help_text(key: str | None = None) -> str:
-    """A setting, those of a section, or all, under each other; what sections have alike is there once.
+    """Describe a setting, all settings of a section, or all of them; equal ones in several sections come
+    once.
 
     InputError, with the nearest keys, if there is no such setting.
     """
@@ -172,7 +175,7 @@ def help_text(key: str | None = None) -> str:
 
 
 def _lines(alike: Sequence[Setting]) -> list[str]:
-    """Settings that differ in their keys alone: keys, meaning, type and default."""
+    """Format settings with equal meaning, type and default: their keys first."""
     kind, default, meaning = alike[0].kind, alike[0].default, alike[0].meaning
     keys = ", ".join(each.key for each in alike)
     text = f"{meaning} [{kind}]" if default is None else f"{meaning} [{kind}; default {str(default).lower()}]"

@@ -1,4 +1,4 @@
-"""What the host left open in a plan that it made while the step before was running.
+"""Completes on the die a plan that the host made while the previous step was still running.
 
 The host counted: this sequence goes on with one token more, and then so many drafts. The die has the rest in
 its memory: the token, the drafts, and how many of the step before's drafts were accepted, by which all rows
@@ -38,8 +38,10 @@ class CarriedRows(NamedTuple):
 
     @classmethod
     def of(cls, mem: DieMemory, plan: StepPlan) -> CarriedRows:
-        """The buffers, with what the plan says of sequences and of tokens that the host knows. Positions,
-        slots and block tables are there already."""
+        """View a step's buffers and write what the plan says of sequences and of known tokens.
+
+        Positions, slots and block tables are in the buffers already.
+        """
         steps, before, rows = mem.steps, plan.step - 1, plan.num_tokens
         take, seqs = mem.workspace.take, len(plan.block_tables)
         found = cls(
@@ -60,11 +62,11 @@ class CarriedRows(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of HBM that the kernel reads and writes: rows both ways, and what it looks up for them."""
+        """Bytes of HBM moved by the kernel: the rows read and written, and the values looked up for them."""
         rows, seqs, size = len(self.token_ids), len(self.carried_seq), np.dtype(np.int32).itemsize
         return size * (2 * len(OF_ROWS) * rows + rows + 2 * rows + 3 * seqs)
 
     def resolve(self, block_size: int) -> dict[str, list[int]]:
-        """Complete the rows; what a plan has of them then."""
+        """Complete the rows in HBM and return the plan's fields that were completed."""
         resolve(*self, block_size)
         return {name: getattr(self, name).tolist() for name in OF_ROWS}

@@ -1,4 +1,4 @@
-"""Everything that lies in a die's HBM app area: weights, KV cache, activations, results."""
+"""Contents of a die's HBM app area: weights, KV cache, activations and results."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class DieMemory:
 
     @property
     def holds(self) -> Holds:
-        """What it has for the tokens of all dies."""
+        """Kinds of experts on the die that serve all dies' tokens: routed, shared or both."""
         return holds(self.slots, self.is_shared)
 
     def _new_space(self, area: Area) -> Workspace:
@@ -151,7 +151,7 @@ class DieMemory:
 
     @property
     def max_expert_rows(self) -> int:
-        """Token copies that one step can bring to this die."""
+        """Largest number of token copies that one step can bring to this die."""
         return self._extent.expert
 
     @property
@@ -161,7 +161,8 @@ class DieMemory:
         return walk.num_microbatches if self.config.shared_choices and walk.num_parts == 1 else 1
 
     def layer_workspace(self, microbatch: int) -> Workspace:
-        """The buffers of a layer's stages, each microbatch's own where they overlap."""
+        """Return the buffers of a layer's stages; each microbatch has its own set where microbatches
+        overlap."""
         return self._space.part(part_prefix(microbatch))
 
     def _plan_results(self) -> None:
@@ -180,7 +181,7 @@ class DieMemory:
 
     @property
     def host_regions(self) -> list[Region]:
-        """What this die has of a host's memory."""
+        """Regions of a host's memory that belong to this die."""
         own = self.kv.host_regions
         return own if self.redundant is None else own + self.redundant.host_regions
 
@@ -199,13 +200,14 @@ class DieMemory:
         return self._space
 
     def weights(self) -> dict[str, Array]:
-        """The packed arrays by their names in `weight_specs`, to be filled and then only read."""
+        """Return the packed weight arrays by their names in `weight_specs`; loading fills them, and steps
+        only read."""
         return {
             name: self._space.take(f"weights/{name}", *spec.packed_shape) for name, spec in self.specs.items()
         }
 
     def assemble(self) -> ModelWeights:
-        """The model's structure on the packed arrays."""
+        """Build the model's structure on the packed weight arrays."""
         weights = assemble(self.config, self.specs, self.weights(), is_packed=True)
         layers = [*weights.layers, *(mtp.layer for mtp in weights.mtp)]
         moes = [layer.moe for layer in layers if layer.moe is not None]

@@ -34,7 +34,7 @@ class CachePart(NamedTuple):
 
     @property
     def block_nbytes(self) -> int:
-        """Bytes of a block; blocks lie one after the other."""
+        """Size of each KV block in this array, in bytes; blocks lie one after the other."""
         return math.prod(self.shape) * self.dtype.itemsize // self.num_blocks
 
 
@@ -97,7 +97,7 @@ class KVMemory:
 
     @property
     def parts_by_layer(self) -> list[list[tuple[str, int]]]:
-        """The buffers that a KV block has a piece of, and the piece's bytes; the same order everywhere.
+        """Buffers with a piece of each KV block, and the piece's bytes, in the same order on all dies.
 
         A list for each layer of the main model, and a last one, which may be empty, for what MTP keeps.
         """
@@ -119,19 +119,19 @@ class KVMemory:
 
     @property
     def num_parts(self) -> int:
-        """How many lists `parts_by_layer` has."""
+        """Number of lists in `parts_by_layer`."""
         return self._num_main + 1
 
     @property
     def block_nbytes(self) -> int:
-        """Bytes of a KV block over all layers."""
+        """Size of a KV block over all layers, in bytes."""
         return sum(nbytes for _, nbytes in self.block_parts)
 
     def block_pieces(self, tier: str, slot: int | PoolPlace) -> list[tuple[Address, int]]:
-        """Addresses and sizes of a block's pieces in HBM, in host DRAM or in the memory pool.
+        """List addresses and sizes of a KV block's pieces in HBM, in host DRAM or in the memory pool.
 
-        A value of the pool has each part of all its blocks together, block after block: whatever the size of
-        the blocks, parts that are made of positions are the same bytes.
+        A pool value stores each part of all its blocks together, block after block. Parts that consist of
+        positions are therefore the same bytes for every block size.
         """
         if isinstance(slot, PoolPlace):
             pieces, offset = [], 0
@@ -151,7 +151,10 @@ class KVMemory:
         return pieces
 
     def layer_pieces(self, slots: Sequence[int]) -> list[list[tuple[Address, int]]]:
-        """Addresses and sizes of blocks in HBM, in the order of `parts_by_layer`, and there of `slots`."""
+        """List addresses and sizes of KV blocks' pieces in HBM: a list per layer, as in `parts_by_layer`.
+
+        Each list goes through `slots` in order, with all pieces of a slot together.
+        """
         return [
             [
                 (self._space.address(name).plus(slot * nbytes), nbytes)

@@ -1,4 +1,4 @@
-"""A die's memory in a run that only takes time: tensors are shapes, and only what the host reads is real."""
+"""Memory of a die in a time-only run: tensors are shapes, and only data that the host reads is real."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ BYTES_OF_PIECE = 32  # by which a piece of a KV block is represented, so that tr
 
 
 class ShapeWorkspace(Workspace):
-    """A workspace that has memory for the names in REAL only, and shapes of any size for all others."""
+    """Workspace with real memory for the names in REAL; all other buffers are shapes of any size."""
 
     def __init__(self, area: Area) -> None:
         super().__init__(area)
         self._dtypes: dict[str, np.dtype] = {}
 
     def plan(self, name: str, dtype: npt.DTypeLike, *shape: int) -> None:
-        """Reserve a buffer if it is real."""
+        """Reserve memory for a real buffer; remember only the dtype of any other buffer."""
         if name in REAL or name.startswith("kv pieces"):
             super().plan(name, dtype, *shape)
         else:
             self._dtypes[name] = np.dtype(dtype)
 
     def take(self, name: str, *shape: int) -> Array:
-        """An array on a real buffer, or a shape."""
+        """Return an array on a real buffer, or a shape without memory."""
         if name not in self._dtypes:
             return super().take(name, *shape)
         key = (name, *shape)
@@ -62,7 +62,7 @@ class ShapeWorkspace(Workspace):
 
 
 class DrawnRouting(Protocol):
-    """Where tokens go in a run that only takes time (engine/run/clock/routing.py)."""
+    """Draws where tokens go in a time-only run (engine/run/clock/routing.py)."""
 
     def set_tables(self, log2phy: Array, logcnt: Array) -> None: ...
 
@@ -70,8 +70,10 @@ class DrawnRouting(Protocol):
 
 
 class DrawnReplicas(ReplicaMap):
-    """A die's map of replicas where tokens have no ways of their own: who draws them keeps it, for all dies
-    that have the same one, and counts for them."""
+    """Replica map of a die in a time-only run, where one routing draws the experts for all dies.
+
+    The routing keeps the map and counts the load for all dies that share it.
+    """
 
     def __init__(
         self,
@@ -86,45 +88,45 @@ class DrawnReplicas(ReplicaMap):
         self._reported: Array = np.broadcast_to(np.zeros((), np.int32), self._shape)
 
     def set_tables(self, log2phy: npt.NDArray[np.int32], logcnt: npt.NDArray[np.int32]) -> None:
-        """From now on copies go there."""
+        """Pass the new replica tables to the routing, if this die is the one that reports to it."""
         if self._routing is not None:
             self._routing.set_tables(log2phy, logcnt)
 
     def report(self) -> None:
-        """Of all dies together, or, if another one tells it, nothing."""
+        """Take the load of all dies together; report nothing if another die has the routing."""
         if self._routing is not None:
             self._reported = self._routing.take_load()
 
     @property
     def reported(self) -> Array:
-        """int32 [layers, E]: the counts of the last report."""
+        """Counts of the last report, int32 [layers, E]."""
         return self._reported
 
 
 class ShapeSlots(RedundantSlots):
-    """Redundant slots that are never filled; that takes as long as if they were."""
+    """Redundant slots for time-only runs: filling them moves no bytes but takes as long."""
 
     def plan_staging(self, area: Area, die: int) -> None:
-        """The host has the weights; nothing of them lies there."""
+        """Remember the host's node; no staging memory is reserved, since no bytes move."""
         self._host = area.node
 
     def staged(self, number: int, slot: int) -> list[tuple[Address, int]]:
-        """Pieces of the host's memory as large as those that there would be."""
+        """List pieces of the sizes that real staging would have, all at offset 0 of the host."""
         return [(Address(self._host, 0), nbytes) for _, nbytes in self._parts[number]]
 
     def stage(
         self, memories: AddressSpace, number: int, slot: int, arrays: Callable[[], list[Array]]
     ) -> None:
-        """Nobody reads it."""
+        """Write nothing to the host: no die reads staged bytes in a time-only run."""
 
     async def load(self, die: Die, number: int, slot: int) -> None:
-        """The time of each array."""
+        """Pass the virtual time for loading each of the slot's arrays."""
         for _, nbytes in self._parts[number]:
             await die.dma.pass_time(self._host, die.index, nbytes, name="replicas")
 
 
 class ModelShapes:
-    """The weights and caches of one kind of die, as shapes. All dies of the kind share them."""
+    """Weights and caches of a kind of die, as shapes that all dies of the kind share."""
 
     def __init__(self, config: ModelConfig, recipe: Recipe, sizes: Sizes) -> None:
         self.config, self.recipe, self.sizes = config, recipe, sizes
@@ -137,7 +139,7 @@ class ModelShapes:
         self.model = assemble(config, self.specs, packed_shapes(self.specs), is_packed=True)
 
     def cache(self) -> KVCache:
-        """Any layer's: BF16 latents and RoPE keys (CM 4.2.2)."""
+        """Return the shape of any layer's KV cache: BF16 latents and RoPE keys (CM 4.2.2)."""
         c, s = self.config, self.sizes
         latent, k_pe = (
             shape_only(np.uint16, s.kv.num_blocks * c.num_key_value_heads, s.kv.block_size, width)
@@ -198,7 +200,7 @@ class ShapeKV(KVMemory):
 
 
 class ShapeMemory(DieMemory):
-    """The app area of a die with a DP group. Sizes are reported as if it held everything."""
+    """Memory of a die with a DP group in a time-only run; sizes are reported as if all bytes were there."""
 
     kv: ShapeKV
 
@@ -228,19 +230,19 @@ class ShapeMemory(DieMemory):
         return ShapeSlots(self._space, self.config, self.placed, self.experts, self.specs)
 
     def _plan_weights(self) -> None:
-        """There are none."""
+        """Reserve nothing: a time-only run has no weights."""
 
     def assemble(self) -> ModelWeights:
-        """The model's structure, on shapes."""
+        """Return the model's structure, built on shapes."""
         return self.shapes.model
 
     def weights(self) -> dict[str, Array]:
-        """None that would have to be filled."""
+        """Return no arrays: a time-only run has no weights to fill."""
         return {}
 
 
 class ShapeExpertMemory(ExpertMemory):
-    """An expert die: flags, which its persistent kernels live on, and shapes."""
+    """Memory of an expert die in a time-only run: real flags for its persistent kernels, and shapes."""
 
     def __init__(
         self,
@@ -265,15 +267,15 @@ class ShapeExpertMemory(ExpertMemory):
         return space
 
     def gathered(self, parts: Sequence[TokenCopies]) -> TokenCopies:
-        """It comes as one."""
+        """Return the only arrival: time-only exchanges always deliver one."""
         (one,) = parts
         return one
 
     def assemble(self) -> list[Held]:
-        """The experts by MoE layer, as shapes."""
+        """Build the experts of each MoE layer, as shapes."""
         layers = assemble_experts(self.specs, packed_shapes(self.specs))
         return [layers[number] for number in self.placed.order]
 
     def weights(self) -> dict[str, Array]:
-        """None that would have to be filled."""
+        """Return no arrays: a time-only run has no weights to fill."""
         return {}

@@ -1,7 +1,7 @@
 """The dummy request of a TE that has loaded (DeepServe 6, TE-Post-Load): each DP group computes one token.
 
-All that a request needs runs once before somebody depends on it: weights, kernels, exchanges, host. What
-fails there is the TE's own: nobody has sent it anything yet.
+Weights, kernels, exchanges and the host all run once before a user depends on them. A failure here is the
+TE's own: it has no requests yet.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
 async def serve_dummy(te: TE, timeout_ns: int) -> None:
-    """From within a process, when the TE runs. Raises what fails meanwhile; DeadlineError after a while."""
+    """Compute a token on each DP group of a running TE, from within a process.
+
+    Raises the first failure; DeadlineError after `timeout_ns`.
+    """
     clock, missing = te.plan.pod.clock, {group.rank for group in te.groups}
 
     def awaited() -> Waiting:

@@ -1,4 +1,4 @@
-"""What the loops of a TE hear: each message goes to the part that it concerns."""
+"""Reads the inbox of a TE and passes each message to the part that it concerns."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ from xdeepserve.hw.queue import Queue
 
 
 class Hearing:
-    """Hears a TE's inbox. That a step has ended on a die is left to whoever counts steps under way."""
+    """Reads a TE's inbox and acts on its messages.
+
+    Whether a step has ended on all dies is left to the callers, which count steps under way.
+    """
 
     def __init__(
         self,
@@ -51,16 +54,16 @@ class Hearing:
 
     @property
     def may_go_on(self) -> bool:
-        """Whether steps may begin: dies are not called back, and are not about to be."""
+        """Whether steps may begin: no rollback is running or about to begin."""
         return self._recovery.phase == "serving" and not self._lost_pages.pending
 
     def check_memory(self) -> None:
-        """Raise the error of a page that is lost, unless dies are called back: then it is put right."""
+        """Raise the error of a lost page, unless a rollback is running: then the page is being restored."""
         if self._recovery.phase == "serving":
             self._lost_pages.check()
 
     async def hear(self, deadline_ns: int | None) -> msgspec.Struct:
-        """Return the next message, which has been taken. DeadlineError names the groups that are lost."""
+        """Wait for the next message, act on it and return it; DeadlineError names lost DP groups."""
         try:  # what the control plane asks says nothing of dies, and moves no deadline
             while isinstance(message := await self.inbox.get(deadline_ns), Beat):
                 self.take(message)
@@ -71,7 +74,7 @@ class Hearing:
         return message
 
     def take(self, message: msgspec.Struct) -> None:
-        """Do, or note, what a message says. Raises the error of a die that has failed."""
+        """Act on a message, or note it; raise the error of a die that has failed."""
         match message:
             case StepFailed(error=error):
                 raise error

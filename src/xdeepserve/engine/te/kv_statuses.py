@@ -1,4 +1,4 @@
-"""What a TE-shell knows of its DP groups when it picks one to decode (xDeepServe 4.3).
+"""KV usage of DP groups as a TE-shell knows it when it picks one to decode (xDeepServe 4.3).
 
 "It updates the pending request count on dispatch and completion, and collects periodic KV cache stats": so
 the number of a group's sequences is known as it is, and the use of its blocks as it was when the group last
@@ -17,14 +17,14 @@ from xdeepserve.engine.dp.group import DPGroup
 
 
 class KVStatuses:
-    """The latest status that each group has sent. With a period of 0 they are as they are."""
+    """Latest status sent by each DP group; with a period of 0, statuses are always current."""
 
     def __init__(self, groups: Sequence[DPGroup], period_ns: int, now: Callable[[], int]) -> None:
         self._groups, self._period_ns, self._now = groups, period_ns, now
         self._sent: dict[int, tuple[int, GroupStatus]] = {}  # when, and what, by rank
 
     def collect(self) -> None:
-        """Between steps: take what groups send."""
+        """Take new statuses, between steps, from DP groups whose period has passed."""
         if not self._period_ns:
             return
         now = self._now()
@@ -34,7 +34,7 @@ class KVStatuses:
                 self._sent[group.rank] = now, group.status()
 
     def of(self, rank: int) -> GroupStatus:
-        """What is known of a group."""
+        """Return the status of a DP group: its current number of sequences, and KV usage as last sent."""
         group, sent = self._groups[rank], self._sent.get(rank)
         status = group.status()
         if not self._period_ns or sent is None or not status.num_sequences:

@@ -1,4 +1,7 @@
-"""Layers whose KV may leave, as dies report them: off the TE's loop, which waits for the end of the step."""
+"""Hears from dies of each finished layer, so the layer's KV can leave before the step ends.
+
+This runs outside the TE's loop, because that loop waits for the end of the step.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from xdeepserve.hw.queue import Queue
 
 
 class LayerReports:
-    """Hears of the layers of a TE's dies as they end, and lets their KV go."""
+    """Passes each die's report of a finished layer to its DP group, which sends the layer's KV."""
 
     def __init__(
         self, reports: Queue[msgspec.Struct], groups: Sequence[DPGroup], executors: Sequence[Executor]
@@ -25,7 +28,7 @@ class LayerReports:
             executor.layer_reports = reports
 
     def stop(self) -> None:
-        """Have `run` end."""
+        """End `run` after the reports so far."""
         self._reports.put(Shutdown())
 
     async def run(self) -> None:

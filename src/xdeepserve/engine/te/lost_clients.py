@@ -1,8 +1,9 @@
-"""Clients of expert servers that are lost, one by one, while their TE goes on (EaaS 3.4, 5.4).
+"""Lets a TE with expert servers go on when some of its clients are lost (EaaS 3.4, 5.4).
 
-Nobody waits for a client: servers serve whoever comes, and DP groups are loops of their own. So a TE can
-miss one, as it can miss a server. The monitor hears that its die does not answer, or its heartbeat is silent;
-then all servers release its slots, and what its DP group had goes on elsewhere, from the tokens alone.
+No die waits for a client: servers serve all clients that ask, and DP groups have loops of their own. So a TE
+can miss a client, as it can miss a server. A client is lost when the monitor finds that its die does not
+answer, or when its heartbeat is silent. Then all servers release its slots, and its requests go on elsewhere,
+from their tokens alone.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from xdeepserve.engine.te.te_plan import TEPlan
 
 
 class LostClients:
-    """Clients of one TE that it has lost: DP groups of one die each."""
+    """Clients of expert servers lost by a TE: DP groups of one die each."""
 
     def __init__(
         self,
@@ -46,8 +47,11 @@ class LostClients:
         self.is_open = False  # the job executor gives the TE work, and can give it to another one
 
     def go_on_without(self, ranks: Iterable[int]) -> bool:
-        """Lose the clients of these ranks. False, and nothing has happened, if none of them is a new loss or
-        the TE needs them. Who calls has to wake the TE then."""
+        """Give up the clients of these ranks; return whether any was given up.
+
+        Nothing happens if none of them is a new loss, if the TE needs them, or during a rollback. After True
+        the caller has to wake the TE.
+        """
         new = set(ranks) - self.lost
         if not new or not self._can_miss(len(new)) or self._recovery.phase != "serving":
             return False
@@ -56,12 +60,12 @@ class LostClients:
         return True
 
     def can_miss(self, die: int) -> bool:
-        """Whether a die is a client's, and the TE would go on without it."""
+        """Whether a die belongs to a client, and the TE would go on without it."""
         dies = self._plan.dies
         return die in dies and dies.index(die) not in self.lost and self._can_miss(1)
 
     def introduce(self, program: ExpertProgram) -> None:
-        """Tell a server that has just come which clients are lost."""
+        """Tell a newly joined server which clients are lost."""
         for rank in sorted(self.lost):
             self._release(program, rank)
 

@@ -1,10 +1,10 @@
-"""Expert servers that come and go, one by one, while their TE runs (EaaS 3.4, 4.4): no step waits for that.
+"""Expert servers joining and leaving one by one while their TE runs; no step waits for them (EaaS 3.4, 4.4).
 
-A TE has a seat for each of its servers, which says what experts there are; vacant ones, too, if the
-deployment plans for some. A server that comes takes a free die, loads the seat's experts and registers with
-the monitor, at a vacant seat or in the place of a server that is lost. A server that leaves is asked nothing
-more; it goes when all steps have ended that were under way then, since only these may have asked it. No step
-is run again.
+A TE has a seat for each of its servers, which says what experts the server has. There are vacant seats, too,
+if the deployment plans for some. A joining server takes a free die, loads the seat's experts and registers
+with the monitor, at a vacant seat or in the place of a lost server. A leaving server is asked nothing more.
+It goes when all steps that were under way then have ended, since only these may have asked it. No step is run
+again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BY_THEMSELVES = "expert servers that are processes come by xdeepserve expert-ser
 
 
 class ServerSeats:
-    """Seats of the expert servers of one TE. `new_program` makes what runs on the die of a seat."""
+    """Seats for the expert servers of a TE; `new_program` makes the program of a seat's die."""
 
     def __init__(
         self,
@@ -61,11 +61,11 @@ class ServerSeats:
 
     @property
     def num_seats(self) -> int:
-        """Number of seats, vacant ones included; 0 where experts are no services."""
+        """Number of seats, vacant ones included; 0 if the TE's experts are not services."""
         return 0 if self._plan.services is None else self._plan.services.servers.num_ranks
 
     def reports(self) -> list[ServerReport]:
-        """Report what each seat is at."""
+        """Report the state of each seat."""
         sizes, monitor, found = self._plan.sizes, self._monitor, []
         for number in range(self.num_seats):
             presence = monitor.presence(number).name.lower()
@@ -89,11 +89,12 @@ class ServerSeats:
     # ---- who comes ----------------------------------------------------------------------------------
 
     async def join(self, wanted: int | None, bring: Bring, begin: Begin) -> int:
-        """From within a process: bring a server to the seat of that number, or to the first vacant one, or at
-        last to one whose server is lost. Returns the number, when clients ask it.
+        """Bring a server to a seat, from within a process; return the seat's number once clients ask the
+        server.
 
-        RequestError, and nothing has happened, if there is no such seat; DeploymentError if there is no die;
-        XDeepServeError if it does not come to that.
+        `wanted` is the seat; if None, the first vacant seat, or at last a seat with a lost server.
+        RequestError, and nothing has happened, if there is no such seat. DeploymentError if no die is free.
+        XDeepServeError if the server cannot join in the end.
         """
         number = self._find_seat(wanted)
         die = self._take_die(number)
@@ -153,7 +154,7 @@ class ServerSeats:
         return number
 
     def _take_die(self, number: int) -> int:
-        """Take the die that is held for a seat, or any that is free."""
+        """Take the die reserved for a seat, or any free die."""
         pod, plan = self._pod, self._plan
         home = plan.sizes.place.expert_dies[number]
         if home in plan.spare_dies and home not in pod.lost and home not in plan.replaced_dies:
@@ -164,7 +165,7 @@ class ServerSeats:
         return die
 
     def _check_whole(self, number: int, die: int) -> None:
-        """Check that a server may join, now that its weights are there."""
+        """Check whether a server may still join after its weights have arrived."""
         memories = self._pod.memories
         name = f"expert server {number} of TE {self._plan.sizes.place.name}"
         if self._life.now != "ready":
@@ -173,7 +174,10 @@ class ServerSeats:
             raise LostDieError(f"{name} cannot join: die {die} is lost, or a page of its memory")
 
     def _seat(self, number: int, die: int, mem: ExpertMemory, begin: Begin) -> int | None:
-        """Have a server begin to serve, at one moment for all. Returns the die of the one before, if any."""
+        """Put a server on a seat, at one moment for all parts of the TE.
+
+        Returns the die of the seat's former server, if there was one.
+        """
         plan, epoch = self._plan, self._recovery.epoch
         former = self._vacate(number)
         plan.team.expert_at[number], plan.expert_memories[number] = die, mem
@@ -195,9 +199,10 @@ class ServerSeats:
     # ---- who goes -----------------------------------------------------------------------------------
 
     async def leave(self, number: int) -> None:
-        """From within a process: a server goes, when nobody waits for it.
+        """Remove a server, from within a process, when no step waits for it.
 
-        RequestError, and nothing has happened, if it is not there, or if nobody else had what it has.
+        RequestError, and nothing has happened, if the server is not there, or if no other server has its
+        experts.
         """
         self._check_leaves(number)
         life, name = self._life, self._plan.sizes.place.name
@@ -231,12 +236,12 @@ class ServerSeats:
             raise RequestError(f"{who}: nobody else has {missed}", param="server")
 
     def can_miss(self, die: int) -> bool:
-        """Whether a die is an expert server's whose experts others have, too, as copies from the start."""
+        """Whether a die is an expert server whose experts all have copies on other servers."""
         at = {each: number for number, each in self._plan.team.expert_at.items()} if self.num_seats else {}
         return die in at and not self._missed_without(at[die])
 
     def _missed_without(self, number: int) -> str:
-        """Name the experts of a seat that no other server has which is there and stays; empty if none."""
+        """Name the experts of a seat that no other present server has; empty if there are none."""
         sizes, lost = self._plan.sizes, self._plan.pod.lost
         others = [
             each
@@ -258,7 +263,7 @@ class ServerSeats:
         return f"expert{'s' * (len(missed) > 1)} {', '.join(map(str, missed))}" if missed else ""
 
     def _vacate(self, number: int) -> int | None:
-        """Clear a seat. Returns the die of its server, which the TE still holds; None if it was vacant."""
+        """Clear a seat and return the die of its server, which the TE still holds; None if it was vacant."""
         plan = self._plan
         die = plan.team.expert_at.pop(number, None)
         if die is None:
@@ -270,7 +275,7 @@ class ServerSeats:
         return die
 
     async def _free_when_idle(self, die: int) -> None:
-        """Give back a die and its memory when nothing runs there and nothing reads or writes it any more."""
+        """Return a die and memory to the pod once nothing runs there and no transfer uses it."""
         pod, plan, pause_ns = self._pod, self._plan, PAUSE_NS
         is_lost = die in pod.lost
         while die in plan.spare_dies and pause_ns < PATIENCE_NS:
