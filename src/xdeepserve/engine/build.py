@@ -242,7 +242,7 @@ class PodPlan:
         return pool
 
     def close(self) -> None:
-        """Release all resources outside this process, and a guest's dies of a pod that goes on.
+        """Release all resources outside the process, and a guest's dies of a pod that goes on.
 
         Harmless when repeated.
         """
@@ -342,7 +342,7 @@ class PodPlan:
         self._cache([te])
 
     def _cache(self, tes: Sequence[TEPlan]) -> None:
-        """Note the servers of these TEs: now the weights are in their page caches."""
+        """Note the servers of these TEs as having the weights in their page caches."""
         server_of = self.pod.topology.server_of
         self._cached |= {server_of(die) for te in tes for die, _ in te.all_memories}
 

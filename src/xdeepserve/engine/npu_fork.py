@@ -87,7 +87,7 @@ class Fork:
         return bool(self.came) and not self.is_broken and self.after is None
 
     def break_off(self) -> None:
-        """Break this fork and free the source: the reader of this fork has to look for another source."""
+        """Break the fork and free the source: the reader of this fork has to look for another source."""
         self.is_broken = True
         if self.before is not None and self.before.after is self:
             self.before.after = None
