@@ -342,7 +342,7 @@ class PodPlan:
         self._cache([te])
 
     def _cache(self, tes: Sequence[TEPlan]) -> None:
-        """Note the servers of these TEs as having the weights in their page caches."""
+        """Add the servers of these TEs to the set of servers with the weights in their page caches."""
         server_of = self.pod.topology.server_of
         self._cached |= {server_of(die) for te in tes for die, _ in te.all_memories}
 

@@ -117,7 +117,7 @@ class Launcher:
 
 
 class MicrobatchLaunches:
-    """Launches of a microbatch, which `report` passes to the graph at the end of its layers.
+    """Launches of a microbatch; `report` passes all of them to the graph at the end.
 
     The stages of two microbatches mix as time goes, and differently each time. So the graph has them one
     microbatch after the other.

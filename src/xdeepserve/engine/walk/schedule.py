@@ -222,8 +222,8 @@ async def overlap(
 ) -> None:
     """Run each microbatch as a process that takes turns with the other at the die's streams.
 
-    Each has buffers and exchanges of its own. Turns go by layer, then by microbatch, on every die, so all dies
-    come to exchanges in the same order.
+    Each has buffers and exchanges of its own. Turns go by layer, then by microbatch, on every die, so all
+    dies come to exchanges in the same order.
 
     By cores, with a `split` of the AIC cores, and AIV cores alike:
 
