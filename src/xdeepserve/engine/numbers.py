@@ -1,4 +1,4 @@
-"""Words for numbers that are easily mistaken for one another: each is an int that a type checker keeps apart.
+"""Integer types for easily confused numbers: a type checker keeps them apart.
 
 DieNumber    of a die in its pod, from 0 on; it never changes
 DieRank      of a die among those of its TE that have DP groups

@@ -1,4 +1,4 @@
-"""Where replicas come from: the checkpoint, expert by expert, in the form in which dies hold them."""
+"""Reads experts for replicas from the checkpoint, in the packed form that dies hold."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ExpertStorage:
         self._specs = weight_specs(source.config, recipe, 1)
 
     def read(self, number: int, expert: int) -> list[Array]:
-        """The packed arrays of an expert of the `number`-th layer with experts, in the order of a slot's."""
+        """Return the packed arrays of an expert of MoE layer `number`, in the order of a slot's arrays."""
         arrays = {
             name: self._specs[name].pack(array)
             for name, _, array in iter_expert(self._source, self._recipe, self.layers[number], expert)

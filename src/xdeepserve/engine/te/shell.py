@@ -203,7 +203,7 @@ class TEShell:
         self.arrivals = deque(each for each in self.arrivals if each is not seq)
 
     def forget(self, seq: Sequence) -> None:
-        """Forget a sequence after its end, or after its move to another TE."""
+        """Forget a finished sequence, or one that has left for another TE."""
         self._group_of.pop(seq.seq_id, None)
 
     def turn_away(self, seq: Sequence) -> None:

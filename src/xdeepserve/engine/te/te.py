@@ -163,7 +163,8 @@ class TE:
 
     @property
     def kv_load(self) -> float:
-        """Share of KV blocks in use or promised, over all groups (0 to 1)."""
+        """Share of KV blocks in use or reserved, averaged over the DP groups; reservations may push it above
+        1."""
         return sum(group.status().kv_load for group in self.groups) / len(self.groups)
 
     @property
