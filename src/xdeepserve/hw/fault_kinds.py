@@ -1,4 +1,4 @@
-"""Fault kinds with their places, error codes, and moments of operations to plan faults at.
+"""Fault kinds by place, error codes, and moments of operations to plan faults at.
 
 A place is a part of the pod and its number:
 

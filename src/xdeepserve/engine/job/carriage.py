@@ -31,7 +31,7 @@ class Carriage:
         return backend
 
     def forget(self, te: TE) -> None:
-        """Forget a TE, and the buffers on its dies, after the TE has gone."""
+        """Forget a departed TE and the buffers on its dies."""
         if self.channels is not None:
             self.channels.forget(te.plan.dies)
 

@@ -325,7 +325,7 @@ class JobExecutor:
             transfer.withdraw()
 
     def forget(self, seq: Sequence) -> None:
-        """Forget a normally ended sequence, with nothing left to abort."""
+        """Forget a sequence, ended normally, and the books kept for it."""
         te = self._leave(seq)
         if te is not None:
             te.te_shell.forget(seq)

@@ -63,7 +63,7 @@ class Ledger:
         self.given[seq.seq_id] = GivenPrompt(te.sizes.place.name, cost, is_long=new >= LONG_PROMPT)
 
     def forget(self, seq_id: int) -> None:
-        """Remove a prefilled, ended or moved-out sequence from the ledger."""
+        """Remove a sequence from the ledger after its prefill or end, or because it has left its TE."""
         self.given.pop(seq_id, None)
 
 

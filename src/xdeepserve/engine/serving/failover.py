@@ -56,8 +56,8 @@ class Survivors(Protocol):
 
 
 def what_helps(plan: PodPlan, te: TEPlan, lost: Collection[int]) -> str:
-    """Name settings of the deployment, each sufficient to let requests outlive the loss of these dies of a
-    TE. Called where nothing can serve without the TE; "" if no setting helps."""
+    """Name settings to make requests outlive the loss of these dies of a TE: each alone suffices. Called
+    where nothing can serve without the TE; "" if no setting helps."""
     d, role, ways = plan.deployment, te.sizes.place.role, list[str]()
     row = next(row for row in DEPLOYMENTS[d.kind] if row.role == role)
     if row.has_services and not (d.experts or ExpertConfig()).copies:
