@@ -2,32 +2,92 @@
 3).
 
 Where TEs do both, a job is one task. Where prefill and decode are apart it is two: `pd_transfer.py` numbers
-the steps between them.
+the steps between them. `Roster` says which of the TEs may begin a request or go on with one, `Homeless` keeps
+the requests that none of them can serve yet.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from xdeepserve.comm.distflow import Completion
-from xdeepserve.engine.deploy.deployment import Admission
+from xdeepserve.engine.deploy.deployment import Admission, Role
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.events import Event, Events, GroupId
-from xdeepserve.engine.dp.group import DPGroup
-from xdeepserve.engine.dp.left import Left
+from xdeepserve.engine.dp.group import DPGroup, Left
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.job.admission import DecodeFirst, PrefillFirst
-from xdeepserve.engine.job.carriage import Carriage
-from xdeepserve.engine.job.homeless import Homeless
 from xdeepserve.engine.job.journey import Journey
-from xdeepserve.engine.job.links import Links, PDLink
+from xdeepserve.engine.job.links import Carriage, Links, PDLink
 from xdeepserve.engine.job.pd_transfer import PDTransfer
-from xdeepserve.engine.job.roster import Roster, ask_suspects
 from xdeepserve.engine.job.router import Router
 from xdeepserve.engine.te.te import TE
+from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.pod import Pod
+
+
+class Roster(list[TE]):
+    """The TEs that a job executor gives requests to, in the order in which they came."""
+
+    def ready(self, *roles: Role) -> list[TE]:
+        """List TEs of given roles that take new work."""
+        return [te for te in self if te.life == "ready" and te.sizes.place.role in roles]
+
+    @property
+    def beginners(self) -> list[TE]:
+        """List TEs for new requests; prefill TEs only if a decode TE takes new work."""
+        return self.ready("both", "prefill") if self.ready("decode") else self.ready("both")
+
+    def successors(self, te: TE) -> list[TE]:
+        """List TEs able to continue a TE's sequences from their tokens: its own role first, else any that can
+        begin."""
+        able = [other for other in [*self.beginners, *self.ready("decode")] if other is not te]
+        alike = [other for other in able if other.sizes.place.role == te.sizes.place.role]
+        return alike or [other for other in able if other.sizes.place.role != "decode"]
+
+
+def can_serve(tes: Iterable[TE | TEPlan]) -> bool:
+    """Whether the given TEs could together serve a request."""
+    roles = {te.sizes.place.role for te in tes}
+    return "both" in roles or roles >= {"prefill", "decode"}
+
+
+def ask_suspects(tes: Iterable[TE]) -> None:
+    """Probe suspect TEs, because TEs without work show no sign of life by themselves."""
+    for te in tes:
+        if te.is_suspect:
+            te.prober.ask_again()
+
+
+class Homeless:
+    """Requests that no TE can serve while another TE is on its way, in order; `is_open` while one may come."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._requests: list[list[Sequence]] = []
+
+    def take(self, seqs: Seq[Sequence]) -> None:
+        """Queue the choices of a request, or its remaining ones."""
+        self._requests.append(list(seqs))
+
+    def let_go(self) -> list[list[Sequence]]:
+        """Empty the queue and return the requests that waited."""
+        requests, self._requests = self._requests, []
+        return requests
+
+    def leave(self, seq: Sequence) -> None:
+        """Remove an ended or aborted sequence from the queue."""
+        for seqs in self._requests:
+            if seq in seqs:
+                seqs.remove(seq)
+                seq.is_finished = True
+        self._requests = [seqs for seqs in self._requests if seqs]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._requests))
 
 
 class Job(NamedTuple):
