@@ -19,6 +19,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from xdeepserve.engine.numbers import GroupRank
+
 # Relative cost of a prefill: c(n, prefix) = n + ATTENTION * n * (prefix + n / 2). Linear layers cost a token
 # as much wherever it stands; attention costs it its context. For DeepSeek-V3, attention to some 4,400
 # positions (128 * (576 + 512) * 2 * 61 operations each) costs what a token's linear layers do (37e9 * 2).
@@ -29,7 +31,7 @@ LONG_PROMPT = 4096  # new tokens; such requests are kept apart from short ones
 class GroupStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Status of a DP group as reported to the leader."""
 
-    rank: int
+    rank: GroupRank
     num_free_places: int  # sequences that it could still admit
     num_sequences: int
     num_blocks: int

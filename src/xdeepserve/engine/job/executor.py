@@ -63,7 +63,7 @@ def ask_suspects(tes: Iterable[TE]) -> None:
 
 
 class Homeless:
-    """Requests that no TE can serve while another TE is on its way, in order; `is_open` while one may come."""
+    """Requests, in order, that no TE can serve while another is on its way; `is_open` while one may come."""
 
     def __init__(self) -> None:
         self.is_open = False

@@ -12,6 +12,7 @@ import msgspec
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.dp.events import FailoverEnded
 from xdeepserve.engine.job.executor import JobExecutor, can_serve
+from xdeepserve.engine.numbers import GroupRank
 from xdeepserve.engine.serving.control_plane import ControlPlane
 from xdeepserve.engine.serving.counters import Counters
 from xdeepserve.engine.serving.failover import Failover, what_helps
@@ -284,7 +285,7 @@ class TEGroup:
 
     async def _give_up(self, te: TE, die: int) -> None:
         if te.clients.can_miss(die):
-            te.go_on_without([te.plan.dies.index(die)])
+            te.go_on_without([GroupRank(te.plan.dies.index(die))])  # clients are groups of one die
         elif te.is_running and te in self._je.tes and die in te.plan.needed_dies:
             self._lose(
                 te, LostDieError(f"die {die} of {te.sizes.place.name} is lost: its memory does not answer")

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from xdeepserve.engine.deploy.deployment import HealthConfig
+from xdeepserve.engine.numbers import GroupRank
 from xdeepserve.engine.te.reports import Health, TEHealth
 from xdeepserve.errors import DeadlineError
 
@@ -47,68 +48,69 @@ class Heartbeats:
         self.probe_ns, self.suspect_ns, self.lost_ns = (
             round(1e9 * seconds) for seconds in (config.probe_s, config.suspect_s, config.lost_s)
         )
-        self._pulses = [_Pulse() for _ in range(num_groups)]
-        self._given_up: set[int] = set()  # groups that nobody waits for any more
+        self._ranks = tuple(map(GroupRank, range(num_groups)))
+        self._pulses = [_Pulse() for _ in self._ranks]
+        self._given_up: set[GroupRank] = set()  # groups that nobody waits for any more
         self.shell: Health = "healthy"  # what the control plane knows of the shell itself
 
-    def ask(self, rank: int, num_answers: int, delay_ns: int = 0) -> None:
+    def ask(self, group: GroupRank, num_answers: int, delay_ns: int = 0) -> None:
         """Note how many dies of a DP group were asked; the question reaches them after `delay_ns`."""
-        pulse = self._pulses[rank]
+        pulse = self._pulses[group]
         if not pulse.num_due:
             pulse.since_ns = self._now() + delay_ns
         pulse.num_due += num_answers
 
-    def hear(self, rank: int) -> None:
+    def hear(self, group: GroupRank) -> None:
         """Note an answer from a die of a DP group, even if the answer was forgiven meanwhile."""
-        pulse, now = self._pulses[rank], self._now()
+        pulse, now = self._pulses[group], self._now()
         pulse.num_due = max(0, pulse.num_due - 1)
         pulse.took_ns, pulse.since_ns = max(0, now - pulse.since_ns), now
 
-    def give_up(self, rank: int) -> None:
+    def give_up(self, group: GroupRank) -> None:
         """Mark a DP group as lost for ever; its TE goes on without it."""
-        self._given_up.add(rank)
-        self._pulses[rank] = _Pulse()
+        self._given_up.add(group)
+        self._pulses[group] = _Pulse()
 
-    def is_given_up(self, rank: int) -> bool:
-        return rank in self._given_up
+    def is_given_up(self, group: GroupRank) -> bool:
+        return group in self._given_up
 
-    def notice(self, rank: int) -> None:
+    def notice(self, group: GroupRank) -> None:
         """Note an unasked sign of life: the group still owes its answers, but its silence starts anew."""
-        self._pulses[rank].since_ns = max(self._pulses[rank].since_ns, self._now())
+        self._pulses[group].since_ns = max(self._pulses[group].since_ns, self._now())
 
     def forgive(self) -> None:
         """Treat all groups as just heard of; answers to earlier questions are no longer owed."""
         for pulse in self._pulses:
             pulse.num_due, pulse.took_ns, pulse.since_ns = 0, 0, self._now()
 
-    def is_due(self, rank: int) -> bool:
+    def is_due(self, group: GroupRank) -> bool:
         """Whether a group owes an answer."""
-        return self._pulses[rank].num_due > 0
+        return self._pulses[group].num_due > 0
 
-    def silent_ns(self, rank: int) -> int:
+    def silent_ns(self, group: GroupRank) -> int:
         """How long a group has owed an answer; 0 if it owes none."""
-        pulse = self._pulses[rank]
+        pulse = self._pulses[group]
         return max(0, self._now() - pulse.since_ns) if pulse.num_due else 0
 
-    def wants_probe(self, rank: int) -> bool:
+    def wants_probe(self, group: GroupRank) -> bool:
         """Whether a DP group owes no answer and was last heard of at least `probe_ns` ago."""
-        pulse = self._pulses[rank]
-        if rank in self._given_up:
+        pulse = self._pulses[group]
+        if group in self._given_up:
             return False
         return not pulse.num_due and self._now() - pulse.since_ns >= self.probe_ns
 
-    def state(self, rank: int) -> Health:
-        silent = self.silent_ns(rank)
-        if rank in self._given_up or silent >= self.lost_ns:
+    def state(self, group: GroupRank) -> Health:
+        silent = self.silent_ns(group)
+        if group in self._given_up or silent >= self.lost_ns:
             return "lost"
-        return "suspect" if max(silent, self._pulses[rank].took_ns) >= self.suspect_ns else "healthy"
+        return "suspect" if max(silent, self._pulses[group].took_ns) >= self.suspect_ns else "healthy"
 
-    def ranks(self, state: Health) -> tuple[int, ...]:
+    def ranks(self, state: Health) -> tuple[GroupRank, ...]:
         """Return the ranks of DP groups in a given state."""
-        return tuple(rank for rank in range(len(self._pulses)) if self.state(rank) == state)
+        return tuple(group for group in self._ranks if self.state(group) == state)
 
     @property
-    def open_ranks(self) -> tuple[int, ...]:
+    def open_ranks(self) -> tuple[GroupRank, ...]:
         """Ranks of DP groups for new work: the healthy ones, or if there are none, the suspect ones."""
         return self.ranks("healthy") or self.ranks("suspect")
 
@@ -120,10 +122,10 @@ class Heartbeats:
 
     def error(self) -> DeadlineError | None:
         """Return the error to raise when DP groups are lost; None if all are there."""
-        lost = tuple(rank for rank in self.ranks("lost") if rank not in self._given_up)
+        lost = tuple(group for group in self.ranks("lost") if group not in self._given_up)
         if not lost:
             return None
-        names = ", ".join(f"DP group {rank}" for rank in lost[:4]) + (" ..." if len(lost) > 4 else "")
+        names = ", ".join(f"DP group {group}" for group in lost[:4]) + (" ..." if len(lost) > 4 else "")
         silent = max(map(self.silent_ns, lost)) / 1e9
         return DeadlineError(
             op="heartbeat",

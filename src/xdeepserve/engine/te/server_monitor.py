@@ -19,6 +19,7 @@ from xdeepserve.comm.services.layout import BELL, SEAT, Presence, ServiceLayout
 from xdeepserve.engine.balance.reconfigure import Reconfiguration
 from xdeepserve.engine.deploy.deployment import ServiceConfig
 from xdeepserve.engine.dp.events import Events, ServerHeard
+from xdeepserve.engine.numbers import GroupRank
 from xdeepserve.engine.recovery.rollback import Rollback
 from xdeepserve.engine.run.by_services import SeatsOutside
 from xdeepserve.engine.run.net import ProtocolNet
@@ -48,7 +49,7 @@ class ServerMonitor:
         self._missed: dict[int, int] = {}  # answers, in a row
         self._masked: set[int] = set()  # servers
         self._dies = () if self._layout is None else plan.dies  # of clients
-        self._silent: dict[int, int] = {}  # looks in a row, by client
+        self._silent: dict[GroupRank, int] = {}  # looks in a row, by client
         self.leaving: set[int] = set()
         self._epochs: dict[int, int] = {}  # of seats, where it is not the first
         self._next_ns = 0
@@ -76,10 +77,10 @@ class ServerMonitor:
 
     # ---- heartbeats ---------------------------------------------------------------------------------
 
-    def look(self, num_steps: int) -> list[int]:
+    def look(self, num_steps: int) -> list[GroupRank]:
         """Check all servers' answers, if it is time, and ask all of them again.
 
-        `num_steps` have ended so far. Returns the ranks of clients that have been silent for too long. If no
+        `num_steps` have ended so far. Returns the clients that have been silent for too long. If no
         step has ended for long, servers are not the cause of the wait, and they are asked ever more seldom.
         """
         now = self._pod.clock.now
@@ -103,12 +104,12 @@ class ServerMonitor:
         self._next_ns = now + factor * max(1, round(1e6 * self._times.heartbeat_ms))
         return silent
 
-    def _silent_clients(self) -> list[int]:
+    def _silent_clients(self) -> list[GroupRank]:
         """Find clients with memory silent to reads for several looks in a row.
 
         Slow clients are left to the heartbeat of their DP group.
         """
-        silent = {rank for rank, die in enumerate(self._dies) if die in self._pod.memories.silent}
+        silent = {GroupRank(rank) for rank, die in enumerate(self._dies) if die in self._pod.memories.silent}
         self._silent = {rank: self._silent.get(rank, 0) + 1 for rank in silent}
         times = self._times.lost_heartbeats
         return [rank for rank, missed in self._silent.items() if missed >= times]

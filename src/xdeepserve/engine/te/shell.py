@@ -19,6 +19,7 @@ from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.events import Events
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import Sequence
+from xdeepserve.engine.numbers import GroupRank
 from xdeepserve.engine.te.heartbeat import Heartbeats
 from xdeepserve.engine.te.status_gather import Gathered
 
@@ -36,7 +37,7 @@ class KVStatuses:
 
     def __init__(self, groups: Seq[DPGroup], period_ns: int, now: Callable[[], int]) -> None:
         self._groups, self._period_ns, self._now = groups, period_ns, now
-        self._sent: dict[int, tuple[int, GroupStatus]] = {}  # when, and what, by rank
+        self._sent: dict[GroupRank, tuple[int, GroupStatus]] = {}  # when, and what, by rank
 
     def collect(self) -> None:
         """Take new statuses, between steps, from DP groups whose period has passed."""
@@ -48,7 +49,7 @@ class KVStatuses:
             if sent is None or now - sent[0] >= self._period_ns:
                 self._sent[group.rank] = now, group.status()
 
-    def of(self, rank: int) -> GroupStatus:
+    def of(self, rank: GroupRank) -> GroupStatus:
         """Return the status of a DP group: its current number of sequences, and KV usage as last sent."""
         group, sent = self._groups[rank], self._sent.get(rank)
         status = group.status()
@@ -99,9 +100,9 @@ class TEShell:
         else:
             self.pending.append(list(seqs))
 
-    def _next_in_turn(self, ranks: Seq[int]) -> int:
+    def _next_in_turn(self, ranks: Seq[GroupRank]) -> GroupRank:
         """Return the next rank in turn among `ranks`, or among all groups if `ranks` is empty."""
-        ranks = ranks or range(len(self.groups))
+        ranks = ranks or [group.rank for group in self.groups]
         rank = min(ranks, key=lambda rank: (rank - self._num_dispatched) % len(self.groups))
         self._num_dispatched = rank + 1
         return rank

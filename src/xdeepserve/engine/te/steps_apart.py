@@ -14,6 +14,7 @@ import msgspec
 
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.messages import RolledBack, Shutdown, StepDone, StepFailed
+from xdeepserve.engine.numbers import GroupRank
 from xdeepserve.engine.te.awake import Awake
 from xdeepserve.engine.te.dealer import Dealer
 from xdeepserve.engine.te.probe import Prober
@@ -169,9 +170,9 @@ class StepsApart:
         for master in self._masters:
             master.inbox.put(Shutdown())
 
-    def end(self, rank: int) -> None:
+    def end(self, group: GroupRank) -> None:
         """End the loop of a group whose dies are lost; the others go on."""
-        self._masters[rank].end()
+        self._masters[group].end()
 
     @property
     def step_idx(self) -> int:

@@ -14,6 +14,7 @@ from xdeepserve.engine.dp.events import Events, TERolledBack
 from xdeepserve.engine.messages import (
     Shutdown,
 )
+from xdeepserve.engine.numbers import GroupRank
 from xdeepserve.engine.te.awake import Awake
 from xdeepserve.engine.te.dealer import Dealer
 from xdeepserve.engine.te.expert_programs import ExpertPrograms
@@ -210,9 +211,9 @@ class TE:
         self.expert_programs.add(program)
         self.processes.append(program.die.spawn(program.run(), "experts"))
 
-    def go_on_without(self, ranks: Iterable[int]) -> bool:
-        """Give up the clients of some ranks, as `LostClients.go_on_without` does, and wake the loops."""
-        are_missed = self.clients.go_on_without(ranks)
+    def go_on_without(self, groups: Iterable[GroupRank]) -> bool:
+        """Give up the clients of some DP groups, as `LostClients.go_on_without` does, and wake the loops."""
+        are_missed = self.clients.go_on_without(groups)
         if are_missed:
             self.wake()
         return are_missed
@@ -399,7 +400,7 @@ class TE:
         return any(pool is not None and pool.is_moving for pool in pools)
 
     @property
-    def _copying(self) -> list[int]:
+    def _copying(self) -> list[GroupRank]:
         """Groups waiting for a transfer or a copy, and owing no other answer meanwhile."""
         there = (g for g in self.groups if not self.health.is_given_up(g.rank))
         moves = (g for g in there if g.places.has_transfers or (g.rtc.is_moving and not g.places.reserved))
