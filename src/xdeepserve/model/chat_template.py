@@ -102,7 +102,7 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class JsonText(dict[str, Any]):
-    """JSON object that keeps the text it was parsed from: the arguments of a tool call, in a chat's history.
+    """Parsed JSON object, printable as the original text: the arguments of a tool call, in a chat's history.
 
     Some templates treat arguments as an object (`arguments | tojson`, loops), others as a text to join to
     others; this serves both. Raises ValueError for text that is not a JSON object.

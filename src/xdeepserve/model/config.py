@@ -265,7 +265,7 @@ class _ConfigReader(Reader):
     family = FAMILIES["deepseek_v3"]
 
     def check_supported(self) -> None:
-        """Refuse architectures beyond those that this package computes."""
+        """Refuse architectures outside the scope of this package."""
         model_type = self.raw.get("model_type")
         if not isinstance(model_type, str) or model_type not in FAMILIES:
             found = "is missing" if model_type is None else f"{abridged(model_type)} is not supported"
