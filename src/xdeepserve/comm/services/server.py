@@ -1,4 +1,4 @@
-"""Server of experts: polling its own memory, the server forms batches, and writes answers there (EaaS 3.3).
+"""Server of experts: reads requests in local memory, forms batches, and writes answers there (EaaS 3.3).
 
 It never communicates: requests are written to its slots, and answers are read from them, by clients. Nor does
 it know a step, a group or an order; what it serves next is what has come.
