@@ -132,7 +132,7 @@ def step_trials(judge: Judge, deployments: Sequence[str]) -> list[Trial]:
 
 
 class Campaign:
-    """Campaign of trials.
+    """Campaign of trials, counted and judged.
 
     `by_operation` counts them by deployment and operation; `bugs` has the smallest failing schedules.
     """
