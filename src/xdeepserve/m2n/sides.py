@@ -34,8 +34,7 @@ from xdeepserve.m2n.registered_send import RegisteredSend, StreamWord
 
 
 class M2NMesh:
-    """Completion queues of all dies of a layout: each die has a queue for its sends, and a queue for
-    arrivals."""
+    """Completion queues of all dies of a layout: on each die, one for sends and one for arrivals."""
 
     def __init__(self, network: RDMANetwork, layout: M2NLayout) -> None:
         self.network, self.layout = network, layout

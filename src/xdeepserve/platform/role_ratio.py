@@ -39,8 +39,11 @@ class RoleBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Workload(NamedTuple):
-    """Statistics of a workload: requests per second, and tokens of a mean prompt, of a long prompt (19 of 20
-    are shorter), of the uncached part, and of a mean answer."""
+    """Statistics of a workload: requests per second, and tokens of prompts and answers.
+
+    Tokens are those of a mean prompt, of a long prompt (19 of 20 are shorter), of the uncached part, and of a
+    mean answer.
+    """
 
     rate: float
     prompt: float
