@@ -342,7 +342,7 @@ class PodPlan:
         self._cache([te])
 
     def _cache(self, tes: Sequence[TEPlan]) -> None:
-        """Add the servers of these TEs to the set of servers with the weights in their page caches."""
+        """Record page caches: the servers of these TEs have the weights there now."""
         server_of = self.pod.topology.server_of
         self._cached |= {server_of(die) for te in tes for die, _ in te.all_memories}
 
