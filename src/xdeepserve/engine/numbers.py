@@ -1,10 +1,10 @@
 """Integer types for easily confused numbers: a type checker keeps them apart.
 
-DieNumber    of a die in its pod, from 0 on; it never changes
-DieRank      of a die among those of its TE that have DP groups
-GroupRank    of a DP group in its TE: `tp` dies with successive ranks are a group
-StepNo       of a step of a TE, or of a DP group that numbers its own; one that is run again gets another
-Epoch        of a TE: how many times its dies have been called back so far
+DieNumber    number of a die in its pod, from 0 on; it never changes
+DieRank      rank of a die among those of its TE that have DP groups
+GroupRank    rank of a DP group in its TE: `tp` dies with successive ranks are a group
+StepNo       number of a step of a TE, or of a DP group that numbers its own; a repeated step gets a new one
+Epoch        number of times that a TE's dies have been called back so far
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Settings of a deployment: which dies there are and how they share the work.
+"""Settings of a deployment: the dies, the roles that they have, and how they share the work.
 
 A TOML file or a preset gives them. Beside the type of each field stands its meaning, which `settings` lists
 and `--help` prints.

@@ -1,6 +1,6 @@
 """Arrays of a layer's KV cache, by the model's kind of attention.
 
-Everything that a block has lies in these parts, so it moves, is swapped, cached and evicted as one.
+All data of a KV block is in these parts, so a block is moved, swapped, cached and evicted as a whole.
 """
 
 from __future__ import annotations

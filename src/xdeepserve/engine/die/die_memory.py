@@ -274,7 +274,7 @@ class DieMemory:
     def parts_by_layer(self) -> list[list[tuple[str, int]]]:
         """Buffers with a piece of each KV block, and the piece's bytes, in the same order on all dies.
 
-        A list for each layer of the main model, and a last one, which may be empty, for what MTP keeps.
+        There is a list for each layer of the main model. A last list, which may be empty, has what MTP keeps.
         """
         num_main = self.config.num_hidden_layers
         parts = [self._layer_parts(layer) for layer in range(num_main)]

@@ -74,6 +74,7 @@ class Heartbeats:
 
     def notice(self, rank: int) -> None:
         """Note an unasked sign of life: the group still owes its answers, but its silence starts anew."""
+        # A question on its way (`delay_ns`) reaches the dies later than now.
         self._pulses[rank].since_ns = max(self._pulses[rank].since_ns, self._now())
 
     def forgive(self) -> None:

@@ -1,9 +1,9 @@
 """KV usage of DP groups as a TE-shell knows it when it picks one to decode (xDeepServe 4.3).
 
-"It updates the pending request count on dispatch and completion, and collects periodic KV cache stats": so
-the number of a group's sequences is known as it is, and the use of its blocks as it was when the group last
-sent it. Groups send between steps, as soon as the period has passed. There is no timer, and a pod without
-work has nothing to do: the blocks of a group that has no sequences are known to be free.
+"It updates the pending request count on dispatch and completion, and collects periodic KV cache stats." So
+the number of a group's sequences is always current, and its use of KV blocks is as the group last sent it.
+Groups send between steps, as soon as the period has passed. There is no timer, because a pod without work has
+nothing to do: the blocks of a group without sequences are known to be free.
 """
 
 from __future__ import annotations
