@@ -1,7 +1,8 @@
 """Names and order of dies in a trace, by role as in the papers' figures, and the lanes of each die.
 
-The job executor and the TE-shells come first (engine/job/journey.py), then decode (attention dies domain
-by domain, dies of routed experts, copies of the shared expert), then prefill, then hosts.
+The job executor and the TE-shells come first (engine/job/journey.py), then decode, then prefill, then hosts.
+Within decode, attention dies come domain by domain, then dies of routed experts, then copies of the shared
+expert.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Loads weights to the dies of TEs: before the clock starts, or in virtual time while others serve.
 
-    storage   the object store that holds the checkpoint, over the VPC card of each server (CloudMatrix 5.4.3)
-    host      the page cache of servers that have read it before, over UB by the dies' DMA
-    peer      a TE of the same shape: die to die over UB, all dies at once, along a chain (npu_fork.py)
-    pool      the memory pool, if there is one, and storage by way of it (CloudMatrix 4.4.3)
+    storage   from the object store with the checkpoint, over the VPC card of each server (CloudMatrix 5.4.3)
+    host      from the page cache of servers that have read it before, over UB by the dies' DMA
+    peer      from a TE of the same shape: die to die over UB, all dies at once, along a chain (npu_fork.py)
+    pool      from the memory pool, if there is one, and from storage by way of it (CloudMatrix 4.4.3)
 
-However they come, they are the same bytes (`weight_digests.py`).
+The bytes are the same from every source (`weight_digests.py`).
 """
 
 from __future__ import annotations

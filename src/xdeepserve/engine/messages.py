@@ -54,8 +54,8 @@ class LogitEdits(msgspec.Struct, frozen=True, kw_only=True):
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Plan of a forward pass of a DP group. Lists named per row have one entry per token row.
 
-    Rows of a sequence are consecutive and ascend in position; its last row may be a draft. A group without
-    work still gets an empty plan, `StepPlan(step=n)`, because dispatch and combine are barriers of all ranks.
+    Rows of a sequence are consecutive and ascend in position; its last rows may be drafts. Where dispatch and
+    combine are barriers of all ranks, a group without work still gets an empty plan, `StepPlan(step=n)`.
 
     Sequences may be carried over from the previous step. For them the die fills in token ids and slots, and
     moves positions on by the number of accepted drafts (engine/die/carried.py).

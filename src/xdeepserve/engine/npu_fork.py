@@ -31,9 +31,9 @@ class BrokenForkError(HardwareError):
 class Fork:
     """Progress of a TE loading from a peer, and the loads that wait for it.
 
-    before  the fork that it reads; None: a TE that is ready
-    after   the one that reads it
-    came    chunks by die, in the order of the TE's dies
+    before  the fork that this one reads from; None: it reads from a ready TE
+    after   the fork that reads from this one
+    came    number of chunks by die, in the order of the TE's dies
     """
 
     def __init__(self, name: str, pod: Pod, num_dies: int, before: Fork | None = None) -> None:

@@ -1,13 +1,14 @@
 """Chooses the DP group of each request, from the groups' reports alone (xDeepServe 4.3).
 
-*Prefill*, single level and collaborative: requests wait in one shared queue. Each step in which some wait,
-the leader (DP-0) gathers the status of all groups and deals out as many as fit in the step, so that the
-groups' step times come out equal: the dearest request first, to the group on which the step stays shortest,
-cached prefixes counted. The older scheduler had two levels: a request was sent to a group on arrival, in
-turn, and waited there; it is kept as a baseline.
+*Prefill*, single level and collaborative: requests wait in one shared queue. In each step with waiting
+requests, the leader (DP-0) gathers the status of all groups. It deals out as many requests as fit in the
+step, and makes the groups' step times equal. The dearest request goes first, to the group on which the step
+stays shortest, cached prefixes counted. The older scheduler had two levels, and is kept as a baseline: a
+request was sent to a group on arrival, in turn, and waited there.
 
-*Decode*: groups at their batch limit are left out; among the rest the one with the lowest KV use, counting
-the blocks that admitted requests will still need. Baselines take these in turn, or all groups.
+*Decode*: groups at their batch limit are left out. Of the rest the one with the lowest KV use is chosen,
+counting the blocks that admitted requests will still need. Baselines take these groups in turn, or all
+groups.
 """
 
 from __future__ import annotations

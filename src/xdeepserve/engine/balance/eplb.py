@@ -71,11 +71,11 @@ def place(
 ) -> Holdings:
     """Place the replicas `chosen` in the dies' redundant slots; return the experts by die.
 
-    `primary[e]` is the die of expert e's primary, `free[d]` the redundant slots of die d. Replicas go, the
-    one with the highest load first, to the least-loaded die with a free slot, but never beside their primary
-    or a sibling: two replicas on one die share its time, so the second is a slot lost. If all free slots are
-    on such dies, the replica changes places with one that was placed before; if that does not help either, it
-    is left out.
+    `primary[e]` is the die of expert e's primary, `free[d]` the number of redundant slots of die d. The
+    replica with the highest load is placed first, on the least-loaded die with a free slot. It is never
+    placed beside its primary or a sibling: two replicas on one die share its time, so the second would waste
+    a slot. If all free slots are on such dies, the replica changes places with one that was placed before. If
+    that does not help either, it is left out.
     """
     num_replicas = 1 + np.bincount(np.asarray(chosen, np.int64), minlength=len(token_count))
     share = token_count.sum(axis=1) / num_replicas

@@ -1,15 +1,16 @@
 """New replicas for a TE in four phases, while its steps go on (xDeepServe 4.5, step 3).
 
-    1 prefetch   the experts' weights, from storage to the memory of the hosts
-    2 disable    the redundant slots that will change: every die gets a map without them before the same step
-    3 load       when all steps with the old map have ended: from the hosts to the slots, beside the steps
-    4 restore    when all slots are loaded: every die gets the new map before the same step
+    1 prefetch   bring the experts' weights from storage to the memory of the hosts
+    2 disable    send every die a map without the redundant slots that will change, before the same step
+    3 load       copy experts from the hosts to the slots, beside the steps, when all steps with the old map
+                 have ended
+    4 restore    send every die the new map before the same step, when all slots are loaded
 
-Commands and plans reach a die in the order in which they are sent, so a map that goes to all dies ahead of
-step n is in force for step n on each of them and for none before. A slot is loaded only between the last step
-that could use what it held and the first that may use what it will hold. Where tokens flow each DP group has
-steps of its own, and may change maps before another one does: the steps to wait for are those that run when
-the map without the slots is sent.
+Commands and plans reach a die in the order in which they are sent. So a map that goes to all dies ahead of
+step n is in force for step n on each of them, and for no earlier step. A slot is loaded only between two
+steps: the last that could use its old expert, and the first that may use its new one. In dataflow mode each
+DP group has steps of its own, and may change maps before another one does. There the steps to wait for are
+those that run when the map without the slots is sent.
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ class Reconfiguration:
         holder = self._holder(die)
         assert holder is not None
         coming = {(each.layer, self._physical(each)) for each in self._changes}
-        if self.phase in ("loading", "loaded"):
+        if self.phase in ("loading", "loaded"):  # what has been loaded so far may be lost with the slots
             coming = set()
         slots = self._slots_of[holder]
         for physical in range(slots.stop - self.experts.redundant_slots, slots.stop):

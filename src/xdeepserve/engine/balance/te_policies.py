@@ -1,7 +1,7 @@
 """Policies for choosing a TE for a request: pure functions of facts known about the TEs.
 
-Scores are float64 [TEs, keys]: the less the better, an earlier key before a later one, and among equals the
-TE that stands first. Ours, and what others have published, on the same facts:
+Scores are float64 [TEs, keys]. The TE with the least keys wins: earlier keys decide first, and among equals
+the first TE. The policies are ours, and others' as published, all on the same facts:
 
 sequences     the fewest requests
 round-robin   the next in turn
@@ -53,12 +53,12 @@ class Known(NamedTuple):
     """Facts about the TEs for routing policies, an array element for each TE.
 
     cached      tokens of the prompt that need not be computed there
-    sequences   that are there
-    queued      prefill cost of what it has and has not prefilled, of a DP group on average
-    has_long, has_short   such prompts are among that
-    kv_load     share of its KV that is used or spoken for
-    positions   of KV that its requests have in all
-    is_apart    prefill and decode are on different dies of it
+    sequences   sequences that are there
+    queued      prefill cost of requests there that are not prefilled, averaged over the DP groups
+    has_long, has_short   whether such prompts are among these requests
+    kv_load     share of the TE's KV in use or reserved
+    positions   KV positions that the TE's requests have in all
+    is_apart    whether prefill and decode are on different dies of the TE
     """
 
     cached: Floats

@@ -10,21 +10,21 @@ from typing import Literal, NamedTuple
 from xdeepserve.engine.deploy.deployment import Kind, Role
 
 Turns = Literal["serial", "overlap", "away-and-back", "dataflow", "services"]
-"""Whose stage is next: one after another; two microbatches on one die; microbatches away at the experts in
-turn; the same without barriers, so that nobody waits for dies that its tokens do not go to; the same at
-experts that are services, which know of no step and no group."""
+"""Kinds of schedules: stages one after another; two overlapping microbatches on one die; microbatches that go
+away to expert dies in turn; the same without barriers, so a die waits only for dies that its tokens go to;
+the same with experts as services, which know no step and no group."""
 
 
 class TEKind(NamedTuple):
     """Kind of TE, a row of the table: what such TEs run, and which settings apply to them.
 
-    sections   of a deployment, that say something about them; the first has the number of their dies
-    turns      that a step can take; the first unless another one is asked for
-    dies       by default, at most; of routed experts where these have dies of their own
-    tp         dies that a DP group spans by default, at most (XDS 5.1: 4 in prefill)
-    lockstep   whether all dies can run as one; "large": unless it is said, they do with a large model
-    can_share  a die with attention may have a copy of the shared expert for all others
-    is_single  one die, and no other number
+    sections   sections of a deployment that apply to these TEs; the first has the number of their dies
+    turns      schedules that a step can have; the first is the default
+    dies       default number of dies, at most; of routed experts where these have dies of their own
+    tp         default number of dies that a DP group spans, at most (XDS 5.1: 4 in prefill)
+    lockstep   whether all dies can run in lockstep; "large": by default with a large model
+    can_share  whether a die with attention may have a copy of the shared expert for all others
+    is_single  whether there is exactly one die
     """
 
     role: Role

@@ -1,7 +1,7 @@
 """Vertical scale-down: a TE like those of a deployment, with fewer dies (xDeepServe 6.2, stage 2).
 
-It has fewer DP groups and fewer EP ranks, and each routed expert still has a die. Where experts have dies of
-their own both sides shrink alike, as nearly as that goes.
+The smaller TE has fewer DP groups and fewer EP ranks, and each routed expert still has a die. Where experts
+have dies of their own, both sides shrink in proportion, as nearly as possible.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Die programs, and the memory that each die has.
 
-- `program` waits for a plan, runs it, writes the results; `carried` completes plans made ahead
-- `sampler`: from logits to tokens; `drafts`: MTP's passes
-- `experts`: the program of an expert die, in steps; `dataflow`: the same as tokens flow
-- `die_memory`: what lies in a die's HBM; `shape_memory`: where nothing is computed
-- `workspace`: named buffers
-- `replicas` of experts: where tokens find them, and the slots that hold them
+- `program` runs a DP group's plans and writes the results; `carried` completes plans made ahead
+- `sampler` turns logits into tokens; `drafts` runs MTP's passes
+- `experts` is an expert die's program, step by step; `dataflow` and `expert_server` serve tokens as they come
+- `die_memory` and `expert_memory` lay out a die's HBM; `shape_memory` does so for timing-only runs
+- `workspace` has named buffers; `cache_parts` and `expert_buffers` list what a layer needs
+- `replicas` maps tokens to replicas of experts, and fills redundant slots
 """

@@ -1,9 +1,9 @@
 """Completes on the die a plan that the host made while the previous step was still running.
 
-The host counted: this sequence goes on with one token more, and then so many drafts. The die has the rest in
-its memory: the token, the drafts, and how many of the step before's drafts were accepted, by which all rows
-of the sequence shift. A kernel reads them there and completes the rows there, so nothing of it passes the
-host (CloudMatrix 4.2.4 keeps the metadata of MTP's graphs on the NPU for the same reason).
+The host only knows that a sequence goes on with one token more, and with how many drafts. The die has the
+rest in its memory: the token, the drafts, and how many of the previous step's drafts were accepted. All rows
+of the sequence shift by that number. A kernel reads these values and completes the rows in HBM, so nothing of
+it passes the host. CloudMatrix 4.2.4 keeps the metadata of MTP's graphs on the NPU for the same reason.
 """
 
 from __future__ import annotations

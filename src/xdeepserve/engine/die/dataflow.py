@@ -3,9 +3,9 @@
     receive, one for each microbatch of each domain -> experts -> send
     trampoline, one for each attention die that is served, of each microbatch
 
-No barrier and no order: what arrives is handed on or pulled, and the experts of a layer run on all that has
-arrived for it by then. A row's result does not depend on the rows beside it, so the bits are those of the
-synchronous mode.
+There is no barrier and no fixed order: arriving tokens are handed on or pulled, and the experts of a layer
+run on all of its tokens that have arrived by then. A row's result does not depend on the rows beside it, so
+the bits are those of the synchronous mode.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
 """Multi-token prediction on a die: after the main model, k passes of MTP make k drafts (xDeepServe 4.6).
 
-Draft d of a sequence whose tokens 0 .. n - 1 are known is a guess at token n + d - 1. Depth d runs layer d on
-rows i, each made of the hidden state that depth d - 1 has there (depth 0 is the main model) and of token
-i + d:
+Draft d of a sequence with known tokens 0 .. n - 1 is a guess at token n + d - 1. Depth d runs MTP layer d on
+rows i. A row is made of the hidden state of depth d - 1 at i (depth 0 is the main model) and of token i + d:
 
     depth 1   rows up to n - 2, whose last one takes token n - 1, just sampled      -> a draft of token n
     depth 2   the same rows; the last one takes the draft of token n for its truth  -> a draft of token n + 1
 
-Each depth has a KV cache of its own, also where one layer serves both. An entry of depth 2 that was made of a
-draft is wrong if the draft is rejected: the next step *mends* it, from the hidden state that the first depth
-left in the `tail` of the row's KV block, where it travels with the block. Only the entry of a block's last
-row stays as it is, since a full block may have other users. Entries decide about drafts, never about tokens.
+Each depth has a KV cache of its own, also where one layer serves both. A depth-2 entry made of a draft is
+wrong if the draft is rejected. The next step *mends* it from a hidden state of the first depth. That state is
+left in the `tail` of the row's KV block, and travels with the block. Only the entry of a block's last row
+stays wrong, since a full block may have other users. Entries decide about drafts, never about tokens.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     A2E receive -> experts -> E2A send
 
-Each is a stream of its own that busy-polls flags in the die's memory. Work comes in a fixed order: layer by
-layer, in it microbatch by microbatch, in that domain by domain, so that only one domain is served at a time
-while the next ones are on their way. A step begins when the host rings the doorbell, one more flag.
+Each kernel is a stream of its own that busy-polls flags in the die's memory. Work comes in a fixed order: by
+layer, then by microbatch, then by DP domain. So only one domain is served at a time, while the next ones are
+on their way. A step begins when the host rings the doorbell, which is one more flag.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from xdeepserve.step.linear import Threads
 from xdeepserve.step.stage import Counts
 
 Stream = Callable[[], Coroutine[Any, Any, None]]
-"""What a kernel of an expert die does; begun only when its process has its first turn, if it ever has one."""
+"""Kernel of an expert die; it begins only when its process has its first turn, if it ever has one."""
 
 
 class ExpertEnd(Protocol):

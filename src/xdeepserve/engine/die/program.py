@@ -169,7 +169,7 @@ class Executor:
                 raise ProtocolError(f"die {self.die.index} does not know the command {command!r}")
 
     async def _attempt(self, plan: StepPlan) -> None:
-        """Run a step to its end, or until an error code or a rollback ends it early.
+        """Run a step to the end, or until an error code or a rollback ends it early.
 
         A step that was called back before it began does not run at all. The host launches it again.
         """

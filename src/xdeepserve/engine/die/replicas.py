@@ -1,9 +1,9 @@
 """Replicas of experts, as dies see them (xDeepServe 4.5, steps 1 and 4).
 
-A die with experts has its own routed ones first, the *primaries*, and then redundant slots, in each layer; a
-die may have slots alone, or beside a copy of the shared expert. Physical experts count all of these, die by
-die (`Experts.slots_of`), and then the copies of the shared expert. A die with a gate maps logical experts to
-physical ones, and counts how many of its tokens chose each:
+In each layer a die has its own routed experts first, the *primaries*, and then redundant slots. A die may
+also have slots alone, or slots beside a copy of the shared expert. Physical experts number all of these die
+by die (`ExpertSizes.slots_of`), and then the copies of the shared expert. A die with a gate maps logical
+experts to physical ones, and counts how many of its tokens chose each:
 
     log2phy int32 [layers, E, R], logcnt int32 [layers, E]   an expert's replicas, and how many it has
     load    int32 [layers, E]                                 tokens since the last report

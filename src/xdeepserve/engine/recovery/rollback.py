@@ -2,16 +2,17 @@
 
     1  a die reports a known error code; the TE plans no more steps
     2  the host writes the next epoch to the rollback field of every die, and a RollBack to every queue
-    3  each die ends what it is at, and reports the epoch
-    4  when all have, which a deadline bounds, what pages of memory have lost is put right (`te.lost_pages`);
-       then they forget what was under way between them, by Resume; the programs of expert dies begin again
-       with the step that comes next
-    5  the same steps are launched under numbers that none has had
+    3  each die ends its current work, and reports the epoch
+    4  when all dies have reported, before a deadline, lost pages of memory are restored (`te.lost_pages`);
+       Resume makes the dies forget their exchanges under way; the programs of expert dies begin again with
+       the step that comes next
+    5  the same steps are launched under new numbers
 
-Nothing has to be undone of what a step writes: KV goes to positions that are nobody's before the step has
-ended on all dies, tokens leave only then, and neither sampling nor arithmetic depends on when a step is run.
-The states that MTP keeps from step to step are the exception (`die.drafts`), and the load of experts counts
-what was computed twice. Blocks that are copied on write are copied again: the step before may write them.
+A step's writes need not be undone. KV goes to positions that belong to no sequence before the step has ended
+on all dies. Tokens leave only then, and neither sampling nor arithmetic depends on when a step is run. There
+are two exceptions: the states that MTP keeps from step to step are restored (`die.drafts`), and the load of
+experts counts repeated work twice. Blocks that are copied on write are copied again, because the previous
+step may write them.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ ROLLBACK: dict[tuple[RollbackPhase, str], RollbackPhase] = {
     ("gathered", "resume"): "serving",
 }
 Hear: TypeAlias = Callable[[int | None], Awaitable[msgspec.Struct]]
-"""The TE's next message, until a time at most."""
+"""Function that waits for the TE's next message, until a deadline in ns."""
 
 
 class Rollback:

@@ -1,8 +1,8 @@
 """A die's rollback field: 32 bytes of its metadata area in which the host says which epoch it is.
 
-    epoch    u64   what began with the latest rollback; nothing of an earlier one goes on
-    resumed  u64   the latest epoch that all dies have come to, so that work may go on in it
-    step     u64   the step that it goes on with
+    epoch    u64   began with the latest rollback; work of earlier epochs must end
+    resumed  u64   the latest epoch that all dies have reached, so work may go on in it
+    step     u64   the step with which work goes on
 
 Only the host writes it, and only in a rollback: without faults it is all zeros.
 """

@@ -1,7 +1,7 @@
 """Three ways to run the Programs of a TE's dies: as tasks, in lockstep, and in virtual time only.
 
-- `net`: memories and ends of exchanges of dies that compute
-- `executors`: which Programs a die's layers become, and the schedule
-- `clock/`: what stands for these where a run only takes time
-- `gang/`: all dies of a step at once
+- `net` has the memories and the ends of exchanges of dies that compute
+- `executors` builds the Programs of a die's layers, and chooses the schedule
+- `clock/` has their stand-ins for timing-only runs
+- `gang/` runs all dies of a step at once, in lockstep
 """

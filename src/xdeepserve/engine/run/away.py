@@ -5,7 +5,7 @@
     services      slots on expert servers, which clients write and read by themselves (EaaS 3)
     cards         M2N: each attention die writes to each expert die by its network card (MegaScale-Infer 5)
 
-A way plans the buffers of all dies, and makes the end of each. `WAYS` says whose turn takes which.
+A way plans the buffers of all dies, and makes the end of each. `WAYS` has the way for each kind of turns.
 """
 
 from __future__ import annotations

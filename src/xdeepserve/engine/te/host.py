@@ -1,8 +1,8 @@
 """Delays of a TE's host in virtual time: scheduling gap, launches and their jitter (xDeepServe 4.4, 7.1).
 
-Every DP group has a launch process of its own. Whatever delays one of them delays all dies, because the first
-dispatch of the step waits for the last: that is where jitter becomes visible, and why pauses of the garbage
-collector are harmless only where all groups take them in the same step.
+Every DP group has a launch process of its own. A delay of one group delays all dies, because the first
+dispatch of the step waits for the last die. There jitter becomes visible. For the same reason pauses of the
+garbage collector are harmless only where all groups take them in the same step.
 """
 
 from __future__ import annotations

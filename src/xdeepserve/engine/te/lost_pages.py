@@ -1,11 +1,11 @@
 """Restores lost pages of HBM on a TE's dies, before steps run again (XDS 6.2).
 
-    weights      are read again, as far as a page touches them, from storage (`build.PodPlan.mend`)
-    KV           `dp.lost_blocks`
-    replicas     of experts are no more: EPLB may bring others; the maps that lead to them are sent again
-    metadata     is what dies, and other TEs, agree by: without it the whole TE is given up
-    all else     is of a step, which is run again, and was rolled back; what it would find there of the step
-                 before, the host knows
+    weights      are read again from storage, as far as a page touches them (`build.PodPlan.mend`)
+    KV           see `dp.lost_blocks`
+    replicas     of experts are dropped: EPLB may bring others; the maps that lead to them are sent again
+    metadata     cannot be restored, since dies and other TEs agree by it: the whole TE is given up
+    all else     belongs to a step that was rolled back and runs again; the host knows what the step needs of
+                 the previous one
 
 "CANN remaps virtual memory, masks the region": a page that was lost can be used at once, with other content.
 """
@@ -23,7 +23,7 @@ from xdeepserve.errors import LostDieError, PageLostError
 from xdeepserve.hw.memory import MemoryPlan
 
 Mend = Callable[[TEPlan, Sequence[PageLostError]], Awaitable[None]]
-"""Read again what weights of a TE lay in pages."""
+"""Function that reads a TE's weights in lost pages again."""
 
 
 class LostPages:

@@ -2,8 +2,8 @@
 
 A TE has a seat for each of its servers, which says what experts the server has. There are vacant seats, too,
 if the deployment plans for some. A joining server takes a free die, loads the seat's experts and registers
-with the monitor, at a vacant seat or in the place of a lost server. A leaving server is asked nothing more.
-It goes when all steps that were under way then have ended, since only these may have asked it. No step is run
+with the monitor. Its seat is vacant, or had a server that is lost. A leaving server is asked nothing more. It
+goes when all steps that were under way then have ended, since only these may have asked it. No step is run
 again.
 """
 
@@ -30,9 +30,9 @@ from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import LostDieError, RequestError, XDeepServeError
 
 Bring = Callable[[TEPlan, int, ExpertMemory], Awaitable[None]]
-"""Bring the weights of one more die of a TE, in virtual time."""
+"""Function that brings the weights of a joining expert server to its die, in virtual time."""
 Begin = Callable[[ExpertProgram], None]
-"""Have the program of one more die of a TE serve."""
+"""Function that starts the program of a joining expert server."""
 PAUSE_NS = 50_000  # between two looks at what has to end first
 PATIENCE_NS = 120_000_000_000
 BY_THEMSELVES = "expert servers that are processes come by xdeepserve expert-server, and leave by SIGTERM"

@@ -185,7 +185,7 @@ class TEShell:
         turn = self._num_dispatched
         group = None if self.arrivals else self._pick_decode(seq, num_tokens, self._statuses())
         if group is None or group.handover.reserve(seq, num_tokens) is None:
-            self._num_dispatched = turn
+            self._num_dispatched = turn  # no group got the sequence, so the turn is still open
             return None
         return group
 

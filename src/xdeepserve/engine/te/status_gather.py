@@ -1,9 +1,9 @@
 """How the leader of the DP groups learns their statuses before it deals requests out (xDeepServe 4.3).
 
-"A leader scheduler (at DP-0) collects DP status via all-gather at each step", only if requests wait. Each
-group writes a row of bytes on its first die: its status, and how much of each waiting prompt it has cached.
-XCCL's all-gather exchanges the rows, beside a step that may be running, and the leader reads what has come
-to its die. Nothing else is known of the groups.
+"A leader scheduler (at DP-0) collects DP status via all-gather at each step", here only if requests wait.
+Each group writes a row of bytes on its first die: its status, and how much of each waiting prompt it has
+cached. XCCL's all-gather exchanges the rows, beside a step that may be running. The leader reads the rows on
+its die, and knows nothing else of the groups.
 
 A row, little endian: the members of `GroupStatus` in their order, 8 bytes each (i64, `queued_cost` f64) |
 cached tokens i32, one for each waiting request.

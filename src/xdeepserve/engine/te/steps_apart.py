@@ -1,8 +1,8 @@
 """Steps in dataflow mode: no DP group waits for another, so each is a loop of its own (xDeepServe 5.3).
 
-A `DPMaster` deals out what waits at the TE-shell, schedules, launches, and takes the results (4.2), and hears
-what the dies of its group report. The TE's loop only watches: over heartbeats, over what all have in common
-(failures, rollbacks, replicas of experts), and over the end of work.
+A `DPMaster` deals out requests that wait at the TE-shell, schedules and launches steps, and takes the results
+(4.2). It hears the reports of its group's dies. The TE's loop only watches: heartbeats, matters that all
+groups share (failures, rollbacks, replicas of experts), and the end of work.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from xdeepserve.engine.te.life import Lifetime
 from xdeepserve.hw.clock import Clock
 
 Loop = Callable[[], Awaitable[None]]
-"""What a process of a TE runs until its end."""
+"""Coroutine function that a process of a TE runs until its end."""
 
 
 class StepParts(NamedTuple):

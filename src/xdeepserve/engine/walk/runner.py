@@ -1,7 +1,7 @@
 """Runs a Program on a die: launches its stages in order, and makes its exchanges where they stand.
 
-The same walk serves dies that compute and dies that only take time. What differs is the pace, which runs a
-stage's kernel or does not, and who is at the other end of an exchange: a protocol, or a formula.
+The same walk serves dies that compute and dies in timing-only runs. Two things differ: the pace, which runs a
+stage's kernel or only passes its time, and the other end of an exchange, which is a protocol or a formula.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Dispatch and combine of a timing-only run: real barriers of the ranks, with the cost of `comm/cost.py`.
 
-No row moves. A rank that comes late still makes the others wait, and every rank learns how many rows it would
-have received.
+No row moves. A late rank still makes the others wait, and every rank learns how many rows it would have
+received.
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ Counts = npt.NDArray[np.int64]
 class FlowHub:
     """All sendings of a TE. Lane `lane_of(rank, microbatch)` has at most one under way.
 
-    rows[:, e, lane]   its rows for expert die e, of routed experts and of the shared one
-    here[e, lane]      they have come there and not been taken
-    heard[e, lane]     that they have come, or, if clients announce that, that there are none
-    open[e, lane]      they have not been answered
+    rows[:, e, lane]   rows of the sending for expert die e: for routed experts, and for the shared one
+    here[e, lane]      rows have arrived there and have not been taken
+    heard[e, lane]     rows have arrived, or, if clients announce that, it is known that there are none
+    open[e, lane]      rows have not been answered
     """
 
     def __init__(

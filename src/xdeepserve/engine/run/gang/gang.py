@@ -35,11 +35,11 @@ from xdeepserve.step.frame import Batch, KVCache
 from xdeepserve.step.stage import LayerProgram, Meet
 
 Call: TypeAlias = tuple[Callable[..., None], tuple[Any, ...]]
-"""A kernel over dies and its arguments, but for the last two: which worker this is, of how many."""
+"""Kernel over dies and its arguments, except the last two: number of the worker, and of all workers."""
 
 QUICK = 4e9
-"""Rows times parameters of a run that is over in milliseconds. The event loop waits for it: to be woken by
-another thread takes long, too."""
+"""Rows times parameters of a run that takes only milliseconds. The event loop waits for such a run, because
+being woken by another thread takes about as long."""
 
 
 class Share(NamedTuple):
@@ -51,7 +51,7 @@ class Share(NamedTuple):
 
 
 Span: TypeAlias = tuple[str, ...]
-"""Stages, or an exchange, that one kernel runs, by their names."""
+"""Names of stages, or of an exchange, that one kernel runs."""
 
 
 def spans(program: LayerProgram) -> list[Span]:

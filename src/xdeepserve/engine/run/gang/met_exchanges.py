@@ -1,14 +1,15 @@
 """Exchanges with experts in lockstep, between dies whose stages are tasks.
 
 Dies that share a layer by collectives (TP, output projections), or cut a step into microbatches, meet each
-other inside of a layer: their stages are launched one by one, as in any pod. What grows with the square of
-the dies is made for all at once, by the kernels of `colocated` and `pushed`:
+other inside a layer. Their stages are launched one by one, as in any pod. The exchanges with experts, whose
+work grows with the square of the number of dies, are made for all dies at once, by the kernels of `colocated`
+and `pushed`:
 
-    dispatch   the last to come moves every row to its experts, and runs them
-    combine    the last to come moves every answer back, adds the shared expert's and the residual
+    dispatch   the last die to come moves every row to its experts, and runs them
+    combine    the last die to come moves every answer back, adds the shared expert's and the residual
 
-The stages whose kernels have run there (experts, shared expert, sum) are launched all the same, and only take
-time: so dies are as busy as they would be.
+The meeting has then run the kernels of some stages (experts, shared expert, sum). These stages are launched
+all the same, and only take virtual time: so dies are as busy as they would be without lockstep.
 """
 
 from __future__ import annotations

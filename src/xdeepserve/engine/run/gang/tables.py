@@ -1,6 +1,6 @@
 """Tables of addresses by die, in the columns that the kernels' modules name.
 
-Addresses hold as long as the pod's memories do; what they are taken from stays referenced by the programs.
+Addresses hold as long as the pod's memories do, because the programs keep references to the arrays.
 """
 
 from __future__ import annotations

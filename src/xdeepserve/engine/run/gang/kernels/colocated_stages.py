@@ -3,9 +3,9 @@
 Rows, fields and buffers are those of `comm/exchange`, whose twin writes them; the arithmetic before and after
 is that of `step`. Between two kernels of an exchange lies a barrier.
 
-    dispatch_stage   dispatch 2-4                every row to the die of each of its experts
-    expert_stage     dispatch 5-7, combine 2-4   see `exchange`
-    combine_stage    combine 5-7                 answers are pulled; sum by weight, shared expert, residual
+    dispatch_stage   dispatch 2-4                send every row to the die of each of its experts
+    expert_stage     dispatch 5-7, combine 2-4   see `experts`
+    combine_stage    combine 5-7                 pull answers; add weighted sum, shared expert and residual
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Ends of attention dies in A2E and E2A: tokens sent to expert dies, and answers added.
 
-The rows, fields and buffers are those of `comm/trampoline`, whose twin writes them, trampolines' and all.
-Between two kernels lies a barrier.
+The rows, fields and buffers are those of `comm/trampoline`, whose twin writes them, those of trampolines
+included. Between two kernels lies a barrier.
 
     post_stage        A2E 2-4    attention dies post their tokens
     come_back_stage   E2A' 5-7   attention dies add the answers

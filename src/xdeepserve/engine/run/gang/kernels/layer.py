@@ -1,13 +1,14 @@
-"""A decoder layer on packed bytes at addresses: the stages of `step/layer.py` up to the gate, or to an MLP's
-end.
+"""A decoder layer on packed bytes at addresses: the stages of `step/layer.py` up to the gate or MLP's end.
 
-A layer goes phase by phase. `num` threads share a phase, one of them `worker`, or one has it all. Products
-are shared by columns, so that each weight is read once; attention by heads and sequences, or by rows where
-there are many; what treats each row by itself, by rows. A phase is what lies between two waits: in it a
-thread reads what others wrote before the last one, and writes its own part. The arithmetic and the buffers
-that it leaves are those of `step`, for any number of threads; the tests compare every byte, but of q_lat and
-o_lat, which many rows on a matrix unit need not go through. Attention of another kind than MLA has run
-before, die by die (`staged.py`): a layer begins with what it has left in the buffer `o` then.
+A layer goes phase by phase. `num` threads share a phase, one of them `worker`, or one thread runs it all.
+Products are shared by columns, so each weight is read once. Attention is shared by heads and sequences, or by
+rows where there are many. Work on single rows is shared by rows. A phase lies between two waits: in it a
+thread reads what others wrote before the last wait, and writes its own part.
+
+The arithmetic and the buffers' final contents are those of `step`, for any number of threads. The tests
+compare every byte except q_lat and o_lat, which many rows on a matrix unit skip. Attention of another kind
+than MLA has run before, die by die (`staged.py`). Then a layer begins with that attention's output in the
+buffer `o`.
 """
 
 from __future__ import annotations
