@@ -22,10 +22,11 @@ the same name in `kernels`; the tests compare the two with `array_equal`.
     exp, sigmoid, silu     one polynomial of plain multiplies and adds; never the C library's
 
 Exact products. The INT8 recipe rounds both factors of a product to BF16, as the papers' hardware does, and
-those below 2**-45 to zero (integers of INT8 are BF16 numbers as they are). A matrix unit then computes in
-this order, and so does everybody else: 32 values of k (or absolute positions) at a time, a chain of the even
-ones and a chain of the odd ones, each from zero and ascending; then sum += even + odd. Why this gives one set
-of bits on a matrix unit (AMX's TDPBF16PS), with fused multiply-adds, and with multiplications and additions:
+those below 2**-45 to zero (INT8 integers are BF16 numbers already). A matrix unit computes in the following
+order, and so does every other path. It takes 32 values of k (or absolute positions) at a time, in a chain of
+the even ones and a chain of the odd ones, each from zero and ascending; then sum += even + odd. Why this
+gives one set of bits on a matrix unit (AMX's TDPBF16PS), with fused multiply-adds, and with multiplications
+and additions:
 
     a product is exact      two factors of 8 significant bits have one of 16, and float32 holds 24. So whether
                             it is rounded before it is added does not matter: there is nothing to round
@@ -35,8 +36,8 @@ of bits on a matrix unit (AMX's TDPBF16PS), with fused multiply-adds, and with m
     a zero changes nothing  a chain begins with +0, so no sum is ever -0, and +0 or -0 may be added to it:
                             padding, whether with zeros for k or with hidden positions of weight zero, is free
 
-Products stay finite as long as factors are below 2**63, and so do sums that are below 2**128; what is larger
-is beyond a model's numbers.
+Products stay finite as long as factors are below 2**63, and sums as long as they are below 2**128. A model
+has no larger numbers.
 
 No BLAS: its rows depend on the batch they are computed in. Division and square root are IEEE exact.
 All arrays are float32 unless a docstring says otherwise. T counts token rows.
@@ -148,7 +149,7 @@ def matmul_blocked(
 ) -> Array:
     """Row-parallel x [M, K] @ w [K, N]: partial products, added as a tree of neighbours.
 
-    One of R ranks has K / R of the columns of x and TP_BLOCKS / R of the blocks. `product` makes a block's:
+    Each of R ranks has K / R of the columns of x and TP_BLOCKS / R of the blocks. `product` computes a block:
     `matmul`, or `matmul_exact`, whose chunks begin anew in each block.
     """
     bounds = [tp_block(w.shape[0], b, num_blocks) for b in range(num_blocks)]
@@ -224,11 +225,11 @@ def attention(
     """Attend with absorbed MLA, a single token over its context (DeepSeek-V2, section 2.1; weight-absorbed
     form).
 
-    q_lat [H, C], q_pe [H, R]; c [S, C] float32, or int8 with c_scale [S]; k_pe [S, R] -> o_lat [H, C].
-    With INT8 latents the first product is one of INT8, and all others are exact ones: a position's scale is
-    part of its weight before that is rounded. With `int8_weights` (xDeepServe 4.7) a head's weights, latents'
-    scales included, are quantised like a row instead; sums of these whole numbers are exact in any order up
-    to 1040 positions (127 x 127 each, below 2^24).
+    q_lat [H, C], q_pe [H, R]; c [S, C] float32, or int8 with c_scale [S]; k_pe [S, R] -> o_lat [H, C]. With
+    INT8 latents the first product is in INT8, and all others are exact products: a position's weight includes
+    its scale before it is rounded. With `int8_weights` (xDeepServe 4.7) a head's weights, latents' scales
+    included, are quantised like a row instead. Sums of the resulting integers are exact in any order up to
+    1040 positions (127 x 127 each, below 2^24).
     """
     if c_scale is None:
         scores = matmul(q_lat, c.T) + matmul(q_pe, k_pe.T)
@@ -266,8 +267,8 @@ def unabsorbed_attention(
 def grouped_attention(q: Array, k: Array, v: Array, v_scale: Array | None, softmax_scale: float) -> Array:
     """Attend with GQA (arXiv:2305.13245), a single token: the queries that share a head of keys and values.
 
-    q [H, D]; k [S, D]; v [S, V] float32, or int8 with v_scale [S] -> [H, V]. With INT8 values both products
-    are exact ones, as those of MLA's RoPE part and of its latents: see `attention`.
+    q [H, D]; k [S, D]; v [S, V] float32, or int8 with v_scale [S] -> [H, V]. With INT8 values both are exact
+    products, like MLA's products with the RoPE part and the latents: see `attention`.
     """
     scores = matmul(q, k.T) if v_scale is None else matmul_exact(factors(q), factors(k).T)
     scores = scores * F32(softmax_scale)

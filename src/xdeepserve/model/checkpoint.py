@@ -1,7 +1,7 @@
 """Checkpoints: named tensors of a DeepSeek-V3 model, from a Hugging Face directory.
 
-Every name and shape is checked against the config from the file headers, before any weight is read; then
-tensors are read one at a time, so that memory stays bounded by what the caller keeps.
+Every name and shape in the file headers is checked against the config before any weight is read. Then tensors
+are read one at a time, so memory use depends only on what the caller keeps.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Structured output: the tokens allowed next in a choice. Grammars are those of the library llguidance.
 
-A matcher follows one choice, token by token, on the host. What it allows next is a mask of one bit per token
-id, and once the grammar is complete and admits no more, the end-of-sequence ids alone.
+A matcher follows one choice, token by token, on the host. It gives a mask of the tokens allowed next, one bit
+per token id. Once the grammar is complete and admits no more, only the end-of-sequence ids are allowed.
 """
 
 from __future__ import annotations

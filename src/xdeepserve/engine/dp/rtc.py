@@ -50,7 +50,7 @@ class RTC(BlockTable):
     def match_by_id(self, cache_id: str, tokens: Sequence[int]) -> Match:
         """Find the cached prefix with this name (see `name`), as far as `tokens` begin with it.
 
-        So a wrong name costs time, but can never bring the latents of other tokens.
+        A wrong name costs time, but can never bring the latents of other tokens, because tokens are compared.
         """
         return self._split(self.index.match_id(cache_id, tokens))
 
@@ -78,8 +78,8 @@ class RTC(BlockTable):
     def publish(self, holding: Holding, tokens: Sequence[int]) -> None:
         """Put the full blocks of computed `tokens` into the index, where other sequences find them.
 
-        Where the index has a block of the same tokens, its content is the same bits: the holding changes over
-        to it and its own slot becomes free.
+        Where the index already has a block of the same tokens, its content is equal to the bit. The holding
+        then uses that block, and its own slot becomes free.
         """
         parent = holding.nodes[-1] if holding.nodes else self.index.root
         for block in range(len(holding.nodes), len(tokens) // self.block_size):
@@ -116,8 +116,8 @@ class RTC(BlockTable):
         """Take slots for blocks of `tokens`, ascending, that come from elsewhere; return a ticket and the
         slots.
 
-        They are ready after `finish(ticket)`, but for those that have been missed until then. The caller has
-        made sure that enough are available.
+        The blocks are ready after `finish(ticket)`, except those given up by `miss` before. The caller has
+        made sure that enough slots are available.
         """
         # All slots first: what is evicted for them may prune nodes, and would those that have no content yet.
         slots = [self._take_slot() for _ in blocks]
@@ -155,7 +155,7 @@ class RTC(BlockTable):
     def populate(self, nodes: Sequence[Node]) -> tuple[int, list[BlockCopy]] | None:
         """Bring saved nodes into HBM: a ticket and the transfers; None if too few slots are available.
 
-        The nodes are ready after `finish(ticket)`; until then nobody can evict them.
+        The nodes are ready after `finish(ticket)`; until then they cannot be evicted.
         """
         if any(node.slot is not None or not node.is_saved for node in nodes):
             raise XDeepServeError("RTC: only blocks in host DRAM alone can be populated: match again")

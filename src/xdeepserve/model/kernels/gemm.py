@@ -1,15 +1,15 @@
 """GEMM on packed weights: float32 in canonical order. INT8: see gemm_int8.py, exact products: gemm_exact.py.
 
-A kernel walks over the column groups [first, last) of the result, and for each over the rows in tiles, so
-that a group's weights stay in the caches while all rows use them. During the first tile those of the group
-that follows are asked for, so that their way from memory takes no time of its own. With FEW_F32 rows there is
-nothing else to do meanwhile, and the CPU foresees by itself what is read from first to last as it lies. A row
-alone has SIDE_BY_SIDE groups at a time, or each of its additions would wait for the one before.
+A kernel walks over the column groups [first, last) of the result, and for each group over the rows in tiles,
+so a group's weights stay in the caches while all rows use them. During the first tile the next group's
+weights are prefetched, so their way from memory takes no extra time. With FEW_F32 rows there is no work to
+overlap, and the CPU itself prefetches memory that is read sequentially. A single row takes SIDE_BY_SIDE
+groups at a time; otherwise each of its additions would wait for the one before.
 
-Other tiles have up to 8 x 1 vectors, as many rows as the registers hold: a sum is a multiplication and an
-addition, and a vector load takes the place of one of them, but for those inside a multiplication, as the
-numbers of x are. CHUNK weights of each column come at a time, so that they and the rows' part stay in the
-innermost caches; sums wait in memory between chunks, which changes no bit.
+Other tiles have up to 8 x 1 vectors, as many rows as the registers hold. A sum takes a multiplication and an
+addition, and a vector load takes the place of one of them; numbers of x are loaded within the multiplication.
+CHUNK weights of each column come at a time, so that they and the rows' part stay in the innermost caches.
+Sums wait in memory between chunks, which changes no bit.
 
 Threads can share a GEMM by column groups, each of which is read by one of them.
 """

@@ -1,12 +1,12 @@
 """GEMM of exact products: canonical.matmul_exact on packed weights, in BF16 or in float32 (packing.py).
 
-The rows are rounded first, as many at a time as stay in the second-level cache with what they are multiplied
-by. Tiles of 4 x 2 vectors where there is room for them, each a chain of even k, one of odd k and their sum:
-24 registers. One load of weights gives 32 numbers, and each number of x two multiply-adds; so the
+The rows are rounded first, as many at a time as stay in the second-level cache together with their weights.
+Tiles have 4 x 2 vectors where there is room for them, each with a chain of even k, one of odd k and their
+sum: 24 registers. One load of weights gives 32 numbers, and each number of x two multiply-adds. So the
 multiply-adds are the limit, from four rows on.
 
-Where tiles are two column groups wide, a thread's last one of an odd number goes with the one before it once
-more, or with itself if there is none: that leaves the same bits.
+Where tiles are two column groups wide, the last of an odd number of groups is paired with the one before it,
+which is then computed twice, or with itself if there is none. This leaves the same bits.
 """
 
 from __future__ import annotations

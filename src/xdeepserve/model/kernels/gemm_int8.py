@@ -1,10 +1,11 @@
 """GEMM of INT8 rows and packed INT8 weights, with a scale for each row and each column.
 
-A kernel walks over column groups and tiles of rows as that of float32 does (gemm.py). Tiles have 8 x 2
+A kernel walks over column groups and tiles of rows like the float32 kernel (gemm.py). Tiles have 8 x 2
 vectors: one instruction multiplies and adds, so there is room for loads. The last of an odd number of groups
-has tiles of 4 x 1 at most, and so has each group of FEW rows; those of one or two rows make each sum in four
-parts, since a dot product that waits for the one before it takes several times as long. A matrix unit, where
-there is one, takes what pays (gemm_matrix.py). Sums are whole numbers, so none of this changes a bit.
+has tiles of at most 4 x 1, and so has each group of FEW rows. Tiles of one or two rows make each sum in four
+parts, because a dot product that waits for the one before it takes several times as long. A matrix unit, if
+there is one, does the parts for which it is faster (gemm_matrix.py). Sums are integers, so none of this
+changes a bit.
 """
 
 from __future__ import annotations

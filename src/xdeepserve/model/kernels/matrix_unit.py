@@ -9,10 +9,9 @@ product, 16 x 16 sums, is added to a third tile:
     tdpbssd     both int8                  the same
     tdpbf16ps   x and w pairs of BF16      float32, in the order of canonical.matmul_exact
 
-A block is four products: of two left and two right tiles, each of which is used twice (TALL), or, where no
-more than 16 rows are, of one left tile and four right ones (FLAT). Where there are fewer tiles than a block
-takes, the last one takes the place of those that are missing; the same sums are made twice then, and are
-stored to the same place twice.
+A block is four products: of two left and two right tiles, each used twice (TALL), or, for up to 16 rows, of
+one left tile and four right ones (FLAT). Where there are fewer tiles than a block takes, the last one takes
+the place of the missing ones. The same sums are then made twice, and stored to the same place twice.
 
 There are eight tile registers: four for sums, two for the left tiles, and one that each right tile is loaded
 into in turn. A thread says what shape its tiles have before it uses them (`begin_tiles`, or `begin_quarters`

@@ -1,10 +1,10 @@
 """Vectors of 16 floats or 32-bit integers for Numba kernels: `a * b + c` on 16 lanes at once.
 
-Numba vectorises simple loops by itself, but never to the INT8 dot-product instruction, and it keeps no tile
-of accumulators in registers. So the hot kernels say what they want: they load, multiply, add and store
-values of the types `f32x16` and `i32x16`. LLVM turns a 16-lane operation into whatever the CPU has: one
-AVX-512 instruction, two of AVX2, four of SSE2 or NEON. A lane is an IEEE float32 in each case and every
-operation rounds once (multiplications and additions are never fused), so the bits do not depend on the CPU.
+Numba vectorises simple loops automatically, but never to the INT8 dot-product instruction, and it keeps no
+tile of accumulators in registers. So the hot kernels are explicit: they load, multiply, add and store values
+of the types `f32x16` and `i32x16`. LLVM turns a 16-lane operation into the CPU's instructions: one of
+AVX-512, two of AVX2, four of SSE2 or NEON. A lane is an IEEE float32 in each case and every operation rounds
+once (multiplications and additions are never fused), so the bits do not depend on the CPU.
 
     load, load_part     16 neighbouring elements of an array; `part`: the first `count`, zeros in the rest
     store, store_part   the other way round; `part` touches nothing behind the first `count`
