@@ -1,4 +1,4 @@
-"""Fault plans for a pod: failures by kind, place and time, which can be written down and run again.
+"""Fault plans for a pod: failures by kind, place and time, to be written down and run again.
 
 A plan is a TOML file with a list of faults, each of a kind (`fault_kinds`) at one place:
 

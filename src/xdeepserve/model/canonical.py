@@ -73,7 +73,7 @@ GATE_EPS = F32(1e-20)  # DeepSeek's guard in the normalisation of the top-k weig
 
 
 def exp(x: Array) -> Array:
-    """Elementwise e**x, clamped to [-87, 88]; relative error below 2e-7."""
+    """Compute e**x elementwise, clamped to [-87, 88]; relative error below 2e-7."""
     x = np.asarray(np.clip(x, EXP_MIN, EXP_MAX), F32)
     n: Array = np.rint(x * LOG2E)
     r: Array = x - n * LN2_HI
@@ -87,12 +87,12 @@ def exp(x: Array) -> Array:
 
 
 def sigmoid(x: Array) -> Array:
-    """1 / (1 + exp(-x))."""
+    """Compute 1 / (1 + exp(-x)) elementwise."""
     return F32(1.0) / (F32(1.0) + exp(-x))
 
 
 def silu(x: Array) -> Array:
-    """x / (1 + exp(-x))."""
+    """Compute x / (1 + exp(-x)) elementwise."""
     return x / (F32(1.0) + exp(-x))
 
 
@@ -111,7 +111,7 @@ def lane_sum(x: Array) -> Array:
 
 
 def matmul(x: Array, w: Array) -> Array:
-    """x [..., M, K] @ w [..., K, N] -> [..., M, N]; k ascending from zero."""
+    """Multiply x [..., M, K] @ w [..., K, N] -> [..., M, N]; k ascending from zero."""
     out = np.zeros((*np.broadcast_shapes(x.shape[:-2], w.shape[:-2]), x.shape[-2], w.shape[-1]), F32)
     for k in range(w.shape[-2]):
         out += x[..., :, k, None] * w[..., k, None, :]
@@ -126,7 +126,8 @@ def factors(x: Array) -> Array:
 
 
 def matmul_exact(x: Array, w: Array) -> Array:
-    """x [..., M, K] @ w [..., K, N] -> [..., M, N], both of `factors`; two chains for each chunk of k."""
+    """Multiply x [..., M, K] @ w [..., K, N] -> [..., M, N], both of `factors`; two chains for each chunk of
+    k."""
     depth = w.shape[-2]
     out = np.zeros((*np.broadcast_shapes(x.shape[:-2], w.shape[:-2]), x.shape[-2], w.shape[-1]), F32)
     for start in range(0, depth, EXACT_CHUNK):
@@ -147,7 +148,7 @@ def tp_block(k: int, block: int, num_blocks: int = TP_BLOCKS) -> tuple[int, int]
 def matmul_blocked(
     x: Array, w: Array, num_blocks: int = TP_BLOCKS, product: Callable[[Array, Array], Array] = matmul
 ) -> Array:
-    """Row-parallel x [M, K] @ w [K, N]: partial products, added as a tree of neighbours.
+    """Multiply row-parallel x [M, K] @ w [K, N]: partial products, added as a tree of neighbours.
 
     Each of R ranks has K / R of the columns of x and TP_BLOCKS / R of the blocks. `product` computes a block:
     `matmul`, or `matmul_exact`, whose chunks begin anew in each block.
@@ -160,40 +161,43 @@ def matmul_blocked(
 
 
 def quantize_rows(x: Array) -> tuple[Array, Array]:
-    """Symmetric INT8 per row: x [T, K] -> q int8 [T, K], scale [T] with x ~ q * scale, |q| <= 127."""
+    """Quantise symmetrically to INT8 per row: x [T, K] -> q int8 [T, K], scale [T] with x ~ q * scale, |q| <=
+    127."""
     return quantize_by_maxima(x, row_maxima(x))
 
 
 def row_maxima(x: Array) -> Array:
-    """The largest absolute value of each row of x [T, K], [T]."""
+    """Return the largest absolute value of each row of x [T, K], [T]."""
     return np.max(np.abs(x), axis=-1, initial=0.0).astype(F32)
 
 
 def quantize_by_maxima(x: Array, maxima: Array) -> tuple[Array, Array]:
-    """quantize_rows of a part x [T, K] of rows whose largest absolute values are maxima [T]."""
+    """Quantise a part x [T, K] of rows whose largest absolute values are maxima [T], as quantize_rows
+    does."""
     scale = np.maximum(maxima, QUANT_FLOOR) / QUANT_MAX
     return np.rint(x / scale[..., None]).astype(np.int8), scale
 
 
 def matmul_int8(q: Array, scale: Array, w: Array, w_scale: Array) -> Array:
-    """q int8 [M, K], scale [M], w int8 [N, K], w_scale [N] -> [M, N]; int32 sum, then the two scales."""
+    """Multiply q int8 [M, K], scale [M], w int8 [N, K], w_scale [N] -> [M, N]; int32 sum, then the two
+    scales."""
     return scale_sums(q.astype(np.int32) @ w.astype(np.int32).T, scale, w_scale)
 
 
 def scale_sums(sums: Array, scale: Array, w_scale: Array) -> Array:
-    """(float(sums) * scale) * w_scale: sums int32 [T, N], scale [T], w_scale [N]."""
+    """Compute (float(sums) * scale) * w_scale: sums int32 [T, N], scale [T], w_scale [N]."""
     return (sums.astype(F32) * scale[:, None]) * w_scale[None, :]
 
 
 def rms_norm(x: Array, w: Array, eps: float) -> Array:
-    """(x * 1/sqrt(mean(x^2) + eps)) * w over the last axis."""
+    """Compute (x * 1/sqrt(mean(x^2) + eps)) * w over the last axis."""
     mean = lane_sum(x * x) / F32(x.shape[-1])
     inverse = F32(1.0) / np.sqrt(mean + F32(eps))
     return (x * inverse[..., None]) * w
 
 
 def layer_norm(x: Array, w: Array, b: Array, eps: float) -> Array:
-    """rms_norm, weights included, of x less its mean; plus b."""
+    """Compute rms_norm, weights included, of x less its mean; plus b."""
     centred = x - (lane_sum(x) / F32(x.shape[-1]))[..., None]
     return rms_norm(centred, w, eps) + b
 
@@ -208,7 +212,7 @@ def rope(x: Array, cos: Array, sin: Array) -> Array:
 
 
 def swiglu(gate_up: Array) -> Array:
-    """gate_up [T, 2I] = [gate | up] -> silu(gate) * up, [T, I]."""
+    """Compute gate_up [T, 2I] = [gate | up] -> silu(gate) * up, [T, I]."""
     half = gate_up.shape[-1] // 2
     return silu(gate_up[..., :half]) * gate_up[..., half:]
 
@@ -298,7 +302,7 @@ def top_positions(scores: Array, top_k: int) -> Array:
 
 
 def softmax(x: Array) -> Array:
-    """exp(x - max) / sum over the last axis."""
+    """Compute exp(x - max) / sum over the last axis."""
     p = exp(x - x.max(axis=-1, keepdims=True))
     return p / lane_sum(p)[..., None]
 
@@ -337,7 +341,7 @@ def gate(
 
 
 def combine(expert_out: Array, topk_weights: Array, shared: Array | None) -> Array:
-    """Weighted sum of expert_out [T, K, H] in slot order, then shared [T, H] unscaled -> [T, H]."""
+    """Sum expert_out [T, K, H] by weight in slot order, then add shared [T, H] unscaled -> [T, H]."""
     total = np.zeros((expert_out.shape[0], expert_out.shape[2]), F32)
     for slot in range(expert_out.shape[1]):
         total = total + expert_out[:, slot] * topk_weights[:, slot, None]

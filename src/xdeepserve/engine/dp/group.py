@@ -99,7 +99,7 @@ class DPGroup:
         return self.places.is_empty and not self.handover.sending
 
     def left(self) -> Left:
-        """Count the entries of sequences in the books of this group."""
+        """Count the entries of sequences in the books of the group."""
         handover, endpoints = self.handover, self.endpoints
         return Left(
             places=self.places.num_placed,
@@ -137,7 +137,7 @@ class DPGroup:
         return bool(step.shares)
 
     def put(self, command: msgspec.Struct, delay_ns: int = 0) -> None:
-        """Send a command to every die of the group, to be read after so many ns."""
+        """Send a command to every die of the group, to be read after `delay_ns` (virtual ns)."""
         for die in self.dies:
             die.put(command, delay_ns)
 

@@ -153,7 +153,8 @@ class RTC(BlockTable):
     # ---- moving between HBM and host DRAM -----------------------------------------------------------
 
     def populate(self, nodes: Sequence[Node]) -> tuple[int, list[BlockCopy]] | None:
-        """Bring saved nodes into HBM: a ticket and the transfers; None if too few slots are available.
+        """Bring saved nodes into HBM. Returns a ticket and the transfers, or None if too few slots are
+        available.
 
         The nodes are ready after `finish(ticket)`; until then they cannot be evicted.
         """
@@ -175,13 +176,15 @@ class RTC(BlockTable):
         return ticket, copies
 
     def query_populate(self, ticket: int) -> bool:
-        """Whether a ticket's transfers have ended. XDeepServeError if there was never such a ticket."""
+        """Whether a ticket's transfers have ended. Raises XDeepServeError if there was never such a
+        ticket."""
         if not 0 < ticket <= self._num_tickets:
             raise XDeepServeError(f"RTC: there is no ticket {ticket}; the newest is {self._num_tickets}")
         return ticket not in self._busy
 
     def save(self, limit: int) -> tuple[int, list[BlockCopy]] | None:
-        """Keep up to `limit` cached blocks in host DRAM too, the oldest first; None: nothing to do."""
+        """Start to copy up to `limit` cached blocks to host DRAM, the oldest first. Returns a ticket and the
+        transfers, or None without work."""
         candidates = sorted(
             (node for node in self._evictable() if node.host_slot is None),
             key=lambda node: node.last_used,
@@ -206,7 +209,8 @@ class RTC(BlockTable):
         return ticket, copies
 
     def swap_out(self, holding: Holding) -> tuple[int, list[int], list[BlockCopy]] | None:
-        """Move a whole holding to host DRAM: (ticket, host slots in order, transfers); None without room.
+        """Move a whole holding to host DRAM. Returns (ticket, host slots in order, transfers), or None
+        without room.
 
         The holding is empty on return; its slots are free after `finish(ticket)`.
         """
@@ -222,7 +226,8 @@ class RTC(BlockTable):
         return ticket, host_slots, copies
 
     def swap_in(self, host_slots: Sequence[int]) -> tuple[int, Holding, list[BlockCopy]] | None:
-        """Bring a swapped holding back: (ticket, holding, transfers); None if too few slots are available.
+        """Bring a swapped holding back. Returns (ticket, holding, transfers), or None if too few slots are
+        available.
 
         The host slots are given back by `release_host` after `finish(ticket)`.
         """
@@ -239,7 +244,7 @@ class RTC(BlockTable):
         return ticket, holding, copies
 
     def release_host(self, host_slots: Iterable[int]) -> None:
-        """Give back host slots of `swap_out`."""
+        """Give back host slots taken by `swap_out`."""
         self._host_free.extend(host_slots)
 
     def finish(self, ticket: int) -> None:

@@ -280,7 +280,7 @@ class Engine:
         on_scheduled: Callable[[int], None] | None = None,
         is_bounded: bool = True,
     ) -> Request:
-        """Check and enqueue a request; RequestError if it cannot be served.
+        """Check and enqueue a request. Raises RequestError if it cannot be served.
 
         The request arrives now if the pod serves others, or if a process submits it. A request from outside
         to a pod without requests arrives when the pod rests, together with those that come until then.
@@ -378,7 +378,8 @@ class Engine:
             )
 
     def _seed_of(self, params: SamplingParams) -> int:
-        """The request's own seed, else one drawn from the deployment's seed and the order of arrival."""
+        """Return the request's own seed, else one drawn from the deployment's seed and the order of
+        arrival."""
         if params.seed is not None:
             return params.seed
         self._num_unseeded += 1

@@ -88,7 +88,8 @@ def _wide_group(out, o, ldo, x, ldx, rows, w, j, ldw, ahead, k_size, num_blocks,
 
 @part
 def _round_rows(rounded, width, x, start, ldx, rows, size, w):
-    """rounded [rows, width] = the factors of the first `size` of each row from x[start], then zeros."""
+    """Fill rounded [rows, width] with the factors of the first `size` of each row from x[start], then
+    zeros."""
     for m in range(rows):
         for i in range(0, size, COLUMNS):
             row = factor(take(x, start + m * ldx + i, size - i))
@@ -133,7 +134,8 @@ def gemm_exact(out, x, w, k_size, n, num_blocks, batches, x_step, out_step, firs
 
 
 def matmul_exact(out: Array, x: Array, w: Array, first: int = 0, last: int | None = None) -> None:
-    """out [M, N] = exact products of x [M, K] and w, packed [K, N]; of column groups [first, last) only."""
+    """Multiply in exact products, out [M, N] from x [M, K] and w, packed [K, N]; only column groups [first,
+    last)."""
     n = out.shape[1]
     gemm_exact(out, x, w, x.shape[1], n, 1, 1, 0, 0, first, num_groups(n) if last is None else last)
 

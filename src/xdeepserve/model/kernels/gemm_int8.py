@@ -179,13 +179,14 @@ def gemm_int8(out, q, scale, w, w_scale, n, bounds, first, last):
 def matmul_int8(
     out: Array, q: Array, scale: Array, w: Array, w_scale: Array, first: int = 0, last: int | None = None
 ) -> None:
-    """out [M, N]; q int8 [M, K], scale [M], w packed [N, K], w_scale [N]; groups [first, last) only."""
+    """Multiply out [M, N]; q int8 [M, K], scale [M], w packed [N, K], w_scale [N]; only groups [first,
+    last)."""
     n = out.shape[1]
     gemm_int8(out, q, scale, w, w_scale, n, ALL_ROWS, first, num_groups(n) if last is None else last)
 
 
 def matmul_int8_sums(out: Array, q: Array, w: Array, first: int = 0, last: int | None = None) -> None:
-    """out int32 [M, N] = q int8 [M, K] @ w, packed [N, K]; see scale_sums."""
+    """Multiply without scales: out int32 [M, N] = q int8 [M, K] @ w, packed [N, K]; see scale_sums."""
     n = out.shape[1]
     gemm_int8(out, q, NO_SCALE, w, NO_SCALE, n, ALL_ROWS, first, num_groups(n) if last is None else last)
 
@@ -200,6 +201,7 @@ def grouped_matmul_int8(
     first: int = 0,
     last: int | None = None,
 ) -> None:
-    """out [R, N]: rows bounds[e]:bounds[e+1] of q [R, K] by w, packed [E, N, K]; w_scale [E * N]."""
+    """Multiply grouped rows, out [R, N]: rows bounds[e]:bounds[e+1] of q [R, K] by w, packed [E, N, K];
+    w_scale [E * N]."""
     n = out.shape[1]
     gemm_int8(out, q, scale, w, w_scale, n, bounds, first, num_groups(n) if last is None else last)

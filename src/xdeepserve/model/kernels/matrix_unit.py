@@ -219,12 +219,13 @@ def _multiplier(block: Block, name: str) -> Any:
     clear, add = _clear_sums, _add_products(block, name)
 
     def multiply(c, at, ldc, goes_on, x, i, ldx, w, j, ldw, last, depth, rows, columns):
-        """The sums at c[at ...] = (themselves if it goes on, else zero) + products of `depth` tiles of k.
+        """Set the sums at c[at ...] to (themselves if it goes on, else zero) + products of `depth` tiles of
+        k.
 
-        `rows` left tiles are there and `columns` right ones, at least one of each. In bytes: sums of the
-        next 16 rows are TILE_SIZE further, those of the next 16 columns ldc. The next 16 rows of x are ldx
-        further, the next 16 columns of w ldw. The next tile of k comes behind a tile, but the last one of w
-        begins no more than `last` behind the first.
+        There are `rows` left tiles and `columns` right ones, at least one of each. Strides are in bytes: sums
+        of the next 16 rows are TILE_SIZE further, those of the next 16 columns ldc. The next 16 rows of x are
+        ldx further, the next 16 columns of w ldw. The next tile of k comes behind a tile, but the last one of
+        w begins no more than `last` behind the first.
         """
         if goes_on:
             load(c, at, ldc, rows, columns)
