@@ -140,8 +140,8 @@ def matmul_exact(x: Array, w: Array) -> Array:
 
 
 def tp_block(k: int, block: int, num_blocks: int = TP_BLOCKS) -> tuple[int, int]:
-    """Return the bounds of block `block` among the blocks into which a row-parallel layer cuts its K =
-    `k`."""
+    """Return the bounds [lo, hi) of a block, among the blocks into which a row-parallel layer cuts its `k`
+    inputs."""
     return k * block // num_blocks, k * (block + 1) // num_blocks
 
 

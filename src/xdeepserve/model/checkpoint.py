@@ -214,7 +214,8 @@ def _find(name: str, config: ModelConfig, stored: dict[str, TensorFile]) -> str 
 
 
 def _count_mtp_layers(config: ModelConfig, stored: dict[str, TensorFile]) -> int:
-    """Count the MTP layers in the files, at least in part; an incomplete one is an error found later."""
+    """Count the MTP layers of which the files hold at least a part; an incomplete one is an error found
+    later."""
     count = 0
     while count < config.num_nextn_predict_layers:
         mtp = mtp_section(config, count)

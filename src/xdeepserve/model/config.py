@@ -65,7 +65,8 @@ class YarnConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def table_scale(self) -> float:
-        """Factor on cos and sin: m(mscale) / m(mscale_all_dim) if both are given, else m(1)."""
+        """Factor on cos and sin: `attention_factor` if given; m(mscale) / m(mscale_all_dim) if both are
+        given; else m(1)."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:

@@ -173,6 +173,7 @@ class BlockTable:
     def finish(self, ticket: int) -> None:
         """Note the end of a ticket's transfers, or of its step."""
         slots = self._busy.pop(ticket)
+        # A set has no order, but the slots handed out next must be the same in every run.
         for slot in sorted(slots, reverse=True):
             if self._users[slot] == 0 and slot not in self._node_of and not self._is_busy(slot):
                 self._free.append(slot)

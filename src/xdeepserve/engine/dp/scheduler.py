@@ -138,6 +138,7 @@ class Scheduler:
                 break
             if not self._take_blocks(seq, share, step):
                 if self._ahead is not None:
+                    # Which sequence must give way is known only from the results of the step under way.
                     self._must_wait = True
                     break
                 if not preemption.make_room(step):
