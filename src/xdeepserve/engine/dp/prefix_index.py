@@ -149,8 +149,8 @@ class PrefixIndex:
             stack.extend(list(node.children.values())[::-1])
 
     def check_integrity(self) -> None:
-        """Check names against nodes, their limit, and leaves for content. Raises XDeepServeError if one check
-        fails."""
+        """Check names against nodes, the limit on names, and leaves for content. Raises XDeepServeError if a
+        check fails."""
         found = {cache_id: node for node in self.nodes() for cache_id in node.ids}
         if found != self.by_id or self.root.ids:
             raise XDeepServeError(
