@@ -1,8 +1,8 @@
 """A direction of a pull-based exchange, steps 3 to 7 of XDS 3.2: writers keep blocks, readers pull them.
 
-A rank that sends holds an `Outbox`, a rank that receives an `Inbox`. Dispatch is one direction in which every
-rank is both; A2E's first stage is one from each attention die to its trampoline. Fields and pieces are
-arrays, never an object for each pair of ranks: 768 ranks have 590,000 pairs.
+A sending rank has an `Outbox`, a receiving rank an `Inbox`. Dispatch is a direction in which every rank is
+both; A2E's first stage is a direction from each attention die to its trampoline. Fields and pieces are
+arrays, never an object for each pair of ranks, because 768 ranks have 590,000 pairs.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Outbox:
 
         `chosen`, a mask, leaves out readers that do not wait to be told.
 
-        The cores meet, since a field speaks of rows that all of them have stored; then their scalar units
-        make out the fields one by one.
+        The cores meet first, because a field speaks of rows that all of them have stored. Then their scalar
+        units post the fields one by one.
         """
         await self.die.clock.sleep(self.die.spec.meeting_ns())
         self._field["event_id"] = event_id
@@ -130,8 +130,8 @@ class Inbox:
     ) -> Int64:
         """Step 5: poll the own metadata until all writers have posted `event_id`; return their row counts.
 
-        The scalar units take note of one field after the other, as they arrive. `lane` is that of the steps,
-        in traces.
+        The scalar units note one field after the other, as they arrive. `lane` is the lane of the steps in
+        traces.
 
         Raises DeadlineError naming the writers that have not, ProtocolError for one ahead or behind.
         """
@@ -180,9 +180,9 @@ class Inbox:
     ) -> npt.NDArray[np.uint8]:
         """Steps 6-7: read the writers' rows for this rank into the own app area; uint8 [rows, row_nbytes].
 
-        They begin where a writer `place` would have its block, if each had one there.
+        The rows are written from the block of writer number `place` on, as if each writer had a block there.
 
-        A row costs the ports what a copy of a token does; with `is_bulk` a block moves as its bytes do.
+        The ports bill each row like the copy of a token; with `is_bulk` they bill a block by its bytes.
         """
         row, num_rows = self.blocks.row_nbytes, int(counts.sum())
         first = self.blocks.first_row(place)

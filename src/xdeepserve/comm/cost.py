@@ -1,10 +1,9 @@
 """Costs of transfers by formula: operator-level models beside the simulated protocols.
 
-The protocols of this package take the time that their engine operations add up to. The formulas here give the
-same in closed form for the exchanges of hundreds of ranks, of which each rank's hundred thousand accesses
-need not be simulated one by one. Both levels read the same parameter table (`hw.spec`), and the tests compare
-them where both can run: each level adds up an operator's own steps. All times are ns, not rounded; rows are
-those of the INT8 recipe, activations in a die's memory float32.
+A simulated protocol takes the sum of its engine operations' times. The formulas here give the same times in
+closed form, for exchanges of hundreds of ranks, whose hundred thousand accesses per rank would be slow to
+simulate. Both levels read the same parameter table (`hw.spec`), and the tests compare them where both can
+run. All times are ns, not rounded; rows are those of the INT8 recipe, activations in a die's memory float32.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Fields of a pull-based exchange (`wire`), as kernels write and read them.
 
-Where dies run in lockstep, kernels go over the memories of all of them and leave the bytes that the protocols
-leave. The twins do that for one step after the other; what the first kernel posts, the second one reads. They
+Where dies run in lockstep, kernels go over the memories of all dies and leave the same bytes as the
+protocols. The twins do this step by step; the second kernel reads the fields that the first one posts. They
 take addresses, and `s`, a named tuple of the sizes in the protocol's layout.
 """
 

@@ -1,7 +1,7 @@
 """Accelerators for plans to choose from: MegaScale-Infer's Table 3, and the dies that this project simulates.
 
-Each number has its source. What a paper or vendor does not say is `assumed`: above all how much of its peak
-an accelerator reaches, for which that of a CloudMatrix384 die stands, to which it is fitted.
+Each number has its source. Numbers that no paper or vendor gives are `assumed`. The main one is the share of
+its peak that an accelerator reaches: it is taken from a CloudMatrix384 die, for which it is fitted.
 """
 
 from __future__ import annotations

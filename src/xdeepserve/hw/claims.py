@@ -11,9 +11,9 @@ class Claims:
     """Claimed ranges of a node's memory. A transfer claims the bytes that it will write and shares the bytes
     that it will read.
 
-    Two transfers to the same bytes would leave a mixture of both that depends on timing, and one that reads
-    what another writes would carry such a mixture on. So the second is refused, whoever asks for it: a claim
-    belongs to the memory, not to one handle on it. Any number may read the same bytes.
+    Two transfers to the same bytes would leave a mixture of both that depends on timing, and a transfer that
+    reads bytes while another writes them would carry such a mixture on. So the second is refused, through
+    whatever handle it comes: a claim belongs to the memory. Any number of transfers may read the same bytes.
     """
 
     def __init__(self, node: int) -> None:

@@ -13,11 +13,11 @@ Two kinds of waiting:
       ... no deadline     as above, but DeadlockError as soon as nothing in the pod could ever end it
       ... idle=True       waits for work (a die for a command, a host for a request): may last for ever
 
-A process that awaits anything else, say an asyncio future, holds virtual time still until it continues.
-Code that is no process (an HTTP handler, a test) may call `spawn`, `Waiter.wake` and `Queue.put`, which take
-effect at the current virtual time, and may `await` a process to get its result or its exception. What the
-current virtual time is then, depends on how often the event loop has turned, unless the clock *rests*: nobody
-runs, and nothing is left to happen. Who wants the same events every time waits for that (`when_at_rest`).
+A process that awaits anything else, say an asyncio future, holds virtual time still until it continues. Code
+that is no process (an HTTP handler, a test) may call `spawn`, `Waiter.wake` and `Queue.put`, which take
+effect at the current virtual time, and may `await` a process to get its result or its exception. The virtual
+time at that moment depends on how often the event loop has turned, unless the clock *rests*: no process runs,
+and no event is left. Callers that need the same events every time wait for that (`when_at_rest`).
 """
 
 from __future__ import annotations

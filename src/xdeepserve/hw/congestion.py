@@ -1,8 +1,8 @@
 """Sending rates of queue pairs when the receiver's port is crowded (MegaScale-Infer 5).
 
-Rates follow DCQCN's shape: a congestion notice cuts the rate, and it comes back in steps. The paper says what
-its tuning aims at (less rate limiting, faster convergence where receivers get unequal amounts), and no
-number: both sets are assumed, the first in the proportions of DCQCN's published defaults.
+Rates follow DCQCN's shape: a congestion notice cuts the rate, and it comes back in steps. The paper states
+the aims of its tuning (less rate limiting, faster convergence where receivers get unequal amounts), but no
+numbers. Both sets are assumed, the first in the proportions of DCQCN's published defaults.
 """
 
 from __future__ import annotations

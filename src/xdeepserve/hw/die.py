@@ -1,7 +1,7 @@
 """A die with memory, cores, engines and command queue, as a die program sees them.
 
 A *die program* is an `async def program(die, ...)` spawned on the clock. It reads its own memory directly,
-everybody else's through the engines, and launches kernels on views of its memory.
+other memories through the engines, and launches kernels on views of its memory.
 """
 
 from __future__ import annotations
@@ -197,12 +197,12 @@ class Die:
     ) -> None:
         """Poll [start, start + nbytes) of the die's own memory until `observe` is satisfied.
 
-        `observe(offset, nbytes)` looks at the bytes that may have changed and says whether the wait is over:
-        first at all of them, then at what each write touched (a busy-polling core would see no more, so no
-        event is spent on polls in vain). What it raises is raised here. The poll latency passes after the
+        `observe(offset, nbytes)` looks at the bytes that may have changed and says whether the wait is over.
+        It is called first for all bytes, then for those touched by each write; polls in between would see
+        nothing new, so they cost no events. Its errors are raised here. The poll latency passes after the
         write that ends the wait. Raises DeadlineError or DeadlockError as `describe` words it; a wait for
-        work, `idle` and without deadline, may last for ever. LostDieError if this die is lost, before or
-        meanwhile: what lies there now is nobody's field.
+        work, `idle` and without deadline, may last for ever. Raises LostDieError if this die is lost, before
+        or meanwhile, because its bytes are then no valid field.
         """
         waiter = self.clock.waiter(describe)
         poll_ns = self.spec.poll_ns()
@@ -235,9 +235,9 @@ class Die:
     ) -> None:
         """Poll bytes of other memories, or of this die's own, by reads until `observe` is satisfied.
 
-        It looks at once, and then when one of the places (address, size) has been written to: a read more
-        would see no more. The read that ends the wait takes its time. A die that is lost answers no read:
-        what is asked of it stays as it was. Errors as in `wait_fields`.
+        `observe` is called at once, and then whenever one of the places (address, size) has been written to;
+        more reads would see nothing new. The read that ends the wait takes its time. A lost die answers no
+        read, so its bytes seem unchanged. Raises errors as `wait_fields` does.
         """
         waiter = self.clock.waiter(describe)
         read_ns = self.spec.startup_ns("urma") + self.spec.pieces_ns(1, 1) + self.spec.far_latency_ns()

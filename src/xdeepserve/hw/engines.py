@@ -6,10 +6,10 @@ become visible at the destination, at the completion time, in the order of the p
 engine complete in the order of their calls. So a flag that is stored with or after its data by the same
 engine is never seen before them; two engines promise each other nothing.
 
-Bytes are bound by the issuing die's port; what DMA and URMA carry, and the copies of an exchange, by the port
-at the far end as well, which others may be using (`hw.ports`); not what cores load and store. What a kernel
-does after its first access ("is_running") has no startup of its own, and the issue of its accesses hides
-behind their bytes. Sources: XDS 2.2, 3.1.
+Bytes are bound by the issuing die's port. Transfers of DMA and URMA, and the copies of an exchange, are also
+bound by the port at the far end, which others may be using (`hw.ports`); loads and stores of cores are not. A
+kernel's accesses after its first one ("is_running") have no startup, and their issue hides behind their
+bytes. Sources: XDS 2.2, 3.1.
 """
 
 from __future__ import annotations

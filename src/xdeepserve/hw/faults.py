@@ -1,4 +1,4 @@
-"""Fault plans for a pod: failures by kind, place and time, which can be written down and run again.
+"""Fault plans for a pod: failures by kind, place and time, to be written down and run again.
 
 A plan is a TOML file with a list of faults, each of a kind (`fault_kinds`) at one place:
 
@@ -13,16 +13,16 @@ A plan is a TOML file with a list of faults, each of a kind (`fault_kinds`) at o
     volume = 0
     kind = "full"
 
-A die that is `lost`: whatever it does ends in the middle; its memory is scribbled over and answers nobody,
-and what is written there is gone. `stalled`: for so long it begins nothing, neither a kernel nor a transfer;
-what has begun ends in time. `glitch`: the kernel or transfer that it is at ends with an error code
-(`error_codes`), and its memory stays; a die that is at nothing has nothing that could fail. `bad-page`: an
-uncorrectable error of a page of its HBM, whose content is scribbled over; the driver puts a healthy page in
-its place, ends what the die is at with an error code, and tells whoever listens which bytes are lost.
+A die that is `lost` ends all its work in the middle; its memory is scribbled over and answers no access, and
+bytes written there are gone. `stalled`: for `for_us` the die begins no kernel and no transfer; those under
+way end in time. `glitch`: the die's kernels and transfers under way end with an error code (`fault_kinds`),
+and its memory stays; an idle die is not affected. `bad-page`: an uncorrectable error of a page of its HBM,
+whose content is scribbled over; the driver puts a healthy page in its place, ends the die's work with an
+error code, and tells listeners which bytes are lost.
 
-Nobody is told. Who depends on a place finds out by what does not come (heartbeats, deadlines; xDeepServe 6.1)
-or by asking where nothing answers (`LostDieError`). A fault is no reason for virtual time to go on: on a pod
-that rests it happens as soon as time passes its moment.
+Faults are not announced. Parts that depend on a place find out because something does not come (heartbeats,
+deadlines; xDeepServe 6.1) or because a read is not answered (`LostDieError`). A fault does not make virtual
+time go on: on a pod that rests it happens as soon as time passes its moment.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Sharing of a die's HBM bandwidth among kernels that run side by side.
 
-A kernel says how long it takes by itself, and for how much of that its bytes would keep all of HBM busy. So
-it draws that share of the bandwidth, evenly. Kernels that together draw more than there is get max-min fair
-shares, and take longer: one that draws less than an even share has all that it asks for.
+A kernel states its time without others, and for how much of that time its bytes would keep all of HBM busy.
+It draws that share of the bandwidth, evenly. Kernels that together draw more than the whole get max-min fair
+shares, and take longer; a kernel that draws less than an even share gets all that it asks for.
 """
 
 from __future__ import annotations

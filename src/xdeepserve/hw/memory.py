@@ -8,8 +8,8 @@ that a bytearray, resident as a whole at once, could not.
 
     metadata | managed | app        lowest offset first
 
-Metadata and managed data belong to XCCL and come first: ranks that plan them alike have them at equal
-offsets, so a rank can compute a peer's addresses from its own layout, whatever either keeps in its app area.
+Metadata and managed data belong to XCCL and come first. Ranks with equal plans have them at equal offsets. So
+a rank can compute a peer's addresses from its own layout, whatever either keeps in its app area.
 """
 
 from __future__ import annotations

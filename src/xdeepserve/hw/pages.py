@@ -1,9 +1,9 @@
 """Shared pages: equal bytes in many memories, kept once until a node writes to them.
 
-Every node's memory holds its own bytes, whatever the computer does behind them. What all of them hold alike
-needs the computer's memory, and its caches, only once: its whole pages are private mappings of one file in
-memory, so a node that writes to such a page gets a copy of its own, as after a fork. Where the system cannot
-do that, bytes are copied, and nothing but room and speed is different.
+Every node's memory has its own bytes, whatever the computer does behind them. Bytes that many nodes have in
+common need the computer's memory, and its caches, only once. Their whole pages are private mappings of one
+file in memory, so a node that writes to such a page gets a copy of its own, as after a fork. Where the system
+cannot do that, bytes are copied; only room and speed differ.
 """
 
 from __future__ import annotations

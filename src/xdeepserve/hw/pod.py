@@ -25,8 +25,8 @@ from .trace import Trace
 class Pod:
     """Virtual SuperPod: plan the memories, materialise them, then run programs on the dies.
 
-    A die is free, held by somebody (`hold`), or lost. What is given back (`release`) is planned anew by
-    whoever holds it next.
+    A die is free, held by a holder (`hold`), or lost. A die that is given back (`release`) is planned anew by
+    its next holder.
 
     pod = Pod()
     kv = pod.plan(0).app.alloc("kv", 4096)

@@ -1,12 +1,12 @@
 """Ports of the dies on the UB plane, both directions, as operators on token copies are billed for them.
 
 Between dies an exchange of tokens is bound by messages, not bytes: CM Table 6 has the same times for messages
-of 7.5 KB and of 14 KB. So each copy that leaves its package takes `Spec.exchange_copy` of the port that it
-leaves by and of the port that it arrives at, more between servers. Copies of one call are all under way at
-once; at each port they queue behind those of earlier calls.
+of 7.5 KB and of 14 KB. So each copy that leaves its package occupies its port of departure and its port of
+arrival for `Spec.exchange_copy`, and longer between servers. Copies of one call are all under way at once; at
+each port they queue behind copies of earlier calls.
 
-What DMA and URMA carry in bulk passes the same ports, by its bytes: so a far die that many pull from is a
-bottleneck, and KV caches on their way over UB delay a dispatch, as they do not over RoCE (CM 4.3.3).
+Bulk transfers of DMA and URMA pass the same ports, billed by bytes. So a far die from which many dies pull is
+a bottleneck, and KV caches on their way over UB delay a dispatch; over RoCE they do not (CM 4.3.3).
 """
 
 from __future__ import annotations

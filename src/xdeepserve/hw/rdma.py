@@ -1,20 +1,20 @@
 """RDMA for CPU libraries (MegaScale-Infer 5): queue pairs, writes with immediate, completion queues.
 
-A *write with immediate* brings bytes from one memory into another one, and leaves an entry with 32 bits of
-the sender's in the receiver's completion queue when the last byte has come; the sender gets an entry of its
-own when the receiver's card has acknowledged it. Cards cut writes into segments, of which their queue pairs
-take turns. A segment that is lost, or damaged (its checksum tells), is sent again with all behind it, so
-bytes arrive in order and whole, or the write fails after RETRIES.
+A *write with immediate* brings bytes from one memory into another. When the last byte has come, it leaves an
+entry with 32 bits from the sender in the receiver's completion queue. The sender gets an entry of its own
+when the receiver's card has acknowledged the write. Cards cut writes into segments, and queue pairs take
+turns. A segment that is lost, or damaged by its checksum, is sent again with all behind it. So bytes arrive
+in order and whole, or the write fails after RETRIES.
 
-The source is read when a segment leaves: whoever overwrites it before its completion sends the new bytes.
-What a card writes to a device's memory passes PCIe: it is certain to be there only behind a `flush`, which
-reads over PCIe behind the writes (GDRCopy), or after LANDING_NS.
+The source is read when a segment leaves: overwriting it before the completion sends the new bytes. A card's
+writes to a device's memory pass PCIe. They are certain to be there only behind a `flush`, which reads over
+PCIe behind the writes (GDRCopy), or after LANDING_NS.
 
-One side of a card transmits, one segment after another, the other side receives alike; a segment flies for
-`roce_startup` in between. Queue pairs that have something to send take turns. Acknowledgements and notices
-of congestion pass the same side: before all data (MegaScale-Infer's high-priority queues), or as one more
-queue pair that waits for its turn behind theirs, which is what the paper found. A queue pair sends one write
-at a time: the next one when this one is acknowledged.
+One side of a card transmits, one segment after another; the other side receives in the same way. A segment
+flies for `roce_startup` in between. Queue pairs with something to send take turns. Acknowledgements and
+congestion notices pass the same side. They go before all data (MegaScale-Infer's high-priority queues), or as
+one more queue pair that waits for its turn, which is the problem that the paper found. A queue pair sends one
+write at a time: the next one when this one is acknowledged.
 """
 
 from __future__ import annotations
@@ -402,8 +402,8 @@ class RDMACard:
             self._enqueue(pair)
 
     def _watch(self, pair: QueuePair, write: WriteUnderWay) -> None:
-        """Start the sender's timer for a write. Only writes with a lost segment need it, because for others
-        it would not matter."""
+        """Start the sender's timer for a write. On hardware it runs for all writes; here only writes with a
+        lost segment are watched, because the others end in time."""
         self.clock.spawn(self._time_out(pair, write, write.tries, write.known), name="timer of a write")
 
     async def _time_out(self, pair: QueuePair, write: WriteUnderWay, tries: int, known: int) -> None:

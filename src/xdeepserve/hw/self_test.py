@@ -1,8 +1,8 @@
 """Self-test of dies after a failure among them, before they are used again.
 
-Each runs a kernel, and reads some bytes of the others. Who does not end that in time, or answers nobody, is
-not well; of two that cannot reach each other the one that others cannot reach either, or else the later one.
-What lies at the beginning of their memories is overwritten.
+Each die runs a kernel, and reads some bytes of the others. A die that does not finish in time, or does not
+answer, is not well. Of two dies that cannot reach each other, the one with more such failures is not well, or
+else the later one. The first bytes of each memory are overwritten.
 """
 
 from __future__ import annotations

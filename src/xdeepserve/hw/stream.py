@@ -1,10 +1,10 @@
 """A kernel's stream of copies through the unified buffers of its AIV cores, chunk by chunk.
 
-`MTE.copy` moves bytes that are all there, into memory that is all free. A protocol that must look before each
-chunk (is its slot free? has it arrived?) opens a stream: the loads of MTE2 and the stores of MTE3 follow each
-other in ping-pong, and a store is under way while the kernel goes on. Startup is paid once; the issue of an
-access hides behind the bytes of the one before. What a store carries becomes visible in the order of the
-calls, flags after data.
+`MTE.copy` moves bytes that are all there, into memory that is all free. A protocol that must check before
+each chunk (is its slot free? has it arrived?) opens a stream. Loads of MTE2 and stores of MTE3 follow each
+other in ping-pong, and the kernel goes on while a store is under way. Startup is paid once; the issue of an
+access hides behind the bytes of the one before. Stored bytes become visible in the order of the calls, flags
+after data.
 """
 
 from __future__ import annotations

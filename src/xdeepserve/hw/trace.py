@@ -74,8 +74,7 @@ class _End(NamedTuple):
 class Trace:
     """Collects spans and arrows. When off, every method returns at once; see `is_on`.
 
-    Who reads it can say what the nodes are (`name_node`), in which order lanes come (`lane_order`), and that
-    nothing is to be kept of some nodes (`hide`).
+    Callers can name the nodes (`name_node`), order the lanes (`lane_order`), and leave nodes out (`hide`).
     """
 
     def __init__(self, is_on: bool = True) -> None:

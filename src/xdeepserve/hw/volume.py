@@ -1,11 +1,12 @@
 """Elastic volume: values by key in a file that outlives the process (EVS, CloudMatrix 4.4.1).
 
-Values are written all or none, and each has a digest of 128 bits over its key and its bytes, which every
-read checks: what does not agree is deleted and counted, and is not there. A file whose structure is damaged
-is made anew from what can still be read. So a read gives the bytes that were written, or nothing.
+Values are written all or none. Each has a digest of 128 bits over its key and its bytes, which every read
+checks; a value that does not agree is deleted and counted, as if it were absent. A file with a damaged
+structure is rebuilt from the values that can still be read. So a read gives the bytes that were written, or
+nothing.
 
-Age is a counter that the file keeps: every use of a value makes it the youngest. That a value has been read
-is written down with the next commit, so after a crash the order of the last uses may be lost, and no more.
+Age is a counter in the file: every use of a value makes the value the youngest. Uses by reading are written
+with the next commit, so a crash may lose the order of the last uses, and nothing else.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """File of a volume: how it is made, how it is told from foreign files, and what counts as damage.
 
-One SQLite file with a write-ahead log, synchronised fully: what has been committed survives the process, and
-what has not leaves no trace. Its header says whose it is in an application id, and in which format in a
-user version of four equal bytes; both are read by majority, so that one damaged byte turns it neither into
-somebody else's file nor into one of another format. It is made beside its place and then renamed, so that
-there is never half a file of that name.
+One SQLite file with a write-ahead log, fully synchronised: committed values survive the process, and
+uncommitted ones leave no trace. The header has an application id, and the format as a user version of four
+equal bytes. Both are read by majority, so one damaged byte makes the file neither foreign nor one of another
+format. A new file is made beside its place and then renamed, so there is never half a file of that name.
 """
 
 from __future__ import annotations

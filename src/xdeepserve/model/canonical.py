@@ -22,10 +22,11 @@ the same name in `kernels`; the tests compare the two with `array_equal`.
     exp, sigmoid, silu     one polynomial of plain multiplies and adds; never the C library's
 
 Exact products. The INT8 recipe rounds both factors of a product to BF16, as the papers' hardware does, and
-those below 2**-45 to zero (integers of INT8 are BF16 numbers as they are). A matrix unit then computes in
-this order, and so does everybody else: 32 values of k (or absolute positions) at a time, a chain of the even
-ones and a chain of the odd ones, each from zero and ascending; then sum += even + odd. Why this gives one set
-of bits on a matrix unit (AMX's TDPBF16PS), with fused multiply-adds, and with multiplications and additions:
+those below 2**-45 to zero (INT8 integers are BF16 numbers already). A matrix unit computes in the following
+order, and so does every other path. It takes 32 values of k (or absolute positions) at a time, in a chain of
+the even ones and a chain of the odd ones, each from zero and ascending; then sum += even + odd. Why this
+gives one set of bits on a matrix unit (AMX's TDPBF16PS), with fused multiply-adds, and with multiplications
+and additions:
 
     a product is exact      two factors of 8 significant bits have one of 16, and float32 holds 24. So whether
                             it is rounded before it is added does not matter: there is nothing to round
@@ -35,8 +36,8 @@ of bits on a matrix unit (AMX's TDPBF16PS), with fused multiply-adds, and with m
     a zero changes nothing  a chain begins with +0, so no sum is ever -0, and +0 or -0 may be added to it:
                             padding, whether with zeros for k or with hidden positions of weight zero, is free
 
-Products stay finite as long as factors are below 2**63, and so do sums that are below 2**128; what is larger
-is beyond a model's numbers.
+Products stay finite as long as factors are below 2**63, and sums as long as they are below 2**128. A model
+has no larger numbers.
 
 No BLAS: its rows depend on the batch they are computed in. Division and square root are IEEE exact.
 All arrays are float32 unless a docstring says otherwise. T counts token rows.
@@ -72,7 +73,7 @@ GATE_EPS = F32(1e-20)  # DeepSeek's guard in the normalisation of the top-k weig
 
 
 def exp(x: Array) -> Array:
-    """Elementwise e**x, clamped to [-87, 88]; relative error below 2e-7."""
+    """Compute e**x elementwise, clamped to [-87, 88]; relative error below 2e-7."""
     x = np.asarray(np.clip(x, EXP_MIN, EXP_MAX), F32)
     n: Array = np.rint(x * LOG2E)
     r: Array = x - n * LN2_HI
@@ -86,12 +87,12 @@ def exp(x: Array) -> Array:
 
 
 def sigmoid(x: Array) -> Array:
-    """1 / (1 + exp(-x))."""
+    """Compute 1 / (1 + exp(-x)) elementwise."""
     return F32(1.0) / (F32(1.0) + exp(-x))
 
 
 def silu(x: Array) -> Array:
-    """x / (1 + exp(-x))."""
+    """Compute x / (1 + exp(-x)) elementwise."""
     return x / (F32(1.0) + exp(-x))
 
 
@@ -110,7 +111,7 @@ def lane_sum(x: Array) -> Array:
 
 
 def matmul(x: Array, w: Array) -> Array:
-    """x [..., M, K] @ w [..., K, N] -> [..., M, N]; k ascending from zero."""
+    """Multiply x [..., M, K] @ w [..., K, N] -> [..., M, N]; k ascending from zero."""
     out = np.zeros((*np.broadcast_shapes(x.shape[:-2], w.shape[:-2]), x.shape[-2], w.shape[-1]), F32)
     for k in range(w.shape[-2]):
         out += x[..., :, k, None] * w[..., k, None, :]
@@ -125,7 +126,8 @@ def factors(x: Array) -> Array:
 
 
 def matmul_exact(x: Array, w: Array) -> Array:
-    """x [..., M, K] @ w [..., K, N] -> [..., M, N], both of `factors`; two chains for each chunk of k."""
+    """Multiply x [..., M, K] @ w [..., K, N] -> [..., M, N], both of `factors`; two chains for each chunk of
+    k."""
     depth = w.shape[-2]
     out = np.zeros((*np.broadcast_shapes(x.shape[:-2], w.shape[:-2]), x.shape[-2], w.shape[-1]), F32)
     for start in range(0, depth, EXACT_CHUNK):
@@ -138,17 +140,17 @@ def matmul_exact(x: Array, w: Array) -> Array:
 
 
 def tp_block(k: int, block: int, num_blocks: int = TP_BLOCKS) -> tuple[int, int]:
-    """Return the bounds of block `block` among the blocks into which a row-parallel layer cuts its K =
-    `k`."""
+    """Return the bounds [lo, hi) of a block, among the blocks into which a row-parallel layer cuts its `k`
+    inputs."""
     return k * block // num_blocks, k * (block + 1) // num_blocks
 
 
 def matmul_blocked(
     x: Array, w: Array, num_blocks: int = TP_BLOCKS, product: Callable[[Array, Array], Array] = matmul
 ) -> Array:
-    """Row-parallel x [M, K] @ w [K, N]: partial products, added as a tree of neighbours.
+    """Multiply row-parallel x [M, K] @ w [K, N]: partial products, added as a tree of neighbours.
 
-    One of R ranks has K / R of the columns of x and TP_BLOCKS / R of the blocks. `product` makes a block's:
+    Each of R ranks has K / R of the columns of x and TP_BLOCKS / R of the blocks. `product` computes a block:
     `matmul`, or `matmul_exact`, whose chunks begin anew in each block.
     """
     bounds = [tp_block(w.shape[0], b, num_blocks) for b in range(num_blocks)]
@@ -159,40 +161,43 @@ def matmul_blocked(
 
 
 def quantize_rows(x: Array) -> tuple[Array, Array]:
-    """Symmetric INT8 per row: x [T, K] -> q int8 [T, K], scale [T] with x ~ q * scale, |q| <= 127."""
+    """Quantise symmetrically to INT8 per row: x [T, K] -> q int8 [T, K], scale [T] with x ~ q * scale, |q| <=
+    127."""
     return quantize_by_maxima(x, row_maxima(x))
 
 
 def row_maxima(x: Array) -> Array:
-    """The largest absolute value of each row of x [T, K], [T]."""
+    """Return the largest absolute value of each row of x [T, K], [T]."""
     return np.max(np.abs(x), axis=-1, initial=0.0).astype(F32)
 
 
 def quantize_by_maxima(x: Array, maxima: Array) -> tuple[Array, Array]:
-    """quantize_rows of a part x [T, K] of rows whose largest absolute values are maxima [T]."""
+    """Quantise a part x [T, K] of rows whose largest absolute values are maxima [T], as quantize_rows
+    does."""
     scale = np.maximum(maxima, QUANT_FLOOR) / QUANT_MAX
     return np.rint(x / scale[..., None]).astype(np.int8), scale
 
 
 def matmul_int8(q: Array, scale: Array, w: Array, w_scale: Array) -> Array:
-    """q int8 [M, K], scale [M], w int8 [N, K], w_scale [N] -> [M, N]; int32 sum, then the two scales."""
+    """Multiply q int8 [M, K], scale [M], w int8 [N, K], w_scale [N] -> [M, N]; int32 sum, then the two
+    scales."""
     return scale_sums(q.astype(np.int32) @ w.astype(np.int32).T, scale, w_scale)
 
 
 def scale_sums(sums: Array, scale: Array, w_scale: Array) -> Array:
-    """(float(sums) * scale) * w_scale: sums int32 [T, N], scale [T], w_scale [N]."""
+    """Compute (float(sums) * scale) * w_scale: sums int32 [T, N], scale [T], w_scale [N]."""
     return (sums.astype(F32) * scale[:, None]) * w_scale[None, :]
 
 
 def rms_norm(x: Array, w: Array, eps: float) -> Array:
-    """(x * 1/sqrt(mean(x^2) + eps)) * w over the last axis."""
+    """Compute (x * 1/sqrt(mean(x^2) + eps)) * w over the last axis."""
     mean = lane_sum(x * x) / F32(x.shape[-1])
     inverse = F32(1.0) / np.sqrt(mean + F32(eps))
     return (x * inverse[..., None]) * w
 
 
 def layer_norm(x: Array, w: Array, b: Array, eps: float) -> Array:
-    """rms_norm, weights included, of x less its mean; plus b."""
+    """Compute rms_norm, weights included, of x less its mean; plus b."""
     centred = x - (lane_sum(x) / F32(x.shape[-1]))[..., None]
     return rms_norm(centred, w, eps) + b
 
@@ -207,7 +212,7 @@ def rope(x: Array, cos: Array, sin: Array) -> Array:
 
 
 def swiglu(gate_up: Array) -> Array:
-    """gate_up [T, 2I] = [gate | up] -> silu(gate) * up, [T, I]."""
+    """Compute gate_up [T, 2I] = [gate | up] -> silu(gate) * up, [T, I]."""
     half = gate_up.shape[-1] // 2
     return silu(gate_up[..., :half]) * gate_up[..., half:]
 
@@ -224,11 +229,11 @@ def attention(
     """Attend with absorbed MLA, a single token over its context (DeepSeek-V2, section 2.1; weight-absorbed
     form).
 
-    q_lat [H, C], q_pe [H, R]; c [S, C] float32, or int8 with c_scale [S]; k_pe [S, R] -> o_lat [H, C].
-    With INT8 latents the first product is one of INT8, and all others are exact ones: a position's scale is
-    part of its weight before that is rounded. With `int8_weights` (xDeepServe 4.7) a head's weights, latents'
-    scales included, are quantised like a row instead; sums of these whole numbers are exact in any order up
-    to 1040 positions (127 x 127 each, below 2^24).
+    q_lat [H, C], q_pe [H, R]; c [S, C] float32, or int8 with c_scale [S]; k_pe [S, R] -> o_lat [H, C]. With
+    INT8 latents the first product is in INT8, and all others are exact products: a position's weight includes
+    its scale before it is rounded. With `int8_weights` (xDeepServe 4.7) a head's weights, latents' scales
+    included, are quantised like a row instead. Sums of the resulting integers are exact in any order up to
+    1040 positions (127 x 127 each, below 2^24).
     """
     if c_scale is None:
         scores = matmul(q_lat, c.T) + matmul(q_pe, k_pe.T)
@@ -266,8 +271,8 @@ def unabsorbed_attention(
 def grouped_attention(q: Array, k: Array, v: Array, v_scale: Array | None, softmax_scale: float) -> Array:
     """Attend with GQA (arXiv:2305.13245), a single token: the queries that share a head of keys and values.
 
-    q [H, D]; k [S, D]; v [S, V] float32, or int8 with v_scale [S] -> [H, V]. With INT8 values both products
-    are exact ones, as those of MLA's RoPE part and of its latents: see `attention`.
+    q [H, D]; k [S, D]; v [S, V] float32, or int8 with v_scale [S] -> [H, V]. With INT8 values both are exact
+    products, like MLA's products with the RoPE part and the latents: see `attention`.
     """
     scores = matmul(q, k.T) if v_scale is None else matmul_exact(factors(q), factors(k).T)
     scores = scores * F32(softmax_scale)
@@ -297,7 +302,7 @@ def top_positions(scores: Array, top_k: int) -> Array:
 
 
 def softmax(x: Array) -> Array:
-    """exp(x - max) / sum over the last axis."""
+    """Compute exp(x - max) / sum over the last axis."""
     p = exp(x - x.max(axis=-1, keepdims=True))
     return p / lane_sum(p)[..., None]
 
@@ -336,7 +341,7 @@ def gate(
 
 
 def combine(expert_out: Array, topk_weights: Array, shared: Array | None) -> Array:
-    """Weighted sum of expert_out [T, K, H] in slot order, then shared [T, H] unscaled -> [T, H]."""
+    """Sum expert_out [T, K, H] by weight in slot order, then add shared [T, H] unscaled -> [T, H]."""
     total = np.zeros((expert_out.shape[0], expert_out.shape[2]), F32)
     for slot in range(expert_out.shape[1]):
         total = total + expert_out[:, slot] * topk_weights[:, slot, None]

@@ -1,7 +1,7 @@
 """Checkpoints: named tensors of a DeepSeek-V3 model, from a Hugging Face directory.
 
-Every name and shape is checked against the config from the file headers, before any weight is read; then
-tensors are read one at a time, so that memory stays bounded by what the caller keeps.
+Every name and shape in the file headers is checked against the config before any weight is read. Then tensors
+are read one at a time, so memory use depends only on what the caller keeps.
 """
 
 from __future__ import annotations
@@ -214,7 +214,8 @@ def _find(name: str, config: ModelConfig, stored: dict[str, TensorFile]) -> str 
 
 
 def _count_mtp_layers(config: ModelConfig, stored: dict[str, TensorFile]) -> int:
-    """Count the MTP layers in the files, at least in part; an incomplete one is an error found later."""
+    """Count the MTP layers of which the files hold at least a part; an incomplete one is an error found
+    later."""
     count = 0
     while count < config.num_nextn_predict_layers:
         mtp = mtp_section(config, count)

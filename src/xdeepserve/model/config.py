@@ -1,9 +1,9 @@
 """Shape of a DeepSeek-V3 model, read from a Hugging Face `config.json`.
 
-Other families are read in its terms: families.py says what their keys mean. Both spellings of RoPE are
-understood: `rope_scaling` + `rope_theta` (DeepSeek's own), and transformers 5's `rope_parameters`. A missing
-key means what it means to transformers' config class of the model type. What this package does not compute
-(other activations, other quantisations, ...) is refused, with everything wrong in one error.
+Other families are read in DeepSeek-V3's terms: families.py says what their keys mean. Both spellings of RoPE
+are understood: `rope_scaling` + `rope_theta` (DeepSeek's own), and transformers 5's `rope_parameters`. A
+missing key has the default of transformers' config class for the model type. Unsupported features (other
+activations, other quantisations, ...) are refused, with all problems in one error.
 
 The multi-token-prediction layers are `model.layers.N`, N = num_hidden_layers and up (DeepSeek-V3 report,
 section 2.2). Layer N's input for position i is
@@ -65,7 +65,8 @@ class YarnConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def table_scale(self) -> float:
-        """Factor on cos and sin: m(mscale) / m(mscale_all_dim) if both are given, else m(1)."""
+        """Factor on cos and sin: `attention_factor` if given; m(mscale) / m(mscale_all_dim) if both are
+        given; else m(1)."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:

@@ -1,7 +1,7 @@
 """Weights in the kernels' layout: groups of 16 columns, each a contiguous stream along k.
 
 A GEMM tile broadcasts numbers of x and multiplies them with 16 neighbouring columns of w. So a group of 16
-columns is stored together, k ascending, and a group whose columns run past N is filled up with zeros:
+columns is stored together, k ascending, and the last group is filled up with zeros beyond column N:
 
     float32   [K, N] -> [groups, K, 16]
     BF16      [K, N] -> [groups, K / 2, 16, 2]   as uint16, two k of each column side by side, as matrix units

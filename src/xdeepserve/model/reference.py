@@ -1,10 +1,10 @@
 """The reference: DeepSeek-V3's forward pass in NumPy, one sequence at a time, written as its equations.
 
-The functions say in which order a layer computes, once for all: `Reference` runs them in the arithmetic that
-every deployment must reproduce bit for bit (`xdeepserve verify` compares logits; Hugging Face's transformers
-agrees in float32 to 2e-3), and the quantiser in a fast one, over calibration text (quant/forward.py). No
-batch, no cache, no pages, no dies: position i attends to the latents of positions 0..i. Weights are called by
-their names in tensors.py. Shapes: T tokens, H hidden, N heads, C = kv_lora_rank, R = rope dim, E experts.
+The functions fix the order of a layer's computations. `Reference` runs them in the arithmetic that every
+deployment must reproduce bit for bit (`xdeepserve verify` compares logits; Hugging Face's transformers agrees
+in float32 to 2e-3). The quantiser runs them in a fast arithmetic, over calibration text (quant/forward.py).
+No batch, no cache, no pages, no dies: position i attends to the latents of positions 0..i. Weights have their
+names from tensors.py. Shapes: T tokens, H hidden, N heads, C = kv_lora_rank, R = rope dim, E experts.
 
 DeepSeek-V2 section 2.1 (MLA), DeepSeek-V3 section 2.1.2 (gating) and 2.2 (MTP).
 """

@@ -4,7 +4,7 @@ Frequencies follow YaRN (arXiv:2309.00071, section 3.2) in the form that Hugging
 DeepSeek-V3: dimensions that turn more than `beta_fast` times within the original context keep their
 frequency, those that turn fewer than `beta_slow` times are slowed by `factor`, a linear ramp lies between.
 
-The tables must be the same bits on every machine, but `cos`, `pow` and `log` are not: NumPy and the C
+The tables must have the same bits on every machine, but `cos`, `pow` and `log` differ: NumPy and the C
 library choose them by processor. So frequencies come from `decimal` (correctly rounded everywhere) and
 cosines from a polynomial of plain float64 additions and multiplications, rounded once to float32.
 """

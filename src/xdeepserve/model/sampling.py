@@ -1,8 +1,8 @@
 """Sampling from logits with counter-based random numbers, in NumPy.
 
-The random number of a token is a pure function of (seed, choice, position): no generator state exists, so
-a request draws the same tokens alone or among others, after a preemption, and with or without MTP (a draft
-is accepted iff it equals the token that is sampled at its position anyway).
+The random number of a token is a pure function of (seed, choice, position), without generator state. So a
+request draws the same tokens alone or among others, after a preemption, and with or without MTP (a draft is
+accepted iff it equals the token that is sampled at its position anyway).
 
 Philox4x32-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC'11).
 """

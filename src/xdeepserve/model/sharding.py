@@ -8,7 +8,7 @@ how arrays are cut (tensors.py); most are whole.
     inputs     the inputs of its share     whole                whole, but for attention's output
 
 `tp` is Megatron's: outputs of one matrix are cut, inputs of the next, and a sum over ranks ends each pair.
-`sp-tp-sp` is CloudMatrix 4.3.1: only attention is cut by heads; what comes before and after, by tokens.
+`sp-tp-sp` is CloudMatrix 4.3.1: only attention is cut by heads; the parts before and after are cut by tokens.
 `o-proj` is xDeepServe's Figure 10: ranks are DP groups of one die each, which share an output projection.
 Routed experts are spread over all dies (expert parallelism) and the shared expert runs on token slices, so
 neither is cut. Arrays are cut before they are packed. Rank r of R has the elements n r / R to n (r + 1) / R.

@@ -1,8 +1,8 @@
 """Child process for rendering chat templates, which may be killed at any moment.
 
-A template is foreign code. A sandbox keeps it from the machine, but not from looping for ever or from making
-gigabytes of text; only a process of its own can be stopped. `python -m xdeepserve.model.template_worker`
-reads requests from its standard input and writes answers to its standard output, until the input ends.
+A template is foreign code. A sandbox keeps it away from the machine, but does not stop endless loops or
+gigabytes of text; a separate process can be killed. `python -m xdeepserve.model.template_worker` reads
+requests from its standard input and writes answers to its standard output, until the input ends.
 """
 
 from __future__ import annotations

@@ -21,10 +21,10 @@ stand in the order of the checkpoint, in which arrays lie in a die's memory, too
     gain       in seeded models, the outputs' deviation for inputs of deviation 1
 
 Arrays of routed experts are called `experts.*`, and are stacked on a leading axis; those of the shared expert
-are called `shared.*`. An expert die holds either; all else belongs to dies with attention. Everything that
-needs a list of tensors takes it from here: what a checkpoint must hold and how many parameters that is
-(checkpoint.py), seeded weights (seeded.py), preparing, packing and assembling (weights.py), tensor
-parallelism (sharding.py), names and sizes for the quantiser (quant/), addresses in lockstep.
+are called `shared.*`. An expert die holds either; all else belongs to dies with attention. Every list of
+tensors comes from here: a checkpoint's required tensors and number of parameters (checkpoint.py), seeded
+weights (seeded.py), preparing, packing and assembling (weights.py), tensor parallelism (sharding.py), names
+and sizes for the quantiser (quant/), addresses in lockstep.
 
 How to add a weight, in three places:
 
@@ -33,8 +33,8 @@ How to add a weight, in three places:
     3. step/attention.py or feed.py: the stage that reads it on a die; where all dies run in lockstep, kernels
        find it in a column of LINEARS or VECTORS (engine/run/gang/kernels/attention.py)
 
-All else follows. One that `xdeepserve quantize` is to round stands in quant/layer_quantizer.py, too, with its
-inputs.
+Everything else follows. A weight to be rounded by `xdeepserve quantize` also needs an entry in
+quant/layer_quantizer.py, with its inputs.
 
 How to add a model family: a row in families.py. A kind of attention that no other has needs a table of its
 own in attention_tables.py (with `parameter="bias"` in rows of biases), fields of `Layer` for what is new, in

@@ -5,18 +5,18 @@ A checkpoint stores every linear layer as [out, in]. A recipe decides what lies 
     fp32   w float32 [in, out]                      SIMD runs across outputs
     int8   w int8 [out, in] and scale float32 [out] one scale per output channel
 
-Which arrays there are, what becomes of them and which of them the INT8 recipe quantises is one table,
-tensors.py. What is not quantised stays float32 in the fp32 recipe. In the int8 recipe all other matrices but
-the router's are rounded as they enter exact products (canonical.py), and dies hold them in BF16. A checkpoint
-that is stored in INT8 brings its own integers and scales, and may keep some layers in floating point (but for
-routed experts: what dispatch carries to them is INT8). These are rounded so, too, but held in float32, since
-tensor parallelism may cut them into blocks of any depth. From any other checkpoint weights are rounded to the
-nearest. Latents in the cache are INT8, and so is attention's first product; so is its second one in layers
-that `xdeepserve quantize` found to bear it (`ModelConfig.int8_attention`).
+One table, tensors.py, lists the arrays, their preparation, and which of them the INT8 recipe quantises. All
+others stay float32 in the fp32 recipe. In the int8 recipe the other matrices, except the router's, are
+rounded as for exact products (canonical.py), and dies hold them in BF16. A checkpoint stored in INT8 brings
+its own integers and scales, and may keep some layers in floating point (but not routed experts, because
+dispatch carries INT8 rows to them). Those layers are rounded in the same way, but held in float32, because
+tensor parallelism may cut them into blocks of any depth. Weights of other checkpoints are rounded to the
+nearest INT8 value. Latents in the cache are INT8, and so is attention's first product. Its second product is
+INT8 in layers for which `xdeepserve quantize` found this acceptable (`ModelConfig.int8_attention`).
 
-The reference computes on these arrays as they are. A die holds the matrices *packed* (packing.py), in the
-order in which its kernels read them: `fill` packs on the way, once per array. Routed experts of a layer are
-stacked on a leading axis, so a die that holds a subset of them holds a shorter stack.
+The reference computes on these arrays directly. A die holds the matrices *packed* (packing.py), in the order
+in which its kernels read them: `fill` packs on the way, once per array. Routed experts of a layer are stacked
+on a leading axis, so a die with a subset of them holds a shorter stack.
 """
 
 from __future__ import annotations

@@ -99,10 +99,10 @@ class ArrivedRows(Protocol):
 class Frame:
     """Rows of a step, or of one of its microbatches, on their way through the layers of a die.
 
-    `h` [T, H] are the rows that the die has; where a DP group spans several dies `whole` has all its rows and
-    `h` those that the stage treats. `batch` tells of all rows of the group. What a stage hands on to a later
-    one, other than by the name of a buffer, stands in the attributes below, as does what the ends of a pass
-    read.
+    `h` [T, H] are the rows of the die. Where a DP group spans several dies, `whole` has all its rows and `h`
+    those that the stage treats. `batch` describes all rows of the group. Values passed from a stage to a
+    later one, other than by the name of a buffer, are in the attributes below, as are the inputs of the ends
+    of a pass.
     """
 
     ends: Ends

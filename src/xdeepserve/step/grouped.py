@@ -1,4 +1,4 @@
-"""Operations of GQA besides those of MLA: what each computes on a die, and its cost.
+"""Operations for GQA in place of MLA's: what each computes on a die, and its cost.
 
 up_proj        the cache's keys and values of each row; queries of the die's heads, with biases, norm and RoPE
 attend         attention to the keys and values of all earlier positions, head by head of the cache

@@ -38,8 +38,8 @@ POOL = "columns"  # how threads beside the caller's are named
 
 
 class Threads:
-    """Pool of threads on this computer. They share a kernel by independent parts, so the bits do not depend
-    on their number."""
+    """Pool of worker threads for kernels, shared by independent parts, so the bits do not depend on their
+    number."""
 
     def __init__(self, count: int) -> None:
         self.count = count

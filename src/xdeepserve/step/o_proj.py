@@ -1,8 +1,8 @@
 """Output projection shared by DP groups of one die each (xDeepServe Figure 10): a transformation of a
 Program.
 
-MLA stays whole on the die of its tokens, so that no latent is cached twice. The output projection is cut:
-each of `size` dies has the inputs of its share of heads, and the weights for these alone.
+MLA stays whole on the die of its tokens, so no latent is cached twice. The output projection is cut: each of
+`size` dies has the inputs of its share of heads, and only the weights for these.
 
     HeadOutputs   o [T, heads * V] of the die's own T rows, cut by columns       all-to-all
     OProj         its columns of the rows of all, times its weights              reduce-scatter

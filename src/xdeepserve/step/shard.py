@@ -158,8 +158,8 @@ def sp_tp_sp(program: LayerProgram) -> LayerProgram:
                       this die's heads                                   become all heads of a slice
         stage 3, SP   output projection, and the MLP or the experts, of the slice
 
-    Dies are balanced for prompts of any length, and the latents that cross them are narrower than the rows
-    that tensor parallelism adds up.
+    Dies are balanced for prompts of any length, and the latents exchanged between dies are narrower than the
+    rows that tensor parallelism adds up.
     """
     prolog, attention, output = (item for item in program.attention if isinstance(item, Stage))
     (down, up), (heads, _) = prolog.ops, output.ops

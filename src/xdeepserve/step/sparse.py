@@ -5,9 +5,9 @@ up_proj     besides, the indexer's key into the cache, and its queries
 choose      the positions that each row attends to: of equal scores the lowest
 attend      MLA over these: some rows' latents at a time are gathered side by side, in order of position
 
-A row that sees no more than index_topk positions attends to all, with others of its sequence. Dies of a group
-that shares heads choose each for itself, and alike. A layer without an indexer (GLM) attends to what was
-chosen for the one before it, which is still there.
+A row that sees at most index_topk positions attends to all of them, together with other rows of its sequence.
+In a group that shares heads each die chooses independently, with equal results. A layer without an indexer
+(GLM) uses the positions chosen for the layer before it, which are still in their buffer.
 """
 
 from __future__ import annotations

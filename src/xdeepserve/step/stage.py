@@ -42,9 +42,9 @@ class Counts(NamedTuple):
 class Op(NamedTuple):
     """Operation of a pass, the smallest unit that parallelism moves.
 
-    `cut` is what of it dies may share: each has its own rows; or its own heads (features, in an MLP) of all
-    rows; or, of a product whose inputs are cut so, its own part of every sum. `work` is told
-    what it is an operation of: a `Layer`, or what a die has `Held` of one that has experts alone.
+    `cut` says how dies may share the operation. Each has its own rows; or its own heads (features, in an MLP)
+    of all rows; or, in a product with inputs cut in this way, its own part of every sum. `work` gets the
+    weights: a `Layer`, or the `Held` part of a layer on a die with only experts.
     """
 
     kernel: Callable[[Frame], None]
@@ -55,10 +55,10 @@ class Op(NamedTuple):
 class Stage(NamedTuple):
     """Operations launched as a single kernel, by the paper's name.
 
-    `rows` says which rows it treats: the die's own (`mine`), those of its whole DP group (`all`), those that
-    a dispatch or an A2E has brought (`received`), those that logits are wanted of (`logits`), or those of all
-    DP groups that share an output projection (`shared`). Without rows it is skipped. Only what `attends`
-    costs more with more `context` and `kv_tokens`.
+    `rows` says which rows the stage treats: the die's own (`mine`), those of its whole DP group (`all`),
+    those received by a dispatch or an A2E (`received`), those that need logits (`logits`), or those of all DP
+    groups that share an output projection (`shared`). Without rows a stage is skipped. Only the cost of a
+    stage that `attends` grows with `context` and `kv_tokens`.
     """
 
     name: str

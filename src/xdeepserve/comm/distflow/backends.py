@@ -1,11 +1,11 @@
 """Backends for a transfer's bytes: one class for each kind of fabric (DeepServe 4.4, xDeepServe 5.1).
 
-A backend says which pairs of nodes it can reach, and moves copies between them. DistFlow takes the one that
-it is given; `backend_between` finds the first that reaches: UB within a SuperPod; RoCE, else VPC, from and to
-servers that are not on it (Ascend 910B).
+A backend says which pairs of nodes it can reach, and moves copies between them. DistFlow takes the backend
+that it is given. `backend_between` finds the first that reaches: UB within a SuperPod; RoCE, else VPC, from
+and to servers beside it (Ascend 910B).
 
-`weight` is how many bytes each byte takes the time of: more than 1 in runs that only take time, whose
-memories hold little that stands for much.
+Each byte takes the time of `weight` bytes: more than 1 in time-only runs, where few bytes in memory stand for
+many.
 """
 
 from __future__ import annotations

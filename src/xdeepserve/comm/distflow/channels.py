@@ -1,12 +1,12 @@
 """XCCL's buffers for send and receive, which the DistFlow instances of a pod share (xDeepServe 5.1, step 7).
 
 Each prefill-decode TE pair has a DistFlow instance of its own, but rings and fields cost memory on every die.
-So a die has NUM_CHANNELS of them, whoever its peers are, and a message takes one that is free at both ends:
+So a die has NUM_CHANNELS of them, whatever its peers are, and a message takes one that is free at both ends:
 
     channel c of a die     metadata   kv/c.tails [2, C] | kv/c.acks [2, C]       C AIV cores, 32 bytes each
                            managed    kv/c.rings [2]                             rank 0 sends, rank 1 receives
 
-Who finds none waits in the order of asking, and nobody who asks later for one of the same dies overtakes.
+A message that finds no free channel waits in line; no later message for one of the same dies overtakes it.
 """
 
 from __future__ import annotations

@@ -291,7 +291,7 @@ class Endpoint:
         """Move copies before the source's deadline. A move that takes longer is stopped, because the source
         may have changed the bytes since.
 
-        The promise is renewed when further parts are ready, perhaps while these are moving.
+        The deadline moves when further parts get ready, perhaps while these are moving.
         """
         clock = self.pod.clock
         moving = clock.spawn(self.transport.move(copies, name := f"DistFlow {transfer.tag}"), name=name)

@@ -88,7 +88,7 @@ class PointToPoint:
     ) -> Sending:
         """Send without polling for the ack: `await result.look()` tells whether it is there.
 
-        The bytes must not change before. AddressError for a message that is larger than the ring, since a
+        The bytes must not change before. Raises AddressError for a message larger than the ring, because a
         kernel that does not poll cannot wait for room.
         """
         ask = self._checked("send", src, nbytes, peer, event_id, **by)

@@ -9,9 +9,9 @@
                    3      state 0 is written
                    4      the rows are weighed and summed in the order of the token's experts
 
-What was asked of a server that is given up is asked of replicas, in another attempt, when the answers of
-the others have been read: their slots are free then. Answers that come too late are never read. Requests
-are pure, so that whichever attempt is answered has the same bits.
+Requests to a server that is given up go to replicas in another attempt, when the answers of the other servers
+have been read and their slots are free. Answers that come too late are never read. Requests are pure, so all
+attempts have answers with the same bits.
 """
 
 from __future__ import annotations

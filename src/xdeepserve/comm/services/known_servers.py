@@ -1,13 +1,13 @@
 """Knowledge of a client about expert servers: where they are, and which it can use (EaaS 3.4, 4.4).
 
-Two find out that a server is dead: the monitor, which writes a byte to the mask in each client's memory, and
-the client itself, whose polls have gone on for too long. Either way it is left out, and what was asked of it
-is asked of a replica. A server that the client has given up by itself is used again when its late answer is
-there; one that the monitor has masked, when the monitor says so.
+Both the monitor and the client can find out that a server is dead. The monitor writes a byte to the mask in
+each client's memory; the client notices polls that go on for too long. Either way the server is left out, and
+its requests go to a replica. A server that the client has given up is used again when its late answer has
+come. A server that the monitor has masked is used again when the monitor unmasks it.
 
-A server that comes in the place of another one is elsewhere, and registers with the monitor, which writes the
-new seat and then takes the mask back. Its epoch is another one, so that nothing holds any more of what the
-client knew: it connects before it asks.
+A replacement server is on another die, and registers with the monitor, which writes the new seat and then
+clears the mask. The epoch of the seat changes, so the client drops what it knew of the seat and connects
+again before it sends requests.
 """
 
 from __future__ import annotations

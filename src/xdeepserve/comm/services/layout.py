@@ -22,16 +22,16 @@ A bell:                   asked u64 | answered u64 | 48 spare
 A card:                   generation u32 | hidden u32 | request row u32 | answer row u32 | rows u32 | 12 spare
 A seat:                   die u32 | epoch u32
 
-Only the monitor writes seats and, behind them, the mask. The epoch of a seat counts who has registered for
-it: what a client knows of a server, and has asked of it, is of one epoch.
+Only the monitor writes seats and, behind them, the mask. The epoch of a seat counts the servers that have
+registered for it. A client's knowledge of a server, and its requests, belong to one epoch.
 
 The payload of a request is the rows of dispatch (`exchange.layout`): expert, token, slot and scale with each
 token copy. Router scores stay with the client: a server returns a row for each (token, expert), and the
 client weighs and sums them in the order of the token's experts, so that no bit depends on which server had
 which expert. The paper's servers return sums over the experts that they have, which do depend on that.
 
-Why one slot for each microbatch is enough: a client writes to a slot when it has read what was in it, or when
-the server has registered anew (`rules`). What is resent after a failure goes to slots whose answers have been
+Why one slot for each microbatch is enough: a client writes to a slot only after reading its answer, or when
+the server has registered anew (`rules`). Requests resent after a failure go to slots whose answers have been
 read in the same exchange.
 """
 

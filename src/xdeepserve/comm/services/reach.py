@@ -1,7 +1,7 @@
 """Access of a client to the memory of servers: few operations, all by the client, none by the server.
 
-The protocol is the same however bytes get there: by URMA within a pod (`OverURMA`), or to the buffers of
-server processes (`outside`).
+The protocol is the same for both transports: URMA within a pod (`OverURMA`), or the buffers of server
+processes (`outside`).
 """
 
 from __future__ import annotations

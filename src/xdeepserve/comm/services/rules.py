@@ -7,13 +7,13 @@
     2 DONE      <----------------------             the client reads, by itself
       READ      ----------------------> 0 EMPTY
 
-In states 0 and 2 a slot is the client's, in 1 the server's: who has it is the only one that writes to it.
-So a client that has waited too long must leave its slot alone until it is 2 after all, or until the server
-has registered anew, by which all its slots are empty, and what was in them is of a generation that is over.
+In states 0 and 2 a slot belongs to the client, in state 1 to the server, and only its owner writes to it. So
+a client that has waited too long must leave its slot alone until the state is 2 after all, or until the
+server has registered anew. Registering empties all slots, and requests of earlier generations are void.
 
-The paper has no words for four more arrows. A client that has nothing for a server says so with a request of
-no rows, and there is nothing to read (NOTE). A request of an old generation is for nobody (STALE). A server
-takes no part any more with a client that is lost (RELEASE) or writes what cannot be (REFUSE).
+The paper does not mention four more transitions. A client that has nothing for a server says so with a
+request without rows, which has no answer to read (NOTE). A request of an old generation is void (STALE). A
+server stops serving a client that is lost (RELEASE) or writes an impossible request (REFUSE).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Server of experts: reads requests in local memory, forms batches, and writes answers there (EaaS 3.3).
 
-It never communicates: requests are written to its slots, and answers are read from them, by clients. Nor does
-it know a step, a group or an order; what it serves next is what has come.
+The server never communicates: clients write requests to its slots and read answers from them. It knows no
+step, group or order; it serves whatever has come.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """A2E and E2A with trampolines (XDS 3.3): tokens from attention dies to expert dies, and answers back.
 
 In a naive pull (`naive`) each attention die posts a field at all X expert dies, and stores a row for each
-expert of a token. The scalar units of the few AIV cores that it spares beside its own kernels
-(`Spec.attention_cores`) are the bottleneck. Here it posts one field, at its trampoline: an expert die, which
-has all its cores for this, and forwards tokens. The second stage costs another launch, rows and fields,
-so trampolines pay where X fields take an attention die longer than that: at the paper's 160 and 288 dies with
-four cores they do, with all 48 cores on an attention die they would not (`xdeepserve bench comm` shows both).
-The steps are dispatch's, in either stage; A2E and E2A are the first stages, A2E' and E2A' the second ones.
+expert of a token. The bottleneck is the scalar units of the few AIV cores that it spares beside its own
+kernels (`Spec.attention_cores`). With trampolines it posts one field, at its trampoline: an expert die, which
+has all its cores for this, and forwards tokens. The second stage costs another launch, rows and fields. So
+trampolines pay off where X fields take an attention die longer than that. They do at the paper's 160 and 288
+dies with four cores; with all 48 cores on an attention die they would not (`xdeepserve bench comm` shows
+both). Both stages use dispatch's steps; A2E and E2A are the first stages, A2E' and E2A' the second ones.
 Where the layout `pushes`, expert dies exchange by FusedDispatch and FusedCombine, which add up on arrival.
 """
 

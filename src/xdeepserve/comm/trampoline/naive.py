@@ -1,9 +1,9 @@
 """A2E and E2A without trampolines, for comparison (XDS 3.3): every attention die posts at all expert dies.
 
 Dispatch and combine with the two sides on different dies: attention dies do steps 1 to 4 of A2E, expert dies
-steps 5 to 7, and the other way round in E2A. The answers are the same bits as with trampolines; what differs
-is that an attention die posts and awaits X fields, one after the other in the scalar units of the AIV cores
-it spares, where it would post and await one.
+steps 5 to 7, and the other way round in E2A. The answers are the same bits as with trampolines. But an
+attention die posts and awaits X fields, one after the other in the scalar units of its few spare AIV cores,
+instead of one.
 """
 
 from __future__ import annotations

@@ -4,11 +4,9 @@ A block holds the latents of `block_size` consecutive positions, in every layer 
 a *slot* of the die's HBM. State of a slot, by the number of sequences that use it and by whether a node of
 the prefix index has it:
 
-    users  node   meaning
-    0      no     free
-    0      yes    cached: content that a later prefix may match; taken back least recently used first
-    1      no     private to one sequence
-    n >= 1 any    in use; a slot with n > 1 users is never written: whoever must write copies it first
+    users  node   meaning 0      no     free 0      yes    cached: content that a later prefix may match;
+    taken back least recently used first 1      no     private to one sequence n >= 1 any    in use; never
+    written while n > 1: a writer copies it first
 
 Slots that a transfer still reads or writes are *busy* and count as in use. So are those that were given up
 while a step ran that was planned with them (`begin_step`), if the next one is planned before its end.
@@ -175,6 +173,7 @@ class BlockTable:
     def finish(self, ticket: int) -> None:
         """Note the end of a ticket's transfers, or of its step."""
         slots = self._busy.pop(ticket)
+        # A set has no order, but the slots handed out next must be the same in every run.
         for slot in sorted(slots, reverse=True):
             if self._users[slot] == 0 and slot not in self._node_of and not self._is_busy(slot):
                 self._free.append(slot)

@@ -1,7 +1,7 @@
 """Events of requests between job executor, TEs and DP groups, as plain data (xDeepServe 5.1).
 
-Whoever has something to tell has got one `Events` at its construction, and tells each fact once, as it comes
-about. Observers hear of it first, then the job executor acts on it: what that causes has happened on return.
+Each part that tells events gets an `Events` on construction, and tells each fact once, when it happens.
+Observers hear of it first, then the job executor acts on it; all consequences have happened on return.
 Virtual time does not pass meanwhile. `pd_transfer.py` numbers the steps.
 """
 

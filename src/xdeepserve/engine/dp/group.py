@@ -119,7 +119,7 @@ class DPGroup:
         return self.places.is_empty and not self.handover.sending
 
     def left(self) -> Left:
-        """Count the entries of sequences in the books of this group."""
+        """Count the entries of sequences in the books of the group."""
         handover, endpoints = self.handover, self.endpoints
         return Left(
             places=self.places.num_placed,
@@ -157,7 +157,7 @@ class DPGroup:
         return bool(step.shares)
 
     def put(self, command: msgspec.Struct, delay_ns: int = 0) -> None:
-        """Send a command to every die of the group, to be read after so many ns."""
+        """Send a command to every die of the group, to be read after `delay_ns` (virtual ns)."""
         for die in self.dies:
             die.put(command, delay_ns)
 
@@ -245,7 +245,7 @@ class DPGroup:
     def launch(self, step_idx: int, delay_ns: int = 0, bucket: int = 0) -> None:
         """Send the planned step to the dies; without work an empty one.
 
-        `delay_ns` is that of its launch, `bucket` the number of rows of the graph that it is launched as.
+        `delay_ns` is the delay of the launch, `bucket` the number of rows of the graph that is launched.
         """
         step = self._steps[step_idx]
         if self.tell.observers:
@@ -273,8 +273,8 @@ class DPGroup:
     def renumber(self, step_idx: int, later: int) -> None:
         """Roll back a step under way; the same step will be launched again as step `later`.
 
-        It is the same to the bit: what it writes is nobody's before its end. Of its layers only those are
-        told again whose end nobody has heard of.
+        The repeated step has the same bits, because nothing reads its output before its end. Only layers
+        whose end has not been told yet are told again.
         """
         step = self._steps[later] = self._steps.pop(step_idx)
         step.is_again = True
@@ -340,7 +340,7 @@ class DPGroup:
         """Note when sequences first take part in a step: that ends their time in the queue.
 
         Virtual time may pass between planning a step and launching it. A sequence that was aborted meanwhile
-        has ended for those who asked for it, and does not begin.
+        has ended for its caller, and does not begin.
         """
         for share in step.shares:
             seq = share.seq

@@ -49,8 +49,9 @@ class Handover:
         """Reserve blocks for `num_tokens` positions, to be written from now on, and return the transfer's
         ticket.
 
-        None if there is no room, or if somebody waits for it already: then the sequence comes when it has
-        been prefilled, and waits its turn. May be called at any moment: it takes nothing that a step uses.
+        Returns None if there is no room, or if other sequences wait for it: then this one comes when it has
+        been prefilled, and waits its turn. May be called at any moment, because it takes no block that a step
+        uses.
         """
         places = self.places
         if places.waiting or places.swapped or places.arriving or self.preemption.num_free_places <= 0:
@@ -88,8 +89,8 @@ class Handover:
     def send_early(self, seq: Sequence, num_tokens: int) -> None:
         """Keep the blocks of a running sequence's first `num_tokens` positions for sending, from now on.
 
-        They have two users until then, so that the sequence neither takes them along when it ends nor changes
-        over to cached ones of the same content.
+        The blocks get a second user. So the sequence does not free them when it ends, nor replace them by
+        cached blocks with the same content.
         """
         self.sending[seq.seq_id] = self.rtc.fork(seq.holding, self.rtc.blocks_for(num_tokens))
 

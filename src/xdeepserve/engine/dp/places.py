@@ -102,7 +102,7 @@ class Places:
     def move(self, seq: Sequence, cause: str, ticket: int | None = None) -> None:
         """Move a sequence to where `cause` leads from its place; an `ON_TICKET` place also needs a `ticket`.
 
-        ProtocolError, naming the sequence, its place and the cause, if that leads nowhere.
+        Raises ProtocolError, naming the sequence, its place and the cause, if that leads nowhere.
         """
         place = self.of(seq)
         target = follow(PLACES, place, cause, lambda: f"sequence {seq.seq_id} cannot {cause}: it is {place}")

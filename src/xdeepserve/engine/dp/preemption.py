@@ -1,7 +1,8 @@
 """Preemption when KV blocks run out: which sequence gives up its blocks, and which comes back.
 
-The running sequence that is last in (priority, arrival) is preempted: by recomputation it gives up its blocks
-and waits, by swap they move to host DRAM. Canonical arithmetic gives it the same bits.
+The running sequence that is last in (priority, arrival) is preempted. By recomputation it gives up its blocks
+and waits; by swap its blocks move to host DRAM. Its tokens stay the same to the bit, because arithmetic is
+canonical.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ class Preemption:
     def swap_in(self, step: PlannedStep) -> None:
         """Let swapped sequences return, in order, while there is room for their next step plus one block.
 
-        With room for its old blocks alone it could be its own next victim, for ever: on a prefill TE the
-        others may have gone, with their blocks still to be sent. Alone, every sequence finds its room.
+        With room only for its old blocks, a sequence could be preempted again at once, for ever: on a prefill
+        TE the others may have ended, with their blocks still to be sent. A sequence alone always finds room.
         """
         while self.places.swapped and self.num_free_places > 0:
             seq = self.places.swapped[0]

@@ -4,8 +4,8 @@ A node is one full block of tokens after its parent's; the path from the root sp
 the latents of those positions, lies in an HBM slot, in a host DRAM slot, in both, or (if evicted) in neither;
 then the node goes as soon as it has no children.
 
-An ID names the last block of a prefix. When that goes, the name moves to the block before it, and with the
-first block it is forgotten. Of more IDs than there may be, the least recently used are forgotten, too.
+An ID names the last block of a prefix. When that block goes, the name moves to the block before it; with the
+first block the name is forgotten. Beyond the limit, the least recently used IDs are forgotten, too.
 """
 
 from __future__ import annotations
@@ -149,7 +149,8 @@ class PrefixIndex:
             stack.extend(list(node.children.values())[::-1])
 
     def check_integrity(self) -> None:
-        """Check names against nodes, and their limit. Raises XDeepServeError if they differ."""
+        """Check names against nodes, the limit on names, and leaves for content. Raises XDeepServeError if a
+        check fails."""
         found = {cache_id: node for node in self.nodes() for cache_id in node.ids}
         if found != self.by_id or self.root.ids:
             raise XDeepServeError(

@@ -46,6 +46,7 @@ class Prefixes:
         if not seq.has_matched:
             seq.has_matched = True
             self.num_queries += len(seq.token_ids)
+        # The last token's row is computed in any case: its logits choose the next token.
         match = self.rtc.match_by_prefix_token(seq.token_ids[:-1])
         self.rtc.adopt(seq.holding, match.ready[num_held:])
         seq.num_computed = len(seq.holding.nodes) * self.rtc.block_size

@@ -50,7 +50,7 @@ class RTC(BlockTable):
     def match_by_id(self, cache_id: str, tokens: Sequence[int]) -> Match:
         """Find the cached prefix with this name (see `name`), as far as `tokens` begin with it.
 
-        So a wrong name costs time, but can never bring the latents of other tokens.
+        A wrong name costs time, but can never bring the latents of other tokens, because tokens are compared.
         """
         return self._split(self.index.match_id(cache_id, tokens))
 
@@ -78,8 +78,8 @@ class RTC(BlockTable):
     def publish(self, holding: Holding, tokens: Sequence[int]) -> None:
         """Put the full blocks of computed `tokens` into the index, where other sequences find them.
 
-        Where the index has a block of the same tokens, its content is the same bits: the holding changes over
-        to it and its own slot becomes free.
+        Where the index already has a block of the same tokens, its content is equal to the bit. The holding
+        then uses that block, and its own slot becomes free.
         """
         parent = holding.nodes[-1] if holding.nodes else self.index.root
         for block in range(len(holding.nodes), len(tokens) // self.block_size):
@@ -116,8 +116,8 @@ class RTC(BlockTable):
         """Take slots for blocks of `tokens`, ascending, that come from elsewhere; return a ticket and the
         slots.
 
-        They are ready after `finish(ticket)`, but for those that have been missed until then. The caller has
-        made sure that enough are available.
+        The blocks are ready after `finish(ticket)`, except those given up by `miss` before. The caller has
+        made sure that enough slots are available.
         """
         # All slots first: what is evicted for them may prune nodes, and would those that have no content yet.
         slots = [self._take_slot() for _ in blocks]
@@ -153,9 +153,10 @@ class RTC(BlockTable):
     # ---- moving between HBM and host DRAM -----------------------------------------------------------
 
     def populate(self, nodes: Sequence[Node]) -> tuple[int, list[BlockCopy]] | None:
-        """Bring saved nodes into HBM: a ticket and the transfers; None if too few slots are available.
+        """Bring saved nodes into HBM. Returns a ticket and the transfers, or None if too few slots are
+        available.
 
-        The nodes are ready after `finish(ticket)`; until then nobody can evict them.
+        The nodes are ready after `finish(ticket)`; until then they cannot be evicted.
         """
         if any(node.slot is not None or not node.is_saved for node in nodes):
             raise XDeepServeError("RTC: only blocks in host DRAM alone can be populated: match again")
@@ -175,13 +176,15 @@ class RTC(BlockTable):
         return ticket, copies
 
     def query_populate(self, ticket: int) -> bool:
-        """Whether a ticket's transfers have ended. XDeepServeError if there was never such a ticket."""
+        """Whether a ticket's transfers have ended. Raises XDeepServeError if there was never such a
+        ticket."""
         if not 0 < ticket <= self._num_tickets:
             raise XDeepServeError(f"RTC: there is no ticket {ticket}; the newest is {self._num_tickets}")
         return ticket not in self._busy
 
     def save(self, limit: int) -> tuple[int, list[BlockCopy]] | None:
-        """Keep up to `limit` cached blocks in host DRAM too, the oldest first; None: nothing to do."""
+        """Start to copy up to `limit` cached blocks to host DRAM, the oldest first. Returns a ticket and the
+        transfers, or None without work."""
         candidates = sorted(
             (node for node in self._evictable() if node.host_slot is None),
             key=lambda node: node.last_used,
@@ -206,7 +209,8 @@ class RTC(BlockTable):
         return ticket, copies
 
     def swap_out(self, holding: Holding) -> tuple[int, list[int], list[BlockCopy]] | None:
-        """Move a whole holding to host DRAM: (ticket, host slots in order, transfers); None without room.
+        """Move a whole holding to host DRAM. Returns (ticket, host slots in order, transfers), or None
+        without room.
 
         The holding is empty on return; its slots are free after `finish(ticket)`.
         """
@@ -222,7 +226,8 @@ class RTC(BlockTable):
         return ticket, host_slots, copies
 
     def swap_in(self, host_slots: Sequence[int]) -> tuple[int, Holding, list[BlockCopy]] | None:
-        """Bring a swapped holding back: (ticket, holding, transfers); None if too few slots are available.
+        """Bring a swapped holding back. Returns (ticket, holding, transfers), or None if too few slots are
+        available.
 
         The host slots are given back by `release_host` after `finish(ticket)`.
         """
@@ -239,7 +244,7 @@ class RTC(BlockTable):
         return ticket, holding, copies
 
     def release_host(self, host_slots: Iterable[int]) -> None:
-        """Give back host slots of `swap_out`."""
+        """Give back host slots taken by `swap_out`."""
         self._host_free.extend(host_slots)
 
     def finish(self, ticket: int) -> None:

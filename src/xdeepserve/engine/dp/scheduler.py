@@ -1,16 +1,16 @@
 """Continuous batching: chooses the tokens that a DP group computes in its next step.
 
-The scheduler returns a plan and alone mutates its counters. `places.py` names the places of a sequence,
-`preemption.py` says who gives way when blocks run out, `handover.py` who comes from and goes to other TEs,
-`prefixes.py` what need not be computed.
+The scheduler returns a plan, and only the scheduler changes its counters. `places.py` names the places of a
+sequence. `preemption.py` chooses the sequences that give way when blocks run out. `handover.py` moves
+sequences from and to other TEs. `prefixes.py` finds tokens that need not be computed.
 
 Running sequences are scheduled first, in order of admission; then swapped ones return and waiting ones are
 admitted while rows, blocks and places last. A prompt longer than the rows left is prefilled in chunks.
 
-With `plans_ahead` a step is planned while the one before runs, from counts only. That a sequence has
-ended, for any other reason than its length, is seen a step late: what that step computes for it is thrown
-away, and its blocks are free when the step has ended. Where counting does not tell enough, which is when
-blocks run out, nothing is planned until the results are there.
+With `plans_ahead` a step is planned while the one before runs, from counts only. The end of a sequence,
+except by length, is seen a step late: that step's results for it are thrown away, and its blocks are free
+when the step has ended. When blocks run out, counts are not enough, and nothing is planned until the results
+are there.
 """
 
 from __future__ import annotations
@@ -137,6 +137,7 @@ class Scheduler:
                 break
             if not self._take_blocks(seq, share, step):
                 if self._ahead is not None:
+                    # Which sequence must give way is known only from the results of the step under way.
                     self._must_wait = True
                     break
                 if not preemption.make_room(step):
@@ -357,8 +358,8 @@ class Scheduler:
     def remove(self, seq: Sequence) -> None:
         """Forget a finished or aborted sequence and free its blocks at once. Harmless when repeated.
 
-        Blocks that a transfer still touches are free when it ends, and those of a step when steps are planned
-        ahead.
+        Blocks used by a transfer become free when it ends. With steps planned ahead, blocks used by a step
+        become free when the step ends.
         """
         if seq.is_finished:
             return

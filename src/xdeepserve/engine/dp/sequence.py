@@ -91,7 +91,7 @@ class Sequence:
 
     @property
     def wants_prompt_logits(self) -> bool:
-        """Whether there are prompt rows whose logits have not been reported yet."""
+        """Whether some prompt rows' logits are wanted and have not been reported yet."""
         return self.is_scored and self.num_scored < self.num_prompt - 1
 
 

@@ -1,8 +1,8 @@
 """Edits of logits by a choice's parameters and the tokens before: penalties, biases, forbidden tokens.
 
-The host says what is to be done to each logit row, as data that go to the die with the step's plan; the die
-does it (`sampling.edit`). A row behind a draft is told what follows if the draft is accepted. If a grammar
-forbids a draft, the row before it cannot draw it, so that it is rejected, and the rows behind it are void.
+The host sends the edits of each logit row to the die with the step's plan, and the die applies them
+(`sampling.edit`). Edits of a row behind a draft assume that the draft is accepted. If a grammar forbids a
+draft, the row before it cannot draw it. So the draft is rejected, and the rows behind it are void.
 """
 
 from __future__ import annotations

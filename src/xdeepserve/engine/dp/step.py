@@ -1,9 +1,9 @@
 """A step of a DP group: the rows of its sequences, and the message that tells the die.
 
-A step may be planned while the one before it runs, from counts only (DeepServe 4.2, asynchronous execution):
-which tokens that one samples, and how many drafts it accepts, only the die knows when it begins the next. So
-a share whose first token is still to be sampled says where the die finds it, and leaves token ids, positions
-and slots to the die (engine/die/carried.py). Its blocks reach as far as if all drafts were accepted.
+A step may be planned while the one before it runs, from counts only (DeepServe 4.2, asynchronous execution).
+Only the die knows, when it begins the next step, which tokens were sampled and how many drafts were accepted.
+So a share whose first token is still to be sampled says where the die finds it, and leaves token ids,
+positions and slots to the die (engine/die/carried.py). The share gets blocks as if all drafts were accepted.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """Admission of requests where prefill and decode are apart: by prefill, or by decode.
 
 *Prefill first* (xDeepServe 5.1): a request goes to a prefill TE at once, and decode hears of it when it has
-been prefilled. Decode that is full lets prefilled requests wait with all their blocks, until prefill is full.
+been prefilled. When decode is full, prefilled requests wait at prefill with all their blocks, until prefill
+is full, too.
 
-*Decode first* (CloudMatrix 4.3.3): a process beside both sides (i) allocates the request's KV on a decode
-TE, (ii) routes it to a prefill TE, and (iii) has its blocks sent there when they have been computed. One for
-which decode has no room waits before anybody has computed anything for it, and nobody overtakes it. One with
-several choices waits until there is room for all of them, or until nobody else has blocks that wait for
-prefill: choices without blocks keep theirs at prefill until decode has room, and what others have booked
-might be all that there is.
+*Decode first* (CloudMatrix 4.3.3): a process beside both sides (i) allocates the request's KV on a decode TE,
+(ii) routes it to a prefill TE, and (iii) has its blocks sent there when they have been computed. A request
+without room at decode waits before anything has been computed for it, and no other overtakes it. A request
+with several choices waits until there is room for all of them, or until no other request holds blocks booked
+at decode. Choices without booked blocks keep theirs at prefill until decode has room, which might never come
+while others hold all of it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Draws in traces how a request goes through the eight steps of xDeepServe's Figure 17.
 
-Each step is a span on a lane of who takes it, and arrows join the steps of one request. A span lasts from
-when the step could be taken until it was: so it shows who waited, and for whom. What takes no virtual time,
-as the host's decisions, is drawn MARK_NS wide.
+Each step is a span on the lane of the part that takes it, and arrows join the steps of one request. A span
+lasts from the moment when the step could be taken until it was taken, so it shows waiting. Steps without
+virtual time, such as the host's decisions, are drawn MARK_NS wide.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
 """Links between prefill and decode TEs, and the choice of those that may be used (xDeepServe 5.1, step 7).
 
-Each pair of a prefill and a decode TE has a DistFlow instance of its own, with buffers and queues of its own,
-so that a failure stays in the pair. A transfer that fails marks its link as failed, and its sequence goes by
-another: to another decode TE, from the same blocks.
+Each pair of a prefill and a decode TE has a DistFlow instance of its own, with its own buffers and queues, so
+a failure stays in the pair. A failed transfer marks its link as failed. Its sequence goes by another link to
+another decode TE, from the same blocks.
 
     well     --- a transfer fails --->  failed, avoided for `retry_ns`
     failed   --- `retry_ns` later --->  as good as a well one for the next sequence, avoided by those after
              --- a transfer succeeds -> well
 
-While no link of a prefill TE is well, failed ones are tried all the same. A sequence tries each once, and
-when it has tried all, those once more that a dummy payload comes through (`comm/distflow/link_probe.py`).
+While no link of a prefill TE is well, failed ones are tried all the same. A sequence tries each link once.
+When it has tried all, it tries again those through which a dummy payload arrives
+(`comm/distflow/link_probe.py`).
 """
 
 from __future__ import annotations

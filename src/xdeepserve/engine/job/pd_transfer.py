@@ -17,8 +17,8 @@ when the last chunk of the prompt is launched, and step 7 goes on while its laye
     7  a layer has ended on all dies of the source's group: its part moves, the whole prompt's
     8  prefill has ended, the last part moves with the first token; one completion for all parts
 
-Back-pressure needs no message of its own: while decode has no blocks, transfers stay registered,
-prefilled requests keep their blocks, and a prefill TE without blocks admits nobody.
+Back-pressure needs no message of its own: while decode has no blocks, transfers stay registered, prefilled
+requests keep their blocks, and a prefill TE without blocks admits no request.
 
 A transfer that fails concerns its sequence and its link alone (`links.py`). The source keeps the blocks until
 step 8, so they go to another decode TE by another link, as they are: by request, even if they were to go by

@@ -1,11 +1,11 @@
 """Step 1 of xDeepServe 5.1: one of several job executors takes a request and assigns it a TE.
 
-Job executors share no ledger: each knows what it has given to whom and has not heard to be prefilled, and
-asks TEs what of a prompt they have cached, how many requests they have and how full their KV is. How long an
-answer will be is known where only its end can stop it, and predicted from the prompt's tokens where something
-that has learned from the model's answers lies beside its weights (model/answer_lengths.py). Which of
-them a request reaches is drawn from the deployment's seed and the request's number, so that the same requests
-take the same ways again. Whom it chooses is for `balance/te_policies.py` to say.
+Job executors share no ledger. Each knows the prompts that it has given to TEs and that are not yet prefilled.
+It asks TEs how much of a prompt they have cached, how many requests they have and how full their KV is. The
+length of an answer is known if only `max_tokens` can end it; otherwise it is predicted from the prompt, if a
+predictor lies beside the weights (model/answer_lengths.py). The job executor that a request reaches is drawn
+from the deployment's seed and the request's number, so equal requests take equal ways in each run.
+`balance/te_policies.py` chooses the TE.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ shell answers when its loop turns: a host that stands still is silent.
     suspect   it has not answered for `beat_s`; others get new work
     lost      it has not answered for `shell_lost_s`: its TE is given up
 
-Nobody is asked on a pod on which nothing happens: virtual time does not pass for the sake of a heartbeat.
+No heartbeat is sent on a pod on which nothing happens: virtual time does not pass for the sake of a
+heartbeat.
 """
 
 from __future__ import annotations

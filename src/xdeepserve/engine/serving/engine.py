@@ -297,11 +297,11 @@ class Engine:
         on_scheduled: Callable[[int], None] | None = None,
         is_bounded: bool = True,
     ) -> Request:
-        """Check and enqueue a request; RequestError if it cannot be served.
+        """Check and enqueue a request. Raises RequestError if it cannot be served.
 
-        It arrives now if the pod serves others, or if a process submits it. One that comes from outside to a
-        pod without requests arrives when that rests, with those that come until then: else what it meets
-        there would depend on how often the event loop has turned.
+        The request arrives now if the pod serves others, or if a process submits it. A request from outside
+        to a pod without requests arrives when the pod rests, together with those that come until then.
+        Otherwise its schedule would depend on how often the event loop has turned.
 
         `is_bounded=False` is for a caller that holds all its requests anyway: the queue's bound, which
         protects a server from its clients, does not apply.
@@ -395,7 +395,8 @@ class Engine:
             )
 
     def _seed_of(self, params: SamplingParams) -> int:
-        """The request's own seed, else one drawn from the deployment's seed and the order of arrival."""
+        """Return the request's own seed, else one drawn from the deployment's seed and the order of
+        arrival."""
         if params.seed is not None:
             return params.seed
         self._num_unseeded += 1

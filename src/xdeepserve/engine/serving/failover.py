@@ -6,7 +6,8 @@
     take      decode that finds no room takes the dies of a prefill TE that the others can do without
     restart   stage 1: all TEs are given up and come back, decode before prefill
 
-Prefill and decode fail over apart. Whoever has to wait for a TE of some role does so in the job executor.
+Prefill and decode fail over separately. Requests that must wait for a TE of some role wait in the job
+executor.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The output handler turns sampled tokens into text, reasoning, tool calls and an end (xDeepServe 4.2).
 
-Output shortcutting: the DP group that computes a sequence hands its tokens to the handler that the sequence
-carries, and what comes out goes straight to the queue that the front end reads. Neither the TE-shell nor any
-other group sees a token. The paper's handler is a child process of each DP group; here it travels with the
-sequence, so that nothing is left behind when a sequence changes its group.
+Output shortcutting: the DP group that computes a sequence hands its tokens to the sequence's own handler,
+whose output goes straight to the queue that the front end reads. Neither the TE-shell nor any other group
+sees a token. The paper's handler is a child process of each DP group. Here it travels with the sequence, so
+nothing is left behind when a sequence changes its group.
 """
 
 from __future__ import annotations

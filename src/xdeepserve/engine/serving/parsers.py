@@ -16,10 +16,10 @@ and how the text was cut into chunks cannot change what comes out.
     arguments  streamed
     call       a whole call: one JSON object, or a name and parameters between tags
 
-What is swallowed but turns out to be no call is given out as content, tags and all: nothing that a model
-said is lost. Only where a text is cut off by its length, tags that it ends within, whole or half, are no
-content: what is known of a call by then is given out, and the rest is not. White space around calls only
-separates, and belongs to nobody.
+Swallowed text that turns out to be no call is given out as content, with its tags, so nothing that a model
+said is lost. The exception is a text cut off by its length within a tag or a call. Then the part of the call
+that is known is given out, and the rest, with whole or half tags, is dropped. White space around calls only
+separates them, and is dropped.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ T = TypeVar("T")
 class TEGroup:
     """Manages the TEs of a job executor: those that fail, leave or, through `joining`, come.
 
-    `on_failure` is told why nothing can serve any more, and which TE ended it, if one that still ran did.
+    `on_failure` is called with the reason when nothing can serve any more, and with the TE whose failure
+    caused this, if one did.
     """
 
     def __init__(

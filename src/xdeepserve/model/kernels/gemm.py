@@ -1,15 +1,15 @@
 """GEMM on packed weights: float32 in canonical order. INT8: see gemm_int8.py, exact products: gemm_exact.py.
 
-A kernel walks over the column groups [first, last) of the result, and for each over the rows in tiles, so
-that a group's weights stay in the caches while all rows use them. During the first tile those of the group
-that follows are asked for, so that their way from memory takes no time of its own. With FEW_F32 rows there is
-nothing else to do meanwhile, and the CPU foresees by itself what is read from first to last as it lies. A row
-alone has SIDE_BY_SIDE groups at a time, or each of its additions would wait for the one before.
+A kernel walks over the column groups [first, last) of the result, and for each group over the rows in tiles,
+so a group's weights stay in the caches while all rows use them. During the first tile the next group's
+weights are prefetched, so their way from memory takes no extra time. With FEW_F32 rows there is no work to
+overlap, and the CPU itself prefetches memory that is read sequentially. A single row takes SIDE_BY_SIDE
+groups at a time; otherwise each of its additions would wait for the one before.
 
-Other tiles have up to 8 x 1 vectors, as many rows as the registers hold: a sum is a multiplication and an
-addition, and a vector load takes the place of one of them, but for those inside a multiplication, as the
-numbers of x are. CHUNK weights of each column come at a time, so that they and the rows' part stay in the
-innermost caches; sums wait in memory between chunks, which changes no bit.
+Other tiles have up to 8 x 1 vectors, as many rows as the registers hold. A sum takes a multiplication and an
+addition, and a vector load takes the place of one of them; numbers of x are loaded within the multiplication.
+CHUNK weights of each column come at a time, so that they and the rows' part stay in the innermost caches.
+Sums wait in memory between chunks, which changes no bit.
 
 Threads can share a GEMM by column groups, each of which is read by one of them.
 """
@@ -37,9 +37,9 @@ PARTIAL_TILES = 3  # sums of a tree over canonical.TP_BLOCKS blocks that wait fo
 
 @tile_part
 def _add_products(acc, x, i, ldx, w, j, ahead, first, last):
-    """acc[r] += x[i + r * ldx + k] * w[j + COLUMNS * k ...] for each k of [first, last) in turn.
+    """Add acc[r] += x[i + r * ldx + k] * w[j + COLUMNS * k ...] for each k of [first, last) in turn.
 
-    What lies `ahead` of each is asked for.
+    Memory `ahead` of each weight is prefetched.
     """
     for k in range(first, last):
         prefetch(w, j + COLUMNS * k + ahead)
@@ -70,7 +70,7 @@ def _f32_tile(mr: int) -> Any:
 
 @tile_part
 def _f32_row(out, o, x, i, w, j, ldw, k_size, count):
-    """out[o...] = x[i...] @ w[j...]: one row, SIDE_BY_SIDE groups, ldw apart."""
+    """Compute out[o...] = x[i...] @ w[j...]: one row, SIDE_BY_SIDE groups, ldw apart."""
     acc = zeros(1, SIDE_BY_SIDE)
     for k in range(k_size):
         acc = add_outer(acc, x, i + k, 0, w, j + COLUMNS * k, ldw)
@@ -200,7 +200,7 @@ def num_groups(n: int) -> int:
 
 
 def matmul(out: Array, x: Array, w: Array, first: int = 0, last: int | None = None) -> None:
-    """out [M, N] = x [M, K] @ w, packed [K, N]; of the column groups [first, last) only."""
+    """Multiply out [M, N] = x [M, K] @ w, packed [K, N]; only column groups [first, last)."""
     n = out.shape[1]
     gemm_f32(out, x, w, x.shape[1], n, 1, 1, 0, 0, ALL_ROWS, first, num_groups(n) if last is None else last)
 
@@ -213,7 +213,7 @@ def matmul_blocked(
     last: int | None = None,
     num_blocks: int = c.TP_BLOCKS,
 ) -> None:
-    """Row-parallel twin of matmul: blocks of K, then a tree of neighbours.
+    """Multiply like `matmul`, for row-parallel layers: blocks of K, then a tree of neighbours.
 
     One of R ranks has K / R of the columns of x and TP_BLOCKS / R of the blocks.
     """
@@ -225,7 +225,8 @@ def matmul_blocked(
 def grouped_matmul(
     out: Array, x: Array, bounds: Array, w: Array, first: int = 0, last: int | None = None
 ) -> None:
-    """out [R, N]: rows bounds[e]:bounds[e+1] of x [R, K] by w, packed [E, K, N]. Empty ones are free."""
+    """Multiply grouped rows, out [R, N]: rows bounds[e]:bounds[e+1] of x [R, K] by w, packed [E, K, N]. Empty
+    groups are free."""
     n = out.shape[1]
     last = num_groups(n) if last is None else last
     gemm_f32(out, x, w, x.shape[1], n, 1, len(bounds) - 1, 0, 0, bounds, first, last)

@@ -1,12 +1,12 @@
 """GEMM of exact products: canonical.matmul_exact on packed weights, in BF16 or in float32 (packing.py).
 
-The rows are rounded first, as many at a time as stay in the second-level cache with what they are multiplied
-by. Tiles of 4 x 2 vectors where there is room for them, each a chain of even k, one of odd k and their sum:
-24 registers. One load of weights gives 32 numbers, and each number of x two multiply-adds; so the
+The rows are rounded first, as many at a time as stay in the second-level cache together with their weights.
+Tiles have 4 x 2 vectors where there is room for them, each with a chain of even k, one of odd k and their
+sum: 24 registers. One load of weights gives 32 numbers, and each number of x two multiply-adds. So the
 multiply-adds are the limit, from four rows on.
 
-Where tiles are two column groups wide, a thread's last one of an odd number goes with the one before it once
-more, or with itself if there is none: that leaves the same bits.
+Where tiles are two column groups wide, the last of an odd number of groups is paired with the one before it,
+which is then computed twice, or with itself if there is none. This leaves the same bits.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def _wide_group(out, o, ldo, x, ldx, rows, w, j, ldw, ahead, k_size, num_blocks,
 
 @part
 def _round_rows(rounded, width, x, start, ldx, rows, size, w):
-    """rounded [rows, width] = the factors of the first `size` of each row from x[start], then zeros."""
+    """Fill rounded [rows, width] with the factors of the first `size` of each row from x[start], then
+    zeros."""
     for m in range(rows):
         for i in range(0, size, COLUMNS):
             row = factor(take(x, start + m * ldx + i, size - i))
@@ -133,7 +134,8 @@ def gemm_exact(out, x, w, k_size, n, num_blocks, batches, x_step, out_step, firs
 
 
 def matmul_exact(out: Array, x: Array, w: Array, first: int = 0, last: int | None = None) -> None:
-    """out [M, N] = exact products of x [M, K] and w, packed [K, N]; of column groups [first, last) only."""
+    """Multiply in exact products, out [M, N] from x [M, K] and w, packed [K, N]; only column groups [first,
+    last)."""
     n = out.shape[1]
     gemm_exact(out, x, w, x.shape[1], n, 1, 1, 0, 0, first, num_groups(n) if last is None else last)
 

@@ -1,10 +1,11 @@
 """GEMM of INT8 rows and packed INT8 weights, with a scale for each row and each column.
 
-A kernel walks over column groups and tiles of rows as that of float32 does (gemm.py). Tiles have 8 x 2
+A kernel walks over column groups and tiles of rows like the float32 kernel (gemm.py). Tiles have 8 x 2
 vectors: one instruction multiplies and adds, so there is room for loads. The last of an odd number of groups
-has tiles of 4 x 1 at most, and so has each group of FEW rows; those of one or two rows make each sum in four
-parts, since a dot product that waits for the one before it takes several times as long. A matrix unit, where
-there is one, takes what pays (gemm_matrix.py). Sums are whole numbers, so none of this changes a bit.
+has tiles of at most 4 x 1, and so has each group of FEW rows. Tiles of one or two rows make each sum in four
+parts, because a dot product that waits for the one before it takes several times as long. A matrix unit, if
+there is one, does the parts for which it is faster (gemm_matrix.py). Sums are integers, so none of this
+changes a bit.
 """
 
 from __future__ import annotations
@@ -178,13 +179,14 @@ def gemm_int8(out, q, scale, w, w_scale, n, bounds, first, last):
 def matmul_int8(
     out: Array, q: Array, scale: Array, w: Array, w_scale: Array, first: int = 0, last: int | None = None
 ) -> None:
-    """out [M, N]; q int8 [M, K], scale [M], w packed [N, K], w_scale [N]; groups [first, last) only."""
+    """Multiply out [M, N]; q int8 [M, K], scale [M], w packed [N, K], w_scale [N]; only groups [first,
+    last)."""
     n = out.shape[1]
     gemm_int8(out, q, scale, w, w_scale, n, ALL_ROWS, first, num_groups(n) if last is None else last)
 
 
 def matmul_int8_sums(out: Array, q: Array, w: Array, first: int = 0, last: int | None = None) -> None:
-    """out int32 [M, N] = q int8 [M, K] @ w, packed [N, K]; see scale_sums."""
+    """Multiply without scales: out int32 [M, N] = q int8 [M, K] @ w, packed [N, K]; see scale_sums."""
     n = out.shape[1]
     gemm_int8(out, q, NO_SCALE, w, NO_SCALE, n, ALL_ROWS, first, num_groups(n) if last is None else last)
 
@@ -199,6 +201,7 @@ def grouped_matmul_int8(
     first: int = 0,
     last: int | None = None,
 ) -> None:
-    """out [R, N]: rows bounds[e]:bounds[e+1] of q [R, K] by w, packed [E, N, K]; w_scale [E * N]."""
+    """Multiply grouped rows, out [R, N]: rows bounds[e]:bounds[e+1] of q [R, K] by w, packed [E, N, K];
+    w_scale [E * N]."""
     n = out.shape[1]
     gemm_int8(out, q, scale, w, w_scale, n, bounds, first, num_groups(n) if last is None else last)

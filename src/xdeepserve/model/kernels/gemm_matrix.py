@@ -1,13 +1,14 @@
 """GEMM on a matrix unit: INT8, and exact products, for gemm_int8.py and gemm_exact.py, with the same results.
 
 The rows are copied first, as many at a time as stay in the second-level cache, and filled up with zeros to 64
-bytes of k. Rows that are missing in a block are whatever was there; nobody looks at their sums. Weights are
-taken as they lie, since a group of 16 columns is a row of right tiles already. Where K does not fill its last
-tile, that one reaches back to weights that the tile before it had, for which the row has zeros: so nothing
-behind a group is read, and products with zeros change nothing (canonical.py).
+bytes of k. Missing rows of a block hold old bytes; their sums are not used. Weights are used in place,
+because a group of 16 columns is a row of right tiles already. Where K does not fill its last tile, this tile
+reaches back to weights of the tile before it, for which the row has zeros. So nothing behind a group is read,
+and products with zeros change nothing (canonical.py).
 
-A block's sums go through a scratch block of [4 column groups, 32 rows, 16], from which columns that exist are
-taken. Without a matrix unit, or where one would not pay, nothing is done, and the kernel that asked does it.
+A block's sums go through a scratch block of [4 column groups, 32 rows, 16], from which existing columns are
+taken. Without a matrix unit, or where it would be slower, these functions do nothing, and the calling kernel
+does the work.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Grouped GEMM on a static grid, for many groups of which few have rows (EaaS 4.1).
 
-A launch says how many workers there are, and nothing of the groups: how many rows each has the kernel reads.
-First the groups that have rows move to the front (group shrink, by a prefix sum), so that the walk ends with
-the last of them. Then each worker takes every `num_workers`th tile, as if the tiles of all of them stood in
-one row (Algorithm 1): it counts them down group by group, asks nobody and waits for nobody; and a group whose
-tiles do not fill the grid leaves no worker idle, since those of the next one follow.
+A launch gives the number of workers, and nothing about the groups: the kernel reads how many rows each group
+has. First the groups with rows move to the front (group shrink, by a prefix sum), so the walk ends with the
+last of them. Then each worker takes every `num_workers`th tile, as if the tiles of all groups stood in one
+row (Algorithm 1). It counts tiles down group by group, without asking or waiting for other workers. A group
+whose tiles do not fill the grid leaves no worker idle, because tiles of the next group follow.
 
 A tile is the rows of a group that are computed together, by WIDE groups of columns. One worker sums each
-output, in the order of the GEMM in gemm.py: the bits are the same.
+output, in the order of the GEMM in gemm.py, so the bits are the same.
 """
 
 from __future__ import annotations

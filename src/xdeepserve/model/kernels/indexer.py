@@ -23,7 +23,7 @@ ZERO, LOWEST = np.float32(0.0), np.float32(-np.inf)
 
 @kernel
 def layer_norm(out, x, w, b, eps):
-    """out [T, N], x [T, N], w, b [N]; out may be x. See canonical.layer_norm."""
+    """Normalise rows by canonical.layer_norm: out [T, N], x [T, N], w, b [N]; out may be x."""
     size = w.size
     for t in range(x.shape[0]):
         start, lanes = t * size, splat(ZERO)

@@ -15,7 +15,7 @@ from xdeepserve.model.kernels.vector_math import take
 
 @kernel
 def rope_heads(x, heads, positions, cos, sin):
-    """In place: rotate the last 2 * cos.shape[1] entries of each head of x [T, heads * D]."""
+    """Rotate in place the last 2 * cos.shape[1] entries of each head of x [T, heads * D]."""
     half = cos.shape[1]
     width = x.shape[1] // heads
     for t in range(x.shape[0]):

@@ -9,10 +9,9 @@ product, 16 x 16 sums, is added to a third tile:
     tdpbssd     both int8                  the same
     tdpbf16ps   x and w pairs of BF16      float32, in the order of canonical.matmul_exact
 
-A block is four products: of two left and two right tiles, each of which is used twice (TALL), or, where no
-more than 16 rows are, of one left tile and four right ones (FLAT). Where there are fewer tiles than a block
-takes, the last one takes the place of those that are missing; the same sums are made twice then, and are
-stored to the same place twice.
+A block is four products: of two left and two right tiles, each used twice (TALL), or, for up to 16 rows, of
+one left tile and four right ones (FLAT). Where there are fewer tiles than a block takes, the last one takes
+the place of the missing ones. The same sums are then made twice, and stored to the same place twice.
 
 There are eight tile registers: four for sums, two for the left tiles, and one that each right tile is loaded
 into in turn. A thread says what shape its tiles have before it uses them (`begin_tiles`, or `begin_quarters`
@@ -220,12 +219,13 @@ def _multiplier(block: Block, name: str) -> Any:
     clear, add = _clear_sums, _add_products(block, name)
 
     def multiply(c, at, ldc, goes_on, x, i, ldx, w, j, ldw, last, depth, rows, columns):
-        """The sums at c[at ...] = (themselves if it goes on, else zero) + products of `depth` tiles of k.
+        """Set the sums at c[at ...] to (themselves if it goes on, else zero) + products of `depth` tiles of
+        k.
 
-        `rows` left tiles are there and `columns` right ones, at least one of each. In bytes: sums of the
-        next 16 rows are TILE_SIZE further, those of the next 16 columns ldc. The next 16 rows of x are ldx
-        further, the next 16 columns of w ldw. The next tile of k comes behind a tile, but the last one of w
-        begins no more than `last` behind the first.
+        There are `rows` left tiles and `columns` right ones, at least one of each. Strides are in bytes: sums
+        of the next 16 rows are TILE_SIZE further, those of the next 16 columns ldc. The next 16 rows of x are
+        ldx further, the next 16 columns of w ldw. The next tile of k comes behind a tile, but the last one of
+        w begins no more than `last` behind the first.
         """
         if goes_on:
             load(c, at, ldc, rows, columns)

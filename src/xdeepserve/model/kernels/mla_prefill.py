@@ -1,18 +1,17 @@
 """Absorbed MLA for many rows of a sequence on a matrix unit: from queries to the heads' outputs.
 
-It has the results of absorption, `mla.attention` and absorption's other half, one after the other, but what
-lies between them never leaves the caches. It takes up to 32 rows, two left tiles, of two heads at a time:
+The results are those of absorption, `mla.attention` and absorption's other half, one after the other, but
+intermediate values never leave the caches. It takes up to 32 rows, two left tiles, of two heads at a time:
 
     absorbed [row, k]         = q [row, nope] @ w_uk          pairs of BF16
     scores   [row, position]  = absorbed, in INT8 @ latents   bytes; and the RoPE parts, pairs of BF16
     values   [row, column]    = softmax weights @ latents     pairs of BF16
     out      [row, column]    = values @ w_uv                 pairs of BF16
 
-All heads share right tiles that are made of the cache first, whose tiles are a quarter as large. A row's
+All heads share right tiles, which are made first from the cache, whose tiles are a quarter as large. A row's
 scores lie side by side: its softmax goes from vector to vector, and its weights are a row of a left tile.
-Rows that are missing in a left tile are whatever was there; nobody looks at what becomes of them. So are
-positions behind the last one, up to the end of a chunk: their scores may be anything, and `only_first` puts
-other numbers in their place; their scales and values are zero.
+Missing rows of a left tile hold old bytes, and their results are not used. Positions behind the last one, up
+to the end of a chunk, may have any scores: `only_first` replaces them, and their scales and values are zero.
 
 Order of operations: canonical.attention.
 """

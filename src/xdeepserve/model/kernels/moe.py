@@ -27,7 +27,7 @@ def _best_of(choice, start, size):
 
 @part
 def _softmax(scores, logits, start, size):
-    """scores [size] = canonical.softmax of logits[start : start + size]."""
+    """Compute scores [size] = canonical.softmax of logits[start : start + size]."""
     top = logits[start // size, 0]
     for e in range(1, size):
         top = max(top, logits[start // size, e])
@@ -45,8 +45,8 @@ def gate(
     topk_idx, topk_weights, logits, bias, n_group, topk_group, norm_topk_prob, routed_scaling_factor,
     is_softmax,
 ):  # fmt: skip
-    """topk_idx int32 [T, K], topk_weights [T, K] from logits [T, E] = x @ Wg, of which canonical.gate takes
-    the sigmoid, or the softmax. bias [E], or [0] for none."""
+    """Route tokens: topk_idx int32 [T, K], topk_weights [T, K] from logits [T, E] = x @ Wg. canonical.gate
+    takes the sigmoid of these, or the softmax. bias [E], or [0] for none."""
     num_experts, top_k = logits.shape[1], topk_idx.shape[1]
     per_group = num_experts // n_group
     scores = np.empty(num_experts, np.float32)
@@ -100,7 +100,8 @@ def gate(
 
 @kernel
 def group_rows(order, offsets, expert_idx):
-    """Stable counting sort: order int32 [N] lists the rows by expert, offsets int32 [E + 1] bounds each."""
+    """Sort rows by expert, stably: order int32 [N] lists the rows, offsets int32 [E + 1] bounds each
+    expert's."""
     offsets[:] = 0
     for e in expert_idx:
         offsets[e + 1] += 1
@@ -115,7 +116,7 @@ def group_rows(order, offsets, expert_idx):
 
 @kernel
 def gather_tokens(out, out_scale, x, scale, order, copies):
-    """out[i] = x[order[i] // copies], and the same for their scales (none if there are none)."""
+    """Gather out[i] = x[order[i] // copies], and the same for their scales (none if there are none)."""
     size = x.shape[1]
     for i in range(order.size):
         source = order[i] // copies
@@ -127,7 +128,7 @@ def gather_tokens(out, out_scale, x, scale, order, copies):
 
 @kernel
 def combine(h, expert_out, place, topk_weights, shared, is_bf16):
-    """In place, h [T, H] += canonical.combine of the experts' outputs and shared [T, H] (no rows: none).
+    """Add to h [T, H], in place, canonical.combine of the experts' outputs and shared [T, H] (no rows: none).
 
     expert_out [T * K, H]; place int32 [T * K] says which row each is in, or none says that they are in order.
     With is_bf16 the experts' outputs are rounded first.
@@ -158,7 +159,7 @@ def combine(h, expert_out, place, topk_weights, shared, is_bf16):
 
 @kernel
 def add_sums(h, sums, shared, is_bf16):
-    """In place, the rest of `combine`: h [T, H] += sums [T, H] + shared [T, H] (no rows: none).
+    """Add to h [T, H], in place, sums [T, H] + shared [T, H] (no rows: none): the rest of `combine`.
 
     sums: the routed experts' outputs by weight. With is_bf16 the shared expert's is rounded first.
     """

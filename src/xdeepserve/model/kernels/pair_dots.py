@@ -1,9 +1,9 @@
 """Exact products two at a time, by AVX-512 BF16's dot product of pairs: canonical.matmul_exact once more.
 
-In each lane the instruction has two pairs of BF16. It adds the product of the upper ones to a float32,
-rounds, adds that of the lower ones, rounds: two fused multiply-adds, in the time of one. (What is too small
-for a normal float32 counts as zero, but nothing is: see canonical.factors.) A chain of the even k takes every
-second one, and so does a chain of the odd k. So these are the words that stand for four numbers:
+In each lane the instruction takes two pairs of BF16. It adds the product of the upper pair to a float32,
+rounds, adds the product of the lower pair, and rounds: two fused multiply-adds, in the time of one. (Values
+too small for a normal float32 count as zero, but there are none: see canonical.factors.) A chain of the even
+k takes every second one, and so does a chain of the odd k. So these words stand for four numbers:
 
     even chain    number k above, k + 2 below
     odd chain     number k + 1 above, k + 3 below

@@ -33,7 +33,7 @@ def row_scale(largest):
 
 @part
 def round_row(q, to, x, start, size, scale):
-    """q[to : to + size] = round(x[start : start + size] / scale)."""
+    """Round q[to : to + size] = round(x[start : start + size] / scale)."""
     divisor, inverse = splat(scale), splat(ONE / scale)
     whole = size // LANES * LANES if scale <= MOST else 0
     for i in range(0, whole, LANES):
@@ -44,7 +44,8 @@ def round_row(q, to, x, start, size, scale):
 
 @part
 def quantize_row(q, to, x, start, size):
-    """q[to : to + size] from x[start : start + size]; returns the scale. See canonical.quantize_rows."""
+    """Quantise x[start : start + size] into q[to : to + size]; return the scale. See
+    canonical.quantize_rows."""
     # Two maxima: one comparison would wait for the other.
     largest, other = splat(ZERO), splat(ZERO)
     pairs = size // (2 * LANES) * 2 * LANES
@@ -60,7 +61,7 @@ def quantize_row(q, to, x, start, size):
 
 @kernel
 def rms_norm(out, x, w, eps):
-    """out [T, N], x [T, >= N], w [N]: the norm is over the first N of a row. out may be x."""
+    """Normalise the first N elements of each row: out [T, N], x [T, >= N], w [N]. out may be x."""
     size = w.size
     for t in range(x.shape[0]):
         start, to = t * x.shape[1], t * out.shape[1]
@@ -72,7 +73,7 @@ def rms_norm(out, x, w, eps):
 
 @kernel
 def rms_norm_quantize(out, q, scale, x, w, eps):
-    """rms_norm, then quantize_rows of the result: out [T, N], q int8 [T, N], scale [T], x [T, N]."""
+    """Normalise, then quantise the rows: out [T, N], q int8 [T, N], scale [T], x [T, N]."""
     size = w.size
     for t in range(x.shape[0]):
         start = t * size
@@ -87,7 +88,7 @@ def rms_norm_quantize(out, q, scale, x, w, eps):
 
 @kernel
 def quantize_rows(q, scale, x):
-    """q int8 [T, K], scale [T], x [T, K]."""
+    """Quantise rows: q int8 [T, K], scale [T], x [T, K]. See canonical.quantize_rows."""
     size = x.shape[1]
     for t in range(x.shape[0]):
         scale[t] = quantize_row(q, t * size, x, t * size, size)
@@ -95,7 +96,7 @@ def quantize_rows(q, scale, x):
 
 @kernel
 def round_to_int8(x):
-    """In place, canonical.rounded_to_int8 of x [T, K]: rows as INT8 and their scales give them back."""
+    """Round x [T, K] in place by canonical.rounded_to_int8: to INT8 with a scale per row, and back."""
     size = x.shape[1]
     q = np.empty((1, size), np.int8)
     for t in range(x.shape[0]):
@@ -106,7 +107,7 @@ def round_to_int8(x):
 
 @kernel
 def row_maxima(out, x):
-    """out [T] = the largest absolute value of each row of x [T, K]."""
+    """Find the largest absolute value of each row: out [T], x [T, K]."""
     size = x.shape[1]
     for t in range(x.shape[0]):
         largest = splat(ZERO)
@@ -117,7 +118,8 @@ def row_maxima(out, x):
 
 @kernel
 def quantize_by_maxima(q, scale, x, maxima):
-    """q int8 [T, K], scale [T] from x [T, K], a part of rows whose largest absolute values are maxima [T]."""
+    """Quantise a part x [T, K] of rows whose largest absolute values are maxima [T]: q int8 [T, K], scale
+    [T]."""
     size = x.shape[1]
     for t in range(x.shape[0]):
         scale[t] = max(maxima[t], QUANT_FLOOR) / QUANT_MAX
@@ -126,7 +128,7 @@ def quantize_by_maxima(q, scale, x, maxima):
 
 @kernel
 def scale_sums(out, sums, scale, w_scale):
-    """out [T, N] = float(sums) * scale * w_scale; sums int32 [T, N], scale [T], w_scale [N]."""
+    """Compute out [T, N] = float(sums) * scale * w_scale; sums int32 [T, N], scale [T], w_scale [N]."""
     for t in range(out.shape[0]):
         for n in range(out.shape[1]):
             out[t, n] = np.float32(sums[t, n]) * scale[t] * w_scale[n]
@@ -134,7 +136,7 @@ def scale_sums(out, sums, scale, w_scale):
 
 @kernel
 def swiglu(out, gate_up):
-    """out [T, I], gate_up [T, 2I]."""
+    """Compute SwiGLU: out [T, I], gate_up [T, 2I]. See canonical.swiglu."""
     half = gate_up.shape[1] // 2
     for t in range(gate_up.shape[0]):
         gate = t * 2 * half
@@ -145,7 +147,8 @@ def swiglu(out, gate_up):
 
 @kernel
 def swiglu_quantize(q, scale, gate_up):
-    """swiglu, then quantize_rows: q int8 [T, I], scale [T], gate_up [T, 2I]; the first half is lost."""
+    """Compute swiglu, then quantise the rows: q int8 [T, I], scale [T], gate_up [T, 2I]; its first half is
+    overwritten."""
     half = gate_up.shape[1] // 2
     for t in range(gate_up.shape[0]):
         gate = t * 2 * half
@@ -157,14 +160,14 @@ def swiglu_quantize(q, scale, gate_up):
 
 @kernel
 def add(out, x, y):
-    """out = x + y, all [T, N]; out may be x."""
+    """Add out = x + y, all [T, N]; out may be x."""
     for i in range(0, x.size, LANES):
         put(out, i, take(x, i, x.size - i) + take(y, i, x.size - i), x.size - i)
 
 
 @kernel
 def gather_rows(out, x, index):
-    """out[i] = x[index[i]]."""
+    """Gather rows: out[i] = x[index[i]]."""
     size = x.shape[1]
     for i in range(index.size):
         source = index[i]
@@ -174,7 +177,7 @@ def gather_rows(out, x, index):
 
 @kernel
 def scatter_rows(out, x, index):
-    """out[index[i]] = x[i]."""
+    """Scatter rows: out[index[i]] = x[i]."""
     size = x.shape[1]
     for i in range(index.size):
         to = index[i]

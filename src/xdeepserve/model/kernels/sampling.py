@@ -146,8 +146,8 @@ def _sample_one(logits, row, temperature, top_k, top_p, min_p, seed, choice, pos
 
 @kernel
 def sample(out, logits, temperature, top_k, top_p, min_p, seed, choice, position):
-    """out int32 [R] from logits [R, V], -1 where there is none to take; per row: temperature float32, top_k
-    int32, top_p float64, min_p float32, and seed, choice, position uint64, all [R]."""
+    """Sample a token per row: out int32 [R] from logits [R, V], -1 if no token can be drawn. Per row, all
+    [R]: temperature float32, top_k int32, top_p float64, min_p float32, and seed, choice, position uint64."""
     for r in range(logits.shape[0]):
         out[r] = _sample_one(
             logits, r, temperature[r], top_k[r], top_p[r], min_p[r], seed[r], choice[r], position[r]

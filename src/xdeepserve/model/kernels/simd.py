@@ -1,10 +1,10 @@
 """Vectors of 16 floats or 32-bit integers for Numba kernels: `a * b + c` on 16 lanes at once.
 
-Numba vectorises simple loops by itself, but never to the INT8 dot-product instruction, and it keeps no tile
-of accumulators in registers. So the hot kernels say what they want: they load, multiply, add and store
-values of the types `f32x16` and `i32x16`. LLVM turns a 16-lane operation into whatever the CPU has: one
-AVX-512 instruction, two of AVX2, four of SSE2 or NEON. A lane is an IEEE float32 in each case and every
-operation rounds once (multiplications and additions are never fused), so the bits do not depend on the CPU.
+Numba vectorises simple loops automatically, but never to the INT8 dot-product instruction, and it keeps no
+tile of accumulators in registers. So the hot kernels are explicit: they load, multiply, add and store values
+of the types `f32x16` and `i32x16`. LLVM turns a 16-lane operation into the CPU's instructions: one of
+AVX-512, two of AVX2, four of SSE2 or NEON. A lane is an IEEE float32 in each case and every operation rounds
+once (multiplications and additions are never fused), so the bits do not depend on the CPU.
 
     load, load_part     16 neighbouring elements of an array; `part`: the first `count`, zeros in the rest
     store, store_part   the other way round; `part` touches nothing behind the first `count`
@@ -119,7 +119,7 @@ def _widen(builder: ir.IRBuilder, array: types.Array, value: ir.Value) -> ir.Val
 
 @intrinsic
 def load(typingctx: Any, array: Any, index: Any) -> Any:
-    """Elements [index, index + 16): float32 and bytes give f32x16, int32 gives i32x16."""
+    """Load elements [index, index + 16): float32 and bytes give f32x16, int32 gives i32x16."""
     loaded = _load_as(array)
     if loaded is None:
         return None
@@ -137,7 +137,7 @@ def load(typingctx: Any, array: Any, index: Any) -> Any:
 
 @intrinsic
 def load_part(typingctx: Any, array: Any, index: Any, count: Any) -> Any:
-    """Elements [index, index + count), count <= 16, in the first lanes; zeros in the others."""
+    """Load elements [index, index + count), count <= 16, into the first lanes; zeros in the others."""
     loaded = _load_as(array)
     if loaded is None:
         return None
@@ -157,7 +157,8 @@ def load_part(typingctx: Any, array: Any, index: Any, count: Any) -> Any:
 
 
 def _store_as(array: types.Type, value: types.Type) -> ir.VectorType | None:
-    """The vector in memory for a store of `value` into `array`. Floats become INT8 where asked for."""
+    """Return the vector in memory for a store of `value` into `array`; None if impossible. Floats become INT8
+    in byte arrays."""
     if value == f32x16 and is_vector_array(array, types.int8, types.uint8):
         return VI8
     if value == f32x16 and is_vector_array(array, types.float32):
@@ -177,7 +178,7 @@ def _narrow(builder: ir.IRBuilder, array: types.Array, value: ir.Value, memory: 
 
 @intrinsic
 def store(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
-    """Elements [index, index + 16) = value. Into bytes: whole numbers from -128 to 127."""
+    """Store value as elements [index, index + 16). Bytes take whole numbers from -128 to 127."""
     memory = _store_as(array, value)
     if memory is None:
         return None
@@ -192,7 +193,7 @@ def store(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
 
 @intrinsic
 def store_part(typingctx: Any, array: Any, index: Any, value: Any, count: Any) -> Any:
-    """Elements [index, index + count) = the first lanes, count <= 16."""
+    """Store the first lanes as elements [index, index + count), count <= 16."""
     memory = _store_as(array, value)
     if memory is None:
         return None
@@ -218,7 +219,7 @@ def store_part(typingctx: Any, array: Any, index: Any, value: Any, count: Any) -
 
 @intrinsic
 def transpose(typingctx: Any, out: Any, i: Any, ldo: Any, x: Any, j: Any, ldx: Any) -> Any:
-    """out[i + k * ldo + n] = x[j + n * ldx + k] for the 16 n and the 16 k; 4-byte numbers, as they are."""
+    """Transpose 16 x 16 numbers of 4 bytes: out[i + k * ldo + n] = x[j + n * ldx + k]."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         out_, i_, ldo_, x_, j_, ldx_ = args

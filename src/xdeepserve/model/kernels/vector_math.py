@@ -28,7 +28,7 @@ ONE = np.float32(1.0)
 
 @part
 def exp(x):
-    """exp(x) of each lane, by the polynomial of canonical.exp."""
+    """Compute exp(x) of each lane, by the polynomial of canonical.exp."""
     x = minimum(maximum(x, splat(EXP_MIN)), splat(EXP_MAX))
     n = rint(x * splat(LOG2E))
     r = x - n * splat(LN2_HI)
@@ -44,13 +44,13 @@ def exp(x):
 
 @part
 def sigmoid(x):
-    """1 / (1 + exp(-x)) of each lane, as canonical.sigmoid."""
+    """Compute 1 / (1 + exp(-x)) of each lane, as canonical.sigmoid."""
     return splat(ONE) / (splat(ONE) + exp(negative(x)))
 
 
 @part
 def silu(x):
-    """x * sigmoid(x) of each lane, in the one division of canonical.silu."""
+    """Compute x * sigmoid(x) of each lane, in the one division of canonical.silu."""
     return x / (splat(ONE) + exp(negative(x)))
 
 
