@@ -1,4 +1,4 @@
-"""How /openapi.json describes fields whose values are checked by hand, with better words than a type has."""
+"""Descriptions for /openapi.json of fields checked by hand, with better words than a type has."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 def described(*kinds: dict[str, Any]) -> msgspec.Meta:
-    """How /openapi.json describes a field that is checked elsewhere, with better words."""
+    """Describe a field for /openapi.json that is checked elsewhere, with better words."""
     return msgspec.Meta(extra_json_schema={"anyOf": [*kinds, {"type": "null"}]})
 
 

@@ -1,6 +1,7 @@
-"""The fields of items of /v1/responses and of their parts.
+"""Fields of items of /v1/responses and of their parts.
 
-Those that are read, and those that clients send back as an answer had them. Others are refused by name.
+Some fields are read; some are only accepted because clients send an answer's fields back. All others are
+refused by name.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ PART_FIELDS = {  # of parts with text, by type
 
 
 def item_kind(item: dict[str, Any]) -> Any:
-    """An item's type, be it known or not; without one, or with null, it is a message."""
+    """Return an item's type, known or not; an item without one is a message."""
     kind = item.get("type")
     return "message" if kind is None else kind
 
 
 def refuse_unknown_in_item(where: str, item: dict[str, Any]) -> None:
-    """RequestError for a field that items of this type do not have, nor parts of a summary."""
+    """Raise RequestError for an unknown field of an item, or of a part of its summary."""
     refuse_unknown(where, item, ITEM_FIELDS[item_kind(item)])
     summary = item.get("summary")
     for j, part in enumerate(summary if isinstance(summary, list) else ()):

@@ -1,4 +1,4 @@
-"""What jobs of all types show of themselves, and how they are cancelled."""
+"""Common answers of jobs of all types: their events, and their cancellation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xdeepserve.jobs.job_states import IllegalMoveError
 
 
 def cancelled(request: web.Request, job: JobRecord) -> JobRecord:
-    """The job, which ends within a moment. RequestError when it is over."""
+    """Cancel a job and return it; it ends within a moment. Raises RequestError when it is over."""
     try:
         return desk_of(request).store.move_job(job.number, "cancelled")
     except IllegalMoveError:
@@ -21,7 +21,7 @@ def cancelled(request: web.Request, job: JobRecord) -> JobRecord:
 
 
 def shown_event(event: JobEvent) -> dict[str, Any]:
-    """An event in OpenAI's shape."""
+    """Convert an event to OpenAI's format."""
     return {
         "id": event.id,
         "object": "fine_tuning.job.event",
