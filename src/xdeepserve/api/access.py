@@ -1,8 +1,8 @@
-"""Access to a server: names and origins that it is called by, content types, API keys, and CORS.
+"""Access to a server: names and origins that it accepts, content types, API keys, and CORS.
 
-A web page that somebody visits may send requests to any address that this computer reaches, by the address
-or by a name of its own that it has pointed there (DNS rebinding). `guard_middleware` refuses both, before a
-handler sees the request.
+A web page may send requests to any address that a visitor's computer reaches. It may use the address, or a
+name of its own that it has pointed there (DNS rebinding). `guard_middleware` refuses both before a handler
+sees the request.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:/?#@\[\]]+)(?::\d*)?", re.IGNORE
 
 
 def guard_middleware(options: ServerOptions) -> Middleware:
-    """Refuse what a web page of somebody else could send: 421 for a name that is not this server's, 403 for
-    an origin that may not call, 415 for a body of a type that browsers send without asking first."""
+    """Refuse requests from foreign web pages: 421 for a name that is not this server's, 403 for an origin
+    that may not call, 415 for a body type that browsers send without a preflight."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -49,10 +49,10 @@ def guard_middleware(options: ServerOptions) -> Middleware:
 
 
 def _check_host(request: web.Request, allowed: Sequence[str]) -> None:
-    """ApiError for a request by a name that may have been pointed here.
+    """Raise ApiError for a request by a name that may have been pointed to this server.
 
-    Connections through a Unix socket may use any name, as may those to an address that is no loopback address
-    unless `allowed` says which. A request without a name (HTTP/1.0) is no browser's.
+    Connections through a Unix socket may use any name. So may connections to an address that is no loopback
+    address, unless `allowed` lists names. A request without a name (HTTP/1.0) is not from a browser.
     """
     local = request.get_extra_info("sockname")
     authority = _authority(request)
@@ -70,7 +70,8 @@ def _check_host(request: web.Request, allowed: Sequence[str]) -> None:
 
 
 def _authority(request: web.Request) -> str | None:
-    """The name and port that a request is sent to: of its target if that is a whole URL, else of `Host`."""
+    """Return the name and port that a request is sent to: those of its target if that is a whole URL, else
+    those of `Host`."""
     target = request.raw_path
     return request.headers.get("Host") if target.startswith(("/", "*")) else request.url.authority
 
@@ -82,7 +83,7 @@ def is_loopback_name(name: str) -> bool:
 
 
 def _ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """An address, of IPv4 where that is written as IPv6; None if it is a name."""
+    """Parse an IP address; IPv4 addresses written as IPv6 become IPv4. None for a name."""
     try:
         address = ipaddress.ip_address(text)
     except ValueError:
@@ -91,7 +92,7 @@ def _ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _check_origin(request: web.Request, allowed: Sequence[str]) -> None:
-    """ApiError for a request that a web page of another origin has sent."""
+    """Raise ApiError for a request sent by a web page of another origin."""
     origin = request.headers.get("Origin")
     if "*" in allowed or origin in allowed or is_own_origin(request):
         return
@@ -112,13 +113,13 @@ def _check_origin(request: web.Request, allowed: Sequence[str]) -> None:
 
 
 def is_own_origin(request: web.Request) -> bool:
-    """Whether the page that sends a request came from this server, by the name that the request uses."""
+    """Whether a request's page came from this server, under the name that the request uses."""
     origin, own = request.headers.get("Origin", ""), f"{request.scheme}://{_authority(request)}"
     return _origin(origin) is not None and _origin(origin) == _origin(own)
 
 
 def _origin(text: str) -> tuple[str, str | None, int | None] | None:
-    """Scheme, host and port; None for what has none, as `null`."""
+    """Split an origin into scheme, host and port; None without a host, as for `null`."""
     try:
         url = URL(text)
         return (url.scheme, url.host, url.port) if url.host else None
@@ -127,8 +128,8 @@ def _origin(text: str) -> tuple[str, str | None, int | None] | None:
 
 
 def _check_type(request: web.Request) -> None:
-    """ApiError for a body that is not of the type which its path takes. Browsers ask first (by a preflight)
-    before a page of another origin sends JSON."""
+    """Raise ApiError for a body of another type than its path takes. Browsers send a preflight before a page
+    of another origin sends JSON."""
     if not request.can_read_body:
         return
     given = request.headers.getall("Content-Type", [])
@@ -144,7 +145,7 @@ def _check_type(request: web.Request) -> None:
 
 
 def key_middleware(options: ServerOptions) -> Middleware:
-    """401 for a request to the model without one of the keys."""
+    """Answer 401 to requests to the model without one of the keys."""
     keys = [key.encode() for key in options.api_keys]
 
     @web.middleware
@@ -164,7 +165,7 @@ def key_middleware(options: ServerOptions) -> Middleware:
 
 
 def cors_middleware(options: ServerOptions) -> Middleware:
-    """Answers a browser's question before a request (preflight). Needs no key: browsers send none with it."""
+    """Answer a browser's preflight. Needs no key, because browsers send none with it."""
 
     @web.middleware
     async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:

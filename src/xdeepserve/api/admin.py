@@ -1,13 +1,13 @@
-"""Task executors and expert servers from outside, where the server allows it: GET, POST and DELETE.
+"""Administration of task executors and expert servers, if the server allows it: GET, POST and DELETE.
 
-GET     /admin/tes                 what each is at
-POST    /admin/tes                 {"role": "both", "source": "auto"}: one more; answers when it is ready
-DELETE  /admin/tes/NAME            it goes at the end of its step; others go on with what it had
-DELETE  /admin/tes/NAME?drain=1    it goes when it has ended what it has
+GET     /admin/tes                 list the TEs with their states
+POST    /admin/tes                 {"role": "both", "source": "auto"}: add a TE; answers when it is ready
+DELETE  /admin/tes/NAME            remove a TE at the end of its step; others go on with its requests
+DELETE  /admin/tes/NAME?drain=1    remove a TE when its requests have ended
 
-GET     /admin/servers             where experts are services: what each server is at
-POST    /admin/servers             {"te": "te", "server": 3}: one more, or one in place of one that is lost
-DELETE  /admin/servers/TE/NUMBER   it goes when nobody waits for it
+GET     /admin/servers             where experts are services: list the servers with their states
+POST    /admin/servers             {"te": "te", "server": 3}: add a server, or replace a lost one
+DELETE  /admin/servers/TE/NUMBER   remove a server when no client waits for it
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ from xdeepserve.errors import DeploymentError, RequestError, abridged
 
 
 class NewTE(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is asked for."""
+    """Body of a request to add a task executor."""
 
     role: Role = "both"
     source: Source = "auto"
 
 
 class TEList(msgspec.Struct, frozen=True):
-    """All task executors."""
+    """List of all task executors."""
 
     data: list[TEReport]
     object: str = "list"
 
 
 class NewServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is asked for: the first TE that has servers and the first seat that is free, unless they are said.
+    """Body of a request to add an expert server; by default in the first TE with servers, at its first free
+    seat.
 
-    Who says which model, or which precision, it has is refused if that is another one.
+    A `model` or `precision` other than the engine's is refused.
     """
 
     te: str | None = None
@@ -52,14 +53,14 @@ class NewServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ServerList(msgspec.Struct, frozen=True):
-    """All expert servers."""
+    """List of all expert servers."""
 
     data: list[ServerReport]
     object: str = "list"
 
 
 def add_admin_routes(app: web.Application) -> None:
-    """The routes. They need the project's own engine."""
+    """Add the routes of the administration. They need the project's own engine."""
     app.router.add_get("/admin/tes", list_tes)
     app.router.add_post("/admin/tes", add_te)
     app.router.add_delete("/admin/tes/{name}", remove_te)
@@ -75,12 +76,12 @@ def _engine(request: web.Request) -> Engine:
 
 
 async def list_tes(request: web.Request) -> web.Response:
-    """What each is at."""
+    """List the task executors with their states."""
     return json_response(TEList(_engine(request).tes()))
 
 
 async def add_te(request: web.Request) -> web.Response:
-    """One more."""
+    """Add a task executor; answer when it is ready."""
     engine, asked = _engine(request), await read_body(request, NewTE)
     try:
         name = await engine.add_te(asked.role, asked.source)
@@ -90,7 +91,7 @@ async def add_te(request: web.Request) -> web.Response:
 
 
 async def remove_te(request: web.Request) -> web.Response:
-    """One less."""
+    """Remove a task executor, at the end of its step or (`drain=1`) of its requests."""
     engine, name = _engine(request), request.match_info["name"]
     drain = request.query.get("drain", "0")
     if drain not in ("0", "1"):
@@ -100,12 +101,12 @@ async def remove_te(request: web.Request) -> web.Response:
 
 
 async def list_servers(request: web.Request) -> web.Response:
-    """What each is at."""
+    """List the expert servers with their states."""
     return json_response(ServerList(_engine(request).servers()))
 
 
 async def add_server(request: web.Request) -> web.Response:
-    """One more."""
+    """Add an expert server, or replace a lost one."""
     engine, asked = _engine(request), await read_body(request, NewServer)
     for what, wanted, has in (
         ("model", asked.model, engine.model_name),
@@ -122,7 +123,7 @@ async def add_server(request: web.Request) -> web.Response:
 
 
 async def remove_server(request: web.Request) -> web.Response:
-    """One less."""
+    """Remove an expert server when no client waits for it."""
     engine, number = _engine(request), request.match_info["number"]
     if not number.isdecimal():
         raise RequestError(f"an expert server has a number, found {abridged(number)}", param="server")

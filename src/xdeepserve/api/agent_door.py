@@ -26,7 +26,7 @@ TURN = "turn"
 
 
 class CreateAgentJob(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of POST /v1/agent/jobs. `tools` are names of those that the server has (`--tools`)."""
+    """Body of POST /v1/agent/jobs. `tools` are names of tools that the server has (`--tools`)."""
 
     model: str
     messages: list[dict[str, Any]]
@@ -38,7 +38,7 @@ class CreateAgentJob(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def add_agent_routes(app: web.Application) -> None:
-    """The routes; where there is no state directory, each refuses in one line."""
+    """Add the routes of agents. Without a state directory each refuses requests with a one-line error."""
     jobs = "/v1/agent/jobs"
     app.router.add_post(jobs, create_agent_job)
     app.router.add_get(jobs, list_agent_jobs)
@@ -48,7 +48,7 @@ def add_agent_routes(app: web.Application) -> None:
 
 
 async def create_agent_job(request: web.Request) -> web.Response:
-    """POST /v1/agent/jobs: it is queued."""
+    """Handle POST /v1/agent/jobs: queue a job for an agent."""
     desk = desk_of(request)
     body = await read_body(request, CreateAgentJob)
     request.app[MODELS].find(body.model)
@@ -67,7 +67,7 @@ async def create_agent_job(request: web.Request) -> web.Response:
 
 
 def _check_messages(messages: list[dict[str, Any]]) -> None:
-    """RequestError for what no chat would take."""
+    """Raise RequestError for messages unfit for any chat."""
     if not messages:
         raise RequestError("messages must not be empty", param="messages")
     try:
@@ -77,18 +77,18 @@ def _check_messages(messages: list[dict[str, Any]]) -> None:
 
 
 async def list_agent_jobs(request: web.Request) -> web.Response:
-    """GET /v1/agent/jobs: the last one first, in pages by `after` and `limit`."""
+    """Handle GET /v1/agent/jobs: the last job first, in pages by `after` and `limit`."""
     jobs = [each for each in desk_of(request).store.jobs() if each.order.agent is not None]
     return json_response(page([shown(each) for each in jobs], request.query))
 
 
 async def get_agent_job(request: web.Request) -> web.Response:
-    """GET /v1/agent/jobs/ID."""
+    """Handle GET /v1/agent/jobs/ID: show an agent's job."""
     return json_response(shown(_named(request)))
 
 
 async def list_agent_events(request: web.Request) -> web.Response:
-    """GET /v1/agent/jobs/ID/events: the last one first, in pages by `after` and `limit`."""
+    """Handle GET /v1/agent/jobs/ID/events: the last event first, in pages by `after` and `limit`."""
     events = desk_of(request).store.events(_named(request).number)
     return json_response(
         page([shown_event(each) | {"object": "agent.job.event"} for each in events], request.query)
@@ -96,7 +96,7 @@ async def list_agent_events(request: web.Request) -> web.Response:
 
 
 async def cancel_agent_job(request: web.Request) -> web.Response:
-    """POST /v1/agent/jobs/ID/cancel. Refused when it is over."""
+    """Handle POST /v1/agent/jobs/ID/cancel. Refused when the job is over."""
     return json_response(shown(cancelled(request, _named(request))))
 
 
@@ -110,7 +110,7 @@ def _named(request: web.Request) -> JobRecord:
 
 
 def shown(job: JobRecord) -> dict[str, Any]:
-    """A job, with what was said so far; `output` is the last word."""
+    """Convert a job to JSON, with the conversation so far; `output` is the final answer."""
     agent, messages = job.order.agent, job.conversation
     assert agent is not None
     return {

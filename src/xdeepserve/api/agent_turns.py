@@ -1,7 +1,7 @@
 """A turn of an agent: a chat task on this server's pod, and the tools that it calls (DeepServe 3).
 
-What was said before is in the results of the tasks that are done, so whoever leads goes on where another one
-was lost; and its KV is found by the job's id (`prompt_cache_key`), whatever else came between two turns.
+The conversation so far is in the results of finished tasks, so a new leader continues where another one was
+lost. Its KV is found by the job's id (`prompt_cache_key`), no matter what was served between two turns.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ TOOL_S = 60.0  # of wall time, that a tool may take
 
 
 class AgentTurns:
-    """Takes turns, on the models of a server with its tools."""
+    """Takes turns of agents, on the models of a server with its tools."""
 
     def __init__(self, models: ServedModels, tools: Mapping[str, AgentTool]) -> None:
         self._models, self.tools = models, tools
 
     async def take(self, job: JobRecord) -> dict[str, Any]:
-        """The next turn: `messages` that it adds, whether it is the last one (`is_final`), and its usage.
-        RequestError if the conversation does not fit."""
+        """Take the next turn; return the `messages` that it adds, whether it is the last (`is_final`), and
+        its usage. Raises RequestError if the conversation does not fit."""
         agent = job.order.agent
         assert agent is not None
         endpoint = self._models.find(job.order.model)

@@ -1,4 +1,4 @@
-"""Request bodies: bytes to a checked Struct, or a RequestError that says where and why."""
+"""Request bodies: converts bytes to a checked Struct, or raises a RequestError that says where and why."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _MISSING = re.compile(r"^Object missing required field `(?P<field>[^`]+)`")
 
 
 async def read_body(request: web.Request, schema: type[T]) -> T:
-    """The request's JSON object as a `schema`. Its content type has been checked (api/access.py).
+    """Read the request's JSON object as a `schema`. The content type has been checked before (api/access.py).
 
-    Raises RequestError for bytes that are not UTF-8, not JSON, not of the schema's types, or with
-    a field that it does not know and that is not null; ApiError for an encoding that nobody decodes.
+    Raises RequestError for bytes that are not UTF-8, not JSON, not of the schema's types, or with an unknown
+    field that is not null. Raises ApiError for an unknown encoding.
     """
     encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
     if encoding not in _DECODED:
@@ -69,7 +69,8 @@ async def read_body(request: web.Request, schema: type[T]) -> T:
 
 
 def _decoded(data: bytes, schema: type[T]) -> T:
-    """Raises msgspec's errors. A field that nobody knows may be null, as any field may."""
+    """Decode JSON as a `schema`. Raises msgspec's errors, but an unknown field may be null, as any field
+    may."""
     try:
         return msgspec.json.decode(data, type=schema)
     except msgspec.ValidationError as error:
@@ -79,7 +80,7 @@ def _decoded(data: bytes, schema: type[T]) -> T:
 
 
 def converted(value: Any, schema: type[T]) -> T:
-    """`value`, of JSON, as a `schema`. Raises msgspec's errors."""
+    """Convert `value`, from JSON, to a `schema`. Raises msgspec's errors."""
     return msgspec.convert(_without_unknown_nulls(value, _fields_of(schema)), schema)
 
 
@@ -87,7 +88,7 @@ Fields = dict[str, "Fields"]  # of an object, or of a list's objects: those of e
 
 
 def _without_unknown_nulls(value: Any, fields: Fields) -> Any:
-    """A copy without fields that are null and not among `fields`, in what is within as well."""
+    """Copy a value without null fields that are not among `fields`, also in nested objects."""
     if not fields:
         return value
     if isinstance(value, list):
@@ -103,19 +104,21 @@ def _without_unknown_nulls(value: Any, fields: Fields) -> Any:
 
 @cache
 def _fields_of(kind: Any) -> Fields:
-    """Fields of the one Struct in a type, be it in a list or optional; none if there is none."""
+    """Return the fields of the Struct in a type, which may be in a list or optional; empty if there is
+    none."""
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return {name: _fields_of(hint) for name, hint in get_type_hints(kind).items()}
     return next(filter(None, map(_fields_of, get_args(kind))), {})
 
 
 def _served(schema: type[msgspec.Struct]) -> list[str]:
-    """List the fields of a request that do something, without those that are known only to be refused."""
+    """List the fields of a request that have an effect, without those that are known only to be refused."""
     return [name for name in schema.__struct_fields__ if name not in NEUTRAL]
 
 
 def _choices(schema: Any, path: str) -> str:
-    """List the words that a field may be, as an end of a refusal; nothing where its type is no list of words.
+    """List the allowed words of a field as the end of an error message; "" if its type is not a list of
+    words.
 
     `path` leads to the field from an object of type `schema`, such as `tools[0].type`.
     """
@@ -130,13 +133,13 @@ def _choices(schema: Any, path: str) -> str:
 
 
 def _parts(kinds: list[Any]) -> list[Any]:
-    """Types, and what those that are lists or unions are made of."""
+    """Return the types, and the parts of those that are lists or unions."""
     inner = [each for kind in kinds if get_origin(kind) is not Literal for each in get_args(kind)]
     return kinds + _parts(inner) if inner else kinds
 
 
 def mistyped(message: str, schema: type[msgspec.Struct], where: str = "") -> RequestError:
-    """Turn msgspec's message about a JSON object, the body or what lies in it at `where`, into a refusal.
+    """Turn msgspec's message about a JSON object, the body or a part of it at `where`, into a RequestError.
 
     `Expected `int`, got `str` - at `$.n`` becomes "n: expected `integer`, got `string`", with param "n".
     """

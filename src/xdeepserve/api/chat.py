@@ -53,7 +53,7 @@ THINKING = ("thinking", "enable_thinking")  # what templates call it: DeepSeek's
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
-    """POST /v1/chat/completions: one answer, or a stream of events."""
+    """Handle POST /v1/chat/completions: a single answer, or a stream of events."""
     body = await read_body(request, ChatRequest)
     endpoint = request.app[MODELS].find(body.model)
     refuse_unserved(body)
@@ -69,7 +69,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
 
 
 class PreparedChat(NamedTuple):
-    """What a chat asks of the engine."""
+    """A chat prepared for the engine: prompt, sampling parameters, and parsing of the output."""
 
     prompt: list[int]
     params: SamplingParams
@@ -118,7 +118,7 @@ async def prepare_chat(endpoint: ApiEndpoint, body: ChatRequest) -> PreparedChat
 
 
 def template_kwargs(body: ChatRequest) -> dict[str, Any]:
-    """What the chat template gets beside the conversation."""
+    """Return the chat template's variables beside the conversation."""
     effort = body.reasoning_effort
     if effort is not None and effort not in REASONING_EFFORTS:
         known = ", ".join(REASONING_EFFORTS)
@@ -132,9 +132,9 @@ def template_kwargs(body: ChatRequest) -> dict[str, Any]:
 
 
 def num_top_logprobs(body: ChatRequest) -> int | None:
-    """How many likely tokens a chat wants beside each of its own; None if no log probabilities at all.
+    """Return how many likely tokens a chat wants beside each of its own; None without log probabilities.
 
-    RequestError for a number out of range, or one without `logprobs`.
+    Raises RequestError for a number out of range, or one without `logprobs`.
     """
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_LOGPROBS:
         raise RequestError(
@@ -162,7 +162,8 @@ class ChatAnswer:
         self.created = int(time.time())
 
     async def chunks(self, generation: Generation) -> AsyncGenerator[ChatChunk, None]:
-        """Per choice: a chunk with the role, chunks with content, an empty one with the finish reason."""
+        """Yield, for each choice, a chunk with the role, chunks with content, and an empty one with the
+        finish reason."""
         begun = [False] * generation.num_choices
         async for _, delta in generation:
             if not begun[delta.index]:
@@ -217,7 +218,7 @@ class ChatAnswer:
         )
 
     def _delta(self, delta: OutputDelta) -> ChatDelta:
-        """What of a message a chunk adds; an empty content where a token has no text yet."""
+        """Make the part of a message that a chunk adds; the content is "" where a token has no text yet."""
         new = ChatDelta()
         if delta.reasoning and self._shows_reasoning:
             new.reasoning_content = new.reasoning = delta.reasoning

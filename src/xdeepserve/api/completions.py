@@ -46,14 +46,14 @@ DEFAULT_MAX_TOKENS = 16
 
 
 class Prompt(msgspec.Struct):
-    """A prompt's ids, and its text where the client sent text."""
+    """A prompt's token ids, and its text where the client sent text."""
 
     token_ids: list[int]
     text: str | None = None
 
 
 async def create_completion(request: web.Request) -> web.StreamResponse:
-    """POST /v1/completions: one answer, or a stream of events."""
+    """Handle POST /v1/completions: a single answer, or a stream of events."""
     body = await read_body(request, CompletionRequest)
     endpoint = request.app[MODELS].find(body.model)
     refuse_unserved(body)
@@ -77,12 +77,12 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
 
 
 def num_chars(prompt: str | list[Any]) -> int:
-    """Characters to tokenise."""
+    """Count the characters to tokenise in a prompt."""
     return len(prompt) if isinstance(prompt, str) else sum(len(p) for p in prompt if isinstance(p, str))
 
 
 def check_lengths(endpoint: ApiEndpoint, prompt: str | list[Any]) -> None:
-    """Refuse, before it is tokenised, a text that is sure to have too many tokens."""
+    """Refuse a text of surely too many tokens, before it is tokenised."""
     for text in [prompt] if isinstance(prompt, str) else prompt:
         if isinstance(text, str):
             fewest = endpoint.tokenizer.fewest_tokens(len(text))
@@ -90,7 +90,8 @@ def check_lengths(endpoint: ApiEndpoint, prompt: str | list[Any]) -> None:
 
 
 def read_prompts(endpoint: ApiEndpoint, body: CompletionRequest) -> list[Prompt]:
-    """One prompt or several, each as text or as token ids. Raises RequestError that names the bad element."""
+    """Read the prompts of a request, each as text or as token ids. Raises RequestError that names the bad
+    element."""
     prompt, adds = body.prompt, body.add_special_tokens is True
     if isinstance(prompt, str):
         return [_read_prompt(endpoint, prompt, "prompt", adds)]
@@ -121,7 +122,7 @@ def _read_prompt(endpoint: ApiEndpoint, prompt: Any, where: str, adds_special_to
 
 
 def num_prompt_logprobs(body: CompletionRequest) -> int | None:
-    """How many likely tokens to score beside each of the prompt's; None if none of it is scored."""
+    """Return how many likely tokens to score beside each token of the prompt; None without scores."""
     wanted = [body.prompt_logprobs, body.logprobs if body.echo else None]
     return max((number for number in wanted if number is not None), default=None)
 
@@ -189,7 +190,7 @@ class CompletionAnswer:
         return generation.usage(num_generated=0 if self.scores_only else None)
 
     def _choice(self, generation: Generation, prompt_idx: int, delta: OutputDelta) -> CompletionChoice:
-        """One delta as a choice; a choice's first delta carries the echoed prompt in front."""
+        """Convert a delta to a choice; a choice's first delta carries the echoed prompt in front."""
         if self.scores_only:
             reason = "length" if delta.finish_reason in ("stop", "length") else delta.finish_reason
             delta = msgspec.structs.replace(delta, text="", token_ids=[], logprobs=[], finish_reason=reason)
@@ -227,18 +228,18 @@ class CompletionAnswer:
         return choice
 
     def _as_echoed(self, position: PositionLogprobs | None) -> PositionLogprobs | None:
-        """With as many alternatives as new tokens have; `prompt_logprobs` may ask for more."""
+        """Limit a prompt's alternatives to as many as new tokens have; `prompt_logprobs` may ask for more."""
         return position and msgspec.structs.replace(position, top=position.top[: self.body.logprobs or 0])
 
     def _prompt_text(self, prompt: Prompt) -> str:
-        """The prompt as it stands, special tokens included."""
+        """Return the prompt as text, special tokens included."""
         if prompt.text is None and self.endpoint.engine.tokenizer is not None:
             prompt.text = self.endpoint.engine.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
         return prompt.text or ""
 
 
 def _joined(old: CompletionChoice, new: CompletionChoice) -> CompletionChoice:
-    """`old` extended by `new`, in place."""
+    """Extend `old` by `new`, in place."""
     old.text += new.text
     old.finish_reason, old.stop_reason = new.finish_reason, new.stop_reason
     if old.logprobs is not None and new.logprobs is not None:

@@ -1,4 +1,4 @@
-"""Messages of a chat, checked and brought into the form that chat templates expect."""
+"""Messages of a chat, checked and converted to the form that chat templates expect."""
 
 from __future__ import annotations
 
@@ -42,10 +42,11 @@ async def encode_chat(
     continues: bool = False,
     max_tokens: int | None = None,
 ) -> list[int]:
-    """Token ids of a conversation. Raises RequestError that names the bad message.
+    """Encode a conversation as token ids. Raises RequestError that names the bad message.
 
-    With `continues` the last message is not closed, so that the model goes on with it. What has surely more
-    than `max_tokens` is refused before it is tokenised. Templates run off the event loop, one at a time.
+    With `continues` the last message stays open, so that the model continues it. A conversation that surely
+    has more than `max_tokens` is refused before it is tokenised. Templates run off the event loop, one at a
+    time.
     """
     if not messages:
         raise RequestError("messages is empty: a conversation needs at least one", param="messages")
@@ -78,7 +79,8 @@ def ends_in_reasoning(messages: list[ChatMessage]) -> bool:
 
 
 def plain_message(where: str, message: ChatMessage) -> dict[str, Any]:
-    """A message as templates take it. RequestError, which calls the message `where`."""
+    """Convert a message to the form that templates take. Raises RequestError, which calls the message
+    `where`."""
     if message.role not in ROLES:
         supported = ", ".join(ROLES)
         raise RequestError(
@@ -125,7 +127,8 @@ def _plain_call(where: str, call: ToolCall) -> dict[str, Any]:
 
 
 def _plain_content(where: str, message: ChatMessage) -> str | None:
-    """Text parts are joined by newlines, as vLLM does for templates that take plain strings."""
+    """Return a message's text. Text parts are joined by newlines, as in vLLM for templates that take plain
+    strings."""
     if isinstance(message.content, str):
         return message.content
     if message.content is None and message.role == "assistant":

@@ -1,4 +1,4 @@
-"""What every handler shares: the engine, its metrics, and the first checks on a request."""
+"""Common parts of handlers: the engine, its metrics, and the first checks on a request."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _DECIDED = ("max_tokens", "logprobs", "prompt_logprobs", "logit_bias", "structur
 
 
 class ApiEndpoint:
-    """One server's engine and state."""
+    """Endpoint of a model: engine, options, metrics and stored answers."""
 
     def __init__(self, engine: AsyncEngine, options: ServerOptions) -> None:
         self.engine, self.options = engine, options
@@ -43,12 +43,13 @@ class ApiEndpoint:
         self._request_numbers, self._start = itertools.count(1), secrets.token_hex(4)
 
     def new_request_id(self) -> str:
-        """Counts up, behind a random number of this server: no other, before or beside it, has the same."""
+        """Make a new request id: a counter behind a random number of this server, so no other server's ids
+        are equal."""
         return f"{self._start}-{next(self._request_numbers):08d}"
 
     @property
     def model_name(self) -> str:
-        """What answers call the model."""
+        """Name of the model in answers."""
         return self.model_names[0]
 
     @property
@@ -62,11 +63,11 @@ class ApiEndpoint:
         return self.engine.tokenizer
 
     def namer_for(self, body: GenerationRequest) -> TokenNamer:
-        """What calls the tokens of log probabilities."""
+        """Return the namer of tokens for a request's log probabilities."""
         return self._id_namer if body.return_tokens_as_token_ids else self.namer
 
     def check_healthy(self) -> None:
-        """ApiError if the engine cannot serve, with the reason."""
+        """Raise ApiError, with the reason, if the engine cannot serve."""
         if not self.engine.is_healthy():
             reason = self.engine.unhealthy_reason
             because = "" if reason is None else f": {reason}"
@@ -74,8 +75,7 @@ class ApiEndpoint:
 
     async def prepare(self, params: SamplingParams, parse: Parse, blamed: str) -> None:
         """Compile the grammar of a request, if it has one, off the event loop. Errors blame the field that
-        asks for it.
-        """
+        asks for it."""
         if params.structured_outputs is None and parse.tool_rules is None:
             return
         try:
@@ -92,10 +92,11 @@ class ApiEndpoint:
         parse: Parse = NOTHING,
         limit_param: str = "max_tokens",
     ) -> Generation:
-        """Ready to enter. Raises what can be known before the engine sees the request.
+        """Make a generation, ready to enter. Raises errors that can be known before the engine sees the
+        request.
 
-        `prompt_param` and `limit_param` are what the client calls its input and its limit of new tokens:
-        errors about them blame these.
+        `prompt_param` and `limit_param` are the client's names of its input and its limit of new tokens;
+        errors about them use these names.
         """
         self.check_healthy()
         if params.stop and self.engine.tokenizer is None:
@@ -117,7 +118,7 @@ class ApiEndpoint:
     def _check_context(
         self, num_prompt_tokens: int, max_tokens: int | None, prompt_param: str, limit_param: str
     ) -> None:
-        """OpenAI refuses what cannot fit, rather than stop early."""
+        """Refuse a request too long for the context, as OpenAI does, rather than stop early."""
         limit = self.engine.max_model_len
         if num_prompt_tokens + (max_tokens or 1) > limit:
             asked = f" and {limit_param}={max_tokens}" if max_tokens else ""
@@ -146,7 +147,8 @@ def sampling_params(
     prompt_logprobs: int | None = None,
     form: StructuredOutputsParams | None = None,
 ) -> SamplingParams:
-    """The body's sampling fields, of which null leaves the default, and what an endpoint decides for itself.
+    """Make sampling parameters from the body's fields and the endpoint's own decisions. A null field leaves
+    the default.
 
     Raises RequestError.
     """
@@ -175,7 +177,7 @@ def sampling_params(
 
 
 def _by_token_id(biases: dict[str, float]) -> dict[int, float]:
-    """JSON's keys are texts."""
+    """Convert the keys of logit_bias to token ids; JSON's keys are texts."""
     for key in biases:
         if not (key.isascii() and key.isdigit() and len(key) <= 10):
             raise RequestError(f"logit_bias has {abridged(key)}, which is no token id", param="logit_bias")
@@ -183,13 +185,14 @@ def _by_token_id(biases: dict[str, float]) -> dict[int, float]:
 
 
 def limit_param(body: GenerationRequest) -> str:
-    """What the client calls its limit of new tokens."""
+    """Return the client's name of its limit of new tokens."""
     is_newer = body.max_tokens is None and body.max_completion_tokens is not None
     return "max_completion_tokens" if is_newer else "max_tokens"
 
 
 def requested_max_tokens(body: GenerationRequest, *, low: int = 1) -> int | None:
-    """`max_tokens` or its newer name; None when neither is given. Raises RequestError when below `low`."""
+    """Read `max_tokens` or the field's newer name; None when neither is given. Raises RequestError below
+    `low`."""
     old, new = body.max_tokens, body.max_completion_tokens
     if old is not None and new is not None and old != new:
         raise RequestError(
@@ -206,7 +209,8 @@ def requested_max_tokens(body: GenerationRequest, *, low: int = 1) -> int | None
 
 
 def truncated(prompt: list[int], num_kept: int | None, max_model_len: int) -> list[int]:
-    """The last `num_kept` tokens of a prompt; -1: as many as leave room for a new one. RequestError."""
+    """Keep the last `num_kept` tokens of a prompt; with -1, as many as leave room for a new token. Raises
+    RequestError."""
     if num_kept is None:
         return prompt
     if num_kept != -1 and not 1 <= num_kept < max_model_len:
@@ -218,7 +222,7 @@ def truncated(prompt: list[int], num_kept: int | None, max_model_len: int) -> li
 
 
 def check_stream(body: GenerationRequest) -> None:
-    """RequestError for what goes with streams alone, or never with one."""
+    """Raise RequestError for fields at odds with `stream`: those that need a stream, or exclude it."""
     if body.prompt_logprobs is not None and body.stream:
         raise RequestError("prompt_logprobs is not given in streams", param="prompt_logprobs")
     if body.stream_options is not None and not body.stream:

@@ -20,7 +20,7 @@ _ROWS_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 class EngineCollector(Collector):
-    """Turns `EngineStats` into metrics, under vLLM's names where vLLM has one."""
+    """Collector turning `EngineStats` into metrics, under vLLM's names where vLLM has one."""
 
     def __init__(self, model_name: str, stats: Callable[[], EngineStats]) -> None:
         self._model_name = model_name
@@ -63,14 +63,14 @@ class EngineCollector(Collector):
 
     @staticmethod
     def _labels(name: str, *more: str) -> list[str]:
-        """vLLM's metrics are told apart by engine, too; here there is one."""
+        """Return a metric's labels. vLLM's metrics also have an engine label; here there is one engine."""
         return ["model_name", *(["engine"] if name.startswith("vllm:") else []), *more]
 
     def _values(self, name: str, *more: str) -> list[str]:
         return [self._model_name, *([ENGINE] if name.startswith("vllm:") else []), *more]
 
     def _cache_config(self, stats: EngineStats) -> Metric:
-        """vLLM's metric that is all labels: the shape of the KV cache."""
+        """Make vLLM's metric of the KV cache's shape, which consists of labels."""
         name, text = "vllm:cache_config_info", "The KV cache of all DP groups."
         labels = self._labels(name, "block_size", "num_gpu_blocks", "num_cpu_blocks")
         family = GaugeMetricFamily(name, text, labels=labels)
@@ -105,7 +105,7 @@ class EngineCollector(Collector):
         return family
 
     def _servers(self, stats: EngineStats) -> Iterator[Metric]:
-        """Where experts are services."""
+        """Yield the states of expert servers, if experts are services."""
         family = GaugeMetricFamily(
             "xdeepserve:expert_servers",
             "Expert servers by TE and state: healthy or lost.",
@@ -140,7 +140,8 @@ class EngineCollector(Collector):
         return family
 
     def _pool(self, stats: EngineStats) -> Iterator[Metric]:
-        """The memory pool, if there is one: tokens asked for and found, what servers count, what is there."""
+        """Yield metrics of the memory pool, if there is one: tokens queried and found, servers' counters, and
+        usage."""
         if not stats.pool:
             return
         name = "xdeepserve:pool"
@@ -154,7 +155,7 @@ class EngineCollector(Collector):
             yield self._gauge(f"{name}_{what.replace(' ', '_')}_now", f"In the memory pool: {what}.", number)
 
     def _rows_per_step(self, stats: EngineStats) -> Metric:
-        """vLLM's histogram of tokens per engine step; here a DP group's step counts as one."""
+        """Make vLLM's histogram of tokens per engine step; here a DP group's step counts as one."""
         family = HistogramMetricFamily(ROWS, "Token rows in a step of a DP group.", labels=self._labels(ROWS))
         steps = stats.rows_per_step.items()
         buckets = [(str(top), sum(n for rows, n in steps if rows <= top)) for top in _ROWS_BUCKETS]
@@ -163,7 +164,8 @@ class EngineCollector(Collector):
         return family
 
     def _experts(self, stats: EngineStats) -> Iterator[Metric]:
-        """EPLB: how uneven the load is, where it is collected, and how often replicas have changed."""
+        """Yield metrics of EPLB: the unevenness of the load, where it is collected, and the number of replica
+        changes."""
         name = "xdeepserve:expert_load_hottest_over_mean"
         text = "Hottest over mean load, of experts or of dies with their replicas, in the latest time slice."
         family = GaugeMetricFamily(name, text, labels=["model_name", "te", "layer", "of"])
@@ -179,7 +181,8 @@ class EngineCollector(Collector):
         )
 
     def _drafts(self, stats: EngineStats) -> Iterator[Metric]:
-        """MTP: steps of a sequence that had drafts, drafts, and those accepted, in all and by position."""
+        """Yield metrics of MTP: steps of a sequence with drafts, drafts, and accepted ones, in all and by
+        position."""
         name, drafted, accepted = "vllm:spec_decode_num_", stats.num_drafted, stats.num_accepted
         yield self._counter(f"{name}drafts", "Steps of a sequence with drafts.", drafted[0] if drafted else 0)
         yield self._counter(f"{name}draft_tokens", "Tokens drafted.", sum(drafted))

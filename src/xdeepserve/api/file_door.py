@@ -1,4 +1,4 @@
-"""/v1/files: examples to work with, a JSON object a line (jobs/training_text.py)."""
+"""/v1/files: files of training examples, a JSON object a line (jobs/training_text.py)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ MAX_NAME_CHARS = 255
 
 
 async def upload_file(request: web.Request) -> web.Response:
-    """POST /v1/files: a form with `file` and `purpose`. Every line is checked before it is kept."""
+    """Handle POST /v1/files: a form with `file` and `purpose`. Every line is checked before the file is
+    kept."""
     store = desk_of(request).store
     with tempfile.TemporaryDirectory(dir=store.directory, prefix="upload-") as folder:
         content = Path(folder, "content")
@@ -47,7 +48,8 @@ async def upload_file(request: web.Request) -> web.Response:
 
 
 async def _read_form(request: web.Request, content: Path) -> tuple[str, str | None]:
-    """The file's name, its content written to `content`, and the purpose. RequestError, ApiError."""
+    """Read the form; write the file to `content`, and return its name and the purpose. Raises RequestError or
+    ApiError."""
     name: str | None = None
     purpose: str | None = None
     try:
@@ -86,7 +88,8 @@ async def _save(part: BodyPartReader, content: Path) -> None:
 
 
 def _check(content: Path, kept: int) -> None:
-    """RequestError for a line that is no example, or with `kept` bytes too many in all."""
+    """Raise RequestError for a line that is no example, or if all files, with `kept` bytes so far, become too
+    large."""
     for _ in read_lines(content):
         pass
     if kept + content.stat().st_size > MAX_ALL_BYTES:
@@ -97,24 +100,24 @@ def _check(content: Path, kept: int) -> None:
 
 
 async def list_files(request: web.Request) -> web.Response:
-    """GET /v1/files, in pages."""
+    """Handle GET /v1/files: list the files, in pages."""
     files = [shown_file(each) for each in desk_of(request).store.files()]
     return json_response(page(files, request.query))
 
 
 async def get_file(request: web.Request) -> web.Response:
-    """GET /v1/files/ID."""
+    """Handle GET /v1/files/ID: show a file's record."""
     return json_response(shown_file(_named(request)))
 
 
 async def get_content(request: web.Request) -> web.Response:
-    """GET /v1/files/ID/content: what was uploaded."""
+    """Handle GET /v1/files/ID/content: return the uploaded content."""
     path = desk_of(request).store.file_path(_named(request).number)
     return web.Response(body=path.read_bytes(), content_type="application/octet-stream")
 
 
 async def delete_file(request: web.Request) -> web.Response:
-    """DELETE /v1/files/ID: refused while a job needs it."""
+    """Handle DELETE /v1/files/ID. Refused while a job needs the file."""
     store, file = desk_of(request).store, _named(request)
     for job in store.jobs():
         if not job.is_over and file.number in (job.order.training, job.order.validation):
@@ -124,7 +127,7 @@ async def delete_file(request: web.Request) -> web.Response:
 
 
 def find_file(request: web.Request, file_id: str, param: str) -> StoredFile:
-    """ApiError if there is no such file."""
+    """Find the file of an id. Raises ApiError if there is none."""
     number = number_of(file_id, "file-")
     found = None if number is None else desk_of(request).store.file(number)
     if found is None:
@@ -137,7 +140,7 @@ def _named(request: web.Request) -> StoredFile:
 
 
 def shown_file(file: StoredFile) -> dict[str, Any]:
-    """A file in OpenAI's shape."""
+    """Convert a file's record to OpenAI's format."""
     return {
         "id": file.id,
         "object": "file",

@@ -1,8 +1,8 @@
 """The door of a cluster: a request reaches any job executor that is ready (xDeepServe 5.1).
 
-Doors remember nothing, so that there may be several. A request whose JE is lost before it has answered goes
-to another one, which gives the same answer, for no bit depends on who computes it. A stream that has begun
-ends with an error event: what was streamed would come again under another id.
+Doors keep no state, so there may be several. If a JE is lost before it has answered, its request goes to
+another one. That gives the same answer, because no bit depends on which JE computes it. A stream that has
+begun ends with an error event: another JE would send its beginning again under another id.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STREAM = "text/event-stream"
 
 
 class FrontDoor:
-    """Passes requests on to members, in turn."""
+    """Door of a cluster: passes requests on to members, in turn."""
 
     def __init__(self, members: MemberTable) -> None:
         self._members = members
@@ -41,13 +41,13 @@ class FrontDoor:
         self._session: aiohttp.ClientSession | None = None
 
     async def run(self, app: web.Application) -> AsyncIterator[None]:
-        """While the door is open."""
+        """Keep a client session open while the door is open."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as self._session:
             yield
 
     async def pass_on(self, request: web.Request) -> web.StreamResponse:
-        """To one after the other, until one has answered. ApiError if nobody is ready."""
+        """Pass a request to members in turn until one answers. Raises ApiError if none is ready."""
         body, tried = await request.read(), set[int]()
         for _ in range(round(WAIT_S / POLL_S)):
             member = self._next(request.path, tried)
@@ -61,7 +61,7 @@ class FrontDoor:
         raise ApiError(503, f"no job executor has been ready for {WAIT_S:g} s", code="not_ready")
 
     def _next(self, path: str, tried: set[int]) -> ClusterMember | None:
-        """Whose turn it is of those that are ready and have not failed to answer this request."""
+        """Choose the next ready member, in turn, without those that have failed to answer this request."""
         ready = [each for each in self._members.all() if each.state == "ready" and each.pid not in tried]
         if not ready:
             return None
@@ -70,7 +70,7 @@ class FrontDoor:
     async def _ask(
         self, member: ClusterMember, request: web.Request, body: bytes
     ) -> web.StreamResponse | None:
-        """What a member answers; None if it is lost meanwhile."""
+        """Ask a member and return its answer; None if the member is lost meanwhile."""
         assert self._session is not None
         # To a member, whose address is another one, the door's own page would be one of another origin.
         dropped = (*OF_A_HOP, "origin") if is_own_origin(request) else OF_A_HOP
@@ -103,9 +103,10 @@ class FrontDoor:
 def build_door(
     members: MemberTable, manager: ClusterManager, options: ServerOptions | None = None
 ) -> web.Application:
-    """The application of a door, which is guarded as its members are: `options` are theirs.
+    """Build the application of a door. It is guarded like its members: `options` are theirs.
 
-    GET /cluster tells whether its manager leads, and who is a member."""
+    GET /cluster tells whether the door's manager leads, and lists the members.
+    """
 
     async def show(request: web.Request) -> web.Response:
         found: dict[str, Any] = {"leads": manager.leads, "members": msgspec.to_builtins(members.all())}
@@ -125,7 +126,7 @@ def build_door(
 async def serve_door(
     members: MemberTable, manager: ClusterManager, host: str, port: int, options: ServerOptions
 ) -> None:
-    """Until a signal: pass requests on, while the manager leads or stands by. InputError, if the address
+    """Pass requests on until a signal, while the manager leads or stands by. Raises InputError if the address
     cannot be bound."""
     listener = bind(host, port)
     app = build_door(members, manager, options)

@@ -1,4 +1,4 @@
-"""One HTTP request's share of the engine: prompts submitted together, outputs merged as they come."""
+"""A generation of an HTTP request: prompts submitted to the engine together, outputs merged as they come."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from xdeepserve.errors import XDeepServeError
 
 
 class Generation:
-    """Submits on entry; iterates as (prompt_idx, OutputDelta); aborts on exit what has not finished.
+    """Submits prompts on entry, iterates as (prompt_idx, OutputDelta), and aborts unfinished prompts on exit.
 
-    However the `async with` is left (return, error, cancellation because the client has gone), no request
-    of it stays in the engine. Entry raises RequestError if any prompt is refused; then none is kept.
+    However the `async with` is left (return, error, cancellation because the client has gone), none of its
+    requests stays in the engine. Entry raises RequestError if any prompt is refused; then none is kept.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class Generation:
         return len(self.prompts) * self.params.n
 
     def choice_idx(self, prompt_idx: int, delta: OutputDelta) -> int:
-        """vLLM's numbering of choices over several prompts."""
+        """Number a choice over several prompts, as vLLM does."""
         return prompt_idx * self.params.n + delta.index
 
     def usage(self, num_generated: int | None = None) -> Usage:
-        """Tokens so far. A prompt counts once, however many choices it has; what of it came from the prefix
-        cache is known when its first choice has ended."""
+        """Count the tokens so far. A prompt counts once, however many choices it has. Its cached part is
+        known when its first choice has ended."""
         prompt_tokens = sum(map(len, self.prompts))
         completion_tokens = self.num_generated if num_generated is None else num_generated
         details = CompletionTokensDetails(reasoning_tokens=self._num_reasoning)
@@ -99,7 +99,7 @@ class Generation:
             self._trackers.append(tracker)
 
     def _measure(self, prompt_idx: int, note: Callable[..., None], *args: object) -> None:
-        """Tell a prompt's tracker something. An error in metrics ends the measuring, not the request."""
+        """Call a method of a prompt's tracker. An error in metrics ends the measuring, not the request."""
         if self._is_measured:
             tracker, about = self._trackers[prompt_idx], f"request {self._request_id}"
             self._is_measured = notify(note, tracker, *args, about=about)
@@ -115,7 +115,7 @@ class Generation:
         await asyncio.gather(*self._pumps, return_exceptions=True)
 
     def _begin(self, prompt_idx: int, choice: int) -> None:
-        """Note that a choice takes part in a step for the first time."""
+        """Record a choice's first part in a step."""
         self._measure(prompt_idx, RequestTracker.begin, choice)
 
     def _abort(self) -> None:
@@ -140,7 +140,7 @@ class Generation:
             raise XDeepServeError(f"the engine ended request {self._request_id} before it had finished")
 
     async def _deltas(self) -> AsyncGenerator[tuple[int, OutputDelta], None]:
-        """What the handles give, as it comes. One alone needs no queue, and no task to fill it."""
+        """Yield the handles' outputs as they come. A single handle needs no queue, and no task to fill it."""
         try:
             if len(self._handles) == 1:
                 async for delta in self._handles[0]:
@@ -170,7 +170,7 @@ GENERATION = web.RequestKey("GENERATION", Generation)  # of a request that gener
 async def _pump(
     i: int, handle: RequestHandle, queue: asyncio.Queue[tuple[int, OutputDelta | Exception | None]]
 ) -> None:
-    """Moves one handle's outputs into the shared queue; its failure too; None at its end."""
+    """Move a handle's outputs into the shared queue; then its failure, or None at its end."""
     try:
         async for delta in handle:
             queue.put_nowait((i, delta))

@@ -1,4 +1,4 @@
-"""Every failure becomes OpenAI's error body: {"error": {"message", "type", "param", "code"}}."""
+"""Errors as OpenAI's error body: every failure becomes {"error": {"message", "type", "param", "code"}}."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ protocol_log.addFilter(
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
-    """OpenAI's error object. `partial` has what each choice's text was when the engine failed."""
+    """OpenAI's error object. `partial` has the text of each choice when the engine failed."""
 
     message: str
     type: str = "invalid_request_error"
@@ -49,7 +49,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 class ApiError(InputError):
-    """An error whose HTTP status is not the 400 that a RequestError gets."""
+    """An error with an HTTP status other than the 400 of a RequestError."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None
@@ -59,7 +59,7 @@ class ApiError(InputError):
 
 
 def describe(exc: Exception, request: web.Request) -> tuple[int, ErrorDetail]:
-    """HTTP status and error object for anything a handler may raise."""
+    """Return HTTP status and error object for any exception of a handler."""
     match exc:
         case OverloadedError():
             return 429, ErrorDetail(str(exc), type="rate_limit_error", param=exc.param, code=exc.code)
@@ -91,7 +91,7 @@ def describe(exc: Exception, request: web.Request) -> tuple[int, ErrorDetail]:
 
 
 def _paths(request: web.Request) -> list[str]:
-    """List the fixed paths that this server answers with the method of a request."""
+    """List the fixed paths of this server that accept the method of a request."""
     routes = request.app.router.routes()
     found = {each.resource.canonical for each in routes if each.method == request.method and each.resource}
     return sorted(path for path in found if "{" not in path)
@@ -103,7 +103,7 @@ def encode_error(detail: ErrorDetail) -> bytes:
 
 @web.middleware
 async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turns whatever a handler raises into a response; cancellation passes, for nobody is listening."""
+    """Turn any exception of a handler into a response. Cancellation passes, because the client has gone."""
     try:
         return await handler(request)
     except Exception as exc:

@@ -1,4 +1,4 @@
-"""GET endpoints: which model, is it well, which version, how busy."""
+"""GET endpoints for information: models, health, version, load, metrics."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def _card(endpoint: ApiEndpoint, name: str) -> ModelCard:
 
 
 async def health(request: web.Request) -> web.Response:
-    """200 while all engines can serve, with their TEs and DP groups; those without work are asked."""
+    """Answer 200 while all engines can serve, with the states of TEs and DP groups; idle ones are asked for
+    heartbeats."""
     tes, num_rollbacks = [], 0
     for endpoint in request.app[MODELS]:
         tes += await endpoint.engine.check_health()
@@ -43,21 +44,21 @@ async def health(request: web.Request) -> web.Response:
 
 
 def _is_well(te: TEHealth) -> bool:
-    """Whether nothing of a TE is silent, or missing; of one that is lost, whether another has its place."""
+    """Whether no part of a TE is silent or missing; for a lost TE, whether another has its place."""
     if te.life == "lost":
         return te.replaced_by is not None
     return te.shell == "healthy" and not (te.suspect_groups or te.lost_groups or te.lost_servers)
 
 
 async def ping(request: web.Request) -> web.Response:
-    """200 while all engines can serve. Asks no die."""
+    """Answer 200 while all engines can serve, without asking any die."""
     for endpoint in request.app[MODELS]:
         endpoint.check_healthy()
     return web.Response()
 
 
 async def load(request: web.Request) -> web.Response:
-    """How many sequences the engines hold, running and waiting."""
+    """Return how many sequences the engines hold, running and waiting."""
     found = [endpoint.engine.stats() for endpoint in request.app[MODELS]]
     return json_response(ServerLoad(server_load=sum(each.num_running + each.num_waiting for each in found)))
 

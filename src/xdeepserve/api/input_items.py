@@ -1,4 +1,4 @@
-"""GET /v1/responses/ID/input_items: what a request of /v1/responses brought, as OpenAI lists it."""
+"""GET /v1/responses/ID/input_items: the input items of a request of /v1/responses, as OpenAI lists them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ Item = dict[str, Any]
 
 
 def input_items(given: str | list[Item], answer_id: str) -> list[Item]:
-    """The items of a request, each with a type, and with parts for a content that is a text.
+    """Convert a request's input to items, each with a type, and with parts for a content that is a text.
 
-    Each has an id, its own unless that is no text or has come before: pages are asked for by what is before.
+    Each item gets an id: its own, unless that is no text or is already used. Pages are asked for by the id
+    before them.
     """
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
@@ -46,13 +47,13 @@ def input_items(given: str | list[Item], answer_id: str) -> list[Item]:
 
 
 async def list_input_items(request: web.Request) -> web.Response:
-    """A page: `order` asc or desc (the last one first, by default), `limit` items, those behind `after`."""
+    """Handle GET of input items: a page by `order` (asc or desc, the default), `limit`, and `after`."""
     kept = request.app[ENDPOINT].store.find(request.match_info["id"], "response_id")
     return json_response(page(kept.items, request.query))
 
 
 def page(items: list[Item], asked: Mapping[str, str]) -> dict[str, Any]:
-    """A part of a list, in OpenAI's shape. Raises RequestError."""
+    """Return a page of a list, in OpenAI's format. Raises RequestError."""
     order, limit, after = (
         asked.get("order", "desc"),
         asked.get("limit", str(DEFAULT_LIMIT)),

@@ -29,7 +29,10 @@ from xdeepserve.jobs.job_store import JobStore
 
 
 class JobDesk:
-    """Everything of one server. InputError if its directory will not do."""
+    """Desk of a server's jobs: store, models, agents' turns and master.
+
+    Raises InputError for an unusable directory.
+    """
 
     def __init__(self, models: ServedModels, options: ServerOptions) -> None:
         assert options.state is not None
@@ -44,7 +47,7 @@ DESK = web.AppKey("DESK", JobDesk)
 
 
 def desk_of(request: web.Request) -> JobDesk:
-    """ApiError if this server has none."""
+    """Return the server's desk. Raises ApiError if it has none."""
     if DESK not in request.app:
         raise ApiError(
             403, "this server keeps neither files nor jobs: start it with --state DIR", code="not_allowed"
@@ -53,14 +56,14 @@ def desk_of(request: web.Request) -> JobDesk:
 
 
 def number_of(shown_id: str, prefix: str) -> int | None:
-    """The number in an id such as file-00000001; None if it is none."""
+    """Parse the number in an id such as file-00000001; None for any other text."""
     digits = shown_id.removeprefix(prefix)
     is_one = shown_id.startswith(prefix) and digits.isascii() and digits.isdigit() and len(digits) <= 15
     return int(digits) if is_one else None
 
 
 async def run_desk(app: web.Application) -> AsyncIterator[None]:
-    """While the server runs: its earlier jobs' models are served, and jobs are moved on."""
+    """Run the desk while the server runs: serve the models of earlier jobs, and run jobs."""
     desk = app[DESK] = JobDesk(app[MODELS], app[MODELS].first.options)
     await desk.shelf.follow()
     work = asyncio.create_task(desk.master.run(), name="job master")

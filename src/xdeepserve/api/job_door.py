@@ -1,9 +1,9 @@
-"""/v1/fine_tuning/jobs in OpenAI's shapes: supervised fine-tuning, and post-training quantisation as a method
+"""/v1/fine_tuning/jobs in OpenAI's format: supervised fine-tuning, and post-training quantisation as a method
 of its own.
 
-{"model": "tiny", "training_file": "file-00000001", "suffix": "mine",
- "method": {"type": "quantization",
-            "quantization": {"hyperparameters": {"algorithm": "smoothquant+gptq", "samples": 64}}}}
+    {"model": "tiny", "training_file": "file-00000001", "suffix": "mine",
+     "method": {"type": "quantization",
+                "quantization": {"hyperparameters": {"algorithm": "smoothquant+gptq", "samples": 64}}}}
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ MAX_SUFFIX_CHARS = 64
 
 
 class QuantizationSettings(msgspec.Struct, forbid_unknown_fields=True):
-    """Which of `xdeepserve quantize`'s methods, and how many examples to begin with."""
+    """Settings of quantisation: a method of `xdeepserve quantize`, and the number of examples to begin
+    with."""
 
     algorithm: str = "smoothquant+gptq"
     samples: int = 64
@@ -52,7 +53,7 @@ class SupervisedMethod(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class JobMethod(msgspec.Struct, forbid_unknown_fields=True):
-    """What is to be done. OpenAI's other methods are known, and refused."""
+    """Method of a job. OpenAI's other methods are known, and refused."""
 
     type: str
     quantization: QuantizationMethod = msgspec.field(default_factory=QuantizationMethod)
@@ -62,7 +63,7 @@ class JobMethod(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CreateJob(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of POST /v1/fine_tuning/jobs. `seed` changes nothing: nothing is drawn."""
+    """Body of POST /v1/fine_tuning/jobs. `seed` has no effect, because nothing is drawn at random."""
 
     model: str
     training_file: str
@@ -76,7 +77,8 @@ class CreateJob(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def add_job_routes(app: web.Application) -> None:
-    """The routes; where there is no state directory, each refuses in one line."""
+    """Add the routes of files and jobs. Without a state directory each refuses requests with a one-line
+    error."""
     files, jobs = "/v1/files", "/v1/fine_tuning/jobs"
     app.router.add_post(files, upload_file)
     app.router.add_get(files, list_files)
@@ -92,7 +94,7 @@ def add_job_routes(app: web.Application) -> None:
 
 
 async def create_job(request: web.Request) -> web.Response:
-    """POST /v1/fine_tuning/jobs: it is queued."""
+    """Handle POST /v1/fine_tuning/jobs: queue a job."""
     desk = desk_of(request)
     body = await read_body(request, CreateJob)
     models = request.app[MODELS]
@@ -120,7 +122,7 @@ async def create_job(request: web.Request) -> web.Response:
 
 
 def _training(body: CreateJob) -> TrainingSettings | None:
-    """The settings of a job that trains; None for one that quantises. RequestError."""
+    """Read the settings of a training job; None for a quantising job. Raises RequestError."""
     kind = body.method.type
     if kind not in (QUANTIZATION, SUPERVISED):
         raise RequestError(
@@ -144,7 +146,7 @@ def _training(body: CreateJob) -> TrainingSettings | None:
 
 
 def _checked(body: CreateJob) -> QuantizationSettings:
-    """The settings of a job that quantises, which others have, too. RequestError."""
+    """Read the settings of a quantising job; other jobs have them, too. Raises RequestError."""
     settings = body.method.quantization.hyperparameters
     for name in ("hyperparameters", "integrations"):
         if getattr(body, name):
@@ -171,29 +173,30 @@ def _checked(body: CreateJob) -> QuantizationSettings:
 
 
 async def list_jobs(request: web.Request) -> web.Response:
-    """GET /v1/fine_tuning/jobs: the last one first, in pages by `after` and `limit`."""
+    """Handle GET /v1/fine_tuning/jobs: the last job first, in pages by `after` and `limit`."""
     jobs = [each for each in desk_of(request).store.jobs() if each.order.agent is None]
     return json_response(page([shown_job(each) for each in jobs], request.query))
 
 
 async def get_job(request: web.Request) -> web.Response:
-    """GET /v1/fine_tuning/jobs/ID."""
+    """Handle GET /v1/fine_tuning/jobs/ID: show a job."""
     return json_response(shown_job(_named(request)))
 
 
 async def list_events(request: web.Request) -> web.Response:
-    """GET /v1/fine_tuning/jobs/ID/events: the last one first, in pages by `after` and `limit`."""
+    """Handle GET /v1/fine_tuning/jobs/ID/events: the last event first, in pages by `after` and `limit`."""
     events = desk_of(request).store.events(_named(request).number)
     return json_response(page([shown_event(each) for each in events], request.query))
 
 
 async def cancel_job(request: web.Request) -> web.Response:
-    """POST /v1/fine_tuning/jobs/ID/cancel: its process ends within a moment. Refused when it is over."""
+    """Handle POST /v1/fine_tuning/jobs/ID/cancel: the job's process ends within a moment. Refused when the
+    job is over."""
     return json_response(shown_job(cancelled(request, _named(request))))
 
 
 async def delete_model(request: web.Request) -> web.Response:
-    """DELETE /v1/models/NAME: a model that a job has made goes, and its files with it."""
+    """Handle DELETE /v1/models/NAME: remove a model that a job has made, with its files."""
     desk, name, models = desk_of(request), request.match_info["model"], request.app[MODELS]
     if models.find(name) is models.first:
         raise RequestError(f"{abridged(name)} was not made by a job, and stays", param="model")
@@ -212,7 +215,7 @@ def _named(request: web.Request) -> JobRecord:
 
 
 def shown_job(job: JobRecord) -> dict[str, Any]:
-    """A job in OpenAI's shape, with its tasks beside."""
+    """Convert a job to OpenAI's format, with its tasks added."""
     order, kind = job.order, QUANTIZATION
     settings: Any = {"algorithm": order.algorithm, "samples": order.samples}
     if order.training_settings is not None:

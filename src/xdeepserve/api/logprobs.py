@@ -27,7 +27,8 @@ _BYTE_FALLBACK = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Character -> byte of byte-level BPE vocabularies: GPT-2's printable stand-ins for the 256 bytes."""
+    """Map characters of byte-level BPE vocabularies to bytes: GPT-2's printable stand-ins for the 256
+    bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     stand_ins = {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -38,10 +39,10 @@ BYTE_LEVEL = _byte_level_alphabet()
 
 
 class TokenNamer:
-    """Text and bytes of single tokens, remembered.
+    """Names single tokens by text and bytes, with a cache.
 
-    A token that has no text (there is no tokenizer, or the model's vocabulary is padded beyond the
-    tokenizer's) has no bytes, and is called "token_id:7".
+    A token without text has no bytes, and is named "token_id:7". Such tokens exist without a tokenizer, or
+    where the model's vocabulary is padded beyond the tokenizer's.
     """
 
     def __init__(self, tokenizer: ServingTokenizer | None) -> None:
@@ -50,7 +51,7 @@ class TokenNamer:
         self._is_special: dict[int, bool] = {}
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The token's own bytes; possibly a fragment of a character."""
+        """Return the token's own bytes; possibly a fragment of a character."""
         if token_id not in self._bytes:
             self._bytes[token_id] = self._spell(token_id)
         return self._bytes[token_id]
@@ -63,7 +64,7 @@ class TokenNamer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def is_special(self, token_id: int) -> bool:
-        """Whether text decoded with special tokens skipped leaves this one out."""
+        """Whether text decoded without special tokens leaves this token out."""
         if token_id not in self._is_special:
             self._is_special[token_id] = (
                 self._tokenizer is not None
@@ -88,14 +89,14 @@ class TokenNamer:
 
 
 class IdNamer(TokenNamer):
-    """Calls every token by its id, as `return_tokens_as_token_ids` asks."""
+    """Names every token by id, as `return_tokens_as_token_ids` asks."""
 
     def name_of(self, token_id: int) -> str:
         return f"token_id:{token_id}"
 
 
 class OffsetCounter:
-    """Where each token begins in its choice's text, in characters, across the chunks of a stream."""
+    """Counts where each token begins in its choice's text, in characters, across the chunks of a stream."""
 
     def __init__(self, namer: TokenNamer, skip_special_tokens: bool) -> None:
         self._namer = namer
@@ -104,9 +105,9 @@ class OffsetCounter:
         self._num_chars = 0
 
     def push(self, token_id: int, is_echoed: bool = False) -> int:
-        """The token's offset. A fragment has the offset of the character that it is part of.
+        """Return the token's offset. A fragment has the offset of the character that it is part of.
 
-        Special tokens take no room where they are skipped, but an echoed prompt is shown whole.
+        Skipped special tokens take no room, but an echoed prompt is shown whole.
         """
         offset = self._num_chars
         if is_echoed or not (self._skip_special_tokens and self._namer.is_special(token_id)):
@@ -121,7 +122,7 @@ def completion_logprobs(
     offsets: OffsetCounter,
     num_echoed: int = 0,
 ) -> CompletionLogprobs:
-    """The parallel lists of /v1/completions. The chosen token is always among the alternatives, so a
+    """Make the parallel lists of /v1/completions. The chosen token is always among the alternatives, so a
     position holds up to one more than were asked for. The first `num_echoed` tokens are the prompt's."""
     result = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
     for i, (token_id, position) in enumerate(zip(token_ids, positions, strict=True)):
@@ -140,7 +141,7 @@ def completion_logprobs(
 
 
 def chat_logprobs(positions: Iterable[PositionLogprobs], namer: TokenNamer) -> ChatLogprobs:
-    """The objects of /v1/chat/completions: exactly as many alternatives as were asked for."""
+    """Make the objects of /v1/chat/completions, with exactly as many alternatives as were asked for."""
 
     def entry(each: TokenLogprob) -> TopLogprob:
         raw = namer.bytes_of(each.token_id)
@@ -159,7 +160,8 @@ def chat_logprobs(positions: Iterable[PositionLogprobs], namer: TokenNamer) -> C
 def prompt_scores(
     positions: Iterable[PositionLogprobs | None], num_top: int, namer: TokenNamer
 ) -> PromptLogprobs:
-    """vLLM's objects for `prompt_logprobs`: `num_top` alternatives a token, and always the token itself."""
+    """Make vLLM's objects for `prompt_logprobs`: `num_top` alternatives a token, and always the token
+    itself."""
 
     def entry(each: TokenLogprob) -> PromptLogprob:
         name = namer.name_of(each.token_id)

@@ -1,4 +1,4 @@
-"""A server that is a member of a cluster tells so: where it listens, and how its TEs are (DeepServe 3)."""
+"""Heartbeats of a server in a cluster: its address, and the states of its TEs (DeepServe 3)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ log = logging.getLogger("xdeepserve.api")
 
 
 async def run_member(app: web.Application) -> AsyncIterator[None]:
-    """While the server runs: heartbeats. It goes in order, so that nobody starts it again."""
+    """Send heartbeats while the server runs. At an orderly end the member reports it, so the cluster does not
+    restart it."""
     name = app[MODELS].first.options.member
     assert name is not None
     members = app[DESK].store.members
@@ -39,7 +40,8 @@ async def run_member(app: web.Application) -> AsyncIterator[None]:
 
 
 async def _beat(members: MemberTable, name: str, address: str, models: ServedModels) -> None:
-    """Until the engine has failed, or another process has its place: then this one ends."""
+    """Send heartbeats until the engine has failed, or another process has this member's place; then end this
+    process."""
     while True:
         try:
             if not models.first.engine.is_healthy():
@@ -57,6 +59,6 @@ async def _beat(members: MemberTable, name: str, address: str, models: ServedMod
 
 
 def tes_of(models: ServedModels) -> list[MemberTE]:
-    """The TEs of all models of a server."""
+    """List the TEs of all models of a server."""
     engines = [(each.model_name, each.engine) for each in models if isinstance(each.engine, Engine)]
     return [MemberTE(te.name, model, te.role, te.life) for model, engine in engines for te in engine.tes()]

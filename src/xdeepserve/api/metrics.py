@@ -48,7 +48,7 @@ _LENGTH_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 
 
 
 class Timing(NamedTuple):
-    """A histogram: its name, what it says, its buckets."""
+    """A histogram of a metric: its name, text and buckets."""
 
     name: str
     text: str
@@ -95,8 +95,10 @@ TOKEN_TIMES = {  # counted for every delivery of tokens
 
 
 class TokenHistogram(Collector):
-    """A histogram of what is counted for every token, also under an older name if there is one: with neither
-    locks nor objects for each bucket, since only the event loop counts."""
+    """A histogram of values counted for every token, also under an older name if there is one.
+
+    It needs neither locks nor an object for each bucket, because only the event loop counts.
+    """
 
     def __init__(self, timing: Timing, labels: dict[str, str], old_name: str | None = None) -> None:
         self._names = {timing.name: timing.text}
@@ -106,12 +108,12 @@ class TokenHistogram(Collector):
         self._counts, self._sum = [0] * (len(timing.buckets) + 1), 0.0
 
     def observe(self, value: float) -> None:
-        """One more."""
+        """Count a value in the bucket where it belongs."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
     def collect(self) -> Iterable[Metric]:
-        """All so far."""
+        """Yield all values counted so far, as Prometheus metrics."""
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]
         buckets = list(zip(bounds, accumulate(self._counts), strict=True))
         for name, text in self._names.items():
@@ -121,7 +123,7 @@ class TokenHistogram(Collector):
 
 
 class Metrics:
-    """All metrics of one server, in a registry of its own."""
+    """Metrics of a server's model, in a registry of their own."""
 
     ttft: Histogram
     itl: TokenHistogram
@@ -164,7 +166,7 @@ class Metrics:
         self.finished = {reason: ended.labels(**labels, finished_reason=reason) for reason in FINISH_REASONS}
 
     def _labels_of(self, name: str) -> dict[str, str]:
-        """vLLM's metrics are told apart by engine, too; here there is one."""
+        """Return a metric's labels. vLLM's metrics also have an engine label; here there is one engine."""
         return self._labels | ({"engine": ENGINE} if name.startswith("vllm:") else {})
 
     def _counter(self, name: str, text: str) -> Counter:
@@ -181,7 +183,7 @@ class Metrics:
         return RequestTracker(self, n)
 
     def observe_record(self, record: RequestMetrics) -> None:
-        """A choice has ended, finished or aborted: what it took in virtual time, as far as it came."""
+        """Count the virtual times of a choice that has ended, finished or aborted, as far as it came."""
         for metric, ns in (
             (self.virtual_queue, record.queue_ns),
             (self.virtual_ttft, record.ttft_ns),
@@ -194,12 +196,12 @@ class Metrics:
             self.tokens_per_step.observe(record.tokens_per_step)
 
     def render(self) -> bytes:
-        """The text exposition format."""
+        """Render the metrics in Prometheus' text exposition format."""
         return generate_latest(self.registry)
 
 
 class RequestTracker:
-    """Times the choices of one request. Those without a finish reason at `close` end with the one given."""
+    """Times the choices of a request. Choices without a finish reason at `close` end with the given one."""
 
     def __init__(self, metrics: Metrics, n: int) -> None:
         self._metrics = metrics
@@ -208,7 +210,7 @@ class RequestTracker:
         self._most_tokens = 0
 
     def begin(self, choice: int) -> None:
-        """A choice takes part in a step for the first time."""
+        """Record a choice's first part in a step."""
         now = self._running[choice].scheduled = time.monotonic()
         self._metrics.queue.observe(now - self._arrival)
 
@@ -233,7 +235,7 @@ class RequestTracker:
             self._end(delta.index, delta.finish_reason, now)
 
     def close(self, reason: Literal["abort", "error"]) -> None:
-        """The client has gone, or the engine failed."""
+        """End all open choices, because the client has gone or the engine failed."""
         for index in list(self._running):
             self._end(index, reason, time.monotonic())
 

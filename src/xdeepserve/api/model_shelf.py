@@ -1,4 +1,4 @@
-"""Models that jobs have made, beside the server's first: each with TEs of its own on the same pod."""
+"""Models made by jobs, served beside the server's first model: each has TEs of its own on the same pod."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ log = logging.getLogger("xdeepserve.api")
 
 
 def source_of(engine: AsyncEngine) -> str:
-    """What another process finds an engine's checkpoint by: a preset's name, or a directory."""
+    """Return how another process finds an engine's checkpoint: a preset's name, or a directory."""
     if not isinstance(engine, Engine) or engine.plan.checkpoint.name in PRESETS:
         return engine.model_name
     return str(engine.plan.checkpoint.directory.resolve())
 
 
 class ModelShelf:
-    """Loads and unloads. What is loaded while others are served takes its turns between theirs."""
+    """Shelf of models made by jobs: loads and unloads them.
+
+    Loading takes turns with the serving of others.
+    """
 
     def __init__(self, models: ServedModels, store: JobStore) -> None:
         self._models, self._store = models, store
@@ -37,8 +40,8 @@ class ModelShelf:
 
     async def load(self, name: str, directory: Path) -> None:
         """Serve the checkpoint at `directory` under a name, in the first model's deployment, on dies of its
-        pod. InputError if that has no room, or the model will not do. Harmless when it is served already.
-        """
+        pod. Raises InputError if the pod has no room, or the model cannot be served. Harmless when it is
+        served already."""
         if name in self._loaded:
             return
         host = self._models.first.engine
@@ -58,7 +61,8 @@ class ModelShelf:
         self._models.add(name, engine, int(self._store.now()))
 
     async def unload(self, name: str) -> None:
-        """No request finds it any more; those that it has may end, for a few seconds."""
+        """Stop serving a model: no request finds it any more, and its running requests may end, for a few
+        seconds."""
         if name not in self._loaded:
             return
         self._loaded.remove(name)
@@ -69,7 +73,7 @@ class ModelShelf:
             await engine.stop()
 
     async def follow(self) -> None:
-        """Serve the models that the store has, and no others. One that cannot be is told of once."""
+        """Serve exactly the models of the store. A model that cannot be served is reported once."""
         wanted = self._store.models()
         for name in sorted(self._loaded - wanted.keys()):
             await self.unload(name)
@@ -82,14 +86,14 @@ class ModelShelf:
                     log.error("the model %s cannot be served: %s", name, error)
 
     async def close(self) -> None:
-        """Stop all of them."""
+        """Stop the engines of all models."""
         for name in sorted(self._loaded):
             self._loaded.remove(name)
             await self._models.take(name).stop()
 
 
 async def drain(engines: list[AsyncEngine], seconds: float, hurried: asyncio.Event) -> bool:
-    """Let running requests end for a while, unless somebody is in a hurry: whether they have."""
+    """Let running requests end for at most `seconds`, or until `hurried`; return whether they have ended."""
     for _ in range(int(seconds / DRAIN_POLL_S)):
         if not any(stats.num_running + stats.num_waiting for stats in (each.stats() for each in engines)):
             return True

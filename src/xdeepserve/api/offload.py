@@ -1,4 +1,4 @@
-"""Keeping long work off the event loop, on which every other request's tokens travel."""
+"""Offloading of long work from the event loop, which carries every other request's tokens."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ async def run_for_text(
     *args: P.args,
     **kwargs: P.kwargs,
 ) -> R:
-    """`work(...)` that tokenises text: here if that is surely quick, else in a thread.
+    """Call `work(...)` to tokenise text: here if that is surely quick, else in a thread.
 
-    The library drops the GIL while it tokenises.
+    The library releases the GIL while it tokenises.
     """
     is_quick = tokenizer is None or not tokenizer.has_regexes
     if num_chars <= MAX_CHARS_ON_LOOP and is_quick:
@@ -48,16 +48,16 @@ async def run_for_text(
 async def run_for_tokens(
     tokenizer: ServingTokenizer, length: int, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs
 ) -> R:
-    """`work(...)` on `length` tokens, or characters that become some: here if that is surely quick, else in
-    a thread, where one waits for another. For what handles each token in Python.
-    """
+    """Call `work(...)` to handle each of `length` tokens, or of characters that become tokens, in Python. It
+    runs here if that is surely quick, else in a single thread, one call at a time."""
     if length <= MAX_TOKENS_ON_LOOP and not tokenizer.has_regexes:
         return work(*args, **kwargs)
     return await asyncio.get_running_loop().run_in_executor(_IN_TURN, partial(work, *args, **kwargs))
 
 
 def pieces(tokens: list[int]) -> Iterator[list[int]]:
-    """Tokens in pieces, for a loop in Python: before each but the first, other threads go on."""
+    """Yield tokens in pieces for a loop in Python, with a rest before each but the first, in which other
+    threads run."""
     for begin in range(0, len(tokens), TOKENS_IN_PIECE):
         if begin:
             time.sleep(REST_SECONDS)

@@ -1,4 +1,5 @@
-"""GET /openapi.json and /docs: what the endpoint takes and gives, read off the types that it decodes with."""
+"""GET /openapi.json and /docs: requests and answers of the endpoint, derived from the types that it decodes
+with."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ UNREAD = "Taken, and changes nothing."
 
 
 class Operation(NamedTuple):
-    """One method of one path."""
+    """An operation of the API: a method of a path."""
 
     method: str
     path: str
@@ -125,7 +126,7 @@ OPERATIONS = (
 
 @cache
 def openapi() -> dict[str, Any]:
-    """The OpenAPI 3.1 document."""
+    """Build the OpenAPI 3.1 document of the endpoint."""
     types = [t for each in OPERATIONS for t in (each.body, each.answer, each.chunk) if t is not None]
     _, components = msgspec.json.schema_components([*types, ErrorBody], ref_template=REF)
     for kind, refused in GENERATING.items():
@@ -177,7 +178,7 @@ async def show_openapi(request: web.Request) -> web.Response:
 
 
 async def show_docs(request: web.Request) -> web.Response:
-    """What /openapi.json says, for people: one page without scripts."""
+    """Show the content of /openapi.json for people: a page without scripts."""
     schemas = openapi()["components"]["schemas"]
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8><title>xdeepserve</title>",
@@ -196,7 +197,7 @@ async def show_docs(request: web.Request) -> web.Response:
 
 
 def _table(schema: dict[str, Any]) -> str:
-    """The fields of a request, what it must have first; behind them the names of those that do nothing."""
+    """Format the fields of a request, required ones first; then the names of fields without effect."""
     required, fields = schema.get("required", ()), schema["properties"]
     served = [name for name in fields if "description" not in fields[name]]
     rows = []

@@ -1,4 +1,4 @@
-"""How a server presents itself: names, keys, origins, encryption, where it listens, and what it logs."""
+"""Options of a server: names, keys, origins, encryption, where it listens, and logging."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HOST = re.compile(r"\*|[^\s:/?#@*\[\]]+|\[?[0-9a-f.]*:[0-9a-f:.]+\]?", re.IGNOR
 
 
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Names are those of vLLM's command line.
+    """Options of a server, named as on vLLM's command line.
 
     served_model_names  what clients may call the model, the first of them in answers; empty: its own name
     api_keys            one of these has to come with every request to the model; empty: none needs to
@@ -64,7 +64,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise InputError("--ssl-keyfile needs --ssl-certfile")
 
     def ssl_context(self) -> ssl.SSLContext | None:
-        """What encrypts connections, if anything. Raises InputError for files that will not do."""
+        """Make the context for encrypting connections, or None. Raises InputError for unusable files."""
         if self.ssl_certfile is None:
             return None
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -81,7 +81,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def host_name(name: str) -> str:
-    """The name or address of a host in lower case, without a trailing dot and an IPv6 address's brackets."""
+    """Normalise a host's name or address: lower case, no trailing dot, no brackets around an IPv6 address."""
     return name.lower().strip("[]").removesuffix(".")
 
 

@@ -1,9 +1,9 @@
-"""The page to watch: its files, the frames that it draws, a die's bytes, and the fault that one may ask for.
+"""The page to watch a pod: its files, the frames that it draws, a die's bytes, and requests for faults.
 
 GET   /                     the page
-GET   /page/FILE            its parts
-GET   /page/frames          what it draws, as server-sent events (docs/page.md)
-GET   /page/bytes?die=N     regions of a die's memory; &region=NAME: what is in one
+GET   /page/FILE            the page's parts
+GET   /page/frames          the frames that it draws, as server-sent events (docs/page.md)
+GET   /page/bytes?die=N     regions of a die's memory; &region=NAME: the bytes of a region
 POST  /page/break           {"die": 3, "kind": "lost"}; only with --admin
 """
 
@@ -38,20 +38,20 @@ BREAKER = web.AppKey("BREAKER", Breaker)
 
 
 def page_files() -> dict[str, bytes]:
-    """The page's own files by name."""
+    """Read the page's own files, by name."""
     folder = resources.files("xdeepserve.page") / "static"
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
 
 
 def add_page_routes(app: web.Application) -> None:
-    """The routes. What they tell is of the project's own engine alone."""
+    """Add the routes of the page. They show the project's own engine only."""
     engine, files = app[ENDPOINT].engine, page_files()
     if isinstance(engine, Engine):
         app[WATCH] = PodWatch(engine, None if app[ENDPOINT].options.admin else NEEDS_ADMIN)
         app[BREAKER] = Breaker(engine)
 
     async def show(request: web.Request) -> web.Response:
-        """A file of the page, which may ask for nothing from elsewhere."""
+        """Return a file of the page, which may load nothing from elsewhere."""
         name = request.match_info.get("file", "index.html")
         if name not in files:
             raise ApiError(404, f"the page has no file {abridged(name)}", code="unknown_url")
@@ -67,7 +67,7 @@ def add_page_routes(app: web.Application) -> None:
 
 
 async def record_page(app: web.Application) -> AsyncIterator[None]:
-    """While the server runs, write what its page draws to the file that the options name."""
+    """Write the page's frames to the file of the options while the server runs."""
     path = app[ENDPOINT].options.record
     assert path is not None
     async with PageRecord(path).of_watch(app[WATCH]):
@@ -82,8 +82,8 @@ def _watched(request: web.Request) -> Engine:
 
 
 async def stream_frames(request: web.Request) -> web.StreamResponse:
-    """Frames for as long as the client reads them. The first event says in which format; an error of the
-    engine's is the last one."""
+    """Stream frames for as long as the client reads them. The first event tells the format; an error of the
+    engine is the last event."""
     _watched(request)
     frames = request.app[WATCH].frames()
     response = web.StreamResponse(headers=HEADERS)
@@ -103,7 +103,7 @@ async def stream_frames(request: web.Request) -> web.StreamResponse:
 
 
 async def show_bytes(request: web.Request) -> web.Response:
-    """What lies in a die's memory."""
+    """Show the bytes of a region of a die's memory."""
     number = request.query.get("die", "")
     if not (number.isascii() and number.isdecimal() and len(number) < 8):
         raise RequestError(f"a die has a number, found {abridged(number)}", param="die")
@@ -111,7 +111,7 @@ async def show_bytes(request: web.Request) -> web.Response:
 
 
 async def break_one(request: web.Request) -> web.Response:
-    """A die fails."""
+    """Break a die, if the server allows it."""
     _watched(request)
     if not request.app[ENDPOINT].options.admin:
         raise ApiError(403, NEEDS_ADMIN, code="not_allowed")

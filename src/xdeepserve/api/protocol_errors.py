@@ -1,4 +1,4 @@
-"""What no handler sees: requests that are no HTTP, or expect what is unknown. Their errors are JSON, too."""
+"""Errors for requests beyond all handlers: no HTTP, or unknown expectations. Their bodies are JSON, too."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from xdeepserve.api.http_errors import ErrorDetail, encode_error
 
 
 class JsonProtocol(web.RequestHandler):
-    """One connection. What aiohttp itself answers, as plain text, becomes OpenAI's error body."""
+    """A connection with JSON errors: aiohttp's own plain-text errors become OpenAI's error body."""
 
     __slots__ = ()
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Write an answer down."""
+        """Write an answer; convert aiohttp's plain-text errors to JSON."""
         if isinstance(resp, web.Response) and resp.status >= 400 and resp.content_type == "text/plain":
             message = " ".join((resp.text or resp.reason or "").split())
             if "content-encoding" in message:
@@ -29,14 +29,14 @@ class JsonProtocol(web.RequestHandler):
 
 
 class JsonServer(web.Server):
-    """Makes the connections."""
+    """Server for making connections of JsonProtocol."""
 
     def __call__(self) -> JsonProtocol:
         return JsonProtocol(self, loop=self._loop, **self._kwargs)
 
 
 class JsonRunner(web.AppRunner):
-    """Runs an application behind them."""
+    """Runner of an application behind a JsonServer."""
 
     async def _make_server(self) -> web.Server:
         server = await super()._make_server()

@@ -1,4 +1,4 @@
-"""What clients may send. All else is refused by name, and so are fields that are known but not served.
+"""Requests of clients: known fields, accepted or refused. All other fields are refused by name.
 
 Every optional field may be null, which means its default, as in OpenAI's and vLLM's schemas.
 """
@@ -39,7 +39,10 @@ FORM = {
 
 
 class Harmless(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields that clients send and that would change no answer of this server: they are not looked at."""
+    """Fields without effect on any answer of this server, sent by some clients.
+
+    They are accepted and ignored.
+    """
 
     media_io_kwargs: Any = None
     metadata: Any = None
@@ -54,10 +57,11 @@ class Harmless(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Unserved(Harmless, kw_only=True):
-    """Fields of OpenAI's and vLLM's requests that would change the answer, and that this server lacks.
+    """Fields of OpenAI's and vLLM's requests that would change the answer, and that this server does not
+    support.
 
-    Ignoring them would answer another question than the one asked: all but null and the neutral
-    values beside their types, which ask for nothing, is an error.
+    Ignoring them would answer another question than the one asked. All values are errors except null and the
+    neutral values beside the types, which ask for nothing.
     """
 
     audio: Any = None
@@ -104,7 +108,7 @@ SPECIAL_TOKENS_IN_CHATS = "add_special_tokens is not for chats: their template h
 
 
 def refuse_unserved(body: Unserved) -> None:
-    """Raises RequestError for the first field that asks for something this server cannot do."""
+    """Raise RequestError for the first field that asks for something this server cannot do."""
     for name, neutral in NEUTRAL.items():
         value = getattr(body, name)
         if value is not None and value not in neutral:
@@ -123,7 +127,8 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class SamplingRequest(Unserved, kw_only=True):
-    """What all three endpoints that generate share; below "vLLM's" are extensions to OpenAI's API."""
+    """Fields common to all three generating endpoints; those below "vLLM's" are extensions to OpenAI's
+    API."""
 
     model: str | None = None
     prompt_cache_key: str | None = None
@@ -152,7 +157,7 @@ class SamplingRequest(Unserved, kw_only=True):
 
 
 class GenerationRequest(SamplingRequest, kw_only=True):
-    """What completions and chat completions share."""
+    """Fields common to completions and chat completions."""
 
     max_tokens: int | float | None = None  # some clients write 5.0
     max_completion_tokens: int | float | None = None
@@ -172,7 +177,10 @@ class GenerationRequest(SamplingRequest, kw_only=True):
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
-    """POST /v1/completions. A prompt is text, a list of texts, token ids, or a list of lists of token ids."""
+    """Body of POST /v1/completions.
+
+    A prompt is text, a list of texts, token ids, or a list of lists of token ids.
+    """
 
     prompt: str | list[Any]
     echo: bool | None = None
@@ -180,13 +188,13 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
 
 class CacheMarked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What a client may mark for another vendor's prompt cache, which changes nothing here."""
+    """Marks for another vendor's prompt cache, which have no effect here."""
 
     cache_control: Any = None
 
 
 class FedBack(CacheMarked, kw_only=True):
-    """What libraries keep beside an answer and send back with it. None of it is shown to a model."""
+    """Fields kept by libraries beside an answer and sent back with it. None is shown to a model."""
 
     id: Any = None
     annotations: Any = None
@@ -197,7 +205,10 @@ class FedBack(CacheMarked, kw_only=True):
 
 
 class ContentPart(FedBack, kw_only=True):
-    """What is not of type text or refusal is refused, whatever it has in it."""
+    """A part of a message's content.
+
+    Types other than text and refusal are refused, whatever the part contains.
+    """
 
     type: str
     text: str | None = None
@@ -217,7 +228,7 @@ class FunctionCall(FedBack, kw_only=True):
 
 
 class ToolCall(FedBack, kw_only=True):
-    """A call that the assistant made earlier in the conversation."""
+    """A call made by the assistant earlier in the conversation."""
 
     function: FunctionCall
     id: str | None = None
@@ -250,19 +261,19 @@ class FunctionDefinition(CacheMarked, kw_only=True, omit_defaults=True):
 
 
 class Tool(CacheMarked, kw_only=True, omit_defaults=True):
-    """A function that the model may call. Fields are in the order in which templates print them."""
+    """A function for the model to call. Fields are in the order in which templates print them."""
 
     type: str
     function: FunctionDefinition
 
     def shown(self) -> dict[str, Any]:
-        """For chat templates."""
+        """Return the tool for chat templates, without cache marks."""
         function = msgspec.structs.replace(self.function, cache_control=None)
         return msgspec.to_builtins(msgspec.structs.replace(self, function=function, cache_control=None))
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
-    """POST /v1/chat/completions."""
+    """Body of POST /v1/chat/completions: messages, tools and sampling."""
 
     messages: list[ChatMessage]
     logprobs: bool | None = None
@@ -280,7 +291,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
 
 class TokenizeRequest(Harmless, kw_only=True):
-    """POST /tokenize: either `prompt`, or `messages` through the chat template."""
+    """Body of POST /tokenize: either `prompt`, or `messages` through the chat template."""
 
     model: str | None = None
     prompt: str | None = None
@@ -294,7 +305,7 @@ class TokenizeRequest(Harmless, kw_only=True):
 
 
 class DetokenizeRequest(Harmless, kw_only=True):
-    """POST /detokenize."""
+    """Body of POST /detokenize: the token ids."""
 
     tokens: list[int]
     model: str | None = None

@@ -1,4 +1,4 @@
-"""/v1/responses: OpenAI's newer form of a chat, which can go on from an answer that the server keeps."""
+"""/v1/responses: OpenAI's newer form of a chat, which can continue from a stored answer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ERROR_CODES = {
 
 
 async def create_response(request: web.Request) -> web.StreamResponse:
-    """POST /v1/responses: one answer, or a stream of events."""
+    """Handle POST /v1/responses: a single answer, or a stream of events."""
     body = await read_body(request, ResponsesRequest)
     endpoint = request.app[MODELS].find(body.model)
     before: list[ChatMessage] = []
@@ -65,7 +65,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
 
 
 class ResponseAnswer:
-    """Turns a generation's deltas into events, and into the response that they leave behind."""
+    """Turns a generation's deltas into events, and into the response that they add up to."""
 
     def __init__(
         self, endpoint: ApiEndpoint, body: ResponsesRequest, before: list[ChatMessage], answer_id: str
@@ -99,13 +99,13 @@ class ResponseAnswer:
         }
 
     async def events(self, generation: Generation) -> AsyncGenerator[Event, None]:
-        """All events, numbered; the last one has the whole response."""
+        """Yield all events, numbered; the last one has the whole response."""
         async with aclosing(self._events(generation)) as events:
             async for event in events:
                 yield self._numbered(event)
 
     def failed(self, detail: ErrorDetail) -> Event:
-        """The last event of a stream that breaks off: the response as far as it came, which is not kept."""
+        """Make the last event of a stream that breaks off: the response so far, which is not stored."""
         for _ in self._items.close("incomplete"):
             pass
         error = {"code": ERROR_CODES.get(detail.type, detail.type), "message": detail.message}
@@ -149,20 +149,20 @@ class ResponseAnswer:
 
 
 async def get_response(request: web.Request) -> web.Response:
-    """GET /v1/responses/ID: an answer that was kept."""
+    """Handle GET /v1/responses/ID: return a stored answer."""
     kept = request.app[ENDPOINT].store.find(request.match_info["id"], "response_id")
     return json_response(kept.response)
 
 
 async def delete_response(request: web.Request) -> web.Response:
-    """DELETE /v1/responses/ID"""
+    """Handle DELETE /v1/responses/ID: forget a stored answer."""
     response_id = request.match_info["id"]
     request.app[ENDPOINT].store.forget(response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
 async def cancel_response(request: web.Request) -> web.Response:
-    """POST /v1/responses/ID/cancel: for answers made in the background, of which there are none here."""
+    """Handle POST /v1/responses/ID/cancel: always refused, because no answer is made in the background."""
     kept = request.app[ENDPOINT].store.find(request.match_info["id"], "response_id")
     raise RequestError(
         f"it has ended ({kept.response['status']}): only a response with background: true can be cancelled",

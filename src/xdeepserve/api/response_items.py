@@ -1,7 +1,7 @@
-"""POST /v1/responses: what clients send, and the chat that it stands for.
+"""POST /v1/responses: the requests of clients, and their conversion to chats.
 
-A conversation is a list of items: messages, reasoning, calls of functions and what these returned. It becomes
-a list of chat messages, and the request a chat request, so that both endpoints answer alike.
+A conversation is a list of items: messages, reasoning, calls of functions and their outputs. It becomes a
+list of chat messages, and the request a chat request, so that both endpoints answer alike.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def refuse_unknown_in_item(where: str, item: dict[str, Any]) -> None:
 
 
 class ResponsesRequest(SamplingRequest, kw_only=True):
-    """POST /v1/responses, with vLLM's extensions; what is in `REFUSED` is not served."""
+    """Body of POST /v1/responses, with vLLM's extensions. Fields in `REFUSED` are not supported."""
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
@@ -94,7 +94,7 @@ class ResponsesRequest(SamplingRequest, kw_only=True):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether messages are to have log probabilities of their tokens."""
+        """Whether messages shall include log probabilities of their tokens."""
         return LOGPROBS in (self.include or ())
 
 
@@ -134,7 +134,7 @@ _VALUE = re.compile(r'("(?:[^"\\]|\\.)*(?:"|\.\.\. \())')  # a client's, as `abr
 
 
 def in_clients_words(error: RequestError) -> RequestError:
-    """An error of the chat that a request became, with the names that the request has for its fields."""
+    """Convert an error of the chat that a request became: it then uses the request's names of fields."""
     message, param = _in_clients_words(str(error)), _in_clients_words(error.param or "")
     return RequestError(message, param=param or None, code=error.code)
 
@@ -147,7 +147,7 @@ def _in_clients_words(text: str) -> str:
 
 
 def chat_request(body: ResponsesRequest, before: list[ChatMessage]) -> ChatRequest:
-    """The chat that a request stands for, after the messages `before`. Raises RequestError."""
+    """Convert a request to a chat, after the messages `before`. Raises RequestError."""
     for name, neutral in REFUSED.items():
         value = getattr(body, name)
         if value is not None and value not in neutral:
@@ -176,9 +176,8 @@ def chat_request(body: ResponsesRequest, before: list[ChatMessage]) -> ChatReque
 
 
 def chat_messages(given: str | list[dict[str, Any]]) -> list[ChatMessage]:
-    """Items as chat messages: calls join the assistant's message that they follow, reasoning the one it
-    precedes. Raises RequestError that names the bad item.
-    """
+    """Convert items to chat messages. Calls join the assistant's message before them, reasoning the message
+    after it. Raises RequestError that names the bad item."""
     if isinstance(given, str):
         return [_message("user", given)]
     messages: list[ChatMessage] = []
@@ -219,9 +218,8 @@ def chat_messages(given: str | list[dict[str, Any]]) -> list[ChatMessage]:
 
 
 def answered_messages(items: list[dict[str, Any]]) -> list[ChatMessage]:
-    """An answer's items as chat messages, for those who go on from it. No chat may have a call that was cut
-    off, or whose arguments the model wrote as no JSON object: such a call is left out.
-    """
+    """Convert an answer's items to chat messages, for requests that continue from it. Chats cannot contain a
+    call that was cut off or has invalid arguments, so such calls are left out."""
     return chat_messages([item for item in items if item["type"] != "function_call" or _is_whole(item)])
 
 
@@ -234,7 +232,7 @@ def _is_whole(call: dict[str, Any]) -> bool:
 
 
 def _check(where: str, message: ChatMessage) -> None:
-    """RequestError for what no chat may have, which calls it by its item."""
+    """Raise RequestError for a message that no chat may have; the error names the item."""
     try:
         plain_message(where, message)
     except RequestError as error:
@@ -246,7 +244,7 @@ def _message(role: str, text: str) -> ChatMessage:
 
 
 def _texts(where: str, parts: Any) -> list[str]:
-    """The texts of a list of content parts."""
+    """Return the texts of a list of content parts."""
     if not isinstance(parts, list):
         raise RequestError(f"{where} must be text or a list of parts, found {abridged(parts)}", param=where)
     texts = []
@@ -272,7 +270,7 @@ def _decoded(where: str, value: Any, kind: type[T]) -> T:
 
 
 def _of_item(where: str, value: Any, kind: type[T]) -> T:
-    """What chats have for an item. Errors call it by the item."""
+    """Convert a value to the chats' type of an item. Errors name the item."""
     try:
         return _decoded(where, value, kind)
     except RequestError as error:
@@ -280,7 +278,7 @@ def _of_item(where: str, value: Any, kind: type[T]) -> T:
 
 
 def _tool(i: int, tool: dict[str, Any]) -> Tool:
-    """A tool without the extra level that chats have."""
+    """Convert a tool to the form of chats, which has an extra level."""
     where = f"tools[{i}]"
     if tool.get("type") != "function":
         raise RequestError(
@@ -299,7 +297,7 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | 
 
 
 def _effort(reasoning: dict[str, Any] | None) -> str | None:
-    """`reasoning.effort`. Summaries are left out where they are asked for: a reasoning is given as it is."""
+    """Return `reasoning.effort`. Requests for summaries are ignored: the reasoning is returned as it is."""
     refuse_unknown("reasoning", reasoning, ("effort", "summary", "generate_summary"))
     effort = (reasoning or {}).get("effort")
     if effort is not None and not isinstance(effort, str):
@@ -310,7 +308,7 @@ def _effort(reasoning: dict[str, Any] | None) -> str | None:
 
 
 def _format(text: dict[str, Any] | None) -> dict[str, Any] | None:
-    """`text.format` as `response_format`."""
+    """Convert `text.format` to a `response_format` of chats."""
     if text is None:
         return None
     refuse_unknown("text", text, ("format", "verbosity"))

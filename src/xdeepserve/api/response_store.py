@@ -1,4 +1,4 @@
-"""Answers of /v1/responses that are kept, so that a later request may go on from them."""
+"""Store of answers of /v1/responses, from which later requests may continue."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ MAX_BYTES = 64 << 20
 
 
 class KeptResponse(msgspec.Struct, frozen=True):
-    """An answer, the conversation up to it, without instructions: those are each request's own; and the
-    items that its request brought."""
+    """An answer with the conversation before, and the items of its request.
+
+    The conversation has no instructions: those belong to each request.
+    """
 
     response: dict[str, Any]
     messages: list[ChatMessage]
@@ -26,7 +28,7 @@ class KeptResponse(msgspec.Struct, frozen=True):
 
 
 class ResponseStore:
-    """The latest answers, as many as fit. They end with the server."""
+    """Store of the latest answers, as many as fit. It ends with the server."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._kept: OrderedDict[str, KeptResponse] = OrderedDict()
@@ -43,7 +45,7 @@ class ResponseStore:
             self._num_bytes -= self._kept.popitem(last=False)[1].num_bytes
 
     def find(self, response_id: str, param: str) -> KeptResponse:
-        """ApiError where there is none of that id, or no longer."""
+        """Find an answer. Raises ApiError if there is none of that id, or no longer."""
         kept = self._kept.get(response_id)
         if kept is None:
             raise ApiError(
@@ -55,6 +57,6 @@ class ResponseStore:
         return kept
 
     def forget(self, response_id: str) -> None:
-        """ApiError where there is none of that id."""
+        """Forget an answer. Raises ApiError if there is none of that id."""
         self._num_bytes -= self.find(response_id, "response_id").num_bytes
         del self._kept[response_id]

@@ -1,7 +1,7 @@
-"""Answers of /v1/responses: output items, and the events in which they come about.
+"""Answers of /v1/responses: output items, and the events in which they arise.
 
-An answer is a list of items: reasoning, messages, and calls of functions. `Items` makes them of the deltas of
-a generation, each step of it an event of OpenAI's; a whole answer is what the events leave behind.
+An answer is a list of items: reasoning, messages, and calls of functions. `Items` makes them from the deltas
+of a generation, with an event of OpenAI's for each step. A whole answer is the sum of its events.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Item = dict[str, Any]
 
 
 class Items:
-    """The items of one answer, of which the last may be open. `answer_id` makes their ids unique."""
+    """Items of an answer, of which the last may be open. `answer_id` makes their ids unique."""
 
     def __init__(self, answer_id: str) -> None:
         self.items: list[Item] = []
@@ -26,7 +26,8 @@ class Items:
         self._scores: list[ChatTokenLogprob] = []  # of tokens whose text has not come yet
 
     def add(self, delta: OutputDelta, scores: Sequence[ChatTokenLogprob] = ()) -> Iterator[Event]:
-        """What a delta adds. `scores` are those of its tokens; messages have those of theirs."""
+        """Yield the events of a delta. `scores` are the log probabilities of its tokens; messages keep those
+        of theirs."""
         before = [] if delta.num_reasoning else self._scores  # what was held before a reasoning was its tag
         self._scores = [*before, *scores[delta.num_reasoning :]]
         if delta.reasoning:
@@ -39,7 +40,7 @@ class Items:
             yield from self._add_call(call)
 
     def close(self, status: str = "completed") -> Iterator[Event]:
-        """The open item is done."""
+        """Close the open item, and yield its final events."""
         if not self._is_open:
             return
         self._is_open = False
@@ -74,7 +75,7 @@ class Items:
         yield {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": item}
 
     def _extend(self, kind: str, text: str) -> Iterator[Event]:
-        """More text of a message, or of the reasoning."""
+        """Append text to a message or to the reasoning; open a new item if necessary."""
         if not (self._is_open and self.items[-1]["type"] == kind):
             yield from self._open(_empty(kind))
             item = self.items[-1]

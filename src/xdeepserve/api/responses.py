@@ -1,4 +1,4 @@
-"""What clients receive: OpenAI's response objects, and the few fields that vLLM adds to them.
+"""Responses to clients: OpenAI's response objects, and the few fields that vLLM adds to them.
 
 A field whose default is UNSET is left out of the JSON; one whose default is None is sent as null.
 """
@@ -15,8 +15,11 @@ from xdeepserve.engine.te.reports import TEHealth
 
 
 class Health(msgspec.Struct, kw_only=True):
-    """ "degraded": some DP groups do not answer in good time, or what is lost has not been replaced; the
-    others serve. `num_rollbacks` counts those of all TEs there have been."""
+    """Health of a server and its task executors (TEs).
+
+    "degraded" means that some DP groups do not answer in good time, or that a lost part has not been
+    replaced; the others serve. `num_rollbacks` counts the rollbacks of all TEs so far.
+    """
 
     status: Literal["ok", "degraded"]
     num_rollbacks: int
@@ -40,7 +43,10 @@ class Usage(msgspec.Struct, kw_only=True):
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
-    """Four parallel lists, one entry a token. The first token of a prompt has no probability: null."""
+    """Four parallel lists with an entry for each token.
+
+    The first token of a prompt has no probability: null.
+    """
 
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -49,7 +55,7 @@ class CompletionLogprobs(msgspec.Struct, kw_only=True):
 
 
 class PromptLogprob(msgspec.Struct, kw_only=True):
-    """A token that may stand at a place of the prompt, as vLLM has it; `rank` counts from 1."""
+    """A possible token at a place of the prompt, as in vLLM; `rank` counts from 1."""
 
     logprob: float
     rank: int | None
@@ -74,7 +80,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
 
 
 class TextCompletion(msgspec.Struct, kw_only=True):
-    """The answer of /v1/completions, or a chunk of its stream, where `usage` stands only when asked for."""
+    """Answer of /v1/completions, or a chunk of its stream, where `usage` appears only when asked for."""
 
     id: str
     object: str = "text_completion"
@@ -107,7 +113,7 @@ class FunctionCallPart(msgspec.Struct, kw_only=True):
 
 
 class ToolCallPart(msgspec.Struct, kw_only=True):
-    """A call of a tool, or in a stream (where it has an index) a piece of one."""
+    """A call of a tool; in a stream, where it has an index, a piece of a call."""
 
     index: int | UnsetType = UNSET
     id: str | UnsetType = UNSET
@@ -116,7 +122,7 @@ class ToolCallPart(msgspec.Struct, kw_only=True):
 
 
 class AssistantMessage(msgspec.Struct, kw_only=True):
-    """`reasoning` is the newer of vLLM's two names for the same text."""
+    """A message of the assistant. `reasoning` is the newer of vLLM's two names for the same text."""
 
     content: str | None
     role: str = "assistant"

@@ -1,4 +1,4 @@
-"""The models of a server, by the names that clients use: the first, and those that have come to its pod."""
+"""Models of a server, by the names that clients use: the first, and those added to its pod later."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from xdeepserve.errors import abridged
 
 
 class ServedModels:
-    """`first` is the one that a request without a name means. Others have one name each."""
+    """Models of a server. `first` serves requests without a name; others have one name each."""
 
     def __init__(self, first: ApiEndpoint) -> None:
         self.first = first
@@ -28,11 +28,11 @@ class ServedModels:
 
     @property
     def names(self) -> list[str]:
-        """All of all models, those of the first one first."""
+        """Names of all models, beginning with those of the first model."""
         return [*self.first.model_names, *self._more]
 
     def find(self, name: str | None) -> ApiEndpoint:
-        """The model that a request names. ApiError if there is none of that name."""
+        """Find the model named by a request. Raises ApiError if there is none."""
         if name is None or name in self.first.model_names:
             return self.first
         if name not in self._more:
@@ -46,7 +46,7 @@ class ServedModels:
         return self._more[name]
 
     def add(self, name: str, engine: AsyncEngine, created: int) -> None:
-        """One more, which has been started and runs until `take`."""
+        """Add a model with a started engine, which runs until `take`."""
         assert name not in self.names, f"there is a model {name}"
         options = msgspec.structs.replace(self.first.options, served_model_names=(name,))
         endpoint = ApiEndpoint(engine, options)
@@ -54,16 +54,16 @@ class ServedModels:
         self._more[name] = endpoint
 
     def take(self, name: str) -> AsyncEngine:
-        """One less: no request finds it any more. Its engine goes on until somebody stops it."""
+        """Remove a model: no request finds it any more. Its engine runs until the caller stops it."""
         return self._more.pop(name).engine
 
     def render_metrics(self) -> bytes:
-        """The text exposition format: of each metric the samples of all models."""
+        """Render the metrics of all models in Prometheus' text exposition format."""
         return generate_latest(_Merged(self))
 
 
 class _Merged(Collector):
-    """Metrics of several registries as if they were one's: every name once, as Prometheus wants it."""
+    """Collector merging several registries: every metric name appears once, as Prometheus requires."""
 
     def __init__(self, models: ServedModels) -> None:
         self._models = models

@@ -1,8 +1,8 @@
 """The OpenAI-compatible server: routes, request ids, start and graceful stop.
 
-A request's walk is the same in every handler: read the body, check it, make token ids, submit, answer.
-A client that disconnects cancels its handler (`handler_cancellation`), whose `async with` aborts its
-requests in the engine.
+Every handler treats a request in the same order: read the body, check it, make token ids, submit, answer. A
+client that disconnects cancels its handler (`handler_cancellation`), whose `async with` aborts its requests
+in the engine.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ log = logging.getLogger("xdeepserve.api")
 
 
 def build_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.Application:
-    """The application. It starts the engine when it starts up, and stops it when it cleans up.
+    """Build the web application around an engine: its startup starts the engine, its cleanup stops it.
 
     Run it with `handler_cancellation=True`, as `serve` does, or disconnected clients keep their KV blocks.
     """
@@ -120,7 +120,7 @@ def build_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.
 
 @web.middleware
 async def request_id_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Names the request: by the client's X-Request-Id if it sent a decent one, else by number."""
+    """Name the request: by the client's X-Request-Id if it is printable and short enough, else by number."""
     number = request.app[ENDPOINT].new_request_id()
     given = request.headers.get("X-Request-Id", "")
     is_decent = given.isascii() and given.isprintable() and 0 < len(given) <= MAX_REQUEST_ID_CHARS
@@ -154,9 +154,9 @@ async def serve(
 ) -> None:
     """Serve until SIGINT, SIGTERM or cancellation, then let running requests finish for a few seconds.
 
-    A second signal, a second later or more, does not wait for them. `port` 0 picks a free one. Once
-    connections are accepted, `ready` gets the address ("http://host:port"); without it the address is
-    printed. Raises InputError if the address cannot be bound, before the engine starts.
+    A second signal, a second later or more, ends them at once. `port` 0 picks a free one. Once connections
+    are accepted, `ready` gets the address ("http://host:port"); without it the address is printed. Raises
+    InputError if the address cannot be bound, before the engine starts.
     """
     options = options or ServerOptions()
     context = options.ssl_context()
@@ -204,7 +204,7 @@ def run_server(
     ready: Callable[[str], None] | None = None,
     options: ServerOptions | None = None,
 ) -> None:
-    """`serve` on a new uvloop event loop, in which the engine is also built. Returns after a signal."""
+    """Run `serve` on a new uvloop event loop, in which the engine is also built. Returns after a signal."""
 
     async def main() -> None:
         engine = engine_factory()
@@ -221,7 +221,7 @@ def run_server(
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket, not yet listening. Raises InputError, one line, if that is impossible."""
+    """Bind a socket and listen. Raises InputError, with a one-line message, if that is impossible."""
     where = f"{host}:{port}"
     if not 0 <= port <= 65535:
         raise InputError(f"cannot listen on {where}: a port is between 0 and 65535")
@@ -245,7 +245,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def bind_unix(path: str) -> socket.socket:
-    """A Unix socket at `path`, which only its owner may use, in place of one that nobody listens on any more.
+    """Bind a Unix socket at `path` that only its owner may use; a socket without a listener is replaced.
 
     Raises InputError.
     """
@@ -270,12 +270,12 @@ def bind_unix(path: str) -> socket.socket:
 
 
 def remove_socket(path: str) -> None:
-    """Nobody listens there any more."""
+    """Remove a Unix socket's file, as the server no longer listens."""
     Path(path).unlink(missing_ok=True)
 
 
 def address_of(listener: socket.socket, is_encrypted: bool = False) -> str:
-    """What clients connect to."""
+    """Return the address for clients to connect to."""
     if isinstance(name := listener.getsockname(), str):
         return f"unix://{name}"
     scheme, (host, port) = "https" if is_encrypted else "http", name[:2]
@@ -288,8 +288,12 @@ def _announce(address: str) -> None:
 
 @contextlib.asynccontextmanager
 async def stop_signals() -> AsyncIterator[tuple[asyncio.Event, asyncio.Event]]:
-    """Events that SIGINT and SIGTERM set: the first one, and one that comes a second later or more (who ends
-    a process and then its group, as `timeout` does, sends two). Outside the main thread there are none."""
+    """Yield two events set by SIGINT and SIGTERM: by the first signal, and by one that comes a second later
+    or more.
+
+    Signals within a second count as one, because `timeout` and its like signal a process and then its group.
+    Outside the main thread there are no signals.
+    """
     loop, stopped, hurried = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
     installed, first = [], math.inf
 

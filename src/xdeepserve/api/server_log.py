@@ -1,7 +1,7 @@
-"""The log of a server: what happens to its pod, requests that it refuses and, if wanted, every request.
+"""The log of a server: events of its pod, refused requests and, if wanted, every request.
 
-Lines go to the logger "xdeepserve.api". `log_to` writes them from a thread of its own, so a reader that does
-not keep up holds up no request: lines are left out, and counted, instead.
+Lines go to the logger "xdeepserve.api". `log_to` writes them from a thread of its own, so a slow reader
+delays no request: lines are dropped and counted instead.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ log = logging.getLogger("xdeepserve.api")
 
 
 class PodLog:
-    """An observer of an engine (engine/dp/events.py): one line when dies or TEs come, go or recover."""
+    """Observer of an engine (engine/dp/events.py) that logs a line when dies or TEs come, go or recover."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def see(self, event: Observed) -> None:
-        """Log one event, if it is of that kind."""
+        """Log an event of dies or TEs; ignore other events."""
         text = self._text(event)
         if text is not None:
             at_s = self._engine.plan.pod.clock.now / 1e9
@@ -80,7 +80,7 @@ class PodLog:
         return None
 
     def _loss(self, te: str) -> str:
-        """Which dies of a TE are lost, why it is given up, and what happens now."""
+        """Describe the loss of a TE: its lost dies, the reason, and the consequence."""
         engine, plan = self._engine, self._engine.plan
         dies = next((each.every_die for each in plan.tes if each.sizes.place.name == te), ())
         lost = sorted(plan.pod.memories.silent.intersection(dies))
@@ -104,7 +104,7 @@ class PodLog:
 
 @contextlib.contextmanager
 def pod_logged(engine: AsyncEngine) -> Iterator[None]:
-    """Log what happens to the pod of an engine, if it has one."""
+    """Log the events of an engine's pod, if it has one."""
     if not isinstance(engine, Engine):
         yield
         return
@@ -125,13 +125,13 @@ def _dies(dies: tuple[int, ...] | list[int]) -> str:
 
 
 class RefusalLog:
-    """Lines of refused requests, a few each second: a flood of requests is no flood of lines."""
+    """Log of refused requests, a few lines each second: a flood of requests is no flood of lines."""
 
     def __init__(self) -> None:
         self._num = 0
 
     def say(self, line: str) -> None:
-        """Log one, or count it."""
+        """Log a refused request, or only count it."""
         if not self._num:
             asyncio.get_running_loop().call_later(1.0, self._end_second)
         self._num += 1
@@ -145,7 +145,7 @@ class RefusalLog:
 
 
 def log_middleware(options: ServerOptions) -> Middleware:
-    """Log requests that are refused or fail, and with `log_requests` all of them when they have ended."""
+    """Log refused and failed requests, and with `log_requests` all of them when they have ended."""
     refusals = RefusalLog()
 
     @web.middleware
@@ -173,7 +173,7 @@ def log_middleware(options: ServerOptions) -> Middleware:
 
 
 class _LineFormatter(logging.Formatter):
-    """Time of day and message, without the control characters that a client may have sent."""
+    """Formats time of day and message, without control characters that a client may have sent."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         line = super().formatMessage(record)
@@ -181,7 +181,7 @@ class _LineFormatter(logging.Formatter):
 
 
 class LineWriter(logging.Handler):
-    """Hands lines to a thread that writes them. Neither blocks nor raises."""
+    """Log handler for passing lines to a writing thread. It neither blocks nor raises."""
 
     def __init__(self, write: Callable[[str], object]) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ class LineWriter(logging.Handler):
                 self._write(f"{line}{more}\n")
 
     def close(self) -> None:
-        """Write what is there, if that does not take long."""
+        """Write the remaining lines, for at most `LAST_WORDS_S` seconds, and close."""
         with contextlib.suppress(queue.Full):
             self._lines.put_nowait(None)
         self._thread.join(LAST_WORDS_S)
@@ -214,7 +214,7 @@ class LineWriter(logging.Handler):
 
 @contextlib.contextmanager
 def log_to(write: Callable[[str], object], level: int) -> Iterator[None]:
-    """Have what this package logs, from a level on, written with the time of day."""
+    """Write the package's log, from a level on, with the time of day."""
     logger, writer = logging.getLogger("xdeepserve"), LineWriter(write)
     before = logger.level, logger.propagate
     logger.addHandler(writer)

@@ -24,12 +24,12 @@ async def stream_events(
     chunks: AsyncGenerator[Any, None],
     failed: Callable[[ErrorDetail], dict[str, Any]] | None = None,
 ) -> web.StreamResponse:
-    """Sends each chunk as it comes. With `failed` each is an object whose type is also the event's name,
-    and the last one is the end; else `[DONE]` is.
+    """Send each chunk in turn, then `[DONE]`. With `failed`, chunks are objects whose type is also the
+    event's name, and the last chunk is the end.
 
-    The response begins with the first chunk, so that a failure before it still gets a proper status. After
-    that, a failure is sent as the event that `failed` makes of it, or as one with OpenAI's error body,
-    without `[DONE]`, and the stream ends. A client that has gone ends it quietly.
+    The response begins with the first chunk, so a failure before it still gets a proper status. A later
+    failure is sent as the event that `failed` makes of it, or as one with OpenAI's error body, and the stream
+    ends without `[DONE]`. If the client has gone, the stream ends quietly.
     """
     response = web.StreamResponse(headers=HEADERS)
     try:

@@ -1,4 +1,4 @@
-"""Structured output in the spellings of OpenAI and of vLLM, brought into one."""
+"""Structured output in the spellings of OpenAI and of vLLM, converted to a single form."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ _FORMATS = {"text": (), "json_object": ("schema",), "json_schema": ("json_schema
 
 
 def requested_form(body: GenerationRequest) -> tuple[StructuredOutputsParams | None, str]:
-    """What a choice's text has to look like, and the field that says so, which errors blame."""
+    """Return the required form of a choice's text, and the name of the field that requires it, which errors
+    blame."""
     found: list[tuple[StructuredOutputsParams, str]] = []
     for name in ("response_format", "structured_outputs", *GUIDED):
         value = getattr(body, name)
@@ -86,7 +87,7 @@ def _response_format(value: Any) -> StructuredOutputsParams | None:
 
 
 def _check_types(where: str, described: Any) -> None:
-    """RequestError for a `json_schema` with what it may not have; its schema is looked at elsewhere."""
+    """Raise RequestError for a `json_schema` with wrong fields; its schema is checked elsewhere."""
     if not isinstance(described, dict):
         raise RequestError(f"{where} must be an object, found {abridged(described)}", param=where)
     refuse_unknown(where, described, ("schema", *_BESIDE_SCHEMA))
@@ -98,7 +99,7 @@ def _check_types(where: str, described: Any) -> None:
 
 
 def refuse_unknown(where: str, value: Any, known: Collection[str]) -> None:
-    """RequestError for a field of an object that nobody knows and that is not null."""
+    """Raise RequestError for an unknown field of an object that is not null."""
     for name, each in value.items() if isinstance(value, dict) else ():
         if name not in known and each is not None:
             path = f"{where}.{name[:100]}"

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, in vLLM's shapes."""
+"""POST /tokenize and /detokenize, in vLLM's format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from xdeepserve.errors import RequestError
 
 
 async def tokenize(request: web.Request) -> web.Response:
-    """POST /tokenize: token ids of a prompt or a conversation."""
+    """Handle POST /tokenize: token ids of a prompt or a conversation."""
     body = await read_body(request, TokenizeRequest)
     endpoint = request.app[MODELS].find(body.model)
     tokenizer, with_names = endpoint.tokenizer, body.return_token_strs is True
@@ -46,7 +46,7 @@ async def tokenize(request: web.Request) -> web.Response:
 
 
 async def detokenize(request: web.Request) -> web.Response:
-    """POST /detokenize: the text of token ids."""
+    """Handle POST /detokenize: the text of token ids."""
     body = await read_body(request, DetokenizeRequest)
     endpoint = request.app[MODELS].find(body.model)
     tokenizer, tokens = endpoint.tokenizer, body.tokens
@@ -58,7 +58,7 @@ def _of_text(endpoint: ApiEndpoint, prompt: str, adds_special_tokens: bool, with
 
 
 def _tokenized(endpoint: ApiEndpoint, tokens: list[int], with_names: bool) -> bytes:
-    """The answer, as JSON."""
+    """Encode the answer of /tokenize as JSON."""
     name_of, names = endpoint.tokenizer.id_to_token, None
     if with_names:
         names = [name_of(token_id) or "" for piece in pieces(tokens) for token_id in piece]
@@ -73,7 +73,8 @@ def _tokenized(endpoint: ApiEndpoint, tokens: list[int], with_names: bool) -> by
 
 
 def _detokenized(endpoint: ApiEndpoint, tokens: list[int]) -> bytes:
-    """The answer, as JSON. Raises RequestError for an id that is not in the vocabulary."""
+    """Encode the answer of /detokenize as JSON. Raises RequestError for an id that is not in the
+    vocabulary."""
     vocab_size = endpoint.engine.vocab_size
     start = 0
     for piece in pieces(tokens):

@@ -1,4 +1,4 @@
-"""Tools that a client offers, and what `tool_choice`, `strict` and `parallel_tool_calls` ask of calls."""
+"""Tools offered by a client, and the effects of `tool_choice`, `strict` and `parallel_tool_calls`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ _NO_ARGUMENTS = {"type": "object", "properties": {}}
 
 
 class OfferedTools(msgspec.Struct, frozen=True):
-    """`shown` is what the chat template is to show; `rules` are None where calls are left to the model.
-    `functions` have the schemas that the client gave."""
+    """Tools offered by a request.
+
+    `shown` go to the chat template; `rules` are None if calls are left to the model. `functions` have the
+    client's schemas.
+    """
 
     shown: list[dict[str, Any]]
     rules: ToolRules | None
@@ -30,18 +33,17 @@ class OfferedTools(msgspec.Struct, frozen=True):
 
     @property
     def must_call(self) -> bool:
-        """Whether there is to be no content, only calls."""
+        """Whether the answer must consist of calls, without content."""
         return self.rules is not None and self.rules.must_call
 
 
 def offered_tools(
     body: ChatRequest, formats: OutputFormats, model: str, *, has_form: bool = False
 ) -> OfferedTools | None:
-    """What a request says about tools; None if the model may call none.
+    """Read the tools of a request; None if the model may call none.
 
-    `has_form`: content has to be of a form, so that a grammar has to say that calls are possible, too.
-    RequestError for bad definitions, a choice of a tool that is not offered, and a model that knows nothing
-    of tools.
+    `has_form`: content must have a form, so a grammar must also allow calls. Raises RequestError for bad
+    definitions, a choice of a tool that is not offered, and a model that cannot call tools.
     """
     tools, choice = body.tools or [], "auto" if body.tool_choice is None else body.tool_choice
     for i, tool in enumerate(tools):
@@ -67,7 +69,7 @@ def offered_tools(
 
 
 def check_shown(formats: OutputFormats, model: str) -> None:
-    """RequestError for a model whose chat template does not look at tools."""
+    """Raise RequestError for a model whose chat template ignores tools."""
     if not formats.shows_tools:
         raise _no_tools(model, "its template shows none")
 
@@ -98,7 +100,7 @@ def _check(where: str, tool: Tool) -> None:
 
 
 def _named(choice: str | dict[str, Any], tools: list[Tool]) -> Tool | None:
-    """The one tool that has to be called, if it is named."""
+    """Return the tool required by a request, if the request names one."""
     if isinstance(choice, str):
         if choice not in CHOICES:
             known = f"{', '.join(CHOICES)} or a tool"
@@ -127,8 +129,8 @@ def _named(choice: str | dict[str, Any], tools: list[Tool]) -> Tool | None:
 
 
 def _function(tool: Tool, must_call: bool) -> Function:
-    """A function as a grammar has it. Arguments follow the schema where that is promised: in a strict tool,
-    and in a call that the model has not chosen to make. There a function without parameters takes none.
+    """Describe a function for a grammar. Arguments follow the schema where that is promised: in a strict
+    tool, and in a call that the model has not chosen to make. There a function without parameters takes none.
     """
     function = tool.function
     schema: dict[str, Any] = _ANY_OBJECT

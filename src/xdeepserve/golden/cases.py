@@ -1,4 +1,5 @@
-"""What is recorded: exchanges of three or four ranks, small enough to read byte by byte.
+"""Golden cases of the communication protocols: exchanges of three or four ranks small enough to read byte by
+byte.
 
 Inputs come from a seeded Philox generator, so they are the same everywhere. All outputs are exact:
 quantisation and sums follow the canonical order (`model.canonical`).
@@ -46,14 +47,15 @@ NUM_TOKENS = (3, 0, 4, 1)  # by rank
 
 
 class GoldenCase(NamedTuple):
-    """`run(seed)` records the case; the seed changes the order in which dies wake up, and no byte."""
+    """A recorded case: a description, and a function to record it. The seed of `run(seed)` changes the order
+    in which dies wake up, but no byte."""
 
     description: str
     run: Callable[[int | None], Done]
 
 
 def expert(expert_idx: int, x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """A stand-in for an expert's network: expert e multiplies by e + 1."""
+    """Stand in for an expert's network: expert e multiplies by e + 1."""
     return x * np.float32(expert_idx + 1)
 
 
@@ -70,7 +72,8 @@ def _routing(num_ranks: int = 3) -> Arrays:
 
 
 def _answered(got: Received | FusedReceived) -> Arrays:
-    """What a rank has received, and its experts' answers: `expert_out`, a row for each received one."""
+    """Collect the arrays a rank has received, with its experts' answers: `expert_out`, a row for each
+    received row."""
     received = {f"received.{name}": np.array(value) for name, value in got._asdict().items()}
     tokens = got.payload.astype(np.float32) * got.scale[:, None]
     out = [expert(e, row) for e, row in zip(got.expert_idx.tolist(), tokens, strict=True)]
@@ -81,7 +84,10 @@ def _answered(got: Received | FusedReceived) -> Arrays:
 
 
 def pull(quantize: bool, seed: int | None) -> Done:
-    """Dispatch and combine (XDS 3.2): rows in INT8 if `quantize`; `seed`: the order in which dies wake up."""
+    """Record dispatch and combine (xDeepServe 3.2), with rows in INT8 if `quantize`.
+
+    `seed` sets the order in which dies wake up.
+    """
     layout = Layout.for_group(GROUP, max_tokens=4, top_k=TOP_K, hidden=HIDDEN, quantize=quantize)
     inputs = {name: x for name, x in _routing().items() if name.split(".")[1] in ("x", "topk_idx")}
 
@@ -97,7 +103,7 @@ def pull(quantize: bool, seed: int | None) -> Done:
 
 
 def push(quantize: bool, seed: int | None) -> Done:
-    """FusedDispatch and FusedCombine (CloudMatrix384 4.2.1); arguments as for `pull`."""
+    """Record FusedDispatch and FusedCombine (CloudMatrix384 4.2.1); arguments as for `pull`."""
     layout = FusedLayout.for_group(GROUP, local_batch=4, top_k=TOP_K, hidden=HIDDEN, quantize=quantize)
     inputs = _routing()
 
@@ -121,7 +127,10 @@ def push(quantize: bool, seed: int | None) -> Done:
 
 
 def a2e(num_attention: int, seed: int | None, is_naive: bool = False) -> Done:
-    """Through trampolines, or without them; ranks are the attention dies, then the expert dies."""
+    """Record A2E and E2A, through trampolines or, with `is_naive`, without them.
+
+    Ranks are the attention dies, then the expert dies.
+    """
     sides = Sides(tuple(range(32, 32 + num_attention)), GROUP)
     layout = A2ELayout(sides, max_tokens=4, top_k=TOP_K, hidden=HIDDEN)
     dies, num_experts = sides.attention + GROUP.dies, len(GROUP.dies)
@@ -176,7 +185,7 @@ ROOT = 2
 
 
 def collective(op: str, seed: int | None) -> Done:
-    """One of the collectives on four dies of two servers; `seed` as for `pull`."""
+    """Record the collective `op` on four dies of two servers; `seed` as for `pull`."""
     dies = (0, 1, 16, 17)
     layout = CollectiveLayout(num_ranks=len(dies), max_bytes=256)
     inputs: Arrays = {}

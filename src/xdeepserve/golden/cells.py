@@ -1,4 +1,4 @@
-"""What a byte of a memory image means: which region, which peer's field, which member of it."""
+"""Meaning of each byte in a memory image: its region, the peer's field or row, and the member of it."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ RING_FIELD_DTYPE = np.dtype(
 
 
 class Cells(NamedTuple):
-    """A region as an array of `dtype`, maybe a struct; `dims` are the names and lengths of its axes."""
+    """A region seen as an array of `dtype`, possibly a struct; `dims` has the names and lengths of its
+    axes."""
 
     dtype: np.dtype[Any]
     dims: tuple[tuple[str, int], ...]
 
 
 def members(dtype: np.dtype[Any]) -> dict[str, tuple[np.dtype[Any], int]]:
-    """The members of a struct with their types and offsets; none of a plain type."""
+    """Map the members of a struct to their types and offsets in bytes; empty for a plain type."""
     return {name: field[:2] for name, field in (dtype.fields or {}).items()}
 
 
 class ManifestRegion(NamedTuple):
-    """A region of an area, as the manifest describes it."""
+    """A region of a memory area, as the manifest describes it."""
 
     area: str
     name: str
@@ -50,7 +51,10 @@ class ManifestRegion(NamedTuple):
 
 
 def locate(regions: Sequence[ManifestRegion], area: str, offset: int) -> tuple[str, slice, np.dtype[Any]]:
-    """What the byte at `offset` of an area belongs to: its words, its bytes, and how to read them."""
+    """Find the element at byte `offset` of an area.
+
+    Returns its name in words, its bytes within the area, and the type to read them with.
+    """
     for region in regions:
         if region.area == area and region.offset <= offset < region.offset + region.nbytes:
             return _within(region, offset - region.offset)
@@ -86,7 +90,8 @@ def _within(region: ManifestRegion, offset: int) -> tuple[str, slice, np.dtype[A
 
 
 def _row(header: np.dtype[Any], payload: npt.DTypeLike, hidden: int, header_at: int, itemsize: int) -> Any:
-    """A row with a header, at `header_at`, and a payload of `hidden` elements, padded to `itemsize`."""
+    """Build the struct of a row: a header at `header_at` and a payload of `hidden` elements, padded to
+    `itemsize` bytes."""
     inner = members(header)
     names, formats = list(inner), [this for this, _ in inner.values()]
     offsets = [header_at + first for _, first in inner.values()]
@@ -105,14 +110,15 @@ NO_HEADER = np.dtype([])
 
 
 def exchange_cells(layout: Layout) -> dict[str, Cells]:
-    """Cells by region name."""
+    """Map the regions of dispatch and combine to their cells."""
     row = _row(HEADER_DTYPE, layout.dispatch_payload, layout.hidden, 0, layout.dispatch_row)
     answer = _row(NO_HEADER, layout.combine_payload, layout.hidden, 0, layout.combine_row)
     return _block_cells(layout.dispatch, row, "peer") | _block_cells(layout.combine, answer, "peer")
 
 
 def _block_cells(blocks: Blocks, dtype: np.dtype[Any], reader: str = "reader") -> dict[str, Cells]:
-    """Cells of one direction, whose rows are `dtype`; `reader` is what its writers call their peers."""
+    """Map the regions of a direction to cells with rows of `dtype`; `reader` is what its writers call their
+    peers."""
     return {
         blocks.region("fields"): Cells(FIELD_DTYPE, (("peer", blocks.num_writers),)),
         blocks.region("blocks"): Cells(dtype, ((reader, blocks.num_readers), ("row", blocks.rows_per_block))),
@@ -121,7 +127,7 @@ def _block_cells(blocks: Blocks, dtype: np.dtype[Any], reader: str = "reader") -
 
 
 def a2e_cells(layout: A2ELayout) -> dict[str, Cells]:
-    """Cells of A2E's first stage, of E2A's second, and of the exchange among the expert dies, by region."""
+    """Map the regions of A2E's first stage, E2A's second, and the exchange among expert dies to cells."""
     result = exchange_cells(layout.experts)
     for blocks, row in ((layout.tokens, layout.token_dtype), (layout.answers, layout.answer_dtype)):
         inner = members(row)
@@ -138,7 +144,7 @@ def a2e_cells(layout: A2ELayout) -> dict[str, Cells]:
 
 
 def a2e_naive_cells(layout: A2ELayout) -> dict[str, Cells]:
-    """Cells of A2E and E2A without trampolines, by region: rows as in dispatch and combine."""
+    """Map the regions of A2E and E2A without trampolines to cells: rows as in dispatch and combine."""
     rows = exchange_cells(layout.naive)
     tokens, answers = layout.naive.dispatch.region("rows"), layout.naive.combine.region("rows")
     return _block_cells(layout.naive_tokens, rows[tokens].dtype) | _block_cells(
@@ -147,7 +153,7 @@ def a2e_naive_cells(layout: A2ELayout) -> dict[str, Cells]:
 
 
 def fused_cells(layout: FusedLayout) -> dict[str, Cells]:
-    """What lies in each region of FusedDispatch and FusedCombine."""
+    """Map the regions of FusedDispatch and FusedCombine to their cells."""
     ranks, payload = layout.num_ranks, layout.dispatch_payload
     message = _row(SLOT_DTYPE, payload, layout.hidden, layout.slot_offset, layout.dispatch_message)
     answer = _row(NO_HEADER, layout.combine_payload, layout.hidden, 0, layout.combine_message)
@@ -165,7 +171,7 @@ def fused_cells(layout: FusedLayout) -> dict[str, Cells]:
 
 
 def collective_cells(layout: CollectiveLayout) -> dict[str, Cells]:
-    """What lies in each region of a collective."""
+    """Map the regions of a collective to their cells."""
     byte = np.dtype(np.uint8)
     staging = layout.staging_nbytes
     return {

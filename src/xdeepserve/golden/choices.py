@@ -1,8 +1,10 @@
-"""What an indexer chooses, and what is attended to then (DeepSeek-V3.2, section 2.1): arithmetic alone.
+"""Golden cases of sparse attention: the indexer's choice and the attention to it (DeepSeek-V3.2, section
+2.1).
 
-Rows are tokens of one sequence, whose keys, latents and RoPE keys are those of its positions. `chosen` has a
-row's positions, ascending, then -1. Some keys are the same, so that equal scores meet the end of the choice:
-of these the lowest positions are chosen. `int8`: products of BF16 numbers, latents in INT8 with a scale each.
+The cases are arithmetic alone, with no protocol. Rows are tokens of one sequence; keys, latents and RoPE keys
+are those of its positions. Each row of `chosen` has the chosen positions, ascending, then -1. Some keys are
+equal, so that equal scores meet the end of the choice, where the lowest positions are chosen. `int8`:
+products of BF16 numbers, and latents in INT8 with a scale each.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ def _inputs() -> Arrays:
 
 
 def _paged(key: c.Array, table: c.Array) -> c.Array:
-    """The indexer's keys as a die's memory has them: [blocks, tiles, D, 16]."""
+    """Lay out the indexer's keys as a die's memory has them: [blocks, tiles, D, 16]."""
     cache = np.zeros((table.max() + 1, 1, DEPTH, TILE), np.float32)
     at = np.arange(CONTEXT)
     cache[table[at // TILE], 0, :, at % TILE] = key
@@ -50,7 +52,10 @@ def _paged(key: c.Array, table: c.Array) -> c.Array:
 
 
 def sparse_attention(is_int8: bool, seed: int | None) -> Done:
-    """The kernel's choice; NumPy's scores, choice and attention. No die wakes up, so no `seed` matters."""
+    """Record the kernel's choice, with NumPy's scores, choice and attention.
+
+    No die wakes up, so `seed` does not matter.
+    """
     inputs = _inputs()
     q, key = (c.factors(inputs[name]) if is_int8 else inputs[name] for name in ("q", "key"))
     rows, table, positions = len(POSITIONS), inputs["block_table"], inputs["positions"]

@@ -1,4 +1,4 @@
-"""What a case's outputs must be, by the NumPy oracles: vectors that are wrong are never written."""
+"""Expected outputs of each case, by the NumPy oracles, so that wrong vectors are never written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from xdeepserve.model.canonical import quantize_rows
 
 
 def verified(done: Done, expected: Arrays) -> Done:
-    """The case itself. XDeepServeError if an output that the oracles tell is missing or has other bytes."""
+    """Return the case, after comparing its outputs with the oracles', bit for bit.
+
+    XDeepServeError if an output that the oracles compute is missing or has other bytes.
+    """
     outputs = done.recording.outputs
     for name, array in expected.items():
         found = outputs.get(name)
@@ -30,7 +33,7 @@ def exchange(
     quantize: bool,
     is_fused: bool = False,
 ) -> Arrays:
-    """Dispatch and combine, or FusedDispatch and FusedCombine."""
+    """Compute the outputs of dispatch and combine, or with `is_fused` of FusedDispatch and FusedCombine."""
     quantizer = quantize_rows if quantize else None
     ranks = range(sum(name.endswith(".topk_idx") for name in inputs))
     x, topk_idx = ([inputs[f"rank{rank}.{name}"] for rank in ranks] for name in ("x", "topk_idx"))
@@ -48,7 +51,7 @@ def exchange(
 
 
 def a2e(inputs: Arrays, expert: oracles.Expert) -> Arrays:
-    """What A2E and E2A leave at the attention dies."""
+    """Compute the outputs of A2E and E2A at the attention dies."""
     result: Arrays = {}
     for rank in range(sum(name.endswith(".topk_idx") for name in inputs)):
         x, topk_idx, weights = (inputs[f"rank{rank}.{name}"] for name in ("x", "topk_idx", "topk_weights"))
@@ -58,7 +61,7 @@ def a2e(inputs: Arrays, expert: oracles.Expert) -> Arrays:
 
 
 def collective(op: str, inputs: Arrays, num_ranks: int, root: int) -> Arrays:
-    """What a collective must leave on each rank, in plain NumPy."""
+    """Compute each rank's output of a collective, in plain NumPy."""
     if op == "barrier":
         return {f"rank{rank}.passed": inputs[f"rank{rank}.event_ids"] for rank in range(num_ranks)}
     if op == "all_to_all":
@@ -74,7 +77,7 @@ def collective(op: str, inputs: Arrays, num_ranks: int, root: int) -> Arrays:
 def transfers(
     inputs: Arrays, moves: Sequence[tuple[Sequence[oracles.Piece], Sequence[oracles.Piece]]]
 ) -> Arrays:
-    """DistFlow: one transfer after the other."""
+    """Compute the buffers after DistFlow's transfers, one after the other."""
     buffers = [bytearray(inputs[f"rank{rank}.buffer"].tobytes()) for rank in range(len(inputs))]
     for src, dst in moves:
         oracles.transfer(buffers, src, dst)

@@ -1,4 +1,4 @@
-"""Runs a case: plans the ranks' memories, runs their programs, and keeps what they leave."""
+"""Run a case: plan the ranks' memories, run their programs, and keep the images and outputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from xdeepserve.hw.pod import Pod
 
 
 class Done(NamedTuple):
-    """A case that has run."""
+    """Result of a case's run: its recording, its regions and its parameters."""
 
     recording: Recording
     regions: list[list[ManifestRegion]]  # by rank
@@ -31,7 +31,7 @@ def rng_of(stream: int) -> np.random.Generator:
 
 
 def floats(rng: np.random.Generator, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
-    """Multiples of 2**-20 in [-4, 4): exact in any library."""
+    """Draw multiples of 2**-20 in [-4, 4), which are exact in any library."""
     return (rng.integers(-(2**22), 2**22, shape) / 2**20).astype(np.float32)
 
 
@@ -61,7 +61,9 @@ def run_case(
     participants: Mapping[tuple[str, int], int] | None = None,
     plan: Callable[[int, MemoryPlan], None] | None = None,
 ) -> Done:
-    """Plan each rank's memory, by default as `layout` does; then run `program` on it, for its outputs.
+    """Plan each rank's memory, by default as `layout` does, and run `program` on it for its outputs.
+
+    `more` holds parameters for the manifest beside those of the layout.
 
     `more` is what the manifest tells as parameters beside the layout.
     """

@@ -1,4 +1,4 @@
-"""Records the memories of ranks after each step of a protocol."""
+"""Record the memories of all ranks after each step of a protocol."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ AREAS = ("metadata", "managed", "app")
 
 
 class RecordedStep(NamedTuple):
-    """The memories when a step is complete: images["rank0.managed"] is uint8."""
+    """Memories of all ranks when a step is complete: images["rank0.managed"] is uint8."""
 
     name: str
     images: Arrays
 
 
 class Recording(NamedTuple):
-    """All that a case leaves."""
+    """Everything recorded of a case: inputs, images after each step, and outputs."""
 
     inputs: Arrays
     steps: list[RecordedStep]
@@ -32,10 +32,8 @@ class Recording(NamedTuple):
 
 
 class Recorder:
-    """Takes images of all ranks' memories. `dies[rank]` is a rank's die.
-
-    `participants` says how many ranks a step has, where not all have it.
-    """
+    """Takes images of all ranks' memories; `dies[rank]` is a rank's die. `participants` maps a step to its
+    number of ranks, where not all have it."""
 
     def __init__(
         self,
@@ -57,7 +55,10 @@ class Recorder:
         self.steps.append(RecordedStep(f"{len(self.steps) + 1:02d}-{name.replace(' ', '-')}", images))
 
     async def lockstep(self, op: str, step: int) -> None:
-        """An observer for all ranks: each pauses after a step until the last has completed it.
+        """Hold each rank after a step until the last rank has completed it, then take the images.
+
+        So an image shows the step complete on every rank that has it, and the next step begun on none,
+        whatever the timing.
 
         So an image shows the step complete on every rank that has it, and nobody's next one begun, whatever
         the timing.

@@ -1,4 +1,4 @@
-"""What is recorded of transfers from memory to memory: send and receive, and DistFlow."""
+"""Golden cases of transfers from memory to memory: send and receive, and DistFlow."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OVER_NS = 1_000_000_000  # of virtual time; the transfers take some microseconds
 
 
 def send_receive(seed: int | None, engine: Engine = "mte", *, zero_copy: bool = False) -> Done:
-    """Three messages of a chunk each over a ring of two slots. One step is complete at a time."""
+    """Record three messages of a chunk each over a ring of two slots, with one step complete at a time."""
     dies, sizes = (0, 16), (64, 40, 64)
     layout = RingLayout(num_ranks=2, num_cores=2, slot_nbytes=64, num_slots=2)
     inputs: Arrays = {
@@ -73,7 +73,8 @@ MOVED = (((0, 96, 64),), ((2, 0, 32), (3, 160, 32)))
 
 
 def distflow(seed: int | None) -> Done:
-    """Dies 0 and 1 offer, dies 16 and 17 receive, tag by tag; then one transfer by somebody who knows all."""
+    """Record a transfer from dies 0 and 1 to dies 16 and 17, tag by tag, then one call with both sides
+    known."""
     dies, nbytes = (0, 1, 16, 17), 192
     inputs: Arrays = {
         f"rank{rank}.buffer": rng_of(30 + rank).integers(0, 256, nbytes, np.uint8)

@@ -65,7 +65,7 @@ class Difference(NamedTuple):
 
 
 def select(names: Sequence[str] | None) -> list[str]:
-    """All cases, or those named. InputError for an unknown one."""
+    """List the cases to work on: all of them, or those named. InputError for an unknown name."""
     for name in names or ():
         if name not in CASES:
             raise InputError(f"no golden case '{name}': there are {', '.join(CASES)}")
@@ -73,7 +73,7 @@ def select(names: Sequence[str] | None) -> list[str]:
 
 
 def files_of(done: Done) -> dict[str, Arrays]:
-    """A case's files, by path within its directory."""
+    """Arrays of a case's files, by path within its directory."""
     inputs, steps, outputs = done.recording
     return {
         "inputs.safetensors": inputs,
@@ -83,7 +83,7 @@ def files_of(done: Done) -> dict[str, Arrays]:
 
 
 def digest(arrays: Arrays) -> str:
-    """sha256 over names, types, shapes and bytes, in the order of the names."""
+    """Digest of arrays: sha256 over names, types, shapes and bytes, in the order of the names."""
     state = hashlib.sha256()
     for name in sorted(arrays):
         x = np.ascontiguousarray(arrays[name])
@@ -93,7 +93,7 @@ def digest(arrays: Arrays) -> str:
 
 
 def write(directory: Path, names: Sequence[str] | None = None) -> list[str]:
-    """Record cases into a directory, which may not hold others yet. Returns their names."""
+    """Record cases into a directory that must be new or empty, and return their names."""
     chosen = select(names)
     manifest = Manifest(FORMAT, __version__, {})
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
@@ -121,7 +121,7 @@ def _manifest_of(case: str, done: Done) -> CaseManifest:
 
 
 def _described(region: ManifestRegion) -> dict[str, Any]:
-    """A region in the manifest: where it lies in its area, and what it is an array of."""
+    """Describe a region for the manifest: its place in its area, and the array it holds."""
     dtype = region.cells.dtype
     element: Any = dtype.str
     if dtype.names is not None:
@@ -144,7 +144,12 @@ def _described(region: ManifestRegion) -> dict[str, Any]:
 
 
 def check(directory: Path, names: Sequence[str] | None = None) -> tuple[list[str], list[Difference]]:
-    """Compare a directory with what this package records: cases compared, and the first difference of each.
+    """Compare a directory with the package's recordings: return the cases compared and each case's first
+    difference.
+
+    By default all cases that the manifest names. A file that is missing or cannot be read is a difference of
+    its case. InputError if the directory or its manifest cannot be read, if it holds no case, or if the
+    manifest omits a case that is there.
 
     By default all that the manifest names. A file that is missing or cannot be read is a difference of its
     case. InputError if the directory or its manifest cannot be read, nothing is there to compare, or the
@@ -182,14 +187,14 @@ def _manifest(directory: Path) -> Manifest:
 
 
 def _manifest_differences(case: str, expected: CaseManifest, found: CaseManifest) -> Iterator[Difference]:
-    """What the manifest says of a case: parameters, regions and digests, in this order."""
+    """Yield the differences between two manifest entries: parameters, regions and digests, in this order."""
     ours, theirs = (msgspec.json.decode(msgspec.json.encode(manifest)) for manifest in (expected, found))
     for member in ("parameters", "regions", "digests"):
         yield from _tree_differences(case, f"manifest, {member}", ours[member], theirs[member])
 
 
 def _tree_differences(case: str, where: str, expected: Any, found: Any) -> Iterator[Difference]:
-    """The innermost values in which two JSON values differ."""
+    """Yield the innermost values in which two JSON values differ."""
     if isinstance(expected, dict) and isinstance(found, dict):
         for key in (*expected, *(key for key in found if key not in expected)):
             inner = f"{where}, {key}"
@@ -202,7 +207,7 @@ def _tree_differences(case: str, where: str, expected: Any, found: Any) -> Itera
 
 
 def _differences(case: str, directory: Path, done: Done) -> Iterator[Difference]:
-    """All that differ, in the order of the protocol."""
+    """Yield every difference between a case's files and its recording, in the order of the protocol."""
     for path, expected in files_of(done).items():
         file = directory / path
         is_step = path.startswith("steps/")
@@ -222,7 +227,7 @@ def _differences(case: str, directory: Path, done: Done) -> Iterator[Difference]
 
 
 class _FileTensor(NamedTuple):
-    """A tensor as its file has it, whether or not NumPy has such a type."""
+    """A tensor as read from its file, even of a type that NumPy does not have."""
 
     dtype: str
     shape: list[int]
@@ -239,7 +244,7 @@ _NUMPY |= {
 
 
 def _load(file: Path) -> dict[str, _FileTensor] | str:
-    """A file's tensors by name, or what is there instead."""
+    """Load a file's tensors by name, or return words for what is there instead."""
     try:
         if not file.exists():
             return NOTHING

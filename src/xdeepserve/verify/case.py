@@ -1,4 +1,4 @@
-"""One way to serve the prompts of the matrix."""
+"""Describe a way to serve the prompts of the matrix, with the settings that many cases share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIMPLE = ("monolithic", "colocated", "pd")  # run models without routed experts 
 
 
 class TEChange(msgspec.Struct, frozen=True):
-    """A TE that comes or goes, or one of its expert servers."""
+    """A change of the pod while it serves: a TE, or one of its expert servers, is added or taken away."""
 
     at_ns: int  # of virtual time, from when the prompts come
     what: Literal["add", "drain", "remove", "add server", "remove server"]
@@ -25,14 +25,16 @@ class TEChange(msgspec.Struct, frozen=True):
 
 
 class Writer(msgspec.Struct, frozen=True):
-    """Who has filled the memory pool that a case finds; without a deployment, the case itself fills it."""
+    """Earlier run on a deployment, which fills the memory pool for a case. Without a deployment, the case
+    itself fills it."""
 
     deployment: str = ""
     overrides: tuple[str, ...] = ()
 
 
 class Case(msgspec.Struct, frozen=True):
-    """One way to serve the prompts."""
+    """A row of the matrix: a deployment, its settings, its load, and the events that must happen on the
+    way."""
 
     deployment: str
     variant: str
@@ -56,23 +58,27 @@ class Case(msgspec.Struct, frozen=True):
 
     @property
     def num_lost(self) -> int:
-        """Dies that are lost."""
+        """Number of dies lost by the case's faults."""
         return sum(fault.kind == "lost" for fault in self.faults)
 
     @property
     def subject(self) -> Subject:
-        """Which matrix it is a row of: INT8 on the way back from experts is an arithmetic of its own."""
+        """Name of the row's matrix.
+
+        JSON answers have a matrix of their own, and so has the INT8 combine, whose arithmetic gives other
+        bits.
+        """
         if self.form:
             return "structured"
         return "int8-combine" if "combine=int8" in self.overrides else "plain"
 
 
 def few_blocks(config: ModelConfig) -> tuple[str, ...]:
-    """So few KV blocks that sequences are preempted."""
+    """Settings with so few KV blocks that sequences are preempted."""
     length = min(config.max_position_embeddings, 256)
     return f"max_model_len={length}", f"cache.num_blocks={-(-length // 16)}"
 
 
 def prefill_and_decode(dies: int) -> tuple[str, str]:
-    """Prefill on one die, decode on two if the model's experts can be on so many."""
+    """Settings of `pd`: prefill on one die, decode on two dies if the model has experts for two."""
     return "prefill.dies=1", f"decode.dies={min(2, dies)}"

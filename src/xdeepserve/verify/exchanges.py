@@ -1,4 +1,4 @@
-"""Rows that differ in how tokens come to experts, and answers back: by push, by URMA, as INT8."""
+"""Rows for the ways tokens get to experts and answers come back: by push, by URMA, by M2N, as INT8."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ PUSH = "exchange=push"
 
 
 def pushes(config: ModelConfig, dies: int) -> list[Case]:
-    """Every deployment that exchanges; as tasks and in lockstep, with all that meets there."""
+    """List rows by push for every deployment with an exchange: as tasks and in lockstep, with TP, EPLB and
+    drafts."""
     drafts = "mtp=2" if config.num_nextn_predict_layers else "mtp=0"
     few = min(3, dies)
     base, together = (PUSH, f"dies={dies}"), (PUSH, "lockstep=true")
@@ -61,7 +62,7 @@ def pushes(config: ModelConfig, dies: int) -> list[Case]:
 
 
 def carriers() -> list[Case]:
-    """A2E and E2A by URMA (xDeepServe 3.3)."""
+    """List the rows with A2E and E2A by URMA (xDeepServe 3.3)."""
     urma = "attention.carrier=urma"
     return [
         Case("moe-attention", "A2E by URMA", (urma,), crowded=True),
@@ -73,7 +74,7 @@ def carriers() -> list[Case]:
 
 
 def mixed_hardware() -> list[Case]:
-    """Attention and experts on different hardware, by M2N (MegaScale-Infer 4.3, 5)."""
+    """List the rows with attention and experts on different hardware, by M2N (MegaScale-Infer 4.3, 5)."""
     h20, l40s = "attention.hardware=h20", "experts.hardware=l40s"
     return [
         Case("moe-attention", "M2N among CloudMatrix dies", ("attention.carrier=rdma",), crowded=True),
@@ -89,7 +90,10 @@ def mixed_hardware() -> list[Case]:
 
 
 def int8_answers(config: ModelConfig, dies: int) -> list[Case]:
-    """Experts' outputs in INT8 on their way back (xDeepServe 4.7), and where they need not travel."""
+    """List the rows with expert outputs that come back in INT8 (xDeepServe 4.7).
+
+    Some run on one die, where no output travels.
+    """
     drafts = "mtp=2" if config.num_nextn_predict_layers else "mtp=0"
     both = f"dies={dies}", "combine=int8"
     ways: list[tuple[str, str, tuple[str, ...]]] = [

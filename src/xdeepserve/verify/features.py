@@ -1,7 +1,8 @@
-"""Features beside modes: what goes together, and why not where it does not, as the deployments' checks say.
+"""Table of features by serving modes: which combinations work, and the deployment's own reason for each that
+does not.
 
-A cell is made of the settings of its feature (a row) and of its mode (a column), which are fitted to a model.
-`docs/features.md` is written from it (tools/write_features.py).
+A cell joins the settings of its feature (a row) and of its mode (a column), fitted to a model.
+tools/write_features.py writes `docs/features.md` from the table.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from xdeepserve.model.config import ModelConfig
 
 
 class Feature(NamedTuple):
-    """A row. `elsewhere`: its settings in deployments that call it by another name."""
+    """A row of the table: a feature and its settings. `elsewhere` holds the settings for deployments that use
+    other names."""
 
     name: str
     overrides: tuple[str, ...]
@@ -26,7 +28,7 @@ class Feature(NamedTuple):
 
 
 class ServingMode(NamedTuple):
-    """A column: a preset, and how its dies run."""
+    """A column of the table: a preset, its settings, and whether it computes times only."""
 
     name: str
     deployment: Kind
@@ -35,7 +37,8 @@ class ServingMode(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """Where a feature meets a mode. `reason` is empty where they go together."""
+    """A cell of the table: one feature in one mode. `reason` says why they do not work together; empty if
+    they do."""
 
     feature: Feature
     mode: ServingMode
@@ -43,13 +46,13 @@ class Cell(NamedTuple):
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """The settings of both."""
+        """Settings of the mode, then those of the feature."""
         own = self.feature.elsewhere.get(self.mode.deployment, self.feature.overrides)
         return (*self.mode.overrides, *own)
 
 
 def _in_prefill(*settings: str) -> dict[Kind, tuple[str, ...]]:
-    """Settings as those of prefill TEs, where these have a section of their own."""
+    """Settings of a feature under the `prefill` section, for the deployments that have one."""
     prefill = ("prefill.dies=2", *(f"prefill.{setting}" for setting in settings))
     return {"pd": prefill, "transformerless": prefill}
 
@@ -130,7 +133,7 @@ MODES = (
 
 
 def cells(config: ModelConfig) -> Iterator[Cell]:
-    """Row by row."""
+    """Yield the cells of the table, row by row, each with its reason."""
     for feature in FEATURES:
         for mode in MODES:
             cell = Cell(feature, mode, "")
@@ -138,7 +141,7 @@ def cells(config: ModelConfig) -> Iterator[Cell]:
 
 
 def _reason(cell: Cell, config: ModelConfig) -> str:
-    """Why a cell is empty."""
+    """Return the reason why a feature does not work, or has no effect, in a mode; empty if it works."""
     mode = cell.mode
     try:
         deployment = resolve(mode.deployment, cell.overrides)

@@ -1,4 +1,4 @@
-"""Rows whose answers are JSON of a schema: masks of a grammar on every deployment, and in the reference."""
+"""Rows with JSON answers of a schema: grammar masks on every deployment, and in the reference."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ FORM = StructuredOutputsParams(
 
 
 def forms(names: Sequence[str], dies: int, config: ModelConfig) -> list[Case]:
-    """Every deployment with each number of drafts, and where masks meet what moves sequences about."""
+    """List the rows with JSON answers: every deployment with each number of drafts, and masks beside
+    preemption, swapping, chunks and the rest."""
     most = 2 if config.num_nextn_predict_layers else 0
     drafts, tight = f"mtp={most}", few_blocks(config)
     swap = ("cache.num_host_blocks=64", "cache.load=always", "cache.preemption=swap")
@@ -54,17 +55,20 @@ def forms(names: Sequence[str], dies: int, config: ModelConfig) -> list[Case]:
 
 
 def is_spelt(checkpoint: Checkpoint) -> bool:
-    """Whether a model has the tokenizer and the end-of-sequence token that a form needs."""
+    """Tell whether a model has the tokenizer and the end-of-sequence token that a JSON answer needs."""
     return bool(load_tokenizer(checkpoint.directory) and checkpoint.config.eos_token_ids)
 
 
 def form_grammars(checkpoint: Checkpoint) -> Grammars:
-    """The grammars of a model. RequestError if it is not `is_spelt`."""
+    """Build the grammars of a model. RequestError if it is not `is_spelt`."""
     return grammars_of(checkpoint.config, load_tokenizer(checkpoint.directory))
 
 
 def masks(grammars: Grammars, token_ids: Sequence[int]) -> list[Array]:
-    """What FORM allows at each place of an answer, bool [vocab] each, given the tokens before."""
+    """List FORM's mask before each token of an answer, bool [vocab] each.
+
+    The list ends early at a token that the mask forbids.
+    """
     matcher, found = grammars.matcher(FORM), []
     for token_id in token_ids:
         allowed = matcher.allowed()

@@ -1,6 +1,4 @@
-"""Rows that differ in how KV goes from prefill to decode: by request or by layer, over which fabric, and on
-UB by which means.
-"""
+"""Rows for the transfer of KV from prefill to decode: by request or by layer, over each fabric and means."""
 
 from __future__ import annotations
 
@@ -11,7 +9,8 @@ from xdeepserve.verify.parallel import tensor_parallel_sizes
 
 
 def transfers(config: ModelConfig, dies: int) -> list[Case]:
-    """KV from prefill to decode by request and by layer, over every fabric, with groups of several dies."""
+    """List the rows of KV transfer by request and by layer, over every fabric, also from DP groups of several
+    dies."""
     pair, layer = prefill_and_decode(dies), "transfer=layer"
     rows = []
     for tp in (1, *tensor_parallel_sizes(config, min(4, dies), "tp")):
@@ -45,7 +44,7 @@ def transfers(config: ModelConfig, dies: int) -> list[Case]:
 
 
 def _decode_first(config: ModelConfig, dies: int) -> list[Case]:
-    """Decode has reserved blocks before a prefill TE gets the request."""
+    """List the rows with decode blocks reserved before a prefill TE gets the request."""
     pair, first, layer = prefill_and_decode(dies), "scheduler.admission=decode", "transfer=layer"
     two, tight = ("prefill.count=2", "decode.count=2"), few_blocks(config)
     over = "transfer_over=send-receive"
@@ -59,7 +58,11 @@ def _decode_first(config: ModelConfig, dies: int) -> list[Case]:
 
 
 def _sent_and_received(config: ModelConfig, dies: int) -> list[Case]:
-    """KV by XCCL's send and receive, from groups of one die and of several to groups of one."""
+    """List the rows with KV sent by XCCL's send and receive, from prefill DP groups of one die and of
+    several.
+
+    The decode DP groups that receive have one die each.
+    """
     pair, over, layer = prefill_and_decode(dies), "transfer_over=send-receive", "transfer=layer"
     rows = []
     for tp in (1, *tensor_parallel_sizes(config, min(4, dies), "tp")):

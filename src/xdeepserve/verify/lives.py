@@ -1,4 +1,4 @@
-"""Rows in which TEs come and go, or fail, while they serve, and in which another model serves beside them."""
+"""Rows with TEs added, removed or lost while they serve, and with another model on the same pod."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BOTH_SIDES = (
 
 
 def _losses(name: str, dies: int) -> list[Case]:
-    """A die of one TE of two fails in the middle of its work; the other goes on with what it had."""
+    """List the rows with two TEs of a role: a die of one TE fails amid its work, and the other TE goes on."""
     each = min(2, dies)  # of a TE: the first two are prefill's, then decode's
     two: tuple[str, ...] = ("prefill.count=2", f"prefill.dies={each}")
     if name == "pd":
@@ -43,7 +43,8 @@ def _lost(die: int, at_us: float) -> Fault:
 
 
 def _glitches(names: Sequence[str], dies: int, config: ModelConfig) -> list[Case]:
-    """Kernels and transfers end with error codes: all dies of the TE run the step again (xDeepServe 6.2)."""
+    """List the rows with kernels and transfers ending in error codes: all dies of the TE run the step again
+    (xDeepServe 6.2)."""
     ahead = ("execution.overlap=true",)
     drafts = ("mtp=2", *ahead) if config.num_nextn_predict_layers else ahead
     called = "2 drafts, planned ahead" if drafts != ahead else "planned ahead"
@@ -63,7 +64,8 @@ def _glitches(names: Sequence[str], dies: int, config: ModelConfig) -> list[Case
 
 
 def _failovers(names: Sequence[str], dies: int) -> list[Case]:
-    """What is given up comes back on the dies that are left, or on spare ones (xDeepServe 6.2)."""
+    """List the rows with failover: a TE that is given up comes back on spare dies or on fewer (xDeepServe
+    6.2)."""
     rows: list[tuple[str, str, tuple[str, ...], int]] = [  # with the die that is lost
         ("monolithic", "a spare die takes over", ("recovery.spare_dies=1",), 0),
         ("pd", "prefill makes room for decode", ("prefill.count=2", "prefill.dies=1", "decode.dies=1"), 2),
@@ -84,7 +86,7 @@ def _failovers(names: Sequence[str], dies: int) -> list[Case]:
 
 
 def _bad_pages(names: Sequence[str], dies: int) -> list[Case]:
-    """Pages of a die's HBM are lost: what they held is put right, and its TE runs the step again."""
+    """List the rows with lost HBM pages: the data on them is restored, and the TE runs the step again."""
     pair = prefill_and_decode(dies)
     ways: list[tuple[str, str, tuple[str, ...]]] = [
         *((name, "", pair if name == "pd" else ()) for name in names),
@@ -105,7 +107,8 @@ def _pages(first: str, second: str) -> tuple[Fault, ...]:
 
 
 def lives(names: Sequence[str], dies: int, config: ModelConfig) -> list[Case]:
-    """Every deployment among others; most of them with one TE for another."""
+    """List all rows of the module: TEs replaced while they serve, faults, failovers, and a second model on
+    the pod."""
     rows = []
     for name in names:
         if name in ("pd", "transformerless"):

@@ -1,4 +1,4 @@
-"""Rows that differ in how a deployment is loaded: batches, chunks, caches, launches, arrivals."""
+"""Rows for the load of a deployment: batches, chunks, caches, launches and arrivals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ SWAP = "cache.preemption=swap"
 
 
 def loads(name: str, base: tuple[str, ...], tight: tuple[str, ...]) -> list[Case]:
-    """Ways to load a deployment of one TE."""
+    """List the rows for a deployment of one TE under different loads: alone, crowded, in chunks, preempted,
+    cached."""
 
     def case(variant: str, *overrides: str, **more: Any) -> Case:
         return Case(name, variant, (*base, *overrides), **more)
@@ -34,7 +35,7 @@ def loads(name: str, base: tuple[str, ...], tight: tuple[str, ...]) -> list[Case
 
 
 def one_call(tight: tuple[str, ...], config: ModelConfig) -> list[Case]:
-    """One die that runs all layers in one call, as it does by itself with a large model."""
+    """List the rows of a single die that runs all layers in one call, its default with a large model."""
     together, drafts = "lockstep=true", "mtp=2" if config.num_nextn_predict_layers else "mtp=0"
     return [
         Case("monolithic", "layers in one call", (together,)),
@@ -45,7 +46,7 @@ def one_call(tight: tuple[str, ...], config: ModelConfig) -> list[Case]:
 
 
 def hosts(names: Sequence[str], tight: tuple[str, ...], config: ModelConfig) -> list[Case]:
-    """How the host launches steps and when it plans them, and when requests come."""
+    """List the rows for the host's launching and planning of steps, and for arrival times."""
     ahead = "execution.overlap=true"
     drafts = "mtp=2" if config.num_nextn_predict_layers else "mtp=0"
     jitter = ("execution.pin_cores=false", "execution.cache_graphs=false", "execution.control_gc=false")

@@ -1,4 +1,4 @@
-"""The matrix: each row's digest beside the NumPy reference's, and the table of them."""
+"""Run the matrix: compare each row's digest with the NumPy reference's, and print the table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from xdeepserve.verify.ways import all_cases
 
 
 class LeftOut(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Rows of a deployment that a model does not allow; without `variants`, it allows none."""
+    """Rows of a deployment ruled out by the model, with the reason. Without `variants`, the whole deployment
+    is out."""
 
     deployment: str
     reason: str
@@ -36,12 +37,12 @@ class LeftOut(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def cases(config: ModelConfig, subject: Subject = "plain") -> list[Case]:
-    """Every row of a matrix that this model allows."""
+    """List every row of a matrix that the model allows."""
     return [case for case in _all(config, subject) if _reason_against(case, config) is None]
 
 
 def left_out(config: ModelConfig, subject: Subject = "plain") -> list[LeftOut]:
-    """Deployments and single rows that there would be, but for this model, and why not."""
+    """List the deployments and single rows that the model does not allow, with the reasons."""
     present = {case.deployment for case in cases(config, subject)}
     found = [
         LeftOut(name, _reason_against(Case(name, ""), config) or "not for this model: no row fits it")
@@ -61,7 +62,10 @@ def _all(config: ModelConfig, subject: Subject) -> list[Case]:
 
 
 def _reason_against(case: Case, config: ModelConfig) -> str | None:
-    """Why a case cannot be built. Cases are fixed, so it is a reason of the model."""
+    """Return why the model does not allow a case, or None.
+
+    Cases are fixed, so the reason is always the model's.
+    """
     try:
         fit(resolve(case.deployment, case.overrides), config)
     except DeploymentError as error:
@@ -70,7 +74,7 @@ def _reason_against(case: Case, config: ModelConfig) -> str | None:
 
 
 class MatrixRow(msgspec.Struct, frozen=True, omit_defaults=True, rename={"is_equal": "equal"}):
-    """A line of the matrix."""
+    """A line of the matrix: a case, its digest, and whether the digest equals the reference's."""
 
     precision: str
     deployment: str
@@ -81,7 +85,7 @@ class MatrixRow(msgspec.Struct, frozen=True, omit_defaults=True, rename={"is_equ
 
     @property
     def holds(self) -> bool:
-        """The bits are equal, by the way that was meant."""
+        """Whether the bits are equal and every event that the case asks for has happened."""
         return self.is_equal and not self.missing
 
     def __str__(self) -> str:
@@ -100,12 +104,13 @@ def verify(
     precision: Recipe | None = None,
     is_quick: bool = False,
 ) -> list[MatrixRow]:
-    """Run the matrix for `deployments` (default all) in one precision, or in both. InputError for unknown
-    names. If it `is_quick`, there is one row for each deployment: the first with the fewest settings.
+    """Run the matrix for `deployments` (default all) in one precision, or in all.
 
-    `subject`: "structured", answers are JSON of a schema, which takes a model with a tokenizer;
-    "int8-combine", experts' outputs are INT8 on their way back, which is for int8 alone. `report` gets each
-    row as it ends, how many there are so far and how many there will be; `begins` the next case.
+    `subject` "structured": answers are JSON of a schema, which needs a model with a tokenizer. `subject`
+    "int8-combine": expert outputs come back in INT8, which needs the precision int8. With `is_quick`, each
+    deployment has one row, the first with the fewest settings. `begins` gets the name of each case as it
+    begins, `report` gets each row as it ends; both also get the number of rows done and in all. InputError
+    for an unknown name.
     """
     checkpoint = model if isinstance(model, Checkpoint) else resolve_model(model)
     for name in deployments or ():
@@ -145,7 +150,8 @@ def verify(
 
 
 def _row(recipe: Recipe, case: Case, served: Served, expected: str) -> MatrixRow:
-    """The line of a case: whether its bits are the reference's, and those of a second model its own."""
+    """Make the line of a case: compare its bits with the reference's, its second model's with that model
+    alone, and its counts with what the case asks for."""
     value = digest(served.outputs)
     is_equal, missing = value == expected, ""
     if served.second is not None and served.second != second_alone():
@@ -170,7 +176,7 @@ def _row(recipe: Recipe, case: Case, served: Served, expected: str) -> MatrixRow
 def print_matrix(
     model: str, rows: Sequence[MatrixRow], without: Sequence[LeftOut], is_whole: bool = True
 ) -> None:
-    """The matrix for people, and what it has no rows for; only a whole one has a verdict."""
+    """Print the matrix as a table, with the rows left out; only a whole matrix gets a verdict."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""What a deployment, and what the NumPy reference, makes of the matrix's seeded prompts."""
+"""Serve the matrix's seeded prompts: on a deployment, as a case says, and through the NumPy reference."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _params(index: int, form: bool = False) -> SamplingParams:
 
 
 class Served(NamedTuple):
-    """What came of a case."""
+    """Outputs and counters of a case."""
 
     outputs: list[RequestOutput]  # of the prompts, without their companions
     num_reconfigurations: int
@@ -77,7 +77,7 @@ class Served(NamedTuple):
 
 
 def run_case(checkpoint: Checkpoint, recipe: Recipe, case: Case) -> Served:
-    """Serve the prompts the way `case` says."""
+    """Serve the prompts the way `case` says, and return outputs and counters."""
     wanted = prompts(checkpoint.config)
     params = [_params(i, case.form) for i in range(len(wanted))]
 
@@ -136,7 +136,7 @@ def run_case(checkpoint: Checkpoint, recipe: Recipe, case: Case) -> Served:
 
 
 def _served(engine: Engine, outputs: list[RequestOutput], second: str | None) -> Served:
-    """The outputs, and what an engine has counted meanwhile."""
+    """Collect the outputs with the counters of their engine, after a check of the engine's integrity."""
     engine.check_integrity()
     stats = engine.stats()
     return Served(
@@ -153,7 +153,7 @@ def _served(engine: Engine, outputs: list[RequestOutput], second: str | None) ->
 
 
 async def change_tes(life: Sequence[TEChange], engine: Engine) -> None:
-    """TEs come and go, one after the other."""
+    """Add, drain and remove TEs and expert servers, each at its virtual time."""
     clock = engine.plan.pod.clock
     start = clock.now
     for change in life:
@@ -179,7 +179,7 @@ async def change_tes(life: Sequence[TEChange], engine: Engine) -> None:
 
 @contextlib.contextmanager
 def _second_model(llm: LLM, deployment: str, answers: list[RequestOutput]) -> Iterator[None]:
-    """Another model serves on the same pod, and adds its answers to `answers`."""
+    """Serve another model on the same pod meanwhile, and add its answers to `answers`."""
     with LLM(SECOND_MODEL, deployment, beside=llm) as second, ThreadPoolExecutor(1) as pool:
         serving = pool.submit(second.generate, SECOND_PROMPTS, _params(0), keep_logits=True)
         yield
@@ -188,13 +188,16 @@ def _second_model(llm: LLM, deployment: str, answers: list[RequestOutput]) -> It
 
 @functools.cache
 def second_alone() -> str:
-    """Digest of what the second model answers when it has a pod of its own."""
+    """Digest of the second model's answers on a pod of its own."""
     with LLM(SECOND_MODEL) as llm:
         return digest(llm.generate(SECOND_PROMPTS, _params(0), keep_logits=True))
 
 
 def in_the_arithmetic_of(subject: Subject, checkpoint: Checkpoint) -> Checkpoint:
-    """The model whose reference a matrix has."""
+    """Return the checkpoint for the reference of a matrix.
+
+    For the INT8 combine it is a copy with `int8_answers` set.
+    """
     if subject != "int8-combine":
         return checkpoint
     other = copy.copy(checkpoint)
@@ -205,7 +208,11 @@ def in_the_arithmetic_of(subject: Subject, checkpoint: Checkpoint) -> Checkpoint
 def reference_outputs(
     checkpoint: Checkpoint, recipe: Recipe, outputs: Sequence[RequestOutput], subject: Subject = "plain"
 ) -> list[RequestOutput]:
-    """What the NumPy reference makes of the same prompts, of answers with a form through the form's masks."""
+    """Run the NumPy reference over the same prompts, teacher-forced with `outputs`, and sample from its own
+    logits.
+
+    For answers with a form, the logits go through the form's masks before they are sampled.
+    """
     form = subject == "structured"
     reference = Reference(in_the_arithmetic_of(subject, checkpoint), recipe)
     grammars = form_grammars(checkpoint) if form else None

@@ -1,4 +1,4 @@
-"""Rows that differ in what dies share and overlap: heads and tokens, microbatches, replicas of experts."""
+"""Rows for the sharing and overlap of work on dies: tensor parallelism, microbatches, replicas of experts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ REPLICAS = ("experts.redundant_slots=1", "experts.balance_interval=0.001", "expe
 
 
 def tensor_parallel(config: ModelConfig, dies: int) -> list[Case]:
-    """DP groups of several dies, as far as the model's sizes allow."""
+    """List the rows with DP groups of several dies, as far as the model's sizes allow."""
     rows = []
     for mode in ("tp", "sp-tp-sp"):
         label = mode.upper()
@@ -37,12 +37,12 @@ def tensor_parallel(config: ModelConfig, dies: int) -> list[Case]:
 
 
 def tensor_parallel_sizes(config: ModelConfig, dies: int, mode: TPMode) -> list[int]:
-    """How many dies a DP group of several may have, as far as the model's sizes allow."""
+    """List the sizes (at least 2) that a DP group of at most `dies` dies may have with this model."""
     return [tp for tp in tp_sizes(config, mode) if 1 < tp <= dies]
 
 
 def out_projections(config: ModelConfig, dies: int) -> list[Case]:
-    """DP groups of one die that share an output projection (xDeepServe Figure 10)."""
+    """List the rows with an output projection shared by DP groups of one die (xDeepServe Figure 10)."""
     drafts = "mtp=2" if config.num_nextn_predict_layers else "mtp=0"
     has_experts, rows = num_routed_experts(config, 1) > 1, []
     for size in TP_SIZES:
@@ -71,7 +71,7 @@ def out_projections(config: ModelConfig, dies: int) -> list[Case]:
 
 
 def microbatches(config: ModelConfig) -> list[Case]:
-    """Attention dies with steps whole and in microbatches, with MTP and without."""
+    """List the rows of attention dies with steps whole and in 2 microbatches, with MTP and without."""
     rows = []
     for name in ("moe-attention", "eaas", "transformerless", "superpod"):
         for mtp in (0, 1) if config.num_nextn_predict_layers else (0,):
@@ -85,7 +85,8 @@ def microbatches(config: ModelConfig) -> list[Case]:
 
 
 def pipelines(config: ModelConfig, dies: int) -> list[Case]:
-    """Microbatches that overlap on dies with attention and experts; ping-pong of 3 and 4."""
+    """List the rows with microbatches that overlap on a die with attention and experts, and with ping-pong of
+    3 and 4."""
     two = (f"dies={dies}", "pipeline.microbatches=2")
     engines = (*two, "pipeline.overlap=engines")
     pair = ("pipeline.microbatches=2", "prefill.dies=2", "prefill.tp=1", "decode.dies=2")
@@ -122,7 +123,8 @@ def pipelines(config: ModelConfig, dies: int) -> list[Case]:
 
 
 def replicas(config: ModelConfig, dies: int) -> list[Case]:
-    """Replicas of experts, which change every few steps if some experts are hotter than others."""
+    """List the rows with replicas of experts, which EPLB changes every few steps if some experts are hotter
+    than others."""
     ahead, drafts = "execution.overlap=true", "mtp=2" if config.num_nextn_predict_layers else "mtp=0"
     most = min(3, config.n_routed_experts - -(-config.n_routed_experts // dies))
     ways: list[tuple[str, str, tuple[str, ...]]] = [
@@ -171,8 +173,11 @@ def replicas(config: ModelConfig, dies: int) -> list[Case]:
 
 
 def papers(config: ModelConfig) -> list[Case]:
-    """Sizes of the papers, for a model with as many routed experts: EP288 (xDeepServe 7.1) and EP320
-    (CloudMatrix 4.2), 32 dies of which have the shared expert, and the superpod, all with redundant slots."""
+    """List the rows of the papers' sizes, for a model with as many routed experts.
+
+    These are EP288 (xDeepServe 7.1) and EP320 (CloudMatrix 4.2), in both of which 32 dies have the shared
+    expert, and the superpod; all have redundant slots.
+    """
     if config.n_routed_experts < PAPERS_EXPERTS or not config.n_shared_experts:
         return []
     often, oftener = (

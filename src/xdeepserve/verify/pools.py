@@ -1,4 +1,4 @@
-"""Rows whose prefixes come from a memory pool: from its DRAM, from volumes, and of what others wrote."""
+"""Rows with prefixes from a memory pool: from DRAM or volumes, written by the same or another deployment."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ SMALL = ("ems.block_size=16", "ems.servers=2")
 
 @contextlib.contextmanager
 def pool_of(case: Case, fill: Callable[[str, tuple[str, ...]], None]) -> Iterator[tuple[str, ...]]:
-    """The settings of a case, with a pool if it has one; `fill(deployment, settings)` serves the prompts on
-    the deployment that writes it, before."""
+    """Yield the settings of a case, with a memory pool in a temporary directory if the case has one.
+
+    `fill(deployment, settings)` serves the prompts before, on the deployment that fills the pool.
+    """
     if case.pool is None:
         yield case.overrides
         return
@@ -29,7 +31,8 @@ def pool_of(case: Case, fill: Callable[[str, tuple[str, ...]], None]) -> Iterato
 
 
 def pools(names: Sequence[str], dies: int, tight: tuple[str, ...], config: ModelConfig) -> list[Case]:
-    """Each deployment reads what it wrote itself, now or in an earlier run; some what others wrote."""
+    """List the rows with a memory pool: each deployment reads its own blocks, of this run or an earlier one,
+    and some read other deployments'."""
     drafts = "mtp=2" if config.num_nextn_predict_layers else "mtp=0"
     rows = []
     for name in names:
@@ -51,7 +54,7 @@ def pools(names: Sequence[str], dies: int, tight: tuple[str, ...], config: Model
 
 
 def _written_by_others(dies: int, drafts: str, config: ModelConfig) -> list[Case]:
-    """Rows of single deployments: what others have written, and other ways to read it."""
+    """List the rows with blocks written by another deployment, and rows with other ways to read a pool."""
     most = max((1, *tensor_parallel_sizes(config, min(4, dies), "tp")))
     wide = Writer("pd", (f"prefill.dies={most}", f"prefill.tp={most}", f"decode.dies={min(2, dies)}"))
     ahead = "execution.overlap=true"

@@ -1,4 +1,5 @@
-"""Rows of experts as services: how many servers, who has which expert, when they begin, and who is lost."""
+"""Rows with experts as services: number of servers, placement of experts, batching, and lost servers and
+clients."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ SOON = ("services.heartbeat_ms=0.2", "services.answer_timeout_ms=2")
 
 
 def services(config: ModelConfig) -> list[Case]:
-    """Every way of the deployment `eaas` that a model's number of experts allows."""
+    """List the rows of the deployment `eaas` that the model's number of experts allows."""
     num_experts = num_routed_experts(config, 1)
     numbers = [count for count in (1, 2, 3, 5, 8) if count <= num_experts]
     rows = [
@@ -44,7 +45,8 @@ def services(config: ModelConfig) -> list[Case]:
 
 
 def _losses(config: ModelConfig) -> list[Case]:
-    """An expert server is lost, whose experts have copies, or a client: its TE goes on."""
+    """List the rows with a lost expert server, whose experts have copies, or a lost client; the TE goes
+    on."""
     first = 3  # server, after the clients
     two = ("experts.routed_dies=2", COPIES, f"attention.dies={first}", *SOON)
     busy = Fault(die=first + 1, kind="lost", operation="expert serve", step=2, event=9)

@@ -1,4 +1,4 @@
-"""Every row of the matrix, in sizes that suit the model as far as there are such."""
+"""All rows of the matrix, in sizes that suit the model where such sizes exist."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BY_COST = ("prefill.count=2", "scheduler.route=cost", "scheduler.job_executors=3
 
 
 def all_cases(config: ModelConfig) -> list[Case]:
-    """Every row, ordered by deployment, whether or not the model allows it."""
+    """List every row, ordered by deployment, whether or not the model allows it."""
     num_experts = num_routed_experts(config, 1)
     dies, tight = min(8, num_experts or 8), few_blocks(config)
     names = [name for name in SELF_SIZING if num_experts or name in SIMPLE]
@@ -65,7 +65,8 @@ def all_cases(config: ModelConfig) -> list[Case]:
 
 
 def _colocated(dies: int, tight: tuple[str, ...]) -> list[Case]:
-    """Other numbers of dies, other orders in which they wake, and all of them in lockstep."""
+    """List the `colocated` rows with other numbers of dies, with other orders in which dies wake, and in
+    lockstep."""
     numbers = [n for n in sorted({1, 2, 3, min(5, dies)}) if n < dies]
     together = (f"dies={dies}", "lockstep=true")
     rows = [
@@ -86,7 +87,7 @@ def _colocated(dies: int, tight: tuple[str, ...]) -> list[Case]:
 
 
 def _pd(dies: int, tight: tuple[str, ...]) -> list[Case]:
-    """Prefill and decode apart: how many TEs of each, and how full."""
+    """List the `pd` rows: how many prefill and decode TEs, and how full they are."""
     pair = prefill_and_decode(dies)
     return [
         Case("pd", "1 prefill and 1 decode TE"),
@@ -101,7 +102,7 @@ def _pd(dies: int, tight: tuple[str, ...]) -> list[Case]:
 
 
 def _expert_dies(few: int) -> list[Case]:
-    """Attention and experts on dies of their own; `few` dies of experts in one of the shapes."""
+    """List the rows with attention and experts on separate dies; one shape has `few` routed expert dies."""
     shapes = {
         "fewer attention than expert dies": ("attention.domains=1", "attention.dies=1"),
         "3 domains, more attention dies": (
@@ -133,7 +134,7 @@ def _expert_dies(few: int) -> list[Case]:
 
 
 def _drafts(names: Sequence[str], dies: int, config: ModelConfig) -> list[Case]:
-    """1 and 2 drafts from the MTP layers, in lockstep and dataflow, too."""
+    """List the rows with 1 and 2 drafts from the MTP layers, also in lockstep and in dataflow."""
     rows = [Case(name, "MTP, 1 draft", ("mtp=1",)) for name in names if name in SIMPLE]
     rows += [Case(name, "MTP, 2 drafts", ("mtp=2",)) for name in names]
     together = (f"dies={dies}", "lockstep=true", "mtp=2")
