@@ -17,7 +17,7 @@ import pytest
 
 from tests.engine.histories import APART, SMALL, TES
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.engine.dp.left import Left
+from xdeepserve.engine.dp.group import Left
 from xdeepserve.engine.job.roster import can_serve
 from xdeepserve.engine.loading import SOURCES
 from xdeepserve.engine.messages import StepFailed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -13,9 +14,8 @@ from xdeepserve.engine.deploy.sizes import StepSizes
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.events import Events, GroupId
-from xdeepserve.engine.dp.left import Left
-from xdeepserve.engine.dp.load_cost import BlockLoadCost
 from xdeepserve.engine.dp.lost_blocks import LostBlocks
+from xdeepserve.engine.dp.prefixes import BlockLoadCost
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.scheduler import Scheduler
 from xdeepserve.engine.dp.sequence import SampledToken
@@ -28,6 +28,26 @@ from xdeepserve.hw.memory import Address
 from xdeepserve.model.canonical import Array
 
 SAVE_PER_STEP = 4  # cached blocks that are sent to host DRAM beside a step, at most
+
+
+class Left(NamedTuple):
+    """Entries that requests hold in the books of a DP group, a job executor or a whole engine, by kind.
+
+    Once the requests have ended there must be none.
+    """
+
+    requests: int = 0  # that the engine has taken and that have not ended
+    jobs: int = 0
+    given: int = 0  # sequences that TE shells have given to a DP group
+    transfers: int = 0  # of KV from prefill to decode, as the job executor sees them
+    failures: int = 0  # links that a sequence has tried in vain
+    places: int = 0  # sequences in the places of a scheduler
+    tickets: int = 0
+    handovers: int = 0  # blocks that are kept or reserved for a sequence between prefill and decode
+    offers: int = 0  # of KV to sequences that arrive
+    layers: int = 0  # of running steps, whose ends are told one by one
+    completions: int = 0  # transfers of DistFlow that are open at this end, and requests that came early
+    claims: int = 0  # on the memories of dies
 
 
 class DPGroup:

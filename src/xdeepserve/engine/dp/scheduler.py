@@ -23,10 +23,9 @@ from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.block_table import BlockCopy
 from xdeepserve.engine.dp.events import Events, GroupId
 from xdeepserve.engine.dp.handover import Handover
-from xdeepserve.engine.dp.load_cost import BlockLoadCost
 from xdeepserve.engine.dp.places import IN_TRANSIT, Places
 from xdeepserve.engine.dp.preemption import Preemption
-from xdeepserve.engine.dp.prefixes import Prefixes
+from xdeepserve.engine.dp.prefixes import BlockLoadCost, Prefixes
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.dp.stats import StepStats

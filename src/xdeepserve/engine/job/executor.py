@@ -13,8 +13,7 @@ from xdeepserve.comm.distflow import Completion
 from xdeepserve.engine.deploy.deployment import Admission
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.events import Event, Events, GroupId
-from xdeepserve.engine.dp.group import DPGroup
-from xdeepserve.engine.dp.left import Left
+from xdeepserve.engine.dp.group import DPGroup, Left
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.job.admission import DecodeFirst, PrefillFirst
 from xdeepserve.engine.job.carriage import Carriage

@@ -12,8 +12,7 @@ import msgspec
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Role
 from xdeepserve.engine.dp.events import Observer, notify
-from xdeepserve.engine.dp.group import DPGroup
-from xdeepserve.engine.dp.left import Left
+from xdeepserve.engine.dp.group import DPGroup, Left
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.sequence import KeepLogits, Sequence
 from xdeepserve.engine.job.executor import JobExecutor

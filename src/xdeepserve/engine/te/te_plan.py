@@ -21,7 +21,7 @@ from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.die.shape_memory import ShapeMemory
 from xdeepserve.engine.dp.events import Events, GroupId
 from xdeepserve.engine.dp.group import DPGroup
-from xdeepserve.engine.dp.load_cost import BlockLoadCost
+from xdeepserve.engine.dp.prefixes import BlockLoadCost
 from xdeepserve.engine.dp.scheduler import PrefixTier
 from xdeepserve.engine.messages import CopyDone, PoolReady
 from xdeepserve.engine.numbers import DieRank, GroupRank
