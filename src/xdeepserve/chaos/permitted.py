@@ -8,7 +8,7 @@ from itertools import count
 
 from xdeepserve.chaos.fault_schedule import FaultSchedule
 from xdeepserve.engine.build import PodPlan
-from xdeepserve.engine.job.roster import can_serve
+from xdeepserve.engine.job.executor import can_serve
 from xdeepserve.engine.te.lost_pages import LostPages
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.hw.fault_kinds import ERROR_CODES

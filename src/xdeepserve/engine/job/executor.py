@@ -1,31 +1,91 @@
 """The job executor (JE): makes a job of a request, one task or two, and sends tasks to TEs (DeepServe 3).
 
 Where TEs do both, a job is one task. Where prefill and decode are apart it is two: `pd_transfer.py` numbers
-the steps between them.
+the steps between them. `Roster` says which of the TEs may begin a request or go on with one, `Homeless` keeps
+the requests that none of them can serve yet.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from xdeepserve.comm.distflow import Completion
-from xdeepserve.engine.deploy.deployment import Admission
+from xdeepserve.engine.deploy.deployment import Admission, Role
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.events import Event, Events, GroupId
 from xdeepserve.engine.dp.group import DPGroup, Left
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.job.admission import DecodeFirst, PrefillFirst
-from xdeepserve.engine.job.carriage import Carriage
-from xdeepserve.engine.job.homeless import Homeless
 from xdeepserve.engine.job.journey import Journey
-from xdeepserve.engine.job.links import Links, PDLink
+from xdeepserve.engine.job.links import Carriage, Links, PDLink
 from xdeepserve.engine.job.pd_transfer import PDTransfer
-from xdeepserve.engine.job.roster import Roster, ask_suspects
 from xdeepserve.engine.job.router import Router
 from xdeepserve.engine.te.te import TE
+from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.pod import Pod
+
+
+class Roster(list[TE]):
+    """The TEs that a job executor gives requests to, in the order in which they came."""
+
+    def ready(self, *roles: Role) -> list[TE]:
+        """Those of these roles that take new work."""
+        return [te for te in self if te.life == "ready" and te.sizes.place.role in roles]
+
+    @property
+    def beginners(self) -> list[TE]:
+        """Those that new requests may go to; without decode nobody prefills."""
+        return self.ready("both", "prefill") if self.ready("decode") else self.ready("both")
+
+    def successors(self, te: TE) -> list[TE]:
+        """Who goes on, from the tokens, with what a TE had: others of its role, or else whoever can begin."""
+        able = [other for other in [*self.beginners, *self.ready("decode")] if other is not te]
+        alike = [other for other in able if other.sizes.place.role == te.sizes.place.role]
+        return alike or [other for other in able if other.sizes.place.role != "decode"]
+
+
+def can_serve(tes: Iterable[TE | TEPlan]) -> bool:
+    """Whether these could serve a request between them."""
+    roles = {te.sizes.place.role for te in tes}
+    return "both" in roles or roles >= {"prefill", "decode"}
+
+
+def ask_suspects(tes: Iterable[TE]) -> None:
+    """TEs that get no work are not heard of by themselves: ask those that were silent."""
+    for te in tes:
+        if te.is_suspect:
+            te.prober.ask_again()
+
+
+class Homeless:
+    """Requests that no TE can serve, in order, while another is on its way. `is_open` while one may come."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._requests: list[list[Sequence]] = []
+
+    def take(self, seqs: Seq[Sequence]) -> None:
+        """The choices of a request, or what is left of one, wait from now on."""
+        self._requests.append(list(seqs))
+
+    def let_go(self) -> list[list[Sequence]]:
+        """Nobody waits any more; who has waited."""
+        requests, self._requests = self._requests, []
+        return requests
+
+    def leave(self, seq: Sequence) -> None:
+        """It is not wanted any more."""
+        for seqs in self._requests:
+            if seq in seqs:
+                seqs.remove(seq)
+                seq.is_finished = True
+        self._requests = [seqs for seqs in self._requests if seqs]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._requests))
 
 
 class Job(NamedTuple):

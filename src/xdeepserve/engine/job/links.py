@@ -17,10 +17,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from xdeepserve.comm.distflow import DistFlow, Endpoint
+from xdeepserve.comm.distflow import Backend, DistFlow, Endpoint, backend_between
+from xdeepserve.comm.distflow.channels import Channels
 from xdeepserve.comm.distflow.link_probe import Verdict, probe
+from xdeepserve.comm.distflow.send_receive import SendReceiveBackend
+from xdeepserve.engine.deploy.deployment import Fabric, Over
 from xdeepserve.engine.dp.group import DPGroup
-from xdeepserve.engine.job.carriage import Carriage
 from xdeepserve.engine.te.te import TE
 from xdeepserve.errors import HardwareError, IntegrityError, TransferError, WaitError, XDeepServeError
 from xdeepserve.hw.pod import Pod
@@ -28,6 +30,38 @@ from xdeepserve.hw.pod import Pod
 SETTLE_NS = 1000  # between looks at a transfer whose bytes have arrived; its own deadline bounds it
 MAY_BE_OVER = (HardwareError, IntegrityError, WaitError)
 TIMEOUT_NS = 10_000_000_000  # of a side of DistFlow for a word of the other, and for bytes
+
+
+class Carriage:
+    """Backends for the links of one engine, which share XCCL's buffers. Each of their bytes stands for
+    `kv_weight`. A deployment chooses the fabric, and on UB the DMA engine or kernels.
+    """
+
+    def __init__(self, pod: Pod, fabric: Fabric = "ub", over: Over = "dma", kv_weight: float = 1.0) -> None:
+        self._pod, self._fabric, self._kv_weight = pod, fabric, kv_weight
+        self.channels = Channels(pod, kv_weight) if over == "send-receive" else None
+
+    def backend(self, prefill: TE, decode: TE, timeout_ns: int) -> Backend:
+        """What moves the bytes of one link. HardwareError if nothing reaches from one TE to the other."""
+        nodes, others = ([die.index for group in te.groups for die in group.dies] for te in (prefill, decode))
+        if self.channels is None:
+            return backend_between(self._pod, nodes, others, self._fabric, self._kv_weight)
+        # A wait for a field ends before the transfer does: so it is the field that an error names.
+        backend = SendReceiveBackend(self.channels, timeout_ns // 2)
+        for node in nodes:
+            for other in others:
+                backend.check_path(node, other)
+        return backend
+
+    def forget(self, te: TE) -> None:
+        """It is gone, and what was on its dies."""
+        if self.channels is not None:
+            self.channels.forget(te.plan.dies)
+
+    def check_integrity(self) -> None:
+        """Nothing is left in XCCL's buffers."""
+        if self.channels is not None:
+            self.channels.check_integrity()
 
 
 class PDLink:

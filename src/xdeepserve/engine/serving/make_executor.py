@@ -7,8 +7,8 @@ from pathlib import Path
 from xdeepserve.engine.balance.heat_map import read_heat_map
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.dp.events import Events, Observer
-from xdeepserve.engine.job.carriage import Carriage
 from xdeepserve.engine.job.executor import JobExecutor
+from xdeepserve.engine.job.links import Carriage
 from xdeepserve.engine.job.router import Router
 from xdeepserve.model.answer_lengths import read_answer_lengths
 

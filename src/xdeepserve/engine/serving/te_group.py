@@ -11,8 +11,7 @@ import msgspec
 
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.dp.events import FailoverEnded
-from xdeepserve.engine.job.executor import JobExecutor
-from xdeepserve.engine.job.roster import can_serve
+from xdeepserve.engine.job.executor import JobExecutor, can_serve
 from xdeepserve.engine.serving.control_plane import ControlPlane
 from xdeepserve.engine.serving.counters import Counters
 from xdeepserve.engine.serving.failover import Failover, what_helps
