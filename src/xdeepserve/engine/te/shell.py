@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
+import msgspec
 import numpy as np
 
 from xdeepserve.engine.balance.dp import Candidate, GroupStatus, assign_prefill, pick_decode, with_room
@@ -20,8 +21,46 @@ from xdeepserve.engine.dp.events import Events
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.te.heartbeat import Heartbeats
-from xdeepserve.engine.te.kv_statuses import KVStatuses
 from xdeepserve.engine.te.status_gather import Gathered
+
+
+class KVStatuses:
+    """The latest status that each group has sent, for the choice of a group to decode. With a period of 0
+    they are as they are.
+
+    "It updates the pending request count on dispatch and completion, and collects periodic KV cache stats"
+    (xDeepServe 4.3): so the number of a group's sequences is known as it is, and the use of its blocks as it
+    was when the group last sent it. Groups send between steps, as soon as the period has passed. There is no
+    timer, and a pod without work has nothing to do: the blocks of a group that has no sequences are known to
+    be free.
+    """
+
+    def __init__(self, groups: Seq[DPGroup], period_ns: int, now: Callable[[], int]) -> None:
+        self._groups, self._period_ns, self._now = groups, period_ns, now
+        self._sent: dict[int, tuple[int, GroupStatus]] = {}  # when, and what, by rank
+
+    def collect(self) -> None:
+        """Between steps: take what groups send."""
+        if not self._period_ns:
+            return
+        now = self._now()
+        for group in self._groups:
+            sent = self._sent.get(group.rank)
+            if sent is None or now - sent[0] >= self._period_ns:
+                self._sent[group.rank] = now, group.status()
+
+    def of(self, rank: int) -> GroupStatus:
+        """What is known of a group."""
+        group, sent = self._groups[rank], self._sent.get(rank)
+        status = group.status()
+        if not self._period_ns or sent is None or not status.num_sequences:
+            return status
+        return msgspec.structs.replace(
+            status,
+            num_used_blocks=sent[1].num_used_blocks,
+            num_reserved_blocks=sent[1].num_reserved_blocks,
+            num_promised_blocks=sent[1].num_promised_blocks,
+        )
 
 
 class TEShell:

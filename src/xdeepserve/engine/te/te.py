@@ -17,11 +17,9 @@ from xdeepserve.engine.messages import (
 from xdeepserve.engine.te.awake import Awake
 from xdeepserve.engine.te.dealer import Dealer
 from xdeepserve.engine.te.expert_programs import ExpertPrograms
-from xdeepserve.engine.te.hearing import Hearing
+from xdeepserve.engine.te.hearing import Hearing, LayerReports
 from xdeepserve.engine.te.heartbeat import Heartbeats
 from xdeepserve.engine.te.host import Host
-from xdeepserve.engine.te.kv_statuses import KVStatuses
-from xdeepserve.engine.te.layer_reports import LayerReports
 from xdeepserve.engine.te.life import Life, Lifetime
 from xdeepserve.engine.te.lost_clients import LostClients
 from xdeepserve.engine.te.lost_pages import LostPages, Mend
@@ -29,7 +27,7 @@ from xdeepserve.engine.te.probe import Prober
 from xdeepserve.engine.te.reports import ExpertLoad, expert_loads
 from xdeepserve.engine.te.server_monitor import server_monitor
 from xdeepserve.engine.te.server_seats import Bring, ServerSeats
-from xdeepserve.engine.te.shell import TEShell
+from xdeepserve.engine.te.shell import KVStatuses, TEShell
 from xdeepserve.engine.te.status_gather import StatusGather
 from xdeepserve.engine.te.steps_apart import StepsApart
 from xdeepserve.engine.te.steps_together import StepsTogether
