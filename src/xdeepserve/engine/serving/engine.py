@@ -1,36 +1,54 @@
-"""The engine: requests in, tokens out."""
+"""The engine: requests in, tokens out. It has a job executor, and may share its pod with other engines."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Protocol, cast
+from weakref import WeakSet
 
 import msgspec
 
+from xdeepserve.engine.balance.heat_map import read_heat_map
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Role
-from xdeepserve.engine.dp.events import Observer, notify
+from xdeepserve.engine.dp.events import Events, Observer, notify
 from xdeepserve.engine.dp.group import DPGroup, Left
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.sequence import KeepLogits, Sequence
 from xdeepserve.engine.job.executor import JobExecutor
+from xdeepserve.engine.job.links import Carriage
+from xdeepserve.engine.job.router import Router
 from xdeepserve.engine.loading import Progress, Source
-from xdeepserve.engine.serving.collecting import collect_seldom
 from xdeepserve.engine.serving.formats import make_parser, output_formats
 from xdeepserve.engine.serving.live import Request
-from xdeepserve.engine.serving.make_executor import make_executor
-from xdeepserve.engine.serving.neighbours import is_quiet, join
 from xdeepserve.engine.serving.output import ChoiceOutput
 from xdeepserve.engine.serving.request import NOTHING, EngineStats, Parse, check_request
 from xdeepserve.engine.serving.steer import Steersman
 from xdeepserve.engine.serving.te_group import TEGroup
 from xdeepserve.engine.te.reports import ServerReport, TEHealth, TEReport
 from xdeepserve.errors import OverloadedError, RequestError, XDeepServeError
+from xdeepserve.hw.pod import Pod
+from xdeepserve.model.answer_lengths import read_answer_lengths
 from xdeepserve.model.sampling import philox4x32
 from xdeepserve.model.tokenizer import load_tokenizer
 from xdeepserve.step.linear import Threads
+
+FEW_OBJECTS = 10_000  # new ones, before Python looks for cycles among objects
+
+
+def collect_seldom() -> None:
+    """Have Python seldom look for cycles among objects.
+
+    A pod is many objects that stay: looking through them at every turn takes a fifth of a step.
+    """
+    young, *old = gc.get_threshold()
+    if young:  # 0: this program wants no collection at all
+        gc.set_threshold(max(young, FEW_OBJECTS), *old)
 
 
 class Engine:
@@ -413,3 +431,37 @@ class Engine:
     def check_integrity(self) -> None:
         """Every KV block of every group is accounted for."""
         self.je.check_integrity()
+
+
+class Neighbour(Protocol):
+    """What an engine tells the others that share its pod, each with a model of its own."""
+
+    @property
+    def num_served(self) -> int:
+        """Requests that do not wait for the pod to rest."""
+
+
+def join(pod: Pod, engine: Neighbour) -> None:
+    """One more engine, which has been loaded. It is one of them for as long as it is there."""
+    _engines(pod).add(engine)
+
+
+def is_quiet(pod: Pod) -> bool:
+    """Whether nobody is served: then, and only then, a pod is sure to come to rest."""
+    return not any(each.num_served for each in _engines(pod))
+
+
+def _engines(pod: Pod) -> WeakSet[Neighbour]:
+    return cast(WeakSet[Neighbour], pod.services.setdefault("engines", WeakSet()))
+
+
+def make_executor(plan: PodPlan, observers: list[Observer]) -> JobExecutor:
+    """The job executor that a plan's deployment asks for, without TEs yet. `observers` are told what happens
+    to requests: those that there are then. InputError for a heat map that is none."""
+    d = plan.deployment
+    carriage = Carriage(plan.pod, d.fabric, d.transfer_over, plan.kv_weight)
+    heat = None if d.scheduler.heat is None else read_heat_map(Path(d.scheduler.heat))
+    lengths = None if heat is None else read_answer_lengths(plan.checkpoint.directory)
+    router = Router(d.scheduler.job_executors, d.scheduler.route, d.seed, heat, lengths)
+    retry_ns = round(1e9 * d.health.probe_s)
+    return JobExecutor(plan.pod, Events(observers), carriage, router, retry_ns, d.scheduler.admission)

@@ -9,13 +9,15 @@ from typing import Any
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Role
 from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.dp.sampling_params import SamplingParams
+from xdeepserve.engine.dp.sequence import SampledToken, Sequence
 from xdeepserve.engine.job.executor import JobExecutor
 from xdeepserve.engine.job.links import SETTLE_NS, TIMEOUT_NS
 from xdeepserve.engine.loading import SOURCES, Source
-from xdeepserve.engine.te.dummy_request import serve_dummy
 from xdeepserve.engine.te.te import TE
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import HardwareError, ProtocolError, RequestError, XDeepServeError, abridged
+from xdeepserve.hw.clock import Waiting
 from xdeepserve.hw.self_test import well_dies
 
 FAILED = (HardwareError, ProtocolError)  # what is said when dies fail, by themselves or by who waits for them
@@ -127,3 +129,49 @@ async def until_unused(te: TEPlan) -> None:
     while te.is_in_use and pause_ns < TIMEOUT_NS:
         await te.pod.clock.sleep(pause_ns)
         pause_ns *= 2
+
+
+PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)  # of the dummy request
+
+
+async def serve_dummy(te: TE, timeout_ns: int) -> None:
+    """Serve the dummy request of a TE that has loaded: each DP group computes one token (DeepServe 6,
+    TE-Post-Load). From within a process, when the TE runs.
+
+    All that a request needs runs once before somebody depends on it: weights, kernels, exchanges, host. What
+    fails there is the TE's own, as nobody has sent it anything yet: it is raised, as is DeadlineError after
+    a while.
+    """
+    clock, missing = te.plan.pod.clock, {group.rank for group in te.groups}
+
+    def awaited() -> Waiting:
+        names = ", ".join(f"DP group {rank}" for rank in sorted(missing)[:4])
+        peers = f"{names} ..." if len(missing) > 4 else names
+        count = len(te.groups)
+        return Waiting("dummy request", te.sizes.place.name, peers, "groups", count, count - len(missing))
+
+    waiter = clock.waiter(awaited)
+
+    def end(seq: Sequence, _: list[SampledToken]) -> bool:
+        missing.discard(-1 - seq.seq_id)
+        if not missing:
+            waiter.wake()
+        return True
+
+    failures: list[Exception] = []  # also of the moment in which the last group ended
+
+    def fail(_: TE, error: Exception) -> None:
+        failures.append(error)
+        waiter.fail(error)
+
+    on_failure, te.on_failure = te.on_failure, fail
+    try:
+        for group in te.groups:
+            seq_id = -1 - group.rank  # the engine's begin at 0
+            group.places.move(Sequence(seq_id, 0, [0], 1, 1, PARAMS, 0, end), "add")
+        te.wake()
+        await clock.wait(waiter, clock.now + timeout_ns)
+        if failures:
+            raise failures[0]
+    finally:
+        te.on_failure = on_failure
