@@ -10,8 +10,7 @@ import pytest
 from tests.tools import one_die
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.api.engine_metrics import EngineCollector
-from xdeepserve.engine.balance.reconfigure import Reconfiguration
-from xdeepserve.engine.balance.storage import ExpertStorage
+from xdeepserve.engine.balance.reconfigure import ExpertStorage, Reconfiguration
 from xdeepserve.engine.balance.trigger import EPLBTrigger
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.fitting import fit

@@ -25,7 +25,6 @@ import msgspec
 import numpy as np
 
 from xdeepserve.engine.balance.eplb import Counts, Holdings
-from xdeepserve.engine.balance.storage import ExpertStorage
 from xdeepserve.engine.balance.trigger import EPLBTrigger, Skew
 from xdeepserve.engine.deploy.sizes import ExpertSizes
 from xdeepserve.engine.die.die_memory import DieMemory
@@ -42,6 +41,9 @@ from xdeepserve.engine.messages import (
 from xdeepserve.engine.numbers import DieNumber
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.queue import Queue
+from xdeepserve.model.canonical import Array
+from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.weights import Recipe, TensorSource, iter_expert, weight_specs
 
 Phase = Literal["idle", "prefetching", "prefetched", "draining", "loading", "loaded"]
 SPANS = {  # what a trace calls the phases, each until the moment when the next one begins
@@ -67,6 +69,25 @@ class Change(NamedTuple):
     holder: int  # among the dies with routed experts
     slot: int
     expert: int  # or NOTHING
+
+
+class ExpertStorage:
+    """Reads routed experts of the layers that a TE uses from the checkpoint, expert by expert, in the form in
+    which dies hold them. Replicas come from there."""
+
+    def __init__(self, source: TensorSource, recipe: Recipe, experts: ExpertSizes) -> None:
+        self.config: ModelConfig = source.config
+        self._source, self._recipe = source, recipe
+        self.layers = list(experts.layers)  # those with experts
+        self._specs = weight_specs(source.config, recipe, 1)
+
+    def read(self, number: int, expert: int) -> list[Array]:
+        """The packed arrays of an expert of the `number`-th layer with experts, in the order of a slot's."""
+        arrays = {
+            name: self._specs[name].pack(array)
+            for name, _, array in iter_expert(self._source, self._recipe, self.layers[number], expert)
+        }
+        return [arrays[name] for name in self._specs if name in arrays]
 
 
 class Reconfiguration:

@@ -10,8 +10,7 @@ import msgspec
 from xdeepserve.comm.distflow.channels import plan_channels
 from xdeepserve.comm.distflow.link_probe import plan_link_probe
 from xdeepserve.comm.services.layout import ServiceLayout
-from xdeepserve.engine.balance.reconfigure import Reconfiguration
-from xdeepserve.engine.balance.storage import ExpertStorage
+from xdeepserve.engine.balance.reconfigure import ExpertStorage, Reconfiguration
 from xdeepserve.engine.balance.trigger import EPLBTrigger
 from xdeepserve.engine.deploy.deployment import RecoveryConfig
 from xdeepserve.engine.die.die_memory import DieMemory
