@@ -11,13 +11,15 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 
 import msgspec
 
 from xdeepserve.comm.means import Means
 from xdeepserve.comm.services.layout import BELL
-from xdeepserve.comm.services.server import Batching
+from xdeepserve.comm.services.rules import SlotEvent, SlotState
+from xdeepserve.comm.services.server import Batching, ServiceServer
 from xdeepserve.engine.build import pod_for, with_answers
 from xdeepserve.engine.deploy.deployment import Deployment
 from xdeepserve.engine.deploy.fitting import fit
@@ -31,7 +33,7 @@ from xdeepserve.engine.run.arithmetic import quantize_rows
 from xdeepserve.engine.run.by_services import experts_held, identity, service_layout
 from xdeepserve.engine.run.team import Team
 from xdeepserve.engine.walk.runner import Computing
-from xdeepserve.errors import DeploymentError, XDeepServeError
+from xdeepserve.errors import DeadlineError, DeploymentError, XDeepServeError
 from xdeepserve.hw.queue import Queue
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.weights import Recipe
@@ -39,8 +41,8 @@ from xdeepserve.remote.children import ServerTask
 from xdeepserve.remote.enlisted import Enlisted
 from xdeepserve.remote.handshake import listen
 from xdeepserve.remote.network_card import Nic
-from xdeepserve.remote.outside_server import OutsideServer
-from xdeepserve.remote.registered import SharedBuffer, windows
+from xdeepserve.remote.outside_reach import nap
+from xdeepserve.remote.registered import SharedBuffer, fence, windows
 from xdeepserve.remote.seat_list import Register
 from xdeepserve.step.linear import Threads
 
@@ -192,3 +194,35 @@ def end_with_parent() -> None:
         os._exit(0)
 
     threading.Thread(target=wait, name="parent", daemon=True).start()
+
+
+class OutsideServer(ServiceServer):
+    """A server's end in a process of its own: polls memory that others write to while it looks elsewhere.
+
+    It waits in this computer's time. Where the die's memory begins, a buffer is that others have mapped.
+    """
+
+    num_served = 0  # requests
+
+    @property
+    def now_ns(self) -> int:
+        return time.monotonic_ns()
+
+    @property
+    def is_quiet(self) -> bool:
+        """No client has asked anything that it has not read the answer of."""
+        return not bool((self._states == SlotState.WRITTEN).any() or (self._states == SlotState.DONE).any())
+
+    async def _wait(self, deadline_ns: int | None) -> None:
+        num_looks = 0
+        while not self._has_news:
+            if deadline_ns is not None and self.now_ns >= deadline_ns:
+                raise DeadlineError(**self._describe()._asdict(), at_ns=self.die.clock.now)
+            await nap(num_looks)
+            num_looks += 1
+        fence()
+
+    def _set(self, number: int, event: SlotEvent) -> None:
+        fence()  # answers before the state that says so
+        self.num_served += event is SlotEvent.ANSWER
+        super()._set(number, event)
