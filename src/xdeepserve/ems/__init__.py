@@ -9,7 +9,6 @@ mp_client       MP SDK: from keys to servers; ranges that may be accessed, views
 context_cache   the context caching SDK: blocks of KV by the tokens before them
 memory_pool     all of it on one pod, and what faults do to its parts
 model_cache     the model caching SDK: weights as blocks, with versions, read once from storage
-crowding        a pool without room, to try eviction
 directory       the pool's volumes on this computer, and who uses them
 pool_use        the pool of a deployment, as its engine uses it
 pool_prefixes   a DP group's prefixes in the pool: read before prefill, written after steps

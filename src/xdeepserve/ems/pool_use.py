@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 
 from xdeepserve.ems.context_cache import ContextCache, root_of
-from xdeepserve.ems.crowding import crowd
+from xdeepserve.ems.dram import HIGH
 from xdeepserve.ems.memory_pool import MemoryPool
 from xdeepserve.ems.model_cache import NAMESPACE as MODELS
 from xdeepserve.ems.model_cache import ModelCache
+from xdeepserve.ems.mp_server import Lease, MPServer
 from xdeepserve.ems.pool_prefixes import PoolPrefixes
 from xdeepserve.ems.pool_weights import PoolWeights
 from xdeepserve.engine.deploy.deployment import Deployment
@@ -18,6 +20,7 @@ from xdeepserve.engine.messages import CopyDone, PoolReady
 from xdeepserve.engine.te.te_plan import MakeTier, TEPlan
 from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.pod import Pod
+from xdeepserve.hw.volume import Key
 
 
 class PoolUse:
@@ -94,3 +97,32 @@ class PoolUse:
         """Let the directory go. Harmless when repeated."""
         if not self.is_guest:
             self.pool.close()
+
+
+NBYTES = 8192  # of each value that is in the way; as much as a slot of DRAM, so both tiers fill alike
+
+
+def crowd(pool: MemoryPool, namespace: str) -> None:
+    """Fill every server up to where eviction begins, with values that are older than those that it has: what
+    comes next has them evicted from both tiers. DRAM lags behind by what was on the volume alone: somebody
+    writes so much there, and comes to no end.
+    """
+    for server in pool.servers:
+        allocator, volume, before = server.dram.allocator, server.volume, [*server.volume.rows]
+        mine = (key for key in _keys(namespace) if server.ring.owner(key) == server.name)
+        while volume.nbytes.total() + NBYTES <= HIGH * server.volume_nbytes:
+            server.end([_begun(server, next(mine))])
+        while allocator.num_used + NBYTES <= HIGH * allocator.capacity:
+            _begun(server, next(mine))
+        for key in before:
+            server.touch(key)
+
+
+def _begun(server: MPServer, key: Key) -> Lease:
+    lease = server.begin(key, NBYTES)
+    assert lease is not None
+    return lease
+
+
+def _keys(namespace: str) -> Iterator[Key]:
+    return (Key(namespace, number.to_bytes(16, "big")) for number in count())
