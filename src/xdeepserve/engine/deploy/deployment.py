@@ -296,8 +296,10 @@ class ListedTE(TEConfig, frozen=True, forbid_unknown_fields=True):
 
 
 class AttentionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Attention dies of `moe-attention`, `transformerless` and `eaas`; in `eaas` they are clients of expert
-    servers."""
+    """Attention dies of `moe-attention`, `transformerless` and `eaas`.
+
+    In `eaas` they are the clients of expert servers.
+    """
 
     domains: Annotated[Count, "DP domains, which experts serve in turn (moe-attention, transformerless)"] = 2
     dies: Annotated[Count, "attention dies in each DP domain, each a DP group"] = 2

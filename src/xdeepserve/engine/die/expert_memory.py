@@ -67,8 +67,7 @@ class FlowRows(NamedTuple):
 
 
 class ExpertMemory:
-    """Memory layout of an expert die: routed experts, a copy of the shared expert or both, and rows in
-    transit.
+    """Memory layout of an expert die: routed experts, the shared expert or both, and rows in transit.
 
     `index` counts the expert dies of the TE. `items` are the microbatches of all domains, each with a buffer
     for `max_rows` rows of answers. In dataflow mode (`is_flow`) rows of several arrivals are gathered into

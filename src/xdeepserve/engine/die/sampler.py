@@ -28,8 +28,7 @@ class Chooser(Protocol):
 
 
 class Sampler:
-    """Samples tokens from logits by seed, choice and position; computes log probabilities and accepted
-    drafts."""
+    """Samples tokens by seed, choice and position; computes log probabilities and accepted drafts."""
 
     def __init__(self, rank: int, mem: DieMemory) -> None:
         self.rank, self.mem = rank, mem

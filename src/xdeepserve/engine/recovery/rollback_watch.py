@@ -16,8 +16,7 @@ class RollbackCalled(XDeepServeError):
 
 
 class EndOfEpoch:
-    """Context for work of an epoch: when a new epoch is written, `processes` are interrupted by
-    RollbackCalled."""
+    """Context for work of an epoch; a new epoch interrupts `processes` with RollbackCalled."""
 
     __slots__ = ("_processes", "_rollback", "_watch")
 

@@ -86,8 +86,7 @@ class SeatsOutside(Protocol):
 
 
 class ByServices:
-    """Way to expert servers: every attention die is a client of all servers, with a slot for each
-    microbatch."""
+    """Way to expert servers: every attention die is a client of all, with a slot for each microbatch."""
 
     def __init__(self, team: Team, tallies: list[list[Tally]]) -> None:
         self.team, self.tallies = team, tallies

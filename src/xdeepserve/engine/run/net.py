@@ -38,7 +38,7 @@ from xdeepserve.step.linear import Threads
 
 
 class Net(Protocol):
-    """Makes memories and ends of exchanges, by rank and, where microbatches overlap or go away, by
+    """Makes memories and ends of exchanges by rank and, where microbatches overlap or go away, by
     microbatch."""
 
     team: Team

@@ -1,5 +1,7 @@
-"""A die's end of a group that shares projections: a DP group of several dies, or DP groups of one die
-each."""
+"""A die's end of a group that shares projections.
+
+The group is a DP group of several dies, or several DP groups of one die each.
+"""
 
 from __future__ import annotations
 

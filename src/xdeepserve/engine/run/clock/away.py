@@ -51,8 +51,7 @@ class ClockAway(Protocol):
 
 
 class ClockTrampolines:
-    """Way by A2E and E2A: a hub of meetings for each microbatch of each DP domain,
-    `hubs[microbatch][domain]`."""
+    """Way by A2E and E2A: a hub for each microbatch of each DP domain, `hubs[microbatch][domain]`."""
 
     attention_side: type[ClockAttentionSide] = ClockAttentionSide
     expert_side: type[ClockExpertSide] = ClockExpertSide

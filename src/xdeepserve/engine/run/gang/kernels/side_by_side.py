@@ -1,5 +1,4 @@
-"""Runs a layer and the shared experts of all dies; dies with few rows go together, as if one die had all
-rows.
+"""Runs a layer and the shared experts of all dies; those with few rows go as if one die had all rows.
 
 Dies with attention hold the same weights. So each weight is read once for the rows of many dies, and tiles of
 the products are full. The rows are gathered in buffers outside of the dies' memories. The results there are
