@@ -1,4 +1,4 @@
-"""Calls with arguments made by hand: what must hold, and no run of a pod that is short comes by."""
+"""Call the exercises' functions with arguments made by hand, for cases that no short run of a pod reaches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ from xdeepserve.model.weights import RECIPES
 
 @contextlib.contextmanager
 def refused_by_some() -> Iterator[None]:
-    """What the package's own function refuses, a learner's must refuse, too: that is compared elsewhere."""
+    """Ignore errors raised by the package's own function too.
+
+    The stand-in has compared them with the learner's already.
+    """
     try:
         yield
     except NotYetError:
@@ -40,7 +43,8 @@ def refused_by_some() -> Iterator[None]:
 
 
 def gates() -> None:
-    """Equal values, groups of one expert, scores as small as GATE_EPS, weights that are not normalised."""
+    """Call `gate` with equal values, groups of one expert, scores as small as GATE_EPS, and weights not
+    normalised."""
     tied, small = np.full((2, 8), 0.5, np.float32), np.full((1, 8), 1e-20, np.float32)
     none, bias = np.zeros(0, np.float32), np.linspace(-1, 0, 8, dtype=np.float32)
     canonical.gate(tied, none, 4, 2, 3, True, 1.0)
@@ -50,7 +54,8 @@ def gates() -> None:
 
 
 def packed() -> None:
-    """Rows in float32, some (token, slot) alone, a rank that gets none, and more rows than a block holds."""
+    """Call `pack_tokens` with float32 rows, chosen (token, slot) pairs, a rank that gets none, and more rows
+    than a block holds."""
     layout = Layout(num_ranks=3, max_tokens=2, top_k=2, hidden=4, max_experts_per_rank=1, quantize=False)
     x, scale = np.arange(8, dtype=np.float32).reshape(2, 4) - np.float32(0.5), np.ones(2, np.float32)
     expert_rank = np.array([0, 2, 1])
@@ -64,14 +69,15 @@ def packed() -> None:
 
 
 def sums() -> None:
-    """Products that are all -0, a sum that cancels, and no token at all."""
+    """Call `weighted_sum` with products all -0, with a sum that cancels, and with no token at all."""
     rows.weighted_sum(np.full((1, 2, 3), -0.0, np.float32), np.ones((1, 2), np.float32))
     rows.weighted_sum(np.array([[[1.0], [2.0**-24], [-1.0]]], np.float32), np.ones((1, 3), np.float32))
     rows.weighted_sum(np.zeros((0, 4, 5), np.float32), np.zeros((0, 4), np.float32))
 
 
 def quantised() -> None:
-    """Halves, with a scale of 1, and of scales whose reciprocal is rounded what lies next to a half."""
+    """Call `quantize_rows` with halves at a scale of 1, and with values next to halves at scales with rounded
+    reciprocals."""
     halves = np.arange(-126.5, 127, dtype=np.float32)
     arithmetic.quantize_rows(np.append(halves, np.float32(127))[None])
     tops = np.array([3.0, 0.7, 41.0, 1e-3], np.float32)
@@ -80,7 +86,7 @@ def quantised() -> None:
 
 
 def attentions(model: Checkpoint) -> None:
-    """A recipe without INT8, and tokens that see positions here and there."""
+    """Call `attend_to` with a recipe without INT8 as well, and with tokens that see scattered positions."""
     rng = np.random.default_rng(4)
     for recipe in RECIPES:
         weights, c = Reference(model, recipe).weights, model.config
@@ -92,8 +98,11 @@ def attentions(model: Checkpoint) -> None:
 
 
 def copies() -> None:
-    """A block that one has alone, or two share, with a slot to be had and without; one in the index, and
-    one for which that is evicted."""
+    """Call `copy` on private and on shared blocks, with and without a free slot, and on a block in the prefix
+    index.
+
+    In the last case, a block of the index is evicted for the copy.
+    """
     for num_blocks in (2, 1):
         table, holding = BlockTable(num_blocks, 4, 64), Holding()
         table.append_block(holding)
@@ -109,7 +118,8 @@ def copies() -> None:
 
 
 def confirmed() -> None:
-    """Drafts after a prompt, of which one row alone has logits; and a step of nobody."""
+    """Call `accepted` with drafts after a prompt, of which only the last row has logits, and with an empty
+    step."""
     plan = StepPlan(
         step=StepNo(1),
         token_ids=[1, 2, 3, 7, 8, 9],
@@ -123,7 +133,11 @@ def confirmed() -> None:
 
 
 def pairs() -> None:
-    """Ranges that touch, and what is refused: other totals, ranges askew or empty, bytes written twice."""
+    """Call `pair` with ranges touching, and with ranges to refuse: of other totals, misaligned, empty, or
+    writing bytes twice.
+
+    These have other totals, are misaligned or empty, or write bytes twice.
+    """
 
     def cut(node: int, *sizes: int, first: int = 0) -> list[Span]:
         ends = np.cumsum((first, *sizes)).tolist()
@@ -144,8 +158,12 @@ def pairs() -> None:
 
 
 def placements() -> None:
-    """Dies with other work, an expert that is replicated twice, a swap, and a replica with no place; swaps
-    that are equally good, that siblings forbid, and after which loads are others."""
+    """Call `place` with other work on dies, an expert replicated twice, a swap, and a replica without a
+    place.
+
+    The last five calls need swaps: equally good ones, ones that siblings forbid, and ones after which loads
+    differ.
+    """
     tokens = np.array([[40, 10], [6, 6], [30, 2], [5, 5]], np.int64)
     eplb.place(tokens, [0, 2], [0, 1, 2, 3], [1, 1, 1, 1], [0.0, 0.5, 0.0, 0.25])
     eplb.place(tokens, [0, 0, 2], [0, 1, 2, 3], [0, 1, 1, 2])
@@ -163,7 +181,7 @@ def placements() -> None:
 
 
 def steps_undone() -> dict[str, np.ndarray[Any, Any]]:
-    """Two steps of three, in the order in which they were, and in others."""
+    """Call `rows_before` for two undone steps of three, with the steps given in order and in other orders."""
     rows = [np.full(4, value, np.float32) for value in range(4)]
     found = {3: {7: rows[0]}, 4: {7: rows[1], 8: rows[2]}, 5: {7: rows[3]}}
     orders = (3, 4, 5), (5, 3, 4), (4, 5, 3)

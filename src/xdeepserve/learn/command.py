@@ -1,4 +1,4 @@
-"""`xdeepserve learn`: a course whose pass mark is bit equality."""
+"""The command `xdeepserve learn`: list, start and check the exercises of the course, and give hints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Without N: the first exercise in the folder that is not solved yet.
 
 
 def add_options(parser: Parser) -> None:
-    """What to do, with which exercise, and where."""
+    """Add the options of the command: the action, the exercise's number and the working folder."""
     parser.add_argument("action", choices=("list", "start", "check", "hint"), help="see below")
     parser.add_argument("number", type=int, nargs="?", metavar="N", help="an exercise, by its number")
     parser.add_argument(
@@ -34,7 +34,7 @@ def add_options(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """List, start, check or give a hint; 1 if a check is not passed yet."""
+    """List, start, check or give a hint; return 1 if a check is not passed yet."""
     from xdeepserve.errors import InputError
     from xdeepserve.learn.course import COURSE, exercise_of
     from xdeepserve.learn.working_folder import WorkingFolder
@@ -88,7 +88,7 @@ def _check(args: argparse.Namespace, folder: WorkingFolder, exercise: Exercise) 
 
 
 def _current(folder: WorkingFolder) -> Exercise:
-    """The first exercise that the learner has started and not solved."""
+    """Find the first exercise started and not solved by the learner."""
     from xdeepserve.errors import InputError
     from xdeepserve.learn.course import COURSE
 

@@ -1,4 +1,4 @@
-"""The exercises, in order: from one field in a die's memory to a model's bits."""
+"""The exercises of the course, in order: from one field in a die's memory to a model's bits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xdeepserve.learn.exercise import Exercise
 
 
 def _packed(result: Any, args: tuple[Any, ...]) -> dict[str, Any]:
-    """Rows by their fields, then byte by byte: what is padding is zero."""
+    """Split dispatch rows into fields, then bytes; padding must be zero."""
     rows, sent = result
     rows = np.asarray(rows)
     header = rows[:, : HEADER_DTYPE.itemsize].view(HEADER_DTYPE)[:, 0]
@@ -22,7 +22,7 @@ def _packed(result: Any, args: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _by_head(result: Any, args: tuple[Any, ...]) -> dict[str, Any]:
-    """Whether it is laid out as it must be, then the numbers of each head."""
+    """Describe the memory layout of an attention output, then give its numbers by head."""
     (tokens, heads), rows = args[2].shape[:2], np.asarray(result)
     layout = f"{rows.dtype} {list(rows.shape)}, {'' if rows.flags.c_contiguous else 'not '}contiguous"
     by_head = rows.reshape(tokens, heads, -1) if rows.size and rows.size % (tokens * heads) == 0 else rows
@@ -30,7 +30,7 @@ def _by_head(result: Any, args: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _booked(result: Any, args: tuple[Any, ...]) -> dict[str, Any]:
-    """A copy of a block, and the books as they are after it."""
+    """Give a block's copy, and the block table's books after it."""
     table, holding = args[:2]
     return {
         "the copy": result,
@@ -252,7 +252,7 @@ COURSE = (
 
 
 def exercise_of(number: int) -> Exercise:
-    """One of the course, by its number. InputError if there is none."""
+    """Find an exercise of the course by its number. InputError if there is none."""
     for exercise in COURSE:
         if exercise.number == number:
             return exercise

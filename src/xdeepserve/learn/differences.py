@@ -1,4 +1,4 @@
-"""The first bit that is another than the package's own, in words."""
+"""Find the first bit unlike the package's own, and describe it in words."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 def first_difference(
     expected: Mapping[str, Any], found: Mapping[str, Any], axes: Mapping[str, Sequence[str]]
 ) -> str | None:
-    """Part by part, in the order of `expected`; None if all bits are equal."""
+    """Compare part by part, in the order of `expected`; None if all bits are equal."""
     for part, value in expected.items():
         if part not in found:
             return f"{part} is missing"
@@ -66,13 +66,14 @@ def _arrays(expected: np.ndarray[Any, Any], found: Any, part: str, axes: Sequenc
 
 
 def _bits(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Bytes [..., bytes of an element]: -0.0 is not 0.0, and a NaN is itself."""
+    """View an array as bytes [..., bytes of an element], by which -0.0 is not 0.0, and a NaN equals
+    itself."""
     array = np.ascontiguousarray(array)
     return array.view(np.uint8).reshape(*array.shape, array.dtype.itemsize)
 
 
 def _value(value: Any) -> str:
-    """A number; of one in floating point its bits besides, since the last one may differ alone."""
+    """Write a number; for a floating-point number also its bits, since only the last one may differ."""
     if isinstance(value, np.floating):
         return f"{value!s} (0x{value.tobytes()[::-1].hex()})"
     return str(value)

@@ -1,4 +1,4 @@
-"""What an exercise is: one function of the package, told, taken out and to be written again."""
+"""Define an exercise: a function of the package that the learner writes again from its story and skeleton."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ Parts = Callable[[Any, tuple[Any, ...]], Mapping[str, Any]]
 
 
 class Exercise(msgspec.Struct, frozen=True):
-    """One of the course.
+    """An exercise of the course: a function of the package, and what is needed to check the learner's
+    version.
 
-    `owner` and `name` are where the package's own function is: a module, perhaps a class in it
-    (`module:Class`), and the attribute. `scene` runs a part of the pod in which it works, and returns arrays
-    by name. `parts` names what the function returns, given that and its arguments, in the order in which it
-    is compared; `axes` says what an index of each part counts. `changes`: the function works by what it
-    changes, so that its arguments are parts, too, and the package's own gets deep copies.
+    `owner` and `name` say where the package's own function is: a module, perhaps a class in it
+    (`module:Class`), and the attribute. `scene` runs a part of the pod that uses the function, and returns
+    arrays by name. `parts` takes the function's result and arguments and names the parts to compare, in
+    order; `axes` says what an index of each part counts. `changes`: the function works by changing its
+    arguments, so that they are parts too, and the package's own function gets deep copies.
     """
 
     number: int
@@ -37,33 +38,33 @@ class Exercise(msgspec.Struct, frozen=True):
 
     @property
     def stem(self) -> str:
-        """What its files in a working folder are called, without the ending."""
+        """Name of the exercise's files in a working folder, without the ending."""
         return f"{self.number:02}_{self.slug}"
 
     @property
     def solution(self) -> str:
-        """Where the package's own function is, for people."""
+        """Full name of the package's own function, to show to people."""
         return f"{self.owner.replace(':', '.')}.{self.name}"
 
     @property
     def home(self) -> Any:
-        """The module or class that has the function."""
+        """Module or class of the package's own function."""
         module, _, owner = self.owner.partition(":")
         found = importlib.import_module(module)
         return getattr(found, owner) if owner else found
 
     @property
     def own(self) -> Callable[..., Any]:
-        """The package's own function."""
+        """The package's own function, to compare with."""
         found: Callable[..., Any] = getattr(self.home, self.name)
         return found
 
     @property
     def story(self) -> str:
-        """What the function is for, in Markdown."""
+        """Text about the purpose of the function, in Markdown."""
         return files("xdeepserve.learn").joinpath("lessons", f"{self.slug}.md").read_text()
 
     @property
     def skeleton(self) -> str:
-        """Its signature, and what it promises."""
+        """Source of the skeleton file: the function's signature, and what it promises."""
         return files("xdeepserve.learn").joinpath("lessons", f"{self.slug}.py").read_text()

@@ -1,4 +1,4 @@
-"""Parts of the pod at work, small enough to be run for every check. All of them return arrays by name."""
+"""Parts of the pod at work, small enough to run for every check. Each scene returns arrays by name."""
 
 from __future__ import annotations
 
@@ -44,8 +44,10 @@ PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8])
 
 
 def send_and_receive() -> Bits:
-    """Four messages from rank 0 to rank 1, on two dies: chunk by chunk through a ring of four slots; by AIV
-    cores, and one by the DMA engines, which take several chunks at a time."""
+    """Send four messages from rank 0 to rank 1, on two dies, chunk by chunk through a ring of four slots.
+
+    AIV cores send three of them; the DMA engines send one, several chunks at a time.
+    """
 
     async def main() -> Bits:
         pod, dies = Pod(), (0, 16)
@@ -78,7 +80,8 @@ def send_and_receive() -> Bits:
 
 
 def tokens_of(rank: int) -> tuple[Float32, Int32, Float32]:
-    """x [T, H], topk_idx [T, K] and topk_weights [T, K] of an attention rank; its first token is zeros."""
+    """Draw x [T, H], topk_idx [T, K] and topk_weights [T, K] of an attention rank; its first token is
+    zeros."""
     rng, shape = np.random.default_rng(rank), (NUM_TOKENS[rank], TRAMPOLINE.top_k)
     x = rng.standard_normal((shape[0], TRAMPOLINE.hidden)).astype(np.float32)
     x[:1] = 0
@@ -88,7 +91,7 @@ def tokens_of(rank: int) -> tuple[Float32, Int32, Float32]:
 
 
 def through_trampolines() -> Bits:
-    """Tokens of three attention dies go to eight experts on two dies, and their answers come back."""
+    """Send tokens of three attention dies to eight experts on two dies, and their answers back."""
 
     async def attend(side: AttentionSide) -> np.ndarray[Any, Any]:
         await side.a2e(*tokens_of(side.rank), 1)
@@ -129,14 +132,14 @@ def through_trampolines() -> Bits:
 
 @functools.cache
 def served(deployment: str, *overrides: str) -> list[RequestOutput]:
-    """What a pod answers to the prompts, with the logits of every token."""
+    """Serve the prompts on a pod, and return the answers with the logits of every token."""
     params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
     with LLM("tiny-random", deployment, overrides=list(overrides)) as llm:
         return llm.generate(list(PROMPTS), params, keep_logits=True)
 
 
 def forward_pass() -> Bits:
-    """Logits of the NumPy forward pass. XDeepServeError, with the place, if those of a pod are others."""
+    """Compute logits by the NumPy forward pass. XDeepServeError, with the place, if the pod's differ."""
     reference, found = Reference(resolve_model("tiny-random"), "int8"), {}
     for number, (prompt, output) in enumerate(zip(PROMPTS, served("transformerless"), strict=True)):
         choice = output.outputs[0]
@@ -162,7 +165,7 @@ def tokens(
     *overrides: str,
     faults: Sequence[Fault] = (),
 ) -> Bits:
-    """The token ids that a pod answers with."""
+    """Serve prompts on a pod, and return the token ids of each choice."""
     with LLM(model, deployment, overrides=list(overrides), faults=faults) as llm:
         outputs = llm.generate(prompts, params)
     return {
@@ -173,7 +176,7 @@ def tokens(
 
 
 def choices_that_share_blocks() -> Bits:
-    """Three choices for each prompt: they share the prompt's blocks, and write after it."""
+    """Serve three choices for each prompt: they share the prompt's blocks, and write after it."""
     params = SamplingParams(max_tokens=12, n=3, temperature=1.0, seed=1, ignore_eos=True)
     found = tokens([*PROMPTS, *(prompt * 4 for prompt in PROMPTS)], params, "tiny-random", "monolithic")
     by_hand.copies()
@@ -181,7 +184,7 @@ def choices_that_share_blocks() -> Bits:
 
 
 def drafts_of_two() -> Bits:
-    """A trained model drafts two tokens ahead, and is right now and then."""
+    """Serve a trained model with drafts two tokens ahead, which are right now and then."""
     params = SamplingParams(max_tokens=24, temperature=0.8, seed=1, ignore_eos=True)
     prompts = ["Once upon a time", "def scale(x):", "A fox called Mia"]
     found = tokens(prompts, params, "tiny", "monolithic", "mtp=2")
@@ -190,7 +193,8 @@ def drafts_of_two() -> Bits:
 
 
 def kv_goes_to_decode() -> Bits:
-    """Four dies hand each other bytes that are cut differently; then a prefill TE hands KV to a decode TE."""
+    """Transfer differently cut bytes among four dies, then serve on a prefill and a decode TE, which hand
+    over KV."""
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     moved = distflow(None).recording.outputs
     found = tokens([prompt * 5 for prompt in PROMPTS], params, "tiny-random", "pd")
@@ -199,7 +203,7 @@ def kv_goes_to_decode() -> Bits:
 
 
 def replicas_move() -> Bits:
-    """Four dies with redundant slots count tokens, and move replicas of hot experts."""
+    """Serve on four dies with redundant slots, which count tokens and move replicas of hot experts."""
     params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
     prompts = [*(prompt * 4 for prompt in PROMPTS), [5] * 20, [7] * 20]
     settings = ("dies=4", "experts.redundant_slots=2", "experts.balance_interval=0.002")
@@ -209,7 +213,8 @@ def replicas_move() -> Bits:
 
 
 def a_die_that_fails_twice() -> Bits:
-    """A die with drafts has two glitches, each after it has overwritten states that it made drafts of."""
+    """Serve on a die with drafts that has two glitches, each after it has overwritten states that drafts came
+    from."""
     faults = [Fault(at_us, 0, "glitch", code="aicore-exception") for at_us in (4000.0, 8500.0)]
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=3, ignore_eos=True)
     found = tokens(list(PROMPTS), params, "tiny-random", "monolithic", "mtp=2", faults=faults)

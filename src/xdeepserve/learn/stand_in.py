@@ -1,7 +1,7 @@
-"""The learner's function in the place of the package's own.
+"""Put the learner's function in the place of the package's own.
 
-Whatever calls the package's own function calls the stand-in, which has both: the learner's does the work, and
-what it returns goes on its way through the pod; the package's own says what it should have been.
+Callers of the package's own function reach the stand-in, which has both. The learner's function does the
+work: its result goes on through the pod. The package's own computes what the result should have been.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ LINE = 240  # characters of another value
 
 
 class NotYetError(XDeepServeError):
-    """The learner's function is not written, fails, or differs: one line that says where. `given` is what
-    the call was given, for another line, or empty."""
+    """The learner's function is not written, fails, or differs: one line that says where. `given` has the
+    arguments of the call, for another line, or is empty."""
 
     def __init__(self, text: str, given: str = "") -> None:
         super().__init__(text)
@@ -37,14 +37,14 @@ class NotYetError(XDeepServeError):
 
 
 def place_in(path: Path, error: BaseException) -> str:
-    """The innermost line of the learner's file that an error went through."""
+    """Find the innermost line of the learner's file that an error passed through."""
     lines = [entry for entry in traceback.extract_tb(error.__traceback__) if entry.filename == str(path)]
     return f"{path.name}, line {lines[-1].lineno} in {lines[-1].name}" if lines else path.name
 
 
 @contextlib.contextmanager
 def blamed(path: Path) -> Iterator[None]:
-    """Within it the learner's code runs: what it raises becomes a line with the place in their file."""
+    """Turn an error of the learner's code into NotYetError, one line with the place in their file."""
     try:
         yield
     except NotImplementedError as error:
@@ -55,7 +55,8 @@ def blamed(path: Path) -> Iterator[None]:
 
 
 class StandIn:
-    """Both functions, and what has come of them. `guard` surrounds each call of the learner's."""
+    """Calls the learner's function and the package's own, and keeps the first failure. `guard` surrounds each
+    call of the learner's."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class StandIn:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Within it everybody who has the package's own function by name calls both."""
+        """Replace the package's own function, wherever it is known by name, while the context lasts."""
 
         @functools.wraps(self.own)
         def both(*args: Any, **named: Any) -> Any:
@@ -91,7 +92,7 @@ class StandIn:
                 setattr(home, self.exercise.name, self.own)
 
     def call(self, caller: FrameType, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """The learner's result. NotYetError, in this call and in all that follow, if it is another."""
+        """Return the learner's result. NotYetError, in this call and in all that follow, if it differs."""
         if self.failure is not None:
             raise self.failure
         self.num_calls += 1
@@ -117,7 +118,7 @@ class StandIn:
         return found
 
     def _check_refuses(self, refusal: XDeepServeError, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """NotYetError unless the learner's raises the same kind of error."""
+        """Raise NotYetError unless the learner's function raises the same kind of error."""
         expected = f"expected {type(refusal).__name__} ({refusal})"
         try:
             with self.guard(), blamed(self.path):
@@ -131,7 +132,7 @@ class StandIn:
         raise NotYetError(f"{expected}, yours returns a {type(found).__name__}")
 
     def _compare(self, expected: Any, own: tuple[Any, Any], found: Any, theirs: tuple[Any, Any]) -> None:
-        """NotYetError at the first difference, in what is returned or in what has been changed."""
+        """Raise NotYetError at the first difference, in the result or in changed arguments."""
         parts = self.exercise.parts
         if not self.exercise.changes:
             changed = first_difference(_arguments(*own), _arguments(*theirs), {})
@@ -148,7 +149,7 @@ class StandIn:
 
 
 def _copied(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of their own, as far as arrays and lists go."""
+    """Copy array, list and dict arguments, so that changes stay apart; pass others as they are."""
 
     def one(value: Any) -> Any:
         return copy.copy(value) if isinstance(value, np.ndarray | list | dict) else value
@@ -157,14 +158,14 @@ def _copied(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ..
 
 
 def _arguments(args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
-    """What a function might have changed; of dicts the keys."""
+    """Collect the arguments a function might have changed: arrays, lists, and the keys of dicts."""
     everything = {**{f"argument {i}": value for i, value in enumerate(args)}, **named}
     kept = {name: [*value] if isinstance(value, dict) else value for name, value in everything.items()}
     return {name: value for name, value in kept.items() if isinstance(value, np.ndarray | list)}
 
 
 def _given(own: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> str:
-    """The arguments by name, as far as they are values: of what is long, its kind and size."""
+    """Write the arguments by name, if they are values; long values by kind and size."""
     given = inspect.signature(own).bind(*args, **named).arguments
     return ", ".join(f"{name}={text}" for name, value in given.items() if (text := _said(value)))
 
@@ -184,7 +185,7 @@ def _said(value: Any) -> str:
 
 
 def _rank(frame: FrameType | None) -> str:
-    """Who called: the nearest caller that knows its rank, and perhaps its peer; empty if none does."""
+    """Name the calling rank: the nearest caller that has a rank, and perhaps a peer; empty if none has."""
     while frame is not None and frame.f_globals.get("__name__", "").startswith("xdeepserve."):
         for value in frame.f_locals.values():
             for each in (value, getattr(value, "side", None)):

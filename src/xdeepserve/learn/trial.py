@@ -1,4 +1,4 @@
-"""One check: the learner's file in the pod, and the bits that come out."""
+"""Check an exercise once: the learner's function in the pod, compared call by call and in the final bits."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ Guard = Callable[[], contextlib.AbstractContextManager[None]]
 
 @functools.cache
 def own_bits(scene: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
-    """What a scene has come to with the package's own functions."""
+    """Run a scene with the package's own functions, once, and keep its arrays."""
     return scene()
 
 
 def try_file(exercise: Exercise, path: Path, guard: Guard = contextlib.nullcontext) -> int:
-    """Run the exercise's scene with the function of `path`: how often it was called, if all bits are equal.
+    """Run the exercise's scene with the function of `path`, and return the number of its calls if all bits
+    are equal.
 
     NotYetError, one line, if not; InputError if there is no such file.
     """
@@ -50,7 +51,7 @@ def try_file(exercise: Exercise, path: Path, guard: Guard = contextlib.nullconte
 
 
 def load(exercise: Exercise, path: Path, guard: Guard) -> Callable[..., Any]:
-    """The learner's function. InputError if there is no file, NotYetError if it cannot be loaded."""
+    """Load the learner's function. InputError if there is no file, NotYetError if it cannot be loaded."""
     if not path.is_file():
         raise InputError(f"{path}: no such file; begin with xdeepserve learn start {exercise.number}")
     spec = importlib.util.spec_from_file_location(f"learnt_{exercise.slug}", path)

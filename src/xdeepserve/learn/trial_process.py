@@ -1,7 +1,7 @@
-"""A check in a process of its own: what the learner's function does to it is its own affair.
+"""Run a check in a process of its own, so that the learner's function cannot harm the caller.
 
-A call that does not come back ends the process at its time limit, which leaves behind where it was; so does
-one that crashes. A process that does not end by itself is ended.
+A call that does not return ends the process at its time limit and leaves behind the place where it was; so
+does a call that crashes. The caller ends a process that does not end by itself.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
 
 
 class Verdict(msgspec.Struct):
-    """What has come of a check: calls that were equal if it is passed, else one line, and, of a call that
-    differs, what it was given."""
+    """Result of a check: the number of equal calls if it is passed, else a line that says why not. `given`
+    has the arguments of the call that differs."""
 
     num_calls: int = 0
     text: str = ""
@@ -40,13 +40,15 @@ class Verdict(msgspec.Struct):
 
     @property
     def is_passed(self) -> bool:
-        """All bits are equal."""
+        """Whether all bits are equal, so that the exercise is passed."""
         return not self.text
 
 
 def check_apart(exercise: Exercise, path: Path, call_s: float = CALL_S, whole_s: float = WHOLE_S) -> Verdict:
-    """Check `path` in a process of its own; what the learner prints is printed. XDeepServeError if that
-    process ends by a fault of the package's own."""
+    """Check `path` in a process of its own; what the learner prints is printed.
+
+    XDeepServeError if the process ends by a fault of the package's own.
+    """
     with tempfile.TemporaryDirectory(prefix="xdeepserve-learn-") as folder:
         verdict, stuck, within = (Path(folder, name) for name in ("verdict", "stuck", "within"))
         arguments = [str(exercise.number), *map(str, (path, verdict, stuck, within)), str(call_s)]
@@ -69,7 +71,7 @@ def check_apart(exercise: Exercise, path: Path, call_s: float = CALL_S, whole_s:
 
 
 def _where(path: Path, frames: list[tuple[str, str, str]]) -> str:
-    """The innermost of the learner's own lines."""
+    """Find the innermost of the learner's own lines."""
     for file, line, function in frames:
         if Path(file) == path:
             return f"{path.name}, line {line} in {function}"
@@ -77,7 +79,7 @@ def _where(path: Path, frames: list[tuple[str, str, str]]) -> str:
 
 
 def _status(code: int) -> str:
-    """How a process has ended."""
+    """Describe in words how a process has ended."""
     if code >= 0:
         return f" with status {code}"
     name = signal.Signals(-code).name if -code in {*signal.Signals} else "signal"
@@ -85,7 +87,10 @@ def _status(code: int) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """The process: leaves a verdict, or, if it does not come to that, where it is, and in which call."""
+    """Run the check and leave a verdict.
+
+    Without a verdict, the process leaves the place where it was, and the number of the call.
+    """
     number, path, verdict, stuck, within, call_s = arguments
     with open(stuck, "w") as file, open(within, "w") as crumb:
         faulthandler.enable(file, all_threads=False)

@@ -1,4 +1,4 @@
-"""What a learner has of the course: a folder of files, and `progress.json`."""
+"""The learner's working folder: stories, skeletons, and `progress.json`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from xdeepserve.reading import read
 
 
 class Standing(msgspec.Struct):
-    """How far a learner is with one exercise."""
+    """Progress of a learner in one exercise."""
 
     num_hints: Annotated[int, msgspec.Meta(ge=0)] = 0  # that have been given
     passed: str = ""  # digest of the file that has passed
 
 
 class WorkingFolder:
-    """Skeletons and stories in `path`. InputError if its progress cannot be read."""
+    """A folder with skeletons and stories. InputError if its progress cannot be read."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._progress = path, path / "progress.json"
@@ -32,11 +32,11 @@ class WorkingFolder:
             self.standings = read(self._progress, "JSON").to(dict[str, Standing])
 
     def source(self, exercise: Exercise) -> Path:
-        """The learner's file, absolute."""
+        """Absolute path of the learner's file."""
         return (self.path / f"{exercise.stem}.py").resolve()
 
     def start(self, exercise: Exercise) -> list[Path]:
-        """Write skeleton and story. InputError, and nothing is written, if the learner has changed one."""
+        """Write skeleton and story. InputError, with nothing written, if the learner has changed either."""
         made = {
             self.path / f"{exercise.stem}.md": exercise.story,
             self.path / f"{exercise.stem}.py": exercise.skeleton,
@@ -50,7 +50,8 @@ class WorkingFolder:
         return [*made]
 
     def state(self, exercise: Exercise) -> str:
-        """`solved` if the file is the one that has passed, else `changed since`, `started` or nothing."""
+        """Progress in an exercise: `solved` if the file is the one that has passed, else `changed since`,
+        `started` or empty."""
         source, standing = self.source(exercise), self.standings.get(exercise.slug, Standing())
         if not source.is_file():
             return ""
@@ -59,12 +60,15 @@ class WorkingFolder:
         return "solved" if digest_of(source) == standing.passed else "changed since"
 
     def passed(self, exercise: Exercise, digest: str) -> None:
-        """A file of this digest has passed."""
+        """Note the digest of a file that has passed."""
         self._standing(exercise).passed = digest
         self._keep()
 
     def next_hint(self, exercise: Exercise) -> tuple[int, str, bool]:
-        """Its number, what it says, and whether it is new: when there are no more, the last one again."""
+        """Give the next hint: number, text, and whether it is new.
+
+        When there are no more, the last one comes again.
+        """
         standing, num_hints = self._standing(exercise), len(exercise.hints)
         is_new = standing.num_hints < num_hints
         standing.num_hints = min(standing.num_hints + 1, num_hints)
@@ -80,5 +84,5 @@ class WorkingFolder:
 
 
 def digest_of(path: Path) -> str:
-    """What tells one state of a file from another."""
+    """Digest of a file's bytes, by which a change is noticed."""
     return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,6 +1,10 @@
-"""A page to watch a pod on: what it is told, as data (`parts`), who looks (`pod_look`, `step_look`), when
-(`watch`), and the page itself (`static/`).
+"""Serve a page to watch a pod on.
 
-The engine knows nothing of it. Somebody who watches is told what can be looked up at that moment, and one
-step now and then, drawn by the pod's trace. docs/page.md is the data's format.
+- `parts`: the page's data
+- `pod_look`, `step_look`: read the data from an engine
+- `watch`: when the engine is looked at, and for whom
+- `static/`: the page itself
+
+The engine does not know about the page. A watcher gets the state of the moment, and now and then a step drawn
+by the pod's trace. docs/page.md is the data's format.
 """

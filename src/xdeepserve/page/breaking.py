@@ -1,4 +1,4 @@
-"""A die breaks because somebody who watches has asked for it: a fault like those of a plan (hw/faults.py)."""
+"""Break a die at a watcher's request, by a fault like those of a plan (hw/faults.py)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ SOON_US = 1.0
 
 
 class Breaking(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is asked for: a die is lost with all that it holds, or ends what it is at with an error code."""
+    """Request to break a die: `lost` takes the die with all its memory, `glitch` ends its current operation
+    with an error code."""
 
     die: int
     kind: Literal["lost", "glitch"] = "lost"
 
 
 class Broken(msgspec.Struct, frozen=True):
-    """It will happen at that virtual time, or, while the pod rests, as soon as time passes it."""
+    """Answer to a request: the die will break at virtual time `at_ns`. While the pod rests, it breaks as soon
+    as time passes `at_ns`."""
 
     die: int
     kind: str
@@ -30,15 +32,18 @@ class Broken(msgspec.Struct, frozen=True):
 
 
 class Breaker:
-    """Breaks dies of an engine's pod."""
+    """Breaks dies of an engine's pod on request."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._pod = engine, engine.plan.pod
         self._to_lose: list[int] = []  # at a time that may not have come: while the pod rests, none passes
 
     def break_die(self, asked: Breaking) -> Broken:
-        """RequestError, and nothing will happen, if there is no such die, it is lost already, or requests
-        would not outlive it."""
+        """Schedule the fault to break a die.
+
+        RequestError, with nothing scheduled, if the die does not exist, if it is lost already, or if requests
+        would not survive its loss.
+        """
         pod, die = self._pod, asked.die
         if die not in pod.dies:
             raise RequestError(f"the pod has no die {die}: it has {_few(sorted(pod.dies))}", param="die")
@@ -59,12 +64,12 @@ class Breaker:
         return Broken(die, asked.kind, round(1000 * (fault.at_us or 0)))
 
     def _why_not(self, die: int) -> str | None:
-        """Why it is not to be lost."""
+        """Return why a die must not be lost now, or None."""
         if self._to_lose:
             return f"die {self._to_lose[0]} is about to be lost: ask for something first"
         return self._engine.cannot_lose(die)
 
 
 def _few(dies: list[int]) -> str:
-    """Dies, in short."""
+    """Write die numbers in short: a range, or how many there are."""
     return f"{dies[0]} to {dies[-1]}" if dies == [*range(dies[0], dies[-1] + 1)] else f"{len(dies)} others"

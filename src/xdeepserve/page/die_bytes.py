@@ -1,5 +1,7 @@
-"""What lies in a die's memory: its regions by name, the bytes of one, and what they mean where they are a
-protocol's fields or rows. Looking costs no virtual time."""
+"""Read a die's memory for the page: its regions by name, and a region's first bytes with their meaning.
+
+Only fields and rows of a protocol have a meaning. Looking costs no virtual time.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ SHOWN_ELEMENTS = 4  # of a member that is an array
 
 
 class RegionRow(msgspec.Struct, frozen=True, array_like=True):
-    """A region of one of the three areas of a memory."""
+    """A region of a memory's three areas, with its offset and length in bytes."""
 
     area: str
     name: str
@@ -38,7 +40,7 @@ class RegionRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
-    """A member of a field or row: where it begins, and in cell after cell what it is."""
+    """A member of a field or row: its name, type and offset, and its value in each cell shown."""
 
     name: str
     type: str
@@ -47,7 +49,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DieBytes(msgspec.Struct, frozen=True):
-    """Either the regions of a die, or the beginning of one of them, in hexadecimal digits."""
+    """Either the regions of a die, or the first bytes of a region in hexadecimal digits, with its members."""
 
     die: int
     place: str
@@ -60,7 +62,10 @@ class DieBytes(msgspec.Struct, frozen=True):
 
 
 def die_bytes(engine: Engine, die: int, region: str | None) -> DieBytes:
-    """RequestError where there is no such memory now, or no such region in it."""
+    """Read the regions of a die, or the first bytes of `region`.
+
+    RequestError if the die has no memory now, or its memory has no such region.
+    """
     pod = engine.plan.pod
     if die not in pod.dies or not pod.memories.is_materialised(die):
         raise RequestError(f"die {die} has no memory in this pod now", param="die")
@@ -110,7 +115,7 @@ def _text(value: Any) -> str:
 
 
 def cells_of(engine: Engine, die: int) -> dict[str, Cells]:
-    """What the regions of a die's exchanges are made of, by region."""
+    """Map the regions of a die's exchanges to their cells, by name."""
     te = next((te.plan for te in engine.je.tes if die in te.plan.every_die), None)
     found: dict[str, Cells] = {}
     if te is None or not isinstance(te.net, ProtocolNet):

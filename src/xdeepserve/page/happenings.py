@@ -1,4 +1,4 @@
-"""What the engine tells while somebody watches: requests with their times, and what happens to the pod."""
+"""Keep the engine's reports while the page is watched: requests with their times, and events of the pod."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEPT_EVENTS = 40
 
 
 class _Noticed(msgspec.Struct):
-    """A sequence, as far as it has been seen."""
+    """Progress of a sequence, as far as it was observed."""
 
     seq_id: int
     arrival_ns: int | None  # None: before anybody watched
@@ -38,7 +38,7 @@ class _Noticed(msgspec.Struct):
 
 
 class Happenings:
-    """An observer of the engine (dp/events.py): it notes, and changes nothing."""
+    """Observer of the engine (dp/events.py): takes notes and changes nothing."""
 
     def __init__(self, now_ns: Callable[[], int]) -> None:
         self._now_ns = now_ns
@@ -49,7 +49,7 @@ class Happenings:
         self.num_tokens = 0
 
     def see(self, event: Observed) -> None:
-        """Note one event."""
+        """Note an event of the engine."""
         match event:
             case events.StepEnded():
                 for share in event.shares:
@@ -82,12 +82,15 @@ class Happenings:
                     self._seen[event.seq_id].state = "ended"
 
     def forget_open(self) -> None:
-        """Nobody watches from now on: nobody will see how requests end that have not."""
+        """Forget the requests still open, since no watcher will see them end."""
         self._seen = {seq_id: seen for seq_id, seen in self._seen.items() if seen.state == "ended"}
 
     def lose(self, lost: set[int], broken: set[int]) -> None:
-        """These dies nobody may hold now: some are broken, the others were given up with them, until it is
-        known that they are well."""
+        """Note dies newly lost, and dies free again.
+
+        `lost` are the dies that no TE may hold now: the `broken` ones, and those given up with them until
+        they are known to be well.
+        """
         new, well = lost - self._lost, self._lost - lost
         for die in sorted(new & broken):
             self.note("fault", f"die {die} is lost", die)
@@ -99,7 +102,7 @@ class Happenings:
         self._lost = set(lost)
 
     def note(self, kind: str, text: str, die: int = -1) -> None:
-        """One more line."""
+        """Add a line to the events."""
         self._num_events += 1
         self._events.append(EventRow(self._num_events, self._now_ns(), kind, text, die))
 
@@ -108,7 +111,7 @@ class Happenings:
         seen.group, seen.state = event.group, state
 
     def _sequence(self, seq_id: int, arrival_ns: int | None = None) -> _Noticed:
-        """The latest that have been heard of are kept."""
+        """Find the notes of a sequence, or begin them; only the latest KEPT_REQUESTS sequences are kept."""
         seen = self._seen.get(seq_id)
         if seen is None:
             seen = self._seen[seq_id] = _Noticed(seq_id, arrival_ns)
@@ -128,7 +131,7 @@ class Happenings:
             self.num_tokens += len(share.token_ids)
 
     def requests_part(self, place: Callable[[GroupId], int]) -> RequestsPart:
-        """`place` counts DP groups as GroupsPart does."""
+        """Make the part for requests; `place` counts DP groups as GroupsPart does."""
         return RequestsPart([seen.row(place) for seen in self._seen.values()])
 
     def events_part(self) -> EventsPart:

@@ -1,7 +1,7 @@
-"""A record: what the page draws, as lines of JSON in a file, to be opened on a page later (docs/page.md).
+"""Record the page's data as lines of JSON in a file, to be opened on a page later (docs/page.md).
 
-A server's record has what a watcher would have seen. One of a run has a frame for each step of a DP group, so
-equal runs make equal files.
+A server's record has the frames that a watcher would have seen. A run's record has a frame for each step of a
+DP group, so equal runs make equal files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger("xdeepserve.page")
 
 
 class PageRecord:
-    """A file that frames are written to, until it has `MAX_BYTES`. InputError where none can be written."""
+    """A file of frames, written until it has `MAX_BYTES`. InputError if the file cannot be written."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.is_full, self._nbytes = path, False, 0
@@ -36,7 +36,7 @@ class PageRecord:
         self.write(HELLO)
 
     def write(self, line: bytes) -> None:
-        """One more line, unless the file is full."""
+        """Write a line, unless the file is full."""
         self.is_full |= self._nbytes + len(line) >= MAX_BYTES
         if not self.is_full:
             with self._noting():
@@ -48,7 +48,7 @@ class PageRecord:
 
     @contextlib.contextmanager
     def _noting(self) -> Iterator[None]:
-        """Who is watched goes on if the disk is full; the record ends."""
+        """Note a disk error and end the record; the engine goes on."""
         try:
             yield
         except OSError as error:
@@ -58,7 +58,8 @@ class PageRecord:
 
     @contextlib.asynccontextmanager
     async def of_watch(self, watch: PodWatch) -> AsyncIterator[None]:
-        """Write what a watcher sees, until the end of the context. If the disk is full, others go on."""
+        """Write a watcher's frames until the end of the context. If the disk is full, the other watchers go
+        on."""
 
         async def write() -> None:
             async with contextlib.aclosing(watch.frames()) as frames:
@@ -81,7 +82,8 @@ class PageRecord:
 
 
 class RunRecord:
-    """Records a run, step by step: the only watcher of an engine. Begin and `end` when nothing runs there."""
+    """Records a run step by step, as the only watcher of an engine. Create it and call `end` while the engine
+    runs nothing."""
 
     def __init__(self, engine: Engine, file: PageRecord) -> None:
         self._engine, self._file, self._look, self._number = engine, file, Look(engine), 0
@@ -90,7 +92,8 @@ class RunRecord:
         self._write()
 
     def _see(self, event: Observed) -> None:
-        """Whoever else looks has seen it by now."""
+        """Write a frame when a step ends: observers added earlier, as the look's own, have seen it by
+        then."""
         if isinstance(event, StepEnded) and not self._file.is_full:
             self._write()
 
@@ -104,7 +107,7 @@ class RunRecord:
             step.want()
 
     def end(self) -> None:
-        """A last frame; the engine is as if nobody had watched."""
+        """Write a last frame and stop watching; the engine is as if it had not been watched."""
         self._write()
         self._engine.ignore(self._see)
         self._look.end()
@@ -115,7 +118,7 @@ class RunRecord:
 
 @contextlib.contextmanager
 def recording(engine: Engine, path: Path) -> Iterator[None]:
-    """Record the steps of an engine in a file. InputError where it cannot be written."""
+    """Record the steps of an engine in a file. InputError if the file cannot be written."""
     record = RunRecord(engine, PageRecord(path))
     try:
         yield

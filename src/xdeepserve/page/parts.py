@@ -1,6 +1,6 @@
-"""The data of the page, format 1: a *frame* has those of these parts that have changed (docs/page.md).
+"""Data of the page, format 1: a *frame* has the parts that have changed since the last one (docs/page.md).
 
-Times are ns of virtual time. What there are many of stands in columns or short rows: a pod has 768 dies.
+Times are ns of virtual time. Data of many dies stands in columns or short rows: a pod has 768 dies.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class PageHello(msgspec.Struct, frozen=True):
 
 
 class DieRow(msgspec.Struct, frozen=True, array_like=True):
-    """A die that a TE has: who it is, by its place in `PodPart.tes`, and what of the model it holds.
+    """A die of a TE: its role, and the experts it holds. `te` is a place in `PodPart.tes`.
 
     role: both, prefill, decode, attention, experts, shared, vacant. `group` is a DP group of its TE, or -1.
     `first_expert` up to `last_expert`: physical experts, -1: none.
@@ -38,7 +38,7 @@ class DieRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TERow(msgspec.Struct, frozen=True):
-    """A task executor: the numbers that its parts of the page are drawn from."""
+    """A task executor (TE): the numbers from which the page draws its parts."""
 
     name: str
     role: str
@@ -51,7 +51,8 @@ class TERow(msgspec.Struct, frozen=True):
 
 
 class PodPart(msgspec.Struct, frozen=True):
-    """What changes only when TEs come and go. `no_kill`: why the page may not break dies; None: it may."""
+    """Data of the pod, changed only when TEs come and go. `no_kill` says why the page may not break dies;
+    None if it may."""
 
     model: str
     deployment: str
@@ -71,7 +72,7 @@ class PodPart(msgspec.Struct, frozen=True):
 
 
 class NowPart(msgspec.Struct, frozen=True):
-    """The moment, and what is true of all."""
+    """State of the whole pod at this moment."""
 
     ns: int
     num_running: int
@@ -83,7 +84,7 @@ class NowPart(msgspec.Struct, frozen=True):
 
 
 class GroupsPart(msgspec.Struct, frozen=True):
-    """A row of each column for each DP group, TE by TE."""
+    """State of the DP groups: each column has a number for each DP group, TE by TE."""
 
     used: list[int]  # KV blocks
     cached: list[int]  # of the others, those with content that a prompt may match
@@ -94,7 +95,7 @@ class GroupsPart(msgspec.Struct, frozen=True):
 
 
 class RequestRow(msgspec.Struct, frozen=True, array_like=True):
-    """A sequence. Times are -1 while they are not known; `group` counts as in GroupsPart."""
+    """A sequence's row. Times are -1 while they are unknown; `group` counts as in GroupsPart."""
 
     seq_id: int
     group: int
@@ -106,7 +107,7 @@ class RequestRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EventRow(msgspec.Struct, frozen=True, array_like=True):
-    """Something has happened to the pod: kind is te, fault, rollback, server or preemption."""
+    """An event of the pod: kind is te, fault, rollback, server, client or preemption."""
 
     number: int
     ns: int
@@ -116,10 +117,8 @@ class EventRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SpanRow(msgspec.Struct, frozen=True, array_like=True):
-    """Something that a die did. `lane` and `name` are places in StepPart's lists; -1: does not apply.
-
-    `start_ns` counts from the step's. `is_wait`: 1 for a wait for a peer's field.
-    """
+    """An operation of a die in the step. `lane` and `name` are places in StepPart's lists, -1: does not
+    apply. `start_ns` counts from the step's start. `is_wait`: 1 for a wait for a peer's field."""
 
     die: int
     lane: int
@@ -134,8 +133,8 @@ class SpanRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepPart(msgspec.Struct, frozen=True):
-    """A step of a DP group, with what some dies did in it, `num_shown` of `num_dies`, in some of the layers,
-    from `first_layer` to `last_layer`, and beside them."""
+    """A step of a DP group, and what some dies did in it and beside it. Shown are `num_shown` of `num_dies`
+    dies, and the layers `first_layer` to `last_layer`."""
 
     te: str
     group: int
@@ -153,14 +152,16 @@ class StepPart(msgspec.Struct, frozen=True):
 
 
 class LoadPart(msgspec.Struct, frozen=True):
-    """How much of that step each die of PodPart had busy cores, and how much it waited: per mille."""
+    """Load of each die of PodPart in the step: parts per mille of the step with busy cores, and with
+    waits."""
 
     busy: list[int]
     waits: list[int]
 
 
 class HeatPart(msgspec.Struct, frozen=True):
-    """What each column had to do in each layer in that step. `unit`: rows of experts, or us of dies."""
+    """Work by layer and column in the step. `unit` says what a value counts: rows of an expert, or us of a
+    die."""
 
     unit: str
     layers: list[int]
@@ -169,8 +170,8 @@ class HeatPart(msgspec.Struct, frozen=True):
 
 
 class TrafficPart(msgspec.Struct, frozen=True):
-    """Bytes by pair and plane, most first, from when the step was wanted until it ended; `nbytes` of all
-    `num_pairs`."""
+    """Bytes moved by pair of dies and plane, most first, from when the step was wanted until it ended.
+    `nbytes` is the sum over all `num_pairs`."""
 
     pairs: list[tuple[int, int, int, str]]
     num_pairs: int
@@ -178,7 +179,7 @@ class TrafficPart(msgspec.Struct, frozen=True):
 
 
 class PoolPart(msgspec.Struct, frozen=True):
-    """The memory pool: what its servers have counted, and what is there."""
+    """Counters of the memory pool's servers, and how full they are."""
 
     queries: int
     hits: int

@@ -1,4 +1,4 @@
-"""What can be looked up of an engine at any moment, as parts of a frame. Nothing is changed or waited for."""
+"""Read an engine's present state as parts of a frame, without changing anything or waiting."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from xdeepserve.page.parts import DieRow, GroupsPart, NowPart, PodPart, PoolPart
 
 
 def pod_part(engine: Engine, no_kill: str | None) -> PodPart:
-    """The model, and the TEs that run now."""
+    """Make the part of the model and the TEs that run now."""
     plan, config = engine.plan, engine.plan.config
     topology, tes = plan.pod.topology, [te.sizes for te in engine.je.tes]
     runs = "lockstep" if any(te.walk.is_lockstep for te in tes) else "tasks"
@@ -47,7 +47,7 @@ def _te_row(te: Sizes) -> TERow:
 
 
 def _die_rows(at: int, te: Sizes) -> Iterator[DieRow]:
-    """Dies with DP groups, then those with experts alone."""
+    """Yield the dies with DP groups, then the dies with experts alone."""
     role = "attention" if te.experts.where == "away" else te.place.role
     per_domain = te.place.num_dies // te.place.num_domains
     slots = te.experts.slots_of if te.experts.where == "among" else ()
@@ -66,7 +66,7 @@ def _ends(held: range) -> tuple[int, int]:
 
 
 def now_part(engine: Engine, num_tokens: int) -> NowPart:
-    """The moment."""
+    """Make the part of the moment: time, queues, lives of TEs, lost dies."""
     plan, groups = engine.plan, engine.groups
     lost_servers = [
         seat.die
@@ -85,7 +85,7 @@ def now_part(engine: Engine, num_tokens: int) -> NowPart:
 
 
 def groups_part(engine: Engine) -> GroupsPart:
-    """KV blocks, queues and prefix hits."""
+    """Make the part of the DP groups: KV blocks, queues and prefix hits."""
     groups = engine.groups
     cached = [group.rtc.num_cached for group in groups]
     return GroupsPart(
@@ -99,7 +99,7 @@ def groups_part(engine: Engine) -> GroupsPart:
 
 
 def pool_part(engine: Engine) -> PoolPart | None:
-    """The memory pool; None if there is none."""
+    """Make the part of the memory pool; None if there is none."""
     use = engine.plan.pool_use
     if use is None:
         return None

@@ -1,7 +1,7 @@
-"""One step, drawn by the pod's trace, which is on for that long: what dies did in it, and for how long.
+"""Draw a step from the pod's trace: what dies did in it, and for how long.
 
-The trace is turned on when a step is wanted, and off when the first one has ended that began after that. What
-it costs then is time of this computer alone: virtual time knows nothing of it.
+The trace is turned on when a step is wanted, and off when the first step that began later has ended. The
+trace costs real time of this computer then, but no virtual time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HIDDEN = ("DP group", "requests", "steps", "EPLB")
 
 
 class StepLook:
-    """Catches a step of an engine whose trace nobody else uses."""
+    """Catches a step of an engine by the pod's trace, which must have no other user."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._trace, self._clock = engine, engine.plan.pod.trace, engine.plan.pod.clock
@@ -30,7 +30,7 @@ class StepLook:
         self.caught: StepEnded | None = None
 
     def want(self) -> None:
-        """Catch the next step that begins."""
+        """Catch the next step to begin."""
         self.drop()
         self._trace.is_on, self._since_ns = True, self._clock.now
 
@@ -39,20 +39,19 @@ class StepLook:
         return self._since_ns is not None and self.caught is None
 
     def drop(self) -> None:
-        """Keep nothing, and want nothing."""
+        """Drop the caught step and want none."""
         self._trace.is_on, self._since_ns, self.caught = False, None, None
         self._trace.forget()
 
     def see(self, event: Observed) -> None:
-        """A step that has ended may be the one."""
+        """Catch a step as soon as it has ended, if it began after `want`."""
         if isinstance(event, StepEnded) and self.wants and event.start_ns >= (self._since_ns or 0):
             self._trace.is_on, self.caught = False, event
 
     # ---- what was caught ----------------------------------------------------------------------------
 
     def parts(self, dies: Sequence[DieRow]) -> dict[str, StepPart | LoadPart | HeatPart | TrafficPart]:
-        """What there is to tell of the step that was caught, for the dies of the pod's part. Then it is
-        forgotten."""
+        """Make the parts of the caught step, for the dies of the pod's part, and forget the step."""
         step = self.caught
         assert step is not None
         spans = [
@@ -101,7 +100,8 @@ class StepLook:
         )
 
     def _layers(self, spans: Sequence[TraceSpan], dies: Sequence[DieRow]) -> range:
-        """All layers, or so many around the first one with experts that a few dies of each role fit."""
+        """Choose the layers to draw: all, or as many around the first with experts as leave room for a few
+        dies of each role."""
         config = self._engine.plan.config
         last = max([config.num_hidden_layers - 1, *((span.args or {}).get("layer", 0) for span in spans)])
         most = max(Counter(span.node for span in spans).values(), default=1)
@@ -114,7 +114,8 @@ class StepLook:
         return range(first, min(last + 1, first + max(2, num_shown)))
 
     def _heat_part(self, spans: Sequence[TraceSpan], dies: Sequence[DieRow]) -> HeatPart:
-        """Rows by expert, where kernels know them; else how long dies with experts were at them."""
+        """Make the part of work by layer: rows by expert if kernels report them, else the time of dies with
+        experts."""
         heat: dict[int, Counter[int]] = defaultdict(Counter)
         kernels = [span for span in spans if span.name == "Experts" and span.args and "layer" in span.args]
         plan = self._engine.plan
@@ -147,7 +148,7 @@ def _held(row: DieRow) -> range:
 
 
 def shown_dies(dies: Sequence[DieRow], num_spans: dict[int, int]) -> list[int]:
-    """Dies whose spans a frame has room for: one more of every role in turn."""
+    """Choose the dies to draw, within MAX_SPANS spans: in turn, one more die of every role."""
     by_role: dict[tuple[int, str, int], list[int]] = defaultdict(list)
     for row in dies:
         if num_spans.get(row.die):

@@ -1,8 +1,8 @@
-"""Who watches an engine: frames at a bounded rate, of which each watcher gets the latest.
+"""Watch an engine: take frames at a bounded rate, and give each watcher the latest.
 
-A part that has not changed is not sent again. A watcher has no queue: when it comes for more, it gets what
-has changed since it was last here. So one that never comes costs nothing, and nobody waits for it. While
-nobody watches, nobody looks.
+A part that has not changed is not sent again. A watcher has no queue: it gets what has changed since it last
+came. A watcher that never comes back costs nothing, and no other waits for it. Without watchers, the engine
+is not looked at.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ HELLO = _ENCODER.encode(PageHello(__version__))
 
 
 class Frames:
-    """The parts of the latest look, each encoded once, with the number of the look that changed it."""
+    """Parts of the latest look, each encoded once, with the number of the look that changed it."""
 
     def __init__(self) -> None:
         self.number = 0
         self._parts: dict[str, tuple[int, bytes]] = {}
 
     def take(self, parts: dict[str, Part | None]) -> int:
-        """The parts of a look; how many bytes are new."""
+        """Keep the parts of a look, and return the number of new bytes."""
         number, nbytes = self.number + 1, 0
         for name, part in parts.items():
             if part is None:
@@ -52,7 +52,7 @@ class Frames:
         return nbytes
 
     def since(self, number: int) -> bytes:
-        """A frame, as JSON, of what has changed since that look; 0: of all."""
+        """Encode as JSON the parts changed since look `number`; 0: all parts."""
         changed = [
             b'"%s":%s' % (name.encode(), data) for name, (at, data) in self._parts.items() if at > number
         ]
@@ -60,7 +60,7 @@ class Frames:
 
 
 class Look:
-    """All parts of an engine, for as long as somebody watches: `begin` to `end`."""
+    """All parts of an engine, kept up to date between `begin` and `end`."""
 
     def __init__(self, engine: Engine, no_kill: str | None = None) -> None:
         self._engine, self._no_kill = engine, no_kill
@@ -73,14 +73,14 @@ class Look:
         self._engine.observe(self.step.see)
 
     def end(self) -> None:
-        """The engine is as if nobody had watched."""
+        """Stop observing, and leave the engine as if it had not been watched."""
         self._engine.ignore(self.happenings.see)
         self._engine.ignore(self.step.see)
         self.happenings.forget_open()
         self.step.drop()
 
     def look(self) -> int:
-        """Look at everything; how many bytes of it are new."""
+        """Look at everything, and return the number of new bytes."""
         engine, happened = self._engine, self.happenings
         pod = pod_part(engine, self._no_kill)
         happened.lose(engine.plan.pod.lost, engine.plan.pod.memories.silent)
@@ -98,7 +98,7 @@ class Look:
 
 
 def _places(pod: PodPart) -> Callable[[GroupId], int]:
-    """How GroupsPart counts DP groups; -1 for one of a TE that is gone."""
+    """Make a function to count DP groups as GroupsPart does; -1 for a group of a TE that is gone."""
     firsts, first = {}, 0
     for te in pod.tes:
         firsts[te.name] = first
@@ -107,7 +107,7 @@ def _places(pod: PodPart) -> Callable[[GroupId], int]:
 
 
 class PodWatch:
-    """Looks at an engine for all who watch it, in a task of its own while there are some."""
+    """Looks at an engine for all its watchers, in a task that runs while there are any."""
 
     def __init__(self, engine: Engine, no_kill: str | None = None) -> None:
         self._look = Look(engine, no_kill)
@@ -116,8 +116,9 @@ class PodWatch:
         self._task: asyncio.Task[None] | None = None
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        """Frames for one watcher, as JSON, for as long as it comes for more; an empty one says that nothing
-        is new. An error of looking ends all of them.
+        """Yield frames for a watcher, as JSON, for as long as the watcher asks for more.
+
+        An empty frame says that nothing is new. An error while looking ends the frames of all watchers.
         """
         self._enter()
         number = 0
@@ -157,7 +158,7 @@ class PodWatch:
             self._look.end()
 
     async def _run(self) -> None:
-        """Look, and pause the longer the dearer that was: in bytes for a watcher, or in time of this one."""
+        """Look again and again, with pauses in proportion to the last look's bytes and to its time."""
         step, next_step = self._look.step, 0.0
         try:
             while True:

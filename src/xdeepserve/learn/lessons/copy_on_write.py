@@ -1,4 +1,4 @@
-"""Exercise 7: a block that must be written. The story is beside this file."""
+"""Exercise 7: make a block writable. The story is beside this file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from xdeepserve.engine.messages import BlockCopy
 
 
 def copy(self: BlockTable, holding: Holding, block_idx: int) -> BlockCopy | None:
-    """Make a block writable: None if it is private already, else the copy that the die must make first.
+    """Make a block writable: return None if it is private already, else the copy that the die must make
+    first.
 
     holding.slots has the sequence's slots by block, holding.nodes what the prefix index knows of the first of
     them. BlockCopy("hbm", from slot, "hbm", to slot). XDeepServeError (xdeepserve.errors) if a slot is needed

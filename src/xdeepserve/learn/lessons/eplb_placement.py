@@ -14,7 +14,7 @@ def place(
     free: Sequence[int],
     base: Sequence[float] = (),
 ) -> Holdings:
-    """By die a list of experts, those of `chosen` that go to its redundant slots, in order of placement.
+    """List by die the experts of `chosen` that go to its redundant slots, in order of placement.
 
     token_count int64 [E, T]: tokens of each expert of a layer in each time slice. chosen: experts to
     replicate; one may come again. primary[e]: the die of expert e's primary. free[d]: the redundant slots of

@@ -14,7 +14,7 @@ def gate(
     norm_topk_prob: bool,
     routed_scaling_factor: float,
 ) -> tuple[Array, Array]:
-    """topk_idx int32 [T, K], best first, and topk_weights float32 [T, K], of scores float32 [T, E].
+    """Return topk_idx int32 [T, K], best first, and topk_weights float32 [T, K], for scores float32 [T, E].
 
     bias: float32 [E], or empty: none. n_group groups of E / n_group consecutive experts; topk_group of them
     stay open. The score of a group of one expert is its value. Weights are normalised if norm_topk_prob, and

@@ -6,5 +6,5 @@ from xdeepserve.model.canonical import Array
 
 
 def quantize_rows(x: Array) -> tuple[Array, Array]:
-    """q int8 [T, H] with |q| <= 127, and scale float32 [T], of x float32 [T, H]; T may be 0."""
+    """Return q int8 [T, H] with |q| <= 127, and scale float32 [T], of x float32 [T, H]; T may be 0."""
     raise NotImplementedError

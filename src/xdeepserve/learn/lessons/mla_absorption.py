@@ -1,4 +1,5 @@
-"""Exercise 4: MLA in its weight-absorbed form. The story is beside this file."""
+"""Exercise 4: multi-head latent attention (MLA) in its weight-absorbed form. The story is beside this
+file."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from xdeepserve.model.reference import Canonical
 def attend_to(
     self: Canonical, seen: Sequence[Array | slice], q: Array, q_pe: Array, latent: Array, k_pe: Array
 ) -> Array:
-    """The attention of T tokens, each over the positions of seen[t]: float32 [T, N * V], contiguous.
+    """Compute the attention of T tokens, each over the positions of seen[t]: float32 [T, N * V], contiguous.
 
     q [T, N, nope], q_pe [T, N, R], latent [T, C], k_pe [T, R]. self.recipe, self.is_int8, self.config
     (softmax_scale) and self.weights (w_uk [N, nope, C], w_uv [N, C, V], int8_attention) have the rest.

@@ -7,7 +7,7 @@ from xdeepserve.model.canonical import Array
 
 
 def accepted(plan: StepPlan, sampled: Array) -> list[int]:
-    """Per sequence, how many of its drafts, from the first, are what the main model samples there.
+    """Count for each sequence the drafts, from the first on, that the main model samples there too.
 
     By row: plan.token_ids, plan.seq_of; plan.num_tokens rows in all. By sequence: plan.num_drafts, how many
     of its last rows are drafts. plan.logit_rows: the rows whose logits were computed, ascending; sampled

@@ -1,10 +1,10 @@
-"""Exercise 1: what the fields of a ring say. The story is beside this file."""
+"""Exercise 1: the fields of a ring. The story is beside this file."""
 
 from __future__ import annotations
 
 
 def last_chunks(base: int, first: int, stop: int, num_cores: int) -> list[tuple[int, int, int]]:
-    """What fields say after chunks [first, stop) of a message, at least one.
+    """Return the ring's fields as they are after chunks [first, stop) of a message, at least one.
 
     Chunk i of the message goes through core i mod num_cores; the message begins at ring position `base`.
     Returns (core, chunk ID, pointer) of each core that had one of these chunks, for the last that it had;

@@ -6,7 +6,7 @@ from xdeepserve.comm.trampoline.layout import Sides
 
 
 def served(self: Sides, expert_rank: int) -> list[int]:
-    """The attention ranks whose trampoline is the die of this expert rank, ascending; perhaps none.
+    """List the attention ranks with the die of this expert rank as trampoline, ascending; perhaps none.
 
     self.attention: the dies of the attention ranks; self.experts.num_ranks: how many expert ranks there are.
     """
