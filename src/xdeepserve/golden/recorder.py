@@ -32,8 +32,10 @@ class Recording(NamedTuple):
 
 
 class Recorder:
-    """Takes images of all ranks' memories; `dies[rank]` is a rank's die. `participants` maps a step to its
-    number of ranks, where not all have it."""
+    """Takes images of all ranks' memories; `dies[rank]` is a rank's die.
+
+    `participants` maps a step to its number of ranks, where not all have it.
+    """
 
     def __init__(
         self,

@@ -35,7 +35,7 @@ class Challenge(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Hello(msgspec.Struct, forbid_unknown_fields=True):
-    """A client's introduction.
+    """A client's introduction to the server.
 
     `client` identifies the process; `identity` is a digest of model, precision and layout.
     """
