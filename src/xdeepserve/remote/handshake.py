@@ -1,14 +1,12 @@
-"""How a client and a server process come to know each other (EaaS 4.4): a handshake, then bytes alone.
+"""Handshake by which a client and a server process identify each other (EaaS 4.4), before bytes alone follow.
 
     server -> client   Challenge   a number that is used once
-
-    server -> client   Challenge   a number that is used once
-    client -> server   Hello       who it is, of which model and layout, and proof that it has the token
+    client -> server   Hello       the client's name, a digest of model and layout, and proof of the token
     server -> client   Welcome     where its regions are; with a file descriptor if they share a computer
 
-Each is one line of JSON. The token itself never travels, neither here nor to the monitor, which begins with a
-challenge, too. What follows on the connection is not encrypted: beyond one computer it is for a network whose
-members trust each other.
+Each message is one line of JSON. The token itself never travels, neither here nor to the monitor, which also
+begins with a challenge. The bytes that follow are not encrypted: connect several computers only over a network
+whose members trust each other.
 """
 
 from __future__ import annotations
