@@ -1,12 +1,12 @@
-"""Handshake by which a client and a server process identify each other (EaaS 4.4), before bytes alone follow.
+"""Handshake between a client and a server process (EaaS 4.4), after which bytes alone follow.
 
     server -> client   Challenge   a number that is used once
     client -> server   Hello       the client's name, a digest of model and layout, and proof of the token
     server -> client   Welcome     where its regions are; with a file descriptor if they share a computer
 
 Each message is one line of JSON. The token itself never travels, neither here nor to the monitor, which also
-begins with a challenge. The bytes that follow are not encrypted: connect several computers only over a network
-whose members trust each other.
+begins with a challenge. The bytes that follow are not encrypted: beyond one computer, use a network whose
+members trust each other.
 """
 
 from __future__ import annotations
