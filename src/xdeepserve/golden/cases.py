@@ -1,5 +1,4 @@
-"""Golden cases of the communication protocols: exchanges of three or four ranks small enough to read byte by
-byte.
+"""Golden cases of the protocols: exchanges of three or four ranks, small enough to read byte by byte.
 
 Inputs come from a seeded Philox generator, so they are the same everywhere. All outputs are exact:
 quantisation and sums follow the canonical order (`model.canonical`).
@@ -47,8 +46,10 @@ NUM_TOKENS = (3, 0, 4, 1)  # by rank
 
 
 class GoldenCase(NamedTuple):
-    """A recorded case: a description, and a function to record it. The seed of `run(seed)` changes the order
-    in which dies wake up, but no byte."""
+    """A recorded case: a description, and a function to record it.
+
+    The seed of `run(seed)` changes the order in which dies wake up, but no byte.
+    """
 
     description: str
     run: Callable[[int | None], Done]

@@ -1,5 +1,4 @@
-"""Golden cases of sparse attention: the indexer's choice and the attention to it (DeepSeek-V3.2, section
-2.1).
+"""Golden cases of sparse attention: an indexer's choice, and the attention to it (DeepSeek-V3.2 2.1).
 
 The cases are arithmetic alone, with no protocol. Rows are tokens of one sequence; keys, latents and RoPE keys
 are those of its positions. Each row of `chosen` has the chosen positions, ascending, then -1. Some keys are

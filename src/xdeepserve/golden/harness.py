@@ -64,8 +64,6 @@ def run_case(
     """Plan each rank's memory, by default as `layout` does, and run `program` on it for its outputs.
 
     `more` holds parameters for the manifest beside those of the layout.
-
-    `more` is what the manifest tells as parameters beside the layout.
     """
 
     async def main() -> Done:

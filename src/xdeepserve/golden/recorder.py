@@ -32,8 +32,10 @@ class Recording(NamedTuple):
 
 
 class Recorder:
-    """Takes images of all ranks' memories; `dies[rank]` is a rank's die. `participants` maps a step to its
-    number of ranks, where not all have it."""
+    """Takes images of all ranks' memories; `dies[rank]` is a rank's die.
+
+    `participants` maps a step to its number of ranks, where not all have it.
+    """
 
     def __init__(
         self,
@@ -57,11 +59,8 @@ class Recorder:
     async def lockstep(self, op: str, step: int) -> None:
         """Hold each rank after a step until the last rank has completed it, then take the images.
 
-        So an image shows the step complete on every rank that has it, and the next step begun on none,
+        So an image shows the step complete on every rank that has it, and the next step begun on no rank,
         whatever the timing.
-
-        So an image shows the step complete on every rank that has it, and nobody's next one begun, whatever
-        the timing.
         """
         paused = self._paused.setdefault((op, step), [])
         if len(paused) + 1 < self.participants.get((op, step), len(self.dies)):

@@ -73,8 +73,7 @@ MOVED = (((0, 96, 64),), ((2, 0, 32), (3, 160, 32)))
 
 
 def distflow(seed: int | None) -> Done:
-    """Record a transfer from dies 0 and 1 to dies 16 and 17, tag by tag, then one call with both sides
-    known."""
+    """Record transfers from dies 0 and 1 to dies 16 and 17: by tags, then one call that knows both sides."""
     dies, nbytes = (0, 1, 16, 17), 192
     inputs: Arrays = {
         f"rank{rank}.buffer": rng_of(30 + rank).integers(0, 256, nbytes, np.uint8)

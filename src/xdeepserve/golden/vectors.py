@@ -1,15 +1,15 @@
-"""Golden vectors as files, and the comparison of somebody else's.
+"""Golden vectors as files, and the comparison with files of another implementation.
 
     DIR/manifest.json                     cases; each with description, parameters, regions, files and digests
     DIR/<case>/inputs.safetensors         rank0.x, ...
     DIR/<case>/steps/NN-<step>.safetensors    rank0.metadata, rank0.managed, rank0.app: uint8 images
     DIR/<case>/outputs.safetensors        rank0.combined, ...
 
-An image shows every rank after the step and nobody within the next. To compare an implementation: run a case
-from its inputs, overwrite its step and output files with your own, and check. Step files that are missing are
-not compared, so outputs alone will do. The manifest stays as it was written: parameters, regions and digests
-are compared as well. Digests are sha256 over the file's tensors (names, types, shapes,
-bytes), so that another writer of safetensors, with another header, gets the same.
+An image shows every rank after the step, and no rank within the next one. To compare an implementation: run
+a case from its inputs, overwrite its step and output files with your own, and check. Missing step files are
+not compared, so outputs alone will do. Leave the manifest as it was written: its parameters, regions and
+digests are compared as well. Digests are sha256 over the file's tensors (names, types, shapes, bytes), so
+another writer of safetensors, with another header, gets the same digests.
 """
 
 from __future__ import annotations
@@ -150,10 +150,6 @@ def check(directory: Path, names: Sequence[str] | None = None) -> tuple[list[str
     By default all cases that the manifest names. A file that is missing or cannot be read is a difference of
     its case. InputError if the directory or its manifest cannot be read, if it holds no case, or if the
     manifest omits a case that is there.
-
-    By default all that the manifest names. A file that is missing or cannot be read is a difference of its
-    case. InputError if the directory or its manifest cannot be read, nothing is there to compare, or the
-    manifest does not name a case that is there.
     """
     manifest = _manifest(directory)
     chosen = select(names) if names else list(manifest.cases)

@@ -86,7 +86,7 @@ def quantised() -> None:
 
 
 def attentions(model: Checkpoint) -> None:
-    """Call `attend_to` with a recipe without INT8 as well, and with tokens that see scattered positions."""
+    """Call `attend_to` with every recipe, also without INT8, and with tokens that see scattered positions."""
     rng = np.random.default_rng(4)
     for recipe in RECIPES:
         weights, c = Reference(model, recipe).weights, model.config
@@ -98,8 +98,7 @@ def attentions(model: Checkpoint) -> None:
 
 
 def copies() -> None:
-    """Call `copy` on private and on shared blocks, with and without a free slot, and on a block in the prefix
-    index.
+    """Call `copy` on private, shared and indexed blocks, with and without a free slot.
 
     In the last case, a block of the index is evicted for the copy.
     """
@@ -133,8 +132,7 @@ def confirmed() -> None:
 
 
 def pairs() -> None:
-    """Call `pair` with ranges touching, and with ranges to refuse: of other totals, misaligned, empty, or
-    writing bytes twice.
+    """Call `pair` with ranges touching, and with ranges to refuse.
 
     These have other totals, are misaligned or empty, or write bytes twice.
     """
@@ -158,8 +156,7 @@ def pairs() -> None:
 
 
 def placements() -> None:
-    """Call `place` with other work on dies, an expert replicated twice, a swap, and a replica without a
-    place.
+    """Call `place` with other work on dies, an expert replicated twice, swaps, and a replica without a place.
 
     The last five calls need swaps: equally good ones, ones that siblings forbid, and ones after which loads
     differ.

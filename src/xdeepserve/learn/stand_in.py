@@ -28,8 +28,10 @@ LINE = 240  # characters of another value
 
 
 class NotYetError(XDeepServeError):
-    """The learner's function is not written, fails, or differs: one line that says where. `given` has the
-    arguments of the call, for another line, or is empty."""
+    """The learner's function is not written, fails, or differs: one line that says where.
+
+    `given` has the arguments of the call, for another line, or is empty.
+    """
 
     def __init__(self, text: str, given: str = "") -> None:
         super().__init__(text)
@@ -55,8 +57,10 @@ def blamed(path: Path) -> Iterator[None]:
 
 
 class StandIn:
-    """Calls the learner's function and the package's own, and keeps the first failure. `guard` surrounds each
-    call of the learner's."""
+    """Calls the learner's function and the package's own, and keeps the first failure.
+
+    `guard` surrounds each call of the learner's.
+    """
 
     def __init__(
         self,

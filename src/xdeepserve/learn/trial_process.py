@@ -31,8 +31,10 @@ FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
 
 
 class Verdict(msgspec.Struct):
-    """Result of a check: the number of equal calls if it is passed, else a line that says why not. `given`
-    has the arguments of the call that differs."""
+    """Result of a check: the number of equal calls if it is passed, else a line that says why not.
+
+    `given` has the arguments of the call that differs.
+    """
 
     num_calls: int = 0
     text: str = ""

@@ -108,7 +108,10 @@ class M2NAttention(M2NSide):
     receives = "answers.in"
 
     async def a2e(self, x: Float32, topk_idx: Int32, topk_weights: Float32, event_id: int) -> None:
-        """Write the die's tokens to the dies of their experts; returns when all writes are acknowledged."""
+        """Write the die's tokens to the dies of their experts; returns when all writes are acknowledged.
+
+        Arguments are those of `comm.trampoline.a2e.AttentionSide.a2e`.
+        """
 
         def check() -> None:
             check_tokens("M2N", self.rows, len(self.layout.experts.expert_rank), x, None, topk_idx)

@@ -15,16 +15,20 @@ SOON_US = 1.0
 
 
 class Breaking(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Request to break a die: `lost` takes the die with all its memory, `glitch` ends its current operation
-    with an error code."""
+    """Request to break a die.
+
+    `lost` takes the die with all its memory; `glitch` ends its current operation with an error code.
+    """
 
     die: int
     kind: Literal["lost", "glitch"] = "lost"
 
 
 class Broken(msgspec.Struct, frozen=True):
-    """Answer to a request: the die will break at virtual time `at_ns`. While the pod rests, it breaks as soon
-    as time passes `at_ns`."""
+    """Answer to a request: the die will break at virtual time `at_ns`.
+
+    While the pod rests, it breaks as soon as time passes `at_ns`.
+    """
 
     die: int
     kind: str

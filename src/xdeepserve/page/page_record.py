@@ -82,8 +82,10 @@ class PageRecord:
 
 
 class RunRecord:
-    """Records a run step by step, as the only watcher of an engine. Create it and call `end` while the engine
-    runs nothing."""
+    """Records a run step by step, as the only watcher of an engine.
+
+    Create it and call `end` while the engine runs nothing.
+    """
 
     def __init__(self, engine: Engine, file: PageRecord) -> None:
         self._engine, self._file, self._look, self._number = engine, file, Look(engine), 0

@@ -51,8 +51,10 @@ class TERow(msgspec.Struct, frozen=True):
 
 
 class PodPart(msgspec.Struct, frozen=True):
-    """Data of the pod, changed only when TEs come and go. `no_kill` says why the page may not break dies;
-    None if it may."""
+    """Data of the pod, changed only when TEs come and go.
+
+    `no_kill` says why the page may not break dies; None if it may.
+    """
 
     model: str
     deployment: str
@@ -117,8 +119,11 @@ class EventRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SpanRow(msgspec.Struct, frozen=True, array_like=True):
-    """An operation of a die in the step. `lane` and `name` are places in StepPart's lists, -1: does not
-    apply. `start_ns` counts from the step's start. `is_wait`: 1 for a wait for a peer's field."""
+    """An operation of a die in the step.
+
+    `lane` and `name` are places in StepPart's lists, -1: does not apply. `start_ns` counts from the step's
+    start. `is_wait`: 1 for a wait for a peer's field.
+    """
 
     die: int
     lane: int
@@ -133,8 +138,10 @@ class SpanRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepPart(msgspec.Struct, frozen=True):
-    """A step of a DP group, and what some dies did in it and beside it. Shown are `num_shown` of `num_dies`
-    dies, and the layers `first_layer` to `last_layer`."""
+    """A step of a DP group, and what some dies did in it and beside it.
+
+    Shown are `num_shown` of `num_dies` dies, and the layers `first_layer` to `last_layer`.
+    """
 
     te: str
     group: int
@@ -160,8 +167,10 @@ class LoadPart(msgspec.Struct, frozen=True):
 
 
 class HeatPart(msgspec.Struct, frozen=True):
-    """Work by layer and column in the step. `unit` says what a value counts: rows of an expert, or us of a
-    die."""
+    """Work by layer and column in the step.
+
+    `unit` says what a value counts: rows of an expert, or us of a die.
+    """
 
     unit: str
     layers: list[int]
@@ -171,7 +180,9 @@ class HeatPart(msgspec.Struct, frozen=True):
 
 class TrafficPart(msgspec.Struct, frozen=True):
     """Bytes moved by pair of dies and plane, most first, from when the step was wanted until it ended.
-    `nbytes` is the sum over all `num_pairs`."""
+
+    `nbytes` is the sum over all `num_pairs`.
+    """
 
     pairs: list[tuple[int, int, int, str]]
     num_pairs: int

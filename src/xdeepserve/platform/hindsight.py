@@ -48,7 +48,10 @@ def hindsights(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Hindsight]:
     """Compute the hindsight of `count` requests, evenly spread over the trace; by default as many as take
-    some seconds."""
+    some seconds.
+
+    `decisions` and `served` are those of a fleet like `make({})`.
+    """
     ways: dict[int, Decision] = {}
     for each in decisions:
         ways.setdefault(each.number, each)

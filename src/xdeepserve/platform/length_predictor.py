@@ -71,7 +71,11 @@ class HeldOutError(NamedTuple):
 
 def split(requests: Sequence[TracedRequest]) -> tuple[Sequence[TracedRequest], Sequence[TracedRequest]]:
     """Split a trace into the first half, to learn from, and the rest. Raises InputError if either would be
-    empty."""
+    empty.
+
+    All answers of the first half count as known, though the last of them still run when the second half
+    begins.
+    """
     half = len(requests) // 2
     while half < len(requests) and half and requests[half].at_ns == requests[half - 1].at_ns:
         half += 1  # who comes at the same time is in the same half

@@ -15,7 +15,11 @@ CANDIDATES = tuple(1.0 - 0.025 * i for i in range(17))  # 1 down to 0.6
 
 
 def clip_factors(w: Array, energy: Array) -> Array:
-    """Find a clip factor a [N] for each row of w [N, K]; `energy` [K] is each input's sum of squares."""
+    """Find a clip factor a [N] for each row of w [N, K]; `energy` [K] is each input's sum of squares.
+
+    Errors of different inputs count as independent: a row's output error is
+    sum_k energy_k (w - Q(w))_k^2.
+    """
     best = np.ones(len(w), np.float32)
     least = np.full(len(w), np.inf)
     for factor in CANDIDATES:

@@ -36,7 +36,10 @@ def smoothing_scale(x_max: Array, weights: Sequence[Array], alpha: float) -> Arr
 
 
 def w8a8_error(x: Array, weights: Sequence[Array], scale: Array) -> float:
-    """Sum the layers' relative output errors if inputs x [T, K] are smoothed by `scale` [K]."""
+    """Sum the layers' relative output errors if inputs x [T, K] are smoothed by `scale` [K].
+
+    An output error is |Q(W s) Q(X / s) - W X| (CloudMatrix384's equation 3).
+    """
     x_q = quantized_rows(x / scale)
     total = 0.0
     for w in weights:

@@ -1,13 +1,11 @@
-"""How a client and a server process come to know each other (EaaS 4.4): a handshake, then bytes alone.
+"""Handshake between a client and a server process (EaaS 4.4), after which bytes alone follow.
 
     server -> client   Challenge   a number that is used once
-
-    server -> client   Challenge   a number that is used once
-    client -> server   Hello       who it is, of which model and layout, and proof that it has the token
+    client -> server   Hello       the client's name, a digest of model and layout, and proof of the token
     server -> client   Welcome     where its regions are; with a file descriptor if they share a computer
 
-Each is one line of JSON. The token itself never travels, neither here nor to the monitor, which begins with a
-challenge, too. What follows on the connection is not encrypted: beyond one computer it is for a network whose
+Each message is one line of JSON. The token itself never travels, neither here nor to the monitor, which also
+begins with a challenge. The bytes that follow are not encrypted: beyond one computer, use a network whose
 members trust each other.
 """
 
@@ -35,7 +33,7 @@ class Challenge(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Hello(msgspec.Struct, forbid_unknown_fields=True):
-    """A client's introduction.
+    """A client's introduction to the server.
 
     `client` identifies the process; `identity` is a digest of model, precision and layout.
     """

@@ -25,8 +25,10 @@ class TEChange(msgspec.Struct, frozen=True):
 
 
 class Writer(msgspec.Struct, frozen=True):
-    """Earlier run on a deployment, which fills the memory pool for a case. Without a deployment, the case
-    itself fills it."""
+    """Earlier run on a deployment, which fills the memory pool for a case.
+
+    Without a deployment, the case itself fills it.
+    """
 
     deployment: str = ""
     overrides: tuple[str, ...] = ()

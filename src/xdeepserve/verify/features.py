@@ -19,8 +19,10 @@ from xdeepserve.model.config import ModelConfig
 
 
 class Feature(NamedTuple):
-    """A row of the table: a feature and its settings. `elsewhere` holds the settings for deployments that use
-    other names."""
+    """A row of the table: a feature and its settings.
+
+    `elsewhere` holds the settings for deployments that use other names.
+    """
 
     name: str
     overrides: tuple[str, ...]
@@ -37,8 +39,10 @@ class ServingMode(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """A cell of the table: one feature in one mode. `reason` says why they do not work together; empty if
-    they do."""
+    """A cell of the table: one feature in one mode.
+
+    `reason` says why they do not work together; empty if they do.
+    """
 
     feature: Feature
     mode: ServingMode

@@ -24,8 +24,10 @@ from xdeepserve.verify.ways import all_cases
 
 
 class LeftOut(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Rows of a deployment ruled out by the model, with the reason. Without `variants`, the whole deployment
-    is out."""
+    """Rows of a deployment ruled out by the model, with the reason.
+
+    Without `variants`, the whole deployment is out.
+    """
 
     deployment: str
     reason: str

@@ -9,6 +9,5 @@ import numpy.typing as npt
 def weighted_sum(
     slot_out: npt.NDArray[np.float32], topk_weights: npt.NDArray[np.float32]
 ) -> npt.NDArray[np.float32]:
-    """Return float32 [T, H] from slot_out [T, K, H], the answers by slot, and topk_weights [T, K]; T may be
-    0."""
+    """Sum the answers slot_out [T, K, H] times topk_weights [T, K] to float32 [T, H]; T may be 0."""
     raise NotImplementedError

@@ -7,8 +7,7 @@ from xdeepserve.engine.messages import BlockCopy
 
 
 def copy(self: BlockTable, holding: Holding, block_idx: int) -> BlockCopy | None:
-    """Make a block writable: return None if it is private already, else the copy that the die must make
-    first.
+    """Make a block writable: return None if it is private, else the copy that the die must make first.
 
     holding.slots has the sequence's slots by block, holding.nodes what the prefix index knows of the first of
     them. BlockCopy("hbm", from slot, "hbm", to slot). XDeepServeError (xdeepserve.errors) if a slot is needed

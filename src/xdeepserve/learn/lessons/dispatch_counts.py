@@ -20,8 +20,7 @@ def pack_tokens(
     topk_idx: Int32,
     chosen: Int64 | None = None,
 ) -> tuple[Rows, SentRows]:
-    """Pack a row for each (token, slot), grouped by destination rank; in each group in the order (token,
-    slot).
+    """Pack a row for each (token, slot), grouped by destination rank; each group in the order (token, slot).
 
     op: the operation's name, for errors. expert_rank int64 [E]: the rank of each physical expert.
     payload [T, H], int8 or float32; scale float32 [T]; topk_idx int32 [T, K], physical experts.

@@ -9,7 +9,7 @@ from xdeepserve.hw.engines import Copy
 
 
 def pair(src: Sequence[Span], dst: Sequence[Span]) -> list[Copy]:
-    """Return copies to carry the bytes of `src`, in order, to `dst`, in order; each as long as can be.
+    """Return copies to carry the bytes of `src`, in order, to `dst`, in order; each as long as possible.
 
     Span(address, nbytes); address.plus(n) lies n bytes further. Copy(source address, destination address,
     bytes). AddressError (xdeepserve.errors) if the totals differ; xdeepserve.comm.distflow.spans has

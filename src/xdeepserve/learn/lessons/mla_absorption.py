@@ -1,5 +1,4 @@
-"""Exercise 4: multi-head latent attention (MLA) in its weight-absorbed form. The story is beside this
-file."""
+"""Exercise 4: latent attention (MLA) in its weight-absorbed form. The story is beside this file."""
 
 from __future__ import annotations
 
