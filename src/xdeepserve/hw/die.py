@@ -147,6 +147,14 @@ class Die:
         await self.clock.sleep_until(end)
         return result
 
+    def draw(self, lane: str, name: str, start_ns: int, more: dict[str, Any] | None = None) -> None:
+        """Draw a span from `start_ns` until now at the place of the running process, of which a trace then
+        tells `more`."""
+        if self.trace.is_on:
+            place = self.trace.place
+            args = {**place, **more} if more else place
+            self.trace.span(self.index, lane, name, start_ns, self.clock.now, args)
+
     def stall(self, duration_ns: int) -> None:
         """For so long nothing begins here: what its cores and engines are asked for waits."""
         until = self.clock.now + duration_ns

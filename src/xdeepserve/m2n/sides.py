@@ -89,10 +89,6 @@ class M2NSide(Handle):
             StreamWord(die, layout, 1),
         )
 
-    def at(self, **place: int) -> None:
-        """What comes belongs to this layer, microbatch and domain: for traces."""
-        self.steps.place = place
-
     def reset(self) -> None:
         """Forget a failed exchange. All dies of both sides must do so, when none is in an operation."""
         self.turns.reset({})

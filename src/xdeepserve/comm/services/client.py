@@ -109,10 +109,6 @@ class ServiceClient(Handle):
         self._met: dict[int, int] = {}  # servers, and their epochs, whose slot here has been this client's
         self.num_resent = 0  # requests that replicas were asked
 
-    def at(self, **place: int) -> None:
-        """What comes belongs to this layer, microbatch and domain: for traces."""
-        self.steps.place = place
-
     def reset(self) -> None:
         """Forget what was asked. Servers register anew, before or after that; the slots on those that do not
         are looked at before they are used."""

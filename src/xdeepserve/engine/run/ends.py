@@ -19,10 +19,6 @@ class RankExchange:
         self._num_slots = num_slots  # physical experts, without the copies of the shared one
         self.xccl, self._tally, self._event, self._num_shared = xccl, tally, 0, 0
 
-    def at(self, place: dict[str, int]) -> None:
-        """What comes belongs there: for traces."""
-        self.xccl.steps.place = place
-
     def reset(self, epoch: int) -> None:
         """Forget an exchange that was not ended."""
         self.xccl.reset()
@@ -51,9 +47,6 @@ class RankExchange:
 class AwaySide(Protocol):
     """An attention die's end of one of the ways to experts on dies of their own."""
 
-    def at(self, **place: int) -> None:
-        """Say where what comes belongs: for traces."""
-
     def reset(self) -> None:
         """Forget an exchange that was not ended."""
 
@@ -69,10 +62,6 @@ class CountedSide:
 
     def __init__(self, side: AwaySide, tally: Tally) -> None:
         self.side, self._tally = side, tally
-
-    def at(self, **place: int) -> None:
-        """What comes belongs there: for traces."""
-        self.side.at(**place)
 
     def reset(self, epoch: int) -> None:
         """Forget an exchange that was not ended."""

@@ -16,9 +16,6 @@ class GroupEnd(Protocol):
     rank: int
     size: int
 
-    def at(self, place: dict[str, int]) -> None:
-        """What comes belongs there: for traces."""
-
     def reset(self, epoch: int) -> None:
         """Forget a collective that was not ended, and count events alike on all ranks again."""
 
@@ -50,10 +47,6 @@ class TPGroup:
     def __init__(self, collectives: Collectives) -> None:
         self._collectives, self._num_events = collectives, 0
         self.rank, self.size = collectives.rank, collectives.num_ranks
-
-    def at(self, place: dict[str, int]) -> None:
-        """What comes belongs there: for traces."""
-        self._collectives.steps.place = place
 
     def reset(self, epoch: int) -> None:
         """Forget a collective that was not ended; ranks may have come to different ones."""

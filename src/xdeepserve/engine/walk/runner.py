@@ -28,6 +28,9 @@ MAX_KEPT = 512  # prices that are kept: the same counts come again in layers and
 class Pace(Protocol):
     """How a die's kernels take their time."""
 
+    place: dict[str, Any]
+    """Place of exchanges in traces of time-only runs: the latest kernel's, unless `Runner` sets it."""
+
     def spend(
         self,
         name: str,
@@ -35,7 +38,7 @@ class Pace(Protocol):
         cores: int | None,
         duration_ns: float,
         kernel: Callable[[], None],
-        place: dict[str, int],
+        args: dict[str, Any],
         hbm_ns: float,
     ) -> Awaitable[None]: ...
 
@@ -52,6 +55,7 @@ class Computing:
 
     def __init__(self, die: Die, shares_hbm: bool = False) -> None:
         self.die, self.shares_hbm = die, shares_hbm
+        self.place: dict[str, Any] = {}
 
     def spend(
         self,
@@ -60,10 +64,10 @@ class Computing:
         cores: int | None,
         duration_ns: float,
         kernel: Callable[[], None],
-        place: dict[str, int],
+        args: dict[str, Any],
         hbm_ns: float,
     ) -> Awaitable[None]:
-        run = self.die.run(name, kernel, round(duration_ns), core, cores, place)
+        run = self.die.run(name, kernel, round(duration_ns), core, cores, args)
         return self._share(run, round(duration_ns), hbm_ns) if self.shares_hbm else run
 
     async def _share(self, run: Awaitable[None], duration_ns: int, hbm_ns: float) -> None:
@@ -86,9 +90,6 @@ class Exchange(Protocol):
     async def combine(self, expert_out: Array, topk_weights: Array, event_id: int) -> Array:
         """The answers [T, K, H] to the rank's own tokens; if fused, their sums [T, H] by topk_weights."""
 
-    def at(self, place: dict[str, int]) -> None:
-        """What comes belongs there: for traces."""
-
     def bill(self, received: int) -> tuple[float, float, float]:
         """Token copies that this die's routed experts are billed for after the latest dispatch, which brought
         so many rows; of how many experts the weights are read; rows for a copy of the shared one."""
@@ -99,8 +100,6 @@ class Exchange(Protocol):
 
 class Trampoline(Protocol):
     """An attention die's end of A2E and E2A."""
-
-    def at(self, **place: int) -> None: ...
 
     def reset(self, epoch: int) -> None: ...
 
@@ -142,19 +141,16 @@ class Runner:
         self.launcher: Launches | None = None
         self.cores: Callable[[Core], int | None] = all_cores
         self.home: dict[str, int] = {}  # the die's DP domain, if there are some: for traces
-        self.place: dict[str, int] = {}  # the same, and layer and microbatch
         self._prices: dict[tuple[Any, ...], Price] = {}
 
     # ---- where it is --------------------------------------------------------------------------------
 
     def at(self, **place: int) -> None:
-        """What comes belongs to this layer, and microbatch if there are some; or to none."""
-        if not self.die.trace.is_on:
-            return
-        self.place = {**self.home, **place}
-        for each in (self.exchange, self.group):
-            if each is not None:
-                each.at(self.place)
+        """Say, for traces, in which layer and microbatch the rows are from now on; in none by default."""
+        trace = self.die.trace
+        trace.at(**self.home, **place)
+        if trace.is_on and (self.exchange is not None or self.group is not None):
+            self.pace.place = trace.place
 
     def reset(self, epoch: int) -> None:
         """What was under way has not happened: its ends of exchanges are as if new."""
@@ -244,13 +240,13 @@ class Runner:
             if self.launcher.is_eager:
                 await self.pace.settle()
                 await self.launcher.kernel()
-        place = self._trace_args(name, rows) if self.die.trace.is_on else self.place
-        await self.pace.spend(name, core, self.cores(core), duration_ns, kernel, place, hbm_ns)
+        args = self._trace_args(name, rows) if self.die.trace.is_on else {}
+        await self.pace.spend(name, core, self.cores(core), duration_ns, kernel, args, hbm_ns)
 
     def _trace_args(self, name: str, rows: int) -> dict[str, Any]:
         """What a trace tells of a kernel: where it is, its rows, and of experts how many each physical one
         has, of those that have some."""
-        place: dict[str, Any] = {**self.place, "rows": rows} if rows else self.place
+        place = self.die.trace.place | ({"rows": rows} if rows else {})
         known = vars(self.frame)  # rows from elsewhere, or else the die's own; neither in time-only runs
         chosen = known.get("expert_idx", known.get("topk_idx")) if name == "Experts" else None
         if chosen is None:
@@ -301,7 +297,7 @@ class Runner:
             own = np.full((count, 1), self.shared_expert, np.int32)
             topk_idx, topk_weights = np.concatenate([topk_idx, own], axis=1), with_shared(topk_weights)
         assert self.trampoline is not None
-        self.trampoline.at(**self.place)
+        self.pace.place = self.die.trace.place
         await self.trampoline.a2e(f.take("x", *f.mine.shape), topk_idx, topk_weights, f.event)
 
     async def _collective(self, meet: Meet) -> None:

@@ -136,10 +136,6 @@ class ClockExchange:
         copies = () if self.is_fused else (self.hub.model.num_experts_per_tok,)
         return shape_only(np.float32, self._num_tokens, *copies, expert_out.shape[1])
 
-    def at(self, place: dict[str, int]) -> None:
-        """What comes belongs there: for traces."""
-        self.timeline.place = place
-
     def reset(self, epoch: int) -> None:
         """A meeting that was not ended has a number of its own."""
 

@@ -52,10 +52,6 @@ class ClockGroup:
         self.timeline, self.rank, self.hub = timeline, rank, hub
         self.size, self._num_events = hub.cost.num_ranks, 0
 
-    def at(self, place: dict[str, int]) -> None:
-        """What comes belongs there: for traces."""
-        self.timeline.place = place
-
     def reset(self, epoch: int) -> None:
         """Ranks may have come to different meetings."""
         self._num_events = first_event(epoch)

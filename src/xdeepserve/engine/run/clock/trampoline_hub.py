@@ -124,10 +124,6 @@ class ClockAttentionSide:
         self.timeline, self.rank, self.hub = timeline, rank, hub
         self._num_tokens, self._hidden = 0, hub.model.hidden_size
 
-    def at(self, **place: int) -> None:
-        """What comes belongs there: for traces."""
-        self.timeline.place = place
-
     def reset(self, epoch: int) -> None:
         """A meeting that was not ended has a number of its own."""
 
@@ -158,9 +154,6 @@ class ClockExpertSide:
 
     def __init__(self, die: Die, index: int, hub: TrampolineHub) -> None:
         self.die, self.index, self.hub = die, index, hub
-
-    def at(self, **place: int) -> None:
-        """The expert program notes what its streams do."""
 
     def reset(self) -> None:
         """A meeting that was not ended has a number of its own."""
