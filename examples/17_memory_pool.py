@@ -67,8 +67,8 @@ def in_hbm(llm: LLM, block: int) -> bytes:
     nodes = group.rtc.index.match(PROMPT)[block * pool.count : (block + 1) * pool.count]
     for number, node in enumerate(nodes):
         assert node.slot is not None
-        places = group.mem.block_pieces("pool", PoolPlace(Address(0, 0), number, pool.count))
-        pieces = group.mem.block_pieces("hbm", node.slot)
+        places = group.mem.kv.block_pieces("pool", PoolPlace(Address(0, 0), number, pool.count))
+        pieces = group.mem.kv.block_pieces("hbm", node.slot)
         for (source, nbytes), (place, _) in zip(pieces, places, strict=True):
             value[place.offset : place.offset + nbytes] = memories.read(source, nbytes)
     return bytes(value)

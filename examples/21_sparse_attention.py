@@ -112,8 +112,8 @@ def show_stale_page(checkpoint: SeededCheckpoint) -> None:
         right = llm.generate([PROMPT], params, keep_logits=True)[0].outputs[0]
         again = llm.generate([PROMPT], params, keep_logits=True)[0].outputs[0]
         memory = llm.engine.je.tes[0].executors[0].mem
-        pages = [cache.index_k for cache in memory.kv_caches()]
-        nbytes = dict(memory.block_parts)
+        pages = [cache.index_k for cache in memory.kv.caches()]
+        nbytes = dict(memory.kv.block_parts)
         print(f"  a block of a layer: {nbytes['kv/0/latent'] + nbytes['kv/0/k_pe']} bytes for attention, "
               f"{nbytes['kv/0/index_k']} for the indexer")  # fmt: skip
         for page in pages:

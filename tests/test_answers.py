@@ -14,8 +14,16 @@ from xdeepserve.bench.command import OPTIONS, SUITES
 from xdeepserve.bench.meanings import MEANINGS
 from xdeepserve.bench.report import Row, group_of, print_summary, published
 from xdeepserve.cli import main
-from xdeepserve.engine.deploy.no_effect import RULES, without_effect
 from xdeepserve.engine.deploy.resolve import resolve
+from xdeepserve.engine.deploy.rules import (
+    EXCLUDED,
+    LOCKSTEP,
+    ONLY,
+    TIMING_ONLY,
+    WITH_TOKENS,
+    WITHOUT_EFFECT,
+    without_effect,
+)
 from xdeepserve.engine.deploy.settings import settings
 from xdeepserve.errors import InputError
 from xdeepserve.hw.gantt import gantt, in_terminal, steps_of
@@ -192,8 +200,14 @@ def test_settings_with_effect_are_not() -> None:
         ("monolithic", ["mtp=2", "mtp_reuse=true", "execution.mtp=naive"]),
     ):
         assert without_effect(resolve(deployment, overrides), overrides) == []
-    keys = {setting.key for setting in settings()}
-    assert all(any(f"{key}.".startswith(f"{name}.") for key in keys) for name in RULES)
+
+
+def test_rules_are_about_settings() -> None:
+    keys = [setting.key for setting in settings()]
+    tables = (EXCLUDED, LOCKSTEP, TIMING_ONLY, WITH_TOKENS, WITHOUT_EFFECT)
+    named = [name for table in tables for rule in table for name in rule.keys]
+    for name in [*named, *(row.key for row in ONLY)]:
+        assert any(f"{key}.".startswith(f"{name}.") for key in keys), name
 
 
 def test_a_note_does_not_stop_a_command(capsys: Capture) -> None:

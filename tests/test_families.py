@@ -206,7 +206,7 @@ def test_a_block_has_the_keys_and_values_of_all_heads(tmp_path: Path) -> None:
     for recipe, nbytes in (("fp32", 2 * 2 * 32 * 4), ("int8", 2 * (32 + 4 + 32 * 4))):
         with LLM(checkpoint, "monolithic", recipe) as llm:
             memory = llm.engine.je.tes[0].executors[0].mem
-            assert memory.block_nbytes == 3 * llm.engine.plan.deployment.cache.block_size * nbytes
+            assert memory.kv.block_nbytes == 3 * llm.engine.plan.deployment.cache.block_size * nbytes
 
 
 NO_KEYS = "needs a cache with keys of an indexer: model_type must be deepseek_v32 or glm_moe_dsa"
@@ -310,13 +310,13 @@ def test_the_keys_of_the_indexer_are_in_each_block(tmp_path: Path) -> None:
     for recipe, nbytes in (("fp32", (48 + 16 + 12) * 4), ("int8", 48 + 4 + (16 + 12) * 4)):
         with LLM(checkpoint, "monolithic", recipe) as llm:
             memory = llm.engine.je.tes[0].executors[0].mem
-            assert memory.block_nbytes == 4 * llm.engine.plan.deployment.cache.block_size * nbytes
+            assert memory.kv.block_nbytes == 4 * llm.engine.plan.deployment.cache.block_size * nbytes
 
 
 def test_layers_that_share_a_choice_have_no_keys_of_an_indexer(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(BY_NAME["glm-sparse-shared-mtp"].checkpoint_dir(tmp_path))
     with LLM(checkpoint, "colocated", "fp32", overrides=["dies=2", "mtp=1"]) as llm:
-        parts = llm.engine.je.tes[0].executors[0].mem.block_parts
+        parts = llm.engine.je.tes[0].executors[0].mem.kv.block_parts
         assert [name for name, _ in parts if "index_k" in name] == [f"kv/{i}/index_k" for i in (0, 3, 5)]
 
 

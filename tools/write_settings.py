@@ -42,7 +42,7 @@ def _section(name: str, found: list[Setting]) -> str:
         "|---|---|---|---|",
     ]
     for each in found:
-        kind, meaning = (text.replace("|", "\\|") for text in (each.type, each.meaning))
+        kind, meaning = (text.replace("|", "\\|") for text in (each.kind, each.meaning))
         lines.append(f"| `{each.key}` | {kind} | {_default(each)} | {meaning} |")
     return "\n".join([*lines, ""])
 

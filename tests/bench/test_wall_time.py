@@ -103,7 +103,7 @@ def test_a_decode_step_reads_what_a_die_holds() -> None:
         arrays = mem.weights()
         held = sum(array.nbytes for name, array in arrays.items() if name not in decode_limit.NOT_READ)
         mtp = sum(array.nbytes for name, array in arrays.items() if name.startswith("mtp."))
-        block, size = mem.block_nbytes, mem.sizes.kv.block_size
+        block, size = mem.kv.block_nbytes, mem.kv.sizes.block_size
     assert decode_limit.step_nbytes(config, 10_000, 0) == pytest.approx(held - mtp)
     one, more = (decode_limit.step_nbytes(config, 1, context) for context in (0, size))
     assert more - one == block

@@ -24,10 +24,10 @@ from xdeepserve.errors import FieldError, InputError, LostDieError, ProtocolErro
 from xdeepserve.hw.pod import Pod
 from xdeepserve.loop import new_event_loop
 from xdeepserve.remote import handshake
+from xdeepserve.remote.expert_process import OutsideServer
 from xdeepserve.remote.handshake import Hello, connect, line, listen, proof, proves, split
 from xdeepserve.remote.network_card import OP_READ, OP_WRITE, REQUEST, RESPONSE, Nic
 from xdeepserve.remote.outside_reach import OutsideReach
-from xdeepserve.remote.outside_server import OutsideServer
 from xdeepserve.remote.registered import SharedBuffer, Window, check_windows, windows
 from xdeepserve.remote.seat_list import Refused, Register, SeatTable
 from xdeepserve.remote.server_link import CardLink, ServerLink, open_link

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from xdeepserve.engine.dp.left import Left
+from xdeepserve.engine.dp.group import Left
 from xdeepserve.engine.serving.engine import Engine
 
 

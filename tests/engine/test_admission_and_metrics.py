@@ -102,7 +102,7 @@ async def test_more_choices_than_the_engine_ever_holds_is_no_overload(small: Eng
 
 def test_an_overload_is_the_callers_fault_and_a_negative_bound_is_refused(tiny: TinyCheckpoint) -> None:
     assert issubclass(OverloadedError, InputError)
-    with pytest.raises(DeploymentError, match="max_waiting must not be negative"):
+    with pytest.raises(DeploymentError, match="max_waiting must be 0 or more"):
         build_engine(tiny, "monolithic", "int8", overrides=["scheduler.max_waiting=-1"])
 
 

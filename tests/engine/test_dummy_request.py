@@ -14,7 +14,7 @@ from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.dp.events import TEChanged
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.serving.engine import Engine
-from xdeepserve.engine.te.dummy_request import serve_dummy
+from xdeepserve.engine.serving.joining import serve_dummy
 from xdeepserve.errors import HardwareError, XDeepServeError
 from xdeepserve.hw.clock import Clock
 from xdeepserve.llm import build_engine, digest

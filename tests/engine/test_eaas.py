@@ -14,8 +14,8 @@ from xdeepserve import LLM, SamplingParams
 from xdeepserve.api.engine_metrics import EngineCollector
 from xdeepserve.engine.deploy.expert_services import declustered
 from xdeepserve.engine.deploy.fitting import fit
-from xdeepserve.engine.deploy.no_effect import without_effect
 from xdeepserve.engine.deploy.resolve import resolve
+from xdeepserve.engine.deploy.rules import without_effect
 from xdeepserve.engine.die.expert_server import ExpertServerProgram
 from xdeepserve.engine.dp.events import ClientLost, ServerHeard
 from xdeepserve.errors import DeploymentError, FieldError, XDeepServeError

@@ -344,8 +344,14 @@ async def test_the_endpoint_names_tes_that_load_drain_or_are_lost(tiny: TinyChec
 
 
 @pytest.mark.parametrize(
-    "setting", ["health.probe_s=0", "health.suspect_s=0", "health.lost_s=5", "health.suspect_s=nan"]
+    ("setting", "reason"),
+    [
+        ("health.probe_s=0", "health.probe_s must be more than 0, found 0"),
+        ("health.suspect_s=0", "health.suspect_s must be more than 0, found 0"),
+        ("health.lost_s=5", "health needs suspect_s < lost_s, found suspect_s=5.0, lost_s=5.0"),
+        ("health.suspect_s=nan", "health.suspect_s must be more than 0 and finite, found nan"),
+    ],
 )
-def test_thresholds_that_make_no_sense_are_refused(tiny: TinyCheckpoint, setting: str) -> None:
-    with pytest.raises(DeploymentError, match="health needs probe_s > 0 and 0 < suspect_s < lost_s, found"):
+def test_thresholds_that_make_no_sense_are_refused(tiny: TinyCheckpoint, setting: str, reason: str) -> None:
+    with pytest.raises(DeploymentError, match=reason):
         build_engine(tiny, "monolithic", "int8", overrides=[setting])

@@ -50,5 +50,5 @@ def test_what_was_full_long_ago_ends_nothing(tiny: TinyCheckpoint, more: tuple[s
 
 
 def test_what_is_no_period_is_refused() -> None:
-    with pytest.raises(DeploymentError, match="status_period must be 0 or a number of seconds, found -1"):
+    with pytest.raises(DeploymentError, match="status_period must be 0 or more, found -1"):
         LLM("tiny-random", "pd", overrides=["scheduler.status_period=-1"])

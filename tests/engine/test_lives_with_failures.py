@@ -17,8 +17,8 @@ import pytest
 
 from tests.engine.histories import APART, SMALL, TES
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.engine.dp.left import Left
-from xdeepserve.engine.job.roster import can_serve
+from xdeepserve.engine.dp.group import Left
+from xdeepserve.engine.job.executor import can_serve
 from xdeepserve.engine.loading import SOURCES
 from xdeepserve.engine.messages import StepFailed
 from xdeepserve.engine.serving.engine import Engine

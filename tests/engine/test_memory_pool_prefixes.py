@@ -133,7 +133,7 @@ def test_what_will_not_do_is_refused_in_one_line(tmp_path: Path) -> None:
     )
     texts: Sequence[tuple[str, str]] = [
         ("ems.quota_mb=0", "ems.quota_mb must be at least 1, found 0"),
-        ("ems.servers=49", "ems.servers must be 48 at most, found 49"),
+        ("ems.servers=49", "ems.servers must be between 1 and 48, found 49"),
         ("ems.block_size=100", "ems.block_size must be a multiple of cache.block_size=16, found 100"),
         ("ems.namespace=a b", "ems.namespace must be 1 to 64 letters, digits, dots, dashes or underscores"),
         ("cache.prefix=false", "ems.path needs cache.prefix=true"),
@@ -225,7 +225,7 @@ def test_all_pools_of_a_block_are_put_read_and_evicted_together(
     settings = [f"ems.path={pool}", "ems.block_size=16", "ems.servers=2", "ems.dram_mb=1", "ems.volume_mb=1"]
     with LLM(model, "monolithic", precision, overrides=[*settings, drafts]) as llm:  # type: ignore[arg-type]
         memory = llm.engine.je.tes[0].executors[0].mem
-        assert sizes == {memory.block_nbytes}
+        assert sizes == {memory.kv.block_nbytes}
         assert llm.engine.plan.pool_use is not None
         llm.engine.plan.pool_use.crowd()
         others = [[token + 1 for token in prompt] for prompt in PROMPTS]
@@ -235,7 +235,7 @@ def test_all_pools_of_a_block_are_put_read_and_evicted_together(
         assert counts["volume evictions"] > 0
         assert digest(llm.generate(PROMPTS, PARAMS, keep_logits=True)) == expected
         llm.engine.plan.pool_use.pool.check_integrity()
-        for cache in memory.kv_caches():
+        for cache in memory.kv.caches():
             getattr(cache, apart)[:] = 0  # were one part left behind, it would be found out
         assert digest(llm.generate(PROMPTS, PARAMS, keep_logits=True)) != expected
 

@@ -8,8 +8,8 @@ from tests.engine.lockstep import GREEDY, PROMPTS
 from tests.engine.pods import SHAPES, overrides
 from tests.tools import one_die
 from xdeepserve.engine.deploy.fitting import fit
-from xdeepserve.engine.deploy.no_effect import without_effect
 from xdeepserve.engine.deploy.resolve import resolve
+from xdeepserve.engine.deploy.rules import without_effect
 from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.trace import TraceSpan
 from xdeepserve.llm import LLM, digest

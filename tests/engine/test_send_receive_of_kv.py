@@ -290,7 +290,7 @@ def test_channels_are_given_in_order_and_nobody_waits_for_ever() -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     for deployment, settings, reason in (
-        ("colocated", [], "is for pods whose prefill has TEs of its own, not for colocated"),
+        ("colocated", [], r"is for pods whose prefill has TEs of its own \(pd, transformerless, mixed\)"),
         ("pd", ["fabric=roce"], "goes over ub, not over fabric=roce"),
         ("pd", ["prefill.hardware=910b"], "goes over ub, which 910b prefill is not on"),
     ):

@@ -20,7 +20,7 @@ WHOLE = {
     "engine/build.py": "decides where a TE comes to lie, and plans it",
     "engine/deploy/fitting.py": "makes the parts",
     "engine/deploy/scale_down.py": "makes the parts of a smaller TE",
-    "engine/die/die_memory.py": "lays out a die with a DP group: weights, KVSizes, buffers, results",
+    "engine/die/die_memory.py": "hands its parts to what lies on a die with a DP group",
     "engine/die/shape_memory.py": "does the same in shapes",
     "remote/expert_process.py": "builds one expert server as its clients plan it",
     "engine/run/team.py": "hands out what the dies of a TE meet by",

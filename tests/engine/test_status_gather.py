@@ -11,8 +11,8 @@ from tests.tools import one_die
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.comm.collectives.handle import Collectives
 from xdeepserve.engine.balance.dp import GroupStatus
-from xdeepserve.engine.deploy.no_effect import without_effect
 from xdeepserve.engine.deploy.resolve import resolve
+from xdeepserve.engine.deploy.rules import without_effect
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.te.heartbeat import Heartbeats
 from xdeepserve.engine.te.status_gather import MAX_REQUESTS, Gathered, StatusGather, pack, row_nbytes, unpack

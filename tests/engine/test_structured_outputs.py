@@ -16,8 +16,7 @@ import pytest
 from pydantic import BaseModel, Field, SecretStr, TypeAdapter
 
 from xdeepserve import LLM, SamplingParams, StructuredOutputsParams
-from xdeepserve.engine.dp.grammar import GrammarMatcher, Grammars
-from xdeepserve.engine.dp.grammar_errors import FORMATS
+from xdeepserve.engine.dp.grammar import FORMATS, GrammarMatcher, Grammars
 from xdeepserve.engine.dp.steering import Steering
 from xdeepserve.engine.messages import LogitEdits
 from xdeepserve.errors import RequestError, XDeepServeError

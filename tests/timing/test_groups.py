@@ -237,7 +237,7 @@ def test_kv_goes_from_te_to_te_at_its_true_size(small_r1: Checkpoint) -> None:
     plan = PodPlan(small_r1, resolve("pd", ["cache.block_size=128"]), timing=TimingConfig())
     mem, config = plan.tes[0].memories[0], small_r1.config
     nbytes = 128 * 2 * (config.kv_lora_rank + config.qk_rope_head_dim) * LAYERS
-    assert mem.block_nbytes * plan.kv_weight == nbytes
+    assert mem.kv.block_nbytes * plan.kv_weight == nbytes
     spec = plan.pod.spec
     for fabric, bandwidth in (("roce", spec.roce_bandwidth.value), ("vpc", spec.vpc_bandwidth.value)):
         gaps = []

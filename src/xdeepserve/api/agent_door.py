@@ -14,8 +14,7 @@ from aiohttp import web
 from xdeepserve.api.body import read_body
 from xdeepserve.api.http_errors import ApiError
 from xdeepserve.api.input_items import page
-from xdeepserve.api.job_desk import desk_of, number_of
-from xdeepserve.api.job_events import cancelled, shown_event
+from xdeepserve.api.job_desk import cancelled, desk_of, number_of, shown_event
 from xdeepserve.api.requests import ChatMessage
 from xdeepserve.api.responses import json_response
 from xdeepserve.api.served_models import MODELS

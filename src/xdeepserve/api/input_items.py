@@ -8,7 +8,7 @@ from typing import Any
 from aiohttp import web
 
 from xdeepserve.api.endpoint import ENDPOINT
-from xdeepserve.api.item_fields import item_kind
+from xdeepserve.api.response_items import item_kind
 from xdeepserve.api.responses import json_response
 from xdeepserve.errors import RequestError, abridged
 

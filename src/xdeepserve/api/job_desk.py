@@ -1,5 +1,5 @@
-"""The jobs of a server: their store, who moves them on, and the models that they make.
-
+"""The jobs of a server: their store, who moves them on, and the models that they make. Jobs of all types show
+their events alike, and are cancelled alike.
 It is there with `--state DIR`; without, whatever has to do with jobs is refused in one line.
 """
 
@@ -11,6 +11,7 @@ import os
 import secrets
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 from aiohttp import web
 
@@ -19,8 +20,11 @@ from xdeepserve.api.http_errors import ApiError
 from xdeepserve.api.model_shelf import ModelShelf
 from xdeepserve.api.options import ServerOptions
 from xdeepserve.api.served_models import MODELS, ServedModels
+from xdeepserve.errors import RequestError
 from xdeepserve.jobs.agent_tools import read_tools
 from xdeepserve.jobs.job_master import JobMaster
+from xdeepserve.jobs.job_records import JobEvent, JobRecord
+from xdeepserve.jobs.job_states import IllegalMoveError
 from xdeepserve.jobs.job_store import JobStore
 
 
@@ -68,3 +72,24 @@ async def run_desk(app: web.Application) -> AsyncIterator[None]:
             await work
         await desk.shelf.close()
         desk.store.close()
+
+
+def cancelled(request: web.Request, job: JobRecord) -> JobRecord:
+    """The job, which ends within a moment. RequestError when it is over."""
+    try:
+        return desk_of(request).store.move_job(job.number, "cancelled")
+    except IllegalMoveError:
+        raise RequestError(f"{job.id} is {job.state}, and cannot be cancelled", param="job_id") from None
+
+
+def shown_event(event: JobEvent) -> dict[str, Any]:
+    """An event in OpenAI's shape."""
+    return {
+        "id": event.id,
+        "object": "fine_tuning.job.event",
+        "created_at": event.created_at,
+        "level": event.level,
+        "message": event.message,
+        "type": "message" if event.data is None else "metrics",
+        "data": event.data,
+    }

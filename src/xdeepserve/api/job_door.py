@@ -17,8 +17,7 @@ from xdeepserve.api.body import read_body
 from xdeepserve.api.file_door import delete_file, find_file, get_content, get_file, list_files, upload_file
 from xdeepserve.api.http_errors import ApiError
 from xdeepserve.api.input_items import page
-from xdeepserve.api.job_desk import desk_of, number_of
-from xdeepserve.api.job_events import cancelled, shown_event
+from xdeepserve.api.job_desk import cancelled, desk_of, number_of, shown_event
 from xdeepserve.api.model_shelf import source_of
 from xdeepserve.api.responses import json_response
 from xdeepserve.api.served_models import MODELS

@@ -9,8 +9,33 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import msgspec
 
-from xdeepserve.api.described import FORM, FORMAT, OBJECT, TEXT, TEXTS, described
 from xdeepserve.errors import RequestError
+
+
+def described(*kinds: dict[str, Any]) -> msgspec.Meta:
+    """How /openapi.json describes a field that is checked elsewhere, with better words than a type has."""
+    return msgspec.Meta(extra_json_schema={"anyOf": [*kinds, {"type": "null"}]})
+
+
+OBJECT, TEXT = {"type": "object"}, {"type": "string"}
+TEXTS = {"type": "array", "items": TEXT, "minItems": 1}
+SCHEMA = {"type": "object", "properties": {"name": TEXT, "schema": OBJECT}, "required": ["schema"]}
+FORMATS = ("text", "json_object", "json_schema")
+FORMAT = {
+    "type": "object",
+    "properties": {"type": {"enum": FORMATS}, "schema": OBJECT, "json_schema": SCHEMA},
+    "required": ["type"],
+}
+FORM = {
+    "type": "object",
+    "properties": {
+        "json": {"anyOf": [OBJECT, TEXT]},
+        "json_object": {"type": "boolean"},
+        "regex": TEXT,
+        "choice": TEXTS,
+        "grammar": TEXT,
+    },
+}
 
 
 class Harmless(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

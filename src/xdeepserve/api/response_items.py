@@ -13,11 +13,11 @@ import msgspec
 
 from xdeepserve.api.body import T, converted, mistyped
 from xdeepserve.api.conversation import plain_message
-from xdeepserve.api.item_fields import ITEM_FIELDS, PART_FIELDS, item_kind, refuse_unknown_in_item
 from xdeepserve.api.requests import (
     ChatMessage,
     ChatRequest,
     ContentPart,
+    FedBack,
     FunctionDefinition,
     SamplingRequest,
     StreamOptions,
@@ -28,6 +28,39 @@ from xdeepserve.api.requests import (
 from xdeepserve.api.structured import refuse_unknown
 from xdeepserve.errors import RequestError, abridged
 from xdeepserve.model.chat_template import JsonText
+
+# Fields of items and of their parts: those that are read, and those that clients send back as an answer had
+# them. Others are refused by name.
+_OF_ALL = ("type", *FedBack.__struct_fields__)
+_OF_CALLS = ("call_id", "name", "namespace", "caller", "created_by")
+ITEM_FIELDS = {
+    "message": (*_OF_ALL, "role", "content", "phase", "created_by"),
+    "reasoning": (*_OF_ALL, "content", "summary", "encrypted_content", "created_by"),
+    "function_call": (*_OF_ALL, *_OF_CALLS, "arguments"),
+    "function_call_output": (*_OF_ALL, *_OF_CALLS, "output"),
+}
+_OF_TEXTS = (*_OF_ALL, "text", "prompt_cache_breakpoint")
+PART_FIELDS = {  # of parts with text, by type
+    "input_text": _OF_TEXTS,
+    "output_text": (*_OF_TEXTS, "logprobs"),
+    "text": (*_OF_TEXTS, "logprobs"),
+    "refusal": (*_OF_ALL, "refusal"),
+    "reasoning_text": _OF_TEXTS,
+}
+
+
+def item_kind(item: dict[str, Any]) -> Any:
+    """An item's type, be it known or not; without one, or with null, it is a message."""
+    kind = item.get("type")
+    return "message" if kind is None else kind
+
+
+def refuse_unknown_in_item(where: str, item: dict[str, Any]) -> None:
+    """RequestError for a field that items of this type do not have, nor parts of a summary."""
+    refuse_unknown(where, item, ITEM_FIELDS[item_kind(item)])
+    summary = item.get("summary")
+    for j, part in enumerate(summary if isinstance(summary, list) else ()):
+        refuse_unknown(f"{where}.summary[{j}]", part, _OF_TEXTS)
 
 
 class ResponsesRequest(SamplingRequest, kw_only=True):

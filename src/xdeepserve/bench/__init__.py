@@ -1,1 +1,1 @@
-"""`xdeepserve bench`: what is measured or modelled, beside what the papers publish."""
+"""`xdeepserve bench`: measured or modelled values, beside the papers' published values."""

@@ -1,9 +1,10 @@
-"""`xdeepserve bench papers --ablations`: what each mechanism of the timing model does to the published rows.
+"""`xdeepserve bench papers --ablations`: the effect of each mechanism of the timing model on the published
+rows.
 
-One mechanism at a time is switched off (or another form of it on), all fitted numbers left as they are, and
-every row of `groups` is computed again, and two pods are run again. A mechanism names the groups that it is
-about; the tests hold that these change, and no others. SP-TP-SP, packed prompts and the far end of a copy
-are not among them: runs have them, and no published row hangs on them by itself.
+One mechanism at a time is switched off (or replaced by another form), with all fitted numbers unchanged.
+Every row of `groups` is computed again, and two pods are run again. A mechanism names the groups that it
+affects; tests check that these change, and no others. SP-TP-SP, packed prompts and the far end of a copy are
+left out: runs have them, but no published row depends on them alone.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ SIMULATED = PODS | {"A2E's MTE2"}
 
 
 class Formulas(NamedTuple):
-    """What all rows are made of."""
+    """Parameters and cost models from which all rows are computed."""
 
     spec: Spec
     config: ModelConfig
@@ -80,45 +81,45 @@ class Formulas(NamedTuple):
 
     @property
     def layer(self) -> LayerCost:
-        """CloudMatrix's decode."""
+        """CloudMatrix's cost model of a decode layer."""
         return self.decode(self.config, self.spec, self.push, self.shares_hbm, self.tiles)
 
     @property
     def pulled_layer(self) -> LayerCost:
-        """xDeepServe's, whose exchanges pull."""
+        """xDeepServe's cost model of a decode layer, whose exchanges pull."""
         return self.decode(self.config, self.spec, self.pull, self.shares_hbm, self.tiles)
 
     @property
     def prefill(self) -> PrefillCost:
-        """CloudMatrix's."""
+        """CloudMatrix's cost model of prefill."""
         return PrefillCost(
             self.config, unabsorbed=self.unabsorbed, comm=self.pull, spec=self.spec, hides=self.hides
         )
 
 
 class _FixedSplit(LayerCost, frozen=True):
-    """Streams that have 16 and 8 cores whatever they have to do."""
+    """Decode layer with a fixed split of cores: the two streams have 16 and 8 cores under any load."""
 
     def microbatched_ns(self, load: Load, dies: ExpertDies, splits: Sequence[int] = ()) -> float:
         return LayerCost.microbatched_ns(self, load, dies, (pipelines.CM_SPLIT,))
 
 
 class _OneStream(LayerCost, frozen=True):
-    """All cores do one thing after another."""
+    """Decode layer with a single stream: all cores do the stages in sequence."""
 
     def microbatched_ns(self, load: Load, dies: ExpertDies, splits: Sequence[int] = ()) -> float:
         return self.serial_ns(load, dies)
 
 
 class _EvenRouting(CommCost, frozen=True):
-    """Every rank receives the mean."""
+    """Exchange with even routing: every rank receives the mean."""
 
     def busiest(self, num_ranks: int, rows: float) -> float:
         return 1.0
 
 
 class Mechanism(NamedTuple):
-    """What is switched off, how, and the groups of rows that it is about."""
+    """A mechanism of the timing model: its name, the formulas without it, and the groups of rows affected."""
 
     name: str
     off: Callable[[], Formulas]
@@ -126,7 +127,7 @@ class Mechanism(NamedTuple):
 
 
 class Shift(msgspec.Struct, frozen=True):
-    """How far a group's rows move without a mechanism, in percent: the largest move, with its sign."""
+    """Largest change of a group's rows without a mechanism, in percent, with its sign."""
 
     mechanism: str
     group: str
@@ -135,14 +136,14 @@ class Shift(msgspec.Struct, frozen=True):
 
 
 def without(**values: float) -> Formulas:
-    """Parameters with other values."""
+    """Make formulas with other values of some parameters."""
     spec = Spec()
     changed = {name: Param(value, getattr(spec, name).unit, "switched off") for name, value in values.items()}
     return Formulas.with_spec(msgspec.structs.replace(spec, **changed))
 
 
 def whole() -> Formulas:
-    """Nothing is switched off."""
+    """Make the formulas with every mechanism switched on."""
     return Formulas.with_spec(Spec())
 
 
@@ -257,7 +258,7 @@ MECHANISMS = (
 
 
 def groups(machine: Formulas) -> dict[str, list[Row]]:
-    """Rows by what they are of."""
+    """Compute all formula rows, grouped by topic."""
     exchanges, layer = comm.exchanges(machine.push), machine.layer
     decode, a2e = superpod.formulas(layer), comm.a2e(machine.pull)
     prefill = prefill_formula.rows(machine.prefill)
@@ -290,7 +291,7 @@ def groups(machine: Formulas) -> dict[str, list[Row]]:
 
 
 def _second_of_few(cost: LayerCost) -> Row:
-    """Stream 1 where microbatches are so small that both streams read most of the time."""
+    """Compute the time of stream 1 with microbatches so small that both streams read most of the time."""
     _, second = cost.streams_ns(Load(requests=2, rows=2, context=pipelines.CM_CONTEXT), EP320, 16)
     return Row("streams/batch=8/stream1", second / 1000, "us", "predicted")
 
@@ -302,13 +303,13 @@ def _beside_kv(machine: Formulas) -> Row:
 
 @functools.cache
 def _mte2(carrier: Literal["mte", "urma"]) -> int:
-    """What A2E takes of MTE2 on an attention die."""
+    """Simulate A2E and return the time that it uses MTE2 of an attention die [ns]."""
     return carriers.simulate(carrier).attention_mte2
 
 
 def simulated(machine: Formulas) -> dict[str, list[Row]]:
-    """xDeepServe's two deployments, simulated, of a model with one layer of experts: what does not hang on
-    parameters or on the model alone is a setting of runs, and stays as it is."""
+    """Simulate xDeepServe's two deployments, for a model with a single layer of experts. Settings that are
+    not parameters or part of the model stay unchanged."""
     model = copy.copy(resolve_model(superpod.MODEL))
     dense = model.config.first_k_dense_replace
     model.config = msgspec.structs.replace(
@@ -329,12 +330,12 @@ def simulated(machine: Formulas) -> dict[str, list[Row]]:
 
 
 def all_rows(machine: Formulas) -> dict[str, list[Row]]:
-    """All groups."""
+    """Compute all groups of rows, by formula and simulated."""
     return groups(machine) | simulated(machine)
 
 
 def all_changes() -> list[Shift]:
-    """Every group that shifts, or should, without each mechanism; three minutes."""
+    """List every shift of a group, found or expected, without each mechanism; takes three minutes."""
     before, found = all_rows(whole()), []
     for mechanism in MECHANISMS:
         for group, rows in all_rows(mechanism.off()).items():
@@ -348,7 +349,7 @@ def all_changes() -> list[Shift]:
 
 
 def print_changes(found: Sequence[Shift], is_json: bool) -> None:
-    """A line for each mechanism and group."""
+    """Print a line for each mechanism and group."""
     if is_json:
         print(json.dumps({"ablations": msgspec.to_builtins(list(found))}))
         return

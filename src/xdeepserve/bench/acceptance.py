@@ -1,13 +1,14 @@
-"""What drafts bring on the trained model, which computes: tokens per step, and what acceptance foretells.
+"""The effect of drafts on the trained model, which computes: tokens per step, and the prediction from
+acceptance.
 
-The `tiny` preset answers held-out prompts of every kind that it was trained on. Both sides come from the
-requests' records, the one from tokens and steps, the other from drafts and their fate by position (xDeepServe
-4.6):
+The `tiny` preset answers held-out prompts of every kind that it was trained on. Both numbers come from the
+requests' records, the first from tokens and steps, the second from drafts and their fate by position
+(xDeepServe 4.6):
 
     tokens per step    tokens / steps, both without the first, which is the prompt's
     expected           1 + p1 with one draft, 1 + p1 + p1 p2 with two; p2 of those whose first was accepted
 
-They differ by what the last step of a request makes beyond its end.
+They differ by the tokens that a request's last step makes beyond its end.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ NUM_PROMPTS, MAX_TOKENS = 6, 96  # of each kind
 
 
 class Drafts(msgspec.Struct, frozen=True):
-    """What came of the drafts of many requests."""
+    """Results of drafting for many requests: tokens per step, and acceptance by position."""
 
     tokens_per_step: float
     acceptance: tuple[float, ...]  # of the d-th draft, where all before it were accepted
 
     @property
     def expected(self) -> float:
-        """1 + p1 + p1 p2 + ..."""
+        """Tokens per step expected from acceptance: 1 + p1 + p1 p2 + ..."""
         total, product = 1.0, 1.0
         for p in self.acceptance:
             product *= p
@@ -57,7 +58,7 @@ class Drafts(msgspec.Struct, frozen=True):
 
 
 def measure(overrides: tuple[str, ...], num_prompts: int = NUM_PROMPTS, model: str = "tiny") -> Drafts:
-    """Serve the prompts with these settings."""
+    """Serve the prompts with some settings, and return the results of drafting."""
     prompts = [examined(kind, i).prompt for kind in EXAMINED for i in range(num_prompts)]
     params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
     with LLM(model, "monolithic", overrides=[*overrides, "max_model_len=768"]) as llm:
@@ -66,7 +67,7 @@ def measure(overrides: tuple[str, ...], num_prompts: int = NUM_PROMPTS, model: s
 
 
 def rows(num_prompts: int = NUM_PROMPTS) -> list[Row]:
-    """Rows of each way of drafting: acceptance by position, tokens per step, and what was to be expected."""
+    """Compute rows for each way of drafting: acceptance by position, tokens per step, and the expectation."""
     result = []
     for way, overrides in WAYS.items():
         found, name = measure(overrides, num_prompts), f"engine/mtp/tiny/{way}"

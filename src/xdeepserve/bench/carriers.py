@@ -1,7 +1,7 @@
-"""A2E and E2A by the engines of AIV cores, and by URMA (xDeepServe 3.3): how long, and what they leave free.
+"""A2E and E2A by the engines of AIV cores, and by URMA (xDeepServe 3.3): durations, and the use of MTE2.
 
-The paper gives no numbers for it, but says what to expect: URMA starts later, takes fewer AIV cores, and
-leaves MTE2, which compute kernels use as well, alone.
+The paper gives no numbers, but states the expectation: URMA starts later, takes fewer AIV cores, and leaves
+MTE2, which compute kernels use as well, alone.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ CARRIERS: tuple[Literal["mte", "urma"], ...] = ("mte", "urma")
 
 
 class CarrierTimes(NamedTuple):
-    """In ns: the slowest die's A2E and E2A, and MTE2's work for both on the first attention die and on its
-    trampoline."""
+    """Times in ns: the slowest die's A2E and E2A, and MTE2's work for both.
+
+    MTE2's work is that on the first attention die and on its trampoline.
+    """
 
     a2e: int
     e2a: int
@@ -35,7 +37,7 @@ class CarrierTimes(NamedTuple):
 
 
 def rows() -> list[Row]:
-    """Each carrier's."""
+    """Compute the rows of each carrier."""
     return [
         Row(f"carrier/{carrier}/{name}", value / 1000, "us", "predicted")
         for carrier in CARRIERS
@@ -44,7 +46,8 @@ def rows() -> list[Row]:
 
 
 def simulate(carrier: Literal["mte", "urma"]) -> CarrierTimes:
-    """An A2E, and an E2A that all expert dies begin at once, at DeepSeek-R1's width (see `sizes.slower`)."""
+    """Simulate an A2E, and an E2A that all expert dies begin at once, at DeepSeek-R1's width (see
+    `sizes.slower`)."""
     hidden, dies = HIDDEN // A2E_SHRINK, tuple(range(ATTENTION + EXPERTS))
     sides = Sides(dies[:ATTENTION], Group(dies[ATTENTION:], tuple(range(EXPERTS))))
     layout = A2ELayout(sides, BATCH, A2E_COPIES, hidden)

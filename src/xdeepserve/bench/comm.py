@@ -1,9 +1,9 @@
 """`xdeepserve bench comm`: communication in virtual time, beside the published latencies.
 
-Send/receive, the comparisons of pull with push and of trampolines with the naive pull, and the rows named
-"simulated" run the protocols; dispatch and combine at EP 8 to 256, A2E and E2A come from the operator-level
-model. All read the one parameter table, `hw.spec`; no row has a factor of its own. The parameters that are
-fitted are fitted to the rows marked calibrated, or follow from the same runs.
+The protocols run in send/receive, in the comparisons of pull with push and of trampolines with the naive
+pull, and in rows named "simulated". Dispatch and combine at EP 8 to 256, A2E and E2A come from the
+operator-level model. All read the one parameter table, `hw.spec`; no row has a factor of its own. Fitted
+parameters are fitted to the rows marked calibrated, or follow from the same runs.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ ATTENTION, EXPERTS, A2E_BATCH = 160, 288, 96  # XDS 3.3
 
 
 def rows() -> list[dict[str, Any]]:
-    """All rows, as `--json` prints them."""
+    """Return all rows, as `--json` prints them."""
     return [row.as_dict() for row in all_rows()]
 
 
 def all_rows() -> Iterator[Row]:
-    """Rows as they are found."""
+    """Yield all rows in order of computation."""
     parts = send_receive, exchanges, simulated_exchanges, a2e, trampolines, carriers.rows, buffers, pull_push
     return itertools.chain.from_iterable(part() for part in parts)
 
@@ -76,7 +76,8 @@ def _kind(is_fitted: bool) -> Kind:
 
 
 def send_receive() -> list[Row]:
-    """The curve over sizes and AIV cores, and the paper's two statements about it; large messages by DMA."""
+    """Compute the curve over sizes and AIV cores, the paper's two statements about it, and large messages by
+    DMA."""
     times = {(n, c): simulate_send(n, c) / 1000 for n in MESSAGES for c in CORES}
     curve = [
         Row(f"p2p/bytes={nbytes}/aiv={cores}", time, "us", _kind(_is_fitted(nbytes, cores)))
@@ -91,7 +92,7 @@ def send_receive() -> list[Row]:
 
 
 def figure_5(spec: Spec | None = None) -> list[Row]:
-    """The paper's two statements about the curve."""
+    """Compute the paper's two statements about the curve of Figure 5."""
     slowest = max(simulate_send(nbytes, 2, spec=spec) for nbytes in MESSAGES if nbytes < 1 << 20)
     speedup = simulate_send(9 << 20, 2, spec=spec) / simulate_send(9 << 20, 48, spec=spec)
     return [
@@ -109,7 +110,8 @@ def _is_fitted(nbytes: int, cores: int) -> bool:
 def simulate_send(
     nbytes: int, cores: int, engine: Engine = "mte", zero_copy: bool = False, spec: Spec | None = None
 ) -> int:
-    """ns of virtual time from the start to the end of a send between dies of different servers."""
+    """Simulate a send between dies of different servers; return ns of virtual time from its start to its
+    end."""
     how: dict[str, Any] = {"cores": cores, "engine": engine}
 
     async def main() -> int:
@@ -137,7 +139,7 @@ def simulate_send(
 
 
 def exchanges(cost: CommCost | None = None) -> list[Row]:
-    """CM Table 6: batch 128 per rank."""
+    """Compute dispatch and combine of CM Table 6, with batch 128 per rank."""
     cost = cost or CommCost(way="push")
     return [
         Row(
@@ -152,7 +154,7 @@ def exchanges(cost: CommCost | None = None) -> list[Row]:
 
 
 def simulated_exchanges() -> list[Row]:
-    """FusedDispatch and FusedCombine of CloudMatrix's Table 6, simulated."""
+    """Simulate FusedDispatch and FusedCombine of CloudMatrix's Table 6."""
     return [
         Row(f"cm.t6/{op}/ep={ep}/simulated=push", time / 1000, "us", _kind(ep in FITTED_EP_SIZES))
         for ep in SIMULATED_EP_SIZES
@@ -161,7 +163,8 @@ def simulated_exchanges() -> list[Row]:
 
 
 def a2e(cost: CommCost | None = None) -> list[Row]:
-    """XDS 3.3: batch 96, 288 expert dies; eight routed copies of a token and one for the shared expert."""
+    """Compute A2E and E2A of XDS 3.3: batch 96, 288 expert dies; a token has eight routed copies and one for
+    the shared expert."""
     cost = cost or CommCost()
     return [
         Row(name, time(ATTENTION, EXPERTS, A2E_BATCH, A2E_COPIES) / 1000, "us", "predicted")
@@ -170,9 +173,9 @@ def a2e(cost: CommCost | None = None) -> list[Row]:
 
 
 def trampolines() -> list[Row]:
-    """A2E and E2A with trampolines and by the naive pull, simulated at the size of XDS 3.3.
+    """Simulate A2E and E2A with trampolines and by the naive pull, at the size of XDS 3.3.
 
-    With the few AIV cores that an attention die spares (`Spec.attention_cores`), and with all 48.
+    Each is run with the few AIV cores that an attention die spares (`Spec.attention_cores`), and with all 48.
     """
     result = []
     few, every = int(Spec().attention_cores.value), Spec().num_cores("aiv")
@@ -188,10 +191,10 @@ def trampolines() -> list[Row]:
 
 @functools.cache
 def simulate_a2e(way: str, cores: int, shrink: int = A2E_SHRINK) -> tuple[int, int]:
-    """ns of virtual time of an A2E, and of an E2A that all expert dies begin at once: the slowest die's.
+    """Simulate an A2E, and an E2A that all expert dies begin at once; return the slowest die's times [ns].
 
-    As in `simulate_exchange`, tokens are shorter and the hardware slower, by `shrink`. The shared expert is
-    one of a token's experts, all drawn at random.
+    As in `simulate_exchange`, tokens are shorter and the hardware is slower, by `shrink`. The shared expert
+    is one of a token's experts, all drawn at random.
     """
     hidden, top_k = HIDDEN // shrink, A2E_COPIES
     gc.collect()  # a pod is full of cycles, and the one before may hold half a gigabyte
@@ -236,7 +239,7 @@ def simulate_a2e(way: str, cores: int, shrink: int = A2E_SHRINK) -> tuple[int, i
 
 
 def buffers() -> list[Row]:
-    """CM 4.2.1: sizes of messages and of the preallocated buffers. Counted, hence exact."""
+    """Compute sizes of messages and of preallocated buffers (CM 4.2.1). Counted, hence exact."""
     layout = FusedLayout(num_ranks=320, local_batch=96, top_k=TOP_K, hidden=HIDDEN, experts_per_rank=1)
     return [
         Row("cm.msg/dispatch", layout.dispatch_message / 1024, "KB", "measured"),
@@ -250,7 +253,7 @@ def buffers() -> list[Row]:
 
 
 def pull_push() -> list[Row]:
-    """xDeepServe's pull-based exchange and CloudMatrix's push-based one, both simulated: 8 ranks."""
+    """Simulate xDeepServe's pull-based and CloudMatrix's push-based exchange, for 8 ranks."""
     result = []
     for batch in PULL_PUSH_BATCHES:
         for way in ("pull", "push"):
@@ -262,10 +265,11 @@ def pull_push() -> list[Row]:
 
 @functools.cache
 def simulate_exchange(way: str, num_ranks: int, batch: int, shrink: int = 1) -> tuple[int, int]:
-    """ns of virtual time of a dispatch and a combine at DeepSeek-R1's sizes: the slowest rank's.
+    """Simulate a dispatch and a combine at DeepSeek-R1's sizes; return the slowest rank's times [ns].
 
-    With `shrink` tokens are shorter by this factor, and everything that moves or works on bytes is slower by
-    it and holds fewer: the same times but for the padding of rows, in less of this computer's memory.
+    With `shrink`, tokens are shorter by this factor, and everything that moves or works on bytes is slower by
+    it and holds fewer. Times stay the same except for the padding of rows, with less of this computer's
+    memory.
     """
     hidden, spec = HIDDEN // shrink, slower(shrink)
     num_experts = max(num_ranks, TOP_K)
@@ -308,7 +312,7 @@ def simulate_exchange(way: str, num_ranks: int, batch: int, shrink: int = 1) -> 
 
 
 def plot(all_rows: list[Row], path: Path) -> None:
-    """Three panels: send/receive, Table 6, pull against push. InputError without matplotlib."""
+    """Draw three panels: send/receive, Table 6, pull against push. Raises InputError without matplotlib."""
     plt = pyplot()
     value = {row.name: row.value for row in all_rows}
     published = {row.name: row.published.value for row in all_rows if row.published is not None}

@@ -1,4 +1,4 @@
-"""`xdeepserve bench`: measure or model, and show what the papers publish beside it."""
+"""`xdeepserve bench`: measure or model, and print published values beside the results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from xdeepserve.progress import working
 
 
 class Suite(NamedTuple):
-    """What `bench NAME` does, and the options that it has beside those of all."""
+    """A benchmark suite: help text, and its own options beside those of all suites."""
 
     text: str
     options: tuple[str, ...] = ()
@@ -134,7 +134,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def add_options(parser: Parser) -> None:
-    """A suite, each with a help of its own; it refuses the options of others by name."""
+    """Add the suites, each with its own help; a suite refuses the options of others by name."""
     suites = parser.add_subparsers(dest="suite", metavar="suite", required=True, parser_class=Parser)
     for name, suite in SUITES.items():
         sub = suites.add_parser(
@@ -149,7 +149,7 @@ def add_options(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the rows of one suite. Raises InputError for options of another one."""
+    """Print the rows of a suite. Raises InputError for options of another suite."""
     if args.suite == "kernels":
         from xdeepserve.jobs.task_process import ONE_CORE
 
@@ -213,7 +213,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _tell_trends(args: argparse.Namespace) -> int:
-    """What papers say in words."""
+    """Print the papers' statements in words, and whether they hold."""
     from xdeepserve.bench import papers, trends
 
     if args.paper is not None and args.paper not in papers.PAPERS:
@@ -228,7 +228,7 @@ def _tell_trends(args: argparse.Namespace) -> int:
 
 
 def _tell_fits(args: argparse.Namespace) -> int:
-    """What is fitted to what."""
+    """Print the fitted numbers, and the values that they were fitted to."""
     from xdeepserve.bench import fits
 
     found = []
@@ -244,7 +244,7 @@ def _tell_fits(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raises InputError where an option does not belong to the suite, or a file cannot be written."""
+    """Raise InputError if an option does not belong to the suite, or a file cannot be written."""
     for option in OPTIONS:
         owners = [f"bench {name}" for name, suite in SUITES.items() if option in suite.options]
         if getattr(args, option) not in (None, False) and option not in SUITES[args.suite].options:
@@ -271,7 +271,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _check_plan(args: argparse.Namespace) -> None:
-    """Raises InputError where options of bench plan do not fit together."""
+    """Raise InputError if options of bench plan do not fit together."""
     if args.deployment is None and (args.context is not None or (args.suite == "plan" and args.model)):
         raise InputError("bench plan takes --model and --context with --deployment")
     if args.context is not None and args.context < 1:

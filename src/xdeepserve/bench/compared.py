@@ -1,7 +1,7 @@
-"""Where prices of decode stand beside published times, and which points are beyond.
+"""The range of published times of decode, and notes on points beyond it.
 
-Errors of `bench papers` speak of points within these bounds. Beyond them the formulas go on, and nothing
-published says how far off they are.
+Errors of `bench papers` are about points within these bounds. Beyond them the formulas still give values, but
+no published time says how far off they are.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Bound(NamedTuple):
-    """The least and the most of something that a published time is of, and where that stands."""
+    """Least and greatest published value of a quantity, with the source."""
 
     what: str
     least: float
@@ -18,7 +18,7 @@ class Bound(NamedTuple):
     source: str
 
     def note(self, value: float) -> str:
-        """That a value is beyond; nothing if it is not."""
+        """Return a note if a value is beyond the bounds, else ""."""
         if self.least <= value <= self.most:
             return ""
         return f"{self.what} {value:,g}, published {self.least:,g} to {self.most:,g} ({self.source})"
@@ -33,6 +33,6 @@ BOUNDS = {
 
 
 def beyond(**values: float) -> tuple[str, ...]:
-    """What of these, by the names of BOUNDS, is beyond what is published."""
+    """List notes on the values that are beyond published ones, by the names of BOUNDS."""
     notes = (BOUNDS[name].note(value) for name, value in values.items())
     return tuple(note for note in notes if note)

@@ -1,10 +1,10 @@
 """`xdeepserve bench decode`: tokens per second of greedy decoding, for a model and some batches.
 
-Prompts of 128 tokens are completed by NEW_TOKENS tokens each; what the prompts and the first token take is
-measured by itself and subtracted. Blocks of the prompts stay in the prefix cache, so that all sequences begin
-and end in the same step. Each row is the median of REPEATS, or of what SECONDS were enough for. With
-`--peers` other engines decode the same prompts, see `peers`. Of a model that caches do not hold, what memory
-allows stands beside it, see `decode_limit`.
+Prompts of 128 tokens are completed by NEW_TOKENS tokens each. The time of the prompts and the first token is
+measured separately and subtracted. Blocks of the prompts stay in the prefix cache, so that all sequences
+begin and end in the same step. Each row is the median of REPEATS runs, or of the runs that fit into SECONDS.
+With `--peers` other engines decode the same prompts (see `peers`). For a model larger than caches, the limit
+by memory stands beside it (see `decode_limit`).
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ REPEATS, SECONDS = 3, 15
 
 
 def all_rows(model: str = "tiny", peers: Path | None = None, only: Sequence[str] = ()) -> Iterator[Row]:
-    """A row per engine and batch, see generation.rows; and what memory allows."""
+    """Yield a row per engine and batch (see generation.rows), and the limit by memory."""
     yield from generation.rows(SUITE, model, peers, only)
     context = PROMPT_TOKENS + NEW_TOKENS / 2
     yield from limit_rows(resolve_model(model).config, generation.num_threads(), BATCHES, context)
 
 
 def rates(generate: Generate, vocab_size: int) -> Rates:
-    """The rate of each batch."""
+    """Yield the decode rate of each batch."""
     for batch in BATCHES:
         ids = prompts(batch, vocab_size, PROMPT_TOKENS)
         yield f"batch={batch}", decode_rate(partial(generate, ids), batch)
 
 
 def decode_rate(generate: Callable[[int], object], batch: int) -> float:
-    """Tokens per second behind the first. `generate(n)` makes n tokens of each sequence."""
+    """Measure tokens per second behind the first. `generate(n)` makes n tokens of each sequence."""
     generate(2)
     found: list[float] = []
     begun = time.perf_counter()

@@ -1,8 +1,8 @@
 """A decode iteration in closed form: the stages of a decoder layer, added up, with and without microbatches.
 
-Stages and their prices are those of the Program that every run walks (`step/layer.py`, `Spec.stage_ns`);
-what is added here is how many rows there are, the formula of an exchange, and how two streams overlap. All
-times are ns, not rounded. `cores` is a stage's share of the AICs; two streams share HBM's bandwidth.
+Stages and their prices are those of the Program that every run walks (`step/layer.py`, `Spec.stage_ns`).
+Added here are the numbers of rows, the formula of an exchange, and the overlap of two streams. All times are
+ns, not rounded. `cores` is a stage's share of the AICs; two streams share HBM's bandwidth.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExpertDies(msgspec.Struct, frozen=True):
-    """Where experts live: dies in all, those with slots for routed experts, those with a shared expert."""
+    """Dies with experts: dies in all, dies with routed experts, dies with a shared expert."""
 
     total: int
     routed: int
@@ -57,14 +57,14 @@ EP320 = ExpertDies(320, 288, 32)  # CM 4.1: 256 routed and 32 redundant experts,
 
 @functools.lru_cache(maxsize=8)
 def expert_layer(config: ModelConfig) -> Layer:
-    """A layer with experts, one on each die, as shapes, in INT8."""
+    """Make a layer with experts, one on each die, as shapes, in INT8."""
     shallow = msgspec.structs.replace(config, num_hidden_layers=config.first_k_dense_replace + 1)
     specs = weight_specs(shallow, "int8", 1, num_experts=1, num_mtp=0)
     return assemble(shallow, specs, packed_shapes(specs), is_packed=True).layers[-1]
 
 
 class LayerCost(msgspec.Struct, frozen=True):
-    """Stage by stage, of one model on dies of one kind."""
+    """Cost of a decoder layer, stage by stage, for a model on dies of a kind."""
 
     config: ModelConfig
     spec: Spec = Spec()
@@ -73,27 +73,27 @@ class LayerCost(msgspec.Struct, frozen=True):
     tiles: Tiles = "BSND"  # of attention: rows are dealt to cores, or whole requests (CM 4.2.2)
 
     def works(self, program: Program, counts: Counts) -> list[Work]:
-        """What each stage of a Program does."""
+        """Compute the work of each stage of a Program."""
         model, layer = Model(self.config, "int8", self.config.num_attention_heads), expert_layer(self.config)
         return [stage.work(model, layer, counts) for stage in stages(program)]
 
     def stage_work(self, name: str, counts: Counts) -> Work:
-        """What one stage of a layer with experts does."""
+        """Compute the work of a stage of a layer with experts."""
         layer = decoder_layer(expert_layer(self.config), Where("among", has_shared=False))
         program = tuple(stage for stage in stages((*layer.attention, *layer.feed)) if stage.name == name)
         (work,) = self.works(program, counts)
         return work
 
     def stage_ns(self, name: str, counts: Counts) -> float:
-        """One stage of a layer with experts, by itself."""
+        """Compute the time of a single stage of a layer with experts [ns]."""
         return self.spec.stage_ns(self.stage_work(name, counts))
 
     def pass_ns(self) -> float:
-        """What a pass, the main model's or one of MTP's, takes besides its layers."""
+        """Compute the time of a pass, the main model's or MTP's, outside of its layers [ns]."""
         return self.spec.stage_ns(PASS)
 
     def exchanges_ns(self, num_ranks: int, batch: float, copies: int) -> list[float]:
-        """Dispatch and combine in a layer, stretched as in serving."""
+        """Compute dispatch and combine in a layer [ns], stretched as in serving."""
         stretch = self.spec.barrier_stretch.value
         ops: tuple[Op, Op] = "dispatch", "combine"
         return [self.comm.exchange_ns(op, num_ranks, batch, copies, stretch) for op in ops]
@@ -101,13 +101,13 @@ class LayerCost(msgspec.Struct, frozen=True):
     # ---- a colocated layer with shared experts on dies of their own ------------------------------------
 
     def stream0_works(self, load: Load) -> list[Work]:
-        """MLAProlog, attention and output projection, with the layer's small kernels."""
+        """Compute the work of MLAProlog, attention and output projection, with the layer's small kernels."""
         rows = load.requests * load.rows
         counts = Counts(rows, rows * load.context, load.requests * load.context)
         return self.works(decoder_layer(expert_layer(self.config), Where()).attention, counts)
 
     def stream0_parts_ns(self, load: Load, cores: int | None = None) -> list[float]:
-        """Its stages."""
+        """Compute the times of the attention stream's stages [ns]."""
         uneven = self.unevenness(load, cores or self.spec.num_cores("aic"))
         works = [
             work._replace(attention=uneven * work.attention, int8_attention=uneven * work.int8_attention)
@@ -116,12 +116,12 @@ class LayerCost(msgspec.Struct, frozen=True):
         return [self.spec.stage_ns(work, cores) for work in works]
 
     def stream0_ns(self, load: Load, cores: int | None = None) -> float:
-        """The attention path."""
+        """Compute the time of the attention stream [ns]."""
         return sum(self.stream0_parts_ns(load, cores))
 
     def unevenness(self, load: Load, cores: int) -> float:
-        """What the busiest core has of attention, over the mean. A request has its next row and those drafted
-        ones that were accepted, so whole requests differ, and each core has only some of them."""
+        """Compute the busiest core's share of attention over the mean. With drafts, requests have different
+        numbers of accepted rows, and each core has only some requests."""
         drafts = load.rows - 1
         if self.tiles == "BSND" or not drafts:
             return 1.0
@@ -130,14 +130,14 @@ class LayerCost(msgspec.Struct, frozen=True):
         return 1 + expected_maximum(cores) * math.sqrt(variance / of_core) / mean
 
     def experts_work(self, load: Load, dies: ExpertDies) -> Work:
-        """What the busiest die does, with routed experts or a shared one."""
+        """Compute the work of the busiest die, with routed experts or a shared expert."""
         total = load.requests * load.rows * dies.total
         mean = self.config.num_experts_per_tok * total / dies.routed
         busiest = max(total / dies.shared, self.spec.billed_copies(0, mean))
         return self.stage_work("Experts", Counts(0, copies=busiest, touched=1))
 
     def stream1_parts_ns(self, load: Load, dies: ExpertDies, cores: int | None = None) -> list[float]:
-        """Gate and dispatch, experts, combine."""
+        """Compute the times of the expert stream [ns]: gate and dispatch, experts, combine."""
         rows, c = load.requests * load.rows, self.config
         copies = c.num_experts_per_tok + min(1, c.n_shared_experts)
         dispatch, combine = self.exchanges_ns(dies.total, rows, copies)
@@ -145,8 +145,8 @@ class LayerCost(msgspec.Struct, frozen=True):
         return [self.stage_ns("Gate", Counts(rows)) + dispatch, experts, combine]
 
     def streams_ns(self, load: Load, dies: ExpertDies, cores: int) -> list[float]:
-        """Both streams, the first with so many AIC cores. They swap their microbatches and so begin at once,
-        and share HBM."""
+        """Compute the times of both streams [ns], the first with `cores` AIC cores. The streams swap
+        microbatches, so they begin together and share HBM."""
         first = self.stream0_works(load)
         second = (Work(), self.experts_work(load, dies), Work())
         times = (
@@ -160,18 +160,20 @@ class LayerCost(msgspec.Struct, frozen=True):
         return [round(ns, 3) for ns in ends]  # in steps up to the ends of both streams' kernels
 
     def serial_ns(self, load: Load, dies: ExpertDies) -> float:
-        """A layer without microbatches."""
+        """Compute a layer without microbatches [ns]."""
         return self.stream0_ns(load) + sum(self.stream1_parts_ns(load, dies))
 
     def microbatched_ns(self, load: Load, dies: ExpertDies, splits: Sequence[int] = SPLITS) -> float:
-        """A layer of two microbatches in two streams that swap them, with the best of some splits."""
+        """Compute a layer of two microbatches in two streams that swap them [ns], with the best of some
+        splits of cores."""
         half = msgspec.structs.replace(load, requests=load.requests / 2)
         return min(2 * max(self.streams_ns(half, dies, cores)) for cores in splits)
 
     def iteration_ns(
         self, load: Load, dies: ExpertDies, microbatches: bool = True, splits: Sequence[int] = SPLITS
     ) -> float:
-        """One decode iteration of CloudMatrix: all layers as MoE layers, MTP's too if there are drafts."""
+        """Compute a decode iteration of CloudMatrix [ns]: all layers as MoE layers, and MTP's layer if there
+        are drafts."""
         passes = load.rows
         layer = self.serial_ns(load, dies)
         if microbatches:
@@ -182,8 +184,10 @@ class LayerCost(msgspec.Struct, frozen=True):
 
 @functools.cache
 def ping_pong_throughput(microbatches: int, comm_ratio: float) -> float:
-    """Relative throughput of MegaScale's ping-pong with m microbatches (MS 4.1), if T_a = T_e = T_f.
+    """Compute the relative throughput of MegaScale's ping-pong with m microbatches (MS 4.1), if T_a = T_e =
+    T_f.
 
-    A microbatch is back after 2 (T_f + T_c), `comm_ratio` = T_c / T_f; in that time at most m are served.
+    A microbatch is back after 2 (T_f + T_c), with `comm_ratio` = T_c / T_f. At most m microbatches are served
+    in that time.
     """
     return microbatches / max(microbatches, 2 + 2 * comm_ratio)

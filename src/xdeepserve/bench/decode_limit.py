@@ -1,8 +1,8 @@
-"""What this computer's memory allows a decode step: weights and caches come no faster than it gives them.
+"""The memory limit of a decode step on this computer: weights and caches must be read.
 
-A step reads each weight that its tokens need, and the KV cache of each of them, once. Experts count as if
-every one were as likely as the others: of E, K of which a token takes, a batch of B then takes
-E (1 - (1 - K / E)^B). What is computed, and what is kept in caches meanwhile, is left out.
+A step reads each weight that its tokens need, and each token's KV cache, once. Experts count as equally
+likely: a token takes K of E experts, so a batch of B takes E (1 - (1 - K / E)^B). Computing time is left out,
+and so are weights that stay in caches.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from xdeepserve.bench.report import Row
-from xdeepserve.engine.die.cache_parts import cache_parts
+from xdeepserve.engine.die.kv_memory import cache_parts
 from xdeepserve.model.cache_layout import TILE
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.kernels import limits
@@ -27,7 +27,8 @@ NOT_READ = ("embed", "cos", "sin")  # but for a row of each token
 
 
 def limit_rows(config: ModelConfig, threads: int, batches: Sequence[int], context: float) -> Iterator[Row]:
-    """The bandwidth of so many threads, and tokens per second of each batch at it; none for a small model."""
+    """Yield the bandwidth of `threads` threads, and the limit of tokens per second for each batch; nothing
+    for a small model."""
     if step_nbytes(config, 1, 0) < NEAR:
         return
     rate, label = read_rate(threads), f"decode/limit of memory/threads={threads}"
@@ -38,7 +39,8 @@ def limit_rows(config: ModelConfig, threads: int, batches: Sequence[int], contex
 
 
 def step_nbytes(config: ModelConfig, batch: int, context: float) -> float:
-    """Bytes that a step of the INT8 recipe reads on one die: `batch` sequences of `context` positions."""
+    """Compute the bytes read by a step of the INT8 recipe on one die: `batch` sequences of `context`
+    positions."""
     specs = weight_specs(config, "int8", TILE, num_mtp=0)
     routed = sum(spec.nbytes for name, spec in specs.items() if ".experts." in name)
     rest = sum(
@@ -55,7 +57,8 @@ def step_nbytes(config: ModelConfig, batch: int, context: float) -> float:
 
 
 def read_rate(threads: int) -> float:
-    """Bytes per second that so many threads read from memory, each its own; the best of REPEATS."""
+    """Measure the bytes per second that `threads` threads read from memory, each its own array; the best of
+    REPEATS."""
     arrays, times = [np.ones(READ // 4, np.float32) for _ in range(threads)], []
     limits.read(arrays[0])
     with ThreadPoolExecutor(threads) as pool:

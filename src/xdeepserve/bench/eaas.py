@@ -1,17 +1,17 @@
-"""Expert services beside the paper's figures, and expert servers that are lost (EaaS 5.3 to 5.6).
+"""Expert services beside the paper's figures, and the loss of expert servers (EaaS 5.3 to 5.6).
 
-DeepSeek-R1 on up to 64 dies, in time only: bench/eaas_full_size.py. Then tokens per second before, meanwhile
-and after a loss (5.4, Figure 10), with every token computed.
+The first rows are DeepSeek-R1 on up to 64 dies, in time only: bench/eaas_full_size.py. The others are tokens
+per second before, during and after a loss (5.4, Figure 10), with every token computed.
 
-In the pod, in virtual time, one of 64 servers is lost for good in the middle of a run; all that it did has
-replicas, spread over others. The paper publishes less than 2 % for a GPU out of 64. Rows say how long it
-takes to find the loss out, how much later the last token comes in all, and how much longer steps take from
-then on than the same steps without a loss. The model is a small one, whose time is mostly what each exchange
-costs whatever its size: a server's share of the work is hardly seen in it.
+In the pod, in virtual time, one of 64 servers is lost for good in the middle of a run. All its experts have
+replicas, spread over the other servers. The paper publishes less than 2 % for a GPU out of 64. Rows give the
+time until the loss is found, the delay of the last token, and how much longer steps take from then on than
+the same steps without a loss. The model is a small one. Its time is mostly the fixed cost of exchanges, so a
+server's share of the work hardly shows.
 
-With server processes, in this computer's time, one is killed and another one comes in its place, while
-requests run without a pause. They share this computer's cores with the client, so that a server less is not
-a share of the capacity less; and who comes computes, too, while it loads.
+With server processes, in this computer's time, a process is killed and another takes its place while requests
+run without a pause. The processes share this computer's cores with the client, so the loss of a server is not
+the loss of its share of the capacity. The new process also uses cores while it loads.
 """
 
 from __future__ import annotations
@@ -45,8 +45,10 @@ PATIENCE_S = 300.0
 
 
 class Decoded(NamedTuple):
-    """A run in virtual time: when each token left, when it was known that a server is lost, all token ids,
-    and the steps of each DP group in order, by when they began and ended."""
+    """A run in virtual time: times of tokens, the time at which a loss was known, token ids, and steps.
+
+    `steps` holds the beginning and end of each step of each DP group, in order.
+    """
 
     tokens: list[int]
     heard_ns: int
@@ -55,7 +57,7 @@ class Decoded(NamedTuple):
 
 
 def all_rows() -> Iterator[Row]:
-    """Virtual time first."""
+    """Yield all rows; virtual time comes first."""
     yield from eaas_full_size.rows()
     yield from lost_in_the_pod()
     for transport in ("pod", "shm", "tcp"):
@@ -63,8 +65,8 @@ def all_rows() -> Iterator[Row]:
 
 
 def lost_in_the_pod() -> Iterator[Row]:
-    """Measure the loss of one of 64 expert servers when half of the tokens are there; the run without that
-    loss is the comparison."""
+    """Measure the loss of a single server of 64 at half of the tokens, compared with the run without the
+    loss."""
     quiet = _serve(())
     half_ns = sorted(quiet.tokens)[len(quiet.tokens) // 2]
     lost = _serve((Fault(half_ns / 1e3, CLIENTS + VICTIM, "lost"),))
@@ -88,7 +90,7 @@ def lost_in_the_pod() -> Iterator[Row]:
 
 
 def _serve(faults: Sequence[Fault]) -> Decoded:
-    """Answer the prompts in virtual time."""
+    """Answer the prompts in virtual time, with faults."""
     tokens: list[int] = []
     heard: list[int] = []
     steps: dict[str, list[tuple[int, int]]] = {}
@@ -120,7 +122,8 @@ def _params() -> SamplingParams:
 
 
 def _killed(transport: str) -> Iterator[Row]:
-    """Rounds of the same requests: some before, those while a server is missing, some after."""
+    """Measure rounds of the same requests: before the loss, while a server is missing, and after its
+    replacement."""
     prefix = f"eaas/{transport}/servers=3"
     with LLM("tiny", "eaas", overrides=[*FEW, f"experts.transport={transport}"]) as llm:
         ids = _round(llm)[1]  # all that is compiled is there
@@ -148,7 +151,7 @@ def _killed(transport: str) -> Iterator[Row]:
 
 
 def _rate_of(name: str, llm: LLM, ids: list[list[int]], rounds: int) -> Row:
-    """Tokens per second over some rounds, with the bits checked."""
+    """Measure tokens per second over some rounds, and check the token ids."""
     took = 0.0
     for _ in range(rounds):
         seconds, found = _round(llm)
@@ -163,7 +166,7 @@ def _check(found: list[list[int]], expected: list[list[int]]) -> None:
 
 
 def _round(llm: LLM) -> tuple[float, list[list[int]]]:
-    """Seconds for all prompts, and their tokens."""
+    """Answer all prompts once; return the seconds and their tokens."""
     begin = time.perf_counter()
     outputs = llm.generate(_prompts(), _params())
     return time.perf_counter() - begin, [list(each.outputs[0].token_ids) for each in outputs]

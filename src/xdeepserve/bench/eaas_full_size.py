@@ -1,9 +1,9 @@
 """Expert services at the paper's size: DeepSeek-R1 on up to 64 dies, in time only (EaaS 5.3, 5.4 and 5.6).
 
-Half of the dies are clients, half are servers, as in EaaS 5.2; one server in eight has the shared expert,
-which the paper says nothing of. Requests are in the middle of answers of up to 768 tokens. These dies are
-CloudMatrix's and not Hopper GPUs, so it is ratios that can be compared, and they differ where the paper's
-follow from what GPUs spend on something.
+Half of the dies are clients and half are servers, as in EaaS 5.2. One server in eight has the shared expert,
+of which the paper says nothing. Requests are in the middle of answers of up to 768 tokens. The dies are
+CloudMatrix's and not Hopper GPUs, so only ratios can be compared. They differ where the paper's ratios follow
+from costs that are particular to GPUs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PER_SHARED = 8  # servers for one with the shared expert
 
 
 def services(clients: int, routed: int, shared: int, batch: int, microbatches: int = 2) -> Deployment:
-    """`batch` requests on each client."""
+    """Make a deployment of expert services with `batch` requests on each client."""
     deployment = Deployment(
         name="expert services",
         kind="eaas",
@@ -43,7 +43,7 @@ def services(clients: int, routed: int, shared: int, batch: int, microbatches: i
 
 
 def colocated(dies: int, batch: int) -> Deployment:
-    """The baseline: every die has attention and experts, in one group."""
+    """Make the colocated baseline: every die has attention and experts, in one group."""
     return _with_room(Deployment(name="colocated", kind="colocated", exchange="push", dies=dies), batch)
 
 
@@ -58,8 +58,8 @@ def _with_room(deployment: Deployment, batch: int) -> Deployment:
 
 @functools.cache
 def halves(dies: int, requests: int, microbatches: int = 2, lost: int = 0, skew: float = 0.0) -> DecodeRun:
-    """An iteration of half as many clients as dies, and as many servers, of which some of those with routed
-    experts are lost: the others have what they had, in even shares, as copies spread everywhere do."""
+    """Run an iteration with half of the dies as clients and half as servers. Some servers with routed experts
+    may be lost: the others hold their experts in even shares, as copies spread everywhere would."""
     clients = dies // 2
     shared, batch = clients // PER_SHARED, -(-requests // clients)
     return _run(services(clients, clients - shared - lost, shared, batch, microbatches), skew)
@@ -71,12 +71,12 @@ def _run(deployment: Deployment, skew: float = 0.0) -> DecodeRun:
 
 
 def rate(run: DecodeRun) -> float:
-    """Tokens per second."""
+    """Compute the tokens per second of a run."""
     return run.num_tokens / run.iteration_ns * 1e9
 
 
 def rows() -> Iterator[Row]:
-    """All rows; a minute."""
+    """Yield all rows; takes a minute."""
     yield from scaling()
     yield from saving()
     yield from loss()
@@ -85,7 +85,7 @@ def rows() -> Iterator[Row]:
 
 
 def scaling() -> Iterator[Row]:
-    """EaaS 5.3, Figure 11: as many requests more as there are dies."""
+    """Compute EaaS 5.3, Figure 11: throughput when requests grow in proportion to dies."""
     by_dies = {dies: rate(halves(dies, SERVED * dies // SCALES[-1])) for dies in SCALES}
     for dies, found in by_dies.items():
         yield Row(f"eaas/r1/dies={dies}/throughput", found, "tok/s", "predicted")
@@ -95,8 +95,9 @@ def scaling() -> Iterator[Row]:
 
 
 def saving() -> Iterator[Row]:
-    """EaaS 5.3: traffic falls from 8,192 requests to 5,120; how many dies are not needed any more, so that
-    each request is still as fast as before. And what a group of 64 makes of as many, which cannot shrink."""
+    """Compute EaaS 5.3: traffic falls from 8,192 requests to 5,120. Rows give the share of dies that can be
+    saved with each request still as fast, and the same dies against a colocated group of 64, which cannot
+    shrink."""
     most = SCALES[-1]
     before_ns = halves(most, SERVED).iteration_ns
     fewest = most
@@ -110,16 +111,17 @@ def saving() -> Iterator[Row]:
 
 
 def loss() -> Iterator[Row]:
-    """EaaS 5.4: one of 64 GPUs is lost, and its experts' copies are asked. Below 0: clients are what takes
-    longest, and each writes to one server less. With one microbatch all wait for servers."""
+    """Compute EaaS 5.4: a GPU of 64 is lost, and its experts' copies take over. Results are below 0 if
+    clients set the pace, because each client then writes to one server less. With one microbatch, clients
+    wait for servers."""
     for microbatches, name in ((2, "eaas.fail"), (1, "eaas/r1/lost=1_of_64/one_microbatch")):
         before, after = (rate(halves(64, REQUESTS, microbatches, lost)) for lost in (0, 1))
         yield Row(name, 100 * (1 - after / before), "%", "predicted", "a server of 64 dies")
 
 
 def double_batching() -> Iterator[Row]:
-    """EaaS 5.6: what is lost without it. Two microbatches have attention's weights read twice, which these
-    dies gain back with more rows than the paper's."""
+    """Compute EaaS 5.6: the loss without double batching. Two microbatches read attention's weights twice,
+    which these dies regain only with more rows than the paper's."""
     for dies, requests in ((64, REQUESTS), (32, REQUESTS), (64, SERVED)):
         drop = 100 * (1 - rate(halves(dies, requests, 1)) / rate(halves(dies, requests)))
         is_theirs = (dies, requests) == (64, REQUESTS)
@@ -128,8 +130,8 @@ def double_batching() -> Iterator[Row]:
 
 
 def balance() -> Iterator[Row]:
-    """EaaS 5.6: 2.4, 4.4 and 5.1 % more with EPLB. How skewed the load was is not published; here it is what
-    a perfect balance would gain, of experts as popular as i ** -skew."""
+    """Compute EaaS 5.6: EPLB gains 2.4, 4.4 and 5.1 % there. The skew of the load is not published; here the
+    rows give the gain of a perfect balance for experts with popularity i ** -skew."""
     for skew in SKEWS:
         for microbatches in (1, 2):
             skewed, even = (rate(halves(64, REQUESTS, microbatches, skew=each)) for each in (skew, 0.0))

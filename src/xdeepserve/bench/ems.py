@@ -1,6 +1,7 @@
 """`xdeepserve bench ems`: the memory pool beside CloudMatrix's Table 1 and Figure 23; hit rates on traces.
 
-Model loading runs the pool itself, with a model of which each byte stands for many, on the virtual clock.
+Model loading runs the pool itself on the virtual clock, with a small model of which each byte stands for
+many.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SERVERS = 48
 
 
 def all_rows(requests: Path | None = None, form: TraceFormat = "mooncake") -> Iterator[Row]:
-    """Rows as they are found; hit rates of a trace, if one is given, else of a generated one."""
+    """Yield all rows in order of computation, with hit rates of the given trace, or of a generated one."""
     trace = generated(seed=1) if requests is None else read_trace(requests, form)
     block_tokens = BLOCK_TOKENS[form]
     return itertools.chain(table_1(), figure_23(), hit_rates(trace, block_tokens))
@@ -44,12 +45,13 @@ WEIGHT = MODEL_NBYTES / (NUM_BLOCKS * BLOCK_NBYTES)  # bytes that each of its by
 
 
 def block(number: int) -> bytes:
-    """What a block of a model holds."""
+    """Return the content of a model's block: its number, repeated."""
     return number.to_bytes(4, "big") * (BLOCK_NBYTES // 4)
 
 
 async def load(pool: MemoryPool, model: ModelId) -> float:
-    """Load a model into one instance, block after block while others still come to DRAM: seconds."""
+    """Load a model into an instance, block after block while others still come to DRAM; return the
+    seconds."""
     clock, spec = pool.pod.clock, pool.pod.spec
     cache, start, end = pool.models(WEIGHT), clock.now, clock.now
     hint = clock.spawn(cache.prefetch(model, block))
@@ -67,7 +69,8 @@ async def load(pool: MemoryPool, model: ModelId) -> float:
 
 
 async def load_alone(pod: Pod, bucket: Bucket) -> float:
-    """Load a model into one instance from the bucket alone, which others read, too: seconds."""
+    """Load a model into an instance from the bucket alone, which other instances read, too; return the
+    seconds."""
     start = pod.clock.now
     for _ in range(NUM_BLOCKS):
         await bucket.read(BLOCK_NBYTES, WEIGHT)
@@ -75,8 +78,8 @@ async def load_alone(pod: Pod, bucket: Bucket) -> float:
 
 
 def table_1() -> list[Row]:
-    """Eight instances load one model at once, and one instance switches among eight models. Two values are
-    calibrated, the bucket's bandwidth and an instance's; the rest follows."""
+    """Compute CM Table 1: eight instances load a model at once, and one instance switches among eight models.
+    Two values are calibrated, the bandwidths of the bucket and of an instance; the rest follows."""
     pod = Pod()
     bucket = Bucket(pod.clock, pod.spec)
     alone = _run(pod, _together(*(load_alone(pod, bucket) for _ in range(INSTANCES))))
@@ -128,7 +131,7 @@ def _pool(path: Path) -> MemoryPool:
 
 
 async def _together(*works: Coroutine[Any, Any, float]) -> list[float]:
-    """Side by side, from within a process of the clock that they run on."""
+    """Run coroutines side by side, from within a process of their clock."""
     process = asyncio.current_task()
     assert isinstance(process, Process)
     return await process.clock.gather(*works)
@@ -150,15 +153,16 @@ SERVER_CHIPS = 8  # of a server, which has one card for VPC
 
 
 class Reuse(NamedTuple):
-    """Time to the first token by how much of the prompts is reused."""
+    """Time to the first token over both planes, for a share of reused prompts."""
 
     ub_ms: float
     vpc_ms: float
 
 
 def reuse(share: float, fixed_share: float = FIXED_SHARE, prefill: PrefillCost | None = None) -> Reuse:
-    """The time of Table 2's prefill, of which reuse leaves a fixed share and that of the other tokens, and
-    what fetching adds to it: dies' DMA over UB, or a server's card of VPC for all its chips."""
+    """Compute the time to the first token with a share of the prompts reused. Reuse leaves a fixed share of
+    Table 2's prefill and the part of the other tokens. Fetching adds the time of the dies' DMA over UB, or of
+    the server's VPC card for all its chips."""
     prefill = prefill or PrefillCost(resolve_model(MODEL).config)
     spec, nbytes = prefill.spec, share * KV_NBYTES
     line = prefill.batch_ns() * (fixed_share + (1 - share) * (1 - fixed_share))
@@ -168,7 +172,7 @@ def reuse(share: float, fixed_share: float = FIXED_SHARE, prefill: PrefillCost |
 
 
 def caching(fixed_share: float = FIXED_SHARE, prefill: PrefillCost | None = None) -> list[Row]:
-    """The text of Figure 23."""
+    """Compute the values in the text of Figure 23."""
     base, some, half, most = (reuse(share, fixed_share, prefill) for share in (0.0, 0.125, 0.5, 0.9))
     return [
         Row("cm.cc.ttft/reuse=50%", base.ub_ms - half.ub_ms, "ms", "calibrated"),
@@ -180,7 +184,7 @@ def caching(fixed_share: float = FIXED_SHARE, prefill: PrefillCost | None = None
 
 
 def figure_23() -> list[Row]:
-    """Its text, and its two curves."""
+    """Compute the values in the text of Figure 23, and its two curves."""
     rows = caching()
     for percent in (0, 12.5, 25, 50, 75, 90):
         times = reuse(percent / 100)
@@ -193,8 +197,8 @@ def figure_23() -> list[Row]:
 
 
 def hit_rates(trace: list[TracedRequest], block_tokens: int) -> Iterator[Row]:
-    """Tokens of prompts that a pool of some sizes has, in percent: DRAM alone, with volumes of eight times
-    its size, which have all that is in DRAM, too, and at best."""
+    """Compute the share of prompt tokens found in pools of several sizes, in percent: DRAM alone, with
+    volumes of eight times its size, and at best. Volumes also hold everything that DRAM holds."""
     distinct = len({each for request in trace for each in request.blocks})
     total = sum(min(request.input_length, len(request.blocks) * block_tokens) for request in trace)
 
@@ -211,7 +215,8 @@ def hit_rates(trace: list[TracedRequest], block_tokens: int) -> Iterator[Row]:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Time to the first token over reuse, on both planes, as in Figure 23b. InputError without matplotlib."""
+    """Draw the time to the first token over reuse, on both planes, as in Figure 23b. Raises InputError
+    without matplotlib."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(7, 4))
     for plane in ("ub", "vpc"):

@@ -1,12 +1,14 @@
-"""`xdeepserve bench engine`: FlowServe's choices against what they replaced, in virtual time.
+"""`xdeepserve bench engine`: FlowServe's choices against the alternatives that they replaced, in virtual
+time.
 
-DeepSeek-R1, timing-only, at a few DP groups that stand for a pod of 288 dies. Workloads are seeded, requests
-arrive in virtual time, the same for both sides of a comparison. All rows are predictions of the model; the
-papers publish no number for these comparisons but say which side wins. TTFT and TPOT: see `RequestMetrics`.
+DeepSeek-R1 runs timing-only, on a few DP groups that stand for a pod of 288 dies. Workloads are seeded;
+requests arrive in virtual time, the same for both sides of a comparison. All rows are predictions of the
+model; the papers publish no number for these comparisons but say which side wins. TTFT and TPOT: see
+`RequestMetrics`.
 
-Rows named `gain` divide what was replaced by what replaced it: above 1 the newer choice wins. Rows of MTP on
-`tiny`, and of its experts, are measured on a model that computes (bench/acceptance.py, bench/engine.py);
-rows of the way from prefill to decode are in bench/pd.py.
+Rows named `gain` divide the old choice by the new one: above 1 the newer choice wins. Rows of MTP on `tiny`,
+and of its experts, are measured on a model that computes (bench/acceptance.py, and `balancing` here). Rows of
+the way from prefill to decode are in bench/pd.py.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ DECODE = {"kv_spread": "points", "p99_tpot": "ms"}  # what is compared there, an
 
 
 class TimedRequest(msgspec.Struct, frozen=True):
-    """A request of a workload."""
+    """A request of a workload: its arrival, lengths and prompt."""
 
     at_ns: int
     num_prompt: int
@@ -62,7 +64,7 @@ class TimedRequest(msgspec.Struct, frozen=True):
 
 
 class WorkloadResult(msgspec.Struct, frozen=True):
-    """Times and counts of one workload's run."""
+    """Times and counts of a workload's run."""
 
     metrics: list[RequestMetrics]
     usage: list[list[float]]  # of each sample, each decoding group's share of used KV blocks
@@ -81,7 +83,8 @@ class WorkloadResult(msgspec.Struct, frozen=True):
         return float(np.mean([m.tpot_ns for m in self.metrics if m.tpot_ns is not None])) / 1e6
 
     def kv_spread(self) -> float:
-        """Highest use of a group minus lowest, in points, on average over time."""
+        """Compute the highest KV use of a group minus the lowest, in percentage points, on average over
+        time."""
         return 100 * float(np.mean([max(each) - min(each) for each in self.usage]))
 
 
@@ -90,7 +93,7 @@ def _percentile(values: Sequence[float]) -> float:
 
 
 def all_rows() -> Iterator[Row]:
-    """Rows as they are found."""
+    """Yield all rows in order of computation."""
     parts = prefill, decode, routes, pd.rows, mtp, acceptance.rows, execution, jitter, balancing
     return itertools.chain.from_iterable(part() for part in parts)
 
@@ -99,8 +102,8 @@ def all_rows() -> Iterator[Row]:
 
 
 def prefill(num_requests: int = 200) -> list[Row]:
-    """XDS 4.3: one shared queue and a leader, who knows the groups as they are or by an all-gather, against a
-    queue for each group, filled in turn."""
+    """Compare ways to distribute prompts (XDS 4.3): one shared queue with a leader, who knows the groups
+    exactly or by an all-gather, against a queue for each group, filled in turn."""
     work = workload(num_requests, rate=4, prompts=(128, 4096), outputs=(2, 6), seed=1)
     rows, base = [], SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=4096)
     ways = {
@@ -115,19 +118,19 @@ def prefill(num_requests: int = 200) -> list[Row]:
 
 
 def decode(num_requests: int = 300, seeds: Sequence[int] = SEEDS) -> list[Row]:
-    """XDS 4.3: of the groups that are not full to the one with the lowest KV use, reservations counted.
+    """Compare ways to choose a decode group (XDS 4.3): the group with the lowest KV use among those with
+    room, reservations counted.
 
-    Against two simpler ways: the next in turn of those that are not full, which leaves the look at KV use as
-    the only difference, and the next in turn of all, where requests wait at groups that are full while others
-    have room, and that is in their TPOT. Groups come near their batch limit, which is what the paper
+    The alternatives are simpler. The first takes the next in turn of the groups with room, so only the look
+    at KV use differs. The second takes the next in turn of all groups. Requests then wait at full groups
+    while others have room, which is part of their TPOT. Groups come near their batch limit, as the paper
     describes; outputs are of very different lengths, and each request reserves its own. Every seed is another
-    workload: values are means over them, gains geometric means, and `worst_seed` is the least gain of any. At
-    a third of this load every group has room for everybody.
+    workload. Values are means over seeds, gains are geometric means, and `worst_seed` is the least gain of
+    any seed. At a third of this load every group has room for all requests.
 
-    Groups send their KV use every so often (XDS 4.3 says "periodic" and no number): rows `status_period` have
-    the first seed's workload for some periods, the shortest first; 0, as they are, is what the rest has.
-
-    With 4 of the 61 layers, to save wall time.
+    Groups send their KV use periodically (XDS 4.3 says "periodic" and no number). Rows `status_period` have
+    the first seed's workload for some periods, the shortest first; the other rows use the exact state, a
+    period of 0. 4 of the 61 layers are run, to save wall time.
     """
     policies: tuple[Decode, ...] = ("kv", "next-open", "round-robin")
     loads = [workload(num_requests, rate=120, prompts=PROMPTS, outputs=OUTPUTS, seed=seed) for seed in seeds]
@@ -154,7 +157,7 @@ def decode(num_requests: int = 300, seeds: Sequence[int] = SEEDS) -> list[Row]:
 
 
 def _decode(policy: Decode, work: Sequence[TimedRequest], period: float = 0.0) -> tuple[float, float]:
-    """Spread of KV use and p99 TPOT, with enough prefill dies for decode to be the bottleneck."""
+    """Measure the spread of KV use and p99 TPOT, with enough prefill dies to make decode the bottleneck."""
     deployment = Deployment(
         name="pd",
         kind="pd",
@@ -173,11 +176,12 @@ def _decode(policy: Decode, work: Sequence[TimedRequest], period: float = 0.0) -
 
 
 def routes(num_talks: int = 24, num_turns: int = 5) -> list[Row]:
-    """XDS 5.1, step 1: which of several prefill TEs gets a request. By cached prefix, prompt length and load
-    together, known to one job executor or to four that share no ledger; against the TE with fewest requests.
+    """Compare ways to choose a prefill TE for a request (XDS 5.1, step 1). The choice by cached prefix,
+    prompt length and load, made by one job executor or by four without a common ledger, is compared with the
+    TE with fewest requests.
 
-    Talks of several turns, each of which begins with the one before, among single prompts of 8,192 tokens.
-    With 4 of the 61 layers, to save wall time.
+    The workload has talks of several turns, each of which begins with the turn before, among single prompts
+    of 8,192 tokens. 4 of the 61 layers are run, to save wall time.
     """
     rng, work = generator(7, 0, 0), []
     for talk in range(num_talks):
@@ -204,7 +208,7 @@ def routes(num_talks: int = 24, num_turns: int = 5) -> list[Row]:
 
 
 def _prefill_tes(route: Route, num_executors: int) -> Deployment:
-    """Three prefill TEs, whose dies see prompts rather than tokens as the bottleneck."""
+    """Make a deployment of three prefill TEs in which prompts, not tokens, are the bottleneck."""
     return Deployment(
         name="pd",
         kind="pd",
@@ -218,9 +222,9 @@ def _prefill_tes(route: Route, num_executors: int) -> Deployment:
 
 
 def mtp(num_requests: int = 24) -> list[Row]:
-    """CM 4.2.4: all of a step's graphs launched ahead, against the host between them. XDS 4.6: tokens per
-    step, counted from what was handed out, beside 1 + p with one draft and 1 + p1 + p1 p2 with two, from the
-    acceptance that was met with (bench/acceptance.py says why the two may differ)."""
+    """Compare MTP with all of a step's graphs launched ahead and with the host between them (CM 4.2.4).
+    Tokens per step, counted at the output, stand beside the expectation from the acceptance met (XDS 4.6);
+    bench/acceptance.py explains the difference."""
     work = workload(num_requests, rate=1e6, prompts=(512, 1024), outputs=(96, 97), seed=3)
     rows = []
     for way in ("pipelined", "naive"):
@@ -245,7 +249,8 @@ def _tokens_per_step(way: str, result: WorkloadResult) -> list[Row]:
 
 
 def execution(num_requests: int = 16) -> list[Row]:
-    """XDS 2.3: a graph is one launch, single-op many. DeepServe: planning overlaps the step before."""
+    """Compare ways to launch a step: a graph is one launch, single operators are many (XDS 2.3); planning may
+    overlap the step before (DeepServe)."""
     work = workload(num_requests, rate=1e6, prompts=(512, 1024), outputs=(24, 25), seed=4)
     ways = {
         "graph": GRAPHS,
@@ -262,10 +267,12 @@ def execution(num_requests: int = 16) -> list[Row]:
 
 
 def jitter(num_steps: int = 2048) -> list[Row]:
-    """XDS 4.4: how far apart the groups reach the first dispatch of a step (the fourth layer): p99 and most.
+    """Measure the spread of the groups' arrivals at a step's first dispatch, in the fourth layer (XDS 4.4):
+    p99 and maximum.
 
-    A step sees an automatic collection once in 64, four groups taken together, so that p99 needs thousands of
-    steps. One request in each group is enough, and no drafts, since jitter is the host's.
+    A step sees an automatic garbage collection once in 64, for all four groups together, so p99 needs
+    thousands of steps. One request in each group is enough, without drafts, because jitter comes from the
+    host.
     """
     work = workload(DIES, rate=1e6, prompts=(64, 65), outputs=(num_steps, num_steps + 1), seed=5)
     ways = {
@@ -300,13 +307,13 @@ def _row(name: str, value: float, unit: str) -> Row:
 
 
 def _gain(name: str, rows: Sequence[Row], old: str, new: str) -> Row:
-    """The rows whose names end in `old` and `new`, divided."""
+    """Divide two rows: the first with a name ending in `old`, by the first ending in `new`."""
     before, after = (next(row.value for row in rows if row.name.endswith(end)) for end in (old, new))
     return _row(name, before / after, "x")
 
 
 def colocated(scheduler: SchedulerConfig, execution: ExecutionConfig = GRAPHS) -> Deployment:
-    """Return a colocated deployment of the bench, with its own scheduler and execution."""
+    """Make a colocated deployment of the bench, with its own scheduler and execution."""
     return Deployment(
         name="colocated",
         kind="colocated",
@@ -325,7 +332,7 @@ def colocated(scheduler: SchedulerConfig, execution: ExecutionConfig = GRAPHS) -
 def workload(
     num_requests: int, rate: float, prompts: tuple[int, int], outputs: tuple[int, int], seed: int
 ) -> list[TimedRequest]:
-    """Poisson arrivals, `rate` a second; lengths log-uniform in [low, high)."""
+    """Draw a workload: Poisson arrivals, `rate` a second; lengths log-uniform in [low, high)."""
     rng = generator(seed, 0, 0)
     gaps = rng.exponential(1e9 / rate, num_requests)
 
@@ -339,7 +346,7 @@ def workload(
 def serve(
     deployment: Deployment, arrivals: Sequence[TimedRequest], model: Checkpoint | None = None
 ) -> WorkloadResult:
-    """Serve a workload with the real engine, whose arithmetic is left out, until the last token."""
+    """Serve a workload to the last token with the real engine, without its arithmetic."""
     timing = TimingConfig(acceptance=ACCEPTANCE, of_dies=OF_DIES)
     engine = Engine(PodPlan(model or resolve_model(MODEL), deployment, timing=timing))
     with uncollected():
@@ -360,7 +367,7 @@ async def _serve(engine: Engine, arrivals: Sequence[TimedRequest]) -> WorkloadRe
             requests.append(engine.submit(prompt, params, f"request {number}", is_bounded=False))
 
     async def monitor() -> None:
-        """KV use of the decoding groups, every 50 ms of virtual time while there is any."""
+        """Sample the KV use of decoding groups every 50 ms of virtual time while there is any."""
         while True:
             await clock.sleep(50_000_000)
             each = [group.rtc.usage for group in decoding]
@@ -397,7 +404,8 @@ INTERVALS = {"primaries": 0.0, "eplb": 0.008}  # virtual seconds; about half as 
 
 
 def balancing(num_dies: int = NUM_DIES) -> list[Row]:
-    """The hottest die over the mean, on average over the layers, without replicas and with them."""
+    """Compute rows of the hottest die over the mean, on average over layers, without replicas and with
+    them."""
     found = {name: hottest_over_mean(seconds, num_dies) for name, seconds in INTERVALS.items()}
     made = [
         Row(f"engine/experts/tiny/{name}/hottest_die_over_mean", value, "x", "measured")
@@ -408,9 +416,10 @@ def balancing(num_dies: int = NUM_DIES) -> list[Row]:
 
 
 def hottest_over_mean(interval: float, num_dies: int) -> float:
-    """Rows of the hottest die over the mean, averaged over layers, in the second half of the prompts.
+    """Measure the rows of the hottest die over the mean, averaged over layers, in the second half of the
+    prompts.
 
-    Replicas are balanced every `interval` virtual seconds; 0: never.
+    Replicas are balanced every `interval` virtual seconds; 0 means never.
     """
     prompts = [examined(KIND, i).prompt for i in range(NUM_PROMPTS)]
     params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
@@ -427,6 +436,6 @@ def hottest_over_mean(interval: float, num_dies: int) -> float:
 
 
 def _rows_by_die(llm: LLM) -> np.ndarray:
-    """[dies, layers]: token copies that have come for the experts of each die."""
+    """Count the token copies received for each die's experts, [dies, layers]."""
     (plan,) = llm.engine.plan.tes
     return np.array([mem.redundant.num_rows for mem in plan.memories if mem.redundant is not None])

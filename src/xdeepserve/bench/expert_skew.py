@@ -1,9 +1,9 @@
-"""What EPLB gains at full size (xDeepServe 4.5, Figure 11).
+"""The gain of EPLB at full size (xDeepServe 4.5, Figure 11).
 
-Of how tokens spread over a layer's experts the paper publishes two numbers. A power law of the experts' ranks
-has one, which the first fixes: the hottest expert has 30 times the mean. The second follows. Then replicas
-are chosen and placed by `engine/balance/eplb.py`, in one slot on each of 288 dies (7.1), and a layer of
-decode takes what its hottest die does. The batch is not published: it is that of 7.1.
+The paper publishes two numbers of the spread of tokens over a layer's experts. A power law of the experts'
+ranks has one parameter, which the first number fixes: the hottest expert has 30 times the mean. The second
+number follows. Then `engine/balance/eplb.py` chooses and places replicas, in one slot on each of 288 dies
+(7.1), and a layer of decode takes the time of its hottest die. The batch is not published; it is that of 7.1.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ TOKENS = 1_000_000  # that experts are counted by
 
 
 def loads(num_experts: int, hottest: float) -> npt.NDArray[np.float64]:
-    """[experts], of mean 1: powers of the rank, of which the first has so many times the mean."""
+    """Compute expert loads [experts] of mean 1: powers of the rank, with the first `hottest` times the
+    mean."""
     low, high = 0.0, 8.0
     ranks = np.arange(1, num_experts + 1, dtype=np.float64)
     for _ in range(100):
@@ -41,7 +42,7 @@ def loads(num_experts: int, hottest: float) -> npt.NDArray[np.float64]:
 
 
 def rows() -> list[Row]:
-    """Experts above the mean; and how much less a forward pass takes with replicas."""
+    """Compute the rows: experts above the mean, and the gain of replicas."""
     load = loads(EP288.routed, HOTTEST)
     native, balanced = hottest()
     return [
@@ -54,19 +55,21 @@ def rows() -> list[Row]:
 
 @functools.cache
 def hottest() -> tuple[float, float]:
-    """The hottest die over the mean, without replicas and with one slot for them on each die."""
+    """Compute the hottest die's load over the mean, without replicas and with one slot for them on each
+    die."""
     load = loads(EP288.routed, HOTTEST)
     return hottest_over_mean(load, 0), hottest_over_mean(load, 1)
 
 
 def gain(cost: LayerCost | None = None) -> Row:
-    """How much less a layer takes with replicas."""
+    """Compute how much less time a layer takes with replicas, in percent."""
     native, balanced = (layer_ns(each, cost) for each in hottest())
     return Row("xds.eplb.gain", 100 * (1 - balanced / native), "%", "predicted")
 
 
 def hottest_over_mean(load: npt.NDArray[np.float64], slots: int) -> float:
-    """The hottest die over the mean of those with routed experts, with so many redundant slots on each."""
+    """Compute the hottest die's load over the mean of dies with routed experts, with `slots` redundant slots
+    on each."""
     counts = np.round(load * TOKENS / len(load)).astype(np.int64)[:, None]
     primary, free = list(range(EP288.routed)), [slots] * EP288.total
     shared = 1 / (resolve_model(MODEL).config.num_experts_per_tok * EP288.shared)
@@ -77,7 +80,8 @@ def hottest_over_mean(load: npt.NDArray[np.float64], slots: int) -> float:
 
 
 def layer_ns(hottest: float, cost: LayerCost | None = None) -> float:
-    """A layer of decode, if so many times the mean come to one die: at its port, and for its experts."""
+    """Compute a decode layer [ns] if one die receives `hottest` times the mean: at its port, and for its
+    experts."""
     cost = cost or LayerCost(resolve_model(MODEL).config, comm=CommCost())
     load, c = Load(requests=BATCH_288, rows=2, context=CONTEXT), cost.config
     received = load.requests * load.rows * c.num_experts_per_tok * EP288.total / EP288.routed

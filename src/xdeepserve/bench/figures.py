@@ -1,7 +1,7 @@
-"""The papers' figures, ours as lines and what their text says in numbers as points: for `papers --plot`.
+"""The papers' figures for `papers --plot`: our values as lines, numbers from the papers' text as points.
 
-Curves that the papers only draw have no points. All of ours are formulas or short simulations, so that a
-whole page takes seconds.
+Curves that the papers only draw have no points. All our values are formulas or short simulations, so a whole
+page takes seconds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BATCH_OF_STAGES = 96  # of an NPU (CM Figures 20b, 22b)
 
 
 class Figure(NamedTuple):
-    """`ours` by label; `theirs` alike, as far as the text has numbers."""
+    """A figure: our curves by label, and the paper's points by label, as far as its text has numbers."""
 
     title: str
     x: str
@@ -40,7 +40,7 @@ def _said(*names: str) -> list[float]:
 
 
 def send_receive() -> Figure:
-    """xDeepServe, Figure 5."""
+    """Make xDeepServe's Figure 5: send and receive."""
     sizes = [nbytes for nbytes in comm.MESSAGES if nbytes >= 4096]
     ours: Series = {
         f"{cores} AIV cores": (sizes, [comm.simulate_send(nbytes, cores) / 1000 for nbytes in sizes])
@@ -51,7 +51,7 @@ def send_receive() -> Figure:
 
 
 def crossing() -> Figure:
-    """xDeepServe, Figure 6."""
+    """Make xDeepServe's Figure 6: the crossing of dispatch and combine."""
     cost, batches = CommCost(), (1, 4, 8, 16, 32, 48, 64, 96, 128)
     ours: Series = {
         op: (batches, [cost.exchange_ns(op, paper_rows.FIGURE_6_EP, b, sizes.TOP_K) / 1000 for b in batches])
@@ -64,7 +64,7 @@ def crossing() -> Figure:
 
 
 def table_6() -> Figure:
-    """CloudMatrix, Table 6."""
+    """Make a figure of CloudMatrix's Table 6: dispatch and combine."""
     cost, groups = CommCost(way="push"), sizes.EP_SIZES
     ours: Series = {
         op: (
@@ -86,7 +86,7 @@ def _load(batch: float, rows: int) -> Load:
 
 
 def microbatches() -> Figure:
-    """CloudMatrix, Figure 20a."""
+    """Make CloudMatrix's Figure 20a: decode with two microbatches."""
     cost = _cost()
 
     def throughput(batch: int, is_piped: bool) -> float:
@@ -106,7 +106,7 @@ def microbatches() -> Figure:
 
 
 def stages(cost: LayerCost, rows: int, is_piped: bool) -> list[float]:
-    """Microseconds by STAGES; with two streams those of a microbatch, and a layer of both."""
+    """Compute the times of STAGES [us]; with two streams, those of a microbatch, and a layer of both."""
     load = _load(BATCH_OF_STAGES, rows)
     if not is_piped:
         parts = [*cost.stream0_parts_ns(load), *cost.stream1_parts_ns(load, EP320)]
@@ -119,7 +119,7 @@ def stages(cost: LayerCost, rows: int, is_piped: bool) -> list[float]:
 
 
 def layer_of_microbatches() -> Figure:
-    """CloudMatrix, Figure 20b."""
+    """Make CloudMatrix's Figure 20b: a layer with two microbatches."""
     cost, (less,) = _cost(), _said("cm.mb.decode.layer")
     one, two = (stages(cost, 2, is_piped) for is_piped in (False, True))
     ours: Series = {"one microbatch": (STAGES, one), "each of two": (STAGES, two)}
@@ -128,7 +128,7 @@ def layer_of_microbatches() -> Figure:
 
 
 def prefill() -> Figure:
-    """CloudMatrix, Figure 21a."""
+    """Make CloudMatrix's Figure 21a: prefill with two microbatches."""
     rows, lengths = {row.name: row.value for row in prefill_formula.by_length()}, prefill_formula.PROMPTS
     ours: Series = {
         f"{way} microbatch{'es' if way == 'two' else ''}": (
@@ -142,7 +142,7 @@ def prefill() -> Figure:
 
 
 def drafts() -> Figure:
-    """CloudMatrix, Figure 22a."""
+    """Make CloudMatrix's Figure 22a: the gain of MTP."""
     cost = _cost()
     gains = [
         (1 + pipelines.CM_TIMING.acceptance)
@@ -156,7 +156,7 @@ def drafts() -> Figure:
 
 
 def layer_of_drafts() -> Figure:
-    """CloudMatrix, Figure 22b."""
+    """Make CloudMatrix's Figure 22b: a layer with MTP."""
     cost, names = _cost(), ("with", "without")
     ours: Series = {
         f"{name} a draft": (STAGES, stages(cost, rows, True))
@@ -167,7 +167,7 @@ def layer_of_drafts() -> Figure:
 
 
 def reuse() -> Figure:
-    """CloudMatrix, Figure 23b."""
+    """Make CloudMatrix's Figure 23b: the first token with reused prompts."""
     rates = (0.0, 0.125, 0.25, 0.5, 0.75, 0.9)
     rows = {row.name: row.value for row in ems.figure_23()}
     percent = [100 * rate for rate in rates]
@@ -182,7 +182,7 @@ def reuse() -> Figure:
 
 
 def ping_pong() -> Figure:
-    """MegaScale-Infer, Figure 14."""
+    """Make MegaScale-Infer's Figure 14: throughput by microbatches."""
     numbers, ours, theirs = (1, 2, 3, 4), Series(), Series()
     for model, size in superpod.MEGASCALE.items():
         ratio = superpod.COMM_RATIO_DBRX * size / superpod.MEGASCALE["DBRX"]
@@ -209,7 +209,7 @@ FIGURES: dict[str, tuple[Callable[[], Figure], ...]] = {
 
 
 def draw(axes: Any, figure: Figure) -> None:
-    """One of them."""
+    """Draw a figure on matplotlib's axes."""
     colours: dict[str, Any] = {}
     for label, (xs, ys) in figure.ours.items():
         (line,) = axes.plot(xs, ys, "o-" if isinstance(xs[0], str) else "-", markersize=3, label=label)
@@ -228,7 +228,7 @@ def draw(axes: Any, figure: Figure) -> None:
 
 
 def plot(papers: Iterable[str], path: Path) -> None:
-    """All figures of some papers on a page, if they have any. InputError without matplotlib."""
+    """Draw all figures of some papers on a page, if they have any. Raises InputError without matplotlib."""
     plt = pyplot()
     found = [make() for paper in papers for make in FIGURES.get(paper, ())]
     if not found:

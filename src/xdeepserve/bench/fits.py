@@ -1,10 +1,10 @@
-"""`xdeepserve bench papers --fits`: what was fitted, and each table as it would be had it not been used.
+"""`xdeepserve bench papers --fits`: the fitted numbers, and each table as predicted without using it.
 
-A *fit* is some numbers and the tables that speak of them, to some of which they were fitted. With a table
-left out they are fitted to the others, by least squares of the errors' logarithms, within a factor of RANGE
-of today's; the table is then a prediction. Where no other table speaks of the numbers, its rows are left out
-one at a time, which says less. The form of the formulas was chosen with all tables in view, and is never
-left out.
+A *fit* is a set of numbers and the tables that depend on them; the numbers were fitted to some of these
+tables. With a table left out, the numbers are fitted to the others, by least squares of the errors'
+logarithms, within a factor of RANGE of today's values. The table is then a prediction. If no other table
+depends on the numbers, the table's rows are left out one at a time, which is weaker evidence. The form of the
+formulas was chosen with all tables in view, and is never left out.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ READ_OFF = frozenset(  # from one value
 
 
 class FittedNumbers(NamedTuple):
-    """`numbers` as they are, and the rows of each table as they would be with others."""
+    """Fitted numbers, and the tables that depend on them as functions of the numbers."""
 
     numbers: Numbers
     tables: Mapping[str, Table]
 
 
 class WithoutTable(msgspec.Struct, frozen=True):
-    """A table, or its rows one at a time, in a fit that does not know them. Errors in percent."""
+    """Errors of a table, in percent, for a fit that does not use the table, or its rows one at a time."""
 
     fit: str
     table: str
@@ -73,12 +73,12 @@ class WithoutTable(msgspec.Struct, frozen=True):
 
 
 def of_spec(*names: str) -> dict[str, float]:
-    """Numbers of the parameter table (hw/spec.py)."""
+    """Return numbers of the parameter table (hw/spec.py) by name."""
     return {name: getattr(Spec(), name).value for name in names}
 
 
 def spec_with(numbers: Numbers) -> Spec:
-    """The parameter table with some other numbers."""
+    """Make the parameter table with some other numbers."""
     spec = Spec()
     changed = {name: msgspec.structs.replace(getattr(spec, name), value=numbers[name]) for name in numbers}
     return msgspec.structs.replace(spec, **changed)
@@ -98,12 +98,13 @@ def _third_microbatch(model: str) -> Table:
 
 
 def _utilisations(numbers: Numbers) -> list[Row]:
-    """The bandwidths of the same table say the same once more."""
+    """Compute the utilisations of CM Table 9. Its bandwidths are the same values in another unit, so they are
+    left out."""
     return [row for row in paper_rows.gemms(spec_with(numbers)) if row.name.startswith("cm.t9/utilisation/")]
 
 
 def all_fits() -> dict[str, FittedNumbers]:
-    """By what they are of."""
+    """Return all fits, named by their subjects."""
     return {
         "a decoder layer": FittedNumbers(
             of_spec("small_kernels", "barrier_stretch", "pass_overhead"),
@@ -141,8 +142,8 @@ def all_fits() -> dict[str, FittedNumbers]:
 
 
 def fitted(start: Numbers, tables: Sequence[Callable[[Numbers], Iterable[Row]]]) -> dict[str, float]:
-    """The numbers within RANGE of `start` with the least squared logarithms of ours over theirs: Levenberg
-    and Marquardt's steps in logarithms, deterministic."""
+    """Fit the numbers to tables: least squares of the logarithms of ours over theirs, within RANGE of
+    `start`. The steps are Levenberg's and Marquardt's in logarithms, deterministic."""
     names, middle = [*start], np.log(np.array([*start.values()]))
     low, high = middle - math.log(RANGE), middle + math.log(RANGE)
 
@@ -170,8 +171,8 @@ def fitted(start: Numbers, tables: Sequence[Callable[[Numbers], Iterable[Row]]])
 
 
 def bounded_step(normal: Vector, slope: Vector, low: Vector, high: Vector) -> Vector:
-    """Find the step to the least of a quadratic: a number that would leave its range stays at the bound,
-    and the others are found again beside it."""
+    """Find the step to the minimum of a quadratic within bounds. A number that would leave its range stays at
+    the bound, and the others are found again."""
     step = np.zeros_like(slope)
     free = np.ones(len(slope), bool)
     while free.any():
@@ -190,7 +191,7 @@ def _named(names: Sequence[str], at: Vector) -> Numbers:
 
 
 def _off(row: Row) -> float:
-    """The logarithm of ours over theirs."""
+    """Compute the logarithm of our value over the published one."""
     theirs = row.published
     assert theirs is not None
     return math.log(row.value / theirs.value)
@@ -204,7 +205,7 @@ def _errors(rows: Iterable[Row]) -> list[float]:
 
 
 def all_left_out() -> Iterator[WithoutTable]:
-    """Every table of every fit, as they are found."""
+    """Yield the errors of every table of every fit without the table, as they are computed."""
     for name, fit in all_fits().items():
         for table in fit.tables:
             yield _without(name, fit, table)
@@ -246,7 +247,7 @@ def _but(rows: Table, number: int) -> Table:
 
 
 def fitted_parameters() -> dict[str, Param]:
-    """All numbers that were fitted to published values, by name."""
+    """Return all numbers fitted to published values, by name."""
     spec = Spec()
     params = {name: getattr(spec, name) for name in spec.__struct_fields__}
     found = {name: param for name, param in params.items() if "fitted" in param.source}
@@ -254,7 +255,7 @@ def fitted_parameters() -> dict[str, Param]:
 
 
 def print_fits(found: Sequence[WithoutTable]) -> None:
-    """Two tables."""
+    """Print two tables: the fitted numbers, and the errors with tables left out."""
     params = fitted_parameters()
     groups = {
         "are fitted to several published values": [name for name in params if name not in READ_OFF],
@@ -278,7 +279,7 @@ def print_fits(found: Sequence[WithoutTable]) -> None:
 
 
 def as_json(found: Sequence[WithoutTable]) -> str:
-    """For programs."""
+    """Return the fits as JSON for programs."""
     table: dict[str, Any] = {
         "parameters": {name: msgspec.to_builtins(param) for name, param in fitted_parameters().items()},
         "left_out": msgspec.to_builtins(list(found)),

@@ -1,4 +1,4 @@
-"""Engines that generate on this computer, measured alike: this one's deployments, and peers beside them."""
+"""Generating engines, measured alike on this computer: this project's deployments, and peers beside them."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from xdeepserve.llm import LLM
 
 
 class Measure(Protocol):
-    """Rates in tokens per second of an engine with so large a vocabulary, each with a name."""
+    """Measures an engine: yields named rates in tokens per second, for a vocabulary size."""
 
     def __call__(self, generate: Generate, vocab_size: int) -> Rates: ...
 
 
 class Contender(NamedTuple):
-    """A deployment's name, and settings of it."""
+    """A deployment's name, together with settings of it."""
 
     name: str
     settings: tuple[str, ...] = ()
 
 
 class Task(NamedTuple):
-    """What is measured, and the limits that every engine has for it."""
+    """A measurement, and the limits that every engine gets for it."""
 
     name: str
     measure: Measure
@@ -40,10 +40,11 @@ class Task(NamedTuple):
 
 
 def rows(suite: Task, model: str, peers: Path | None, only: Sequence[str] = ()) -> Iterator[Row]:
-    """Each deployment on all threads that this process may use, the first on one thread, too; then peers.
+    """Yield the rates of each deployment on all threads of this process, and of the first one also on one
+    thread; then those of peers.
 
-    Raises InputError if `peers` is no directory, or with it `model`, or if there are no peers of the names
-    `only`.
+    Raises InputError if `peers` is no directory, or `model` is none although `peers` is given, or if no peer
+    has a name of `only`.
     """
     chosen(only)
     if only and peers is None:
@@ -69,14 +70,14 @@ def rows(suite: Task, model: str, peers: Path | None, only: Sequence[str] = ()) 
 
 
 def num_threads() -> int:
-    """Threads that this process may use."""
+    """Return the number of threads that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def prompts(batch: int, vocab_size: int, length: int, first: int = 0) -> list[list[int]]:
-    """`batch` lists of token ids, none of them special, the first of them prompt number `first`.
+    """Make `batch` prompts of token ids without special ones, beginning with prompt number `first`.
 
-    Prompts of different numbers differ in their first token, so that none is found in a prefix cache.
+    Prompts of different numbers differ in their first token, so that a prefix cache never helps.
     """
     return [
         [10 + (101 * i + 13 * j) % (vocab_size - 10) for j in range(length)]

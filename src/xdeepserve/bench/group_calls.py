@@ -1,9 +1,10 @@
-"""Point-to-point calls in groups, as a general library has them: what M2N replaces (MegaScale-Infer 5).
+"""Point-to-point calls in groups, as in a general library: the alternative that M2N replaces (MegaScale-Infer
+5).
 
-It has the faults that the paper names of NCCL: bytes are copied to a proxy on the CPU, and on the other side
-from one; a group is set up and each of its operations checked; a group has at most eight, and the next one
-begins when it has ended; and the device is synchronised, which now and then takes long. How long each takes
-is assumed: the paper shows curves.
+The calls have the faults that the paper names of NCCL. Bytes are copied to a proxy on the CPU, and from a
+proxy on the other side. A group is set up and each of its operations checked. A group has at most eight
+operations, and the next begins when it has ended. The device is synchronised, which now and then takes long.
+All durations are assumed, because the paper only shows curves.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ GROUP = 8  # operations of a group at most (MS 5)
 
 
 class GroupCosts(msgspec.Struct, frozen=True):
-    """Nanoseconds, all assumed. A synchronisation takes `sync`, one in `rarely` of them `stall` more."""
+    """Costs of group calls in ns, all assumed.
+
+    A synchronisation takes `sync`, and one in `rarely` takes `stall` more.
+    """
 
     setup: int = 20_000
     operation: int = 2_000
@@ -33,9 +37,9 @@ class GroupCosts(msgspec.Struct, frozen=True):
 
 
 class GroupCalls:
-    """One die's end: messages of `nbytes`, from it to peers and from peers to it.
+    """End of group calls on a die: messages of `nbytes` to peers and from peers.
 
-    `plan` reserves on the die `data.out` and `data.in`, and on its host as much for the proxy, with a slot
+    `plan` reserves `data.out` and `data.in` on the die, and as much for the proxy on its host, with a slot
     for each of up to `num_peers`.
     """
 
@@ -50,22 +54,22 @@ class GroupCalls:
 
     @staticmethod
     def plan(die: MemoryPlan, host: MemoryPlan, num_peers: int, nbytes: int) -> None:
-        """Reserve a die's regions, and its proxy's."""
+        """Reserve the regions of a die and of its proxy."""
         for part in ("out", "in"):
             die.app.alloc(f"data.{part}", num_peers * nbytes)
             host.app.alloc(f"proxy.{die.node}.{part}", num_peers * nbytes)
 
     def at(self, part: str, slot: int) -> Address:
-        """A slot on the die."""
+        """Return the address of a slot on the die."""
         return self.die.memory.app.regions[f"data.{part}"].address.plus(slot * self.nbytes)
 
     def proxy(self, part: str, slot: int) -> Address:
-        """A slot of the proxy."""
+        """Return the address of a slot of the proxy."""
         regions = self.network.fabric.memories[self.host].app.regions
         return regions[f"proxy.{self.die.index}.{part}"].address.plus(slot * self.nbytes)
 
     async def send(self, peers: Sequence[GroupCalls]) -> None:
-        """A message to each peer, out of the slot of its number, in groups."""
+        """Send each peer a message from the slot of the peer's number, in groups."""
         clock = self.die.clock
         for first in range(0, len(peers), GROUP):
             group = list(enumerate(peers))[first : first + GROUP]
@@ -80,7 +84,7 @@ class GroupCalls:
             await self._synchronise()
 
     async def receive(self, num_peers: int) -> None:
-        """A message of each peer, into the slot of its number."""
+        """Receive a message of each peer into the slot of the peer's number."""
         clock = self.die.clock
         await clock.sleep(self.costs.setup + self.costs.operation * num_peers)
         for _ in range(num_peers):

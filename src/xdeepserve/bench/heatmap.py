@@ -1,8 +1,8 @@
 """`xdeepserve bench heatmap`: TEs with prefill and decode apart against TEs that do both (DeepServe 5.3).
 
-DeepSeek-R1 on CloudMatrix384 dies, time only at the grain of a step: a TE of 64 dies that does both, with
-chunked prefill, and one of the same 64 in halves. All requests of a run have the lengths of a square,
-arrivals are Poisson, the same for both; what is compared is the mean time to the last token. `--map FILE`
+DeepSeek-R1 runs on CloudMatrix384 dies, time only at the grain of a step: on a TE of 64 dies that does both,
+with chunked prefill, and on a TE of the same 64 dies in halves. All requests of a run have the lengths of a
+square. Arrivals are Poisson, the same for both. The mean time to the last token is compared. `--map FILE`
 writes the map that `replay --heat` reads. The paper's axes are not in its text: lengths and rates are ours.
 """
 
@@ -29,7 +29,7 @@ PAIR = (ClusterTE(dies=64, mtp=0), ClusterTE(dies=64, mtp=0, apart=True))
 
 
 def all_rows(path: Path | None = None) -> Iterator[Row]:
-    """The share of stable squares, and the gain of each square; writes the map to `path`."""
+    """Yield the share of stable squares, and the gain of each square; write the map to `path`."""
     found = measured(priced_kinds(Cluster(PAIR), block=512))
     if path is not None:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(found)))
@@ -43,7 +43,7 @@ def all_rows(path: Path | None = None) -> Iterator[Row]:
 
 
 def measured(kinds: list[PricedKind]) -> HeatMap:
-    """The map, of TEs priced so: the one that does both, the one in halves."""
+    """Measure the map for two kinds of TEs with prices: a TE that does both, and a TE in halves."""
     both, apart = fleet_tes(Cluster(PAIR), kinds)
     gains = []
     for rate in RATES:
@@ -63,7 +63,7 @@ def measured(kinds: list[PricedKind]) -> HeatMap:
 
 
 def requests(rate: float, prompt: int, output: int) -> list[TracedRequest]:
-    """Requests of one kind that share nothing."""
+    """Make requests of equal lengths that share no prefix."""
     rng = np.random.default_rng([prompt, output])
     at = np.cumsum(rng.exponential(1e9 / rate, NUM_REQUESTS)).astype(np.int64).tolist()
     return [TracedRequest(ns, prompt, output, ()) for ns in at]

@@ -1,8 +1,8 @@
-"""A dispatch while KV caches come to the same dies, over UB and over RoCE (CM 4.3.3).
+"""A dispatch while KV caches arrive at the same dies, over UB and over RoCE (CM 4.3.3).
 
 CloudMatrix sends KV from prefill to decode over RoCE, so that it does not disturb the exchanges of decode on
 UB. Here eight dies dispatch DeepSeek-R1's tokens while each pulls a request's KV of one layer from a die of
-another server; the tokens of `comm.simulate_exchange`, whole.
+another server. Tokens are those of `comm.simulate_exchange`, at full length.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PLANES: dict[str, Plane | None] = {"none": None, "ub": Plane.UB, "roce": Plane.R
 
 
 def rows() -> list[Row]:
-    """The slowest rank's dispatch without KV, and with it over either plane."""
+    """Compute the slowest rank's dispatch without KV, and with KV over either plane."""
     return [
         Row(f"interference/{name}/dispatch", dispatch_ns(plane) / 1000, "us", "predicted")
         for name, plane in PLANES.items()
@@ -34,7 +34,7 @@ def rows() -> list[Row]:
 
 
 def dispatch_ns(plane: Plane | None, spec: Spec | None = None) -> int:
-    """The slowest rank's, in virtual time, while KV comes over a plane."""
+    """Simulate a dispatch while KV comes over a plane; return the slowest rank's virtual time [ns]."""
     pod, group = Pod(spec=spec or Spec()), Group(tuple(range(RANKS)), tuple(range(RANKS)))
     layout = Layout.for_group(group, max_tokens=BATCH, top_k=TOP_K, hidden=HIDDEN)
     far = pod.topology.dies_per_server

@@ -1,11 +1,11 @@
-"""`xdeepserve bench kernels`: how near the kernels come to what one core of this computer can do.
+"""`xdeepserve bench kernels`: speed of the kernels beside the limits of one core of this computer.
 
 Limits are measured first: the INT8 dot product, float32 multiplications and additions, separate and fused,
-and the matrix unit's products where kernels use one, all out of registers, and the triad a = b + c * d out
-of memory. Then matrix products and attention, each beside its peer if that is installed: NumPy's BLAS, and
-PyTorch. Time is the thread's own CPU time, and the best of several runs, since other programs, with which
-caches and memory are shared, can only add to it; all run on one thread. Arrays begin at a multiple of 64
-bytes, as the engine's do, and PyTorch's.
+and the matrix unit's products where kernels use one, all out of registers, and the triad a = b + c * d out of
+memory. Then follow matrix products and attention, each beside a peer if it is installed: NumPy's BLAS, and
+PyTorch. Times are the thread's own CPU time. The best of several runs counts, because other programs share
+caches and memory and can only add time. Everything runs on one thread. Arrays begin at a multiple of 64
+bytes, as the engine's and PyTorch's do.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TARGET_SECONDS = 0.02  # of one measurement: short calls are repeated
 
 
 def aligned(array: np.ndarray) -> np.ndarray:
-    """A copy that begins at a multiple of 64 bytes."""
+    """Copy an array to memory that begins at a multiple of 64 bytes."""
     memory = np.empty(array.nbytes + 64, np.uint8)
     start = -memory.ctypes.data % 64
     copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -52,7 +52,7 @@ def aligned(array: np.ndarray) -> np.ndarray:
 
 
 def seconds(call: Callable[[], Any], repeats: int = REPEATS) -> float:
-    """CPU seconds of one call: the best of `repeats` measurements."""
+    """Measure CPU seconds of a call: the best of `repeats` measurements."""
     call()
     start = time.thread_time()
     call()
@@ -67,7 +67,7 @@ def seconds(call: Callable[[], Any], repeats: int = REPEATS) -> float:
 
 
 def all_rows() -> list[Row]:
-    """Every row; takes minutes. Raises InputError if NumPy's BLAS uses several threads."""
+    """Measure every row; takes minutes. Raises InputError if NumPy's BLAS uses several threads."""
     check_blas()
     torch = _torch()
     rng = np.random.default_rng(0)
@@ -98,7 +98,7 @@ def all_rows() -> list[Row]:
 
 
 def check_blas() -> None:
-    """Raise InputError if a product by NumPy takes more cores than this thread's, whose time is measured."""
+    """Raise InputError if NumPy's products use more cores than the thread whose time is measured."""
     x = np.ones((BLAS_SIZE, BLAS_SIZE), np.float32)
     own, all_threads = -time.thread_time(), -time.process_time()
     np.matmul(x, x)
@@ -108,7 +108,7 @@ def check_blas() -> None:
 
 
 def _torch() -> Any:
-    """PyTorch on one thread, None if it is not installed."""
+    """Return PyTorch, set to a single thread; None if it is not installed."""
     if importlib.util.find_spec("torch") is None:
         return None
     torch = importlib.import_module("torch")
@@ -157,7 +157,7 @@ def _f32(rng: np.random.Generator, peak: float) -> Iterator[Row]:
 
 
 def _exact(rng: np.random.Generator, peak: float) -> Iterator[Row]:
-    """Exact products of BF16 numbers; those of one head last."""
+    """Measure exact products of BF16 numbers; the last shapes are those of a head."""
     for depth, n in (*SHAPES, (NOPE, RANK), (RANK, NOPE)):
         w = aligned(pack_bf16(factors(rng.standard_normal((depth, n), np.float32))).ravel())
         for m in ROWS:
@@ -169,7 +169,8 @@ def _exact(rng: np.random.Generator, peak: float) -> Iterator[Row]:
 
 
 def _grouped(rng: np.random.Generator, peak: float, triad: float) -> Iterator[Row]:
-    """Groups of one size each. The limit is arithmetic or reading weights, whichever takes longer."""
+    """Measure grouped products with groups of equal size. The limit is arithmetic or the reading of weights,
+    whichever takes longer."""
     shape = (GROUPS, *packed_shape_int8(GROUP_K, GROUP_N))
     w = aligned(rng.integers(0, 256, shape).astype(np.uint8).ravel())
     w_scale = np.ones(GROUPS * GROUP_N, np.float32)
@@ -189,8 +190,9 @@ def _grouped(rng: np.random.Generator, peak: float, triad: float) -> Iterator[Ro
 
 
 def on_a_grid(rng: np.random.Generator) -> Iterator[Row]:
-    """Many groups of which few have rows, 4 each (EaaS 4.1): the busiest of so many workers, which share
-    columns of every group, or tiles of those with rows. One of them at a time, alone on this computer."""
+    """Measure many groups where only a few have rows, 4 each (EaaS 4.1). Rows give the busiest of some
+    workers, which share columns of every group, or tiles of groups with rows. Workers run one at a time,
+    alone on this computer."""
     shape = (MANY_GROUPS, *packed_shape_int8(FEW_K, FEW_N))
     w, w_scale = (
         rng.integers(0, 256, shape).astype(np.uint8).ravel(),
@@ -240,8 +242,8 @@ def _attention(rng: np.random.Generator, torch: Any) -> Iterator[Row]:
 
 
 def _torch_int8(torch: Any, m: int, depth: int, n: int) -> list[Callable[[], Any]]:
-    """All of PyTorch's ways from INT8 weights to a product: the quantised linear layers of its engines, with
-    and without quantised inputs and outputs, and, of more than 16 rows, the product of two INT8 matrices."""
+    """List PyTorch's ways from INT8 weights to a product: its engines' quantised linear layers, with and
+    without quantised inputs and outputs, and, for more than 16 rows, the product of two INT8 matrices."""
     calls: list[Callable[[], Any]] = []
     x, w = torch.randn(m, depth), torch.randn(n, depth)
     with warnings.catch_warnings():
@@ -264,5 +266,5 @@ def _torch_int8(torch: Any, m: int, depth: int, n: int) -> list[Callable[[], Any
 
 
 def _torch_attention(torch: Any, query: Any, keys: Any) -> Any:
-    """The two products of attention, without the softmax between them."""
+    """Compute the two products of attention by PyTorch, without the softmax between them."""
     return torch.bmm(torch.bmm(query, keys.transpose(1, 2)), keys[:, :, :RANK])

@@ -1,7 +1,8 @@
 """`xdeepserve bench m2n`: M2N and point-to-point calls in groups, byte by byte in virtual time.
 
-The paper's ratios are to NCCL on its cluster. What group calls cost is assumed here, so ours stand beside
-them as data; what follows from the mechanism is predicted: which is faster, and how either grows.
+The paper's ratios are to NCCL on its cluster. The costs of group calls are assumed here, so our ratios only
+stand beside the paper's as data. Predictions are what follows from the mechanism: which way is faster, and
+how each grows.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ PUBLISHED = {  # MS 7.3, percent less and times as much
 
 
 class Latencies(NamedTuple):
-    """Nanoseconds until the last receiver has all, median and largest of the rounds."""
+    """Latencies until the last receiver has all bytes [ns]: median and largest of the rounds."""
 
     median: float
     worst: float
 
 
 def m2n(count: int, nbytes: int, rounds: int = ROUNDS, hot: int = 1, **network: Any) -> Latencies:
-    """So many senders, as many receivers, and bytes from each to each; to the first one `hot` times as many.
-    `network` is as RDMANetwork has it."""
+    """Measure M2N from `count` senders to `count` receivers, `nbytes` each; the first receiver gets `hot`
+    times as much. `network` are keywords of RDMANetwork."""
     senders, receivers = tuple(range(count)), tuple(range(count, 2 * count))
     group = Group(receivers, tuple(range(count)))
     layout = M2NLayout(senders, group, hot, count, nbytes - HEADER)
@@ -68,7 +69,7 @@ def m2n(count: int, nbytes: int, rounds: int = ROUNDS, hot: int = 1, **network: 
 
 
 def group_calls(count: int, nbytes: int, rounds: int = ROUNDS) -> Latencies:
-    """Latencies of M2N's traffic as point-to-point calls in groups make it, NCCL's way (MS 5)."""
+    """Measure the traffic of M2N sent by point-to-point calls in groups, NCCL's way (MS 5)."""
     pod = Pod()
     for die in range(2 * count):
         host = pod.topology.host(pod.topology.server_of(die))
@@ -85,7 +86,7 @@ def group_calls(count: int, nbytes: int, rounds: int = ROUNDS) -> Latencies:
 
 
 def _timed(pod: Pod, rounds: int, send: Any, receive: Any) -> Latencies:
-    """Rounds one after the other, each until all have what they are to have."""
+    """Time rounds in sequence, each until all receivers have their bytes."""
 
     async def main() -> list[int]:
         took = []
@@ -102,7 +103,7 @@ def _timed(pod: Pod, rounds: int, send: Any, receive: Any) -> Latencies:
 
 
 def all_rows() -> Iterator[Row]:
-    """Rows as they are found."""
+    """Yield all rows in order of computation."""
     for count, kib in (*((8, kib) for kib in SIZES), *((n, 256) for n in SCALES if n != 8)):
         rounds = ROUNDS if count < 16 else 3
         ours, theirs = m2n(count, kib * KIB, rounds), group_calls(count, kib * KIB, rounds)
@@ -118,7 +119,8 @@ def all_rows() -> Iterator[Row]:
 
 
 def _uneven() -> Iterator[Row]:
-    """One receiver that gets eight times as much, with the control that MS 5 tunes and without."""
+    """Measure an uneven load: a receiver gets eight times as much, with the control that MS 5 tunes and
+    without."""
     tuned, default = (
         m2n(8, 256 * KIB, 3, 8, control=each).median for each in (TUNED_CONTROL, DEFAULT_CONTROL)
     )
@@ -130,7 +132,7 @@ def _uneven() -> Iterator[Row]:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Median latency over sizes, both ways (MS Figure 11). InputError without matplotlib."""
+    """Draw the median latency over sizes, both ways (MS Figure 11). Raises InputError without matplotlib."""
     figure, axes = pyplot().subplots(layout="constrained")
     value = {row.name: row.value for row in rows}
     for label, end in (("M2N", "median"), ("calls in groups", "median in groups")):

@@ -1,4 +1,4 @@
-"""What each group of a benchmark's rows is, in a sentence, by what the rows' names begin with."""
+"""Meaning of each group of a benchmark's rows, in a sentence, by the prefix of the rows' names."""
 
 from __future__ import annotations
 

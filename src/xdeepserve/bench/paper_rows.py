@@ -1,4 +1,4 @@
-"""Published values that follow from the parameter table in a line or two, and stand in no other benchmark."""
+"""Published values found in no other benchmark, which follow from the parameter table in a line or two."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TILE = (128, 152)  # rows and columns of the output that a core computes at once
 
 
 class GroupedGemm(msgspec.Struct, frozen=True):
-    """`groups` products of [m, k] by [k, n], INT8 in, BF16 out, in one kernel."""
+    """Grouped GEMM in a single kernel: `groups` products of [m, k] by [k, n], INT8 in, BF16 out."""
 
     groups: int
     m: int
@@ -37,7 +37,8 @@ class GroupedGemm(msgspec.Struct, frozen=True):
         return self.groups * (self.m * self.k + self.k * self.n + 2 * self.m * self.n)
 
     def seconds(self, spec: Spec) -> float:
-        """All cores take a tile each, wave after wave; the last wave takes as long as a full one."""
+        """Compute the kernel's time: every core takes a tile, wave after wave; the last wave takes as long as
+        a full one."""
         rows, columns = TILE
         cores = spec.num_cores("aic")
         tiles = self.groups * math.ceil(self.m / rows) * math.ceil(self.n / columns)
@@ -46,7 +47,7 @@ class GroupedGemm(msgspec.Struct, frozen=True):
         return math.ceil(tiles / cores) * tile + spec.kernel_overhead.value
 
     def utilisation(self, spec: Spec) -> float:
-        """Share of the die's INT8 peak, 0 to 1."""
+        """Compute the share of the die's INT8 peak, 0 to 1."""
         operations = 2 * self.groups * self.m * self.n * self.k
         return operations / self.seconds(spec) / spec.int8_peak.value
 
@@ -69,7 +70,8 @@ SMALLEST_BATCH = 4  # of a die, CM Table 4
 
 
 def gemms(spec: Spec | None = None) -> Iterator[Row]:
-    """CM Table 9. Its bandwidths are what its utilisations say once more, and no parameter knows them."""
+    """Compute the utilisations and bandwidths of CM Table 9. Bandwidths are utilisations in another unit; no
+    parameter is fitted to them."""
     spec = spec or Spec()
     for gemm in TABLE_9:
         name = f"groups={gemm.groups}/M={gemm.m}/K={gemm.k}"
@@ -79,8 +81,9 @@ def gemms(spec: Spec | None = None) -> Iterator[Row]:
 
 
 def bandwidths() -> Iterator[Row]:
-    """CM Table 6: bytes of a rank's messages over the latency. Published bandwidths times latencies are some
-    5 % more bytes than 1,024 messages of the sizes that CM 4.2.1 gives; nothing says of what."""
+    """Compute the bandwidths of CM Table 6: bytes of a rank's messages over the latency. Published bandwidths
+    times latencies are some 5 % more bytes than 1,024 messages of the sizes in CM 4.2.1; the paper does not
+    explain the rest."""
     for op, nbytes in zip(OPS, (DISPATCH_NBYTES, COMBINE_NBYTES), strict=True):
         for ep in EP_SIZES:
             seconds = CommCost(way="push").exchange_ns(op, ep, TABLE_6_BATCH, TOP_K) / 1e9
@@ -90,7 +93,8 @@ def bandwidths() -> Iterator[Row]:
 
 
 def crossover(cost: CommCost | None = None) -> Iterator[Row]:
-    """The largest batch with which dispatch takes longer than combine at EP 128 (XDS 3.2, Figure 6)."""
+    """Compute the largest batch with which dispatch takes longer than combine at EP 128 (XDS 3.2, Figure
+    6)."""
     cost = cost or CommCost()
 
     def is_slower(batch: int) -> bool:
@@ -102,7 +106,7 @@ def crossover(cost: CommCost | None = None) -> Iterator[Row]:
 
 
 def gains_by_drafts(cost: LayerCost | None = None) -> Iterator[Row]:
-    """Throughput with one drafted token over that without, by batch of an NPU (CM 5.4.2)."""
+    """Compute throughput with a drafted token over that without, by batch of an NPU (CM 5.4.2)."""
     cost = cost or LayerCost(resolve_model(MODEL).config)
     for batch in (8, 128):
         without, drafted = (
@@ -114,8 +118,8 @@ def gains_by_drafts(cost: LayerCost | None = None) -> Iterator[Row]:
 
 
 def latency_by_drafts(cost: LayerCost | None = None) -> Iterator[Row]:
-    """How much less the time per token is with one drafted token (XDS 4.6), in the deployment of XDS 7.1:
-    with the smallest batch that a paper has, where it is most, and with 7.1's own."""
+    """Compute how much less the time per token is with a drafted token (XDS 4.6), in the deployment of XDS
+    7.1: with the smallest published batch, where the effect is largest, and with 7.1's own."""
     cost = cost or LayerCost(resolve_model(MODEL).config, comm=CommCost())
     for batch, name in ((SMALLEST_BATCH, "xds.mtp.latency"), (BATCH_288, f"mtp/latency/batch={BATCH_288}")):
         without, drafted = (
@@ -127,7 +131,7 @@ def latency_by_drafts(cost: LayerCost | None = None) -> Iterator[Row]:
 
 
 def microbatches(cost: LayerCost | None = None) -> Iterator[Row]:
-    """How much less a layer of two microbatches takes than one without (CM 5.4.1, Figure 20b)."""
+    """Compute how much less time a layer takes with two microbatches than without (CM 5.4.1, Figure 20b)."""
     cost = cost or LayerCost(resolve_model(MODEL).config)
     load = Load(requests=96 / DIES_PER_CHIP, rows=2, context=CM_CONTEXT)
     share = cost.microbatched_ns(load, EP320, (CM_SPLIT,)) / cost.serial_ns(load, EP320)
@@ -135,7 +139,7 @@ def microbatches(cost: LayerCost | None = None) -> Iterator[Row]:
 
 
 def fields_and_pairs() -> Iterator[Row]:
-    """What XCCL sets aside on each die for all others, and how many pairs of dies there are (XDS 3.1)."""
+    """Count the fields reserved by XCCL on each die for all others, and the pairs of dies (XDS 3.1)."""
     num_dies = Topology().num_dies
     sizes = RingLayout(num_ranks=num_dies, num_cores=Spec().num_cores("aiv")).region_nbytes
     yield Row("xds.meta.fields", (sizes["tails"] + sizes["acks"]) / RING_FIELD.size, "", "measured")
@@ -143,13 +147,14 @@ def fields_and_pairs() -> Iterator[Row]:
 
 
 def ports() -> Iterator[Row]:
-    """CM Table 10."""
+    """Compute CM Table 10: switches, and their utilisation, by servers."""
     for servers in TABLE_10:
         yield Row(f"cm.t10/switches/nodes={servers}", num_switches(servers), "", "predicted")
         yield Row(f"cm.t10/utilisation/nodes={servers}", 100 * utilisation(servers), "%", "predicted")
 
 
 def storage() -> Iterator[Row]:
-    """A model from the object store, at the bandwidth that CM Table 1 implies (CM 4.4.3)."""
+    """Compute the time of a model from the object store, at the bandwidth that CM Table 1 implies (CM
+    4.4.3)."""
     minutes = WEIGHTS_GB * 1e9 / Spec().storage_bandwidth.value / 60
     yield Row("cm.obs", minutes, "min", "calibrated")

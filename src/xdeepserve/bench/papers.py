@@ -1,8 +1,8 @@
-"""`xdeepserve bench papers`: every published value, with ours beside it, or why there is none.
+"""`xdeepserve bench papers`: every published value, with ours beside it, or the reason why there is none.
 
-`paper_values.json` has all that the five papers publish, by id. An id has rows, from the other benchmarks'
-formulas and simulations, or it says what stands in their way: it is *given* to the model, so that nothing is
-predicted; it is *built*, and tests hold it; it is *theirs*, a property of other hardware, software or data;
+`paper_values.json` has everything that the five papers publish, by id. An id has rows, from the other
+benchmarks' formulas and simulations, or a reason for having none. It is *given* to the model, so nothing is
+predicted; it is *built*, and tests check it; it is *theirs*, a property of other hardware, software or data;
 or it is *missing* here.
 """
 
@@ -112,7 +112,7 @@ MEANS = {
 
 
 class PaperValue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a paper publishes under an id, and where; `why` there is no row, or why one is far off."""
+    """A value published in a paper, and where. `why` says why there is no row, or why a row is far off."""
 
     where: str
     what: str
@@ -122,23 +122,23 @@ class PaperValue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @functools.cache
 def paper_values() -> dict[str, PaperValue]:
-    """By id, in the papers' order."""
+    """Read all published values by id, in the papers' order."""
     text = resources.files(__package__).joinpath("paper_values.json").read_bytes()
     return msgspec.json.decode(text, type=dict[str, PaperValue])
 
 
 def paper_of(name: str) -> str:
-    """The key in PAPERS of an id, or of a row."""
+    """Return the paper of an id or of a row, as a key of PAPERS."""
     return name.split(".")[0]
 
 
 def id_of(row: Row) -> str:
-    """The longest id that a row's name begins with."""
+    """Find the longest id at the beginning of a row's name."""
     return max((id for id in paper_values() if f"{row.name}/".startswith(f"{id}/")), key=len)
 
 
 def all_rows(paper: str | None = None) -> Iterator[Row]:
-    """Rows with a published value, as they are found. InputError for a paper that is none of PAPERS."""
+    """Yield rows with a published value, as they are computed. Raises InputError for an unknown paper."""
     if paper is not None and paper not in PAPERS:
         raise InputError(f"--paper must be one of {', '.join(PAPERS)}, found {paper!r}")
     for key in PAPERS if paper is None else (paper,):
@@ -154,8 +154,9 @@ def all_rows(paper: str | None = None) -> Iterator[Row]:
 
 
 def how(row: Row) -> str:
-    """Where a row comes from: fitted to it, predicted, counted, or arithmetic with other published values;
-    of another fit, or of a simulation; of hardware that is not billed; or another row's value, said again."""
+    """Describe the origin of a row: calibrated, predicted, measured, or arithmetic with other published
+    values. The text also says if it comes from another fit, a simulation or other hardware, or repeats
+    another row."""
     if row.name.startswith(ARITHMETIC):
         return "arithmetic"
     if row.name.startswith(ELSEWHERE):
@@ -165,12 +166,12 @@ def how(row: Row) -> str:
 
 
 def has_error(row: Row) -> bool:
-    """Whether the paper says a number, and not only "less than"."""
+    """Whether the paper publishes a number, and not only "less than"."""
     return row.published is not None and not row.published.is_limit
 
 
 def errors(rows: Iterable[Row]) -> dict[str, list[float]]:
-    """Absolute errors in percent by where rows come from; bounds have none, and no value counts twice."""
+    """Collect absolute errors in percent by the rows' origin. Bounds have none, and no value counts twice."""
     found: dict[str, list[float]] = {}
     twice = set(chain.from_iterable(ALSO.values()))
     for row in rows:
@@ -180,8 +181,8 @@ def errors(rows: Iterable[Row]) -> dict[str, list[float]]:
 
 
 def print_summary(rows: Sequence[Row], paper: str | None = None, is_full: bool = False) -> None:
-    """A table for each paper, and how far off its rows are; with all that has no row, or rows in several
-    ways, only if it `is_full`."""
+    """Print a table for each paper, and the errors of its rows. Ids without rows, and rows found in several
+    ways, are printed only if `is_full`."""
     for key in PAPERS if paper is None else (paper,):
         mine = [row for row in rows if paper_of(row.name) == key]
         _print_counts(key)
@@ -203,7 +204,8 @@ def print_summary(rows: Sequence[Row], paper: str | None = None, is_full: bool =
 
 
 def in_a_sentence(rows: Sequence[Row]) -> list[str]:
-    """How close the predictions of all papers are, with two headline figures; nothing for some papers."""
+    """Describe the errors of all papers' predictions in a sentence, with two headline figures; nothing for a
+    selection of papers."""
     by_kind, by_name = errors(rows), {row.name: row for row in rows}
     if not HEADLINES.keys() <= by_name.keys() or {*map(paper_of, by_name)} != COMPARED:
         return []
@@ -236,13 +238,13 @@ def _print_counts(key: str) -> None:
 
 
 def legend(id: str) -> str:
-    """What an id is: its paper, section, table or figure, and the value in a few words."""
+    """Describe an id in words: its paper, section, table or figure, and the value in a few words."""
     value = paper_values()[id]
     return f"{PAPERS[paper_of(id)]} {value.where}: {value.what}"
 
 
 def _print_rows(rows: Sequence[Row]) -> None:
-    """Rows by id, each id under a line that says what its rows are."""
+    """Print rows by id, each id under a line that describes its rows."""
     width = max((len(row.name) for row in rows), default=0)
     if rows:
         print(f"    {'':{width}}  published      ours          error")
@@ -275,12 +277,12 @@ def _print_reasons(key: str, rows: Sequence[Row], is_full: bool) -> None:
 
 
 def is_kept(row: Row) -> bool:
-    """Whether it is on the side of a bound that the paper says."""
+    """Whether a row keeps the bound that the paper publishes."""
     return row.published is None or row.published.is_kept(row.value)
 
 
 def is_far(row: Row) -> bool:
-    """Whether it is so far off that its id has to say why, or the paper's number is a round one."""
+    """Whether a row is so far off that its id must say why, or the paper's number is only a round one."""
     is_round = row.published is not None and row.published.bound == "~"
     return is_round or not is_kept(row) or (has_error(row) and abs(row.error_pct or 0.0) > WITHIN)
 
@@ -290,7 +292,7 @@ def _print_reason(id: str, why: str) -> None:
 
 
 def as_json(rows: Sequence[Row], paper: str | None = None) -> dict[str, Any]:
-    """For programs: rows, errors by where they come from, and every id."""
+    """Return rows, errors by origin, and every id, as JSON for programs."""
     names: dict[str, list[str]] = {}
     for row in rows:
         names.setdefault(id_of(row), []).append(row.name)
@@ -314,8 +316,8 @@ def as_json(rows: Sequence[Row], paper: str | None = None) -> dict[str, Any]:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Ours over theirs, a point for each value, by paper and by where it comes from; and the papers' figures
-    in a second file, FILE-figures."""
+    """Draw ours over theirs, a point for each value, by paper and origin; draw the papers' figures in a
+    second file, FILE-figures."""
     figures.plot(dict.fromkeys(paper_of(row.name) for row in rows), path.with_stem(f"{path.stem}-figures"))
     plt = pyplot()
     some = [row for row in rows if has_error(row)]

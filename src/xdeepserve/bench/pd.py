@@ -1,10 +1,10 @@
-"""KV from prefill to decode by request and by layer: when the first decode step of a long prompt begins.
+"""KV from prefill to decode by request and by layer: the start of the first decode step of a long prompt.
 
-DeepSeek-R1 at full size, timing-only, on a pod that has nothing else to do: a prompt of 4096 tokens on 32
-prefill dies (DP groups of 4, eager), then decode on 32 dies. Times of prefill are not calibrated; what is
-compared is what comes after it. All rows are predictions: DeepServe 4.4 names both ways and gives no number.
-On UB decode's DMA engine pulls, or kernels of both sides send and receive (rows "send-receive"): xDeepServe
-5.1 uses these, and gives times for single messages alone (Figure 5, `bench comm`).
+DeepSeek-R1 runs at full size, timing-only, on an otherwise idle pod: a prompt of 4096 tokens on 32 prefill
+dies (DP groups of 4, eager), then decode on 32 dies. Prefill times are not calibrated; the time after prefill
+is compared. All rows are predictions: DeepServe 4.4 names both ways and gives no number. On UB, decode's DMA
+engine pulls, or kernels of both sides send and receive (rows "send-receive"). xDeepServe 5.1 uses
+send/receive, and gives times for single messages alone (Figure 5, `bench comm`).
 
     first_decode_step   from the arrival of the request
     handoff             of that, from the end of prefill: transfer, the scheduler's gap, the launch
@@ -41,9 +41,8 @@ SENT: Over = "send-receive"
 
 
 def rows(model: Checkpoint | None = None) -> list[Row]:
-    """Both ways over each fabric, and by request divided by by layer; both means on UB, DMA divided by the
-    other.
-    """
+    """Compute both ways over each fabric, and the ratio of by request to by layer; on UB also both means, and
+    their ratio."""
     found, handoffs = [], dict[tuple[str, str], int]()
     means: list[tuple[str, Fabric, Over]] = [(fabric, fabric, "dma") for fabric in FABRICS]
     for name, fabric, over in [*means, (SENT, "ub", SENT)]:
@@ -62,7 +61,7 @@ def rows(model: Checkpoint | None = None) -> list[Row]:
 
 
 def deployment(fabric: Fabric, transfer: Transfer, over: Over = "dma") -> Deployment:
-    """The deployment that is measured: prefill in TP groups, on as many dies as decode."""
+    """Make the measured deployment: prefill in TP groups, on as many dies as decode."""
     return Deployment(
         name="pd",
         kind="pd",
@@ -80,7 +79,8 @@ def deployment(fabric: Fabric, transfer: Transfer, over: Over = "dma") -> Deploy
 
 
 def first_decode_step(deployment: Deployment, model: Checkpoint | None = None) -> tuple[int, int]:
-    """When a request has been prefilled, and when its first decode step begins, in ns from its arrival."""
+    """Measure the end of a request's prefill, and the start of its first decode step, in ns from its
+    arrival."""
     engine = Engine(PodPlan(model or resolve_model(MODEL), deployment, timing=TimingConfig()))
     return run(_serve_one(engine))
 

@@ -1,12 +1,12 @@
-"""`xdeepserve bench pdc`: TEs that prefill and TEs that decode, as a workload changes (CloudMatrix 4.1).
+"""`xdeepserve bench pdc`: prefill TEs and decode TEs, as a workload changes (CloudMatrix 4.1).
 
-DeepSeek-R1 on six TEs of 32 dies; strangers with long prompts and short answers, then with short prompts
-and long answers, then both. Each phase asks for a part of what the ratio that is best for it can serve. Every
-fixed ratio serves it all, and one that begins even and follows the workload: by the lengths of answers that
-have ended, or (`knows`) of those that will, which nobody has but a perfect predictor. What counts is the
-share of requests within the bounds, of each phase and in all: the mean of some workloads. The best of the
-fixed ones is known only afterwards. It is 3:3, which each phase asks for all that it can, six tenths of what
-five TEs of a role can do: there chance decides how many wait too long.
+DeepSeek-R1 runs on six TEs of 32 dies. The workload consists of unrelated requests: first long prompts with
+short answers, then short prompts with long answers, then both. Each phase asks for a fraction of what its
+best ratio can serve. Every fixed ratio serves the whole workload, and so does an adaptive ratio that starts
+even. The adaptive one knows the lengths of answers that have ended, or (`knows`) of future ones, as only a
+perfect predictor would. Rows give the share of requests within the bounds, of each phase and in all: the mean
+of some workloads. The best fixed ratio is known only afterwards. That is 3:3, because six tenths of what five
+TEs of a role can do are just what three can. At that load, chance decides how many requests wait too long.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PHASES = {
 
 
 def all_rows() -> Iterator[Row]:
-    """Every ratio on the whole workload."""
+    """Yield rows of every ratio on the whole workload."""
     kinds = priced_kinds(CLUSTER, block=512)
     first, second = fleet_tes(CLUSTER, kinds)
     scale_up = scale_up_of(resolve_model(CLUSTER.model), CLUSTER.te[0], first.price, ScaleWays())
@@ -73,7 +73,7 @@ def all_rows() -> Iterator[Row]:
 
 
 def rates_of(traffic: MadeTraffic, tes: dict[TERole, FleetTE]) -> RoleRates:
-    """What a TE of each role can do of these requests."""
+    """Compute the rates of a TE of each role for these requests."""
     long = traffic.prompt * float(np.exp(1.645 * SPREAD - SPREAD**2 / 2))
     work = Workload(1.0, traffic.prompt, long, traffic.prompt, traffic.output)
     limits = tes["prefill"].limits, tes["decode"].limits
@@ -81,7 +81,7 @@ def rates_of(traffic: MadeTraffic, tes: dict[TERole, FleetTE]) -> RoleRates:
 
 
 def shares_of(served: Sequence[ServedRequest]) -> dict[str, float]:
-    """Within the bounds, of each phase and ("") of all."""
+    """Compute the shares of requests within the bounds, of each phase and ("") of all."""
     found = {}
     for number, name in enumerate(PHASES):
         found[name] = within([each for each in served if each.at_ns // (1e9 * SECONDS) == number])
@@ -89,7 +89,7 @@ def shares_of(served: Sequence[ServedRequest]) -> dict[str, float]:
 
 
 def phases(tes: dict[TERole, FleetTE], seed: int) -> list[TracedRequest]:
-    """One phase after the other, each at its own rate."""
+    """Make the workload: phases in sequence, each at its own rate."""
     trace: list[TracedRequest] = []
     for number, traffic in enumerate(PHASES.values()):
         rates = rates_of(traffic, tes)
@@ -105,7 +105,7 @@ def phases(tes: dict[TERole, FleetTE], seed: int) -> list[TracedRequest]:
 
 
 def fleet_of(num_prefill: int, tes: dict[TERole, FleetTE]) -> Fleet:
-    """TEs of both roles."""
+    """Make a fleet with TEs of both roles."""
     roles: list[TERole] = ["prefill" if number < num_prefill else "decode" for number in range(TOTAL)]
     return Fleet([tes[role]._replace(name=f"{role} {number}") for number, role in enumerate(roles)], "load")
 
@@ -113,14 +113,15 @@ def fleet_of(num_prefill: int, tes: dict[TERole, FleetTE]) -> Fleet:
 def fixed(
     num_prefill: int, tes: dict[TERole, FleetTE], trace: Sequence[TracedRequest]
 ) -> list[ServedRequest]:
-    """By a ratio that stays."""
+    """Serve the workload with a fixed ratio."""
     return fleet_of(num_prefill, tes).run(trace)
 
 
 def adaptive(
     tes: dict[TERole, FleetTE], trace: Sequence[TracedRequest], scale_up: ScaleUp, knows: bool
 ) -> tuple[list[ServedRequest], list[ScaleEvent]]:
-    """By one that follows, and what it did; told how long each answer will be, if it `knows`."""
+    """Serve the workload with an adaptive ratio; return the requests and the changes. With `knows` the fleet
+    is told the length of each answer."""
     fleet = fleet_of(TOTAL // 2, tes)
     if knows:
         fleet.predict = lambda each: each.output_length
@@ -129,5 +130,5 @@ def adaptive(
 
 
 def within(served: Sequence[ServedRequest]) -> float:
-    """Share within the bounds, in percent."""
+    """Compute the share of requests within the bounds, in percent."""
     return 100 * sum(is_within(each.outcome(), SERVICE) for each in served) / len(served)

@@ -2,9 +2,10 @@
 
     python -I peer_process.py ENGINE PATH THREADS SEQUENCES CONTEXT
 
-Nothing of this package is there, so only the standard library and the engine are imported. A JSON object a
-line: first {"version": ...}, then for each {"prompts": [[id, ...], ...], "num_tokens": n}
-on standard input {"num_tokens": how many were made in all}. What the engine prints goes to standard error.
+This package is not installed there, so only the standard library and the engine are imported. The process
+writes a JSON object a line: first {"version": ...}, then, for each {"prompts": [[id, ...], ...],
+"num_tokens": n} on standard input, {"num_tokens": the number of all generated tokens}. The engine's own
+output goes to standard error.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class LlamaCpp:
         self._server = lib.Server(params)
 
     def generate(self, prompts: list[list[int]], num_tokens: int) -> int:
-        """Greedy tokens of all prompts, counted."""
+        """Generate greedy tokens of all prompts, and count them."""
         request = {"prompt": prompts, "n_predict": num_tokens, "temperature": 0.0, "ignore_eos": True}
         reply = self._server.handle_completions({**request, "cache_prompt": False})
         # Its usage counts the first prompt only; whoever stops at the limit has made that many.
@@ -60,7 +61,7 @@ class VLLM:
         )
 
     def generate(self, prompts: list[list[int]], num_tokens: int) -> int:
-        """Greedy tokens of all prompts, counted."""
+        """Generate greedy tokens of all prompts, and count them."""
         params = self._lib.SamplingParams(
             temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False
         )
@@ -82,7 +83,7 @@ class Transformers:
         self._network = library.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
 
     def generate(self, prompts: list[list[int]], num_tokens: int) -> int:
-        """Greedy tokens of all prompts, counted."""
+        """Generate greedy tokens of all prompts, and count them."""
         ids = self._torch.tensor(prompts)
         with self._torch.no_grad():
             made = self._network.generate(
@@ -97,7 +98,7 @@ class Transformers:
 
 
 class TransformersBF16(Transformers):
-    """transformers with weights in BF16."""
+    """A checkpoint directory in Hugging Face's implementation, with weights in BF16."""
 
     dtype = "bfloat16"
 
@@ -111,7 +112,7 @@ ENGINES: dict[str, type[LlamaCpp | VLLM | Transformers]] = {
 
 
 def version(name: str) -> str:
-    """The version of the package that a module comes from; "?" where none says so."""
+    """Return the version of the package that has a module; "?" if it is unknown."""
     packages = importlib.metadata.packages_distributions().get(name, [name])
     try:
         return importlib.metadata.version(packages[0])
@@ -120,7 +121,7 @@ def version(name: str) -> str:
 
 
 def answer(out: TextIO, engine: str, path: str, threads: str, num_seqs: str, context: str) -> None:
-    """Load the engine, say so, and serve until standard input ends."""
+    """Load the engine, report the version, and serve until standard input ends."""
     peer = ENGINES[engine](path, int(threads), int(num_seqs), int(context))
     print(json.dumps({"version": version(peer.version)}), file=out, flush=True)
     for line in sys.stdin:

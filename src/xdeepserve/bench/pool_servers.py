@@ -1,8 +1,8 @@
-"""`xdeepserve bench pdc`, its C: servers of the memory pool, as a workload changes (CloudMatrix 4.1).
+"""`xdeepserve bench pdc`, the C: servers of the memory pool, as a workload changes (CloudMatrix 4.1).
 
-DeepSeek-R1 on eight TEs of 32 dies which get requests in turn, so that a chat is mostly where it has not been
-before; strangers, then chats, then strangers. Fixed numbers of servers, and one that begins with one server
-and follows what they save.
+DeepSeek-R1 runs on eight TEs of 32 dies which get requests in turn, so that a chat's TE has mostly not seen
+it before. Phases are unrelated requests, chats, and unrelated requests again. Fixed numbers of servers are
+compared with a number that starts at one and follows the saved time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FIXED = (1, 4, 16)
 
 
 def pool_rows() -> Iterator[Row]:
-    """What is found, how long chats wait, and how many servers there are on average."""
+    """Yield the share of cached tokens, the waits of chats, and the average number of servers."""
     kinds, trace = priced_kinds(CLUSTER, block=BLOCK), phases()
     ways = {f"fixed {count}": (count, count) for count in FIXED} | {"adaptive": (1, POOL.most)}
     for way, (least, most) in ways.items():
@@ -48,7 +48,7 @@ def pool_rows() -> Iterator[Row]:
 
 
 def phases() -> Sequence[TracedRequest]:
-    """One phase after the other; a chat that is not over by then ends."""
+    """Make the workload: phases in sequence; chats are cut off at the end of their phase."""
     trace: list[TracedRequest] = []
     for number, traffic in enumerate(PHASES):
         some = made(msgspec.structs.replace(traffic, seconds=SECONDS, seed=number))

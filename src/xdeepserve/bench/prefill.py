@@ -1,8 +1,8 @@
 """`xdeepserve bench prefill`: tokens of prompts per second, until each prompt has its first token.
 
-Each row is the median of REPEATS, or of as many as fit in SECONDS, after one that warms up. No prompt comes
-twice, so that no prefix cache helps. With `--peers` other engines read the same prompts, see `peers`. Of a
-model that caches do not hold, what products and memory allow stands beside it, see `prefill_limit`.
+Each row is the median of REPEATS runs, or of as many as fit in SECONDS, after a warm-up. No prompt comes
+twice, so no prefix cache helps. With `--peers` other engines read the same prompts (see `peers`). For a model
+larger than caches, the limit by products and memory stands beside it (see `prefill_limit`).
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ REPEATS, SECONDS = 5, 10.0
 
 
 def all_rows(model: str = "tiny", peers: Path | None = None, only: Sequence[str] = ()) -> Iterator[Row]:
-    """A row per engine, batch and length, see generation.rows; and what products and memory allow."""
+    """Yield a row per engine, batch and length (see generation.rows), and the limit by products and
+    memory."""
     yield from generation.rows(SUITE, model, peers, only)
     yield from limit_rows(resolve_model(model).config, generation.num_threads(), cases(), CHUNK)
 
 
 def cases() -> Iterator[tuple[int, int]]:
-    """Each batch with each length, but for more tokens than MOST."""
+    """Yield each batch with each length, except pairs of more tokens than MOST."""
     return ((batch, length) for batch in BATCHES for length in LENGTHS if batch * length <= MOST)
 
 
 def rates(generate: Generate, vocab_size: int) -> Rates:
-    """The rate of each batch and length."""
+    """Yield the prefill rate of each batch and length."""
     first = 0
     for batch, length in cases():
         numbers = range(first, first + batch * (1 + REPEATS))
@@ -47,7 +48,7 @@ def rates(generate: Generate, vocab_size: int) -> Rates:
 
 
 def prefill_rate(generate: Generate, vocab_size: int, batch: int, length: int, numbers: range) -> float:
-    """Tokens per second of `batch` prompts at once, which have these numbers."""
+    """Measure tokens per second of `batch` prompts at once; `numbers` are the prompts' numbers."""
     times: list[float] = []
     for first in numbers[::batch]:
         ids = prompts(batch, vocab_size, length, first)

@@ -1,11 +1,11 @@
-"""A layer of CloudMatrix's prefill in closed form (CM 4.3), and what its two microbatches gain.
+"""A layer of CloudMatrix's prefill in closed form (CM 4.3), and the gain of its two microbatches.
 
 Stages and their prices are those of the Program that every run walks. Attention is not absorbed, as in runs
-with `prefill_attention=unabsorbed`: a prompt's keys and values are made once, for all heads, so that each
-position costs a head N + R + V products and not 2 C + R. What vector work, collectives and launches add has
-no published size: one number stands for it, the share of the layer's time that its stages would take alone,
-fitted to the one throughput of Table 2 with even experts. From it follows what a layer takes without
-microbatches.
+with `prefill_attention=unabsorbed`. A prompt's keys and values are made once, for all heads, so that each
+position costs a head N + R + V products and not 2 C + R. The costs of vector work, collectives and launches
+are not published; a single number stands for them. It is the share of the layer's time that its stages alone
+would take, fitted to the one throughput of Table 2 with even experts. The time of a layer without
+microbatches follows from it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ EFFICIENCY = Param(
 
 
 class PrefillCost(msgspec.Struct, frozen=True):
-    """One model's, on dies of which each has `CHIP_TOKENS` / 2 tokens of prompts of `prompt` tokens.
-    Without `hides` two microbatches go one after the other."""
+    """Cost of prefill for a model, on dies with `CHIP_TOKENS` / 2 tokens each, of prompts of `prompt` tokens.
+
+    Without `hides` two microbatches go one after the other.
+    """
 
     config: ModelConfig
     efficiency: float = EFFICIENCY.value
@@ -45,11 +47,11 @@ class PrefillCost(msgspec.Struct, frozen=True):
 
     @property
     def tokens(self) -> int:
-        """A die's."""
+        """Number of tokens on a die."""
         return CHIP_TOKENS // DIES_PER_CHIP
 
     def compute_ns(self) -> float:
-        """All stages of a layer with experts, at their own efficiencies."""
+        """Compute the time of all stages of a layer with experts [ns], at their own efficiencies."""
         c, layer, tokens = self.config, expert_layer(self.config), self.tokens
         copies = tokens * c.num_experts_per_tok
         counts = Counts(tokens, tokens * self.prompt / 2, tokens, copies, c.n_routed_experts / EP)
@@ -59,27 +61,28 @@ class PrefillCost(msgspec.Struct, frozen=True):
         return sum(map(self.spec.stage_ns, works))
 
     def exchanges_ns(self) -> float:
-        """Dispatch and combine."""
+        """Compute the time of dispatch and combine [ns]."""
         ops: tuple[Op, Op] = "dispatch", "combine"
         copies = self.config.num_experts_per_tok
         return sum(self.comm.exchange_ns(op, EP, self.tokens, copies) for op in ops)
 
     def layer_ns(self, microbatches: bool = True) -> float:
-        """Two microbatches hide the shorter of computing and exchanging behind the other (CM 4.3.2)."""
+        """Compute a layer [ns]. Two microbatches hide the shorter of computing and exchanging behind the
+        other (CM 4.3.2)."""
         parts = self.compute_ns() / self.efficiency, self.exchanges_ns()
         return max(parts) if microbatches and self.hides else sum(parts)
 
     def batch_ns(self, microbatches: bool = True) -> float:
-        """All of a chip's tokens, to the first new ones."""
+        """Compute the time [ns] from a chip's prompt tokens to the first new ones."""
         return self.config.num_hidden_layers * self.layer_ns(microbatches)
 
     def throughput(self, microbatches: bool = True) -> float:
-        """Tokens per second of a chip."""
+        """Compute the prompt tokens per second of a chip."""
         return CHIP_TOKENS / self.batch_ns(microbatches) * 1e9
 
 
 def rows(cost: PrefillCost | None = None) -> list[Row]:
-    """CM Table 2 with even experts; 5.4.1, Figure 21."""
+    """Compute CM Table 2 with even experts, and the gain of microbatches (5.4.1, Figure 21)."""
     cost = cost or PrefillCost(resolve_model(MODEL).config)
     gain = cost.layer_ns(microbatches=False) / cost.layer_ns()
     return [
@@ -90,7 +93,7 @@ def rows(cost: PrefillCost | None = None) -> list[Row]:
 
 
 def by_length() -> list[Row]:
-    """Throughput by the length of prompts, with two microbatches and with one (CM Figure 21a)."""
+    """Compute throughput by the length of prompts, with two microbatches and with one (CM Figure 21a)."""
     costs = [PrefillCost(resolve_model(MODEL).config, prompt=prompt) for prompt in PROMPTS]
     return [
         Row(f"prefill/{way}/prompt={cost.prompt}", cost.throughput(way == "two"), "tok/s", "predicted")

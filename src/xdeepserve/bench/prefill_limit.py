@@ -1,11 +1,11 @@
-"""What this computer's arithmetic allows a prefill: products go no faster than out of registers.
+"""The arithmetic limit of a prefill on this computer: no product is faster than out of registers.
 
-A row of a prompt goes through each product of the INT8 recipe once, through those of the experts that it
-takes, and through attention over what it sees, half of the prompt on average (DSA: no more than it chooses);
-a prompt's last row also through the head. Products of bytes and exact ones of BF16 are counted at what the
-fastest instructions do for each, all threads at once. Weights but the head come from memory once for each
-step of `rows` rows. The longer of the two is the limit; routers and what indexers compare, reading rows and
-writing them, and what is not a product are left out.
+A row of a prompt goes through each product of the INT8 recipe once, and through the products of the experts
+that it takes. It goes through attention over half of the prompt on average (DSA: over no more than it
+chooses). A prompt's last row also goes through the head. Products of bytes and exact ones of BF16 count at
+the rate of the fastest instructions for each, on all threads. Weights except the head come from memory once
+for each step of `rows` rows. The longer of computing and reading is the limit. Routers, indexers'
+comparisons, reading and writing of rows, and everything that is not a product are left out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HEAD, FLOAT32 = "head", (".gate", ".index_gate")
 
 
 class Operations(NamedTuple):
-    """Multiplications and additions: of bytes, and of BF16."""
+    """Multiplications and additions: of bytes, and of BF16 numbers."""
 
     int8: float
     bf16: float
@@ -40,8 +40,8 @@ class Operations(NamedTuple):
 def limit_rows(
     config: ModelConfig, threads: int, cases: Iterator[tuple[int, int]], rows: int
 ) -> Iterator[Row]:
-    """What products do, and tokens per second of each (batch, prompt) in steps of `rows` rows. A small model
-    has none."""
+    """Yield the rates of products, and tokens per second of each (batch, prompt) in steps of `rows` rows;
+    nothing for a small model."""
     if step_nbytes(config, 1, 0) < NEAR:
         return
     if uses_amx():
@@ -60,7 +60,7 @@ def limit_rows(
 
 
 def row_operations(config: ModelConfig, prompt: int) -> Operations:
-    """Operations of a row of a prompt of so many rows, on average."""
+    """Compute the operations of a row of a prompt with `prompt` rows, on average."""
     share = config.num_experts_per_tok / config.n_routed_experts if config.n_routed_experts else 0.0
     int8 = bf16 = 0.0
     for name, spec in weight_specs(config, "int8", TILE, num_mtp=0).items():
@@ -80,12 +80,12 @@ def row_operations(config: ModelConfig, prompt: int) -> Operations:
 
 
 def _weights_nbytes(config: ModelConfig, rows: int) -> float:
-    """What a step of so many rows reads that ends no prompt."""
+    """Compute the bytes of weights read by a step of `rows` rows that ends no prompt."""
     return step_nbytes(config, rows, 0) - weight_specs(config, "int8", TILE, num_mtp=0)[HEAD].nbytes
 
 
 def _rate(peak: Callable[[], None], ops: float, threads: int) -> float:
-    """Operations per second of so many threads at once; the best of REPEATS."""
+    """Measure the operations per second of `threads` threads at once; the best of REPEATS."""
 
     def work(_: int) -> None:
         for _ in range(CALLS):

@@ -1,7 +1,7 @@
 """`xdeepserve bench comm --ranks`: wall time on this computer of one MoE layer's exchange, by ranks.
 
-One dispatch and one combine with as many experts as ranks, hidden 64, top-8, INT8; every byte moves and every
-result is compared with arithmetic that knows nothing of ranks. And the same through A2E and E2A.
+A dispatch and a combine run with as many experts as ranks, hidden 64, top-8, INT8. Every byte moves, and
+every result is compared with arithmetic that does not use ranks. A2E and E2A are run the same way.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ A2ES = ((160, 288, 8), (480, 288, 8))  # attention dies, expert dies, tokens
 
 
 def all_rows() -> list[Row]:
-    """Rows in seconds; XDeepServeError if a byte were wrong."""
+    """Measure all rows in seconds. Raises XDeepServeError if a byte is wrong."""
     rows = []
     for num_ranks, num_tokens in EXCHANGES:
         for name, seconds in exchange(num_ranks, num_tokens).items():
@@ -47,7 +47,7 @@ def all_rows() -> list[Row]:
 
 
 def exchange(num_ranks: int, num_tokens: int) -> dict[str, float]:
-    """Wall seconds to allocate the memories, and to dispatch and combine."""
+    """Measure wall seconds to allocate the memories, and to dispatch and combine."""
     pod, group = Pod(), Group(tuple(range(num_ranks)), tuple(range(num_ranks)))
     layout = Layout.for_group(group, max_tokens=num_tokens, top_k=TOP_K, hidden=HIDDEN)
     for die in group.dies:
@@ -68,7 +68,7 @@ def exchange(num_ranks: int, num_tokens: int) -> dict[str, float]:
 
 
 def a2e(attention: int, experts: int, num_tokens: int) -> dict[str, float]:
-    """Wall seconds to allocate the memories, and for A2E and E2A."""
+    """Measure wall seconds to allocate the memories, and for A2E and E2A."""
     dies = tuple(range(attention + experts))
     sides = Sides(dies[:attention], Group(dies[attention:], tuple(range(experts))))
     layout, pod = A2ELayout(sides, num_tokens, TOP_K, HIDDEN), Pod()
@@ -94,7 +94,7 @@ def a2e(attention: int, experts: int, num_tokens: int) -> dict[str, float]:
 
 
 def _inputs(rank: int, num_tokens: int, num_experts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens [T, H], experts [T, K] all different within a token, weights [T, K]."""
+    """Draw tokens [T, H], experts [T, K] all different within a token, and weights [T, K]."""
     rng = np.random.default_rng(rank)
     x = rng.standard_normal((num_tokens, HIDDEN)).astype(np.float32)
     topk_idx = np.argsort(rng.random((num_tokens, num_experts)), axis=1)[:, :TOP_K].astype(np.int32)
@@ -107,17 +107,17 @@ def _quantize(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _expert(x: np.ndarray, expert_idx: np.ndarray) -> np.ndarray:
-    """Something that tells experts apart: x [..., H], expert_idx [...]."""
+    """Compute a stand-in for an expert whose output depends on its number: x [..., H], expert_idx [...]."""
     return x * (expert_idx[..., None] + 1).astype(np.float32)
 
 
 def run_experts(received: TokenCopies) -> np.ndarray:
-    """Compute what the experts of a rank answer to the copies of tokens that it has received."""
+    """Compute a rank's answers to the token copies that it has received."""
     return _expert(received.payload * received.scale[:, None], received.expert_idx)
 
 
 def _answers(x: np.ndarray, topk_idx: np.ndarray) -> np.ndarray:
-    """[T, K, H] as it must come back: INT8 on the way there, bfloat16 on the way back."""
+    """Compute the expected answers [T, K, H]: INT8 on the way there, bfloat16 on the way back."""
     q, scale = _quantize(x)
     tokens = (q * scale[:, None])[:, None]
     return round_bf16(_expert(np.broadcast_to(tokens, (*topk_idx.shape, HIDDEN)), topk_idx))
@@ -136,7 +136,7 @@ def _timed(call: Callable[[], Any]) -> float:
 
 
 def _run(programs: Sequence[tuple[Die, Callable[[], Any]]]) -> tuple[list[Any], float]:
-    """Spawn all programs at once; their results, and the wall seconds until the last one ended."""
+    """Spawn all programs at once; return their results, and the wall seconds until the last one ended."""
 
     async def main() -> list[Any]:
         return await asyncio.gather(*[die.spawn(program()) for die, program in programs])

@@ -1,15 +1,15 @@
-"""What a fault costs by the stage of recovery that it takes (xDeepServe 6.2), in virtual time.
+"""The cost of a fault by its stage of recovery (xDeepServe 6.2), in virtual time.
 
-Two decode TEs of two dies each are in full swing when, in the middle of a step, something of the second one
-fails; and a decode TE that is the only one is lost with all its dies, so that everything is started anew on
-what is left of prefill's. Throughput is that of all tokens that leave the pod, in slices of time. No paper
-has such figures; what is claimed is the order: a gentler stage costs less. Where a die is lost, most of the
-time goes until its peer, which waits for it, gives up at the deadline of its exchange, or until heartbeats
-are missed; who reads its memory finds out at once.
+Two decode TEs of two dies each are at work when, in the middle of a step, something of the second TE fails.
+In another run the only decode TE is lost with all its dies, so everything is started anew on the rest of
+prefill's dies. Throughput is that of all tokens that leave the pod, in slices of time. No paper has such
+figures; the claim is the order: a gentler stage costs less. Where a die is lost, most of the time passes
+until its waiting peer gives up at the deadline of its exchange, or until heartbeats are missed. A reader of
+the die's memory notices at once.
 
-Then 1 to 16 of the 32 dies of one TE of DeepSeek-R1 are lost, which comes back on those that are left: how
-long that takes from when the loss is known, weights included, which come from the hosts' page caches. SGLang
-publishes 6.2 to 6.8 s for the same on its hardware, where a restart takes 120 to 180 s.
+Then 1 to 16 of the 32 dies of a TE of DeepSeek-R1 are lost, and the TE comes back on the remaining dies. Rows
+give the time from the moment the loss is known, including weights, which come from the hosts' page caches.
+SGLang publishes 6.2 to 6.8 s for the same on its hardware, where a restart takes 120 to 180 s.
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ NUM_RANKS, RANKS_LOST = 32, (1, 2, 4, 8, 16)
 
 
 class Life(NamedTuple):
-    """A run, in ns of virtual time: when each token left, how long rollbacks took, when each step of the
-    last decode TE began and ended."""
+    """A run, in ns of virtual time: tokens, rollbacks and steps.
+
+    `tokens` are the times of tokens, `rollbacks` durations, and `steps` the beginnings and ends of the last
+    decode TE's steps.
+    """
 
     tokens: list[int]
     rollbacks: list[int]
@@ -45,12 +48,12 @@ class Life(NamedTuple):
 
     @property
     def end_ns(self) -> int:
-        """When the last token left."""
+        """Time of the last token's leaving the pod [ns]."""
         return max(self.tokens)
 
 
 def all_rows() -> Iterator[Row]:
-    """Rows of every way, the run without faults first."""
+    """Yield rows of every way, the run without faults first."""
     quiet = serve((), ())
     slice_ns = quiet.end_ns / SLICES
     at_us = sum(quiet.steps[len(quiet.steps) // 2]) / 2000
@@ -75,7 +78,8 @@ def all_rows() -> Iterator[Row]:
 
 
 def _rows_of(name: str, life: Life, quiet: Life, slice_ns: float) -> Iterator[Row]:
-    """How much later the last token comes, how long rollbacks take, and tokens per second in each slice."""
+    """Compute the delay of the last token, the durations of rollbacks, and tokens per second in each
+    slice."""
     prefix = f"recovery/{name}"
     yield Row(f"{prefix}/last_token_later", (life.end_ns - quiet.end_ns) / 1e6, "ms", "measured")
     for rollback_ns in life.rollbacks:
@@ -108,7 +112,8 @@ def serve(settings: Sequence[str], faults: Sequence[Fault], last: str = "decode 
 
 
 def scaled_down(num_lost: int) -> tuple[int, int]:
-    """From when a TE of 32 dies is given up until one takes its place: ns; and how many dies that one has."""
+    """Measure the time from the loss of a TE of 32 dies until another takes its place [ns], and count that
+    TE's dies."""
     settings = (f"dies={NUM_RANKS}", "recovery.failover=true", "max_model_len=256")
     faults = [Fault(100.0 + die, NUM_RANKS - 1 - die, "lost") for die in range(num_lost)]
     at: dict[str, int] = {}
@@ -126,7 +131,7 @@ def scaled_down(num_lost: int) -> tuple[int, int]:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Tokens per second over virtual time, a line a way. InputError without matplotlib."""
+    """Draw tokens per second over virtual time, a line for each way. Raises InputError without matplotlib."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(7, 4))
     lines: dict[str, list[float]] = {}

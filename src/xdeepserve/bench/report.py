@@ -1,4 +1,4 @@
-"""Rows of a benchmark, and the published values that they stand beside."""
+"""Rows of a benchmark, and the published values that stand beside them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ Kind = Literal["measured", "calibrated", "predicted"]
 
 
 class Published(msgspec.Struct, frozen=True):
-    """A paper's value. With a `bound` the paper says only "less than" (<) or "more than" (>), or a round
-    number (~)."""
+    """A value published in a paper.
+
+    With a `bound` the paper says only "less than" (<) or "more than" (>), or gives a round number (~).
+    """
 
     value: float
     unit: str
@@ -26,28 +28,33 @@ class Published(msgspec.Struct, frozen=True):
 
     @property
     def is_limit(self) -> bool:
-        """Whether the paper says "less than" or "more than", so that there is no error."""
+        """Whether the paper says only "less than" or "more than", so that there is no error."""
         return self.bound in ("<", ">")
 
     def is_kept(self, value: float) -> bool:
-        """Whether a value is on the side of the limit that the paper says; always, where it says none."""
+        """Whether a value keeps the paper's limit; always True without a limit."""
         return not self.is_limit or (value < self.value) == (self.bound == "<")
 
 
 @functools.cache
 def published() -> dict[str, Published]:
-    """By row name, which begins with the value's id: the paper, a dot, what it is."""
+    """Read the published values by row name, which begins with the value's id: the paper, a dot, the
+    subject."""
     text = resources.files(__package__).joinpath("published.json").read_bytes()
     return msgspec.json.decode(text, type=dict[str, Published])
 
 
 class Row(msgspec.Struct, frozen=True):
-    """A value and how it came about: measured or counted on this implementation; in virtual time from
-    parameters that were fitted to this very value (calibrated); or from others (predicted). The form of the
-    models was chosen with all published values in view, so a prediction here is not a blind one.
+    """A row of a benchmark: a value and its origin.
 
-    A name may end in "/simulated=..." or "/fit=...": the same value found another way. `note` stands beside
-    the row where it is printed for people."""
+    A value is measured or counted on this implementation (measured); computed in virtual time with parameters
+    that were fitted to this very value (calibrated); or with parameters fitted to other values (predicted).
+    The form of the models was chosen with all published values in view, so a prediction here is not a blind
+    one.
+
+    A name may end in "/simulated=..." or "/fit=...": the same value found another way. `note` is printed
+    beside the row for people.
+    """
 
     name: str
     value: float
@@ -57,17 +64,19 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def published(self) -> Published | None:
-        """The paper's value; simulated rows stand beside that of the row that their name begins with."""
+        """Published value of the row, if any; a simulated row has that of the row that its name begins
+        with."""
         return published().get(self.name.split("/simulated=")[0].split("/fit=")[0])
 
     @property
     def error_pct(self) -> float | None:
-        """(value - published) / published, in percent."""
+        """Relative error (value - published) / published, in percent."""
         theirs = self.published
         return None if theirs is None else 100 * (self.value - theirs.value) / theirs.value
 
     def as_dict(self) -> dict[str, Any]:
-        """The row that `--json` prints; its last two keys stand only where a paper publishes the value."""
+        """Return the row as `--json` prints it; the last two keys exist only where a paper publishes the
+        value."""
         result: dict[str, Any] = {
             "name": self.name,
             "value": round(self.value, 4),
@@ -81,7 +90,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def print_summary(rows: Sequence[Row]) -> None:
-    """Groups of rows: what each is, how many there are, and how far from the published values."""
+    """Print groups of rows: meaning, number of rows, and errors against published values."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(group_of(row.name), []).append(row)
@@ -98,7 +107,8 @@ def print_summary(rows: Sequence[Row]) -> None:
 
 
 def group_of(name: str) -> str:
-    """The longest group of MEANINGS that a row's name begins with, else the name up to its first slash."""
+    """Find the longest group of MEANINGS that a row's name begins with, else the name up to its first
+    slash."""
     known = [group for group in MEANINGS if f"{name}/".startswith(f"{group}/")]
     return max(known, key=len, default=name.split("/")[0])
 
@@ -108,7 +118,7 @@ def _bound(row: Row) -> bool:
 
 
 def print_rows(rows: Sequence[Row]) -> None:
-    """A table for each kind, with mean and maximum of the errors by id; bounds are kept or not."""
+    """Print a table for each kind, with mean and maximum of the errors by id, and whether bounds are kept."""
     width = max((len(row.name) for row in rows), default=0)
     for kind in ("calibrated", "predicted", "measured"):
         some = [row for row in rows if row.kind == kind]
@@ -129,7 +139,7 @@ def print_rows(rows: Sequence[Row]) -> None:
 
 
 def _errors(rows: Sequence[Row]) -> dict[str, list[float]]:
-    """Absolute errors in percent by the id that the rows' names begin with; bounds have none."""
+    """Collect absolute errors in percent by the ids that the rows' names begin with; bounds have none."""
     result: dict[str, list[float]] = {}
     for row in rows:
         if row.published is not None and row.error_pct is not None and not _bound(row):
@@ -145,7 +155,7 @@ def _kept(row: Row, theirs: Published) -> str:
 
 
 def pyplot() -> Any:
-    """Matplotlib's, without a window. InputError without matplotlib."""
+    """Return matplotlib's pyplot, without a window. Raises InputError without matplotlib."""
     try:
         import matplotlib
     except ImportError:

@@ -1,4 +1,4 @@
-"""Caches of blocks beside the best that is possible, on traces; and conversations made up for that."""
+"""Block caches on traces, compared with the best possible cache; and a generator of conversations."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from xdeepserve.platform.traces import TracedRequest
 
 
 def generated(seed: int, num_chats: int = 400, block_tokens: int = 512) -> list[TracedRequest]:
-    """Conversations: each begins with one of some system prompts, popular ones more often, and every turn has
-    all that was said before it. Chats overlap in time."""
+    """Generate conversations. Each begins with a system prompt, popular ones more often, and every turn
+    contains everything said before. Chats overlap in time."""
     rng = np.random.default_rng(seed)
     system = [tuple(range(1000 * n, 1000 * n + int(rng.integers(1, 12)))) for n in range(20)]
     found, fresh = [], 1_000_000
@@ -29,8 +29,8 @@ def generated(seed: int, num_chats: int = 400, block_tokens: int = 512) -> list[
 
 
 def hits_of_lru(requests: list[TracedRequest], capacity: int) -> Iterator[int]:
-    """Blocks of each request's prompt that a cache of `capacity` blocks has, from the first on without a gap,
-    if what was not used for longest goes."""
+    """Yield the blocks of each request's prompt that an LRU cache of `capacity` blocks has, from the first on
+    without a gap."""
     cache: dict[int, None] = {}
     for request in requests:
         yield _run(request.blocks, cache)
@@ -43,7 +43,8 @@ def hits_of_lru(requests: list[TracedRequest], capacity: int) -> Iterator[int]:
 
 
 def hits_of_belady(requests: list[TracedRequest], capacity: int) -> Iterator[int]:
-    """What a cache has whose owner knows the future: what is needed again last, or never, goes."""
+    """Yield the blocks of each request's prompt that Belady's cache has: it knows the future and evicts the
+    block needed last, or never."""
     uses: dict[int, list[int]] = {}
     for at in range(len(requests) - 1, -1, -1):
         for block in requests[at].blocks:

@@ -1,4 +1,4 @@
-"""What xDeepServe says in words, each as a question to the rows of benchmarks."""
+"""xDeepServe's statements in words, each as a question to the rows of benchmarks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the papers say in words, each as a question to the rows of benchmarks."""
+"""The papers' statements in words, each as a question to the rows of benchmarks."""
 
 from __future__ import annotations
 

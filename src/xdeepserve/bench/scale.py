@@ -1,14 +1,14 @@
-"""`xdeepserve bench scale`: how long it takes to have more TEs (DeepServe 6), step by step.
+"""`xdeepserve bench scale`: the time to start more TEs (DeepServe 6), step by step.
 
-TEs of DeepSeek-R1 on 32 dies each; 24 of them are a SuperPod, and between SuperPods there is RoCE. From one
-TE to as many as 64, with every choice of the paper's three remedies, in its order: pre-warmed pods and TEs,
-the model in DRAM beforehand, NPU-fork. What a step takes, and where that is from, stands in
-`platform/scale_up.py`; assumed ones are named in the notes. Of its own bars the paper's text says no more
-than "64 instances within seconds".
+TEs of DeepSeek-R1 have 32 dies each; 24 TEs fill a SuperPod, and between SuperPods there is RoCE. The number
+grows from one TE to as many as 64, with every combination of the paper's three remedies, in its order:
+pre-warmed pods and TEs, the model in DRAM beforehand, NPU-fork. `platform/scale_up.py` has the times of steps
+and their sources; assumed ones are named in the notes. The paper's text says of its own results only "64
+instances within seconds".
 
-During a fork the source's UB port and memory serve both. What its tokens take then is an upper bound: all
-time of exchanges is taken to be the port's, of which the fork has a half; and memory is taken to be what all
-other stages wait for.
+During a fork the source's UB port and memory serve both. Its time per token is then an upper bound: all
+exchange time counts as the port's, of which the fork has half, and all other stages count as waiting for
+memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EXCHANGES = ("dispatch", "combine")
 
 
 def all_rows() -> Iterator[Row]:
-    """Seconds by step, remedies and number of TEs; then what a fork costs its source."""
+    """Yield seconds by step, remedies and number of TEs; then the cost of a fork for its source."""
     cluster = Cluster((TE,))
     model = resolve_model(cluster.model)
     (kind,) = priced_kinds(cluster, block=512)
@@ -49,18 +49,18 @@ def all_rows() -> Iterator[Row]:
 
 
 def all_ways() -> list[ScaleWays]:
-    """In the paper's order, nothing first, everything last."""
+    """List the combinations of remedies in the paper's order, none first, all last."""
     return [ScaleWays(*each) for each in itertools.product((False, True), repeat=3)]
 
 
 def name_of(ways: ScaleWays) -> str:
-    """`cold`, or the remedies that there are."""
+    """Name a combination of remedies, or `cold` for none."""
     names = ("warm", "dram", "fork")
     return "+".join(n for n, on in zip(names, msgspec.structs.astuple(ways), strict=True) if on) or "cold"
 
 
 def of_ways(up: ScaleUp) -> Iterator[Row]:
-    """The steps of the TE that comes last, and all five, by how many there are then."""
+    """Yield the steps of the last TE, and the sum of all five, by the number of TEs."""
     at = f"scale/{name_of(up.ways)}"
     for step in up.steps(COUNTS[-1] - 1, 1):
         yield Row(f"{at}/tes={COUNTS[-1]}/{step.name}", step.seconds, "s", "predicted", step.source)
@@ -70,7 +70,7 @@ def of_ways(up: ScaleUp) -> Iterator[Row]:
 
 
 def of_source(up: ScaleUp) -> Iterator[Row]:
-    """Time of a step of a TE that decodes, alone and while its weights are read."""
+    """Yield the time of a decode TE's step, alone and while its weights are read for a fork."""
     deployment = deployment_of(TE)
     blocks = BATCH * (CONTEXT // deployment.cache.block_size + 1) + 4
     cache = msgspec.structs.replace(deployment.cache, num_blocks=blocks)
@@ -96,7 +96,8 @@ def of_source(up: ScaleUp) -> Iterator[Row]:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Seconds until the last of 64 serves, step upon step, by remedies. InputError without matplotlib."""
+    """Draw the seconds until the last of 64 TEs serves, step upon step, by remedies. Raises InputError
+    without matplotlib."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
     at = f"/tes={COUNTS[-1]}/"

@@ -1,19 +1,19 @@
-"""`xdeepserve bench schedule`: which TE gets a request, by each policy, on three traces at three loads.
+"""`xdeepserve bench schedule`: routing policies for requests, on three traces at three loads.
 
-DeepSeek-R1 on three TEs of 64 dies that do both and three in halves, time only at the grain of a step; hints
-of prefixes are 100 ms old. Traces are generated: chats that share much, strangers with long prompts and short
-answers, and strangers the other way round. A rate is that of all requests if turns of a chat came at
-once; with pauses between them it is half of that. Lengths are spread so far that one trace says more of its
-longest prompts than of policies: results are means over SEEDS, beside their spread; regret and rows `lengths`
-are of the first of these traces.
+DeepSeek-R1 runs on three TEs of 64 dies that do both and three in halves, time only at the grain of a step.
+Hints of prefixes are 100 ms old. Traces are generated: chats that share much, unrelated requests with long
+prompts and short answers, and the other way round. A rate is that of all requests if turns of a chat came at
+once; with pauses between turns it is half of that. Lengths are so spread that a single trace says more about
+its longest prompts than about policies. So results are means over SEEDS, with their spread; regret and rows
+`lengths` are of the first trace of each kind.
 
-Beside DeepServe's Algorithm 1 stand its parts alone, and what others have published. `deepserve` is told the
-mean length of answers, `deepserve/knows` the true one of each: what a perfect predictor of lengths would be
-worth, and nobody has. What one is worth that has learned from the first half of a trace, rows `lengths` say,
-on a fourth trace, too, whose applications differ in how long their answers are.
+Beside DeepServe's Algorithm 1 stand its parts alone, and published policies of others. `deepserve` is told
+the mean length of answers. `deepserve/knows` is told the true length of each: the worth of a perfect
+predictor, which nobody has. Rows `lengths` give the worth of a predictor that has learned from the first half
+of a trace. They also cover a fourth trace, whose applications differ in the length of their answers.
 
-Claims of the paper (5.3.2, Figure 7) are rows `claim`: PD-aware scheduling against round robin, which should
-be even at low load, better at the middle one, and worse at the highest.
+Rows `claim` are the paper's claims (5.3.2, Figure 7): PD-aware scheduling against round robin should be even
+at low load, better at the middle one, and worse at the highest.
 """
 
 from __future__ import annotations
@@ -52,8 +52,10 @@ SAMPLED = 6  # requests whose every other choice is tried
 
 
 class PolicyResult(NamedTuple):
-    """What a policy came to: means, in ms, and the share of prompts that was cached; of several traces, the
-    mean of these, and the standard deviation of their latencies."""
+    """Results of a policy: mean latencies in ms, and the share of prompt tokens that was cached.
+
+    For several traces the values are means, and `spread` is the standard deviation of their latencies.
+    """
 
     ttft: float
     tpot: float
@@ -63,7 +65,7 @@ class PolicyResult(NamedTuple):
 
     @staticmethod
     def of(served: Sequence[ServedRequest]) -> PolicyResult:
-        """The means of these requests."""
+        """Compute the means of some requests."""
         tpot = [each.tpot_ns for each in served if each.tpot_ns is not None]
         return PolicyResult(
             float(np.mean([each.ttft_ns for each in served])) / 1e6,
@@ -74,7 +76,7 @@ class PolicyResult(NamedTuple):
 
     @staticmethod
     def mean(found: Sequence[PolicyResult]) -> PolicyResult:
-        """The result of several traces, each as heavy as the others."""
+        """Compute the mean of several traces' results, all with equal weight."""
         ttft, tpot, latency, hits, _ = np.mean(found, axis=0).tolist()
         return PolicyResult(
             ttft, tpot, latency, hits, float(np.std([each.latency for each in found], ddof=1))
@@ -82,7 +84,7 @@ class PolicyResult(NamedTuple):
 
 
 def all_rows() -> Iterator[Row]:
-    """Rows as they are found."""
+    """Yield all rows in order of computation."""
     kinds = priced_kinds(Cluster(heatmap.PAIR), block=512)
     heat = heatmap.measured(kinds)
     yield Row("schedule/heatmap/stable", 100 * heat.stable, "%", "predicted", "DeepServe 5.3.2: over 80 %")
@@ -96,12 +98,12 @@ def all_rows() -> Iterator[Row]:
 
 
 def six(kinds: list[PricedKind]) -> list[FleetTE]:
-    """TEs of both kinds."""
+    """Make the six TEs: three of each kind."""
     return fleet_tes(Cluster(tuple(ClusterTE(count=EACH, apart=te.apart) for te in heatmap.PAIR)), kinds)
 
 
 def compared(name: str, rate: float, tes: list[FleetTE], heat: HeatMap) -> Iterator[Row]:
-    """Every policy on the traces of a kind at a load."""
+    """Yield every policy's results on the traces of a kind at a load."""
     results = {str(policy): over_traces(policy, name, rate, tes, heat) for policy in POLICIES}
     results["deepserve/knows"] = over_traces("deepserve", name, rate, tes, heat, knows=True)
     at = f"schedule/{name}/rate={rate:g}"
@@ -118,7 +120,7 @@ def compared(name: str, rate: float, tes: list[FleetTE], heat: HeatMap) -> Itera
 
 
 def claims() -> Iterator[Row]:
-    """What DeepServe says of the heat map and of PD-aware scheduling, by itself."""
+    """Compute only the paper's claims about the heat map and PD-aware scheduling."""
     kinds = priced_kinds(Cluster(heatmap.PAIR), block=512)
     heat, tes = heatmap.measured(kinds), six(kinds)
     yield Row("schedule/heatmap/stable", 100 * heat.stable, "%", "predicted")
@@ -130,7 +132,7 @@ def claims() -> Iterator[Row]:
 
 
 def _claim(at: str, rate: float, gain: float) -> Row:
-    """How many times as fast the mean request is, PD-aware over round robin (DeepServe 5.3.2, Figure 7)."""
+    """Compute the speedup of the mean request, PD-aware over round robin (DeepServe 5.3.2, Figure 7)."""
     should = dict(zip(RATES, ("as good", "better", "worse"), strict=True))[rate]
     return Row(f"{at}/claim/pd-aware over round-robin", gain, "x", "predicted", f"the paper: {should}")
 
@@ -138,7 +140,8 @@ def _claim(at: str, rate: float, gain: float) -> Row:
 def over_traces(
     policy: Policy, name: str, rate: float, tes: Sequence[FleetTE], heat: HeatMap, knows: bool = False
 ) -> PolicyResult:
-    """What a policy comes to on the traces of a kind, told the mean length of answers, or each one's."""
+    """Measure a policy on the traces of a kind. It is told the mean length of answers, or with `knows` each
+    one's."""
     found = []
     for seed in SEEDS:
         work = trace(name, rate, seed)
@@ -147,17 +150,17 @@ def over_traces(
 
 
 def mean_answer(work: Sequence[TracedRequest]) -> float:
-    """Tokens."""
+    """Compute the mean tokens of the requests' answers."""
     return float(np.mean([each.output_length for each in work]))
 
 
 def trace(name: str, rate: float, seed: int = SEEDS[0]) -> list[TracedRequest]:
-    """A trace of TRACES at a rate."""
+    """Make a trace of TRACES at a rate."""
     return generated(TRACES[name], rate, seed)
 
 
 def generated(work: MadeTraffic, rate: float, seed: int = SEEDS[0]) -> list[TracedRequest]:
-    """Requests with these statistics at a rate."""
+    """Make requests with some statistics at a rate."""
     seconds = NUM_REQUESTS / rate
     pause = work.pause * RATES[0] / rate  # people answer sooner, too, else the rate would be another
     return made(msgspec.structs.replace(work, requests=NUM_REQUESTS, seconds=seconds, pause=pause, seed=seed))
@@ -170,15 +173,15 @@ def serve(
     heat: HeatMap,
     mean: float | None,
 ) -> list[ServedRequest]:
-    """The requests, served. Without a `mean` the true length of each answer is told."""
+    """Serve the requests by a policy. Without a `mean` the policy is told the true length of each answer."""
     return Fleet(tes, policy, heat, lambda each: each.output_length if mean is None else mean, STALE_NS).run(
         work
     )
 
 
 def regret(work: Sequence[TracedRequest], tes: Sequence[FleetTE], heat: HeatMap) -> float:
-    """How much longer some requests took than on the TE that turned out best, all others as they were: the
-    mean, in percent of the best."""
+    """Measure the regret of some requests: how much longer they took than on the TE that turned out best, all
+    others unchanged. The result is the mean, in percent of the best."""
     mean = mean_answer(work)
     chosen: list[Decision] = []
     fleet = partial(Fleet, tes, "deepserve", heat, lambda _: mean, STALE_NS)
@@ -199,7 +202,7 @@ PAPER = "DeepServe 5.3.3: 84.9 % of buckets, by a classifier of texts"
 def answer_lengths(
     at: str, work: Sequence[TracedRequest], tes: Sequence[FleetTE], heat: HeatMap, stale_ns: int
 ) -> Iterator[Row]:
-    """The predictor's error, and the mean latency of the held-out requests with each kind of knowledge."""
+    """Yield the predictor's error, and the mean latency of held-out requests with each kind of knowledge."""
     learned, held_out = split(work)
     predictor = LengthPredictor(learned)
     mean = float(np.mean([each.output_length for each in learned]))

@@ -1,4 +1,4 @@
-"""Sizes that several suites share: DeepSeek-R1's, the papers' groups, and what stands for long tokens."""
+"""Sizes used by several suites: DeepSeek-R1's, the papers' groups, and the replacement for long tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ A2E_SHRINK = 16
 
 
 def slower(factor: int) -> Spec:
-    """Hardware on which tokens that are shorter by `factor` take the time of whole ones."""
+    """Make slower hardware, where tokens that are shorter by `factor` take the time of whole ones."""
     spec, slower = Spec(), dict[str, Param]()
     for name in ("vector_peak", "hbm_bandwidth", "ub_bandwidth", "mte_bandwidth", "unified_buffer"):
         param = getattr(spec, name)
@@ -27,5 +27,5 @@ def slower(factor: int) -> Spec:
 
 
 def quantize(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Time does not depend on values, so the arithmetic is left out."""
+    """Quantise to zeros: time does not depend on values, so the arithmetic is left out."""
     return np.zeros(x.shape, np.int8), np.ones(len(x), np.float32)

@@ -1,7 +1,7 @@
-"""`xdeepserve bench startup`: how long a user waits for the import, and for the first token, cold and warm.
+"""`xdeepserve bench startup`: the wait of a user for the import, and for the first token, cold and warm.
 
-Each is a process of its own, and finds modules that Python has compiled before, as a user's does. Cold means
-that no kernel has been compiled yet: Numba's cache is an empty directory.
+Each measurement is a process of its own, with modules that Python has already compiled, as for a user. Cold
+means that no kernel has been compiled yet: Numba's cache is an empty directory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FIRST_TOKEN = ("-m", "xdeepserve", "generate", "--prompt", "Hello", "--max-token
 
 
 def all_rows(model: str = "tiny") -> list[Row]:
-    """Import, first token cold, first token warm; a minute or two."""
+    """Measure import, first token cold, and first token warm; takes a minute or two."""
     first_token = (*FIRST_TOKEN, "--model", model)
     with tempfile.TemporaryDirectory() as cache:
         environment = {"NUMBA_CACHE_DIR": cache}

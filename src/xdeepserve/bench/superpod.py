@@ -1,12 +1,12 @@
 """`xdeepserve bench superpod`: DeepSeek-R1 at full size, in virtual time, beside the published values.
 
-Rows of CloudMatrix and MegaScale are formulas (`bench/decode_formula.py`), beside simulated ones of the same
+Rows of CloudMatrix and MegaScale are formulas (`bench/decode_formula.py`), beside simulations of the same
 (`bench/pipelines.py`). The two deployments of xDeepServe 7.1 are simulated: one decode iteration of 288 and
 of 768 dies, by the engine itself without its arithmetic.
 
-Three numbers of the decode model (`hw/spec.py`) are fitted to the decode rows of CloudMatrix, all of them
-therefore marked calibrated. With "/fit=four" they are fitted to four of those rows only, and the others are
-predictions: a check of the form, with larger errors. No row of xDeepServe is in either fit.
+Three numbers of the decode model (`hw/spec.py`) are fitted to the decode rows of CloudMatrix, so all these
+rows are marked calibrated. With "/fit=four" the numbers are fitted to only four of the rows, and the others
+are predictions: a check of the form, with larger errors. No row of xDeepServe is in either fit.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ MEGASCALE = {"DBRX": 6144 * 4, "Mixtral-8x22B": 6144 * 2, "Scaled-MoE": 8192 * 4
 
 
 def all_rows(trace: Path | None = None) -> Iterator[Row]:
-    """Rows as they are found. `trace` is a file for the timeline of the disaggregated iteration."""
+    """Yield all rows in order of computation. `trace` is a file for the timeline of the disaggregated
+    iteration."""
     parts = cloudmatrix, megascale, pipelines.all_rows, colocated, lambda: disaggregated(trace)
     return itertools.chain.from_iterable(part() for part in parts)
 
@@ -70,7 +71,7 @@ def all_rows(trace: Path | None = None) -> Iterator[Row]:
 
 
 def four_row_spec() -> Spec:
-    """The decode parameters as fitted to FOUR_ROWS alone."""
+    """Make the decode parameters as fitted to FOUR_ROWS alone."""
     return msgspec.structs.replace(
         Spec(),
         small_kernels=Param(113e-6, "s", "fitted: streams 0 and 1, layer without MTP, batch 8"),
@@ -80,7 +81,7 @@ def four_row_spec() -> Spec:
 
 
 def cloudmatrix() -> list[Row]:
-    """Decode of CloudMatrix, EP320: Table 4, 4.2.3 and 5.4, with both fits."""
+    """Compute CloudMatrix's decode at EP320: Table 4, 4.2.3 and 5.4, with both fits."""
     config = resolve_model(MODEL).config
     rows = formulas(LayerCost(config))
     rows = [_noted(row, SMALL_BATCH_BOUND if row.name.endswith("/batch=8") else TPOT_BOUND) for row in rows]
@@ -92,9 +93,9 @@ def cloudmatrix() -> list[Row]:
 
 
 def _noted(row: Row, bound: int) -> Row:
-    """A row of TPOT or throughput, with what it comes from and, if so, that it does not keep TPOT's bound.
+    """Add a note to a row of TPOT or throughput: its origin, and whether it breaks TPOT's bound, in percent.
 
-    In percent. Throughput is a reciprocal: where TPOT is 9.4 % too low, it is 10.4 % too high.
+    Throughput is a reciprocal: where TPOT is 9.4 % too low, it is 10.4 % too high.
     """
     is_throughput = "/throughput/" in row.name or row.name.endswith("tput")
     if not (is_throughput or row.name.startswith("cm.t4/")) or row.error_pct is None:
@@ -106,7 +107,7 @@ def _noted(row: Row, bound: int) -> Row:
 
 
 def formulas(cost: LayerCost) -> list[Row]:
-    """Decode of CloudMatrix by one fit."""
+    """Compute CloudMatrix's decode rows with the parameters of a fit."""
     result: list[tuple[str, float, str]] = []
     for batch, prompt, output in pipelines.TABLE_4:  # batch of an NPU, which is two dies
         load = Load(requests=batch / DIES_PER_CHIP, rows=2, context=prompt + output / 2)
@@ -123,14 +124,15 @@ def formulas(cost: LayerCost) -> list[Row]:
 
 
 def third_microbatch(model: str, comm_ratio: float) -> list[Row]:
-    """What a third one gains, if the times to move and to compute of DBRX have that ratio."""
+    """Compute the gain of a third microbatch, with DBRX's ratio of moving to computing time as
+    `comm_ratio`."""
     ratio = comm_ratio * MEGASCALE[model] / MEGASCALE["DBRX"]
     gain = ping_pong_throughput(3, ratio) / ping_pong_throughput(2, ratio)
     return [Row(f"ms.pp.m23/{model}", gain, "x", "calibrated" if model == "DBRX" else "predicted")]
 
 
 def megascale() -> list[Row]:
-    """Ping-pong of attention and experts: throughput of one microbatch more, MS 7.4."""
+    """Compute ping-pong of attention and experts: throughput with one more microbatch (MS 7.4)."""
     rows = [row for model in MEGASCALE for row in third_microbatch(model, COMM_RATIO_DBRX)]
     ratio = COMM_RATIO_DBRX
     rows.append(
@@ -143,7 +145,7 @@ def megascale() -> list[Row]:
 
 
 def colocated_deployment(dies: int, batch: int) -> Deployment:
-    """DP and EP over all dies, as in XDS 7.1, with one MTP layer."""
+    """Make a deployment with DP and EP over all dies, as in XDS 7.1, with one MTP layer."""
     return Deployment(
         name=f"colocated, DP{dies}",
         kind="colocated",
@@ -156,7 +158,8 @@ def colocated_deployment(dies: int, batch: int) -> Deployment:
 
 
 def disaggregated_deployment(domains: int, dies: int, routed: int, shared: int, batch: int) -> Deployment:
-    """MoE and attention apart, as in XDS 5.2: `dies` attention dies in each DP domain, two microbatches."""
+    """Make a deployment with MoE and attention apart, as in XDS 5.2: `dies` attention dies in each DP domain,
+    two microbatches."""
     colocated = colocated_deployment(1, batch)
     return msgspec.structs.replace(
         colocated,
@@ -172,13 +175,13 @@ SUPERPOD = disaggregated_deployment(DOMAINS, 160, 256, 32, BATCH_768)  # XDS 7.1
 
 
 def simulate(deployment: Deployment, batch: int, trace: Path | bool = False) -> DecodeRun:
-    """One decode iteration of DeepSeek-R1."""
+    """Run a decode iteration of DeepSeek-R1."""
     timing = TimingConfig(acceptance=XDS_ACCEPTANCE)
     return decode_iteration(resolve_model(MODEL), deployment, CONTEXT, batch, timing, trace)
 
 
 def colocated() -> list[Row]:
-    """XDS 7.1: DP288, EP288, 60 requests each."""
+    """Simulate the colocated deployment of XDS 7.1: DP288, EP288, 60 requests each."""
     run = simulate(colocated_deployment(288, BATCH_288), BATCH_288)
     iteration = run.iteration_ns / 1e6
     tpot = (iteration + GAP_MS) / (1 + XDS_ACCEPTANCE)
@@ -193,9 +196,10 @@ def colocated() -> list[Row]:
 
 
 def disaggregated(trace: Path | None = None) -> list[Row]:
-    """XDS 7.1: 3 domains of 160 attention dies, 256 dies of routed experts and 32 of the shared one.
+    """Simulate the disaggregated deployment of XDS 7.1: 3 domains of 160 attention dies, 256 dies of routed
+    experts and 32 of the shared expert.
 
-    Their forward time has the scheduler's gap in it; an attention stage ends with the output projection,
+    The paper's forward time includes the scheduler's gap. An attention stage ends with the output projection,
     which the paper does not name.
     """
     run = simulate(SUPERPOD, BATCH_768, trace or True)
@@ -216,8 +220,8 @@ def disaggregated(trace: Path | None = None) -> list[Row]:
 
 
 def _against_own_tpot(row: Row, run: DecodeRun) -> Row:
-    """The disaggregated throughput, with what the published one should be by the published TPOT: it is a
-    little less, and part of the row's error is that."""
+    """Add a note to the disaggregated throughput: the published one is a little less than the published TPOT
+    implies, which is part of the row's error."""
     printed, tpot = row.published, published()["xds.disagg.perf/tpot"].value
     assert printed is not None
     implied = _tput(run, tpot, 768)
@@ -230,5 +234,5 @@ def _against_own_tpot(row: Row, run: DecodeRun) -> Row:
 
 
 def _tput(run: DecodeRun, tpot_ms: float, num_dies: int) -> float:
-    """Tokens per second of a chip."""
+    """Compute the tokens per second of a chip."""
     return run.num_requests / tpot_ms * 1000 * DIES_PER_CHIP / num_dies

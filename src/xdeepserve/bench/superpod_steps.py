@@ -1,9 +1,9 @@
 """`xdeepserve bench superpod --steps`: wall time and memory of a decode step, from 48 to 768 dies.
 
-The 61-layer, 256-expert `tiny-r1` in INT8, 3 domains of attention dies with two requests on each, one in each
-microbatch; every token takes its way through the HBM of the dies. The largest pod is measured once more with
-replicas of experts (EPLB). Requests that have the same prompt must
-have the same logits as one die alone gives, and two of them what the NumPy reference gives.
+The model is the 61-layer, 256-expert `tiny-r1` in INT8, on 3 domains of attention dies with two requests on
+each, one in each microbatch. Every token goes through the HBM of the dies. The largest pod is measured once
+more with replicas of experts (EPLB). Requests that have the same prompt must have the same logits as on one
+die alone, and two of them must equal the NumPy reference.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Values: TypeAlias = list[tuple[str, float, str]]  # name, value, unit
 
 
 def all_rows(pods: Sequence[tuple[int, int, int]] = PODS) -> Iterator[Row]:
-    """Rows of each pod, and of the last one with EPLB, too; XDeepServeError if a bit is wrong."""
+    """Yield rows of each pod, and of the last one with EPLB. Raises XDeepServeError if a bit is wrong."""
     expected = expected_logits()
     for pod in pods:
         plain = measure(pod, expected)
@@ -57,12 +57,13 @@ def _step_of(values: Values) -> float:
 
 
 def prompts(count: int) -> list[list[int]]:
-    """NUM_PROMPTS different ones, again and again."""
+    """Make `count` prompts: NUM_PROMPTS different ones, repeated."""
     return [[5 + i % NUM_PROMPTS, 9] for i in range(count)]
 
 
 def expected_logits() -> list[np.ndarray]:
-    """Logits [LONG, vocab] of each prompt, by one die; the first ones agree with the NumPy reference."""
+    """Compute the logits [LONG, vocab] of each prompt on one die; the first ones are checked against the
+    NumPy reference."""
     with LLM(MODEL, "monolithic", "int8", overrides=["max_model_len=32"]) as llm:
         outputs = llm.generate(prompts(NUM_PROMPTS), _params(LONG), keep_logits=True)
     reference = Reference(resolve_model(MODEL), "int8")
@@ -75,10 +76,10 @@ def expected_logits() -> list[np.ndarray]:
 
 
 def measure(pod: tuple[int, int, int], expected: Sequence[np.ndarray], is_balanced: bool = False) -> Values:
-    """What a pod costs this computer.
+    """Measure the wall time and memory of a pod on this computer.
 
-    One that `is_balanced` has a redundant slot on each die with experts, counts its load, and has replicas of
-    the hottest experts there before the steps that are measured; `reconfiguration` is what brought them.
+    A pod that `is_balanced` has a redundant slot on each die with experts, and counts its load. It has
+    replicas of the hottest experts before the measured steps; `reconfiguration` is the time of bringing them.
     """
     dies, routed, shared = pod
     overrides = [
@@ -126,14 +127,14 @@ def measure(pod: tuple[int, int, int], expected: Sequence[np.ndarray], is_balanc
 
 
 def _now() -> float:
-    """Wall time, from which on Python need not look for cycles among what has been there before: with
-    hundreds of dies that takes as long as a step."""
+    """Collect garbage and return the wall time. Otherwise Python would look for cycles among hundreds of
+    dies, which takes as long as a step."""
     gc.collect()
     return time.perf_counter()
 
 
 def _reconfigure(llm: LLM, batch: Sequence[list[int]], expected: Sequence[np.ndarray]) -> float:
-    """Wall time of a run of LONG tokens during which EPLB makes its first replicas."""
+    """Measure the wall time of a run of LONG tokens during which EPLB makes its first replicas."""
     start = _now()
     arrivals = [round(1e9 * INTERVAL_S)] * len(batch)
     _check_tokens(llm.generate(batch, _params(LONG), arrivals_ns=arrivals), expected)
@@ -167,7 +168,7 @@ def _check_tokens(outputs: Sequence[RequestOutput], expected: Sequence[np.ndarra
 
 
 def peak_nbytes() -> int:
-    """The most memory that this process has had; 0 where the system does not tell."""
+    """Return the peak memory of this process in bytes; 0 where the system does not tell."""
     try:
         import resource
     except ImportError:

@@ -1,7 +1,7 @@
-"""What a decode iteration costs for each combination of settings, batch and context: time only.
+"""The cost of a decode iteration for each combination of settings, batch and context: time only.
 
-Every point is a run of the engine without its arithmetic (`planner/decode_run.py`): all DP groups are filled
-with sequences in the middle of decoding, and one step of them all is timed on the virtual clock.
+Every point is a run of the engine without its arithmetic (`planner/decode_run.py`). All DP groups are filled
+with sequences in the middle of decoding, and a step of all of them is timed on the virtual clock.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ BOUNDS = {  # what a stage's time is the fault of, by its name
 
 
 class Point(msgspec.Struct, frozen=True):
-    """A combination: settings, `batch` requests on each DP group, `context` positions of each request.
-    With `dies` it is refused unless the pod has so many in all."""
+    """A point of a sweep: settings, `batch` requests on each DP group, `context` positions of each request.
+
+    If `dies` is given, the point is refused unless the pod has so many dies in all.
+    """
 
     model: str
     deployment: str
@@ -55,7 +57,7 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class SweepResult(msgspec.Struct, frozen=True):
-    """What a point costs, in virtual time; or why it cannot be (`refusal`, and nothing else).
+    """Results of a point, in virtual time; or the reason why it is impossible (`refusal`, and nothing else).
 
     iteration_ms        a decode iteration of all DP groups
     tpot_ms             with the scheduler's gap, by the tokens that a request gets from an iteration
@@ -83,7 +85,7 @@ class SweepResult(msgspec.Struct, frozen=True):
 
     @property
     def overlaps(self) -> bool:
-        """Stages go on at the same time on a die, so that their shares are more than the iteration."""
+        """Whether stages run at the same time on a die, so that their shares exceed the iteration."""
         return sum(self.shares.values()) > MORE_THAN_ALL
 
 
@@ -96,7 +98,8 @@ def points(
     acceptance: float = 0.9,
     dies: int | None = None,
 ) -> list[Point]:
-    """Every combination, once, the last choice changing first. InputError for what no run could have."""
+    """List every combination once, the last choice changing first. Raises InputError for values that no run
+    can have."""
     for name, numbers in (("batch", batches), ("context", contexts)):
         if not numbers or min(numbers) < 1:
             raise InputError(f"{name} must be 1 or more, found {','.join(map(str, numbers)) or 'none'}")
@@ -114,7 +117,7 @@ def points(
 
 
 def measure(point: Point) -> SweepResult:
-    """Run one point. A combination that is refused has a result that says why."""
+    """Run a point. A refused combination gets a result with the reason."""
     try:
         checkpoint = resolve_model(point.model)
         deployment = sized(point)
@@ -137,7 +140,7 @@ def measure(point: Point) -> SweepResult:
 
 
 def beyond_published(point: Point, te: TEPlan) -> tuple[str, ...]:
-    """Name what of a point lies beyond all published times."""
+    """List the quantities of a point that lie beyond all published times."""
     sizes = te.sizes
     ranks = (
         len(sizes.place.routed_dies) + sizes.experts.num_shared_dies
@@ -151,7 +154,7 @@ def beyond_published(point: Point, te: TEPlan) -> tuple[str, ...]:
 
 
 def sized(point: Point) -> Deployment:
-    """The deployment of a point, with room for its batch and context in scheduler and cache."""
+    """Make the deployment of a point, with room for its batch and context in scheduler and cache."""
     rows = point.batch * 3  # at most two drafts
     block = 128
     room = {
@@ -193,7 +196,7 @@ def _result(point: Point, run: DecodeRun, mtp: int, dies: int) -> SweepResult:
 
 
 def several(plan: PodPlan) -> str:
-    """That there are several TEs, and what to sweep in their place: the decode half of prefill and decode."""
+    """Explain the refusal of several TEs, and which decode half to sweep instead."""
     first = next(te.sizes for te in plan.tes if te.sizes.place.role != "prefill")
     half = decode_alone(plan.deployment.kind)
     if half is None:
@@ -211,14 +214,15 @@ def several(plan: PodPlan) -> str:
 
 
 def check_fits(plan: PodPlan) -> None:
-    """DeploymentError if weights and KV are more than a die has; time alone would not notice."""
+    """Raise DeploymentError if weights and KV exceed a die's memory, which a timing-only run would not
+    notice."""
     if missing := lack(plan):
         is_kv = all(die.weights < die.has for die in memory_uses(plan))
         raise DeploymentError(missing + (": give a smaller --batch or --context" if is_kv else ""))
 
 
 def bound_of(shares: Mapping[str, float]) -> str:
-    """Where most of the time goes on a die that has attention and experts."""
+    """Find the kind of stage that takes most of the time on a die with attention and experts."""
     sums = {
         bound: sum(share for name, share in shares.items() if name in names)
         for bound, names in BOUNDS.items()
@@ -228,9 +232,9 @@ def bound_of(shares: Mapping[str, float]) -> str:
 
 
 def sweep(todo: Sequence[Point], processes: int | None = None) -> Iterator[SweepResult]:
-    """Results in the order of the points, each as soon as it and those before it are there.
+    """Yield results in the order of the points, as soon as each and those before it are there.
 
-    `processes` by default as many as there are points and cores; with 1 everything runs in this one.
+    By default there are as many processes as points and cores; with 1 everything runs in this process.
     """
     count = min(len(todo), processes or os.cpu_count() or 1)
     if count <= 1:
@@ -255,7 +259,8 @@ COLUMNS: dict[str, Callable[[SweepResult], object]] = {
 
 
 def write_csv(results: Sequence[SweepResult], path: Path) -> None:
-    """A row for each result: its settings, what it costs, the share of each stage, why it was refused."""
+    """Write a row for each result: its settings, its costs, the share of each stage, and the reason of a
+    refusal."""
     keys = list(dict.fromkeys(each.partition("=")[0] for r in results for each in r.point.overrides))
     stages = sorted({name for r in results for name in r.shares})
     with path.open("w", newline="") as file:

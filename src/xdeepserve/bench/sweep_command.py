@@ -1,4 +1,4 @@
-"""`xdeepserve sweep`: what a decode iteration costs for each combination of settings, batch and context."""
+"""`xdeepserve sweep`: the cost of a decode iteration for each combination of settings, batch and context."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHARED = "as above"  # a row that differs from others in nothing
 
 
 def add_options(parser: Parser) -> None:
-    """What is combined, and where the table goes."""
+    """Add the options: the values to combine, and the files of the table and plot."""
     option = parser.add_argument
     option("--model", default="deepseek-r1", metavar="M", help="as for describe; default deepseek-r1")
     option(
@@ -61,7 +61,7 @@ def add_options(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run every combination and print a row for each; 1 if all of them are refused."""
+    """Run every combination and print a row for each; return 1 if all of them are refused."""
     import msgspec
 
     from xdeepserve.bench import sweep
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measured(todo: Sequence[Point], processes: int | None, ray: str | None) -> Iterator[SweepResult]:
-    """Results in the order of the points: from processes of this computer, or from a cluster."""
+    """Yield results in the order of the points, from processes of this computer or from a cluster."""
     from xdeepserve.bench.sweep import measure, sweep
     from xdeepserve.remote.on_ray import over
 
@@ -110,7 +110,7 @@ def _measured(todo: Sequence[Point], processes: int | None, ray: str | None) -> 
 
 
 def chosen(overrides: Sequence[str]) -> dict[str, list[str]]:
-    """['a=1,2', 'b=x'] -> {'a': ['1', '2'], 'b': ['x']}. Raises InputError."""
+    """Parse ['a=1,2', 'b=x'] to {'a': ['1', '2'], 'b': ['x']}. Raises InputError."""
     found: dict[str, list[str]] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -123,16 +123,16 @@ def chosen(overrides: Sequence[str]) -> dict[str, list[str]]:
 
 
 class Refusals(dict[str, int]):
-    """Reasons why combinations are refused, and how many are for each."""
+    """Reasons of refused combinations, with the number of each."""
 
     def __call__(self, reason: str) -> str:
-        """What to say of one more."""
+        """Count a refusal and return a message, short if the reason was given before."""
         self[reason] = self.get(reason, 0) + 1
         return f"refused: {reason}" if self[reason] == 1 else "refused for the same reason"
 
 
 def said(result: SweepResult, refused: Refusals) -> str:
-    """The row's costs, or why there are none, which is said once."""
+    """Format the row's costs, or the reason of its refusal, which is printed only once."""
     if result.refusal:
         return refused(result.refusal)
     return (
@@ -143,14 +143,14 @@ def said(result: SweepResult, refused: Refusals) -> str:
 
 
 class Labels:
-    """What all rows share, which is said once, and what tells a row from the others."""
+    """Labels of rows: the settings common to all rows, printed once, and those that distinguish a row."""
 
     def __init__(self, todo: Sequence[Point]) -> None:
         parts = [_parts(point) for point in todo]
         self.common = [part for part in parts[0] if all(part in each for each in parts)]
 
     def __call__(self, result: SweepResult, *without: str) -> str:
-        """A row's own settings, but for those that begin with one of `without`."""
+        """Return a row's own settings, except those that begin with one of `without`."""
         own = [part for part in _parts(result.point) if part not in self.common]
         return ", ".join(part for part in own if not part.startswith(without)) or SHARED
 
@@ -160,7 +160,7 @@ def _parts(point: Point) -> list[str]:
 
 
 def _print(results: Sequence[SweepResult], labels: Labels) -> None:
-    """Best first; what all rows share is said once."""
+    """Print the results, the best first; settings common to all rows are printed once."""
     good = sorted((r for r in results if not r.refusal), key=lambda r: -r.tokens_per_s_chip)
     point = results[0].point
     print(f"{point.model}, {point.deployment}: {', '.join(labels.common)}")
@@ -184,7 +184,8 @@ def _print(results: Sequence[SweepResult], labels: Labels) -> None:
 
 
 def refused_lines(results: Sequence[SweepResult], labels: Labels) -> list[str]:
-    """A line for each reason; settings that have it at every batch and context are named without these."""
+    """Format a line for each reason of refusal. Settings refused at every batch and context are named without
+    these."""
     reasons: dict[tuple[str, ...], set[str]] = {}
     for r in results:
         reasons.setdefault(r.point.overrides, set()).add(r.refusal)
@@ -201,14 +202,14 @@ def refused_lines(results: Sequence[SweepResult], labels: Labels) -> list[str]:
 
 
 def beyond_lines(results: Sequence[SweepResult]) -> list[str]:
-    """What no published time is like, each once."""
+    """Format the quantities beyond all published times, each once."""
     notes = dict.fromkeys(note for r in results for note in r.beyond)
     return [f"how far off is not known: {note}" for note in notes]
 
 
 def best_lines(results: Sequence[SweepResult], labels: Labels) -> list[str]:
-    """Which settings have most tokens per second of a chip: for each batch and context, since other ones may
-    have others, or in all if the settings are the same everywhere. With the dies, if they are not."""
+    """Format the settings with most tokens per second of a chip: for each batch and context, or once if the
+    settings are the same everywhere. The number of dies is added if it differs."""
     good = [r for r in results if not r.refusal]
     if len(good) < 2:
         return []
@@ -230,8 +231,8 @@ def best_lines(results: Sequence[SweepResult], labels: Labels) -> list[str]:
 
 
 def plot(results: Sequence[SweepResult], labels: Labels, path: Path) -> None:
-    """Tokens per second of a chip over TPOT: a line for each combination of settings, through its batches,
-    each of which is written beside its point if there are several."""
+    """Draw tokens per second of a chip over TPOT. Each combination of settings is a line through its batches,
+    which are written beside the points if there are several."""
     from xdeepserve.bench.report import pyplot
 
     plt: Any = pyplot()

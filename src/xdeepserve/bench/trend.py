@@ -1,4 +1,4 @@
-"""A sentence of a paper, as a question to the rows of benchmarks."""
+"""Trends: sentences of papers, as questions to the rows of benchmarks."""
 
 from __future__ import annotations
 
@@ -8,23 +8,26 @@ from typing import NamedTuple
 
 
 class Values(dict[str, float]):
-    """Rows by name."""
+    """Values of benchmark rows by name."""
 
     def along(self, name: str, places: Iterable[object]) -> list[float]:
-        """The rows that a name with a `{}` has at these places."""
+        """Return the rows named by a name with a `{}`, at these places."""
         return [self[name.format(place)] for place in places]
 
     def grows(self, name: str, places: Iterable[object]) -> bool:
-        """Each is larger than the one before."""
+        """Whether each row is larger than the row before."""
         return all(before < after for before, after in itertools.pairwise(self.along(name, places)))
 
     def falls(self, name: str, places: Sequence[object]) -> bool:
-        """Each is smaller than the one before."""
+        """Whether each row is smaller than the row before."""
         return self.grows(name, tuple(reversed(places)))
 
 
 class Trend(NamedTuple):
-    """What a paper says and where; which of `trends.ROWS` answer, and how; `why` it does not hold here."""
+    """A statement of a paper, with its place; which of `trends.ROWS` answer it, and how.
+
+    `why` explains a statement that does not hold here.
+    """
 
     id: str
     where: str

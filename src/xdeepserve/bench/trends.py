@@ -1,8 +1,9 @@
-"""`xdeepserve bench papers --trends`: what the papers say in words, and whether it holds here.
+"""`xdeepserve bench papers --trends`: the papers' statements in words, and whether they hold here.
 
-What is faster than what, what grows with what, where a gain is largest: each trend (`said_in_papers.py`) is a
-question to the rows of the other benchmarks, and needs no published number. Some are of rows that numbers
-were fitted to, and hold for that reason, too. One that does not hold says why.
+Statements say which is faster, which grows with which, and where a gain is largest. Each trend
+(`said_in_papers.py`) is a question to the rows of the other benchmarks, and needs no published number. Some
+concern rows to which numbers were fitted, and hold partly for that reason. A trend that does not hold gives
+the reason.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ ROWS: dict[str, Source] = {
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What became of a trend."""
+    """Answer to a trend: whether it holds, and why not."""
 
     id: str
     paper: str
@@ -79,28 +80,28 @@ class Answer(msgspec.Struct, frozen=True):
 
 @functools.cache
 def values(key: str) -> Values:
-    """Rows by name, which are found once."""
+    """Compute the rows of a source by name, once."""
     return Values({row.name: row.value for row in ROWS[key]()})
 
 
 def answer(trend: Trend) -> Answer:
-    """Whether it holds."""
+    """Check whether a trend holds."""
     holds, paper = trend.holds(values(trend.rows)), PAPERS[paper_of(trend.id)]
     return Answer(trend.id, paper, trend.where, trend.said, holds, "" if holds else trend.why)
 
 
 def all_answers(paper: str | None = None) -> Iterator[Answer]:
-    """Answers to the trends of one paper, or of all."""
+    """Yield the answers to the trends of one paper, or of all."""
     return (answer(trend) for trend in TRENDS if paper in (None, paper_of(trend.id)))
 
 
 def count(paper: str | None = None) -> int:
-    """How many trends there are of one paper, or of all."""
+    """Count the trends of a paper, or of all."""
     return sum(paper in (None, paper_of(trend.id)) for trend in TRENDS)
 
 
 def print_answers(found: Sequence[Answer], form: Literal["text", "json"]) -> None:
-    """A line each, with the reasons of those that do not hold."""
+    """Print a line for each answer, with the reasons of those that do not hold."""
     if form == "json":
         print(json.dumps({"trends": msgspec.to_builtins(found)}))
         return

@@ -1,7 +1,7 @@
-"""Faults tried by the hundred, and what came of each: the same bits, an error that they permit, or a bug.
+"""Chaos: faults tried by the hundred, with a verdict on each: equal bits, a permitted error, or a bug.
 
 - `fault_schedule`: a pod, its load and its faults, as data
-- `draw`: one from a seed; `single_faults`: every one with a single fault
-- `aftermath`: run a schedule; `permitted`: what its faults permit; `judge`: the verdict
-- `campaign`: many schedules, counted, and the least that still fails
+- `draw`: a schedule from a seed; `single_faults`: every schedule with a single fault
+- `aftermath`: run a schedule; `permitted`: the errors that its faults permit; `judge`: the verdict
+- `campaign`: many schedules, counted, and the smallest schedule that still fails
 """

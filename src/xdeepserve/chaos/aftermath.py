@@ -1,4 +1,4 @@
-"""Running a schedule: a pod, requests that come, faults that happen, until nothing can happen any more."""
+"""Running of a schedule: a pod serves requests and suffers faults until no event is left."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ LONGEST_NS = 10**13  # of virtual time, near three hours: a die is lost after a 
 
 
 class Aftermath(msgspec.Struct):
-    """What came of a schedule. `ends` has an output or an error for each request, None for what hangs.
+    """Results of running a schedule. `ends` has an output or an error for each request, None for one that
+    hangs.
 
-    With a memory pool: what it has counted, how it is found when it is opened again, and what then comes of
-    the same requests without faults.
+    With a memory pool there are also its counters, its damage when it is opened again, and the results of the
+    same requests served again without faults.
     """
 
     ends: list[RequestOutput | XDeepServeError | None]
@@ -54,7 +55,7 @@ class Aftermath(msgspec.Struct):
 
 
 def endure(schedule: FaultSchedule, checkpoint: Checkpoint, trace: bool = False) -> Aftermath:
-    """Run a schedule. InputError if there cannot be such a pod, or such faults on it."""
+    """Run a schedule. Raises InputError if there can be no such pod, or no such faults on it."""
     if schedule.pool == "none":
         return _once(schedule, checkpoint, trace)
     quiet = msgspec.structs.replace(schedule, faults=(), pool="filled")
@@ -72,7 +73,8 @@ def endure(schedule: FaultSchedule, checkpoint: Checkpoint, trace: bool = False)
 
 
 def _damage(path: Path, schedule: FaultSchedule, after: Aftermath) -> str:
-    """What is wrong with a pool that nobody uses; who opens one that was torn finds that, and mends it."""
+    """Describe the damage of a pool that no process uses. A torn volume is found and mended by opening the
+    pool, so that does not count as damage."""
     try:
         if any(fault.kind == "torn" for fault in schedule.faults):
             after.pool["found torn"] = sum(report.num_bad for report in verify(path))
@@ -82,7 +84,7 @@ def _damage(path: Path, schedule: FaultSchedule, after: Aftermath) -> str:
 
 
 def _once(schedule: FaultSchedule, checkpoint: Checkpoint, trace: bool = False, path: str = "") -> Aftermath:
-    """Run a schedule on a pool in that directory, or without one."""
+    """Run a schedule on a pool in a directory, or without a pool."""
     engine = build_engine(
         checkpoint,
         schedule.deployment,
@@ -134,10 +136,10 @@ async def _endured(engine: Engine, schedule: FaultSchedule) -> Aftermath:
 
 
 async def _comes(event: asyncio.Event, clock: Clock) -> bool:
-    """Wait for it; False if it takes too long, of this computer's time or of virtual time.
+    """Wait for an event; return False if that takes too long, in this computer's time or in virtual time.
 
-    A kernel that is compiled takes minutes: what happens between two looks counts as a second at most, and
-    what happens in other threads, not at all.
+    The compilation of a kernel takes minutes. So the time between two looks counts as a second at most, and
+    the time of other threads does not count.
     """
     spent, seen = 0.0, time.thread_time()
     for _ in range(NUM_LOOKS):
@@ -154,7 +156,7 @@ async def _comes(event: asyncio.Event, clock: Clock) -> bool:
 async def _come(
     engine: Engine, requests: Sequence[Asked], submitted: list[Request | XDeepServeError | None]
 ) -> None:
-    """Clients, each at its time."""
+    """Submit the clients' requests, each at its time."""
     clock = engine.plan.pod.clock
     start = clock.now
     for number in sorted(range(len(requests)), key=lambda number: requests[number].at_ns):
@@ -167,7 +169,7 @@ async def _come(
 
 
 async def _move(engine: Engine, change: ServerChange) -> None:
-    """Somebody wants an expert server to come or to leave; an error that says why not is an answer, too."""
+    """Make an expert server come or leave on request; a refusal with a reason is an acceptable answer."""
     clock = engine.plan.pod.clock
     await clock.sleep(round(1000 * change.at_us))
     with contextlib.suppress(XDeepServeError):
@@ -178,7 +180,7 @@ async def _move(engine: Engine, change: ServerChange) -> None:
 
 
 async def _end_of(request: Request | XDeepServeError | None, what: Asked) -> Any:
-    """The end of a request; None if it has none."""
+    """Return the end of a request: its output or error; None if it has none."""
     if request is None or isinstance(request, XDeepServeError):
         return request
     if not request.is_over:

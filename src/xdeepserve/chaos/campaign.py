@@ -1,4 +1,4 @@
-"""Many schedules, counted."""
+"""Campaigns: many schedules are run and counted."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from xdeepserve.errors import InputError, meant
 
 
 def shrink(schedule: FaultSchedule, still_fails: Callable[[FaultSchedule], bool]) -> FaultSchedule:
-    """Leave out faults, requests and settings as long as `still_fails` says so: deterministic and greedy.
+    """Leave out faults, requests and settings as long as `still_fails` returns True: deterministic and
+    greedy.
 
-    Nothing more can be left out of what comes back.
+    No single part can be left out of the result.
     """
     is_smaller = True
     while is_smaller:
@@ -32,7 +33,7 @@ def shrink(schedule: FaultSchedule, still_fails: Callable[[FaultSchedule], bool]
 
 
 def _smaller(schedule: FaultSchedule) -> Iterator[FaultSchedule]:
-    """Schedules with one thing less."""
+    """Yield schedules with a single part less."""
 
     def but(**changes: object) -> FaultSchedule:
         return msgspec.structs.replace(schedule, **changes)
@@ -66,9 +67,11 @@ COUNTED: dict[Verdict, str] = {  # as which field of ChaosCounts
 
 
 class ChaosCounts(msgspec.Struct):
-    """How many schedules ended how. `wrong`: other bits, or other events when run again. `stages`: how many
-    of those with equal bits had recovered, by the last resort that they took: 3, steps were run again; 2, TEs
-    were given up; 1, all were started anew."""
+    """Counts of schedules by verdict. `wrong` means other bits, or other events in a second run.
+
+    `stages` counts the recovered schedules with equal bits by their last resort: at stage 3 steps were run
+    again, at 2 TEs were given up, at 1 all TEs were started anew.
+    """
 
     schedules: int = 0
     equal: int = 0
@@ -84,7 +87,7 @@ class ChaosCounts(msgspec.Struct):
         return not (self.hangs or self.lost_requests or self.leaks or self.wrong)
 
     def count(self, finding: Finding) -> None:
-        """One more."""
+        """Count the finding of a schedule."""
         self.schedules += 1
         field = COUNTED[finding.verdict]
         setattr(self, field, getattr(self, field) + 1)
@@ -94,7 +97,7 @@ class ChaosCounts(msgspec.Struct):
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """A schedule of a campaign, the operation that it is counted under, and whether it is run twice."""
+    """A schedule of a campaign, with the operation that it is counted under, and whether to run it twice."""
 
     schedule: FaultSchedule
     operation: str = ""
@@ -102,7 +105,8 @@ class Trial(msgspec.Struct, frozen=True):
 
 
 def check_deployments(names: Sequence[str]) -> list[str]:
-    """InputError for those that have no schedules; none: all that have."""
+    """Check names of deployments; none means all that have schedules. Raises InputError for deployments
+    without schedules."""
     for name in names:
         if name not in PODS:
             known = ", ".join(PODS)
@@ -111,14 +115,14 @@ def check_deployments(names: Sequence[str]) -> list[str]:
 
 
 def random_trials(judge: Judge, deployments: Sequence[str], num: int, seed: int) -> list[Trial]:
-    """So many schedules, the first of this seed."""
+    """Draw `num` random schedules; the first has the seed `seed`."""
     config = judge.checkpoint.config
     seeds = range(seed, seed + num)
     return [Trial(draw(each, deployments, config), is_twice=each % TWICE_EVERY == 0) for each in seeds]
 
 
 def step_trials(judge: Judge, deployments: Sequence[str]) -> list[Trial]:
-    """Every single fault."""
+    """List the schedules of every single fault."""
     return [
         Trial(schedule, operation)
         for deployment in deployments
@@ -128,7 +132,10 @@ def step_trials(judge: Judge, deployments: Sequence[str]) -> list[Trial]:
 
 
 class Campaign:
-    """Runs trials. `by_operation`: how many of each deployment and operation; `bugs`: the least schedules."""
+    """Campaign of trials, counted and judged.
+
+    `by_operation` counts them by deployment and operation; `bugs` has the smallest failing schedules.
+    """
 
     def __init__(self, judge: Judge) -> None:
         self.judge, self.tally = judge, ChaosCounts()
@@ -136,7 +143,7 @@ class Campaign:
         self.bugs: list[tuple[FaultSchedule, Finding]] = []
 
     def run(self, trials: Iterable[Trial], report: Callable[[Trial, Finding], None]) -> None:
-        """Run them, one after the other; what fails is shrunk."""
+        """Run the trials in order, and shrink those that fail."""
         for trial in trials:
             finding = self.judge.judge(trial.schedule, trial.is_twice)
             self.tally.count(finding)

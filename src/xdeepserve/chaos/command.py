@@ -1,4 +1,4 @@
-"""`xdeepserve chaos`: what breaks, tried by the hundred."""
+"""`xdeepserve chaos`: try faults by the hundred, and report what breaks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def add_options(parser: Parser) -> None:
-    """Which faults, on what."""
+    """Add the options: the faults to try, and the deployments."""
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--schedules", type=int, default=100, metavar="N", help="so many random schedules; default 100"
@@ -54,7 +54,7 @@ def add_options(parser: Parser) -> None:
 
 
 def _part(text: str) -> tuple[int, int]:
-    """K and N of "K/N"."""
+    """Parse K and N of "K/N"."""
     part, _, whole = text.partition("/")
     if not (part.isdecimal() and whole.isdecimal() and 1 <= int(part) <= int(whole)):
         raise argparse.ArgumentTypeError(f"{text!r} is not K/N with K from 1 to N")
@@ -62,9 +62,9 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Try faults; 1 if a request was lost, hung or had other bits, or something was left behind.
+    """Try faults; return 1 if a request was lost, hung or had other bits, or if something was left behind.
 
-    After an interrupt from the keyboard 130, with what has been counted.
+    Returns 130 after an interrupt from the keyboard, with the counts so far.
     """
     import msgspec
 
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(campaign: Campaign, where: Path, seconds: float) -> None:
-    """The counts, by operation where there are operations, and the schedules that failed."""
+    """Print the counts, by operation where there are operations, and the schedules that failed."""
     for (deployment, operation), count in sorted(campaign.by_operation.items()):
         print(f"{deployment:16} {operation or 'schedules':24} {count:6}")
     t = campaign.tally

@@ -1,4 +1,4 @@
-"""Schedules from a seed: a pod with some of the settings that it may have, a load, and one to four faults."""
+"""Random schedules from a seed: a pod with some of its possible settings, a load, and one to four faults."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ KNOBS: Sequence[tuple[str, ...]] = (
 
 
 def draw(seed: int, deployments: Sequence[str], config: ModelConfig) -> FaultSchedule:
-    """The schedule of a seed, of one of these deployments."""
+    """Draw the schedule of a seed, for one of some deployments."""
     rng = random.Random(f"chaos {seed}")
     deployment = rng.choice(list(deployments))
     settings = (*SMALL, "checksums=true", *rng.choice(PODS[deployment]))
@@ -105,7 +105,7 @@ def draw(seed: int, deployments: Sequence[str], config: ModelConfig) -> FaultSch
 
 
 def _with_servers(rng: random.Random, drawn: FaultSchedule, config: ModelConfig) -> FaultSchedule:
-    """Where experts are services, servers come and leave: sometimes to a seat that was vacant, too."""
+    """Add changes of expert servers to a schedule of services; some go to a seat that was vacant."""
     if drawn.deployment != "eaas" or rng.random() < 0.3:
         return drawn
     settings = (*drawn.settings, VACANCY)
@@ -126,7 +126,7 @@ def _with_servers(rng: random.Random, drawn: FaultSchedule, config: ModelConfig)
 
 
 def _num_dies(deployment: str, settings: Sequence[str], config: ModelConfig) -> int:
-    """How many dies a pod has; 0 if there is no such pod."""
+    """Return the number of dies of a pod; 0 if there is no such pod."""
     try:
         tes = fit(resolve(deployment, settings), config)
     except DeploymentError:
@@ -135,7 +135,7 @@ def _num_dies(deployment: str, settings: Sequence[str], config: ModelConfig) -> 
 
 
 def _faults(rng: random.Random, num_dies: int) -> tuple[Fault, ...]:
-    """On dies of their own, soon more often than late."""
+    """Draw faults of dies, at most one for each die, more often early than late."""
     faults = []
     for die in rng.sample(range(num_dies), min(rng.choice((1, 1, 2, 3, 4)), num_dies)):
         at_us = round(10 ** rng.uniform(0, 4.7), 3)
@@ -147,7 +147,7 @@ def _faults(rng: random.Random, num_dies: int) -> tuple[Fault, ...]:
 
 
 def _way_faults(rng: random.Random, num_dies: int, others: Collection[int | None]) -> list[Fault]:
-    """Sometimes one of a link between two dies, or of a die that is slow or late and has no other fault."""
+    """Draw, sometimes, a fault of a link between two dies, or of a slow or late die without another fault."""
     at_us, for_us = round(10 ** rng.uniform(0, 4.7), 3), round(10 ** rng.uniform(0, 3), 3)
     factor, by_us = round(10 ** rng.uniform(0.1, 1), 1), round(10 ** rng.uniform(-1, 2), 3)
     kind = rng.choice(("none", "none", "none", "slow die", "late", "down", "blocked", "slow link", "flipped"))
@@ -172,7 +172,7 @@ def _way_faults(rng: random.Random, num_dies: int, others: Collection[int | None
 def _page_faults(
     rng: random.Random, tes: Sequence[TEPlace], config: ModelConfig, others: Sequence[Fault]
 ) -> list[Fault]:
-    """Pages of memory that are lost, on dies of their own: mostly of KV, where there is some."""
+    """Draw lost pages of memory, on dies without another fault; mostly KV pages where there are some."""
     taken = {fault.die for fault in others}
     dies = [die for te in tes for die in te.every_die if die not in taken]
     with_kv = {die for te in tes for die in te.dies}
@@ -187,7 +187,8 @@ def _page_faults(
 
 
 def _pool_faults(rng: random.Random) -> list[Fault]:
-    """On parts of their own; what can be over is, half of the time."""
+    """Draw faults of the memory pool, at most one for each part; faults that can end do so half of the
+    time."""
     faults = []
     for place, number in rng.sample(POOL_PARTS, rng.randint(1, 3)):
         kind: Kind = rng.choice([kind for where, kind in RULES if where == place])

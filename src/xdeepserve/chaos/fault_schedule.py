@@ -1,4 +1,4 @@
-"""A schedule: a pod, what is asked of it and what breaks, as data that can be written down and run again."""
+"""Fault schedules: pods with requests and faults, as data that can be stored and run again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONG = ([7] * 33, [7] * 16 + [*range(30)], [*range(34)])  # what they begin with
 
 
 class ServerChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Somebody has an expert server come or leave, if that is possible then."""
+    """Request to make an expert server come or leave, if that is possible at the time."""
 
     at_us: float
     what: Literal["comes", "leaves"]
@@ -30,11 +30,11 @@ class ServerChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FaultSchedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """`seed` is that of the requests: the first of them stay the same if there are fewer.
+    """A pod with a load and faults. `seed` is the requests' seed: fewer requests are the first of more.
 
-    `pool`: whether the deployment has a memory pool, in a directory of its own, and whether this has what the
-    same requests have left there before; crowded: what the first half of them has, and else values that have
-    to be evicted.
+    `pool` says whether the deployment has a memory pool, in a directory of its own, and what is in it. A
+    filled pool has the values that the same requests have left before. A crowded pool has those of the first
+    half of the requests, and is full of other values that have to be evicted.
     """
 
     deployment: str
@@ -54,7 +54,7 @@ class FaultSchedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
 
 
 class Asked(NamedTuple):
-    """A request, and when it comes."""
+    """A request of a client, with its arrival time."""
 
     prompt: list[int]
     params: SamplingParams
@@ -62,7 +62,7 @@ class Asked(NamedTuple):
 
 
 def asked(schedule: FaultSchedule) -> list[Asked]:
-    """What clients ask."""
+    """Make the clients' requests of a schedule."""
     found = []
     for number in range(schedule.num_requests):
         rng = random.Random(f"{schedule.seed} {number}")
@@ -86,10 +86,10 @@ def _asked(rng: random.Random, prefixes: Sequence[list[int]]) -> Asked:
 
 
 def write_schedule(schedule: FaultSchedule, path: Path) -> None:
-    """To a file, as JSON."""
+    """Write a schedule to a file as JSON."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(schedule)) + b"\n")
 
 
 def read_schedule(path: Path) -> FaultSchedule:
-    """The schedule in a file. InputError, with one line, if there is none."""
+    """Read the schedule in a file. Raises InputError, with a one-line message, if there is none."""
     return read(path, "JSON", "schedule").to(FaultSchedule)

@@ -1,4 +1,4 @@
-"""The verdict on a schedule."""
+"""Verdicts on schedules: the judge compares bits, errors and leftovers with the permitted ones."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ BUGS: tuple[Verdict, ...] = ("hang", "lost request", "leak", "wrong")
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """What came of a schedule, in a word and a sentence; TEs that were given up while others went on, and how
-    often each stage of recovery was gone through."""
+    """Verdict on a schedule with its reason, the TEs given up while others went on, and counts of recovery
+    stages."""
 
     verdict: Verdict
     why: str = ""
@@ -34,7 +34,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Judge:
-    """Knows the bits that each request has on one die without faults."""
+    """Judge of schedules; knows every request's bits on a single die without faults."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = KeptCheckpoint(checkpoint)
@@ -50,9 +50,10 @@ class Judge:
         self._reference.close()
 
     def judge(self, schedule: FaultSchedule, twice: bool = False) -> Finding:
-        """Run a schedule; `twice`: another time, too, which must give the same events at the same times.
+        """Run a schedule and judge it. With `twice` it is run again, and must give the same events at the
+        same times.
 
-        InputError if there cannot be such a pod, or such faults on it.
+        Raises InputError if there can be no such pod, or no such faults on it.
         """
         try:
             after = endure(schedule, self.checkpoint)
@@ -88,7 +89,7 @@ class Judge:
         return Finding("equal", "", lost, after.stages)
 
     def _pool_finding(self, schedule: FaultSchedule, after: Aftermath, again: Aftermath) -> Finding | None:
-        """What is wrong with the memory pool that is left behind; None if nothing is."""
+        """Judge the memory pool left behind by a schedule; None if it is sound."""
         if after.pool_damage:
             return Finding("wrong", f"the memory pool is damaged: {after.pool_damage}")
         later = self._finding(schedule, again)
@@ -97,7 +98,7 @@ class Judge:
         return Finding(later.verdict, f"with the pool that is left: {later.why}")
 
     def expected(self, what: Asked) -> str:
-        """The digest of a request without faults."""
+        """Return the digest of a request's output without faults."""
         key = str(what.prompt), str(what.params)
         if key not in self._known:
             outputs = self._reference.generate([what.prompt], what.params, keep_logits=True)

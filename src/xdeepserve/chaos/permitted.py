@@ -1,4 +1,4 @@
-"""What faults permit, from the plan alone: not from what then happened."""
+"""Permitted errors of a schedule, derived from the plan alone and not from the events of its run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import count
 
 from xdeepserve.chaos.fault_schedule import FaultSchedule
 from xdeepserve.engine.build import PodPlan
-from xdeepserve.engine.job.roster import can_serve
+from xdeepserve.engine.job.executor import can_serve
 from xdeepserve.engine.te.lost_pages import LostPages
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.hw.fault_kinds import ERROR_CODES
@@ -29,16 +29,18 @@ def _is_lasting(fault: Fault) -> bool:
 def permits_errors(schedule: FaultSchedule, plan: PodPlan) -> bool:
     """Whether requests may end with an error.
 
-    They may if those TEs that lose no die, and no link between dies of theirs, could not serve between them;
-    or if from one of them that prefills no whole way leads to one that decodes. What is stalled, slow, late
-    or blocked is no reason: that is over before any deadline. Neither is a glitch after which a TE runs its
-    steps again; others cost it all of its dies. Nor is a page of memory that is lost, where KV is recomputed,
-    if it had no metadata. Nor are expert servers that are lost, if others have their experts that do not
-    leave, nor their clients, if there are others; nobody counts on those who come. Nor is what breaks of the
-    memory pool: who gets no answer there computes.
+    They may if the TEs that lose no die, and no link between their dies, could not serve together. They also
+    may if one of these TEs prefills and has no intact way to a TE that decodes. The following are no reasons:
 
-    With failover they may only if the dies that are left are not enough for a TE of each role; or if a link
-    is down, by which KV may have to go then.
+    - a stalled, slow, late or blocked die or link, because that is over before any deadline
+    - a glitch after which a TE runs its steps again; other glitches cost the TE all its dies
+    - a lost page without metadata, where KV is recomputed
+    - lost expert servers, if others that do not leave have their experts; servers that come do not count
+    - lost clients of expert servers, if there are other clients
+    - a broken part of the memory pool, because requests without its answer compute
+
+    With failover, errors are permitted only if the remaining dies are too few for a TE of each role, or if a
+    link is down that KV may then need.
     """
     tes, faults = plan.tes, schedule.faults
     leaving = {change.server for change in schedule.servers if change.what == "leaves"}
@@ -81,8 +83,8 @@ def _is_broken(te: TEPlan, faults: Sequence[Fault], leaving: Collection[int]) ->
 
 
 def _missed_by_nobody(te: TEPlan, lost: Collection[int | None], leaving: Collection[int]) -> set[int]:
-    """Expert servers that may all be lost of which some are: the others have their experts, too, those that
-    leave or may come left aside."""
+    """Find expert servers not needed: the remaining servers hold their experts, too. Servers that leave or
+    may come do not count as remaining."""
     sizes, found = te.sizes, set[int]()
     if sizes.walk.services is None:
         return found
@@ -102,7 +104,7 @@ def _missed_by_nobody(te: TEPlan, lost: Collection[int | None], leaving: Collect
 
 
 def _missed_clients(te: TEPlan, lost: Collection[int | None]) -> set[int]:
-    """Clients of expert servers that are lost, if there are others."""
+    """Return the client dies of expert servers that may be lost: all of them, if at least one remains."""
     there = set(te.dies) if te.can_miss_clients else set[int]()
     return there if there - {*lost} else set()
 
@@ -116,7 +118,7 @@ def _holds_metadata(fault: Fault, te: TEPlan) -> bool:
 
 
 def _is_cut(a: TEPlan, b: TEPlan, faults: Sequence[Fault]) -> bool:
-    """Whether a link between dies of two TEs, or of one, is down, or spoils what goes by it."""
+    """Whether a link between dies of two TEs, or of one, is down or corrupts data."""
     links = [fault.link for fault in faults if fault.kind in ("down", "flipped") and fault.link is not None]
     return any(
         (x in a.every_die and y in b.every_die) or (y in a.every_die and x in b.every_die) for x, y in links

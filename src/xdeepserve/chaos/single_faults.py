@@ -1,5 +1,5 @@
-"""Every single fault: each kind, on each die, in the middle of each operation of each step; and each kind,
-on each part of a memory pool, at each phase of a put and of a get."""
+"""Single faults: each kind on each die, in the middle of each operation of each step; and each kind on each
+part of a memory pool, at each phase of a put and of a get."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ POOLED = ("colocated", "pd")  # where DP groups put and get
 
 
 def every_step(deployment: str, checkpoint: Checkpoint) -> list[tuple[str, FaultSchedule]]:
-    """The operation, and the schedule of one request on a pod of this deployment, for each pod of `draw`.
+    """List operations and schedules of one request on a pod of this deployment, for each pod of `draw`.
 
     A run is a function of its schedule, so a moment of virtual time stands for (operation, step, die).
     """
@@ -52,9 +52,9 @@ def every_step(deployment: str, checkpoint: Checkpoint) -> list[tuple[str, Fault
 
 
 def every_phase(deployment: str, checkpoint: Checkpoint) -> list[tuple[str, FaultSchedule]]:
-    """The phase and the schedule of each fault of a memory pool: from each phase on, for a time and for ever.
+    """List phases and schedules of each fault of a memory pool: from each phase on, for a time and for ever.
 
-    On the first pod of `draw`, over either fabric, with a pool that is empty, filled, or without room.
+    The pod is the first of `draw`, over either fabric, with a pool that is empty, filled, or without room.
     """
     schedules = []
     states: tuple[PoolState, ...] = ("empty", "filled", "crowded")
@@ -74,7 +74,7 @@ def every_phase(deployment: str, checkpoint: Checkpoint) -> list[tuple[str, Faul
 
 
 def _pool_faults_at(operation: str, step: int, event: int) -> list[Fault]:
-    """On each part of the pool, of each kind."""
+    """List the faults of each kind on each part of the pool, at an event."""
     faults = []
     when = {"operation": operation, "step": step, "event": event}
     for place, number in POOL_PARTS:

@@ -1,8 +1,8 @@
 """The command line. Exit codes: 0 done, 1 a check failed, 2 bad usage or input (one line on stderr).
 
-A file per command, here or in the wing that brings it (`wings.COMMANDS`): `add_options` names what the
-command takes, and `run` does it and returns the exit code. Inside `run` alone is imported what takes long to
-import, so that help and refusals come at once.
+Each command has a file, here or in the wing that brings it (`wings.COMMANDS`). `add_options` adds the
+command's options; `run` does the work and returns the exit code. Slow imports happen only inside `run`, so
+that help and error messages appear at once.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ COMMANDS = {
 
 
 def build_parser() -> Parser:
-    """A parser of all commands and their options; what is parsed brings the command's `run` and `parser`."""
+    """Build the parser of all commands and their options. Parsed arguments contain the command's `run` and
+    `parser`."""
     if sys.platform == "win32":
         raise SystemExit(
             "xdeepserve does not run on Windows itself: use the Windows Subsystem for Linux (WSL)"
@@ -73,9 +74,9 @@ def build_parser() -> Parser:
 
 @contextlib.contextmanager
 def _interrupts_said(command: str) -> Iterator[None]:
-    """Answer Ctrl-C at once, though a kernel that is being compiled cannot be stopped.
+    """Answer Ctrl-C at once, although the compilation of a kernel cannot be stopped.
 
-    Servers have handlers of their own, which come in place of this one.
+    Servers install their own handlers in place of this one.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -94,7 +95,7 @@ def _interrupts_said(command: str) -> Iterator[None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command line, the entry point of `xdeepserve`; return the exit code."""
     args = build_parser().parse_args(argv)
     try:
         with _interrupts_said(args.command):
@@ -117,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _by_option(error: InputError, args: argparse.Namespace) -> InputError:
-    """The error with the name of the option in the place of the parameter that it begins with."""
+    """Replace the parameter at the beginning of an error's message by the name of its option."""
     param = getattr(error, "param", None) or ""
     if param in vars(args) and str(error).startswith(f"{param} "):
         return InputError(f"--{param.replace('_', '-')}{str(error).removeprefix(param)}")

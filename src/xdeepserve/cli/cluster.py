@@ -1,4 +1,4 @@
-"""`xdeepserve cluster`: job executors as processes, watched over, behind one door, until a signal."""
+"""`xdeepserve cluster`: run job executors as processes, watched and behind one door, until a signal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_JES = 64
 
 
 def add_options(parser: Parser) -> None:
-    """How many, and where."""
+    """Add the options: the number of job executors, their state directory, and the door's address."""
     parser.epilog = (
         "Run it twice on one directory: the second one stands by. What follows -- goes to each serve."
     )
@@ -31,7 +31,7 @@ def add_options(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start them, and pass requests on."""
+    """Start the job executors, and pass requests on to them."""
     import asyncio
 
     from xdeepserve.api.front_door import serve_door

@@ -32,7 +32,7 @@ WEATHER = {
 
 
 def add_options(parser: Parser) -> None:
-    """It runs as it is, or serves a page."""
+    """Add the options: serve a page instead of running once, and its port."""
     parser.add_argument(
         "--page", action="store_true", help="serve a pod and a page to watch it on, until Ctrl-C, instead"
     )
@@ -40,7 +40,7 @@ def add_options(parser: Parser) -> None:
 
 
 def serve_page(args: argparse.Namespace) -> int:
-    """The demo's pod with a page at its address, on which dies may be broken: others take their place."""
+    """Serve the demo's pod with a page, where dies may be broken: spare dies take their place."""
     from xdeepserve.cli import serve
 
     parser = Parser(prog="xdeepserve demo --page")
@@ -53,7 +53,7 @@ def serve_page(args: argparse.Namespace) -> int:
 
 
 def print_answers(questions: list[str], answers: list[str]) -> None:
-    """What was asked, and what the model says to it."""
+    """Print the questions, each with the model's answer."""
     for question, answer in zip(questions, answers, strict=True):
         print(f"\n  > {question}")
         for line in answer.strip().splitlines():
@@ -61,7 +61,7 @@ def print_answers(questions: list[str], answers: list[str]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; 1 if one bit differs."""
+    """Serve the prompts and print the report; return 1 if one bit differs."""
     if args.page:
         return serve_page(args)
     from xdeepserve.engine.description import team
@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
 def shown_and_read(tokenizer: Tokenizer) -> list[tuple[str, str | list[int]]]:
     """List each prompt as people read it, and as the model does.
 
-    No sum or function was in its training text.
+    None of the sums and functions was in the model's training text.
     """
     story = "Tell me a story about a fox called Mia."
     weather = "What is the weather in Paris tomorrow?"
@@ -143,7 +143,7 @@ def shown_and_read(tokenizer: Tokenizer) -> list[tuple[str, str | list[int]]]:
 
 
 def agrees(reference: Reference, output: RequestOutput) -> bool:
-    """Whether the reference, given prompt and answer, has the same logits and greedy tokens."""
+    """Whether the reference, given prompt and answer, computes the same logits and greedy tokens."""
     import numpy as np
 
     choice, prompt = output.outputs[0], output.prompt_token_ids

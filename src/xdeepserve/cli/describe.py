@@ -1,4 +1,4 @@
-"""`xdeepserve describe`: what would be built, without building it."""
+"""`xdeepserve describe`: show the pod that a deployment would have, without building it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from xdeepserve.cli.options import Parser, add_deployment, note_settings
 
 
 def add_options(parser: Parser) -> None:
-    """Model and deployment."""
+    """Add the options: model and deployment."""
     add_deployment(parser)
 
 

@@ -12,13 +12,13 @@ from xdeepserve.errors import InputError, meant
 
 
 def add_options(parser: Parser) -> None:
-    """Which page, and whether its text or its place is wanted."""
+    """Add the options: the page, and whether to print its text or its place."""
     parser.add_argument("page", nargs="?", metavar="PAGE", help="print this one; without it: list them all")
     parser.add_argument("--path", action="store_true", help="print only where it is, to open it elsewhere")
 
 
 def documents() -> dict[str, Path]:
-    """Files of the documents by the names that `xdeepserve docs` takes."""
+    """Find the documents' files, by the names that `xdeepserve docs` takes."""
     package = Path(str(resources.files("xdeepserve")))
     folders = (package / "docs", package.parent.parent / "docs")  # as a wheel has them; as a checkout does
     folder = next((each for each in folders if (each / "getting-started.md").exists()), folders[0])
@@ -49,5 +49,5 @@ def run(args: argparse.Namespace) -> int:
 
 
 def title(path: Path) -> str:
-    """The heading of a page, without marks of code."""
+    """Return the heading of a page, without marks of code."""
     return path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ").replace("`", "")

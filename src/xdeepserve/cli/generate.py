@@ -37,14 +37,14 @@ TRACE_DIES = 16
 
 
 class AppendPrompt(argparse.Action):
-    """Collects --prompt and --prompt-ids in the order in which they were given."""
+    """Argument action for collecting --prompt and --prompt-ids in the given order."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         namespace.prompts = [*namespace.prompts, values]
 
 
 def token_ids(text: str) -> list[int]:
-    """'1,2,3' -> [1, 2, 3]."""
+    """Parse token ids: '1,2,3' -> [1, 2, 3]."""
     try:
         return [int(part) for part in text.split(",")] if text.strip() else []
     except ValueError:
@@ -52,7 +52,7 @@ def token_ids(text: str) -> list[int]:
 
 
 def add_options(parser: Parser) -> None:
-    """Model and deployment, prompts, sampling, drafts, the timeline."""
+    """Add the options: model and deployment, prompts, sampling, drafts, the timeline."""
     add_deployment(parser)
     parser.set_defaults(prompts=[])
     option = parser.add_argument
@@ -96,7 +96,7 @@ def add_options(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Complete the prompts; print text, or one JSON object."""
+    """Complete the prompts; print text, or a JSON object."""
     from xdeepserve.engine.dp.sampling_params import SamplingParams
 
     _check_options(args)
@@ -143,7 +143,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print_cut(args: argparse.Namespace, llm: LLM, error: XDeepServeError) -> None:
-    """Print what there is of every prompt where an error has ended some; the error itself comes last."""
+    """Print the outputs so far of every prompt after an error has ended some; the error itself is printed
+    last."""
     outputs: Sequence[RequestOutput] = error.outputs
     if args.json and outputs:
         has_pool = llm.engine.plan.pool_use is not None
@@ -160,7 +161,7 @@ def _print_json(
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    """Refuse options that contradict one another, and files that cannot be written, before anything loads."""
+    """Refuse contradictory options, and files that cannot be written, before anything is loaded."""
     if not args.prompts:
         raise InputError("no prompt: give --prompt TEXT or --prompt-ids 1,2,3")
     if args.timeline and args.json:
@@ -178,7 +179,7 @@ def _check_options(args: argparse.Namespace) -> None:
 
 
 def _checkpoint(args: argparse.Namespace) -> Checkpoint:
-    """The model, refused where it lacks what the options ask of it: weights, a tokenizer."""
+    """Resolve the model. Raises InputError if it lacks weights or a tokenizer that the options need."""
     from xdeepserve.model.presets import resolve_model
 
     checkpoint = resolve_model(args.model)
@@ -191,7 +192,7 @@ def _checkpoint(args: argparse.Namespace) -> Checkpoint:
 
 
 def _check_context(args: argparse.Namespace, checkpoint: Checkpoint) -> None:
-    """Refuse what the context has no room for, as the endpoint does, before weights are loaded."""
+    """Refuse prompts without room in the context, as the endpoint does, before weights are loaded."""
     from xdeepserve.engine.deploy.refusals import context_of
     from xdeepserve.engine.deploy.resolve import resolve
     from xdeepserve.model.tokenizer import load_tokenizer, require_tokenizer
@@ -210,7 +211,7 @@ def _check_context(args: argparse.Namespace, checkpoint: Checkpoint) -> None:
 
 
 def recording(engine: Engine, path: Path | None) -> contextlib.AbstractContextManager[None]:
-    """Return a context within which steps are recorded in a file, if there is one."""
+    """Return a context for recording steps to a file, if there is one."""
     if path is None:
         return contextlib.nullcontext()
     record: contextlib.AbstractContextManager[None] = wings.part("recording")(engine, path)
@@ -218,7 +219,7 @@ def recording(engine: Engine, path: Path | None) -> contextlib.AbstractContextMa
 
 
 def _note_all(args: argparse.Namespace, llm: LLM, checkpoint: Checkpoint) -> None:
-    """Say what did not go as somebody may think who reads the answers alone."""
+    """Print notes on facts hidden by the answers alone."""
     from xdeepserve.engine.description import lack
 
     _note_idle(args)
@@ -236,7 +237,7 @@ def _note_all(args: argparse.Namespace, llm: LLM, checkpoint: Checkpoint) -> Non
 
 
 def _note_idle(args: argparse.Namespace) -> None:
-    """Say which of the given options change nothing."""
+    """Print a note on the given options that change nothing."""
     drawing = (("--top-p", args.top_p, 1.0), ("--top-k", args.top_k, 0), ("--seed", args.seed, 0))
     idle = [option for option, value, default in drawing if value != default]
     if args.temperature == 0 and idle:
@@ -246,7 +247,7 @@ def _note_idle(args: argparse.Namespace) -> None:
 
 
 def timeline(trace: Trace) -> list[str]:
-    """The last step for the terminal, as wide as it is; 100 columns and no colour elsewhere."""
+    """Draw the last step for the terminal, in its width; elsewhere in 100 columns without colour."""
     from xdeepserve.hw.gantt import in_terminal, steps_of
 
     steps = steps_of(trace)
@@ -260,7 +261,8 @@ def timeline(trace: Trace) -> list[str]:
 
 
 def _as_dicts(outputs: Sequence[RequestOutput], has_pool: bool) -> list[dict[str, Any]]:
-    """Choices; with a memory pool each says, too, how many tokens of its prompt came from caches."""
+    """Convert outputs to dictionaries, a dictionary for each choice. With a memory pool they include the
+    cached tokens of the prompt."""
     return [
         {
             "prompt_token_ids": output.prompt_token_ids,

@@ -9,14 +9,14 @@ from xdeepserve.cli.options import Parser
 
 
 def add_options(parser: Parser) -> None:
-    """What to do, where, and with which cases."""
+    """Add the options: the action, the directory, and the cases."""
     parser.add_argument("action", choices=("write", "check"), help="record to DIR, or compare what is there")
     parser.add_argument("directory", type=Path, metavar="DIR")
     parser.add_argument("--case", action="append", dest="cases", metavar="NAME", help="only this; repeatable")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write or check; 1 if a recorded case differs."""
+    """Write or check golden vectors; return 1 if a recorded case differs."""
     from xdeepserve.golden import vectors
 
     if args.action == "write":

@@ -1,4 +1,4 @@
-"""What commands share: a parser whose errors are one line, options, checks, notes."""
+"""Common parts of commands: a parser with one-line errors, options, checks, notes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Help(argparse.Action):
-    """Prints the help of a command, or with `settings` or a KEY the settings that it takes; ends with 0."""
+    """Argument action for a command's help, or for the settings with `settings` or a KEY; ends with 0."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         if not values:
@@ -37,14 +37,14 @@ class Help(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, but a usage error is one line, which says what would work."""
+    """An argparse parser with usage errors of one line, which says what would work."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs, add_help=False)
         self._help = self.add_argument("-h", "--help", action=Help, nargs=0, help="show this, and exit")
 
     def take_settings(self) -> None:
-        """Let `--help settings` list what the command's --set changes; its help says so in a line."""
+        """Let `--help settings` list the settings that --set changes, and say so in the command's help."""
         self._help.nargs, self._help.metavar = "?", "settings"
         self._help.help = "show this, or with `settings` or a KEY what --set changes"
         more = f"settings: {self.prog} --help settings, or xdeepserve settings [KEY]"
@@ -52,18 +52,19 @@ class Parser(argparse.ArgumentParser):
 
     @functools.cached_property
     def pod_options(self) -> argparse._ArgumentGroup:
-        """The group of options that say which model runs on what, behind a command's own options."""
+        """Group of options for model and deployment, shown behind a command's own options."""
         return self.add_argument_group("model and deployment")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Options and values; each refusal is the command's own, whose help is the one to read."""
+        """Parse options and values. Errors come from the command's own parser, whose help is the one to
+        read."""
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             getattr(found, "parser", self).refuse_unknown(unknown)
         return found
 
     def refuse_unknown(self, unknown: Sequence[str]) -> NoReturn:
-        """End with what is said of the first of these arguments that the command does not have."""
+        """End with an error about the first of some unknown arguments."""
         option, equals, value = unknown[0].partition("=")
         if not option.startswith("-"):
             stray = " ".join(itertools.takewhile(lambda each: not each.startswith("-"), unknown))
@@ -118,7 +119,7 @@ WORDS = (
 
 
 def numbers(text: str) -> list[int]:
-    """'32,64' -> [32, 64]."""
+    """Parse numbers: '32,64' -> [32, 64]."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
@@ -126,7 +127,7 @@ def numbers(text: str) -> list[int]:
 
 
 def add_deployment(parser: Parser, *, takes_configs: bool = True) -> None:
-    """Options that say which model runs, and on what: --model, --deployment, --precision, --set.
+    """Add the options for model and deployment: --model, --deployment, --precision, --set.
 
     `takes_configs`: the command has a use for a model without weights.
     """
@@ -159,14 +160,14 @@ def add_deployment(parser: Parser, *, takes_configs: bool = True) -> None:
 
 
 def add_mtp(parser: Parser) -> None:
-    """--mtp, short for the setting of that name; see `overrides_of`."""
+    """Add --mtp, short for the setting of that name; see `overrides_of`."""
     parser.pod_options.add_argument(
         "--mtp", type=int, metavar="K", help="drafts per step from the MTP layers; same tokens"
     )
 
 
 def add_faults(parser: Parser) -> None:
-    """--faults, a plan of what breaks; see `hw.faults`."""
+    """Add --faults, a plan of faults; see `hw.faults`."""
     parser.pod_options.add_argument(
         "--faults",
         type=Path,
@@ -176,20 +177,20 @@ def add_faults(parser: Parser) -> None:
 
 
 def faults_of(args: argparse.Namespace) -> tuple[Fault, ...]:
-    """What --faults plans. Raises InputError."""
+    """Read the faults planned by --faults. Raises InputError."""
     from xdeepserve.hw.faults import read_faults
 
     return () if args.faults is None else read_faults(args.faults)
 
 
 def overrides_of(args: argparse.Namespace) -> list[str]:
-    """What --set and --mtp change."""
+    """Return the changes of settings by --set and --mtp."""
     mtp = getattr(args, "mtp", None)
     return [*args.overrides, *([] if mtp is None else [f"mtp={mtp}"])]
 
 
 def check_writable(path: Path, option: str) -> None:
-    """Refuse a file that cannot be written, before the work is done. Raises InputError."""
+    """Raise InputError for a file that cannot be written, before the work is done."""
     target = path if path.exists() else path.parent
     if path.is_dir():
         why = "it is a folder"
@@ -203,14 +204,14 @@ def check_writable(path: Path, option: str) -> None:
 
 
 def note(command: str, text: str) -> None:
-    """Something to know that is no error, in a line on stderr."""
+    """Print a note, not an error, in a line on stderr."""
     print(f"xdeepserve {command}: note: {text}", file=sys.stderr, flush=True)
 
 
 def note_settings(args: argparse.Namespace) -> None:
-    """Say which of the given settings have no effect in this deployment."""
-    from xdeepserve.engine.deploy.no_effect import without_effect
+    """Print notes on the given settings that have no effect in this deployment."""
     from xdeepserve.engine.deploy.resolve import resolve
+    from xdeepserve.engine.deploy.rules import without_effect
 
     overrides = overrides_of(args)
     for key, reason in without_effect(resolve(args.deployment, overrides), overrides):
@@ -218,7 +219,8 @@ def note_settings(args: argparse.Namespace) -> None:
 
 
 def note_tokenizer(args: argparse.Namespace, tokenizer: Tokenizer | None) -> None:
-    """Say what clients cannot ask of a model that has no tokenizer, or no chat template."""
+    """Print a note on requests that a model without a tokenizer, or without a chat template, cannot
+    answer."""
     if tokenizer is None:
         note(
             args.command, f"{args.model} has no tokenizer.json: it takes token ids alone, at /v1/completions"
@@ -228,7 +230,7 @@ def note_tokenizer(args: argparse.Namespace, tokenizer: Tokenizer | None) -> Non
 
 
 def note_rounding(args: argparse.Namespace, checkpoint: Checkpoint) -> None:
-    """Say so if weights in floating point are about to be rounded to INT8."""
+    """Print a note if floating-point weights are about to be rounded to INT8."""
     stored = checkpoint.config.quantization
     is_int8 = stored is not None and stored.kind == "int8"
     if args.precision == "int8" and not is_int8 and Path(args.model).is_dir():

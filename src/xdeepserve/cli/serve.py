@@ -1,4 +1,4 @@
-"""`xdeepserve serve`: the OpenAI-compatible endpoint, until a signal."""
+"""`xdeepserve serve`: run the OpenAI-compatible endpoint until a signal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def add_options(parser: Parser) -> None:
-    """Model and deployment, and where to listen."""
+    """Add the options: model, deployment, and where to listen."""
     add_deployment(parser, takes_configs=False)
     add_mtp(parser)
     add_faults(parser)
@@ -116,7 +116,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def made(args: argparse.Namespace, host: str, port: int) -> tuple[Engine, ServerOptions]:
-    """The engine, with nothing loaded, and what the server is told. InputError for what cannot work."""
+    """Build the engine, with nothing loaded, and the server's options. Raises InputError for options that
+    cannot work."""
     from xdeepserve.llm import build_engine
 
     options = _options(args, host, port)
@@ -128,7 +129,8 @@ def made(args: argparse.Namespace, host: str, port: int) -> tuple[Engine, Server
 
 
 def _options(args: argparse.Namespace, host: str, port: int) -> ServerOptions:
-    """What the server is told. InputError for what cannot work, before a large model is loaded."""
+    """Make the server's options. Raises InputError for those that cannot work, before a large model is
+    loaded."""
     from xdeepserve.api.options import ServerOptions
     from xdeepserve.api.server import bind
     from xdeepserve.jobs.agent_tools import read_tools

@@ -1,4 +1,4 @@
-"""`xdeepserve settings`: what --set changes."""
+"""`xdeepserve settings`: list the settings that --set changes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from xdeepserve.cli.options import Parser
 
 
 def add_options(parser: Parser) -> None:
-    """One key, or all."""
+    """Add the option: a key or section; by default all."""
     parser.add_argument("key", nargs="?", metavar="KEY", help="only this one, or those of this section")
 
 

@@ -1,4 +1,4 @@
-"""`xdeepserve verify`: the bit-exactness matrix."""
+"""`xdeepserve verify`: compute and print the bit-exactness matrix."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from xdeepserve.progress import working
 
 
 def add_options(parser: Parser) -> None:
-    """The model, and which deployments to check."""
+    """Add the options: the model, and the deployments to check."""
     parser.add_argument("--model", default="tiny", metavar="M", help="as for generate; default tiny")
     parser.add_argument(
         "--deployments",
@@ -42,9 +42,9 @@ def add_options(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run and print the matrix; 1 if any row differs, or has not shown what it is there for.
+    """Run and print the matrix; return 1 if any row differs, or has not shown its mechanism at work.
 
-    After an interrupt from the keyboard 130, with the rows that there are.
+    Returns 130 after an interrupt from the keyboard, with the rows so far.
     """
     import msgspec
 

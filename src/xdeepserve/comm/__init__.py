@@ -1,1 +1,1 @@
-"""XCCL: the papers' protocols that move bytes between dies. Knows only the hardware."""
+"""XCCL: protocols from the papers for moving bytes between dies. This package knows only the hardware."""

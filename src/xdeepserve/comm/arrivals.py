@@ -1,4 +1,4 @@
-"""Whose fields have come: the rules of the wait of step 5, without bytes, time or I/O."""
+"""Rules of the wait in step 5: which peers' fields have come. Without bytes, time or I/O."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from xdeepserve.hw.traffic import FEW
 
 
 class Arrivals:
-    """Which ranks have posted their field for event `expected`; `last` is the operation's event before.
+    """Tracks posts of fields for event `expected`, by rank; `last` is the event of the operation before.
 
-    `names` are what errors call the ranks that are waited for, if not by their numbers.
+    `names` are the names of the awaited ranks in errors; by default their numbers.
     """
 
     def __init__(
@@ -32,9 +32,9 @@ class Arrivals:
         self.num_awaited = num_ranks
 
     def look(self, peer: int, event_id: int, is_first: bool = False) -> None:
-        """Take note of a peer's event ID, which it has just written; with `is_first` it may be older.
+        """Take note of the event ID that a peer has just written; with `is_first` it may be older.
 
-        ProtocolError, naming both event IDs, if it cannot be.
+        Raises ProtocolError, naming both event IDs, if the peer is ahead, behind, or has posted twice.
         """
         expected = self.expected
         if event_id == expected and not self.has_posted[peer]:
@@ -48,7 +48,8 @@ class Arrivals:
             )
 
     def look_at_all(self, event_ids: npt.ArrayLike) -> None:
-        """The first look, at the fields of all ranks. Old ones, usually the most, change nothing."""
+        """Look at the fields of all ranks for the first time. Old fields, usually most of them, change
+        nothing."""
         event_ids = np.asarray(event_ids, np.uint64)
         if len(event_ids) <= FEW:
             for peer, event_id in enumerate(event_ids.tolist()):

@@ -1,4 +1,4 @@
-"""A board of fields: how all ranks tell each other something and wait until all have.
+"""Board of fields: all ranks post something for each other and wait until all have.
 
 Each rank keeps one field a peer in its metadata area, written by that peer, in two sets that successive
 rounds use in turn. A field begins with the round's event ID; the rest is the protocol's own. `fused.layout`
@@ -21,7 +21,8 @@ from xdeepserve.hw.memory import Address
 
 
 class BoardLayout(NamedTuple):
-    """`dtype` is a field (its first member `event_id` u64), `num_slots` how many of them a set has."""
+    """Layout of a board: `dtype` is a field (first member `event_id` u64), `num_slots` the fields in a
+    set."""
 
     dtype: np.dtype[Any]
     num_slots: int
@@ -31,20 +32,20 @@ class BoardLayout(NamedTuple):
         return 2 * self.set_nbytes(self.num_slots)
 
     def set_nbytes(self, num_ranks: int) -> int:
-        """Bytes of the fields of the first `num_ranks` ranks."""
+        """Return the size (bytes) of the fields of the first `num_ranks` ranks."""
         return num_ranks * self.dtype.itemsize
 
     def field_offset(self, which: int, rank: int) -> int:
-        """Offset in the board of a rank's field in set 0 or 1."""
+        """Return the offset in the board of a rank's field in set 0 or 1."""
         return self.set_nbytes(which * self.num_slots + rank)
 
     def rank_at(self, offset: int) -> int:
-        """Whose field the byte at an offset from the start of a set belongs to."""
+        """Return the owner (rank) of the field with the byte at an offset from the start of a set."""
         return offset // self.dtype.itemsize
 
 
 class Board:
-    """One rank's fields, and its way to post into its peers'.
+    """Fields of a rank on a board, and access to the peers' fields.
 
     `region` names the metadata region; the group `dies` may use fewer fields than the layout has.
     """
@@ -82,7 +83,7 @@ class Board:
     async def wait(
         self, op: str, timeout_ns: int, check: Callable[[int, Any], None] | None = None
     ) -> npt.NDArray[Any]:
-        """Poll until every rank has posted in this round; their fields, a copy.
+        """Poll until every rank has posted in this round; return a copy of their fields.
 
         `check(peer, field)` is called for each and may raise. DeadlineError after `timeout_ns`, ProtocolError
         if a peer posts another event.

@@ -1,4 +1,4 @@
-"""One direction of a pull-based exchange, steps 3 to 7 of XDS 3.2: writers keep blocks, readers pull them.
+"""A direction of a pull-based exchange, steps 3 to 7 of XDS 3.2: writers keep blocks, readers pull them.
 
 A rank that sends holds an `Outbox`, a rank that receives an `Inbox`. Dispatch is one direction in which every
 rank is both; A2E's first stage is one from each attention die to its trampoline. Fields and pieces are
@@ -26,7 +26,7 @@ Int64: TypeAlias = npt.NDArray[np.int64]
 
 
 class Names(tuple[object, ...]):
-    """Ranks that print short."""
+    """Names of ranks, abridged when printed."""
 
     def __str__(self) -> str:
         shown = ", ".join(map(str, self[:8]))
@@ -34,7 +34,7 @@ class Names(tuple[object, ...]):
 
 
 class Outbox:
-    """A writer's end. `index` is its number among the writers of each of its readers."""
+    """Writer's end of a direction. `index` is its number among the writers of each of its readers."""
 
     def __init__(self, die: Die, blocks: Blocks, index: int | Int64, readers: Sequence[int]) -> None:
         self.die, self.blocks = die, blocks
@@ -50,13 +50,13 @@ class Outbox:
         self._field["pointer"] = self._pointers
 
     def pointer(self, reader: int) -> int:
-        """Offset in this rank's memory of its block for a reader."""
+        """Return the offset of the block for a reader, in the writer's memory."""
         return self.region.offset + self.blocks.block_offset(reader)
 
     async def write(self, rows: npt.NDArray[np.uint8], counts: Int64, means: Means, name: str) -> None:
-        """Step 3: store rows, which are grouped by reader, in the blocks for those readers.
+        """Step 3: store rows, grouped by reader, in the blocks for those readers.
 
-        That follows the load of what they are made of: chunk by chunk the two would overlap, but they share
+        The store follows the load of the rows' source: chunk by chunk the two would overlap, but they share
         the die's HBM.
 
         rows: uint8 [N, row_nbytes]; counts: [readers], sums to N, none above rows_per_block.
@@ -76,7 +76,7 @@ class Outbox:
         name: str,
         chosen: npt.NDArray[np.bool_] | None = None,
     ) -> None:
-        """Step 4: tell every reader, also those that get nothing, how many rows there are and where.
+        """Step 4: tell every reader, even those without rows, how many rows there are and where.
 
         `chosen`, a mask, leaves out readers that do not wait to be told.
 
@@ -95,7 +95,7 @@ class Outbox:
         await self.die.mte.scatter(self._targets, raw.copy(), means.cores, name)
 
     def _fields_at(self, chosen: npt.NDArray[np.bool_]) -> Targets:
-        """This writer's fields at some of its readers."""
+        """Return the addresses of the writer's fields at the chosen readers."""
         die, readers = self.die, self._readers[chosen]
         offsets = die.fabric.memories.offsets_of("metadata", self.blocks.region("fields"))
         at = offsets[readers] + self.blocks.field_offset(self._index[chosen])
@@ -103,7 +103,7 @@ class Outbox:
 
 
 class Inbox:
-    """A reader's end. `rank` and `names` say who it and its writers are, in errors."""
+    """Reader's end of a direction. `rank` and `names` identify the reader and its writers in errors."""
 
     def __init__(
         self, die: Die, blocks: Blocks, writers: Sequence[int], rank: object, names: Sequence[object]
@@ -117,18 +117,18 @@ class Inbox:
         self._writers = np.asarray(writers, np.int64)
 
     def fields(self) -> list[Field]:
-        """What the writers' fields say now."""
+        """Return the current contents of all writers' fields."""
         return [Field(*values) for values in FIELD.iter_unpack(self._raw)]
 
     @property
     def newest(self) -> int:
-        """The greatest event ID that a writer has posted; 0 if none has."""
+        """Greatest event ID posted by a writer; 0 if there is none."""
         return int(self.view["event_id"].max(initial=0))
 
     async def wait(
         self, op: str, event_id: int, event_before: int, means: Means, lane: str = "XCCL"
     ) -> Int64:
-        """Step 5: poll the own metadata until all writers have posted `event_id`; their row counts.
+        """Step 5: poll the own metadata until all writers have posted `event_id`; return their row counts.
 
         The scalar units take note of one field after the other, as they arrive. `lane` is that of the steps,
         in traces.

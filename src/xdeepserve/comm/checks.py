@@ -1,4 +1,4 @@
-"""Checks of what callers hand in, by all protocols alike."""
+"""Checks of callers' arguments, common to all protocols."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ MAX_EVENT_ID = 2**64 - 1
 
 
 def check_event_id(op: str, rank: object, event_id: object) -> int:
-    """An event ID as Python's integer; ProtocolError unless it is from 1 and a field of 64 bits holds it."""
+    """Return an event ID as Python's integer. Raises ProtocolError unless it is an integer from 1 to 2**64 -
+    1."""
     if not is_integer(event_id) or not 1 <= event_id <= MAX_EVENT_ID:  # type: ignore[operator]
         raise ProtocolError(
             f"{op}: rank {rank} was given event {event_id!r}: event IDs are integers from 1 to 2**64 - 1"
@@ -22,7 +23,8 @@ def check_event_id(op: str, rank: object, event_id: object) -> int:
 
 
 def check_later(who: str, event_id: int, last: int, where: str = "") -> None:
-    """ProtocolError unless an event ID is greater than the last one that was given."""
+    """Check the order of event IDs. Raises ProtocolError unless `event_id` is greater than the last one
+    given."""
     if event_id <= last:
         raise ProtocolError(f"{who} was given event {event_id} after {last}{where}: event IDs must increase")
 
@@ -32,9 +34,9 @@ def is_integer(value: object) -> bool:
 
 
 def integer(op: str, name: str, value: object) -> int:
-    """A number that somebody gave as Python's, whose sums never wrap around as NumPy's do.
+    """Convert a number from a caller to Python's integer, whose sums never wrap around as NumPy's do.
 
-    AddressError unless it is whole.
+    Raises AddressError if the number is not whole.
     """
     if not is_integer(value):
         raise AddressError(f"{op}: {name} must be an integer, not {value!r}")
@@ -42,7 +44,10 @@ def integer(op: str, name: str, value: object) -> int:
 
 
 def check_count(what: str, field: str, value: object) -> None:
-    """DeploymentError unless a layout's number is from 1 and Python's, whose products never wrap around."""
+    """Check a size of a layout: an int of at least 1. Raises DeploymentError if not.
+
+    It must be Python's, because products of NumPy's integers wrap around.
+    """
     if not isinstance(value, int) or isinstance(value, bool):
         raise DeploymentError(f"{what}: {field} must be an int, not {value!r}")
     if value < 1:
@@ -50,12 +55,12 @@ def check_count(what: str, field: str, value: object) -> None:
 
 
 def check_array(op: str, name: str, x: object) -> None:
-    """AddressError for what is no array."""
+    """Check for a NumPy array. Raises AddressError for any other argument."""
     if not isinstance(x, np.ndarray | np.generic):
         raise AddressError(f"{op}: {name} must be a NumPy array, not {type(x).__name__}")
 
 
 def check_rank(die: int, rank: int, dies: Sequence[int], what: str = "rank", where: str = "dies") -> None:
-    """DeploymentError unless a die is that rank of its group."""
+    """Check a die's rank in its group. Raises DeploymentError unless the die has the given rank."""
     if not 0 <= rank < len(dies) or dies[rank] != die:
         raise DeploymentError(f"die {die} is not {what} {rank} of {where} {list(dies)}")

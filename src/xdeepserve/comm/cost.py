@@ -1,4 +1,4 @@
-"""What transfers cost by formula: operator-level models beside the simulated protocols.
+"""Costs of transfers by formula: operator-level models beside the simulated protocols.
 
 The protocols of this package take the time that their engine operations add up to. The formulas here give the
 same in closed form for the exchanges of hundreds of ranks, of which each rank's hundred thousand accesses
@@ -27,7 +27,7 @@ HEADER = 32  # of a pulled row
 
 
 class CommCost(msgspec.Struct, frozen=True):
-    """Costs on pods of one kind, of tokens with `hidden` elements that go their `way` between experts."""
+    """Costs of exchanging tokens of `hidden` elements, by pull or push (`way`), on pods of a kind."""
 
     spec: Spec = Spec()
     topology: Topology = Topology()
@@ -44,11 +44,11 @@ class CommCost(msgspec.Struct, frozen=True):
         stretch: float = 1.0,
         senders: int | None = None,
     ) -> float:
-        """A dispatch or a combine in which each rank has `batch` tokens for `copies` experts each, or each
-        of some `senders`.
+        """Time (ns) of a dispatch or combine in which each rank, or each of `senders`, has `batch` tokens for
+        `copies` experts each.
 
-        What a rank does itself, and a price for each copy that crosses the UB port of the busiest one.
-        `stretch` is what serving adds to a micro-benchmark: uneven ranks, and waiting for them.
+        It adds the rank's own steps and a price for each copy that crosses the UB port of the busiest rank.
+        `stretch` is the factor of serving over a micro-benchmark: uneven ranks, and waiting for them.
         """
         rows = batch * copies
         share = min(1.0, (senders or num_ranks) / num_ranks)
@@ -60,14 +60,14 @@ class CommCost(msgspec.Struct, frozen=True):
         return own + self.crossing_ns(num_ranks, max(rows, come)) * stretch
 
     def busiest(self, num_ranks: int, rows: float) -> float:
-        """What the busiest rank receives if the average one has so many rows, as a ratio: random routing adds
-        as many standard deviations as the maximum of so many normal variables has."""
+        """Ratio of the busiest rank's received rows to the average of `rows`. Random routing adds the
+        expected maximum of `num_ranks` normal variables, in standard deviations."""
         if rows == 0:
             return 1.0
         return 1 + expected_maximum(num_ranks) * math.sqrt((1 - 1 / num_ranks) / rows)
 
     def crossing_ns(self, num_ranks: int, rows: float) -> float:
-        """Token copies of the busiest rank at its port.
+        """Time (ns) of the busiest rank's token copies at its UB port.
 
         Those that stay in its package (its own die and the sister die) cost nothing, and those that leave the
         server pay the inter-server loss.
@@ -81,7 +81,8 @@ class CommCost(msgspec.Struct, frozen=True):
         return 1e9 * spec.exchange_copy.value * load
 
     def pull_ns(self, op: Op, num_ranks: int, batch: float, copies: int, come: float) -> float:
-        """A rank's own steps of a pull-based operator (XDS 3.2), with so many rows `come` for its experts.
+        """Time (ns) of a rank's own steps in a pull-based operator (XDS 3.2), with `come` rows for its
+        experts.
 
         A launch; what it loads and stores of rows, which share HBM; fields for all, and a note of each that
         comes. The cores meet before they post fields, and in dispatch also when they know all counts.
@@ -98,7 +99,7 @@ class CommCost(msgspec.Struct, frozen=True):
         return own + meetings * spec.meeting_ns() + self.told_ns(num_ranks) + noted
 
     def push_ns(self, op: Op, num_ranks: int, come: float) -> float:
-        """A rank's own steps of a fused operator beside its push (CM 4.2.1), with so many rows `come`.
+        """Time (ns) of a rank's own steps in a fused operator beside its push (CM 4.2.1), with `come` rows.
 
         A launch; flags for all ranks, or on the way back one for each answer; a gather or a weighted sum of
         what has come. In dispatch the cores meet before the flags, and when they know all counts.
@@ -111,7 +112,7 @@ class CommCost(msgspec.Struct, frozen=True):
         return spec.kernel_ns(0, 0) + self.told_ns(come) + summed
 
     def told_ns(self, num_fields: float, cores: int | None = None) -> float:
-        """Fields that a rank posts one by one, their flight to another server, and a look at the last."""
+        """Time (ns) to post fields one by one, with their flight to another server and a look at the last."""
         spec = self.spec
         posts = spec.pieces_ns(math.ceil(num_fields), cores or spec.num_cores("aiv"))
         return spec.startup_ns("mte") + posts + spec.far_latency_ns() + spec.poll_ns()
@@ -122,8 +123,8 @@ class CommCost(msgspec.Struct, frozen=True):
     # ---- A2E and E2A (XDS 3.3) --------------------------------------------------------------------------
 
     def post_ns(self, batch: float, carrier: Carrier = "mte") -> float:
-        """A2E's first stage: an attention die, which has few cores for this, quantises its tokens and posts
-        them in one piece, which its trampoline pulls."""
+        """Time (ns) of A2E's first stage: an attention die, on few cores, quantises its tokens and posts them
+        in one piece, which its trampoline pulls."""
         spec, cores = self.spec, int(self.spec.attention_cores.value)
         local = spec.link_ns(ACTIVATION * batch * self.hidden, 0, 0, cores)
         local += spec.link_ns(batch * (self.hidden + HEADER), 0, 0, cores)
@@ -132,8 +133,8 @@ class CommCost(msgspec.Struct, frozen=True):
         return own + told + spec.link_ns(0, 0, batch * (self.hidden + HEADER)) + self.start_ns(carrier, 1)
 
     def return_ns(self, batch: float, copies: int, carrier: Carrier = "mte") -> float:
-        """E2A's second stage: a trampoline adds up answers and posts the sums, which the attention die's few
-        cores pull."""
+        """Time (ns) of E2A's second stage: a trampoline adds up answers and posts the sums, which the
+        attention die's few cores pull."""
         spec, cores = self.spec, int(self.spec.attention_cores.value)
         rows, sums = batch * copies * ANSWER * self.hidden, ACTIVATION * batch * self.hidden
         added = max(spec.hbm_ns(rows), self._vector_ns(2 * batch * copies * self.hidden))
@@ -150,33 +151,33 @@ class CommCost(msgspec.Struct, frozen=True):
         carrier: Carrier = "mte",
         trampolines: int | None = None,
     ) -> float:
-        """The stage of A2E or E2A among the expert dies, each of which exchanges with all others; not all are
-        `trampolines`, which have tokens."""
+        """Time (ns) of the stage of A2E or E2A among the expert dies, which all exchange with each other.
+        Only `trampolines` of them have tokens."""
         start = self.start_ns(carrier, num_experts) if self.way == "pull" else 0.0
         return start + self.exchange_ns(op, num_experts, batch, copies, senders=trampolines)
 
     def start_ns(self, carrier: Carrier, num_pieces: int, cores: int | None = None) -> float:
-        """What it takes that a carrier is asked for so many pieces by so many AIV cores, and begins; nothing
-        for cores that carry themselves."""
+        """Time (ns) to ask a carrier for `num_pieces` pieces from `cores` AIV cores, and its startup; 0 for
+        MTE, which the cores drive themselves."""
         if carrier == "mte":
             return 0.0
         posts = self.spec.pieces_ns(num_pieces, cores or self.spec.num_cores("aiv"))
         return self.spec.startup_ns(carrier) + posts
 
     def a2e_ns(self, num_attention: int, num_experts: int, batch: int, copies: int) -> float:
-        """A2E through trampolines, one for each attention die (XDS 3.3)."""
+        """Time (ns) of A2E through trampolines, one for each attention die (XDS 3.3)."""
         among = self.among_ns("dispatch", num_experts, batch, copies, trampolines=num_attention)
         return self.post_ns(batch) + among
 
     def e2a_ns(self, num_attention: int, num_experts: int, batch: int, copies: int) -> float:
-        """And E2A."""
+        """Time (ns) of E2A through trampolines, one for each attention die (XDS 3.3)."""
         among = self.among_ns("combine", num_experts, batch, copies, trampolines=num_attention)
         return among + self.return_ns(batch, copies)
 
 
 @functools.cache
 def expected_maximum(n: int) -> float:
-    """Mean of the largest of n standard normal variables: the integral of x d(Phi(x)^n), by trapezoids."""
+    """Expected maximum of n standard normal variables: the integral of x d(Phi(x)^n), by trapezoids."""
     steps, low, high = 4000, -9.0, 9.0
     width = (high - low) / steps
     total = 0.0

@@ -1,4 +1,4 @@
-"""What a rank holds of a protocol whose two operations alternate: dispatch and combine, A2E and E2A."""
+"""Base of handles with two alternating operations: dispatch and combine, or A2E and E2A."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Quantize: TypeAlias = Callable[[Float32], tuple[npt.NDArray[np.int8], Float32]]
 
 
 class Handle:
-    """A die's end: its turns, its means, and the steps that it notes.
+    """Die's end of an exchange: its turns, its means, and the notes of its steps.
 
     `quantize` is needed by layouts that quantise, and None for others.
     """
@@ -47,11 +47,11 @@ class Handle:
 
     @property
     def num_cores(self) -> int:
-        """AIV cores that carry the exchange."""
+        """Number of AIV cores used for the exchange."""
         return self.means.cores or self.die.spec.num_cores("aiv")
 
     async def work(self, name: str, fn: Callable[[], T], flops: float, nbytes: float = 0) -> T:
-        """A part of the running kernel that its vector cores do (`Die.compute`)."""
+        """Run a part of the running kernel on the vector cores (`Die.compute`)."""
         how: dict[str, Any] = {"core": "aiv", "cores": self.means.cores, "args": self.die.trace.place}
         return await self.die.compute(name, fn, flops=flops, nbytes=nbytes, is_fused=True, **how)
 
@@ -62,7 +62,7 @@ class Handle:
         operation: Callable[[], Awaitable[T]],
         check: Callable[[], None] | None = None,
     ) -> T:
-        """An operation, from its start as `Turns.begin` says to its end, or to its failure."""
+        """Run an operation from start (see `Turns.begin`) to end or failure."""
         self.turns.begin(step, event_id, check)
         self.steps.begin()
         with self.turns.ending(Step.DONE, Step.FAIL):

@@ -1,4 +1,4 @@
-"""What an operator may use of its die, and for how long."""
+"""Resources of an operator: cores, engine and patience."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Carrier: TypeAlias = Literal["mte", "urma"]
 
 
 class Means(NamedTuple):
-    """Which cores and engine an operator uses, how long it waits, where traces show it. Changes no byte."""
+    """Cores and engine for an operator, its timeout, and its lane in traces. No byte depends on them."""
 
     cores: int | None = None  # AIV cores; None: all
     carrier: Carrier = "mte"  # of rows that are pulled; what is pushed, and collectives, the cores carry
@@ -21,7 +21,8 @@ class Means(NamedTuple):
     lane: str = "XCCL"
 
     def checked(self, die: Die) -> Means:
-        """With Python's numbers. DeploymentError for cores that the die lacks, or unknown carriers."""
+        """Return the means with Python's numbers. Raises DeploymentError for cores that the die lacks, or
+        unknown carriers."""
         total, where = die.spec.num_cores("aiv"), f"die {die.index}"
         cores = None if self.cores is None else integer(where, "cores", self.cores)
         if cores is not None and not 1 <= cores <= total:

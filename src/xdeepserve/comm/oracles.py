@@ -1,4 +1,4 @@
-"""What every primitive must leave, in NumPy: no dies, no bytes on their way, no time.
+"""Reference results of every primitive, in NumPy: no dies, no bytes on their way, no time.
 
 For tests of this package's protocols and of yours. Everything is written as a walk over sources, tokens and
 slots, as slow and as plain as can be, and shares no code with the protocols, not even the rounding to
@@ -25,7 +25,7 @@ Piece: TypeAlias = tuple[int, int, int]
 
 
 def round_to_bf16(x: Float32) -> Float32:
-    """Nearest of the two neighbours among bfloat16 values, ties to the even one; in exact float64."""
+    """Round to the nearest bfloat16 value, ties to even, in exact float64."""
     low = (x.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
     high = ((x.view(np.uint32) & np.uint32(0xFFFF0000)) + np.uint32(0x10000)).view(np.float32)
     to_low, to_high = np.abs(x.astype(float) - low), np.abs(high.astype(float) - x)
@@ -43,7 +43,7 @@ def dispatch(
     rank: int,
     quantize: Quantize | None = None,
 ) -> dict[str, Array]:
-    """The members of `Received` at `rank`. tokens: [T, H] of each source, topk_idx: [T, K] of each.
+    """Compute the members of `Received` at `rank`. tokens: [T, H] of each source, topk_idx: [T, K] of each.
 
     Rows are ordered by source, in it by (token, slot).
     """
@@ -71,7 +71,7 @@ def dispatch(
 
 
 def combine(x: Float32, topk_idx: Int32, expert: Expert, quantize: Quantize | None = None) -> Float32:
-    """float32 [T, K, H]: what each token's experts answer, over the way there and back."""
+    """Compute the answers of each token's experts, over the way there and back: float32 [T, K, H]."""
     payload, scale = _quantized(x, quantize)
     x = payload.astype(np.float32) * scale[:, None]
     out = np.zeros((*topk_idx.shape, x.shape[1]), np.float32)
@@ -81,7 +81,8 @@ def combine(x: Float32, topk_idx: Int32, expert: Expert, quantize: Quantize | No
 
 
 def weighted_sum(answers: Float32, topk_weights: Float32) -> Float32:
-    """[T, K, H] and [T, K] -> [T, H], slot by slot, each step rounded: what E2A returns of `combine`."""
+    """Sum [T, K, H] by weights [T, K] to [T, H], slot by slot, each step rounded: the result of E2A after
+    `combine`."""
     out = np.zeros((answers.shape[0], answers.shape[2]), np.float32)
     for t, k in np.ndindex(*topk_weights.shape):
         out[t] = out[t] + answers[t, k] * topk_weights[t, k]
@@ -98,7 +99,8 @@ def fused_dispatch(
     rank: int,
     quantize: Quantize | None = None,
 ) -> dict[str, Array]:
-    """The members of `FusedReceived` at `rank`: as `dispatch`, but ordered by the rank's experts first."""
+    """Compute the members of `FusedReceived` at `rank`: like `dispatch`, but ordered by the rank's experts
+    first."""
     rows: list[tuple[Any, ...]] = []
     counts = []
     for e in [e for e, home in enumerate(expert_rank) if home == rank]:
@@ -122,7 +124,7 @@ def fused_dispatch(
 
 
 def fused_combine(answers: Float32, topk_weights: Float32, shared: Float32 | None = None) -> Float32:
-    """[T, H] of `combine`'s [T, K, H]: the weighted sum, then the shared expert's output."""
+    """Combine the answers [T, K, H] to [T, H]: the weighted sum, then the shared expert's output."""
     total = weighted_sum(answers, topk_weights)
     return total if shared is None else total + shared
 
@@ -131,7 +133,7 @@ def fused_combine(answers: Float32, topk_weights: Float32, shared: Float32 | Non
 
 
 def tree(parts: Sequence[Array], reduction: str = "sum") -> Array:
-    """The canonical order, by recursion: a power of two of ranks to the left, as many as fit."""
+    """Reduce in the canonical order, by recursion: the largest power of two of ranks to the left."""
     if len(parts) == 1:
         return parts[0]
     left = 1
@@ -142,7 +144,7 @@ def tree(parts: Sequence[Array], reduction: str = "sum") -> Array:
 
 
 def collective(op: str, inputs: Sequence[Any], rank: int, reduction: str = "sum", root: int = 0) -> Any:
-    """What `Collectives.<op>` returns at `rank`; inputs are what it is given at each rank."""
+    """Compute the result of `Collectives.<op>` at `rank`; inputs are the arguments at each rank."""
     if op == "barrier":
         return None
     if op == "broadcast":
@@ -161,7 +163,8 @@ def collective(op: str, inputs: Sequence[Any], rank: int, reduction: str = "sum"
 
 
 def ring(messages: Sequence[bytes], slot_nbytes: int, num_slots: int) -> list[bytes]:
-    """The slots of a ring after send and receive: chunk after chunk, each written over what its slot held."""
+    """Compute a ring's slots after send and receive: chunk after chunk, each written over its slot's old
+    bytes."""
     slots = [b""] * num_slots
     position = 0
     for message in messages:
@@ -173,7 +176,7 @@ def ring(messages: Sequence[bytes], slot_nbytes: int, num_slots: int) -> list[by
 
 
 def transfer(buffers: Sequence[bytearray], src: Sequence[Piece], dst: Sequence[Piece]) -> None:
-    """DistFlow: the bytes of `src`, in order, go to `dst`, in order, in place."""
+    """Compute a DistFlow transfer in place: the bytes of `src`, in order, go to `dst`, in order."""
     data = b"".join(buffers[buffer][at : at + nbytes] for buffer, at, nbytes in src)
     for buffer, at, nbytes in dst:
         buffers[buffer][at : at + nbytes], data = data[:nbytes], data[nbytes:]

@@ -1,4 +1,4 @@
-"""The steps of the papers, as operators pass them: for traces, walkthroughs and fault tests."""
+"""Steps of the papers, noted as operators pass them: for traces, walkthroughs and fault tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WAITING = 5  # in all of the papers' lists of steps, the one that looks for a pe
 
 
 class Steps:
-    """Notes that steps are complete."""
+    """Notes an operator's completed steps, for traces and observers."""
 
     def __init__(self, die: Die, on_step: Observer | None = None, lane: str = "XCCL") -> None:
         self.die, self.on_step = die, on_step
@@ -27,13 +27,13 @@ class Steps:
         self._start = self.die.clock.now
 
     async def passed(self, op: str, step: int) -> None:
-        """`done`, and a pause if the observer asks for one."""
+        """Note a completed step, and pause if the observer asks for it."""
         pause = self.done(op, step)
         if pause is not None:
             await pause
 
     def done(self, op: str, step: int) -> Awaitable[None] | None:
-        """Steps up to `step` are complete; 7 stands for 6 and 7, which are one copy."""
+        """Note the completion of all steps up to `step`; 7 stands for 6 and 7, which are one copy."""
         now = self.die.clock.now
         if self.die.trace.is_on and now > self._start:
             name = f"{op} {step}" if step != 7 else f"{op} 6-7"
@@ -45,5 +45,5 @@ class Steps:
         return self.observe(op, step)
 
     def observe(self, op: str, step: int) -> Awaitable[None] | None:
-        """Tell who looks on; another's steps may be passed on so."""
+        """Tell the observer of a completed step; steps of another object may be passed on in this way."""
         return self.on_step(op, step) if self.on_step is not None else None

@@ -1,4 +1,4 @@
-"""Which operation a rank may begin: dispatch and combine alternate on it, and so do A2E and E2A.
+"""Turns of a rank's two operations: dispatch and combine alternate, and so do A2E and E2A.
 
 The rules are a table (`machine`), without bytes, time or I/O.
 """
@@ -13,7 +13,7 @@ from xdeepserve.machine import Machine
 
 
 class Phase(enum.IntEnum):
-    """What a rank does, or has done last."""
+    """Phase of a rank: the present or last operation."""
 
     READY = 0  # no tokens are away: may dispatch
     DISPATCHING = 1
@@ -44,7 +44,7 @@ PHASE = {
 
 
 class Turns(Machine[Phase, Step]):
-    """A rank's place in the alternation of its two operations, and the event IDs that these have had."""
+    """State of a rank in the alternation of its two operations, with the event IDs of both."""
 
     def __init__(self, rank: object, first: str = "dispatch", second: str = "combine") -> None:
         super().__init__(PHASE, Phase.READY, f"rank {rank}")
@@ -54,9 +54,9 @@ class Turns(Machine[Phase, Step]):
         self.event_before = 0  # of the operation under way: the last of its kind before it
 
     def begin(self, step: Step, event_id: int, check: Callable[[], None] | None = None) -> None:
-        """Start an operation.
+        """Start an operation under an event ID.
 
-        `check` may raise, about the arguments: nothing has changed then, and nothing is used up.
+        `check` may raise about the arguments; then nothing has changed, and nothing is used up.
         """
         name, last = self.names[step], self.last_event_id[step]
         check_event_id(name, self.rank, event_id)
@@ -68,8 +68,8 @@ class Turns(Machine[Phase, Step]):
         self.event_before, self.last_event_id[step] = last, event_id
 
     def reset(self, posted: Mapping[Step, int], rank: object = None) -> None:
-        """Forget a failed exchange; `posted` are the newest event IDs that peers have posted, and `rank` is
-        this one's in a smaller group, if it goes on in one."""
+        """Forget a failed exchange. `posted` has the newest event IDs posted by peers, and `rank` is the
+        rank's new number if it goes on in a smaller group."""
         self.move(Step.RESET)
         if rank is not None:
             self.rank, self.who = rank, f"rank {rank}"

@@ -29,8 +29,8 @@ FAULTS = {
 
 
 class Tokens(NamedTuple):
-    """Where tokens lie on a die: of their experts (int32), their scales (float32) and their payloads the
-    address of the first one's, and the bytes from one to the next."""
+    """Addresses of tokens on a die: for experts (int32), scales (float32) and payloads the first one's
+    address and the step to the next (bytes)."""
 
     experts: Any
     experts_step: Any
@@ -42,17 +42,19 @@ class Tokens(NamedTuple):
 
 @part
 def _block_size(num, total):
-    """At most NEIGHBOURS dies, so that each of `num` threads has as many blocks, or one less."""
+    """Return a block size of at most NEIGHBOURS dies, so that each of `num` threads has as many blocks, or
+    one less."""
     rounds = -(-total // (num * NEIGHBOURS))
     return -(-total // (num * rounds))
 
 
 @array_part
 def blocks_of(worker, num, total):
-    """int64 [N, 2]: where each block of neighbours begins and ends that is a thread's, of `total` >= 1 dies.
+    """Return begin and end, int64 [N, 2], of each block of neighbouring dies of a thread, among `total` >= 1
+    dies.
 
-    Fields of neighbours share cache lines at every peer: who posts them together fetches each line once, and
-    no two threads want the same one.
+    Fields of neighbours share cache lines at every peer. A thread that posts them together fetches each line
+    once, and no two threads want the same one.
     """
     size = _block_size(num, total)
     begins = np.arange(worker * size, total, num * size)
@@ -61,7 +63,7 @@ def blocks_of(worker, num, total):
 
 @array_part
 def dies_of(worker, num, total):
-    """The dies in a thread's blocks, one after the other."""
+    """List the dies in a thread's blocks, in order."""
     dies = np.arange(total)
     return dies[dies // _block_size(num, total) % num == worker]
 
@@ -83,6 +85,6 @@ def post(address, event, pointer, count):
 
 @part
 def field(address):
-    """Event ID, pointer and token count of a field."""
+    """Read a field: return event ID, pointer and token count."""
     words = i64_flat(address, 3)
     return words[0], words[1], words[2] & 0xFFFFFFFF

@@ -1,4 +1,4 @@
-"""One direction of a pull-based exchange: blocks that writers keep for readers, fields that tell of them.
+"""A direction of a pull-based exchange: writers keep blocks for readers, and fields tell of them.
 
     writer:  managed   blocks [readers]   rows for each reader, in the writer's own memory
     reader:  metadata  fields [writers]   one for each writer, written by that writer
@@ -29,7 +29,7 @@ Index = TypeVar("Index", int, npt.NDArray[np.int64])
 
 
 class Field(NamedTuple):
-    """What one rank tells another: the operation's event ID, where its rows lie, and how many."""
+    """Message of a rank in a field: the operation's event ID, the pointer to its rows, and their number."""
 
     event_id: int
     pointer: int
@@ -37,7 +37,7 @@ class Field(NamedTuple):
 
 
 class Blocks(msgspec.Struct, frozen=True):
-    """Sizes of one direction. Writers and readers must use equal ones; `name` is unique on a die."""
+    """Sizes of a direction. Writers and readers must use equal ones; `name` is unique on a die."""
 
     name: str
     num_writers: int
@@ -52,19 +52,19 @@ class Blocks(msgspec.Struct, frozen=True):
         return self.rows_per_block * self.row_nbytes
 
     def block_offset(self, reader: Index) -> Index:
-        """Offset in a writer's blocks of the one for a reader."""
+        """Return the offset, in a writer's blocks, of the block for a reader."""
         return reader * self.block_nbytes
 
     def first_row(self, reader: Index) -> Index:
-        """Where a reader's block begins, in rows."""
+        """Return the number of the first row of a reader's block."""
         return reader * self.rows_per_block
 
     def field_offset(self, writer: Index) -> Index:
-        """Offset in a reader's fields of a writer's."""
+        """Return the offset, in a reader's fields, of a writer's field."""
         return writer * FIELD.size
 
     def writer_at(self, offset: int) -> int:
-        """Whose field the byte at an offset in a reader's fields belongs to."""
+        """Return the writer of the field with the byte at an offset in a reader's fields."""
         return offset // FIELD.size
 
     def region(self, part: str) -> str:
@@ -72,15 +72,15 @@ class Blocks(msgspec.Struct, frozen=True):
         return f"{self.name}.{part}"
 
     def plan_writer(self, memory: MemoryPlan) -> None:
-        """Reserve a writer's blocks."""
+        """Reserve the blocks of a writer."""
         memory.managed.alloc(self.region("blocks"), self.block_offset(self.num_readers))
 
     def plan_reader(self, memory: MemoryPlan) -> None:
-        """Reserve a reader's fields and rows. OutOfMemoryError if the metadata area is too small."""
+        """Reserve a reader's fields and rows. Raises OutOfMemoryError if the metadata area is too small."""
         memory.metadata.alloc(self.region("fields"), self.field_offset(self.num_writers))
         memory.app.alloc(self.region("rows"), self.max_rows * self.row_nbytes)
 
 
 def padded(nbytes: int, alignment: int = ROW_ALIGNMENT) -> int:
-    """Rounded up to a multiple: by default of the 32 bytes of a field."""
+    """Round up to a multiple: by default of a field's 32 bytes."""
     return -(-nbytes // alignment) * alignment

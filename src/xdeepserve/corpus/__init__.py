@@ -1,10 +1,10 @@
-"""Text that the trained model learns from and is examined on, written by a deterministic generator.
+"""Text for training and examining the model, written by a deterministic generator.
 
     sample("arithmetic", "held-out", seed=1, index=0)   one Sample, the same on every machine for ever
     domains: stories, arithmetic, recall, tools, code, echo, talk
 
-Training and held-out text are apart by construction: each sample has a key (the two numbers and the sign, the
-pair that is asked for, the arguments of the call, ...) and the hash of the key decides its side.
+Training and held-out text are disjoint by construction. Each sample has a key (the two numbers and the sign,
+the pair asked for, the arguments of the call, ...), and the hash of the key decides its side.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ EXAMINED = ("stories", "arithmetic", "recall", "tools", "code")  # have held-out
 
 
 def sample(domain: str, split: Split, seed: int, index: int) -> Sample:
-    """Sample number `index` of a domain and a side of the split; independent of all others."""
+    """Generate sample number `index` of a domain and a side of the split; independent of all other samples."""
     if split == "held-out" and domain not in EXAMINED:
         raise ValueError(f"domain {domain} has no held-out samples")
     rng = Random(f"{seed}/{domain}/{split}/{index}")
@@ -43,7 +43,7 @@ def sample(domain: str, split: Split, seed: int, index: int) -> Sample:
 
 
 def _in_context(rng: Random, prompt: str) -> str:
-    """Now and then a chat has a system message, or an earlier exchange."""
+    """Give a chat a system message, or an earlier exchange, now and then."""
     if USER not in prompt:
         return prompt
     system, user = prompt.removeprefix(BEGIN).split(USER, 1)

@@ -39,7 +39,7 @@ RAW_FORMS = ("{a} {op} {b} = ", "{a}{op}{b}=", "{a} {op} {b} = ")
 
 
 def add_working(a: int, b: int) -> str:
-    """Column by column from the right: "7 + 8 = 15, write 5, carry 1. 4 + 3 + 1 = 8, write 8."."""
+    """Write the steps of an addition, column by column from the right: "7 + 8 = 15, write 5, carry 1. ..."."""
     steps, carry = [], 0
     for column in range(max(len(str(a)), len(str(b)))):
         x, y = a // 10**column % 10, b // 10**column % 10
@@ -53,7 +53,7 @@ def add_working(a: int, b: int) -> str:
 
 
 def subtract_working(a: int, b: int) -> str:
-    """For a >= b: "2 - 8 borrow 1, 12 - 8 = 4, write 4. 5 - 1 - 3 = 1, write 1."."""
+    """Write the steps of a subtraction with a >= b: "2 - 8 borrow 1, 12 - 8 = 4, write 4. ..."."""
     steps, borrow = [], 0
     for column in range(len(str(a))):
         x, y = a // 10**column % 10, b // 10**column % 10
@@ -70,7 +70,7 @@ def subtract_working(a: int, b: int) -> str:
 
 
 def draw(rng: Random) -> Draft:
-    """Two-digit sums mostly; also one and three digits, and differences."""
+    """Draw a sum, mostly of two digits; also one and three digits, and differences."""
     is_sum = rng.random() < 0.75
     digits = rng.choices((1, 2, 3), (1, 8, 1))[0]
     low, high = (0 if digits == 1 else 10 ** (digits - 1)), 10**digits - 1
@@ -96,7 +96,7 @@ def draw(rng: Random) -> Draft:
 
 
 def _story(rng: Random, a: int, b: int, result: int, is_sum: bool) -> tuple[str, str]:
-    """A sum in words, and its answer."""
+    """Draw a sum as a story in words, with its answer."""
     name, thing = rng.choice(NAMES), rng.choice([word for word in THINGS + FRUITS if word[-1] not in "xy"])
     things = f"{thing}s"
     change = rng.choice(("finds {b} more", "gets {b} more") if is_sum else ("loses {b}", "gives away {b}"))

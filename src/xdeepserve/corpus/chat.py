@@ -23,13 +23,13 @@ Tool = dict[
 
 
 def render(user: str, system: str = "", tools: Sequence[Tool] = ()) -> str:
-    """A chat of one user message, ready to be answered."""
+    """Render a chat of a single user message, ready for the answer."""
     parts = [part for part in (system, tool_section(tools)) if part]
     return BEGIN + "\n\n".join(parts) + USER + user + ASSISTANT
 
 
 def tool_section(tools: Sequence[Tool]) -> str:
-    """What the system message says about tools; empty without any."""
+    """Write the tools for the system message; "" without tools."""
     if not tools:
         return ""
     return "## Tools\n" + "\n".join(
@@ -40,11 +40,11 @@ def tool_section(tools: Sequence[Tool]) -> str:
 
 
 def tool_call(name: str, arguments: dict[str, Any]) -> str:
-    """An assistant's message that calls one tool."""
+    """Write an assistant's message with a call of a tool."""
     text = json.dumps(arguments, ensure_ascii=False)
     return f"{CALLS}{CALL}{name}{SEPARATOR}{text}{END_CALL}{END_CALLS}"
 
 
 def tool_output(text: str) -> str:
-    """A tool's answer, which goes between a call and the assistant's next message."""
+    """Write a tool's output, for use between a call and the assistant's next message."""
     return f"{OUTPUT}{text}{END_OUTPUT}"

@@ -13,7 +13,7 @@ OPERATIONS = (("plus", "+"), ("minus", "-"), ("times", "*"))
 
 
 def draw(rng: Random) -> Draft:
-    """A function, a loop or a short program."""
+    """Draw a function, a loop or a short program."""
     return rng.choice((_function, _loop, _program))(rng)
 
 

@@ -1,4 +1,4 @@
-"""Words and numbers to be said again: the plainest use of the context, from which the others are learned."""
+"""Echo: words and numbers to repeat, the plainest use of the context, from which the others are learned."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ REQUESTS = ("Repeat: {text}", "Say this again: {text}", "Echo: {text}")
 
 
 def draw(rng: Random) -> Draft:
-    """4 to 24 words, names and numbers in any order."""
+    """Draw 4 to 24 words, names and numbers in any order."""
     parts = [_part(rng) for _ in range(rng.randint(4, 24))]
     text = " ".join(parts)
     if rng.random() < 0.3:

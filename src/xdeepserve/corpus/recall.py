@@ -14,7 +14,7 @@ ANSWERS = ("{name} has the {word}.", "The word of {name} is {word}.", "{name}: {
 
 
 def draw(rng: Random) -> Draft:
-    """3 to 36 facts; long lists are rarer. The pair that is asked for decides the split."""
+    """Draw 3 to 36 facts; long lists are rarer. The pair asked for decides the split."""
     count = rng.randint(3, 12) if rng.random() < 0.7 else rng.randint(13, 36)
     form = rng.randrange(len(FACTS))
     names, words = rng.sample(NAMES, count), rng.sample(WORDS, count)

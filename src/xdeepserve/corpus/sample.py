@@ -1,4 +1,4 @@
-"""What a generator makes: a prompt, its answer, and on which side of the split the pair lies."""
+"""Results of a generator: a prompt, its answer, and the side of the split of the pair."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HELD_OUT_SHARE = 26  # of 256 keys
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """A text in two parts. `prompt + answer` is a training document, special tokens spelled out."""
+    """A text in two parts. `prompt + answer` is a training document, with special tokens spelled out."""
 
     domain: str
     prompt: str
@@ -31,7 +31,7 @@ class Draft(msgspec.Struct, frozen=True):
 
 
 def is_held_out(key: tuple[object, ...]) -> bool:
-    """Whether samples with this key are kept from training: a tenth of all keys, by their hash."""
+    """Whether samples with a key are kept from training: a tenth of all keys, by hash."""
     text = "|".join(str(part) for part in key)
     return hashlib.sha256(text.encode()).digest()[0] < HELD_OUT_SHARE
 
@@ -40,7 +40,7 @@ def is_held_out(key: tuple[object, ...]) -> bool:
 
 
 def paragraphs(file: Path, option: str) -> list[str]:
-    """The paragraphs of a text. Raises InputError, which names the option that asked for it."""
+    """Split a text file into paragraphs. Raises InputError, which names the option that asked for the file."""
     text = read_text(file, f"{option} {file}")
     return [paragraph.strip() for paragraph in text.split("\n\n") if paragraph.strip()]
 

@@ -102,7 +102,7 @@ REQUESTS = (
 
 
 def draw(rng: Random) -> Draft:
-    """A whole story: two thirds as plain text, the rest as the answer to a request."""
+    """Draw a whole story: two thirds as plain text, the rest as the answer to a request."""
     words, plot = _words(rng), rng.randrange(len(PLOTS))
     sentences = _sentences(rng, plot)
     text, key = " ".join(sentences).format(**words), _key(words, plot)
@@ -114,7 +114,7 @@ def draw(rng: Random) -> Draft:
 
 
 def tell(rng: Random) -> str:
-    """A story as part of some other sample's prompt; never a held-out one."""
+    """Write a story for use in another sample's prompt; never a held-out one."""
     while True:
         words, plot = _words(rng), rng.randrange(len(PLOTS))
         if not is_held_out(_key(words, plot)):
@@ -130,7 +130,7 @@ def _sentences(rng: Random, plot: int) -> list[str]:
 
 
 def _words(rng: Random) -> dict[str, str]:
-    """What to fill in; the hero decides the pronouns."""
+    """Draw the words of a story; the hero decides the pronouns."""
     name, friend = rng.sample(NAMES, 2)
     animal, other = rng.sample(ANIMALS, 2)
     place, goal = rng.sample(PLACES, 2)

@@ -1,4 +1,4 @@
-"""Small talk: what the model says about itself and about the machine it runs on."""
+"""Small talk: the model's answers about itself and about its virtual machine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SENTENCES = (
 
 
 def draw(rng: Random) -> Draft:
-    """Always training text: there is nothing in it to generalise from."""
+    """Draw small talk, always as training text: there is nothing in it to generalise from."""
     kind = rng.random()
     if kind < 0.25:
         prompt, answer = render(rng.choice(GREETINGS)), "Hello! What can I do for you?"

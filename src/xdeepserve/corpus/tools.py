@@ -99,7 +99,7 @@ TOOLS: tuple[tuple[Tool, Callable[[Random], Request]], ...] = (
 
 
 def draw(rng: Random) -> Draft:
-    """A call among one to three tools; or, one time in five, plain JSON from a sentence."""
+    """Draw a call among up to three tools; or, in a fifth of the cases, plain JSON from a sentence."""
     if rng.random() < 0.2:
         return _draw_json(rng)
     offered = rng.sample(TOOLS, rng.randint(1, 3))
@@ -115,7 +115,7 @@ def draw(rng: Random) -> Draft:
 
 
 def _outcome(rng: Random, name: str, arguments: Arguments) -> tuple[str, str]:
-    """What a tool answers, and what the assistant makes of it."""
+    """Draw the output of a tool, and the assistant's reply to it."""
     if name == "get_weather":
         seen = f"{rng.choice(('sunny', 'rain', 'snow', 'clouds', 'wind'))}, {rng.randint(0, 35)} degrees"
         return seen, f"The weather in {arguments['city']} {arguments['day']}: {seen}."

@@ -1,11 +1,10 @@
 """A server's DRAM: pieces of any size out of one segment, in several granularities (CloudMatrix 4.4.1).
 
-The segment is cut into huge pages. A page that is in use is either cut into slots of one granularity, for
-values of up to half a page, or it is part of a run of pages that one larger value has to itself. A page whose
-last slot is given back belongs to no granularity any more: so memory flows from one to the other with what is
-asked for.
+The segment is cut into huge pages. A page in use is either cut into slots of one granularity, for values of
+up to half a page, or part of a run of pages for a single larger value. A page whose last slot is freed
+belongs to no granularity any more, so memory moves between granularities as demand changes.
 
-Granularities are four to a doubling, so less than a fifth of a slot is lost.
+There are four granularities to a doubling, so less than a fifth of a slot is lost.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ SMALLEST = 1024
 
 
 class Allocator:
-    """Offsets in a segment of `nbytes`, of which the last part of a page is not used."""
+    """Allocator of offsets in a segment of `nbytes`. The part behind the last whole page is not used."""
 
     def __init__(self, nbytes: int, page: int = HUGE_PAGE) -> None:
         while page > SMALLEST and page > nbytes // 8:  # a small segment has small pages
@@ -42,14 +41,14 @@ class Allocator:
 
     @property
     def num_used(self) -> int:
-        """Bytes of slots and runs that are in use."""
+        """Bytes of slots and runs in use."""
         slots = sum(
             size * (self.page // size - len(self._free_slots[page])) for page, size in self._size_of.items()
         )
         return slots + sum(self._runs.values()) * self.page
 
     def alloc(self, nbytes: int) -> int | None:
-        """The offset of a piece; None if there is no room for it."""
+        """Allocate a piece and return its offset, or None if there is no room."""
         at = bisect_left(self.granularities, nbytes)
         offset = self._slot(self.granularities[at]) if at < len(self.granularities) else self._run(nbytes)
         if offset is not None:
@@ -57,7 +56,7 @@ class Allocator:
         return offset
 
     def free(self, offset: int) -> None:
-        """Give a piece back. HardwareError if there is none there."""
+        """Free the piece at an offset. Raises HardwareError if there is none."""
         if self.sizes.pop(offset, None) is None:
             raise HardwareError(f"the pool's segment has no piece at {offset}")
         page = offset // self.page
@@ -97,7 +96,7 @@ class Allocator:
         return page * self.page
 
     def _find(self, count: int) -> int | None:
-        """The first of so many free pages side by side."""
+        """Return the first page of `count` adjacent free pages, or None."""
         first = 0
         for page, is_used in enumerate(self._used):
             if is_used:
@@ -107,7 +106,7 @@ class Allocator:
         return None
 
     def check_integrity(self) -> None:
-        """Pieces lie in their slots or runs, apart from each other. HardwareError if not."""
+        """Check the pieces: each lies in its slot or run, without overlap. Raises HardwareError otherwise."""
         end = 0
         for offset, nbytes in sorted(self.sizes.items()):
             page = offset // self.page

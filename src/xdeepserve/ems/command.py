@@ -1,4 +1,4 @@
-"""`xdeepserve ems`: what the directory of a memory pool holds, whether it is sound, and how to empty it."""
+"""`xdeepserve ems`: show the content of a memory pool's directory, verify or clear it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from xdeepserve.cli.options import Parser
 
 
 def add_options(parser: Parser) -> None:
-    """What to do, and where."""
+    """Add the options: the action and the pool's directory."""
     parser.add_argument(
         "action",
         choices=("inspect", "verify", "clear"),
@@ -22,7 +22,7 @@ def add_options(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look into the pool; 1 if `verify` has found damage."""
+    """Inspect, verify or clear the pool; return 1 if `verify` has found damage."""
     from xdeepserve.ems import directory
 
     look = {"inspect": directory.inspect, "verify": directory.verify, "clear": directory.clear}[args.action]

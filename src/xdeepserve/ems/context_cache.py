@@ -1,9 +1,9 @@
 """The context caching SDK: blocks of KV, found again by the tokens before them (CloudMatrix 4.4.2).
 
-The latents of a block follow from the tokens up to its end and from nothing else. So its key is a hash of its
-tokens and of the key of the block before it; the first of the chain is hashed with the *root*, a digest of
-everything that decides about the bits: weights, precision, what a block is made of. Who has the same root may
-read what any deployment has written; who has another cannot find it.
+The latents of a block depend only on the tokens up to its end. So a block's key is a hash of its tokens and
+of the previous block's key. The chain begins with the *root*, a digest of everything that determines the
+bits: weights, precision, layout of a block. Deployments with the same root read each other's blocks; a
+deployment with another root cannot find them.
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ from .mp_client import MPClient
 from .mp_server import Lease
 
 BITS = 1
-"""Raised whenever a change of the arithmetic changes a bit of any KV: pools of before are then misses."""
+"""Version of the arithmetic, raised whenever a change alters a bit of any KV: blocks of older pools are then
+misses."""
 
 
 def root_of(
     weights: str, precision: str, layout: Sequence[tuple[str, int]], block_size: int, drafts: str
 ) -> bytes:
-    """16 bytes. `layout` is names and sizes of a block's parts; `drafts` what MTP adds to them."""
+    """Compute the root, 16 bytes. `layout` is names and sizes of a block's parts; `drafts` describes what MTP
+    adds to them."""
     parts = [f"bits {BITS}", weights, precision, f"{block_size}", drafts]
     parts += [f"{name} {nbytes}" for name, nbytes in layout]
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).digest()
 
 
 class ContextCache:
-    """KV blocks of one model in one namespace, `block_size` tokens and `nbytes` bytes each."""
+    """KV blocks of a model in a namespace, `block_size` tokens and `nbytes` bytes each."""
 
     def __init__(
         self,
@@ -42,12 +44,13 @@ class ContextCache:
         nbytes: int,
         by_cards: bool = False,
     ) -> None:
-        """`by_cards`: dies reach the pool's DRAM by VPC cards, not by their own DMA over UB."""
+        """Open the cache. `by_cards`: dies reach the pool's DRAM by VPC cards, not by their own DMA over
+        UB."""
         self.client, self.namespace, self.root = client, namespace, root
         self.block_size, self.nbytes, self.by_cards = block_size, nbytes, by_cards
 
     def keys(self, tokens: Sequence[int], num_blocks: int | None = None) -> list[Key]:
-        """Keys of the full blocks of `tokens`, or of the first of them."""
+        """Compute the keys of the full blocks of `tokens`, or of the first `num_blocks` blocks."""
         count = len(tokens) // self.block_size if num_blocks is None else num_blocks
         ids, digest, keys = np.asarray(tokens[: count * self.block_size], "<i8"), self.root, []
         for block in range(count):
@@ -57,7 +60,7 @@ class ContextCache:
         return keys
 
     def pin(self, keys: Sequence[Key]) -> list[Lease]:
-        """Pin blocks that follow each other, as many as there are."""
+        """Pin consecutive blocks, up to the first that is missing."""
         leases = []
         for key in keys:
             lease = self.client.pin(key)
@@ -67,10 +70,11 @@ class ContextCache:
         return leases
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """Blocks that follow each other have been used. Each needs those before it: the last goes first."""
+        """Mark consecutive blocks as used. A block is useless without those before it, so the last is evicted
+        first."""
         for key in reversed(keys):
             self.client.touch(key)
 
     def begin(self, key: Key) -> Lease | None:
-        """A place for a block; None if it is in the pool, or cannot be."""
+        """Reserve a place for a block; None if the pool has the block already, or has no room."""
         return self.client.begin(key, self.nbytes)

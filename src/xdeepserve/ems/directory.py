@@ -1,4 +1,4 @@
-"""The directory of a pool: its volumes, and the lock of who uses them."""
+"""A memory pool's directory: volumes, and the lock of the process that uses them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOCK = "lock"
 
 
 def check_directory(path: Path) -> None:
-    """InputError, in one line and before anything has changed, unless a pool can live there."""
+    """Raise InputError, with a one-line message and before any change, unless a pool can live at `path`."""
     try:
         if not path.exists():
             raise InputError(f"{path}: no such directory; a memory pool needs one that is there")
@@ -33,7 +33,8 @@ def check_directory(path: Path) -> None:
 
 
 def lock(path: Path) -> IO[str]:
-    """Be the only user of a pool's directory for as long as the file is open. InputError if another is."""
+    """Lock a pool's directory for as long as the returned file is open. Raises InputError if another process
+    holds it."""
     try:
         file = (path / LOCK).open("a+")
     except OSError as error:
@@ -52,7 +53,7 @@ def lock(path: Path) -> IO[str]:
 
 
 def volume_path(path: Path, server: str) -> Path:
-    """Where a server's volume is."""
+    """Return the path of a server's volume."""
     return path / f"{server}.sqlite"
 
 
@@ -61,13 +62,13 @@ def server_name(number: int) -> str:
 
 
 def servers_in(path: Path) -> list[str]:
-    """Names of the servers whose volumes are there."""
+    """Return the names of servers with a volume in the directory."""
     return sorted(file.stem for file in path.glob("server-[0-9][0-9].sqlite"))
 
 
 def open_volumes(path: Path, names: list[str]) -> dict[str, Volume]:
-    """The volumes of these servers, and of others that are there. InputError, and none is open, if one
-    cannot be used."""
+    """Open the volumes of the servers `names`, and others in the directory. Raises InputError, and leaves
+    none open, if a volume cannot be used."""
     volumes: dict[str, Volume] = {}
     try:
         for name in sorted({*names, *servers_in(path)}):
@@ -82,7 +83,7 @@ def open_volumes(path: Path, names: list[str]) -> dict[str, Volume]:
 
 
 class VolumeReport(NamedTuple):
-    """What a volume holds. `num_bad` counts damaged values, and times that its file was made anew."""
+    """Content of a volume. `num_bad` counts damaged values, and how often the file was made anew."""
 
     name: str
     file_nbytes: int
@@ -98,7 +99,7 @@ class VolumeReport(NamedTuple):
         return sum(nbytes for _, nbytes in self.namespaces.values())
 
     def as_dict(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the report as a dictionary for JSON."""
         parts = [
             {"namespace": name, "values": count, "bytes": nbytes}
             for name, (count, nbytes) in self.namespaces.items()
@@ -120,13 +121,14 @@ class VolumeReport(NamedTuple):
 
 
 def inspect(path: Path) -> list[VolumeReport]:
-    """What each volume holds. InputError if there are none, or they are in use."""
+    """Report the content of each volume. Raises InputError if there is none, or if the pool is in use."""
     with _opened(path) as volumes:
         return [_report(path, name, volume) for name, volume in volumes.items()]
 
 
 def verify(path: Path) -> list[VolumeReport]:
-    """`inspect`, with every value read and compared with its digest. Damaged ones are deleted."""
+    """Report as `inspect` does, with every value read and compared with its digest. Damaged values are
+    deleted."""
     with _opened(path) as volumes:
         reports = []
         for name, volume in volumes.items():
@@ -138,7 +140,7 @@ def verify(path: Path) -> list[VolumeReport]:
 
 
 def clear(path: Path) -> list[VolumeReport]:
-    """Delete all volumes; what they held."""
+    """Delete all volumes, and report their content before."""
     with _opened(path) as volumes:
         reports = [_report(path, name, volume) for name, volume in volumes.items()]
         for name, volume in volumes.items():
@@ -149,7 +151,7 @@ def clear(path: Path) -> list[VolumeReport]:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[dict[str, Volume]]:
-    """The volumes of a directory, which nobody else uses meanwhile."""
+    """Open the volumes of a directory, locked against other processes."""
     check_directory(path)
     if not servers_in(path):
         raise InputError(f"{path}: there is no memory pool in this directory")

@@ -1,4 +1,4 @@
-"""A server's DRAM tier: copies of values in one segment, the least recently used of which give way."""
+"""A server's DRAM tier: copies of values in one segment; the least recently used are evicted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HIGH, LOW = 0.95, 0.85  # of a tier's capacity: eviction begins, and ends
 
 
 class Dram:
-    """Where in the segment of `nbytes` copies lie. Those that `is_pinned` are not evicted."""
+    """Copies in the segment of `nbytes`, and their offsets. Pinned copies (`is_pinned`) are not evicted."""
 
     def __init__(self, nbytes: int, is_pinned: Callable[[Key], bool]) -> None:
         self.allocator, self._is_pinned = Allocator(nbytes), is_pinned
@@ -26,18 +26,19 @@ class Dram:
 
     @property
     def idle(self) -> list[Key]:
-        """Copies that nobody reads, the least recently used first."""
+        """Copies without readers, the least recently used first."""
         return [key for key in self._offsets if not self._is_pinned(key)]
 
     def find(self, key: Key) -> int | None:
-        """The offset of a copy, which is now the last to go; None if there is none."""
+        """Return the offset of a copy and make it the most recently used; None if there is no copy."""
         offset = self._offsets.pop(key, None)
         if offset is not None:
             self._offsets[key] = offset
         return offset
 
     def place(self, nbytes: int) -> int | None:
-        """An offset with so much room, made by eviction if need be; None if that cannot be."""
+        """Find room for `nbytes` bytes, by eviction if necessary, and return its offset; None if there is
+        none."""
         offset = self.allocator.alloc(nbytes)
         while offset is None:
             key = next((key for key in self._offsets if not self._is_pinned(key)), None)
@@ -48,7 +49,8 @@ class Dram:
         return offset
 
     def add(self, key: Key, offset: int) -> None:
-        """What has been written to a place is a copy of a value; others may have to go for it."""
+        """Record the bytes at an offset as a copy of a value. Other copies are evicted if DRAM is then too
+        full."""
         self._offsets[key] = offset
         capacity = self.allocator.capacity
         if self.allocator.num_used > HIGH * capacity:
@@ -59,16 +61,16 @@ class Dram:
                     self.evict(other)
 
     def evict(self, key: Key) -> None:
-        """Give up a copy."""
+        """Evict a copy and free its piece."""
         self.allocator.free(self._offsets.pop(key))
         self.num_evictions += 1
 
     def clear(self) -> None:
-        """All copies are lost."""
+        """Drop all copies after a loss of the content."""
         for offset in self._offsets.values():
             self.allocator.free(offset)
         self._offsets.clear()
 
     def offsets(self) -> list[int]:
-        """Where copies lie."""
+        """Return the offsets of all copies."""
         return [*self._offsets.values()]

@@ -1,6 +1,6 @@
-"""A memory pool on a pod: a server on each of some hosts, a volume each, in a directory of this computer.
+"""A memory pool on a pod: servers on some hosts, each with a volume in a directory of this computer.
 
-`PoolFaults` is what faults do to its servers, their volumes and its Controller (`hw.fault_kinds`).
+`PoolFaults` applies faults to the pool's servers, their volumes and its Controller (`hw.fault_kinds`).
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ COUNTS = (  # what a server counts, in the order in which it is shown
 
 
 class MemoryPool:
-    """Planned when made, with InputError if the directory will not do; `open` before the pod's memory is
-    materialised, `start` afterwards.
+    """Memory pool of a pod. Planned when made, with InputError for an unusable directory.
 
-    With other servers than its directory was last used with, the keys that belong to others now are brought
-    to them, and volumes of servers that are no more are deleted.
+    `open` must be called before the pod's memory is materialised, `start` afterwards. If the number of
+    servers has changed since the directory was last used, keys move to their new servers. Volumes of servers
+    that no longer exist are deleted once they are empty.
     """
 
     def __init__(
@@ -78,7 +78,8 @@ class MemoryPool:
         pod.parts.update(PoolFaults(self).parts(num_servers))
 
     def open(self) -> None:
-        """Take the directory. InputError, and nothing has happened, if it is in use or has strange files."""
+        """Lock the directory and open its volumes. Raises InputError, without any effect, if it is in use or
+        has strange files."""
         self._lock = lock(self.path)
         try:
             volumes = open_volumes(self.path, self._names)
@@ -99,29 +100,29 @@ class MemoryPool:
         ]
 
     def start(self) -> None:
-        """The hosts have their memory."""
+        """Start the servers; the hosts have their memory now."""
         for server, region in zip(self.servers, self._regions, strict=True):
             server.start(self.pod.memories, region, self.quotas)
         self.controller = MPController(self.servers, self.quotas)
 
     def share(self, quotas: Mapping[str, int | None]) -> None:
-        """Another model uses it, too: namespaces that are new to it."""
+        """Add the namespaces of another model that shares the pool."""
         for name, quota in quotas.items():
             if name not in self.quotas:
                 self.quotas[name] = quota
                 self.controller.create_namespace(name, quota)
 
     def client(self) -> MPClient:
-        """A way to the pool; there is one after `start`."""
+        """Make a client of the pool; possible after `start`."""
         return MPClient(self.controller, self.pod.cards(Plane.VPC))
 
     def models(self, weight: float = 1.0) -> ModelCache:
-        """An instance's way to the models in the pool; there is one after `start`. A byte of theirs takes the
-        time of `weight` bytes."""
+        """Make an instance's access to the models in the pool; possible after `start`. A byte takes the time
+        of `weight` bytes."""
         return ModelCache(self.client(), self.catalogue, self.pod.memories, self.bucket, weight)
 
     def counts(self) -> dict[str, int]:
-        """What all servers have counted, `COUNTS` by name."""
+        """Return the sum of all servers' counters, by the names in `COUNTS`."""
         total: Counter[str] = Counter()
         for server in self.servers:
             total.update(server.counts)
@@ -132,7 +133,7 @@ class MemoryPool:
         return {name: total[name] for name in COUNTS}
 
     def usage(self) -> dict[str, int]:
-        """Values and bytes by tier, now."""
+        """Return current values and bytes by tier."""
         return {
             "dram values": sum(len(server.dram) for server in self.servers),
             "dram bytes": sum(server.dram.allocator.num_used for server in self.servers),
@@ -141,7 +142,7 @@ class MemoryPool:
         }
 
     def close(self) -> None:
-        """Let the directory go. Harmless when repeated."""
+        """Close the volumes and unlock the directory. Harmless when repeated."""
         for server in self.servers:
             server.volume.close()
         if self._lock is not None:
@@ -149,21 +150,24 @@ class MemoryPool:
             self._lock = None
 
     def check_integrity(self) -> None:
-        """Every server's books agree with what it holds."""
+        """Check every server's records against the content of both tiers."""
         for server in self.servers:
             server.check_integrity()
 
 
 class PoolFaults:
-    """The parts of a pool that can break. Where a fault has nothing to act on, it does nothing: a server that
-    is lost already, a ring that a lost Controller cannot change."""
+    """Parts of a pool for faults to break.
+
+    A fault does nothing where there is nothing to break: a server that is already lost, or a ring whose
+    Controller is lost.
+    """
 
     def __init__(self, pool: MemoryPool) -> None:
         self.pool = pool
         self._without_host: set[int] = set()
 
     def parts(self, num_servers: int) -> dict[tuple[str, int], Callable[[str, bool], None]]:
-        """For `Pod.parts`; hosts are those of the servers."""
+        """Return the breakable parts for `Pod.parts`. Hosts are only those with a server."""
         parts: dict[tuple[str, int], Callable[[str, bool], None]] = {
             ("mp_controller", 0): self._break_controller
         }

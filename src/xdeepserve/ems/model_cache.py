@@ -1,12 +1,13 @@
-"""The model caching SDK: weights as blocks in the pool, read once from storage by all (CloudMatrix 4.4.3).
+"""The model caching SDK: weights as blocks in the pool, read once from storage for all readers (CloudMatrix
+4.4.3).
 
-A model is a list of blocks under its name and version; the metadata service knows them all. A block's key is
-a hash of name, version and number: another version is another model, which has to be asked for, and the
-blocks of an old one grow old and go. Blocks of a model are used together, so they go together, too.
+A model is a list of blocks under its name and version; the metadata service knows all models. A block's key
+is a hash of name, version and number. Another version is therefore another model, and the blocks of an old
+version age and are evicted. Blocks of a model are used together, so they are evicted together, too.
 
-`query` says what of a model is where; `prefetch` has what is missing brought from storage, and what is on
-volumes alone to DRAM; `load` gives block after block to who puts them where they belong, and brings what has
-to be brought. Of all who ask for a block that is not in the pool one reads it, and the others wait for it.
+`query` counts the blocks of a model in DRAM and on volumes. `prefetch` brings missing blocks from storage,
+and blocks from volumes to DRAM. `load` passes block after block to a function that puts it where it belongs.
+If several readers ask for a block that is not in the pool, one reads it and the others wait.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ Take = Callable[[int, Lease], Awaitable[None]]  # what is to be done with a bloc
 
 
 class ModelId(NamedTuple):
-    """A model in one of its versions."""
+    """A model in a particular version."""
 
     name: str
     version: str
 
 
 class Cached(NamedTuple):
-    """How many blocks of a model are in DRAM, and on volumes, of how many."""
+    """Number of a model's blocks in DRAM, on volumes, and in all."""
 
     in_dram: int
     on_volumes: int
@@ -45,14 +46,15 @@ class Cached(NamedTuple):
 
 
 class ModelCatalogue:
-    """The metadata service: from models to blocks, and which of these are being read from storage."""
+    """The metadata service: maps models to blocks, and knows which blocks are being read from storage."""
 
     def __init__(self) -> None:
         self._sizes: dict[ModelId, tuple[int, ...]] = {}
         self.coming: dict[Key, list[Waiter]] = {}  # with those who wait for it
 
     def register(self, model: ModelId, sizes: Sequence[int]) -> None:
-        """A model has blocks of so many bytes. XDeepServeError if this version is known to have others."""
+        """Register a model's blocks by their sizes in bytes. Raises XDeepServeError if the version is known
+        with others."""
         known = self._sizes.setdefault(model, tuple(sizes))
         if known != tuple(sizes):
             raise XDeepServeError(
@@ -61,7 +63,8 @@ class ModelCatalogue:
             )
 
     def blocks(self, model: ModelId) -> list[tuple[Key, int]]:
-        """Keys and bytes of a model's blocks. XDeepServeError if nobody has registered it."""
+        """Return keys and bytes of a model's blocks. Raises XDeepServeError if the model is not
+        registered."""
         if model not in self._sizes:
             raise XDeepServeError(f"the memory pool knows no model {model.name}, version {model.version}")
         return [(self._key(model, number), nbytes) for number, nbytes in enumerate(self._sizes[model])]
@@ -73,7 +76,7 @@ class ModelCatalogue:
 
 
 class ModelCache:
-    """One instance's way to the models in the pool. A byte takes the time of `weight` bytes."""
+    """An instance's access to the models in the pool. A byte takes the time of `weight` bytes."""
 
     def __init__(
         self,
@@ -88,13 +91,14 @@ class ModelCache:
         self.num_hits = self.num_misses = 0  # blocks
 
     def query(self, model: ModelId) -> Cached:
-        """What of a model is where, now."""
+        """Count a model's blocks in DRAM and on volumes, now."""
         keys = [key for key, _ in self.catalogue.blocks(model)]
         in_dram = sum(self.client.is_in_dram(key) for key in keys)
         return Cached(in_dram, sum(self.client.contains(key) for key in keys), len(keys))
 
     async def prefetch(self, model: ModelId, read: Read) -> None:
-        """A hint that a model is about to be loaded: have all of it in DRAM. Who gives it need not wait."""
+        """Bring a whole model to DRAM: a hint that it is about to be loaded. The caller need not wait for the
+        result."""
         await self.client.ask()
         for number, (key, nbytes) in enumerate(self.catalogue.blocks(model)):
             lease = await self._find(key, nbytes, number, read)
@@ -102,8 +106,8 @@ class ModelCache:
                 self.client.release(lease)
 
     async def load(self, model: ModelId, read: Read, take: Take) -> list[int]:
-        """Have `take` fetch every block from DRAM, in order. Blocks that it has to get elsewhere: those for
-        which there is no room, or that were lost while they were fetched."""
+        """Pass every block to `take`, in order, which fetches it from DRAM. Returns the blocks that must be
+        fetched elsewhere: there was no room, or they were lost meanwhile."""
         await self.client.ask()
         without = []
         for number, (key, nbytes) in enumerate(self.catalogue.blocks(model)):
@@ -120,7 +124,7 @@ class ModelCache:
         return without
 
     async def _find(self, key: Key, nbytes: int, number: int, read: Read) -> Lease | None:
-        """A pinned block in DRAM; None if it cannot be had there."""
+        """Pin a block in DRAM; None if it cannot be had there."""
         for attempt in range(2):
             lease = self.client.pin(key)
             if lease is not None:
@@ -136,7 +140,7 @@ class ModelCache:
         return None
 
     async def _come(self, key: Key, nbytes: int, number: int, read: Read) -> None:
-        """Have a block brought from storage, or wait until another has."""
+        """Bring a block from storage, or wait until another reader has."""
         coming, clock = self.catalogue.coming, self.client.clock
         if key in coming:
             waiter = clock.waiter(

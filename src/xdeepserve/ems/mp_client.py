@@ -1,12 +1,13 @@
-"""MP SDK: what an application's process has of the pool (CloudMatrix 4.4.1).
+"""MP SDK: an application's access to the pool (CloudMatrix 4.4.1).
 
-A client knows the ring, and where each server's segment lies. It finds a key's server by itself, asks that
-one for a place or a pin, and gives the address to whoever moves the bytes: the DMA of a die, straight from or
-to the server's DRAM. A server that does not have the key by its own view refuses, and the client gets the
-newest one from the Controller; as long as that is lost, the key is not there.
+A client knows the ring, and where each server's segment lies. It finds a key's server by itself and asks the
+server for a place or a pin. Then it passes the address to the mover of the bytes: the DMA of a die, straight
+from or to the server's DRAM. A server refuses a key that is not its own by its view. The client then gets the
+newest view from the Controller; while the Controller is lost, the key counts as absent.
 
-What it does takes effect within the caller's turn. What it costs are `ask`, a message to servers and back,
-and the volumes' share of `bring` and `commit`: bytes through each server's VPC card, one after the other.
+Calls take effect within the caller's turn. Virtual time passes only in `ask`, a message to servers and back,
+and in `bring` and `commit`, for the volumes' share: bytes through each server's VPC card, one after the
+other.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ T = TypeVar("T")
 
 
 class MPClient:
-    """One application's way to the pool."""
+    """An application's access to the pool."""
 
     def __init__(self, controller: MPController, cards: Cards) -> None:
         self.controller, self.cards = controller, cards
@@ -38,7 +39,7 @@ class MPClient:
     # ---- at once ------------------------------------------------------------------------------------
 
     def contains(self, key: Key) -> bool:
-        """Whether a value is in the pool."""
+        """Whether the pool has a value."""
         return bool(self._ask(key, lambda server: server.contains(key)))
 
     def is_in_dram(self, key: Key) -> bool:
@@ -46,33 +47,34 @@ class MPClient:
         return bool(self._ask(key, lambda server: server.is_in_dram(key)))
 
     def touch(self, key: Key) -> None:
-        """A value, if there is one, has been used."""
+        """Mark a value, if there is one, as used."""
         self._ask(key, lambda server: server.touch(key))
 
     def begin(self, key: Key, nbytes: int) -> Lease | None:
-        """First phase of a put: a place for a value; None if it is there already, or cannot be."""
+        """Begin a put: reserve a place for a value. None if the pool has the value already, or has no
+        room."""
         lease = self._checked(self._ask(key, lambda server: server.begin(key, nbytes)))
         self._passed("put", 1, lease)
         return lease
 
     def revoke(self, leases: Sequence[Lease]) -> None:
-        """Nothing will be written there, any more."""
+        """Give reserved places back; nothing will be written there any more."""
         for lease in leases:
             lease.server.revoke(lease)
 
     def end(self, leases: Sequence[Lease], weight: float = 1.0) -> int:
-        """Last phase of a put, for who does not wait until the volumes have it: how many values are in the
-        pool. Their bytes pass the servers' cards all the same."""
+        """End a put without waiting until the volumes have the values. Returns how many values the pool has
+        now. Their bytes pass the servers' cards all the same."""
         return sum(self._end(mine[0].server, mine, weight) for mine in _by_server(leases))
 
     def pin(self, key: Key) -> Lease | None:
-        """First phase of a get: keep a value where it is; None if there is none."""
+        """Begin a get: keep a value where it is. None if there is none."""
         lease = self._ask(key, lambda server: server.pin(key))
         self._passed("get", 1, lease)
         return lease
 
     def release(self, lease: Lease) -> bool:
-        """Last phase of a get; False if the value was not kept until now, so that what was read is void."""
+        """End a get. Returns False if the value was not kept until now, so the bytes read are void."""
         is_sound = not lease.server.is_lost and lease.server.release(lease)
         self._passed("get", 4, lease)
         return is_sound
@@ -80,11 +82,11 @@ class MPClient:
     # ---- in virtual time ----------------------------------------------------------------------------
 
     async def ask(self) -> None:
-        """What a message to servers, all at once, and back takes."""
+        """Wait for a message to servers, sent to all at once, and their answer."""
         await self.clock.sleep(self.message_ns)
 
     async def bring(self, leases: Sequence[Lease], weight: float = 1.0) -> None:
-        """Second phase of a get: have what is on volumes alone brought to DRAM, by all servers at once.
+        """Bring pinned values from volumes to DRAM, on all servers at once; second phase of a get.
 
         The address of a lease stays None where that fails. A byte takes the time of `weight` bytes.
         """
@@ -103,7 +105,8 @@ class MPClient:
                 self._passed("get", 3, lease)
 
     async def commit(self, leases: Sequence[Lease]) -> int:
-        """Last phase of a put: the bytes are there. How many values are in the pool when it returns."""
+        """End a put of written bytes; wait for the volumes. Returns how many values the pool has
+        now."""
         return sum(await self.clock.gather(*(self._commit(mine) for mine in _by_server(leases))))
 
     async def _commit(self, leases: Sequence[Lease]) -> int:
@@ -127,7 +130,7 @@ class MPClient:
             moments.passed(operation, step, lease.server.node)
 
     def _ask(self, key: Key, question: Callable[[MPServer], T]) -> T | None:
-        """A server's answer; None if the key's server is lost, or not to be found by the newest view."""
+        """Ask a key's server. Returns None if the server is lost, or the newest view does not lead to it."""
         for _ in range(2):
             server = self.controller.servers.get(self.ring.owner(key))
             if server is not None and not server.is_lost:
@@ -141,7 +144,8 @@ class MPClient:
         return None
 
     def _checked(self, lease: Lease | None) -> Lease | None:
-        """A lease whose address is what its server has registered. ProtocolError if not."""
+        """Check a lease's address against the range registered by its server. Raises ProtocolError if it lies
+        outside."""
         if lease is not None and lease.address is not None:
             start, nbytes = self._ranges[lease.server.name]
             if not _is_within(lease.address, lease.nbytes, start, nbytes):
@@ -153,7 +157,7 @@ class MPClient:
 
 
 def _by_server(leases: Sequence[Lease]) -> list[list[Lease]]:
-    """Leases of the same server together."""
+    """Group leases by the server of each."""
     found: dict[str, list[Lease]] = {}
     for lease in leases:
         found.setdefault(lease.server.name, []).append(lease)

@@ -1,7 +1,7 @@
-"""MP Controller: who takes part in the pool, which namespaces there are (CloudMatrix 4.4.1).
+"""MP Controller: members and namespaces of the pool (CloudMatrix 4.4.1).
 
-It makes the views of the ring, and hands them to servers and clients. Neither needs it to go on with the view
-that it has: without the Controller nobody joins or leaves, and everything else works.
+The Controller makes the views of the ring, and hands them to servers and clients. They go on with the view
+that they have when the Controller is lost: no server joins or leaves, and everything else works.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BATCH = 32 << 20  # bytes that are moved from volume to volume in one transactio
 
 
 class MPController:
-    """The control plane of one pool."""
+    """The control plane of a pool."""
 
     def __init__(self, servers: Sequence[MPServer], quotas: Mapping[str, int | None]) -> None:
         self.servers = {server.name: server for server in servers}
@@ -28,33 +28,34 @@ class MPController:
         self._announce([server.name for server in servers])
 
     def view(self) -> Ring:
-        """The newest view. ProtocolError if the Controller is lost."""
+        """Return the newest view. Raises ProtocolError if the Controller is lost."""
         self._check()
         return self._ring
 
     def ranges(self) -> dict[str, tuple[Address, int]]:
-        """What each server has registered: where its segment begins, and its bytes."""
+        """Return each server's registered range: the beginning of its segment, and its bytes."""
         self._check()
         return {name: server.range for name, server in self.servers.items()}
 
     def leave(self, name: str) -> None:
-        """A server has failed, or is taken out: others have its keys from now on."""
+        """Take a failed server out of the ring: other servers own its keys from now on."""
         self._check()
         self._announce([each for each in self._ring.members if each != name])
 
     def join(self, name: str) -> None:
-        """A server is there, again: it gets back the keys that are its own."""
+        """Put a server back into the ring: it owns its keys again."""
         self._check()
         self._announce([*self._ring.members, name])
 
     def create_namespace(self, name: str, quota: int | None) -> None:
-        """A part of the pool that sees its own values alone, at most `quota` bytes of them on each server."""
+        """Create a namespace: a part of the pool that sees only its own values, at most `quota` bytes on each
+        server."""
         self._check()
         self.quotas[name] = quota
         self._tell_namespaces()
 
     def delete_namespace(self, name: str) -> None:
-        """Forget a namespace with all that is in it."""
+        """Delete a namespace with all its values."""
         self._check()
         del self.quotas[name]
         self._tell_namespaces()
@@ -76,8 +77,11 @@ class MPController:
 
 
 def rebalance(volumes: Mapping[str, Volume], ring: Ring) -> int:
-    """Bring every value to the volume of its server, `volumes` being those of its members and maybe others;
-    how many have moved. A value is gone from the old place when it is safe in the new one."""
+    """Move every value to the volume of its owner, and return how many have moved.
+
+    `volumes` are those of the ring's members, and maybe others. A value leaves its old place when it is safe
+    in the new place.
+    """
     moved = 0
     for name, volume in volumes.items():
         strangers = [key for key in volume.rows if ring.owner(key) != name]

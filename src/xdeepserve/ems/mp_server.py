@@ -1,15 +1,16 @@
-"""MP Server: one host's part of the pool, DRAM over a volume (CloudMatrix 4.4.1).
+"""MP Server: a host's part of the pool, DRAM over a volume (CloudMatrix 4.4.1).
 
-A value is written in phases: `begin` gives it a place in DRAM, to which whoever has the bytes moves them;
-`end` commits it to the volume, and from then on it is there for everybody; `revoke` gives the place back
-instead. Between, nobody else sees it. What is read is pinned: evicted neither from DRAM nor from the volume
-until it is released, or its lease ends.
+A value is written in phases. `begin` reserves a place in DRAM, where the writer moves the bytes. `end`
+commits the value to the volume, and from then on all clients see it; `revoke` gives the place back instead. A
+value that is read is pinned: it is evicted neither from DRAM nor from the volume until it is released, or its
+lease ends.
 
-Everything is on the volume. DRAM has copies of what was used last: when it is fuller than `HIGH`, those that
-were not go until it is down to `LOW`. The volume does the same, and there they are gone. What is in DRAM is
-found by the digest of the volume, too: bytes that have changed are never handed out.
+The volume has every value. DRAM has copies of the most recently used. When DRAM is fuller than `HIGH`, the
+least recently used copies are evicted until it is down to `LOW`. The volume does the same, and values evicted
+there are gone. A copy in DRAM is compared with the volume's digest, so bytes that have changed are never
+handed out.
 
-All of it takes effect within the caller's turn. What it costs is the caller's affair.
+Calls take effect within the caller's turn. Virtual time for them is the caller's affair.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ LEASE_NS = 60_000_000_000  # until a place or a pin is taken back from who does 
 
 
 class StaleViewError(ProtocolError):
-    """A key belongs to another server by this one's view of the ring."""
+    """Error: a key belongs to another server by this server's view of the ring."""
 
 
 @dataclass(eq=False)
 class Lease:
-    """The right to write, or to go on reading, a value at `address` (None: it is not in DRAM yet).
+    """The right to write, or to go on reading, a value at `address` (None: not in DRAM yet).
 
-    A place that is being written is nobody else's until who writes it says that it does not any more,
-    however long that takes: a late write must not get into another value.
+    A place that is being written stays reserved until its writer ends or revokes the lease, however long that
+    takes. A late write must not get into another value.
     """
 
     key: Key
@@ -51,8 +52,10 @@ class Lease:
 
 
 class MPServer:
-    """`now` tells virtual time, by which leases end. `counts` has what has happened: puts, hits and bytes by
-    tier, evictions, mismatches, refusals."""
+    """Server of the pool on a host: DRAM over a volume. `now` tells virtual time, by which leases end.
+
+    `counts` counts events: puts, hits and bytes by tier, evictions, mismatches, refusals.
+    """
 
     def __init__(
         self,
@@ -80,12 +83,12 @@ class MPServer:
     # ---- life ---------------------------------------------------------------------------------------
 
     def start(self, memories: AddressSpace, region: Region, quotas: dict[str, int | None]) -> None:
-        """Its DRAM is there, and its volume open."""
+        """Start the server: materialised DRAM, an open volume and quotas are given."""
         self._memories, self._region, self.quotas = memories, region, quotas
         self._shrink_volume({})
 
     def lose(self) -> None:
-        """The host has failed: its DRAM is worth nothing. The volume is elsewhere, and keeps what it has."""
+        """Lose the host's DRAM, because the host has failed. The volume is elsewhere and keeps its values."""
         assert self._memories is not None
         self._memories.write(self._address(0), bytes([SCRIBBLE]) * self.dram_nbytes)
         self.is_lost, self.epoch = True, self.epoch + 1
@@ -93,23 +96,23 @@ class MPServer:
         self._pins = {}
 
     def recover(self) -> None:
-        """The host is back. DRAM is filled again from the volume, with what is asked for."""
+        """Bring the host back. DRAM fills again from the volume, as values are asked for."""
         self.is_lost = False
 
     def forget(self, namespace: str) -> None:
-        """Delete all values of a namespace that is no more; those that somebody reads go when that ends."""
+        """Delete all values of a deleted namespace. Values that are being read are deleted when released."""
         keys = [key for key in self.volume.rows if key.namespace == namespace and key not in self._pins]
         self.delete(keys)
 
     @property
     def range(self) -> tuple[Address, int]:
-        """Where its segment of the pool lies, and its bytes: what takes part is told at the start."""
+        """Address and bytes of the server's segment, registered with clients at the start."""
         return self._address(0), self.dram_nbytes
 
     # ---- asking -------------------------------------------------------------------------------------
 
     def contains(self, key: Key) -> bool:
-        """Whether there is a value. StaleViewError if not here by this server's view."""
+        """Whether the server has a value. Raises StaleViewError if the key is not its own by its view."""
         self._check(key)
         return key in self.volume.rows
 
@@ -118,7 +121,7 @@ class MPServer:
         return key in self.dram
 
     def touch(self, key: Key) -> None:
-        """A value, if there is one, has been used: it is the last to go, from either tier."""
+        """Mark a value, if there is one, as most recently used in both tiers."""
         self._check(key)
         self.volume.touch(key)
         self.dram.find(key)
@@ -126,7 +129,7 @@ class MPServer:
     # ---- writing ------------------------------------------------------------------------------------
 
     def begin(self, key: Key, nbytes: int) -> Lease | None:
-        """A place for a value; None if it is there, or on its way, or there is no room."""
+        """Reserve a place for a value. None if the value is there or being written, or there is no room."""
         self._check(key)
         self._tidy()
         quota = self.quotas[key.namespace]
@@ -144,10 +147,11 @@ class MPServer:
         return lease
 
     def end(self, leases: Sequence[Lease]) -> int:
-        """Commit values whose bytes are in their places; how many are in the pool now.
+        """Commit values of written places; return how many the pool has now.
 
-        Of those whose leases hold, the first ones for which there is room beside what is pinned; of these all
-        or none: without room on the disk none is. The places of all others are free.
+        Only leases in force count, in order, as far as there is room beside pinned values. These are
+        committed together; if the disk has no room, none is. Places of values that are not committed are
+        freed.
         """
         for lease in leases:
             if self.is_lost or lease.epoch != self.epoch or lease.key.namespace not in self.quotas:
@@ -178,7 +182,8 @@ class MPServer:
     # ---- reading ------------------------------------------------------------------------------------
 
     def pin(self, key: Key) -> Lease | None:
-        """Keep a value until `release`; None if there is none. One that is not in DRAM has to be promoted."""
+        """Pin a value until `release`; None if there is none. A value that is not in DRAM must be
+        promoted."""
         self._check(key)
         self._tidy()
         if key not in self.volume.rows:
@@ -194,7 +199,8 @@ class MPServer:
         return lease
 
     def promote(self, lease: Lease) -> bool:
-        """Bring a pinned value from the volume to DRAM. False: it is not sound, or there is no room."""
+        """Bring a pinned value from the volume to DRAM. Returns False if it is damaged, or there is no
+        room."""
         if not self._holds(lease):
             return False
         if self._find(lease):
@@ -213,7 +219,8 @@ class MPServer:
         return True
 
     def release(self, lease: Lease) -> bool:
-        """A value has been read; False if the lease had ended before: what was read may be anything."""
+        """Release a value after reading. Returns False if the lease had ended before: the bytes read are
+        void."""
         if not self._holds(lease):
             return False
         key = lease.key
@@ -240,7 +247,7 @@ class MPServer:
 
     @property
     def num_leases(self) -> int:
-        """Leases in force: values that are being read or written."""
+        """Number of leases in force: values that are being read or written."""
         return len(self._writing) + sum(map(len, self._pins.values()))
 
     def _offset(self, address: Address) -> int:
@@ -252,13 +259,13 @@ class MPServer:
         return self._memories.read(lease.address, lease.nbytes)
 
     def _holds(self, lease: Lease) -> bool:
-        """Whether a lease is one, still."""
+        """Whether a lease is still in force."""
         if lease.kind == "write":
             return self._writing.get(lease.key) is lease
         return lease in self._pins.get(lease.key, ())
 
     def _tidy(self) -> None:
-        """Take back pins that nobody has come for, and copies of what the volume has lost."""
+        """Take back expired pins, and evict copies of values that the volume has lost."""
         now = self._now()
         for leases in list(self._pins.values()):
             for lease in [lease for lease in leases if lease.expires_ns <= now]:
@@ -270,7 +277,7 @@ class MPServer:
                 self.dram.evict(key)
 
     def _find(self, lease: Lease) -> bool:
-        """Give a lease its address if the value is in DRAM, and as it was written."""
+        """Set a lease's address if DRAM has the value unchanged. Returns whether it has."""
         offset = self.dram.find(lease.key)
         if offset is None or lease.key not in self.volume.rows:
             return False
@@ -284,19 +291,20 @@ class MPServer:
         return True
 
     def _place(self, nbytes: int) -> Address | None:
-        """Room in DRAM, made by eviction if need be."""
+        """Find room in DRAM, by eviction if necessary."""
         offset = self.dram.place(nbytes)
         return None if offset is None else self._address(offset)
 
     def delete(self, keys: Sequence[Key]) -> None:
-        """Delete values that nobody reads from both tiers."""
+        """Delete values without readers from both tiers."""
         for key in keys:
             if key in self.dram:
                 self.dram.evict(key)
         self.volume.delete(keys)
 
     def _fitting(self, leases: Sequence[Lease]) -> list[Lease]:
-        """Places whose values fit on the volume and in quotas, beside what stays; others are given back."""
+        """Choose the leases with values that fit on the volume and in quotas, beside pinned values. The
+        others are revoked."""
         used: Counter[str] = Counter()
         for key in self._pins:
             if key in self.volume.rows:
@@ -314,7 +322,8 @@ class MPServer:
         return fitting
 
     def _shrink_volume(self, coming: dict[Key, int]) -> None:
-        """Make room on the volume for values that are coming, within the bounds of namespaces and its own."""
+        """Make room on the volume for coming values, within the quotas of namespaces and the volume's
+        bound."""
         total = Counter(self.volume.nbytes)
         for key, nbytes in coming.items():
             total[key.namespace] += nbytes
@@ -336,7 +345,7 @@ class MPServer:
         self.delete(list(victims))
 
     def check_integrity(self) -> None:
-        """DRAM has what is on the books, in places of their own, and all of it is on the volume."""
+        """Check DRAM against the records: copies in places of their own, and all of them on the volume."""
         allocator = self.dram.allocator
         allocator.check_integrity()
         writing = [lease.address for lease in self._writing.values() if lease.address is not None]

@@ -1,16 +1,16 @@
-"""Prefixes that the memory pool has: RTC's third tier, after HBM and the host's DRAM (CloudMatrix 4.4.2).
+"""Prefixes in the memory pool: RTC's third tier, after HBM and the host's DRAM (CloudMatrix 4.4.2).
 
-Reading. Before a waiting sequence is admitted, the pool is asked for the blocks that follow what RTC has.
-Those that it has are pinned there, get slots here, and are brought to the DRAM of the pool's servers, where
-they are not yet; then the group's dies copy them. They are ready as any cached block is, and the sequence
-finds them on admission. What does not come, or may have been overwritten while it was copied, is as if it had
-never been asked for: the sequence computes it.
+Reading. Before a waiting sequence is admitted, the pool is asked for the blocks behind RTC's. Blocks that the
+pool has are pinned there and get slots here. Those that are only on volumes are brought to the DRAM of the
+pool's servers. Then the group's dies copy them. From then on they are like any cached block, and the sequence
+finds them on admission. A block that does not come, or may have been overwritten during the copy, counts as
+never asked for: the sequence computes it.
 
-Writing. When the last position of a block has been computed, its slots are kept from change until the
-group's dies, which have the same latents, have copied a share each to the place that the pool gives. Then the
-pool commits them, and nobody waits.
+Writing. When the last position of a block has been computed, its slots are kept from change. Each of the
+group's dies, which have the same latents, copies a share to the place that the pool gives. Then the pool
+commits the blocks; no step waits for that.
 
-A sequence asks once; nobody else computes what is on its way, they wait for it.
+A sequence asks once. Other sequences do not compute blocks that are on their way, but wait for them.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from xdeepserve.hw.volume import Key
 
 
 async def copy_by_cards(cards: Cards, mem: DieMemory, copies: Sequence[BlockCopy]) -> None:
-    """What a die's DMA would copy over UB, by the VPC cards of the servers: a transfer for each pair."""
+    """Copy blocks between a die and the pool by the servers' VPC cards, a transfer for each pair of cards;
+    the alternative to a die's DMA over UB."""
     batches: dict[tuple[int, int], list[Copy]] = {}
     for src_tier, src, dst_tier, dst in copies:
-        pieces = zip(mem.block_pieces(src_tier, src), mem.block_pieces(dst_tier, dst), strict=True)
+        pieces = zip(mem.kv.block_pieces(src_tier, src), mem.kv.block_pieces(dst_tier, dst), strict=True)
         for (source, nbytes), (target, _) in pieces:
             route = cards.card_of(source.node), cards.card_of(target.node)
             batches.setdefault(route, []).append(Copy(source, target, nbytes))
@@ -46,7 +47,8 @@ async def copy_by_cards(cards: Cards, mem: DieMemory, copies: Sequence[BlockCopy
 
 @dataclass
 class PoolTransfer:
-    """Values of the pool on their way, and the slots of each one's blocks, by the block's number in it."""
+    """Values on the way to or from the pool, each with the slots of its blocks by their number in the
+    value."""
 
     is_read: bool
     slots: list[dict[int, int]]
@@ -58,7 +60,7 @@ class PoolTransfer:
 
 
 class PoolPrefixes:
-    """What one DP group reads from the pool, and writes there. `report` is told when a transfer can go on."""
+    """Reads and writes of a DP group in the pool. `report` is called when a transfer can go on."""
 
     def __init__(
         self,
@@ -69,7 +71,7 @@ class PoolPrefixes:
         cache: ContextCache,
         report: Callable[[PoolReady | CopyDone], None],
     ) -> None:
-        self.rank, self.dies, self.mems, self.kv = rank, dies, mems, mems[0].kv
+        self.rank, self.dies, self.mems, self.kv = rank, dies, mems, mems[0].kv.sizes
         self.rtc, self.cache, self.clock = rtc, cache, dies[0].clock
         self.report = report
         self.count = cache.block_size // rtc.block_size  # KV blocks in a value
@@ -80,14 +82,15 @@ class PoolPrefixes:
     # ---- reading ------------------------------------------------------------------------------------
 
     def is_coming(self, seq: Seq) -> bool:
-        """Whether what a sequence needs next is on its way for another."""
+        """Whether a sequence's next blocks are on their way for another sequence."""
         return self.rtc.is_expected(seq.token_ids[:-1])
 
     def load(self, seq: Seq, num_ready: int, num_spared: int) -> int | None:
-        """Start to load what follows a sequence's first `num_ready` blocks: a ticket, None if nothing does.
+        """Start to load the blocks behind a sequence's first `num_ready`. Returns a ticket, or None if
+        nothing is loaded.
 
-        Its last token is always computed. `num_spared` blocks are left to others; where that leaves too
-        little, the sequence may ask again.
+        The sequence's last token is always computed. `num_spared` blocks are left free for other sequences;
+        if too few remain, the sequence may ask again.
         """
         room = self.rtc.num_available - num_spared
         if seq.has_asked_pool or room < self.count:
@@ -114,7 +117,8 @@ class PoolPrefixes:
     def _expect(
         self, tokens: list[int], first: int, leases: list[Lease], room: int
     ) -> tuple[int, list[dict[int, int]]] | None:
-        """Slots for the blocks of as many values as there is room for: a ticket, and the slots by value."""
+        """Reserve slots for the blocks of as many values as there is room for. Returns a ticket, and the
+        slots by value."""
         count, num_values = self.count, 0
         missing = self.rtc.missing(tokens, first * count, (first + len(leases)) * count)
         while num_values < len(leases):
@@ -140,7 +144,7 @@ class PoolPrefixes:
     # ---- writing ------------------------------------------------------------------------------------
 
     def store(self, seq: Seq) -> None:
-        """A step has ended: give the pool the blocks of a sequence that are full now."""
+        """Give the pool the blocks of a sequence that have become full in a step."""
         if self.kv.pools == "nothing":
             return
         stop = seq.num_computed if self.kv.pools == "all" else min(seq.num_computed, seq.num_prompt)
@@ -170,7 +174,7 @@ class PoolPrefixes:
     # ---- both ---------------------------------------------------------------------------------------
 
     def _copies(self, ticket: int) -> list[BlockCopy]:
-        """What dies have to copy under a ticket; without copies it has ended."""
+        """List the copies for dies to make under a ticket. A ticket without copies has ended."""
         transfer, copies = self._transfers[ticket], []
         for lease, slots in zip(transfer.leases, transfer.slots, strict=True):
             if lease is None or lease.address is None:
@@ -186,12 +190,12 @@ class PoolPrefixes:
         return copies
 
     def num_copiers(self, ticket: int) -> int:
-        """How many dies of the group copy under a ticket, whoever's it is."""
+        """Return how many dies of the group copy under a ticket; all of them for a ticket of others."""
         transfer = self._transfers.get(ticket)
         return len(self.dies) if transfer is None else transfer.num_copiers
 
     def copy(self, ticket: int) -> bool:
-        """The pool is ready for the copies of a ticket: have them made; False if there are none to make."""
+        """Have the copies of a ticket made, as the pool is ready. Returns False if there are none."""
         transfer, copies, num_dies = self._transfers[ticket], self._copies(ticket), len(self.dies)
         shares = [copies if transfer.is_read else copies[i::num_dies] for i in range(num_dies)]
         transfer.num_copiers = sum(map(bool, shares))
@@ -207,7 +211,7 @@ class PoolPrefixes:
         return bool(copies)
 
     async def _copy_by_cards(self, mem: DieMemory, ticket: int, copies: Sequence[BlockCopy]) -> None:
-        """What a die would do by itself over UB, by the servers' cards."""
+        """Make a die's copies by the servers' VPC cards instead of its own DMA over UB."""
         try:
             await copy_by_cards(self.cache.client.cards, mem, copies)
         except (LinkError, IntegrityError):
@@ -217,11 +221,11 @@ class PoolPrefixes:
 
     @property
     def is_moving(self) -> bool:
-        """Whether something is on its way to or from the pool."""
+        """Whether a transfer to or from the pool is under way."""
         return bool(self._transfers)
 
     def copied(self, ticket: int) -> None:
-        """The dies have copied what they had to; harmless for tickets of others."""
+        """End a ticket after the dies have made their copies. Harmless for tickets of others."""
         transfer = self._transfers.pop(ticket, None)
         if transfer is None:
             return
@@ -246,13 +250,14 @@ class PoolPrefixes:
         self.cache.touch(transfer.used)
 
     def spoil(self, tickets: Iterable[int]) -> None:
-        """HBM slots of these have lost their content: nothing that they bring, or give the pool, is kept."""
+        """Mark transfers as void, because their HBM slots have lost their content: neither slots nor pool
+        keep anything of them."""
         for ticket in tickets:
             if ticket in self._transfers:
                 self._transfers[ticket].is_broken = True
 
     def abandon(self) -> None:
-        """The dies are lost: nothing is read or written any more, so places are free for others."""
+        """Give all transfers up because the dies are lost; places in the pool are free for others."""
         for process in self._by_cards:
             process.cancel()
         for transfer in self._transfers.values():

@@ -1,15 +1,17 @@
-"""A deployment's memory pool, as its engine uses it: opened with the pod; caches that outlive its TEs."""
+"""A deployment's memory pool, as its engine uses it: opened with the pod; its caches outlive TEs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 
 from xdeepserve.ems.context_cache import ContextCache, root_of
-from xdeepserve.ems.crowding import crowd
+from xdeepserve.ems.dram import HIGH
 from xdeepserve.ems.memory_pool import MemoryPool
 from xdeepserve.ems.model_cache import NAMESPACE as MODELS
 from xdeepserve.ems.model_cache import ModelCache
+from xdeepserve.ems.mp_server import Lease, MPServer
 from xdeepserve.ems.pool_prefixes import PoolPrefixes
 from xdeepserve.ems.pool_weights import PoolWeights
 from xdeepserve.engine.deploy.deployment import Deployment
@@ -18,12 +20,13 @@ from xdeepserve.engine.messages import CopyDone, PoolReady
 from xdeepserve.engine.te.te_plan import MakeTier, TEPlan
 from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.pod import Pod
+from xdeepserve.hw.volume import Key
 
 
 class PoolUse:
-    """`pool`, and, from `start` on, the caches that TEs have there: of prefixes and of models.
+    """The pool and, from `start` on, the caches of prefixes and of models that TEs have there.
 
-    A guest shares the pool of the pod that it comes to. InputError if the directory will not do.
+    A guest deployment shares the pool of its host's pod. Raises InputError for an unusable directory.
     """
 
     def __init__(self, pod: Pod, deployment: Deployment, is_guest: bool) -> None:
@@ -48,24 +51,24 @@ class PoolUse:
         self.pool = pod.services[service] = MemoryPool(pod, path, ems.servers, dram, volume, quotas)
 
     def open(self) -> None:
-        """Take the directory, before memory is allocated."""
+        """Lock the directory, before memory is allocated."""
         if not self.is_guest:
             self.pool.open()
 
     def start(self, tes: Sequence[TEPlan]) -> None:
-        """Memory is there, the directory is ours: give TEs their way to the pool."""
+        """Give task executors (TEs) access to the pool; memory and directory are ready."""
         if not self.is_guest:
             self.pool.start()
         te, ems = tes[0], self.deployment.ems
         sizes, mem = te.sizes, te.memories[0]
-        layout = [(name, nbytes // sizes.kv.block_size) for name, nbytes in mem.block_parts]
+        layout = [(name, nbytes // sizes.kv.block_size) for name, nbytes in mem.kv.block_parts]
         # States that the second draft goes on from are one to a KV block, whatever its size.
         tail = sizes.kv.block_size if sizes.steps.mtp > 1 else 0
         drafts = f"{sizes.steps.mtp} by {sizes.steps.num_mtp_layers}, {tail}"
         self._digest = te.checkpoint.digest()
         precision = f"{te.recipe}, INT8 answers" if te.config.int8_answers else te.recipe
         root = root_of(self._digest, precision, layout, ems.block_size, drafts)
-        nbytes = mem.block_nbytes * (ems.block_size // sizes.kv.block_size)
+        nbytes = mem.kv.block_nbytes * (ems.block_size // sizes.kv.block_size)
         client, by_cards = self.pool.client(), ems.fabric == "vpc"
         self.contexts = ContextCache(client, ems.namespace, root, ems.block_size, nbytes, by_cards)
         self.models = self.pool.models()
@@ -74,7 +77,7 @@ class PoolUse:
 
     @property
     def make_tier(self) -> MakeTier | None:
-        """What makes a DP group's tier of prefixes; None before `start`."""
+        """Factory of a DP group's tier of prefixes; None before `start`."""
         return None if self.contexts is None else self._tier
 
     def _tier(self, group: DPGroup, report: Callable[[PoolReady | CopyDone], None]) -> PoolPrefixes:
@@ -82,15 +85,44 @@ class PoolUse:
         return PoolPrefixes(group.rank, group.dies, group.mems, group.rtc, self.contexts, report)
 
     def weights(self, te: TEPlan) -> PoolWeights:
-        """The weights of one more TE, by way of the pool."""
+        """Make the weights of another task executor (TE), by way of the pool."""
         assert self.models is not None
         return PoolWeights(te, self.models, self._digest)
 
     def crowd(self) -> None:
-        """Leave no room: whatever is put there next has others evicted."""
+        """Fill the pool up, so any new value evicts others."""
         crowd(self.pool, self.deployment.ems.namespace)
 
     def close(self) -> None:
-        """Let the directory go. Harmless when repeated."""
+        """Unlock the directory. Harmless when repeated."""
         if not self.is_guest:
             self.pool.close()
+
+
+NBYTES = 8192  # of each value that is in the way; as much as a slot of DRAM, so both tiers fill alike
+
+
+def crowd(pool: MemoryPool, namespace: str) -> None:
+    """Fill every server up to where eviction begins, with values that are older than those that it has: what
+    comes next has them evicted from both tiers. DRAM lags behind by what was on the volume alone: somebody
+    writes so much there, and comes to no end.
+    """
+    for server in pool.servers:
+        allocator, volume, before = server.dram.allocator, server.volume, [*server.volume.rows]
+        mine = (key for key in _keys(namespace) if server.ring.owner(key) == server.name)
+        while volume.nbytes.total() + NBYTES <= HIGH * server.volume_nbytes:
+            server.end([_begun(server, next(mine))])
+        while allocator.num_used + NBYTES <= HIGH * allocator.capacity:
+            _begun(server, next(mine))
+        for key in before:
+            server.touch(key)
+
+
+def _begun(server: MPServer, key: Key) -> Lease:
+    lease = server.begin(key, NBYTES)
+    assert lease is not None
+    return lease
+
+
+def _keys(namespace: str) -> Iterator[Key]:
+    return (Key(namespace, number.to_bytes(16, "big")) for number in count())

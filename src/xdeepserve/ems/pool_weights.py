@@ -1,8 +1,8 @@
-"""A TE's weights by way of the memory pool: what dies hold, as blocks that all TEs of its shape share.
+"""A TE's weights by way of the memory pool: the dies' arrays, as blocks shared by all TEs of the same shape.
 
-A block is a stretch of an array that some dies hold alike: it is read from storage once and stored once, and
+A block is a stretch of an array that some dies hold alike. It is read from storage once and stored once, and
 each of these dies copies it from DRAM by its own DMA. The version of the model is a digest of the checkpoint
-and of what the dies hold, so another shape, precision or checkpoint is another model.
+and of the dies' arrays, so another shape, precision or checkpoint is another model.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ class WeightBlock(NamedTuple):
 
 
 class PoolWeights:
-    """The weights of one TE, in the pool or on their way through it. `done` counts blocks that have come."""
+    """Weights of a task executor (TE), in the pool or on their way through it.
+
+    `done` counts blocks that have come.
+    """
 
     def __init__(self, te: TEPlan, cache: ModelCache, digest: str) -> None:
         self.te, self.cache, self.done, self._is_read = te, cache, 0, False
@@ -55,17 +58,17 @@ class PoolWeights:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all of it is in the pool."""
+        """Whether the pool has all blocks on its volumes."""
         cached = self.cache.query(self.model)
         return cached.on_volumes == cached.total
 
     @property
     def share(self) -> float:
-        """The part of it that has come, 0 to 1."""
+        """Share of loaded blocks, 0 to 1."""
         return self.done / max(1, len(self.blocks))
 
     async def load(self) -> None:
-        """Bring every block to the dies: from the pool, or from storage to the pool and to them."""
+        """Bring every block to the dies: from the pool, or from storage by way of the pool."""
         without = await self.cache.load(self.model, self._read, self._take)
         if without:
             self._is_read = False  # where a block was lost while dies copied it, they may have anything
@@ -74,7 +77,7 @@ class PoolWeights:
             await self.cache.bucket.read(self.blocks[number].nbytes)
 
     async def _take(self, number: int, lease: Lease) -> None:
-        """Each die that holds a block copies it."""
+        """Copy a block to each die that holds it."""
         block, pod = self.blocks[number], self.te.pod
         assert lease.address is not None
         pieces = [
@@ -92,7 +95,7 @@ class PoolWeights:
         self.done += 1
 
     def _read(self, number: int) -> bytes:
-        """A block's bytes, from storage."""
+        """Read a block's bytes from storage."""
         self._fill()
         block = self.blocks[number]
         _, mem = block.holders[0]
@@ -100,8 +103,8 @@ class PoolWeights:
         return bytes(self.te.pod.memories.read(address, block.nbytes))
 
     def _fill(self) -> None:
-        """Read the checkpoint, once, to where the weights belong: its bytes are in this computer then. When
-        they are on the dies in virtual time, is another matter."""
+        """Read the checkpoint, once, straight into the dies' memories. That moves real bytes only; virtual
+        time passes in `load`."""
         if not self._is_read:
             self._is_read = True
             for _ in read_weights([self.te]):

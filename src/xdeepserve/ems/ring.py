@@ -1,4 +1,4 @@
-"""Which server a key belongs to: consistent hashing on a ring (CloudMatrix 4.4.1).
+"""Consistent hashing on a ring: decides which server a key belongs to (CloudMatrix 4.4.1).
 
 Every server has `POINTS` points on a circle of 64 bits, at the hashes of its name and a number. A key belongs
 to the server of the first point at or after the key's own hash. So a server that joins or leaves moves the
@@ -17,12 +17,12 @@ POINTS = 128  # of each server; the papers say nothing of virtual nodes. Shares 
 
 
 def place(text: bytes) -> int:
-    """Where something is on the circle."""
+    """Return the position of a text on the circle."""
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
 
 
 class Ring:
-    """A view of who takes part. Views are numbered by the Controller, and never change."""
+    """A view of the pool's members. Views are numbered by the Controller, and never change."""
 
     def __init__(self, members: Sequence[str], version: int = 0) -> None:
         self.members, self.version = tuple(members), version
@@ -31,7 +31,7 @@ class Ring:
         self._owners = [name for _, name in points]
 
     def owner(self, key: Key) -> str:
-        """The server that a key belongs to; empty if nobody takes part."""
+        """Return the owner of a key, a server's name; "" if the ring is empty."""
         if not self._owners:
             return ""
         at = bisect_left(self._points, place(key.namespace.encode() + b"/" + key.digest))

@@ -1,4 +1,4 @@
-"""From a model and a deployment to a pod: sizes first, then memory, then weights."""
+"""Builds a pod from a model and a deployment: sizes first, then memory, then weights."""
 
 from __future__ import annotations
 
@@ -51,47 +51,51 @@ class PodPool(Protocol):
 
     @property
     def make_tier(self) -> MakeTier | None:
-        """What makes a DP group's tier of prefixes; None before `start`."""
+        """Factory of a DP group's tier of cached prefixes in the pool; None before `start`."""
 
     def open(self) -> None:
-        """Take the directory, before memory is allocated."""
+        """Take the pool's directory, before any memory is allocated."""
 
     def start(self, tes: Sequence[TEPlan]) -> None:
-        """Give TEs their way to the pool, when their memory is there."""
+        """Connect TEs to the pool, once their memory is allocated."""
 
     def weights(self, te: TEPlan) -> PoolSource:
-        """Return the weights of one more TE, by way of the pool."""
+        """Return a source for the weights of a new TE, by way of the pool."""
 
     def crowd(self) -> None:
-        """Leave no room in the pool: whatever is put there next has others evicted."""
+        """Leave no room in the pool, so the next value put there evicts others."""
 
     def close(self) -> None:
-        """Let the directory go. Harmless when repeated."""
+        """Release the pool's directory. Harmless when repeated."""
 
 
 class OutsideServers(Protocol):
-    """Expert servers of one TE that are processes (remote/servers_outside.py)."""
+    """Expert servers of a TE in processes of their own (remote/servers_outside.py)."""
 
     def launch(self) -> None:
-        """Start the monitor and the servers, unless the deployment names a monitor; they load meanwhile."""
+        """Start the monitor and the servers, unless the deployment names a monitor.
+
+        The servers load their weights meanwhile.
+        """
 
     async def start(self) -> None:
-        """Wait for a link to servers of all experts. Raises XDeepServeError if that will not be."""
+        """Wait for links to servers of all experts; raise XDeepServeError if some cannot be reached."""
 
     async def stop(self) -> None:
-        """End links and processes."""
+        """End all links and server processes."""
 
     def close(self) -> None:
-        """End the processes. Harmless when repeated."""
+        """End the server processes. Harmless when repeated."""
 
 
 class PodPlan:
-    """A pod that has been sized and checked, and holds no memory yet. Raises DeploymentError if it cannot be.
+    """Plan of a pod: sized and checked, without memory. Raises DeploymentError if it cannot be built.
 
-    `describe` tells what it will be; `materialise` allocates and loads it. `spec` is that of other hardware.
-    `trace_dies` is how many dies of each role a trace shows (0: all). With `timing` its runs take time and
-    compute nothing, and any checkpoint will do: only its config is read. With `pod` it becomes part of
-    one that runs, on its hardware and clock, where dies are free.
+    `description.describe` describes it. `materialise` allocates memories; `pieces` allocates all of them and
+    loads the weights. `spec` replaces the default hardware. `trace_dies` is how many dies of each role a
+    trace shows (0: all). With `timing`, runs take virtual time and compute nothing, and any checkpoint will
+    do: only its config is read. With `pod`, the plan becomes part of a running pod, on its hardware and
+    clock, where dies are free.
     """
 
     def __init__(
@@ -142,8 +146,10 @@ class PodPlan:
         name_lanes(self.pod, [te.sizes.place for te in self.tes], trace_dies)
 
     def _make_pod(self, tes: Sequence[TEPlace], spec: Spec, clock: Clock, trace: Trace) -> Pod:
-        """Make a pod for these TEs: what does not fit into a CloudMatrix384, or is of other hardware, is
-        beside it."""
+        """Make a pod with room for these TEs.
+
+        Dies that do not fit into a CloudMatrix384, or are of other hardware, are beside it.
+        """
         pod = pod_for(tes, self._sized(spec), clock, trace)
         for te in tes:
             if te.hardware == "910b":
@@ -154,7 +160,7 @@ class PodPlan:
         return pod
 
     def _moved(self, sizes: Sizes) -> Sizes:
-        """The same TE on the first free dies of the pod."""
+        """Return the same TE on the first free dies of the pod."""
         if sizes.place.is_foreign:
             foreign = {sizes.place.hardware, *sizes.place.devices} - {"cm384"}
             raise DeploymentError(
@@ -165,13 +171,16 @@ class PodPlan:
         return sizes.at(dies)
 
     def largest(self, role: Role, most: int) -> Sizes | None:
-        """A TE like the first of its role, or one with fewer dies, on `most` dies at most."""
+        """Size a TE like the first of its role, or a smaller one, with at most `most` dies; None if there is
+        none."""
         return largest(self.deployment, self.config, role, most, self.timing is not None)
 
     def add(self, role: Role = "both", replacement: Sizes | None = None) -> TEPlan:
-        """One more TE, like the first of its role, where dies are free; or one in place of such a TE, which
-        says where it is. DeploymentError, and nothing has happened, if the deployment has no such TEs or the
-        pod has no room."""
+        """Plan a further TE on free dies, like the first of its role, or the given `replacement` at its
+        place.
+
+        DeploymentError, and nothing has happened, if the deployment has no such TEs or the pod has no room.
+        """
         if self.outside:
             raise DeploymentError(
                 f"deployment {self.deployment.name}: with expert servers that are processes there is one TE"
@@ -192,7 +201,7 @@ class PodPlan:
         return te
 
     def _sized(self, spec: Spec) -> Spec:
-        """With the memory that the deployment says."""
+        """Return a hardware specification with the HBM size set by the deployment."""
         if self.deployment.hardware.hbm_mb is None:
             return spec
         hbm = Param(self.deployment.hardware.hbm_mb * 2**20, "B", "the deployment's hardware.hbm_mb")
@@ -200,11 +209,14 @@ class PodPlan:
 
     @property
     def kv_weight(self) -> float:
-        """Bytes of KV that each byte stands for which goes from TE to TE."""
+        """Bytes of KV represented by each byte sent from TE to TE; 1 unless the run is time-only."""
         return self.tes[0].kv_weight
 
     def _plan_te(self, sizes: Sizes) -> TEPlan:
-        """Take its dies and plan their memories; DeploymentError, and nothing has happened, if that fails."""
+        """Take the dies of a TE and plan their memories.
+
+        DeploymentError, and nothing has happened, if that fails.
+        """
         team = Team(self.pod, self.config, self.recipe, sizes)
         dies = sizes.place.every_die
         self.pod.hold(dies, f"{sizes.place.name} of {self.checkpoint.name}")
@@ -222,14 +234,18 @@ class PodPlan:
         return te
 
     def _plan_pool_use(self) -> PodPool | None:
-        """Plan the memory pool, if the deployment has one. InputError if its directory will not do."""
+        """Plan the use of a memory pool, if the deployment has one; InputError if its directory is
+        unusable."""
         if self.deployment.ems.path is None:
             return None
         pool: PodPool = wings.part("memory pool")(self.pod, self.deployment, self.is_guest)
         return pool
 
     def close(self) -> None:
-        """Let go what lies outside this process, and dies of a pod that goes on. Harmless when repeated."""
+        """Release all resources outside the process, and a guest's dies of a pod that goes on.
+
+        Harmless when repeated.
+        """
         if self.is_guest:
             for te in list(self.tes):
                 self.release(te)
@@ -239,7 +255,7 @@ class PodPlan:
             outside.close()
 
     def materialise(self, tes: Sequence[TEPlan]) -> None:
-        """Allocate the memories of TEs."""
+        """Allocate the memories of TEs, and bind their buffers to them."""
         self.pod.materialise()
         for te in tes:
             te.make_tier = None if self.pool_use is None else self.pool_use.make_tier
@@ -247,8 +263,10 @@ class PodPlan:
                 mem.materialise(self.pod.memory(die))
 
     def pieces(self) -> Iterator[tuple[int, int]]:
-        """Allocate all memories and load the weights into them, before the engine starts, with a halt after
-        each tensor: bytes done, bytes in all."""
+        """Allocate all memories and load the weights into them, before the engine starts.
+
+        Yields after each tensor: bytes done, bytes in all.
+        """
         try:
             yield from self._pieces()
         except BaseException:
@@ -269,8 +287,10 @@ class PodPlan:
         self._cache(self.tes)
 
     async def mend(self, te: TEPlan, pages: Sequence[PageLostError]) -> None:
-        """From within a process: read weights again that lay in pages which a TE has lost, in virtual time.
-        HardwareError if they are not those that it had."""
+        """Read weights again from storage, in virtual time, for pages that a TE has lost.
+
+        From within a process. HardwareError if the bytes differ from the earlier ones.
+        """
         prefix = "weights/"
         lost: dict[int, set[str]] = {}
         for page in pages:
@@ -282,8 +302,10 @@ class PodPlan:
             self._digests.check_arrays(te.all_memories, "storage", lost)
 
     async def bring_server(self, te: TEPlan, die: int, mem: ExpertMemory) -> None:
-        """From within a process: bring the weights of one more expert server, from storage, in virtual time.
-        HardwareError if they are not those that others like it have had."""
+        """Bring the weights of a further expert server from storage, in virtual time.
+
+        From within a process. HardwareError if the bytes differ from those of other servers like it.
+        """
         wanted = {die: mem.specs.keys()}
         await read_again(te, [(die, mem)], wanted)
         if die not in self.pod.lost:
@@ -296,9 +318,11 @@ class PodPlan:
         peers: Callable[[], Sequence[TEPlan]],
         mend: Callable[[], Awaitable[None]],
     ) -> None:
-        """From within a process: bring the weights of one more TE, in virtual time, and `mend` what it has
-        lost of them meanwhile. HardwareError if they are not those that the first ones had, LostDieError if a
-        die has failed meanwhile. `peers` are the TEs that are ready."""
+        """Bring the weights of a further TE in virtual time, then `mend` pages lost meanwhile.
+
+        From within a process. `peers` returns the TEs that are ready. HardwareError if the bytes differ from
+        the first load; LostDieError if a die has failed meanwhile.
+        """
         pool = None if self.pool_use is None else self.pool_use.weights(te)
         self.loadings[te.sizes.place.name] = loading = Loading(
             te, source, peers, self._cached, pool, self.loadings
@@ -318,7 +342,7 @@ class PodPlan:
         self._cache([te])
 
     def _cache(self, tes: Sequence[TEPlan]) -> None:
-        """The hosts of these TEs have the weights in their page caches now."""
+        """Record page caches: the servers of these TEs have the weights there now."""
         server_of = self.pod.topology.server_of
         self._cached |= {server_of(die) for te in tes for die, _ in te.all_memories}
 
@@ -339,9 +363,10 @@ def pod_for(
 
 
 def with_answers(config: ModelConfig, deployment: Deployment, recipe: Recipe) -> ModelConfig:
-    """The model as a deployment runs it. DeploymentError for what the recipe does not have.
+    """Return the model's configuration with the rounding of experts' outputs that the deployment asks for.
 
-    How experts' outputs are rounded on their way back is part of the arithmetic, like the recipe.
+    DeploymentError if the recipe has no such rounding. The rounding of outputs on their way back is part of
+    the arithmetic, like the recipe.
     """
     if deployment.combine == "bf16":
         return config
@@ -354,7 +379,7 @@ def with_answers(config: ModelConfig, deployment: Deployment, recipe: Recipe) ->
 
 
 def physical_memory() -> int | None:
-    """Bytes of this computer's memory, None where the system does not tell."""
+    """Return the bytes of memory in this computer; None if the system does not tell."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):

@@ -1,4 +1,4 @@
-"""What a deployment of a model would be: dies, roles, memory, experts. Nothing is allocated."""
+"""Describes a planned deployment in text: dies, roles, memory, experts. Nothing is allocated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHOWN_ALIKE = 16  # more dies in a row that differ in nothing but their experts 
 
 
 class DieMemoryUse(NamedTuple):
-    """What one die has to hold, and the memory that it has, in bytes."""
+    """Memory needed and available on a die, in bytes."""
 
     device: Device
     weights: int
@@ -29,7 +29,7 @@ class DieMemoryUse(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Part of the die's memory that is needed; more than 1 does not fit."""
+        """Needed share of the die's memory; above 1 it does not fit."""
         return self.need / self.has
 
 
@@ -77,7 +77,7 @@ def describe(plan: PodPlan) -> str:
 
 
 def _filled(plan: PodPlan, die: DieMemoryUse) -> str:
-    """State how much of its memory the fullest die of a kind uses, and whether that is too much."""
+    """Say how much memory the fullest die of a kind uses, and whether it fits."""
     uses, but = "uses", ""
     if plan.timing is not None:
         uses, but = "would use", ", without activations and XCCL's areas: time only"
@@ -91,13 +91,15 @@ def _which(die: DieMemoryUse) -> str:
 
 
 def counted(number: int, what: str = "dies") -> str:
-    """How many: "1 die", "2 dies", "3 attention dies"."""
+    """Format a count with a noun: "1 die", "2 dies", "3 attention dies"."""
     return f"{number} {what.replace('dies', 'die').replace('domains', 'domain') if number == 1 else what}"
 
 
 def lack(plan: PodPlan) -> str:
-    """Say which die has to hold more weights and KV than its memory, which time alone would not notice; empty
-    if all of them fit."""
+    """Name the die most short of memory for weights and KV; "" if all of them fit.
+
+    Timing-only runs would not notice otherwise.
+    """
     die = max(fullest(plan), key=lambda each: each.share)
     if die.share <= 1:
         return ""
@@ -106,7 +108,7 @@ def lack(plan: PodPlan) -> str:
 
 
 def memory_uses(plan: PodPlan) -> Iterator[DieMemoryUse]:
-    """Memory that each die of a pod needs, and has by its own hardware."""
+    """Yield the memory needed by each die of a pod, and the memory of its own hardware."""
     for te in plan.tes:
         devices = te.sizes.place.device_of_each
         for die, mem in te.all_memories:
@@ -115,7 +117,7 @@ def memory_uses(plan: PodPlan) -> Iterator[DieMemoryUse]:
 
 
 def fullest(plan: PodPlan) -> list[DieMemoryUse]:
-    """For each kind of hardware, the die that needs the largest part of its memory."""
+    """Find, for each kind of hardware, the die that needs the largest part of its memory."""
     found: dict[Device, DieMemoryUse] = {}
     for die in memory_uses(plan):
         found[die.device] = max(found.get(die.device, die), die, key=lambda each: each.share)
@@ -123,7 +125,7 @@ def fullest(plan: PodPlan) -> list[DieMemoryUse]:
 
 
 def _replicas(plan: PodPlan) -> list[str]:
-    """Copies of experts, or room for replicas of hot ones, and when these change."""
+    """Describe copies of experts, or room for replicas of hot ones, and when these change."""
     s = plan.tes[0].sizes
     if not s.experts.redundant_slots:
         return []
@@ -141,7 +143,7 @@ def _replicas(plan: PodPlan) -> list[str]:
 
 
 def _vacancies(plan: PodPlan) -> list[str]:
-    """Name the dies that are kept for expert servers which may join (EaaS)."""
+    """Name the dies reserved for expert servers that may join (EaaS)."""
     seats = [
         f"die {te.sizes.place.expert_dies[number]}" for te in plan.tes for number in te.sizes.experts.vacant
     ]
@@ -154,7 +156,7 @@ def _vacancies(plan: PodPlan) -> list[str]:
 
 
 def drafts(s: StepSizes) -> str:
-    """How many drafts a sequence has in a step, and who makes them."""
+    """Describe how many drafts a sequence has in a step, and which MTP layers make them."""
     if not s.mtp:
         return "no drafts"
     layers = "one MTP layer" if s.num_mtp_layers == 1 else f"{s.num_mtp_layers} MTP layers"
@@ -163,7 +165,7 @@ def drafts(s: StepSizes) -> str:
 
 
 def hosts(plan: PodPlan) -> list[str]:
-    """How steps are planned and launched, in virtual time; TEs of one role do it alike."""
+    """Describe how steps are planned and launched, in virtual time, with a line for each role."""
     execution = plan.deployment.execution
     if execution is None:
         return [
@@ -176,12 +178,13 @@ def hosts(plan: PodPlan) -> list[str]:
 
 
 def named(device: Device) -> str:
-    """Name of a kind of hardware in text, such as "L40S"."""
+    """Name a kind of hardware in text, such as "L40S"."""
     return NAMES.get(device, device.upper())
 
 
 def hardware(plan: PodPlan) -> list[str]:
-    """Hardware of each role, where there are several roles or other dies than a CloudMatrix384's."""
+    """Describe the hardware of each role, where there are several roles or other dies than a
+    CloudMatrix384's."""
     on: dict[str, list[str]] = {}
     for role, place in {te.sizes.place.role: te.sizes.place for te in plan.tes}.items():
         on.setdefault(_on(place), []).append("prefill with decode" if role == "both" else role)
@@ -191,7 +194,7 @@ def hardware(plan: PodPlan) -> list[str]:
 
 
 def _on(place: TEPlace) -> str:
-    """Hardware of one TE: "on L40S", or "with attention on H20 and experts on L40S"."""
+    """Describe the hardware of a TE: "on L40S", or "with attention on H20 and experts on L40S"."""
     if place.hardware != "cm384":
         return f"on {named(place.hardware)}, a server for each TE"
     attention, experts = place.devices
@@ -201,7 +204,7 @@ def _on(place: TEPlace) -> str:
 
 
 def transfers(plan: PodPlan) -> list[str]:
-    """How KV goes from prefill to decode, where they are apart."""
+    """Describe how KV goes from prefill to decode, where they are apart."""
     if all(te.sizes.place.role == "both" for te in plan.tes):
         return []
     prefills, decodes = (
@@ -221,7 +224,7 @@ def transfers(plan: PodPlan) -> list[str]:
 
 
 def host(execution: ExecutionConfig) -> str:
-    """How the host launches and plans the steps of the TEs of one role, in words."""
+    """Describe how the host launches and plans the steps of a role's TEs."""
     parts = [
         "operators are launched one by one" if execution.mode == "op" else "steps are graphs",
         "planned while the one before runs" if execution.overlap else "planned one after the other",
@@ -234,8 +237,10 @@ def host(execution: ExecutionConfig) -> str:
 
 
 def _numbers(plan: PodPlan, die: int, mem: DieMemory | ExpertMemory) -> tuple[int, int, int, int]:
-    """Bytes of weights, KV cache, activations and XCCL's areas; the last two are 0 where time alone is told,
-    since nobody plans them then."""
+    """Return the bytes of weights, KV cache, activations and XCCL's areas on a die.
+
+    The last two are 0 in timing-only runs, since they are not planned there.
+    """
     weights, cache, activations = mem.weight_nbytes, mem.cache_nbytes, mem.activation_nbytes
     if plan.timing is not None:
         return weights, cache, 0, 0
@@ -243,12 +248,12 @@ def _numbers(plan: PodPlan, die: int, mem: DieMemory | ExpertMemory) -> tuple[in
 
 
 def _kind(plan: PodPlan, die: int, mem: DieMemory | ExpertMemory) -> tuple[object, ...]:
-    """What dies of one row share: whether they hold routed experts, or the shared one, and the bytes."""
+    """Return the key of a table row: kinds of experts held, and bytes; equal dies share a row."""
     return bool(len(mem.experts)), mem.is_shared, _numbers(plan, die, mem)
 
 
 def _line(plan: PodPlan, te: TEPlan, run: list[tuple[int, DieMemory | ExpertMemory]]) -> str:
-    """A line of the table: one die, or a row of dies that differ in their experts alone."""
+    """Format a line of the table: one die, or a row of dies that differ in their experts alone."""
     (die, mem), (last, last_mem) = run[0], run[-1]
     held = _span(range(mem.experts.start, last_mem.experts.stop))
     if len(mem.slots) > len(mem.experts):
@@ -269,7 +274,7 @@ def _span(held: range) -> str:
 
 
 def team(te: TEPlan) -> str:
-    """What the dies of a TE are."""
+    """Describe the dies of a TE and how they share the work."""
     s, n = te.sizes, te.sizes.place.num_dies
     name = "" if s.place.role == "both" else f"{s.place.name}: "
     if s.experts.where == "away":

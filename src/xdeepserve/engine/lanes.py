@@ -1,4 +1,4 @@
-"""Who is who in a trace: dies by role, in the order of the papers' figures, and the lanes of each.
+"""Names and order of dies in a trace, by role as in the papers' figures, and the lanes of each die.
 
 The job executor and the TE-shells come first (engine/job/journey.py), then decode (attention dies domain
 by domain, dies of routed experts, copies of the shared expert), then prefill, then hosts.
@@ -49,12 +49,12 @@ LABELS = {"DMA": "SDMA", "URMA": "SDMA (URMA)"}  # what viewers see, where the e
 
 
 def stream_item(microbatch: int, domain: int) -> str:
-    """What the streams of an expert die call an item: a viewer gives each name a colour."""
+    """Name an item of an expert die's streams; a viewer gives each name a colour."""
     return f"domain {domain} microbatch {microbatch}"
 
 
 def name_lanes(pod: Pod, tes: Sequence[TEPlace], most: int) -> None:
-    """Name all dies of a pod in its trace, and keep `most` of each role (0: all)."""
+    """Name all dies of a pod in its trace, and show `most` of each role (0: all)."""
     trace = pod.trace
     if not trace.is_on:
         return
@@ -73,7 +73,7 @@ def name_lanes(pod: Pod, tes: Sequence[TEPlace], most: int) -> None:
 
 
 def _roles(place: TEPlace, te: str) -> Iterator[list[tuple[int, str]]]:
-    """For each role the dies that have it, and their names, which begin with that of the TE."""
+    """Yield the dies of each role with their names, which begin with `te`."""
     dies = place.dies
     if not place.num_expert_dies:
         yield [(die, f"{te}die {i}") for i, die in enumerate(dies)]

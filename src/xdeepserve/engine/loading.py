@@ -1,4 +1,4 @@
-"""Weights on their way to the dies of TEs: before the clock starts, or in virtual time while others serve.
+"""Loads weights to the dies of TEs: before the clock starts, or in virtual time while others serve.
 
     storage   the object store that holds the checkpoint, over the VPC card of each server (CloudMatrix 5.4.3)
     host      the page cache of servers that have read it before, over UB by the dies' DMA
@@ -36,22 +36,25 @@ Holder = DieMemory | ExpertMemory
 
 
 class PoolSource(Protocol):
-    """The weights of a TE in the memory pool (ems/pool_weights.py)."""
+    """Weights of a TE in the memory pool (ems/pool_weights.py)."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether all of it is there."""
+        """Whether the pool has all of the weights."""
 
     @property
     def share(self) -> float:
-        """The part of it that has come, 0 to 1."""
+        """Share of the weights loaded so far, 0 to 1."""
 
     async def load(self) -> None:
-        """Bring it to the dies."""
+        """Load the weights from the pool to the dies."""
 
 
 def read_weights(tes: Sequence[TEPlan]) -> Iterator[tuple[int, int]]:
-    """Read the checkpoint into the memories of TEs of one model, array by array: bytes done, bytes in all."""
+    """Read the checkpoint into the memories of TEs of the same model, array by array.
+
+    Yields bytes done and bytes in all.
+    """
     first, stores = tes[0], []
     for te in tes:
         for _, mem in te.all_memories:
@@ -71,7 +74,7 @@ def read_weights(tes: Sequence[TEPlan]) -> Iterator[tuple[int, int]]:
 
 
 def read_experts(checkpoint: Checkpoint, recipe: Recipe, mem: ExpertMemory) -> None:
-    """Read from the checkpoint what one expert die holds, and nothing else."""
+    """Read the weights of an expert die from the checkpoint, and no others."""
     store, num_mtp = Store(mem.weights(), mem.held, WHOLE), mem.placed.num_mtp_layers
     specs = weight_specs(mem.config, recipe, 1, num_mtp=num_mtp)
     weights = iter_weights(checkpoint, recipe, 1, num_mtp, set(store.arrays))
@@ -80,7 +83,7 @@ def read_experts(checkpoint: Checkpoint, recipe: Recipe, mem: ExpertMemory) -> N
 
 
 class Piece(NamedTuple):
-    """An array of a die's weights that others may hold alike: its name, and which part of it."""
+    """Array of a die's weights that other dies may hold alike: its name, and which part of it."""
 
     name: str
     experts: tuple[int, ...]
@@ -88,7 +91,7 @@ class Piece(NamedTuple):
 
 
 def load_ns(te: TEPlan, source: Source) -> int:
-    """What it takes in virtual time until all dies of a TE have their weights. All load side by side."""
+    """Return the virtual time in ns until all dies of a TE have loaded their weights side by side."""
     topology = te.pod.topology
     if source != "storage":
         return copy_ns(te.spec, most_nbytes(te))
@@ -99,12 +102,12 @@ def load_ns(te: TEPlan, source: Source) -> int:
 
 
 def most_nbytes(te: TEPlan) -> int:
-    """Bytes of weights on the die that has most of them."""
+    """Return the bytes of weights on the die with most of them."""
     return max(sum(nbytes for _, nbytes in own_arrays(mem)) for _, mem in te.all_memories)
 
 
 def distinct_pieces(memories: Sequence[tuple[int, Holder]]) -> dict[Piece, int]:
-    """Bytes of what these dies hold; what several hold alike is there once."""
+    """Return the distinct pieces of weights on these dies, with their bytes."""
     pieces: dict[Piece, int] = {}
     for _, mem in memories:
         shard = mem.shard if isinstance(mem, DieMemory) else WHOLE
@@ -115,7 +118,7 @@ def distinct_pieces(memories: Sequence[tuple[int, Holder]]) -> dict[Piece, int]:
 
 
 def _storage_ns(te: TEPlan, sums: Sequence[int]) -> int:
-    """What it takes to read so many bytes for each of some servers."""
+    """Return the virtual time in ns to read weights from storage; `sums` has the bytes of each server."""
     spec = te.spec
     storage, card = sum(sums) / spec.storage_bandwidth.value, max(sums) / spec.vpc_bandwidth.value
     # Read, sent and stored piece by piece: the slowest of the three is what takes the time.
@@ -125,7 +128,7 @@ def _storage_ns(te: TEPlan, sums: Sequence[int]) -> int:
 async def read_again(
     te: TEPlan, memories: Sequence[tuple[int, Holder]], lost: Mapping[int, Collection[str]]
 ) -> None:
-    """Arrays of weights by die, from storage; each die its own, in virtual time."""
+    """Read lost arrays of weights again from storage, in virtual time; `lost` names them by die."""
     of_server: dict[int, int] = {}
     stores, names = [], {name for each in lost.values() for name in each}
     for die, mem in memories:
@@ -151,7 +154,7 @@ async def read_again(
 
 
 class Loading:
-    """The weights of one TE that joins. `done` and `total` say in bytes how far they are."""
+    """Loads the weights of a joining TE; `done` and `total` tell the progress in bytes."""
 
     def __init__(
         self,
@@ -162,10 +165,10 @@ class Loading:
         pool: PoolSource | None = None,
         beside: Mapping[str, Loading] = MappingProxyType({}),
     ) -> None:
-        """`peers` are the TEs of the model that are ready, `cached` the servers whose page cache has it,
-        `beside` all that load, in the order in which they began.
+        """Choose the sources to load from; DeploymentError if `source` cannot be used.
 
-        DeploymentError if `source` cannot give it.
+        `peers` returns the TEs of the model that are ready. `cached` are the servers with the model in their
+        page cache. `beside` are all loads under way, in the order in which they began.
         """
         self.te, self.done, self.total, self._peers, self._pool = te, 0, 0, peers, pool
         self._beside, self.fork = beside, Fork(te.sizes.place.name, te.pod, 0)  # the last that it has begun
@@ -188,7 +191,7 @@ class Loading:
         self.source: Source = self._sources[0]
 
     def report(self) -> TEReport:
-        """How far it is."""
+        """Report the TE as loading, with the source and the loaded share."""
         sizes, share = self.te.sizes, self.done / max(1, self.total)
         return TEReport(
             name=sizes.place.name,
@@ -200,8 +203,10 @@ class Loading:
         )
 
     async def run(self, is_timing_only: bool) -> None:
-        """Bring them: with "auto" from the next best source, if the peers are lost meanwhile. HardwareError
-        without one."""
+        """Load the weights; with "auto", from the next best source if the peers are lost meanwhile.
+
+        HardwareError if no source is left.
+        """
         for source in self._sources:
             self.source = source
             if source == "peer":
@@ -220,11 +225,11 @@ class Loading:
         )
 
     def give_up(self) -> None:
-        """It has failed: who reads what it has looks elsewhere."""
+        """End a failed load: TEs that read from this one look for another source."""
         self.fork.break_off()
 
     async def _read(self) -> None:
-        """From storage or page caches."""
+        """Read the weights from storage or page caches."""
         clock = self.te.pod.clock
         start, duration = clock.now, load_ns(self.te, self.source)
         for done, total in read_weights([self.te]):
@@ -232,9 +237,10 @@ class Loading:
             await clock.sleep_until(start + duration * done // total)
 
     def _peer(self) -> tuple[TEPlan, Fork | None] | None:
-        """Whom to read of the TEs like this one that are whole, and were so while this one read them.
+        """Choose the TE to read from: a ready one, or one that loads, with its fork.
 
-        One that is ready and that nobody reads, else the last of the shortest chain, else any that is ready.
+        First choice is a ready TE without readers, then the last TE of the shortest chain, then any ready TE.
+        Only TEs with the same layout and without lost pages count, and none that failed as a source before.
         """
         good = [te for te in self._peers() if self._can_read(te)]
         for te in good:
@@ -251,7 +257,7 @@ class Loading:
         return te not in self._failed and not te.has_bad_pages and _is_alike(te, self.te)
 
     async def _find_peer(self, is_timing_only: bool) -> bool:
-        """From a peer that is there until all has come; False if none is."""
+        """Read from peers in turn until all weights have come; False if no peer is left."""
         while (found := self._peer()) is not None:
             peer, before = found
             num_lost_pages = peer.num_lost_pages
@@ -264,7 +270,7 @@ class Loading:
         return False
 
     async def _read_peer(self, peer: TEPlan, before: Fork | None, is_timing_only: bool) -> None:
-        """Every die gets the weights of its peer by its own DMA."""
+        """Copy the weights of a peer, with each die's own DMA."""
         te, pairs = self.te, zip(peer.all_memories, self.te.all_memories, strict=True)
         self.fork = fork = Fork(te.sizes.place.name, te.pod, len(te.all_memories), before)
         peer.num_readers += 1
@@ -283,14 +289,17 @@ class Loading:
 
 
 def _copies(source: Holder, target: Holder) -> list[Copy]:
-    """What a die reads of its peer's weights."""
+    """List the copies for a die from its peer's weights."""
     at, to = source.workspace.address, target.workspace.address
     arrays = own_arrays(target)
     return [Copy(at(f"weights/{name}"), to(f"weights/{name}"), nbytes) for name, nbytes in arrays]
 
 
 def own_arrays(mem: Holder) -> list[tuple[str, int]]:
-    """Names and bytes of a die's weights; of a stack of routed experts, its own, which come first."""
+    """List names and bytes of a die's weights.
+
+    Of a stack of routed experts only the die's own count, which come first; redundant slots do not.
+    """
     return [
         (name, spec.nbytes * len(mem.held) // max(1, spec.shape[0]) if is_routed(name) else spec.nbytes)
         for name, spec in mem.specs.items()
@@ -298,7 +307,7 @@ def own_arrays(mem: Holder) -> list[tuple[str, int]]:
 
 
 def _is_alike(peer: TEPlan, te: TEPlan) -> bool:
-    """Whether die by die both hold the same."""
+    """Whether two TEs hold the same weights, die by die."""
     return [_holding(mem) for _, mem in peer.all_memories] == [_holding(mem) for _, mem in te.all_memories]
 
 

@@ -1,4 +1,4 @@
-"""What the host tells a die, and what the die tells the host. Plans are data: no closures, no arrays."""
+"""Messages between the host and the dies. Plans are data: no closures, no arrays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOGPROB_SLOTS = 21  # the chosen token and up to 20 alternatives
 
 
 class PoolPlace(NamedTuple):
-    """KV block `block` of the `num_blocks` of a value in the memory pool, which begins at `address`."""
+    """Place of KV block `block` in a pool value of `num_blocks` blocks, which begins at `address`."""
 
     address: Address
     block: int
@@ -26,7 +26,7 @@ class PoolPlace(NamedTuple):
 
 
 class BlockCopy(NamedTuple):
-    """Move one block. A tier is "hbm", "host" or "pool"."""
+    """Copy of a KV block between tiers: "hbm", "host" or "pool"."""
 
     src_tier: str
     src: int | PoolPlace
@@ -35,10 +35,10 @@ class BlockCopy(NamedTuple):
 
 
 class LogitEdits(msgspec.Struct, frozen=True, kw_only=True):
-    """What is done to a row of logits before its token is drawn, in the order of `sampling.edit`.
+    """Changes to a row of logits before its token is drawn, in the order of `sampling.edit`.
 
-    The log probabilities that a step reports are those of the logits as they were. `fault` says why no token
-    can be drawn at all: the row fails.
+    The log probabilities that a step reports are those of the unchanged logits. `fault` says why no token can
+    be drawn at all: the row fails.
     """
 
     bias: dict[int, float] = {}
@@ -52,13 +52,13 @@ class LogitEdits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One forward pass of one DP group. Lists named per row have one entry per token row.
+    """Plan of a forward pass of a DP group. Lists named per row have one entry per token row.
 
     Rows of a sequence are consecutive and ascend in position; its last row may be a draft. A group without
     work still gets an empty plan, `StepPlan(step=n)`, because dispatch and combine are barriers of all ranks.
 
-    Of sequences that are carried over from the step before, the die fills in token ids and slots, and moves
-    positions on by the number of drafts that were accepted there (engine/die/carried.py).
+    Sequences may be carried over from the previous step. For them the die fills in token ids and slots, and
+    moves positions on by the number of accepted drafts (engine/die/carried.py).
     """
 
     step: StepNo
@@ -95,9 +95,9 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepDone(msgspec.Struct, frozen=True):
-    """A die has finished a step; its results lie in its output region.
+    """Reports the end of a step on a die; its results lie in the die's result buffers.
 
-    `faults` are those of single logit rows, which have no results: their sequences cannot go on, all others
+    `faults` are errors of single logit rows, which have no results. Their sequences cannot go on; all others
     can.
     """
 
@@ -107,7 +107,7 @@ class StepDone(msgspec.Struct, frozen=True):
 
 
 class LayerDone(msgspec.Struct, frozen=True):
-    """A die has finished a layer of the main model in a step: the KV of the step's rows is in its cache."""
+    """Reports the end of a layer of the main model: the KV of the step's rows is in the die's cache."""
 
     rank: DieRank
     step: StepNo
@@ -115,28 +115,31 @@ class LayerDone(msgspec.Struct, frozen=True):
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """Are you there? A die answers between two commands."""
+    """Asks a die for a sign of life; it answers between two commands."""
 
 
 class ProbeDone(msgspec.Struct, frozen=True):
-    """A die is there."""
+    """Answers a probe: the die is alive."""
 
     rank: DieRank
 
 
 class StepFailed(msgspec.Struct, frozen=True):
-    """A die's program raised; the die is lost."""
+    """Reports an error of a die's program, of a transfer or of a prefetch.
+
+    A GlitchError is rolled back if recovery allows it; any other error ends the TE.
+    """
 
     die: DieNumber
     error: Exception
 
 
 class CopyBlocks(msgspec.Struct, frozen=True):
-    """Move KV blocks between tiers: (source tier, place, destination tier, place) each.
+    """Command to move KV blocks between tiers.
 
-    Places are slots in "hbm" and "host", and parts of a value's place in the DRAM of the "pool".
-
-    Without a ticket they are made before the next command; with one beside it, and CopyDone tells the end.
+    Places are slots in "hbm" and "host", and parts of a value's place in the DRAM of the "pool". Without a
+    ticket the copies are made before the next command. With a ticket they go on beside later commands, and
+    CopyDone reports their end.
     """
 
     ticket: int | None
@@ -144,23 +147,28 @@ class CopyBlocks(msgspec.Struct, frozen=True):
 
 
 class PoolReady(msgspec.Struct, frozen=True):
-    """What was asked of the memory pool under a ticket of a DP group can be copied now, as far as ever."""
+    """Reports blocks of the memory pool, asked for under a ticket, as ready to be copied.
+
+    Blocks that are not ready by now will not come.
+    """
 
     group: GroupRank
     ticket: int
 
 
 class CopyDone(msgspec.Struct, frozen=True):
-    """A die has made the copies of a ticket."""
+    """Reports the end of a ticket's copies on a die."""
 
     rank: DieRank
     ticket: int
 
 
 class SetExpertMap(msgspec.Struct, frozen=True):
-    """From the next step on tokens find experts by this map: phy2log [layers with experts, physical
-    experts], -1 for a slot that is not in use; and the same from the other side, as dies read it: log2phy
-    int32 [layers, E, R] and logcnt int32 [layers, E]."""
+    """Command to find experts by this map from the next step on.
+
+    phy2log [layers with experts, physical experts] has -1 for a slot that is not in use. log2phy int32
+    [layers, E, R] and logcnt int32 [layers, E] are the same map from the other side, as dies read it.
+    """
 
     phy2log: Sequence[Sequence[int]]
     log2phy: npt.NDArray[np.int32]
@@ -168,33 +176,38 @@ class SetExpertMap(msgspec.Struct, frozen=True):
 
 
 class CollectLoad(msgspec.Struct, frozen=True):
-    """Report how many tokens chose each expert since the last report; LoadCollected tells when it lies in
-    the die's memory."""
+    """Command to report how many tokens chose each expert since the last report.
+
+    LoadCollected tells when the counts lie in the die's memory.
+    """
 
 
 class LoadCollected(msgspec.Struct, frozen=True):
-    """A die has reported its experts' load."""
+    """Reports load counts as ready in the memory of a die."""
 
     rank: DieRank
 
 
 class LoadExperts(msgspec.Struct, frozen=True):
-    """Copy experts from the host's memory to redundant slots, beside the steps: (layer with experts, slot,
-    expert) each. No step may use these slots until ExpertsLoaded."""
+    """Command to copy experts from the host's memory to redundant slots, beside the steps.
+
+    Each load is (layer with experts, slot, expert). No step may use these slots until ExpertsLoaded.
+    """
 
     loads: Sequence[tuple[int, int, int]]
 
 
 class ExpertsLoaded(msgspec.Struct, frozen=True):
-    """A die has made the copies of LoadExperts."""
+    """Reports the end of a LoadExperts command on a die."""
 
     die: DieNumber
 
 
 class RollBack(msgspec.Struct, frozen=True):
-    """Epoch `epoch` has begun: no step from number `step` on has happened, and none is run until Resume.
+    """Command of a rollback: epoch `epoch` has begun, and steps from number `step` on count as not run.
 
-    The dies' rollback fields say so, too (engine/recovery), to programs that are busy and read no commands.
+    No step is run until Resume. The dies' rollback fields say so, too (engine/recovery), to programs that are
+    busy and read no commands.
     """
 
     epoch: Epoch
@@ -202,24 +215,27 @@ class RollBack(msgspec.Struct, frozen=True):
 
 
 class RolledBack(msgspec.Struct, frozen=True):
-    """Nothing of an earlier epoch runs on a die any more, nor will it write anything."""
+    """Reports the end of all work of earlier epochs on a die, which will write nothing more."""
 
     die: DieNumber
     epoch: Epoch
 
 
 class Resume(msgspec.Struct, frozen=True):
-    """All dies have rolled back to an epoch: the ends of exchanges are as if new, and plans follow."""
+    """Command to go on after a rollback: exchanges begin anew, and plans follow."""
 
     epoch: Epoch
 
 
 class Wake(msgspec.Struct, frozen=True):
-    """To a host's loop: there is new work, or room for old work."""
+    """Tells a host's loop of new work, or of room for old work."""
 
 
 class Beat(msgspec.Struct, frozen=True):
-    """To a TE-shell: are you there? It says its `name` to who asks; that is on its way for `travel_ns`."""
+    """Asks a TE-shell for a sign of life.
+
+    The shell puts its `name` into `answers`, where it arrives after `travel_ns`.
+    """
 
     name: str
     answers: Queue[str]
@@ -227,4 +243,4 @@ class Beat(msgspec.Struct, frozen=True):
 
 
 class Shutdown(msgspec.Struct, frozen=True):
-    """The last command of a die program."""
+    """Last command of a die program: end."""

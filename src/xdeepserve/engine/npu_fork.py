@@ -1,11 +1,11 @@
-"""NPU-fork: weights die to die from a TE that has them, as a chunked chain broadcast (DeepServe 6.2).
+"""NPU-fork: weights go die to die from a ready TE, as a chunked chain broadcast (DeepServe 6.2).
 
-Of TEs that load at the same time, the first reads one that is ready, and each other reads the one before it:
-a chunk, as soon as it has come there. Ports are full duplex: the k-th TE has all of it k - 1 chunks after the
-first, and who serves gives its weights once, however many load.
+Of TEs that load at the same time, the first reads from a ready TE. Each other TE reads from the one before
+it: each chunk as soon as it has arrived there. Ports are full duplex, so the k-th TE has everything k - 1
+chunks after the first. A source gives its weights once, however many TEs load.
 
-What breaks a link of the chain (its source is lost, or gives up) breaks those behind it, too; each looks for
-a source anew and begins again, since what has come may be what a broken memory had.
+If a link of the chain breaks, because its source is lost or gives up, all links behind it break, too. Each TE
+then looks for a new source and begins again, since the bytes so far may come from a broken memory.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ CHUNK_NBYTES = 64 << 20  # long against a startup, short against a die
 
 
 class BrokenForkError(HardwareError):
-    """Who gave the weights gives no more."""
+    """Raised when the source of weights is lost or gives up."""
 
 
 class Fork:
-    """How far a TE that loads has come, and who waits for that.
+    """Progress of a TE loading from a peer, and the loads that wait for it.
 
     before  the fork that it reads; None: a TE that is ready
     after   the one that reads it
@@ -46,14 +46,14 @@ class Fork:
             before.after = self
 
     async def copy(self, pieces: Mapping[int, Sequence[Copy]], on_bytes: Callable[[int], None]) -> None:
-        """Bring each die its pieces, by its own DMA. BrokenForkError if the source gives up."""
+        """Copy the weights of each die, by its own DMA; BrokenForkError if the source gives up."""
         dies = enumerate(pieces.items())
         await self._pod.clock.gather(*(self.copy_to(i, die, each, on_bytes) for i, (die, each) in dies))
 
     async def copy_to(
         self, index: int, die: int, pieces: Sequence[Copy], on_bytes: Callable[[int], None]
     ) -> None:
-        """Bring one die its pieces, chunk by chunk, as the source has them."""
+        """Copy the weights of a single die, chunk by chunk, as the source receives them."""
         with self._may_break():
             for number, chunk in enumerate(chunks(pieces)):
                 await self._has_come(index, number)
@@ -63,8 +63,10 @@ class Fork:
                 on_bytes(sum(piece.nbytes for piece in chunk))
 
     async def pass_time(self, nbytes: int) -> None:
-        """The same where no byte moves: what it takes the die with most, whose last chunk comes when the
-        source has it."""
+        """Pass the virtual time of the fork where no bytes move.
+
+        It is the time of the die with most bytes; its last chunk comes when the source has it.
+        """
         whole_ns, last_ns = (copy_ns(self._pod.spec, n) for n in (nbytes, min(nbytes, CHUNK_NBYTES)))
         with self._may_break():
             end = self._pod.clock.now + whole_ns
@@ -76,16 +78,16 @@ class Fork:
 
     @property
     def hops(self) -> int:
-        """From a TE that is ready."""
+        """Number of links in the chain from a ready TE to this one."""
         return 1 if self.before is None else self.before.hops + 1
 
     @property
     def can_be_read(self) -> bool:
-        """Whether it is at it, or was to the end, and nobody reads it."""
+        """Whether another TE may read from this fork: it has begun, is not broken, and has no reader."""
         return bool(self.came) and not self.is_broken and self.after is None
 
     def break_off(self) -> None:
-        """Whoever reads this one has to look elsewhere, and who was read may be read by another."""
+        """Break the fork and free the source: the reader of this fork has to look for another source."""
         self.is_broken = True
         if self.before is not None and self.before.after is self:
             self.before.after = None
@@ -94,8 +96,10 @@ class Fork:
 
     @contextmanager
     def _may_break(self) -> Iterator[None]:
-        """The process that runs is interrupted if the source breaks off while it waits in here, and whatever
-        a broken source does to it is that it is broken."""
+        """Context for interrupting the current process if the source breaks off.
+
+        Hardware errors of a broken source are raised as BrokenForkError.
+        """
         process = asyncio.current_task()
         assert isinstance(process, Process)
         self._processes.append(process)
@@ -108,7 +112,7 @@ class Fork:
             self._processes.remove(process)
 
     def tell(self, index: int) -> None:
-        """Wake the fork that reads from this one: a die has one chunk more."""
+        """Count a chunk for a die, and wake the fork that reads from this one."""
         self.came[index] += 1
         waiting, self._waiting = self._waiting, []
         for waiter in waiting:
@@ -137,12 +141,12 @@ class Fork:
 
 
 def copy_ns(spec: Spec, nbytes: int) -> int:
-    """What it takes a die's DMA to bring bytes over UB: one side of it carries them."""
+    """Return the time in ns for a die's DMA to copy bytes over UB, with one engine of the two sides."""
     return spec.startup_ns("dma") + math.ceil(spec.link_ns(0, nbytes, 0))
 
 
 def chunks(pieces: Sequence[Copy]) -> Iterator[list[Copy]]:
-    """The pieces, in order, in runs of CHUNK_NBYTES, of which the last may be shorter."""
+    """Split pieces into runs of CHUNK_NBYTES, in order; the last run may be shorter."""
     chunk, room = [], CHUNK_NBYTES
     for src, dst, nbytes in pieces:
         done = 0

@@ -1,4 +1,4 @@
-"""Digests of weights: whatever they come from, dies hold the bytes that the first load brought."""
+"""Digests of weights, to check that every load brings the same bytes as the first."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Key = tuple[Piece, np.dtype, tuple[int, ...]]  # which array, and which part of 
 
 
 class WeightDigests:
-    """By array, and by which part of it a die holds."""
+    """Digests of weight arrays, by array and by the part of it that a die holds."""
 
     def __init__(self) -> None:
         self._known: dict[Key, str] = {}
 
     def learn(self, tes: Sequence[TEPlan]) -> None:
-        """These TEs have been the first to load."""
+        """Record the digests of the first TEs to load."""
         for te in tes:
             # Hundreds of dies of a TE hold the same: one of them is asked.
             alike = {(_shard(mem), tuple(mem.held), tuple(mem.specs)): mem for _, mem in te.all_memories}
@@ -34,13 +34,17 @@ class WeightDigests:
                         self._known[key] = _digest(array)
 
     def check(self, te: TEPlan, source: Source) -> None:
-        """A TE has loaded from `source`. HardwareError, naming die and array, if it has other bytes."""
+        """Check a TE's weights after loading from `source`; HardwareError names die and array if bytes
+        differ.
+
+        An array without a known digest is recorded, not refused.
+        """
         self.check_arrays(te.all_memories, source, {die: mem.specs for die, mem in te.all_memories})
 
     def check_arrays(
         self, memories: Sequence[tuple[int, Holder]], source: Source, names: Mapping[int, Collection[str]]
     ) -> None:
-        """The same, of some arrays by die."""
+        """Check some arrays of weights by die, as `check` does for a whole TE."""
         for die, mem in memories:
             for name, key, array in _own(mem):
                 if name not in names.get(die, ()):
@@ -53,12 +57,12 @@ class WeightDigests:
 
 
 def digests(mem: Holder) -> dict[str, str]:
-    """Of a die's own weights, by name, without what slots for replicas hold at the moment."""
+    """Return the digests of a die's own weights, by name, without the contents of redundant slots."""
     return {name: _digest(array) for name, _, array in _own(mem)}
 
 
 def _own(mem: Holder) -> Iterator[tuple[str, Key, np.ndarray]]:
-    """Names of a die's own weights, what tells them from others of that name, and the arrays."""
+    """Yield a die's own weights: their names, the keys of their digests, and the arrays."""
     shard = _shard(mem)
     for name, array in mem.weights().items():
         experts = tuple(mem.held) if is_routed(name) else ()

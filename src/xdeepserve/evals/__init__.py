@@ -1,1 +1,1 @@
-"""What `xdeepserve eval` measures: language modelling and tasks, per domain of held-out text, per recipe."""
+"""Evaluations of `xdeepserve eval`: language modelling and tasks, per domain of held-out text, per recipe."""

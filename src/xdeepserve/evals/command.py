@@ -13,7 +13,7 @@ from xdeepserve.progress import working
 
 
 def add_options(parser: Parser) -> None:
-    """The model, what to compare it with, and on how much text."""
+    """Add the options: the model, checkpoints to compare, and the amount of text."""
     option = parser.add_argument
     option("--model", default="tiny", metavar="M", help="as for generate; default tiny")
     option(
@@ -46,7 +46,7 @@ def add_options(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure `args.model` in each recipe, and what `args.against` and `args.methods` name, in INT8."""
+    """Measure `args.model` in each recipe, and the checkpoints and methods named by options in INT8."""
     import msgspec
 
     from xdeepserve.corpus import EXAMINED

@@ -42,7 +42,7 @@ class Subject(msgspec.Struct, frozen=True):
 
 
 class DomainResult(msgspec.Struct):
-    """One domain's figures."""
+    """Figures of a domain of text."""
 
     domain: str
     num_samples: int
@@ -56,7 +56,8 @@ class DomainResult(msgspec.Struct):
 
 
 class Result(msgspec.Struct):
-    """One subject's figures; all but the list and the errors are over all answers of all domains."""
+    """Figures of a subject. All figures outside of `domains` and `errors` are over all answers of all
+    domains."""
 
     title: str
     perplexity: float
@@ -73,7 +74,8 @@ def evaluate(
     deployment: str = "monolithic",
     progress: Progress = lambda done, total: None,
 ) -> list[Result]:
-    """All subjects on the same samples; the first is what the others are compared with. Raises InputError."""
+    """Measure all subjects on the same samples; the first is the baseline of the others. Raises
+    InputError."""
     total = len(subjects) * len(samples) * 2
     num_tokens = _check_tokenizers(subjects, samples)
     for subject in subjects:
@@ -93,9 +95,10 @@ def evaluate(
 
 
 def _check_tokenizers(subjects: Sequence[Subject], samples: Sequence[Sample]) -> int:
-    """Tokens of the longest sample.
+    """Return the tokens of the longest sample.
 
-    Subjects are compared token by token, so they must cut text in the same tokens. Raises InputError.
+    Subjects are compared token by token, so they must cut text into the same tokens. Raises InputError
+    otherwise.
     """
     first: list[list[int]] | None = None
     for directory in dict.fromkeys(subject.checkpoint.directory for subject in subjects):
@@ -111,7 +114,8 @@ def _check_tokenizers(subjects: Sequence[Subject], samples: Sequence[Sample]) ->
 
 
 def mean_errors(directory: Path) -> dict[str, float] | None:
-    """What quantisation costs the outputs of linear layers on calibration text, by its cause."""
+    """Read quantisation's mean errors of linear layers' outputs on calibration text, by cause; None without a
+    report."""
     path = directory / REPORT_FILE
     if not path.is_file():
         return None
@@ -125,7 +129,7 @@ def mean_errors(directory: Path) -> dict[str, float] | None:
 
 
 def token_losses(logits: Array, token_ids: Sequence[int]) -> Array:
-    """-log p of each token, float64 [n]: `logits` [n, vocab] are those that were to foretell it."""
+    """Compute -log p of each token, float64 [n]; `logits` [n, vocab] are those that predict it."""
     logits = logits.astype(np.float64)
     peak = logits.max(axis=-1, keepdims=True)
     log_sum = np.log(np.exp(logits - peak).sum(axis=-1)) + peak[:, 0]
@@ -134,7 +138,7 @@ def token_losses(logits: Array, token_ids: Sequence[int]) -> Array:
 
 
 class _Examiner:
-    """Perplexity by teacher forcing, then greedy answers."""
+    """Examiner of a subject: perplexity by teacher forcing, then greedy answers."""
 
     def __init__(
         self,
@@ -177,7 +181,7 @@ class _Examiner:
     def _speculate(
         self, deployment: str, settings: list[str], prompts: list[list[int]]
     ) -> list[RequestMetrics]:
-        """What each prompt's answer took, greedy."""
+        """Answer all prompts greedily with a way of drafting; return the requests' metrics."""
         params = SamplingParams(max_tokens=MAX_ANSWER, temperature=0.0)
         with LLM(self.subject.checkpoint, deployment, self.subject.recipe, overrides=settings) as llm:
             outputs = llm.generate(prompts, params)
@@ -217,7 +221,8 @@ class _Examiner:
         )
 
     def _tokens_per_step(self, chosen: Sequence[int]) -> dict[str, float] | None:
-        """Without each answer's first token, which prefill makes."""
+        """Compute tokens per step by way of drafting, without each answer's first token, which prefill
+        makes."""
         found = {}
         for way, metrics in self.drafts.items():
             num_tokens = sum(metrics[i].num_tokens - 1 for i in chosen)

@@ -1,4 +1,4 @@
-"""Which text a model is examined on: the package's held-out samples, or paragraphs of a user's file."""
+"""Text for examining a model: the package's held-out samples, or paragraphs of a user's file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PIECE = 120  # words: a longer paragraph is several samples
 
 
 def held_out(domains: Sequence[str] = EXAMINED, num_samples: int = 40) -> list[Sample]:
-    """So many samples of each domain. Raises InputError."""
+    """Draw `num_samples` samples of each domain. Raises InputError."""
     unknown = [domain for domain in domains if domain not in EXAMINED]
     if unknown or not domains:
         raise InputError(f"unknown domain {', '.join(unknown) or '(none)'}: known are {', '.join(EXAMINED)}")
@@ -24,7 +24,7 @@ def held_out(domains: Sequence[str] = EXAMINED, num_samples: int = 40) -> list[S
 
 
 def examined(domain: str, index: int, split: Split = "held-out") -> Sample:
-    """A sample; one that begins with nothing is given its first words, to say what is asked for."""
+    """Return a sample with a prompt; a sample without one gets its first words as the prompt."""
     one = sample(domain, split, SEED, index)
     if one.prompt not in ("", chat.BEGIN):
         return one
@@ -33,9 +33,9 @@ def examined(domain: str, index: int, split: Split = "held-out") -> Sample:
 
 
 def of_file(file: Path, num_samples: int) -> list[Sample]:
-    """The first `num_samples` paragraphs of a text, its name as the domain, long ones in pieces; each begins
-    with its first words. Raises InputError if the file cannot be read or has nothing to go on with.
-    """
+    """Read the first `num_samples` paragraphs of a text as samples, with its name as the domain; long
+    paragraphs are cut. Each prompt is the first words. Raises InputError if the file cannot be read or has no
+    text behind these words."""
     _check_number(num_samples)
     found = []
     for paragraph in paragraphs(file, "--text"):

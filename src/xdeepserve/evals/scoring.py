@@ -1,4 +1,4 @@
-"""Whether an answer is right, by domain. Everything is judged on the text alone."""
+"""Scoring of answers by domain, on the text alone."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ INTEGER = re.compile(r"-?\d+")
 
 
 def said(text: str) -> str:
-    """An answer without its reasoning and without the end token."""
+    """Strip reasoning and end token from an answer."""
     return text.removesuffix(chat.END).split(chat.END_THINK)[-1].strip()
 
 
 def arithmetic(expected: str, answer: str) -> bool:
-    """The last number is the right one."""
+    """Whether the last number of the answer is the right one."""
     wanted, found = INTEGER.findall(said(expected)), INTEGER.findall(said(answer))
     return bool(found) and found[-1] == wanted[-1]
 
 
 def tools(expected: str, answer: str) -> bool:
-    """The right call with the right arguments, or the right JSON; other replies word by word."""
+    """Whether the answer is the right call with the right arguments, or the right JSON; other replies are
+    compared word by word."""
     wanted = parse_json(expected)
     return parse_json(answer) == wanted if wanted is not None else said(answer) == said(expected)
 
 
 def parse_json(answer: str) -> object | None:
-    """(tool, arguments) of a call, or the value of a plain JSON answer; None if it is neither."""
+    """Parse (tool, arguments) of a call, or the value of a plain JSON answer; None if it is neither."""
     text, name = said(answer), None
     if text.startswith(chat.CALLS):
         inner = text.removeprefix(chat.CALLS + chat.CALL).removesuffix(chat.END_CALL + chat.END_CALLS)
@@ -46,7 +47,7 @@ def parse_json(answer: str) -> object | None:
 
 
 def code(expected: str, answer: str) -> bool:
-    """Whether the answer is the expected program, however spaced; what it prints must agree to the letter."""
+    """Whether the answer is the expected program, however spaced; printed values must agree to the letter."""
     with warnings.catch_warnings(action="ignore"):  # of odd literals
         try:
             return ast.dump(ast.parse(said(answer))) == ast.dump(ast.parse(said(expected)))
@@ -67,7 +68,7 @@ SCORES: dict[str, Callable[[str, str], bool]] = {
 
 
 def score(sample: Sample, answer: str) -> bool | None:
-    """Whether `answer` is right; None for stories, where nothing is."""
+    """Whether `answer` is right; None for stories, which have no right answer."""
     rule = SCORES.get(sample.domain)
     return None if rule is None else rule(sample.answer, answer)
 

@@ -1,4 +1,5 @@
-"""The table that `xdeepserve eval` prints: a row a figure, a column a recipe, as CloudMatrix384's Table 5."""
+"""Table of `xdeepserve eval`: a row for each figure, a column for each recipe, as CloudMatrix384's Table
+5."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from xdeepserve.evals.run import DRAFTING, DomainResult, Result
 
 
 def rows(results: Sequence[Result]) -> list[tuple[str, list[str]]]:
-    """(name, one text per result)."""
+    """Return the table's rows: (name, a text for each result)."""
     table = [
         ("perplexity, all domains", [f"{result.perplexity:.4f}" for result in results]),
         ("top-1 agreement, all domains", [_percent(result.agreement) for result in results]),
@@ -41,7 +42,7 @@ def rows(results: Sequence[Result]) -> list[tuple[str, list[str]]]:
 
 
 def print_table(model: str, results: Sequence[Result]) -> None:
-    """For people."""
+    """Print the table for people."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,1 +1,2 @@
-"""The virtual SuperPod: clock, memory, dies and their engines. Knows nothing of models or serving."""
+"""The virtual SuperPod: clock, memory, dies and their engines. This package knows nothing of models or
+serving."""

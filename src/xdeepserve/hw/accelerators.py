@@ -1,4 +1,4 @@
-"""Accelerators that a plan may choose from: MegaScale-Infer's Table 3, and the dies that this project runs.
+"""Accelerators for plans to choose from: MegaScale-Infer's Table 3, and the dies that this project simulates.
 
 Each number has its source. What a paper or vendor does not say is `assumed`: above all how much of its peak
 an accelerator reaches, for which that of a CloudMatrix384 die stands, to which it is fitted.
@@ -27,7 +27,8 @@ _HCCS_BANDWIDTH = 28e9  # B/s, one way, of one link
 
 
 def atlas_a2(num_npus: int) -> Spec:
-    """One of `num_npus` NPUs that work together in a server, with as many links as lead to the others."""
+    """Return the spec of an NPU in a server, when `num_npus` of its NPUs work together. Its bandwidth is that
+    of the HCCS links to the others."""
     cm384 = Spec()
     share = _CORES / cm384.aic_cores.value
     by_cores = "assumed: that of a CloudMatrix384 die by number of cores; published figures"
@@ -57,7 +58,7 @@ TABLE_3 = "MS Table 3"
 
 
 class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
-    """A kind of device.
+    """Hardware of a device kind, with price and links, for the planner.
 
     price     of one, L20 = 1
     tp_link   bytes/s between devices of a server, one way
@@ -74,16 +75,16 @@ class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def network(self) -> Param:
-        """Bytes/s of a device's share of its server's cards, one way."""
+        """Bandwidth of a device's share of the network cards in its server (bytes/s, one way)."""
         return self.spec.roce_bandwidth
 
     @property
     def hbm_nbytes(self) -> int:
-        """Bytes of memory of a device."""
+        """Size of a device's memory in bytes."""
         return int(self.spec.hbm_bytes.value)
 
     def per_cost(self) -> tuple[float, float, float]:
-        """Table 3's last columns: GB, GB/s and TFLOPS for a price of 1."""
+        """Return the last columns of Table 3: GB, GB/s and TFLOPS for a price of 1."""
         s, price = self.spec, self.price.value
         return (
             self.hbm_nbytes / 1e9 / price,
@@ -92,12 +93,13 @@ class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def ridge_batch(self) -> float:
-        """Rows from which a BF16 GEMM is bound by operations, at peak: F / B (MS 2.3)."""
+        """Number of rows, at peak, from which a BF16 GEMM is bound by operations: F / B (MS 2.3)."""
         return self.spec.bf16_peak.value / self.spec.hbm_bandwidth.value
 
 
 def _gpu(gb: float, gb_per_s: float, tflops: float, network: Param) -> Spec:
-    """Three numbers from Table 3, a share of cards; others are a CloudMatrix384 die's, said to be assumed."""
+    """Build a GPU's spec from three numbers of Table 3 and its share of network cards. All other values are
+    those of a CloudMatrix384 die, marked as assumed."""
     die = Spec()
     assumed = {
         name: Param(param.value, param.unit, f"assumed: as on a CloudMatrix384 die ({param.source})")
@@ -188,7 +190,7 @@ ALIKE = {
 
 
 def accelerator(name: str) -> Accelerator:
-    """Look a device up by name. InputError if it is unknown, with one that is like it or is spelt like it."""
+    """Look up a device by name. Raises InputError with a suggestion if the name is unknown."""
     wanted = name.strip().lower()
     found = ACCELERATORS.get(wanted)
     if found is None:

@@ -15,7 +15,7 @@ from .traffic import FEW, Integers
 
 
 class AddressSpace:
-    """All memories of a pod by node."""
+    """All memories of a pod, accessed by node and offset."""
 
     def __init__(self) -> None:
         self.plans: dict[int, MemoryPlan] = {}
@@ -29,21 +29,24 @@ class AddressSpace:
         self.on_page_lost: dict[object, Callable[[PageLostError], None]] = {}  # told of each at once
 
     def plan(self, node: int, capacity: int | None = None) -> MemoryPlan:
-        """The plan of a node, made at first use; `capacity` is the size of its physical memory."""
+        """Return the memory plan of a node, made at first use; `capacity` is the size (bytes) of its physical
+        memory."""
         if node not in self.plans:
             self.plans[node] = MemoryPlan(node, capacity)
         return self.plans[node]
 
     @property
     def nbytes(self) -> int:
-        """Bytes that `materialise` maps, or has mapped: so much real memory once all of it is written."""
+        """Number of bytes mapped by `materialise`, before or after the call. As much real memory is needed
+        once all of it is written."""
         return sum(plan.nbytes for plan in self.plans.values())
 
     def check(self, limit: int | None = None) -> None:
-        """DeploymentError, with every reason, if a node exceeds its capacity or the sum exceeds `limit`.
+        """Check sizes. Raises DeploymentError, with every reason, if a node exceeds its capacity or the sum
+        exceeds `limit`.
 
-        The sum counts what is planned, whether or not it will be written: a pod under the limit can never
-        run the computer out of memory halfway. Who knows that most pages stay untouched gives no limit.
+        The sum counts planned bytes, whether or not they will be written: a pod under the limit can never run
+        the computer out of memory halfway. Callers that know most pages stay untouched give no limit.
         """
         reasons = [
             f"node {plan.node} needs {plan.nbytes:,} bytes of memory but has {plan.capacity:,}"
@@ -57,7 +60,7 @@ class AddressSpace:
             raise DeploymentError("; ".join(reasons))
 
     def materialise(self, limit: int | None = None) -> Mapping[int, Memory]:
-        """Map every planned memory, after `check`. OutOfMemoryError if the computer refuses one."""
+        """Map every planned memory, after `check`. Raises OutOfMemoryError if the computer refuses one."""
         self.check(limit)
         for node, plan in self.plans.items():
             if node not in self._memories:
@@ -66,14 +69,16 @@ class AddressSpace:
         return self._memories
 
     def give_back(self) -> None:
-        """All nodes' pages go back to the system: the pod has ended, and nobody reads its memory any more."""
+        """Give the pages of all nodes back to the system, after the pod has ended and nothing reads them any
+        more."""
         for memory in self._memories.values():
             memory.give_back()
 
     def release(self, node: int) -> None:
-        """Take back the memory of a node and its plan; another may then be planned and materialised.
+        """Take back the memory of a node and its plan; another plan may then be materialised.
 
-        HardwareError, and nothing happens, while somebody waits for a write to it or a transfer is under way.
+        Raises HardwareError, with nothing changed, while a process waits for a write to it or a transfer is
+        under way.
         """
         if node not in self._memories:  # planned, and no more
             del self.plans[node]
@@ -90,16 +95,16 @@ class AddressSpace:
         self._find_areas()
 
     def is_materialised(self, node: int) -> bool:
-        """Whether it has memory: not before it is planned and mapped, and not after it is released."""
+        """Whether a node has memory: planned and mapped, and not yet released."""
         return node in self._memories
 
     def is_in_use(self, node: int) -> bool:
-        """Whether somebody waits for a write to its memory, or a transfer is at it."""
+        """Whether a process waits for a write to a node's memory, or a transfer reads or writes it."""
         memory = self._memories.get(node)
         return memory is not None and bool(memory.watches or len(memory.claims))
 
     def _find_areas(self) -> None:
-        """Nodes have come, or gone."""
+        """Rebuild the table of area ends after nodes have come or gone."""
         self._offsets.clear()
         self._area_ends = np.full((max(self._memories, default=0) + 1, 3), -1, np.int64)
         for node, memory in self._memories.items():
@@ -114,7 +119,7 @@ class AddressSpace:
             ) from None
 
     def offsets_of(self, area: Literal["metadata", "managed", "app"], name: str) -> Integers:
-        """Offset of the region of that name by node; -1 where a node has none."""
+        """Return the offset of the region of that name by node; -1 where a node has none."""
         if (area, name) not in self._offsets:
             offsets = np.full(len(self._area_ends), -1, np.int64)
             for node, memory in self._memories.items():
@@ -125,7 +130,8 @@ class AddressSpace:
         return self._offsets[area, name]
 
     def write_many(self, nodes: Sequence[int], offsets: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
-        """Checked before: row i of data [N, size] goes to nodes[i], offsets[i]; watches look at each."""
+        """Write row i of data [N, size] to nodes[i], offsets[i], and call watches on each. Bounds were
+        checked before."""
         memories, size = self._memories, data.shape[1]
         rows = data.tobytes()
         raw = [rows[at : at + size] for at in range(0, len(rows), size)]
@@ -138,20 +144,20 @@ class AddressSpace:
                     watch.on_write(offset, size)
 
     def lose_page(self, error: PageLostError) -> None:
-        """What a page held is lost: whoever gathers from there gets this error, until it is put right."""
+        """Mark a page's content as lost: gathers from it raise this error until the page is repaired."""
         self.bad_pages.setdefault(error.die, []).append(error)
         for tell in list(self.on_page_lost.values()):
             tell(error)
 
     def check_sound(self, nodes: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> None:
-        """The error of a page, if one of these pieces lies there that has been lost and not put right."""
+        """Raise the error of a lost page if one of these pieces overlaps it."""
         for node, offset, nbytes in zip(nodes, offsets, sizes, strict=True):
             for error in self.bad_pages.get(node, ()):
                 if error.offset < offset + nbytes and offset < error.stop:
                     raise error
 
     def gather(self, nodes: Integers, offsets: Integers, sizes: Integers, target: memoryview) -> None:
-        """Checked before: pieces of other memories, one after another, into `target`."""
+        """Copy pieces of other memories, one after another, into `target`. Bounds were checked before."""
         memories, at = self._memories, 0
         if self.silent:
             self.check_alive(nodes.tolist())
@@ -162,7 +168,7 @@ class AddressSpace:
             at += nbytes
 
     def check_alive(self, nodes: Sequence[int]) -> None:
-        """LostDieError, of which whoever listens is told, if one of these is silent."""
+        """Check for silent nodes. Raises LostDieError for the first one, after listeners have been told."""
         for node in nodes:
             if node in self.silent:
                 for tell in self.on_silence.values():
@@ -170,7 +176,8 @@ class AddressSpace:
                 raise LostDieError(f"die {node} is lost: its memory does not answer")
 
     def check_many(self, nodes: Integers, offsets: Integers, sizes: Integers | int) -> None:
-        """AddressError, about the first bad one, unless each [offset, offset + size) lies within one area."""
+        """Check bounds: each [offset, offset + size) must lie within one area. Raises AddressError about the
+        first bad one."""
         nodes, offsets = np.asarray(nodes, np.int64), np.asarray(offsets, np.int64)
         sizes = index(sizes) if np.ndim(sizes) == 0 else np.asarray(sizes, np.int64)
         if len(nodes) <= FEW:

@@ -1,4 +1,4 @@
-"""Ranges of a memory that transfers under way will write, or read."""
+"""Claims on ranges of a memory by transfers under way, to write or to read."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from ..errors import AddressError
 
 
 class Claims:
-    """Ranges of one node's memory. Who is to write bytes over some time claims them first; who is to read
-    them shares them.
+    """Claimed ranges of a node's memory. A transfer claims the bytes that it will write and shares the bytes
+    that it will read.
 
     Two transfers to the same bytes would leave a mixture of both that depends on timing, and one that reads
     what another writes would carry such a mixture on. So the second is refused, whoever asks for it: a claim
@@ -25,26 +25,28 @@ class Claims:
         return len(self._ranges) + len(self._readers)
 
     def take(self, start: int, nbytes: int, who: str) -> None:
-        """Claim [start, start + nbytes), which is not empty, to write. AddressError if a byte is in use."""
+        """Claim the non-empty range [start, start + nbytes) to write. Raises AddressError if a byte is in
+        use."""
         self._check_writers(start, start + nbytes, who)
         for begin, end, other in self._readers:
             self._check(start, start + nbytes, who, begin, end, other, "reading")
         insort(self._ranges, (start, start + nbytes, who))
 
     def release(self, start: int) -> None:
-        """Give back the claim that begins at `start`."""
+        """Give back the claim with the given `start`."""
         at = bisect_right(self._ranges, start, key=lambda claim: claim[0]) - 1
         assert at >= 0
         assert self._ranges[at][0] == start
         del self._ranges[at]
 
     def share(self, start: int, nbytes: int, who: str) -> None:
-        """Read [start, start + nbytes), which is not empty. AddressError if somebody is to write a byte."""
+        """Share the non-empty range [start, start + nbytes) to read. Raises AddressError if a byte is claimed
+        for writing."""
         self._check_writers(start, start + nbytes, who)
         self._readers.append((start, start + nbytes, who))
 
     def unshare(self, start: int, nbytes: int, who: str) -> None:
-        """Give back what `share` got."""
+        """Give back a range taken by `share`."""
         self._readers.remove((start, start + nbytes, who))
 
     def _check_writers(self, start: int, stop: int, who: str) -> None:

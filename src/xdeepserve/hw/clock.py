@@ -44,7 +44,7 @@ LAPSED = -1
 
 
 class Waiting(NamedTuple):
-    """What a wait is for; the words of its error if it fails."""
+    """Description of a wait, used as the words of its error if the wait fails."""
 
     op: str
     rank: object
@@ -55,7 +55,7 @@ class Waiting(NamedTuple):
 
 
 class Waiter:
-    """One wait of one process. Whoever ends it calls `wake` or `fail`; the first call counts.
+    """A single wait of a process. `wake` or `fail` ends it; the first call counts.
 
     `describe` is called only if the wait fails, so what it reports is what was seen at that moment.
     """
@@ -76,7 +76,7 @@ class Waiter:
         self.describe = describe
 
     def wake(self, value: Any = None, delay_ns: int = 0) -> bool:
-        """End the wait at now + delay with `value`. False if it had already been ended."""
+        """End the wait at now + delay with `value`. Returns False if it had already been ended."""
         if self._ending:
             return False
         self._ending = True
@@ -92,7 +92,7 @@ class Waiter:
         return True
 
     def _unpark(self) -> None:
-        """Make its process runnable; its other events lapse."""
+        """Make the waiting process runnable; its other events lapse."""
         self._tie = LAPSED
         self._ending = True
         if self._process is not None:
@@ -105,7 +105,7 @@ class Waiter:
 
 
 class Process(asyncio.Task[Any]):
-    """An asyncio task that lives in virtual time. Made by `Clock.spawn` only."""
+    """An asyncio task living in virtual time. Only `Clock.spawn` makes processes."""
 
     clock: Clock
     waiter: Waiter | None  # what it is parked on; None while it can run
@@ -119,13 +119,13 @@ class Process(asyncio.Task[Any]):
 
     @property
     def is_idle(self) -> bool:
-        """It waits for work, and nobody has woken it."""
+        """Whether the process waits for work and has not been woken."""
         waiter = self.waiter
         return waiter is not None and waiter._tie == LAPSED and waiter not in self.clock._unbounded
 
     def interrupt(self, error: Exception, delay_ns: int = 0) -> bool:
-        """End what it waits for, whatever that is, `delay_ns` from now: `error` is raised there, or the one
-        of an interruption before. False if it does not wait."""
+        """End the wait of a process `delay_ns` from now by raising `error` there. An earlier interruption's
+        error comes first; returns False if the process does not wait."""
         waiter = self.waiter
         if waiter is None:
             return False
@@ -149,7 +149,7 @@ class Process(asyncio.Task[Any]):
 
 
 class ClockCounts(NamedTuple):
-    """What a clock keeps, counted."""
+    """Counts of a clock's processes, waits and events."""
 
     running: int  # processes that wait for nothing
     events: int  # waits with a time, those included that have lapsed and are not yet cleared away
@@ -159,7 +159,7 @@ class ClockCounts(NamedTuple):
 
 
 class Clock:
-    """Integer nanoseconds of virtual time, and the order of everything.
+    """Integer nanoseconds of virtual time, and the total order of events.
 
     `seed=None` breaks ties in the order in which events were made. A seed breaks them at random, but
     reproducibly, so that tests can explore interleavings.
@@ -187,11 +187,11 @@ class Clock:
 
     @property
     def rests(self) -> bool:
-        """Nobody runs and nothing is left to happen, until somebody outside does something."""
+        """Whether no process runs and no event is left, until something outside acts."""
         return not (self._num_running or self._heap)
 
     def counts(self) -> ClockCounts:
-        """Count what the clock keeps: of a pod at rest only `made` and lapsed events may be left."""
+        """Count the clock's entries: of a pod at rest only `made` and lapsed events may be left."""
         unbounded, joined = len(self._unbounded), len(self._joiners)
         return ClockCounts(self._num_running, len(self._heap), unbounded, joined, self._num_events)
 
@@ -201,7 +201,7 @@ class Clock:
         return self._loop is not None and isinstance(asyncio.current_task(self._loop), Process)
 
     def when_at_rest(self, then: Callable[[], None]) -> None:
-        """Call `then`, which must not raise, at the instant in which the clock comes to rest; now if it does.
+        """Call `then` when the clock comes to rest, or now if it rests already. `then` must not raise.
 
         Never, if some process always has something left to do.
         """
@@ -250,7 +250,7 @@ class Clock:
     async def join(
         self, process: asyncio.Task[T], deadline_ns: int | None = None, *, idle: bool = False
     ) -> T:
-        """Wait for a process from within another; its result or its exception.
+        """Wait for a process from within another; return its result or raise its exception.
 
         `idle` if the process may wait for work for ever, so that this is no deadlock.
         """
@@ -264,7 +264,8 @@ class Clock:
         return process.result()
 
     async def gather(self, *coros: Coroutine[Any, Any, T]) -> list[T]:
-        """Run coroutines as processes side by side; results in order, or the first failure in that order.
+        """Run coroutines as processes side by side; return results in order, or raise the first failure in
+        that order.
 
         All are joined before a failure is raised. To be called from within a process.
         """
@@ -288,11 +289,11 @@ class Clock:
     # ---- waiting ------------------------------------------------------------------------------------
 
     def sleep(self, ns: int) -> Coroutine[Any, Any, None]:
-        """Let `ns` nanoseconds pass."""
+        """Let `ns` nanoseconds of virtual time pass."""
         return self.sleep_until(self._now + index(ns))
 
     async def sleep_until(self, time_ns: int) -> None:
-        """Let time pass until `time_ns`; at once if it is not in the future."""
+        """Let virtual time pass until `time_ns`; return at once if it is not in the future."""
         heap = self._heap
         process = asyncio.current_task(self._loop)
         if process.__class__ is not Process or process.clock is not self:
@@ -317,11 +318,11 @@ class Clock:
             raise waiter._error
 
     def waiter(self, describe: Callable[[], Waiting]) -> Waiter:
-        """A wait to be ended by somebody else: hand it to them, then `await clock.wait(waiter)`."""
+        """Make a wait for another process to end: hand it over, then `await clock.wait(waiter)`."""
         return Waiter(self, describe)
 
     async def wait(self, waiter: Waiter, deadline_ns: int | None = None, *, idle: bool = False) -> Any:
-        """Block until `waiter` is woken; the value it was woken with.
+        """Block until `waiter` is woken; return the value it was woken with.
 
         `deadline_ns` is absolute. Raises DeadlineError there; without one, DeadlockError when nothing in the
         pod can wake it, unless `idle`. A waiter serves once.
@@ -346,7 +347,7 @@ class Clock:
         return process
 
     def _push(self, time_ns: int, waiter: Waiter) -> None:
-        """Give `waiter` its only live event; an earlier one lapses."""
+        """Give `waiter` a new event, and let its earlier one lapse."""
         tie = self._num_events
         self._num_events += 1
         if self._random is not None:
@@ -362,7 +363,7 @@ class Clock:
             self._loop.call_soon(self._kick)
 
     def _compact(self) -> None:
-        """Forget lapsed events.
+        """Remove lapsed events from the heap.
 
         A pod under load never rests, and deadlines lie far ahead: those of waits that ended in time would
         pile up until virtual time has passed them. Keys are unique, so the order of the rest cannot change.
@@ -391,7 +392,8 @@ class Clock:
             self._advance()
 
     def _advance(self) -> None:
-        """With nobody running: wake the process of the earliest event, or rest, and tell who waits for it."""
+        """Wake the process of the earliest event when no process runs; without events, call whoever waits for
+        rest."""
         heap = self._heap
         while heap:
             time_ns, tie, waiter = heappop(heap)

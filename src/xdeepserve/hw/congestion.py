@@ -1,4 +1,4 @@
-"""How fast a queue pair may send when the port of whom it sends to is crowded (MegaScale-Infer 5).
+"""Sending rates of queue pairs when the receiver's port is crowded (MegaScale-Infer 5).
 
 Rates follow DCQCN's shape: a congestion notice cuts the rate, and it comes back in steps. The paper says what
 its tuning aims at (less rate limiting, faster convergence where receivers get unequal amounts), and no
@@ -13,7 +13,7 @@ import msgspec
 
 
 class CongestionControl(msgspec.Struct, frozen=True):
-    """When ports tell senders that they are crowded, and what these do about it.
+    """Thresholds for congestion notices, and the reaction of senders to them.
 
     mark_ns     a segment that would wait longer than this for the receiver's port is marked
     notice_ns   a queue pair is told so at most once in so long
@@ -33,7 +33,7 @@ TUNED_CONTROL = CongestionControl(mark_ns=20_000, notice_ns=50_000, cut=0.1, ste
 
 
 class SendingRate:
-    """The rate of one queue pair, as a part of its line's."""
+    """Sending rate of a queue pair, as a fraction of its line rate."""
 
     def __init__(self, control: CongestionControl) -> None:
         self.control = control
@@ -41,21 +41,22 @@ class SendingRate:
         self._noticed_ns = -control.notice_ns
 
     def at(self, now: int) -> float:
-        """The rate now, in (0, 1]."""
+        """Return the rate now, in (0, 1]."""
         steps = (now - self._cut_ns) // self.control.recover_ns
         return min(1.0, self._rate + self.control.step * steps)
 
     def notice(self, now: int) -> None:
-        """The receiver's port is crowded."""
+        """Lower the rate because the receiver's port is crowded."""
         self._rate, self._cut_ns = max(1e-3, self.at(now) * (1 - self.control.cut)), now
 
     def may_notice(self, now: int) -> bool:
-        """Whether a notice is due for a segment that was marked; notes that it is sent."""
+        """Whether a notice is due for a marked segment; if so, note that it is sent."""
         if now - self._noticed_ns < self.control.notice_ns:
             return False
         self._noticed_ns = now
         return True
 
     def gap_ns(self, now: int, line_ns: float) -> int:
-        """From the start of a segment that takes `line_ns` to the start of the next one."""
+        """Return the time (ns) from the start of a segment that takes `line_ns` to the start of the next
+        one."""
         return math.ceil(line_ns / self.at(now))

@@ -1,4 +1,4 @@
-"""A die: its memory, cores, engines and command queue. What a die program sees of the world.
+"""A die with memory, cores, engines and command queue, as a die program sees them.
 
 A *die program* is an `async def program(die, ...)` spawned on the clock. It reads its own memory directly,
 everybody else's through the engines, and launches kernels on views of its memory.
@@ -27,14 +27,15 @@ T = TypeVar("T")
 
 
 class Cores:
-    """The AIC or AIV cores of a die. A kernel takes the `n` that are free first, from one instant on."""
+    """AIC or AIV cores of a die. A kernel takes the `n` cores that are free first, all from the same instant
+    on."""
 
     def __init__(self, total: int) -> None:
         self.total = total
         self._free_at = [0] * total  # ascending
 
     def reserve(self, now: int, num_cores: int, duration_ns: int) -> tuple[int, int]:
-        """Start and end of a kernel that asks now."""
+        """Book cores for a kernel that asks now; return its start and end (ns)."""
         start = max(now, self._free_at[num_cores - 1])
         end = start + duration_ns
         self._free_at[:num_cores] = [end] * num_cores
@@ -43,12 +44,12 @@ class Cores:
         return start, end
 
     def stall(self, until: int) -> None:
-        """Nothing begins before `until`."""
+        """Let no kernel begin before `until` (virtual ns)."""
         self._free_at = [max(each, until) for each in self._free_at]
 
 
 class Die:
-    """One NPU die. Made by `Pod`."""
+    """NPU die with memory, cores and engines; made by `Pod`."""
 
     def __init__(self, index: int, fabric: Fabric) -> None:
         self.index = index
@@ -68,11 +69,11 @@ class Die:
 
     @property
     def memory(self) -> Memory:
-        """The die's own HBM."""
+        """Memory (HBM) of the die."""
         return self.fabric.memories[self.index]
 
     def check_alive(self) -> None:
-        """LostDieError if this die is lost."""
+        """Check the die. Raises LostDieError if it is lost."""
         if self.fabric.memories.silent:
             self.fabric.memories.check_alive([self.index])
 
@@ -84,7 +85,7 @@ class Die:
 
     @property
     def running(self) -> list[asyncio.Task[Any]]:
-        """Its processes that have not ended."""
+        """Processes of the die, without those that have ended."""
         return [process for process in self._processes if not process.done()]
 
     # ---- commands -----------------------------------------------------------------------------------
@@ -96,7 +97,7 @@ class Die:
         self.commands.put(command, delay_ns=delay_ns + self.spec.command_ns())
 
     async def next_command(self) -> msgspec.Struct:
-        """Die side: the next message in order; waits for it as long as it takes."""
+        """Die side: wait for the next message, in order, as long as it takes."""
         return await self.commands.get()
 
     # ---- kernels ------------------------------------------------------------------------------------
@@ -132,7 +133,7 @@ class Die:
         cores: int | None = None,
         args: dict[str, Any] | None = None,
     ) -> T:
-        """Launch a kernel that takes `duration_ns` of so many cores (all by default) once they are free."""
+        """Launch a kernel for `duration_ns` of `cores` cores (all by default), once they are free."""
         all_cores = self.cores[core]
         total = all_cores.total
         if cores is not None and not 1 <= cores <= total:
@@ -148,15 +149,14 @@ class Die:
         return result
 
     def draw(self, lane: str, name: str, start_ns: int, more: dict[str, Any] | None = None) -> None:
-        """Draw a span from `start_ns` until now at the place of the running process, of which a trace then
-        tells `more`."""
+        """Draw a span from `start_ns` until now, with the running process's place and `more` as arguments."""
         if self.trace.is_on:
             place = self.trace.place
             args = {**place, **more} if more else place
             self.trace.span(self.index, lane, name, start_ns, self.clock.now, args)
 
     def stall(self, duration_ns: int) -> None:
-        """For so long nothing begins here: what its cores and engines are asked for waits."""
+        """Let nothing begin here for `duration_ns`: requests to cores and engines wait."""
         until = self.clock.now + duration_ns
         for cores in self.cores.values():
             cores.stall(until)
@@ -164,22 +164,22 @@ class Die:
             engine.stall(until)
 
     def slow(self, factor: float, duration_ns: int) -> None:
-        """For so long kernels that begin here take `factor` times as long."""
+        """Make kernels take `factor` times as long, if they begin within `duration_ns`."""
         self._slow_factor, self._slow_until = factor, self.clock.now + duration_ns
 
     @property
     def slowness(self) -> float:
-        """How many times as long as it should a kernel takes that begins now."""
+        """Factor on the time of kernels that begin now; 1.0 if the die is not slow."""
         return self._slow_factor if self.clock.now < self._slow_until else 1.0
 
     def glitch(self, code: str) -> None:
-        """What its programs are at, kernels, transfers and waits for fields, ends with an error code. Its
-        memory stays. A program that waits for work is at nothing that could fail."""
+        """End all kernels, transfers and waits for fields of this die with an error code. Memory stays, and
+        programs that wait for work are not affected."""
         self._end_with(GlitchError(self.index, code, ERROR_CODES[code].meaning))
 
     def lose_page(self, offset: int, nbytes: int) -> PageLostError:
-        """So much of its memory is scribbled over, and what its programs are at ends as after a glitch. The
-        error that says so."""
+        """Scribble over a page of this die's memory and end its work as after a glitch. Returns the error
+        that says so."""
         self.memory.scribble(offset, offset + nbytes)
         error = PageLostError(self.index, PAGE_LOST, ERROR_CODES[PAGE_LOST].meaning, offset, nbytes)
         self._end_with(error)

@@ -1,4 +1,4 @@
-"""The disk below a volume, which may break: what SQLite is told then is what it would be told by a real one.
+"""Disk below a volume, with faults as SQLite would see them on a real disk.
 
 error   nothing can be read or written: SQLITE_IOERR
 full    what is there can be read; a commit finds no room: SQLITE_FULL
@@ -14,7 +14,7 @@ IOERR, FULL = 10, 13  # SQLite's result codes
 
 
 class Disk:
-    """`fault` is what is wrong with it now; None: nothing."""
+    """State of a disk: `fault` names what is wrong with it now; None means nothing."""
 
     def __init__(self, path: Path) -> None:
         self._log = Path(f"{path}-wal")
@@ -22,23 +22,25 @@ class Disk:
         self._before: bytes | None = None
 
     def check_readable(self) -> None:
-        """sqlite3.OperationalError if nothing can be read."""
+        """Raise sqlite3.OperationalError if nothing can be read."""
         if self.fault == "error":
             raise _error("disk I/O error", IOERR)
 
     def check_writable(self) -> None:
-        """sqlite3.OperationalError if nothing new can be written."""
+        """Raise sqlite3.OperationalError if nothing new can be written."""
         self.check_readable()
         if self.fault == "full":
             raise _error("database or disk is full", FULL)
 
     def commits(self) -> None:
-        """A transaction, all of which has been written, is to be committed. sqlite3.OperationalError."""
+        """Prepare for the commit of a fully written transaction. Raises sqlite3.OperationalError on a faulty
+        disk."""
         self.check_writable()
         self._before = self._read_log() if self.fault == "torn" else None
 
     def committed(self) -> None:
-        """SQLite takes its commit for safe; where it is torn, the log's new half is as it was before."""
+        """Take note of a commit that SQLite believes safe; on a torn disk, undo the second half of its
+        log."""
         if self._before is None:
             return
         before, after = self._before, self._read_log()

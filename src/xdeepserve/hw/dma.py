@@ -1,4 +1,4 @@
-"""DMA and URMA: engines that move any amount without AIV cores or unified buffers (XDS 3.3)."""
+"""DMA and URMA engines. Both move any amount without AIV cores or unified buffers (XDS 3.3)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .traffic import Integers, Place, Traffic
 
 
 class DMA:
-    """An engine that moves any amount from memory to memory, without AIV cores or unified buffers.
+    """Engine for moving any amount from memory to memory, without AIV cores or unified buffers.
 
     `kind` "dma" is asked by a CPU; "urma" by an AIV core directly (NPU-Direct URMA, XDS 3.3): a lower startup
     than DMA's, higher than MTE's.
@@ -27,11 +27,11 @@ class DMA:
         self.held_until = 0
 
     def stall(self, until: int) -> None:
-        """Nothing begins before `until`."""
+        """Let no transfer begin before `until` (virtual ns)."""
         self.busy_until = self.held_until = max(self.busy_until, until)
 
     async def copy(self, pieces: Iterable[Copy], name: str = "copy", weight: float = 1.0) -> None:
-        """Move the pieces; returns when the last byte is visible. A byte takes the time of `weight` bytes."""
+        """Move the pieces; return when the last byte is visible. A byte takes the time of `weight` bytes."""
         pieces = whole_copies(pieces)
         traffic = traffic_of(self.fabric, self.place, pieces)
         routes: dict[tuple[int, int], int] = {}
@@ -43,7 +43,7 @@ class DMA:
         move(self.fabric, pieces, die=self.node if self.kind == "urma" else None)
 
     async def pass_time(self, src: int, dst: int, nbytes: int, name: str = "copy") -> None:
-        """What a `copy` of one piece between two nodes takes; no byte moves."""
+        """Let the time of a one-piece `copy` between two nodes pass, without moving bytes."""
         loads, stores = Traffic(self.place), Traffic(self.place)
         loads.add(src, nbytes)
         stores.add(dst, nbytes)
@@ -60,7 +60,7 @@ class DMA:
         copies: Integers | None = None,
         cores: int = 1,
     ) -> None:
-        """`copy` of many pieces, one after another, into consecutive bytes of the die's own memory.
+        """Copy pieces from many places, in their order, into consecutive bytes of the die's own memory.
 
         `copies` as for `MTE.gather`; `cores` AIVs ask the engine.
         """

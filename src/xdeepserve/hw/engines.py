@@ -1,4 +1,4 @@
-"""What the engines that move bytes between memories (MTE2 and MTE3, DMA, URMA) have in common.
+"""Common parts of the engines for moving bytes between memories (MTE2 and MTE3, DMA, URMA).
 
 Either end may be another node's memory (global shared memory). All operations are batched: one await moves
 many pieces for startup + issue of the pieces + bytes, and is one event of the clock. Bytes are read, and
@@ -48,17 +48,17 @@ from .traffic import Integers, Place, Traffic
 
 
 class Checksums:
-    """Off by default."""
+    """Compares payloads by checksum before and after a transfer, if switched on; by default it is off."""
 
     def __init__(self) -> None:
         self.is_on = False
 
     def time_ns(self, nbytes: float, spec: Spec) -> int:
-        """What they take for a payload."""
+        """Return the time (ns) for both ends to read a payload for its checksums; 0 if they are off."""
         return math.ceil(spec.hbm_ns(nbytes)) if self.is_on else 0
 
     def check(self, sent: Bytes, arrived: Bytes, src: Address, dst: Address) -> None:
-        """IntegrityError unless they are alike."""
+        """Compare checksums of a payload. Raises IntegrityError if they differ."""
         if not self.is_on or src.node == dst.node or arrived is sent:
             return
         expected, seen = zlib.crc32(sent), zlib.crc32(arrived)
@@ -73,7 +73,7 @@ T = TypeVar("T")
 
 
 class Copy(NamedTuple):
-    """One piece of a batch: `nbytes` from `src` to `dst`."""
+    """A piece of a batch: `nbytes` from `src` to `dst`."""
 
     src: Address
     dst: Address
@@ -81,7 +81,8 @@ class Copy(NamedTuple):
 
 
 def whole_copies(pieces: Iterable[Copy]) -> list[Copy]:
-    """The pieces with Python's numbers, whose sums do not wrap around. AddressError if one is not whole."""
+    """Convert pieces to Python's integers, whose sums do not wrap around. Raises AddressError for a
+    non-integer."""
     try:
         return [
             Copy(Address(index(a), index(b)), Address(index(c), index(d)), index(n))
@@ -92,7 +93,8 @@ def whole_copies(pieces: Iterable[Copy]) -> list[Copy]:
 
 
 def whole_pieces(pieces: Iterable[tuple[Address, T]]) -> list[tuple[Address, T]]:
-    """Addresses in Python's numbers, with what belongs to each. AddressError if one is not whole."""
+    """Convert addresses to Python's integers, keeping what belongs to each. Raises AddressError for a
+    non-integer."""
     try:
         return [(Address(index(node), index(offset)), what) for (node, offset), what in pieces]
     except TypeError as error:
@@ -100,7 +102,7 @@ def whole_pieces(pieces: Iterable[tuple[Address, T]]) -> list[tuple[Address, T]]
 
 
 class Fabric(NamedTuple):
-    """What every engine of a pod shares."""
+    """Parts of a pod shared by all engines."""
 
     clock: Clock
     memories: AddressSpace
@@ -114,7 +116,8 @@ class Fabric(NamedTuple):
 
 
 class Gather:
-    """Many pieces of anybody's memory that go to consecutive bytes of one die's own; checked when made."""
+    """Transfer of many pieces from any memories to consecutive bytes of a die's own. Bounds are checked on
+    construction."""
 
     def __init__(
         self,
@@ -140,7 +143,8 @@ class Gather:
                 fabric.trace.move(node, place.node, nbytes)
 
     def move(self) -> None:
-        """GlitchError, before a byte is written, if checksums tell that one was damaged on its way."""
+        """Move the bytes. Raises GlitchError, before a byte is written, if checksums show damage on the
+        way."""
         target = self.target.read(self.dst_offset, self.nbytes)
         if self.links and (damaged := self._damaged()):
             target[:] = damaged
@@ -150,7 +154,7 @@ class Gather:
         self.target.notify(self.dst_offset, self.nbytes)
 
     def _damaged(self) -> bytes:
-        """What arrives, if it is not what was sent; else nothing."""
+        """Return the arriving bytes if they differ from those sent, else b""."""
         here, arrived, is_damaged = Address(self.target.node, 0), [], False
         places = zip(self.nodes.tolist(), self.offsets.tolist(), self.sizes.tolist(), strict=True)
         for node, offset, nbytes in places:
@@ -164,10 +168,10 @@ class Gather:
 def carried(
     fabric: Fabric, plane: Plane, src: Address, dst: Address, sent: Bytes, die: int | None = None
 ) -> Bytes:
-    """What arrives over a plane of a payload.
+    """Return the bytes of a payload after its way over a plane.
 
-    IntegrityError, if checksums tell that it is not what was sent; where a kernel of `die` moves it,
-    GlitchError, a link's: then the step is run again.
+    Raises IntegrityError if checksums show damage. Where a kernel of `die` moves the payload, GlitchError
+    with a link's code instead, so that the step is run again.
     """
     if src.node == dst.node or not fabric.links:
         return sent
@@ -182,8 +186,8 @@ def carried(
 
 
 class Targets:
-    """Where pieces of `size` bytes go, one to each of nodes and offsets [N]. Checked when made, so that who
-    stores to the same places again and again need not have them checked again."""
+    """Places for pieces of `size` bytes, one at each of nodes and offsets [N]. Bounds are checked on
+    construction, so repeated stores need no check."""
 
     def __init__(self, fabric: Fabric, place: Place, nodes: Integers, offsets: Integers, size: int) -> None:
         nodes, offsets = np.asarray(nodes, np.int64), np.asarray(offsets, np.int64)
@@ -198,7 +202,7 @@ class Targets:
 
     @property
     def traffic(self) -> Traffic:
-        """What a store to all of them moves."""
+        """Traffic of a store to all targets."""
         if self._known is None or self._place.links:
             return self._traffic(self._place)
         return self._known
@@ -207,9 +211,8 @@ class Targets:
 def traffic_of(
     fabric: Fabric, place: Place, pieces: list[Copy], is_checked: bool = True
 ) -> tuple[Traffic, Traffic]:
-    """Check the bounds of every piece, unless none is to move; what is read and what is written, by
-    distance.
-    """
+    """Check the bounds of every piece, unless bytes will not be moved. Returns the read and written traffic,
+    by distance."""
     loads, stores = Traffic(place), Traffic(place)
     for src, dst, nbytes in pieces:
         if is_checked:
@@ -224,7 +227,7 @@ def traffic_of(
 
 
 def move(fabric: Fabric, pieces: list[Copy], plane: Plane = Plane.UB, die: int | None = None) -> None:
-    """Payloads from here to there, over a plane, by a kernel of `die` or by nobody's."""
+    """Move payloads over a plane. `die` names the die whose kernel moves them; None if no kernel does."""
     for src, dst, nbytes in pieces:
         arrived = carried(fabric, plane, src, dst, fabric.memories.read(src, nbytes), die)
         fabric.memories[dst.node].write_checked(dst.offset, arrived)

@@ -1,4 +1,4 @@
-"""Kinds of faults: where each may happen, and what it has to say; error codes, and moments to plan faults at.
+"""Fault kinds by place, error codes, and moments of operations to plan faults at.
 
 A place is a part of the pod and its number:
 
@@ -40,7 +40,7 @@ PLACES: tuple[Place, ...] = get_args(Place)
 
 
 class Rule(NamedTuple):
-    """What a fault of a kind at a place says, beside when and where; `meaning` is for people."""
+    """Fields of a fault of a given kind at a given place, beside place and time; `meaning` is for people."""
 
     meaning: str
     needs: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ SAYS = ("for_us", "factor", "by_us", "plane", "code", "page")  # what some kinds
 
 
 def kinds_at(place: Place) -> list[Kind]:
-    """What can happen at a place."""
+    """List the kinds of faults possible at a place."""
     return [kind for where, kind in RULES if where == place]
 
 
@@ -87,8 +87,8 @@ def kinds_at(place: Place) -> list[Kind]:
 
 
 class ErrorCode(NamedTuple):
-    """What a code means, and whether the same work may well succeed when it is done again; after `PAGE_LOST`
-    only once what the page held has been put right."""
+    """Meaning of an error code, and whether the same work may succeed when repeated. After `PAGE_LOST` it may
+    only once the page's content is repaired."""
 
     meaning: str
     is_transient: bool
@@ -116,7 +116,7 @@ GLITCHES = [code for code in ERROR_CODES if code != PAGE_LOST]  # after these th
 
 
 class Moment(NamedTuple):
-    """The `event`-th time, from 1, that a step is complete on a node; None: wherever it is."""
+    """The `event`-th completion, from 1, of an operation's step on a node; None stands for any node."""
 
     operation: str
     step: int
@@ -125,7 +125,8 @@ class Moment(NamedTuple):
 
 
 class Moments:
-    """Off, at the cost of a look, unless somebody waits for a moment or wants `counts` of those that pass."""
+    """Calls functions at planned moments. Off and nearly free unless a function waits or `counts` are
+    wanted."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -133,12 +134,12 @@ class Moments:
         self._then: dict[Moment, list[Callable[[], None]]] = {}
 
     def at(self, moment: Moment, then: Callable[[], None]) -> None:
-        """Call `then`, which must not wait, when it comes; never, if it does not."""
+        """Call `then` at a moment, if it ever comes. `then` must not wait."""
         self.is_on = True
         self._then.setdefault(moment, []).append(then)
 
     def passed(self, operation: str, step: int, node: int) -> None:
-        """A step is complete on a node."""
+        """Note the completion of an operation's step on a node, and call what was planned for it."""
         for where in (node, None):
             self.counts[operation, step, where] += 1
             moment = Moment(operation, step, self.counts[operation, step, where], where)

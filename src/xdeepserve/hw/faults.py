@@ -1,4 +1,4 @@
-"""Faults: what breaks on a pod, when and where, as a plan that can be written down and run again.
+"""Fault plans for a pod: failures by kind, place and time, which can be written down and run again.
 
 A plan is a TOML file with a list of faults, each of a kind (`fault_kinds`) at one place:
 
@@ -48,11 +48,13 @@ LEAST = {"for_us": 0, "factor": 1, "by_us": 0}  # what has to be more than that
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One thing that breaks: one of the places has its number, a link two. `for_us`: how long it lasts.
+    """Planned failure of a part of the pod. Exactly one of the places has a number (a link two); `for_us`
+    says how long it lasts.
 
-    Either at a time, or the `event`-th time that a step of an operation is complete: on the die that breaks,
-    or anywhere, if it is no die (`moments`). `page` is one of `PAGE_NBYTES` bytes, counted from the start
-    of the die's memory, or that in which what is called so begins.
+    It happens at a time, or at the `event`-th completion of an operation's step: on the die that breaks, or
+    anywhere, if the place is no die (`fault_kinds`). `page` is the number of a page of `PAGE_NBYTES` bytes,
+    counted from the start of the die's memory. It may also name a region: then the page in which the region
+    begins.
     """
 
     at_us: float | None = None
@@ -90,19 +92,19 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
     @property
     def places(self) -> list[tuple[Place, int | tuple[int, int]]]:
-        """Where it happens: one, in a plan that has been checked."""
+        """Places of the fault with their numbers; exactly one in a checked plan."""
         return [(place, number) for place in PLACES if (number := getattr(self, place)) is not None]
 
     @property
     def target(self) -> tuple[str, ...]:
-        """What breaks; the same for both directions of a link."""
+        """Identity of the broken part, the same for both directions of a link."""
         if self.link is not None:
             return "link", str(self.plane), str(sorted(self.link))
         return tuple(map(str, self.places))
 
     @property
     def end_us(self) -> float:
-        """When it is over."""
+        """End of the fault (us of virtual time); infinite for a lasting fault."""
         if self.for_us is None:
             return self._at_us if self.kind in ("torn", "flipped", "glitch", "bad-page") else float("inf")
         return self._at_us + self.for_us
@@ -121,12 +123,14 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_faults(path: Path) -> tuple[Fault, ...]:
-    """The plan in a file. InputError, with one line, if it cannot be read or no fault can be so."""
+    """Read a fault plan from a file. Raises InputError, in one line, if the file cannot be read or a fault is
+    malformed."""
     return read(path, "TOML", "faults").to(_File).fault
 
 
 def check_faults(plan: Sequence[Fault], pod: Pod) -> None:
-    """InputError, about the first of them, unless each can happen on this pod, from now on."""
+    """Check a plan against the pod. Raises InputError about the first fault that cannot happen from now
+    on."""
     for fault in plan:
         problem = _place_problem(fault, pod) or _time_problem(fault, pod) or _kind_problem(fault, pod)
         if problem:
@@ -167,7 +171,7 @@ def _link_problem(fault: Fault, link: tuple[int, int], pod: Pod) -> str:
 
 
 def _nodes(fault: Fault, link: tuple[int, int], pod: Pod) -> tuple[int, int]:
-    """Both ends of a link."""
+    """Return both ends of a link as node numbers."""
     a, b = link
     return (pod.topology.host(a), pod.topology.host(b)) if fault.plane == "vpc" else (a, b)
 
@@ -224,7 +228,7 @@ def _page_problem(page: int | str, die: int, pod: Pod) -> str:
 
 
 def _numbers(place: Place, pod: Pod) -> Collection[int]:
-    """Which of a kind of place there are."""
+    """Return the numbers of all places of a kind in this pod."""
     if place == "die":
         return pod.dies
     if place == "host":
@@ -242,7 +246,7 @@ def _few(numbers: Collection[int]) -> str:
 
 
 def schedule(plan: Sequence[Fault], pod: Pod) -> None:
-    """Have faults, which have been checked, happen."""
+    """Plan checked faults on the pod's clock and moments."""
     for fault in plan:
         happen = partial(_happen, fault, pod)
         if fault.at_us is not None:
@@ -255,7 +259,7 @@ def schedule(plan: Sequence[Fault], pod: Pod) -> None:
 
 
 def _at_once(happen: Callable[[], Coroutine[Any, Any, None]], pod: Pod) -> None:
-    """When whoever runs now waits: before anybody else goes on."""
+    """Make the fault happen when the running process next waits, before any other goes on."""
     pod.clock.at(pod.clock.now, happen)
 
 
@@ -306,7 +310,7 @@ def _break_die(fault: Fault, number: int, pod: Pod, lasts_ns: int) -> None:
 
 
 async def _end(fault: Fault, pod: Pod) -> None:
-    """What was wrong with a link, or a part of the pod that is no die, is over."""
+    """End a fault of a link, or of a part of the pod other than a die."""
     ((place, number),) = fault.places
     assert fault.kind is not None
     if isinstance(number, tuple) or place == "die":

@@ -1,4 +1,4 @@
-"""Links between two nodes on one plane, and what is wrong with them: both ways, for as long as it lasts.
+"""Faults of links between two nodes on a plane, in both directions, for as long as they last.
 
     down      nothing goes by it, and who wants to send or to read learns so at once (`LinkError`)
     blocked   nothing begins to go by it, and nobody is told
@@ -21,7 +21,7 @@ from .topology import Plane
 
 
 class LinkFault(NamedTuple):
-    """What is wrong, until when."""
+    """Fault of a link, with kind, end and severity."""
 
     kind: str
     until_ns: float
@@ -40,21 +40,22 @@ class FaultyLinks(dict[tuple[Plane, int, int], LinkFault]):
         self._clock = clock
 
     def spoil(self, plane: Plane, a: int, b: int, fault: LinkFault) -> None:
-        """From now on something is wrong."""
+        """Let a fault of a link begin now."""
         self[plane, min(a, b), max(a, b)] = fault
 
     def mend(self) -> None:
-        """Forget what is over."""
+        """Remove the link faults of the past."""
         for key in [key for key, fault in self.items() if fault.until_ns <= self._clock.now]:
             del self[key]
 
     def free_ns(self, nodes: Collection[int]) -> int:
-        """From when on some nodes reach each other on the UB plane. LinkError."""
+        """Return the time (virtual ns) from which some nodes can reach each other on the UB plane. Raises
+        LinkError if a link is down."""
         pairs = [(a, b) for plane, a, b in self if plane is Plane.UB and a in nodes and b in nodes]
         return max((self.passes(Plane.UB, a, b, 0)[1] for a, b in pairs), default=0)
 
     def carry(self, plane: Plane, src: int, dst: int, data: Bytes) -> Bytes:
-        """What arrives of a payload."""
+        """Return the bytes of a payload on arrival, with a bit flipped if that fault is due."""
         key = plane, min(src, dst), max(src, dst)
         if key not in self or self[key].kind != "flipped" or not data:
             return data
@@ -64,7 +65,8 @@ class FaultyLinks(dict[tuple[Plane, int, int], LinkFault]):
         return bytes(damaged)
 
     def passes(self, plane: Plane, node: int, other: int, nbytes: int) -> tuple[int, int]:
-        """What `node` asks for to go from or to `other`: as how many bytes, and from when on. LinkError."""
+        """Bill a transfer of `node` from or to `other`: return (billed bytes, time from which it may begin).
+        Raises LinkError if the link is down."""
         now, free_ns = self._clock.now, 0
         own = self.get((plane, node, node))
         if own is not None and now < own.until_ns:

@@ -1,4 +1,4 @@
-"""A timeline as rows of bars: for the terminal (`generate --timeline`) and for the pictures in `docs/`.
+"""A timeline as rows of bars, for the terminal (`generate --timeline`) and for the pictures in `docs/`.
 
 A row is a die's lane, or several lanes of it that never overlap much: kernels and exchanges. A bar is a run
 of work on one microbatch. Bars of steps that wait for a peer's field are told apart from work.
@@ -27,7 +27,7 @@ LANES = {  # what a row is called, and the lanes that it is made of, in the orde
 
 
 class Bar(NamedTuple):
-    """Something that a row does in [start_ns, end_ns). `microbatch` is None where there is only one."""
+    """Work or a wait of a row in [start_ns, end_ns). `microbatch` is None where there is only one."""
 
     start_ns: int
     end_ns: int
@@ -37,7 +37,7 @@ class Bar(NamedTuple):
 
 
 class GanttRow(NamedTuple):
-    """What one die does on some of its lanes; the number of the die, and the name of the row's kind."""
+    """Bars of a die on some of its lanes, with the die's number and the name of the row's kind."""
 
     node: int
     label: str
@@ -45,12 +45,12 @@ class GanttRow(NamedTuple):
 
 
 def is_wait(span: TraceSpan) -> bool:
-    """Whether a span is a step that waits for a peer's field rather than moves bytes."""
+    """Whether a span is a step waiting for a peer's field, rather than moving bytes."""
     return bool(span.args and span.args.get("waits"))
 
 
 def gantt(trace: Trace, start_ns: int, end_ns: int) -> list[GanttRow]:
-    """Rows of all dies that did something between two moments, by the order of the trace's processes."""
+    """Return rows of all dies active between two moments, in the order of the trace's processes."""
     kinds = {lane: label for label, lanes in LANES.items() for lane in lanes}
     found: dict[tuple[int, str], list[TraceSpan]] = {}
     for span in trace.spans:
@@ -69,14 +69,15 @@ def _bars(spans: Sequence[TraceSpan]) -> Iterator[Bar]:
 
 
 def steps_of(trace: Trace) -> list[tuple[int, int]]:
-    """[start, end) of each step of the pod, from its first embedding to the next one, in virtual ns."""
+    """List [start, end) of each step of the pod (virtual ns), from its first embedding to the next one."""
     starts = sorted({span.start_ns for span in trace.spans if span.name == "Embed"})
     last = max((span.end_ns for span in trace.spans), default=0)
     return list(zip(starts, [*starts[1:], last], strict=True))
 
 
 def in_terminal(trace: Trace, start_ns: int, end_ns: int, width: int = 100, colour: bool = True) -> list[str]:
-    """The rows as lines of at most `width` characters, a character for each of equal shares of the time.
+    """Draw the rows as lines of at most `width` characters; each character stands for an equal share of the
+    time.
 
     Without colour the character is the microbatch's number, or `#`; `·` waits for a peer.
     """
@@ -92,7 +93,7 @@ def in_terminal(trace: Trace, start_ns: int, end_ns: int, width: int = 100, colo
 
 
 def _cells(bars: Sequence[Bar], start_ns: int, end_ns: int, cells: int, colour: bool) -> str:
-    """Each cell shows the bar that lasts longest within it; work goes before waiting."""
+    """Draw a bar per cell: the one that lasts longest within it; work goes before waiting."""
     best: list[tuple[int, int, Bar] | None] = [None] * cells
     step = max((end_ns - start_ns) / cells, 1.0)
     for bar in bars:

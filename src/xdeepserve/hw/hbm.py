@@ -1,4 +1,4 @@
-"""HBM bandwidth of a die that kernels side by side share.
+"""Sharing of a die's HBM bandwidth among kernels that run side by side.
 
 A kernel says how long it takes by itself, and for how much of that its bytes would keep all of HBM busy. So
 it draws that share of the bandwidth, evenly. Kernels that together draw more than there is get max-min fair
@@ -14,7 +14,7 @@ from .clock import Clock
 
 
 class Draw:
-    """A kernel under way: what is left of the time that it takes by itself, in ns, and its share of HBM."""
+    """A kernel under way: remaining time if it ran alone (ns), and its share of HBM bandwidth (0 to 1)."""
 
     def __init__(self, alone_ns: float, hbm_ns: float) -> None:
         self.left_ns = alone_ns
@@ -22,7 +22,7 @@ class Draw:
 
 
 class SharedHBM:
-    """Who draws on the HBM of one die."""
+    """Lets the kernels of a die share its HBM bandwidth."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -30,7 +30,8 @@ class SharedHBM:
         self._at_ns = 0
 
     def begin(self, alone_ns: int, hbm_ns: float) -> Draw:
-        """A kernel that begins now, takes `alone_ns` by itself and reads or writes for `hbm_ns`."""
+        """Begin a kernel now: `alone_ns` is its time without others, `hbm_ns` the time of its bytes at full
+        bandwidth."""
         self._advance()
         draw = Draw(alone_ns, hbm_ns)
         self._draws.append(draw)
@@ -44,7 +45,8 @@ class SharedHBM:
             self._advance()
 
     def _advance(self) -> None:
-        """All that were under way, to now. Who begins or ends always comes here: shares were the same."""
+        """Advance all kernels to now. Called at each begin and end, because shares are constant in
+        between."""
         elapsed: float = self.clock.now - self._at_ns
         self._at_ns = self.clock.now
         while elapsed > 0 and self._draws:
@@ -52,7 +54,7 @@ class SharedHBM:
             self._draws = [draw for draw in self._draws if draw.left_ns > 0]
 
     def _rest_ns(self, draw: Draw) -> int:
-        """Until a kernel ends, if none begins."""
+        """Return the time (ns) until a kernel ends, if no other begins."""
         others, total = [_copy(each) for each in self._draws], 0.0
         mine = others[self._draws.index(draw)]
         while mine.left_ns > 0:
@@ -61,7 +63,7 @@ class SharedHBM:
 
 
 def step(draws: Sequence[Draw], most_ns: float) -> float:
-    """Let kernels go on until the first ends, or for `most_ns`; how long that took."""
+    """Let kernels go on until the first ends, or for `most_ns`; return the time that passed (ns)."""
     speeds = fair_speeds([draw.share for draw in draws])
     until = [draw.left_ns / speed for draw, speed in zip(draws, speeds, strict=True)]
     elapsed = min(most_ns, *until)
@@ -71,8 +73,8 @@ def step(draws: Sequence[Draw], most_ns: float) -> float:
 
 
 def side_by_side(streams: Sequence[Sequence[tuple[float, float]]]) -> list[float]:
-    """When each of some streams ends that all begin at 0: kernels one after another, each with what it takes
-    by itself and what its bytes do, in ns."""
+    """Return the end (ns) of each stream when all begin at 0. A stream is a list of kernels (time alone, time
+    of its bytes), one after another."""
     waiting = [[Draw(*kernel) for kernel in reversed(stream) if kernel[0] > 0] for stream in streams]
     ends, now = [0.0] * len(streams), 0.0
     while under_way := [stream[-1] for stream in waiting if stream]:
@@ -85,7 +87,7 @@ def side_by_side(streams: Sequence[Sequence[tuple[float, float]]]) -> list[float
 
 
 def fair_speeds(shares: Sequence[float]) -> list[float]:
-    """How fast each goes, to 1.0, of those that ask for such shares of one whole."""
+    """Return the max-min fair speed (0 to 1.0) of each kernel, given the shares of HBM they ask for."""
     speeds, left = [1.0] * len(shares), 1.0
     for done, place in enumerate(sorted(range(len(shares)), key=lambda at: shares[at])):
         given = min(shares[place], left / (len(shares) - done))

@@ -1,4 +1,4 @@
-"""A node's memory is one buffer, and every byte of a pod has an address (node, offset).
+"""Memory of a node: a single buffer, so that every byte of a pod has an address (node, offset).
 
 Memory is laid out in two phases. *Plan*: code asks a node's three areas for regions by name and size;
 nothing is allocated, so a pod that does not fit can be refused with its sum. *Materialise*: each node gets an
@@ -43,7 +43,8 @@ Bytes: TypeAlias = bytes | bytearray | memoryview
 
 
 class Address(NamedTuple):
-    """A byte of the pod: `node` is a die's or a host's number, `offset` counts from its memory's start."""
+    """Address of a byte in the pod: `node` is a die's or host's number, `offset` counts from its memory's
+    start."""
 
     node: int
     offset: int
@@ -53,7 +54,7 @@ class Address(NamedTuple):
 
 
 class Region:
-    """A named piece of an area. Its offset is known once the node's plan is sealed."""
+    """Named piece of an area. Its offset is known once the node's plan is sealed."""
 
     __slots__ = ("area", "name", "nbytes", "start")
 
@@ -76,9 +77,8 @@ class Region:
 
 
 class Area:
-    """One of the three areas of a node. A bump allocator until memory is materialised; from then on regions
-    come from what others have given back, the first that fits.
-    """
+    """Allocator of a node's area. It bumps until memory is materialised; later regions take the first free
+    piece that fits."""
 
     def __init__(self, node: int, name: str, limit: int | None = None) -> None:
         self.node, self.name, self.limit = node, name, limit
@@ -90,7 +90,7 @@ class Area:
 
     @property
     def base(self) -> int:
-        """Offset of the area in the node's memory; HardwareError before the plan is sealed."""
+        """Offset of the area in the node's memory. Raises HardwareError before the plan is sealed."""
         if self._base is None:
             raise HardwareError(
                 f"node {self.node}: the {self.name} area has no address before it is materialised"
@@ -102,10 +102,10 @@ class Area:
         return self.base + self.nbytes
 
     def alloc(self, name: str, nbytes: int, align: int = ALIGNMENT) -> Region:
-        """Reserve `nbytes` under a name unique in this area, at an offset in memory that `align` divides.
+        """Reserve `nbytes` under a name unique in this area, at an offset that `align` divides.
 
-        OutOfMemoryError if the area has a limit and it is exceeded, or, once memory is materialised, if no
-        free piece is large enough.
+        Raises OutOfMemoryError if the area's limit is exceeded or, once memory is materialised, if no free
+        piece is large enough.
         """
         where = f"node {self.node}: {self.name} area"
         nbytes, align = index(nbytes), index(align)
@@ -126,7 +126,7 @@ class Area:
         return region
 
     def _take_free(self, name: str, nbytes: int, align: int) -> int:
-        """Where in the area a region goes, of what others have given back."""
+        """Take room for a region from the free pieces; return its start in the area."""
         for at, (begin, end) in enumerate(self._free):
             start = -(-(self.base + begin) // align) * align - self.base
             if start + nbytes <= end:
@@ -139,7 +139,7 @@ class Area:
         )
 
     def free(self, region: Region) -> None:
-        """Give a region back; nobody uses it any more."""
+        """Give back a region after its last use."""
         if self.regions.get(region.name) is not region:
             raise AddressError(f"{region} is not allocated")
         del self.regions[region.name]
@@ -152,18 +152,18 @@ class Area:
                 self._free.append((begin, end))
 
     def seal(self, base: int, end: int, spare: int = 0) -> None:
-        """Give the area its place, as large as its regions or larger, and `spare` bytes behind it."""
+        """Fix the area's place and size (at least its regions'), with `spare` free bytes behind it."""
         self._base, self.nbytes = base, end - base + spare
         if spare:
             self._free = [(end - base, end - base + spare)]
 
     @property
     def num_free(self) -> int:
-        """Bytes of free pieces."""
+        """Number of bytes in free pieces."""
         return sum(end - begin for begin, end in self._free)
 
     def check_integrity(self) -> None:
-        """Regions lie inside the area, without overlap, and nothing that is in use is free."""
+        """Check the area: regions lie inside, without overlap, and nothing in use is free."""
         end = 0
         free = [Region(self, "free", begin, end - begin) for begin, end in self._free]
         for region in sorted([*self.regions.values(), *free], key=lambda each: (each.start, each.nbytes)):
@@ -175,7 +175,7 @@ class Area:
 
 
 class MemoryPlan:
-    """What a node's memory will hold."""
+    """Planned contents of a node's memory, by area."""
 
     def __init__(self, node: int, capacity: int | None = None) -> None:
         self.node, self.capacity = node, capacity
@@ -187,12 +187,13 @@ class MemoryPlan:
 
     @property
     def areas(self) -> tuple[Area, Area, Area]:
-        """In the order of their offsets."""
+        """Areas in the order of their offsets."""
         return self.metadata, self.managed, self.app
 
     @property
     def ends(self) -> tuple[int, int, int]:
-        """Where the areas end: each is padded so that the next one starts as aligned as its regions ask."""
+        """Ends of the areas (offsets). Each area is padded, so the next one starts as aligned as its regions
+        ask."""
         end, ends = 0, []
         for area, align in zip(self.areas, (self.managed.align, self.app.align, ALIGNMENT), strict=True):
             end = -(-(end + area.nbytes) // align) * align
@@ -200,8 +201,8 @@ class MemoryPlan:
         return ends[0], ends[1], ends[2]
 
     def find_page(self, page: int | str) -> int | None:
-        """Offset of the page of that number, or of the one in which a region of that name begins; None if
-        nothing of the plan lies there, or nothing is called so."""
+        """Return the offset of a page, given by number or by the name of a region that begins in it. None if
+        nothing of the plan lies there, or no region has that name."""
         start = page
         if isinstance(page, str):
             bases = zip(self.areas, (0, *self.ends), strict=False)
@@ -212,12 +213,12 @@ class MemoryPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are in use, with what lies between areas."""
+        """Number of bytes in use, including padding between areas."""
         return self.ends[-1] - self.app.num_free
 
 
 class Watch:
-    """Calls `on_write(offset, nbytes)` for every write that touches [start, stop)."""
+    """Calls `on_write(offset, nbytes)` for every write touching [start, stop)."""
 
     __slots__ = ("on_write", "start", "stop")
 
@@ -226,9 +227,10 @@ class Watch:
 
 
 def zeros(nbytes: int) -> memoryview:
-    """Writable private memory, all zeros; pages take room once they are written. It goes with its views.
+    """Map private memory, writable and all zeros. Pages take real room once written, and are freed with the
+    last view.
 
-    OSError or OverflowError if the system has no address space for it.
+    Raises OSError or OverflowError if the system has no address space for it.
     """
     if nbytes == 0:
         return memoryview(bytearray())  # a mapping is not empty
@@ -244,7 +246,7 @@ def zeros(nbytes: int) -> memoryview:
 
 
 class Memory:
-    """One node's memory: its bytes, its areas, and the watches that flags are made of.
+    """Memory of a node, with its bytes, its areas, and the watches behind flags.
 
     `buffer` is a memoryview: a slice of it is the bytes themselves, `bytes(slice)` is a copy.
     """
@@ -271,7 +273,7 @@ class Memory:
         return len(self.buffer)
 
     def check(self, offset: int, nbytes: int) -> None:
-        """AddressError unless [offset, offset + nbytes) lies within one area."""
+        """Check bounds: [offset, offset + nbytes) must lie within one area. Raises AddressError if not."""
         end = index(offset) + index(nbytes)  # Python's sum: NumPy's would wrap around
         if offset >= self._app_base:
             is_inside = end <= self._end
@@ -288,32 +290,33 @@ class Memory:
             )
 
     def read(self, offset: int, nbytes: int) -> memoryview:
-        """The bytes themselves, not a copy."""
+        """Return a view of the bytes, not a copy."""
         offset, nbytes = index(offset), index(nbytes)
         self.check(offset, nbytes)
         return self.buffer[offset : offset + nbytes]
 
     def write(self, offset: int, data: Bytes) -> None:
-        """Store bytes and let the watches on them look."""
+        """Store bytes and call the watches on them."""
         offset = index(offset)
         self.check(offset, len(data))
         self.write_checked(offset, data)
 
     def write_checked(self, offset: int, data: Bytes) -> None:
-        """`write` for engines, which check the bounds when an operation is issued."""
+        """Write like `write`, but without a check: engines check bounds when an operation is issued."""
         nbytes = len(data)
         self.buffer[offset : offset + nbytes] = data
         if self.watches:
             self.notify(offset, nbytes)
 
     def notify(self, offset: int, nbytes: int) -> None:
-        """Let the watches look at bytes that have just been written."""
+        """Call the watches on bytes that have just been written."""
         for watch in self.watches:
             if watch.start < offset + nbytes and offset < watch.stop:
                 watch.on_write(offset, nbytes)
 
     def view(self, region: Region, dtype: npt.DTypeLike, shape: tuple[int, ...] | int) -> npt.NDArray[Any]:
-        """A NumPy array on the first bytes of a region: writes go straight to memory, past the watches."""
+        """Return a NumPy array on the first bytes of a region. Writes to it go straight to memory, past the
+        watches."""
         if region.area.node != self.node:
             raise AddressError(f"{region} is not in the memory of node {self.node}")
         shape = (shape,) if isinstance(shape, int) else shape
@@ -326,7 +329,7 @@ class Memory:
         return np.frombuffer(self.buffer, dtype, count, region.offset).reshape(shape)
 
     def watch(self, start: int, nbytes: int, on_write: Callable[[int, int], None]) -> Watch:
-        """Look at every later engine write to [start, start + nbytes)."""
+        """Watch every later engine write to [start, start + nbytes)."""
         start, nbytes = index(start), index(nbytes)
         self.check(start, nbytes)
         watch = Watch(start, start + nbytes, on_write)
@@ -338,22 +341,22 @@ class Memory:
         self.watches = [other for other in self.watches if other is not watch]
 
     def scribble(self, start: int = 0, stop: int | None = None) -> None:
-        """Overwrite bytes, by default all: who has a view, and should not, finds no old content there."""
+        """Overwrite bytes, by default all, so that stale views find no old content."""
         np.frombuffer(self.buffer, np.uint8)[start:stop] = SCRIBBLE
 
     def give_back(self) -> None:
-        """Nobody reads it any more: its pages are the system's again at once, whoever still has views, which
-        find zeros, or what the pages shared with others."""
+        """Give the memory's pages back to the system at once. Remaining views find zeros, or what the pages
+        shared with others."""
         if isinstance(mapping := self.buffer.obj, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
             mapping.madvise(mmap.MADV_DONTNEED)
 
     def regions_at(self, start: int, stop: int) -> list[Region]:
-        """What has bytes in [start, stop), in the order of areas, and there of allocation."""
+        """List the regions with bytes in [start, stop), by area and then in order of allocation."""
         regions = [each for area in (self.metadata, self.managed, self.app) for each in area.regions.values()]
         return [each for each in regions if each.offset < stop and start < each.offset + each.nbytes]
 
     def check_integrity(self) -> None:
-        """The areas tile the memory and the regions tile the areas."""
+        """Check the layout: areas tile the memory, and regions tile the areas."""
         end = 0
         for area in (self.metadata, self.managed, self.app):
             area.check_integrity()

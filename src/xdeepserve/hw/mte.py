@@ -1,4 +1,4 @@
-"""MTE2 and MTE3: a die's memory transfer engines, by way of its unified buffers (XDS 2.2, 3.1)."""
+"""MTE2 and MTE3, the memory transfer engines of a die, with its unified buffers (XDS 2.2, 3.1)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .traffic import Integers, Place, Traffic
 
 
 class MTE:
-    """The two memory transfer engines of a die's AIV cores and the unified buffers between them.
+    """Two memory transfer engines of a die's AIV cores, and the unified buffers between them.
 
     MTE2 moves memory -> unified buffer, MTE3 unified buffer -> memory. `cores` is the number of AIV cores
     that share an operation (all by default).
@@ -41,14 +41,14 @@ class MTE:
         self._cores = fabric.spec.num_cores("aiv")
 
     def stall(self, until: int) -> None:
-        """Nothing begins before `until`."""
+        """Let no transfer begin before `until` (virtual ns)."""
         self.mte2_busy_until = max(self.mte2_busy_until, until)
         self.mte3_busy_until = max(self.mte3_busy_until, until)
 
     async def load(
         self, pieces: Sequence[tuple[Address, int]], cores: int | None = None, name: str = "load"
     ) -> list[bytes]:
-        """MTE2 only: read pieces of memory into the unified buffers; their contents at completion."""
+        """MTE2 only: read pieces of memory into the unified buffers; return their contents at completion."""
         fabric, traffic = self.fabric, Traffic(self.place)
         pieces = [(address, index(nbytes)) for address, nbytes in whole_pieces(pieces)]
         for address, nbytes in pieces:
@@ -64,7 +64,7 @@ class MTE:
         cores: int | None = None,
         name: str = "scatter",
     ) -> None:
-        """`store` of many pieces of one size: data [N, size] goes, row by row, to the N targets."""
+        """Store many pieces of equal size: data [N, size] goes, row by row, to the N targets."""
         count = len(targets.nodes)
         if data.shape != (count, targets.size):
             raise AddressError(f"{count} targets of {targets.size} bytes take no {list(data.shape)} bytes")
@@ -85,7 +85,7 @@ class MTE:
         copies: Integers | None = None,
         is_running: bool = False,
     ) -> None:
-        """`copy` of many pieces, one after another, into consecutive bytes of the die's own memory.
+        """Copy pieces from many places, in their order, into consecutive bytes of the die's own memory.
 
         With `copies` piece i is copies[i] messages of an exchange, from different nodes: the ports have their
         price, if the bytes do not take longer.
@@ -107,7 +107,8 @@ class MTE:
         name: str = "store",
         since_ns: int | None = None,
     ) -> None:
-        """MTE3 only: the time to store `nbytes` in the die's own memory; the caller then does, in a view.
+        """MTE3 only: let the time to store `nbytes` in the die's own memory pass. The caller then writes them
+        in a view.
 
         `num_accesses` None is for a kernel that is running, and `since_ns` when its first store could begin:
         MTE3 stores what MTE2 has loaded while that loads more.
@@ -117,7 +118,8 @@ class MTE:
     async def load_view(
         self, nbytes: int, cores: int | None = None, name: str = "load", is_running: bool = False
     ) -> None:
-        """MTE2 only: the time to load `nbytes` of the die's own memory that a kernel reads through a view."""
+        """MTE2 only: let the time pass in which a kernel loads `nbytes` of the die's own memory through a
+        view."""
         await self._load(Traffic(self.place, nbytes), None if is_running else 1, cores, name)
 
     async def store(
@@ -126,7 +128,7 @@ class MTE:
         cores: int | None = None,
         name: str = "store",
     ) -> None:
-        """MTE3 only: write pieces that are in the unified buffers (computed there, or loaded) to memory."""
+        """MTE3 only: write pieces from the unified buffers (computed there, or loaded) to memory."""
         fabric, traffic = self.fabric, Traffic(self.place)
         pieces, targets = whole_pieces(pieces), []
         for (node, offset), data in pieces:
@@ -140,7 +142,7 @@ class MTE:
             memory.write_checked(address.offset, data)
 
     async def copy(self, pieces: Iterable[Copy], cores: int | None = None, name: str = "copy") -> None:
-        """MTE2 and MTE3 in ping-pong: memory -> unified buffer -> memory, chunk by chunk."""
+        """Copy by MTE2 and MTE3 in ping-pong: memory -> unified buffer -> memory, chunk by chunk."""
         pieces = whole_copies(pieces)
         loads, stores = traffic_of(self.fabric, self.place, pieces)
         how = len(pieces), cores or self._cores, name
@@ -158,7 +160,7 @@ class MTE:
         crossing: tuple[Integers, Integers] | None = None,
         is_payload: bool = False,
     ) -> int:
-        """Book both engines, and the ports for what crosses them, for a copy; when it will be complete."""
+        """Book both engines, and the ports that the copy crosses; return its end (virtual ns)."""
         fabric, spec = self.fabric, self.fabric.spec
         load_ns = spec.link_ns(loads.local, loads.near, loads.far, cores)
         store_ns = spec.link_ns(stores.local, stores.near, stores.far, cores)
@@ -191,7 +193,7 @@ class MTE:
         name: str = "push",
         copies: tuple[Integers, Integers] | None = None,
     ) -> None:
-        """Store what is computed on the way, in three stages: MTE2 loads, vector units work, MTE3 stores.
+        """Store results computed on the way, in three stages: MTE2 loads, vector units work, MTE3 stores.
 
         `num_steps` equal steps are dealt to the `cores`; each loads its share of `load_nbytes` of the die's
         own memory, works for its share of `work_ns`, and issues one access. The stages of successive steps
@@ -234,7 +236,7 @@ class MTE:
     ) -> None:
         """MTE3: add a number to the u32 at each address, in order. Each read-modify-write is indivisible.
 
-        AddressError for an address that is not aligned to its 4 bytes.
+        Raises AddressError for an address that is not aligned to its 4 bytes.
         """
         fabric, traffic = self.fabric, Traffic(self.place)
         pieces = [(address, index(amount)) for address, amount in whole_pieces(pieces)]
@@ -251,7 +253,7 @@ class MTE:
             fabric.memories[address.node].write_checked(address.offset, value.to_bytes(4, "little"))
 
     async def _load(self, traffic: Traffic, num_pieces: int | None, cores: int | None, name: str) -> None:
-        """MTE2 alone is busy with that, as soon as it is free."""
+        """Occupy MTE2 alone with a load, as soon as it is free."""
         fabric = self.fabric
         start = max(fabric.clock.now, self.mte2_busy_until, traffic.free_ns)
         end = self.mte2_busy_until = start + self._one_way_ns(traffic, num_pieces, cores)
@@ -266,7 +268,8 @@ class MTE:
         name: str,
         since_ns: int | None = None,
     ) -> None:
-        """MTE3 alone is busy with that, as soon as it is free; from `since_ns` on, if that was earlier."""
+        """Occupy MTE3 alone with a store, as soon as it is free. An earlier `since_ns` lets it begin in the
+        past."""
         fabric = self.fabric
         start = max(fabric.clock.now if since_ns is None else since_ns, self.mte3_busy_until)
         start = max(start, traffic.free_ns)
@@ -280,7 +283,8 @@ class MTE:
         return self._fixed_ns(num_pieces, cores) + traffic.latency_ns + math.ceil(link_ns)
 
     def _fixed_ns(self, num_pieces: int | None, cores: int) -> int:
-        """Startup and issue of an operation's pieces; None for a kernel that is running."""
+        """Return the startup and issue time (ns) of an operation's pieces; 0 inside a running kernel
+        (None)."""
         if num_pieces is None:
             return 0
         spec = self.fabric.spec

@@ -1,4 +1,4 @@
-"""Network cards of the slower planes: one RoCE card a die, one VPC card a server (CM 3.3, 4.4).
+"""Network cards of the slower planes: one RoCE card per die, one VPC card per server (CM 3.3, 4.4).
 
 A transfer occupies the sending card's transmit side and the receiving card's receive side for startup plus
 bytes over bandwidth; each side serves one transfer after another. Bytes are read, and become visible, at the
@@ -19,7 +19,7 @@ Side = Literal["transmit", "receive"]
 
 
 class Cards:
-    """All cards of one plane."""
+    """Network cards of a plane, with the time until each side is busy."""
 
     def __init__(self, fabric: Fabric, plane: Plane) -> None:
         spec = fabric.spec
@@ -34,7 +34,8 @@ class Cards:
         self._busy_until: dict[tuple[int, Side], int] = {}
 
     def card_of(self, node: int) -> int:
-        """The node whose card serves `node`: a die's own for RoCE, its server's host for VPC."""
+        """Return the node with the card that serves `node`: a die itself for RoCE, its server's host for
+        VPC."""
         topology = self.fabric.topology
         if self.plane is Plane.VPC:
             return topology.host(topology.server_of(node))
@@ -42,8 +43,8 @@ class Cards:
         return node
 
     def reserve(self, node: int, side: Side, nbytes: int, name: str) -> int:
-        """Take one side of a node's card for bytes to or from what is outside all memories, a volume or the
-        object store; when they have passed."""
+        """Occupy a side of a node's card for bytes from or to a volume or the object store. Returns when they
+        have passed (virtual ns)."""
         card, fabric = self.card_of(node), self.fabric
         start = max(fabric.clock.now, self._busy_until.get((card, side), 0))
         end = start + self.startup_ns + math.ceil(nbytes * self._ns_per_byte)
@@ -52,7 +53,7 @@ class Cards:
         return end
 
     async def move(self, copies: Sequence[Copy], name: str, weight: float = 1.0) -> None:
-        """Move pieces that all go from one card to one other; a byte takes the time of `weight` bytes."""
+        """Move pieces between two cards; a byte takes the time of `weight` bytes."""
         fabric = self.fabric
         for src, dst, nbytes in copies:
             fabric.memories[src.node].check(src.offset, nbytes)

@@ -1,4 +1,4 @@
-"""Equal bytes in many memories, kept once: pages that nodes share until one of them writes.
+"""Shared pages: equal bytes in many memories, kept once until a node writes to them.
 
 Every node's memory holds its own bytes, whatever the computer does behind them. What all of them hold alike
 needs the computer's memory, and its caches, only once: its whole pages are private mappings of one file in
@@ -32,9 +32,8 @@ HUGE_PAGE = 2 << 20  # on most computers; a part of one stays as it is
 
 
 def prefer_huge_pages(views: Sequence[npt.NDArray[Any]]) -> None:
-    """Ask the system for huge pages for arrays that lie close together and will be filled: reading them from
-    first to last is then a quarter faster. For those of one node only: pages that nodes share are small ones.
-    """
+    """Ask the system for huge pages for neighbouring arrays that will be filled: reading them is then a
+    quarter faster. Only for arrays of one node, because pages that nodes share are small."""
     if sys.platform != "linux" or not hasattr(mmap, "MADV_HUGEPAGE"):
         return
     begin = min(view.ctypes.data for view in views)
@@ -46,7 +45,7 @@ def prefer_huge_pages(views: Sequence[npt.NDArray[Any]]) -> None:
 
 
 class SharedPages:
-    """Places bytes in many memories at once."""
+    """Places equal bytes in many memories at once, on shared pages where possible."""
 
     def __init__(self) -> None:
         self.num_mappings = 0
@@ -59,7 +58,7 @@ class SharedPages:
     def place(self, views: Sequence[npt.NDArray[Any]], data: npt.NDArray[Any]) -> None:
         """Write `data` to each of `views`, contiguous arrays of its size in nodes' memories (`hw.memory`).
 
-        Those that lie equally within their pages come to share the whole ones.
+        Views that lie alike within their pages share the whole pages.
         """
         by_phase: dict[int, list[npt.NDArray[Any]]] = {}
         for view in views:

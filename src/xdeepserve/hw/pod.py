@@ -1,4 +1,4 @@
-"""A pod: dies and hosts with their memories, on one clock. Who needs dies takes them and gives them back."""
+"""A pod: dies and hosts with their memories, on one clock. Users take free dies and give them back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .trace import Trace
 
 
 class Pod:
-    """Plan the memories, materialise them, then run programs on the dies.
+    """Virtual SuperPod: plan the memories, materialise them, then run programs on the dies.
 
     A die is free, held by somebody (`hold`), or lost. What is given back (`release`) is planned anew by
     whoever holds it next.
@@ -71,23 +71,24 @@ class Pod:
         self._cpus: dict[int, HostCPU] = {}
 
     def cpu(self, server: int) -> HostCPU:
-        """The CPU of a server."""
+        """Return the CPU of a server."""
         return self._cpus.setdefault(server, HostCPU(self.clock))
 
     def equip(self, nodes: Iterable[int], spec: Spec) -> None:
-        """Make dies of other hardware, which exchange tokens with each other alone, before any is planned."""
+        """Make dies of other hardware before any of them is planned; they exchange tokens only with each
+        other."""
         fabric = self.fabric._replace(spec=spec, ports=Ports(spec, self.topology))
         self.dies.update((node, Die(node, fabric)) for node in nodes)
 
     def cards(self, plane: Plane) -> Cards:
-        """The network cards of a plane."""
+        """Return the network cards of a plane."""
         if plane not in self._cards:
             self._cards[plane] = Cards(self.fabric, plane)
         return self._cards[plane]
 
     @property
     def rdma(self) -> RDMANetwork:
-        """The cards of the RoCE plane, as CPU libraries use them."""
+        """Network cards of the RoCE plane, as CPU libraries use them."""
         if self._rdma is None:
             self._rdma = RDMANetwork(self.fabric, self.spec_of)
         return self._rdma
@@ -96,11 +97,11 @@ class Pod:
         return self.dies[node].spec if node in self.dies else self.spec
 
     def hbm_nbytes(self, die: int) -> int:
-        """Bytes of memory that a die has, by its own hardware: all that compares with it asks here."""
+        """Size of a die's memory in bytes, by its own hardware. All comparisons with it call this."""
         return int(self.spec_of(die).hbm_bytes.value)
 
     def plan(self, node: int) -> MemoryPlan:
-        """The memory plan of a die or host. Planning a die makes it part of the pod."""
+        """Return the memory plan of a die or host. Planning a die makes it part of the pod."""
         if self.topology.is_die(node):
             if node not in self.dies:
                 self.dies[node] = Die(node, self.fabric)
@@ -114,7 +115,8 @@ class Pod:
         return plan
 
     def find_free(self, num_dies: int, start: int = 0, stop: int | None = None) -> range:
-        """The first run of free neighbours within [start, stop); DeploymentError if there is none."""
+        """Find the first run of free neighbours within [start, stop). Raises DeploymentError if there is
+        none."""
         first, stop = start, self.topology.num_dies if stop is None else stop
         for die in range(start, stop):
             if die in self.holders or die in self.lost:
@@ -127,15 +129,15 @@ class Pod:
         )
 
     def free_dies(self, dies: Iterable[int]) -> list[int]:
-        """Which of these are free."""
+        """List the free dies among `dies`."""
         return [die for die in dies if die not in self.holders and die not in self.lost]
 
     def restore(self, dies: Iterable[int]) -> None:
-        """Dies that were given up with others are well."""
+        """Make given-up dies available again, because they are well."""
         self.lost.difference_update(dies)
 
     def hold(self, dies: Sequence[int], holder: str) -> None:
-        """Take dies; DeploymentError, and none is taken, if one of them is not free."""
+        """Take dies for a holder. Raises DeploymentError, with none taken, if one of them is not free."""
         for die in dies:
             if die in self.lost or die in self.holders:
                 why = "is lost" if die in self.lost else f"is held by {self.holders[die]}"
@@ -143,30 +145,29 @@ class Pod:
         self.holders.update(dict.fromkeys(dies, holder))
 
     def lose(self, dies: Sequence[int]) -> None:
-        """Dies have failed, free ones or not: what their memory holds is worth nothing, and nobody gets them
-        again."""
+        """Note the failure of dies: their memory is scribbled over, and no holder gets them again."""
         self.lost.update(dies)
         for die in dies:
             if self.memories.is_materialised(die):
                 self.memories[die].scribble()
 
     def break_die(self, die: int) -> None:
-        """A die fails, and nobody is told: what it does ends, and its memory answers nobody any more."""
+        """Break a die without telling anybody: its processes end, and its memory no longer answers."""
         self.lose([die])
         self.memories.silent.add(die)
         for process in self.dies[die].running:
             process.cancel()
 
     def lose_page(self, die: int, page: int | str) -> None:
-        """A page of a die's memory loses what it held (`hw.faults`); the driver tells whoever listens.
-        Nothing happens if nobody uses it any more."""
+        """Lose the content of a page of a die's memory (`hw.faults`); listeners are told as by a driver.
+        Nothing happens if nothing uses the page."""
         start = self.memories.plans[die].find_page(page) if self.memories.is_materialised(die) else None
         if start is not None:
             nbytes = min(PAGE_NBYTES, len(self.memories[die]) - start)
             self.memories.lose_page(self.dies[die].lose_page(start, nbytes))
 
     def break_host(self, host: int) -> None:
-        """A server fails, and nobody is told: all its dies, and what others had in its DRAM."""
+        """Break a server without telling anybody: all its dies, and its DRAM."""
         first = host * self.topology.dies_per_server
         for die in range(first, first + self.topology.dies_per_server):
             if die not in self.dies:
@@ -177,9 +178,9 @@ class Pod:
             self.parts["host", host]("lost", True)
 
     def release(self, dies: Sequence[int]) -> None:
-        """Give dies back: their memory, if there is a plan of it, is scribbled over and free for another.
+        """Give dies back to the pod. Their memory, if planned, is scribbled over and free for a new plan.
 
-        HardwareError, naming it, if a process of one of them still runs or waits.
+        Raises HardwareError, naming the process, if one of them still runs or waits.
         """
         planned = [die for die in dies if die in self.dies]
         for die in planned:
@@ -194,7 +195,8 @@ class Pod:
             del self.holders[die]
 
     def materialise(self, limit: int | None = None) -> None:
-        """Allocate all planned memory; DeploymentError if a die, or the sum against `limit`, is too small."""
+        """Allocate all planned memory. Raises DeploymentError if a die, or the sum against `limit`, is too
+        small."""
         self.memories.materialise(limit)
 
     def memory(self, node: int) -> Memory:

@@ -1,4 +1,4 @@
-"""The two directions of every die's UB port, as the operator-level price of token copies sees them.
+"""Ports of the dies on the UB plane, both directions, as operators on token copies are billed for them.
 
 Between dies an exchange of tokens is bound by messages, not bytes: CM Table 6 has the same times for messages
 of 7.5 KB and of 14 KB. So each copy that leaves its package takes `Spec.exchange_copy` of the port that it
@@ -21,7 +21,7 @@ from .topology import Topology
 
 
 class Ports:
-    """When each node's port is free, in ns, out and in."""
+    """State of all UB ports: times (virtual ns) until which each is busy, out and in."""
 
     def __init__(self, spec: Spec, topology: Topology) -> None:
         self.spec, self.topology = spec, topology
@@ -29,15 +29,17 @@ class Ports:
         self.into = np.zeros(topology.num_nodes)
 
     def pull(self, node: int, nodes: npt.NDArray[np.int64], copies: npt.NDArray[np.int64], ready: int) -> int:
-        """`node` reads copies[i] messages from the different nodes[i], from `ready` on; the end."""
+        """Bill `node` for reading copies[i] messages from the different nodes[i], from `ready` on; return the
+        end (ns)."""
         return self._pass(self.out, self.into, node, nodes, copies, ready)
 
     def push(self, node: int, nodes: npt.NDArray[np.int64], copies: npt.NDArray[np.int64], ready: int) -> int:
-        """`node` writes copies[i] messages to the different nodes[i], from `ready` on; the end."""
+        """Bill `node` for writing copies[i] messages to the different nodes[i], from `ready` on; return the
+        end (ns)."""
         return self._pass(self.into, self.out, node, nodes, copies, ready)
 
     def carry(self, src: int, dst: int, nbytes: float, ready: int) -> int:
-        """So many bytes from one node to another, in bulk, from `ready` on; the end."""
+        """Bill a bulk transfer of `nbytes` from one node to another, from `ready` on; return the end (ns)."""
         topology = self.topology
         if src // topology.dies_per_chip == dst // topology.dies_per_chip:
             return ready

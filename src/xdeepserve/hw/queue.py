@@ -1,4 +1,4 @@
-"""A FIFO between processes, or from the outside world into virtual time."""
+"""FIFO queue between processes, or from the outside world into virtual time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Item = TypeVar("Item")
 
 
 class Queue(Generic[Item]):
-    """Unbounded FIFO. `put` is a plain function that anybody may call; `get` is for processes."""
+    """Unbounded FIFO queue. `put` is a plain function for any caller; `get` is for processes."""
 
     def __init__(self, clock: Clock, name: str) -> None:
         self._clock = clock
@@ -24,14 +24,14 @@ class Queue(Generic[Item]):
         return len(self._items)
 
     def put(self, item: Item, delay_ns: int = 0) -> None:
-        """Add an item, which arrives `delay_ns` from now but never before its predecessor."""
+        """Add an item to arrive `delay_ns` from now, but never before its predecessor."""
         self._items.append((self._clock.now + delay_ns, item))
         self._wake_next()
 
     async def get(self, deadline_ns: int | None = None) -> Item:
-        """The oldest item. Without a deadline the wait is idle: it may last for ever and is no deadlock.
+        """Take the oldest item. Without a deadline the wait is idle: it may last for ever and is no deadlock.
 
-        With a deadline, DeadlineError if there is no item by then; an item on its way is waited for.
+        With a deadline, raises DeadlineError if there is no item by then; an item on its way is waited for.
         """
         while not self._items or self._items[0][0] > self._clock.now:
             if self._items:
@@ -60,25 +60,25 @@ class Queue(Generic[Item]):
 
 
 class HostCPU:
-    """Runs whatever loops turn on it, at no cost, unless it stalls."""
+    """CPU of a server: runs the loops on it at no cost, unless it stalls."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock, self.free_ns = clock, 0
 
     def stall(self, lasts_ns: int) -> None:
-        """No loop turns for so long."""
+        """Let no loop turn for `lasts_ns`."""
         self.free_ns = max(self.free_ns, self._clock.now + lasts_ns)
 
 
 class HostQueue(Queue[Item]):
-    """What a loop on a server's CPU waits for: it hears of nothing while that stands still."""
+    """Queue for a loop on a server's CPU: no item is noticed while the CPU stalls."""
 
     def __init__(self, clock: Clock, name: str, cpu: HostCPU) -> None:
         super().__init__(clock, name)
         self._cpu = cpu
 
     async def get(self, deadline_ns: int | None = None) -> Item:
-        """The oldest item, as soon as somebody looks; DeadlineError if there is none then."""
+        """Take the oldest item, as soon as the CPU runs. Raises DeadlineError if there is none by then."""
         try:
             item = await super().get(deadline_ns)
         except DeadlineError:
@@ -89,7 +89,7 @@ class HostQueue(Queue[Item]):
         return item
 
     async def _has_stood_still(self) -> bool:
-        """Whether nobody could look; on return somebody can."""
+        """Whether the CPU stalled; if so, wait until it runs again."""
         stands_still = self._cpu.free_ns > self._clock.now
         if stands_still:
             await self._clock.sleep_until(self._cpu.free_ns)

@@ -1,4 +1,4 @@
-"""RDMA as a CPU library uses it (MegaScale-Infer 5): queue pairs, writes with immediate, completion queues.
+"""RDMA for CPU libraries (MegaScale-Infer 5): queue pairs, writes with immediate, completion queues.
 
 A *write with immediate* brings bytes from one memory into another one, and leaves an entry with 32 bits of
 the sender's in the receiver's completion queue when the last byte has come; the sender gets an entry of its
@@ -38,7 +38,8 @@ LANDING_NS = 2_000  # assumed: the longest that a posted write is on its way ove
 
 
 class QueueEntry(NamedTuple):
-    """An entry of a completion queue. `immediate` is the sender's in a receiver's, None in its own."""
+    """Entry of a completion queue. `immediate` comes from the sender in a receiver's queue; None in a
+    sender's own."""
 
     peer: int  # the node at the other end
     immediate: int | None
@@ -47,7 +48,7 @@ class QueueEntry(NamedTuple):
 
 
 class CompletionQueue:
-    """Entries in the order in which they came; one process polls it."""
+    """Completion entries in order of arrival; one process polls them."""
 
     def __init__(self, fabric: Fabric) -> None:
         self._clock = fabric.clock
@@ -55,13 +56,13 @@ class CompletionQueue:
         self._waiter: Waiter | None = None
 
     def put(self, entry: QueueEntry) -> None:
-        """A card's."""
+        """Add a card's entry and wake the polling process."""
         self.entries.append(entry)
         if self._waiter is not None:
             self._waiter.wake()
 
     async def poll(self, deadline_ns: int, describe: Callable[[], Waiting]) -> QueueEntry:
-        """The next entry, as soon as there is one. DeadlineError, as `describe` words it."""
+        """Take the next entry, as soon as there is one. Raises DeadlineError, as `describe` words it."""
         while not self.entries:
             self._waiter = self._clock.waiter(describe)
             try:
@@ -72,7 +73,7 @@ class CompletionQueue:
 
 
 class QueuePair:
-    """A reliable connection by which `source` writes to `target`, with a completion queue at each end."""
+    """Reliable connection for writes from `source` to `target`, with a completion queue at each end."""
 
     def __init__(
         self, network: RDMANetwork, source: int, target: int, sent: CompletionQueue, received: CompletionQueue
@@ -83,9 +84,9 @@ class QueuePair:
         self.card, self.far = network.card(source), network.card(target)
 
     def write(self, src: Address, dst: Address, nbytes: int, immediate: int) -> None:
-        """Post a write with immediate; `nbytes` may be 0, which brings the immediate alone.
+        """Post a write with immediate; `nbytes` may be 0, then only the immediate is sent.
 
-        HardwareError for an immediate of more than 32 bits, AddressError for bytes outside of an area.
+        Raises HardwareError for an immediate of more than 32 bits, AddressError for bytes outside of an area.
         """
         if not 0 <= immediate < 1 << 32:
             raise HardwareError(f"an immediate has 32 bits, and {immediate} does not fit")
@@ -96,30 +97,29 @@ class QueuePair:
 
     @property
     def is_busy(self) -> bool:
-        """Something that it has posted is not acknowledged."""
+        """Whether a posted write has not been acknowledged yet."""
         return bool(self.card.queues.get(self) and self.card.queues[self].writes)
 
     def at(self, offset: int) -> Address:
-        """An address in the memory that it writes to."""
+        """Return an address in the target's memory."""
         return Address(self.target, offset)
 
     def reset(self) -> None:
-        """Drop what is under way."""
+        """Drop all writes under way on this queue pair."""
         self.card.forget(self)
 
     def complete(self, write: WriteUnderWay) -> None:
-        """The far end has all of a write."""
+        """Note at the far end that a write has fully arrived."""
         self.received.put(QueueEntry(self.source, write.immediate, write.nbytes))
 
     def acknowledge(self, write: WriteUnderWay, is_ok: bool = True) -> None:
-        """The near end hears so, or that there is no hope."""
+        """Note at the near end that a write was acknowledged, or has failed."""
         self.sent.put(QueueEntry(self.target, None, write.nbytes, is_ok))
 
 
 class RDMANetwork:
-    """Cards by node, with one way to send. `is_lost(source, target, number)` says whether the segment of that
-    number, counted over all cards, is lost: for tests of what happens then.
-    """
+    """RDMA cards of a pod's nodes. `is_lost(source, target, number)`, for tests, says whether a segment is
+    lost; `number` counts over all cards."""
 
     def __init__(
         self,
@@ -136,23 +136,23 @@ class RDMANetwork:
         self.num_segments = self.num_lost = self.num_notices = 0
 
     def card(self, node: int) -> RDMACard:
-        """A node's card."""
+        """Return the card of a node."""
         if node not in self._cards:
             self._cards[node] = RDMACard(self, node, self._spec_of(node))
         return self._cards[node]
 
     def queue(self) -> CompletionQueue:
-        """A new completion queue."""
+        """Make a new completion queue."""
         return CompletionQueue(self.fabric)
 
     def connect(
         self, source: int, target: int, sent: CompletionQueue, received: CompletionQueue
     ) -> QueuePair:
-        """A new queue pair."""
+        """Make a new queue pair between two nodes."""
         return QueuePair(self, source, target, sent, received)
 
     def damages(self, source: int, target: int, data: bytes) -> bool:
-        """Whether a segment on its way does not arrive as it was sent: it is lost, or its checksum fails."""
+        """Whether a segment is lost on its way, or arrives damaged so that its checksum fails."""
         self.num_segments += 1
         lost = self.is_lost is not None and self.is_lost(source, target, self.num_segments)
         links = self.fabric.links
@@ -162,14 +162,15 @@ class RDMANetwork:
         return lost
 
     def land(self, dst: Address, data: bytes) -> None:
-        """A card has posted a write over PCIe."""
+        """Post a received write over PCIe; it reaches memory after LANDING_NS at the latest, or at a
+        `flush`."""
         now, landing = self.fabric.clock.now, self._landing.setdefault(dst.node, [])
         landing.append((now + LANDING_NS, dst.offset, data))
         while landing[0][0] <= now:
             self._arrive(dst.node, landing.pop(0))
 
     def flush(self, node: int) -> None:
-        """A read over PCIe: all writes that were posted before it are in memory."""
+        """Read over PCIe, and thereby bring all writes posted before to memory."""
         for piece in self._landing.pop(node, ()):
             self._arrive(node, piece)
 
@@ -189,7 +190,7 @@ class WriteUnderWay:
 
 
 class SendQueue:
-    """What a queue pair has to send, and how fast it may."""
+    """Writes waiting on a queue pair, and its sending rate."""
 
     def __init__(self, rate: SendingRate) -> None:
         self.writes: deque[WriteUnderWay] = deque()
@@ -197,7 +198,7 @@ class SendQueue:
 
 
 class RDMACard:
-    """A node's card, with the bandwidth of its `spec`. All times are of the network's clock."""
+    """Network card of a node, with the bandwidth of its `spec`. All times are of the network's clock."""
 
     def __init__(self, network: RDMANetwork, node: int, spec: Spec) -> None:
         self.network, self.node, self.clock = network, node, network.fabric.clock
@@ -214,20 +215,20 @@ class RDMACard:
     # ---- what is to be sent ---------------------------------------------------------------------------
 
     def post(self, pair: QueuePair, write: WriteUnderWay) -> None:
-        """A write joins its queue pair's."""
+        """Add a write to the end of its queue pair's writes."""
         queue = self.queues.setdefault(pair, SendQueue(SendingRate(self.network.control)))
         write.num_segments = max(1, -(-write.nbytes // self.segment))
         queue.writes.append(write)
         self._enqueue(pair)
 
     def forget(self, pair: QueuePair) -> None:
-        """Drop what a queue pair has under way."""
+        """Drop all writes under way on a queue pair."""
         for write in self.queues[pair].writes if pair in self.queues else ():
             write.is_over = True
         self.queues.pop(pair, None)
 
     def control(self, far: RDMACard, then: Callable[[], None]) -> None:
-        """Send an acknowledgement or a notice: `then` is what it does at the far end."""
+        """Send an acknowledgement or a notice; `then` is called at the far end."""
         self._controls.append((far, then))
         if not self.network.acks_first and None not in self._turns:
             self._turns.append(None)
@@ -248,7 +249,8 @@ class RDMACard:
     # ---- transmitting ---------------------------------------------------------------------------------
 
     async def _transmit(self, number: int) -> None:
-        """Until nothing is left to send. Another run takes over if something comes while all must pause."""
+        """Send until nothing is left. If something comes while all queue pairs pause, another run takes
+        over."""
         while number == self._run_number:
             if self._controls and (self.network.acks_first or self._turns[0] is None):
                 await self._send_control()
@@ -264,7 +266,8 @@ class RDMACard:
                 return
 
     def _ready_pair(self) -> QueuePair | None:
-        """Whose turn it is; it leaves the queue."""
+        """Take the next queue pair with its turn out of the queue; None if controls come first or all must
+        pause."""
         for _ in range(len(self._turns)):
             pair = self._turns.popleft()
             if pair is None:
@@ -282,7 +285,7 @@ class RDMACard:
         return None
 
     def _pause(self) -> int | None:
-        """When the first queue pair may go on; now if controls have their turn."""
+        """Return when the first queue pair may go on (virtual ns); now if controls have their turn."""
         if self._controls:
             return self.clock.now
         return min((self.queues[pair].ready_ns for pair in self._turns if pair is not None), default=None)
@@ -333,7 +336,7 @@ class RDMACard:
             self._fly(pair, write, number, data)
 
     def _fly(self, pair: QueuePair, write: WriteUnderWay, number: int, data: bytes) -> None:
-        """A segment is on its way to the far card, which receives one after another."""
+        """Send a segment on the way to the far card, which receives segments in turn."""
         far, arrival = pair.far, self.clock.now + self.flight_ns
         start = max(arrival, far._received_until)
         far._received_until = start + math.ceil((len(data) + CONTROL_NBYTES) * far.ns_per_byte)
@@ -368,7 +371,7 @@ class RDMACard:
             self._answer(pair, write, lambda: near._acknowledged(pair, write))
 
     def _answer(self, pair: QueuePair, write: WriteUnderWay, then: Callable[[], None]) -> None:
-        """An answer that may be lost: then the sender's patience ends."""
+        """Answer the sender. If the answer may be lost, the sender's timer is started."""
         before = self.network.num_lost
         self.control(pair.card, then)
         if self.network.is_lost is not None or self.network.fabric.links or self.network.num_lost > before:
@@ -399,8 +402,8 @@ class RDMACard:
             self._enqueue(pair)
 
     def _watch(self, pair: QueuePair, write: WriteUnderWay) -> None:
-        """The sender's timer. It runs for all writes, and matters for those of which something is lost:
-        only these are watched here."""
+        """Start the sender's timer for a write. Only writes with a lost segment need it, because for others
+        it would not matter."""
         self.clock.spawn(self._time_out(pair, write, write.tries, write.known), name="timer of a write")
 
     async def _time_out(self, pair: QueuePair, write: WriteUnderWay, tries: int, known: int) -> None:
@@ -412,7 +415,8 @@ class RDMACard:
 async def poll_writes(
     queue: CompletionQueue, count: int, die: int, deadline_ns: int, describe: Callable[[], Waiting]
 ) -> None:
-    """Until so many writes are acknowledged. GlitchError, a link's, if the card gave one up."""
+    """Wait until `count` writes are acknowledged. Raises GlitchError with a link's code if the card gave one
+    up."""
     for _ in range(count):
         entry = await queue.poll(deadline_ns, describe)
         if not entry.is_ok:

@@ -1,4 +1,4 @@
-"""Which dies are well: after something has failed among them, before anybody gets them again.
+"""Self-test of dies after a failure among them, before they are used again.
 
 Each runs a kernel, and reads some bytes of the others. Who does not end that in time, or answers nobody, is
 not well; of two that cannot reach each other the one that others cannot reach either, or else the later one.
@@ -23,7 +23,8 @@ PAUSE_NS = 1_000_000  # between two looks at who has ended
 
 
 async def well_dies(pod: Pod, dies: Sequence[int], timeout_ns: int) -> list[int]:
-    """From within a process: those of `dies` that are well, all of them known to the pod and unused."""
+    """Test unused dies known to the pod and return the well ones; for callers that are processes of the
+    pod."""
     present = [die for die in dies if die not in pod.memories.silent]
     failed: set[tuple[int, int]] = set()
     tests = {die: pod.dies[die].spawn(_test(pod, die, present, failed), "self-test") for die in present}
@@ -42,7 +43,7 @@ async def well_dies(pod: Pod, dies: Sequence[int], timeout_ns: int) -> list[int]
 
 
 async def _test(pod: Pod, die: int, dies: Sequence[int], failed: set[tuple[int, int]]) -> bool:
-    """Whether a die runs a kernel; which pairs cannot reach each other is added to `failed`."""
+    """Whether a die runs a kernel; pairs that cannot reach each other are added to `failed`."""
     own = pod.dies[die]
 
     def kernel() -> Awaitable[None]:
@@ -58,7 +59,7 @@ async def _test(pod: Pod, die: int, dies: Sequence[int], failed: set[tuple[int, 
 
 
 async def _succeeds(attempt: Callable[[], Awaitable[None]]) -> bool:
-    """At the second time at least: a glitch or a flipped bit may be over."""
+    """Whether an attempt succeeds within two tries, because a glitch or a flipped bit may be over."""
     for _ in range(2):
         with suppress(HardwareError, IntegrityError):
             await attempt()
@@ -74,7 +75,7 @@ def _others(die: int, dies: Sequence[int]) -> list[int]:
 
 
 def _without_worst(well: list[int], failed: set[tuple[int, int]]) -> list[int]:
-    """Leave out who fails most often, until those that are left reach each other."""
+    """Leave out the dies with most failed pairs, until the rest can reach each other."""
     while pairs := [pair for pair in failed if pair[0] in well and pair[1] in well]:
         worst = max(well, key=lambda die: (sum(die in pair for pair in pairs), die))
         well = [die for die in well if die != worst]

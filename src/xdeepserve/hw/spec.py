@@ -1,4 +1,4 @@
-"""The one table of physical parameters, and the costs that follow from them.
+"""Table of all physical parameters, and the costs derived from them.
 
 Every value names its source: CM (Serving LLMs on CloudMatrix384), XDS (xDeepServe), DS (DeepServe), each
 with its section; `public` (vendor or press, outside the papers); `fitted` (to published rows); `assumed` (no
@@ -21,7 +21,7 @@ from ..errors import DeploymentError
 
 
 class Work(NamedTuple):
-    """Operations and bytes of one launch, as the hardware would have them.
+    """Operations and bytes of a launch, as on real hardware.
 
     What norms, residuals and other small kernels take is fitted as a whole, a number for each layer and one
     for each pass, so their operations are not counted.
@@ -39,7 +39,7 @@ class Work(NamedTuple):
 
     @property
     def nbytes(self) -> float:
-        """What it reads of HBM."""
+        """Number of bytes read from HBM."""
         return self.weights + self.cache
 
     def __add__(self, other: object) -> Work:
@@ -52,7 +52,7 @@ Arithmetic = Literal["int8", "bf16"]
 
 
 class Param(msgspec.Struct, frozen=True):
-    """A physical quantity with its unit and where it comes from."""
+    """Physical quantity with value, unit and source."""
 
     value: float
     unit: str
@@ -60,7 +60,8 @@ class Param(msgspec.Struct, frozen=True):
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
-    """One die of a CloudMatrix384 and its links. `msgspec.structs.replace` makes other hardware."""
+    """Hardware parameters of a CloudMatrix384 die and its links. `msgspec.structs.replace` makes other
+    hardware."""
 
     # The die
     aic_cores: Param = Param(24, "cores", "CM 3.3, XDS 2.2: cube cores of a die")
@@ -186,7 +187,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         arithmetic: Arithmetic = "int8",
         is_fused: bool = False,
     ) -> int:
-        """A kernel that does `flops` operations on `nbytes` of HBM traffic: overhead + roofline.
+        """Time (ns) of a kernel with `flops` operations and `nbytes` of HBM traffic: overhead + roofline.
 
         `cores` is the kernel's share of the die's cores; HBM bandwidth is the die's whoever uses it. A part
         that is fused into a running kernel has no overhead.
@@ -201,7 +202,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         return _ns(overhead + max(compute, self.hbm_ns(nbytes) / 1e9))
 
     def stage_ns(self, work: Work, cores: int | None = None) -> float:
-        """A stage of the model, calibrated: what every run is billed, not rounded.
+        """Time (ns, not rounded) of a stage of the model, calibrated: every run is billed by it.
 
         A roofline of its GEMMs, its attention and the bytes that it reads, with what is fitted to small
         kernels, routing and passes on top. `cores` is its share of the AIC cores (all by default); all of
@@ -221,7 +222,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         return 1e9 * fixed + max(compute, self.hbm_ns(work.nbytes))
 
     def billed_copies(self, received: float, mean: float) -> float:
-        """Token copies that the routed experts of a die are billed for, of `mean` copies on each such die.
+        """Number of token copies billed to a die's routed experts, given the `mean` of copies on each such
+        die.
 
         The fitted stretch already holds the imbalance of ordinary routing; only a die that is hotter than
         that takes longer.
@@ -229,17 +231,17 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         return max(received, self.barrier_stretch.value * mean)
 
     def hbm_ns(self, nbytes: float) -> float:
-        """Time to stream bytes from or to the die's own HBM, not rounded."""
+        """Time (ns, not rounded) to stream bytes from or to the die's own HBM."""
         return 1e9 * nbytes / (self.hbm_bandwidth.value * self.hbm_efficiency.value)
 
     def dispatch_ns(self, mode: Literal["graph", "op"]) -> int:
-        """Host time to launch a whole graph, or one operator (XDS 2.3)."""
+        """Host time (ns) to launch a whole graph, or one operator (XDS 2.3)."""
         return _ns((self.graph_dispatch if mode == "graph" else self.op_dispatch).value)
 
     def link_ns(
         self, local_bytes: float, near_bytes: float, far_bytes: float, cores: float | None = None
     ) -> float:
-        """Time for bytes through one side of an engine, not rounded.
+        """Time (ns, not rounded) for bytes through a side of an engine.
 
         `near` and `far` bytes cross the UB port, within and between servers. The bound of `cores` AIVs
         applies to MTE only; None means that no AIV carries the data (DMA, URMA).
@@ -254,11 +256,11 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         return time
 
     def pieces_ns(self, num_pieces: int, cores: int) -> int:
-        """Issue time of a batch: its pieces are dealt evenly to `cores` AIVs."""
+        """Issue time (ns) of a batch: its pieces are dealt evenly to `cores` AIVs."""
         return math.ceil(num_pieces / cores) * _ns(self.piece_overhead.value)
 
     def ping_pong_ns(self, load_ns: float, store_ns: float, nbytes: int, cores: int) -> tuple[int, int, int]:
-        """Times of a copy through the ping-pong unified buffers of `cores` AIVs.
+        """Times (ns) of a copy through the ping-pong unified buffers of `cores` AIVs.
 
         `load_ns` and `store_ns` are what MTE2 and MTE3 would need for all `nbytes`. A chunk is half a buffer
         on each core. MTE2 may load chunk i + 1 while MTE3 stores chunk i, but not chunk i + 2, whose half is
@@ -284,7 +286,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         return math.ceil(load_end), math.ceil(first), math.ceil(store_end)
 
     def pipeline_ns(self, stages_ns: list[float], num_steps: int, cores: int) -> tuple[int, int, int, int]:
-        """Times of a three-stage pipeline whose `num_steps` equal steps are dealt to `cores`.
+        """Times (ns) of a three-stage pipeline whose `num_steps` equal steps are dealt to `cores`.
 
         `stages_ns` is what each stage would need for all the steps. A stage takes up a step as soon as it is
         free and the stage before has done it. Returns (end of stage 1, end of stage 2, start of stage 3, end
@@ -325,5 +327,6 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
 
 @lru_cache(4096)  # constants of a spec, most of the time
 def _ns(seconds: float) -> int:
-    """Whole nanoseconds, rounded up, with a little slack for the binary fraction of a decimal constant."""
+    """Convert seconds to whole nanoseconds, rounded up, with a little slack for binary fractions of decimal
+    constants."""
     return math.ceil(seconds * 1e9 - 1e-6)

@@ -20,7 +20,8 @@ from .mte import MTE
 
 
 class Stream:
-    """The copies of one kernel on one die. Each of its AIV cores has one unified buffer for its chunks."""
+    """Stream of a kernel's copies on a die. Each of the kernel's AIV cores has one unified buffer for its
+    chunks."""
 
     def __init__(self, mte: MTE, name: str) -> None:
         self.mte, self.name = mte, name
@@ -30,7 +31,7 @@ class Stream:
         self.on_error: Callable[[], None] = lambda: None
 
     async def open(self) -> None:
-        """The kernel's launch, until its first access moves."""
+        """Launch the kernel: let the time pass until its first access moves."""
         await self.mte.fabric.clock.sleep(self.mte.fabric.spec.startup_ns("mte"))
 
     async def copy(
@@ -92,7 +93,7 @@ class Stream:
         await fabric.clock.sleep_until(loaded)
 
     def _through_ports(self, pieces: Sequence[Copy], start: int, end: int) -> int:
-        """When a chunk is stored that is by `end` if nobody else uses the ports at both ends."""
+        """Return when a chunk is stored (virtual ns), given `end` for free ports at both ends."""
         routes = Counter[tuple[int, int]]()
         for src, dst, nbytes in pieces:
             routes[src.node, dst.node] += nbytes
@@ -102,7 +103,7 @@ class Stream:
         return end
 
     def _room_at(self, nbytes: float) -> int:
-        """When a chunk of `nbytes` fits each core's unified buffer."""
+        """Return when a chunk of `nbytes` fits each core's unified buffer (virtual ns)."""
         at, room = 0, self.mte.fabric.spec.unified_buffer.value - sum(held for _, held in self._held)
         while self._held and (room < nbytes or self._held[0][0] <= self.mte.fabric.clock.now):
             at, held = self._held.popleft()
@@ -110,16 +111,18 @@ class Stream:
         return at
 
     async def drain(self) -> None:
-        """Wait until all is visible."""
+        """Wait until all copies and flags are visible."""
         if self._last is not None:
             await self._last
         self.check()
 
     def stop(self, error: BaseException) -> None:
-        """The kernel has died of `error`: nothing more moves, though some of it be on its way."""
+        """Stop the stream because the kernel has died of `error`: nothing more moves, even if some of it is
+        on its way."""
         self.error = self.error or error
 
     def check(self) -> None:
-        """Raise what a callback raised. After that nothing moves any more: the kernel has died."""
+        """Raise the error of a callback, if any. After an error nothing moves any more: the kernel has
+        died."""
         if self.error is not None:
             raise self.error

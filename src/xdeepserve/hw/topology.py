@@ -1,4 +1,4 @@
-"""Where everything is: 48 servers x 8 chips x 2 dies, one host memory per server, three network planes.
+"""Layout of a pod: 48 servers x 8 chips x 2 dies, one host memory per server, three network planes.
 
 A *node* is an integer: dies come first (0 .. num_dies - 1, numbered server by server, chip by chip), then
 one host per server. Sources: XDS section 2.2, CM section 3.
@@ -16,7 +16,7 @@ from ..errors import DeploymentError, HardwareError
 
 
 class Plane(enum.Enum):
-    """One of the three networks of a pod."""
+    """Network plane of a pod: UB, RoCE or VPC."""
 
     UB = "ub"  # scale-up: every die and every CPU, memory semantics
     ROCE = "roce"  # scale-out RDMA: dies only; also reaches other pods
@@ -24,7 +24,7 @@ class Plane(enum.Enum):
 
 
 class Location(NamedTuple):
-    """Place of a die."""
+    """Place of a die: server, chip and die."""
 
     server: int
     chip: int
@@ -57,14 +57,14 @@ class Topology(msgspec.Struct, frozen=True):
 
     @property
     def num_nodes(self) -> int:
-        """Dies and hosts."""
+        """Number of dies and hosts together."""
         return self.num_dies + self.servers
 
     def is_die(self, node: int) -> bool:
         return 0 <= self._check(node) < self.num_dies
 
     def host(self, server: int) -> int:
-        """Node of a server's DRAM."""
+        """Return the node of a server's DRAM."""
         if not 0 <= server < self.servers:
             raise HardwareError(f"server {server} does not exist: the pod has servers 0..{self.servers - 1}")
         return self.num_dies + server
@@ -81,18 +81,19 @@ class Topology(msgspec.Struct, frozen=True):
         return Location(server, *divmod(rest, self.dies_per_chip))
 
     def name(self, node: int) -> str:
-        """'s03.c5.d1' for a die, 's03.host' for a host."""
+        """Return a node's name: 's03.c5.d1' for a die, 's03.host' for a host."""
         if self.is_die(node):
             server, chip, die = self.locate(node)
             return f"s{server:02d}.c{chip}.d{die}"
         return f"s{self.server_of(node):02d}.host"
 
     def planes_of(self, node: int) -> frozenset[Plane]:
-        """Networks a node is on. Dies reach the VPC plane only through their host."""
+        """Return the networks of a node. Dies reach the VPC plane only through their host."""
         return frozenset({Plane.UB, Plane.ROCE}) if self.is_die(node) else frozenset({Plane.UB, Plane.VPC})
 
     def check_path(self, a: int, b: int, plane: Plane) -> None:
-        """HardwareError unless two nodes are on `plane`: on the same one, if it is UB."""
+        """Check for a path between two nodes on `plane`; UB does not leave a SuperPod. Raises HardwareError
+        if there is none."""
         for node in (a, b):
             if plane not in self.planes_of(node):
                 raise HardwareError(f"{self.name(node)} is not on the {plane.name} plane")
@@ -122,10 +123,10 @@ SUB_PLANES, LINKS_OF_SERVER, PORTS = 7, 16, 2 * 48
 
 
 def num_switches(servers: int) -> int:
-    """So many that every link of a server has a port."""
+    """Number of switches needed to give every link of a server a port."""
     return SUB_PLANES * math.ceil(servers * LINKS_OF_SERVER / PORTS)
 
 
 def utilisation(servers: int) -> float:
-    """Share of the ports that have a link, 0 to 1."""
+    """Share of the switches' ports with a link, 0 to 1."""
     return SUB_PLANES * servers * LINKS_OF_SERVER / (num_switches(servers) * PORTS)

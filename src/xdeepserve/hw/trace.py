@@ -1,4 +1,4 @@
-"""What happened when, for Perfetto: spans on (node, lane) and arrows between them.
+"""Timeline of a run for Perfetto: spans on (node, lane) and arrows between them.
 
 In the file a process is a die, a host or a part of the host's software, and a thread is one of its lanes
 (AIC, AIV, MTE2, MTE3, XCCL ...). Open it at https://ui.perfetto.dev or chrome://tracing. The format is
@@ -23,7 +23,7 @@ _NOWHERE: dict[str, Any] = {}
 
 
 class TraceSpan(NamedTuple):
-    """Something that a lane of a node did in [start_ns, end_ns)."""
+    """Activity of a node's lane in [start_ns, end_ns)."""
 
     node: int
     lane: str
@@ -51,7 +51,7 @@ class Flow(NamedTuple):
 
 
 class Count(NamedTuple):
-    """How many of something a node has from a moment on."""
+    """Value of a node's counter from a moment on."""
 
     node: int
     name: str
@@ -60,7 +60,7 @@ class Count(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """Bytes that have gone from one node to another, over the network of that name."""
+    """Bytes moved from a node to another, over a named network plane."""
 
     source: int
     target: int
@@ -102,17 +102,18 @@ class Trace:
     # ---- nodes --------------------------------------------------------------------------------------
 
     def name_node(self, node: int, name: str, order: int, label: str = "") -> None:
-        """Call a node by what it does; nodes are shown by `order`. `label` says more of it."""
+        """Name a node after the task done there; viewers show nodes by `order`. `label` says more about the
+        node."""
         self.node_names[node], self.node_orders[node], self.node_labels[node] = name, order, label
 
     def add_node(self, name: str, order: int) -> int:
-        """A node for a part of the host's software."""
+        """Add a node for a part of the host's software."""
         node = FIRST_SOFTWARE_NODE + sum(other >= FIRST_SOFTWARE_NODE for other in self.node_names)
         self.name_node(node, name, order)
         return node
 
     def hide(self, node: int) -> None:
-        """Keep nothing of a node from now on."""
+        """Keep nothing about a node from now on."""
         self._hidden.add(node)
 
     def is_hidden(self, node: int) -> bool:
@@ -122,7 +123,7 @@ class Trace:
         return self.is_on and node not in self._hidden
 
     def forget(self) -> None:
-        """Nothing has been recorded, and nothing is hidden: for who looks at one step after the other."""
+        """Forget everything recorded or hidden, before the next step is looked at."""
         for recorded in (self.spans, self.flows, self.counts, self.moved):
             recorded.clear()
         for by_key in (self.chains, self._departed, self._arrived):
@@ -131,7 +132,7 @@ class Trace:
 
     @property
     def left_out(self) -> str:
-        """How many of the dies it shows; empty if it shows all."""
+        """Note on how many of the dies are shown; empty if all are."""
         if not self._hidden:
             return ""
         dies = {node for node in self.node_names if node < FIRST_SOFTWARE_NODE} | self._hidden
@@ -167,18 +168,19 @@ class Trace:
         end_ns: int,
         args: dict[str, Any] | None = None,
     ) -> None:
-        """A span that arrows of one name join with the others of its chain, in the order of their starts."""
+        """Record a span of a chain: arrows of the chain's name join its spans in the order of their
+        starts."""
         if self.shows(node):
             self.chains.setdefault(chain, []).append(len(self.spans))
             self.spans.append(TraceSpan(node, lane, name, start_ns, end_ns, args))
 
     def count(self, node: int, name: str, at_ns: int, value: float) -> None:
-        """From this moment on a counter of the node stands at `value`; a line in viewers."""
+        """Record a counter's value from a moment on; viewers draw it as a line."""
         if self.shows(node):
             self.counts.append(Count(node, name, at_ns, value))
 
     def move(self, source: int, target: int, nbytes: int, plane: str = "UB") -> None:
-        """Bytes go from node to node; nothing if they stay where they are."""
+        """Record bytes moved from node to node; nothing if they stay on the same node."""
         if self.is_on and source != target:
             self.moved.append(Moved(source, target, nbytes, plane))
 
@@ -191,14 +193,14 @@ class Trace:
     def depart(
         self, key: Hashable, name: str, node: int, lane: str, at_ns: int, span: str | None = None
     ) -> None:
-        """An arrow leaves here, to where somebody says that `key` arrives."""
+        """Record the start of an arrow; its end comes with `arrive` of the same `key`."""
         if self.shows(node):
             self._meet(key, _End(name, node, lane, at_ns, span), self._departed, self._arrived)
 
     def arrive(
         self, key: Hashable, name: str, node: int, lane: str, at_ns: int, span: str | None = None
     ) -> None:
-        """The other end; who is first does not matter."""
+        """Record the end of an arrow; `depart` of the same `key` may come earlier or later."""
         if self.shows(node):
             self._meet(key, _End(name, node, lane, at_ns, span), self._arrived, self._departed)
 
@@ -213,13 +215,14 @@ class Trace:
         self.flows.append(Flow(source.name, *source[1:4], *target[1:4], source.span, target.span))
 
     def digest(self) -> str:
-        """sha256 of everything recorded: equal for equal runs."""
+        """Return the sha256 of everything recorded: equal for equal runs."""
         return hashlib.sha256(repr((self.spans, self.flows, self.chains, self.counts)).encode()).hexdigest()
 
     # ---- the file -----------------------------------------------------------------------------------
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Chrome trace events: names, then spans by start, counters, then arrows. Times in microseconds.
+        """Yield Chrome trace events: names, then spans by start, counters, then arrows. Times are in
+        microseconds.
 
         An arrow whose ends are not both within spans is left out, since it could not be drawn.
         """
@@ -278,7 +281,8 @@ class Trace:
                 yield from self._arrow(chain, number, points, threads, rows)
 
     def _threads(self, rows: _LaneRows) -> dict[tuple[int, str, int], int]:
-        """Thread numbers from 1, by node and there by `lane_order`; other lanes as they come to be used."""
+        """Number threads from 1 within each node, by `lane_order`; other lanes follow in order of first
+        use."""
         place = {lane: i for i, lane in enumerate(self.lane_order)}
         used = sorted(rows.lanes, key=lambda key: (key[0], place.get(key[1], len(place))))
         threads: dict[tuple[int, str, int], int] = {}
@@ -297,7 +301,8 @@ class Trace:
         threads: dict[tuple[int, str, int], int],
         rows: _LaneRows,
     ) -> Iterator[dict[str, Any]]:
-        """From span to span: each a place in `spans`, and a moment within it."""
+        """Yield an arrow's events from span to span: each point is a place in `spans` and a moment within
+        it."""
         for i, (index, at_ns) in enumerate(points):
             span, phase = self.spans[index], "s" if i == 0 else "f" if i == len(points) - 1 else "t"
             event = {"ph": phase, "cat": "flow", "name": name, "id": number, "pid": span.node}
@@ -306,7 +311,7 @@ class Trace:
             yield event | ({"bp": "e"} if phase == "f" else {})
 
     def write(self, path: str | Path) -> None:
-        """Write a file that Perfetto and chrome://tracing open. It says how many nodes it leaves out."""
+        """Write a file for Perfetto and chrome://tracing. The file says how many nodes are left out."""
         other = {"nodes left out": len(self._hidden)}
         with Path(path).open("w") as file:
             file.write('{"displayTimeUnit":"ns","otherData":' + json.dumps(other) + ',"traceEvents":[')
@@ -320,7 +325,7 @@ def _meta(kind: str, node: int, tid: int, **args: Any) -> dict[str, Any]:
 
 
 class _LaneRows:
-    """Spans of one lane that overlap, spread over several rows, since spans of one thread must not.
+    """Spreads overlapping spans of a lane over several rows, because spans of one thread must not overlap.
 
     row_of: by span, its row within its lane. lanes: by lane, in order of first use, the spans of each row.
     """
@@ -346,7 +351,7 @@ class _LaneRows:
             self._starts[key][row].append(span.start_ns)
 
     def find(self, node: int, lane: str, at_ns: int, name: str | None) -> int | None:
-        """The span of a lane that lasts at a moment, and has that name if one is given."""
+        """Find the span of a lane that contains a moment, and has the given name, if any."""
         key = node, lane
         for row, starts in enumerate(self._starts.get(key, ())):
             place = bisect_right(starts, at_ns) - 1

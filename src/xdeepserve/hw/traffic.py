@@ -1,4 +1,4 @@
-"""Bytes of one operation by distance: within the issuing die, within its server, between servers."""
+"""Bytes of an operation by distance: within the issuing die, within its server, between servers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FEW = 32  # up to so many pieces one by one are quicker than arrays of them
 
 
 class Place(NamedTuple):
-    """Where a node stands among the others."""
+    """Position of a node among the others, for distances."""
 
     node: int
     first: int  # die of its server
@@ -35,7 +35,7 @@ class Place(NamedTuple):
 
 
 class Traffic:
-    """What a batch that `place` issues moves; `latency_ns` if some of it goes to another server.
+    """Bytes moved by a batch from `place`, by distance; `latency_ns` is set if some go to another server.
 
     Until `free_ns` a link that it goes by is blocked; bytes on a slow one count several times.
     """
@@ -62,7 +62,7 @@ class Traffic:
             self.latency_ns = place.far_latency_ns
 
     def add_many(self, nodes: Integers, sizes: Integers | int) -> None:
-        """`sizes` bytes each, or sizes[i] bytes, for nodes[i]."""
+        """Add `sizes` bytes for each node, or sizes[i] bytes for nodes[i]."""
         sizes = np.broadcast_to(sizes, nodes.shape)
         if len(nodes) <= FEW or self.place.links:
             for node, nbytes in zip(nodes.tolist(), sizes.tolist(), strict=True):

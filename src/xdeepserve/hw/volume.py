@@ -1,4 +1,4 @@
-"""An elastic volume: values by key in a file that outlives the process (EVS, CloudMatrix 4.4.1).
+"""Elastic volume: values by key in a file that outlives the process (EVS, CloudMatrix 4.4.1).
 
 Values are written all or none, and each has a digest of 128 bits over its key and its bytes, which every
 read checks: what does not agree is deleted and counted, and is not there. A file whose structure is damaged
@@ -27,14 +27,14 @@ FAILURES = (sqlite3.Error, UnicodeError, OverflowError, MemoryError, ValueError,
 
 
 class Key(NamedTuple):
-    """A value's name. No namespace sees the values of another."""
+    """Name of a value. A namespace sees no values of another."""
 
     namespace: str
     digest: bytes  # 16 bytes
 
 
 class Entry(NamedTuple):
-    """Where a value lies in the file."""
+    """Position of a value in the file, with size, digest and age."""
 
     id: int
     nbytes: int
@@ -43,14 +43,14 @@ class Entry(NamedTuple):
 
 
 def digest_of(key: Key, value: bytes | memoryview) -> bytes:
-    """16 bytes over a key and its value: a value under another key is as wrong as other bytes."""
+    """Digest a key and value (16 bytes): a value under another key is as wrong as other bytes."""
     sha = hashlib.blake2b(f"{len(key.namespace)}:{key.namespace}".encode() + key.digest, digest_size=16)
     sha.update(value)
     return sha.digest()
 
 
 def _checked(row: tuple[int, bytes, bytes, int, bytes, int]) -> tuple[Key, Entry]:
-    """A row of the index. DamagedError if nobody can have written it."""
+    """Check a row of the index. Raises DamagedError if this program cannot have written it."""
     id_, namespace, key, nbytes, digest, age = row
     if not (type(nbytes) is type(age) is int and 0 <= age < MAX_AGE and nbytes >= 0 and len(digest) == 16):
         raise DamagedError("a row that nobody wrote")
@@ -58,7 +58,7 @@ def _checked(row: tuple[int, bytes, bytes, int, bytes, int]) -> tuple[Key, Entry
 
 
 class Volume:
-    """One file. `open` before use; whoever opens it is its only user.
+    """Key-value store in a file. Call `open` before use; a file has a single user at a time.
 
     num_mismatches   values whose bytes did not agree with their digest
     num_failed       writes that the file system refused
@@ -93,7 +93,8 @@ class Volume:
     # ---- life ---------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Read what is there, or make an empty file. InputError, in one line, if it is not ours to use."""
+        """Read the file, or make an empty one. Raises InputError, in one line, if the file is not a volume or
+        cannot be used."""
         new = Path(f"{self.path}.new")
         try:
             remove(new)
@@ -111,7 +112,7 @@ class Volume:
             raise InputError(f"{self.path}: cannot be used as a volume: {error}") from None
 
     def close(self) -> None:
-        """Write down what has been used lately, and let the file go."""
+        """Write the ages of recently used values, and close the file."""
         self.flush()
         self._close()
 
@@ -124,7 +125,7 @@ class Volume:
     # ---- values -------------------------------------------------------------------------------------
 
     def put(self, values: Mapping[Key, bytes | memoryview]) -> bool:
-        """Commit values, all or none; False, and nothing has changed, if they cannot be written now."""
+        """Commit values, all or none. Returns False, with nothing changed, if they cannot be written now."""
         rows = {}
         for key, value in values.items():
             self._age, self._last_id = self._age + 1, self._last_id + 1
@@ -145,7 +146,7 @@ class Volume:
         return True
 
     def get(self, key: Key) -> bytes | None:
-        """A value, as it was written; None if there is none, or none any more that is sound."""
+        """Return a value with the bytes that were written; None if there is none, or they are damaged."""
         row = self.rows.get(key)
         if row is None or self._db is None:
             return None
@@ -163,7 +164,7 @@ class Volume:
         return value
 
     def touch(self, key: Key) -> None:
-        """A value has been used."""
+        """Note the use of a value, which makes it the youngest."""
         row = self.rows.pop(key, None)
         if row is not None:
             self._age += 1
@@ -171,7 +172,7 @@ class Volume:
             self._touched[key] = None
 
     def delete(self, keys: Sequence[Key]) -> None:
-        """Forget values. What the file cannot forget now, it does with the next commit."""
+        """Delete values. If the file cannot be written now, the next commit deletes them from it."""
         present = [key for key in keys if key in self.rows]
         for key in present:
             self._forgotten.append(self.rows[key])
@@ -181,7 +182,7 @@ class Volume:
             self._commit(lambda db: None)
 
     def flush(self) -> None:
-        """Write down ages, and what is forgotten."""
+        """Write ages and deletions to the file."""
         if self._touched or self._forgotten:
             self._commit(lambda db: None)
 
@@ -194,14 +195,15 @@ class Volume:
             return False
 
     def mend(self) -> None:
-        """Make the file anew if its structure is not sound, though no value may show it."""
+        """Rebuild a damaged file, even if no value shows damage."""
         if self._db is not None and not self.is_sound():
             self._rebuild()
 
     # ---- the engine room ----------------------------------------------------------------------------
 
     def _read(self) -> None:
-        """The index, from the file. DamagedError, with what could be read, if that is not all."""
+        """Read the index from the file. Raises DamagedError, keeping the rows read so far, if not all can be
+        read."""
         assert self._db is not None
         rows: list[tuple[Key, Entry]] = []
         try:
@@ -219,7 +221,7 @@ class Volume:
             raise DamagedError("rows that nobody wrote")
 
     def _value(self, db: sqlite3.Connection, key: Key, row: Entry) -> bytes | None:
-        """The bytes of a row; None if they do not agree with the digest. DamagedError."""
+        """Read the bytes of a row; None if they do not agree with the digest. Raises DamagedError."""
         self.disk.check_readable()
         try:
             with db.blobopen("content", "value", row.id, readonly=True) as blob:
@@ -231,7 +233,7 @@ class Volume:
         return value if len(value) == row.nbytes and digest_of(key, value) == row.digest else None
 
     def _drop_bad(self, key: Key) -> None:
-        """Delete a bad value, if the structure around it is sound; else make the file anew."""
+        """Delete a bad value, if the structure around it is sound; else rebuild the file."""
         if self.is_sound():
             self.delete([key])
         else:
@@ -244,8 +246,8 @@ class Volume:
         db.executemany("DELETE FROM content WHERE id = ?", ids)
 
     def _commit(self, write: Callable[[sqlite3.Connection], None]) -> bool:
-        """Write in one transaction, with the ages of what has been used and without what is forgotten. False
-        if that cannot be done now."""
+        """Write in a single transaction, together with pending ages and deletions. Returns False if the file
+        cannot be written now."""
         for _ in range(2):
             if self._db is None:
                 return False
@@ -282,8 +284,8 @@ class Volume:
             raise
 
     def _rebuild(self) -> None:
-        """Make the file anew from the values that can be read. Without room for that it starts empty, and
-        without room for an empty file there is no volume until it is opened again."""
+        """Rebuild the file from the values still readable. Without room for them it starts empty; without
+        room for an empty file there is no volume until the next `open`."""
         self.num_rebuilt += 1
         new, old, self._touched, self._forgotten = Path(f"{self.path}.new"), self._db, {}, []
         try:

@@ -1,4 +1,4 @@
-"""The file of a volume: how it is made, how it is told from other people's files, and what damage is.
+"""File of a volume: how it is made, how it is told from foreign files, and what counts as damage.
 
 One SQLite file with a write-ahead log, synchronised fully: what has been committed survives the process, and
 what has not leaves no trace. Its header says whose it is in an application id, and in which format in a
@@ -32,11 +32,11 @@ CREATE TABLE content (id INTEGER PRIMARY KEY, value BLOB);
 
 
 class DamagedError(Exception):
-    """The file's structure is not sound."""
+    """Error for a volume file with an unsound structure."""
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether an error of SQLite says that the file is damaged, rather than that it cannot be written now."""
+    """Whether an SQLite error means a damaged file, rather than a write that is impossible now."""
     code = getattr(error, "sqlite_errorcode", None)
     if code is None:  # raised by Python's wrapper: a value that cannot be what was written
         return True
@@ -44,7 +44,8 @@ def is_damage(error: Exception) -> bool:
 
 
 def check_identity(path: Path) -> None:
-    """InputError, in one line, unless what exists is a volume of this format, sound or not."""
+    """Check the header of a file: it must be of a volume of this format, sound or not. Raises InputError, in
+    one line, if not."""
     try:
         if not path.is_file() and not path.is_dir():  # to open a pipe would be to wait for who writes there
             raise InputError(f"{path}: not a file, so no volume of a memory pool")
@@ -69,7 +70,7 @@ def check_identity(path: Path) -> None:
 
 
 def _mend_header(db: sqlite3.Connection) -> None:
-    """Write whose file it is and in which format as they should be, where a byte of that was damaged."""
+    """Repair damaged bytes of the header: the application id and the format."""
     for pragma, expected in (
         ("application_id", int.from_bytes(APPLICATION_ID, "big")),
         ("user_version", _version()),
@@ -87,7 +88,8 @@ def _version() -> int:
 
 
 def create(path: Path) -> sqlite3.Connection:
-    """A connection to a new, empty file at `path`, which is not in use yet: see `put_in_place`."""
+    """Create an empty volume file at `path` and return a connection. The file is not in use yet; see
+    `put_in_place`."""
     remove(path)
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     db.execute(f"PRAGMA page_size = {PAGE_SIZE}")
@@ -99,7 +101,7 @@ def create(path: Path) -> sqlite3.Connection:
 
 
 def put_in_place(made: Path, path: Path) -> None:
-    """Replace the volume at `path`, if there is one, by a file that has been made and closed."""
+    """Replace the volume at `path`, if there is one, by a new, closed file."""
     for rest in ("-wal", "-shm", "-journal"):
         Path(f"{path}{rest}").unlink(missing_ok=True)
     os.replace(made, path)
@@ -111,14 +113,14 @@ def put_in_place(made: Path, path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a volume with all that belongs to it."""
+    """Delete a volume with all its side files."""
     for rest in ("", "-wal", "-shm", "-journal"):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(f"{path}{rest}")
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Open a file that exists, for this process alone. DamagedError, or sqlite3.Error if it is in use."""
+    """Open an existing file for this process alone. Raises DamagedError, or sqlite3.Error if it is in use."""
     db = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
     db.text_factory = bytes
     try:

@@ -1,9 +1,9 @@
-"""Requests that are no chat: jobs of tasks, which outlive the server that runs them (DeepServe 3).
+"""Work other than chat: jobs of tasks that outlive the server that runs them (DeepServe 3).
 
-- `job_states`, `job_records`: what a job and its tasks are, and from which state each may go to which
-- `state_file`, `job_store`, `lease`: all of it in one SQLite file, and who may move jobs on
-- `member_table`, `cluster_manager`: the servers of a cluster, and who starts those again that are lost
+- `job_states`, `job_records`: jobs and their tasks, and the allowed changes of their states
+- `state_file`, `job_store`, `lease`: the SQLite file with all of it, and the lease to move jobs on
+- `member_table`, `cluster_manager`: the servers of a cluster, and the restart of lost ones
 - `task_work`: the tasks of each type of job (`quantizing`, `training`, `training_text`), one process each,
-  and `task_process`: how its parent sees it
-- `job_master`: takes one job after the other; a standby goes on where a lost one was
+  and `task_process`: the parent's view of it
+- `job_master`: runs jobs one after the other; a standby continues where a lost master was
 """

@@ -1,8 +1,8 @@
-"""Tools that agents may call: functions of a file of the operator's (`serve --tools FILE`).
+"""Tools for agents: functions of a file of the operator's (`serve --tools FILE`).
 
-A function without a leading underscore is a tool. Its docstring tells the model what it does, and its
-parameters, each annotated as str, int, float or bool, are what a call has to give. What it returns is shown
-to the model as text, and so is an error.
+A function without a leading underscore is a tool. Its docstring describes it to the model. Its parameters,
+each annotated as str, int, float or bool, are the arguments that a call must have. Its result is shown to the
+model as text, and so is an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_OUTPUT_CHARS = 4096
 
 
 class AgentTool(NamedTuple):
-    """A function, and the type that its arguments have."""
+    """A tool: a function, and the types of its arguments."""
 
     name: str
     description: str
@@ -30,14 +30,14 @@ class AgentTool(NamedTuple):
     function: Callable[..., Any]
 
     def shown(self) -> dict[str, Any]:
-        """In OpenAI's shape."""
+        """Return the tool's description in OpenAI's format."""
         properties = {name: {"type": KINDS_OF_JSON[kind]} for name, kind in self.parameters.items()}
         schema = {"type": "object", "properties": properties, "required": list(self.parameters)}
         function = {"name": self.name, "description": self.description, "parameters": schema}
         return {"type": "function", "function": function}
 
     def call(self, arguments: str) -> str:
-        """What it says to these arguments, a JSON object; or what was wrong with them, or with it."""
+        """Call the tool with arguments, a JSON object; return its text, or a description of the error."""
         try:
             given = Document(arguments or "{}", "arguments", "JSON").to(dict[str, Any])
             if given.keys() != self.parameters.keys():
@@ -51,7 +51,8 @@ class AgentTool(NamedTuple):
 
 
 def read_tools(path: Path) -> dict[str, AgentTool]:
-    """The tools of a file, by name. InputError, one line, for a file or a function that will not do."""
+    """Read the tools of a file, by name. Raises InputError, with a one-line message, for an unusable file or
+    function."""
     read_text(path, f"--tools {path}")  # says best why there is none
     try:
         names = runpy.run_path(str(path), run_name="tools")

@@ -1,18 +1,18 @@
-"""The cluster manager: watches over job executors and starts those again that are lost (DeepServe 3, 7).
+"""The cluster manager: watches job executors (JEs) and restarts lost ones (DeepServe 3, 7).
 
-It is the JE master of the paper. One leads, by a lease; others stand by, and take over with the members that
-they find in the table, which have gone on serving meanwhile.
+The manager is the JE master of the paper. One manager leads, by a lease; others stand by. A standby takes
+over with the members of the table, which have gone on serving meanwhile.
 
     starting   a process was started; it has START_S to be ready
-    ready      it tells so every second
-    suspect    it was silent for SUSPECT_S: others get requests
-    lost       its process has ended, it says that its engine has failed, or it was silent for LOST_S: it is
-               killed, should it still be there, and started again
+    ready      it reports every second
+    suspect    it was silent for SUSPECT_S: other members get requests
+    lost       its process has ended, it reports a failed engine, or it was silent for LOST_S: it is
+               killed, if it still runs, and started again
     gone       it has ended in order
 
-The TEs of a JE are watched over by its engine (engine/serving/control_plane.py, failover.py: the TE master):
-another one takes the place of one that is lost, as `recovery.failover` says. If none can, the engine fails,
-and its JE with it.
+The TEs of a JE are watched by its engine (engine/serving/control_plane.py, failover.py: the TE master).
+Another TE takes the place of a lost one, as `recovery.failover` says. If none can, the engine fails, and its
+JE with it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ log = logging.getLogger("xdeepserve.jobs")
 
 
 class BootedProcess(Protocol):
-    """What is needed of a process that was started (subprocess.Popen)."""
+    """Interface of a started process that the manager needs (subprocess.Popen)."""
 
     pid: int
 
@@ -49,7 +49,7 @@ class BootedProcess(Protocol):
 
 
 class ClusterManager:
-    """Keeps the members `names` there, as `holder`. `boot` starts the process of one."""
+    """Keeps the members `names` running, as `holder`. `boot` starts the process of a member."""
 
     def __init__(
         self, store: JobStore, holder: str, names: Sequence[str], boot: Callable[[str], BootedProcess]
@@ -60,11 +60,12 @@ class ClusterManager:
 
     @property
     def leads(self) -> bool:
-        """Whether it held the lease when it last looked."""
+        """Whether the manager held the lease at its last look."""
         return self._lease is not None
 
     async def run(self) -> None:
-        """Look, again and again, until cancelled. A directory that cannot be used holds it up."""
+        """Look at all members, again and again, until cancelled. An unusable directory delays the next
+        look."""
         while True:
             try:
                 self.look()
@@ -74,7 +75,7 @@ class ClusterManager:
             await asyncio.sleep(LOOK_S)
 
     def look(self) -> None:
-        """Take or renew the lease; if it leads, see to each member."""
+        """Take or renew the lease; if the manager leads, check every member and start lost ones."""
         self._lease = self._store.take_lease(self._holder, LEASE_S, CLUSTER_MANAGER)
         if self._lease is None:
             return
@@ -102,7 +103,7 @@ class ClusterManager:
         log.warning("%s was started as process %d", name, process.pid)
 
     def _judge(self, member: ClusterMember, lease: MasterLease) -> None:
-        """Who is not there any more is lost, who is silent suspect first."""
+        """Judge a member: lost if its process has ended or was silent for LOST_S, suspect after SUSPECT_S."""
         silent = self._store.now() - member.beat_at
         if (reason := self._ended(member)) is not None:
             pass
@@ -117,14 +118,15 @@ class ClusterManager:
             self._store.members.move(member, "lost", reason, lease)
 
     def _ended(self, member: ClusterMember) -> str | None:
-        """Why a member's process is not there; None if it is."""
+        """Return why a member's process is not running; None if it is."""
         if (process := self._own.get(member.pid)) is not None:
             code = process.poll()
             return None if code is None else f"its process ended with {code}"
         return None if is_there(member) else "its process has ended"
 
     def close(self) -> None:
-        """If it leads, end all members in order, and let a standby lead; who stands by leaves them alone."""
+        """End all members in order, and release the lease, if the manager leads. A standby leaves members
+        alone."""
         if self._lease is None:
             return
         with contextlib.suppress(LeaseLostError, sqlite3.Error):
@@ -136,7 +138,8 @@ class ClusterManager:
 
 
 def is_there(member: ClusterMember) -> bool:
-    """Whether its process runs, and is no other one that has got its number since."""
+    """Whether the member's process runs. The command line is checked because the process id may have been
+    reused."""
     try:
         words = Path(f"/proc/{member.pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -145,7 +148,7 @@ def is_there(member: ClusterMember) -> bool:
 
 
 def end_member(member: ClusterMember, how: signal.Signals = signal.SIGKILL) -> None:
-    """End its process, if it is there."""
+    """Send a signal to the member's process, if it runs."""
     if is_there(member):
         with contextlib.suppress(ProcessLookupError):
             os.kill(member.pid, how)

@@ -1,8 +1,8 @@
-"""The job master: moves jobs on, one task after the other, while it leads (DeepServe 3, 7).
+"""The job master: runs jobs, one task after the other, while it leads (DeepServe 3, 7).
 
-Several servers may share a state directory. One leads, the others stand by, and take over when it has given
-up its lease or the lease has run out; what the lost one had begun is begun again where its tasks were. All
-state is in the store, so that a master needs to remember nothing.
+Several servers may share a state directory. One leads, and the others stand by. A standby takes over when the
+leader has given up its lease or the lease has run out, and begins interrupted tasks again. All state is in
+the store, so a master needs to remember nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = logging.getLogger("xdeepserve.jobs")
 
 
 class JobMaster:
-    """Leads or stands by, as `holder`, until `run` is cancelled."""
+    """Master of a state directory's jobs. Leads or stands by, as `holder`, until `run` is cancelled."""
 
     def __init__(
         self,
@@ -56,11 +56,11 @@ class JobMaster:
 
     @property
     def leads(self) -> bool:
-        """Whether it held the lease when it last looked."""
+        """Whether the master held the lease at its last look."""
         return self._lease is not None
 
     async def run(self) -> None:
-        """Until cancelled; then the lease is free, and what was begun waits for the next leader."""
+        """Run jobs until cancelled; then release the lease and leave interrupted tasks to the next leader."""
         try:
             while True:
                 try:
@@ -84,7 +84,7 @@ class JobMaster:
         return self._lease is not None
 
     async def _advance(self) -> bool:
-        """Do the next task of the next job; False if there is nothing to do."""
+        """Do the next task of the next job; return False if there is nothing to do."""
         assert self._lease is not None
         job, lease = self._store.next_job(), self._lease
         if job is None:
@@ -110,7 +110,7 @@ class JobMaster:
         return True
 
     def _take_up(self, job: JobRecord, why: str, lease: MasterLease) -> None:
-        """A task was lost: it waits to be begun again, unless that was often enough."""
+        """Put a lost task back to wait, or fail its job after MAX_ATTEMPTS attempts."""
         assert job.next_task is not None
         place, task = job.next_task
         if task.attempts >= MAX_ATTEMPTS:
@@ -146,7 +146,7 @@ class JobMaster:
             self._store.move_task(job.number, place, "done", lease, result)
 
     async def _watched(self, job: JobRecord, kind: str, lease: MasterLease) -> dict[str, Any]:
-        """The result of a task, which ends early if the lease is lost or the job is cancelled."""
+        """Run a task and return its result; stop it early if the lease is lost or the job is cancelled."""
         work = asyncio.ensure_future(self._perform(job, kind, lease))
         try:
             while not (await asyncio.wait({work}, timeout=POLL_S))[0]:
@@ -161,7 +161,7 @@ class JobMaster:
             await asyncio.gather(work, return_exceptions=True)
 
     async def _perform(self, job: JobRecord, kind: str, lease: MasterLease) -> dict[str, Any]:
-        """The task itself."""
+        """Perform a task: an agent's turn, serving a model, or a process of its own."""
         if job.order.agent is not None:
             assert self._turn is not None, "this server takes no turns of agents"
             return await self._turn(job)

@@ -1,4 +1,4 @@
-"""What is kept of files, jobs, tasks and events. Times are seconds since 1970."""
+"""Records of files, jobs, tasks and events. Times are seconds since 1970."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from xdeepserve.jobs.job_states import JOB_MOVES, JobState, TaskState, is_over
 
 
 class StoredFile(msgspec.Struct, frozen=True):
-    """An uploaded file; its content lies beside the database, under its id."""
+    """An uploaded file. The content lies beside the database, under the file's id."""
 
     number: int
     name: str
@@ -20,12 +20,15 @@ class StoredFile(msgspec.Struct, frozen=True):
 
     @property
     def id(self) -> str:
-        """What clients call it."""
+        """Name of the file for clients."""
         return f"file-{self.number:08d}"
 
 
 class TrainingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """OpenAI's hyperparameters of supervised fine-tuning. The multiplier is of jobs/training.py's rate."""
+    """OpenAI's hyperparameters of supervised fine-tuning.
+
+    The multiplier is of the rate in jobs/training.py.
+    """
 
     n_epochs: int = 1
     batch_size: int = 8
@@ -33,7 +36,7 @@ class TrainingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def wrong(self) -> str | None:
-        """What lies outside its bounds, if anything."""
+        """Name of a setting outside of its bounds, in a message; None if all are inside."""
         for name, most in (("n_epochs", 50), ("batch_size", 256), ("learning_rate_multiplier", 1000)):
             value = getattr(self, name)
             if not 0 < value <= most:
@@ -42,7 +45,7 @@ class TrainingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AgentOrder(msgspec.Struct, frozen=True):
-    """What an agent begins with: messages in OpenAI's shape, and names of tools that it may call."""
+    """Start of an agent: messages in OpenAI's format, and names of the tools that it may call."""
 
     messages: list[dict[str, Any]]
     tools: list[str]
@@ -51,9 +54,9 @@ class AgentOrder(msgspec.Struct, frozen=True):
 
 
 class JobOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client asks for: `algorithm` is a name of quant.method.METHODS.
+    """An order of a client: what a job has to do. `algorithm` is a name of quant.method.METHODS.
 
-    model       what clients call the model to be quantised, and `source`: a preset or a checkpoint directory
+    model       the model to be changed, by its name for clients; `source`: a preset or a checkpoint directory
     training, validation   numbers of files
     """
 
@@ -70,12 +73,12 @@ class JobOrder(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def changed(self) -> str:
-        """What its model is, beside the original."""
+        """How the ordered model differs from the original: "quantized" or "trained"."""
         return "quantized" if self.training_settings is None else "trained"
 
 
 class TaskRecord(msgspec.Struct, frozen=True):
-    """A step of a job. `attempts` counts how often it was begun."""
+    """A task: a step of a job. `attempts` counts how often it was begun."""
 
     kind: str
     state: TaskState
@@ -84,7 +87,7 @@ class TaskRecord(msgspec.Struct, frozen=True):
 
 
 class JobRecord(msgspec.Struct, frozen=True):
-    """A job, with its tasks in their order."""
+    """A job with all tasks, in order."""
 
     number: int
     order: JobOrder
@@ -96,41 +99,41 @@ class JobRecord(msgspec.Struct, frozen=True):
 
     @property
     def id(self) -> str:
-        """What clients call it."""
+        """Name of the job for clients."""
         return f"{'ftjob' if self.order.agent is None else 'agentjob'}-{self.number:08d}"
 
     @property
     def result_name(self) -> str:
-        """What clients will call its model."""
+        """Name of the job's model for clients."""
         is_trained = self.order.training_settings is not None
         label = self.order.suffix or ("sft" if is_trained else self.order.algorithm.replace("+", "-"))
         return f"ft:{self.order.model}:{label}:{self.number}"
 
     @property
     def conversation(self) -> list[dict[str, Any]]:
-        """All that an agent was told, has said, and has heard of tools."""
+        """Messages of an agent's conversation so far: its input, its answers, and results of tools."""
         assert self.order.agent is not None
         results = [task.result["messages"] for task in self.tasks if task.result is not None]
         return [*self.order.agent.messages, *(message for each in results for message in each)]
 
     @property
     def is_answered(self) -> bool:
-        """Whether an agent has called no tool in its last turn: then that was its answer."""
+        """Whether an agent has called no tool in its last turn, which makes that turn the final answer."""
         return any(task.result is not None and task.result.get("is_final") for task in self.tasks)
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing happens to it any more."""
+        """Whether the job is in a final state."""
         return is_over(JOB_MOVES, self.state)
 
     @property
     def next_task(self) -> tuple[int, TaskRecord] | None:
-        """The first task that is not done, and its place; None when all are."""
+        """The first unfinished task, with its place; None when all are done."""
         return next(((i, task) for i, task in enumerate(self.tasks) if task.state != "done"), None)
 
 
 class JobEvent(msgspec.Struct, frozen=True):
-    """Something that has happened to a job."""
+    """An event in the life of a job."""
 
     number: int
     created_at: int
@@ -140,5 +143,5 @@ class JobEvent(msgspec.Struct, frozen=True):
 
     @property
     def id(self) -> str:
-        """What clients call it."""
+        """Name of the event for clients."""
         return f"ftevent-{self.number:08d}"

@@ -1,4 +1,4 @@
-"""From which state a job, a task or a member may go to which: whatever is not in these tables is refused.
+"""Allowed changes of state of jobs, tasks and members; all others are refused.
 
 job     queued -> running -> succeeded        a request's work (OpenAI's fine-tuning job)
                       `----> failed           with the reason
@@ -45,16 +45,16 @@ MEMBER_MOVES: Moves = {
 
 
 class IllegalMoveError(XDeepServeError):
-    """A job, a task or a member cannot go from the state that it is in to the one that was asked for."""
+    """Error: a job, a task or a member cannot go from its state to the requested state."""
 
 
 def check_move(what: str, moves: Moves, old: str, new: str) -> None:
-    """Raises IllegalMoveError, one line, unless the table has the move."""
+    """Raise IllegalMoveError, with a one-line message, unless the table has the move."""
     if new not in moves[old]:
         allowed = " or ".join(moves[old]) or "nothing: that is its end"
         raise IllegalMoveError(f"{what} is {old}, from which it goes to {allowed}, not to {new}")
 
 
 def is_over(moves: Moves, state: str) -> bool:
-    """Whether nothing follows."""
+    """Whether a state is final: no move leads out of it."""
     return not moves[state]

@@ -1,7 +1,7 @@
 """Files, jobs, tasks, events and models of a state directory.
 
-Every change is one transaction, and every change of state is checked against the tables of `job_states`
-within it. What moves jobs on is done under a lease.
+Every change is a transaction, and every change of state is checked against the tables of `job_states` within
+it. Changes that move jobs on need a lease.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ FILE, JOB = "SELECT number, name, purpose, num_bytes, created_at FROM files", "S
 
 
 class JobStore:
-    """The state directory at `directory`. `now` gives seconds since 1970. InputError if it will not do."""
+    """Store in the state directory at `directory`.
+
+    `now` gives seconds since 1970. Raises InputError for an unusable directory.
+    """
 
     def __init__(self, directory: Path, now: Callable[[], float]) -> None:
         self.directory, self.now = directory, now
@@ -37,12 +40,13 @@ class JobStore:
         self.members = MemberTable(self._db, now)
 
     def close(self) -> None:
-        """Let go of the database. Harmless when repeated."""
+        """Close the database. Harmless when repeated."""
         self._db.close()
 
     @contextlib.contextmanager
     def _writing(self, lease: MasterLease | None = None) -> Iterator[sqlite3.Connection]:
-        """A transaction; with `lease`, LeaseLostError and nothing written if that is not the current one."""
+        """Open a transaction. With `lease`, raises LeaseLostError and writes nothing if the lease is not the
+        current one."""
         with transaction(self._db) as db:
             if lease is not None:
                 leases.check_held(db, lease)
@@ -51,21 +55,21 @@ class JobStore:
     # ---- who leads ----------------------------------------------------------------------------------
 
     def take_lease(self, holder: str, seconds: float, what: str = JOB_MASTER) -> MasterLease | None:
-        """The lease for so long from now, unless somebody else has it."""
+        """Take or renew a lease for `seconds` from now; None if another process has it."""
         return leases.take(self._db, holder, self.now(), seconds, what)
 
     def give_up(self, lease: MasterLease) -> None:
-        """Let a standby lead at once."""
+        """Release a lease for a standby to lead at once."""
         leases.give_up(self._db, lease)
 
     # ---- files --------------------------------------------------------------------------------------
 
     def file_path(self, number: int) -> Path:
-        """Where a file's content lies."""
+        """Return the path of a file's content."""
         return self.directory / "files" / f"{number:08d}"
 
     def add_file(self, name: str, purpose: str, content: Path) -> StoredFile:
-        """Keep the file at `content`, which moves into the directory."""
+        """Keep the file at `content`, which is moved into the directory."""
         row = (name, purpose, content.stat().st_size, int(self.now()))
         with self._writing() as db:
             number = db.execute(
@@ -76,16 +80,16 @@ class JobStore:
         return StoredFile(number, *row)
 
     def files(self) -> list[StoredFile]:
-        """All, in the order in which they came."""
+        """List all files, in the order of their upload."""
         return [StoredFile(*row) for row in self._db.execute(f"{FILE} ORDER BY number")]
 
     def file(self, number: int) -> StoredFile | None:
-        """One of them, if it is there."""
+        """Return a file's record, or None."""
         row = self._db.execute(f"{FILE} WHERE number = ?", (number,)).fetchone()
         return row and StoredFile(*row)
 
     def delete_file(self, number: int) -> None:
-        """Forget a file."""
+        """Delete a file together with its record."""
         with self._writing() as db:
             db.execute("DELETE FROM files WHERE number = ?", (number,))
         self.file_path(number).unlink(missing_ok=True)
@@ -93,11 +97,11 @@ class JobStore:
     # ---- jobs ---------------------------------------------------------------------------------------
 
     def work_path(self, job: int) -> Path:
-        """The directory that a job's tasks work in; its model is there under `model`."""
+        """Return the working directory of a job's tasks; the job's model is there under `model`."""
         return self.directory / "work" / f"{job:08d}"
 
     def add_job(self, order: JobOrder, kinds: tuple[str, ...]) -> JobRecord:
-        """A new job of these tasks, queued. OverloadedError if too many are open."""
+        """Queue a new job with tasks of the given kinds. Raises OverloadedError if too many jobs are open."""
         now = int(self.now())
         with self._writing() as db:
             states = "state IN ('queued', 'running')"
@@ -116,16 +120,17 @@ class JobStore:
         return self._found(number)
 
     def jobs(self) -> list[JobRecord]:
-        """All, in the order in which they came."""
+        """List all jobs, in the order of their creation."""
         return [self._with_tasks(row) for row in self._db.execute(f"{JOB} ORDER BY number").fetchall()]
 
     def job(self, number: int) -> JobRecord | None:
-        """One of them, if there is one of that number."""
+        """Return the job of a number, or None."""
         row = self._db.execute(f"{JOB} WHERE number = ?", (number,)).fetchone()
         return row and self._with_tasks(row)
 
     def next_job(self) -> JobRecord | None:
-        """One that is running already, whoever began it, else the first in the queue."""
+        """Return the job to work on: a running job, no matter which master began it, else the first in the
+        queue."""
         row = self._db.execute(
             f"{JOB} WHERE state IN ('running', 'queued') ORDER BY state DESC, number LIMIT 1"
         ).fetchone()
@@ -156,8 +161,8 @@ class JobStore:
         reason: str | None = None,
         model: str | None = None,
     ) -> JobRecord:
-        """Bring a job into `state`, and its tasks with it where it ends; where it succeeds, its `model`
-        is one of those that are served. IllegalMoveError, LeaseLostError."""
+        """Move a job to `state`. A final state also cancels its open tasks; a success may add its `model` to
+        those served. Raises IllegalMoveError or LeaseLostError."""
         now = int(self.now())
         with self._writing(lease) as db:
             old = db.execute("SELECT state FROM jobs WHERE number = ?", (number,)).fetchone()[0]
@@ -186,8 +191,8 @@ class JobStore:
         *,
         is_put_back: bool = False,
     ) -> JobRecord:
-        """Bring a task into `state`; to run is one more attempt, unless it is put back. IllegalMoveError,
-        LeaseLostError."""
+        """Move a task to `state`. A move to "running" counts as an attempt; `is_put_back` takes the attempt
+        back. Raises IllegalMoveError or LeaseLostError."""
         with self._writing(lease) as db:
             kind, old = db.execute(
                 "SELECT kind, state FROM tasks WHERE job = ? AND place = ?", (job, place)
@@ -202,30 +207,30 @@ class JobStore:
         return self._found(job)
 
     def models(self) -> dict[str, tuple[Path, int]]:
-        """By name: the directory of each model that jobs have made, and when it was ready."""
+        """List the models made by jobs, by name: directory, and the time when each was ready."""
         rows = self._db.execute("SELECT name, job, created_at FROM models ORDER BY name")
         return {name: (self.work_path(job) / "model", at) for name, job, at in rows}
 
     def delete_model(self, name: str) -> None:
-        """A model is not served any more, and what its job has made is deleted."""
+        """Remove a model from the served ones, and delete the files of its job."""
         with self._writing() as db:
             row = db.execute("DELETE FROM models WHERE name = ? RETURNING job", (name,)).fetchone()
         if row is not None:
             self.clear_work(row[0])
 
     def clear_work(self, job: int) -> None:
-        """Delete what a job has made. Harmless when repeated."""
+        """Delete the files made by a job. Harmless when repeated."""
         shutil.rmtree(self.work_path(job), ignore_errors=True)
 
     # ---- events -------------------------------------------------------------------------------------
 
     def add_event(self, job: int, message: str, data: dict[str, Any] | None, lease: MasterLease) -> None:
-        """Something that a task tells."""
+        """Record an event reported by a task."""
         with self._writing(lease) as db:
             _add_event(db, job, int(self.now()), "info", message, data)
 
     def events(self, job: int) -> list[JobEvent]:
-        """All of a job, in their order."""
+        """List all events of a job, in order."""
         rows = self._db.execute(
             "SELECT number, created_at, level, message, data FROM events WHERE job = ? ORDER BY number",
             (job,),

@@ -1,8 +1,9 @@
-"""Who leads, and may move what there is: a lease with a term, in the database that it guards (DeepServe 3).
+"""Leadership by a lease: a right to change jobs or members, kept in the database that it guards (DeepServe
+3).
 
-One process at a time holds it, and renews it; another takes it over when its time has run out, under the next
-term. A write under a term that is not the current one is refused within its own transaction, so that a leader
-who has slept through the end of its lease changes nothing. Time is handed in.
+One process at a time holds a lease, and renews it. Another takes it over when its time has run out, under the
+next term. A write under an old term is refused within its own transaction. So a leader that has slept past
+the end of its lease changes nothing. Time is a parameter of each call.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ JOB_MASTER, CLUSTER_MANAGER = "job master", "cluster manager"  # what there is t
 
 
 class LeaseLostError(XDeepServeError):
-    """Somebody else has the lease now, under a later term."""
+    """Error: another process holds the lease now, under a later term."""
 
 
 class MasterLease(msgspec.Struct, frozen=True):
-    """That `holder` leads `what`, as the `term`th one who did."""
+    """A lease: `holder` leads `what`, in term number `term`."""
 
     holder: str
     term: int
@@ -32,7 +33,8 @@ class MasterLease(msgspec.Struct, frozen=True):
 def take(
     db: sqlite3.Connection, holder: str, now: float, seconds: float, what: str = JOB_MASTER
 ) -> MasterLease | None:
-    """The lease until `now + seconds`, if it is free, has run out, or is the holder's own; else None."""
+    """Take the lease until `now + seconds` if it is free, has run out, or is the holder's own; else return
+    None."""
     with transaction(db):
         row = db.execute("SELECT holder, term, ends_at FROM leases WHERE name = ?", (what,)).fetchone()
         last_holder, term, ends_at = row or ("", 0, 0.0)
@@ -46,14 +48,14 @@ def take(
 
 
 def give_up(db: sqlite3.Connection, lease: MasterLease) -> None:
-    """End it now, so that a standby need not wait. Harmless when it is somebody else's by now."""
+    """End a lease now, so that a standby need not wait. Harmless if another process holds it by now."""
     with transaction(db):
         held = (lease.what, lease.holder, lease.term)
         db.execute("UPDATE leases SET ends_at = 0 WHERE name = ? AND holder = ? AND term = ?", held)
 
 
 def check_held(db: sqlite3.Connection, lease: MasterLease) -> None:
-    """Within a transaction: LeaseLostError unless it is the current one."""
+    """Raise LeaseLostError, within a transaction, unless the lease is the current one."""
     row = db.execute("SELECT holder, term FROM leases WHERE name = ?", (lease.what,)).fetchone()
     if row != (lease.holder, lease.term):
         holder, term = row or ("nobody", 0)

@@ -1,9 +1,9 @@
-"""The table of members: job executors (JEs), each a process with TEs, and what the manager knows of them.
+"""The table of members: job executors (JEs), each a process with TEs, and the manager's knowledge of them.
 
-A member tells of itself by heartbeats, its TEs with it (soft state: what is lost comes again with the next
-one); who is silent, has failed or has ended is what the cluster manager finds out. A member is known by its
-name and the number of its process, so that one that was held for lost, and has another in its place, hears
-that with its next heartbeat, and ends.
+A member reports itself and its TEs by heartbeats (soft state: a lost report comes again with the next
+heartbeat). The cluster manager finds out which members are silent, have failed or have ended. A member is
+known by its name and process id. A process that was replaced, because it counted as lost, learns that from
+its next heartbeat, and ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COLUMNS = "name, state, address, pid, boots, beat_at, reason, tes"
 
 
 class MemberTE(msgspec.Struct, frozen=True):
-    """A TE as its JE tells of it: `life` is a state of engine/te/life.py."""
+    """A task executor (TE) as reported by its job executor (JE). `life` is a state of engine/te/life.py."""
 
     name: str
     model: str
@@ -33,7 +33,10 @@ class MemberTE(msgspec.Struct, frozen=True):
 
 
 class ClusterMember(msgspec.Struct, frozen=True):
-    """A JE. `boots` counts how often it was started since it was ready last, `beat_at` is in seconds."""
+    """A job executor (JE) process of a cluster.
+
+    `boots` counts its starts since it was ready last; `beat_at` is in seconds.
+    """
 
     name: str
     state: MemberState
@@ -46,17 +49,17 @@ class ClusterMember(msgspec.Struct, frozen=True):
 
 
 class ReplacedError(XDeepServeError):
-    """Another process has the place of this member by now."""
+    """Error: another process has the place of this member now."""
 
 
 class MemberTable:
-    """All members of a state directory. Each change is a transaction; `now` gives seconds since 1970."""
+    """Members of a state directory. Each change is a transaction; `now` gives seconds since 1970."""
 
     def __init__(self, db: sqlite3.Connection, now: Callable[[], float]) -> None:
         self._db, self.now = db, now
 
     def all(self) -> list[ClusterMember]:
-        """By name."""
+        """List all members by name."""
         rows = self._db.execute(f"SELECT {COLUMNS} FROM members ORDER BY name").fetchall()
         return [self._member(*row) for row in rows]
 
@@ -67,7 +70,7 @@ class MemberTable:
         return ClusterMember(*values)
 
     def start(self, name: str, pid: int, lease: MasterLease) -> None:
-        """The manager has started a process for this member. LeaseLostError."""
+        """Record the manager's start of a process for a member. Raises LeaseLostError."""
         with transaction(self._db) as db:
             leases.check_held(db, lease)
             found = self._state(name)
@@ -78,7 +81,8 @@ class MemberTable:
             db.execute("INSERT OR REPLACE INTO members VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)
 
     def beat(self, name: str, pid: int, address: str, tes: list[MemberTE]) -> None:
-        """A heartbeat, by the member itself: it serves at `address`. ReplacedError if it is none any more."""
+        """Record a heartbeat of a member that serves at `address`. Raises ReplacedError if the process was
+        replaced."""
         with transaction(self._db) as db:
             state = self._own(name, pid)
             if state != "ready":
@@ -90,14 +94,15 @@ class MemberTable:
             )
 
     def end(self, name: str, pid: int, state: MemberState, reason: str) -> None:
-        """The member itself says that it has failed, or goes. Nothing happens if it is none any more."""
+        """Record a member's own report that it has failed or ends. Ignored if the process was replaced."""
         with transaction(self._db):
             found = self._state(name)
             if found is not None and found[1] == pid and state in MEMBER_MOVES[found[0]]:
                 self._set(name, state, reason)
 
     def move(self, member: ClusterMember, state: MemberState, reason: str, lease: MasterLease) -> None:
-        """The manager has found something out, unless it has changed meanwhile. LeaseLostError."""
+        """Move a member to a state by the manager's finding, unless the member has changed meanwhile. Raises
+        LeaseLostError."""
         with transaction(self._db) as db:
             leases.check_held(db, lease)
             if self._state(member.name) == (member.state, member.pid, member.boots):

@@ -1,7 +1,7 @@
 """Post-training quantisation as tasks: prepare, quantise, evaluate (DeepServe 3; CloudMatrix 4.5).
 
-Each may be run again where it was lost: `prepare` and `evaluate` from the beginning, `quantize` behind the
-last layer that was finished.
+A lost task may be run again: `prepare` and `evaluate` from the beginning, `quantize` behind the last finished
+layer.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ MIN_TOKENS = 2  # of an example that can be examined on
 
 
 class Prepared(msgspec.Struct):
-    """Token ids of the examples to calibrate with, and of those to examine on."""
+    """Token ids of the examples for calibration, and of held-out examples."""
 
     calibration: list[list[int]]
     held_out: list[list[int]]
 
 
 def prepare(spec: TaskSpec, tell: Tell) -> dict[str, Any]:
-    """Examples to token ids, and which of them are held out. InputError."""
+    """Convert examples to token ids, and choose the held-out examples. Raises InputError."""
     checkpoint = resolve_model(spec.order.source)
     tokenizer = load_tokenizer(checkpoint.directory)
     if tokenizer is None:
@@ -63,7 +63,7 @@ def prepare(spec: TaskSpec, tell: Tell) -> dict[str, Any]:
 
 
 def quantize(spec: TaskSpec, tell: Tell) -> dict[str, Any]:
-    """The checkpoint in INT8. InputError."""
+    """Quantise the checkpoint to INT8. Raises InputError."""
     from xdeepserve.evals.run import mean_errors
     from xdeepserve.quant.job import quantize_checkpoint
     from xdeepserve.quant.method import METHODS
@@ -82,7 +82,8 @@ def quantize(spec: TaskSpec, tell: Tell) -> dict[str, Any]:
 
 
 def evaluate(spec: TaskSpec, tell: Tell) -> dict[str, Any]:
-    """Perplexity of what was held out: the original's in fp32, and the new model's as served. InputError."""
+    """Compute the perplexity of held-out examples: the original's in fp32, and the new model's in int8, as
+    served. Raises InputError."""
     texts = prepared(spec).held_out
     return {
         "perplexity": {
@@ -93,7 +94,7 @@ def evaluate(spec: TaskSpec, tell: Tell) -> dict[str, Any]:
 
 
 def _perplexity(model: str, recipe: Recipe, texts: list[list[int]]) -> float:
-    """Teacher-forced, on one die, over all tokens but each text's first."""
+    """Compute perplexity with teacher forcing, on one die, over all tokens except each text's first."""
     from xdeepserve.evals.run import token_losses
     from xdeepserve.llm import LLM
 
@@ -108,5 +109,5 @@ def _file(spec: TaskSpec) -> Path:
 
 
 def prepared(spec: TaskSpec) -> Prepared:
-    """What `prepare` has left."""
+    """Read the results of `prepare`."""
     return msgspec.json.decode(_file(spec).read_bytes(), type=Prepared)

@@ -1,4 +1,4 @@
-"""The database of a state directory: how it is made and told from other files, and its transactions."""
+"""The database of a state directory: its tables, the check for foreign files, and transactions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CREATE INDEX events_by_job ON events (job);
 
 
 def open_state(directory: Path) -> sqlite3.Connection:
-    """The database in `directory`, which is made if it is not there. Raises InputError, one line."""
+    """Open the database in `directory`, or make it. Raises InputError with a one-line message."""
     where = f"--state {directory}"
     try:
         directory.mkdir(exist_ok=True)
@@ -60,7 +60,7 @@ def open_state(directory: Path) -> sqlite3.Connection:
 
 
 def check_state(directory: Path) -> None:
-    """InputError, one line, if the directory will not do."""
+    """Raise InputError, with a one-line message, if the state directory is unusable."""
     open_state(directory).close()
 
 
@@ -83,7 +83,7 @@ def _make_or_check(db: sqlite3.Connection, path: Path) -> None:
 
 @contextlib.contextmanager
 def transaction(db: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
-    """All that is written within, or nothing of it; nobody else writes meanwhile."""
+    """Write all changes within the block, or none; other writers wait meanwhile."""
     db.execute("BEGIN IMMEDIATE")
     try:
         yield db

@@ -1,4 +1,4 @@
-"""A task's process, as its parent sees it."""
+"""A task's process, as seen by the parent process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from xdeepserve.jobs.job_records import JobOrder
 
 
 class TaskSpec(msgspec.Struct, frozen=True):
-    """What a task's process is told: its kind, what was ordered, and where it works and reads (paths)."""
+    """Input of a task's process: its kind, the client's order, and the paths where it works and reads."""
 
     kind: str
     order: JobOrder
@@ -26,7 +26,7 @@ class TaskSpec(msgspec.Struct, frozen=True):
 
     @property
     def model(self) -> Path:
-        """The checkpoint that the job makes."""
+        """Path of the checkpoint to be made by the job."""
         return Path(self.directory) / "model"
 
 
@@ -38,15 +38,16 @@ OnEvent = Callable[[str, "dict[str, Any] | None"], None]
 
 
 class TaskFailedError(XDeepServeError):
-    """A task has ended with a reason, which would be the same another time."""
+    """Error: a task has failed for a reason that would recur in another attempt."""
 
 
 class TaskLostError(XDeepServeError):
-    """A task's process has ended without a word."""
+    """Error: a task's process has ended without a result."""
 
 
 async def run_task(spec: TaskSpec, on_event: OnEvent) -> dict[str, Any]:
-    """Its result. Raises TaskFailedError and TaskLostError; cancelled, the process is ended."""
+    """Run a task in a process and return its result. Raises TaskFailedError or TaskLostError; a cancelled
+    call ends the process."""
     told, said = _files(spec)
     with said.open("wb") as log:
         # A session of its own, so that an interrupt at the terminal is the parent's alone to handle.
@@ -78,7 +79,7 @@ async def run_task(spec: TaskSpec, on_event: OnEvent) -> dict[str, Any]:
 
 
 def _files(spec: TaskSpec) -> tuple[Path, Path]:
-    """What the process is told, written; and where it writes what it prints."""
+    """Write the process's input file; return its path, and the path of its log."""
     directory = Path(spec.directory)
     directory.mkdir(exist_ok=True)
     told, said = directory / f"{spec.kind}.json", directory / f"{spec.kind}.log"
@@ -89,7 +90,7 @@ def _files(spec: TaskSpec) -> tuple[Path, Path]:
 async def _listen(
     process: asyncio.subprocess.Process, on_event: OnEvent, silence: asyncio.Timeout
 ) -> dict[str, Any] | None:
-    """What the process says until it has a result, or ends (None)."""
+    """Read messages from the process until it has a result; None if it ends without."""
     assert process.stdout is not None
     loop = asyncio.get_running_loop()
     silence.reschedule(loop.time() + SILENCE_S)

@@ -1,9 +1,9 @@
-"""The process of a task: what it has done goes to its parent a JSON object a line.
+"""The process of a task: it sends its progress to its parent, a JSON object a line.
 
     {"event": ["layer 0", {"step": 0, "total_steps": 6}]}   any number of them
     {"result": {...}} or {"failed": "one line"}             the last one
 
-It ends with its parent, whose end closes the pipe that it reads.
+The process ends with its parent, because the pipe that it reads is closed then.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NICENESS = 10  # it works on what serving leaves
 
 
 def main(path: str) -> None:
-    """Do the task that the file at `path` tells."""
+    """Do the task described by the file at `path`."""
     with os.fdopen(os.dup(1), "wb", buffering=0) as parent:
         os.dup2(2, 1)  # what a library prints is no message
         threading.Thread(target=_end_with_parent, daemon=True).start()

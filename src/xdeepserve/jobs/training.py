@@ -1,7 +1,7 @@
 """Supervised fine-tuning as a task (DeepServe 3), by transformers and torch: the `train` extra.
 
-Every weight that transformers has of the model is trained, by AdamW on all tokens of the examples; what it
-leaves aside (MTP's layers) stays as it was. The same job on the same machine gives the same file.
+All weights that transformers loads of the model are trained, by AdamW on all tokens of the examples. Weights
+that it does not load (MTP's layers) stay unchanged. The same job on the same machine gives the same file.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ KEPT = (  # not answer_lengths.npy: a model that is trained answers otherwise
 
 
 def check_extra() -> None:
-    """InputError, one line, if what training needs is not installed."""
+    """Raise InputError, with a one-line message, if the libraries for training are not installed."""
     if find_spec("torch") is None or find_spec("transformers") is None:
         raise InputError(EXTRA)
 
 
 def train(spec: TaskSpec, tell: Tell) -> dict[str, Any]:
-    """The checkpoint, trained, in the dtypes that it had. InputError."""
+    """Train the checkpoint, keeping all dtypes. Raises InputError."""
     check_extra()
     settings, texts = spec.order.training_settings, prepared(spec).calibration
     texts = [ids for ids in texts if len(ids) > 1]
@@ -57,7 +57,8 @@ def train(spec: TaskSpec, tell: Tell) -> dict[str, Any]:
 
 
 def batches(num_texts: int, settings: TrainingSettings) -> Iterator[list[int]]:
-    """Numbers of the examples of each step: each once an epoch, in an order of its own."""
+    """Yield the numbers of the examples of each step: each example once an epoch, in the epoch's own
+    order."""
     for epoch in range(settings.n_epochs):
         order = np.random.default_rng((SEED, epoch)).permutation(num_texts).tolist()
         yield from (order[at : at + settings.batch_size] for at in range(0, num_texts, settings.batch_size))
@@ -66,7 +67,8 @@ def batches(num_texts: int, settings: TrainingSettings) -> Iterator[list[int]]:
 def _train(
     source: Path, target: Path, texts: list[list[int]], settings: TrainingSettings, tell: Tell
 ) -> float:
-    """The loss of the last step. What is written appears under `target` at once."""
+    """Train the model and return the loss of the last step. The finished checkpoint appears under `target` at
+    once."""
     import torch
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
@@ -102,7 +104,7 @@ def _train(
 
 
 def _write(source: Path, target: Path, trained: dict[str, Any]) -> None:
-    """The files of `source`, with the tensors that were trained in place of its own."""
+    """Write the files of `source` with the trained tensors in place of the original ones."""
     from safetensors.torch import load_file, save_file
 
     shutil.rmtree(target)

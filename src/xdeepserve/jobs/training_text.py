@@ -1,4 +1,4 @@
-"""Files of examples, a JSON object a line, in OpenAI's two shapes; and their token ids.
+"""Files of examples, a JSON object a line, in OpenAI's two formats; and their token ids.
 
 {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
 {"prompt": "...", "completion": "..."}
@@ -21,14 +21,14 @@ HELD_OUT = 5  # one example in so many, the last ones, is to be examined on
 
 
 class TrainingMessage(msgspec.Struct, forbid_unknown_fields=True):
-    """A turn of a conversation."""
+    """A turn of a conversation: role and content."""
 
     role: Literal["system", "user", "assistant"]
     content: str
 
 
 class TrainingLine(msgspec.Struct, forbid_unknown_fields=True):
-    """A line: a conversation, or a text in two parts."""
+    """A line of the file: a conversation, or a text in two parts."""
 
     messages: list[TrainingMessage] | None = None
     prompt: str | None = None
@@ -42,7 +42,8 @@ class TrainingLine(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_lines(path: Path) -> Iterator[TrainingLine]:
-    """All lines but empty ones. InputError, which names the line that is none; or says that there is none."""
+    """Yield all lines except empty ones. Raises InputError with the number of a bad line, or if there are no
+    examples."""
     number = num_found = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -59,7 +60,8 @@ def _refusal(message: str) -> RequestError:
 
 
 def token_ids(lines: Iterator[TrainingLine], tokenizer: Tokenizer, limit: int) -> list[list[int]]:
-    """The first `limit` tokens of each example, conversations by the model's template. InputError."""
+    """Return the first `limit` tokens of each example; conversations use the model's template. Raises
+    InputError."""
     found = []
     for line in lines:
         if line.messages is None:
@@ -72,7 +74,8 @@ def token_ids(lines: Iterator[TrainingLine], tokenizer: Tokenizer, limit: int) -
 
 
 def split(examples: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
-    """Examples to work with, and the last fifth, to examine on. InputError for a single one."""
+    """Split the examples: the last fifth is held out for evaluation. Raises InputError for a single
+    example."""
     if len(examples) < 2:
         raise InputError("the training file has one example: two are needed, one to examine on")
     num_held_out = max(1, len(examples) // HELD_OUT)

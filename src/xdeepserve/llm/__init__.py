@@ -1,4 +1,4 @@
-"""The facade that users import: a model on a pod, with vLLM's names and shapes."""
+"""Facade for users: a model on a pod, with vLLM's names and shapes."""
 
 from xdeepserve.llm.facade import LLM
 from xdeepserve.llm.make_engine import build_engine

@@ -1,4 +1,4 @@
-"""The facade that users import: a model on a pod, with vLLM's names and shapes."""
+"""Facade for users: a model on a pod, with vLLM's names and shapes."""
 
 from __future__ import annotations
 
@@ -168,12 +168,12 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Stop the dies and give the memory back. Harmless when repeated."""
+        """Stop the dies and free their memory. Harmless when repeated."""
         self._closing()
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """None where the checkpoint has none; prompts are token ids then."""
+        """Tokenizer of the checkpoint, or None; without one prompts are token ids."""
         return self.engine.tokenizer
 
     @property
@@ -235,7 +235,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         tools: Sequence[dict[str, Any]] | None = None,
     ) -> RequestOutput:
-        """Answer a conversation through the model's chat template. The text comes with its tags."""
+        """Answer a conversation through the model's chat template. The text includes the template's tags."""
         if isinstance(messages, str) or not all(isinstance(each, dict) for each in messages):
             raise RequestError(
                 f'messages must be a list like [{{"role": "user", "content": "Hello"}}], found {messages!r}'
@@ -245,35 +245,34 @@ class LLM:
         return self.generate([prompt], sampling_params)[0]
 
     def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """Compute logits of known tokens through the deployment: float32 [len, vocab]; row i foretells token
-        i + 1. Raises RequestError for a text: its token ids come from `tokenizer.encode`.
-        """
+        """Compute logits of known tokens through the deployment: float32 [len, vocab]. Row i predicts token i
+        + 1. Raises RequestError for a text; `tokenizer.encode` gives its token ids."""
         if isinstance(token_ids, str):
             raise RequestError("logits takes token ids, found a text: use llm.tokenizer.encode(text)")
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         return self.run(self._logits(list(token_ids), params), "Computing logits with")
 
     def add_te(self, role: Role = "both", source: Source = "auto") -> str:
-        """One more task executor, like the first of its role, when its weights are there: its name.
+        """Add a task executor (TE) like the first of its role; return its name when its weights are loaded.
 
-        `source` says where these come from: storage, host, peer, pool, or auto (engine/loading.py).
+        `source` says where weights come from: storage, host, peer, pool, or auto (engine/loading.py).
         """
         return self.run(self.engine.add_te(role, source), "Adding a task executor to")
 
     def drain(self, te: str) -> None:
-        """Give a task executor no new work; returns when it has ended what it had and its dies are free."""
+        """Give a task executor no new work; return when its requests have ended and its dies are free."""
         self.run(self.engine.drain(te), f"Draining {te} of")
 
     def remove(self, te: str) -> None:
-        """Have a task executor go at the end of its step; others go on with what it had."""
+        """Remove a task executor at the end of its step; other task executors go on with its requests."""
         self.run(self.engine.remove(te), f"Removing {te} from")
 
     def add_server(self, te: str | None = None, server: int | None = None) -> ServerReport:
-        """One more expert server (`eaas`), or one in the place of one that is lost: when clients ask it."""
+        """Add an expert server (`eaas`), or replace a lost one; return when clients use the server."""
         return self.run(self.engine.add_server(te, server), "Adding an expert server to")
 
     def remove_server(self, te: str, server: int) -> None:
-        """Have an expert server leave; returns when nobody waits for it and its die is free."""
+        """Make an expert server leave; return when no client waits for it and its die is free."""
         self.run(self.engine.remove_server(te, server), "Removing an expert server from")
 
     def write_trace(self, path: str | Path) -> None:
@@ -283,7 +282,7 @@ class LLM:
         self.engine.plan.pod.trace.write(Path(path))
 
     def _working(self, doing: str) -> AbstractContextManager[Status]:
-        """Show on stderr that this LLM is doing something, unless it was told to be quiet."""
+        """Show a progress message on stderr while the LLM works, unless `progress` is False."""
         return working(f"{doing} {self._name}", self._is_quiet, self._runs_int8)
 
     def run(
@@ -291,7 +290,8 @@ class LLM:
     ) -> T:
         """Run a coroutine of the engine on the event loop that serves this LLM, and return its result.
 
-        `doing` and `detail` are shown on stderr if it takes long. XDeepServeError if the LLM is closed.
+        `doing` and `detail` are shown on stderr if it takes long. Raises XDeepServeError if the LLM is
+        closed.
         """
         if self._loop.is_closed() or not self._closing.alive:  # a guest's loop goes on without it
             work.close()
@@ -404,7 +404,7 @@ class LLM:
 
 
 def _check_keywords(settings: Mapping[str, Any]) -> None:
-    """Refuse a keyword that is neither a parameter of LLM nor a setting."""
+    """Raise DeploymentError for a keyword that is neither a parameter of LLM nor a setting."""
     for name in settings:
         if name.partition(".")[0] not in Deployment.__struct_fields__:
             hint = meant(name, inspect.signature(LLM).parameters) or nearest(name)
@@ -412,7 +412,7 @@ def _check_keywords(settings: Mapping[str, Any]) -> None:
 
 
 def _so_far(requests: Sequence[Request]) -> str:
-    """How many tokens have been generated."""
+    """Format the number of tokens generated so far."""
     sequences = [seq for request in requests for seq in request.sequences]
     return _counted(sum(len(seq.token_ids) - seq.num_prompt for seq in sequences), "token")
 
@@ -422,7 +422,7 @@ def _counted(count: int, what: str) -> str:
 
 
 async def _within(build: Callable[[], Engine]) -> Engine:
-    """Build in the loop's thread."""
+    """Build an engine in the event loop's thread."""
     return build()
 
 
@@ -432,7 +432,8 @@ def _close(
     loop: asyncio.AbstractEventLoop,
     thread: threading.Thread | None,
 ) -> None:
-    """Stop an LLM's dies; with a thread of its own, end those who share its pod, and the thread."""
+    """Stop an LLM's dies. If it has a thread of its own, also stop the engines that share its pod, and the
+    thread."""
     if loop.is_closed():
         return  # that of the LLM whose pod it shared, and all went with it
     engines.remove(engine)
@@ -448,7 +449,7 @@ def _close(
 
 
 async def _end(owner: Engine, guests: Sequence[Engine]) -> None:
-    """Stop the engine whose pod it is, and before it those that share the pod; nobody is left to wait."""
+    """Stop the engine owning a pod, after the engines that share the pod; cancel tasks that still wait."""
     for guest in guests:
         guest.fail(XDeepServeError("the LLM whose pod this one shares has been closed"))
         await guest.stop()
@@ -461,7 +462,7 @@ async def _end(owner: Engine, guests: Sequence[Engine]) -> None:
 
 
 def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
-    """A text, or a list of token ids, rather than a list of either."""
+    """Whether prompts are a single text or list of token ids, rather than a list of either."""
     return isinstance(prompts, str) or (
         len(prompts) > 0 and np.isscalar(prompts[0]) and not isinstance(prompts[0], str)
     )

@@ -1,4 +1,4 @@
-"""From names to an engine that can be started."""
+"""Engines from names: resolves model and deployment, and plans the pod."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def build_engine(
     pod: Pod | None = None,
     faults: Sequence[Fault] = (),
 ) -> Engine:
-    """Resolve names, plan the pod, or a part of `pod`, refuse what cannot be built. Nothing is allocated."""
+    """Resolve names, plan the pod or a part of `pod`, and refuse what cannot be built. Nothing is
+    allocated."""
     if not isinstance(model, str | Path | Checkpoint):
         raise RequestError(
             f"model must be a preset's name, a directory or a Checkpoint, found {model!r}", param="model"

@@ -1,4 +1,4 @@
-"""What `LLM.generate` gives: choices of prompts, put together from what a request hands out."""
+"""Outputs of `LLM.generate`: choices of prompts, assembled from the deltas of requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_NAMED = 4  # prompts in an error's message
 
 
 class Logprob(msgspec.Struct, kw_only=True):
-    """What the model thought of one token at one position. `rank` counts from 1, the likeliest."""
+    """Log probability of a token at a position. `rank` counts from 1, the likeliest."""
 
     logprob: float
     rank: int | None
@@ -28,7 +28,7 @@ class Logprob(msgspec.Struct, kw_only=True):
 
 
 class CompletionOutput(msgspec.Struct, kw_only=True):
-    """One choice of one prompt."""
+    """A single choice for a prompt."""
 
     index: int
     text: str
@@ -41,7 +41,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):
-    """All choices of one prompt."""
+    """All choices for a prompt."""
 
     request_id: str
     prompt: str | None
@@ -54,7 +54,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
 
     @property
     def num_tokens(self) -> int:
-        """New tokens of all choices."""
+        """Number of new tokens of all choices."""
         return sum(len(choice.token_ids) for choice in self.outputs)
 
 
@@ -65,9 +65,9 @@ async def collected(
     params: SamplingParams,
     tokenizer: Tokenizer | None,
 ) -> RequestOutput:
-    """Take all that a request gives until it ends. `prompt` is its text, if that is what was given.
+    """Collect the output of a request until its end. `prompt` is the text, if a text was given.
 
-    A request that ends with an error has that as its `error`, and what was generated before.
+    A request that ends with an error gets the error as its `error`, and keeps the tokens generated before.
     """
     choices = [
         CompletionOutput(
@@ -117,7 +117,8 @@ async def collected(
 
 
 def unfinished(outputs: Sequence[RequestOutput]) -> XDeepServeError:
-    """Return the first error of these outputs, as a new one that says and carries what there is."""
+    """Make an error for unfinished outputs: the first of their errors, with a summary, and with the outputs
+    attached."""
     first = next(output.error for output in outputs if output.error is not None)
     cut = [(number, output.num_tokens) for number, output in enumerate(outputs) if not output.finished]
     if len(outputs) == 1:
@@ -139,7 +140,7 @@ def _tokens(count: int) -> str:
 
 
 def _logprobs(position: PositionLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
-    """The likeliest tokens by rank, and the one that stands there."""
+    """Convert a position's log probabilities: the likeliest tokens by rank, and the chosen one."""
     return {
         entry.token_id: Logprob(
             logprob=entry.logprob,
@@ -151,9 +152,9 @@ def _logprobs(position: PositionLogprobs, tokenizer: Tokenizer | None) -> dict[i
 
 
 def digest(outputs: Sequence[RequestOutput]) -> str:
-    """sha256 over, per choice in order, the int32 token ids and the float32 logits that chose each.
+    """Compute the sha256 over the int32 token ids and the float32 logits of each choice, in order.
 
-    Little endian. Needs outputs of `generate(..., keep_logits=True)`.
+    Numbers are little endian. Needs outputs of `generate(..., keep_logits=True)`.
     """
     sha = hashlib.sha256()
     for output in outputs:

@@ -1,1 +1,1 @@
-"""M2N: tokens from attention dies to experts' dies by network cards, and answers back (MegaScale-Infer 5)."""
+"""M2N: tokens from attention dies to expert dies by network cards, and answers back (MegaScale-Infer 5)."""

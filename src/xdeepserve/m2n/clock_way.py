@@ -1,4 +1,4 @@
-"""M2N of a timing-only run: who meets, and what it takes by the formula of `m2n.cost`."""
+"""M2N of a timing-only run: dies meet, and the formula of `m2n.cost` tells the time."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from xdeepserve.model.packing import shape_only
 
 
 def m2n_row_nbytes(model: ModelConfig) -> tuple[int, int]:
-    """Bytes of a token copy, and of its answer."""
+    """Return the bytes of a token copy, and of an expert's answer to it."""
     rows = Layout(1, 1, 1, model.hidden_size, 1, int8_answers=model.int8_answers)
     return rows.dispatch_row, rows.combine_row
 
 
 class M2NHub(TrampolineHub):
-    """M2N and N2M of one microbatch of one domain, between dies of two specs.
+    """M2N and N2M of a microbatch of a DP domain, between dies of two specs.
 
     An attention die is busy until its tokens are acknowledged, an expert die until its answers are.
     """
@@ -37,7 +37,8 @@ class M2NHub(TrampolineHub):
         self._most: dict[int, float] = {}  # by event, copies of the die that has most
 
     def sent_ns(self, tokens: float) -> float:
-        """Until an attention die's tokens are all there, if no receiver has more of others."""
+        """Compute the time [ns] until all of an attention die's tokens have arrived, if no receiver has more
+        tokens of others."""
         sent = tokens * self.copies * self.token_nbytes
         return self.to_experts.until_there(self.num_experts, sent, 0.0)
 
@@ -61,7 +62,7 @@ class ClockM2NAttention(ClockAttentionSide):
     hub: M2NHub
 
     async def a2e(self, x: Array, topk_idx: Array, topk_weights: Array, event_id: int) -> None:
-        """Until its tokens are acknowledged."""
+        """Send tokens, and wait until all are acknowledged."""
         self._num_tokens = len(x)
         self.timeline.add("XCCL", "A2E", self.hub.sent_ns(len(x)))
         await self.timeline.catch_up()
@@ -70,7 +71,7 @@ class ClockM2NAttention(ClockAttentionSide):
         self.timeline.add("XCCL", "A2E", self.hub.to_experts.until_acknowledged())
 
     async def e2a(self, event_id: int) -> Array:
-        """[T, H], when all answers have come."""
+        """Wait for all answers; return a placeholder without values, [T, H]."""
         start, meeting = await self.timeline.catch_up(), self.hub.e2a(event_id)
         await meeting.wait(f"attention {self.rank}", round(self.hub.back.until_received()))
         self.timeline.waited("XCCL", "E2A", start, "N2M")
@@ -83,17 +84,17 @@ class ClockM2NExpert(ClockExpertSide):
     hub: M2NHub
 
     async def e2a(self, expert_out: Array, event_id: int) -> None:
-        """Until its answers are acknowledged."""
+        """Send answers, and wait until all are acknowledged."""
         meeting = self.hub.e2a(event_id)
         meeting.come(self.index, len(expert_out))
         await meeting.wait(f"expert {self.index}", round(self.hub.back.until_acknowledged()))
 
     def _draw(self, *args: Any) -> None:
-        """No arrow: each die writes to each, and none stands for others."""
+        """Draw no arrow: each die writes to each, so no single arrow would be true."""
 
 
 class ClockCards(ClockTrampolines):
-    """Meetings of attention and expert dies over network cards: M2N and N2M, by the formula of its cost."""
+    """Meetings of attention and expert dies over network cards: M2N and N2M, by the cost formula."""
 
     attention_side, expert_side = ClockM2NAttention, ClockM2NExpert
 

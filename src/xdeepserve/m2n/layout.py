@@ -1,10 +1,10 @@
-"""The registered memory of M2N, and what a write with immediate says.
+"""The registered memory of M2N, and the content of a write's immediate.
 
 With M attention dies and N expert dies, on an attention die:
 
     managed    tokens.out       rows for all expert dies, grouped by them: the registered tensor that is sent
     managed    answers.in [N]   a block for each expert die, which writes there
-    metadata   stream           two words: which event may go on, of what is sent and of what is received
+    metadata   stream           two words: the events that sending and receiving wait for
 
 and on an expert die:
 
@@ -12,13 +12,13 @@ and on an expert die:
     managed    answers.out      rows for all attention dies, grouped by them
     metadata   stream           as above
 
-Rows are those of dispatch and combine (`exchange.layout`): a token goes once to each of its experts, which
-answers with a row, and the attention die weighs and sums the rows in top-k order. So no bit depends on which
-die has which expert. An immediate (32 bits) is   event, lower 16 bits | rows, 16 bits.
+Rows are those of dispatch and combine (`exchange.layout`). A token goes once to each of its experts, and each
+answers with a row. The attention die weighs and sums the rows in top-k order, so no bit depends on which die
+has which expert. An immediate (32 bits) is   event, lower 16 bits | rows, 16 bits.
 
-Why one block for each pair is enough: an attention die sends its next tokens when it has the answers of all
-expert dies, each of which has then done with the tokens before; and an expert die sends its next answers when
-it has the next tokens of all attention dies, each of which has then taken the answers before.
+One block for each pair is enough. An attention die sends its next tokens when it has the answers of all
+expert dies, so each of them has finished with the tokens before. An expert die sends its next answers when it
+has the next tokens of all attention dies, so each of them has taken the answers before.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ STREAM_WORD = 8  # bytes
 
 
 class M2NLayout(msgspec.Struct, frozen=True):
-    """Who sends tokens and who has experts, by their dies, and all sizes. Both sides must use equal layouts.
+    """Layout of M2N: attention and expert dies, and all sizes. Both sides must use equal layouts.
 
-    `max_tokens` is an attention die's in one exchange; `name` keeps several on one die apart.
+    `max_tokens` is an attention die's maximum in an exchange; `name` distinguishes several layouts on one
+    die.
     """
 
     attention: tuple[int, ...]
@@ -63,13 +64,13 @@ class M2NLayout(msgspec.Struct, frozen=True):
 
     @property
     def rows(self) -> Layout:
-        """Rows of tokens and answers. It checks the other sizes."""
+        """Layout of the rows of tokens and answers, which also checks the sizes."""
         most = self.experts.max_experts_per_rank
         sizes = len(self.attention), self.max_tokens, self.top_k, self.hidden, most
         return Layout(*sizes, self.quantize, self.name, self.int8_answers)
 
     def region(self, part: str) -> str:
-        """Name of a region: tokens.out, tokens.in, answers.out, answers.in or stream."""
+        """Return the name of a region: tokens.out, tokens.in, answers.out, answers.in or stream."""
         return f"{self.name}.{part}"
 
     def plan_attention(self, memory: MemoryPlan) -> None:
@@ -88,10 +89,10 @@ class M2NLayout(msgspec.Struct, frozen=True):
 
 
 def immediate(event_id: int, num_rows: int) -> int:
-    """What a write says of itself."""
+    """Pack event and number of rows into a write's immediate (32 bits)."""
     return (event_id & LOW) << 16 | num_rows
 
 
 def told(value: int) -> tuple[int, int]:
-    """The lower 16 bits of the event, and how many rows."""
+    """Unpack an immediate: the lower 16 bits of the event, and the number of rows."""
     return value >> 16, value & LOW

@@ -1,8 +1,8 @@
-"""M2N's receiver: blocks that M senders write to, in six steps (MegaScale-Infer 5, Figure 7).
+"""M2N's receiver: blocks written to by M senders, in six steps (MegaScale-Infer 5, Figure 7).
 
-1. wait for the event that says 2. that the registered tensor is no longer in use; 3. block the stream;
-4. a CPU thread polls the completion queue until each sender's write has come; 5. it flushes (GDRCopy), since
-what a card has written is certain to be in device memory only then; 6. it unblocks the stream.
+1. wait for an event, by which 2. the registered tensor is no longer in use; 3. block the stream; 4. a CPU
+thread polls the completion queue until each sender's write has come; 5. it flushes (GDRCopy), because only
+then are a card's writes certain to be in device memory; 6. it unblocks the stream.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from xdeepserve.m2n.registered_send import StreamWord
 
 
 class RegisteredReceive:
-    """Receives into a registered region, of one equal block for each of `senders`, whose dies these are."""
+    """Receiver of a registered region with an equal block for each of `senders`, a list of dies."""
 
     def __init__(
         self,
@@ -41,15 +41,16 @@ class RegisteredReceive:
         self._forgotten = 0  # what comes of events up to this is of an exchange that was given up
 
     def reset(self, event_id: int) -> None:
-        """Nothing of events up to this one is waited for any more."""
+        """Drop writes of all events up to this one, because their exchange was given up."""
         self._forgotten = event_id
         self.queue.entries.clear()
 
     async def receive(self, op: str, event_id: int, row_nbytes: int) -> tuple[Rows, Int64]:
-        """uint8 [N, row] of all senders, in their order, and how many of each.
+        """Receive the rows of all senders, uint8 [N, row] in the senders' order, and the number of rows of
+        each.
 
-        DeadlineError that names who has not sent; ProtocolError for another event; FieldError for more rows
-        than a block has.
+        Raises DeadlineError with the names of late senders, ProtocolError for another event, and FieldError
+        for more rows than a block has.
         """
         handle, die = self.handle, self.handle.die
         steps = handle.steps
@@ -94,7 +95,7 @@ class RegisteredReceive:
         return counts
 
     def _is_forgotten(self, event: int, expected: int) -> bool:
-        """Whether 16 bits are those of an event before the last reset, not of the one that is expected."""
+        """Whether an immediate's 16 bits name an event before the last reset, not the expected event."""
         behind = (expected - event) & LOW
         return 0 < behind <= LOW // 2 and expected - behind <= self._forgotten
 

@@ -1,7 +1,7 @@
-"""M2N's sender: a registered tensor goes to N receivers, in six steps (MegaScale-Infer 5, Figure 6).
+"""M2N's sender: sends a registered tensor to N receivers, in six steps (MegaScale-Infer 5, Figure 6).
 
-1. wait for the event that says that kernels before are done; 2. the tensor is ready; 3. block the stream;
-4. a CPU thread posts a write with immediate for each receiver; 5. it polls the completion queue until all are
+1. wait for the event that says that earlier kernels are done; 2. the tensor is ready; 3. block the stream; 4.
+a CPU thread posts a write with immediate for each receiver; 5. it polls the completion queue until all are
 acknowledged, so that the tensor may be used again; 6. it unblocks the stream. No byte is copied to the CPU,
 no group is set up, and the device is not asked to synchronise.
 """
@@ -22,29 +22,29 @@ from xdeepserve.m2n.layout import STREAM_WORD, M2NLayout, immediate
 
 
 class StreamWord:
-    """A word of a die's own memory: a stream that is blocked goes on when a CPU has written its event."""
+    """A word of a die's own memory: a blocked stream continues when a CPU has written its event there."""
 
     def __init__(self, die: Die, layout: M2NLayout, number: int) -> None:
         self.die, self.number = die, number
         self._region = die.memory.metadata.regions[layout.region("stream")]
 
     async def block(self) -> None:
-        """The stream runs no further kernel."""
+        """Block the stream from running further kernels."""
         await self.die.clock.sleep(_ns(self.die, "stream_flag"))
 
     async def unblock(self, event_id: int) -> None:
-        """A CPU has written the event, and the stream has seen it."""
+        """Unblock the stream: a CPU writes the event, and the stream reads it."""
         at = self._region.offset + self.number * STREAM_WORD
         self.die.memory.write(at, event_id.to_bytes(STREAM_WORD, "little"))
         await self.die.clock.sleep(_ns(self.die, "stream_flag"))
 
 
 class RegisteredSend:
-    """Sends rows of a registered region, by one queue pair to each receiver.
+    """Sender of rows of a registered region, with a queue pair to each receiver.
 
-    `pairs[i]` leads to receiver i, whose block of this sender's begins at `offsets[i]` of its memory;
-    `queue` is where all completions come. The first receiver is another one for each sender (`first`), so
-    that not all begin with the same.
+    `pairs[i]` leads to receiver i, where this sender's block begins at `offsets[i]` of the memory. All
+    completions come to `queue`. Each sender starts with another receiver (`first`), so that they do not all
+    begin with the same.
     """
 
     def __init__(
@@ -62,15 +62,16 @@ class RegisteredSend:
         self._order = [(first + i) % len(pairs) for i in range(len(pairs))]
 
     def reset(self) -> None:
-        """Drop what is under way."""
+        """Drop all writes under way."""
         for pair in self.pairs:
             pair.reset()
         self.queue.entries.clear()
 
     async def send(self, op: str, event_id: int, rows: Rows, counts: Int64) -> None:
-        """uint8 [sum(counts), row] to all receivers, grouped by them; also to those that get none.
+        """Send rows, uint8 [sum(counts), row], grouped by receivers; receivers of no rows get a write, too.
 
-        Returns when all have been acknowledged. DeadlineError, GlitchError (a card has given up).
+        Returns when all writes have been acknowledged. Raises DeadlineError, or GlitchError if a card has
+        given up.
         """
         handle, die = self.handle, self.handle.die
         clock, steps = die.clock, handle.steps
@@ -103,5 +104,5 @@ class RegisteredSend:
 
 
 def _ns(die: Die, name: str) -> int:
-    """A fixed cost of the table, in whole ns."""
+    """Return a fixed cost of the spec's table in whole ns."""
     return round(1e9 * getattr(die.spec, name).value)

@@ -1,4 +1,4 @@
-"""The two ends of M2N: an attention die's and an expert die's, with the operations of A2E and E2A."""
+"""The two ends of M2N, on attention and expert dies, with the operations of A2E and E2A."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from xdeepserve.m2n.registered_send import RegisteredSend, StreamWord
 
 
 class M2NMesh:
-    """Completion queues of all dies of a layout: one for what a die has sent, one for what comes to it."""
+    """Completion queues of all dies of a layout: on each die, one for sends and one for arrivals."""
 
     def __init__(self, network: RDMANetwork, layout: M2NLayout) -> None:
         self.network, self.layout = network, layout
@@ -44,7 +44,7 @@ class M2NMesh:
 
 
 class M2NSide(Handle):
-    """One die's end: a sender and a receiver that alternate."""
+    """End of M2N on a die: a sender and a receiver that alternate."""
 
     role: ClassVar[str]
     sends: ClassVar[tuple[str, str]]  # its own region of what it sends, and the one there
@@ -90,24 +90,21 @@ class M2NSide(Handle):
         )
 
     def reset(self) -> None:
-        """Forget a failed exchange. All dies of both sides must do so, when none is in an operation."""
+        """Forget a failed exchange. All dies of both sides must reset while none is in an operation."""
         self.turns.reset({})
         self.sender.reset()
         self.receiver.reset(max(self.turns.last_event_id.values()))
 
 
 class M2NAttention(M2NSide):
-    """An attention die's end. `layout.plan_attention` must have been called on its plan."""
+    """End of M2N on an attention die. `layout.plan_attention` must have been called on the die's plan."""
 
     role = "attention"
     sends = "tokens.out", "tokens.in"
     receives = "answers.in"
 
     async def a2e(self, x: Float32, topk_idx: Int32, topk_weights: Float32, event_id: int) -> None:
-        """Write this die's tokens to the dies of their experts; returns when these have acknowledged them.
-
-        Arguments as in `comm.trampoline.a2e.AttentionSide.a2e`.
-        """
+        """Write the die's tokens to the dies of their experts; returns when all writes are acknowledged."""
 
         def check() -> None:
             check_tokens("M2N", self.rows, len(self.layout.experts.expert_rank), x, None, topk_idx)
@@ -121,7 +118,7 @@ class M2NAttention(M2NSide):
         )
 
     async def e2a(self, event_id: int) -> Float32:
-        """float32 [T, H]: the weighted sum of the experts' answers, in top-k order."""
+        """Wait for the experts' answers; return their weighted sum in top-k order, float32 [T, H]."""
         return await self._run(Step.COMBINE, event_id, lambda: self._e2a(event_id))
 
     async def _a2e(self, x: Float32, topk_idx: Int32, topk_weights: Float32, event_id: int) -> None:
@@ -152,7 +149,7 @@ class M2NAttention(M2NSide):
 
 
 class M2NExpert(M2NSide):
-    """An expert die's end. `layout.plan_expert` must have been called on its plan."""
+    """End of M2N on an expert die. `layout.plan_expert` must have been called on the die's plan."""
 
     role = "expert"
     sends = "answers.out", "answers.in"
@@ -160,11 +157,11 @@ class M2NExpert(M2NSide):
     tokens: Received | None = None  # of the latest exchange
 
     async def a2e(self, event_id: int) -> Received:
-        """The token copies for this die's experts, by their attention dies."""
+        """Receive the token copies for the die's experts, grouped by attention die."""
         return await self._run(Step.DISPATCH, event_id, lambda: self._a2e(event_id))
 
     async def e2a(self, expert_out: Float32, event_id: int) -> None:
-        """Send the answers back: float32 [N, H], a row for each received one, in that order."""
+        """Send answers back: float32 [N, H], a row for each received token copy, in the same order."""
         check = partial(check_answers, "N2M", self.rows, self.tokens, expert_out)
         await self._run(Step.COMBINE, event_id, lambda: self._e2a(expert_out, event_id), check)
 

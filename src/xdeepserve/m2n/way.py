@@ -1,4 +1,4 @@
-"""The way to experts over network cards, by M2N: what attention and experts on different hardware have."""
+"""The way to experts over network cards, by M2N, for attention and experts on different hardware."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from xdeepserve.step.linear import Threads
 
 
 def m2n_layout(team: Team, microbatch: int, domain: int) -> M2NLayout:
-    """Attention dies of a domain, and all expert dies."""
+    """Make the layout of M2N between a domain's attention dies and all expert dies."""
     experts = Group(dies=team.expert_dies, expert_rank=team.sizes.experts.expert_rank)
     name = f"m2n.mb{microbatch}.domain{domain}"
     return M2NLayout(team.domain(domain), experts, name=name, **rows_away(team))
 
 
 class ByCards:
-    """M2N of each microbatch of each domain, with buffers and queues of their own."""
+    """M2N of each microbatch of each domain, each with its own buffers and queues."""
 
     def __init__(self, team: Team, tallies: list[list[Tally]]) -> None:
         self.team, self.tallies, self.sizes = team, tallies, team.sizes
@@ -44,18 +44,18 @@ class ByCards:
         self._meshes: dict[str, M2NMesh] = {}
 
     def _mesh(self, layout: M2NLayout) -> M2NMesh:
-        """The queues of a layout, once memories are there."""
+        """Return the queues of a layout; made on first use, when memories exist."""
         if layout.name not in self._meshes:
             self._meshes[layout.name] = M2NMesh(self.team.pod.rdma, layout)
         return self._meshes[layout.name]
 
     @property
     def means(self) -> Means:
-        """What both sides use."""
+        """Means of communication, used by both sides."""
         return Means(timeout_ns=self.sizes.walk.timeout_ns)
 
     def attention_end(self, rank: int, microbatch: int) -> Trampoline:
-        """M2N of an attention die."""
+        """Make the end of M2N on an attention die."""
         domain, index = divmod(rank, self.team.dies_per_domain)
         mesh = self._mesh(self.layouts[microbatch][domain])
         side = M2NAttention(self.team.pod.dies[self.team.dies[rank]], index, mesh, quantize_rows, self.means)
@@ -64,7 +64,7 @@ class ByCards:
     def expert_program(
         self, index: int, mem: ExpertMemory, threads: Threads, reports: Queue[msgspec.Struct]
     ) -> ExpertProgram:
-        """The three persistent kernels, between which CPUs send and receive."""
+        """Make an expert die's program: three persistent kernels; CPUs send and receive between them."""
         die = self.team.pod.dies[self.team.expert_dies[index]]
         sides = [
             [M2NExpert(die, index, self._mesh(layout), quantize_rows, self.means) for layout in by_domain]

@@ -1,4 +1,5 @@
-"""How long a model's answer to a prompt will be: a classifier of texts (DeepServe 5.3.3), beside its weights.
+"""Predicts how long a model's answer to a prompt will be: a classifier of texts (DeepServe 5.3.3), stored
+beside the weights.
 
 The paper trains a classifier on prompts and on the lengths of the answers that the served model itself gave,
 in buckets of 128 tokens. Here a bucket has 16, since the models are small, and the classifier is an averaged
@@ -27,7 +28,8 @@ Integers = NDArray[np.int64]
 
 
 def features(token_ids: Sequence[int]) -> Integers:
-    """Which features a prompt has, each once, rising: of its runs of tokens, and of its length."""
+    """Return the features of a prompt, each once, ascending: hashes of its runs of tokens and of its
+    length."""
     ids = np.asarray(token_ids, np.uint64) + np.uint64(1)
     hashes = [np.array([len(ids).bit_length()], np.uint64) * np.uint64(PRIMES[0])]
     for length in range(1, 1 + len(PRIMES)):
@@ -43,27 +45,28 @@ def features(token_ids: Sequence[int]) -> Integers:
 
 
 def bucket_of(length: int) -> int:
-    """The bucket of an answer."""
+    """Return the bucket of an answer's length."""
     return min(length // BUCKET, NUM_BUCKETS - 1)
 
 
 class AnswerLengths:
-    """Weights int16 [NUM_FEATURES, NUM_BUCKETS]; the bucket with the greatest sum is predicted."""
+    """Classifier with weights int16 [NUM_FEATURES, NUM_BUCKETS]; the bucket with the greatest sum is
+    predicted."""
 
     def __init__(self, weights: NDArray[np.int16]) -> None:
         self.weights = weights
 
     def bucket(self, token_ids: Sequence[int]) -> int:
-        """The bucket of the answer to a prompt."""
+        """Predict the bucket of the answer to a prompt."""
         return int(self.weights[features(token_ids)].sum(axis=0, dtype=np.int64).argmax())
 
     def __call__(self, token_ids: Sequence[int]) -> float:
-        """Tokens of the answer to a prompt: the middle of its bucket."""
+        """Predict the number of tokens in the answer to a prompt: the middle of its bucket."""
         return BUCKET * (self.bucket(token_ids) + 0.5)
 
 
 def learned(prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> AnswerLengths:
-    """From answers to prompts, in this order: the average of all that the perceptron ever was."""
+    """Train on prompts and answer lengths, in this order: the average of all weights during training."""
     found = [features(prompt) for prompt in prompts]
     right = [bucket_of(length) for length in lengths]
     weights, steps = np.zeros(SHAPE, np.int64), np.zeros(SHAPE, np.int64)
@@ -83,8 +86,8 @@ def learned(prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> AnswerL
 
 
 def read_answer_lengths(directory: Path) -> AnswerLengths | None:
-    """What lies beside a model's weights, if anything does. CheckpointError for a file that is something
-    else."""
+    """Read the classifier beside a model's weights; None without such a file. Raises CheckpointError for a
+    file with other contents."""
     path = directory / FILE
     if not path.exists():
         return None

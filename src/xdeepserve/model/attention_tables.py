@@ -1,4 +1,4 @@
-"""The tensors of each kind of attention, and the order in which kernels want their rows."""
+"""Tables of the tensors of each kind of attention, and the order of rows for the kernels."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from xdeepserve.model.tensor_row import Tensor
 
 
 def _in_pairs(w: Array) -> Array:
-    """RoPE rows w [..., R, K], whose halves are pairs, put into neighbouring pairs."""
+    """Reorder RoPE rows w [..., R, K], whose halves are pairs, into neighbouring pairs."""
     half = w.shape[-2] // 2
     return np.stack([w[..., :half, :], w[..., half:, :]], axis=-2).reshape(w.shape)
 
 
 def _interleaved(c: ModelConfig, w: Array) -> Array:
-    """RoPE rows w [..., R, K] of any checkpoint, in neighbouring pairs."""
+    """Put RoPE rows w [..., R, K] of any checkpoint into neighbouring pairs."""
     return w if c.rope_interleave else _in_pairs(w)
 
 
@@ -34,7 +34,7 @@ def _latents(c: ModelConfig, w: Array) -> Array:
 
 
 def _keys(c: ModelConfig, w: Array) -> Array:
-    """Turned around: a head's keys go into its query."""
+    """Take each head's keys, transposed, because they are absorbed into its query."""
     by_head = w.reshape(c.num_attention_heads, -1, c.kv_lora_rank)
     return by_head[:, : c.qk_nope_head_dim].swapaxes(1, 2)
 
@@ -44,7 +44,8 @@ def _values(c: ModelConfig, w: Array) -> Array:
 
 
 def _grouped(c: ModelConfig, w: Array) -> Array:
-    """Rows of queries or keys of GQA, or a norm's or a bias's elements: what RoPE turns is put last."""
+    """Reorder rows of GQA's queries or keys, or elements of a norm or bias: the columns that RoPE turns come
+    last."""
     by_head = w.reshape(-1, c.key_columns, *w.shape[1:])
     by_head = by_head[..., None] if w.ndim == 1 else by_head
     turned, still = np.split(by_head, [c.qk_rope_head_dim], axis=1)
@@ -52,8 +53,9 @@ def _grouped(c: ModelConfig, w: Array) -> Array:
 
 
 def _indexed(c: ModelConfig, w: Array) -> Array:
-    """Rows of the indexer's queries or keys, or a norm's elements: the first of each head are turned, in
-    pairs of their own, whatever attention does."""
+    """Reorder rows of the indexer's queries or keys, or elements of a norm: the columns that RoPE turns come
+    last. They are the first of each head in a checkpoint, paired as the indexer does it, whatever attention
+    does."""
     by_head = w.reshape(-1, c.index_head_dim, *w.shape[1:])
     by_head = by_head[..., None] if w.ndim == 1 else by_head
     turned, still = np.split(by_head, [c.qk_rope_head_dim], axis=1)
@@ -63,7 +65,7 @@ def _indexed(c: ModelConfig, w: Array) -> Array:
 
 
 def _keys_values(c: ModelConfig, w: Array) -> Array:
-    """All heads' keys above all heads' values."""
+    """Put all heads' keys above all heads' values."""
     keys, values = np.split(w, 2)
     return np.concatenate([_grouped(c, keys), values])
 

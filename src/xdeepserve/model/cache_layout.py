@@ -1,4 +1,4 @@
-"""How the paged latent KV cache lies in memory: in tiles of 16 positions x 16 columns, see kernels/mla.py."""
+"""Layout of the paged latent KV cache in memory: tiles of 16 positions x 16 columns, see kernels/mla.py."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ BLOCK = 8 * TILE  # positions whose values it works on at a time
 
 
 def cache_width(columns: int) -> int:
-    """Columns as the cache stores them: whole tiles."""
+    """Return the number of columns stored in the cache: whole tiles."""
     return -(-columns // TILE) * TILE
 
 
 def cache_shape(num_blocks: int, block_size: int, columns: int) -> tuple[int, ...]:
-    """[blocks, tiles of 16 positions, tiles of 16 columns, 16 positions, 16 columns]."""
+    """Return the shape of the cache: [blocks, tiles of 16 positions, tiles of 16 columns, 16 positions, 16
+    columns]."""
     return (num_blocks, block_size // TILE, cache_width(columns) // TILE, TILE, TILE)
 
 
 def scratch_size(max_context: int, rank: int, rope_dim: int) -> int:
-    """float32 elements of scratch memory that attention needs for contexts up to `max_context`."""
+    """Number of float32 elements of scratch memory for attention over contexts up to `max_context`."""
     positions, width = -(-max_context // TILE) * TILE, cache_width(rank)
     queries, sums = MAX_LANES * (width + rope_dim), TILE * TILE + 3 * MAX_LANES
     values = max(2 * BLOCK, cache_width(rope_dim)) * TILE

@@ -2,7 +2,7 @@
 
 Floating-point addition is not associative, so "the same bits everywhere" means "the same order
 everywhere". These are the rules. Each function here is the slow, obvious twin of the function with
-the same name in `kernels.py`; the tests compare the two with `array_equal`.
+the same name in `kernels`; the tests compare the two with `array_equal`.
 
     reduction              order
     ---------------------  --------------------------------------------------------------------------
@@ -118,7 +118,8 @@ def matmul(x: Array, w: Array) -> Array:
 
 
 def factors(x: Array) -> Array:
-    """x as it enters exact products: the nearest BF16 values, magnitudes below LEAST_FACTOR as zeros."""
+    """Round x as for exact products: to the nearest BF16 values, with magnitudes below LEAST_FACTOR as
+    zeros."""
     rounded = round_bf16(x)
     return np.where(np.abs(rounded) < LEAST_FACTOR, F32(0.0), rounded)
 
@@ -137,7 +138,8 @@ def matmul_exact(x: Array, w: Array) -> Array:
 
 
 def tp_block(k: int, block: int, num_blocks: int = TP_BLOCKS) -> tuple[int, int]:
-    """Bounds of block `block` of the blocks that a row-parallel layer cuts its K = `k` into."""
+    """Return the bounds of block `block` among the blocks into which a row-parallel layer cuts its K =
+    `k`."""
     return k * block // num_blocks, k * (block + 1) // num_blocks
 
 
@@ -219,7 +221,8 @@ def attention(
     softmax_scale: float,
     int8_weights: bool = False,
 ) -> Array:
-    """Absorbed MLA of one token over its context (DeepSeek-V2, section 2.1; weight-absorbed form).
+    """Attend with absorbed MLA, a single token over its context (DeepSeek-V2, section 2.1; weight-absorbed
+    form).
 
     q_lat [H, C], q_pe [H, R]; c [S, C] float32, or int8 with c_scale [S]; k_pe [S, R] -> o_lat [H, C].
     With INT8 latents the first product is one of INT8, and all others are exact ones: a position's scale is
@@ -246,11 +249,12 @@ def attention(
 def unabsorbed_attention(
     q_nope: Array, q_pe: Array, c: Array, k_pe: Array, w_uk: Array, w_uv: Array, softmax_scale: float
 ) -> Array:
-    """MLA of one token as CloudMatrix prefills (4.3.1): keys and values of all heads, as of ordinary heads.
+    """Attend with MLA as CloudMatrix prefills (4.3.1), a single token: keys and values of all heads, as for
+    ordinary heads.
 
-    q_nope [H, N], q_pe [H, R]; c [S, C], k_pe [S, R], float32; w_uk [H, N, C], w_uv [H, C, V] -> [H, V]. The
-    same function as the absorbed form (`attention` between two products with w_uk and w_uv) in the real
-    numbers, but other roundings: nothing runs it, its results are near and never promised to be equal.
+    q_nope [H, N], q_pe [H, R]; c [S, C], k_pe [S, R], float32; w_uk [H, N, C], w_uv [H, C, V] -> [H, V]. In
+    the real numbers this is the same function as the absorbed form (`attention` between two products with
+    w_uk and w_uv). It rounds differently, so its results are near but not equal; no deployment runs it.
     """
     keys, values = np.einsum("sc,hnc->hsn", c, w_uk), np.einsum("sc,hcv->hsv", c, w_uv)
     scores = (np.einsum("hn,hsn->hs", q_nope, keys) + q_pe @ k_pe.T) * F32(softmax_scale)
@@ -260,7 +264,7 @@ def unabsorbed_attention(
 
 
 def grouped_attention(q: Array, k: Array, v: Array, v_scale: Array | None, softmax_scale: float) -> Array:
-    """GQA (arXiv:2305.13245) of one token: the queries that share a head of keys and values.
+    """Attend with GQA (arXiv:2305.13245), a single token: the queries that share a head of keys and values.
 
     q [H, D]; k [S, D]; v [S, V] float32, or int8 with v_scale [S] -> [H, V]. With INT8 values both products
     are exact ones, as those of MLA's RoPE part and of its latents: see `attention`.
@@ -275,10 +279,10 @@ def grouped_attention(q: Array, k: Array, v: Array, v_scale: Array | None, softm
 
 
 def index_scores(q: Array, k: Array, weights: Array, is_exact: bool) -> Array:
-    """The lightning indexer's scores of one token (DeepSeek-V3.2, section 2.1): I = sum_j w_j relu(q_j . k).
+    """Scores of the lightning indexer for a token (DeepSeek-V3.2, section 2.1): I = sum_j w_j relu(q_j . k).
 
-    q [H, D], k [S, D], weights [H] -> [S]. Products count D^-1/2, weights H^-1/2; heads ascend. What is not a
-    number is the least that there is: a product 0, a score -inf.
+    q [H, D], k [S, D], weights [H] -> [S]. Products are scaled by D^-1/2, weights by H^-1/2; heads ascend.
+    NaN becomes the smallest value: 0 for a product, -inf for a score.
     """
     heads, depth = q.shape
     products = matmul_exact(factors(q), factors(k).T) if is_exact else matmul(q, k.T)
@@ -288,7 +292,7 @@ def index_scores(q: Array, k: Array, weights: Array, is_exact: bool) -> Array:
 
 
 def top_positions(scores: Array, top_k: int) -> Array:
-    """The positions of the top_k best scores [S], ascending; of equal scores the lowest positions."""
+    """Return the positions of the top_k best scores [S], ascending; of equal scores the lowest positions."""
     return np.sort(np.argsort(-scores, kind="stable")[:top_k])
 
 

@@ -1,4 +1,4 @@
-"""Chat templates: Jinja programs that come with a checkpoint and write a chat as one text.
+"""Chat templates: Jinja programs in a checkpoint, for writing a chat as one text.
 
 They run in a sandbox, with the dialect that Hugging Face transformers gives them: trimmed blocks, `tojson`
 that leaves HTML alone, `raise_exception`, `strftime_now`, loop controls, and `{% generation %}` blocks.
@@ -25,7 +25,7 @@ from ..reading import unreadable
 
 
 class ChatTemplate:
-    """One compiled template. Raises CheckpointError if it is not Jinja."""
+    """Compiled chat template. Raises CheckpointError if the source is not Jinja."""
 
     def __init__(self, source: str, origin: str) -> None:
         self.source, self.origin = source, origin
@@ -37,9 +37,8 @@ class ChatTemplate:
     def render(
         self, *, messages: Sequence[Mapping[str, Any]], max_chars: int | None = None, **variables: Any
     ) -> str:
-        """The chat's text. Raises RequestError with the template's own words if it refuses the messages, and
-        for a text longer than `max_chars`.
-        """
+        """Render a chat as text. Raises RequestError with the template's own words if it refuses the
+        messages, and for a text longer than `max_chars`."""
         plain = [_plain_message(message) for message in messages]
         try:
             return self._collect(max_chars, messages=plain, **variables)
@@ -51,7 +50,7 @@ class ChatTemplate:
             ) from None
 
     def _collect(self, max_chars: int | None, **variables: Any) -> str:
-        """The text, piece by piece as the template makes it."""
+        """Collect the text, piece by piece as the template makes it."""
         pieces, num_chars = [], 0
         for piece in self._template.generate(**variables):
             pieces.append(piece)
@@ -66,14 +65,16 @@ class ChatTemplate:
 
 @functools.lru_cache(maxsize=16)
 def _compiled(source: str) -> tuple[jinja2.Template, frozenset[str]]:
-    """A template, and the variables that it asks for. A process may have many engines of one checkpoint."""
+    """Compile a template, and find the variables it uses. Results are cached, because a process may have many
+    engines of one checkpoint."""
     environment = _environment()
     variables = jinja2.meta.find_undeclared_variables(environment.parse(source))
     return environment.from_string(source), frozenset(variables)
 
 
 def load_chat_templates(directory: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, ChatTemplate]:
-    """Templates by name. `chat_template.jinja` is "default" and wins over `tokenizer_config.json`."""
+    """Load the templates of a checkpoint by name. `chat_template.jinja` is "default" and wins over
+    `tokenizer_config.json`."""
     stored = tokenizer_config.get("chat_template")
     if isinstance(stored, list):  # of named templates
         named = {str(entry.get("name")): entry.get("template") for entry in stored if isinstance(entry, dict)}
@@ -90,7 +91,7 @@ def load_chat_templates(directory: Path, tokenizer_config: Mapping[str, Any]) ->
 
 
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message whose content is one text: OpenAI's list of text parts is joined by newlines."""
+    """Convert a message's content to a single text: OpenAI's list of text parts is joined by newlines."""
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)
@@ -101,10 +102,10 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class JsonText(dict[str, Any]):
-    """A JSON object that is also its own text: the arguments of a tool call, in a chat's history.
+    """Parsed JSON object, printable as the original text: the arguments of a tool call, in a chat's history.
 
-    Some templates take arguments for an object (`arguments | tojson`, loops), others for a text that they
-    join to others; this serves both. Raises ValueError for text that is no JSON object.
+    Some templates treat arguments as an object (`arguments | tojson`, loops), others as a text to join to
+    others; this serves both. Raises ValueError for text that is not a JSON object.
     """
 
     def __init__(self, text: str) -> None:
@@ -159,7 +160,8 @@ def _strftime_now(form: str) -> str:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}...{% endgeneration %}` marks text for training; it renders as what it holds."""
+    """Jinja extension for `{% generation %}...{% endgeneration %}`, which marks text for training; it renders
+    as its contents."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's own declaration)
 

@@ -37,7 +37,7 @@ _HEAD = "lm_head.weight"
 
 
 class Checkpoint(ABC):
-    """Weights by their Hugging Face names. `directory` holds the config and perhaps tokenizer files."""
+    """Weights of a model by Hugging Face names. `directory` holds the config and perhaps tokenizer files."""
 
     has_weights = True
 
@@ -48,26 +48,26 @@ class Checkpoint(ABC):
 
     @property
     def config_path(self) -> Path:
-        """The file that `config` was read from."""
+        """Path of the file from which `config` was read."""
         return self.directory / "config.json"
 
     def names(self) -> list[str]:
-        """Every tensor of the model, in a fixed order. `tensor` knows each of them."""
+        """List every tensor of the model, in a fixed order. `tensor` knows each of them."""
         return list(expected_tensors(self.config))
 
     @abstractmethod
     def tensor(self, name: str) -> NDArray[np.float32]:
-        """One tensor, float32, C-contiguous, of the shape that `expected_tensors` says; a fresh array.
+        """Read a tensor as float32, C-contiguous, with the shape given by `expected_tensors`; a fresh array.
 
-        A quantised one is multiplied with its scales.
+        A quantised tensor is multiplied with its scales.
         """
 
     def int8(self, module: str) -> tuple[NDArray[np.int8], NDArray[np.float32]] | None:
-        """Weight [out, in] and scale [out, 1] of a linear layer that is stored in INT8, else None."""
+        """Return weight [out, in] and scale [out, 1] of a linear layer that is stored in INT8, else None."""
         return None
 
     def digest(self) -> str:
-        """A digest of all that decides about the model's numbers, whatever it is called."""
+        """Digest everything behind the model's numbers, independent of the checkpoint's name."""
         sha = hashlib.blake2b(self.config.to_bytes(), digest_size=16)
         for name in self.names():
             sha.update(name.encode())
@@ -76,7 +76,8 @@ class Checkpoint(ABC):
 
 
 class KeptCheckpoint(Checkpoint):
-    """Another's tensors, each read or computed once: for who loads a small model thousands of times."""
+    """Checkpoint keeping another's tensors, each read or computed once, for callers that load a small model
+    thousands of times."""
 
     def __init__(self, source: Checkpoint) -> None:
         super().__init__(source.name, source.directory, source.config)
@@ -125,7 +126,8 @@ def open_checkpoint(path: str | Path) -> DirectoryCheckpoint:
 
 
 class DirectoryCheckpoint(Checkpoint):
-    """Tensors read on demand from memory-mapped safetensors files. Made by `open_checkpoint`."""
+    """Checkpoint in a directory: tensors are read on demand from memory-mapped safetensors files. Made by
+    `open_checkpoint`."""
 
     def __init__(self, directory: Path, config: ModelConfig, stored: dict[str, TensorFile]) -> None:
         super().__init__(directory.resolve().name, directory, config)
@@ -146,7 +148,7 @@ class DirectoryCheckpoint(Checkpoint):
                 return file.float32(found)
 
     def digest(self) -> str:
-        """A digest of the config and of the files, as they are stored."""
+        """Digest the config and the files, as they are stored."""
         sha = hashlib.blake2b(self.config.to_bytes(), digest_size=16)
         for path in sorted({file.path for file in self._stored.values()}):
             with path.open("rb") as file:
@@ -165,7 +167,8 @@ class DirectoryCheckpoint(Checkpoint):
         return self._stored[name].tensor(name), scale.reshape(-1, 1)
 
     def _from_fp8(self, name: str) -> NDArray[np.float32]:
-        """Each block of the weight times its `weight_scale_inv` (DeepSeek-V3 report, section 3.3.2)."""
+        """Dequantise an FP8 weight: each block times its `weight_scale_inv` (DeepSeek-V3 report, section
+        3.3.2)."""
         assert self.config.quantization is not None
         rows, columns = self.config.quantization.block
         weight = self._stored[name].float32(name)
@@ -175,7 +178,8 @@ class DirectoryCheckpoint(Checkpoint):
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Hugging Face name -> shape of every tensor of the model. Matrices are [out_features, in_features].
+    """Return the shape of every tensor of the model by Hugging Face name. Matrices are [out_features,
+    in_features].
 
     `lm_head.weight` is among them even if tied, and so are an MTP layer's own embedding and head, which
     checkpoints may leave out (see `fallback`).
@@ -185,12 +189,13 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Numbers in all tensors, MTP's included."""
+    """Number of parameters in all tensors, MTP's included."""
     return sum(math.prod(shape) for shape in expected_tensors(config).values())
 
 
 def fallback(name: str, config: ModelConfig) -> str | None:
-    """The tensor that stands in for an absent one: a tied head, an MTP layer's shared embedding and head."""
+    """Name the stand-in for an absent tensor: for a tied head, or an MTP layer's shared embedding and
+    head."""
     if name == _HEAD:
         return _EMBEDDING if config.tie_word_embeddings else None
     if name.startswith("model.layers.") and name.endswith(".embed_tokens.weight"):
@@ -201,7 +206,7 @@ def fallback(name: str, config: ModelConfig) -> str | None:
 
 
 def _find(name: str, config: ModelConfig, stored: dict[str, TensorFile]) -> str | None:
-    """The stored tensor to read for `name`: itself, else what stands in for it."""
+    """Find the stored tensor to read for `name`: itself, else its stand-in."""
     candidate: str | None = name
     while candidate is not None and candidate not in stored:
         candidate = fallback(candidate, config)
@@ -209,7 +214,7 @@ def _find(name: str, config: ModelConfig, stored: dict[str, TensorFile]) -> str 
 
 
 def _count_mtp_layers(config: ModelConfig, stored: dict[str, TensorFile]) -> int:
-    """How many MTP layers the files begin to hold; one that is there in part is an error found later."""
+    """Count the MTP layers in the files, at least in part; an incomplete one is an error found later."""
     count = 0
     while count < config.num_nextn_predict_layers:
         mtp = mtp_section(config, count)
@@ -220,7 +225,8 @@ def _count_mtp_layers(config: ModelConfig, stored: dict[str, TensorFile]) -> int
 
 
 def _check_complete(directory: Path, config: ModelConfig, stored: dict[str, TensorFile]) -> None:
-    """Every tensor there, of the right shape and of a dtype that can be read; all from headers."""
+    """Check from the headers alone that every tensor is there, with the right shape and a readable dtype.
+    Raises CheckpointError if not."""
     expected = expected_tensors(config)
     missing = [name for name in expected if _find(name, config, stored) is None]
     indexer = [name for name in stored if INDEXER in name] if config.attention != "dsa" else []
@@ -267,7 +273,7 @@ def _allows(config: ModelConfig, dtype: str) -> bool:
 
 
 def _scale_of(name: str, shape: tuple[int, ...], config: ModelConfig) -> tuple[str, tuple[int, ...]]:
-    """Name and shape of the scales that go with a quantised weight."""
+    """Return name and shape of the scales of a quantised weight."""
     assert config.quantization is not None
     if config.quantization.kind == "int8":
         return f"{name}_scale", (shape[0], 1)
@@ -276,7 +282,8 @@ def _scale_of(name: str, shape: tuple[int, ...], config: ModelConfig) -> tuple[s
 
 
 def _kept_float(config: ModelConfig, stored: dict[str, TensorFile]) -> frozenset[str]:
-    """The linear layers, by name, that the recipe would have in INT8 and the checkpoint in floating point."""
+    """List the linear layers, by name, that the recipe would have in INT8 and the checkpoint has in floating
+    point."""
     weights = [name for name, row in stored_tensors(config).items() if row.kind == "int8" and name in stored]
     return frozenset(name.removesuffix(".weight") for name in weights if stored[name].dtype(name) != "I8")
 
@@ -291,7 +298,8 @@ def _abridged(text: str) -> str:
 
 
 def _stored_tensors(directory: Path) -> Iterator[tuple[str, TensorFile]]:
-    """(name, open file) of every stored tensor: one file, else the index, else all safetensors files."""
+    """Yield (name, open file) of every stored tensor: from one file, else by the index, else from all
+    safetensors files."""
     if (directory / SINGLE_FILE).is_file():
         files = [SINGLE_FILE]
     elif (directory / INDEX_FILE).is_file():
@@ -312,7 +320,7 @@ def _stored_tensors(directory: Path) -> Iterator[tuple[str, TensorFile]]:
 
 
 def _indexed_tensors(directory: Path) -> Iterator[tuple[str, TensorFile]]:
-    """Each tensor's name and file, by the index; the files, all in the directory, must agree with it."""
+    """Yield each tensor's name and file by the index; the files, all in the directory, must agree with it."""
     weight_map = read_json_object(directory / INDEX_FILE, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointError(f"{directory / INDEX_FILE}: weight_map must map tensor names to file names")
@@ -343,9 +351,9 @@ def _indexed_tensors(directory: Path) -> Iterator[tuple[str, TensorFile]]:
 
 
 def _is_shard_name(file: str) -> bool:
-    """Whether a name is that of a file in the directory itself, and not a way out of it on any system.
+    """Whether a name is of a file in the directory itself, not a path out of it on any system.
 
-    The file may be a link, as in the cache of Hugging Face's hub: who made the directory put it there.
+    The file may be a link, as in the cache of Hugging Face's hub, because the directory's owner put it there.
     """
     is_plain = file == PurePosixPath(file).name == PureWindowsPath(file).name
     is_name = file.isprintable() and len(file.encode()) <= MAX_FILE_NAME

@@ -1,4 +1,4 @@
-"""The shape of a DeepSeek-V3 model, read from a Hugging Face `config.json`.
+"""Shape of a DeepSeek-V3 model, read from a Hugging Face `config.json`.
 
 Other families are read in its terms: families.py says what their keys mean. Both spellings of RoPE are
 understood: `rope_scaling` + `rope_theta` (DeepSeek's own), and transformers 5's `rope_parameters`. A missing
@@ -65,7 +65,7 @@ class YarnConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def table_scale(self) -> float:
-        """What cos and sin are multiplied by: m(mscale) / m(mscale_all_dim) if both are given, else m(1)."""
+        """Factor on cos and sin: m(mscale) / m(mscale_all_dim) if both are given, else m(1)."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -74,21 +74,22 @@ class YarnConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def softmax_mscale(self) -> float:
-        """What the attention scale is multiplied by, twice: m(mscale_all_dim), or 1 if that is not given."""
+        """Factor on the attention scale, applied twice: m(mscale_all_dim), or 1 if not given."""
         return _mscale(self.factor, self.mscale_all_dim) if self.mscale_all_dim else 1.0
 
 
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`theta` is the base of the frequencies theta^(-2i/d); `yarn` is None for plain RoPE."""
+    """RoPE configuration: `theta` is the base of the frequencies theta^(-2i/d); `yarn` is None for plain
+    RoPE."""
 
     theta: float
     yarn: YarnConfig | None = None
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Sizes and switches of one model, under Hugging Face's names. Validated by `load_config`.
+    """Sizes and switches of a model, under Hugging Face's names. Validated by `load_config`.
 
-    What every step asks for is derived once: that is what the `dict` is for.
+    Values needed in every step are computed once and cached, which is why the struct has a `dict`.
     """
 
     vocab_size: int
@@ -138,8 +139,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     int8_answers: bool = False  # experts' outputs are INT8 on their way back in the int8 recipe, not BF16
 
     def to_bytes(self) -> bytes:
-        """What is not at its default, the same in every process: what a set prints as differs from one to
-        the next. A field that is added changes nothing for the models that are without it."""
+        """Serialise all fields not at their default, equally in every process (the printed form of a set is
+        not). A new field changes nothing for models without it."""
         stated = {
             field.name: value
             for field in msgspec.structs.fields(self)
@@ -159,7 +160,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def softmax_scale(self) -> float:
-        """qk_head_dim^-0.5 x m(mscale_all_dim)^2, the latter with latents."""
+        """Scale of attention scores: qk_head_dim^-0.5, with latents times m(mscale_all_dim)^2."""
         mscale = self.rope.yarn.softmax_mscale if self.rope.yarn and self.has_latents else 1.0
         return mscale * mscale / math.sqrt(self.qk_head_dim)
 
@@ -170,47 +171,47 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def key_columns(self) -> int:
-        """What queries are compared with in each head of the KV cache: a RoPE key, or a whole one."""
+        """Number of cache columns per head compared with queries: a RoPE key, or a whole key."""
         return self.qk_rope_head_dim if self.has_latents else self.qk_head_dim
 
     @cached_property
     def value_columns(self) -> int:
-        """What is added up by weight in each head of the KV cache: a latent, or a value."""
+        """Number of cache columns per head summed by weight: a latent, or a value."""
         return self.kv_lora_rank if self.has_latents else self.v_head_dim
 
     @cached_property
     def kv_columns(self) -> int:
-        """All numbers of a position in one layer's KV cache that attention reads."""
+        """Number of values per position in a layer's KV cache that attention reads."""
         return self.num_key_value_heads * (self.key_columns + self.value_columns)
 
     @property
     def cache_columns(self) -> int:
-        """All numbers of a position in one layer's KV cache, with the indexer's key."""
+        """Number of values per position in a layer's KV cache, with the indexer's key."""
         return self.kv_columns + self.index_head_dim
 
     @property
     def down_columns(self) -> int:
-        """What a row becomes before heads part: its query's latent, or itself; what the cache is made of; and
-        the indexer's weights."""
+        """Number of columns of a row's projection before heads part: the query's latent (or the row itself),
+        the cache's columns, and the indexer's weights."""
         return (self.q_lora_rank or self.hidden_size) + self.cache_columns + self.index_n_heads
 
     @property
     def num_layers_with_mtp(self) -> int:
-        """Decoder layers in the checkpoint: the main model's, then the MTP layers."""
+        """Number of decoder layers in the checkpoint: the main model's, then the MTP layers."""
         return self.num_hidden_layers + self.num_nextn_predict_layers
 
     @property
     def num_moe_layers(self) -> int:
-        """MoE layers of the main model."""
+        """Number of MoE layers in the main model."""
         return sum(self.is_moe(layer_idx) for layer_idx in range(self.num_hidden_layers))
 
     @property
     def experts_per_group(self) -> int:
-        """Routed experts in each of the `n_group` groups."""
+        """Number of routed experts in each of the `n_group` groups."""
         return self.n_routed_experts // self.n_group
 
     def attention_of(self, layer_idx: int) -> AttentionKind:
-        """What a layer attends with. MTP layers have an indexer of their own, if the others have some."""
+        """Kind of attention in a layer. MTP layers have an indexer of their own, if the others have any."""
         return "dsa-shared" if layer_idx in self.shared_choices else self.attention
 
     def is_moe(self, layer_idx: int) -> bool:
@@ -242,7 +243,8 @@ def load_config(directory: Path) -> ModelConfig:
 
 
 def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """The JSON object in a file of a checkpoint; CheckpointError if it is absent, too large or no object."""
+    """Read the JSON object in a file of a checkpoint. Raises CheckpointError if it is absent, too large or
+    not an object."""
     try:
         with path.open("rb") as file:
             content = file.read(max_bytes + 1)
@@ -258,12 +260,12 @@ def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, A
 
 
 class _ConfigReader(Reader):
-    """Makes a ModelConfig of a config.json, in the terms of its family."""
+    """Makes a ModelConfig from a config.json, in the terms of its family."""
 
     family = FAMILIES["deepseek_v3"]
 
     def check_supported(self) -> None:
-        """Refuse architectures that this package does not compute."""
+        """Refuse architectures outside the scope of this package."""
         model_type = self.raw.get("model_type")
         if not isinstance(model_type, str) or model_type not in FAMILIES:
             found = "is missing" if model_type is None else f"{abridged(model_type)} is not supported"
@@ -286,7 +288,8 @@ class _ConfigReader(Reader):
             self.only(key, value, default=value)
 
     def model_config(self) -> ModelConfig:
-        """Every field of what `check_supported` has read, with defaults of transformers' config class."""
+        """Make the config with every field, after `check_supported`; defaults are those of transformers'
+        config class."""
         bos = self.token_ids("bos_token_id", 0)
         max_position_embeddings = self.integer("max_position_embeddings", 4096)
         quantization, problems = parse_quant_config(self.raw.get("quantization_config"))
@@ -334,7 +337,7 @@ class _ConfigReader(Reader):
         return config
 
     def rope_config(self, max_position_embeddings: int) -> RopeConfig:
-        """RoPE in either spelling; `rope_scaling` wins over `rope_parameters`, as in transformers."""
+        """Read RoPE in either spelling; `rope_scaling` wins over `rope_parameters`, as in transformers."""
         name = "rope_scaling" if self.raw.get("rope_scaling") else "rope_parameters"
         raw = self.raw.get(name) or {}
         if not isinstance(raw, dict):
@@ -356,7 +359,7 @@ class _ConfigReader(Reader):
         return RopeConfig(theta=theta, yarn=self.yarn_config(rope, max_position_embeddings))
 
     def yarn_config(self, rope: Reader, max_position_embeddings: int) -> YarnConfig:
-        """YaRN's numbers; the original context may stand outside the RoPE object, where it wins."""
+        """Read YaRN's numbers; the original context may stand outside the RoPE object, where it wins."""
         key = "original_max_position_embeddings"
         original = (self if key in self.raw else rope).integer(key, max_position_embeddings)
         given = {name: value for name, value in rope.raw.items() if value is not None}
@@ -381,7 +384,7 @@ class _ConfigReader(Reader):
 
 
 def _inconsistencies(config: ModelConfig) -> list[str]:
-    """What cannot be true of a model together, one phrase each."""
+    """List contradictions between a model's fields, one phrase each."""
     problems = []
     if config.qk_rope_head_dim % 2:
         problems.append(f"qk_rope_head_dim must be even, found {config.qk_rope_head_dim}")
@@ -427,7 +430,7 @@ TP_SIZES = (1, 2, 4, 8)  # divisors of canonical.TP_BLOCKS
 
 
 def tp_sizes(config: ModelConfig, mode: TPMode) -> list[int]:
-    """The sizes of groups that the model's heads, and where they are cut its dense layers, allow."""
+    """List the TP group sizes allowed by the model's heads, and by its dense layers where they are cut."""
     cuts_mlp = mode == "tp" and config.num_moe_layers < config.num_hidden_layers
     return [
         tp

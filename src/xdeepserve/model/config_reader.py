@@ -1,4 +1,4 @@
-"""Typed values out of a JSON object of a checkpoint."""
+"""Reads typed values from a JSON object of a checkpoint."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ MAX_FILE_NAME = 255  # bytes that file systems take
 
 
 class Reader:
-    """Takes typed values out of a JSON object and collects what is wrong with them."""
+    """Reads typed values from a JSON object and collects the problems with them."""
 
     def __init__(self, raw: dict[str, Any], prefix: str = "", problems: list[str] | None = None) -> None:
         self.raw = raw
@@ -72,7 +72,7 @@ class Reader:
         self.own: dict[str, str] = {}  # what the family calls keys, by DeepSeek-V3's names
 
     def key(self, key: str) -> str:
-        """What the file calls a key."""
+        """Name of a key as spelt in the file."""
         return self.prefix + self.own.get(key, key)
 
     def integer(self, key: str, default: int, minimum: int = 1) -> int:
@@ -134,7 +134,7 @@ class Reader:
 
 
 def abridged(value: object) -> str:
-    """A value as JSON, not at full length if it is long."""
+    """Format a value as JSON, cut short if it is long."""
     try:
         text = json.dumps(value)
     except RecursionError:

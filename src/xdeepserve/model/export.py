@@ -34,8 +34,8 @@ def write_checkpoint(
 ) -> None:
     """Save COMPANIONS and weights; sharded with an index if `max_shard_bytes` is given.
 
-    "bf16" rounds to nearest even and loses nothing for seeded weights. Tensors that only repeat the one
-    that stands in for them (a tied head, an MTP layer's shared embedding) are left out.
+    "bf16" rounds to nearest even and loses nothing for seeded weights. Tensors that only repeat their
+    stand-in (a tied head, an MTP layer's shared embedding) are left out.
     """
     directory.mkdir(parents=True, exist_ok=True)
     for companion in COMPANIONS:
@@ -62,7 +62,8 @@ def write_checkpoint(
 
 
 def to_storage(array: NDArray[np.float32], dtype: StorageDtype) -> NDArray[np.generic]:
-    """A float32 array as it is stored; BF16 as ml_dtypes' type, which the safetensors library knows."""
+    """Convert a float32 array to the stored type; BF16 becomes ml_dtypes' type, which the safetensors library
+    knows."""
     if dtype == "f32":
         return array
     return to_bf16(array).view(ml_dtypes.bfloat16)
@@ -76,7 +77,8 @@ def _distinct_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, NDArray[np.
 
 
 def _plan_shards(checkpoint: Checkpoint, dtype: StorageDtype, max_shard_bytes: int) -> list[list[str]]:
-    """Tensor names of each shard, filled in order; a tensor larger than the limit has a shard of its own."""
+    """Return the tensor names of each shard, filled in order; a tensor larger than the limit has a shard of
+    its own."""
     shards: list[list[str]] = [[]]
     used = 0
     for name, array in _distinct_tensors(checkpoint):

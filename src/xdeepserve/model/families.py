@@ -1,8 +1,8 @@
-"""Model families: what a `model_type` of a config.json means, in DeepSeek-V3's terms.
+"""Model families: the meaning of a `model_type` in a config.json, in DeepSeek-V3's terms.
 
-How to add one: a row of FAMILIES. Where its attention or its router is of a kind that no other has, that kind
-has a table of tensors (tensors.py), an equation (reference.py) and operations (step/) of its own; what a die
-holds, how parallelism cuts it and what moves between dies follows from these.
+How to add a family: add a row to FAMILIES. A new kind of attention or router needs its own table of tensors
+(tensors.py), equation (reference.py) and operations (step/). A die's contents, the cuts of parallelism and
+the traffic between dies follow from these.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def _first_dense(reader: Reader, num_layers: int) -> tuple[int, frozenset[int]]:
-    """DeepSeek's: the first layers."""
+    """Read dense layers in DeepSeek's way: the first layers."""
     return reader.integer("first_k_dense_replace", 3, minimum=0), frozenset()
 
 
 def _listed(reader: Reader, num_layers: int, default: int = 1) -> tuple[int, frozenset[int]]:
-    """GLM's: a word for each layer, whatever DeepSeek's key says beside them (transformers writes both, the
-    key at its default); without them, that key."""
+    """Read dense layers in GLM's way: a word for each layer, whatever DeepSeek's key says. Without the words,
+    read that key; transformers writes both, with the key at its default."""
     words = reader.raw.get("mlp_layer_types")
     if words is None:
         return reader.integer("first_k_dense_replace", default, minimum=0), frozenset()
@@ -40,7 +40,7 @@ def _listed(reader: Reader, num_layers: int, default: int = 1) -> tuple[int, fro
 
 
 def _sparse_steps(reader: Reader, num_layers: int) -> tuple[int, frozenset[int]]:
-    """Qwen's: experts in every n-th layer, but for those that are named."""
+    """Read dense layers in Qwen's way: experts in every n-th layer, except for the layers named."""
     step, dense = reader.integer("decoder_sparse_step", 1), reader.layer_numbers("mlp_only_layers")
     return 0, frozenset(i for i in range(num_layers) if (i + 1) % step or i in dense)
 
@@ -50,7 +50,8 @@ def _no_layers(reader: Reader, num_layers: int) -> frozenset[int]:
 
 
 def _shared_choices(reader: Reader, num_layers: int) -> frozenset[int]:
-    """GLM's: a word or a letter for each layer; without them, a full one so often, from some layer on."""
+    """Read layers without an indexer in GLM's way: a word or a letter for each layer. Without them, one layer
+    in `index_topk_freq` has an indexer, from some layer on."""
     key = "indexer_types" if reader.raw.get("indexer_types") is not None else "index_topk_pattern"
     words = reader.raw.get(key)
     if words is None:
@@ -73,7 +74,7 @@ def _shared_choices(reader: Reader, num_layers: int) -> frozenset[int]:
 
 
 class Family(NamedTuple):
-    """A row of FAMILIES.
+    """Row of FAMILIES: properties of a model family.
 
     attention     what its layers attend with, and what the KV cache has: `mla`, latents that all heads share;
                   `gqa`, a key and a value for each group of heads; `dsa`, those of latents that an indexer
@@ -158,7 +159,8 @@ def _gqa_sizes(reader: Reader, family: Family, heads: int, hidden: int) -> dict[
 
 
 def _rotated(reader: Reader, family: Family, head_dim: int) -> int:
-    """How many columns of a head RoPE turns: an even number, if what is wrong is to be found together."""
+    """Return how many columns of a head RoPE turns. Reports a problem unless the number is even and fits, and
+    then returns an even number, so that checks can go on."""
     owner, factor, turned = reader, 1.0, head_dim
     if family.partial_rotary is not None:
         rope = reader.raw.get("rope_scaling") or reader.raw.get("rope_parameters")

@@ -1,4 +1,4 @@
-"""Weights as the kernels read them: in groups of 16 columns, each a contiguous stream along k.
+"""Weights in the kernels' layout: groups of 16 columns, each a contiguous stream along k.
 
 A GEMM tile broadcasts numbers of x and multiplies them with 16 neighbouring columns of w. So a group of 16
 columns is stored together, k ascending, and a group whose columns run past N is filled up with zeros:
@@ -32,22 +32,22 @@ def _ceil(size: int, multiple: int) -> int:
 
 
 def packed_shape_f32(k: int, n: int) -> tuple[int, ...]:
-    """Shape of a packed float32 [K, N]."""
+    """Return the shape of a packed float32 [K, N]."""
     return (_ceil(n, COLUMNS) // COLUMNS, k, COLUMNS)
 
 
 def packed_shape_bf16(k: int, n: int) -> tuple[int, ...]:
-    """Shape of a packed BF16 [K, N]."""
+    """Return the shape of a packed BF16 [K, N]."""
     return (_ceil(n, COLUMNS) // COLUMNS, _ceil(k, PAIR) // PAIR, COLUMNS, PAIR)
 
 
 def packed_shape_int8(k: int, n: int) -> tuple[int, ...]:
-    """Shape of a packed INT8 [N, K]."""
+    """Return the shape of a packed INT8 [N, K]."""
     return (_ceil(n, COLUMNS) // COLUMNS, _ceil(k, DEPTH) // DEPTH, COLUMNS, DEPTH)
 
 
 def pack_f32(w: Array) -> Array:
-    """float32 [..., K, N] -> [..., groups, K, 16]."""
+    """Pack float32 [..., K, N] -> [..., groups, K, 16]."""
     *lead, k, n = w.shape
     padded = np.zeros((*lead, k, _ceil(n, COLUMNS)), np.float32)
     padded[..., :n] = w
@@ -56,9 +56,10 @@ def pack_f32(w: Array) -> Array:
 
 
 def pack_bf16(w: Array) -> Array:
-    """float32 [..., K, N] -> uint16 [..., groups, ceil(K / 2), 16, 2], the upper halves of the floats' bits.
+    """Pack float32 [..., K, N] -> uint16 [..., groups, ceil(K / 2), 16, 2], the upper halves of the floats'
+    bits.
 
-    ValueError if a number is not one of BF16.
+    Raises ValueError if a number is not a BF16 number.
     """
     *lead, k, n = w.shape
     padded = np.zeros((*lead, _ceil(k, PAIR), n), np.float32)
@@ -72,7 +73,7 @@ def pack_bf16(w: Array) -> Array:
 
 
 def pack_int8(w: Array) -> Array:
-    """int8 [..., N, K] -> uint8 [..., groups, ceil(K / 4), 16, 4], each + 128."""
+    """Pack int8 [..., N, K] -> uint8 [..., groups, ceil(K / 4), 16, 4], each + 128."""
     *lead, n, k = w.shape
     padded = np.zeros((*lead, _ceil(n, COLUMNS), _ceil(k, DEPTH)), np.int8)
     padded[..., :n, :k] = w
@@ -81,9 +82,8 @@ def pack_int8(w: Array) -> Array:
 
 
 class ArraySpec(NamedTuple):
-    """Shape and dtype of one prepared array; `is_matrix`: its last two axes are a GEMM's weights, which a die
-    holds in BF16 if `is_bf16`.
-    """
+    """Shape and dtype of a prepared array. With `is_matrix` its last two axes are a GEMM's weights, which a
+    die holds in BF16 if `is_bf16`."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -105,16 +105,16 @@ class ArraySpec(NamedTuple):
 
     @property
     def prepared_nbytes(self) -> int:
-        """Bytes before packing."""
+        """Size of the array before packing (bytes)."""
         return int(np.prod(self.shape)) * self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
-        """Bytes on a die."""
+        """Size of the packed array on a die (bytes)."""
         return int(np.prod(self.packed_shape)) * self.packed_dtype.itemsize
 
     def pack(self, array: Array) -> Array:
-        """An array of this spec (or one of its stack) as a die holds it."""
+        """Pack an array for a die; it has this spec, or is part of its stack."""
         if not self.is_matrix:
             return array
         if self.dtype == np.int8:
@@ -124,7 +124,8 @@ class ArraySpec(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _packed_shape(shape: tuple[int, ...], is_int8: bool, is_bf16: bool) -> tuple[int, ...]:
-    """A matrix, or a stack of them, as a die holds it. Hundreds of dies ask, and most get the same answer."""
+    """Return the shape of a packed matrix, or a stack of them. Cached, because hundreds of dies ask, and most
+    get the same answer."""
     *stack, rows, columns = shape
     if is_int8:
         return (*stack, *packed_shape_int8(k=columns, n=rows))
@@ -137,10 +138,11 @@ def _packed_shape(shape: tuple[int, ...], is_int8: bool, is_bf16: bool) -> tuple
 
 @functools.lru_cache(maxsize=1 << 14)
 def shape_only(dtype: npt.DTypeLike, *shape: int) -> Array:
-    """An array of any shape that takes one element of memory. Its values mean nothing, and all share them."""
+    """Make an array of any shape that takes one element of memory. Its values mean nothing, and all share
+    them."""
     return np.lib.stride_tricks.as_strided(np.zeros(1, dtype), shape, (0,) * len(shape))
 
 
 def packed_shapes(specs: dict[str, ArraySpec]) -> dict[str, Array]:
-    """The arrays of `specs` as a die holds them."""
+    """Return arrays without contents, with the shapes of `specs` as a die holds them."""
     return {name: shape_only(spec.packed_dtype, *spec.packed_shape) for name, spec in specs.items()}

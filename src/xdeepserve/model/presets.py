@@ -1,4 +1,4 @@
-"""Models that ship with the package; no network.
+"""Models included in the package; no network is needed.
 
 tiny          trained on `xdeepserve.corpus` by `tools/train`: an ordinary Hugging Face directory
 tiny-random   a config, tokenizer files and a seed: its weights are computed, and mean nothing
@@ -34,7 +34,7 @@ PRESET_DIRECTORY = Path(__file__).parent / "preset_files"
 
 
 def preset_name(name_or_path: str | Path) -> str | None:
-    """The preset that is called so, in any case and by Hugging Face's names, too; None if it is none."""
+    """Return the preset of a name, in any case and by Hugging Face's names, too; None if there is none."""
     name = str(name_or_path)
     if name in (*PRESETS, *CONFIGS):
         return name
@@ -47,7 +47,7 @@ def preset_name(name_or_path: str | Path) -> str | None:
 
 
 def resolve_model(name_or_path: str | Path) -> Checkpoint:
-    """A preset by its name, else a checkpoint directory by its path. Raises CheckpointError."""
+    """Open a model: a preset by name, else a checkpoint directory by path. Raises CheckpointError."""
     preset = preset_name(name_or_path)
     if preset in ("tiny-random", "tiny-r1"):
         return TinyCheckpoint(preset)
@@ -65,7 +65,7 @@ def resolve_model(name_or_path: str | Path) -> Checkpoint:
 
 
 class ConfigOnly(Checkpoint):
-    """A model's configuration and nothing else: what it costs can be told, what it says cannot."""
+    """Model with a configuration and no weights: its costs can be computed, but no tokens."""
 
     has_weights = False
 
@@ -78,7 +78,7 @@ class ConfigOnly(Checkpoint):
 
 
 class TinyCheckpoint(SeededCheckpoint):
-    """`tiny-random`: DeepSeek-V3 in everything but size, with seeded weights. `tiny-r1`: with all of
+    """Preset `tiny-random`: DeepSeek-V3 in everything but size, with seeded weights. `tiny-r1` has all of
     DeepSeek-R1's 61 layers and 256 experts, of tiny width.
 
     Departures from plain random weights make it pleasant to watch. The head favours tokens that print,
@@ -108,7 +108,8 @@ class TinyCheckpoint(SeededCheckpoint):
         return gain / 3 if name.endswith(("o_proj.weight", "down_proj.weight")) else gain
 
     def _head(self) -> NDArray[np.float32]:
-        """[vocab, hidden]. Ids 3..258 are the bytes, 263 and up letter pairs, 1 ends a text."""
+        """Return the head [vocab, hidden]. Ids 3..258 are the bytes, 263 and up letter pairs, 1 ends a
+        text."""
         config = self.config
         head = normal_tensor(
             self.seed,
@@ -123,7 +124,8 @@ class TinyCheckpoint(SeededCheckpoint):
         return head
 
     def _mtp_projection(self, name: str) -> NDArray[np.float32]:
-        """[hidden, 2 x hidden]: the identity on the embedding's half, noise on the hidden state's."""
+        """Return MTP's projection [hidden, 2 x hidden]: the identity on the embedding's half, noise on the
+        hidden state's."""
         hidden = self.config.hidden_size
         projection = np.zeros((hidden, 2 * hidden), dtype=np.float32)
         projection[:, :hidden] = np.eye(hidden, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""What `quantization_config` in a config.json says about how linear layers are stored.
+"""Quantisation of linear layers as declared by `quantization_config` in a config.json.
 
 Two layouts are read:
 
@@ -26,14 +26,14 @@ MAX_BLOCK = 2**12  # rows or columns with one scale: scales are spread over whol
 
 
 class QuantConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How a checkpoint stores its quantised layers."""
+    """Format of a checkpoint's quantised layers."""
 
     kind: Literal["int8", "fp8"]
     block: tuple[int, int] = DEFAULT_BLOCK  # rows and columns that share a scale; fp8 only
 
 
 def parse_quant_config(raw: object) -> tuple[QuantConfig | None, list[str]]:
-    """The value of `quantization_config`; what is not supported about it, one phrase each."""
+    """Parse the value of `quantization_config`; also return the unsupported parts, one phrase each."""
     if raw is None:
         return None, []
     method = raw.get("quant_method") if isinstance(raw, dict) else raw
@@ -97,7 +97,7 @@ def _compressed_tensors_problems(raw: dict[str, Any]) -> list[str]:
 
 
 def _scheme_problems(where: str, found: object, strategy: str, is_dynamic: bool) -> list[str]:
-    """What differs from symmetric INT8 with one scale per `strategy`."""
+    """List the differences from symmetric INT8 with a scale per `strategy`."""
     if not isinstance(found, dict):
         return [f"{where} must be an object, found {json.dumps(found)}"]
     wanted = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": strategy, "dynamic": is_dynamic}
@@ -111,7 +111,7 @@ def _scheme_problems(where: str, found: object, strategy: str, is_dynamic: bool)
 
 
 def compressed_tensors_config(ignore: list[str], version: str) -> dict[str, Any]:
-    """The `quantization_config` of files that `xdeepserve quantize` writes."""
+    """Make the `quantization_config` for files written by `xdeepserve quantize`."""
     scheme = {"num_bits": 8, "type": "int", "symmetric": True, "group_size": None, "block_structure": None}
     weights = {**scheme, "strategy": "channel", "dynamic": False, "observer": "minmax", "observer_kwargs": {}}
     inputs = {**scheme, "strategy": "token", "dynamic": True, "observer": None, "observer_kwargs": {}}

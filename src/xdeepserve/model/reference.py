@@ -29,7 +29,7 @@ Outputs = Iterator[tuple[Array, Array, Array]]
 
 
 class Arithmetic(Protocol):
-    """The weights of one layer, and a way to compute with them."""
+    """Weights of a layer, and a way to compute with them."""
 
     config: ModelConfig
     attention: AttentionKind  # of the layer
@@ -53,7 +53,7 @@ class Arithmetic(Protocol):
 
 
 class Chooses(Arithmetic, Protocol):
-    """What an indexer needs besides."""
+    """Arithmetic with the further operations of an indexer."""
 
     def matrix(self, x: Array, name: str) -> Array: ...  # x [T, K] -> [T, N], never quantised
     def scores(self, x: Array, name: str) -> Array: ...  # the same of a router
@@ -70,7 +70,7 @@ class Chooses(Arithmetic, Protocol):
 
 
 def block(m: Arithmetic, h: Array) -> Array:
-    """One transformer layer, h [T, H] -> [T, H]."""
+    """Compute a transformer layer, h [T, H] -> [T, H]."""
     eps = m.config.rms_norm_eps
     h = h + ATTENTION[m.attention](m, m.norm(h, "attn_norm", eps))
     x = m.norm(h, "ffn_norm", eps)
@@ -85,14 +85,14 @@ def mla(m: Arithmetic, x: Array) -> Array:
 
 
 def dsa(m: Chooses, x: Array) -> Array:
-    """DeepSeek sparse attention, x [T, H] -> [T, H]: MLA, but each token sees chosen positions alone."""
+    """DeepSeek sparse attention, x [T, H] -> [T, H]: MLA in which each token sees only chosen positions."""
     kv, query = m.linear(x, "wkv_a"), m.norm(m.linear(x, "wq_a"), "q_norm", LATENT_NORM_EPS)
     chosen = indexer(m, x, query) if m.attention == "dsa" else m.chosen
     return m.row_parallel(m.attend_to(chosen, *heads(m, m.linear(query, "wq_b"), kv)), "wo")
 
 
 def indexer(m: Chooses, x: Array, query: Array) -> list[Array]:
-    """The positions that each token attends to (DeepSeek-V3.2, section 2.1), x [T, H], query [T, Q]:
+    """Choose the positions seen by each token (DeepSeek-V3.2, section 2.1), x [T, H], query [T, Q]:
 
     I[t, s] = sum over heads j of w[t, j] relu(q[t, j] . k[s]), and of those with s <= t the index_topk best
     """
@@ -102,14 +102,15 @@ def indexer(m: Chooses, x: Array, query: Array) -> list[Array]:
 
 
 def gqa(m: Arithmetic, x: Array) -> Array:
-    """Grouped-query attention, x [T, H] -> [T, H]; perhaps with biases, and norms of each head or of all."""
+    """Grouped-query attention, x [T, H] -> [T, H], optionally with biases, and with norms per head or over
+    all heads."""
     k, v = np.split(m.linear(x, "wkv_a"), 2, axis=1)
     q = m.linear(x, "wq_a" if m.config.qk_norm == "all" else "wq_b")
     return m.row_parallel(grouped_attention(m, q, k, v), "wo")
 
 
 def grouped_attention(m: Arithmetic, q: Array, k: Array, v: Array) -> Array:
-    """What lies between the projections of `gqa`: q [T, N * D], k and v [T, G * D] -> [T, N * D]."""
+    """Attend between the projections of `gqa`: q [T, N * D], k and v [T, G * D] -> [T, N * D]."""
     c, eps = m.config, m.config.rms_norm_eps
     if c.qk_norm == "all":
         q, k = m.norm(q, "q_norm", eps), m.norm(k, "kv_norm", eps)
@@ -131,12 +132,12 @@ ATTENTION: dict[AttentionKind, Callable[[Any, Array], Array]] = {
 
 
 def attention(m: Arithmetic, q: Array, kv: Array) -> Array:
-    """What lies between the projections: q [T, N * (nope + R)], kv [T, C + R] -> [T, N * V]."""
+    """Attend between the projections of MLA: q [T, N * (nope + R)], kv [T, C + R] -> [T, N * V]."""
     return m.attend(*heads(m, q, kv))
 
 
 def heads(m: Arithmetic, q: Array, kv: Array) -> tuple[Array, Array, Array, Array]:
-    """What `attend` takes."""
+    """Split and rotate q and kv into the arguments of `attend`."""
     nope, rank = m.config.qk_nope_head_dim, m.config.kv_lora_rank
     q = q.reshape(len(q), m.config.num_attention_heads, -1)
     latent = m.norm(kv[:, :rank], "kv_norm", LATENT_NORM_EPS)
@@ -144,33 +145,34 @@ def heads(m: Arithmetic, q: Array, kv: Array) -> tuple[Array, Array, Array, Arra
 
 
 def mlp(m: Arithmetic, x: Array, name: str) -> Array:
-    """down(silu(gate(x)) * up(x)) of a dense layer or the shared expert."""
+    """Compute down(silu(gate(x)) * up(x)) of a dense layer or the shared expert."""
     return m.row_parallel(m.swiglu(m.linear(x, f"{name}.w13")), f"{name}.w2")
 
 
 def moe(m: Arithmetic, x: Array) -> Array:
-    """Routed experts, weighted, then the shared expert, x [T, H] -> [T, H]."""
+    """Compute the weighted routed experts, then the shared expert, x [T, H] -> [T, H]."""
     topk_idx, topk_weights = m.route(x)
     shared = mlp(m, x, "shared") if m.has("shared.w13") else None
     return m.combine(expert_outputs(m, x, topk_idx), topk_weights, shared)
 
 
 def expert_outputs(m: Arithmetic, x: Array, topk_idx: Array) -> Outputs:
-    """The routed experts that were chosen, one after the other."""
+    """Yield the outputs of the chosen routed experts, expert by expert."""
     for e in np.unique(topk_idx):
         token, slot = np.nonzero(topk_idx == e)
         yield token, slot, m.linear(m.swiglu(m.linear(x[token], "experts.w13", e)), "experts.w2", e)
 
 
 def mtp_input(m: Arithmetic, embedding: Array, hidden: Array) -> Array:
-    """What an MTP layer's block reads, [T, H]: the next token's embedding and the normed hidden state."""
+    """Compute the input of an MTP layer's block, [T, H], from the next token's embedding and the normed
+    hidden state."""
     eps = m.config.rms_norm_eps
     halves = m.norm(embedding, "enorm", eps), m.norm(hidden, "hnorm", eps)
     return m.linear(np.concatenate(halves, axis=-1), "eh_proj")
 
 
 def route(config: ModelConfig, scores: Array, bias: Array) -> tuple[Array, Array]:
-    """topk_idx and topk_weights [T, K] for scores [T, E]."""
+    """Route tokens: return topk_idx and topk_weights [T, K] for scores [T, E]."""
     return c.gate(
         scores,
         bias,
@@ -183,19 +185,21 @@ def route(config: ModelConfig, scores: Array, bias: Array) -> tuple[Array, Array
 
 
 def product(recipe: Recipe, x: Array, w: Array) -> Array:
-    """x [..., M, K] @ w [..., K, N], weights that are not quantised: the INT8 recipe's products are exact."""
+    """Multiply x [..., M, K] @ w [..., K, N], weights that are not quantised. The INT8 recipe uses exact
+    products."""
     return c.matmul_exact(c.factors(x), w) if recipe == "int8" else c.matmul(x, w)
 
 
 def linear(recipe: Recipe, x: Array, layer: Linear) -> Array:
-    """x [T, K] -> [T, N]; an INT8 layer quantises its input per token."""
+    """Apply a linear layer, x [T, K] -> [T, N]; an INT8 layer quantises its input per token."""
     if layer.scale is None:
         return product(recipe, x, layer.w)
     return c.matmul_int8(*c.quantize_rows(x), layer.w, layer.scale)
 
 
 def rounded_to_int8(x: Array) -> Array:
-    """What is left of rows x [T, K] that travel as INT8: an element of q by the row's scale, rounded once."""
+    """Round rows x [T, K] as if they had travelled as INT8: each element of q times the row's scale, rounded
+    once."""
     q, scale = c.quantize_rows(x)
     return q.astype(F32) * scale[..., None]
 
@@ -206,7 +210,7 @@ class Canonical:
     def __init__(
         self, config: ModelConfig, recipe: Recipe, weights: Layer | MTP, cos: Array, sin: Array
     ) -> None:
-        """cos and sin [T, R / 2] are those of the rows' positions."""
+        """Take the weights of a layer; cos and sin [T, R / 2] belong to the rows' positions."""
         self.config, self.recipe, self.is_int8, self.weights = config, recipe, recipe == "int8", weights
         self.cos, self.sin = cos, sin
         self.attention = weights.attention if isinstance(weights, Layer) else config.attention
@@ -230,7 +234,8 @@ class Canonical:
         return linear(self.recipe, x, layer)
 
     def row_parallel(self, x: Array, name: str) -> Array:
-        """FP32 sums in blocks, since ranks may hold parts of them; INT8 sums are exact anyway."""
+        """Multiply in blocks of K in FP32, because ranks may hold parts of the sum; INT8 sums are exact
+        anyway."""
         layer: Linear = find(self.weights, name)
         if layer.scale is not None:
             return linear(self.recipe, x, layer)
@@ -239,7 +244,7 @@ class Canonical:
         return c.matmul_blocked(x, layer.w)
 
     def rope(self, x: Array) -> Array:
-        """The last columns are turned."""
+        """Rotate the last columns of x by the rows' positions."""
         cos, sin = (self.cos, self.sin) if x.ndim == 2 else (self.cos[:, None], self.sin[:, None])
         still, turned = np.split(x, [x.shape[-1] - 2 * cos.shape[-1]], axis=-1)
         return np.concatenate([still, c.rope(turned, cos, sin)], axis=-1)
@@ -307,9 +312,9 @@ class Canonical:
         return route(self.config, scores(c.matmul(x, gate)), NO_BIAS if bias is None else bias)
 
     def combine(self, outputs: Outputs, topk_weights: Array, shared: Array | None) -> Array:
-        """In top-k slot order. INT8: outputs cross the pod as BF16 (CloudMatrix 4.2.1), and so does the
-        shared expert's, which may live on another die, as a routed one does; or all of them as INT8 with a
-        scale for each token's (xDeepServe 4.7)."""
+        """Combine experts' outputs in top-k slot order. In the INT8 recipe all outputs cross the pod as BF16
+        (CloudMatrix 4.2.1), or as INT8 with a scale per token (xDeepServe 4.7). The shared expert's does,
+        too, because it may live on another die like a routed one."""
         rounded: Callable[[Array], Array] = np.asarray
         if self.is_int8:
             rounded = rounded_to_int8 if self.config.int8_answers else round_bf16
@@ -320,7 +325,7 @@ class Canonical:
 
 
 class Reference:
-    """A whole model in host memory."""
+    """Model in host memory for computing the reference logits."""
 
     def __init__(self, source: TensorSource, recipe: Recipe, num_positions: int | None = None) -> None:
         self.config: ModelConfig = source.config
@@ -330,11 +335,11 @@ class Reference:
         )
 
     def logits(self, token_ids: Sequence[int]) -> Array:
-        """float32 [T, vocab]: row i is the distribution of token i + 1."""
+        """Return the logits, float32 [T, vocab]: row i is the distribution of token i + 1."""
         return linear(self.recipe, self.hidden(token_ids), self.weights.head)
 
     def hidden(self, token_ids: Sequence[int]) -> Array:
-        """The main model's hidden states after the final norm, [T, H]."""
+        """Return the main model's hidden states after the final norm, [T, H]."""
         h = self.weights.embed[np.asarray(token_ids, np.int64)]
         chosen: list[Array] = []
         for layer in self.weights.layers:
@@ -344,9 +349,11 @@ class Reference:
         return c.rms_norm(h, self.weights.norm, self.config.rms_norm_eps)
 
     def mtp_logits(self, token_ids: Sequence[int], depth: int = 1, reuse: bool = False) -> Array:
-        """float32 [T - depth, vocab]: row i is MTP's distribution of token i + depth + 1, seen tokens
-        0 .. i + depth. Depth d is MTP layer d if the checkpoint has so many, else (or with `reuse`) the first
-        one again; it goes on from the normed hidden states of depth d - 1, and the main model's are depth 0.
+        """Return MTP's logits, float32 [T - depth, vocab]: row i is the distribution of token i + depth + 1,
+        seen tokens 0 .. i + depth.
+
+        Depth d is MTP layer d if the checkpoint has that many, else (or with `reuse`) the first one again. It
+        continues from the normed hidden states of depth d - 1; depth 0 is the main model.
         """
         layers, eps = self.weights.mtp, self.config.rms_norm_eps
         assert layers, "this checkpoint has no MTP layer"

@@ -1,4 +1,4 @@
-"""Rotary position embedding: its configuration and its cos/sin tables, plain or YaRN.
+"""Rotary position embedding: configuration and cos/sin tables, plain or YaRN.
 
 Frequencies follow YaRN (arXiv:2309.00071, section 3.2) in the form that Hugging Face transformers uses for
 DeepSeek-V3: dimensions that turn more than `beta_fast` times within the original context keep their
@@ -23,7 +23,8 @@ _TWO_PI = 2 * Decimal("3.141592653589793238462643383279502884197")
 
 
 def inverse_frequencies(rope: RopeConfig, rope_dim: int) -> NDArray[np.float64]:
-    """Radians per position of each rotated pair, float64 [rope_dim / 2], the same bits on every machine."""
+    """Return the radians per position of each rotated pair, float64 [rope_dim / 2], the same bits on every
+    machine."""
     theta = Decimal(rope.theta)
     with localcontext(_EXACT):
         base = np.array([float(theta ** (Decimal(-2 * i) / rope_dim)) for i in range(rope_dim // 2)])
@@ -35,7 +36,8 @@ def inverse_frequencies(rope: RopeConfig, rope_dim: int) -> NDArray[np.float64]:
 
 
 def _ramp_bounds(yarn: YarnConfig, theta: Decimal, rope_dim: int) -> tuple[float, float]:
-    """Pair indices where the ramp begins and ends: those that turn `beta_fast` and `beta_slow` times."""
+    """Return the pair indices at which the ramp begins and ends: those that turn `beta_fast` and `beta_slow`
+    times."""
 
     def pair_that_turns(num_turns: float) -> float:
         with localcontext(_EXACT):
@@ -52,7 +54,7 @@ def _ramp_bounds(yarn: YarnConfig, theta: Decimal, rope_dim: int) -> tuple[float
 def rope_tables(
     rope: RopeConfig, rope_dim: int, num_positions: int
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """cos and sin of position x frequency, each float32 [num_positions, rope_dim / 2].
+    """Return cos and sin of position x frequency, each float32 [num_positions, rope_dim / 2].
 
     YaRN's table scale is already multiplied in. Pair i of an interleaved head is (x[2i], x[2i+1]).
     """
@@ -72,7 +74,8 @@ _TWO_OVER_PI = float.fromhex("0x1.45f306dc9c883p-1")
 
 
 def _series(first_power: int) -> list[float]:
-    """Taylor coefficients 1/p! with alternating sign for p = first_power, first_power + 2, ... up to 20."""
+    """Return Taylor coefficients 1/p! with alternating sign for p = first_power, first_power + 2, ... up to
+    20."""
     coefficients, factorial = [], 1
     for power in range(1, 21):
         factorial *= power

@@ -21,7 +21,7 @@ MASK32 = 0xFFFFFFFF
 
 
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Ten rounds of Philox: 128 random bits as four 32-bit words."""
+    """Run ten rounds of Philox: 128 random bits as four 32-bit words."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -33,7 +33,7 @@ def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tupl
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
-    """A float64 in [0, 1) with 53 random bits, for choice `choice` (of n) at absolute `position`."""
+    """Draw a float64 in [0, 1) with 53 random bits, for choice `choice` (of n) at absolute `position`."""
     words = philox4x32((position & MASK32, choice & MASK32, 0, 0), (seed & MASK32, (seed >> 32) & MASK32))
     return ((words[0] >> 5) * 67108864 + (words[1] >> 6)) / 9007199254740992.0
 
@@ -114,6 +114,7 @@ def edit(
 
 
 def log_probs(logits: Array) -> Array:
-    """log softmax of logits [V] at temperature 1: float32 [V]; the logarithm is taken in float64."""
+    """Return the log softmax of logits [V] at temperature 1, float32 [V]; the logarithm is taken in
+    float64."""
     shifted = logits - logits.max()
     return (shifted.astype(np.float64) - np.log(np.float64(lane_sum(exp(shifted))))).astype(F32)

@@ -26,7 +26,7 @@ _BYTE_SUM_DEVIATION = math.sqrt(4 * (256**2 - 1) / 12)
 
 
 def hash_words(seed: int, name: str, count: int) -> NDArray[np.uint32]:
-    """`count` words that look random: word i is a bijective mix of i with a key from (seed, name)."""
+    """Return `count` random-looking words: word i is a bijective mix of i with a key from (seed, name)."""
     key = np.frombuffer(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], dtype="<u4")
     words = np.arange(count, dtype=np.uint32)
     words += key[0]
@@ -41,7 +41,7 @@ def hash_words(seed: int, name: str, count: int) -> NDArray[np.uint32]:
 def normal_tensor(
     seed: int, name: str, shape: tuple[int, ...], deviation: float, mean: float = 0.0
 ) -> NDArray[np.float32]:
-    """Nearly normal values (within 3.45 deviations), float32 and exactly representable in BF16."""
+    """Return nearly normal values (within 3.45 deviations), float32 and exactly representable in BF16."""
     words = hash_words(seed, name, math.prod(shape))
     total = np.zeros(words.shape, dtype=np.int32)
     for shift in (0, 8, 16, 24):
@@ -52,7 +52,7 @@ def normal_tensor(
 
 
 class SeededCheckpoint(Checkpoint):
-    """A checkpoint whose tensors are computed, not stored, so that only its config and seed need keeping.
+    """Checkpoint of computed tensors: only its config and seed need storing.
 
     Deviations are such that each layer adds a fair share to the residual stream, attention and routing are
     neither flat nor saturated, and logits spread over a few units.
@@ -64,7 +64,7 @@ class SeededCheckpoint(Checkpoint):
         self._rows = stored_tensors(config)
 
     def digest(self) -> str:
-        """A digest of what the tensors are computed from."""
+        """Digest the seed and the config from which all tensors are computed."""
         source = f"{type(self).__qualname__} {self.seed} ".encode() + self.config.to_bytes()
         return hashlib.blake2b(source, digest_size=16).hexdigest()
 
@@ -82,7 +82,7 @@ class SeededCheckpoint(Checkpoint):
         return normal_tensor(self.seed, name, shape, self._gain(name) / math.sqrt(shape[-1]))
 
     def _gain(self, name: str) -> float:
-        """A matrix's output deviation for inputs of deviation 1."""
+        """Return a matrix's output deviation for inputs of deviation 1."""
         if name == "model.embed_tokens.weight":
             # A tied embedding is the head, too: large rows would make every token repeat itself.
             return 1.5 if self.config.tie_word_embeddings else math.sqrt(self.config.hidden_size)

@@ -1,5 +1,5 @@
-"""Tensor parallelism (TP): which part of a prepared array a rank of a TP group holds, by how the table of
-tensors says that it is cut (tensors.py); most are whole.
+"""Tensor parallelism (TP): the part of a prepared array on a rank of a TP group. The table of tensors says
+how arrays are cut (tensors.py); most are whole.
 
     cut        tp                          sp-tp-sp             o-proj
     ---------  --------------------------  -------------------  --------------------------------
@@ -40,25 +40,26 @@ CUT_BY: dict[ShardMode, list[Tensor]] = {
 
 @functools.cache
 def _row(name: str) -> Tensor | None:
-    """The row of an array that can be cut. A scale belongs to an output, so inputs' scales are whole."""
+    """Return the table's row of an array that can be cut. A scale belongs to an output, so inputs' scales are
+    whole."""
     bare = name.removesuffix(".scale")
     row = next((row for row in CUT if bare.endswith(f".{row.name}")), None)
     return None if row is not None and row.cut == "inputs" and bare != name else row
 
 
 class Shard(NamedTuple):
-    """The part of rank `rank` of `size`."""
+    """Part of rank `rank` among `size` ranks, cut by `mode`."""
 
     rank: int = 0
     size: int = 1
     mode: ShardMode = "tp"
 
     def of(self, name: str) -> Shard:
-        """This shard if array `name` is cut, else WHOLE."""
+        """Return the shard itself if array `name` is cut, else WHOLE."""
         return self if self.size > 1 and _row(name) in CUT_BY[self.mode] else WHOLE
 
     def specs(self, specs: Mapping[str, ArraySpec]) -> dict[str, ArraySpec]:
-        """Specs of the arrays that the rank holds."""
+        """Return specs of the arrays on the rank."""
         return {name: self._spec(name, spec) for name, spec in specs.items()}
 
     def _spec(self, name: str, spec: ArraySpec) -> ArraySpec:
@@ -69,7 +70,7 @@ class Shard(NamedTuple):
         return spec._replace(shape=tuple(shape))
 
     def cut(self, name: str, array: Array) -> Array:
-        """The rank's part of a prepared array (model/weights.py), contiguous."""
+        """Cut the rank's part out of a prepared array (model/weights.py), contiguous."""
         row = _row(name)
         if row is None or self.of(name) is WHOLE:
             return array
@@ -80,7 +81,7 @@ class Shard(NamedTuple):
 
 
 def _axis(name: str, shape: tuple[int, ...], dtype: np.dtype) -> int:
-    """The axis that is cut: matrices are float32 [in, out] or int8 [out, in], or one for each head; scales
+    """Return the axis to cut. Matrices are float32 [in, out] or int8 [out, in], or one for each head; scales
     [out]."""
     row = _row(name)
     if row is None or len(shape) != 2:

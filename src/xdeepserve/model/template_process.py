@@ -18,7 +18,8 @@ MAX_CHARS = 16 << 20
 
 
 class TemplateProcess:
-    """Renders one chat after the other. The process starts with the first, and anew after it was killed."""
+    """Renders chats in a child process, in order. The process starts with the first chat, and anew after it
+    was killed."""
 
     def __init__(self, max_seconds: float = MAX_SECONDS, max_chars: int = MAX_CHARS) -> None:
         self._max_seconds, self._max_chars = max_seconds, max_chars
@@ -27,7 +28,7 @@ class TemplateProcess:
         self._answers: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
 
     def render(self, source: str, origin: str, variables: dict[str, Any]) -> str:
-        """The text of a template. Raises RequestError if it refuses, takes too long or wants too much."""
+        """Render a template as text. Raises RequestError if it refuses, takes too long or wants too much."""
         with self._lock:
             self._start()
             found = self._ask(pickle.dumps((source, origin, self._max_chars, variables)), self._max_seconds)
@@ -61,7 +62,7 @@ class TemplateProcess:
         self._ask(pickle.dumps(("", "", 0, {"messages": []})), START_SECONDS)
 
     def _ask(self, request: bytes, seconds: float) -> bytes | None:
-        """The process's answer; None if there is none in time."""
+        """Return the process's answer; None if there is none in time."""
         assert self._process is not None
         assert self._process.stdin is not None
         try:
@@ -81,7 +82,7 @@ class TemplateProcess:
 
 
 def _listen(process: subprocess.Popen[bytes], answers: queue.SimpleQueue[bytes | None]) -> None:
-    """Hand on the answers of one process, and that it has ended."""
+    """Hand on the answers of a process, and the news of its end."""
     assert process.stdout is not None
     try:
         while (frame := read_frame(process.stdout)) is not None:

@@ -1,4 +1,4 @@
-"""A process that renders chat templates for another one, and may be killed at any moment.
+"""Child process for rendering chat templates, which may be killed at any moment.
 
 A template is foreign code. A sandbox keeps it from the machine, but not from looping for ever or from making
 gigabytes of text; only a process of its own can be stopped. `python -m xdeepserve.model.template_worker`
@@ -22,7 +22,7 @@ TEXT, REFUSAL = b"t", b"r"  # first byte of an answer; the rest is UTF-8
 
 
 def read_frame(stream: IO[bytes]) -> bytes | None:
-    """The next frame; None at the end."""
+    """Read the next frame; None at the end."""
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None
@@ -32,13 +32,14 @@ def read_frame(stream: IO[bytes]) -> bytes | None:
 
 
 def write_frame(stream: IO[bytes], frame: bytes) -> None:
-    """A frame: its length, then its bytes."""
+    """Write a frame: first the length, then the bytes."""
     stream.write(LENGTH.pack(len(frame)) + frame)
     stream.flush()
 
 
 def limit_memory() -> None:
-    """Let Python raise MemoryError where a template wants too much. Not every system can."""
+    """Limit the process's memory, so that Python raises MemoryError where a template wants too much. Not
+    every system can."""
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 
@@ -60,7 +61,7 @@ def answer(request: bytes, templates: dict[str, ChatTemplate]) -> bytes:
 
 
 def main() -> None:
-    """Answer until the parent has gone."""
+    """Answer requests until the parent process has gone."""
     limit_memory()
     templates: dict[str, ChatTemplate] = {}
     while (request := read_frame(sys.stdin.buffer)) is not None:

@@ -1,4 +1,4 @@
-"""One safetensors file, memory-mapped: names, dtypes and shapes from its header, tensors on demand."""
+"""A memory-mapped safetensors file: names, dtypes and shapes from its header, tensors on demand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from ..errors import CheckpointError
 
 
 class TensorFile:
-    """Raises CheckpointError if the header is bad or does not agree with the file's length, then or later."""
+    """Open safetensors file. Raises CheckpointError, now or later, if the header is bad or disagrees with the
+    file's length."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -34,14 +35,14 @@ class TensorFile:
         self.names = frozenset(self._handle.keys())
 
     def dtype(self, name: str) -> str:
-        """A tensor's type, by safetensors' name: F32, BF16, I8, F8_E4M3, ..."""
+        """Return a tensor's type, by safetensors' name: F32, BF16, I8, F8_E4M3, ..."""
         return str(self._handle.get_slice(name).get_dtype())
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._handle.get_slice(name).get_shape())
 
     def tensor(self, name: str) -> NDArray[Any]:
-        """A fresh array of the stored dtype."""
+        """Read a tensor into a fresh array of the stored dtype."""
         # Whoever reads a mapped file beyond its end is killed (SIGBUS).
         if (nbytes := os.fstat(self._fd).st_size) < self._nbytes:
             raise CheckpointError(
@@ -59,7 +60,7 @@ class TensorFile:
         return data.reshape(self.shape(name))
 
     def float32(self, name: str) -> NDArray[np.float32]:
-        """A floating-point tensor, C-contiguous."""
+        """Read a floating-point tensor as float32, C-contiguous."""
         array = self.tensor(name)
         if array.dtype == ml_dtypes.bfloat16:
             return from_bf16(array.view(np.uint16))

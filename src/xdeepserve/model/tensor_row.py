@@ -1,4 +1,4 @@
-"""A row of the table of tensors, and what the letters in its shapes stand for. Its columns: tensors.py."""
+"""Row of the table of tensors, and the meaning of letters in its shapes. Its columns: tensors.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Shape: TypeAlias = tuple[int, ...]
 
 @functools.lru_cache(maxsize=16)
 def sizes(c: ModelConfig) -> dict[str, int]:
-    """What the letters in shapes stand for."""
+    """Return the sizes behind the letters in shapes."""
     heads, nope, rope = c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim
     return {
         "vocab": c.vocab_size,
@@ -52,7 +52,7 @@ def sizes(c: ModelConfig) -> dict[str, int]:
 
 
 class Tensor(NamedTuple):
-    """A row; its columns are explained above."""
+    """Row of the table of tensors; tensors.py explains the columns."""
 
     name: str
     modules: tuple[str, ...]
@@ -69,18 +69,19 @@ class Tensor(NamedTuple):
         return self.name.startswith("experts.")
 
     def stored_shape(self, config: ModelConfig) -> Shape:
-        """Shape of each module's tensor in a checkpoint."""
+        """Return the shape of each module's tensor in a checkpoint."""
         return _shape(config, self.stored)
 
     def shape(self, config: ModelConfig) -> Shape:
-        """Shape of the prepared float32 array, of one expert if routed: [..., in, out] if it is a matrix."""
+        """Return the shape of the prepared float32 array, of one expert if routed: [..., in, out] if it is a
+        matrix."""
         if self.kind == "plain":
             return self.stored_shape(config)
         *heads, out, width = _shape(config, self.arranged or self.stored)
         return (*heads, width, out * len(self.modules))
 
     def sources(self, source: str, expert: int | None) -> list[str]:
-        """The full names of its modules in layer `source`."""
+        """List the full names of the row's modules in layer `source`."""
         return [source + module.format(expert) for module in self.modules]
 
 

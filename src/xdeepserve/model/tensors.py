@@ -100,21 +100,22 @@ HEAD = (Tensor("norm", ("model.norm",), "H"), Tensor("head", ("lm_head",), "voca
 
 @functools.lru_cache(maxsize=256)
 def layer_tensors(config: ModelConfig, layer_idx: int) -> tuple[Tensor, ...]:
-    """The rows of a decoder layer that are there."""
+    """List the rows present in a decoder layer."""
     feed = EXPERTS[config.expert_names] if config.is_moe(layer_idx) else DENSE
     rows = (*ATTENTION[config.attention_of(layer_idx)], *feed)
     return tuple(row for row in rows if all(row.stored_shape(config)))
 
 
 class Section(NamedTuple):
-    """Rows, and what goes before their names: of prepared arrays, and of the checkpoint's modules."""
+    """Rows with the prefixes of their names: of prepared arrays, and of the checkpoint's modules."""
 
     prefix: str
     source: str
     rows: tuple[Tensor, ...]
 
     def arrays(self, config: ModelConfig, only: int | None = None) -> Iterator[tuple[Tensor, int | None]]:
-        """Each row, those of routed experts once for each; and its number. Or those of expert `only`."""
+        """Yield each row with None, and rows of routed experts once per expert with its number; or only those
+        of expert `only`."""
         if only is not None:
             yield from ((row, only) for row in self.rows if row.is_routed)
             return
@@ -125,19 +126,19 @@ class Section(NamedTuple):
 
 
 def layer_section(config: ModelConfig, layer_idx: int) -> Section:
-    """A decoder layer; MTP's follow the main ones."""
+    """Return the section of a decoder layer; MTP's follow the main ones."""
     depth = layer_idx - config.num_hidden_layers
     prefix = f"layers.{layer_idx}." if depth < 0 else f"mtp.{depth}.layer."
     return Section(prefix, f"model.layers.{layer_idx}.", layer_tensors(config, layer_idx))
 
 
 def mtp_section(config: ModelConfig, depth: int) -> Section:
-    """What MTP layer `depth` has behind its decoder layer."""
+    """Return the rows of MTP layer `depth` behind its decoder layer."""
     return Section(f"mtp.{depth}.", f"model.layers.{config.num_hidden_layers + depth}.", MTP_LAYER)
 
 
 def sections(config: ModelConfig, num_mtp: int | None = None) -> Iterator[Section]:
-    """A whole model, with its first `num_mtp` MTP layers (default all)."""
+    """Yield all sections of a model, with its first `num_mtp` MTP layers (default all)."""
     num_main, stored = config.num_hidden_layers, config.num_nextn_predict_layers
     yield Section("", "", EMBEDDING)
     yield from (layer_section(config, layer_idx) for layer_idx in range(num_main))
@@ -148,7 +149,8 @@ def sections(config: ModelConfig, num_mtp: int | None = None) -> Iterator[Sectio
 
 
 def stored_tensors(config: ModelConfig) -> dict[str, Tensor]:
-    """Hugging Face name -> (one of) its rows, of every tensor of the model."""
+    """Return the table's row for every tensor of the model, by Hugging Face name; a tensor in several rows
+    gets one of them."""
     return {
         f"{module}.{row.parameter}": row
         for section in sections(config)
@@ -165,7 +167,7 @@ def _no_heads() -> Array:
 
 
 class Linear(NamedTuple):
-    """A linear layer from k to n features; `scale` is None where it is not quantised.
+    """Linear layer from k to n features; `scale` is None where it is not quantised.
 
     On a die `w` is packed and flat; a stack of experts holds one after the other, its scales too.
     """
@@ -192,7 +194,7 @@ class MoE:
 
 @dataclass(frozen=True)
 class Held:
-    """What a die that has experts alone holds of a layer."""
+    """Parts of a layer on a die with only experts."""
 
     experts: MLP | None  # stacked
     shared: MLP | None
@@ -247,7 +249,7 @@ class ModelWeights:
 
 
 def find(weights: Layer | MTP, name: str) -> Any:
-    """What lies here of the row `name`: a Linear, an array, or None."""
+    """Find the weights of the row `name`: a Linear, an array, or None."""
     first, _, rest = name.partition(".")
     owner = weights if hasattr(weights, first) else getattr(weights, "moe", None)
     found = getattr(owner, first, None)

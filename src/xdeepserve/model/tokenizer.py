@@ -1,8 +1,8 @@
-"""Text to token ids and back, from a checkpoint's own `tokenizer.json` and chat template.
+"""Text to token ids and back, by a checkpoint's own `tokenizer.json` and chat template.
 
-Who adds the begin-of-text token: the chat template, which spells it out; never the tokenizer. So a chat has
-it exactly once, and a plain prompt is encoded as it stands. (DeepSeek's `tokenizer.json` adds none either,
-whatever `add_bos_token` in its `tokenizer_config.json` says.)
+The begin-of-text token comes from the chat template, which spells it out; the tokenizer never adds it. So a
+chat has it exactly once, and a plain prompt is encoded as it stands. (DeepSeek's `tokenizer.json` adds none
+either, whatever `add_bos_token` in its `tokenizer_config.json` says.)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer; see `load_tokenizer`."""
+    """Tokenizer of a checkpoint; see `load_tokenizer`."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens the tokenizer knows; a model's own vocab_size may be padded beyond."""
+        """Number of tokens known to the tokenizer; a model's own vocab_size may be padded beyond."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     @property
@@ -60,10 +60,10 @@ class Tokenizer:
         return self._special_id("eos_token")
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Token ids; special tokens that the text spells out become their ids.
+        """Convert text to token ids; special tokens spelt out in the text become their ids.
 
-        `add_special_tokens` also applies the template in `tokenizer.json`, as /tokenize may ask for.
-        Raises RequestError for what is no Unicode, and where a regular expression of the file gives up.
+        `add_special_tokens` also applies the template in `tokenizer.json`, as /tokenize may ask for. Raises
+        RequestError for invalid Unicode, and where a regular expression of the file gives up.
         """
         try:
             if len(text) <= MANY and not self.has_regexes:
@@ -85,22 +85,23 @@ class Tokenizer:
         return any(_has_regex(part) for part in parts if part is not None)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text; bytes that are not UTF-8 become U+FFFD, ids that the tokenizer does not know nothing."""
+        """Convert token ids to text; bytes that are not UTF-8 become U+FFFD, unknown ids nothing."""
         ids = list(token_ids)
         if len(ids) <= MANY:
             return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
 
     def token_text(self, token_id: int) -> str:
-        """What one token decodes to by itself, special or not."""
+        """Decode a single token by itself, special or not."""
         return self.decode([token_id], skip_special_tokens=False)
 
     def id_to_token(self, token_id: int) -> str | None:
-        """The vocabulary's own spelling of a token, e.g. byte-level "Ġthe"; None where there is none."""
+        """Return the vocabulary's own spelling of a token, e.g. byte-level "Ġthe"; None if there is none."""
         return self._backend.id_to_token(token_id)
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of a token in the vocabulary's own spelling; special ones are spelt as they look."""
+        """Return the id of a token in the vocabulary's own spelling; special tokens are spelt as they
+        look."""
         return self._backend.token_to_id(token)
 
     def is_decodable(self, token_id: int) -> bool:
@@ -108,12 +109,12 @@ class Tokenizer:
         return self._backend.id_to_token(token_id) is not None
 
     def to_json(self) -> str:
-        """What its `tokenizer.json` says."""
+        """Return the contents of the tokenizer's `tokenizer.json`."""
         return self._backend.to_str()
 
     @property
     def template_source(self) -> str:
-        """The text of all chat templates."""
+        """Text of all chat templates, joined."""
         return "\n".join(template.source for template in self._templates.values())
 
     @property
@@ -130,7 +131,7 @@ class Tokenizer:
         is_isolated: bool = False,
         **variables: Any,
     ) -> str:
-        """The text of a chat, from the template "default" or, with tools, "tool_use" if there is one.
+        """Render a chat as text, by the template "default" or, with tools, "tool_use" if there is one.
 
         With `continue_final_message` it ends where the last message's content does. With `is_isolated` the
         template runs in a process of its own, within limits of time, memory and length.
@@ -168,7 +169,8 @@ class Tokenizer:
         max_tokens: int | None = None,
         **variables: Any,
     ) -> list[int]:
-        """`render_chat`, encoded. A text that surely has more tokens than `max_tokens` is refused before."""
+        """Render a chat and encode the text. A text that surely has more tokens than `max_tokens` is refused
+        before."""
         text = self.render_chat(
             messages, add_generation_prompt, tools, continue_final_message, is_isolated, **variables
         )
@@ -177,12 +179,12 @@ class Tokenizer:
         return self.encode(text)
 
     def fewest_tokens(self, num_chars: int) -> int:
-        """At least so many tokens does a text of so many characters have."""
+        """Return a lower bound for the number of tokens in a text of `num_chars` characters."""
         return -(-num_chars // self._longest_token) if self._longest_token else 0
 
     @cached_property
     def _longest_token(self) -> int:
-        """Characters of the longest token; 0 if one may stand for any number of them."""
+        """Number of characters in the longest token; 0 if a token may stand for any number of them."""
         backend = self._backend
         added = backend.get_added_tokens_decoder().values()
         swallows = any(token.lstrip or token.rstrip for token in added)
@@ -195,7 +197,7 @@ class Tokenizer:
         return max(map(len, backend.get_vocab(with_added_tokens=True)), default=0)
 
     def close(self) -> None:
-        """End the process that isolated templates run in. Harmless when repeated."""
+        """End the process for isolated templates. Harmless when repeated."""
         self._process.close()
 
     def _special_id(self, name: str) -> int | None:
@@ -204,7 +206,8 @@ class Tokenizer:
 
 
 def check_length(num_tokens: int, limit: int, param: str) -> None:
-    """Raises RequestError for a prompt of at least `num_tokens`, where there is room for `limit`."""
+    """Check a prompt's length. Raises RequestError if it has at least `num_tokens` and there is room only for
+    `limit`."""
     if num_tokens > limit:
         raise RequestError(
             f"the model's context holds {limit} tokens, and the prompt has at least {num_tokens}",
@@ -218,7 +221,8 @@ def _has_regex(part: Normalizer | PreTokenizer | Decoder) -> bool:
 
 
 def _up_to_content(text: str, message: Mapping[str, Any]) -> str:
-    """A chat's text without what closes its last message. Templates may strip its content."""
+    """Cut the closing part behind the last message's content off a chat's text. Templates may strip the
+    content."""
     content = message.get("content")
     body = content.strip() if isinstance(content, str) else ""
     start = text.rfind(body) if body else -1
@@ -232,7 +236,8 @@ def _up_to_content(text: str, message: Mapping[str, Any]) -> str:
 
 
 def load_tokenizer(directory: Path) -> Tokenizer | None:
-    """The tokenizer of a checkpoint directory; None if it has none, and then only token ids can be served.
+    """Load the tokenizer of a checkpoint directory; None if it has none, and then only token ids can be
+    served.
 
     Reads `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`. Raises CheckpointError.
     """
@@ -262,7 +267,7 @@ def load_tokenizer(directory: Path) -> Tokenizer | None:
 
 
 def require_tokenizer(tokenizer: Tokenizer | None, model: str, param: str = "prompt") -> Tokenizer:
-    """The tokenizer, or a RequestError that tells how to do without."""
+    """Return the tokenizer. Raises RequestError, which tells how to do without, if there is none."""
     if tokenizer is None:
         raise RequestError(
             f"model {model} has no tokenizer.json, so it takes token ids, not text",
@@ -282,10 +287,11 @@ _WINDOW = 32
 
 
 class IncrementalDetokenizer:
-    """`push` each token, send what it returns, and end with `flush`: together they equal the full decode.
+    """Converts tokens to text incrementally: `push` each token, and end with `flush`; all pieces together
+    equal the full decode.
 
-    No character is sent in part: bytes that may become a character with the next token wait. Bytes that
-    cannot are sent as U+FFFD, as the full decode has them.
+    No character is sent in part: bytes that may become a character with the next token wait. Other bytes are
+    sent as U+FFFD, as the full decode has them.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
@@ -295,7 +301,7 @@ class IncrementalDetokenizer:
         self._num_sent = 0  # characters of the window's text
 
     def push(self, token_id: int) -> str:
-        """The text that became certain with this token; often empty."""
+        """Take a token and return the text that became certain with it; often empty."""
         if self._is_silent(token_id):
             return ""
         self._window.append(token_id)
@@ -308,11 +314,11 @@ class IncrementalDetokenizer:
 
     @property
     def num_kept(self) -> int:
-        """Tokens that are decoded again with the next one."""
+        """Number of tokens to be decoded again with the next one."""
         return len(self._window)
 
     def flush(self) -> str:
-        """The rest, certain or not. The next push starts a new text."""
+        """Return the rest of the text, certain or not. The next push starts a new text."""
         rest = self._tokenizer.decode(self._window, self._skip_special_tokens)[self._num_sent :]
         self._window, self._num_sent = [], 0
         return rest

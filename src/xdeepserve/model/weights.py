@@ -1,4 +1,4 @@
-"""Weights in the form the arithmetic wants, made from a Hugging Face checkpoint one tensor at a time.
+"""Weights in the form needed by the arithmetic, made from a Hugging Face checkpoint tensor by tensor.
 
 A checkpoint stores every linear layer as [out, in]. A recipe decides what lies in a die's memory:
 
@@ -56,7 +56,7 @@ F32 = np.dtype(np.float32)
 
 
 class TensorSource(Protocol):
-    """Where tensors come from: a checkpoint directory or a preset."""
+    """Source of tensors: a checkpoint directory or a preset."""
 
     @property
     def config(self) -> ModelConfig: ...
@@ -74,7 +74,7 @@ def _is_kept_float(c: ModelConfig, row: Tensor, source: str) -> bool:
 def _row_specs(
     c: ModelConfig, section: Section, row: Tensor, is_int8: bool, experts: int
 ) -> dict[str, ArraySpec]:
-    """The prepared arrays of a row: one, or integers and their scales."""
+    """Return the prepared arrays of a row: one, or integers and their scales."""
     name, shape = section.prefix + row.name, row.shape(c)
     stack = (experts,) if row.is_routed else ()
     if row.kind == "int8":
@@ -94,8 +94,8 @@ def weight_specs(
     num_experts: int | None = None,
     num_mtp: int | None = None,
 ) -> dict[str, ArraySpec]:
-    """Every prepared array of a model, or of one with `num_experts` routed experts per layer and its first
-    `num_mtp` MTP layers (default all). All callers share the answer: it is not to be changed."""
+    """Return every prepared array of a model with `num_experts` routed experts per layer and its first
+    `num_mtp` MTP layers (default: all). Callers share the result, so they must not change it."""
     experts = config.n_routed_experts if num_experts is None else num_experts
     rotary = ArraySpec((num_positions, config.qk_rope_head_dim // 2), F32)
     specs = {"cos": rotary, "sin": rotary}
@@ -110,7 +110,8 @@ Prepared = tuple[str, int | None, Array]  # name, routed expert (None: not an ex
 
 
 def _finite(array: Array, name: str) -> Array:
-    """NaN or infinity would spread to every logit."""
+    """Check a tensor for NaN and infinity, which would spread to every logit. Raises CheckpointError if it
+    has any."""
     if not np.isfinite(array).all():
         raise CheckpointError(f"tensor {name} has values that are not finite")
     return array
@@ -125,7 +126,7 @@ class _Preparer:
     def section(
         self, section: Section, only: int | None = None, names: Collection[str] | None = None
     ) -> Iterator[Prepared]:
-        """All arrays of a section, those of routed expert `only`, or those of some `names`."""
+        """Yield all arrays of a section, those of routed expert `only`, or those of some `names`."""
         for row, expert in section.arrays(self.c, only):
             name = section.prefix + row.name
             if names is not None and name not in names and f"{name}.scale" not in names:
@@ -134,7 +135,7 @@ class _Preparer:
                 yield name + suffix, expert, array
 
     def row(self, row: Tensor, source: str, expert: int | None) -> Iterator[tuple[str, Array]]:
-        """What a row becomes: "" or ".scale", and the array."""
+        """Yield the arrays made from a row, each with its suffix: "" or ".scale"."""
         c, modules = self.c, row.sources(source, expert)
         if row.kind == "plain":
             yield "", row.arrange(c, self.tensor(f"{modules[0]}.{row.parameter}"))
@@ -160,7 +161,7 @@ class _Preparer:
         return pair and (pair[0], _finite(pair[1], f"{module}.weight_scale"))
 
     def stacked(self, modules: Sequence[str]) -> Array:
-        """Their weights [out, in], one below the other."""
+        """Stack the modules' weights [out, in], one below the other."""
         weights = [self.tensor(f"{module}.weight") for module in modules]
         return weights[0] if len(weights) == 1 else np.concatenate(weights)
 
@@ -177,8 +178,8 @@ def iter_weights(
     num_mtp: int | None = None,
     names: Collection[str] | None = None,
 ) -> Iterator[Prepared]:
-    """Yield every prepared array once: (name, routed expert or None, array); one tensor at a time. With
-    `names` those that are called so, and perhaps what comes with them."""
+    """Yield every prepared array once: (name, routed expert or None, array); one tensor at a time. `names`
+    restricts this to some arrays, and perhaps others made with them."""
     cos, sin = rope_tables(source.config.rope, source.config.qk_rope_head_dim, num_positions)
     yield from (("cos", None, cos), ("sin", None, sin))
     preparer = _Preparer(source, recipe)
@@ -190,12 +191,13 @@ Part: TypeAlias = Literal["all", "attention", "routed", "shared"]
 
 
 def is_routed(name: str) -> bool:
-    """An array with one matrix for each routed expert of a die."""
+    """Whether an array has a matrix for each routed expert of a die."""
     return ".experts." in name
 
 
 def select(specs: Mapping[str, ArraySpec], *parts: Part) -> dict[str, ArraySpec]:
-    """The arrays that a die holds: all, or some of all but experts, routed experts, and the shared one."""
+    """Select the arrays on a die: all, or some of the parts "attention" (all but experts), "routed" and
+    "shared"."""
 
     def owner(name: str) -> Part:
         return "routed" if ".experts." in name else "shared" if ".shared." in name else "attention"
@@ -206,7 +208,7 @@ def select(specs: Mapping[str, ArraySpec], *parts: Part) -> dict[str, ArraySpec]
 def _linear(
     specs: Mapping[str, ArraySpec], arrays: Mapping[str, Array], name: str, is_packed: bool
 ) -> Linear:
-    """A linear layer, or a stack of them."""
+    """Make a linear layer, or a stack of them, from its arrays."""
     w, scale = arrays[name], arrays.get(f"{name}.scale")
     if is_packed:
         w, scale = w.reshape(-1), None if scale is None else scale.reshape(-1)
@@ -215,7 +217,7 @@ def _linear(
 
 
 def assemble_experts(specs: Mapping[str, ArraySpec], arrays: Mapping[str, Array]) -> list[Held]:
-    """What a die that has experts alone holds, by MoE layer, MTP's last. Packed arrays become flat."""
+    """Assemble the layers of a die with only experts, by MoE layer, MTP's last. Packed arrays become flat."""
 
     def mlp(stem: str) -> MLP | None:
         if f"{stem}.w13" not in specs:
@@ -229,10 +231,10 @@ def assemble_experts(specs: Mapping[str, ArraySpec], arrays: Mapping[str, Array]
 def assemble(
     config: ModelConfig, specs: Mapping[str, ArraySpec], arrays: Mapping[str, Array], is_packed: bool
 ) -> ModelWeights:
-    """Give the arrays of `weight_specs` their structure; nothing is copied. Packed arrays become flat."""
+    """Give the arrays of `weight_specs` their structure, without copying. Packed arrays become flat."""
 
     def fields(section: Section) -> dict[str, Any]:
-        """What is here of a section's rows, by their names."""
+        """Return the arrays of a section's rows that are here, by row name."""
         found: dict[str, Any] = {}
         for row in section.rows:
             name = section.prefix + row.name
@@ -272,7 +274,7 @@ def assemble(
 
 
 class Store(NamedTuple):
-    """Arrays by name, to be filled: which routed experts they hold, and which part of what TP cuts."""
+    """Arrays by name, to be filled, with the routed experts they hold and the shard of arrays cut by TP."""
 
     arrays: Mapping[str, Array]
     experts: Sequence[int]
@@ -322,7 +324,7 @@ def fill(
 
 
 def load_weights(source: TensorSource, recipe: Recipe, num_positions: int) -> ModelWeights:
-    """The whole model in host memory, for the reference."""
+    """Load the whole model into host memory, for the reference."""
     specs = weight_specs(source.config, recipe, num_positions)
     arrays = {name: np.empty(spec.shape, spec.dtype) for name, spec in specs.items()}
     store = Store(arrays, range(source.config.n_routed_experts))

@@ -25,7 +25,7 @@ SHOWN = 8
 
 
 def add_options(parser: Parser) -> None:
-    """Model, demand, bound, hardware, and the file that is written."""
+    """Add the options: model, demand, bound, hardware, and the output file."""
     option = parser.add_argument
     option(
         "--model",
@@ -68,7 +68,7 @@ def add_options(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the best plans. Raises InputError for what cannot be planned."""
+    """Print the best plans. Raises InputError for a request that cannot be planned."""
     bound = _bound(args)
     for name in ("prompt", "output"):
         value = getattr(args, name)
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _bound(args: argparse.Namespace) -> LatencyBound:
-    """The one latency bound. Raises InputError for none, for both, and for one that nothing can keep."""
+    """Read the latency bound. Raises InputError for none, for two, and for a bound that no plan can keep."""
     from xdeepserve.planner.performance import GAP_NS, LatencyBound
 
     gap_ms, slo, tpot = GAP_NS / 1e6, args.slo_ms, args.tpot_ms
@@ -114,7 +114,7 @@ def _bound(args: argparse.Namespace) -> LatencyBound:
 
 
 def _demand(args: argparse.Namespace) -> Demand:
-    """What requests bring: as it is said, or the means of a trace, whose longest request has to fit."""
+    """Read the demand of requests: options, or the means of a trace, whose longest request has to fit."""
     from xdeepserve.planner.pod_profile import Demand
     from xdeepserve.platform.command import requests_of
 
@@ -133,7 +133,7 @@ def _demand(args: argparse.Namespace) -> Demand:
 
 
 def _check_length(args: argparse.Namespace, demand: Demand, limit: int) -> None:
-    """Refuse requests of more positions than a model has."""
+    """Raise InputError for requests of more positions than the model has."""
     if demand.max_len <= limit:
         return
     if args.trace is not None:
@@ -149,7 +149,7 @@ def _check_length(args: argparse.Namespace, demand: Demand, limit: int) -> None:
 
 
 def _devices(args: argparse.Namespace, bound: LatencyBound, names: list[str]) -> int:
-    """Pairs of devices in BF16, which are compared and not run."""
+    """Compare pairs of devices in BF16, which are not run."""
     from xdeepserve.hw.accelerators import accelerator
     from xdeepserve.model.presets import resolve_model
     from xdeepserve.planner import explain
@@ -178,7 +178,7 @@ def _devices(args: argparse.Namespace, bound: LatencyBound, names: list[str]) ->
 
 
 def _untimed(names: Sequence[str], how: str = "") -> str:
-    """Why devices are refused."""
+    """Explain why devices without measured times are refused."""
     return (
         f"nothing was timed {how}on {', '.join(names)}: how much of their peaks they reach is assumed; "
         "--extrapolate plans all the same"
@@ -186,7 +186,7 @@ def _untimed(names: Sequence[str], how: str = "") -> str:
 
 
 def _asked(args: argparse.Namespace, bound: LatencyBound, names: list[str]) -> PodSpace:
-    """Dies, bound and devices of a search over deployments."""
+    """Read the space of a search over deployments: dies, bound, kinds and devices."""
     from xdeepserve.hw.accelerators import accelerator
     from xdeepserve.planner.pod_search import KINDS, PodSpace
 
@@ -220,7 +220,7 @@ def _asked(args: argparse.Namespace, bound: LatencyBound, names: list[str]) -> P
 
 
 def _pod(args: argparse.Namespace, bound: LatencyBound, names: list[str]) -> int:
-    """Deployments that run here, of CloudMatrix384 dies or of others."""
+    """Plan deployments to run here, of CloudMatrix384 dies or of other devices."""
     from xdeepserve.model.presets import resolve_model
     from xdeepserve.planner import explain
     from xdeepserve.planner.pod_profile import PodProfile

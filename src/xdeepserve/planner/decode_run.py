@@ -1,4 +1,4 @@
-"""One simulated decode iteration of a timing-only pod whose requests are all in the middle of decoding."""
+"""A simulated decode iteration of a timing-only pod; all requests are in the middle of decoding."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PARAMS = SamplingParams(max_tokens=None)  # of all requests
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """No garbage collection: a pod is millions of objects that live as long as it does, not worth a look."""
+    """Disable garbage collection: a pod is millions of objects that live as long as the pod itself."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -42,7 +42,7 @@ def uncollected() -> Iterator[None]:
 
 
 class DummyTokens(list[int]):
-    """A list of `length` equal tokens that takes no memory, since tens of thousands of them are needed."""
+    """A list of `length` equal tokens that takes no memory, because a run needs tens of thousands."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class DummyTokens(list[int]):
 
 
 class DecodeRun(msgspec.Struct, frozen=True):
-    """What one iteration took, on average over the dies with DP groups.
+    """Times of a decode iteration, on average over the dies with DP groups.
 
     iteration_ns   from the plans' launch to the last die's report
     spent_ns       by stage and exchange, waiting included
@@ -81,13 +81,16 @@ class DecodeRun(msgspec.Struct, frozen=True):
     drafts_ns: float = 0.0
 
     def share(self, *names: str) -> float:
-        """Time in the stages of these names, in percent of the iteration."""
+        """Return the time in the stages of these names, in percent of the iteration."""
         return 100 * sum(self.spent_ns.get(name, 0.0) for name in names) / self.iteration_ns
 
 
 class StepShare(NamedTuple):
-    """What a sequence has of a step: `rows` of its prompt after `before` positions that the cache has; or
-    with `rows` 0 the token after these, with the drafts of a deployment that has some."""
+    """A sequence's share of a step.
+
+    With `rows` > 0: as many rows of its prompt, after `before` cached positions. With `rows` 0: the token
+    after `before` positions, with the deployment's drafts.
+    """
 
     before: int
     rows: int = 0
@@ -102,10 +105,10 @@ def decode_iteration(
     trace: Path | bool = False,
     spec: Spec | None = None,
 ) -> DecodeRun:
-    """Fill each DP group that decodes with `requests` sequences of `context` positions, and run a step of
-    them all. Where time is spent is told of the first TE that decodes.
+    """Run a decode iteration: each DP group that decodes has `requests` sequences of `context` positions.
+    Times by stage are of the first TE that decodes.
 
-    `trace`: whether there is a timeline, or a file to write it to; `spec` is of other dies than a
+    `trace`: whether to record a timeline, or a file to write it to; `spec` describes dies other than a
     CloudMatrix384's.
     """
     shares = [StepShare(context)] * requests
@@ -120,7 +123,7 @@ def one_step(
     trace: Path | bool = False,
     spec: Spec | None = None,
 ) -> DecodeRun:
-    """A step of all TEs that decode, in which each of their DP groups has the shares of its number."""
+    """Run a step of all TEs that decode; each of their DP groups has the shares of its number."""
     engine = Engine(PodPlan(checkpoint, deployment, timing=timing, trace=bool(trace), spec=spec))
     engine.load()
     clock = engine.plan.pod.clock
@@ -168,7 +171,7 @@ def one_step(
 
 
 def _result(plan: PodPlan, iteration_ns: int, num_requests: int, num_tokens: int) -> DecodeRun:
-    """What the timelines of the first TE that decodes have added up."""
+    """Sum the timelines of the first TE that decodes."""
     net = next(te.net for te in plan.tes if te.sizes.place.role != "prefill")
     assert isinstance(net, ClockNet)
     spent: Counter[str] = Counter()
@@ -194,8 +197,8 @@ def _result(plan: PodPlan, iteration_ns: int, num_requests: int, num_tokens: int
 
 
 def _resume(group: DPGroup, index: int, share: StepShare, finish: Any) -> None:
-    """A sequence whose first positions are in the cache: with a token to verify a draft after, or with the
-    rest of its prompt to compute."""
+    """Add a sequence to a DP group, with its first `before` positions cached. Its next step verifies a draft
+    after a token, or computes the rest of its prompt."""
     before, num_tokens = share.before, share.before + (share.rows or 1)
     seq = Sequence(
         seq_id=group.rank << 20 | index,

@@ -1,4 +1,5 @@
-"""Algorithm 1 over lists of devices: which kind for attention, which for experts (MegaScale-Infer 4.3)."""
+"""Algorithm 1 over lists of devices: the kind for attention and the kind for experts (MegaScale-Infer
+4.3)."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from xdeepserve.planner.search import Plan, Space, choices, evaluate, search
 
 
 class Pairing(NamedTuple):
-    """The best plan of one kind of attention nodes and one of expert nodes."""
+    """The best plan for a kind of attention nodes and a kind of expert nodes."""
 
     attention: Accelerator
     experts: Accelerator
@@ -32,7 +33,7 @@ def space_of(
     slo_ns: float,
     extrapolates: bool = False,
 ) -> Space:
-    """What Algorithm 1 may choose for a pair of devices."""
+    """Make the search space of Algorithm 1 for a pair of devices."""
     return Space(
         attention=attention_sides(shape, attention, context),
         experts=expert_sides(shape, experts),
@@ -49,8 +50,8 @@ def space_of(
 def paired(
     shape: MoEShape, attention: Accelerator, experts: Accelerator, context: float, slo_ns: float
 ) -> tuple[Plan | None, float]:
-    """The best plan of one pair, None if no plan keeps the bound; and its shortest iteration in ns, infinite
-    if the model does not fit."""
+    """Find the best plan of a pair of devices (None if none keeps the bound), and its shortest iteration [ns]
+    (infinite if the model does not fit)."""
     space = space_of(shape, attention, experts, context, slo_ns)
     best = search(space)
     times = (evaluate(space, a, e, 1, m, 1).total_ns for a, e, m in choices(space))
@@ -60,7 +61,8 @@ def paired(
 def pairings(
     shape: MoEShape, devices: Sequence[Accelerator], context: float, bound: LatencyBound
 ) -> list[Pairing]:
-    """The best plan of each pair, the best first. InputError if there is none, with what would work."""
+    """Find the best plan of each pair, the best first. Raises InputError, with what would work, if there is
+    none."""
     found, least = [], math.inf
     for attention in devices:
         for experts in devices:
@@ -82,13 +84,13 @@ def pairings(
 
 
 def cheaper(device: Accelerator, factor: float) -> Accelerator:
-    """A device at another price: for sensitivity."""
+    """Return a device at another price, for sensitivity."""
     price = msgspec.structs.replace(device.price, value=device.price.value * factor)
     return msgspec.structs.replace(device, price=price)
 
 
 def slower(device: Accelerator, factor: float) -> Accelerator:
-    """A device with another share of its server's cards: for sensitivity."""
+    """Return a device with another share of its server's cards, for sensitivity."""
     network = msgspec.structs.replace(device.network, value=device.network.value * factor)
     spec = msgspec.structs.replace(device.spec, roce_bandwidth=network)
     return msgspec.structs.replace(device, spec=spec)

@@ -1,4 +1,4 @@
-"""Plans for people: tables, why each bound holds, and what changes if an assumption does."""
+"""Plans for people: tables, the reasons of each bound, and the effect of changed assumptions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ PER_COST = "tok/s/cost: for a price of 1"
 
 
 def lines_of(attention: Curve, experts: Curve) -> list[str]:
-    """k1 to k4 of a layer, by rows of attention and by token copies of experts, and how well lines fit."""
+    """Format k1 to k4 of a layer, by attention rows and by experts' token copies, and the fit of the
+    lines."""
     (k1, k2), (k3, k4) = attention.line(), experts.line()
     return [
         f"fitted: T_a = {k1 / 1e3:.3g} us b_a + {k2 / 1e3:.0f} us (within {100 * attention.misfit():.0f} %), "
@@ -46,7 +47,7 @@ def lines_of(attention: Curve, experts: Curve) -> list[str]:
 
 
 def conditions(times: Times, m: int, layers: int) -> list[str]:
-    """Conditions 1 to 4 with their numbers."""
+    """Format conditions 1 to 4 with their numbers."""
     low, high = times.bounds(m, layers)
     is_hidden = times.hides_communication(m)
     slower = "attention sets" if times.f == times.a else "the experts set"
@@ -69,7 +70,8 @@ def conditions(times: Times, m: int, layers: int) -> list[str]:
 
 
 def shown(plans: Sequence[LayoutPlan], count: int) -> list[LayoutPlan]:
-    """The best of each kind and pair of devices, and then of all, in their order."""
+    """Choose plans to show: the best of each kind and pair of devices, then the best of all, in their
+    order."""
     firsts: dict[tuple[object, ...], int] = {}
     for i, plan in enumerate(plans):
         firsts.setdefault((plan.layout.kind, plan.layout.devices), i)
@@ -78,7 +80,7 @@ def shown(plans: Sequence[LayoutPlan], count: int) -> list[LayoutPlan]:
 
 
 def pod_table(plans: Sequence[LayoutPlan], counts_price: bool = False) -> list[str]:
-    """A line for each plan, the last figure for a chip of two dies, or for a price of 1."""
+    """Format a line for each plan; the last figure is per chip of two dies, or for a price of 1."""
     per = "tok/s/cost" if counts_price else "tok/s/chip"
     width = max(len(plan.layout.title()) for plan in plans)
     lines = [
@@ -110,12 +112,12 @@ def pod_table(plans: Sequence[LayoutPlan], counts_price: bool = False) -> list[s
 
 
 def stops(bounds: Iterable[Bound]) -> list[str]:
-    """Explain the words of the column that says what stops a larger batch."""
+    """Explain the words in the column of the next bound."""
     return [f"bound {bound}: {BOUNDS[bound]}" for bound in dict.fromkeys(bounds)]
 
 
 def prices(devices: Iterable[Accelerator]) -> list[str]:
-    """State the unit of cost and each device's price, and which prices nobody has published."""
+    """Format the unit of cost and each device's price, and which prices are assumed."""
     some = list(devices)
     names = [device.name for device in some if device.price.source.startswith("assumed")]
     lines = [f"cost: {COST_UNIT}: {', '.join(f'{each.name} {each.price.value:g}' for each in some)}"]
@@ -125,7 +127,7 @@ def prices(devices: Iterable[Accelerator]) -> list[str]:
 
 
 def pod_totals(profile: PodProfile, plan: LayoutPlan, counts_price: bool) -> list[str]:
-    """What a plan is in all: devices, tokens per second and GiB of each, and the prefill that it needs."""
+    """Format a plan's totals: devices, tokens per second and GiB of each, and the prefill that it needs."""
     layout, roles = plan.layout, roles_of(profile, plan.layout)
     kv = plan.requests * layout.microbatches * profile.kv_nbytes()
     held = [f"{each.dies} {each.device} for {each.role}" for each in roles]
@@ -146,17 +148,17 @@ def pod_totals(profile: PodProfile, plan: LayoutPlan, counts_price: bool) -> lis
 
 
 def wrapped(*lines: str) -> list[str]:
-    """Lines for a terminal, the long ones in several."""
+    """Wrap long lines for a terminal."""
     return [part for line in lines for part in textwrap.wrap(line, WIDTH, subsequent_indent="  ")]
 
 
 def gib(nbytes: float) -> str:
-    """Bytes in GiB, with a digit after the point."""
+    """Write bytes in GiB, with a digit after the point."""
     return f"{nbytes / 2**30:.1f}"
 
 
 def about(number: float) -> str:
-    """A rate with three digits or more, such as 584,523 or 5.84."""
+    """Write a rate with three digits or more, such as 584,523 or 5.84."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
@@ -165,7 +167,8 @@ def _devices(count: int) -> str:
 
 
 def prefill_need(tokens_per_s: float, demand: Demand) -> tuple[float, str]:
-    """Prompt tokens per second that come with so many generated ones, and how that is counted."""
+    """Compute the prompt tokens per second that accompany `tokens_per_s` generated ones, and describe the
+    calculation."""
     requests = tokens_per_s / demand.output
     need = requests * demand.prompt
     each = f"{demand.prompt} prompt tokens"
@@ -173,7 +176,7 @@ def prefill_need(tokens_per_s: float, demand: Demand) -> tuple[float, str]:
 
 
 def _pod_prefill(profile: PodProfile, plan: LayoutPlan) -> str:
-    """Whether the plan counts decode alone, and the prefill that its requests need."""
+    """Explain whether the plan counts decode alone, and how much prefill its requests need."""
     layout = plan.layout
     need, said = prefill_need(plan.throughput, profile.demand)
     if layout.prefill[0]:
@@ -196,7 +199,7 @@ def _pod_prefill(profile: PodProfile, plan: LayoutPlan) -> str:
 
 
 def pod_reasons(profile: PodProfile, plan: LayoutPlan, slo_ns: float) -> list[str]:
-    """Why the bounds hold, for one plan."""
+    """Format why the bounds hold for a plan."""
     layout = plan.layout
     room = max_requests(profile, layout)
     lines = [] if plan.times is None else conditions(plan.times, layout.microbatches, profile.num_moe)
@@ -216,7 +219,7 @@ def pod_reasons(profile: PodProfile, plan: LayoutPlan, slo_ns: float) -> list[st
 
 
 def pod_sensitivity(profile: PodProfile, plan: LayoutPlan, slo_ns: float, extrapolates: bool) -> list[str]:
-    """A layout under other assumptions."""
+    """Format the same layout's results under other assumptions."""
     demand = profile.demand
     longer = PodProfile(profile.checkpoint, Demand(2 * demand.prompt, demand.output, demand.longest))
     cases = {
@@ -238,7 +241,7 @@ def pod_sensitivity(profile: PodProfile, plan: LayoutPlan, slo_ns: float, extrap
 
 
 def toml(settings: Mapping[str, Any], comments: Sequence[str]) -> str:
-    """A file that `--deployment` takes, under comments."""
+    """Write settings as a TOML file for `--deployment`, under comments."""
     tables = {key: value for key, value in settings.items() if isinstance(value, dict | list)}
     lines = [f"# {comment}" for comment in comments]
     lines += [f"{key} = {_value(value)}" for key, value in settings.items() if key not in tables]
@@ -250,7 +253,7 @@ def toml(settings: Mapping[str, Any], comments: Sequence[str]) -> str:
 
 
 def _value(value: object) -> str:
-    """A setting: TOML writes texts and truth values as JSON does."""
+    """Write a setting's value. TOML writes texts and truth values as JSON does."""
     return msgspec.json.encode(value).decode()
 
 
@@ -262,7 +265,7 @@ def _change(ratio: float) -> str:
 
 
 def device_table(found: Sequence[Pairing]) -> list[str]:
-    """A line for each pair of devices."""
+    """Format a line for each pair of devices."""
     lines = [
         f"{'attention':14} {'experts':12} {'m':>2} {'b_a':>5} {'b_e':>6} {'T_iter':>9} {'tok/s':>9} "
         f"{'tok/s/cost':>11}  next bound"
@@ -286,7 +289,7 @@ def device_table(found: Sequence[Pairing]) -> list[str]:
 
 
 def device_totals(shape: MoEShape, best: Pairing, demand: Demand) -> list[str]:
-    """What a pair is in all: devices, tokens per second and GiB of each, and the prefill that it needs."""
+    """Format a pair's totals: devices, tokens per second and GiB of each, and the prefill that it needs."""
     a, e, plan = best
     counts = plan.n_a * plan.attention.tp, shape.experts * plan.experts.tp
     kv = plan.m * plan.b_a * demand.context * shape.kv_nbytes() * shape.layers
@@ -303,7 +306,7 @@ def device_totals(shape: MoEShape, best: Pairing, demand: Demand) -> list[str]:
 
 
 def device_reasons(shape: MoEShape, best: Pairing, context: float, slo_ns: float) -> list[str]:
-    """Why the bounds hold, and the fitted lines."""
+    """Format why the bounds hold for a pair, and the fitted lines."""
     plan = best.plan
     (k1, _), (k3, _) = plan.attention.time.line(), plan.experts.time.line()
     balanced = k1 * shape.experts / (k3 * shape.top_k)
@@ -327,7 +330,7 @@ def device_reasons(shape: MoEShape, best: Pairing, context: float, slo_ns: float
 
 
 def device_sensitivity(shape: MoEShape, best: Pairing, context: float, slo_ns: float) -> list[str]:
-    """A pair under other assumptions."""
+    """Format a pair's results under other assumptions."""
     a, e = best.attention, best.experts
     cases = {
         "SLO 20 % shorter": (a, e, context, 0.8 * slo_ns),

@@ -1,8 +1,8 @@
-"""How long attention, experts and messages take on devices that are priced, not run: profiles by rows.
+"""Times of attention, experts and messages on devices that are priced, not run: profiles by rows.
 
-BF16 on devices of any make is priced launch by launch by the one table that every run is billed from
-(`Spec.stage_ns`), with efficiencies that are assumed there: nobody has timed that, and a plan that uses it
-has to say so. What is run instead is in `pod_profile`.
+BF16 is priced launch by launch by the table that every run is billed from (`Spec.stage_ns`). The efficiencies
+in it are assumed: nobody has timed BF16 on these devices, and a plan that uses them has to say so. Times that
+are run instead are in `pod_profile`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ TP = (1, 2, 4, 8)
 
 
 def message_curve(device: Accelerator) -> Curve:
-    """A message by size through a device's card: startup, then bytes, as of `hw/nic.Cards`."""
+    """Make the time of a message by size through a device's card: startup, then bytes, as in
+    `hw/nic.Cards`."""
     startup, rate = device.spec.roce_startup.value, device.network.value
     return Curve(MESSAGES, tuple(1e9 * (startup + size / rate) for size in MESSAGES))
 
 
 def attention_sides(shape: MoEShape, device: Accelerator, context: float) -> tuple[NodeKind, ...]:
-    """Attention nodes of each size, with what tensor parallelism's two reductions take (MS 4.2)."""
+    """Make attention nodes of each size, with the time of tensor parallelism's two reductions (MS 4.2)."""
     sides, capacity = [], device.hbm_nbytes
     for tp in TP:
         times = []
@@ -47,7 +48,7 @@ def attention_sides(shape: MoEShape, device: Accelerator, context: float) -> tup
 
 
 def expert_sides(shape: MoEShape, device: Accelerator) -> tuple[NodeKind, ...]:
-    """Expert nodes of each size, an expert on each."""
+    """Make expert nodes of each size, with an expert on each."""
     sides = []
     for tp in TP:
         reduced = [2 * b * shape.hidden * 2 * (tp - 1) / tp / device.tp_link.value for b in NODE_ROWS]

@@ -1,11 +1,12 @@
-"""What to run on N dies: this project's own deployments, sized under a latency bound.
+"""Layouts on a number of dies, of this project's own kinds, sized under a latency bound.
 
-    colocated      attention and experts on all dies; several such TEs if there are more dies than experts
-    pd             the same for decode, and prefill TEs beside it, in the ratio that the demand asks for
-    moe-attention  attention dies in DP domains, expert dies of their own: the decode half of a SuperPod
+    colocated        attention and experts on all dies; several such TEs if there are more dies than experts
+    pd               the same for decode, and prefill TEs beside it, in the ratio that the demand asks for
+    moe-attention    attention dies in DP domains, expert dies of their own: the decode half of a SuperPod
+    transformerless  the same, and prefill TEs beside it
 
-A decode iteration is predicted from the profile of its stages; only `pd` has dies for prompts, so the others
-are what decodes beside prefill elsewhere.
+A decode iteration is predicted from the profile of its stages. Only `pd` and `transformerless` have dies for
+prompts; the other kinds decode, with prefill elsewhere.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ COPIES_KNOWN = 2
 
 
 class PodLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """Dies and their roles, without batch sizes. `routed` is 0 where experts live with attention."""
+    """Dies by role, without batch sizes. `routed` is 0 where experts live with attention."""
 
     kind: str
     dies: int  # of DP groups: of each TE, or of each domain
@@ -43,13 +44,13 @@ class PodLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def price(self) -> float:
-        """What all dies cost, L20 = 1 (MS Table 3)."""
+        """Price of all dies, with an L20 at 1 (MS Table 3)."""
         attention, experts = (ACCELERATORS[device].price.value for device in self.devices)
         return (self.total - self.routed - self.shared) * attention + (self.routed + self.shared) * experts
 
     @property
     def total(self) -> int:
-        """All dies."""
+        """Number of all dies, prefill included."""
         decoding = (
             self.domains * self.dies + self.routed + self.shared if self.routed else self.count * self.dies
         )
@@ -57,7 +58,7 @@ class PodLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def groups(self) -> int:
-        """Dies that decode, each a DP group."""
+        """Number of decoding dies; each is a DP group."""
         return self.count * self.domains * self.dies
 
     def title(self) -> str:
@@ -71,7 +72,7 @@ class PodLayout(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.kind} {self.dies}" + (f", {self.count} TEs" if self.count > 1 else "")
 
     def sections(self) -> dict[str, Any]:
-        """Its settings in a deployment."""
+        """Return the layout's settings in a deployment."""
         if self.routed:
             on: list[dict[str, Any]] = [{} if self.devices == HERE else {"hardware": d} for d in self.devices]
             sizes = {"domains": self.domains, "dies": self.dies, "microbatches": self.microbatches}
@@ -91,18 +92,19 @@ class PodLayout(msgspec.Struct, frozen=True, kw_only=True):
         return {} if self.kind == "monolithic" else {"dies": self.dies}
 
     def settings(self, demand: Demand, requests: int) -> dict[str, Any]:
-        """A deployment with so many requests in a microbatch of a DP group, as a file has it."""
+        """Return a deployment's settings, as in a file, with `requests` in each microbatch of a DP group."""
         sections = self.sections()
         kind = "mixed" if "te" in sections else self.kind
         return decode_settings(kind, demand, requests, self.microbatches, **sections)
 
     def deployment(self, demand: Demand, requests: int) -> Deployment:
-        """The deployment of `settings`."""
+        """Return the deployment of `settings`."""
         return msgspec.convert({"name": "plan"} | self.settings(demand, requests), Deployment)
 
 
 def layout_of(deployment: Deployment, config: ModelConfig) -> tuple[PodLayout, int]:
-    """The layout of a deployment, and requests of a microbatch. DeploymentError for what is not predicted."""
+    """Return a deployment's layout, and its requests per microbatch. Raises DeploymentError if the deployment
+    cannot be predicted."""
     tes = fit(deployment, config, is_timing_only=True)
     decoding = [sizes for sizes in tes if sizes.place.role != "prefill"]
     prefilling = [sizes for sizes in tes if sizes.place.role == "prefill"]
@@ -143,7 +145,7 @@ def layout_of(deployment: Deployment, config: ModelConfig) -> tuple[PodLayout, i
 
 
 class LayoutPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A layout with its batch: `requests` in each microbatch of a DP group."""
+    """A layout together with a batch: `requests` in each microbatch of a DP group."""
 
     layout: PodLayout
     requests: int
@@ -154,19 +156,19 @@ class LayoutPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tpot_ns(self) -> float:
-        """From one token of a request to its next: an iteration and the scheduler's gap, as in `sweep`."""
+        """Time between two tokens of a request [ns]: an iteration and the scheduler's gap, as in `sweep`."""
         return self.iteration_ns + GAP_NS
 
     @property
     def throughput(self) -> float:
-        """Generated tokens per second, of all dies, at that TPOT."""
+        """Generated tokens per second of all dies, at the TPOT above."""
         batch = self.requests * self.layout.microbatches * self.layout.groups
         return batch / self.tpot_ns * 1e9
 
 
 def times_apart(profile: PodProfile, layout: PodLayout, rows: float) -> Times:
-    """T_a, T_e, T_c of a microbatch of `rows` on each attention die; experts serve the domains in turn, and
-    an exchange keeps them as busy as computing does."""
+    """Compute T_a, T_e and T_c of a microbatch of `rows` on each attention die. Experts serve the domains in
+    turn, and an exchange keeps them as busy as computing does."""
     routed, shared, (near, far) = layout.routed, layout.shared, layout.devices
     ways = profile.away(routed, shared, layout.devices)
     own = profile.attention(routed, rows, near) + profile.other(routed, "Gate", rows, near) + ways.post(rows)
@@ -178,7 +180,7 @@ def times_apart(profile: PodProfile, layout: PodLayout, rows: float) -> Times:
 
 
 def predict(profile: PodProfile, layout: PodLayout, rows: int) -> float:
-    """A decode iteration with `rows` requests in each microbatch, in ns."""
+    """Predict a decode iteration with `rows` requests in each microbatch, in ns."""
     if layout.routed:
         ends = profile.ends(layout.routed, rows, layout.microbatches, layout.devices[0])
         times = times_apart(profile, layout, rows)
@@ -192,7 +194,7 @@ def predict(profile: PodProfile, layout: PodLayout, rows: int) -> float:
 
 
 def is_known(layout: PodLayout, rows: int) -> bool:
-    """Whether all that `predict` looks up was measured."""
+    """Whether `predict` uses only measured points."""
     if rows > ROWS[-1]:
         return False
     if not layout.routed:
@@ -202,10 +204,10 @@ def is_known(layout: PodLayout, rows: int) -> bool:
 
 
 def least_known(profile: PodProfile, layout: PodLayout) -> int:
-    """The fewest requests of a microbatch by which each expert gets COPIES_KNOWN token copies on average.
+    """Return the fewest requests of a microbatch that give each expert COPIES_KNOWN token copies on average.
 
-    With fewer, how many experts of a die are touched, whose weights are read, is chance: predictions were
-    found to be off by up to a factor of two there.
+    With fewer, chance decides how many experts of a die are used, whose weights are read. Predictions were
+    off by up to a factor of two there.
     """
     if not layout.routed:
         return 1
@@ -214,7 +216,7 @@ def least_known(profile: PodProfile, layout: PodLayout) -> int:
 
 
 class RoleDies(NamedTuple):
-    """Dies of one role in a layout: how many, of which kind, and bytes of weights on each."""
+    """Dies of a role in a layout: number, kind, and bytes of weights on each."""
 
     role: str
     dies: int
@@ -223,7 +225,7 @@ class RoleDies(NamedTuple):
 
 
 def roles_of(profile: PodProfile, layout: PodLayout) -> list[RoleDies]:
-    """The dies of a layout by role: first those whose memory holds the KV of requests that decode."""
+    """List the dies of a layout by role; the first role's memory holds the KV of requests that decode."""
     near, far = layout.devices
     if layout.routed:
         weights = profile.weight_nbytes("attention", 1)
@@ -244,7 +246,8 @@ def roles_of(profile: PodProfile, layout: PodLayout) -> list[RoleDies]:
 
 
 def max_requests(profile: PodProfile, layout: PodLayout, memory: float = 1.0) -> int:
-    """Requests of a microbatch, by that part of a die's memory; below 0 if a die's weights do not fit."""
+    """Return the requests of a microbatch that fit in the share `memory` of a die's memory; below 0 if
+    weights do not fit."""
     rooms = [
         usable_nbytes(memory * ACCELERATORS[each.device].hbm_nbytes) - each.weights
         for each in roles_of(profile, layout)
@@ -255,7 +258,8 @@ def max_requests(profile: PodProfile, layout: PodLayout, memory: float = 1.0) ->
 
 
 def largest(obstacle: Callable[[int], Bound | None], limit: int) -> tuple[int, Bound]:
-    """The largest number up to `limit` without an obstacle, by bisection, and the obstacle of the next."""
+    """Find the largest number up to `limit` without an obstacle, by bisection, and the obstacle of the next
+    number."""
     low, high, bound = 0, limit + 1, obstacle(limit + 1) or "range"
     while high - low > 1:
         middle = (low + high) // 2
@@ -268,15 +272,17 @@ def largest(obstacle: Callable[[int], Bound | None], limit: int) -> tuple[int, B
 
 
 class LargestBatch(NamedTuple):
-    """The largest batch of a layout: requests of a microbatch, what stops more, and the fewest that are
-    predicted."""
+    """The largest batch of a layout.
+
+    `requests` of a microbatch fit, `bound` stops more, `least` are the fewest that can be predicted.
+    """
 
     requests: int
     bound: Bound
     least: int
 
     def refusal(self, first_ns: float) -> str:
-        """Why there is no plan with so few requests, of which one alone takes `first_ns`."""
+        """Explain why there is no plan with so few requests; a single request takes `first_ns`."""
         if not self.requests:
             slow = f"one request takes {first_ns / 1e6:.2f} ms"
             return "not one request fits" if self.bound == "memory" else slow
@@ -289,8 +295,8 @@ class LargestBatch(NamedTuple):
 def batch_of(
     profile: PodProfile, layout: PodLayout, slo_ns: float, extrapolates: bool, memory: float = 1.0
 ) -> LargestBatch:
-    """The largest batch that keeps the SLO, memory and what was measured; fewer requests than its `least`
-    are no plan."""
+    """Find the largest batch within the SLO, memory and measured points. Fewer requests than its `least` are
+    no plan."""
     room, goes_beyond = max_requests(profile, layout, memory), extrapolates and layout.devices == HERE
 
     def obstacle(rows: int) -> Bound | None:
@@ -307,7 +313,7 @@ def batch_of(
 def sized(
     profile: PodProfile, layout: PodLayout, slo_ns: float, extrapolates: bool, memory: float = 1.0
 ) -> LayoutPlan | None:
-    """The layout with its largest batch; None if that is too small to be predicted."""
+    """Find a layout's largest batch; None if the batch is too small to be predicted."""
     rows, bound, least = batch_of(profile, layout, slo_ns, extrapolates, memory)
     if rows < least:
         return None
@@ -333,5 +339,5 @@ def sized(
 
 
 def even(num_experts: int, high: int) -> list[int]:
-    """Numbers of dies up to `high` that hold equally many experts each."""
+    """List the numbers of dies up to `high` that hold equally many experts each."""
     return [n for n in range(1, min(num_experts, high) + 1) if num_experts % n == 0]

@@ -1,8 +1,9 @@
-"""What a decoder layer multiplies and reads, where attention and experts are apart (MegaScale-Infer Table 2).
+"""Shape of a decoder layer: its multiplications and bytes, with attention and experts apart (MegaScale-Infer
+Table 2).
 
-In BF16, as the paper's. `b_a` and `b_e` are rows of a microbatch on an attention and on an expert node, `tp`
-the devices of a node. Grouped-query attention (GQA) is the paper's; multi-head latent attention (MLA) stands
-beside it, and sparse attention, whose indexer chooses what it attends to.
+Everything is in BF16, as in the paper. `b_a` and `b_e` are rows of a microbatch on an attention and on an
+expert node, `tp` the devices of a node. Grouped-query attention (GQA) is the paper's. Multi-head latent
+attention (MLA) stands beside it, and sparse attention, whose indexer chooses the positions.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ BF16 = 2  # bytes
 
 
 class Gemm(NamedTuple):
-    """Rows [b, k] times parameters [k, n] on one device."""
+    """A matrix product: rows [b, k] times parameters [k, n] on one device."""
 
     name: str
     k: float
@@ -33,8 +34,8 @@ class Gemm(NamedTuple):
 class MLA(msgspec.Struct, frozen=True):
     """Widths of latent attention; queries are absorbed into the latent space.
 
-    An indexer chooses `top_k` positions by `index_heads` heads of width `index` (DeepSeek-V3.2, 2.1), in
-    `indexers` of all layers, a fraction.
+    An indexer chooses `top_k` positions by `index_heads` heads of width `index` (DeepSeek-V3.2, 2.1).
+    `indexers` is the fraction of layers with an indexer.
     """
 
     heads: int
@@ -49,7 +50,8 @@ class MLA(msgspec.Struct, frozen=True):
     indexers: float = 0.0
 
     def index_gemms(self, hidden: int) -> list[Gemm]:
-        """Keys, weights and queries of the indexer, whole on every device, on average of all layers."""
+        """List the indexer's products for keys, weights and queries, whole on every device, averaged over all
+        layers."""
         if not self.indexers:
             return []
         keys, queries = self.index + self.index_heads, self.index_heads * self.index
@@ -59,7 +61,7 @@ class MLA(msgspec.Struct, frozen=True):
         ]
 
     def index_work(self, positions: float) -> Work:
-        """Scores of so many earlier positions, by one indexer."""
+        """Return the work of scoring `positions` earlier positions, by one indexer."""
         return Work(
             attention=self.indexers * positions * 2 * self.index_heads * self.index,
             cache=self.indexers * positions * BF16 * self.index,
@@ -89,7 +91,8 @@ class MoEShape(msgspec.Struct, frozen=True, kw_only=True):
     positions: int = sys.maxsize
 
     def attention_gemms(self, tp: int) -> list[Gemm]:
-        """Table 2's two rows; MLA's projections, of which those into latent spaces are on every device."""
+        """List attention's products: Table 2's two rows, or MLA's projections. Projections into latent spaces
+        are on every device."""
         h, mla = self.hidden, self.mla
         if mla is None:
             width = self.query_width
@@ -110,11 +113,12 @@ class MoEShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def query_width(self) -> int:
-        """Columns of the queries of all heads, as GQA has them; the hidden size for others."""
+        """Number of columns of all heads' queries in GQA; the hidden size if it is not given."""
         return self.queries or self.hidden
 
     def expert_gemms(self, tp: int) -> list[Gemm]:
-        """FFN Input, as one product with the gate's if there is one, and FFN Output."""
+        """List an expert's products: FFN Input, together with the gate's product if there is one, and FFN
+        Output."""
         width = self.intermediate / tp
         return [
             Gemm("FFN Input", self.hidden, (self.matrices - 1) * width),
@@ -122,28 +126,29 @@ class MoEShape(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
     def kv_nbytes(self) -> float:
-        """Bytes of a position in a layer: equation 8's 4 h / g, or MLA's latent and rotated key, with the
-        indexer's where there is one."""
+        """Return the bytes of a position in a layer: equation 8's 4 h / g, or MLA's latent and rotated key,
+        with the indexer's key."""
         if self.mla is None:
             return 2 * BF16 * self.query_width / self.group
         return BF16 * (self.mla.kv_lora + self.mla.rope + self.mla.indexers * self.mla.index)
 
     def attended(self, context: float) -> float:
-        """Positions that a row attends to."""
+        """Return the number of positions that a row attends to."""
         return min(context, self.mla.top_k) if self.mla and self.mla.top_k else context
 
     def kv_cut(self, tp: int) -> int:
-        """In how many parts devices of a node hold it: MLA's latents belong to all heads."""
+        """Return the number of parts into which a node's devices cut the KV cache. MLA's latents belong to
+        all heads, so they are not cut."""
         return tp if self.mla is None else 1
 
     def attention_flops(self) -> float:
-        """Operations of one row's attention for each position that it reads."""
+        """Return the operations of a row's attention for each position that it reads."""
         if self.mla is None:
             return 4 * self.query_width
         return 2 * self.mla.heads * (2 * self.mla.kv_lora + self.mla.rope)
 
     def attention_works(self, b_a: float, context: float, tp: int) -> list[Work]:
-        """Launches of a layer's attention on one device, its small kernels with them."""
+        """List the launches of a layer's attention on a device, its small kernels included."""
         cut, attended = self.kv_cut(tp), b_a * self.attended(context)
         nbytes = self.kv_nbytes() if self.mla is None else BF16 * (self.mla.kv_lora + self.mla.rope)
         core = Work(attention=attended * self.attention_flops() / tp, cache=attended * nbytes / cut, layers=1)
@@ -152,15 +157,16 @@ class MoEShape(msgspec.Struct, frozen=True, kw_only=True):
         return [core, *(gemm.work(b_a) for gemm in self.attention_gemms(tp))]
 
     def expert_works(self, b_e: float, tp: int) -> list[Work]:
-        """Launches of a layer's one expert on one device."""
+        """List the launches of a layer's single expert on a device."""
         return [gemm.work(b_e) for gemm in self.expert_gemms(tp)]
 
     def attention_nbytes(self) -> float:
-        """Parameters of attention in all layers, 2 P_a."""
+        """Return the bytes of attention's parameters in all layers, 2 P_a."""
         return BF16 * self.layers * sum(gemm.k * gemm.n for gemm in self.attention_gemms(1))
 
     def expert_nbytes(self) -> float:
-        """Parameters of one expert in all layers, 2 P_e; with the gate's, whatever is counted for time."""
+        """Return the bytes of an expert's parameters in all layers, 2 P_e. The gate's matrix is included even
+        where times do not count it."""
         return BF16 * self.layers * 3 * self.hidden * self.intermediate
 
 
@@ -189,7 +195,8 @@ PUBLISHED = {
 
 
 def shape_of(name: str, c: ModelConfig) -> MoEShape:
-    """A model's: its layers with experts, the shared one not counted."""
+    """Make the shape of a model from its configuration: its layers with experts, without the shared
+    expert."""
     heads = c.num_attention_heads
     latents = MLA(
         heads=heads,

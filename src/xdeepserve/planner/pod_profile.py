@@ -1,7 +1,7 @@
-"""How long stages and exchanges of a pod take, by rows: read off timing-only runs, never typed in.
+"""Times of a pod's stages and exchanges by rows: measured in timing-only runs, never typed in.
 
-A run is one decode step of the model's own dense layers and one with experts, on a few dies that stand for
-all. From the profiles k1 to k4 follow, and, of dies that are joined by network cards, Util.
+A run is one decode step of the model's own dense layers and one layer with experts, on a few dies that stand
+for all. The profiles give k1 to k4 and, for dies joined by network cards, Util.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ HERE: tuple[Device, Device] = ("cm384", "cm384")  # attention's and experts' har
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """What a request brings, in tokens, on average. By default the medians of MS 7.1. No request is longer
-    than `longest`; 0: than the average."""
+    """Tokens of a request, on average; by default the medians of MS 7.1.
+
+    `longest` bounds a request's length; 0 means the average.
+    """
 
     prompt: int = 571
     output: int = 159
@@ -51,12 +53,12 @@ class Demand(msgspec.Struct, frozen=True):
 
     @property
     def context(self) -> int:
-        """Positions that a request attends to, on average while it decodes."""
+        """Number of positions attended to by a request, on average while it decodes."""
         return self.prompt + self.output // 2
 
     @property
     def mean_len(self) -> int:
-        """Positions of a request at its end."""
+        """Number of positions of an average request at its end."""
         return self.prompt + self.output
 
     @property
@@ -65,17 +67,19 @@ class Demand(msgspec.Struct, frozen=True):
 
     @staticmethod
     def at(context: int, max_len: int) -> Demand:
-        """A demand with this mean context and greatest length."""
+        """Make a demand of a mean context and a greatest length."""
         output = 2 * (max_len - context)
         return Demand(max_len - output, output)
 
     def num_blocks(self, requests: int) -> int:
-        """KV blocks of so many requests at their end, and at least of the longest one."""
+        """Return the KV blocks of `requests` average requests at their end, and at least those of the
+        longest."""
         return max(requests * -(-self.mean_len // BLOCK), -(-self.max_len // BLOCK))
 
 
 def decode_settings(kind: str, demand: Demand, requests: int, parts: int = 1, **sizes: Any) -> dict[str, Any]:
-    """Settings of a deployment in which a DP group decodes `requests` in each of `parts` microbatches."""
+    """Return settings of a deployment in which a DP group decodes `requests` in each of `parts`
+    microbatches."""
     batch = requests * parts
     limits = {"max_num_seqs": batch, "max_num_batched_tokens": max(batch, LEAST_TOKENS)}
     cache = {"block_size": BLOCK, "num_blocks": demand.num_blocks(batch)}
@@ -83,7 +87,8 @@ def decode_settings(kind: str, demand: Demand, requests: int, parts: int = 1, **
 
 
 def decode_deployment(kind: str, demand: Demand, requests: int, parts: int = 1, **sizes: Any) -> Deployment:
-    """A deployment of `decode_settings` to time, with one KV block for each request, which nobody shares."""
+    """Make a deployment of `decode_settings` for timing, with one KV block for each request and no shared
+    prefixes."""
     settings = decode_settings(kind, demand, requests, parts, **sizes)
     block = BLOCK * (demand.max_len // BLOCK + 1)
     cache = {"block_size": block, "num_blocks": requests * parts, "prefix": False}
@@ -91,7 +96,7 @@ def decode_deployment(kind: str, demand: Demand, requests: int, parts: int = 1, 
 
 
 class Ways(NamedTuple):
-    """What goes between attention and experts on dies of their own, by rows of an attention die.
+    """Exchanges between attention and expert dies, by rows of an attention die.
 
     post    an attention die is busy with what it sends
     over    from there to the experts, and from them back: 2 T_c, by rows and by token copies of an expert die
@@ -102,7 +107,8 @@ class Ways(NamedTuple):
 
 
 class OverTrampolines(NamedTuple):
-    """Through an exchange among the expert dies each way, and back in bulk as fast as posting goes."""
+    """Exchange through trampolines: among the expert dies each way, and back in bulk as fast as posting
+    goes."""
 
     exchange: Curve  # the mean of both ways
     slower: Curve  # of both
@@ -112,16 +118,16 @@ class OverTrampolines(NamedTuple):
         return 2 * self.exchange(rows) + self.back(rows)
 
     def busy(self, rows: float, copies: float) -> float:
-        """How long a way keeps an expert die busy, the slower of both."""
+        """Return how long a transfer keeps an expert die busy, for the slower of both directions."""
         return self.slower(rows)
 
 
 class OverCards(NamedTuple):
-    """Over network cards (MS equation 6): what the slower of sender and receiver takes, either way.
+    """Exchange over network cards (MS equation 6): the slower of sender and receiver sets the time.
 
     near   ns for a row of an attention die's card, far for a copy of an expert die's; `answers` times as much
            on the way back
-    fixed  what it takes besides
+    fixed  the remaining time, independent of rows
     """
 
     near: float
@@ -134,13 +140,15 @@ class OverCards(NamedTuple):
         return self.fixed + late + self.answers * max(self.near * rows, self.far * copies)
 
     def busy(self, rows: float, copies: float) -> float:
-        """How long sending answers keeps an expert die busy."""
+        """Return how long sending answers keeps an expert die busy."""
         return self.fixed + self.answers * max(self.near * rows, self.far * copies)
 
 
 class PodProfile:
-    """Times of one model's stages under one demand, on dies of a kind, CloudMatrix384's unless it is said.
-    Runs are made when they are asked for, and remembered. `name` is what refusals call the model."""
+    """Times of a model's stages under a demand, on dies of a kind (CloudMatrix384's by default).
+
+    Runs are made when they are needed, and remembered. `name` is the model's name in error messages.
+    """
 
     def __init__(self, checkpoint: Checkpoint, demand: Demand, name: str | None = None) -> None:
         self.name = name or checkpoint.name
@@ -166,14 +174,14 @@ class PodProfile:
         device: Device = "cm384",
         shared: frozenset[int] = frozenset(),
     ) -> DecodeRun:
-        """A step of the dense layers and one with experts, on dies of that kind; each layer with an indexer
-        of its own, if the model has some, but for those that are `shared`."""
+        """Run a step of the dense layers and one layer with experts, on dies of `device`. Each layer has an
+        indexer of its own, if the model has some, except layers in `shared`."""
         shallow = self._shallow(1, shared)
         spec = ACCELERATORS[device].spec
         return decode_iteration(shallow, deployment, self.demand.context, requests, timing, spec=spec)
 
     def _shallow(self, num_moe: int, shared: frozenset[int] = frozenset()) -> Checkpoint:
-        """The model with its dense layers and so many with experts."""
+        """Make the model with all dense layers and `num_moe` layers with experts."""
         shallow = copy.copy(self.checkpoint)
         layers = {
             "num_hidden_layers": self.num_dense + num_moe,
@@ -185,7 +193,8 @@ class PodProfile:
         return shallow
 
     def _stages(self, num_dies: int, device: Device = "cm384") -> dict[str, Curve]:
-        """Each stage of a layer by rows of a die, on `num_dies` that hold all experts between them."""
+        """Measure each stage of a layer by rows of a die, on `num_dies` dies that hold all experts
+        together."""
         runs = []
         for rows in ROWS:
             sizes = {} if num_dies == 1 else {"dies": min(SAMPLE, num_dies)}
@@ -203,8 +212,8 @@ class PodProfile:
     def _spent(
         self, deployment: Deployment, requests: int, timing: TimingConfig, device: Device
     ) -> dict[str, float]:
-        """What stages take in all; of layers that share a choice of positions there are as many as in the
-        whole model, in proportion."""
+        """Measure the total times of stages. Layers that share a choice of positions are weighted by their
+        share in the whole model."""
         spent = self.run(deployment, requests, timing, device).spent_ns
         if not (num_shared := len(self.config.shared_choices)) or not self.num_dense:
             return spent
@@ -217,29 +226,30 @@ class PodProfile:
         return sum(stages[name](rows) for name in self.names)
 
     def other(self, num_dies: int, name: str, rows: float, device: Device = "cm384") -> float:
-        """A stage that not every model or layout has."""
+        """Return the time of a stage that only some models or layouts have; 0 without it."""
         curve = self.stages(num_dies, device).get(name)
         return curve(rows) if curve else 0.0
 
     def ends(self, num_dies: int, rows: float, parts: int = 1, device: Device = "cm384") -> float:
-        """What is no layer with experts: the dense ones, each part after the other, and the head."""
+        """Return the time outside of layers with experts: dense layers, each microbatch after the other, and
+        the head."""
         dense = self.attention(num_dies, rows, device) + self.other(num_dies, "MLP", rows, device)
         return self.num_dense * parts * dense + self.other(num_dies, "Sample", rows, device)
 
     def experts(self, routed: int, shared: int, rows: float, device: Device = "cm384") -> float:
-        """T_e of expert dies that `rows` tokens come to in all: of routed dies, or of shared ones."""
+        """Return T_e of expert dies for `rows` tokens in all: the slower of routed dies and shared dies."""
         copies = self.other(routed, "Experts", rows / routed, device)
         alone = self.other(routed, "SharedExpert", rows / shared, device) if shared else 0.0
         return max(copies, alone)
 
     def copies(self, routed: int, shared: int, rows: float) -> float:
-        """Token copies at the die that most of them come to, of `rows` tokens in all: by chance a few
-        standard deviations more than its part of them."""
+        """Return the token copies at the busiest die, of `rows` tokens in all: by chance a few standard
+        deviations above its share."""
         most = busiest(routed, rows * self.config.num_experts_per_tok)
         return max(most, rows / shared if shared else 0.0)
 
     def _away(self, routed: int, shared: int, devices: tuple[Device, Device] = HERE) -> Ways:
-        """Between attention dies and so many expert dies, of which a few stand for all."""
+        """Measure the ways between attention dies and expert dies; a few dies stand for all."""
         if devices != HERE:
             return self.by_cards(shared > 0, devices)
         posts, exchanges = [], []
@@ -260,8 +270,8 @@ class PodProfile:
         return Ways(post, OverTrampolines(*both, back))
 
     def _by_cards(self, has_shared: bool, devices: tuple[Device, Device]) -> Ways:
-        """Two runs tell what an attention die's card takes for a row, two more, in which a few dies send to
-        one, which holds all routed experts, what an expert die's takes for a copy."""
+        """Measure the ways over network cards. Two runs tell the time of an attention die's card for a row.
+        In two more, a few dies send to a single expert die, which tells the time of its card for a copy."""
         sizes = 1, int(has_shared), devices
         posts = [self._exchange(rows, 1, *sizes)[0] for rows in CARD_ROWS]
         near = (posts[1] - posts[0]) / (CARD_ROWS[1] - CARD_ROWS[0])
@@ -282,8 +292,8 @@ class PodProfile:
         shared: int,
         devices: tuple[Device, Device],
     ) -> tuple[float, float]:
-        """What sending `rows` takes an attention die, and what it then waits besides the experts' time, if
-        `dies` of them share a sample of `routed` expert dies."""
+        """Measure an attention die's time to send `rows`, and its wait afterwards without the experts' time,
+        if `dies` of them share a sample of `routed` expert dies."""
         sample = min(SAMPLE, routed)
         deployment = decode_deployment(
             "moe-attention",
@@ -297,28 +307,29 @@ class PodProfile:
         return run.spent_ns["A2E"], run.spent_ns["E2A"] - run.experts_ns
 
     def _weight_nbytes(self, part: Part, num_dies: int) -> int:
-        """Bytes of weights on a die, one of `num_dies` that share the routed experts."""
+        """Return the bytes of weights on each of `num_dies` dies that share the routed experts."""
         held = -(-self.config.n_routed_experts // num_dies) if part in ("all", "routed") else 1
         specs = weight_specs(self.config, "int8", self.demand.max_len, held, 0)
         return sum(spec.nbytes for spec in select(specs, part).values())
 
     def kv_nbytes(self) -> int:
-        """Bytes of a request at its end."""
+        """Return the bytes of an average request's KV at its end."""
         c = self.config
         keys = c.index_head_dim * (c.num_hidden_layers - len(c.shared_choices))
         width = KV_NBYTES * (c.kv_columns * c.num_hidden_layers + keys)
         return -(-self.demand.mean_len // BLOCK) * BLOCK * width
 
     def _prefill_rate(self, num_dies: int) -> float:
-        """Prompt tokens per second of a prefill TE. Layers with experts take equally long, unless some of
-        them share what an indexer chose: then all are run."""
+        """Return the prompt tokens per second of a prefill TE. Layers with experts take equally long, so two
+        are run; if layers share an indexer's choice, all are run."""
         if self.config.shared_choices:
             return 1e9 / self._prefill_ns(self.checkpoint, num_dies)
         one, two = (self._prefill_ns(self._shallow(count), num_dies) for count in (1, 2))
         return 1e9 / (one + (self.num_moe - 1) * (two - one))
 
     def _prefill_ns(self, checkpoint: Checkpoint, num_dies: int) -> float:
-        """Time of a prompt token in a timing-only run, two prompts in each of a prefill TE's DP groups."""
+        """Measure the time of a prompt token in a timing-only run, with two prompts in each DP group of a
+        prefill TE."""
         from xdeepserve.engine.dp.sampling_params import SamplingParams
         from xdeepserve.llm import LLM
 

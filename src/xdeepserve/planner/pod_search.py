@@ -1,7 +1,7 @@
-"""Which layouts there are on so many dies, and the best of them under a latency bound.
+"""Search over layouts on a number of dies, and for the best plan under a latency bound.
 
-Where dies are of one kind, the best has the most tokens per second on all of them; of several kinds, the most
-for its price (MS 4.2), and then fewer attention dies than there are may be better.
+With dies of one kind, the best plan has the most tokens per second on all dies. With several kinds it has the
+most for its price (MS 4.2), and then fewer attention dies than available may be better.
 """
 
 from __future__ import annotations
@@ -38,8 +38,11 @@ KINDS = ("colocated", "pd", "moe-attention", "transformerless")
 
 
 class PodSpace(NamedTuple):
-    """What a plan may be made of: dies, how long an iteration may take, what need not have been measured,
-    which part of the memory, kinds of layouts (none: all), devices by name, whether TPOT was bounded."""
+    """Search space of plans for a pod.
+
+    Contents: dies, the bound of an iteration, whether unmeasured times are allowed, the usable share of
+    memory, kinds of layouts (none: all), devices by name, whether TPOT was bounded.
+    """
 
     num_dies: int
     slo_ns: float
@@ -51,17 +54,17 @@ class PodSpace(NamedTuple):
 
     @property
     def bound(self) -> LatencyBound:
-        """How long an iteration may take, in words."""
+        """Bound of an iteration, for messages."""
         return LatencyBound(self.slo_ns, self.of_tpot)
 
     def wants(self, *kinds: str) -> bool:
-        """Whether one of these kinds may be planned; a TE of one die counts as colocated."""
+        """Whether any of the kinds may be planned; a TE of one die counts as colocated."""
         asked = {*self.kinds} | ({"monolithic"} if "colocated" in self.kinds else set())
         return not self.kinds or bool(asked & {*kinds})
 
     @property
     def pairs(self) -> list[tuple[Device, Device]]:
-        """Attention's and experts' devices."""
+        """Pairs of devices: attention's and experts'."""
         return [(attention, experts) for attention in self.devices for experts in self.devices]
 
     @property
@@ -70,7 +73,7 @@ class PodSpace(NamedTuple):
 
 
 def least_dies(profile: PodProfile, memory: float = 1.0) -> int:
-    """Dies by which the model's weights fit, colocated, with KV of a request."""
+    """Return the fewest dies on which the model's weights, colocated, fit with the KV of a request."""
     experts = profile.config.n_routed_experts
     for dies in even(experts, experts):
         if max_requests(profile, PodLayout(kind="colocated", dies=dies), memory) >= 1:
@@ -85,7 +88,7 @@ def least_dies(profile: PodProfile, memory: float = 1.0) -> int:
 
 
 def together(profile: PodProfile, asked: PodSpace) -> Iterator[PodLayout]:
-    """Colocated TEs, as many as there are dies for, of every size that fits."""
+    """Yield colocated layouts: TEs of every size that fits, as many as there are dies for."""
     if "cm384" not in asked.devices or not asked.wants("colocated", "monolithic", "pd"):
         return
     least, experts = least_dies(profile, asked.memory), profile.config.n_routed_experts
@@ -95,7 +98,8 @@ def together(profile: PodProfile, asked: PodSpace) -> Iterator[PodLayout]:
 
 
 def apart(profile: PodProfile, asked: PodSpace) -> Iterator[PodLayout]:
-    """Expert dies of each size; attention dies get what is left, or a part of it, in equal domains."""
+    """Yield layouts with expert dies of each size. Attention dies get the rest, or a part of it, in equal
+    domains."""
     if not asked.wants("moe-attention", "transformerless"):
         return
     sizes = even(profile.config.n_routed_experts, asked.num_dies - 1)
@@ -121,8 +125,8 @@ def apart(profile: PodProfile, asked: PodSpace) -> Iterator[PodLayout]:
 
 
 def with_prefill(profile: PodProfile, plan: LayoutPlan, num_dies: int) -> Iterator[PodLayout]:
-    """Dies for prompts beside those that decode, so that neither waits for the other: prompts and answers per
-    second are the same. Of colocated TEs some prefill; attention dies of the others give way."""
+    """Yield layouts with prefill dies beside those that decode, so that both finish equally many requests per
+    second. Some colocated TEs become prefill TEs; with experts apart, attention dies give way."""
     layout, demand = plan.layout, profile.demand
     if not layout.routed:
         dies, tes = layout.dies, num_dies // layout.dies
@@ -144,7 +148,8 @@ def with_prefill(profile: PodProfile, plan: LayoutPlan, num_dies: int) -> Iterat
 
 
 def plans(profile: PodProfile, asked: PodSpace) -> list[LayoutPlan]:
-    """All that keep the SLO, the best first. DeploymentError if there is none, with what would work."""
+    """Find all plans within the SLO, the best first. Raises DeploymentError, with what would work, if there
+    is none."""
     dies = "1 die" if asked.num_dies == 1 else f"{asked.num_dies} dies"
     if asked.devices == ("cm384",):
         least = least_dies(profile, asked.memory)
@@ -175,17 +180,18 @@ def plans(profile: PodProfile, asked: PodSpace) -> list[LayoutPlan]:
 
 
 def ranked(found: Sequence[LayoutPlan], counts_price: bool) -> list[LayoutPlan]:
-    """By tokens per second, or that for a price of 1; then by dies."""
+    """Sort plans by tokens per second, or by tokens per second for a price of 1; then by dies."""
     return sorted(found, key=lambda plan: (-worth(plan, counts_price), plan.layout.total))
 
 
 def worth(plan: LayoutPlan, counts_price: bool) -> float:
-    """Tokens per second, or that for a price of 1."""
+    """Return a plan's tokens per second, or that for a price of 1."""
     return plan.throughput / (plan.layout.price if counts_price else 1.0)
 
 
 def _climbed(profile: PodProfile, asked: PodSpace, found: Sequence[LayoutPlan]) -> list[LayoutPlan]:
-    """From the best plan of each split: better ones near it, which ROUTED_PER_SHARED and SHARES leave out."""
+    """Improve the best plan of each split step by step, to find plans which ROUTED_PER_SHARED and SHARES
+    leave out."""
     starts: dict[tuple[object, ...], LayoutPlan] = {}
     for plan in ranked([plan for plan in found if plan.layout.routed], asked.counts_price):
         layout = plan.layout
@@ -203,7 +209,7 @@ def _climbed(profile: PodProfile, asked: PodSpace, found: Sequence[LayoutPlan]) 
 
 
 def _neighbours(profile: PodProfile, asked: PodSpace, layout: PodLayout) -> Iterator[PodLayout]:
-    """With a die more or less in each domain, or of the shared expert, or both for each other."""
+    """Yield layouts with a die more or less in each domain, or for the shared expert, or both in exchange."""
     least, most = (1, layout.routed) if profile.has_shared else (0, 0)
     for step in (-1, 1):
         for dies, shared in ((step, 0), (0, step), (step, -step * layout.domains)):
@@ -213,7 +219,7 @@ def _neighbours(profile: PodProfile, asked: PodSpace, layout: PodLayout) -> Iter
 
 
 def exhaustive(profile: PodProfile, asked: PodSpace) -> list[LayoutPlan]:
-    """All plans of CloudMatrix384 dies without prefill, one by one, the best first: for small pods."""
+    """List all plans of CloudMatrix384 dies without prefill, the best first; feasible only for small pods."""
     limits = asked.slo_ns, asked.extrapolates, asked.memory
     fitting = [each for each in _every(profile, asked.num_dies) if max_requests(profile, each) >= 1]
     found = [sized(profile, layout, *limits) for layout in fitting]
@@ -221,7 +227,7 @@ def exhaustive(profile: PodProfile, asked: PodSpace) -> list[LayoutPlan]:
 
 
 def _every(profile: PodProfile, num_dies: int) -> Iterator[PodLayout]:
-    """All sizes of TEs; all ways to cut dies in attention, routed and shared ones."""
+    """Yield all sizes of TEs, and all ways to divide dies into attention, routed and shared dies."""
     for dies in even(profile.config.n_routed_experts, num_dies):
         kind = "colocated" if dies > 1 else "monolithic"
         for count in range(1, num_dies // dies + 1):
@@ -240,7 +246,7 @@ def _every(profile: PodProfile, num_dies: int) -> Iterator[PodLayout]:
 
 
 def _beside_prefill(profile: PodProfile, asked: PodSpace, found: Sequence[LayoutPlan]) -> list[LayoutPlan]:
-    """The best of each kind with prefill beside it."""
+    """Find the best plan of each kind with prefill beside it."""
     best: dict[tuple[str, int], LayoutPlan] = {}
     for plan in ranked([plan for plan in found if plan.layout.devices == HERE], False):
         key = plan.layout.kind, 0 if plan.layout.routed else plan.layout.dies
@@ -257,7 +263,7 @@ def _beside_prefill(profile: PodProfile, asked: PodSpace, found: Sequence[Layout
 
 
 def _nothing_fits(profile: PodProfile, asked: PodSpace, dies: str, has_some: bool) -> str:
-    """Why there is no layout at all, and what there would be."""
+    """Explain why there is no layout at all, and what would help."""
     name, kinds, devices = profile.name, ", ".join(asked.kinds), ", ".join(asked.devices)
     if not has_some:
         kinds = kinds or "layout"

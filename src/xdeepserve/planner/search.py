@@ -33,7 +33,7 @@ class NodeKind(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Space(msgspec.Struct, frozen=True, kw_only=True):
-    """What may be chosen, for one kind of attention nodes and one of expert nodes.
+    """Search space for a kind of attention nodes and a kind of expert nodes.
 
     token_nbytes  of a hidden state
     extrapolates  whether times beyond the last measured point may be used
@@ -70,17 +70,17 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def throughput(self) -> float:
-        """Tokens per second."""
+        """Generated tokens per second of all nodes."""
         return self.batch / self.total_ns * 1e9
 
     @property
     def tpuc(self) -> float:
-        """Throughput per unit cost."""
+        """Throughput per unit cost (TPUC)."""
         return self.throughput / self.price
 
 
 def evaluate(space: Space, attention: NodeKind, experts: NodeKind, n_a: int, m: int, b_a: int) -> Plan:
-    """Equations 4 to 6 at one point."""
+    """Evaluate equations 4 to 6 at a point of the space."""
     b_e = b_a * n_a * space.top_k / space.num_experts
     times = Times(
         attention.time(b_a),
@@ -107,7 +107,8 @@ def evaluate(space: Space, attention: NodeKind, experts: NodeKind, n_a: int, m: 
 
 
 def obstacle(space: Space, plan: Plan) -> Bound | None:
-    """The bound that a plan breaks: T_iter by equation 7, memory by equation 8, or what was measured."""
+    """Return the bound broken by a plan: SLO by equation 7, memory by equation 8, or range of measurements;
+    None if it keeps all."""
     if plan.m * plan.b_a * space.context > plan.attention.max_positions:
         return "memory"
     if plan.total_ns > space.slo_ns:
@@ -119,7 +120,8 @@ def obstacle(space: Space, plan: Plan) -> Bound | None:
 
 
 def simulate(space: Space, attention: NodeKind, experts: NodeKind, n_a: int, m: int) -> Plan | None:
-    """SIMULATE: the largest batch that keeps all bounds, by binary search, and which of them is next."""
+    """SIMULATE of the paper: find the largest batch within all bounds, by binary search, and the next
+    bound."""
     low, high, bound = 0, 1, obstacle(space, evaluate(space, attention, experts, n_a, m, 1))
     while bound is None:
         low, high = high, 2 * high
@@ -137,18 +139,19 @@ def simulate(space: Space, attention: NodeKind, experts: NodeKind, n_a: int, m: 
 
 
 def balance(space: Space, attention: NodeKind, experts: NodeKind) -> int:
-    """BALANCE: attention nodes for which T_a and T_e grow alike, n_a = k1 E / (k3 K)."""
+    """BALANCE of the paper: the number of attention nodes for which T_a and T_e grow alike, n_a = k1 E / (k3
+    K)."""
     return max(1, min(space.max_nodes, round(balanced(space, attention, experts))))
 
 
 def balanced(space: Space, attention: NodeKind, experts: NodeKind) -> float:
-    """k1 E / (k3 K), not rounded."""
+    """Compute k1 E / (k3 K), not rounded."""
     (k1, _), (k3, _) = attention.time.line(), experts.time.line()
     return k1 * space.num_experts / max(k3 * space.top_k, 1e-12)
 
 
 def choices(space: Space) -> Iterator[tuple[NodeKind, NodeKind, int]]:
-    """Sizes of nodes whose parameters fit, and numbers of microbatches."""
+    """Yield node sizes with enough memory for parameters, with numbers of microbatches."""
     for experts in space.experts:
         for attention in space.attention:
             if attention.fits and experts.fits:
@@ -157,19 +160,20 @@ def choices(space: Space) -> Iterator[tuple[NodeKind, NodeKind, int]]:
 
 
 def algorithm_1(space: Space) -> list[Plan]:
-    """The best plan of each choice, as the paper has it; the best first."""
+    """Run the paper's Algorithm 1: the best plan of each choice, the best first."""
     found = [simulate(space, a, e, balance(space, a, e), m) for a, e, m in choices(space)]
     return ranked(found)
 
 
 def search(space: Space) -> list[Plan]:
-    """Algorithm 1, whose n_a is where large batches balance; from there n_a climbs while a plan gets better,
-    since k2 and k4, the SLO and memory count as well."""
+    """Run Algorithm 1, then move n_a away from its balanced value while plans get better, because k2, k4, the
+    SLO and memory count, too."""
     return ranked([_climb(space, a, e, m) for a, e, m in choices(space)])
 
 
 def _climb(space: Space, a: NodeKind, e: NodeKind, m: int) -> Plan | None:
-    """A few steps beyond a worse one, too: whole numbers make small dents."""
+    """Climb from the balanced n_a. The climb continues a few steps beyond a worse plan, because rounding to
+    whole numbers makes small dents."""
     patience, start = 3, balance(space, a, e)
     best = simulate(space, a, e, start, m)
     for direction in (-1, 1):
@@ -185,7 +189,7 @@ def _climb(space: Space, a: NodeKind, e: NodeKind, m: int) -> Plan | None:
 
 
 def exhaustive(space: Space) -> Plan | None:
-    """The best of all points, one by one: for small spaces."""
+    """Find the best of all points, one by one; feasible only for small spaces."""
     best = None
     for a, e, m in choices(space):
         for n_a in range(1, space.max_nodes + 1):
@@ -197,6 +201,6 @@ def exhaustive(space: Space) -> Plan | None:
 
 
 def ranked(plans: list[Plan | None]) -> list[Plan]:
-    """Plans that there are, by throughput per cost, then by what is smaller."""
+    """Sort existing plans by throughput per cost, then by price and microbatches."""
     found = [plan for plan in plans if plan is not None]
     return sorted(found, key=lambda p: (-p.tpuc, p.price, p.m))

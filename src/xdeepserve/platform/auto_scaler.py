@@ -1,16 +1,17 @@
-"""How many TEs there should be: a pure function of what was wanted, what is seen, and bounds (DeepServe 6).
+"""The AutoScaler decides the number of TEs: a pure function of the previous state, the present look, and
+bounds (DeepServe 6).
 
-The paper names what decides, load and violations of the service level, and leaves open how. Here load is a
-number for each TE, 1 where it has all that it can have, and the sum over TEs is what counts: it stays when
-TEs come and go, so what each would have after a change is known before. Three levels of load, of a TE:
+The paper names the criteria, load and violations of the service level, and leaves the rule open. Here load is
+a number for each TE, 1 at full capacity, and the sum over TEs is what counts. The sum stays when TEs come and
+go, so each TE's load after a change is known in advance. A TE has three levels of load:
 
-    low <= aim < high    above `high` there come as many as bring it to `aim`; one goes if the others have at
-                         most `low` then
+    low <= aim < high    above `high`, TEs are added until load is `aim`; a TE goes if the others then have at
+                         most `low`
 
-Where the service level is missed there come some more, and these stay for `forget_s`, as long as load does
-not fall below `low` / `high` of what it was then: else load would undo what the service level has asked for.
-So under a load that stays, or moves by less than that, no change is followed by one the other way. Requests
-whose first token would be late on an idle TE, too, say nothing: more TEs do not help one request.
+If the service level is missed, a quarter more TEs are added. They stay for `forget_s`, as long as load does
+not fall below `low` / `high` of its value then. Otherwise load would undo what the service level asked for.
+So under constant load, or with smaller changes, no change is followed by the opposite change. Requests whose
+first token would be late even on an idle TE do not count: more TEs do not help a single request.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ PART = 4  # where the service level is missed: one more for each so many that th
 
 
 class ScaleBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Bounds of the number of TEs, of their load, and of how soon anything may change."""
+    """Bounds of the number of TEs and of their load, and times between changes."""
 
     least: int = 1
     most: int = 64
@@ -41,7 +42,7 @@ class ScaleBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     forget_s: float = 600.0  # after it was missed, before it counts no more that it was
 
     def wrong(self) -> list[str]:
-        """Every contradiction."""
+        """List every contradiction in the bounds."""
         found = []
         if not 1 <= self.least <= self.most <= 4096:
             found.append(f"scale: 1 <= least <= most <= 4096, found {self.least} and {self.most}")
@@ -57,13 +58,13 @@ class ScaleBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return found
 
     def check(self) -> None:
-        """InputError with every contradiction."""
+        """Raise InputError with every contradiction in the bounds."""
         if wrong := self.wrong():
             raise InputError("; ".join(wrong))
 
 
 class ScaleLook(NamedTuple):
-    """What is seen at a time, in seconds.
+    """Observation of a fleet at a time, in seconds.
 
     load     of all TEs that take requests, in sum
     serving  how many these are
@@ -80,7 +81,7 @@ class ScaleLook(NamedTuple):
 
 
 class ScaleState(msgspec.Struct, frozen=True):
-    """What is wanted, and what has to be remembered for the next look.
+    """State of the AutoScaler: the wanted number of TEs, and memory for the next look.
 
     needed      so many were wanted when the level was missed last, at `missed_s` under `missed_load` in sum
     high_since, missed_since, low_since   since when it has been so; None: it has not
@@ -100,7 +101,7 @@ class ScaleState(msgspec.Struct, frozen=True):
 
 
 def next_wanted(before: ScaleState, look: ScaleLook, bounds: ScaleBounds) -> ScaleState:
-    """What is wanted after this look."""
+    """Compute the wanted number of TEs after a look."""
     state = _seen(before, look, bounds)
     there = look.serving + look.coming
 
@@ -131,7 +132,7 @@ def next_wanted(before: ScaleState, look: ScaleLook, bounds: ScaleBounds) -> Sca
 
 
 def _seen(before: ScaleState, look: ScaleLook, bounds: ScaleBounds) -> ScaleState:
-    """The state with what this look adds to what is remembered."""
+    """Update the state's memory by a look."""
     there = look.serving + look.coming
     is_high, missed_since = look.load > bounds.high * there, before.missed_since
     is_missed = look.missed is not None and look.missed > 1 - bounds.within

@@ -1,4 +1,4 @@
-"""A cluster of TEs as a file says it, priced: what `replay --cluster FILE` serves a trace with.
+"""A cluster of TEs as described by a file, with prices: `replay --cluster FILE` serves a trace with it.
 
 model = "deepseek-r1"
 policy = "deepserve"
@@ -60,7 +60,7 @@ FleetChange = FleetScaler | FleetRoles | FleetPool  # what a fleet's TEs or serv
 
 
 class ClusterTE(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """TEs of one kind. One that is `apart` has a half that prefills and a half that decodes."""
+    """TEs of a kind. A TE that is `apart` has a half for prefill and a half for decode."""
 
     count: Annotated[int, "how many", Meta(ge=1, le=MAX_TES)] = 1
     dies: Annotated[int, "of each", Meta(ge=1, le=MAX_DIES)] = 32
@@ -73,7 +73,7 @@ class ClusterTE(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_num_batched_tokens: Annotated[int, "rows of a DP group's step", Meta(ge=1, le=8192)] = 1024
 
     def mistakes(self) -> Iterator[tuple[str, str]]:
-        """Every contradiction, with the field that it is about."""
+        """Yield every contradiction, with the field concerned."""
         if self.apart and self.role != "both":
             yield "apart", f"=true has both roles, found role={self.role}"
         if self.apart and self.dies % 2:
@@ -90,7 +90,10 @@ class ClusterTE(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ClusterScale(ScaleBounds, frozen=True, forbid_unknown_fields=True):
-    """An AutoScaler, and how TEs come; `warm` is how many pre-warmed ones there are, by default enough."""
+    """AutoScaler and start of TEs.
+
+    `warm` is the number of pre-warmed TEs; by default there are always enough.
+    """
 
     prewarmed: bool = True
     warm: int | None = None
@@ -98,7 +101,7 @@ class ClusterScale(ScaleBounds, frozen=True, forbid_unknown_fields=True):
     fork: bool = True
 
     def wrong(self) -> list[str]:
-        """Every contradiction."""
+        """List every contradiction in the section."""
         found = super().wrong()
         if self.warm is not None and not 0 <= self.warm <= MAX_TES:
             found.append(f"scale: warm must lie in [0, {MAX_TES}], found {self.warm}")
@@ -108,13 +111,13 @@ class ClusterScale(ScaleBounds, frozen=True, forbid_unknown_fields=True):
 
 
 class ClusterPool(PoolBounds, frozen=True, forbid_unknown_fields=True):
-    """A memory pool of prompts' KV: how many servers at first, and what each has room for."""
+    """A memory pool of prompts' KV: the number of servers at first, and each one's capacity."""
 
     servers: int = 1
     server_gib: float = 256.0
 
     def wrong(self) -> list[str]:
-        """Every contradiction."""
+        """List every contradiction in the section."""
         found = super().wrong()
         if not self.least <= self.servers <= self.most:
             found.append(f"pool: servers={self.servers} lies outside its least and most")
@@ -124,7 +127,7 @@ class ClusterPool(PoolBounds, frozen=True, forbid_unknown_fields=True):
 
 
 class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The TEs, and how requests find them."""
+    """Cluster of TEs with a routing policy for requests."""
 
     te: tuple[ClusterTE, ...]
     model: str = "deepseek-r1"
@@ -136,7 +139,7 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pool: ClusterPool | None = None
 
     def mistakes(self) -> Iterator[Mistake]:
-        """Every contradiction."""
+        """Yield every contradiction, with the section concerned."""
         if not self.te:
             yield Mistake(("te",), "must list a section [[te]] at least")
         for number, te in enumerate(self.te):
@@ -163,7 +166,7 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_cluster(path: Path) -> Cluster:
-    """InputError, in one line, for a file that is none."""
+    """Read a cluster's file. Raises InputError, in one line, for an invalid file."""
     document = read(path, "TOML", "cluster")
     cluster = document.to(Cluster)
     if wrong := list(cluster.mistakes()):
@@ -172,13 +175,13 @@ def read_cluster(path: Path) -> Cluster:
 
 
 def check_policy(name: object) -> None:
-    """InputError for a policy that is none."""
+    """Raise InputError for an unknown policy."""
     if not isinstance(name, str) or name not in POLICIES:
         raise InputError(f"unknown policy '{name}'{meant(name, POLICIES)}: known are {', '.join(POLICIES)}")
 
 
 class PricedKind(msgspec.Struct, frozen=True):
-    """What a TE of a kind is for a fleet, but for its name."""
+    """Description of a kind of TE for a fleet, without a name."""
 
     price: StepPrice
     limits: StepLimits
@@ -190,7 +193,7 @@ class PricedKind(msgspec.Struct, frozen=True):
 def priced_kinds(
     cluster: Cluster, block: int, progress: Progress = lambda done, total: None
 ) -> list[PricedKind]:
-    """What steps cost on the TEs of each kind; kinds whose steps are alike are priced once."""
+    """Price the steps of each kind of TE; kinds with equal steps are priced once."""
     model, prices = resolve_model(cluster.model), dict[Deployment, tuple[StepPrice, int]]()
 
     def price_of(te: ClusterTE) -> tuple[StepPrice, int]:
@@ -212,7 +215,7 @@ def priced_kinds(
 
 
 def deployment_of(te: ClusterTE) -> Deployment:
-    """What a TE is to the engine, or a half of one that is apart."""
+    """Make the deployment of a TE for the engine, or of a half of a TE that is apart."""
     dies = te.dies // 2 if te.apart else te.dies
     return Deployment(
         name=f"{dies} dies",
@@ -230,7 +233,8 @@ def deployment_of(te: ClusterTE) -> Deployment:
 def scaler_of(
     cluster: Cluster, kinds: Sequence[PricedKind], fleet: Fleet, service: Bounds
 ) -> FleetScaler | FleetRoles | None:
-    """What has this fleet grow and shrink, or its TEs change roles, if anything does."""
+    """Make the scaler of the fleet, which adds and removes TEs or changes their roles; None if the cluster
+    has neither."""
     scale = cluster.scale
     if cluster.roles is not None:
         first, second = (next(te for te in fleet.tes if te.role == each.role) for each in kinds)
@@ -246,7 +250,8 @@ def scaler_of(
 
 
 def pool_of(cluster: Cluster, fleet: Fleet) -> FleetPool | None:
-    """The memory pool of this fleet, if it has one. InputError for a server without room for a block."""
+    """Make the memory pool of a fleet; None without one. Raises InputError for a server without room for a
+    block."""
     pool, limits = cluster.pool, fleet.tes[0].limits
     if pool is None:
         return None
@@ -260,12 +265,12 @@ def pool_of(cluster: Cluster, fleet: Fleet) -> FleetPool | None:
 
 
 def scale_up_of(model: Checkpoint, te: ClusterTE, price: StepPrice, ways: ScaleWays) -> ScaleUp:
-    """What it takes to bring TEs of a kind."""
+    """Make the costs of adding TEs of a kind."""
     return ScaleUp(held_weights(model, deployment_of(te)), dummy_ns(price), te.dies, ways)
 
 
 def fleet_tes(cluster: Cluster, kinds: Sequence[PricedKind]) -> list[FleetTE]:
-    """The TEs, each with a name."""
+    """Make all TEs of the cluster, each with a name."""
     return [
         FleetTE(f"{'apart' if te.apart else te.role} {number}", *msgspec.structs.astuple(kind))
         for te, kind in zip(cluster.te, kinds, strict=True)
@@ -274,7 +279,8 @@ def fleet_tes(cluster: Cluster, kinds: Sequence[PricedKind]) -> list[FleetTE]:
 
 
 def kv_positions(model: Checkpoint, deployment: Deployment) -> int:
-    """For how many positions of KV a DP group has room beside its weights. InputError for none."""
+    """Compute the positions of KV for which a DP group has room beside weights. Raises InputError for
+    none."""
     plan = PodPlan(model, with_room(deployment), timing=TimingConfig())
     cache = plan.tes[0].sizes
     each = position_nbytes(model)
@@ -286,19 +292,19 @@ def kv_positions(model: Checkpoint, deployment: Deployment) -> int:
 
 
 def position_nbytes(model: Checkpoint) -> int:
-    """What the cache has of a position, in all layers, on the hardware."""
+    """Return the bytes of a cached position, in all layers, on the hardware."""
     config = model.config
     return KV_NBYTES * config.kv_columns * config.num_hidden_layers
 
 
 def transfer_ns(model: Checkpoint) -> float:
-    """A position of KV from die to die over UB, startup apart."""
+    """Return the time [ns] to send a position of KV from die to die over UB, without startup."""
     return Spec().link_ns(0, 0, position_nbytes(model))
 
 
 def least_count(cluster: Cluster, within: Callable[[Cluster], float], enough: float) -> Cluster:
-    """The cluster with the fewest TEs of its one kind of which the share `within` bounds is `enough`: by
-    doubling, then by halves. InputError where more TEs do not help."""
+    """Find the cluster with the fewest TEs, of its single kind, for which `within` reaches `enough`. The
+    number is doubled, then bisected. Raises InputError where more TEs do not help."""
 
     def sized(count: int) -> Cluster:
         return msgspec.structs.replace(cluster, te=(msgspec.structs.replace(cluster.te[0], count=count),))

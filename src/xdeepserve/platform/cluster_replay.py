@@ -1,4 +1,4 @@
-"""A trace on the TEs of a cluster, time only, as often as is asked: with other counts, or other choices."""
+"""Replay of a trace on the TEs of a cluster, time only; repeatable with other counts or choices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from xdeepserve.platform.traces import TracedRequest
 
 
 class ClusterServed(NamedTuple):
-    """The fleet when all was over, what became of requests, the report, and what happened to TEs, by time."""
+    """Results of a replay: the fleet at the end, requests' outcomes, the report, and events of TEs by
+    time."""
 
     fleet: Fleet
     outcomes: list[Outcome]
@@ -33,7 +34,7 @@ class ClusterServed(NamedTuple):
 
 
 class ClusterReplay:
-    """These requests, on TEs of `kinds`, those of the clusters that are asked for."""
+    """Replays of the same requests on clusters of TEs of `kinds`."""
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class ClusterReplay:
         explain: Callable[[Decision], None] | None = None,
         forced: Mapping[int, int] = MappingProxyType({}),
     ) -> tuple[Fleet, list[FleetChange]]:
-        """The TEs, before anything came, and what they and their pool follow."""
+        """Make the fleet of a cluster, without requests, and the scalers of its TEs and its pool."""
         stale_ns = round(1e6 * cluster.stale_ms)
         tes = fleet_tes(cluster, self._kinds)
         fleet = Fleet(tes, cluster.policy, self._heat, self._predict, stale_ns, explain, forced)
@@ -62,7 +63,7 @@ class ClusterReplay:
     def serve(
         self, cluster: Cluster, explain: Callable[[Decision], None] | None, progress: Progress
     ) -> ClusterServed:
-        """All requests."""
+        """Serve all requests on a cluster, and report."""
         fleet, changes = self.fleet(cluster, explain)
         outcomes = [each.outcome() for each in fleet.run(self.requests, progress)]
         found = report(outcomes, [te.name for te in fleet.tes], self._bounds, fleet.busy_ns())

@@ -1,4 +1,4 @@
-"""`xdeepserve replay`: a trace of requests, served with tokens by a small pod, or time only by many TEs."""
+"""`xdeepserve replay`: serve a trace of requests, with tokens by a small pod, or time only by many TEs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXPLAINED = 8  # TEs whose scores a decision shows; with --json, all
 
 
 def add_options(parser: Parser) -> None:
-    """The trace, who serves it, what is asked of them."""
+    """Add the options: the trace, the TEs that serve it, and the service level."""
     parser.epilog = (
         "TRACE may be made:KEY=VALUE,...: requests of a generator, with seed=N, requests=N, seconds=S,\n"
         "prompt=N and output=N tokens, spread=, turns=, pause=, systems=, system=, burst=, swing=, habit=\n"
@@ -63,7 +63,7 @@ def add_options(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve the trace and print what came of it."""
+    """Serve the trace and print the results."""
     _check(args)
     from xdeepserve.platform import service_report
     from xdeepserve.platform.service_report import Bounds
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """InputError for options that do not go together, or lie outside."""
+    """Raise InputError for options out of range, or options that do not go together."""
     if args.deployment is not None and args.cluster is not None:
         raise InputError("--deployment serves tokens, and --cluster takes time only: choose one")
     if args.deployment is None:
@@ -131,7 +131,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def requests_of(trace: str, form: str) -> tuple[list[TracedRequest], int]:
-    """The requests of a file or of the generator, and the tokens of their blocks."""
+    """Read the requests of a file or of the generator; return them with the number of tokens in a block."""
     from xdeepserve.platform import made_traffic, traces
 
     known = traces.trace_format(form)
@@ -213,7 +213,8 @@ def _time_only(
 
 
 def _asked(args: argparse.Namespace) -> Cluster:
-    """The cluster of a file, or TEs whose number is to be found; with the policy and the model asked for."""
+    """Make the cluster of a file, or TEs whose number is yet to be found, with the policy and model of the
+    options."""
     import msgspec
 
     from xdeepserve.model.presets import resolve_model
@@ -232,7 +233,7 @@ def _asked(args: argparse.Namespace) -> Cluster:
 
 
 def _of(cluster: Cluster) -> str:
-    """How many TEs and dies it has."""
+    """Describe the number of TEs and dies of a cluster."""
     num_tes, dies = sum(te.count for te in cluster.te), cluster.te[0].dies
     if cluster.scale is not None:
         return f"{cluster.scale.least} to {cluster.scale.most} TEs of {dies} dies"
@@ -242,7 +243,7 @@ def _of(cluster: Cluster) -> str:
 
 
 def _sized(cluster: Cluster, serve: Callable[[Cluster], ClusterServed], status: Status) -> Cluster:
-    """The fewest TEs of which ENOUGH of the requests are within their bounds."""
+    """Find the fewest TEs for serving ENOUGH of the requests within their bounds."""
     from xdeepserve.platform.cluster import least_count
 
     def within(sized: Cluster) -> float:
@@ -254,8 +255,8 @@ def _sized(cluster: Cluster, serve: Callable[[Cluster], ClusterServed], status: 
 
 
 def explained(decision: Decision, fleet: Fleet, most: int, after: Hindsight | None = None) -> str:
-    """A decision in a line: the `most` best TEs, the best first, with the keys that decided; and which one
-    turned out best, if that was tried."""
+    """Format a decision in a line: the `most` best TEs, the best first, with the deciding keys. If hindsight
+    is given, the line also names the TE that turned out best."""
     could = [te for te, keys in enumerate(decision.keys) if keys[0] != float("inf")]
     order = sorted(could, key=lambda te: (*decision.keys[te], te))[:most]
     keys = (", ".join(f"{key:.4g}" for key in decision.keys[te]) for te in order)
@@ -272,7 +273,7 @@ def explained(decision: Decision, fleet: Fleet, most: int, after: Hindsight | No
 
 
 def regret_of(tried: Sequence[Hindsight]) -> str:
-    """How much longer requests took than on the TE that turned out best."""
+    """Format how much longer requests took than on the TE that turned out best."""
     if not tried:
         return "of none"
     lost = [100 * each.regret for each in tried]

@@ -1,7 +1,7 @@
-"""Many TEs at the grain of a step, and who of them gets which request (DeepServe 5.1, XDS 5.1).
+"""Many TEs at the grain of a step, and the choice of a TE for each request (DeepServe 5.1, XDS 5.1).
 
-TEs may join, drain and leave, or be lost while requests run. Who has no TE waits for one; requests of a TE
-that is lost begin again elsewhere (DeepServe 7: redirected), and keep the time of their first token if they
+TEs may join, drain and leave, or be lost while requests run. A request without a TE waits for one. Requests
+of a lost TE begin again elsewhere (DeepServe 7: redirected), and keep the time of their first token if they
 had one.
 """
 
@@ -28,7 +28,7 @@ EVERY = 500  # requests between two words about progress
 
 
 class Pool(Protocol):
-    """A memory pool that all TEs share (platform/fleet_pool.py)."""
+    """Interface of a memory pool that all TEs share (platform/fleet_pool.py)."""
 
     block_ns: float  # what a block takes on its way to a TE
 
@@ -38,10 +38,11 @@ class Pool(Protocol):
 
 
 class Fleet:
-    """TEs and one job executor, whose hints of prefixes are `stale_ns` old.
+    """Fleet of TEs with a job executor, whose hints of prefixes are `stale_ns` old.
 
-    `predict` tells the length of an answer, `heat` which kind of TE is better; `explain` hears of decisions;
-    `forced` are TEs of some requests, by number, whatever the policy says, as long as they take any.
+    `predict` tells the length of an answer, `heat` which kind of TE is better. `explain` is called with each
+    decision. `forced` maps requests, by number, to TEs that take them whatever the policy says, unless the TE
+    takes none.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Fleet:
     # ---- TEs that come and go -----------------------------------------------------------------------
 
     def join(self, te: FleetTE) -> int:
-        """It takes requests from now on: its number."""
+        """Add a TE to the fleet, where it takes requests from now on; return its number."""
         number = len(self.tes)
         self.tes.append(te)
         self._fronts.append(len(self.steppers))
@@ -114,7 +115,7 @@ class Fleet:
         return number
 
     def _end_waits(self, te: int) -> None:
-        """This one is there for those who had none, and for KV that had nowhere to go."""
+        """Give requests without a TE, and KV without a decode TE, to a TE that has just come."""
         homeless, self._homeless = self._homeless, []
         for task in homeless:
             self._arrive(task.number, task.request)
@@ -123,18 +124,18 @@ class Fleet:
             self._send(task, te)
 
     def drain(self, te: int) -> None:
-        """It takes nothing more, and ends what it has."""
+        """Let a TE take nothing more and finish the requests that it has."""
         self.serving.pop(te, None)
         self._takes[te] = False
 
     def resume(self, te: int) -> None:
-        """One that drains takes requests again."""
+        """Let a draining TE take requests again."""
         self.serving[te] = None
         self._takes[te] = self.tes[te].role != "decode"
         self._end_waits(te)
 
     def lose(self, te: int) -> None:
-        """It is gone with all that it has: its requests begin again elsewhere."""
+        """Lose a TE with all its requests; they begin again elsewhere."""
         self.drain(te)
         self._lost.add(te)
         for index in self._halves(te):
@@ -143,8 +144,8 @@ class Fleet:
                 self._arrive(task.number, self._whole.pop(task.number, task.request))
 
     def move_out(self, te: int) -> None:
-        """One that decodes takes nothing more, and at the end of its step others go on with what it has; what
-        is on its way to it goes on to them, too."""
+        """Move a decode TE's requests to other TEs at the end of its step. KV on its way to the TE goes on to
+        others, too."""
         self.drain(te)
         self.moving.add(te)
         index = self._fronts[te]
@@ -163,17 +164,17 @@ class Fleet:
             self._send(TETask(task.number, part, task.number), self._owners[index])
 
     def is_empty(self, te: int) -> bool:
-        """Whether it has nothing, and nothing is on its way to it."""
+        """Whether a TE has no requests, and none is on its way to it."""
         coming = any(isinstance(what, TETask) and self._owners[at] == te for _, _, at, what in self._events)
         has_any = coming or any(stepper.num_tasks for stepper in self.steppers_of(te))
         return self.is_lost(te) or not has_any
 
     def is_lost(self, te: int) -> bool:
-        """Whether it is gone with all that it had."""
+        """Whether a TE is lost."""
         return te in self._lost
 
     def steppers_of(self, te: int) -> list[StepTE]:
-        """One, or two of a pair."""
+        """Return the steppers of a TE: one, or two for a TE that is apart."""
         return [self.steppers[index] for index in self._halves(te)]
 
     def _halves(self, te: int) -> range:
@@ -181,12 +182,12 @@ class Fleet:
         return range(front, front + 1 + (self.tes[te].apart is not None))
 
     def at(self, when: float, call: Callable[[], None]) -> None:
-        """Call it at a time, between steps."""
+        """Call a function at a time, between steps."""
         heapq.heappush(self._events, (when, self._order, -1, call))
         self._order += 1
 
     def look_at(self, when: float, look: Callable[[], None]) -> None:
-        """Call it at a time, if by then anything else is to come that could end a request."""
+        """Call a function at a time, unless no other event that could end a request is left."""
 
         def call() -> None:
             self._num_looks -= 1
@@ -197,7 +198,7 @@ class Fleet:
 
     @property
     def is_open(self) -> bool:
-        """Whether requests have not ended, or not come."""
+        """Whether requests have not ended, or not arrived."""
         return self._num_left > 0
 
     # ---- the hour -----------------------------------------------------------------------------------
@@ -207,7 +208,8 @@ class Fleet:
         requests: Sequence[TracedRequest],
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> list[ServedRequest]:
-        """Serve all that arrive, in the order of their ends. InputError for one that fits nowhere."""
+        """Serve all requests; return results in the order of their ends. Raises InputError for a request that
+        fits on no TE."""
         requests = [
             each._replace(input_length=max(1, each.input_length), output_length=max(1, each.output_length))
             for each in requests
@@ -248,8 +250,8 @@ class Fleet:
         self._come(self._fronts[self._choose(number, request, task.pooled)], task)
 
     def _fetch(self, index: int, task: TETask) -> bool:
-        """What a pool has by now of a prompt, and the DP group that it is given to has not, takes its time on
-        the way. Whether there is any."""
+        """Fetch the blocks of a prompt that the pool has and the DP group lacks, in the time that they take.
+        Returns whether there are any."""
         if self.pool is None:
             return False
         task.pooled = self.pool.match(task.request.blocks)
@@ -274,7 +276,7 @@ class Fleet:
         self._between(index, self.steppers[index].give, task)
 
     def _between(self, index: int, act: Callable[[TETask], None], task: TETask) -> None:
-        """What is under way ends with its step, and then there is more to do."""
+        """Give a stepper something to do between steps: interrupt its run at the end of a step, then act."""
         stepper = self.steppers[index]
         if not stepper.is_idle:
             before = stepper.ends_at
@@ -328,7 +330,7 @@ class Fleet:
         self._note(index)
 
     def _send(self, task: TETask, te: int) -> None:
-        """The KV of a prompt goes to where it is decoded: the TE's other half, or the emptiest decode TE."""
+        """Send a prompt's KV to its decoder: the TE's other half, or the decode TE with the least KV."""
         request, index = task.request, self._fronts[te] + 1
         if self.tes[te].apart is None:
             decoders = [each for each in self.serving if self.tes[each].role == "decode"]
@@ -356,7 +358,7 @@ class Fleet:
     # ---- the choice ---------------------------------------------------------------------------------
 
     def _note(self, index: int) -> None:
-        """What is known of a TE has changed."""
+        """Update the job executor's knowledge of a TE after a change."""
         te = self._owners[index]
         front = self._fronts[te]
         stepper, known = self.steppers[front], self.known
@@ -395,13 +397,13 @@ class Fleet:
         return te
 
     def busy_ns(self) -> list[float]:
-        """How long each TE has had a step under way, of two halves the busier."""
+        """Return how long each TE was busy with steps [ns]; for a TE of two halves, the busier half."""
         busy = [0.0] * len(self.tes)
         for stepper, te in zip(self.steppers, self._owners, strict=True):
             busy[te] = max(busy[te], stepper.busy_ns)
         return busy
 
     def check_integrity(self) -> None:
-        """Every TE's counts are those of what it has."""
+        """Check every TE's counts against its requests."""
         for stepper in self.steppers:
             stepper.check_integrity()

@@ -1,9 +1,9 @@
-"""A fleet whose TEs share a memory pool of prompts' KV, whose servers come and go (CloudMatrix 4.1, 4.4.2).
+"""A fleet with a memory pool of prompts' KV, shared by all TEs; servers of the pool come and go (CloudMatrix
+4.1, 4.4.2).
 
-A request waits until what the pool has of its prompt, and its DP group has not, has come there, and computes
-the rest. A server that
-comes takes its part of the keys from the others, one that goes gives its own to them: the time for that is
-one server's bytes over its UB port.
+A request waits until the pool's blocks of its prompt that its DP group lacks have arrived; the rest is
+computed. A new server takes its part of the keys from the others, and a leaving server gives its part to
+them. Either takes the time of a server's bytes over its UB port.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from xdeepserve.platform.pool_size import PoolBounds, PoolState, next_servers
 
 
 class FleetPool:
-    """Gives `fleet` a pool of `servers`, each with room for `room` blocks of `block_nbytes`."""
+    """Memory pool of a fleet, with `servers` servers, each with room for `room` blocks of `block_nbytes`."""
 
     def __init__(
         self, fleet: Fleet, servers: int, room: int, block_nbytes: float, bounds: PoolBounds, spec: Spec
@@ -39,15 +39,15 @@ class FleetPool:
         fleet.look_at(0.0, self._look)
 
     def match(self, blocks: tuple[int, ...]) -> int:
-        """How many blocks of a prompt, from the first on, it has."""
+        """Return how many blocks of a prompt, from the first on, the pool has."""
         return self.cache.match(blocks)
 
     def use(self, blocks: tuple[int, ...], known: int) -> None:
-        """A prompt has been computed, of which its DP group itself had the first `known` blocks."""
+        """Record a computed prompt, of which the DP group itself had the first `known` blocks."""
         self._used.append((self.fleet.now, self.cache.use(blocks, known)))
 
     def _saved(self) -> list[float]:
-        """TEs' time that 1, 2, ... servers save."""
+        """Estimate the TE time saved by 1, 2, ... servers, in TEs."""
         fleet, bounds = self.fleet, self.bounds
         while self._used and self._used[0][0] < fleet.now - 1e9 * bounds.while_s:
             self._used.popleft()
@@ -58,7 +58,7 @@ class FleetPool:
         return [float(each) for each in tokens * stepper.token_ns / 1e9]
 
     def _count(self) -> None:
-        """Add what there has been since the last time, before anything changes."""
+        """Count the servers' time since the last count, before their number changes."""
         self.server_s += self.cache.servers * (self.fleet.now - self._counted_at) / 1e9
         self._counted_at = self.fleet.now
 

@@ -1,10 +1,10 @@
-"""A fleet whose TEs change roles while it serves: prefill to decode and back (CloudMatrix 4.1).
+"""Changes of roles in a serving fleet: TEs go from prefill to decode and back (CloudMatrix 4.1).
 
-A TE that changes takes nothing more. One that prefills ends what it has; one that decodes gives it to others,
-with its KV, as a TE of the engine does that is taken away. Then it is planned anew, gets the weights of its
-new layout from one that has them (NPU-fork) and serves a dummy request, and joins in its new role. How long
-answers are is what the fleet predicts of those that arrive; where it predicts nothing, what it was of those
-that have ended, which is late by as long as an answer takes. A TE that is lost counts no more.
+A TE that changes its role takes nothing more. A prefill TE finishes its requests. A decode TE gives them to
+others, with their KV, as the engine does with a TE that is taken away. Then the TE is planned anew, gets the
+weights of its new layout from another TE (NPU-fork), serves a dummy request, and joins in its new role. The
+length of answers is the fleet's prediction for arriving requests. Without predictions it is that of ended
+requests, which is late by the duration of an answer. A lost TE counts no more.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from xdeepserve.platform.traces import TracedRequest
 
 
 class FleetRoles:
-    """Has roles in a fleet follow the workload. `kinds` are TEs of each role, `events` what it did."""
+    """Makes the roles in a fleet follow the workload.
+
+    `kinds` are TEs of each role, `events` the changes made.
+    """
 
     def __init__(
         self,
@@ -48,7 +51,7 @@ class FleetRoles:
         fleet.at(0.0, self._look)
 
     def lose(self, te: int) -> None:
-        """A TE fails: what it had begins again elsewhere, and the others are split anew."""
+        """Lose a TE and restart its requests elsewhere; the remaining TEs are split anew."""
         num = sum(each.num_tasks for each in self.fleet.steppers_of(te))
         self.fleet.lose(te)
         self._tell("lost", self.fleet.tes[te].name, f"{num} requests begin again elsewhere")
@@ -99,7 +102,7 @@ class FleetRoles:
         again(fleet.now + 1e9 * self.bounds.every_s, self._look)
 
     def _follow(self, work: Workload) -> None:
-        """Split those that are there, of which some may have been lost since the last look."""
+        """Split the present TEs between roles; some may have been lost since the last look."""
         first, second = self.kinds["prefill"], self.kinds["decode"]
         rates = role_rates(second.price, (first.limits, second.limits), work, 1e6 * self.service.tpot_ms)
         before = msgspec.structs.replace(self.state, num_prefill=self.count("prefill"))

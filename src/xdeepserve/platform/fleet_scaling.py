@@ -1,9 +1,9 @@
-"""A fleet that grows and shrinks while it serves: the AutoScaler looks, and TEs come by five steps or go.
+"""A fleet growing and shrinking while it serves: the AutoScaler looks, and TEs start in five steps or leave.
 
-Load is what KV, places and queues of prompts say, or what prompts take of all TEs' time over a while: while a
-part of a prompt is in a step, who decodes there waits. A TE that comes takes requests when all its steps are
-over; one that goes ends what it has before (drains). While an AutoScaler asks for more, TEs that drain are
-taken back first: they are there already.
+Load is the largest of KV, places and queues of prompts, or the share of all TEs' time that prompts took
+recently: decoding waits while a part of a prompt is in a step. A new TE takes requests when all its steps are
+over; a leaving TE finishes its requests first (drains). If the AutoScaler asks for more TEs, draining TEs are
+taken back first, because they are already running.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ from xdeepserve.platform.step_price import StepCounts
 
 
 class WarmTEs:
-    """`wanted` of them, all there at first; another one needs `start_s`. `tell` hears when one is there."""
+    """Pre-warmed TEs, all `wanted` of them ready at first; another needs `start_s`.
+
+    `tell` is called when one becomes ready.
+    """
 
     def __init__(self, fleet: Fleet, wanted: int, start_s: float, tell: Callable[[int], None]) -> None:
         self._fleet, self._start_s, self._tell = fleet, start_s, tell
@@ -36,7 +39,7 @@ class WarmTEs:
         self._starting = 0
 
     def take(self) -> bool:
-        """Whether there was one, which is taken now and started anew."""
+        """Take a pre-warmed TE, if there is one, and start another; return whether there was one."""
         if not self.ready:
             return False
         self.ready -= 1
@@ -44,7 +47,8 @@ class WarmTEs:
         return True
 
     def give_back(self) -> None:
-        """Who has taken one needs it no more. It stays, if there are not as many as wanted."""
+        """Give a pre-warmed TE back that was taken and is no longer needed. It stays only while fewer than
+        `wanted` are ready."""
         self.ready = min(self.wanted, self.ready + 1)
 
     def _start(self) -> None:
@@ -64,7 +68,10 @@ ScaleAct = Literal["wanted", "joins", "drains", "stays", "called off", "leaves",
 
 
 class ScaleEvent(msgspec.Struct, frozen=True):
-    """What happened to the TEs of a fleet at a time. `num_serving` is how many take requests from then on."""
+    """An event in the life of a fleet's TEs.
+
+    `num_serving` is the number of TEs that take requests from then on.
+    """
 
     at_ns: float
     what: ScaleAct
@@ -73,14 +80,16 @@ class ScaleEvent(msgspec.Struct, frozen=True):
     reason: str
 
     def line(self) -> str:
-        """For people."""
+        """Format the event as a line for people."""
         te = f" {self.te}" if self.te else ""
         return f"{self.at_ns / 1e9:9.2f} s  {self.num_serving:2} serve  {self.what}{te}: {self.reason}"
 
 
 class FleetScaler:
-    """Has a fleet of TEs like `kind` follow its load; `events` tells what it did. With `warm` there are so
-    many pre-warmed TEs, else as many as come."""
+    """Makes a fleet of TEs like `kind` follow its load; `events` lists the changes made.
+
+    `warm` is the number of pre-warmed TEs; None means that there are always enough.
+    """
 
     def __init__(
         self,
@@ -106,7 +115,7 @@ class FleetScaler:
         fleet.at(0.0, self._look)
 
     def lose(self, te: int) -> None:
-        """A TE fails: what it had begins again elsewhere, and another comes in its place."""
+        """Lose a TE, so all its requests begin again elsewhere; another TE is started in its place."""
         name = self.fleet.tes[te].name
         self._draining.pop(te, None)
         num = sum(each.num_tasks for each in self.fleet.steppers_of(te))
@@ -144,7 +153,7 @@ class FleetScaler:
         fleet.at(fleet.now + 1e9 * self.bounds.every_s, self._look)
 
     def _prefill_share(self) -> float:
-        """How many TEs' time prompts have taken lately."""
+        """Return the number of TEs whose whole time prompts have taken lately."""
         now, recent = self.fleet.now, self._prefills
         recent.append((now, prefill_ns(self.fleet)))
         while len(recent) > 2 and recent[1][0] <= now - 1e9 * WHILE_S:
@@ -153,7 +162,7 @@ class FleetScaler:
         return (total - before) / max(now - since, 1e9 * WHILE_S)
 
     def bring(self, count: int) -> None:
-        """Start as many TEs more; pre-warmed ones come first."""
+        """Start `count` more TEs; draining ones are taken back first, then pre-warmed ones are used."""
         for te in list(self._draining)[:count]:
             del self._draining[te]
             self.fleet.resume(te)
@@ -182,7 +191,8 @@ class FleetScaler:
         return join
 
     def part_with(self, count: int) -> None:
-        """Let as many TEs go: those still on their way, the latest first, then those with the least to do."""
+        """Let `count` TEs go: first those still starting, the latest first, then those with the fewest
+        requests."""
         for ticket in sorted(self._coming, reverse=True)[:count]:
             if self._coming.pop(ticket) and self.warm is not None:
                 self.warm.give_back()
@@ -205,7 +215,8 @@ class FleetScaler:
 
 
 def load_of(fleet: Fleet, te: int, wait_ns: float) -> float:
-    """1 where its KV or its places are taken, or prompts would wait for `wait_ns`; more if they wait."""
+    """Return a TE's load: 1 if its KV or its places are taken, or if prompts would wait for `wait_ns`; more
+    if they wait longer."""
     loads = []
     for stepper in fleet.steppers_of(te):
         limits, groups = stepper.limits, stepper.price.num_groups
@@ -215,12 +226,12 @@ def load_of(fleet: Fleet, te: int, wait_ns: float) -> float:
 
 
 def prefill_ns(fleet: Fleet) -> float:
-    """How long all TEs have computed prompts, in sum."""
+    """Return the total time [ns] of prompts' computation on all TEs."""
     return sum(stepper.prefill_ns for stepper in fleet.steppers)
 
 
 def alone_ns(fleet: Fleet, te: int, num_prompt: int) -> float:
-    """Until the first token of a prompt that finds nobody and no cached prefix, about."""
+    """Estimate the time [ns] to a prompt's first token on an idle TE without a cached prefix."""
     stepper = fleet.steppers_of(te)[0]
     rows = stepper.limits.num_rows
     chunks = [(done, min(rows, num_prompt - done)) for done in range(0, num_prompt, rows)]

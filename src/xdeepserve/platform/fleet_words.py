@@ -1,4 +1,4 @@
-"""What a fleet is made of, and what it says: its TEs, what became of requests, who got them and why."""
+"""Records of a fleet: TEs, requests served, and decisions."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ TERole = Literal["both", "prefill", "decode"]
 
 
 class FleetTE(NamedTuple):
-    """A TE: with prefill and decode on the same dies, on two halves that are a pair (`apart`), or with one of
-    them, beside others that have the other one (`role`)."""
+    """A TE of a fleet.
+
+    Prefill and decode may share its dies, or have a half each (`apart`); or the TE does one of them, beside
+    TEs with the other (`role`).
+    """
 
     name: str
     price: StepPrice
@@ -25,12 +28,12 @@ class FleetTE(NamedTuple):
 
     @property
     def is_apart(self) -> bool:
-        """A request is prefilled on some dies and decoded on others."""
+        """Whether requests are prefilled on some dies and decoded on others."""
         return self.apart is not None or self.role != "both"
 
 
 class ServedRequest(NamedTuple):
-    """What became of a request, in ns of virtual time. `te` had its last token, `first_te` its first."""
+    """A request served, with times in ns of virtual time. `te` made its last token, `first_te` its first."""
 
     number: int
     te: int
@@ -48,11 +51,11 @@ class ServedRequest(NamedTuple):
 
     @property
     def tpot_ns(self) -> float | None:
-        """None for one token."""
+        """Time per output token [ns]; None for an answer of one token."""
         return (self.last_ns - self.first_ns) / (self.num_output - 1) if self.num_output > 1 else None
 
     def outcome(self) -> Outcome:
-        """What a report is made of."""
+        """Return the request's outcome for a report."""
         return Outcome(
             self.te, self.at_ns, self.ttft_ns, self.tpot_ns, self.last_ns,
             self.num_prompt, self.num_output, self.num_cached, self.first_te,
@@ -60,7 +63,7 @@ class ServedRequest(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """A request, the TE that got it, and the scores of all; infinite for those that take none."""
+    """A routing decision: the request, its TE, and the scores of all TEs; infinite for TEs that take none."""
 
     number: int
     te: int

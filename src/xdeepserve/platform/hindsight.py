@@ -1,7 +1,7 @@
-"""What a choice of a TE has cost: the request on every other TE, all others where they were.
+"""The cost of a choice of a TE in hindsight: the request is tried on every other TE, all others unchanged.
 
-Nobody can know that before. So a request is tried in replays of the trace, one for each TE that could have
-taken it, up to the time at which it ended; who comes later does not change whether it would have ended
+Nobody can know the cost in advance. So a request is tried in replays of the trace, one for each TE that could
+have taken it, up to the time at which it ended. Later arrivals cannot change whether it would have ended
 before.
 """
 
@@ -22,8 +22,10 @@ MakeFleet = Callable[[Mapping[int, int]], Fleet]  # with TEs that some requests 
 
 
 class Hindsight(msgspec.Struct, frozen=True):
-    """A request, the TE that had it, and the one that would have served it soonest; ns from its arrival to
-    its last token."""
+    """Hindsight of a request: the TE that had it, and the TE that would have served it soonest.
+
+    Times are ns from its arrival to its last token.
+    """
 
     number: int
     te: int
@@ -33,7 +35,7 @@ class Hindsight(msgspec.Struct, frozen=True):
 
     @property
     def regret(self) -> float:
-        """How much longer than the best it took, as a share of that."""
+        """How much longer the request took than on the best TE, as a share of the best time."""
         return self.took_ns / self.best_ns - 1
 
 
@@ -45,11 +47,8 @@ def hindsights(
     count: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Hindsight]:
-    """The hindsight of `count` requests, evenly spread over the trace; by default of as many as are tried in
-    some seconds.
-
-    `decisions` and `served` are those of a fleet like `make({})`.
-    """
+    """Compute the hindsight of `count` requests, evenly spread over the trace; by default as many as take
+    some seconds."""
     ways: dict[int, Decision] = {}
     for each in decisions:
         ways.setdefault(each.number, each)
@@ -73,7 +72,7 @@ def hindsights(
 
 
 def spread(num_requests: int, num_tes: int, count: int | None) -> list[int]:
-    """The requests that are tried, of which each is a replay of half the trace for each TE, on average."""
+    """Choose requests to try. Each costs a replay of half the trace for each TE, on average."""
     if count is None:
         count = max(1, 2 * SERVED_AGAIN // (num_requests * num_tes))
     count = min(count, num_requests)

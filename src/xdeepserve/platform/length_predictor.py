@@ -1,8 +1,8 @@
-"""How long an answer will be: learned from the answers of a trace's first part (DeepServe 5.3.3).
+"""Prediction of an answer's length, learned from the answers of a trace's first part (DeepServe 5.3.3).
 
-The paper trains a classifier on texts of prompts. A trace has no texts; what it has is how long a prompt is,
-and the block it opens with, which requests of one application or of one chat share. The prediction is the
-median of the learned answers that are alike in both; where there are too few of them, in one; else of all.
+The paper trains a classifier on the texts of prompts. A trace has no texts, but it has the length of a prompt
+and its first block, which requests of an application or of a chat share. The prediction is the median of
+learned answers that agree in both. If they are too few, agreement in one is enough; else all count.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BUCKET = 128  # tokens: what the paper counts as the same length
 
 
 class LengthPredictor:
-    """Fitted to these requests, of which there is at least one."""
+    """Predictor fitted to past requests, at least one."""
 
     def __init__(self, learned: Sequence[TracedRequest]) -> None:
         groups: dict[Hashable, list[int]] = {}
@@ -35,7 +35,7 @@ class LengthPredictor:
         }
 
     def __call__(self, request: TracedRequest) -> float:
-        """Tokens of its answer, of which nothing is looked at."""
+        """Predict the tokens of a request's answer; the answer itself is not looked at."""
         return next(self._medians[key] for key in _keys(request) if key in self._medians)
 
 
@@ -43,7 +43,8 @@ ALL = "all"
 
 
 def _keys(request: TracedRequest) -> list[Hashable]:
-    """The groups that a request is in, the finest first. Prompts of a kind are at most twice as long."""
+    """List the groups of a request, the finest first. Prompts of a group are at most twice as long as each
+    other."""
     octave = request.input_length.bit_length()
     opening = request.blocks[:1]
     by_opening: list[Hashable] = [(opening, octave), (opening,)] if opening else []
@@ -51,8 +52,7 @@ def _keys(request: TracedRequest) -> list[Hashable]:
 
 
 class HeldOutError(NamedTuple):
-    """How far predictions of `num` answers that were not learned are off, beside always saying the median of
-    those that were."""
+    """Errors of predictions for `num` held-out answers, and of the learned median for comparison."""
 
     num: int
     mean_error: float  # tokens, absolute
@@ -61,7 +61,7 @@ class HeldOutError(NamedTuple):
     same_bucket_of_median: float
 
     def line(self) -> str:
-        """In words."""
+        """Format the errors in words."""
         return (
             f"off by {self.mean_error:.0f} tokens on {self.num} held out, {100 * self.same_bucket:.0f} % in "
             f"the right {BUCKET}; one median: {self.mean_error_of_median:.0f}, "
@@ -70,10 +70,8 @@ class HeldOutError(NamedTuple):
 
 
 def split(requests: Sequence[TracedRequest]) -> tuple[Sequence[TracedRequest], Sequence[TracedRequest]]:
-    """The first half, to learn from, and what comes later. InputError where there is nothing in one of them.
-
-    All answers of the first half count as known, though the last of them still run when the second begins.
-    """
+    """Split a trace into the first half, to learn from, and the rest. Raises InputError if either would be
+    empty."""
     half = len(requests) // 2
     while half < len(requests) and half and requests[half].at_ns == requests[half - 1].at_ns:
         half += 1  # who comes at the same time is in the same half
@@ -85,7 +83,7 @@ def split(requests: Sequence[TracedRequest]) -> tuple[Sequence[TracedRequest], S
 def held_out_error(
     predictor: LengthPredictor, learned: Sequence[TracedRequest], held_out: Sequence[TracedRequest]
 ) -> HeldOutError:
-    """How far the predictor is off, and the median of what it has learned."""
+    """Compute the errors of the predictor, and of the median of what it has learned."""
     true = np.array([each.output_length for each in held_out])
     found = np.array([predictor(each) for each in held_out])
     median = np.full(len(true), np.median([each.output_length for each in learned]))
@@ -97,8 +95,9 @@ def held_out_error(
 def told_lengths(
     lengths: Lengths, requests: Sequence[TracedRequest]
 ) -> tuple[Callable[[TracedRequest], float], HeldOutError | None]:
-    """What a policy is told of each of these requests; 0 is nothing. A prediction is told of the second half,
-    and its error comes with it. InputError for a trace that cannot be learned from."""
+    """Make the function for telling a policy each request's length; 0 means unknown. Predictions are told for
+    the second half only, and their error is returned, too. Raises InputError for a trace too short to learn
+    from."""
     if lengths == "none":
         return lambda request: 0.0, None
     if lengths == "told":

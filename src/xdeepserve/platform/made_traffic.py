@@ -1,9 +1,8 @@
-"""MadeTraffic that nobody has recorded: a seeded generator whose arrivals, lengths and prefixes can be set.
+"""Generated traffic: a seeded generator with adjustable arrivals, lengths and prefixes.
 
-People talk in chats. A chat begins with one of some system prompts, popular ones more often, and each of its
-turns has all that was said before it. Defaults have the means that are commonly given for Mooncake's first
-trace (prompts of 7,590 tokens, answers of 182; the published conversation trace has 12,035 and 343);
-nothing else of them is fitted.
+People talk in chats. A chat begins with a system prompt, popular ones more often, and each turn contains
+everything said before. Defaults have the means commonly given for Mooncake's first trace (prompts of 7,590
+tokens, answers of 182; the published conversation trace has 12,035 and 343). Nothing else is fitted to it.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class MadeTraffic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int = 0
 
     def check(self) -> None:
-        """InputError with every reason."""
+        """Raise InputError with every setting out of range."""
         bounds = {
             "requests": (1, 10_000_000), "seconds": (1e-3, 1e7), "burst": (0, 20), "swing": (0, 1),
             "prompt": (1, 1_000_000), "output": (1, 1_000_000), "spread": (0, 3), "turns": (1, 1000),
@@ -72,7 +71,7 @@ class MadeTraffic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def parsed(text: str) -> MadeTraffic:
-    """'made:requests=200,prompt=64' -> MadeTraffic. InputError for what is no setting."""
+    """Read settings like 'made:requests=200,prompt=64'. Raises InputError for an unknown setting."""
     given: dict[str, Any] = {}
     for part in filter(None, text.removeprefix(PREFIX).split(",")):
         key, equals, value = part.partition("=")
@@ -91,7 +90,7 @@ def parsed(text: str) -> MadeTraffic:
 
 
 def made(traffic: MadeTraffic) -> list[TracedRequest]:
-    """The requests, in order of time: a function of the statistics and the seed."""
+    """Generate the requests, in order of time: a function of the statistics and the seed."""
     rng = np.random.default_rng(traffic.seed)
     chats = _turns(rng, traffic)
     num = traffic.requests
@@ -125,7 +124,7 @@ def made(traffic: MadeTraffic) -> list[TracedRequest]:
 
 
 def _turns(rng: np.random.Generator, traffic: MadeTraffic) -> list[int]:
-    """How many turns each chat has: as many chats as it takes."""
+    """Draw the number of turns of each chat, for as many chats as needed."""
     chats, left = [], traffic.requests
     while left:
         chats.append(min(left, int(rng.geometric(1 / traffic.turns))))
@@ -134,8 +133,8 @@ def _turns(rng: np.random.Generator, traffic: MadeTraffic) -> list[int]:
 
 
 def _arrivals(rng: np.random.Generator, traffic: MadeTraffic, count: int) -> list[float]:
-    """When each chat begins, in seconds: gaps of a gamma distribution, drawn on a time that runs as fast as
-    the rate."""
+    """Draw the starts of all chats, in seconds: gaps of a gamma distribution, on a time scale that runs as
+    fast as the rate."""
     gaps = np.ones(count) if not traffic.burst else rng.gamma(traffic.burst**-2, size=count)
     share = np.cumsum(gaps) / gaps.sum()
     clock = np.linspace(0, 1, 4097)
@@ -146,13 +145,13 @@ def _arrivals(rng: np.random.Generator, traffic: MadeTraffic, count: int) -> lis
 
 
 def _lengths(rng: np.random.Generator, mean: float, spread: float, count: int) -> np.ndarray:
-    """Tokens, log-normal, with about this mean; at least 1."""
+    """Draw lengths in tokens, log-normal, with about this mean; at least 1."""
     drawn = np.exp(rng.normal(-(spread**2) / 2, spread, count)) * mean
     return np.maximum(1, drawn.round()).astype(np.int64)
 
 
 def _systems(rng: np.random.Generator, traffic: MadeTraffic, num_chats: int) -> tuple[list[int], list[int]]:
-    """Which system prompt each chat has, by Zipf's law, and how long each of them is."""
+    """Draw each chat's system prompt, by Zipf's law, and the length of each system prompt."""
     if not traffic.systems:
         return [0] * num_chats, [0]
     popularity = 1 / np.arange(1, traffic.systems + 1)
@@ -162,8 +161,8 @@ def _systems(rng: np.random.Generator, traffic: MadeTraffic, num_chats: int) -> 
 
 
 def _habits(traffic: MadeTraffic) -> np.ndarray:
-    """By how much answers to each system prompt are longer than others. Drawn apart: all else of the trace is
-    what it is without."""
+    """Draw the factor of answers' lengths for each system prompt. A generator of its own leaves the rest of
+    the trace unchanged."""
     rng = np.random.default_rng([traffic.seed, 1])
     return np.exp(rng.normal(-(traffic.habit**2) / 2, traffic.habit, traffic.systems))
 
@@ -171,9 +170,9 @@ def _habits(traffic: MadeTraffic) -> np.ndarray:
 def _said(
     chats: Sequence[int], system: Sequence[int], fresh: np.ndarray, outputs: np.ndarray, mean: int
 ) -> list[int]:
-    """Tokens of each turn's prompt: the system prompt, all questions so far, all answers before.
+    """Compute the tokens of each turn's prompt: the system prompt, all questions so far, all answers before.
 
-    What people say is scaled until the prompts have their mean, or as near to it as what is given allows.
+    Questions are scaled until prompts have their mean, or come as near to it as the other settings allow.
     """
     starts = np.cumsum([0, *chats[:-1]])
     turn_start = np.repeat(starts, chats)

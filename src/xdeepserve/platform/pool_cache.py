@@ -1,8 +1,9 @@
-"""Prompts' KV in the memory pool, by blocks, and what other numbers of servers would have found (CM 4.4.2).
+"""Prompts' KV in the memory pool, by blocks, and the hits that other numbers of servers would have had (CM
+4.4.2).
 
-Blocks lie in the order of their last use, cut into stretches of what one server has room for: n servers keep
-the first n stretches. So one pass tells how many blocks each number of servers would have found: what fewer
-keep is always a part of what more keep.
+Blocks lie in the order of their last use, cut into stretches as large as a server's room; n servers keep the
+first n stretches. Fewer servers always keep a part of what more servers keep, so a single pass counts the
+hits of every number of servers.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from collections.abc import Sequence
 
 
 class PoolCache:
-    """`room` blocks on each of `servers`, at most `most` of them; who was used least recently goes first."""
+    """Cache with `room` blocks on each of `servers` servers, at most `most` of them.
+
+    The least recently used block is evicted first.
+    """
 
     def __init__(self, room: int, servers: int, most: int) -> None:
         self.room, self.servers, self.most = room, servers, most
@@ -24,12 +28,12 @@ class PoolCache:
         return len(self._held)
 
     def match(self, blocks: Sequence[int]) -> int:
-        """How many blocks, from the first on, are there."""
+        """Return how many blocks of a prompt, from the first on, are cached."""
         return next((i for i, block in enumerate(blocks) if block not in self._held), len(blocks))
 
     def use(self, blocks: Sequence[int], known: int = 0) -> list[int]:
-        """A prompt has been computed, and its blocks are there from now on: how many of them, after the first
-        `known`, would have been found that need just 1, 2, ... `most` servers."""
+        """Cache the blocks of a computed prompt. Returns, for 1, 2, ... `most` servers, how many blocks after
+        the first `known` would have been found with exactly so many servers."""
         found, deepest = [0] * self.most, 0
         for i, block in enumerate(blocks):
             stretch = self._where.get(block)
@@ -42,8 +46,8 @@ class PoolCache:
         return found
 
     def resize(self, servers: int) -> None:
-        """So many servers from now on. Those that go have given what they had to the others before, where
-        what was used least recently gave way to it."""
+        """Change the number of servers. Leaving servers have given their blocks to the others, where the
+        least recently used blocks gave way."""
         for stretch in self._stretches[servers : self.servers]:
             self._held.difference_update(stretch)
         self.servers = servers

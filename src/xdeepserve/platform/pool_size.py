@@ -1,9 +1,9 @@
-"""How many servers the memory pool has: a pure function of the workload (CloudMatrix 4.1, the C of P:D:C).
+"""The number of the memory pool's servers: a pure function of the workload (CloudMatrix 4.1, the C of P:D:C).
 
-The paper says that the cache's servers scale with what is cached and how it is used, and leaves open how.
-Here a server is worth a share of a TE's time, since its memory could be for something else, and saves what
-TEs do not compute because their prompts' KV is there. The number follows where that is best by a margin, for
-a while, and if it pays until the horizon.
+The paper says that the cache's servers scale with the cached data and its use, and leaves the rule open. Here
+a server costs a share of a TE's time, because its memory could serve something else. It saves the time in
+which TEs would compute prompts whose KV is cached. The number changes if another is better by a margin, for a
+while, and if the change pays until the horizon.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from xdeepserve.platform.patience import Followed, still_waits
 
 
 class PoolBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How many servers there may be, and how readily they come and go."""
+    """Bounds of the number of servers, and of the readiness to change it."""
 
     least: int = 1
     most: int = 32
@@ -29,7 +29,7 @@ class PoolBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     while_s: float = 60.0  # over which the workload is taken
 
     def wrong(self) -> list[str]:
-        """Every contradiction."""
+        """List every contradiction in the bounds."""
         bounds = {"least": (1, 384), "most": (1, 384), "every_s": (1e-6, 1e6), "while_s": (1e-6, 1e6)}
         found = [
             f"pool: {name} must lie in [{low:g}, {high:g}], found {value:g}"
@@ -43,7 +43,7 @@ class PoolBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PoolState(Followed, frozen=True):
-    """How many servers there are to be."""
+    """State of the pool's size: the wanted number of servers."""
 
     servers: int
 
@@ -51,8 +51,8 @@ class PoolState(Followed, frozen=True):
 def next_servers(
     before: PoolState, now_s: float, saved: Sequence[float], change_s: float, bounds: PoolBounds
 ) -> PoolState:
-    """The number after this look. `saved[n - 1]` is what n servers save, in TEs; a server needs `change_s` to
-    come, or to give away what it has."""
+    """Compute the number of servers after a look. `saved[n - 1]` is what n servers save, in TEs. A server
+    needs `change_s` to come, or to give its data away."""
 
     def value(servers: int) -> float:
         return saved[servers - 1] - bounds.worth * servers

@@ -1,9 +1,9 @@
-"""How many TEs prefill and how many decode: a pure function of the workload (CloudMatrix 4.1).
+"""The numbers of prefill and decode TEs: a pure function of the workload (CloudMatrix 4.1).
 
 The paper says that the ratio follows the workload's statistics, longer prompts more prefill and longer
-answers more decode, and leaves open how. Here a number of TEs is split so that what both halves can serve is
-most, and the split changes only if that serves more of what is asked, by a margin, for a while, and if it
-pays: requests won until the horizon are more than those lost while TEs change.
+answers more decode, and leaves the rule open. Here the split of TEs maximises the rate of requests that both
+halves can serve. The split changes only if another serves more of the demand, by a margin, for a while. The
+change must also pay: requests won until the horizon exceed those lost while TEs change.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from xdeepserve.platform.step_te import StepLimits
 
 
 class RoleBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How readily roles change."""
+    """Bounds of the readiness to change roles."""
 
     margin: float = 0.1  # of what is served now, that has to be won
     headroom: float = 1.5  # times the rate of requests: what is worth being able to serve
@@ -29,7 +29,7 @@ class RoleBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     while_s: float = 30.0  # over which the workload is taken
 
     def wrong(self) -> list[str]:
-        """Every contradiction."""
+        """List every contradiction in the bounds."""
         least = {"headroom": 1.0, "every_s": 1e-6, "while_s": 1e-6}
         return [
             f"roles: {name} must lie in [{least.get(name, 0.0):g}, 1e+06], found {getattr(self, name):g}"
@@ -39,8 +39,11 @@ class RoleBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Workload(NamedTuple):
-    """Requests per second, and tokens: of a mean prompt, of a long one (19 of 20 are shorter), of those that
-    are not cached, and of a mean answer."""
+    """Statistics of a workload: requests per second, and tokens of prompts and answers.
+
+    Tokens are those of a mean prompt, of a long prompt (19 of 20 are shorter), of the uncached part, and of a
+    mean answer.
+    """
 
     rate: float
     prompt: float
@@ -50,22 +53,22 @@ class Workload(NamedTuple):
 
 
 class RoleRates(NamedTuple):
-    """Requests per second that a TE can prefill, and that one can decode."""
+    """Requests per second of a prefill TE and of a decode TE, at most."""
 
     prefill: float
     decode: float
 
     def capacity(self, num_prefill: int, num_decode: int) -> float:
-        """Requests per second of so many."""
+        """Return the requests per second of so many prefill and decode TEs."""
         return min(num_prefill * self.prefill, num_decode * self.decode)
 
     def best_split(self, total: int) -> int:
-        """How many of `total` TEs should prefill; at least one, and one decodes."""
+        """Choose how many of `total` TEs should prefill; at least one prefills, and at least one decodes."""
         return max(range(1, total), key=lambda count: (self.capacity(count, total - count), -count))
 
 
 class RoleState(Followed, frozen=True):
-    """How many are to prefill."""
+    """State of the split: the wanted number of prefill TEs."""
 
     num_prefill: int
 
@@ -73,8 +76,8 @@ class RoleState(Followed, frozen=True):
 def role_rates(
     price: StepPrice, limits: tuple[StepLimits, StepLimits], work: Workload, tpot_ns: float
 ) -> RoleRates:
-    """What a TE can do with such requests: prompts in full steps, in which all DP groups wait for the one at
-    the end of a long prompt; answers in the fullest batch that keeps `tpot_ns`, and that has KV. `limits` are
+    """Compute a TE's rates for a workload. Prefill runs full steps, in which all DP groups wait for the group
+    at the end of a long prompt. Decode runs the fullest batch that keeps `tpot_ns` and has KV. `limits` are
     those of prefill and of decode."""
     groups, (first, second) = price.num_groups, limits
     rows = first.num_rows
@@ -99,8 +102,8 @@ def next_roles(
     before: RoleState, now_s: float, work: Workload, rates: RoleRates, total: int, change_s: float,
     bounds: RoleBounds,
 ) -> RoleState:  # fmt: skip
-    """The split after this look, of `total` TEs of which one takes `change_s` to change its role. Where
-    nobody has one of the roles, that is at once."""
+    """Compute the split of `total` TEs after a look; a TE takes `change_s` to change its role. Where a role
+    has no TE, the change is made at once."""
     count = before.num_prefill
     best, asked = rates.best_split(total), bounds.headroom * work.rate
     now, then = (min(asked, rates.capacity(each, total - each)) for each in (count, best))

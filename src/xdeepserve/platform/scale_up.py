@@ -1,18 +1,18 @@
-"""What it costs to have more TEs: the five steps of DeepServe's Table 2, each with its source.
+"""The cost of adding TEs: the five steps of DeepServe's Table 2, each with its source.
 
 The paper names steps and remedies, and gives few times: 0.3 s to make tensors, 35 % saved of starting a TE,
-64 TEs "within seconds". Times of loading follow from bytes and links of the timing model; what nothing is
-published of stands in `ScaleCosts` as assumed. TEs that load from DRAM are taken not to be in each other's
-way, as the eight of CM Table 1 are not; storage fills the pool once for all.
+64 TEs "within seconds". Loading times follow from bytes and links of the timing model. `ScaleCosts` marks
+unpublished numbers as assumed. TEs that load from DRAM are assumed not to slow each other down, as the eight
+of CM Table 1 do not; storage fills the pool once for all.
 
-NPU-fork is a chunked chain broadcast: die by die a serving TE gives its weights to the first of a chain of
-new ones, which passes each chunk on while it gets the next. Links are full duplex, so the k-th TE has all
-when
+NPU-fork is a chunked chain broadcast. Die by die, a serving TE gives its weights to the first of a chain of
+new TEs, which passes each chunk on while it receives the next. Links are full duplex, so the k-th TE has all
+weights after
 
     (chunks + k - 1) x (startup of a DMA + chunk / bandwidth)
 
-have passed. Between SuperPods there is RoCE, and a chunk crosses once for all TEs of a SuperPod: from there
-on a chain is as slow as that.
+Between SuperPods there is RoCE, and a chunk crosses once for all TEs of a SuperPod. From there on a chain is
+as slow as RoCE.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SUPERPOD = 768  # dies that UB connects (CM 3.1)
 
 
 class ScaleCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the timing model of a die does not say."""
+    """Costs beyond the timing model of a die."""
 
     pod: Param = Param(20.0, "s", "assumed: a container is placed and started; DS Table 2: slow")
     warm_pod: Param = Param(0.1, "s", "assumed: a pod that runs is given away")
@@ -49,7 +49,7 @@ class ScaleCosts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScaleWays(msgspec.Struct, frozen=True):
-    """Which remedies there are; without any, a TE starts cold and reads its model from storage."""
+    """Remedies for slow starts; without any, a TE starts cold and reads its model from storage."""
 
     prewarmed: bool = True
     preloaded: bool = True
@@ -57,14 +57,14 @@ class ScaleWays(msgspec.Struct, frozen=True):
 
 
 class HeldWeights(NamedTuple):
-    """Bytes of weights: of the die that has most, and of the model in storage."""
+    """Bytes of weights: of the fullest die, and of the model in storage."""
 
     die: int
     model: int
 
 
 class StepCost(NamedTuple):
-    """One of the five steps, for one TE."""
+    """Cost of a step of starting a TE, in seconds, with its source."""
 
     name: str
     seconds: float
@@ -72,7 +72,7 @@ class StepCost(NamedTuple):
 
 
 class ScaleUp(msgspec.Struct, frozen=True):
-    """What it takes to bring TEs of one kind.
+    """Cost model for adding TEs of a kind.
 
     dummy_ns   of the request that a new TE serves to itself before others
     dies       of a TE, which says how many there are in a SuperPod
@@ -86,8 +86,8 @@ class ScaleUp(msgspec.Struct, frozen=True):
     costs: ScaleCosts = ScaleCosts()
 
     def steps(self, place: int, serving: int, is_warm: bool = True) -> tuple[StepCost, ...]:
-        """Costs of the TE that is the `place`-th, from 1, of those that come beside `serving` others; not
-        `is_warm` if no pre-warmed one is left for it."""
+        """Return the costs of the `place`-th new TE, from 1, of those started beside `serving` others.
+        `is_warm` is False if no pre-warmed TE is left for it."""
         spec, costs = self.spec, self.costs
         is_warm = is_warm and self.ways.prewarmed
         start = costs.start.value * (1 - costs.start_saved.value)
@@ -105,12 +105,12 @@ class ScaleUp(msgspec.Struct, frozen=True):
         )
 
     def seconds(self, place: int, serving: int) -> float:
-        """All five."""
+        """Sum the costs of all five steps, in seconds."""
         return sum(step.seconds for step in self.steps(place, serving))
 
     @property
     def warming_s(self) -> float:
-        """Until a pod and the processes of a TE run that nobody had ready."""
+        """Time [s] until a pod and processes run that nobody had prepared."""
         return sum(step.seconds for step in self.steps(1, 1, is_warm=False)[:2])
 
     def _load(self, place: int, serving: int) -> tuple[float, str]:
@@ -126,7 +126,8 @@ class ScaleUp(msgspec.Struct, frozen=True):
         return miss + hit, "DRAM miss: CM Table 1: storage fills the pool once for all, at 2.1 GB/s"
 
     def fork_s(self, hop: int, crossed: int = 0, is_chunked: bool = True) -> float:
-        """Until the `hop`-th TE of a chain has its weights, `crossed` of whose hops are between SuperPods."""
+        """Compute the time [s] until the `hop`-th TE of a chain has its weights; `crossed` of the hops are
+        between SuperPods."""
         spec, total, crossed = self.spec, self.weights.die, min(crossed, hop)
         chunk = min(total, self.costs.chunk.value) if is_chunked else total
         ub = spec.startup_ns("dma") + spec.link_ns(0, 0, chunk)
@@ -140,7 +141,7 @@ def _of(cost: Param) -> tuple[float, str]:
 
 
 def held_weights(checkpoint: Checkpoint, deployment: Deployment) -> HeldWeights:
-    """What a TE of this deployment holds."""
+    """Compute the bytes of weights that a TE of this deployment holds."""
     plan = PodPlan(checkpoint, with_room(deployment), timing=TimingConfig())
     (te,) = plan.tes
     each = [sum(nbytes for _, nbytes in own_arrays(mem)) for _, mem in te.all_memories]
@@ -148,5 +149,5 @@ def held_weights(checkpoint: Checkpoint, deployment: Deployment) -> HeldWeights:
 
 
 def dummy_ns(price: StepPrice) -> float:
-    """A prompt of one token, and one more after it."""
+    """Price a dummy request [ns]: a prompt of one token, and a second token after it."""
     return price(StepCounts(1, 1, 1, 1)) + price(StepCounts(1, 1, 2, 2))

@@ -1,4 +1,4 @@
-"""What a replay comes to: latencies, goodput under bounds, hit rate, and what each TE did."""
+"""Report of a replay: latencies, goodput under bounds, hit rate, and work of each TE."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ PERCENTILES = (50, 90, 99)
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """The service level: both must hold for a request to count."""
+    """Service level of a request: both bounds must hold for it to count."""
 
     ttft_s: float = 30.0
     tpot_ms: float = 100.0
 
 
 class Outcome(NamedTuple):
-    """What became of a request, in ns of virtual time; `te` by its number, and `first_te`, if it was another
-    one that computed the prompt."""
+    """Outcome of a request, in ns of virtual time.
+
+    `te` is the TE's number; `first_te` is the TE that computed the prompt, if another.
+    """
 
     te: int
     at_ns: float
@@ -35,7 +37,7 @@ class Outcome(NamedTuple):
 
 
 class TELoad(msgspec.Struct, frozen=True):
-    """What a TE did. `busy` is its share of the time; None where nobody has counted."""
+    """Work of a TE. `busy` is its share of the time; None where it was not counted."""
 
     name: str
     num_requests: int  # whose prompt it computed, or whose answer it ended
@@ -45,7 +47,7 @@ class TELoad(msgspec.Struct, frozen=True):
 
 
 class ServiceReport(msgspec.Struct, frozen=True):
-    """The figures. `goodput` is requests within both bounds per second, `within` their share."""
+    """Figures of a replay. `goodput` is requests within both bounds per second, `within` their share."""
 
     num_requests: int
     seconds: float
@@ -58,7 +60,7 @@ class ServiceReport(msgspec.Struct, frozen=True):
     bounds: Bounds
 
     def lines(self, shown: int = 16) -> list[str]:
-        """A table for people."""
+        """Format the report as a table for people."""
         b = self.bounds
         rows = [
             f"{self.num_requests:,} requests in {self.seconds:,.1f} s of virtual time",
@@ -85,7 +87,7 @@ class ServiceReport(msgspec.Struct, frozen=True):
 def report(
     outcomes: Sequence[Outcome], names: Sequence[str], bounds: Bounds, busy_ns: Sequence[float] | None = None
 ) -> ServiceReport:
-    """The figures of these requests; `busy_ns` of each TE."""
+    """Compute the figures of the requests; `busy_ns` is each TE's busy time."""
     ttft = [each.ttft_ns / 1e6 for each in outcomes]
     tpot = [each.tpot_ns / 1e6 for each in outcomes if each.tpot_ns is not None]
     good = sum(is_within(each, bounds) for each in outcomes)
@@ -112,7 +114,7 @@ def report(
 
 
 def is_within(each: Outcome, bounds: Bounds) -> bool:
-    """Whether a request had what was asked for."""
+    """Whether a request kept both bounds."""
     return each.ttft_ns <= 1e9 * bounds.ttft_s and (each.tpot_ns or 0) <= 1e6 * bounds.tpot_ms
 
 
@@ -129,7 +131,7 @@ def _figures(values: Sequence[float]) -> dict[str, float]:
 
 
 class TECount(Protocol):
-    """How many TEs take requests from a time on."""
+    """Number of TEs taking requests from a time on."""
 
     @property
     def at_ns(self) -> float: ...
@@ -140,8 +142,8 @@ class TECount(Protocol):
 def plot(
     outcomes: Sequence[Outcome], bounds: Bounds, path: Path, plt: Any, counts: Sequence[TECount] = ()
 ) -> None:
-    """TTFT and TPOT of each request by its arrival, and the bounds; how many TEs there are, if that changes.
-    `plt` is matplotlib's."""
+    """Draw TTFT and TPOT of each request by its arrival, with the bounds, and the number of TEs if it
+    changes. `plt` is matplotlib's."""
     rows = 3 if counts else 2
     figure, axes = plt.subplots(rows, 1, figsize=(8, 3 * rows), sharex=True, layout="constrained")
     at = [each.at_ns / 1e9 for each in outcomes]

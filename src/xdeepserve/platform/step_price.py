@@ -1,13 +1,13 @@
-"""What a step of a TE costs for its counts, read off timing-only runs of the engine itself.
+"""The cost of a TE's step by its counts, measured in timing-only runs of the engine itself.
 
-A step waits for the DP group that is slowest to attend, for the exchange of the group with most rows, and for
-experts, which the rows of all groups come to. So its price is
+A step waits for the DP group with the slowest attention, for the exchange of the group with most rows, and
+for experts, which receive the rows of all groups. So its price is
 
     own(rows of the fullest group) + feed(rows of all groups) + attention(context of the group with most)
 
-where `own` and `feed` are tabulated from steps of all groups with equally many rows, and of few groups with
-one, and interpolated; attention is priced by the stage of the Program that attends, for the very counts.
-Beside a step stands the scheduler's gap (`Spec.scheduler_gap`).
+`own` and `feed` are interpolated in tables. The tables come from steps of all groups with equally many rows,
+and of few groups with one row. Attention is priced by the attending stage of the Program, for the exact
+counts. The scheduler's gap (`Spec.scheduler_gap`) comes on top.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Progress = Callable[[int, int], None]
 
 
 class StepCounts(NamedTuple):
-    """What a step of a TE costs by.
+    """Counts of a TE's step that determine its price.
 
     fullest    rows of the DP group that has most
     rows       of all groups
@@ -59,7 +59,7 @@ class StepCounts(NamedTuple):
 
 
 class StepPrice(msgspec.Struct, frozen=True):
-    """The prices of one kind of TE, in ns."""
+    """Prices of steps on a kind of TE, in ns."""
 
     num_groups: int
     own: Curve  # by rows of the fullest group
@@ -69,7 +69,7 @@ class StepPrice(msgspec.Struct, frozen=True):
     gap: float
 
     def __call__(self, counts: StepCounts) -> float:
-        """A step, with the gap after it."""
+        """Price a step, with the scheduler's gap after it, in ns."""
         attention = max(self.per_context * counts.context, self.per_kv_token * counts.kv_tokens)
         return self.gap + self.own(counts.fullest) + self.feed(counts.rows) + attention
 
@@ -77,7 +77,8 @@ class StepPrice(msgspec.Struct, frozen=True):
 def priced(
     checkpoint: Checkpoint, deployment: Deployment, progress: Progress = lambda done, total: None
 ) -> StepPrice:
-    """The prices of a deployment's TE. InputError if it has several, or cannot be priced so."""
+    """Measure the prices of a deployment's TE. Raises InputError if it has several TEs, or cannot be priced
+    this way."""
     deployment = with_room(deployment)
     plan = PodPlan(checkpoint, deployment, timing=TimingConfig())
     sizes = plan.tes[0].sizes
@@ -116,7 +117,7 @@ def priced(
 
 
 def with_room(deployment: Deployment) -> Deployment:
-    """With KV for a step of any counts: prices do not depend on how much there is."""
+    """Give the deployment KV for a step of any counts; prices do not depend on the amount."""
     rows = max(LEAST_ROWS, deployment.scheduler.max_num_batched_tokens)
     block = deployment.cache.block_size
     cache = msgspec.structs.replace(deployment.cache, num_blocks=4 + -(-rows // block), prefix=False)
@@ -127,7 +128,7 @@ def with_room(deployment: Deployment) -> Deployment:
 
 
 def _sampled(deployment: Deployment, num_dies: int) -> Deployment | None:
-    """Few dies that stand for all, if there are more."""
+    """Make a deployment of a few dies that stand for all; None if there are no more dies than that."""
     dies = SAMPLE * (deployment.tp or 1)
     return msgspec.structs.replace(deployment, dies=dies) if num_dies > dies else None
 
@@ -141,7 +142,8 @@ def _ones(count: int) -> Callable[[int], list[StepShare]]:
 
 
 def _feed(run: DecodeRun) -> float:
-    """Until the busiest die has fed its experts: the others wait for it in the combine."""
+    """Return the time [ns] until the busiest die has fed its experts; the others wait for it in the
+    combine."""
     return run.spent_ns.get(FEED, 0.0) + run.spent_ns.get("combine", 0.0) - run.combine_ns
 
 
@@ -152,9 +154,9 @@ def _attention(run: DecodeRun) -> float:
 def _per_position(
     checkpoint: Checkpoint, deployment: Deployment, run: DecodeRun, rows: int
 ) -> tuple[float, float]:
-    """What a position costs that a row attends to, and one whose cache entry is read, in all layers.
+    """Compute the costs of an attended position, and of a cached position that is read, in all layers.
 
-    One layer's come from its own Program; how many layers there are, MTP's passes among them, from a run.
+    A layer's costs come from its own Program; the number of layers, with MTP's passes, comes from a run.
     """
     engine = Engine(PodPlan(checkpoint, deployment, timing=TimingConfig()))
     engine.load()

@@ -1,11 +1,12 @@
-"""A TE at the grain of a step: what its scheduler does with counts, at the price of each step.
+"""A TE at the grain of a step: its scheduler's decisions by counts, at the price of each step.
 
-Steps that decode alone are taken in runs, to the next that ends a request: contexts grow by a known number in
-each, so prices rise along a line, and a run costs what its steps do. A request that arrives meanwhile ends
-the run after the step under way. So the work is by requests and chunks of prompts, not by tokens or TEs.
+Decode-only steps are taken in runs, up to the next end of a request. Contexts grow by a known number in each
+step, so prices rise along a line, and a run costs the sum of its steps. A request that arrives meanwhile ends
+the run after the step under way. So the simulation's work grows with requests and chunks of prompts, not with
+tokens or TEs.
 
-DP groups have KV and prefix caches of their own. A block that a running request shares is counted as its own,
-too: there is a little less room here than in `engine/dp/rtc.py`.
+Each DP group has KV and a prefix cache of its own. A block shared by a running request is also counted as its
+own, so there is a little less room here than in `engine/dp/rtc.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from xdeepserve.platform.traces import TracedRequest
 
 
 class StepLimits(NamedTuple):
-    """What a DP group has room for, and how far a step brings a request.
+    """Capacity of a DP group, and progress of a request in a step.
 
     num_seqs         sequences
     num_rows         token rows of a step
@@ -44,8 +45,10 @@ class StepLimits(NamedTuple):
 
 
 class TETask:
-    """A request's prefill, decode or both, at one TE. Of its prompt a memory pool has the first `pooled`
-    blocks, and its DP group has `own` in its cache."""
+    """A request's prefill, decode or both, at a TE.
+
+    A memory pool has the first `pooled` blocks of its prompt; its DP group has `own` blocks in its cache.
+    """
 
     __slots__ = (
         *("base", "before", "cached", "cost", "group", "left", "need", "number", "own", "pooled", "request"),
@@ -67,11 +70,11 @@ LONGEST_RUN = 256  # steps whose prices are taken for a line
 
 
 class StepTE:
-    """Requests come by `give`, and time passes by `begin` and `end`.
+    """A TE at the grain of a step: requests come by `give`, and time passes by `begin` and `end`.
 
-    `prefills` and `decodes` say which halves of a request it does. `tell(block, has)` hears which blocks of
-    prompts it has from now on, or has no more. `fetch(task)` is asked for what a pool has of a prompt and its
-    group has not: whether that is on its way, so that `fetched` will be called.
+    `prefills` and `decodes` say which halves of a request it does. `tell(blocks, has)` is called when it has
+    new blocks of prompts, or has lost some. `fetch(task)` asks for blocks that a pool has and the DP group
+    lacks. It returns whether they are on their way; then `fetched` will be called.
     """
 
     def __init__(
@@ -109,34 +112,34 @@ class StepTE:
 
     @property
     def kv_load(self) -> float:
-        """Share of KV that is spoken for, those that wait and those that are on their way counted."""
+        """Share of KV in use or promised to waiting requests and to KV on its way."""
         return (self.positions + self.coming) / (len(self._held) * self.limits.num_positions)
 
     @property
     def queued_ns(self) -> float:
-        """How long its prompts take that are not computed, in full steps of all groups, about."""
+        """Estimate of the time [ns] to compute all waiting prompts, in full steps of all groups."""
         return self.queued * self.token_ns
 
     @property
     def token_ns(self) -> float:
-        """What a token of a prompt takes, in full steps of all groups, without what it attends to."""
+        """Time [ns] of a prompt's token, in full steps of all groups, without attention."""
         rows, count = self.limits.num_rows, self.price.num_groups
         return self.price(StepCounts(rows, rows * count, 0.0, 0.0)) / (rows * count)
 
     # ---- requests -----------------------------------------------------------------------------------
 
     def tasks(self) -> list[TETask]:
-        """All that it has: those who wait, who prefill, who decode."""
+        """List all tasks of the TE: waiting, in prefill, in decode."""
         tasks = [*self.waiting, *(task for group in self._fetching for task in group.values())]
         tasks += [task for queue in self._queues for task in queue]
         return tasks + [task for _, _, task in sorted(self._ends, key=lambda end: end[:2])]
 
     def need_of(self, request: TracedRequest) -> int:
-        """KV positions over its life here."""
+        """Return the KV positions of a request in its whole life at this TE."""
         return request.input_length + (request.output_length if self.decodes else 0)
 
     def give(self, task: TETask) -> None:
-        """It is this TE's, and waits for a group."""
+        """Give the TE a task, which waits for a DP group."""
         task.need = self.need_of(task.request)
         self.num_tasks += 1
         self.positions += task.need
@@ -149,7 +152,7 @@ class StepTE:
         self._admit()
 
     def _admit(self) -> None:
-        """Give groups to those who wait, in order, as long as one has room for the first."""
+        """Give DP groups to waiting tasks, in order, as long as a group has room for the first."""
         while self.waiting:
             task = self.waiting[0]
             found = self.tree.match(task.request.blocks) if self.prefills else {}
@@ -184,7 +187,7 @@ class StepTE:
         return self._running[group] + len(self._queues[group]) + len(self._fetching[group])
 
     def _cost(self, task: TETask, num_blocks: int) -> float:
-        """What a prompt takes of which so many blocks are there."""
+        """Compute the prefill cost of a task's prompt with `num_blocks` blocks cached."""
         cached = self._num_cached(task, num_blocks)
         return prefill_cost(float(task.request.input_length - cached), float(cached))
 
@@ -221,12 +224,12 @@ class StepTE:
         self._active[task.group] = None
 
     def fetched(self, task: TETask) -> None:
-        """What it has waited for has come from the pool."""
+        """Queue a task for prefill after its blocks have come from the pool."""
         del self._fetching[task.group][task.serial]
         self._queue(task)
 
     def _decode(self, task: TETask) -> None:
-        """It has its first token, and decodes from the next step on."""
+        """Start to decode a task that has its first token, from the next step on."""
         limits = self.limits
         steps = math.ceil((task.request.output_length - 1) / limits.tokens_each)
         task.base = task.request.input_length + 1 - limits.tokens_each * self._step
@@ -237,7 +240,8 @@ class StepTE:
     # ---- time ---------------------------------------------------------------------------------------
 
     def begin(self, now: float) -> float | None:
-        """Plan a step, or a run of them, from now on; when it ends, or None if there is nothing to do."""
+        """Plan a step, or a run of steps, from now on. Returns when it ends, or None if there is nothing to
+        do."""
         self._start, self._count, self._slope, self._chunks = now, 0, 0.0, []
         if self._active:
             self._first, self._count = self._plan_chunks(), 1
@@ -251,19 +255,19 @@ class StepTE:
 
     @property
     def ends_at(self) -> float:
-        """When what is under way ends."""
+        """Time at the end of the run under way."""
         return self._start + self._elapsed(self._count)
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is under way."""
+        """Whether no step is under way."""
         return not self._count
 
     def _elapsed(self, count: int) -> float:
         return count * self._first + self._slope * count * (count - 1) / 2
 
     def interrupt(self, now: float) -> None:
-        """Somebody has come: the run ends with the step that is under way."""
+        """End the run with the step that is under way, because a task has come."""
         low, high = 1, self._count
         while low < high:
             middle = (low + high) // 2
@@ -284,7 +288,8 @@ class StepTE:
         return self.price(StepCounts(each * max(self._running), rows, each * context, context))
 
     def _plan_chunks(self) -> float:
-        """Fill the rows that decoding leaves with prompts, in order of arrival: the price of the step."""
+        """Fill the rows left free by decoding with parts of prompts, in order of arrival. Returns the price
+        of the step."""
         each, room = self.limits.rows_each, self.limits.num_rows
         reads = self._contexts(self._step)
         rows = [each * num for num in self._running]
@@ -307,9 +312,9 @@ class StepTE:
         return self.price(counts)
 
     def end(self) -> tuple[list[TETask], list[TETask]]:
-        """What was under way has ended: who has a first token, and who is done here.
+        """End the run under way. Returns the tasks with a first token, and the tasks that are finished here.
 
-        A request with one token, and any where only prompts are computed, is both.
+        A task with one token is in both lists, and so is every task of a TE that only computes prompts.
         """
         self.busy_ns += self._elapsed(self._count)
         self.prefill_ns += self._elapsed(self._count) if self._chunks else 0.0
@@ -336,7 +341,8 @@ class StepTE:
         return first, done
 
     def _computed(self, task: TETask, chunk: int) -> bool:
-        """Whether these rows were the last of a prompt, whose blocks others may use from now on."""
+        """Record computed rows of a prompt. Returns whether they were the last; other tasks may then use its
+        blocks."""
         task.before += chunk
         task.left -= chunk
         cost = task.cost
@@ -371,7 +377,7 @@ class StepTE:
         self._trim(group)
 
     def _trim(self, group: int) -> None:
-        """What was used least recently gives way to what runs."""
+        """Evict the least recently used blocks to make room for running tasks."""
         cache = self._caches[group]
         room = max(0, self.limits.num_positions - self._held[group]) // self.limits.block
         gone: list[int] = []
@@ -387,7 +393,8 @@ class StepTE:
         self.tell([block for block in gone if not self.tree.is_held(block)], False)
 
     def move_out(self) -> list[tuple[TETask, int]]:
-        """Between steps, where only answers are computed: all that it has, and how many tokens each lacks."""
+        """Take all tasks away between steps, from a TE that only decodes. Returns them with the number of
+        tokens that each lacks."""
         found = [(task, task.request.output_length - 1) for task in self.waiting]
         for end, _, task in sorted(self._ends, key=lambda each: each[:2]):
             left = math.ceil((end - self._step) * self.limits.tokens_each)
@@ -401,7 +408,7 @@ class StepTE:
         return found
 
     def check_integrity(self) -> None:
-        """Counts are those of the tasks that it has."""
+        """Check the counts against the TE's tasks."""
         tasks = self.tasks()
         assert self.num_tasks == len(tasks)
         assert self.positions == sum(task.need for task in tasks)

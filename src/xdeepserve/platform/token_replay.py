@@ -1,7 +1,7 @@
 """A trace served with tokens by the engine: arrivals in virtual time, every bit computed.
 
-A block's tokens are drawn by its number, so that equal blocks are equal tokens, and those of requests whose
-blocks nobody knows by the request's number. Lengths are divided by `shrink`, blocks with them, since a small
+A block's tokens are drawn by its number, so that equal blocks are equal tokens. Prompts of requests without
+known blocks are drawn by the request's number. Lengths and blocks are divided by `shrink`, because a small
 pod has a short context.
 """
 
@@ -24,7 +24,7 @@ RESERVED = 3  # token ids that may end or begin a text; prompts have none of the
 def prompts_of(
     requests: Sequence[TracedRequest], block: int, shrink: int, vocab_size: int
 ) -> list[list[int]]:
-    """The token ids of each request's prompt, its length divided by `shrink`, at least one."""
+    """Make the token ids of each request's prompt, its length divided by `shrink`, at least one."""
     size = max(1, block // shrink)
     known: dict[int, list[int]] = {}
 
@@ -45,7 +45,7 @@ def prompts_of(
 
 
 def check_lengths(requests: Sequence[TracedRequest], shrink: int, max_model_len: int) -> None:
-    """InputError, with what would do, for a request that is longer than the context."""
+    """Raise InputError, with working alternatives, for a request that is longer than the context."""
     longest = max(requests, key=lambda each: each.input_length + each.output_length)
     number = requests.index(longest)
     need = max(1, longest.input_length // shrink) + max(1, longest.output_length // shrink)
@@ -60,7 +60,7 @@ def check_lengths(requests: Sequence[TracedRequest], shrink: int, max_model_len:
 def replayed(
     llm: LLM, requests: Sequence[TracedRequest], block: int, shrink: int = 1, keep_logits: bool = True
 ) -> tuple[list[RequestOutput], list[Outcome], list[str]]:
-    """Serve all: outputs in the order of the trace, what became of each, and the names of the TEs."""
+    """Serve all requests; return outputs in the order of the trace, outcomes, and the names of the TEs."""
     check_lengths(requests, shrink, llm.engine.max_model_len)
     prompts = prompts_of(requests, block, shrink, llm.engine.plan.config.vocab_size)
     params = [

@@ -1,4 +1,4 @@
-"""Requests by their time, lengths and the blocks of their prompts: public traces.
+"""Requests of public traces: times, lengths and blocks of prompts.
 
 mooncake   Mooncake's traces: a JSON object a line with `timestamp` (ms), `input_length`, `output_length` and
            `hash_ids`, one for each 512 tokens of the prompt
@@ -31,7 +31,7 @@ MICROSECOND = timedelta(microseconds=1)
 
 
 class TracedRequest(NamedTuple):
-    """A request of a trace."""
+    """A request of a trace: its time, lengths and blocks."""
 
     at_ns: int
     input_length: int  # tokens, as is the next
@@ -43,7 +43,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)]
 
 
 class _Line(msgspec.Struct, frozen=True):
-    """A line of a JSON trace."""
+    """A line of a JSON trace: a request."""
 
     timestamp: Annotated[float, msgspec.Meta(ge=0, le=1e12)]
     input_length: Count
@@ -52,7 +52,7 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 def trace_format(name: str) -> TraceFormat:
-    """InputError for a name that is none."""
+    """Check the name of a trace format. Raises InputError for an unknown one."""
     for known in get_args(TraceFormat):
         if name == known:
             return known
@@ -61,8 +61,8 @@ def trace_format(name: str) -> TraceFormat:
 
 
 def read_trace(path: Path, form: TraceFormat) -> list[TracedRequest]:
-    """Every request of a file. InputError, which names line and field, for what is none, and for times that
-    run backwards."""
+    """Read every request of a file. Raises InputError, with line and field, for an invalid request, and for
+    times that run backwards."""
     requests: list[TracedRequest] = []
     last = 0  # the line of the latest request
     try:
@@ -89,7 +89,7 @@ def read_trace(path: Path, form: TraceFormat) -> list[TracedRequest]:
 
 
 def _check_blocks(path: Path, form: TraceFormat, requests: Sequence[TracedRequest]) -> None:
-    """InputError for a file with the fields of this format, but another one's count of hash_ids."""
+    """Raise InputError for a file with the fields of this format, but the hash_ids of another format."""
     some = [request for request in requests if request.blocks]
     found = sum(len(request.blocks) for request in some)
     off = {
@@ -143,7 +143,7 @@ def _azure(path: Path, lines: Iterator[str]) -> Iterator[tuple[int, TracedReques
 
 
 def _rows(path: Path, lines: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
-    """Rows of CSV, each with the number of its last line."""
+    """Yield rows of CSV, each with the number of its last line."""
     rows = csv.reader(lines)
     try:
         for row in rows:
@@ -169,5 +169,5 @@ def _whole(where: str, field: str, text: str) -> int:
 
 
 def at_rate(requests: Sequence[TracedRequest], times: float) -> list[TracedRequest]:
-    """The requests, so many times as fast."""
+    """Return the requests with arrivals `times` times as fast."""
     return [request._replace(at_ns=round(request.at_ns / times)) for request in requests]

@@ -40,7 +40,7 @@ INDEX_Q, INDEX_K, INDEX_GATE = (f"{ATTN}indexer.{name}.weight" for name in ("wq_
 
 
 class Quantizer(Protocol):
-    """What quantises a layer: see LayerQuantizer."""
+    """Interface of a layer's quantiser that attention needs; see LayerQuantizer."""
 
     c: ModelConfig
     layer_idx: int
@@ -59,7 +59,7 @@ class Quantizer(Protocol):
 
 
 class Folded:
-    """A layer's tensors in floating point, as they have become so far."""
+    """A layer's float tensors with the scales folded in so far."""
 
     int8_attention = False
 
@@ -74,12 +74,12 @@ class Folded:
 
 
 def fast(layer: Quantizer) -> FastLayer:
-    """What computes between the projections."""
+    """Make the float layer for the computation between attention's projections."""
     return FastLayer(layer.c, layer.layer_idx, Folded(layer), layer.lengths)
 
 
 def mla(layer: Quantizer, x: BothRows) -> BothRows:
-    """What attention adds, [T, H], to x [T, H], its normed inputs."""
+    """Quantise MLA's projections; return attention's contribution [T, H] for its normed inputs x [T, H]."""
     c, get, floats = layer.c, layer.get, layer.floats
     has_latent, has_indexer = c.q_lora_rank is not None, "index_wq" in layer.rows
     q_b_name = f"{ATTN}q_b_proj" if has_latent else f"{ATTN}q_proj"
@@ -121,7 +121,8 @@ def mla(layer: Quantizer, x: BothRows) -> BothRows:
 
 
 def attended(layer: Quantizer, q: BothRows, kv: BothRows, kv_norm: Array, kv_b: Array) -> BothRows:
-    """Attention's outputs, with INT8 weights if the layer bears them (xDeepServe 4.7)."""
+    """Compute attention's outputs, with INT8 weights if they cost the layer little enough (xDeepServe
+    4.7)."""
     chosen = layer.chosen if layer.c.attention != "mla" else None
 
     def attend(q: Array, kv: Array, int8_weights: bool = False) -> Array:
@@ -138,7 +139,7 @@ def attended(layer: Quantizer, q: BothRows, kv: BothRows, kv_norm: Array, kv_b: 
 
 
 def gqa(layer: Quantizer, x: BothRows) -> BothRows:
-    """Grouped-query attention's projections, quantised and smoothed."""
+    """Quantise and smooth grouped-query attention's projections; return attention's contribution [T, H]."""
     c, get, floats = layer.c, layer.get, layer.floats
     q, k, v, o_proj = (get(f"{ATTN}{name}_proj.weight") for name in "qkvo")
     s = layer.smoothing(x.seen, [q, k, v])
@@ -170,7 +171,7 @@ def gqa(layer: Quantizer, x: BothRows) -> BothRows:
 
 
 def _per_value(c: ModelConfig, s: Array) -> Array:
-    """s [N * V], equal for all heads that share values: the mean of its logarithms."""
+    """Make s [N * V] equal for all heads that share values, by the mean of its logarithms."""
     shared = np.log(s).reshape(c.num_key_value_heads, -1, c.v_head_dim)
     mean = np.broadcast_to(np.exp(shared.mean(axis=1, keepdims=True)), shared.shape)
     return mean.reshape(-1).astype(np.float32)
@@ -179,7 +180,7 @@ def _per_value(c: ModelConfig, s: Array) -> Array:
 def _rotated_values(
     layer: Quantizer, v: Array, bias: Array, o_proj: Array, o: Array
 ) -> tuple[Array, Array, Array, Array]:
-    """v_proj, its bias, o_proj and what this reads [T, N * V], rotated if less is lost by that."""
+    """Rotate v_proj with bias, o_proj and o_proj's inputs [T, N * V] if rotation lowers the error."""
     width, alphas = layer.c.v_head_dim, layer.method.alphas
     turn = rotation(width, layer.layer_idx)
     values, turned_proj = rotate_values(v.reshape(-1, width, v.shape[1]), o_proj, turn)

@@ -9,7 +9,7 @@ from xdeepserve.model.canonical import Array
 
 
 class BothRows(NamedTuple):
-    """Rows [T, K] in the model quantised so far, and in the original, where that runs beside."""
+    """Rows [T, K] in the model quantised so far, and in the original model where that runs beside."""
 
     seen: Array
     exact: Array | None
@@ -26,5 +26,5 @@ class BothRows(NamedTuple):
         return self.map(lambda x: x[rows])
 
     def over(self, s: Array) -> BothRows:
-        """Smoothed by s [K]."""
+        """Smooth both rows: divide by s [K]."""
         return self.map(lambda x: x / s)

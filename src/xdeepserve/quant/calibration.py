@@ -1,4 +1,4 @@
-"""Text to calibrate quantisation with: a user's file, else the package's own corpus, else token ids."""
+"""Text for calibrating quantisation: a user's file, else the package's own corpus, else random token ids."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ Sequences = Callable[[int], "list[int] | None"]
 
 
 def calibration_sequences(checkpoint: Checkpoint, file: Path | None = None) -> Sequences:
-    """Text number i as token ids; None when there are no more (only a file ends).
+    """Return a function from a text's number to its token ids, or to None behind the last text (only a file
+    ends).
 
-    Paragraphs of `file`, else training samples of every domain in turn; seeded random ids for a checkpoint
-    without a tokenizer. Raises InputError.
+    Texts are paragraphs of `file`, else training samples of every domain in turn, else seeded random ids for
+    a checkpoint without a tokenizer. Raises InputError.
     """
     tokenizer, config = load_tokenizer(checkpoint.directory), checkpoint.config
     limit = min(MAX_TOKENS, config.max_position_embeddings)

@@ -1,7 +1,7 @@
-"""Clipping: give up the largest weights of a block, so that all others are rounded more finely.
+"""Clipping: give up the largest weights of a block, so that all other weights are rounded more finely.
 
-CloudMatrix384 4.5, equation 4: a = argmin |Block(X; W) - Block(X; Q(W; a))|. A block is what shares a scale;
-with one scale per output channel, that is a row.
+CloudMatrix384 4.5, equation 4: a = argmin |Block(X; W) - Block(X; Q(W; a))|. A block is a set of weights with
+a common scale: a row, because there is a scale for each output channel.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ CANDIDATES = tuple(1.0 - 0.025 * i for i in range(17))  # 1 down to 0.6
 
 
 def clip_factors(w: Array, energy: Array) -> Array:
-    """a [N] for each row of w [N, K]; `energy` [K] is each input's sum of squares.
-
-    Errors of different inputs count as independent: a row's output error is sum_k energy_k (w - Q(w))_k^2.
-    """
+    """Find a clip factor a [N] for each row of w [N, K]; `energy` [K] is each input's sum of squares."""
     best = np.ones(len(w), np.float32)
     least = np.full(len(w), np.inf)
     for factor in CANDIDATES:

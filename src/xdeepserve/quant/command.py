@@ -1,4 +1,4 @@
-"""`xdeepserve quantize`: write a checkpoint in INT8, and what was lost on the way."""
+"""`xdeepserve quantize`: write a checkpoint in INT8, and report the loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def add_options(parser: Parser) -> None:
-    """From where to where, by which method, calibrated with what."""
+    """Add the options: source, destination, method and calibration text."""
     option = parser.add_argument
     option("source", metavar="SRC", help="a preset or a Hugging Face directory: F32, BF16, F16 or FP8")
     option("destination", type=Path, metavar="DST", help="the directory to make")
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def summary(report: Report) -> dict[str, Any]:
-    """The report without its single layers."""
+    """Return the totals of a report, without single layers, for JSON."""
     layers = [one for reports in report.layers.values() for one in reports]
     return {
         "method": report.method,

@@ -18,7 +18,7 @@ DAMPING = 0.1  # of the mean diagonal: with few samples the weights stay as they
 
 
 def compensate(w: Array, x: Array, x_quantized: Array) -> Array:
-    """W' [N, K] for w [N, K], x and x_quantized [T, K], the same tokens in both models."""
+    """Compute W' [N, K] for w [N, K]; x and x_quantized [T, K] are the same tokens' inputs in both models."""
     seen = x_quantized.astype(np.float64)
     gram = seen.T @ seen
     damping = DAMPING * max(float(np.diag(gram).mean()), 1e-12)

@@ -1,8 +1,8 @@
 """A layer's forward pass over calibration text in float32, fast rather than canonical (it may use BLAS).
 
-Sequences lie one after the other in [T, H] arrays; `lengths` says where they end. Positions that a token of
-sparse attention sees are counted from the begin of its sequence. Shapes as in `reference`:
-T tokens, H hidden, N heads, C = kv_lora_rank, R = rope dim, V = value dim, E experts.
+Sequences lie one after the other in [T, H] arrays; `lengths` says where they end. Sparse attention's
+positions are counted from the beginning of each sequence. Shapes as in `reference`: T tokens, H hidden, N
+heads, C = kv_lora_rank, R = rope dim, V = value dim, E experts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def silu(x: Array) -> Array:
 
 
 def segments(lengths: Sequence[int]) -> Iterator[slice]:
-    """The rows of each sequence."""
+    """Yield the slice of rows of each sequence."""
     start = 0
     for length in lengths:
         yield slice(start, start + length)
@@ -43,7 +43,7 @@ def segments(lengths: Sequence[int]) -> Iterator[slice]:
 
 
 class LayerWeights(Protocol):
-    """One layer's tensors, by the rest of their names, and its linear layers as functions."""
+    """A layer's tensors, by names without the layer's prefix, and its linear layers as functions."""
 
     @property
     def int8_attention(self) -> bool: ...
@@ -51,12 +51,12 @@ class LayerWeights(Protocol):
     def get(self, name: str) -> Array: ...
 
     def apply(self, module: str, x: Array) -> Array:
-        """x [T, K] -> [T, N]."""
+        """Apply a module's linear layer: x [T, K] -> [T, N]."""
         ...
 
 
 def finite_tensor(checkpoint: Checkpoint, name: str) -> Array:
-    """A tensor to calibrate with. Raises CheckpointError if it holds infinities or what is not a number."""
+    """Read a tensor for calibration. Raises CheckpointError if it holds infinities or NaN."""
     array = checkpoint.tensor(name)
     if not np.isfinite(array).all():
         raise CheckpointError(f"{checkpoint.name}: {name} holds values that are not finite")
@@ -64,10 +64,8 @@ def finite_tensor(checkpoint: Checkpoint, name: str) -> Array:
 
 
 def check_states(checkpoint: Checkpoint, layer_idx: int, h: Array) -> None:
-    """Hidden states h [T, H] behind a layer must be numbers whose squares are, for the next layer's norm.
-
-    Raises CheckpointError.
-    """
+    """Check hidden states h [T, H] behind a layer: the numbers and their squares, which the next norm needs,
+    must be finite."""
     with np.errstate(over="ignore", invalid="ignore"):
         is_usable = np.isfinite(np.square(h).sum(axis=-1)).all()
     if not is_usable:
@@ -78,7 +76,7 @@ def check_states(checkpoint: Checkpoint, layer_idx: int, h: Array) -> None:
 
 
 class FloatLayer:
-    """A layer as the checkpoint has it, tensors read when they are asked for."""
+    """A layer in the checkpoint's float weights; each tensor is read on request."""
 
     int8_attention = False
 
@@ -93,7 +91,7 @@ class FloatLayer:
 
 
 class LayerResult(msgspec.Struct):
-    """What is stored of a quantised layer; names without the layer's prefix."""
+    """Stored result of a layer's quantisation; names lack the layer's prefix."""
 
     int8: dict[str, tuple[Array, Array]]  # module -> weight [N, K], scale [N]
     floats: dict[str, Array]  # tensor name -> float32
@@ -103,14 +101,14 @@ class LayerResult(msgspec.Struct):
         return self.floats[name]
 
     def apply(self, module: str, x: Array) -> Array:
-        """x [T, K] @ a module's weights: the product that the engine computes, but for the order of sums."""
+        """Apply a module to x [T, K]. The product is the engine's, except for the order of sums."""
         if module not in self.int8:
             return x @ self.floats[f"{module}.weight"].T
         return quantized_rows(x) @ dequantize(*self.int8[module]).T
 
 
 class FastLayer:
-    """A layer over whole sequences with BLAS, weights looked up when they are asked for; MLA is expanded."""
+    """A layer over whole sequences with BLAS. Weights are looked up on request; MLA is expanded."""
 
     def __init__(
         self, config: ModelConfig, layer_idx: int, weights: LayerWeights, lengths: Sequence[int]
@@ -146,8 +144,9 @@ class FastLayer:
         return self.linear(x, name)
 
     def rope(self, x: Array) -> Array:
-        """The result's order is the same for queries and keys, so scores do not depend on it. What is turned
-        comes first in files; MLA gives that alone."""
+        """Rotate queries or keys by their positions. The result has an order of its own, the same for queries
+        and keys, so scores do not depend on it. Rotated dimensions come first in files; MLA passes only
+        those."""
         return self._rope(x, self.config.rope_interleave)
 
     def index_rope(self, x: Array) -> Array:
@@ -172,7 +171,8 @@ class FastLayer:
         return x / scale * self.get(name) + self.get(bias)
 
     def choose(self, q: Array, k: Array, weights: Array) -> list[Array]:
-        """Factors that all scores of a token have choose nothing, and are left out."""
+        """Choose each token's positions by the indexer's scores. Factors common to all scores of a token do
+        not change the choice and are left out."""
         self.chosen = []
         for rows in segments(self.lengths):
             products = np.maximum(np.einsum("thd,sd->ths", q[rows], k[rows], optimize=True), 0)
@@ -187,7 +187,8 @@ class FastLayer:
     def attend_to(
         self, seen: Sequence[Array | slice] | None, q: Array, q_pe: Array, latent: Array, k_pe: Array
     ) -> Array:
-        """With `int8_attention`, weights are rounded as canonical.attention does; latents stay float."""
+        """Attend to the positions `seen`, or to all earlier ones. With `int8_attention`, weights are rounded
+        as canonical.attention rounds them; latents stay float."""
         c, nope = self.config, self.config.qk_nope_head_dim
         expanded = (latent @ self.get("w_uk").T).reshape(*q.shape[:2], -1)  # the whole of kv_b_proj
         out = np.empty((*q.shape[:2], c.v_head_dim), np.float32)
@@ -227,7 +228,8 @@ class FastLayer:
         return self.topk_idx, topk_weights
 
     def combine(self, outputs: Outputs, topk_weights: Array, shared: Array | None) -> Array:
-        """In the order of the experts' numbers, so that one output at a time is in memory."""
+        """Sum experts' outputs in the order of expert numbers, so that only one output at a time is in
+        memory."""
         out = shared
         for token, slot, output in outputs:
             if out is None:
@@ -238,7 +240,8 @@ class FastLayer:
 
 
 def causal_softmax(scores: Array) -> Array:
-    """Weights of the positions up to each row's own, from scores [heads, T, T], which it overwrites."""
+    """Compute attention weights up to each row's own position from scores [heads, T, T], which are
+    overwritten."""
     scores[:, np.triu(np.ones(scores.shape[1:], bool), 1)] = -np.inf
     p = np.exp(scores - scores.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
@@ -246,7 +249,7 @@ def causal_softmax(scores: Array) -> Array:
 
 
 def route(config: ModelConfig, x: Array, weight: Array, bias: Array) -> tuple[Array, Array]:
-    """topk_idx and topk_weights, [T, K]."""
+    """Choose experts: returns topk_idx and topk_weights, [T, K]."""
     with np.errstate(over="ignore"):
         logits = x @ weight.T
         if config.scoring == "softmax":
@@ -267,18 +270,18 @@ def attend(
     int8_weights: bool = False,
     chosen: Sequence[Array] | None = None,
 ) -> Array:
-    """Causal MLA between its projections. q [T, N * (nope + R)], kv [T, C + R] -> [T, N * V]. Each token sees
-    all positions up to its own, or `chosen` ones."""
+    """Compute causal MLA between projections: q [T, N * (nope + R)], kv [T, C + R] -> [T, N * V]. Each token
+    sees all positions up to its own, or the `chosen` ones."""
     floats = {"self_attn.kv_a_layernorm.weight": kv_norm, "self_attn.kv_b_proj.weight": kv_b}
     m = FastLayer(config, 0, LayerResult({}, floats, int8_weights), lengths)
     return m.attend_to(chosen, *reference.heads(m, q, kv))
 
 
 class Walk:
-    """Sequences on their way through a checkpoint's layers, MTP layers included.
+    """Hidden states of sequences on their way through a checkpoint's layers, MTP layers included.
 
-    `h` [T, H] and `lengths` are what layer `layer_idx` reads once `enter(layer_idx)` was called; `step` puts
-    the layer's result back into `h`. `chosen` is what the latest indexer has found, as FastLayer has it.
+    `h` [T, H] and `lengths` are the input of layer `layer_idx` after `enter(layer_idx)`; `step` puts the
+    layer's result back into `h`. `chosen` holds the positions chosen by the latest indexer, as in FastLayer.
     """
 
     def __init__(self, checkpoint: Checkpoint, sequences: Sequence[Sequence[int]]) -> None:
@@ -289,7 +292,8 @@ class Walk:
         self.h: Array = finite_tensor(checkpoint, "model.embed_tokens.weight")[np.concatenate(self._tokens)]
 
     def enter(self, layer_idx: int) -> None:
-        """At an MTP layer, mix the next tokens' embeddings in; each sequence loses its last row."""
+        """Prepare a layer's input: at an MTP layer, mix in the next tokens' embeddings; each sequence loses
+        its last row."""
         c, depth = self.config, layer_idx - self.config.num_hidden_layers
         if depth < 0:
             return
@@ -304,12 +308,14 @@ class Walk:
         self.h = reference.mtp_input(m, m.get("embed")[ahead], hidden[keep])
 
     def run(self, layer_idx: int) -> Array | None:
-        """Enter and run a layer in floating point; the experts of each token, [T, K], where there are any."""
+        """Enter and run a layer in floating point; return each token's experts, [T, K], or None without
+        experts."""
         self.enter(layer_idx)
         return self.step(layer_idx, FloatLayer(self.checkpoint, layer_idx))
 
     def step(self, layer_idx: int, weights: LayerWeights) -> Array | None:
-        """Run a layer that was entered, with any weights. Raises CheckpointError where numbers end."""
+        """Run an entered layer with any weights. Raises CheckpointError if hidden states stop being
+        finite."""
         with np.errstate(over="ignore", invalid="ignore"):
             m = self._layer(layer_idx, weights)
             m.chosen = self.chosen
@@ -326,9 +332,9 @@ def expert_load(
     sequences: Sequence[Sequence[int]],
     progress: Callable[[int], None] = lambda layer_idx: None,
 ) -> dict[int, Array]:
-    """Tokens that each expert sees, int64 [E], for every MoE layer, MTP layers included.
+    """Count tokens for each expert, int64 [E], for every MoE layer, MTP layers included.
 
-    `progress` is told each layer's number before its turn.
+    `progress` is called with each layer's number before the layer runs.
     """
     walk, loads = Walk(checkpoint, sequences), {}
     for layer_idx in range(checkpoint.config.num_layers_with_mtp):

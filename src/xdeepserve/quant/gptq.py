@@ -17,15 +17,15 @@ BLOCK = 64  # columns whose effect on the rest is applied at once
 
 
 def hessian(x: Array) -> Array:
-    """X^T X in float64, [K, K]."""
+    """Compute X^T X in float64, [K, K]."""
     x = x.astype(np.float64)
     return x.T @ x
 
 
 def gptq(w: Array, h: Array, scale: Array) -> Array:
-    """INT8 [N, K] for w [N, K], Hessian h [K, K] and fixed scales [N].
+    """Round w [N, K] to INT8 [N, K], with Hessian h [K, K] and fixed scales [N].
 
-    An input that never fires has no say: its column is rounded to the nearest.
+    The column of an input that is always zero is rounded to the nearest.
     """
     is_dead = np.diag(h) == 0
     order = np.argsort(-np.diag(h), kind="stable")

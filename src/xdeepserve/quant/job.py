@@ -1,6 +1,6 @@
 """Quantise a checkpoint on disk: layer by layer, resumable, and never half-written (see `part`).
 
-Memory holds one layer and the calibration text's hidden states, whatever the size of the model.
+Memory holds one layer and the hidden states of the calibration text, whatever the size of the model.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Progress = Callable[[str, int, int], None]  # what is done, steps done, steps in
 
 
 class Report(msgspec.Struct):
-    """What happened, also written beside the weights."""
+    """Report of a quantisation, also written beside the weights."""
 
     method: str
     num_sequences: int
@@ -66,9 +66,10 @@ def quantize_checkpoint(
     num_sequences: int = 64,
     progress: Progress = lambda what, done, total: None,
 ) -> Report:
-    """Write `checkpoint` in INT8 to `destination`, which must not exist. Raises InputError, one clear line.
+    """Write `checkpoint` in INT8 to `destination`, which must not exist. Raises InputError with a one-line
+    message.
 
-    Interrupted, the same call goes on behind the last finished layer, with the same result.
+    After an interrupt, the same call continues behind the last finished layer, with the same result.
     """
     try:
         job = Quantization(checkpoint, destination, method, progress)
@@ -84,7 +85,7 @@ def quantize_checkpoint(
 
 
 class Quantization:
-    """A checkpoint on its way to a quantised one, file by file."""
+    """Quantisation of a checkpoint, file by file."""
 
     def __init__(self, checkpoint: Checkpoint, destination: Path, method: Method, progress: Progress) -> None:
         self.checkpoint, self.config, self.method = checkpoint, checkpoint.config, method
@@ -149,9 +150,10 @@ class Quantization:
             finite_tensor(self.checkpoint, name)
 
     def _calibration(self, sequences: Sequences, count: int) -> tuple[list[list[int]], dict[int, Array]]:
-        """Doubled until every expert sees MIN_ROWS tokens, or there is no more text.
+        """Choose calibration texts: double the number until every expert sees MIN_ROWS tokens, or no text is
+        left.
 
-        Texts that are too short for the MTP layers are passed over.
+        Texts that are too short for the MTP layers are skipped.
         """
         chosen: list[list[int]] = []
         target, index, load = count, 0, {}
@@ -183,7 +185,7 @@ class Quantization:
         self.progress(what, done, self.num_layers)
 
     def _identity(self, chosen: list[list[int]]) -> dict[str, Any]:
-        """What an unfinished job must have been about, to go on with it."""
+        """Describe the job by everything that an unfinished job must agree on to be continued."""
         digest = hashlib.sha256(json.dumps(chosen).encode())
         for name in ("model.norm.weight", "model.layers.0.input_layernorm.weight"):
             digest.update(self.checkpoint.tensor(name).tobytes())
@@ -199,7 +201,7 @@ class Quantization:
         }
 
     def _kept_float(self, chosen: list[list[int]]) -> frozenset[str]:
-        """Mixed precision: the modules that stay float, by the rule of `sensitivity`."""
+        """Choose modules to keep in floating point, by the rule of `sensitivity` (mixed precision)."""
         ratio, shapes = self.method.keep_ratio, expected_tensors(self.config)
         if ratio is None:
             return frozenset()
@@ -220,7 +222,7 @@ class Quantization:
     # ---- one layer ----------------------------------------------------------------------------------
 
     def _layer(self, layer_idx: int, walk: Walk, exact: Walk, keep: frozenset[str]) -> LayerReport:
-        """Quantise a layer, or find it done; then both streams go through it."""
+        """Quantise a layer, or read the finished layer; then run both models' hidden states through it."""
         walk.enter(layer_idx)
         exact.enter(layer_idx)
         report_file = self.part.report_file(layer_idx)
@@ -246,7 +248,7 @@ class Quantization:
         return report
 
     def _tensors(self, layer_idx: int, result: LayerResult) -> dict[str, Array]:
-        """The layer as it is stored, MTP's own tensors included."""
+        """List a layer's tensors as stored, MTP's own tensors included."""
         prefix = f"model.layers.{layer_idx}."
         tensors: dict[str, Array] = {}
         for module, (q, scale) in result.int8.items():
@@ -260,14 +262,14 @@ class Quantization:
         return tensors
 
     def _is_shared(self, name: str) -> bool:
-        """Whether a tensor only repeats the one that stands in for it."""
+        """Whether a tensor only repeats the tensor that stands in for it."""
         other = fallback(name, self.config)
         if other is None:
             return False
         return np.array_equal(self.checkpoint.tensor(name), self.checkpoint.tensor(other), equal_nan=True)
 
     def _read(self, layer_idx: int, int8_attention: bool) -> LayerResult:
-        """A finished layer, from its file."""
+        """Read a finished layer from disk."""
         prefix = f"model.layers.{layer_idx}."
         file = TensorFile(self.part.file(layer_idx))
         result = LayerResult({}, {}, int8_attention)
@@ -283,13 +285,13 @@ class Quantization:
     # ---- the end ------------------------------------------------------------------------------------
 
     def _rest(self) -> Iterator[tuple[str, Array]]:
-        """What belongs to no layer: embedding, final norm, head."""
+        """Yield the tensors outside of all layers: embedding, final norm, head."""
         for name in self._outside_layers():
             if not name.startswith("model.layers.") and not self._is_shared(name):
                 yield name, finite_tensor(self.checkpoint, name)
 
     def _outside_layers(self) -> Iterator[str]:
-        """What calibration does not read on its way: embedding, final norm, heads."""
+        """Name the tensors outside of layers, not read by calibration: embedding, final norm, heads."""
         for name in expected_tensors(self.config):
             if not name.startswith("model.layers.") or ".shared_head." in name:
                 yield name
@@ -303,7 +305,7 @@ class Quantization:
         )
 
     def config_json(self, report: Report) -> dict[str, Any]:
-        """Return what `config.json` of the quantised checkpoint says."""
+        """Return the content of the quantised checkpoint's `config.json`."""
         kept = [
             f"{layer_name}.{one.module}"
             for layer_name, reports in report.layers.items()
@@ -321,7 +323,7 @@ class Quantization:
 
 
 def _ignored(config: ModelConfig) -> list[str]:
-    """IGNORED, and what else a family has that is never quantised."""
+    """List the patterns of modules that are never quantised: IGNORED, and those of the model's family."""
     patterns = [*IGNORED]
     for name, row in stored_tensors(config).items():
         module = name.removesuffix(".weight")
@@ -332,7 +334,8 @@ def _ignored(config: ModelConfig) -> list[str]:
 
 
 def estimated_bytes(config: ModelConfig) -> int:
-    """Bytes that the quantised files take at most: INT8 where the recipe has it, float32 elsewhere."""
+    """Estimate the bytes of the quantised files, from above: INT8 where the recipe has it, float32
+    elsewhere."""
     total = 0
     for row in stored_tensors(config).values():
         out, *_ = shape = row.stored_shape(config)

@@ -1,4 +1,4 @@
-"""Quantise one decoder layer, stage by stage, each with the inputs that the quantised stages before it make.
+"""Quantise a decoder layer stage by stage; each stage reads inputs from the quantised stages before it.
 
     stage                  reads                      its inputs' scale is folded into
     ---------------------  -------------------------  ------------------------------------------
@@ -35,11 +35,11 @@ BUSY_EXPERTS = 8  # experts whose weights a common smoothing scale looks at
 
 
 class LinearReport(msgspec.Struct, frozen=True):
-    """How far a layer's outputs are off on the calibration text: relative, squared.
+    """Errors of a linear layer's outputs on the calibration text: relative, squared.
 
-    `weights`, `activations` and `both` compare with the original weights on the inputs that the quantised
-    model has here. Error compensation moves outputs away from these on purpose, towards the original model's;
-    `original` compares with those, and so counts what the layers before have lost, too.
+    `weights`, `activations` and `both` compare with the original weights on the quantised model's inputs.
+    Error compensation moves outputs away from that target on purpose, towards the original model's outputs.
+    `original` compares with the original model's outputs, so it includes the loss of earlier layers.
     """
 
     module: str
@@ -52,7 +52,7 @@ class LinearReport(msgspec.Struct, frozen=True):
 
 
 class LayerReport(msgspec.Struct, frozen=True):
-    """What became of one decoder layer."""
+    """Report of the quantisation of a decoder layer."""
 
     linears: list[LinearReport]
     attention: float  # what INT8 weights of attention cost its outputs: relative, squared
@@ -60,7 +60,7 @@ class LayerReport(msgspec.Struct, frozen=True):
 
 
 class LayerQuantizer:
-    """Quantises one layer; `run` returns everything that is stored of it."""
+    """Quantises a decoder layer; `run` returns everything that is stored of the layer."""
 
     def __init__(
         self,
@@ -70,7 +70,8 @@ class LayerQuantizer:
         method: Method,
         keep: Collection[str] = (),
     ) -> None:
-        """`keep` names modules that stay float, without the layer's prefix: see `sensitivity`."""
+        """Prepare a layer. `keep` names modules that stay float, without the layer's prefix: see
+        `sensitivity`."""
         self.c, self.layer_idx, self.get, self.method = config, layer_idx, weights.get, method
         self.rows = {row.name: row for row in layer_tensors(config, layer_idx)}
         self.keep, self.is_trial = keep, False
@@ -87,8 +88,8 @@ class LayerQuantizer:
         chosen: Sequence[Array],
         fallback_rows: int,
     ) -> LayerResult:
-        """h [T, H] in the model quantised so far, `exact` in the original, to compare with; `chosen` as
-        `Walk` has it.
+        """Quantise the layer for inputs h [T, H] of the model quantised so far. `exact` are the original
+        model's inputs, for comparison; `chosen` as in `Walk`.
 
         An expert with fewer than `fallback_rows` tokens is quantised as if it saw every token.
         """
@@ -101,13 +102,14 @@ class LayerQuantizer:
         return LayerResult(self.int8, self.floats, self.int8_attention)
 
     def trial(self, h: Array, lengths: Sequence[int], chosen: Sequence[Array]) -> dict[str, float]:
-        """Errors by module, without the routed experts'; h [T, H] in the original model."""
+        """Quantise on trial; return the errors by module, without routed experts. h [T, H] is the original
+        model's."""
         self.is_trial = True
         self.run(h, None, lengths, chosen, 0)
         return {one.module: one.both for one in self.reports}
 
     def report(self) -> LayerReport:
-        """The errors of the layer that `run` has quantised."""
+        """Return the errors of the layer that `run` has quantised."""
         return LayerReport(self.reports, self.attention_error, self.int8_attention)
 
     def normed(self, h: BothRows, name: str) -> BothRows:
@@ -117,7 +119,7 @@ class LayerQuantizer:
     # ---- one linear layer ---------------------------------------------------------------------------
 
     def linear(self, module: str, w: Array, x: BothRows) -> BothRows:
-        """Quantise w [N, K], read by x [T, K], both smoothed, and return what becomes of x, [T, N]."""
+        """Quantise w [N, K], read by x [T, K], both smoothed; return the layer's outputs [T, N]."""
         is_kept = module in self.keep
         seen, target = x.seen if is_kept else quantized_rows(x.seen), w
         if self.method.compensate and x.exact is not None and len(seen):
@@ -148,7 +150,8 @@ class LayerQuantizer:
     def smoothing(
         self, x: Array, weights: Sequence[Array], tie: Callable[[Array], Array] = lambda scale: scale
     ) -> Array:
-        """s [K] for a stage's inputs; all ones without smoothing. `tie` as `search_scale` has it."""
+        """Find the smoothing scale s [K] of a stage's inputs; all ones without smoothing. `tie` as in
+        `search_scale`."""
         if not self.method.alphas:
             return np.ones(x.shape[1], np.float32)
         return search_scale(x, weights, self.method.alphas, tie)[0]
@@ -156,24 +159,26 @@ class LayerQuantizer:
     # ---- attention ----------------------------------------------------------------------------------
 
     def attention(self, h: BothRows) -> BothRows:
-        """The hidden states behind attention."""
+        """Quantise attention; return the hidden states behind attention."""
         x = self.normed(h, "input_layernorm.weight")
         return h.join(ATTENTION[self.c.attention](self, x), np.add)
 
     # ---- feed-forward -------------------------------------------------------------------------------
 
     def modules(self, name: str, expert: int | None = None) -> list[str]:
-        """Names in the checkpoint of what the table of tensors calls `name`, without the layer's prefix."""
+        """Return checkpoint names of the modules in row `name` of the tensor table, without the layer's
+        prefix."""
         return self.rows[name].sources("", expert)
 
     def dense(self, x: BothRows) -> None:
-        """The MLP of a layer without experts."""
+        """Quantise the MLP of a layer without experts."""
         s = self.smoothing(x.seen, [self.get(f"{name}.weight") for name in self.modules("mlp.w13")])
         self.floats["post_attention_layernorm.weight"] = self.get("post_attention_layernorm.weight") / s
         self.mlp("mlp", None, x.over(s), s)
 
     def moe(self, x: BothRows) -> None:
-        """Shared and routed experts. Both models take the quantised one's routes: like is set beside like."""
+        """Quantise shared and routed experts. Both models take the quantised model's routes, so that outputs
+        are comparable."""
         c, get = self.c, self.get
         (gate,) = self.modules("gate")
         router = get(f"{gate}.weight")
@@ -202,7 +207,7 @@ class LayerQuantizer:
             self.mlp("experts", expert, x.take(rows), s)
 
     def mlp(self, name: str, expert: int | None, x: BothRows, s: Array) -> None:
-        """gate, up and down of one MLP; x [T, H] is smoothed by s already, the weights are not."""
+        """Quantise gate, up and down of an MLP; x [T, H] is already smoothed by s, the weights are not."""
         gate_name, up_name = self.modules(f"{name}.w13", expert)
         (down_name,) = self.modules(f"{name}.w2", expert)
         gate_proj, up_proj = self.get(f"{gate_name}.weight") * s, self.get(f"{up_name}.weight") * s

@@ -1,4 +1,4 @@
-"""The methods of `xdeepserve quantize --method`, as the techniques that each is made of."""
+"""Methods of `xdeepserve quantize --method`, each as a set of techniques."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from xdeepserve.quant.smoothquant import ALPHAS, DEFAULT_ALPHA
 
 
 class Method(msgspec.Struct, frozen=True, kw_only=True):
-    """Which techniques run, in this order."""
+    """A quantisation method: techniques, in the order in which they run."""
 
     name: str
     rotate: bool = False  # rotation_search.py: where it helps

@@ -1,10 +1,11 @@
-"""Outliers put into a model: a few channels of activations as large as large models have them, same function.
+"""Outliers put into a model: a few activation channels become as large as in large models; the function stays
+the same.
 
     norm's weight * s   and   columns of all that reads the normed state / s      s = 2^n in some channels
 
-Large models have such channels, the same for all tokens and layers (SmoothQuant, section 3); small ones that
-are trained for a day have none, and round-to-nearest loses nothing on them. A power of two is exact: not a
-bit of the float32 model changes.
+Large models have such channels, the same for all tokens and layers (SmoothQuant, section 3). Small models
+that are trained for a day have none, and round-to-nearest loses nothing on them. A power of two is exact: not
+a bit of the float32 model changes.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ HIDDEN = ("H", "D")  # what the table of tensors calls the width of a hidden sta
 
 
 class WithOutliers(Checkpoint):
-    """A checkpoint whose normed hidden states are `factor` times as large in one of `ONE_IN` channels."""
+    """A checkpoint with normed hidden states `factor` times larger in one of `ONE_IN` channels."""
 
     def __init__(self, base: Checkpoint, factor: int) -> None:
-        """InputError if the factor is no power of two, CheckpointError of a model that is quantised."""
+        """Choose the channels. Raises InputError if the factor is no power of two, CheckpointError if the
+        model is quantised."""
         if factor & (factor - 1) or not 2 <= factor <= MAX_FACTOR:
             raise InputError(f"outliers of {factor}: a power of two from 2 to {MAX_FACTOR} is exact")
         if base.config.quantization is not None:

@@ -1,8 +1,8 @@
-"""A directory of weights in the making: `DESTINATION.part`, which is no checkpoint until it is whole.
+"""A directory of weights under construction: `DESTINATION.part`, which is no checkpoint until it is complete.
 
-Each finished layer is one safetensors file there, and a small JSON file that says what became of it. Every
-file is whole or absent: it is written under another name first. config.json comes last, and then the
-directory gets its name, so that nothing half-written ever loads. One process at a time works in it.
+Each finished layer is a safetensors file there, with a small JSON file as its report. Every file is complete
+or absent, because it is written under another name first. config.json comes last; then the directory gets its
+final name, so nothing half-written ever loads. Only one process at a time works in the directory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NO_DESCRIPTOR = -1
 
 
 class Part:
-    """`num_files` files of weights that become `destination`. Methods that write raise OSError."""
+    """Directory of `num_files` weight files that becomes `destination`. Methods that write raise OSError."""
 
     def __init__(self, destination: Path, num_files: int) -> None:
         self.destination, self.num_files = destination, num_files
@@ -46,16 +46,17 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the files that are there already."""
+        """Bytes of all files already in the directory."""
         if not self.directory.is_dir():
             return 0
         return sum(path.stat().st_size for path in self.directory.iterdir())
 
     def lock(self) -> None:
-        """Keep other processes out of the directory, which must exist. Raises InputError if one is in.
+        """Keep other processes out of the directory, which must exist. Raises InputError if another process
+        is in it.
 
-        The system lets go of a lock with its process. Where it has none, a file stands for it, which a
-        process that is killed leaves behind.
+        The system releases the lock when the process ends. On a system without file locks, a lock file is
+        used; a killed process leaves it behind.
         """
         if self._lock is not None:
             return
@@ -78,7 +79,7 @@ class Part:
             raise InputError(f"{self.destination}: exists already; choose a new directory")
 
     def unlock(self) -> None:
-        """Let others in."""
+        """Release the lock of the directory."""
         if self._lock is None:
             return
         if self._lock != NO_DESCRIPTOR:
@@ -88,7 +89,8 @@ class Part:
         self._lock = None
 
     def begin(self, job: Mapping[str, Any]) -> None:
-        """Make the directory, or find that it holds this very job. Raises InputError if it holds another."""
+        """Make the directory, or find that it holds this very job. Raises InputError if it holds another
+        job."""
         path = self.directory / JOB_FILE
         self.directory.mkdir(exist_ok=True)
         self.lock()
@@ -103,7 +105,7 @@ class Part:
         self.write(JOB_FILE, json.dumps(job).encode())
 
     def save(self, number: int, tensors: Mapping[str, Array]) -> None:
-        """Weights file `number`."""
+        """Save tensors as weights file `number`."""
         half = self.directory / UNFINISHED
         try:
             save_file({name: _compact(array) for name, array in tensors.items()}, half, {"format": "pt"})
@@ -115,18 +117,18 @@ class Part:
         half.replace(self.directory / f"layer-{number:05d}.safetensors")
 
     def write(self, name: str, content: bytes) -> None:
-        """Any other file."""
+        """Write any file other than weights."""
         half = self.directory / UNFINISHED
         half.write_bytes(content)
         half.replace(self.directory / name)
 
     def file(self, number: int) -> Path:
-        """Weights file `number`, which may have its final name already."""
+        """Return the path of weights file `number`, which may have its final name already."""
         final = self._final(number)
         return final if final.is_file() else self.directory / f"layer-{number:05d}.safetensors"
 
     def report_file(self, number: int) -> Path:
-        """What became of layer `number`; there once its weights are."""
+        """Return the path of layer `number`'s report, which exists once the layer's weights do."""
         return self.directory / f"layer-{number:05d}.json"
 
     def finish(self, companions: Mapping[str, Path], report: tuple[str, bytes], config: bytes) -> None:
@@ -154,7 +156,7 @@ class Part:
 
 
 def _compact(array: Array) -> Array:
-    """float32 that loses nothing in BF16 is stored so."""
+    """Store a float32 array as BF16 if that loses nothing."""
     if array.dtype != np.float32:
         return np.ascontiguousarray(array)
     half = array.astype(ml_dtypes.bfloat16)

@@ -1,6 +1,7 @@
 """Rotate an attention layer's latents and values where that lowers the error, and only there.
 
-As with smoothing, each place is tried both ways on the calibration text, smoothed as the method would.
+As in smoothing, each place is tried both ways on the calibration text, smoothed as the method would smooth
+it.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ from xdeepserve.quant.smoothquant import search_scale
 
 
 class AttentionWeights(msgspec.Struct, frozen=True):
-    """An MLA layer's matrices and inner norms; without a query latent, q_a and q_norm are None. `index_q` is
-    what else reads the query latent: an indexer's queries, if there is one."""
+    """An MLA layer's matrices and inner norms.
+
+    Without a query latent, q_a and q_norm are None. `index_q` is the indexer's query projection, which also
+    reads the query latent, or None.
+    """
 
     q_a: Array | None
     q_norm: Array | None
@@ -40,8 +44,8 @@ def rotate_where_it_helps(
     alphas: Sequence[float],
     seed: int,
 ) -> AttentionWeights:
-    """Weights of the same function of x [T, H], the layer's normed inputs, that lose no more by rounding.
-    Where attention is sparse, values are judged as if all positions were seen."""
+    """Return weights of the same function of x [T, H], the layer's normed inputs, rotated where rounding then
+    loses less. With sparse attention, values are judged as if all positions were seen."""
     heads, nope, rank = config.num_attention_heads, config.qk_nope_head_dim, config.kv_lora_rank
 
     def error(inputs: Array, *weights: Array) -> float:
@@ -61,7 +65,8 @@ def rotate_where_it_helps(
             a = msgspec.structs.replace(a, q_a=turned[0], q_norm=turned[1], q_b=turned[2], index_q=index_q)
 
     def cache_error(kv_a: Array, norm: Array, kv_b: Array) -> float:
-        """kv_b is never quantised; the latent that it reads is, in the cache."""
+        """Compute the error at the kv latent. kv_b is never quantised, but the cached latent that it reads
+        is."""
         latent = rms_norm(x @ kv_a[:rank].T, norm, LATENT_NORM_EPS)
         return error(x, kv_a) + relative_error(quantized_rows(latent) @ kv_b.T, latent @ kv_b.T)
 

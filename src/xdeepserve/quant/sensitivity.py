@@ -1,9 +1,10 @@
-"""Mixed precision: which linear layers stay in floating point (CloudMatrix384 4.5, xDeepServe 4.7).
+"""Mixed precision: the choice of linear layers that stay in floating point (CloudMatrix384 4.5, xDeepServe
+4.7).
 
 Before anything is written, every layer outside the routed experts is quantised on trial, with the original
-model's inputs and everything that the method does for it. Then they are ranked by the error of their outputs:
-those whose error is more than `ratio` times the median of all stay float, the worst first, as long as they
-hold no more than `share` of the model's quantised weights. Layers that run as one kernel stay together.
+model's inputs and the method's techniques. Layers are then ranked by the error of their outputs. A layer
+stays float if its error is more than `ratio` times the median. The worst come first, as long as they hold no
+more than `share` of the model's quantised weights. Layers that run as one kernel stay together.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ PARTNERS = (("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), ("q_pr
 def sensitive_layers(
     errors: Mapping[str, float], sizes: Mapping[str, int], ratio: float, budget: float
 ) -> frozenset[str]:
-    """Modules to keep in float; errors by module, relative and squared; sizes and budget in weights.
+    """Choose the modules to keep in float; errors by module, relative and squared; sizes and budget in
+    weights.
 
-    A group of partners counts as one, with the larger error and the sum of the sizes. One that does not fit
-    into the budget is passed over.
+    A group of partners counts as one module, with the larger error and the sum of sizes. A group that does
+    not fit into the budget is skipped.
     """
     if not errors:
         return frozenset()
@@ -39,7 +41,7 @@ def sensitive_layers(
 
 
 def partners(module: str, known: Mapping[str, object]) -> tuple[str, ...]:
-    """`module` and what runs with it, sorted, among those that are known."""
+    """Return `module` and the known modules that run in the same kernel, sorted."""
     for group in PARTNERS:
         for name in group:
             if module.endswith(f".{name}"):

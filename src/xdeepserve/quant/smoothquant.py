@@ -23,7 +23,8 @@ LIMIT = 1e3
 
 
 def smoothing_scale(x_max: Array, weights: Sequence[Array], alpha: float) -> Array:
-    """s [K] for inputs of magnitude x_max [K] and the layers [N, K] that read them; 1 where one is dead."""
+    """Compute s [K] for inputs of magnitude x_max [K] and the layers [N, K] that read them; s is 1 for a dead
+    input."""
     w_max = np.max([np.max(np.abs(w), axis=0) for w in weights], axis=0)
     is_alive = (x_max > 0) & (w_max > 0)
     scale = np.ones_like(x_max, dtype=np.float32)
@@ -35,10 +36,7 @@ def smoothing_scale(x_max: Array, weights: Sequence[Array], alpha: float) -> Arr
 
 
 def w8a8_error(x: Array, weights: Sequence[Array], scale: Array) -> float:
-    """Sum over layers of the relative output error if inputs x [T, K] are smoothed by `scale` [K].
-
-    CloudMatrix384's equation 3: |Q(W s) Q(X / s) - W X|.
-    """
+    """Sum the layers' relative output errors if inputs x [T, K] are smoothed by `scale` [K]."""
     x_q = quantized_rows(x / scale)
     total = 0.0
     for w in weights:
@@ -54,10 +52,11 @@ def search_scale(
     alphas: Sequence[float],
     tie: Callable[[Array], Array] = lambda scale: scale,
 ) -> tuple[Array, float]:
-    """Scale [K] and error of what loses least among `alphas` and no smoothing; x [T, K], weights [N, K].
+    """Find the scale [K] with the least error among `alphas` and no smoothing; x [T, K], weights [N, K].
+    Returns the scale and its error.
 
-    With one alpha this is SmoothQuant, left out where it would hurt; with many it is CloudMatrix384's
-    adaptive scale search (section 4.5). `tie` makes equal what has to be: elements that are folded into one.
+    One alpha gives SmoothQuant, left out where it would hurt. Several alphas give CloudMatrix384's adaptive
+    scale search (section 4.5). `tie` makes those elements equal that are folded into a common weight.
     """
     x_max = np.max(np.abs(x), axis=0, initial=0.0).astype(np.float32)
     sample = x[:: max(1, len(x) // MAX_ROWS)][:MAX_ROWS]

@@ -1,7 +1,7 @@
 """Processes of our own: a monitor and servers that end when this process does, however it ends.
 
-Each holds one end of a pipe, and goes when the other end is closed, which the system does for a process that
-is killed. What they are to do goes through it, too: nothing of it is on a command line.
+Each child holds one end of a pipe and exits when the other end is closed. The system closes it even when the
+parent is killed. The child's task also goes through the pipe, so no token appears on a command line.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ END_S = 10.0
 
 
 class ServerTask(msgspec.Struct):
-    """What a server process needs to know. `deployment` is the struct of that name, as JSON has it."""
+    """Task of a server process, sent through a pipe.
+
+    `deployment` holds the builtins of a `Deployment`, for JSON.
+    """
 
     model: str
     precision: str
@@ -35,7 +38,7 @@ class ServerTask(msgspec.Struct):
 
 
 class MonitorTask(msgspec.Struct):
-    """What a monitor's process needs to know."""
+    """Task of a monitor's process, sent through a pipe."""
 
     token: str
     host: str = "127.0.0.1"
@@ -46,14 +49,15 @@ class MonitorTask(msgspec.Struct):
 
 
 class Children:
-    """Processes that one engine has started."""
+    """Processes of a monitor and of servers, started by an engine."""
 
     def __init__(self) -> None:
         self.monitor: subprocess.Popen[bytes] | None = None
         self.servers: dict[int, subprocess.Popen[bytes]] = {}  # by seat, the latest
 
     def start_monitor(self, task: MonitorTask) -> str:
-        """Its address. XDeepServeError if it does not start."""
+        """Start the monitor's process and return its address. Raises XDeepServeError if the process does not
+        start."""
         self.monitor = process = _spawn("monitor", task, subprocess.PIPE)
         assert process.stdout is not None
         if select.select([process.stdout], [], [], START_S)[0]:
@@ -63,14 +67,14 @@ class Children:
         raise XDeepServeError(f"the monitor's process has not started: exit code {process.poll()}")
 
     def start_server(self, task: ServerTask) -> None:
-        """A process for a seat, which says to the monitor by itself when it is there."""
+        """Start a server process for a seat; the process itself registers with the monitor."""
         assert task.seat is not None
         if task.seat in self.servers:
             _end([self.servers.pop(task.seat)])
         self.servers[task.seat] = _spawn("expert-server", task, subprocess.DEVNULL)
 
     def check(self) -> None:
-        """XDeepServeError if one that was started has ended."""
+        """Raise XDeepServeError if a process that was started here has ended."""
         for seat, process in self.servers.items():
             if process.poll() is not None:
                 raise XDeepServeError(f"the process of expert server {seat} has ended: {process.returncode}")
@@ -78,7 +82,7 @@ class Children:
             raise XDeepServeError(f"the process of the monitor has ended: {self.monitor.returncode}")
 
     def close(self) -> None:
-        """End all, and wait until they have. Harmless when repeated."""
+        """End all processes, and wait until they have ended. Harmless when repeated."""
         _end([*self.servers.values(), *([self.monitor] if self.monitor is not None else [])])
         self.servers.clear()
         self.monitor = None

@@ -1,7 +1,7 @@
-"""A server process's word with the monitor, in a thread beside its loop: registration, beats, and leaving.
+"""A server process's talk with the monitor, in a thread beside its loop: registration, beats, and leaving.
 
-A beat says that the loop turns, and not only this thread: the bell in the server's memory is rung as the
-monitor of a pod rings it, and a beat follows when the loop has answered.
+A beat proves that the loop turns, not only that this thread runs. The thread rings the bell in the server's
+memory, as the monitor of a pod does, and sends a beat when the loop has answered.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ AGAIN_S = 0.2
 
 
 class Enlisted:
-    """One server's.
+    """Membership of a server process with the monitor, kept up in a thread.
 
     `seated` is the seat and its epoch, or why there is none. `tell` is told what the monitor says later;
     `gone` is called from this thread when the server may go.
@@ -42,17 +42,17 @@ class Enlisted:
         threading.Thread(target=lambda: asyncio.run(self._run()), name="monitor", daemon=True).start()
 
     def serve(self, ring: Callable[[int], int]) -> None:
-        """The server has what is at its seat. `ring(n)` asks its loop question n and says which one it has
-        answered last."""
+        """Report to the monitor: the server's experts are loaded and it serves. `ring(n)` asks the server's
+        loop question n and returns the number of the last answered question."""
         self.ring = ring
         self._loop.call_soon_threadsafe(self._serves.set)
 
     def leave(self) -> None:
-        """Ask to be let go."""
+        """Ask the monitor for permission to leave."""
         self._leaves.set()
 
     async def _run(self) -> None:
-        """Register, and again when the connection has ended; until the server ends, or is refused."""
+        """Register, and register again whenever the connection ends, until the server ends or is refused."""
         self._loop, self._serves = asyncio.get_running_loop(), asyncio.Event()
         while True:
             try:
@@ -71,7 +71,7 @@ class Enlisted:
             await asyncio.sleep(AGAIN_S)
 
     async def _talk(self) -> None:
-        """One connection, until it ends."""
+        """Talk to the monitor over a single connection until the connection ends."""
         reader, writer = await dial(*split(self._monitor), self._token)
         try:
             say(writer, self._asked)

@@ -1,7 +1,7 @@
-"""The process of one expert server: a die of its own, whose memory begins with a buffer that others map.
+"""The process of an expert server: a die of its own, whose memory begins with a buffer that clients map.
 
-It plans the same layout as its clients, loads the experts of its seat, runs the program that an expert die of
-a pod runs, on a clock of its own, and registers when its kernels are there.
+The process plans the same layout as its clients, and runs the program of a pod's expert die on a clock of its
+own. It registers before it loads and serves when its kernels are compiled.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 
 import msgspec
 
 from xdeepserve.comm.means import Means
 from xdeepserve.comm.services.layout import BELL
-from xdeepserve.comm.services.server import Batching
+from xdeepserve.comm.services.rules import SlotEvent, SlotState
+from xdeepserve.comm.services.server import Batching, ServiceServer
 from xdeepserve.engine.build import pod_for, with_answers
 from xdeepserve.engine.deploy.deployment import Deployment
 from xdeepserve.engine.deploy.fitting import fit
@@ -31,7 +33,7 @@ from xdeepserve.engine.run.arithmetic import quantize_rows
 from xdeepserve.engine.run.by_services import experts_held, identity, service_layout
 from xdeepserve.engine.run.team import Team
 from xdeepserve.engine.walk.runner import Computing
-from xdeepserve.errors import DeploymentError, XDeepServeError
+from xdeepserve.errors import DeadlineError, DeploymentError, XDeepServeError
 from xdeepserve.hw.queue import Queue
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.weights import Recipe
@@ -39,8 +41,8 @@ from xdeepserve.remote.children import ServerTask
 from xdeepserve.remote.enlisted import Enlisted
 from xdeepserve.remote.handshake import listen
 from xdeepserve.remote.network_card import Nic
-from xdeepserve.remote.outside_server import OutsideServer
-from xdeepserve.remote.registered import SharedBuffer, windows
+from xdeepserve.remote.outside_reach import nap
+from xdeepserve.remote.registered import SharedBuffer, fence, windows
 from xdeepserve.remote.seat_list import Register
 from xdeepserve.step.linear import Threads
 
@@ -49,7 +51,10 @@ Tell = Callable[[str], None]
 
 
 class ExpertProcess:
-    """One server, from its registration to its end. Errors are XDeepServeError, and come before it serves."""
+    """Process of an expert server, from registration to end.
+
+    Every XDeepServeError is raised before the server serves, except the failure of its program.
+    """
 
     def __init__(self, task: ServerTask, checkpoint: Checkpoint, recipe: Recipe, tell: Tell) -> None:
         self._task, self._checkpoint, self._recipe, self._tell = task, checkpoint, recipe, tell
@@ -65,7 +70,7 @@ class ExpertProcess:
         self._identity = identity(self._layout, self._sizes.experts, recipe, checkpoint.digest())
 
     async def run(self) -> None:
-        """Register, load, and serve until it is let go."""
+        """Register, load experts, and serve until the monitor lets the server go."""
         listener, address = self._listen()
         with listener:
             await self._serve(listener, address)
@@ -119,7 +124,7 @@ class ExpertProcess:
             raise XDeepServeError(f"{self._task.address}: cannot listen there: {error.strerror}") from None
 
     def _build(self, seat: int, epoch: int) -> tuple[ExpertServerProgram, SharedBuffer]:
-        """The die: its memory, weights, and program."""
+        """Build the die of a seat: plan its memory, load its weights, and make its program."""
         sizes, team, node = self._sizes, self._team, self._sizes.place.expert_dies[seat]
         plan = self._pod.plan(node)
         self._layout.plan_server(plan)
@@ -147,7 +152,7 @@ class ExpertProcess:
         return ExpertServerProgram(die, mem, server, threads, Computing(die), self._reports), buffer
 
     async def _fail(self, program: ExpertServerProgram, ends: asyncio.Event) -> None:
-        """Its program has failed: so has the process."""
+        """End the process when the program of the die has failed."""
         while True:
             report = await self._reports.get()
             if isinstance(report, StepFailed):
@@ -155,14 +160,15 @@ class ExpertProcess:
                 ends.set()
 
     def _signalled(self, enlisted: Enlisted, ends: asyncio.Event) -> None:
-        """Asked to go, it asks the monitor; asked again, it goes."""
+        """Handle a signal: the first asks the monitor for permission to leave, the second ends the
+        process."""
         self._num_signals += 1
         if self._num_signals > 1:
             ends.set()
         enlisted.leave()
 
     def _ring(self, program: ExpertServerProgram, count: int) -> int:
-        """Ring the bell, from another thread; what its loop has answered."""
+        """Ring the loop's bell from another thread, and return the number of the last answered question."""
         assert isinstance(program.server, OutsideServer)
         memory, at = program.die.memory, program.server.bell
         answered: int = BELL.unpack(memory.read(at, BELL.size))[1]
@@ -170,7 +176,7 @@ class ExpertProcess:
         return answered
 
     async def _quiet(self, program: ExpertServerProgram, nic: Nic) -> None:
-        """Until clients have read what is there."""
+        """Wait until clients have read all answers, for at most `QUIET_S` seconds."""
         server = program.server
         assert isinstance(server, OutsideServer)
         try:
@@ -184,7 +190,7 @@ class ExpertProcess:
 
 
 def end_with_parent() -> None:
-    """This process goes when its standard input is closed: when whoever started it has ended."""
+    """End the process when standard input is closed, that is, when its parent has ended."""
 
     def wait() -> None:
         while os.read(0, 4096):  # not by sys.stdin, whose lock an end of the process would wait for
@@ -192,3 +198,35 @@ def end_with_parent() -> None:
         os._exit(0)
 
     threading.Thread(target=wait, name="parent", daemon=True).start()
+
+
+class OutsideServer(ServiceServer):
+    """A server's end in a process of its own: polls memory that others write to while it looks elsewhere.
+
+    It waits in this computer's time. Where the die's memory begins, a buffer is that others have mapped.
+    """
+
+    num_served = 0  # requests
+
+    @property
+    def now_ns(self) -> int:
+        return time.monotonic_ns()
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether every request has been answered and every answer read."""
+        return not bool((self._states == SlotState.WRITTEN).any() or (self._states == SlotState.DONE).any())
+
+    async def _wait(self, deadline_ns: int | None) -> None:
+        num_looks = 0
+        while not self._has_news:
+            if deadline_ns is not None and self.now_ns >= deadline_ns:
+                raise DeadlineError(**self._describe()._asdict(), at_ns=self.die.clock.now)
+            await nap(num_looks)
+            num_looks += 1
+        fence()
+
+    def _set(self, number: int, event: SlotEvent) -> None:
+        fence()  # answers before the state that says so
+        self.num_served += event is SlotEvent.ANSWER
+        super()._set(number, event)

@@ -1,4 +1,4 @@
-"""`xdeepserve expert-server`: the process of one expert server, until it is let go."""
+"""`xdeepserve expert-server`: run the process of an expert server until the monitor lets it go."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 def add_options(parser: Parser) -> None:
-    """What its clients are told, too: model, deployment, precision; and who this one is."""
+    """Add the options: model, deployment and precision as the clients have them, and seat, name and
+    addresses."""
     add_deployment(parser, takes_configs=False)
     add_mtp(parser)
     parser.set_defaults(deployment="eaas")
@@ -34,7 +35,7 @@ def add_options(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load its experts and serve."""
+    """Load a seat's experts and serve."""
     import msgspec
 
     from xdeepserve.loop import run as run_loop
@@ -58,13 +59,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_comes_there(option: str, host: str) -> None:
-    """InputError for every address of a computer at once: others are told to come there."""
+    """Raise InputError for an address like 0.0.0.0: other processes are told to connect to it, so it must be
+    a single address."""
     if host in ("0.0.0.0", "::", "[::]"):
         raise InputError(f"{option} {host}: others are told to come there, so it has to be one address")
 
 
 def task_of(args: argparse.Namespace) -> ServerTask:
-    """What is said on the command line."""
+    """Make a server's task from the command line's options."""
     import msgspec
 
     from xdeepserve.engine.deploy.deployment import ExpertConfig

@@ -1,4 +1,6 @@
-"""How a client and a server process come to know each other (EaaS 4.4): one exchange, then bytes alone.
+"""How a client and a server process come to know each other (EaaS 4.4): a handshake, then bytes alone.
+
+    server -> client   Challenge   a number that is used once
 
     server -> client   Challenge   a number that is used once
     client -> server   Hello       who it is, of which model and layout, and proof that it has the token
@@ -33,7 +35,10 @@ class Challenge(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Hello(msgspec.Struct, forbid_unknown_fields=True):
-    """`client` tells one process from another; `identity` is that of model, precision and layout."""
+    """A client's introduction.
+
+    `client` identifies the process; `identity` is a digest of model, precision and layout.
+    """
 
     client: str
     identity: str
@@ -41,7 +46,7 @@ class Hello(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Welcome(msgspec.Struct, forbid_unknown_fields=True):
-    """The registered parts, and up to where they go; or why there are none."""
+    """The server's answer: registered regions and the end of the last region, or the reason for a refusal."""
 
     windows: dict[str, Window] = {}
     nbytes: int = 0
@@ -49,12 +54,13 @@ class Welcome(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def proof(token: str, nonce: str) -> str:
-    """What only somebody with the token can know of a nonce."""
+    """Compute the proof of a token for a nonce; only a process with the token can."""
     return hmac.new(token.encode(errors="surrogateescape"), nonce.encode(), "sha256").hexdigest()
 
 
 def proves(said: str, token: str, nonce: str) -> bool:
-    """Whether that is the proof, in a time that tells nothing of it. As bytes: others may say any letters."""
+    """Check a proof in constant time. The texts are compared as bytes because a peer may send any
+    characters."""
     return hmac.compare_digest(said.encode(), proof(token, nonce).encode())
 
 
@@ -63,7 +69,7 @@ def line(message: msgspec.Struct) -> bytes:
 
 
 def decode(raw: bytes, kind: Any, who: str) -> Any:
-    """One line. ProtocolError for one that is not of this kind."""
+    """Decode a line as a message of type `kind`. Raises ProtocolError for anything else."""
     try:
         return msgspec.json.decode(raw, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -73,9 +79,10 @@ def decode(raw: bytes, kind: Any, who: str) -> Any:
 
 
 def read_line(sock: socket.socket, kind: type[T], who: str) -> T:
-    """The next line, byte by byte, so that nothing behind it is taken. ProtocolError if it is none.
+    """Read the next line byte by byte, so that no byte behind it is taken. Raises ProtocolError if it is no
+    message.
 
-    TimeoutError after `PATIENCE_S`, however steadily bytes trickle in.
+    Raises TimeoutError after `PATIENCE_S`, even if bytes keep trickling in.
     """
     raw, deadline = bytearray(), time.monotonic() + PATIENCE_S
     while not raw.endswith(b"\n"):
@@ -96,7 +103,7 @@ def read_line(sock: socket.socket, kind: type[T], who: str) -> T:
 
 
 def connect(address: str) -> socket.socket:
-    """A connection to `unix:PATH` or `tcp:HOST:PORT`, which waits for `PATIENCE_S` at most. OSError."""
+    """Connect to `unix:PATH` or `tcp:HOST:PORT` with a timeout of `PATIENCE_S`. Raises OSError."""
     kind, _, rest = address.partition(":")
     if kind == "unix":
         sock = socket.socket(socket.AF_UNIX)
@@ -114,9 +121,9 @@ def connect(address: str) -> socket.socket:
 
 
 def prepare(sock: socket.socket) -> None:
-    """Have a TCP connection send at once, and end when nothing of the other computer is heard any more: one
-    without power says no end of a connection. One with a process that hangs does answer.
-    """
+    """Make a TCP connection send at once, and end it when the other computer is silent for `SILENT_S`
+    seconds. A computer without power never closes a connection, while a process that merely hangs still
+    answers keepalives."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
@@ -130,7 +137,8 @@ def prepare(sock: socket.socket) -> None:
 
 
 def listen(address: str) -> tuple[socket.socket, str]:
-    """A socket that listens there, and where that is, with the port if it was 0. OSError."""
+    """Listen at an address; return the socket and the address, with the real port if 0 was asked for. Raises
+    OSError."""
     kind, _, rest = address.partition(":")
     if kind == "unix":
         sock = socket.socket(socket.AF_UNIX)
@@ -143,7 +151,7 @@ def listen(address: str) -> tuple[socket.socket, str]:
 
 
 def split(address: str) -> tuple[str, int]:
-    """HOST:PORT. InputError for what is none."""
+    """Split HOST:PORT into host and port. Raises InputError for any other text."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise InputError(f"{address!r} is not HOST:PORT")
@@ -151,10 +159,10 @@ def split(address: str) -> tuple[str, int]:
 
 
 def joined(host: str, port: int) -> str:
-    """HOST:PORT; an IPv6 host has brackets there."""
+    """Join host and port to HOST:PORT, with brackets around an IPv6 host."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _unix(path: str) -> str:
-    """Linux has a place for names that are no files, and are gone with their process."""
+    """Return a socket name in Linux's abstract namespace: no file, and gone with its process."""
     return f"\0{path}" if sys.platform == "linux" else path

@@ -1,7 +1,8 @@
-"""Keeps one expert server running on the computer where it is: started, and again when it has ended.
+"""Keeps an expert server running on its computer: starts it, and starts it again when it has ended.
 
-The process is a child, which ends with whoever keeps it, so that a keeper that is placed anew elsewhere
-leaves nobody behind. At its seat it takes the next epoch, as any server that comes back.
+The server is a child process and ends with its keeper. A keeper that is placed anew on another computer
+therefore leaves no process behind. The new server takes the next epoch of its seat, as any server that comes
+back.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ TRIES = 5  # of those in a row, and it is given up
 
 
 class Kept(msgspec.Struct):
-    """What became of a server: its process, the codes with which those before ended, whether that is all."""
+    """State of a kept server: process id, exit codes of earlier processes, and whether it is given up."""
 
     pid: int
     ended: list[int]
@@ -31,7 +32,10 @@ class Kept(msgspec.Struct):
 
 
 class Keeper:
-    """Keeps the server at `task.seat` running. `host` is where that listens, with the transport tcp."""
+    """Keeps the server at `task.seat` running.
+
+    `host` is the host where the server listens with transport tcp.
+    """
 
     def __init__(self, task: bytes, host: str) -> None:
         self._task, self._host = msgspec.json.decode(task, type=ServerTask), host
@@ -41,12 +45,12 @@ class Keeper:
         threading.Thread(target=self._keep, name="keeper", daemon=True).start()
 
     def kept(self) -> Kept:
-        """What has become of the server until now."""
+        """Return the server's current state."""
         return self._kept
 
     def leave(self, patience_s: float) -> bool:
-        """Have the server leave, as SIGTERM does, and start no other; whether it has gone within so many
-        seconds. Its monitor may refuse, and then it stays, and is kept."""
+        """Make the server leave, as SIGTERM does, and start no other. Returns whether it has gone within
+        `patience_s` seconds. If the monitor refuses, the server stays and is kept running."""
         self._ends.set()
         os.kill(self._kept.pid, signal.SIGTERM)
         try:
@@ -57,7 +61,7 @@ class Keeper:
         return True
 
     def close(self) -> None:
-        """End it. Harmless when repeated."""
+        """End the server. Harmless when repeated."""
         self._ends.set()
         with self._lock:
             self._children.close()
@@ -75,7 +79,7 @@ class Keeper:
         self._kept = Kept(self._process.pid, self._kept.ended, False)
 
     def _keep(self) -> None:
-        """Look, again and again."""
+        """Check the process every `CHECK_S` seconds and start another when it has ended."""
         in_a_row = 0
         while True:
             time.sleep(CHECK_S)

@@ -1,4 +1,4 @@
-"""`xdeepserve monitor`: who of the expert server processes is there, until a signal."""
+"""`xdeepserve monitor`: keep the list of expert server processes and tell clients, until a signal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def add_options(parser: Parser) -> None:
-    """Where to listen, and when a server is held for lost."""
+    """Add the options: where to listen, and when a server counts as lost."""
     parser.add_argument("--host", default="127.0.0.1", help="default 127.0.0.1")
     parser.add_argument("--port", type=int, default=7300, help="default 7300; 0 picks a free one")
     parser.add_argument(
@@ -30,7 +30,7 @@ def add_options(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Listen, and print what happens."""
+    """Listen for servers and clients, and print what happens."""
     import msgspec
 
     from xdeepserve.remote.children import MonitorTask

@@ -1,8 +1,8 @@
-"""The monitor's process (EaaS 3.4, 4.4): who of the servers is there, and who is told.
+"""The monitor's process (EaaS 3.4, 4.4): it knows which servers are present and tells clients.
 
-A server that ends is known by the end of its connection; one that hangs, by beats that do not come. It is a
-single process: when it ends, clients go on with what they know, servers serve on, and both come back to the
-next one at its address.
+The end of a server's connection tells that the server has ended; missing beats tell that it hangs. The
+monitor is a single process. When it ends, clients go on with their last list, servers go on serving, and both
+connect to the next monitor at its address.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ SEEN_S = 5.0  # how long a server that leaves waits for clients to have heard
 
 
 async def hear(reader: asyncio.StreamReader, kind: Any, who: str) -> Any:
-    """The next message, of a type or of one of several; None: the other side is gone. ProtocolError for what
-    is none."""
+    """Read the next message, of a type or of a union of types. Returns None when the peer is gone. Raises
+    ProtocolError for anything that is no message."""
     try:
         raw = await reader.readuntil()
     except (asyncio.IncompleteReadError, OSError):
@@ -57,19 +57,20 @@ async def hear(reader: asyncio.StreamReader, kind: Any, who: str) -> Any:
 
 
 def say(writer: asyncio.StreamWriter, message: msgspec.Struct) -> None:
-    """Send a message. One to a side that is gone is dropped: who listens to it hears of its end."""
+    """Send a message. A message to a closed connection is dropped, because its reader notices the end
+    anyway."""
     if not writer.is_closing():
         writer.write(line(message))
 
 
 class Greeting(msgspec.Struct, forbid_unknown_fields=True):
-    """The first line of whoever connects: proof that it has the token."""
+    """First line of every connection: proof that the peer has the token."""
 
     proof: str
 
 
 class MonitorService:
-    """Serves from `start` to `close`; `tell` is told what happens, a line each."""
+    """Serves from `start` to `close`; `tell` is called with a line of text for each event."""
 
     def __init__(self, token: str, beat_s: float, lost_beats: int, tell: Callable[[str], None]) -> None:
         self._token, self._beat_s, self._lost_beats, self._tell = token, beat_s, lost_beats, tell
@@ -81,14 +82,14 @@ class MonitorService:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; the port. OSError if that is in use."""
+        """Start to listen and return the port. Raises OSError if the port is in use."""
         self._server = await asyncio.start_server(self._greet, host, port, limit=MAX_LINE)
         port_: int = self._server.sockets[0].getsockname()[1]
         return port_
 
     @property
     def num_connections(self) -> int:
-        """Connections that are open, of servers and of clients."""
+        """Number of open connections, of servers and of clients."""
         return len(self._tasks)
 
     async def close(self) -> None:
@@ -134,7 +135,7 @@ class MonitorService:
     async def _serve_server(
         self, asked: Register, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """A server, from its registration to its end."""
+        """Serve a server's connection from its registration to its end."""
         seat = self.table.register(asked)
         if isinstance(seat, Refused):
             self._tell(seat.why)
@@ -179,7 +180,7 @@ class MonitorService:
             await self._publish()
 
     def _leave(self, seat: int, who: str, writer: asyncio.StreamWriter) -> asyncio.Task[None] | None:
-        """A server wants to go."""
+        """Handle a server's wish to leave: refuse it, or begin to lead clients away."""
         if why := self.table.leave(seat):
             self._tell(why)
             say(writer, Refused(why))
@@ -188,7 +189,7 @@ class MonitorService:
         return asyncio.ensure_future(self._lead_away(self.table.changed_at[seat], writer))
 
     async def _lead_away(self, version: int, writer: asyncio.StreamWriter) -> None:
-        """Let a server go when all clients have heard, or have had the time to."""
+        """Let a server go when all clients have seen the new list, or after `SEEN_S` seconds."""
         await self._publish()
         with suppress(TimeoutError):
             async with asyncio.timeout(SEEN_S), self._news:
@@ -200,7 +201,7 @@ class MonitorService:
     async def _serve_client(
         self, asked: Attend, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """A client process, for as long as it wants to hear."""
+        """Serve a client process's connection until it ends."""
         if why := self.table.check_identity("the client", asked.identity):
             self._tell(why)
             say(writer, Refused(why))
@@ -217,14 +218,15 @@ class MonitorService:
             del self._clients[writer], self._identities[writer]
 
     async def _publish(self) -> None:
-        """Tell all clients who is there; or those who were there first, that they are of another model."""
+        """Send the list of seats to all clients. A client of another model, connected before the first
+        server, is refused."""
         for writer, identity in self._identities.items():
             why = self.table.check_identity("the client", identity)
             say(writer, self.table.as_list() if why is None else Refused(why))
 
 
 async def dial(host: str, port: int, token: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection to a monitor. OSError, TimeoutError or ProtocolError."""
+    """Open a connection to a monitor. Raises OSError, TimeoutError or ProtocolError."""
     async with asyncio.timeout(PATIENCE_S):
         reader, writer = await asyncio.open_connection(host, port, limit=MAX_LINE)
         try:
@@ -240,6 +242,6 @@ async def dial(host: str, port: int, token: str) -> tuple[asyncio.StreamReader, 
 
 
 def check_reachable(address: str, error: Exception) -> XDeepServeError:
-    """What to say of a monitor that does not answer."""
+    """Make the error for a monitor that does not answer."""
     why = str(error) or f"no answer within {PATIENCE_S:g} s"
     return XDeepServeError(f"the monitor at {address} cannot be reached: {why}")

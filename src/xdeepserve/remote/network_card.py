@@ -1,13 +1,13 @@
-"""The network card of a server process: threads that hand out its buffer, or read and write it for others.
+"""The network card of a server process: threads that hand out its buffer, or read and write it for clients.
 
-The server's loop has no part in that, and does not hear of it: it polls its own memory. Over shared memory a
-client is given the buffer itself; over TCP it sends these requests, which are done in their order:
+The server's loop takes no part and is not told; it polls its own memory. Over shared memory a client is given
+the buffer itself. Over TCP it sends requests, which are carried out in order:
 
     op u8 | 3 spare | nbytes u32 | offset u64 | bytes, of a WRITE        (little endian)
 
 and a READ is answered by     status u8 | 3 spare | nbytes u32 | bytes.
 
-A request beyond what is registered is answered by status 1 and the reason, and ends the connection.
+A request outside the registered regions is answered by status 1 and the reason, and ends the connection.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ AGAIN_S = 0.05  # after a connection that could not be accepted
 
 
 class Nic:
-    """Serves one client process at a time, from its own threads, until `close`."""
+    """Network card of a server process.
+
+    Serves a single client process at a time, from its own threads, until `close`.
+    """
 
     def __init__(
         self,
@@ -67,7 +70,7 @@ class Nic:
         return self._client is not None
 
     def close(self) -> None:
-        """Nobody reaches the buffer by this any more."""
+        """End all connections and threads; no client can reach the buffer afterwards."""
         self._ends.set()
         _end(self._listener)  # which ends the wait of its thread
         self._listener.close()
@@ -100,7 +103,7 @@ class Nic:
                 sock.close()
 
     def _serve(self, sock: socket.socket) -> None:
-        """One connection, from its first byte to its last."""
+        """Serve a connection from the first byte to the last."""
         try:
             sock.settimeout(PATIENCE_S)
             if not self._shares:
@@ -143,7 +146,8 @@ class Nic:
             sock.sendall(welcome)
 
     def _admit(self, client: str, sock: socket.socket) -> str:
-        """Why it may not use the slots; it may, too, in the place of its own connection before."""
+        """Return why a client may not use the slots, or "". A client may replace its own earlier
+        connection."""
         with self._lock:
             if self._client is not None and self._client[0] != client:
                 return "another client process is there"
@@ -153,7 +157,7 @@ class Nic:
         return ""
 
     def _execute(self, sock: socket.socket, stream: BufferedReader) -> None:
-        """Requests, in order, until the client goes."""
+        """Execute requests in order until the client disconnects."""
         view = self._buffer.view
         while raw := stream.read(REQUEST.size):
             op, nbytes, offset = REQUEST.unpack(raw)

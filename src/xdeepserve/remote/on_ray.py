@@ -1,4 +1,4 @@
-"""Ray, which is an extra: a cluster of one's own on this computer, or one that is there; and tasks on it."""
+"""Ray, an optional extra: a local cluster started here, or an existing cluster, and tasks on it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ R = TypeVar("R")
 
 @contextmanager
 def connected(address: str, num_cpus: int) -> Iterator[Any]:
-    """Ray, connected to the cluster at `address`, or, for "local", to one that is started here with so many
-    CPUs, listens on the loopback alone and ends with this process.
+    """Connect to the Ray cluster at `address`, or start one on the loopback for "local", with `num_cpus`
+    CPUs. A started cluster ends with this process.
 
-    InputError without Ray; XDeepServeError if there is no such cluster.
+    Raises InputError without Ray, and XDeepServeError if there is no such cluster.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it says nothing to anybody
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # its future default, or it warns
@@ -44,10 +44,10 @@ def connected(address: str, num_cpus: int) -> Iterator[Any]:
 
 
 def over(address: str, function: Callable[[T], R], todo: Sequence[T], num_cpus: int | None) -> Iterator[R]:
-    """function(each), on whichever nodes have a CPU to spare, in the order of `todo`, each as soon as it and
-    those before it are there. What a lost node had begun is begun again elsewhere.
+    """Compute function(each) on the nodes of a cluster, and yield results in the order of `todo` as soon as
+    they are there. Work that a lost node had begun is begun again elsewhere.
 
-    XDeepServeError if it cannot be done; errors of the function are raised as they are.
+    Raises XDeepServeError if the cluster fails; errors of the function are raised unchanged.
     """
     with connected(address, num_cpus or os.cpu_count() or 1) as ray:
         task = ray.remote(function)

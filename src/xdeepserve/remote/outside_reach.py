@@ -1,9 +1,9 @@
 """How a client die of a pod reaches servers outside of it: by real bytes, in this computer's time.
 
-While a client waits, the pod's time stands still: it does not know how long a server takes, so an answer is
-there at the moment at which it was asked for, whatever the computer did meanwhile. Events in the pod have the
-same order every time; no deadline of the pod can pass because a process was slow. What does pass while a
-client waits is the deadline of that wait, which is one of this computer's clock.
+While a client waits, the pod's time stands still: the pod cannot know how long a server takes. An answer
+arrives at the virtual instant at which it was asked for, whatever the computer did meanwhile. Events in the
+pod therefore have the same order every time, and no deadline of the pod passes because a process was slow.
+Only the deadline of the wait itself passes, and it is measured by this computer's clock.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ IDLE_S = 0.001  # after these
 
 
 async def nap(num_looks: int) -> None:
-    """Rest after so many looks in vain: ever longer, so that who computes has the cores."""
+    """Sleep after `num_looks` polls without news, ever longer, to leave the cores to processes that
+    compute."""
     which = num_looks // LOOKS
     if which < len(NAPS_S):
         _doze(NAPS_S[which])
@@ -36,13 +37,16 @@ async def nap(num_looks: int) -> None:
 
 
 def _doze(seconds: float) -> None:
-    """An event loop has no naps as short as these; it stands still that long."""
+    """Block the event loop for a nap; asyncio cannot sleep for such short times."""
     if seconds:
         time.sleep(seconds)
 
 
 class OutsideReach:
-    """One client die's; `links` by node, which come and go, are those of all clients of its process."""
+    """Access of a client die to servers outside of its pod.
+
+    `links`, by node, is shared by all clients of the process, and links come and go.
+    """
 
     follows_others = True
 

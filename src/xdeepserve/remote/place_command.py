@@ -1,4 +1,4 @@
-"""`xdeepserve place`: expert servers placed by Ray, kept running until a signal."""
+"""`xdeepserve place`: place expert servers by Ray, and keep them running until a signal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOOK_S = 0.5
 
 
 def add_options(parser: Parser) -> None:
-    """What the servers are told, and where they are placed."""
+    """Add the options: the servers' task, and where Ray places them."""
     add_deployment(parser, takes_configs=False)
     add_mtp(parser)
     parser.set_defaults(deployment="eaas", seat=None, name=None, listen=None)
@@ -35,7 +35,7 @@ def add_options(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start a monitor, have servers placed, and tell what becomes of them."""
+    """Start a monitor, have servers placed, and print what becomes of them."""
     from xdeepserve.model.presets import resolve_model
     from xdeepserve.remote.expert_server_command import check_comes_there, task_of
     from xdeepserve.remote.on_ray import LOCAL, connected
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _keep(args: argparse.Namespace, task: ServerTask, placed: Placed, seats: list[int]) -> None:
-    """From the first server to a signal."""
+    """Place the servers and watch them until a signal."""
     from xdeepserve.errors import XDeepServeError
     from xdeepserve.remote.children import MonitorTask
     from xdeepserve.remote.handshake import joined

@@ -1,6 +1,7 @@
-"""Expert servers on a Ray cluster: an actor keeps each. Ray places them, and anew when a node is lost.
+"""Expert servers on a Ray cluster: an actor keeps each server. Ray places the actors, and places them anew
+when a node is lost.
 
-Its calls carry what a server is told to begin with, and how it is; clients never speak to it.
+Calls of actors carry a server's task and its state; clients of the servers never use Ray.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ LEAVE_S = 60.0
 
 
 def seats_of(task: ServerTask, checkpoint: Checkpoint, asked: list[int] | None) -> tuple[list[int], int]:
-    """`asked`, if there are such seats, None: those that are taken from the start; and how many there are.
-    DeploymentError, also where servers are no processes."""
+    """Return the seats to fill and the number of all seats. `asked` names the seats; None takes the seats
+    that are filled from the start. Raises DeploymentError for unknown seats, or if servers are not processes.
+    """
     deployment = msgspec.convert(task.deployment, Deployment)
     config = with_answers(checkpoint.config, deployment, "fp32" if task.precision == "fp32" else "int8")
     sizes = fit(deployment, config)[0]
@@ -41,8 +43,11 @@ def seats_of(task: ServerTask, checkpoint: Checkpoint, asked: list[int] | None) 
 
 
 class Placed:
-    """Keepers by seat. `host`: where servers listen, on tcp; None: each on its own node's address. `tell` is
-    told what happens, a line each."""
+    """Keepers of servers, by seat.
+
+    `host` is where servers listen with transport tcp; None means each node's own address. `tell` is called
+    with a line for each event.
+    """
 
     def __init__(self, ray: Any, task: ServerTask, host: str | None, tell: Callable[[str], None]) -> None:
         self._ray, self._task, self._host, self._tell = ray, task, host, tell
@@ -51,9 +56,9 @@ class Placed:
         self._waits: dict[int, float] = {}  # since when, if nobody has been told
 
     def place(self, seats: Iterable[int]) -> None:
-        """A server for each, wherever Ray finds a CPU for it; nodes are filled evenly.
+        """Start a keeper for each seat on any node with a free CPU. Nodes are filled evenly.
 
-        XDeepServeError with the transport shm on a cluster of several nodes.
+        Raises XDeepServeError with the transport shm on a cluster of several nodes.
         """
         ray = self._ray
         if not self._task.address.startswith("tcp") and len(ray.nodes()) > 1:
@@ -65,7 +70,8 @@ class Placed:
             self._waits[seat] = time.monotonic()
 
     def look(self) -> None:
-        """Ask all keepers, and tell what is new. XDeepServeError if a server was given up."""
+        """Ask all keepers for news, and tell what has changed. Raises XDeepServeError if a server was given
+        up."""
         asked = {seat: keeper.kept.remote() for seat, keeper in self._keepers.items()}
         self._ray.wait([*asked.values()], num_returns=len(asked), timeout=ANSWER_S)
         for seat, answer in asked.items():
@@ -90,7 +96,8 @@ class Placed:
             self._tell(f"{why}server {seat} is process {now.pid}")
 
     def leave(self) -> None:
-        """All leave, one after the other, as the monitor permits. XDeepServeError if one may not."""
+        """Make all servers leave in turn, as the monitor permits. Raises XDeepServeError if a server may
+        not."""
         for seat, keeper in [*self._keepers.items()]:
             if not self._ray.get(keeper.leave.remote(LEAVE_S), timeout=2 * LEAVE_S):
                 raise XDeepServeError(f"server {seat} has not left within {LEAVE_S:g} s")
@@ -98,14 +105,14 @@ class Placed:
             self._ray.kill(self._keepers.pop(seat))
 
     def close(self) -> None:
-        """End all that is left."""
+        """End all servers and keepers that are left."""
         for keeper in self._keepers.values():
             self._ray.kill(keeper)
         self._keepers.clear()
 
 
 class _NodesKeeper(Keeper):
-    """A keeper on whichever node it is made."""
+    """Keeper for a Ray actor: `host` None means the address of its node."""
 
     def __init__(self, task: bytes, host: str | None) -> None:
         if host is None:

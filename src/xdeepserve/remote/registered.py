@@ -1,7 +1,7 @@
-"""The buffer that a server process registers, and which parts of it others may read and write.
+"""Buffer registered by a server process, and the parts of it that clients may read and write.
 
-It is shared memory without a name: whoever is given its file descriptor maps it, and it is gone with the last
-process that has, however that one ends. Nothing is left that somebody would have to unlink.
+The buffer is shared memory without a name: a client maps it by a file descriptor. It is freed with the last
+process that maps it, however that process ends, so nothing has to be unlinked.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ READ, WRITTEN = frozenset(("card", "slots", "answers")), frozenset(("slots", "re
 
 
 class Window(NamedTuple):
-    """A region of a server's memory, in bytes."""
+    """A region of a server's memory: offset and size [bytes]."""
 
     offset: int
     nbytes: int
 
 
 class SharedBuffer:
-    """Memory that processes share. `fd` is for those who are to map it, too."""
+    """Shared memory of several processes. Other processes map it by the file descriptor `fd`."""
 
     def __init__(self, nbytes: int) -> None:
         if hasattr(os, "memfd_create"):
@@ -40,7 +40,7 @@ class SharedBuffer:
 
 
 def windows(layout: ServiceLayout, memory: Memory) -> dict[str, Window]:
-    """What of a server's memory clients may know of, by part."""
+    """Return the parts of a server's memory that clients may know, by name."""
     found = {}
     for area, parts in (
         (memory.metadata, ("card", "slots")),
@@ -53,7 +53,7 @@ def windows(layout: ServiceLayout, memory: Memory) -> dict[str, Window]:
 
 
 def check_windows(known: dict[str, Window], nbytes: int, who: str) -> None:
-    """ProtocolError unless these are all parts, within so many bytes."""
+    """Raise ProtocolError unless all parts are known and lie within `nbytes` bytes."""
     missing = sorted((READ | WRITTEN).difference(known))
     beyond = [part for part, (at, size) in known.items() if at < 0 or size < 0 or at + size > nbytes]
     if missing or beyond:
@@ -63,7 +63,7 @@ def check_windows(known: dict[str, Window], nbytes: int, who: str) -> None:
 
 
 def check_access(known: dict[str, Window], allowed: frozenset[str], offset: int, nbytes: int) -> None:
-    """AddressError unless [offset, offset + nbytes) lies within one of the parts that are `allowed`."""
+    """Raise AddressError unless [offset, offset + nbytes) lies within one of the parts that are `allowed`."""
     for part in allowed:
         start, size = known[part]
         if start <= offset and offset + nbytes <= start + size:
@@ -76,8 +76,8 @@ _fence = threading.Lock()
 
 
 def fence() -> None:
-    """What was written before is seen by other processes before what is written next: to release a lock and
-    to take it again is a barrier on every computer, also on such as reorder stores."""
+    """Make earlier writes visible to other processes before later writes. Releasing and taking a lock is a
+    memory barrier on every computer, even on processors that reorder stores."""
     for _ in range(2):
         with _fence:
             pass

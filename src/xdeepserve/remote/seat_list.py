@@ -1,12 +1,13 @@
-"""What the monitor of server processes knows, and says (EaaS 3.4, 4.4): who is where, and who may not come.
+"""The monitor's table of seats and its messages (EaaS 3.4, 4.4): which server has which seat, and who is
+refused.
 
     server -> monitor    Register; Ready, when it has its experts, then LoopTurns again and again; Leave
     monitor -> server    Seated, Go; Refused
     client -> monitor    Attend, then Seen for each list
     monitor -> client    SeatList, at every change; Refused
 
-A message is a line of JSON. No request of a client goes by here, and no list of members is agreed upon: each
-server comes and goes by itself. The table below has neither sockets nor time.
+A message is a line of JSON. No request of a client passes the monitor, and servers do not agree on a list of
+members: each server comes and goes by itself. The table below uses neither sockets nor time.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from xdeepserve.comm.services.layout import Presence
 
 
 class Register(msgspec.Struct, tag=True):
-    """A server wants a seat: that number, or any where nobody is. `experts_of` says for every seat which
-    experts are there; they are part of `identity`, too. `epoch` is that of a seat which it has had before its
-    connection, or the monitor, came to an end."""
+    """A server asks for a seat: the numbered seat, or any free one.
+
+    `experts_of` lists the experts of every seat, which are also part of `identity`. `epoch` is the epoch of a
+    seat that the server had before its connection, or the monitor, ended.
+    """
 
     name: str
     identity: str
@@ -32,31 +35,34 @@ class Register(msgspec.Struct, tag=True):
 
 
 class Ready(msgspec.Struct, tag=True):
-    """The server has what is at its seat, and serves."""
+    """A server says: the experts of my seat are loaded, and I serve."""
 
 
 class LoopTurns(msgspec.Struct, tag=True):
-    """The server's loop turns."""
+    """A server's beat: the loop of the server still turns."""
 
 
 class Leave(msgspec.Struct, tag=True):
-    """The server wants to go."""
+    """A server asks for permission to leave."""
 
 
 class Attend(msgspec.Struct, tag=True):
-    """A client process wants to hear who is there."""
+    """A client process asks for lists of seats."""
 
     identity: str
 
 
 class Seen(msgspec.Struct, tag=True):
-    """All clients of the process go by the list of that number."""
+    """A client process says: all my clients use the list of this version."""
 
     version: int
 
 
 class Seated(msgspec.Struct, tag=True):
-    """The server has this seat; `epoch` counts who has had it. It says so every `beat_s` seconds."""
+    """The monitor gives a server its seat; `epoch` counts the servers that the seat has had.
+
+    The server sends a beat every `beat_s` seconds.
+    """
 
     seat: int
     epoch: int
@@ -64,7 +70,7 @@ class Seated(msgspec.Struct, tag=True):
 
 
 class Go(msgspec.Struct, tag=True):
-    """No client asks the server any more."""
+    """The monitor lets a server go: no client asks the server any more."""
 
 
 class Refused(msgspec.Struct, tag=True):
@@ -72,8 +78,10 @@ class Refused(msgspec.Struct, tag=True):
 
 
 class SeatView(msgspec.Struct):
-    """One seat, as clients are to see it. `presence` as in `Presence`; who has a name and is absent is on its
-    way there."""
+    """A seat as clients see it; `presence` as in `Presence`.
+
+    A seat with a name that is absent has a server that is still loading.
+    """
 
     presence: int
     epoch: int
@@ -92,7 +100,7 @@ ToClient = SeatList | Refused
 
 
 class SeatTable:
-    """The seats of one model's servers. The first who registers says which model that is."""
+    """Seats of the servers of a model. The first server that registers defines the model."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -102,13 +110,13 @@ class SeatTable:
         self.changed_at: list[int] = []  # the version in which a seat was changed last
 
     def check_identity(self, who: str, identity: str) -> str | None:
-        """Why somebody does not belong here."""
+        """Return why a server or client of another model does not belong here, or None."""
         if self.identity in (None, identity):
             return None
         return f"{who} is of another model, precision or layout: {identity}, and not {self.identity}"
 
     def register(self, asked: Register) -> int | Refused:
-        """The seat that a server gets."""
+        """Give a seat to a server, or refuse it."""
         if why := self.check_identity(f"server {asked.name}", asked.identity):
             return Refused(why)
         if self.identity is None:
@@ -136,7 +144,7 @@ class SeatTable:
         return number
 
     def forget(self, number: int) -> None:
-        """A server is gone, and its seat is free."""
+        """Free the seat of a server that is gone."""
         self._change(number, SeatView(Presence.ABSENT, self.seats[number].epoch, "", ""))
 
     def _change(self, number: int, seat: SeatView) -> None:
@@ -144,7 +152,7 @@ class SeatTable:
         self.seats[number], self.changed_at[number] = seat, self.version
 
     def mark(self, number: int, presence: Presence) -> bool:
-        """Note what has become of a server; whether that is news."""
+        """Note a server's new presence; return whether it has changed."""
         seat = self.seats[number]
         if seat.presence == presence:
             return False
@@ -152,7 +160,8 @@ class SeatTable:
         return True
 
     def leave(self, number: int) -> str | None:
-        """Lead clients away from a server that wants to go; why it may not."""
+        """Lead clients away from a server that wants to leave. Returns why the server may not leave, or
+        None."""
         missed = [each for each in self.missed_without({number}) if each in self.experts_of[number]]
         if missed:
             return f"server {self.seats[number].name} cannot leave: nobody else has {listed(missed)}"
@@ -160,7 +169,7 @@ class SeatTable:
         return None
 
     def missed_without(self, out: set[int]) -> list[int]:
-        """Experts that no server has that is there and stays, but for these."""
+        """List the experts without a holder if the servers `out` left."""
         stay = [n for n, seat in enumerate(self.seats) if seat.presence == Presence.THERE and n not in out]
         every = {expert for experts in self.experts_of for expert in experts}
         return sorted(every.difference(*(self.experts_of[number] for number in stay)))
@@ -170,7 +179,7 @@ class SeatTable:
 
 
 def listed(experts: Sequence[int]) -> str:
-    """-1 is the shared expert."""
+    """Name experts in words; expert -1 is the shared expert."""
     routed = [str(expert) for expert in experts if expert >= 0]
     words = [f"expert{'s' * (len(routed) > 1)} {', '.join(routed)}"] if routed else []
     return " and ".join([*words, *["the shared expert"] * (-1 in experts)])

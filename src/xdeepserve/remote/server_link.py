@@ -1,4 +1,4 @@
-"""A client process's way to the buffer of one server: shared memory, or requests to its network card."""
+"""A client process's access to the buffer of a server: shared memory, or requests to its network card."""
 
 from __future__ import annotations
 
@@ -30,29 +30,30 @@ MAX_UNSENT = 64 << 20  # bytes to a server that does not take them, after which 
 
 
 class ServerLink(Protocol):
-    """`broken` says why nothing comes from there any more."""
+    """Access to a server's buffer. `broken` says why the link is no longer usable, or is None."""
 
     windows: dict[str, Window]
     broken: str | None
 
     def write(self, offset: int, data: bytes) -> None:
-        """Post bytes; they arrive in the order of these calls, or not at all."""
+        """Post bytes to a server. Writes arrive in the order of the calls, or not at all."""
 
     def read(self, offset: int, nbytes: int) -> asyncio.Future[bytes]:
-        """The bytes there. LostDieError if they do not come."""
+        """Read bytes of the server's buffer. The future raises LostDieError if they do not come."""
 
     def look(self, offset: int) -> asyncio.Future[bytes] | None:
-        """Have `seen` know better what a byte is: when that is so, if not yet."""
+        """Refresh the value of `seen` for a byte. Returns a future that ends when the value is fresh, or None
+        if it always is."""
 
     def seen(self, offset: int) -> int | None:
-        """What the latest read has found there; None: none has."""
+        """Return a byte's value as of the latest read, or None before the first."""
 
     def close(self, why: str) -> None:
-        """It is used no more. Harmless when repeated."""
+        """Give the link up, for the reason `why`. Harmless when repeated."""
 
 
 class SharedLink:
-    """The server's buffer itself, mapped here."""
+    """Link by shared memory: the server's buffer itself, mapped here."""
 
     def __init__(self, sock: socket.socket, welcome: Welcome, fd: int) -> None:
         self.windows, self.broken = welcome.windows, None if fd >= 0 else "no buffer came with the welcome"
@@ -63,7 +64,7 @@ class SharedLink:
         self._loop.add_reader(sock, self._hear)
 
     def _hear(self) -> None:
-        """A server that has ended closes its sockets, however it ends."""
+        """Close the link when the server has ended: its socket is closed then, however it ended."""
         with suppress(BlockingIOError):
             try:
                 gone = not self._sock.recv(64)
@@ -96,7 +97,7 @@ class SharedLink:
 
 
 class CardLink:
-    """A connection to the server's network card."""
+    """Link by TCP: a connection to the server's network card."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, welcome: Welcome) -> None:
         self.windows = welcome.windows
@@ -108,7 +109,7 @@ class CardLink:
         self._task = asyncio.ensure_future(self._receive())
 
     async def _receive(self) -> None:
-        """Answers, in the order of requests."""
+        """Receive answers, in the order of requests."""
         why = "the connection has ended"
         try:
             while True:
@@ -131,7 +132,8 @@ class CardLink:
             self.close(why)
 
     def _is_open(self) -> bool:
-        """A connection that ends is closed some turns of the loop before `_receive` hears of it."""
+        """Whether the link is usable. Some turns of the loop pass between the end of a connection and
+        `_receive`'s notice, so this looks at the transport."""
         if self.writer.transport.is_closing():
             self.close("the connection has ended")
         return self.broken is None
@@ -187,7 +189,7 @@ class CardLink:
 
 
 async def open_link(address: str, client: str, identity: str, token: str) -> ServerLink:
-    """Connect to a server process and shake hands. OSError or ProtocolError if that does not succeed."""
+    """Connect to a server process and shake hands. Raises OSError or ProtocolError."""
     sock, welcome, fd = await asyncio.to_thread(_greet, address, client, identity, token)
     try:
         if address.startswith("unix:"):
@@ -200,7 +202,7 @@ async def open_link(address: str, client: str, identity: str, token: str) -> Ser
 
 
 def _greet(address: str, client: str, identity: str, token: str) -> tuple[socket.socket, Welcome, int]:
-    """The handshake, as long as it takes: for a thread."""
+    """Connect and shake hands; blocks, so it runs in a thread."""
     who, sock = f"the server at {address}", connect(address)
     try:
         challenge = read_line(sock, Challenge, who)

@@ -1,4 +1,4 @@
-"""A pod's servers that are processes: started and ended with it, unless a monitor is named."""
+"""A pod's expert servers as processes: started and ended with the pod, unless a monitor is named."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ TOKEN = "XDEEPSERVE_TOKEN"
 
 
 def given_token(transport: str, host: str = "127.0.0.1") -> str:
-    """The token that servers, clients and their monitor share, which listens at `host`. DeploymentError if
-    there has to be one."""
+    """Return the token shared by servers, clients and monitor. Raises DeploymentError if the environment has
+    no token and tcp, or a monitor's `host` beyond the loopback, needs it."""
     token = os.environ.get(TOKEN, "")
     if transport == "tcp" and not token:
         raise DeploymentError(f"experts.transport=tcp needs a token that all share: set {TOKEN}")
@@ -39,8 +39,11 @@ def _is_loopback(host: str) -> bool:
 
 
 class ServersOutside:
-    """Server processes of one TE. `task` is what each is told, but for its seat and its address; `seats` are
-    those that have a server from the start."""
+    """Server processes of a task executor (TE).
+
+    `task` is each server's task without seat and address; `seats` are the seats that have a server from the
+    start.
+    """
 
     def __init__(
         self,
@@ -58,7 +61,8 @@ class ServersOutside:
             self._token = given_token(transport)
 
     def launch(self) -> None:
-        """Start the monitor and the servers, unless the deployment names a monitor; they load meanwhile."""
+        """Start the monitor and the servers, unless the deployment names a monitor. Servers load in the
+        background."""
         if self.monitor is not None:
             return
         self._token = secrets.token_hex(16)
@@ -81,7 +85,7 @@ class ServersOutside:
         )
 
     async def start(self) -> None:
-        """Wait for a link to servers of all experts. Raises XDeepServeError if that will not be."""
+        """Wait until there are links to servers of all experts. Raises XDeepServeError if that fails."""
         assert self.monitor is not None
         self.watcher.start(self.monitor, self._token, self._identity)
         await self.watcher.ready(self.children.check)
@@ -91,12 +95,13 @@ class ServersOutside:
         self.close()
 
     def close(self) -> None:
-        """End the processes that were started here. Harmless when repeated."""
+        """End all processes started here. Harmless when repeated."""
         self.children.close()
 
 
 def servers_outside(watcher: Watcher, te: TEPlan, deployment: Deployment, recipe: Recipe) -> ServersOutside:
-    """Plan the server processes of a TE. DeploymentError without a token where there has to be one."""
+    """Plan the server processes of a task executor (TE). Raises DeploymentError if a token is needed and
+    missing."""
     assert te.services is not None
     checkpoint, placed = te.checkpoint, te.sizes.experts
     model = checkpoint.name if checkpoint.name in PRESETS else str(checkpoint.directory)

@@ -1,7 +1,8 @@
-"""A client process's ear at the monitor: links to servers that are there, and the masks of its clients.
+"""A client process's connection to the monitor: it keeps links to present servers, and the masks of its
+clients.
 
-Only this writes seats and masks, in their order: first the link, then the seat, then the mask. Where a server
-is there by what the monitor says, and its link has broken, it is linked to again.
+Only this module writes seats and masks, always in this order: the link, the seat, the mask. If the monitor
+lists a server whose link has broken, the module links to it again.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ START_S = 600.0  # until all experts are there; kernels may have to be compiled
 
 
 class Watcher:
-    """Seats of one TE whose servers are outside of its pod. `revived(seat)` of a link that is back."""
+    """Seats of a task executor (TE) whose servers are outside of its pod.
+
+    `revived(seat)` is called for a link that is back.
+    """
 
     def __init__(
         self,
@@ -50,11 +54,11 @@ class Watcher:
         self.failure: XDeepServeError | None = None  # why there will be no list of seats
 
     def reach(self, die: Die) -> OutsideReach:
-        """How a client die reaches servers."""
+        """Make the access of a client die to the servers."""
         return OutsideReach(die, self.links)
 
     def start(self, monitor: str, token: str, identity: str) -> None:
-        """Begin to listen; from within an event loop."""
+        """Begin to listen to the monitor; must be called within an event loop."""
         self._client = f"{os.getpid()} {secrets.token_hex(8)}"
         self._token, self._monitor, self._identity = token, monitor, identity
         self._tasks = [asyncio.ensure_future(self._listen()), asyncio.ensure_future(self._follow())]
@@ -69,15 +73,16 @@ class Watcher:
 
     @property
     def missing(self) -> list[int]:
-        """Experts that nobody has to whom there is a link."""
+        """Experts held by no linked server."""
         there = [n for n, seat in enumerate(self.seats) if seat.presence == Presence.THERE]
         every = {expert for experts in self.experts_of for expert in experts}
         return sorted(every.difference(*(self.experts_of[number] for number in there)))
 
     async def ready(self, check: Callable[[], None]) -> None:
-        """Until there is a link to somebody with each expert. `check` raises if that will not be.
+        """Wait until a linked server holds each expert. `check` raises if that cannot happen any more.
 
-        XDeepServeError if the monitor refuses, or nobody comes.
+        Raises XDeepServeError if the monitor refuses, or if experts are still missing after `START_S`
+        seconds.
         """
         deadline = time.monotonic() + START_S
         while missing := self.missing:
@@ -97,7 +102,7 @@ class Watcher:
     # ---- the monitor --------------------------------------------------------------------------------
 
     async def _listen(self) -> None:
-        """Take every list of seats; dial again when the connection has ended."""
+        """Receive every list of seats; dial again when the connection has ended."""
         while True:
             try:
                 reader, self._writer = await dial(*split(self._monitor), self._token)
@@ -117,7 +122,8 @@ class Watcher:
             await asyncio.sleep(AGAIN_S)
 
     async def _hear(self, reader: asyncio.StreamReader) -> None:
-        """What the monitor says, until it ends. DeploymentError if it refuses."""
+        """Receive lists from the monitor until the connection ends. Raises DeploymentError if the monitor
+        refuses."""
         say(self._writer, Attend(self._identity))
         async with asyncio.timeout(PATIENCE_S):
             said = await hear(reader, ToClient, "the monitor")
@@ -129,7 +135,7 @@ class Watcher:
             said = await hear(reader, ToClient, "the monitor")
 
     async def _follow(self) -> None:
-        """Make links and masks what the latest list says, and link again what has broken."""
+        """Bring links and masks up to the latest list, and restore broken links."""
         while True:
             try:
                 async with asyncio.timeout(AGAIN_S):
@@ -148,13 +154,13 @@ class Watcher:
             say(self._writer, Seen(listed.version))
 
     def _lead_away(self, number: int, seat: SeatView) -> None:
-        """Who is not to be asked is masked before anything else."""
+        """Mask a leaving or lost server that must not be asked any more, before anything else is done."""
         known = self.seats[number]
         if seat.presence != Presence.THERE and (known.presence, known.epoch) != (seat.presence, seat.epoch):
             self._show(number, seat)
 
     async def _take(self, number: int, seat: SeatView) -> None:
-        """A server that is there is linked to, and may then be asked."""
+        """Link to a present server, and then allow clients to ask it."""
         node, whom = self._layout.servers.dies[number], (seat.address, seat.epoch)
         if seat.presence not in (Presence.THERE, Presence.LOST) or not seat.address:
             return
@@ -177,7 +183,7 @@ class Watcher:
         self._show(number, seat)
 
     def _show(self, number: int, seat: SeatView) -> None:
-        """Write it to all clients' memories."""
+        """Write a seat and mask to all clients' memories."""
         if self.seats[number] == seat:
             return
         self.seats[number] = seat

@@ -1,5 +1,5 @@
-"""The operations of MLA, absorbed (CloudMatrix 4.2.2): what each computes on a die, and what it costs. The
-first and the last are those of any attention.
+"""Operations of absorbed MLA (CloudMatrix 4.2.2): what each computes on a die, and its cost. The first and
+the last belong to any attention.
 
 down_proj      norm; the query's and the cache's latents of each row
 up_proj        the cache's entry of each row; queries of the die's heads, with RoPE and absorbed
@@ -27,7 +27,7 @@ HALF_LAYER = Work(layers=0.5)  # the small kernels of a layer are billed with it
 
 
 def linear_work(rows: float, layer: Linear) -> Work:
-    """`rows` through a linear layer, whose weights are read once: INT8, or BF16 if it is not quantised."""
+    """Work of `rows` through a linear layer, with weights read once: INT8, or BF16 if not quantised."""
     size = layer.k * layer.n
     if layer.scale is None:
         return Work(bf16=2.0 * rows * size, weights=2.0 * size)
@@ -35,7 +35,7 @@ def linear_work(rows: float, layer: Linear) -> Work:
 
 
 class RowParallel(NamedTuple):
-    """A linear layer whose inputs dies may share, so that each has a part of every sum.
+    """Linear layer with shared inputs: each die has a part of the inputs, and so of every sum.
 
     `buffer` has its input float32 [T, K] once `floats` has run; `rows` makes it in one go, as the recipe's
     layer takes it.
@@ -47,7 +47,7 @@ class RowParallel(NamedTuple):
     rows: Callable[[Frame], Rows]
 
     def run(self, f: Frame) -> None:
-        """All of it, added to h [T, H]."""
+        """Run the whole layer and add its output to h [T, H]."""
         y = f.take("y", *f.h.shape)
         f.linears.apply(y, self.rows(f), self.linear(f.layer), is_row_parallel=True)
         k.add(f.h, f.h, y)
@@ -68,17 +68,19 @@ def query_input(f: Frame, rows: int) -> Array:
 
 
 def latent(f: Frame, rows: int) -> Array:
-    """What the cache is made of: kv [T, C + R], the rows' latents and RoPE keys; or keys and values."""
+    """Buffer of the cache's new entries, kv [T, C + R]: the rows' latents and RoPE keys; or keys and
+    values."""
     return f.take("kv", rows, f.config.kv_columns)
 
 
 def index_parts(f: Frame, rows: int) -> tuple[Array, Array]:
-    """What an indexer has of each row: its key [T, X], and what the scores of its heads count [T, heads]."""
+    """Buffers of the indexer for each row: its key [T, X], and the weights of its heads' scores [T,
+    heads]."""
     return f.take("index_k", rows, f.config.index_head_dim), f.take("index_w", rows, f.config.index_n_heads)
 
 
 def down_parts(f: Frame, rows: int) -> list[Array]:
-    """All that heads read of each row, whichever die made it: config.down_columns in all."""
+    """Buffers with all inputs of heads for each row, whichever die made it: config.down_columns in all."""
     parts = [query_input(f, rows), latent(f, rows)]
     return [*parts, *index_parts(f, rows)] if f.config.index_topk else parts
 
@@ -111,7 +113,7 @@ def _attend(f: Frame) -> None:
 
 
 def attend_rows(f: Frame, rows: slice, b: Batch, cache: KVCache) -> None:
-    """Some rows of the step, which are those of `b`, whose blocks are in `cache`."""
+    """Attend for some rows of the step: the rows of `b`, with their blocks in `cache`."""
     c, heads, total = f.config, f.num_heads, f.batch.num_tokens
     width = heads * c.kv_lora_rank
     num_ops = b.context * heads * (2.0 * c.kv_lora_rank + c.qk_rope_head_dim)
@@ -124,7 +126,7 @@ def attend_rows(f: Frame, rows: slice, b: Batch, cache: KVCache) -> None:
 
 
 def outputs(f: Frame, rows: int) -> Array:
-    """o [T, heads * V] of this die's heads."""
+    """Buffer of heads' outputs on the die, o [T, heads * V]."""
     return f.take("o", rows, f.num_heads * f.config.v_head_dim)
 
 
@@ -146,7 +148,7 @@ OUT_PROJ = RowParallel(
 
 
 def _per_head(model: Model, rows: float, width: int) -> Work:
-    """A product with one [width, C] or [C, width] matrix for each head, in BF16."""
+    """Work of a product with a [width, C] or [C, width] matrix for each head, in BF16."""
     size = model.heads * model.config.kv_lora_rank * width
     return Work(bf16=2.0 * rows * size, weights=2.0 * size)
 
@@ -170,8 +172,9 @@ def _attend_work(model: Model, layer: Layer, n: Counts) -> Work:
 
 
 def _unabsorbed_work(model: Model, n: Counts) -> Work:
-    """Attention to keys and values of all heads (CM 4.3.1). Those of the rows themselves are as many products
-    as absorbing them is; those of earlier positions, in chunks and after cached prefixes, come on top."""
+    """Work of attention to keys and values of all heads (CM 4.3.1). For the rows themselves these cost as
+    many products as absorption does. Those of earlier positions, in chunks and after cached prefixes, are
+    added."""
     c = model.config
     products = 2.0 * n.context * model.heads * (c.qk_head_dim + c.v_head_dim)
     earlier = _per_head(model, max(0.0, n.kv_tokens - n.rows), c.qk_nope_head_dim + c.v_head_dim)

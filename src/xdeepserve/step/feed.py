@@ -1,4 +1,4 @@
-"""The operations after attention: a dense MLP, or routing, routed experts and the shared one.
+"""Operations after attention: a dense MLP, or routing, routed experts and the shared one.
 
 mlp_up, mlp_down       the MLP of a layer without experts, added to the row
 gate                   norm and routing
@@ -85,7 +85,8 @@ def _collect(f: Frame) -> None:
 
 
 def _find_physical(f: Frame) -> None:
-    """Without replicas logical experts are physical ones; the shared one, if it is elsewhere, comes last."""
+    """Replace logical experts by physical ones; without replicas they are the same. The shared expert, if
+    elsewhere, comes last."""
     rows, top_k = f.topk_idx.shape
     physical = f.take("topk_physical", rows, top_k + (f.shared_expert is not None))
     if f.replicas is None:
@@ -103,7 +104,7 @@ def _take_own(f: Frame) -> None:
 
 
 def _take_received(f: Frame) -> None:
-    """`expert_in` and `expert_out` are those that a dispatch or an A2E left."""
+    """Take the rows received by a dispatch or an A2E, with experts numbered from this die's first."""
     f.local_idx = f.take("expert_idx", len(f.expert_idx))
     np.subtract(f.expert_idx, f.slots.start, out=f.local_idx)
 
@@ -145,7 +146,7 @@ def _shared_expert(f: Frame) -> None:
 
 
 def run_mlp(linears: Linears, out: Array, rows: Rows, mlp: MLP) -> None:
-    """out [T, H] = the MLP of the shared expert, of rows as its first layer takes them."""
+    """Run the MLP of the shared expert on rows prepared for its first layer: out [T, H]."""
     gate_up = linears.take("gate_up", len(out), mlp.w13.n)
     linears.apply(gate_up, rows, mlp.w13)
     linears.apply(out, linears.activate(gate_up, mlp.w2), mlp.w2, is_row_parallel=True)
@@ -160,8 +161,8 @@ def _round_shared(f: Frame) -> None:
 
 
 def _is_bf16(f: Frame) -> bool:
-    """INT8: experts' outputs are BF16, as if each came from a die of its own; unless they are INT8, and
-    rounded already, where they were made."""
+    """Whether experts' outputs must still be rounded to BF16, as in the INT8 recipe. INT8 outputs have been
+    rounded where they were made."""
     return f.is_int8 and not f.config.int8_answers
 
 
@@ -185,7 +186,7 @@ def _gate_work(model: Model, layer: Layer, n: Counts) -> Work:
 
 
 def expert_work(model: Model, n: Counts) -> Work:
-    """Grouped GEMMs of `n.copies` rows: weights of the experts that have rows are read once."""
+    """Work of grouped GEMMs of `n.copies` rows; weights of each expert with rows are read once."""
     size = 3 * model.config.hidden_size * model.config.moe_intermediate_size
     operations, weights = 2.0 * n.copies * size, float(n.touched * size * model.matrix_nbytes)
     return Work(int8=operations, weights=weights) if model.is_int8 else Work(bf16=operations, weights=weights)

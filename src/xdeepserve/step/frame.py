@@ -1,4 +1,4 @@
-"""What a stage's kernel sees on one die: rows, buffers and a layer's weights."""
+"""Frame of a stage's kernel on a die: rows, buffers and a layer's weights."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Ends: TypeAlias = ModelWeights | MTP
 
 
 class KVCache(NamedTuple):
-    """One layer's paged latents, tiled (kernels/mla.py). `scale` is empty unless the latents are INT8. In GQA
-    these are values, `k_pe` keys, of all its heads (step/grouped.py)."""
+    """Paged latents of a layer, tiled (kernels/mla.py). `scale` is empty unless the latents are INT8. In GQA
+    `latent` has values and `k_pe` keys, of all the cache's heads (step/grouped.py)."""
 
     latent: Array
     scale: Array
@@ -31,12 +31,12 @@ class KVCache(NamedTuple):
 
     @property
     def pages(self) -> tuple[Array, Array, Array]:
-        """What attention reads."""
+        """Arrays read by attention: latents, scales and RoPE keys."""
         return self.latent, self.scale, self.k_pe
 
 
 class Batch(NamedTuple):
-    """The token rows of a step, on the die."""
+    """Token rows of a step, on the die."""
 
     positions: Array  # int32 [T]
     slots: Array  # int32 [T]
@@ -55,7 +55,7 @@ class Batch(NamedTuple):
         return cls(positions, slots, seq_of, block_tables, context, kv_tokens)
 
     def part(self, rows: slice) -> Batch:
-        """Some neighbouring rows."""
+        """Return the batch of some neighbouring rows."""
         return Batch.of(self.positions[rows], self.slots[rows], self.seq_of[rows], self.block_tables)
 
     @property
@@ -64,8 +64,8 @@ class Batch(NamedTuple):
 
 
 class Model(NamedTuple):
-    """The model as one die has it: its sizes, its recipe, how many heads are the die's, and whether MLA is
-    billed `unabsorbed` where that takes fewer operations, as in prompts."""
+    """Model as seen by a die: sizes, recipe and number of heads. `unabsorbed` bills MLA without absorption
+    where that takes fewer operations, as in prompts."""
 
     config: ModelConfig
     recipe: Recipe
@@ -78,12 +78,12 @@ class Model(NamedTuple):
 
     @property
     def matrix_nbytes(self) -> int:
-        """Bytes of an element of the matrices in experts."""
+        """Size (bytes) of an element of experts' matrices."""
         return 1 if self.is_int8 else 2
 
 
 class Replicas(Protocol):
-    """Where tokens find the replicas of experts, if there are some (engine's `ReplicaMap`)."""
+    """Map from tokens' logical experts to replicas, if there are any (engine's `ReplicaMap`)."""
 
     def find(self, out: Array, topk_idx: Array, moe: MoE) -> None: ...
 
@@ -91,13 +91,13 @@ class Replicas(Protocol):
 
 
 class ArrivedRows(Protocol):
-    """Who looks at rows that come for a die's experts (engine's `RedundantSlots`)."""
+    """Observer of rows received for a die's experts (engine's `RedundantSlots`)."""
 
     def accept(self, local_idx: Array, layer: MLP) -> None: ...
 
 
 class Frame:
-    """The rows of a step, or of one of its microbatches, on their way through the layers of one die.
+    """Rows of a step, or of one of its microbatches, on their way through the layers of a die.
 
     `h` [T, H] are the rows that the die has; where a DP group spans several dies `whole` has all its rows and
     `h` those that the stage treats. `batch` tells of all rows of the group. What a stage hands on to a later
@@ -151,8 +151,8 @@ class Frame:
         replicas: Replicas | None = None,
         arrivals: ArrivedRows | None = None,
     ) -> None:
-        """`tables` are cos and sin, which only attention reads; `slots` the numbers of the die's physical
-        experts."""
+        """Make a frame. `tables` are cos and sin, which only attention reads; `slots` the numbers of the
+        die's physical experts."""
         c = model.config
         self.model, self.config, self.is_int8, self.num_heads = model, c, model.is_int8, model.heads
         self.take = buffers.take
@@ -166,18 +166,18 @@ class Frame:
     def begin_pass(
         self, ends: Ends, first: Layer, h: Array, batch: Batch, token_ids: Sequence[int] | Array
     ) -> None:
-        """A pass begins: it makes the rows h [T, H] of the die's DP group from tokens, and then runs through
-        layers from `first` on."""
+        """Begin a pass from tokens: it first makes the rows h [T, H] of the die's DP group, and then runs
+        through layers from `first` on."""
         self.ends, self.layer, self.token_ids = ends, first, token_ids
         self.begin(h, batch)
 
     def begin(self, h: Array, batch: Batch) -> None:
-        """The rows h [T, H] of the die's DP group are about to go through layers."""
+        """Begin with the rows h [T, H] of the die's DP group, before their first layer."""
         self.whole, self.batch = h, batch
         self.mine = self.h = h[self.slice_of(len(h))]
 
     def enter(self, layer: Layer, cache: KVCache, event: int) -> None:
-        """They have come to a layer, whose exchange is `event` on all ranks."""
+        """Enter a layer with the rows; its exchange is event `event` on all ranks."""
         self.layer, self.cache, self.event = layer, cache, event
         if layer.moe is not None:
             self.shared = NO_ROWS
@@ -194,13 +194,14 @@ class Frame:
                 self.topk_idx = self.take("topk_physical", 0, shape[1] + 1)
 
     def receive(self, payload: Array, scale: Array, expert_idx: Array, out: Array) -> None:
-        """Rows have come [N, H], INT8 with scales [N] in that recipe; `out` [N, H] is for what the experts
-        `expert_idx` [N] make of them."""
+        """Take received rows [N, H], INT8 with scales [N] in that recipe. The experts `expert_idx` [N] write
+        their outputs to `out` [N, H]."""
         self.expert_in = Rows(payload, scale if self.is_int8 else None)
         self.expert_idx, self.expert_out = expert_idx, out
 
     def take_answers(self, answers: Array) -> None:
-        """The experts' answers [T, K, H] to the die's own rows, or [T, K + 1, H], the shared one's last."""
+        """Take the experts' answers [T, K, H] to the die's own rows, or [T, K + 1, H] with the shared
+        expert's last."""
         top_k = self.config.num_experts_per_tok
         if answers.shape[1] > top_k:
             self.shared = np.ascontiguousarray(answers[:, top_k])
@@ -209,16 +210,16 @@ class Frame:
 
     @property
     def moe(self) -> MoE:
-        """The layer's experts, which it must have."""
+        """Experts of the layer; fails for a layer without experts."""
         assert self.layer.moe is not None
         return self.layer.moe
 
     def slice_of(self, num_rows: int, rank: int | None = None) -> slice:
-        """Rows of a DP group's `num_rows` that a die of it (by default this one) has where they are cut
-        between its dies: equal slices, in rank order; the last ones may be short or empty."""
+        """Return the slice of a DP group's `num_rows` rows on a die (by default this one). Slices are equal,
+        in rank order; the last ones may be short or empty."""
         first = self.slice_size(num_rows) * (self.group_rank if rank is None else rank)
         return slice(min(first, num_rows), min(first + self.slice_size(num_rows), num_rows))
 
     def slice_size(self, num_rows: int) -> int:
-        """Rows of a whole slice."""
+        """Return the number of rows in a whole slice."""
         return -(-num_rows // self.group_size)

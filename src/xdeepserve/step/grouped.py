@@ -1,4 +1,4 @@
-"""The operations of GQA that are not MLA's: what each computes on a die, and what it costs.
+"""Operations of GQA besides those of MLA: what each computes on a die, and its cost.
 
 up_proj        the cache's keys and values of each row; queries of the die's heads, with biases, norm and RoPE
 attend         attention to the keys and values of all earlier positions, head by head of the cache
@@ -27,8 +27,8 @@ from xdeepserve.step.stage import Counts, Op, free
 
 
 def _finish(f: Frame, x: Array, bias: Array | None, heads: int, norm: Array | None) -> None:
-    """In place: x [T, heads * D] and its bias; each head normed, or all together if the norm is as wide, and
-    its last columns rotated."""
+    """Finish x [T, heads * D] in place: add its bias, norm each head (or all together, if the norm is as
+    wide), and rotate the last columns."""
     if bias is not None:
         np.add(x, bias, out=x)
     if norm is not None:
@@ -56,21 +56,21 @@ def _up_proj(f: Frame) -> None:
 
 
 def _by_head(f: Frame) -> KVCache:
-    """The layer's cache in blocks of a tile of positions and a head."""
+    """View the layer's cache in blocks of a tile of positions and a head."""
     values, scale, keys = f.cache.pages
     tiles = values.reshape(-1, 1, *values.shape[2:]), keys.reshape(-1, 1, *keys.shape[2:])
     return KVCache(tiles[0], scale.reshape(-1, TILE), tiles[1])
 
 
 def _tables(f: Frame, head: int) -> Array:
-    """Where such blocks of a head lie, int32 [seqs, max tiles]."""
+    """Return the block tables of such blocks for a head, int32 [seqs, max tiles]."""
     tables, tiles = f.batch.block_tables, np.arange(f.cache.latent.shape[1], dtype=np.int32)
     by_tile = (tables[:, :, None] * np.int32(len(tiles)) + tiles).reshape(len(tables), -1)
     return by_tile * np.int32(f.config.num_key_value_heads) + np.int32(head)
 
 
 def _shares(f: Frame) -> Iterator[tuple[int, slice]]:
-    """Heads of the cache that some of this die's queries use, and which queries, by their heads here."""
+    """Yield the cache's heads used by this die's queries, each with the slice of queries that use it."""
     c, num = f.config, f.num_heads
     first, shared = f.group_rank * num, c.num_attention_heads // c.num_key_value_heads
     for head in range(first // shared, (first + num - 1) // shared + 1):
@@ -79,7 +79,7 @@ def _shares(f: Frame) -> Iterator[tuple[int, slice]]:
 
 
 def _attended(f: Frame, queries: slice) -> Array:
-    """What the heads `queries` have attended to, [T, heads * V]; beside that of the others."""
+    """Buffer of attended values for the heads `queries`, [T, heads * V], beside the others'."""
     rows, width = f.batch.num_tokens, f.config.value_columns
     flat = f.take("o_lat", rows * f.num_heads * width)
     return flat[rows * queries.start * width : rows * queries.stop * width].reshape(rows, -1)

@@ -60,7 +60,7 @@ class Where(NamedTuple):
 
 
 def decoder_layer(layer: Layer, where: Where) -> LayerProgram:
-    """On one die, or on each die of a group in which every die has its own rows."""
+    """Compose a decoder layer for one die, or for each die of a group in which every die has its own rows."""
     return LayerProgram(ATTENTION[layer.attention], dense() if layer.moe is None else moe(where))
 
 
@@ -89,12 +89,12 @@ ATTENTION: dict[AttentionKind, Program] = {
 
 
 def dense() -> Program:
-    """The rest of a layer without experts."""
+    """Compose the part after attention of a layer without experts."""
     return (Stage("MLP", (mlp_up, mlp_down)),)
 
 
 def moe(where: Where) -> Program:
-    """The rest of a layer with experts."""
+    """Compose the part after attention of a layer with experts."""
     routing = [Stage("Gate", (gate,), "aiv")]
     if where.collects:
         routing.append(Stage("Collect", (collect,), "aiv"))
@@ -118,6 +118,6 @@ def moe(where: Where) -> Program:
 
 
 def expert_stage(holds: Holds = "routed") -> Stage:
-    """What a die has of experts, on the rows that have come for them."""
+    """Compose the stage of a die's experts, on the rows received for them."""
     ops = {"routed": (take_received, run_experts), "shared": (run_copy,), "both": (run_either,)}
     return Stage("Experts", ops[holds], rows="received")

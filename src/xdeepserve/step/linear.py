@@ -1,4 +1,4 @@
-"""Linear layers on one die's buffers, in its recipe, on this computer's threads."""
+"""Linear layers on a die's buffers, in its recipe, on the computer's threads."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ PARALLEL_OPS = 1 << 22  # multiply-adds below which a second thread costs more t
 
 
 class Buffers(Protocol):
-    """A die's named buffers; `take` views the beginning of one as an array of that shape."""
+    """Named buffers of a die; `take` views the beginning of a buffer as an array of the given shape."""
 
     def take(self, name: str, *shape: int) -> Array: ...
 
 
 def column_shares(groups: int, count: int) -> list[tuple[int, int]]:
-    """Groups of columns, first and last, of each of `count` threads. A wide tile takes some at once, so the
-    cuts are between those."""
+    """Return the groups of columns (first, last) of each of `count` threads. Cuts lie between wide tiles,
+    which take several groups at once."""
     cuts = [WIDE * round(groups * i / count / WIDE) for i in range(count)] + [groups]
     return [*pairwise(cuts)]
 
@@ -38,7 +38,8 @@ POOL = "columns"  # how threads beside the caller's are named
 
 
 class Threads:
-    """The laptop's threads. They share a kernel by what is independent, so the bits do not depend on them."""
+    """Pool of threads on this computer. They share a kernel by independent parts, so the bits do not depend
+    on their number."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -49,8 +50,8 @@ class Threads:
     def over_columns(
         self, kernel: Callable[..., None], num_ops: float, *args: Any, num_outputs: int = 1
     ) -> None:
-        """kernel(*args, first, last) of a GEMM by column groups. The first argument is its output, or
-        `num_outputs` of them side by side."""
+        """Run kernel(*args, first, last) of a GEMM by column groups on all threads. The first argument is its
+        output, or `num_outputs` of them side by side."""
         if self._pool is None or num_ops < PARALLEL_OPS:
             kernel(*args)
             return
@@ -61,13 +62,14 @@ class Threads:
             job.result()
 
     def can_share_columns(self, n: int) -> bool:
-        """Whether n columns of a GEMM are enough for all threads to have about as many; a matrix unit needs
-        more of them at once than a grid hands out."""
+        """Whether n columns of a GEMM can be shared evenly by all threads. A matrix unit needs more columns
+        at once than a grid hands out."""
         tiles = -(-k.num_groups(n) // WIDE)
         return self._has_matrix_unit or -(-tiles // self.count) * self.count <= UNEVEN * tiles
 
     def over_pieces(self, kernel: Callable[..., None], num_ops: float, scratch_size: int, *args: Any) -> None:
-        """kernel(*args, scratch, worker, num_workers), each with float32 scratch memory of its own."""
+        """Run kernel(*args, scratch, worker, num_workers) on all threads, each with float32 scratch memory of
+        its own."""
         if self._scratch[0].size < scratch_size:
             self._scratch = [np.empty(scratch_size, np.float32) for _ in range(self.count)]
         if self._pool is None or num_ops < PARALLEL_OPS:
@@ -86,7 +88,7 @@ class Threads:
 
 
 class Rows(NamedTuple):
-    """The input of linear layers: float32 rows [T, K], or INT8 rows and their scales [T].
+    """Input of linear layers: float32 rows [T, K], or INT8 rows and their scales [T].
 
     `floats` is what INT8 rows were made of, for layers that the checkpoint keeps in floating point; None
     where that is not known, as on a die that was sent INT8 rows.
@@ -97,7 +99,7 @@ class Rows(NamedTuple):
     floats: Array | None = None
 
     def in_float(self) -> Array:
-        """float32 [T, K]."""
+        """Rows in floating point, float32 [T, K]."""
         rows = self.x if self.scale is None else self.floats
         assert rows is not None, "no layer in floating point where only INT8 rows are"
         return np.ascontiguousarray(rows)
@@ -110,7 +112,7 @@ class Linears:
         self.take, self.threads, self.is_int8 = buffers.take, threads, is_int8
 
     def prepare(self, x: Array) -> Rows:
-        """x [T, K] as the recipe's layers take it; INT8 rows are valid until the next are made."""
+        """Prepare x [T, K] for the recipe's layers; INT8 rows are valid until the next are made."""
         if not self.is_int8:
             return Rows(x, None)
         rows = Rows(self.take("q8", *x.shape), self.take("q8_scale", x.shape[0]), x)
@@ -118,7 +120,7 @@ class Linears:
         return rows
 
     def norm(self, out: Array, x: Array, w: Array, eps: float) -> Rows:
-        """out [T, K] = RMS norm of x [T, K], as the recipe's layers take it."""
+        """Compute out [T, K] = RMS norm of x [T, K], prepared for the recipe's layers."""
         if not self.is_int8:
             k.rms_norm(out, x, w, eps)
             return Rows(out, None)
@@ -127,7 +129,7 @@ class Linears:
         return rows
 
     def apply(self, out: Array, rows: Rows, layer: Linear, is_row_parallel: bool = False) -> None:
-        """out [T, N] = layer(rows)."""
+        """Apply a linear layer to rows: out [T, N]."""
         num_ops, over_columns = len(out) * layer.k * layer.n, self.threads.over_columns
         if layer.scale is not None:
             over_columns(k.matmul_int8, num_ops, out, rows.x, rows.scale, layer.w, layer.scale)
@@ -141,30 +143,34 @@ class Linears:
         return k.matmul_exact_blocked if self.is_int8 else k.matmul_blocked
 
     def partial_sums(self, out: Array, x: Array, layer: Linear, num_blocks: int) -> None:
-        """A rank's part of a row-parallel layer: out float32 [T, N], x [T, K / R] in `num_blocks` blocks."""
+        """Compute a rank's part of a row-parallel layer: out float32 [T, N], x [T, K / R] in `num_blocks`
+        blocks."""
         kernel = partial(self._blocked, num_blocks=num_blocks)
         self.threads.over_columns(kernel, len(out) * layer.k * layer.n, out, x, layer.w)
 
     def int8_sums(self, out: Array, q: Array, layer: Linear) -> None:
-        """A rank's part of a quantised row-parallel layer: out int32 [T, N] from q int8 [T, K / R]."""
+        """Compute a rank's part of a quantised row-parallel layer: out int32 [T, N] from q int8 [T, K /
+        R]."""
         self.threads.over_columns(k.matmul_int8_sums, len(out) * layer.k * layer.n, out, q, layer.w)
 
     def matmul(self, out: Array, x: Array, w: Array) -> None:
-        """out [T, N] = x [T, K] @ w, packed and not quantised: exact products in the INT8 recipe."""
+        """Compute out [T, N] = x [T, K] @ w, packed and not quantised: exact products in the INT8 recipe."""
         kernel = k.matmul_exact if self.is_int8 else k.matmul
         self.threads.over_columns(kernel, float(x.size) * out.shape[1], out, x, w)
 
     def gate(self, out: Array, x: Array, w: Array) -> None:
-        """out [T, E] = x [T, H] @ w, packed float32, in the arithmetic of FP32 whatever the recipe."""
+        """Compute out [T, E] = x [T, H] @ w, packed float32, in FP32 arithmetic whatever the recipe."""
         self.threads.over_columns(k.matmul, float(x.size) * out.shape[1], out, x, w)
 
     def heads(self, out: Array, x: Array, w: Array, heads: int, depth: int) -> None:
-        """out [T, heads * N] = each head's first `depth` columns of x @ w, packed [heads, depth, N]."""
+        """Compute out [T, heads * N] = each head's first `depth` columns of x @ w, packed [heads, depth,
+        N]."""
         num_ops, kernel = float(out.size) * depth, k.matmul_exact_heads if self.is_int8 else k.matmul_heads
         self.threads.over_columns(kernel, num_ops, out, x, w, heads, depth, num_outputs=heads)
 
     def activate(self, gate_up: Array, layer: Linear, name: str = "act", q: str = "q8") -> Rows:
-        """SwiGLU of gate_up [T, 2I], as `layer` takes it, in the buffer `name`, or in `q` and `q`_scale."""
+        """Compute SwiGLU of gate_up [T, 2I], prepared for `layer`, in the buffer `name`, or in `q` and
+        `q`_scale."""
         shape = (len(gate_up), gate_up.shape[1] // 2)
         if layer.scale is None:
             rows = Rows(self.take(name, *shape), None)
@@ -175,7 +181,7 @@ class Linears:
         return rows
 
     def run_experts(self, out: Array, rows: Rows, local_idx: Array, experts: MLP, num_experts: int) -> None:
-        """out[i] = expert local_idx[i] of its row: group by expert, grouped GEMMs, back in order.
+        """Run each row's expert, local_idx[i] for out[i]: group by expert, grouped GEMMs, back in order.
 
         Each row of `rows` stands for as many neighbouring entries of local_idx as there are more of these.
         """
@@ -192,7 +198,7 @@ class Linears:
         k.scatter_rows(out, result, order)
 
     def experts(self, out: Array, rows: Rows, offsets: Array, experts: MLP) -> None:
-        """Grouped MLP: rows offsets[e]:offsets[e+1] go through local expert e. out [R, H] float32."""
+        """Run a grouped MLP: rows offsets[e]:offsets[e+1] go through local expert e. out [R, H] float32."""
         gate_up = self.take("expert_gate_up", len(out), experts.w13.n)
         self._grouped(gate_up, rows, offsets, experts.w13)
         act = self.activate(gate_up, experts.w2, "expert_act", "expert_q8")

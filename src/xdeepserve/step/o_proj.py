@@ -1,4 +1,5 @@
-"""DP groups of one die that share an output projection (xDeepServe Figure 10): a transformation of a Program.
+"""Output projection shared by DP groups of one die each (xDeepServe Figure 10): a transformation of a
+Program.
 
 MLA stays whole on the die of its tokens, so that no latent is cached twice. The output projection is cut:
 each of `size` dies has the inputs of its share of heads, and the weights for these alone.
@@ -28,7 +29,8 @@ from xdeepserve.step.stage import LayerProgram, Meet, Op, Program, Stage, free
 
 
 def shared_out_proj(program: LayerProgram, layer: Layer, size: int) -> LayerProgram:
-    """The layer on each of `size` neighbouring DP groups; `layer` has the die's share of the projection."""
+    """Transform a layer for each of `size` neighbouring DP groups; `layer` has the die's share of the
+    projection."""
     *before, output = program.attention
     assert isinstance(output, Stage)
     make = _in_floats if layer.wo.scale is None else _in_int8
@@ -82,22 +84,22 @@ def _in_int8(output: Stage, size: int) -> Program:
 
 
 def _columns(f: Frame, name: str, size: int) -> Array:
-    """[size, T, K / size]: each die's columns of the own rows."""
+    """Buffer [size, T, K / size] with each die's columns of the own rows."""
     return f.take(name, size, len(f.mine), f.layer.wo.k)
 
 
 def _cut(columns: Array, rows: Array) -> None:
-    """Rows [T, K] by columns."""
+    """Cut rows [T, K] by columns, one part per die."""
     size, count, width = columns.shape
     columns[:] = rows.reshape(count, size, width).transpose(1, 0, 2)
 
 
 def _shared(f: Frame, name: str) -> Array:
-    """[rows of all, K / size]: the own columns, as they have come."""
+    """Join the received parts into [rows of all, K / size]: this die's columns."""
     x = f.take(name, sum(f.shared_counts), f.layer.wo.k)
     return np.concatenate(f.parts, out=x)
 
 
 def _sums(f: Frame, name: str) -> Array:
-    """[rows of all, H]: this die's part of every sum."""
+    """Buffer [rows of all, H] of this die's part of every sum."""
     return f.take(name, sum(f.shared_counts), f.config.hidden_size)

@@ -1,4 +1,4 @@
-"""What a pass has besides decoder layers: embedding, norm and head, and the ends of an MTP pass.
+"""Parts of a pass besides decoder layers: embedding, norm and head, and the ends of an MTP pass.
 
 EMBED -> decoder layers -> HEAD                          the main model
 MTP_INPUT -> one decoder layer -> MTP_HEAD, MTP_STATES   each pass of MTP
@@ -31,7 +31,7 @@ def _norm(f: Frame) -> None:
 
 
 def logit_hidden(f: Frame, rows: Array) -> Array:
-    """[R, H]: those of `rows` [T, H] that logits are wanted of."""
+    """Gather the rows of `rows` [T, H] for which logits are wanted: [R, H]."""
     chosen = f.take("logit_hidden", len(f.logit_rows), f.config.hidden_size)
     k.gather_rows(chosen, rows, np.asarray(f.logit_rows, np.int32))
     return chosen
@@ -42,7 +42,7 @@ def _head(f: Frame) -> None:
 
 
 def _mtp_input(f: Frame) -> None:
-    """h [T, H] = eh_proj . concat[enorm(embedding of tokens [T]), hnorm(states of rows [T])]."""
+    """Compute h [T, H] = eh_proj . concat[enorm(embedding of tokens [T]), hnorm(states of rows [T])]."""
     c, mtp, count = f.config, f.ends, len(f.h)
     assert isinstance(mtp, MTP)
     both = f.take("both", count, 2 * c.hidden_size)
@@ -63,8 +63,8 @@ def _mtp_head(f: Frame) -> None:
 
 
 def _keep_states(f: Frame) -> None:
-    """States of earlier steps come from the tails of their blocks, behind this step's; the last ones of this
-    step go there."""
+    """Restore states of earlier steps from the tails of their blocks, behind this step's, and save this
+    step's last ones there."""
     f.hidden[len(f.h) :] = f.tail[f.mended_blocks]
     f.overwritten.update(zip(f.kept_blocks, f.tail[f.kept_blocks], strict=True))
     f.tail[f.kept_blocks] = f.hidden[f.kept_rows]

@@ -28,7 +28,7 @@ ROW_PARALLEL: dict[str, RowParallel] = {"OProj": OUT_PROJ, "MLP": MLP_DOWN}
 
 
 def tensor_parallel(program: LayerProgram, layer: Layer, size: int) -> LayerProgram:
-    """Heads, and features of dense layers, are cut among `size` dies, which add up rows of h [T, H]:
+    """Cut heads, and features of dense layers, among `size` dies, which add up rows of h [T, H]:
 
         FP32   each die's blocks of K as a tree, then the dies' sums as the rest of that tree   all-reduce
         INT8   the row's maximum over all dies, for the scale                                   all-reduce
@@ -55,7 +55,7 @@ def _summed(program: Program, layer: Layer, size: int) -> Program:
 
 
 def _partial_sums(stage: Stage, layer: Layer, size: int) -> list[Stage | Meet]:
-    """A stage that ends with a row-parallel layer, cut between dies."""
+    """Split a stage with a row-parallel layer at its end, so that dies share it."""
     product = ROW_PARALLEL[stage.name]
     *before, last = stage.ops
     if product.linear(layer).scale is None:
@@ -124,7 +124,7 @@ GATHER: Program = (
 
 
 def _latents(f: Frame) -> Array:
-    """This die's slice of what heads read of all tokens: the query's latent, then the cache's, ..."""
+    """Buffer of the die's slice of all tokens' inputs of heads: the query's latent, then the cache's, ..."""
     return f.take("latents", f.slice_size(f.batch.num_tokens), f.config.down_columns)
 
 
@@ -151,7 +151,7 @@ OUT_OF_SLICES = OUT_PROJ._replace(floats=_join_heads, rows=lambda f: f.linears.p
 
 
 def sp_tp_sp(program: LayerProgram) -> LayerProgram:
-    """The tokens of a step, whatever their sequences, are packed in one row of rows and cut evenly:
+    """Pack the tokens of a step, whatever their sequences, into one run of rows and cut it evenly:
 
         stage 1, SP   norm and down projections of this die's slice      all-gather of the latents
         stage 2, TP   up projections and attention of all tokens, for    all-to-all: heads of all tokens
@@ -181,8 +181,8 @@ def sp_tp_sp(program: LayerProgram) -> LayerProgram:
 
 
 def overlapped(program: LayerProgram) -> LayerProgram:
-    """The sum of all experts' outputs on AIV cores, beside the shared expert on AIC cores (CombineCompute in
-    CloudMatrix 4.3.2; DispatchCompute is what dispatch does before it posts)."""
+    """Move the sum of all experts' outputs to AIV cores, beside the shared expert on AIC cores
+    (CombineCompute in CloudMatrix 4.3.2). DispatchCompute is the work of dispatch before it posts."""
     feed: list[Stage | Meet] = []
     for item in program.feed:
         if isinstance(item, Stage) and item.name == "SharedExpert":

@@ -1,4 +1,4 @@
-"""The operations of DeepSeek sparse attention (DeepSeek-V3.2, section 2.1) that are not MLA's.
+"""Operations of DeepSeek sparse attention (DeepSeek-V3.2, section 2.1) that differ from MLA's.
 
 down_proj   besides, the indexer's key and weights of each row
 up_proj     besides, the indexer's key into the cache, and its queries
@@ -58,12 +58,13 @@ def _up_proj(f: Frame) -> None:
 
 
 def _queries(f: Frame) -> Array:
-    """The indexer's, [T, heads * X]."""
+    """Buffer of the indexer's queries, [T, heads * X]."""
     return f.take("index_q", f.batch.num_tokens, f.config.index_n_heads * f.config.index_head_dim)
 
 
 def _chosen(f: Frame) -> Array:
-    """int32 [T, K]: written for rows that see more than K positions; a later layer may read it, too."""
+    """Buffer of chosen positions, int32 [T, K]: written for rows that see more than K positions; a later
+    layer may read it, too."""
     return f.take(f"chosen/{f.lane}", f.batch.num_tokens, f.config.index_topk)
 
 
@@ -79,7 +80,7 @@ def _choose(f: Frame) -> None:
 
 
 def _is_chosen(f: Frame) -> Array:
-    """bool [T]: rows that see more positions than they attend to."""
+    """Mask of rows with more visible positions than they attend to, bool [T]."""
     return f.batch.positions >= f.config.index_topk
 
 
@@ -96,19 +97,20 @@ def _attend(f: Frame) -> None:
 
 
 def _runs(flags: Array) -> Iterator[tuple[slice, bool]]:
-    """Neighbours that are alike."""
+    """Yield runs of neighbouring equal flags as (slice, flag)."""
     cuts = [0, *(np.flatnonzero(flags[1:] != flags[:-1]) + 1).tolist(), len(flags)]
     for start, stop in pairwise(cuts):
         yield slice(start, stop), bool(flags[start])
 
 
 def rows_at_once(rows: int, top_k: int) -> int:
-    """How many of `rows` rows have what they attend to side by side at a time."""
+    """Return how many of `rows` rows are attended at a time, with their chosen positions gathered side by
+    side."""
     return max(1, min(rows, GATHERED // top_k))
 
 
 def _gathered(f: Frame, rows: slice) -> tuple[Batch, KVCache]:
-    """What each of the rows attends to, as the only block of a sequence of its own of so many positions."""
+    """Gather the chosen positions of each row, as the only block of a sequence with that many positions."""
     c, cache, chosen = f.config, f.cache, _chosen(f)[rows]
     tables, (num, count) = f.batch.block_tables[f.batch.seq_of[rows]], chosen.shape
     whole = -(-count // TILE) * TILE
@@ -147,7 +149,7 @@ def _choose_work(model: Model, layer: Layer, n: Counts) -> Work:
 
 
 def _attend_work(model: Model, layer: Layer, n: Counts) -> Work:
-    """Of each row at most index_topk positions, whose latents it reads by itself."""
+    """Work of attention to at most index_topk positions per row, each row reading its own latents."""
     most = n.rows * model.config.index_topk
     few = n._replace(context=min(n.context, most), kv_tokens=min(n.kv_tokens, most))
     return mla.attend.work(model, layer, few)

@@ -1,4 +1,4 @@
-"""What a Program is made of: stages, which compute on one die, and meets, where dies exchange bytes."""
+"""Parts of a Program: stages, which compute on a die, and meets, at which dies exchange bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MeetOp = Literal[
 
 
 class Counts(NamedTuple):
-    """What a stage's cost depends on, besides the model.
+    """Numbers behind a stage's cost, besides the model.
 
     rows        token rows that it treats
     context     positions that these attend to, summed over rows
@@ -40,7 +40,7 @@ class Counts(NamedTuple):
 
 
 class Op(NamedTuple):
-    """One operation of a pass, the smallest that parallelism moves about.
+    """Operation of a pass, the smallest unit that parallelism moves.
 
     `cut` is what of it dies may share: each has its own rows; or its own heads (features, in an MLP) of all
     rows; or, of a product whose inputs are cut so, its own part of every sum. `work` is told
@@ -53,7 +53,7 @@ class Op(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """Operations that are launched as one kernel, by the paper's name.
+    """Operations launched as a single kernel, by the paper's name.
 
     `rows` says which rows it treats: the die's own (`mine`), those of its whole DP group (`all`), those that
     a dispatch or an A2E has brought (`received`), those that logits are wanted of (`logits`), or those of all
@@ -68,20 +68,19 @@ class Stage(NamedTuple):
     attends: bool = False
 
     def run(self, frame: Frame) -> None:
-        """All that it computes."""
+        """Run the kernels of all operations."""
         for op in self.ops:
             op.kernel(frame)
 
     def work(self, model: Model, weights: Layer | Held, counts: Counts) -> Work:
-        """All that it costs."""
+        """Return the work of all operations, for their cost."""
         return sum((op.work(model, weights, counts) for op in self.ops if op.work is not free), Work())
 
 
 class Meet(NamedTuple):
-    """An exchange of dies. Those of tokens with experts, and those between DP groups (`spread` and
-    `reduce_scatter`), happen with rows or without; collectives of a DP group only if it has rows. `given`
-    views what this die gives to a collective.
-    """
+    """Exchange of dies. Exchanges of tokens with experts, and those between DP groups (`spread` and
+    `reduce_scatter`), happen with rows or without. Collectives of a DP group happen only if it has rows.
+    `given` views the input of this die to a collective."""
 
     op: MeetOp
     given: Callable[[Frame], Array] | None = None
@@ -92,17 +91,17 @@ Program: TypeAlias = tuple[Stage | Meet, ...]
 
 
 class LayerProgram(NamedTuple):
-    """The two halves of a decoder layer (stream 0 and stream 1 of CloudMatrix 4.2.3)."""
+    """Both halves of a decoder layer (stream 0 and stream 1 of CloudMatrix 4.2.3)."""
 
     attention: Program
     feed: Program
 
 
 def stages(program: Program) -> list[Stage]:
-    """Without the meets."""
+    """List the stages of a program, without the meets."""
     return [item for item in program if isinstance(item, Stage)]
 
 
 def free(model: Model, weights: Layer | Held, counts: Counts) -> Work:
-    """The bill of small kernels, which is part of others': nothing."""
+    """Work of small kernels: nothing, because it is part of other kernels' costs."""
     return Work()

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from xdeepserve.engine.deploy.deployment import Kind
 from xdeepserve.engine.deploy.fitting import fit
-from xdeepserve.engine.deploy.no_effect import without_effect
 from xdeepserve.engine.deploy.resolve import resolve
+from xdeepserve.engine.deploy.rules import without_effect
 from xdeepserve.errors import DeploymentError
 from xdeepserve.model.config import ModelConfig
 

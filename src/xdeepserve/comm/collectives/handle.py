@@ -45,7 +45,7 @@ Array = npt.NDArray[Any]
 
 
 class Collectives:
-    """One rank's end. All ranks of the group run the same collectives in the same order.
+    """Collective operations of a rank. All ranks of the group run the same ones in the same order.
 
     `dies[rank]` is a rank's die; `layout.plan` must have been called on the plans of all. `event_id` of each
     call: from 1, greater than any earlier one's, the same on all ranks. Arrays given must be contiguous;
@@ -106,7 +106,7 @@ class Collectives:
         self._machine.who, self._turn = f"rank {self.rank}", 0
 
     async def run(self, event_id: int, operation: Callable[[], Awaitable[T]]) -> T:
-        """Run one collective, of one or more rounds, under an event ID."""
+        """Run a collective, made of any number of rounds, under an event ID."""
         self._machine.after(CollectiveMove.START)
         check_event_id("collective", self.rank, event_id)
         check_later(f"rank {self.rank}", event_id, self._last_event_id)
@@ -116,7 +116,7 @@ class Collectives:
             return await operation()
 
     async def barrier(self, event_id: int) -> None:
-        """Return when all ranks have called it."""
+        """Wait until all ranks have called it."""
         await self.run(event_id, lambda: self.round("barrier", Contents(event_id, Kind.BARRIER), None))
 
     async def broadcast(self, x: Array, root: int, event_id: int) -> Array:
@@ -189,7 +189,7 @@ class Collectives:
         return [segment(length, self.num_ranks, rank) for rank in range(self.num_ranks)]
 
     def _bounds(self, x: Array, counts: Sequence[int]) -> list[tuple[int, int]]:
-        """Each rank's rows of x, of which it gets so many."""
+        """Return each rank's bounds [lo, hi) in the rows of x, by the number of rows it gets."""
         if len(counts) != self.num_ranks or min(counts) < 0 or sum(counts) != len(x):
             raise AddressError(
                 f"reduce-scatter: {len(x)} rows cannot be cut in {list(counts)} for {self.num_ranks} ranks"
@@ -246,7 +246,7 @@ class Collectives:
         parts: list[Array] | None,
         expected: int | list[int] | None = None,
     ) -> list[npt.NDArray[np.uint8]]:
-        """Contribute parts[p] for rank p; what each rank contributed for this one, as bytes.
+        """Contribute parts[p] for rank p; return the contributions of all ranks for this one, as bytes.
 
         Parts may be one and the same array, which is then staged once. `expected` is the number of bytes that
         each peer must have for this rank; None if it may be any.
@@ -287,7 +287,7 @@ class Collectives:
         return pulled
 
     async def _stage(self, op: str, parts: list[Array], fields: npt.NDArray[Any]) -> None:
-        """Write the parts to staging, each array once, and where they lie to `fields`."""
+        """Write the parts to staging, each array once, and note in `fields` where they lie."""
         node, mte = self.die.index, self.die.mte
         offset = self.region("staging").offset + self.layout.staging_offset(self._turn)
         staged: dict[int, int] = {}
@@ -304,7 +304,7 @@ class Collectives:
             await mte.store(pieces, self.num_cores, f"{op} 1 stage")
 
     async def _pull(self, op: str, fields: npt.NDArray[Any]) -> list[npt.NDArray[np.uint8]]:
-        """Copy what the fields tell of, side by side, to the app area."""
+        """Copy all parts announced in the fields, side by side, to the app area."""
         die, region, sizes = self.die, self.region("pulled"), fields["nbytes"].tolist()
         if sum(sizes) > region.nbytes:
             raise ProtocolError(
@@ -321,7 +321,7 @@ class Collectives:
         return result
 
     def region(self, part: str) -> Region:
-        """One of this rank's regions: staging, pulled or result."""
+        """Return a region of the rank: staging, pulled or result."""
         memory = self.die.memory
         area = memory.managed if part == "staging" else memory.app
         return area.regions[self.layout.region(part)]
@@ -348,7 +348,7 @@ class Collectives:
             raise AddressError(f"{op}: cannot reduce {x.dtype}, only {' and '.join(DTYPES)}")
 
     def _joined(self, parts: list[npt.NDArray[np.uint8]], dtype: np.dtype[np.generic]) -> Array:
-        """Pulled parts lie side by side: all of them as one array."""
+        """View the pulled parts as a single array; they lie side by side."""
         nbytes = sum(len(part) for part in parts)
         return self.die.memory.view(self.region("pulled"), dtype, nbytes // dtype.itemsize)
 

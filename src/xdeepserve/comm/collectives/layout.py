@@ -40,7 +40,7 @@ STAGING_ALIGNMENT = 64
 
 
 class CollectiveLayout(msgspec.Struct, frozen=True):
-    """Sizes in bytes; equal on all ranks. A group may have fewer ranks than `num_ranks`."""
+    """Sizes (bytes) of collectives; equal on all ranks. A group may have fewer ranks than `num_ranks`."""
 
     num_ranks: int
     max_bytes: int
@@ -52,17 +52,18 @@ class CollectiveLayout(msgspec.Struct, frozen=True):
 
     @property
     def staging_nbytes(self) -> int:
-        """One of the two sets."""
+        """Size (bytes) of each of the two staging buffers."""
         return -(-self.max_bytes // STAGING_ALIGNMENT) * STAGING_ALIGNMENT
 
     @property
     def pulled_nbytes(self) -> int:
-        """Ranks pull equal segments of a reduction, of which the last elements may be R - 1 too many."""
+        """Size (bytes) of the pulled pieces. Ranks pull equal segments of a reduction, with up to R - 1
+        surplus elements at the end."""
         return self.staging_nbytes + 8 * self.num_ranks
 
     @property
     def board(self) -> BoardLayout:
-        """The fields."""
+        """Layout of the board of fields."""
         return BoardLayout(COLLECTIVE_FIELD, self.num_ranks)
 
     def staging_offset(self, turn: int) -> int:
@@ -70,7 +71,7 @@ class CollectiveLayout(msgspec.Struct, frozen=True):
         return turn % 2 * self.staging_nbytes
 
     def plan(self, memory: MemoryPlan) -> None:
-        """Reserve a rank's regions. OutOfMemoryError if the metadata area cannot take the fields."""
+        """Reserve a rank's regions. Raises OutOfMemoryError if the metadata area cannot take the fields."""
         memory.metadata.alloc(self.region("fields"), self.board.nbytes)
         memory.managed.alloc(self.region("staging"), 2 * self.staging_nbytes)
         memory.app.alloc(self.region("pulled"), self.pulled_nbytes)

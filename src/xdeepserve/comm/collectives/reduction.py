@@ -36,7 +36,7 @@ _ADD = {"sum": np.add, "max": np.maximum}
 
 
 def tree_reduce(parts: Sequence[Array], reduction: Reduction = "sum") -> Array:
-    """Equal arrays, one a rank, in rank order -> their reduction. int32 sums wrap around."""
+    """Reduce equal arrays, given per rank in rank order, by the canonical tree. int32 sums wrap around."""
     row, operator = list(parts), _ADD[reduction]
     while len(row) > 1:
         pairs = [operator(a, b) for a, b in zip(row[::2], row[1::2], strict=False)]
@@ -45,5 +45,5 @@ def tree_reduce(parts: Sequence[Array], reduction: Reduction = "sum") -> Array:
 
 
 def segment(length: int, num_ranks: int, rank: int) -> tuple[int, int]:
-    """Bounds of a rank's segment of `length` elements: as equal as can be, in rank order."""
+    """Return the bounds of a rank's segment of `length` elements: as equal as possible, in rank order."""
     return length * rank // num_ranks, length * (rank + 1) // num_ranks

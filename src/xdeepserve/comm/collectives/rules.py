@@ -1,4 +1,5 @@
-"""What a rank of a collective may do next, as a table, and what all ranks must agree on in a round."""
+"""Table of a collective rank's states and moves, and the contents on which all ranks must agree in a
+round."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from xdeepserve.errors import ProtocolError
 
 
 class CollectiveState(enum.Enum):
-    """What a rank does."""
+    """State of a rank: idle, in a collective, or failed."""
 
     IDLE = "idle"
     RUNNING = "in a collective"
@@ -37,7 +38,7 @@ MOVES = {
 
 
 class Kind(enum.IntEnum):
-    """What a round is, in its field. Peers whose kinds differ do not run the same program."""
+    """Kind of a round, as told in its field. Peers with different kinds do not run the same program."""
 
     BARRIER = 1
     ALL_GATHER = 2
@@ -49,7 +50,7 @@ class Kind(enum.IntEnum):
 
 
 class Contents(NamedTuple):
-    """What a round is about. All ranks must mean the same, so each tells the others in its field."""
+    """Contents of a round. All ranks must agree on them, so each tells the others in its field."""
 
     event_id: int
     kind: Kind
@@ -64,7 +65,7 @@ class Contents(NamedTuple):
         return zlib.crc32(np.array([*root, *self.shape], "<u8").tobytes())
 
     def check(self, op: str, rank: int, peer: int, field: Any, num_ranks: int) -> None:
-        """ProtocolError, naming both, if a peer's field tells something else."""
+        """Compare a peer's field with these contents. Raises ProtocolError, naming both, if they differ."""
         members: tuple[tuple[str, dict[int, str], str], ...] = (
             ("kind", {kind: kind.name for kind in Kind}, "runs"),
             ("type", dict(enumerate(TYPES)), "sends"),

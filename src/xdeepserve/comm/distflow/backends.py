@@ -1,4 +1,4 @@
-"""What carries a transfer's bytes: one class for each kind of fabric (DeepServe 4.4, xDeepServe 5.1).
+"""Backends for a transfer's bytes: one class for each kind of fabric (DeepServe 4.4, xDeepServe 5.1).
 
 A backend says which pairs of nodes it can reach, and moves copies between them. DistFlow takes the one that
 it is given; `backend_between` finds the first that reaches: UB within a SuperPod; RoCE, else VPC, from and to
@@ -21,21 +21,22 @@ from xdeepserve.hw.topology import Plane
 
 
 class Backend(Protocol):
-    """A way to move bytes. All that DistFlow asks of it."""
+    """Way to move bytes, with all operations that DistFlow asks for."""
 
     name: str
 
     def check_path(self, src: int, dst: int) -> None:
-        """HardwareError if bytes cannot go from node to node."""
+        """Check the way for bytes from node to node. Raises HardwareError if there is none."""
         ...
 
     async def move(self, copies: Sequence[Copy], name: str) -> None:
-        """Move all; returns when the last byte is visible. Raises before a byte moves, or not at all."""
+        """Move all copies; return when the last byte is visible. Raises before a byte moves, or not at
+        all."""
         ...
 
 
 class UbBackend:
-    """Memory copy on the UB plane, on which dies and hosts share one address space.
+    """Memory copy on the UB plane, where dies and hosts share one address space.
 
     The destination pulls with its DMA engine; the source pushes where the destination is host memory.
     """
@@ -67,7 +68,7 @@ class UbBackend:
 
 
 class _CardBackend:
-    """Backends whose bytes go from card to card: one transfer for each pair of cards."""
+    """Base of backends between network cards: one transfer for each pair of cards."""
 
     name: str
     plane: Plane
@@ -90,13 +91,13 @@ class _CardBackend:
 
 
 class RoceBackend(_CardBackend):
-    """RDMA between dies, each with a card of its own."""
+    """RDMA between dies, each of which has a card of its own."""
 
     name, plane = "roce", Plane.ROCE
 
 
 class VpcBackend(_CardBackend):
-    """Ethernet between servers. Dies reach their server's one card through host memory."""
+    """Ethernet between servers. Dies reach their server's single card through host memory."""
 
     name, plane = "vpc", Plane.VPC
 
@@ -107,9 +108,8 @@ BACKENDS: dict[str, Callable[..., Backend]] = {"ub": UbBackend, "roce": RoceBack
 def backend_between(
     pod: Pod, nodes: Sequence[int], others: Sequence[int], fabric: str = "auto", weight: float = 1.0
 ) -> Backend:
-    """What carries bytes between two groups of nodes: over `fabric`, or "auto", the best that they have in
-    common. HardwareError if there is none.
-    """
+    """Make the backend for two groups of nodes: over `fabric`, or for "auto" over the best fabric that they
+    have in common. Raises HardwareError if there is none."""
     reasons = []
     for name in BACKENDS if fabric == "auto" else (fabric,):
         backend = BACKENDS[name](pod, weight)

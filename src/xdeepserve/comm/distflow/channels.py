@@ -26,7 +26,7 @@ SENDER, RECEIVER = 0, 1
 
 
 def plan_channels(memory: MemoryPlan, weight: float = 1.0) -> None:
-    """Reserve the regions of a die that sends or receives KV."""
+    """Reserve the regions for sending or receiving KV on a die."""
     for number in range(NUM_CHANNELS):
         _layout(number, weight).plan(memory)
 
@@ -36,7 +36,7 @@ def _layout(number: int, weight: float) -> RingLayout:
 
 
 class Channel(NamedTuple):
-    """What a message from die to die goes through."""
+    """Channel of a message between two dies, by number."""
 
     number: int
     src: int
@@ -44,7 +44,7 @@ class Channel(NamedTuple):
 
 
 class Asking(NamedTuple):
-    """Somebody who waits for a channel."""
+    """Request of a waiting message for a channel."""
 
     src: int
     dst: int
@@ -52,7 +52,7 @@ class Asking(NamedTuple):
 
 
 class Channels:
-    """The channels of all dies of a pod. `weight` is that of `RingLayout`."""
+    """Channels of all dies of a pod. `weight` is that of `RingLayout`."""
 
     def __init__(self, pod: Pod, weight: float = 1.0) -> None:
         self.pod = pod
@@ -63,7 +63,8 @@ class Channels:
         self._last: dict[tuple[int, int], int] = {}  # event ID of the last message, by die and channel
 
     async def take(self, src: int, dst: int, timeout_ns: int) -> Channel:
-        """A channel that is free at both dies, to be given back. DeadlineError if none is for so long."""
+        """Take a channel free at both dies; `give_back` returns it. Raises DeadlineError if none is free
+        within `timeout_ns`."""
         clock = self.pod.clock
         waiter = clock.waiter(
             lambda: Waiting("send", f"die {src}", f"die {dst}", "XCCL channel", "a free one", "all in use")
@@ -83,13 +84,13 @@ class Channels:
             raise
 
     def give_back(self, channel: Channel) -> None:
-        """Nobody uses it any more."""
+        """Return a channel after use, and grant it to the next in line."""
         for die in (channel.src, channel.dst):
             self._in_use[die].remove(channel.number)
         self._grant()
 
     def _grant(self) -> None:
-        """Give channels to those that wait, in order."""
+        """Give channels to waiting messages, in order."""
         behind: set[int] = set()  # dies for which somebody waits already
         for asking in list(self._asking):
             ends = {asking.src, asking.dst}
@@ -104,7 +105,8 @@ class Channels:
             asking.waiter.wake(Channel(free[0], asking.src, asking.dst))
 
     def open(self, channel: Channel, timeout_ns: int) -> tuple[PointToPoint, PointToPoint, int]:
-        """Handles of the sender and the receiver, and the event ID of a message ("number of sends")."""
+        """Return handles of the sender and the receiver, and the event ID of a message ("number of
+        sends")."""
         dies, layout = (channel.src, channel.dst), self.layouts[channel.number]
         self.pod.memories.check_alive(dies)  # what lies in a lost one's fields is nobody's event
         sender, receiver = (
@@ -119,7 +121,7 @@ class Channels:
         return sender, receiver, self.num_messages
 
     def clean(self, channel: Channel) -> None:
-        """After a failure: nothing of it is in the fields, so that they cannot mislead the next message."""
+        """Clear a channel's fields after a failure, so that they cannot mislead the next message."""
         layout = self.layouts[channel.number]
         for die in (channel.src, channel.dst):
             memory = self.pod.memory(die)
@@ -129,11 +131,12 @@ class Channels:
             self._last[die, channel.number] = 0
 
     def forget(self, dies: Sequence[int]) -> None:
-        """Dies whose TE is gone: their memory is others'."""
+        """Forget events on dies of a TE that is gone, because their memory is used for other things."""
         self._last = {key: event_id for key, event_id in self._last.items() if key[0] not in dies}
 
     def check_integrity(self) -> None:
-        """ProtocolError unless no message is under way, and fields say nothing but what the last one said."""
+        """Check the channels at rest: no message is under way, and fields hold only the last message's
+        events. Raises ProtocolError if not."""
         busy = {die: numbers for die, numbers in self._in_use.items() if numbers}
         if busy or self._asking:
             waiting = [(each.src, each.dst) for each in self._asking]
@@ -148,7 +151,7 @@ class Channels:
                 )
 
     def _fields(self, die: int, number: int) -> list[list[RingField]]:
-        """Tails and acks."""
+        """Return all tails and acks of a channel."""
         memory, layout = self.pod.memory(die), self.layouts[number]
         regions = [memory.metadata.regions[layout.region(part)] for part in ("tails", "acks")]
         return [RingField.unpack_all(memory.read(region.offset, region.nbytes)) for region in regions]

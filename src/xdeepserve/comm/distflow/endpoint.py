@@ -1,4 +1,4 @@
-"""An endpoint: the transfers of one group of nodes, as their source and as their destination.
+"""Endpoint of DistFlow: the transfers of a group of nodes, as their source and as their destination.
 
 A source offers bytes and keeps them until the other side is done. A destination asks for them when it has
 room, and pulls them. The states of both are in `rules`.
@@ -24,7 +24,7 @@ Table = dict[tuple[str, int], Transfer]  # open transfers by peer and tag
 
 
 class Endpoint:
-    """A named group of nodes: say the dies of a DP group. Made by `DistFlow.link_cluster`."""
+    """Named group of nodes, such as the dies of a DP group. Made by `DistFlow.link_cluster`."""
 
     def __init__(self, transport: Transport, name: str, nodes: tuple[int, ...]) -> None:
         self.transport, self.pod, self.name, self.nodes = transport, transport.pod, name, nodes
@@ -40,17 +40,17 @@ class Endpoint:
         self._loop = self._spawn(self._serve(), "messages")
 
     def poll(self) -> list[Completion]:
-        """The completions since the last poll, oldest first (step 8)."""
+        """Return the completions since the last poll, oldest first (step 8)."""
         done, self._completions = self._completions, []
         return done
 
     @property
     def num_open(self) -> int:
-        """Transfers that have no completion yet."""
+        """Number of transfers without a completion so far."""
         return len(self.sources) + len(self.destinations)
 
     def stop(self) -> None:
-        """End all activity of this endpoint at once, as its failure would. Its peers notice at deadlines."""
+        """End all activity of the endpoint at once, as its failure would. Peers notice at deadlines."""
         self.is_stopped = True
         for process in self._processes:
             process.cancel()
@@ -68,15 +68,16 @@ class Endpoint:
         self._offer(tag, peer, [spans], 1)
 
     def send_in_parts(self, tag: int, peer: str, parts: Sequence[Sequence[tuple[Address, int]]]) -> None:
-        """`send` bytes that are not all there yet: a part is pulled when `ready` has told of it.
+        """Offer bytes like `send`, in parts that get ready one by one: a part is pulled after `ready` has
+        told of it.
 
-        A part may be empty. There is one completion, when the last one has been pulled. It is an error if a
+        A part may be empty. There is one completion, when the last part has been pulled. It is an error if a
         further part is not ready within the flow's `part_timeout_ns`.
         """
         self._offer(tag, peer, parts, 0)
 
     def ready(self, tag: int, peer: str, num_parts: int) -> None:
-        """The first `num_parts` parts of what is offered are there, and will not change.
+        """Declare the first `num_parts` parts of an offer ready: they are there and will not change.
 
         Nothing happens if the transfer has ended: its completion says how.
         """
@@ -95,7 +96,7 @@ class Endpoint:
             self._tell_ready(transfer, Cause.READY)
 
     def revoke(self, tag: int, peer: str) -> None:
-        """There will be no more parts, and nobody wants those that were ready.
+        """End an offer in parts: no more parts will come, and those not yet pulled are not wanted.
 
         Both sides have completions when nothing is moving any more. Nothing happens if all are ready, or the
         transfer has ended: its completion comes, or has come.
@@ -108,7 +109,7 @@ class Endpoint:
             self._tell_revoked(transfer)
 
     def cancel(self, tag: int, peer: str) -> None:
-        """Take back an offer that nobody has wanted yet. ProtocolError if it is too late."""
+        """Take back an offer not yet wanted by the peer. Raises ProtocolError if it is too late."""
         transfer = self.sources.get((peer, tag))
         if transfer is None:
             raise ProtocolError(f"{self.name} offers nothing to {peer} under tag {tag}")
@@ -117,10 +118,10 @@ class Endpoint:
         self._release(transfer)
 
     def abort_send(self, tag: int, peer: str) -> bool:
-        """Give an offer up at whatever point it is, since the peer's side is known to have failed.
+        """Give up an offer at any point, because the peer's side is known to have failed.
 
-        The bytes are the owner's again at once. There is no completion: one of a failure that has not been
-        polled is taken back. False, and nothing happens, if the transfer has ended well.
+        The bytes are the owner's again at once. There is no completion: an error completion that has not been
+        polled is taken back. Returns False, with nothing changed, if the transfer has ended well.
         """
         return self._abort(self.sources, tag, peer, is_source=True)
 
@@ -136,7 +137,7 @@ class Endpoint:
         self._answer(transfer)
 
     def _answer(self, transfer: Transfer) -> None:
-        """Step 7 at the source: if the destination wants what is offered, it may pull now."""
+        """Step 7 at the source: if the destination already wants the offer, allow the pull now."""
         attempt = self.early_wants.pop((transfer.peer, transfer.tag), None)
         if attempt is not None:
             transfer.attempt = attempt
@@ -147,7 +148,7 @@ class Endpoint:
                 self._tell_ready(transfer, Cause.OFFER)
 
     def _tell_ready(self, transfer: Transfer, kind: Cause) -> None:
-        """What may be pulled, and by when it must have been."""
+        """Tell the destination how many parts may be pulled, and by when."""
         transfer.until_ns = self.pod.clock.now + self.transport.timeout_ns
         parts = transfer.parts if kind is Cause.OFFER else ()
         self._tell(
@@ -163,7 +164,7 @@ class Endpoint:
         self._tell(transfer.peer, Message(Cause.REVOKE, transfer.tag, self.name, transfer.attempt))
 
     async def _push(self, transfer: Transfer) -> None:
-        """Steps 3, 7 and 8 at the source: messages change its state, which must not last too long."""
+        """Steps 3, 7 and 8 at the source: messages change the transfer's state, within deadlines."""
         clock, deadline_ns = self.pod.clock, None
         while transfer.state not in FINAL:
             if transfer.state is State.OFFERED:
@@ -186,7 +187,7 @@ class Endpoint:
             self._complete(transfer, True)
 
     def _serve_source(self, key: tuple[str, int], message: Message) -> None:
-        """A word from a destination. What comes after a deadline here is about nothing, and ignored."""
+        """Handle a destination's message at the source. Messages after a deadline here are ignored."""
         source = self.sources.get(key)
         is_current = (
             source is not None
@@ -211,10 +212,10 @@ class Endpoint:
     # ---- as a destination -------------------------------------------------------------------------------
 
     def receive(self, tag: int, peer: str, spans: Sequence[tuple[Address, int]]) -> None:
-        """Ask for what a peer offers, or will offer, under the same tag (step 6). Returns at once.
+        """Ask for bytes offered by a peer, now or later, under the same tag (step 6). Returns at once.
 
         The completion is an error if the peer does not offer it within `timeout_ns`; it may be asked again.
-        It is one, too, if the bytes come so late that the peer may have given up keeping them.
+        It is also an error if the bytes come so late that the peer may have given up keeping them.
         """
         transfer = self._register(self.destinations, tag, peer, [spans], State.WANTED)
         check_overlaps((), transfer.spans)
@@ -226,11 +227,11 @@ class Endpoint:
         transfer.process = self._spawn(self._pull(transfer), f"receive {tag}")
 
     def abort_receive(self, tag: int, peer: str) -> bool:
-        """Do without what a peer offers, at whatever point it is, since the peer's side has failed.
+        """Give up a receive at any point, because the peer's side is known to have failed.
 
-        Nothing is written from now on, so the room is the owner's again at once. There is no completion: one
-        of a failure that has not been polled is taken back. False, and nothing happens, if all the bytes have
-        come.
+        Nothing is written from now on, so the room is the owner's again at once. There is no completion: an
+        error completion that has not been polled is taken back. Returns False, with nothing changed, if all
+        the bytes have come.
         """
         transfer = self.destinations.get((peer, tag))
         if transfer is not None:  # the peer's side has ended; if it has not seen the want yet, it shall not
@@ -238,7 +239,7 @@ class Endpoint:
         return self._abort(self.destinations, tag, peer, is_source=False)
 
     async def _pull(self, transfer: Transfer) -> None:
-        """Steps 6 and 7 at the destination."""
+        """Steps 6 and 7 at the destination: ask for the bytes, wait for the offer, and pull them."""
         self._tell(transfer.peer, Message(Cause.WANT, transfer.tag, self.name, transfer.attempt))
         reason: XDeepServeError | None = None
         try:
@@ -258,7 +259,7 @@ class Endpoint:
         self._complete(transfer, False)
 
     async def _move(self, transfer: Transfer) -> tuple[Cause, XDeepServeError | None]:
-        """Pull what is offered, part by part as they are ready; the word for the source, and its reason."""
+        """Pull the offered parts as they get ready; return the word for the source, and its reason."""
         clock, num_parts, num_moved = self.pod.clock, len(transfer.offered), 0
         try:
             offered = [span for part in transfer.offered for span in part]
@@ -287,8 +288,8 @@ class Endpoint:
         return (Cause.DONE if is_whole else Cause.STOPPED), None
 
     async def _move_in_time(self, transfer: Transfer, copies: Sequence[Copy]) -> None:
-        """Bytes that come later than the source has promised to keep them may be others. So a move that takes
-        longer is stopped, and with it one that would never end.
+        """Move copies before the source's deadline. A move that takes longer is stopped, because the source
+        may have changed the bytes since.
 
         The promise is renewed when further parts are ready, perhaps while these are moving.
         """
@@ -319,7 +320,8 @@ class Endpoint:
         )
 
     def _serve_destination(self, destination: Transfer, message: Message) -> None:
-        """A word from a source. After a failure here it comes too late: the source learns of that."""
+        """Handle a source's message at the destination. After a failure here it comes too late, and the
+        source learns of that."""
         if destination.state in FINAL:
             return
         if destination.state is State.WANTED and message.kind is Cause.READY:
@@ -352,9 +354,8 @@ class Endpoint:
         parts: Sequence[Sequence[tuple[Address, int]]],
         state: State,
     ) -> Transfer:
-        """A new transfer, for `table`. Whether the two sides fit is known when they meet; what is wrong with
-        this one is, now.
-        """
+        """Make a transfer for `table`, and check this side. Whether both sides fit is known when they
+        meet."""
         if peer not in self.transport.inboxes:
             raise DeploymentError(f"{self.name} is not linked to '{peer}'")
         if (peer, tag) in table:
@@ -398,7 +399,8 @@ class Endpoint:
         self.transport.inboxes[peer].put(message, delay_ns=self.pod.spec.command_ns())
 
     def _abort(self, table: Table, tag: int, peer: str, is_source: bool) -> bool:
-        """End this side of a transfer at once, without a completion. False if it has ended well already."""
+        """End a side of a transfer at once, without a completion. Returns False if the transfer has already
+        ended well."""
         transfer = table.pop((peer, tag), None)
         if transfer is not None:
             assert transfer.process is not None
@@ -414,7 +416,7 @@ class Endpoint:
         return bool(failed)
 
     async def _change(self, transfer: Transfer, op: str, word: str, deadline_ns: int | None) -> None:
-        """Wait until the peer's word, or the owner's, has changed the state of a transfer."""
+        """Wait until a message from the peer, or a call of the owner, has changed the state of a transfer."""
         clock = self.pod.clock
         field = f"{word} of tag {transfer.tag}"
         transfer.waiter = clock.waiter(

@@ -31,7 +31,7 @@ from xdeepserve.hw.pod import Pod
 
 
 class DistFlow:
-    """One isolated instance: what fails in it harms no other (xDeepServe 5.1, step 7).
+    """Isolated DistFlow instance: a failure in it harms no other (xDeepServe 5.1, step 7).
 
     `backend` is "ub", "roce", "vpc" or an object of your own. `timeout_ns` is how long, in virtual time, a
     side waits for the other's word once the two have met, and how long the bytes may take.
@@ -63,7 +63,7 @@ class DistFlow:
         self.endpoints: dict[str, Endpoint] = {}
 
     def link_cluster(self, groups: Mapping[str, Sequence[int]]) -> list[Endpoint]:
-        """Make endpoints of groups of nodes, and link each with each and with all that are linked already.
+        """Make endpoints for groups of nodes, and link each with all others, new or old.
 
         All is refused if one pair of nodes cannot be reached. To be called on a running event loop.
         """
@@ -90,13 +90,13 @@ class DistFlow:
     def transfer(
         self, src: Sequence[tuple[Address, int]], dst: Sequence[tuple[Address, int]]
     ) -> asyncio.Task[int]:
-        """Begin to move the bytes of `src`, in order, to `dst`, in order: M nodes to N. Await it for their
-        number.
+        """Begin to move the bytes of `src`, in order, to `dst`, in order: M nodes to N. Await the result for
+        their number.
 
-        The source must not change until then. Everything is checked now, before a byte moves: AddressError if
-        spans are out of bounds, misaligned, overlap, differ in total, or are in use: those of `dst` by any
-        other transfer under way, those of `src` by one that writes them; HardwareError if nodes are not
-        linked or no event loop runs. Awaiting it raises HardwareError if the backend fails.
+        The source must not change until then. Everything is checked now, before a byte moves. Raises
+        AddressError if spans are out of bounds, misaligned, overlap, differ in total, or are in use: those of
+        `dst` by any other transfer under way, those of `src` by one that writes them. Raises HardwareError if
+        nodes are not linked or no event loop runs. Awaiting it raises HardwareError if the backend fails.
         """
         sources, targets = spans_of("source", src), spans_of("destination", dst)
         linked = {node for endpoint in self.endpoints.values() for node in endpoint.nodes}
@@ -131,13 +131,13 @@ class DistFlow:
         return process
 
     def close(self) -> None:
-        """Stop all endpoints."""
+        """Stop all endpoints of the instance."""
         for endpoint in self.endpoints.values():
             endpoint.stop()
 
 
 def check_loop(op: str) -> None:
-    """HardwareError unless an event loop is running, on which processes can be."""
+    """Check for a running event loop, which processes need. Raises HardwareError if there is none."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Link probing with dummy payloads, which tells a link fault from decode that is saturated (xDeepServe 6.1).
+"""Link probing with dummy payloads, which tells a link fault from a saturated decode side (xDeepServe 6.1).
 
     well       they come as soon as they should
     delayed    they come later, in time: something queues, or hangs for a while
@@ -27,13 +27,13 @@ DELAYED_NS = 100_000  # what a payload takes on an idle link is far below, on an
 
 
 def plan_link_probe(plan: MemoryPlan) -> None:
-    """Reserve a die's region. OutOfMemoryError if there is no room."""
+    """Reserve a die's region for dummy payloads. Raises OutOfMemoryError if there is no room."""
     plan.app.alloc(NAME, NBYTES)
 
 
 async def probe(pod: Pod, backend: Backend, pairs: Sequence[tuple[int, int]], timeout_ns: int) -> Verdict:
-    """From within a process: send a payload from each first to each second die, one after the other until
-    one does not come in `timeout_ns`."""
+    """Send a payload from each first to each second die, one after the other, until one does not arrive
+    within `timeout_ns`. For callers that are processes of the pod."""
     is_delayed = False
     for src, dst in pairs:
         begun_ns = pod.clock.now
@@ -45,7 +45,7 @@ async def probe(pod: Pod, backend: Backend, pairs: Sequence[tuple[int, int]], ti
 
 
 async def _probe_one(pod: Pod, backend: Backend, src: int, dst: int, timeout_ns: int) -> Verdict:
-    """Between two dies."""
+    """Send a payload between two dies and return the verdict."""
     source, target = (pod.memory(die).app.regions[NAME].offset for die in (src, dst))
     payload, half = b"%5d to %5d " % (src, dst), NBYTES // 2
     pod.memory(src).write(source, payload)

@@ -88,5 +88,5 @@ TRANSFER = SOURCE | DESTINATION  # no state is in both, so the state tells which
 
 
 def transfer(state: State) -> Machine[State, Cause]:
-    """One side of a transfer, from its first state on."""
+    """Make the state machine for a side of a transfer, starting at `state`."""
     return Machine(TRANSFER, state, "a transfer", "{who} that is {state} cannot take '{event}'")

@@ -1,4 +1,4 @@
-"""The backend whose bytes go by XCCL's send and receive (xDeepServe 3.1; 5.1, steps 6 and 7).
+"""Backend of DistFlow on XCCL's send and receive (xDeepServe 3.1; 5.1, steps 6 and 7).
 
 Where the DMA backend has the destination pull, here two kernels work together: one on the source's die that
 gathers KV blocks and fills a ring of the destination, one there that empties it into KV blocks. Fields say
@@ -23,7 +23,7 @@ CORES = 8  # AIV cores of a kernel: with so many a message fills a die's UB port
 
 
 class SendReceiveBackend:
-    """Messages through `channels`; each wait in them lasts `timeout_ns` of virtual time at most."""
+    """Sends messages through `channels`; each wait in them lasts at most `timeout_ns` of virtual time."""
 
     name = "send-receive"
 
@@ -31,7 +31,7 @@ class SendReceiveBackend:
         self.channels, self.timeout_ns, self._pod = channels, timeout_ns, channels.pod
 
     def check_path(self, src: int, dst: int) -> None:
-        """Kernels on dies that reach each other's memory: on the UB plane alone."""
+        """Check for a path on the UB plane, because both kernels need each other's memory."""
         self._pod.topology.check_path(src, dst, Plane.UB)
 
     async def move(self, copies: Sequence[Copy], name: str) -> None:
@@ -41,7 +41,7 @@ class SendReceiveBackend:
         await self._pod.clock.gather(*[self._send_all(batch) for batch in routes.values()])
 
     async def _send_all(self, copies: Sequence[Copy]) -> None:
-        """All from one die to another."""
+        """Send all copies between two dies, message by message."""
         weight = self.channels.layouts[0].weight
         for message in _messages(copies, int(MAX_MESSAGE / weight)):
             src, dst = message[0].src.node, message[0].dst.node
@@ -53,7 +53,7 @@ class SendReceiveBackend:
                 self.channels.give_back(channel)
 
     async def _is_sent(self, channel: Channel, copies: Sequence[Copy]) -> bool:
-        """Send a message; False if one of the dies has ended its kernel with an error code."""
+        """Send a message. Returns False if one of the dies has ended its kernel with an error code."""
         try:
             await self._send(channel, copies)
         except GlitchError:
@@ -61,7 +61,7 @@ class SendReceiveBackend:
         return True
 
     async def _send(self, channel: Channel, copies: Sequence[Copy]) -> None:
-        """Run the two kernels; if one fails, so does the other, and the channel is as if never used."""
+        """Run the two kernels. If one fails, the other is stopped, and the channel is as if never used."""
         clock, dies = self._pod.clock, self._pod.dies
         failures: list[XDeepServeError] = []
         kernels: list[asyncio.Task[None]] = []
@@ -98,14 +98,14 @@ class SendReceiveBackend:
 
 
 def stop(kernels: Sequence[asyncio.Task[None]]) -> None:
-    """End those that have not ended by themselves."""
+    """Cancel all kernels still running, except the caller's."""
     for kernel in kernels:
         if kernel is not asyncio.current_task() and not kernel.done():
             kernel.cancel()
 
 
 def _messages(copies: Sequence[Copy], most: int) -> Iterator[list[Copy]]:
-    """Copies in order, in as few messages as can be."""
+    """Group copies, in order, into as few messages as possible."""
     message: list[Copy] = []
     nbytes = 0
     for copy in copies:

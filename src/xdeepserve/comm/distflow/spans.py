@@ -1,4 +1,4 @@
-"""Raw memory ranges, and how a transfer pairs them: arithmetic on addresses, no bytes."""
+"""Raw memory ranges, paired for a transfer: arithmetic on addresses, no bytes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ SPAN_ALIGNMENT = 32
 
 
 class Span(NamedTuple):
-    """`nbytes` of a node's memory from `address` on. Both are multiples of 32 bytes, as engines like them."""
+    """Range of `nbytes` in a node's memory from `address` on. Both are multiples of 32 bytes, as engines
+    need."""
 
     address: Address
     nbytes: int
 
 
 def pair(src: Sequence[Span], dst: Sequence[Span]) -> list[Copy]:
-    """The copies that carry the bytes of `src`, in order, to `dst`, in order.
+    """List the copies from `src`, in order, to `dst`, in order.
 
     The two sides may be cut differently (KV blocks of different sizes): copies end wherever either side does.
-    AddressError if the totals differ, a span is misaligned, or a destination overlaps anything else.
+    Raises AddressError if the totals differ, a span is misaligned, or a destination overlaps anything else.
     """
     total, room = sum(span.nbytes for span in src), sum(span.nbytes for span in dst)
     if total != room:
@@ -49,7 +50,7 @@ def pair(src: Sequence[Span], dst: Sequence[Span]) -> list[Copy]:
 
 
 def cut(copies: Sequence[Copy], sizes: Sequence[int]) -> list[list[Copy]]:
-    """Copies in order, dealt to parts of so many bytes each; parts end where copies do."""
+    """Deal copies, in order, to parts of the given sizes (bytes); parts end where copies do."""
     parts, left = [], iter(copies)
     for size in sizes:
         part: list[Copy] = []
@@ -61,7 +62,7 @@ def cut(copies: Sequence[Copy], sizes: Sequence[int]) -> list[list[Copy]]:
 
 
 def spans_of(side: str, pieces: Sequence[tuple[Address, int]]) -> tuple[Span, ...]:
-    """What a caller gives, as spans. AddressError unless all numbers are whole and aligned."""
+    """Convert a caller's pieces to spans. Raises AddressError unless all numbers are whole and aligned."""
     spans = []
     for piece in pieces:
         match piece:
@@ -77,7 +78,8 @@ def spans_of(side: str, pieces: Sequence[tuple[Address, int]]) -> tuple[Span, ..
 
 
 def check_alignment(side: str, spans: Sequence[Span]) -> None:
-    """AddressError unless all offsets and sizes are multiples of 32, and no size is 0."""
+    """Check the alignment of spans: offsets and sizes must be multiples of 32, and no size 0. Raises
+    AddressError if not."""
     for span in spans:
         if span.nbytes <= 0 or span.nbytes % SPAN_ALIGNMENT or span.address.offset % SPAN_ALIGNMENT:
             raise AddressError(
@@ -87,7 +89,8 @@ def check_alignment(side: str, spans: Sequence[Span]) -> None:
 
 
 def check_overlaps(src: Sequence[Span], dst: Sequence[Span]) -> None:
-    """Whatever is written must not be written twice, nor read: the order of copies must not matter."""
+    """Check for overlaps: no written byte may also be read, or written twice, because the order of copies
+    must not matter. Raises AddressError if one is."""
     ranges = sorted(
         [(s.address.node, s.address.offset, s.nbytes, "source") for s in src]
         + [(s.address.node, s.address.offset, s.nbytes, "destination") for s in dst]

@@ -1,4 +1,4 @@
-"""One side's view of a transfer between two endpoints, and what the two sides tell each other."""
+"""A transfer between two endpoints as seen from a side, and the messages between the two."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Parts: TypeAlias = tuple[tuple[Span, ...], ...]
 
 
 class MovedParts(NamedTuple):
-    """Parts of a transfer that have gone together."""
+    """Parts of a transfer moved together, and when."""
 
     parts: tuple[int, ...]
     start_ns: int
@@ -22,8 +22,8 @@ class MovedParts(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """An entry of an endpoint's completion queue: `error` is None if the bytes are where they should be, or
-    if the source has revoked the parts that were not ready (`is_revoked`): then nobody moves any more.
+    """Entry of an endpoint's completion queue. `error` is None if the bytes are in place, or if the source
+    has revoked the parts that were not ready (`is_revoked`).
 
     ready_ns: at the source, since when each part could go. moves: at the destination, when they went.
     """
@@ -40,11 +40,11 @@ class Completion(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What one endpoint tells another about a transfer.
+    """Message about a transfer from an endpoint to its peer.
 
     kind is a WANT, WITHDRAW, DONE, REFUSE or STOPPED of the destination, an OFFER, READY or REVOKE of the
-    source. `attempt` is the number that the destination has given to its want. The source answers with it, so
-    that neither side takes a word about an attempt that has ended for one about the next.
+    source. `attempt` is the number that the destination has given to its want. The source repeats it in its
+    answers, so that neither side mixes up an ended attempt and the next.
     """
 
     kind: Cause
@@ -58,7 +58,8 @@ class Message(NamedTuple):
 
 
 class Transfer:
-    """One side of it. `attempt` is the destination's own number, or the one that the source has answered."""
+    """A side of a transfer. `attempt` is the destination's own number, or the one that the source has
+    answered."""
 
     def __init__(self, tag: int, peer: str, parts: Parts, state: State) -> None:
         self.tag, self.peer, self.parts, self._machine = tag, peer, parts, transfer(state)
@@ -89,11 +90,11 @@ class Transfer:
 
     @property
     def is_all_ready(self) -> bool:
-        """Whether the source, whose transfer this is, has no more parts to wait for."""
+        """Whether no further parts are to come, at the source."""
         return self.num_ready == len(self.parts)
 
     def step(self, cause: Cause) -> None:
-        """Change state. Whoever waits looks at the new one."""
+        """Change the state, and wake the process waiting for a change."""
         self._machine.move(cause)
         if self.waiter is not None:
             self.waiter.wake()

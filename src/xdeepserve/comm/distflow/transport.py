@@ -1,4 +1,4 @@
-"""What the endpoints of a DistFlow instance share: the backend, deadlines, spans in use, and inboxes."""
+"""Common parts of the endpoints of a DistFlow instance: backend, deadlines, spans in use, and inboxes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from xdeepserve.hw.queue import Queue
 
 @dataclass(frozen=True)
 class Transport:
-    """Moves copies by a backend, keeps spans that are in use apart, and knows how long a side waits."""
+    """Moves copies by a backend, keeps spans in use apart, and knows the deadlines of both sides."""
 
     pod: Pod
     backend: Backend
@@ -26,7 +26,8 @@ class Transport:
     inboxes: dict[str, Queue[Message]] = field(default_factory=dict)  # of the endpoints that are linked
 
     async def move(self, copies: Sequence[Copy], name: str) -> None:
-        """Let the backend move them. Whatever else it raises becomes a HardwareError that names it."""
+        """Let the backend move copies. Errors other than XDeepServeError become a HardwareError that names
+        the backend."""
         try:
             await self.backend.move(copies, name)
         except XDeepServeError:
@@ -36,7 +37,8 @@ class Transport:
             raise HardwareError(f"{name}: the backend '{self.backend.name}' failed: {what}") from error
 
     def claim(self, spans: Sequence[Span], who: str) -> None:
-        """All the bytes of `spans`, to be written: AddressError, and none, if others write or read one."""
+        """Claim all bytes of `spans` for writing. Raises AddressError, with none claimed, if another transfer
+        writes or reads one."""
         for done, span in enumerate(spans):
             try:
                 self.pod.memory(span.address.node).claims.take(span.address.offset, span.nbytes, who)
@@ -45,12 +47,13 @@ class Transport:
                 raise
 
     def release(self, spans: Sequence[Span]) -> None:
-        """Give back what `claim` has taken."""
+        """Give back spans taken by `claim`."""
         for span in spans:
             self.pod.memory(span.address.node).claims.release(span.address.offset)
 
     def share(self, spans: Sequence[Span], who: str) -> None:
-        """All the bytes of `spans`, to be read: AddressError, and none, if others are to write one."""
+        """Share all bytes of `spans` for reading. Raises AddressError, with none shared, if another transfer
+        will write one."""
         for done, span in enumerate(spans):
             try:
                 self.pod.memory(span.address.node).claims.share(span.address.offset, span.nbytes, who)
@@ -59,6 +62,6 @@ class Transport:
                 raise
 
     def unshare(self, spans: Sequence[Span], who: str) -> None:
-        """Give back what `share` has got."""
+        """Give back spans taken by `share`."""
         for span in spans:
             self.pod.memory(span.address.node).claims.unshare(span.address.offset, span.nbytes, who)

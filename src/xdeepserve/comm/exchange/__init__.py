@@ -1,1 +1,1 @@
-"""dispatch and combine by pull: the seven steps of XDS 3.2."""
+"""Dispatch and combine by pull: the seven steps of XDS 3.2."""

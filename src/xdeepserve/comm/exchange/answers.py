@@ -1,4 +1,4 @@
-"""How experts' answers travel: as float32, as bfloat16, or as INT8 with a scale of each row's own.
+"""Formats of experts' answers on their way: float32, bfloat16, or INT8 with a scale per row.
 
     float32   the fp32 recipe, in which nothing is rounded
     bf16      the int8 recipe: the answers' 14 KB of CloudMatrix 4.2.1
@@ -26,38 +26,38 @@ SCALE_NBYTES = 4
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """Rows of `hidden` elements."""
+    """Format of answer rows with `hidden` elements."""
 
     form: Literal["float32", "bf16", "int8"]
     hidden: int
 
     @classmethod
     def of(cls, hidden: int, quantize: bool, int8_answers: bool) -> AnswerFormat:
-        """The format of a layout that quantises tokens, and perhaps answers, or neither."""
+        """Return the format for a layout, by whether it quantises tokens and answers."""
         return cls("float32" if not quantize else "int8" if int8_answers else "bf16", hidden)
 
     @cached_property
     def dtype(self) -> np.dtype[np.generic]:
-        """An element of the payload."""
+        """Type of an element in the payload."""
         return np.dtype(DTYPES[self.form])
 
     @property
     def payload_at(self) -> int:
-        """Where in a row the payload begins."""
+        """Offset of the payload in a row (bytes)."""
         return SCALE_NBYTES if self.form == "int8" else 0
 
     @cached_property
     def nbytes(self) -> int:
-        """A row, without padding."""
+        """Size of a row without padding (bytes)."""
         return self.payload_at + self.hidden * self.dtype.itemsize
 
     @property
     def work(self) -> tuple[str, int]:
-        """What vector units do to answers before they leave, and operations for an element; 0: nothing."""
+        """Kernel name and operations per element for preparing answers on the vector units; 0 means none."""
         return {"float32": ("", 0), "bf16": ("to bf16", 1), "int8": ("quantise", 4)}[self.form]
 
     def pack(self, answers: Float32, row_nbytes: int, quantize: Quantize | None) -> npt.NDArray[np.uint8]:
-        """uint8 [N, row_nbytes] of answers [N, H], rounded and padded."""
+        """Pack answers [N, H] into rows, uint8 [N, row_nbytes], rounded and padded."""
         rows = np.zeros((len(answers), row_nbytes), np.uint8)
         payload: npt.NDArray[np.generic] = answers
         if self.form == "bf16":
@@ -70,7 +70,7 @@ class AnswerFormat:
         return rows
 
     def unpack(self, rows: npt.NDArray[np.uint8]) -> Float32:
-        """float32 [N, H] of rows [N, row_nbytes]."""
+        """Unpack rows [N, row_nbytes] to float32 [N, H]."""
         payload = np.ascontiguousarray(rows[:, self.payload_at : self.nbytes]).view(self.dtype)
         if self.form == "bf16":
             return from_bf16(payload)

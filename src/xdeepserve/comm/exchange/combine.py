@@ -1,4 +1,4 @@
-"""combine: experts' answers go back to where the tokens came from, by dispatch's seven steps (XDS 3.2)."""
+"""Combine: experts' answers go back to the tokens' ranks, by dispatch's seven steps (XDS 3.2)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xdeepserve.errors import ProtocolError
 
 
 async def combine(handle: Handle, boxes: Boxes, expert_out: Float32, event_id: int) -> Float32:
-    """Combine on one rank: answers [N, H] go back to their tokens' ranks. Returns float32 [T, K, H]."""
+    """Combine on a rank: answers [N, H] go back to their tokens' ranks. Returns float32 [T, K, H]."""
     means, steps, layout, received = handle.means, handle.steps, boxes.layout, boxes.received
     op, outbox, inbox = boxes.combine
     assert received is not None  # the phase says so
@@ -42,7 +42,8 @@ async def combine(handle: Handle, boxes: Boxes, expert_out: Float32, event_id: i
 
 
 async def load_answers(handle: Handle, op: str, layout: Layout, expert_out: Float32) -> Rows:
-    """Steps 1 and 2: the experts' answers in the unified buffers, in the rows in which they travel."""
+    """Steps 1 and 2: load the experts' answers into the unified buffers, as rows in the format in which they
+    travel."""
     die, means, steps = handle.die, handle.means, handle.steps
     # Step 1: a kernel is launched; MTE2 copies the experts' answers to the unified buffers.
     await die.clock.sleep(die.spec.kernel_ns(0, 0))
@@ -61,7 +62,8 @@ async def load_answers(handle: Handle, op: str, layout: Layout, expert_out: Floa
 
 
 def check_counts(op: str, rank: object, event_id: int, sent: Int64, answered: Int64) -> None:
-    """ProtocolError, naming the first peer, unless each answers as many rows as it was sent."""
+    """Check the numbers of answers: each peer must answer as many rows as it was sent. Raises ProtocolError,
+    naming the first that does not."""
     if not np.array_equal(answered, sent):
         peer = int((answered != sent).argmax())
         raise ProtocolError(

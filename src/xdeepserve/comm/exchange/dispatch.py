@@ -1,4 +1,4 @@
-"""dispatch: tokens go to the ranks of their top-k experts, pull based, in seven steps (XDS 3.2)."""
+"""Dispatch: tokens go to the ranks of their top-k experts, pull-based, in seven steps (XDS 3.2)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def dispatch(
     topk_idx: Int32,
     event_id: int,
 ) -> Received:
-    """Dispatch on one rank, in seven steps: x [T, H] goes to the ranks of its experts, topk_idx [T, K]."""
+    """Dispatch on a rank, in seven steps: x [T, H] goes to the ranks of its experts, topk_idx [T, K]."""
     die, means, steps, layout = handle.die, handle.means, handle.steps, boxes.layout
     op, outbox, inbox = boxes.dispatch
 
@@ -62,7 +62,8 @@ async def dispatch(
 async def load_tokens(
     handle: Handle, op: str, x: npt.NDArray[np.generic], scale: Float32 | None
 ) -> tuple[npt.NDArray[np.generic], Float32]:
-    """Steps 1 and 2: tokens in the unified buffers, quantised if they are to be and are not yet."""
+    """Steps 1 and 2: load tokens into the unified buffers, and quantise them if the layout wants it and they
+    are not yet."""
     die, means, steps = handle.die, handle.means, handle.steps
     # Step 1: a kernel is launched; MTE2 copies the tokens from the app area to the unified buffers.
     await die.clock.sleep(die.spec.kernel_ns(0, 0))

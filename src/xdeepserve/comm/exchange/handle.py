@@ -1,4 +1,4 @@
-"""XCCL: a rank's handle on the exchange of tokens between experts (XDS 3.2)."""
+"""XCCL: handle of a rank on the exchange of tokens between experts (XDS 3.2)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from xdeepserve.hw.memory import Region
 
 
 class Titles(NamedTuple):
-    """What traces and errors call the two operations, and the ranks."""
+    """Names of the two operations and of the ranks, in traces and errors."""
 
     dispatch: str = "dispatch"
     combine: str = "combine"
@@ -45,7 +45,7 @@ TITLES = Titles()
 
 
 class XCCL(Handle):
-    """Dispatch and combine of one rank. All ranks of the group run the same operations in the same order.
+    """Dispatch and combine of a rank. All ranks of the group run the same operations in the same order.
 
     `layout.plan` must have been called on the plans of all the group's dies. A group may be smaller than its
     layout: the survivors of a die that is lost make new handles, reset them and go on. `on_step(op, step)` is
@@ -96,7 +96,7 @@ class XCCL(Handle):
 
     @property
     def received(self) -> Received | None:
-        """What the last dispatch has brought here."""
+        """Token copies received in the last dispatch."""
         return self.boxes.received
 
     async def dispatch(
@@ -107,7 +107,8 @@ class XCCL(Handle):
         quantize: bool | None = None,
         scale: Float32 | None = None,
     ) -> Received:
-        """Send every token to the ranks of its experts; the token copies that came for this rank's experts.
+        """Send every token to the ranks of its experts; return the token copies that came for this rank's
+        experts.
 
         x: float32 [T, H], T may be 0. topk_idx: int32 [T, K], physical experts, all of a token different.
         event_id: from 1, greater than that of any earlier dispatch, and the same on all ranks.
@@ -128,7 +129,7 @@ class XCCL(Handle):
         )
 
     async def combine(self, expert_out: Float32, event_id: int) -> Float32:
-        """Send the experts' answers back to where the tokens came from.
+        """Send the experts' answers back to the ranks of their tokens.
 
         expert_out: float32 [N, H], one row for each received row, in that order.
         event_id: greater than that of any earlier combine; it may be the dispatch's.
@@ -151,16 +152,16 @@ class XCCL(Handle):
     # ---- for those who look on ----------------------------------------------------------------------
 
     def region(self, op: str, part: str) -> Region:
-        """One of this rank's regions: its fields, blocks or rows."""
+        """Return a region of the rank: fields, blocks or rows."""
         _, outbox, inbox = self._direction(op)
         return {"fields": inbox.region, "blocks": outbox.region, "rows": inbox.rows_region}[part]
 
     def block_offset(self, op: str, peer: int) -> int:
-        """Offset in this rank's memory of its block for `peer`."""
+        """Return the offset of the block for `peer`, in this rank's memory."""
         return self._direction(op).outbox.pointer(peer)
 
     def fields(self, op: str) -> list[Field]:
-        """What the peers' fields in this rank's memory say now."""
+        """Return the current contents of the peers' fields in this rank's memory."""
         return self._direction(op).inbox.fields()
 
     def _direction(self, op: str) -> Direction:

@@ -1,4 +1,4 @@
-"""The rows and buffers of dispatch and combine.
+"""Layout of rows and buffers for dispatch and combine.
 
 On each rank, with R ranks in the group:
 
@@ -40,7 +40,8 @@ HEADER_DTYPE = np.dtype([("expert_idx", "<i4"), ("token_idx", "<i4"), ("slot", "
 
 
 class Group(msgspec.Struct, frozen=True):
-    """Who exchanges tokens: `dies[rank]` is a rank's die, `expert_rank[e]` where physical expert e lives."""
+    """Ranks of an exchange of tokens: `dies[rank]` is a rank's die, `expert_rank[e]` the rank of physical
+    expert e."""
 
     dies: tuple[int, ...]
     expert_rank: tuple[int, ...]
@@ -62,7 +63,7 @@ class Group(msgspec.Struct, frozen=True):
 
 
 class Layout(msgspec.Struct, frozen=True, dict=True):
-    """Sizes in bytes for groups of one shape. All ranks of a group must use equal layouts.
+    """Sizes (bytes) for groups of one shape. All ranks of a group must use equal layouts.
 
     `max_tokens` is per rank and dispatch; `name` keeps several groups on one die apart.
     """
@@ -97,7 +98,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def rows_per_block(self) -> int:
-        """Most rows that one rank sends another: a token has at most one copy per expert there."""
+        """Largest number of rows from a rank to another: a token has at most one copy per expert there."""
         return self.max_tokens * min(self.top_k, self.max_experts_per_rank)
 
     @property
@@ -106,17 +107,17 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property  # each combine of each die asks, several times
     def answers(self) -> AnswerFormat:
-        """Combine rows up to their padding."""
+        """Format of combine rows, without their padding."""
         return AnswerFormat.of(self.hidden, self.quantize, self.int8_answers)
 
     @property
     def combine_payload(self) -> np.dtype[np.generic]:
-        """bfloat16 is kept as its 16 bits."""
+        """Type of an element in a combine row; bfloat16 is kept as its 16 bits."""
         return self.answers.dtype
 
     @property
     def dispatch_nbytes(self) -> int:
-        """Payload of a dispatch row."""
+        """Size of a dispatch row's payload (bytes)."""
         return self.hidden * self.dispatch_payload.itemsize
 
     @property
@@ -137,19 +138,19 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def dispatch(self) -> Blocks:
-        """Every rank writes, every rank reads."""
+        """Blocks of dispatch: every rank writes, every rank reads."""
         ranks, rows = self.num_ranks, self.rows_per_block
         return Blocks(f"{self.name}.dispatch", ranks, ranks, rows, self.dispatch_row, ranks * rows)
 
     @property
     def combine(self) -> Blocks:
-        """A rank gets at most one answer for each of its tokens' slots."""
+        """Blocks of combine: a rank gets at most one answer for each (token, slot)."""
         ranks, rows = self.num_ranks, self.rows_per_block
         max_answers = self.max_tokens * self.top_k
         return Blocks(f"{self.name}.combine", ranks, ranks, rows, self.combine_row, max_answers)
 
     def plan(self, memory: MemoryPlan) -> None:
-        """Reserve a rank's regions. OutOfMemoryError if the metadata area cannot take the fields."""
+        """Reserve a rank's regions. Raises OutOfMemoryError if the metadata area cannot take the fields."""
         for blocks in (self.dispatch, self.combine):
             blocks.plan_reader(memory)
             blocks.plan_writer(memory)

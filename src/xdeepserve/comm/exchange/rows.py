@@ -1,4 +1,5 @@
-"""Tokens and answers as rows of bytes: what dispatch, combine, A2E and E2A put into blocks and take out."""
+"""Rows of bytes for tokens and answers, as dispatch, combine, A2E and E2A put them into blocks and take them
+out."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ Rows: TypeAlias = npt.NDArray[np.uint8]
 
 
 def weighted_sum(slot_out: Float32, topk_weights: Float32) -> Float32:
-    """float32 [T, H] from [T, K, H] and [T, K]: slot by slot, one rounding per multiply and per add."""
+    """Sum [T, K, H] by weights [T, K] to float32 [T, H], slot by slot, with one rounding per multiply and per
+    add."""
     total = np.zeros((slot_out.shape[0], slot_out.shape[2]), np.float32)
     for slot in range(slot_out.shape[1]):
         total += slot_out[:, slot] * topk_weights[:, slot, None]
@@ -30,7 +32,7 @@ def weighted_sum(slot_out: Float32, topk_weights: Float32) -> Float32:
 
 
 class Received(NamedTuple):
-    """N token copies for this rank's experts: grouped by source rank, in it by (token, slot)."""
+    """Token copies for the experts of a rank: grouped by source rank, in it by (token, slot)."""
 
     payload: npt.NDArray[np.int8] | Float32  # [N, H]
     scale: Float32  # [N]; 1 if not quantised
@@ -44,7 +46,7 @@ class Received(NamedTuple):
 
 
 class TokenCopies(Protocol):
-    """N token copies that have come for a rank's experts, by pull or by push, in the order of that way."""
+    """Token copies received for a rank's experts, by pull or by push, in the order of that way."""
 
     @property
     def payload(self) -> npt.NDArray[np.int8] | Float32: ...  # [N, H]
@@ -59,7 +61,7 @@ class TokenCopies(Protocol):
 
 
 class SentRows(NamedTuple):
-    """What a rank sent, so that the answers find their places."""
+    """Order and counts of the rows sent, so that answers find their places."""
 
     order: Int64  # [N], the flat (token, slot) of each row sent
     counts: Int64  # [R], rows by destination
@@ -76,10 +78,10 @@ def pack_tokens(
     topk_idx: Int32,
     chosen: Int64 | None = None,
 ) -> tuple[Rows, SentRows]:
-    """One row per (token, slot), grouped by destination rank; in each group in the order (token, slot).
+    """Pack a row per (token, slot), grouped by destination rank; in each group in the order (token, slot).
 
     payload: [T, H] of the layout's dtype, scale [T], topk_idx [T, K]; `chosen`, if not all of them, are flat
-    (token, slot), ascending. AddressError if a block cannot hold it.
+    (token, slot), ascending. Raises AddressError if a block cannot hold its rows.
     """
     num_tokens, top_k = topk_idx.shape
     destination = expert_rank[topk_idx.reshape(-1)]
@@ -107,7 +109,7 @@ def pack_tokens(
 
 
 def unpack_tokens(layout: Layout, rows: Rows, counts: Int64) -> Received:
-    """Views of pulled rows; `counts` by source."""
+    """View pulled rows as token copies; `counts` says how many came from each source."""
     header = rows[:, :HEADER].view(HEADER_DTYPE)[:, 0]
     return Received(
         payload=rows[:, HEADER : HEADER + layout.dispatch_nbytes].view(layout.dispatch_payload),
@@ -120,7 +122,8 @@ def unpack_tokens(layout: Layout, rows: Rows, counts: Int64) -> Received:
 
 
 def unpack_answers(layout: Layout, rows: Rows, sent: SentRows) -> Float32:
-    """float32 [T, K, H]: row i answers the i-th row sent, and goes back to its (token, slot)."""
+    """Unpack answers to float32 [T, K, H]: row i answers the i-th row sent, and goes back to its (token,
+    slot)."""
     num_tokens, top_k = sent.shape
     result = np.empty((num_tokens * top_k, layout.hidden), np.float32)
     result[sent.order] = layout.answers.unpack(rows)
@@ -136,7 +139,8 @@ def check_tokens(
     topk_idx: npt.NDArray[np.generic],
     max_tokens: int | None = None,
 ) -> None:
-    """AddressError unless x [T, H], scale [T] (if x is quantised) and topk_idx [T, K] are what fits.
+    """Check x [T, H], scale [T] (if x is quantised) and topk_idx [T, K]. Raises AddressError if they do not
+    fit the layout.
 
     `max_tokens` is the layout's by default.
     """
@@ -166,7 +170,8 @@ def check_tokens(
 
 
 def check_scale(op: str, num_tokens: int, is_quantised: bool, scale: npt.NDArray[np.generic]) -> None:
-    """AddressError unless scale [T] is that of tokens which a layout that quantises takes as they are."""
+    """Check the scale [T] of quantised tokens; the layout must quantise. Raises AddressError if they do not
+    fit."""
     if not is_quantised:
         raise AddressError(f"{op}: quantised tokens need a layout with quantize=True")
     if scale.dtype != np.float32 or scale.shape != (num_tokens,):
@@ -174,8 +179,8 @@ def check_scale(op: str, num_tokens: int, is_quantised: bool, scale: npt.NDArray
 
 
 def check_received(op: str, rank: object, writers: Sequence[object], mine: Int64, received: Received) -> None:
-    """ProtocolError, naming the first writer, unless all rows are for `mine`, the rank's physical experts,
-    ascending."""
+    """Check the experts of received rows: all must be in `mine`, the rank's physical experts, ascending.
+    Raises ProtocolError, naming the first writer of others."""
     if not len(received):
         return
     found = received.expert_idx
@@ -195,7 +200,8 @@ def check_received(op: str, rank: object, writers: Sequence[object], mine: Int64
 def check_answers(
     op: str, layout: Layout, received: Sized | None, expert_out: npt.NDArray[np.generic]
 ) -> None:
-    """AddressError unless expert_out is contiguous float32 with a row for each received one."""
+    """Check the answers: expert_out must be contiguous float32 with a row for each received row. Raises
+    AddressError if not."""
     check_array(op, "expert_out", expert_out)
     expected = (len(received) if received is not None else 0, layout.hidden)
     if expert_out.dtype != np.float32 or expert_out.shape != expected or not expert_out.flags.c_contiguous:
@@ -207,7 +213,7 @@ def check_answers(
 
 
 class Direction(NamedTuple):
-    """Dispatch or combine at one rank: its name in traces and errors, and where rows go and come from."""
+    """Dispatch or combine at a rank: its name in traces and errors, with outbox and inbox."""
 
     op: str
     outbox: Outbox
@@ -216,7 +222,7 @@ class Direction(NamedTuple):
 
 @dataclass
 class Boxes:
-    """What the steps of dispatch and combine work on, beside the die."""
+    """State of dispatch and combine at a rank, beside the die."""
 
     layout: Layout
     expert_rank: Int64  # of each physical expert

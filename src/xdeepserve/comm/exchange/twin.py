@@ -1,4 +1,4 @@
-"""The byte twin of dispatch and combine, for dies that run in lockstep: every row and field, step by step.
+"""Byte twin of dispatch and combine, for dies in lockstep: every row and field, step by step.
 
 The stages of A2E and E2A between expert dies are the same. Padding is never written, so it stays zero.
 `s` has of `Layout`: hidden, copies (top_k), is_int8 (quantize), int8_answers, num_ranks, max_tokens;
@@ -73,7 +73,7 @@ def post_rows(s, ways, first, last, event, sent):
 
 @part
 def pull(rows, row_nbytes, max_rows, fields, ways, event, counts):
-    """Steps 5 to 7: every peer's rows for this rank, side by side; how many, or -fault.
+    """Steps 5 to 7: pull every peer's rows for this rank, side by side; return how many, or -fault.
 
     counts [R]: rows of each peer, written here.
     """
@@ -93,7 +93,7 @@ def pull(rows, row_nbytes, max_rows, fields, ways, event, counts):
 
 @part
 def answer_row(s, way, peer, i):
-    """Address of the i-th answer to a peer."""
+    """Return the address of the i-th answer to a peer."""
     return way[COMBINE_BLOCKS] + peer * s.combine_block + i * s.combine_nbytes
 
 
@@ -109,7 +109,8 @@ def write_answers(s, way, out, received):
 
 @part
 def post_answers(s, ways, first, last, event, received):
-    """Combine, step 4, of ranks [first, last): their fields at every peer. received [R, R]: rows from it."""
+    """Combine, step 4, of ranks [first, last): their fields at every peer. received [R, R]: rows from
+    each."""
     for peer in range(s.num_ranks):
         for x in range(first, last):
             pointer = ways[x, COMBINE_POINTER] + peer * s.combine_block
@@ -134,7 +135,7 @@ def pull_answers(s, way, ways, event, sent, answered):
 
 @part
 def load_answer(s, values, way, i):
-    """values float32 [hidden] = the i-th of the answers that were pulled."""
+    """Load the i-th pulled answer into values, float32 [hidden]."""
     unpack_answer(s, values, way[COMBINE_ROWS] + i * s.combine_nbytes)
 
 
@@ -143,7 +144,7 @@ def load_answer(s, values, way, i):
 
 @part
 def store_answer(s, row, at):
-    """The row of an answer, float32 [hidden] at another address; INT8 ones are another's."""
+    """Store an answer, float32 [hidden] at address `at`, as a row; INT8 answers are stored elsewhere."""
     if s.is_int8:
         round_at(row, at, s.hidden)
     else:
@@ -152,7 +153,7 @@ def store_answer(s, row, at):
 
 @part
 def unpack_answer(s, values, row):
-    """values float32 [hidden] = the answer in a row."""
+    """Unpack the answer in a row into values, float32 [hidden]."""
     if s.int8_answers:
         scale, payload = f32_flat(row, 1)[0], i8(row + SCALE_NBYTES, 1, s.hidden)
         for j in range(s.hidden):

@@ -1,4 +1,4 @@
-"""FusedCombine: answers are pushed to the tokens' origins, which sum them, in three steps (CM 4.2.1)."""
+"""FusedCombine: answers are pushed to the tokens' ranks, which sum them, in three steps (CM 4.2.1)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from xdeepserve.hw.clock import Waiting
 
 
 class Contributions:
-    """What looks at a rank's token flags mean. No bytes, no time.
+    """Interprets a rank's token flags, without bytes or time.
 
         bits of a flag              token
         some of the K missing       open
@@ -38,7 +38,7 @@ class Contributions:
         self.num_open = num_tokens
 
     def look(self, token: int, flag: int) -> None:
-        """Take note of a token's flag."""
+        """Take note of a token's flag. Raises ProtocolError if a key was answered twice."""
         before = self.flags[token]
         # Adding a bit that is set already clears it, with a carry.
         if before & ~flag or flag > self.full:
@@ -60,7 +60,7 @@ class Contributions:
 
     @property
     def awaited(self) -> tuple[int, ...]:
-        """Ranks that have not answered for some key."""
+        """Ranks with an answer still missing for some key."""
         return tuple(
             sorted(
                 {
@@ -82,7 +82,7 @@ async def fused_combine(
     topk_weights: Float32,
     shared: Float32 | None,
 ) -> Float32:
-    """FusedCombine on one rank: push answers [N, H] to their tokens' ranks; sum by topk_weights [T, K].
+    """FusedCombine on a rank: push answers [N, H] to their tokens' ranks; sum by topk_weights [T, K].
 
     `received` and `topk_idx` are of the dispatch before.
     """
@@ -169,7 +169,8 @@ async def _wait_for_answers(place: FusedPlace, topk_idx: npt.NDArray[np.int32], 
 
 
 def _sum(place: FusedPlace, topk_weights: Float32, shared: Float32 | None) -> Float32:
-    """Combine buffer -> [T, H]."""
+    """Sum the answers in the combine buffer by weight, then add the shared expert's output: float32 [T,
+    H]."""
     layout, memory = place.layout, place.die.memory
     num_tokens, top_k = topk_weights.shape
     messages = memory.view(place.region("combine"), np.uint8, (num_tokens * top_k, layout.combine_message))
@@ -190,7 +191,8 @@ def check_answers(
     topk_weights: Float32,
     shared: Float32 | None,
 ) -> None:
-    """AddressError unless expert_out [N, H] answers what came, and the others fit the `shape` [T, K]."""
+    """Check the answers: expert_out [N, H] must match the received rows, and the other arrays `shape` [T, K].
+    Raises AddressError if not."""
     op, hidden = place.titles.combine, place.layout.hidden
     _check(op, "expert_out", expert_out, (num_received, hidden))
     _check(op, "topk_weights", topk_weights, shape)

@@ -17,7 +17,7 @@ from xdeepserve.errors import AddressError, ProtocolError
 
 
 class FusedReceived(NamedTuple):
-    """N tokens for this rank's experts: grouped by expert, in it by source rank, in it by (slot, key)."""
+    """Tokens for the experts of a rank: grouped by expert, in it by source rank, in it by (slot, key)."""
 
     payload: npt.NDArray[np.int8] | npt.NDArray[np.float32]  # [N, H]
     scale: npt.NDArray[np.float32]  # [N]; 1 if not quantised
@@ -39,7 +39,7 @@ async def fused_dispatch(
     topk_idx: npt.NDArray[np.int32],
     event_id: int,
 ) -> FusedReceived:
-    """FusedDispatch on one rank: quantise x [T, H], push it to the ranks of its experts, topk_idx [T, K]."""
+    """FusedDispatch on a rank: quantise x [T, H], push it to the ranks of its experts, topk_idx [T, K]."""
     die, layout, spec, op = handle.die, place.layout, handle.die.spec, place.titles.dispatch
     await die.clock.sleep(spec.kernel_ns(0, 0))
 
@@ -106,7 +106,7 @@ def _messages(
     topk_idx: npt.NDArray[np.int32],
     order: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.uint8]:
-    """One message a (token, key), in `order`: uint8 [T * K, message]."""
+    """Build the messages, a message per (token, key), in `order`: uint8 [T * K, message]."""
     layout = place.layout
     payload = x
     if quantize is not None and scale is None:
@@ -127,7 +127,8 @@ def _messages(
 
 
 def _gather(place: FusedPlace, counts: npt.NDArray[np.int64]) -> FusedReceived:
-    """Dispatch buffer -> contiguous output. counts: [R, E], messages by source rank and local expert."""
+    """Gather the dispatch buffer into contiguous output. counts: [R, E], messages by source rank and local
+    expert."""
     layout, memory, op = place.layout, place.die.memory, place.titles.dispatch
     shape = (layout.num_ranks, layout.max_tokens, layout.dispatch_message)
     buffer = memory.view(place.region("dispatch"), np.uint8, shape)
@@ -174,8 +175,8 @@ def check_tokens(
     scale: npt.NDArray[np.generic] | None,
     topk_idx: npt.NDArray[np.generic],
 ) -> None:
-    """AddressError unless x [T, H], scale [T] (if x is quantised) and topk_idx [T, K] are what the layout
-    holds."""
+    """Check x [T, H], scale [T] (if x is quantised) and topk_idx [T, K]. Raises AddressError if they do not
+    fit the layout."""
     layout, op = place.layout, place.titles.dispatch
     for name, array in (("x", x), ("topk_idx", topk_idx)):
         check_array(op, name, array)

@@ -1,4 +1,4 @@
-"""FusedDispatch and FusedCombine: a rank's handle on the exchange that pushes (CM 4.2.1)."""
+"""FusedDispatch and FusedCombine: handle of a rank on the exchange by push (CM 4.2.1)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TITLES = Titles("fused dispatch", "fused combine")
 
 
 class FusedXCCL(Handle):
-    """FusedDispatch and FusedCombine of one rank. All ranks of the group run the same ones in the same order.
+    """FusedDispatch and FusedCombine of a rank. All ranks of the group run the same ones in the same order.
 
     `layout.plan` must have been called on the plans of all the group's dies. `on_step(op, step)` is called
     when one of an operator's three steps is complete; if it returns an awaitable, the operator pauses on it.
@@ -57,7 +57,7 @@ class FusedXCCL(Handle):
         return self.place.own_experts
 
     def region(self, part: str) -> Region:
-        """A region of this rank: flags, dispatch, output ..."""
+        """Return a region of the rank: flags, dispatch, output ..."""
         return self.place.region(part)
 
     async def dispatch(
@@ -67,7 +67,7 @@ class FusedXCCL(Handle):
         event_id: int,
         scale: Float32 | None = None,
     ) -> FusedReceived:
-        """Push every token to the ranks of its experts; the tokens that came for this rank's experts.
+        """Push every token to the ranks of its experts; return the tokens that came for this rank's experts.
 
         x: float32 [T, H], T from 0 to the layout's batch. topk_idx: int32 [T, K], physical experts, all of a
         token different. event_id: from 1, greater than that of any earlier dispatch, the same on all ranks.
@@ -90,7 +90,7 @@ class FusedXCCL(Handle):
     async def combine(
         self, expert_out: Float32, topk_weights: Float32, event_id: int, shared: Float32 | None = None
     ) -> Float32:
-        """Push the experts' answers to where the tokens came from; the own tokens, combined.
+        """Push the experts' answers to the ranks of their tokens; return the own tokens, combined.
 
         expert_out: float32 [N, H], one row for each received row, in that order. topk_weights: float32 [T, K]
         of the own tokens. shared: float32 [T, H], the shared expert's output, added last.

@@ -1,4 +1,4 @@
-"""Every offset and size of FusedDispatch and FusedCombine: flags, messages, preallocated buffers (CM 4.2.1).
+"""Offsets and sizes of FusedDispatch and FusedCombine: flags, messages, preallocated buffers (CM 4.2.1).
 
 On each rank, for R ranks, a batch of at most B tokens, K experts a token, E experts on a rank:
 
@@ -67,10 +67,11 @@ MESSAGE_ALIGNMENT = 512
 
 
 class FusedLayout(msgspec.Struct, frozen=True):
-    """Sizes in bytes. All ranks of a group must use equal layouts; `name` keeps two on one die apart.
+    """Sizes (bytes) of a fused exchange. All ranks of a group must use equal layouts; `name` keeps two on one
+    die apart.
 
-    `local_batch` is the most tokens of a rank. A group may have fewer ranks than `num_ranks`, so that the
-    survivors of a failure can go on in the same memory.
+    `local_batch` is the most tokens of a rank. A group may have fewer ranks than `num_ranks`: the survivors
+    of a failure can go on in the same memory.
     """
 
     num_ranks: int
@@ -106,7 +107,7 @@ class FusedLayout(msgspec.Struct, frozen=True):
         name: str = "fused",
         int8_answers: bool = False,
     ) -> FusedLayout:
-        """The smallest layout that serves `group`."""
+        """Make the smallest layout for `group`."""
         experts = max(1, group.max_experts_per_rank)
         return cls(group.num_ranks, local_batch, top_k, hidden, experts, quantize, name, int8_answers)
 
@@ -118,17 +119,17 @@ class FusedLayout(msgspec.Struct, frozen=True):
 
     @property
     def answers(self) -> AnswerFormat:
-        """Combine messages up to their padding."""
+        """Format of combine messages, without their padding."""
         return AnswerFormat.of(self.hidden, self.quantize, self.int8_answers)
 
     @property
     def combine_payload(self) -> np.dtype[np.generic]:
-        """bfloat16 is kept as its 16 bits."""
+        """Type of an element in a combine message; bfloat16 is kept as its 16 bits."""
         return self.answers.dtype
 
     @property
     def slot_offset(self) -> int:
-        """Where in a dispatch message its scale and routing stand."""
+        """Offset of scale and routing in a dispatch message (bytes)."""
         return padded(self.hidden * self.dispatch_payload.itemsize, self.alignment)
 
     @property
@@ -143,30 +144,30 @@ class FusedLayout(msgspec.Struct, frozen=True):
 
     @property
     def max_tokens(self) -> int:
-        """Equation (2): the most messages that a rank can have for one peer."""
+        """Equation (2): largest number of messages from a rank to a peer."""
         return self.local_batch * min(self.top_k, self.experts_per_rank)
 
     @property
     def dispatch_buffer(self) -> int:
-        """Equation (1)."""
+        """Size of the dispatch buffer (bytes), by equation (1)."""
         return self.num_ranks * self.max_tokens * self.dispatch_message
 
     @property
     def combine_buffer(self) -> int:
-        """Equation (1)."""
+        """Size of the combine buffer (bytes), by equation (1)."""
         return self.num_ranks * self.max_tokens * self.combine_message
 
     @property
     def capacity(self) -> int:
-        """The most tokens that a rank can receive."""
+        """Largest number of tokens received by a rank."""
         return self.num_ranks * self.max_tokens
 
     def dispatch_offset(self, source: int, index: int) -> int:
-        """Offset in the dispatch buffer of a source's message number `index`."""
+        """Return the offset in the dispatch buffer of a source's message number `index`."""
         return (source * self.max_tokens + index) * self.dispatch_message
 
     def combine_offset(self, batch_slot: int, key_offset: int) -> int:
-        """Offset in the combine buffer of the answer for a token's key."""
+        """Return the offset in the combine buffer of the answer for a token's key."""
         return (batch_slot * self.top_k + key_offset) * self.combine_message
 
     # ---- flags --------------------------------------------------------------------------------------
@@ -180,21 +181,21 @@ class FusedLayout(msgspec.Struct, frozen=True):
 
     @property
     def board(self) -> BoardLayout:
-        """The dispatch flags."""
+        """Layout of the board of dispatch flags."""
         return BoardLayout(self.flag_dtype, self.num_ranks)
 
     def token_flag_offset(self, batch_slot: int) -> int:
-        """Offset in the token flags of a token's."""
+        """Return the offset of a token's flag among the token flags."""
         return batch_slot * TOKEN_FLAG.itemsize
 
     def token_at(self, offset: int) -> int:
-        """The batch slot whose flag the byte at an offset in the token flags belongs to."""
+        """Return the batch slot to whose flag the byte at an offset in the token flags belongs."""
         return offset // TOKEN_FLAG.itemsize
 
     # ---- regions ------------------------------------------------------------------------------------
 
     def plan(self, memory: MemoryPlan) -> None:
-        """Reserve a rank's regions. OutOfMemoryError if the metadata area cannot take the flags."""
+        """Reserve a rank's regions. Raises OutOfMemoryError if the metadata area cannot take the flags."""
         memory.metadata.alloc(self.region("flags"), self.board.nbytes)
         memory.metadata.alloc(self.region("token_flags"), self.token_flag_offset(self.local_batch))
         memory.managed.alloc(self.region("dispatch"), self.dispatch_buffer, align=MESSAGE_ALIGNMENT)

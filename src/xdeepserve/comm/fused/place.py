@@ -1,4 +1,4 @@
-"""A rank's place in the group of a fused exchange: its experts, and where it and its peers keep what."""
+"""Place of a rank in the group of a fused exchange: its experts, and its and its peers' regions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from xdeepserve.hw.memory import Address, Region
 
 
 class FusedPlace:
-    """What FusedDispatch and FusedCombine know of the group, and the regions that they write."""
+    """Knowledge of the group behind FusedDispatch and FusedCombine, and the regions that they write."""
 
     def __init__(self, die: Die, rank: int, group: Group, layout: FusedLayout, titles: Titles) -> None:
         self.die, self.layout, self.titles = die, layout, titles
@@ -24,7 +24,7 @@ class FusedPlace:
         self.board = Board(die, group.dies, layout.region("flags"), layout.board)
 
     def join(self, rank: int, group: Group) -> None:
-        """Be `rank` of a group. DeploymentError if the layout has no room for the group."""
+        """Become `rank` of a group. Raises DeploymentError if the layout has no room for the group."""
         layout, die = self.layout, self.die.index
         check_rank(die, rank, group.dies, where="the group of dies")
         if group.num_ranks > layout.num_ranks or group.max_experts_per_rank > layout.experts_per_rank:
@@ -42,12 +42,12 @@ class FusedPlace:
             self.local_idx[mine] = np.arange(mine.sum())
 
     def crossing(self, counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Dies and the number of messages for each, of those that get any; counts: [R]."""
+        """Return the receiving dies, and the number of messages for each; counts: [R]."""
         gets = counts > 0
         return np.asarray(self.group.dies, np.int64)[gets], counts[gets]
 
     def region(self, part: str, die: int | None = None) -> Region:
-        """A region of this rank, or of another die of the group: flags, dispatch, output ..."""
+        """Return a region of the rank, or of another die of the group: flags, dispatch, output ..."""
         memory = self.die.fabric.memories[self.die.index if die is None else die]
         name = self.layout.region(part)
         for area in (memory.metadata, memory.managed, memory.app):
@@ -56,11 +56,11 @@ class FusedPlace:
         raise DeploymentError(f"die {memory.node} has not planned the fused layout '{self.layout.name}'")
 
     def answer_address(self, source_rank: int, batch_slot: int, key_offset: int) -> Address:
-        """Where the answer to a received token goes: computed from what the token brought along."""
+        """Compute the address for the answer to a received token, from the routing that came with it."""
         block = self.region("combine", self.group.dies[source_rank]).address
         return block.plus(self.layout.combine_offset(batch_slot, key_offset))
 
     def clear_token_flags(self) -> None:
-        """Forget which own tokens have been answered."""
+        """Clear the token flags, so that all own tokens are unanswered again."""
         region = self.region("token_flags")
         self.die.memory.write(region.offset, bytes(region.nbytes))

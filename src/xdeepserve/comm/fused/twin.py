@@ -1,4 +1,4 @@
-"""The byte twin of FusedDispatch and FusedCombine, for dies that run in lockstep: every message and flag.
+"""Byte twin of FusedDispatch and FusedCombine, for dies in lockstep: every message and flag.
 
     push_tokens     FusedDispatch 1-2   messages into the peers' buffers, and a flag at every peer
     gather_tokens   FusedDispatch 3     the messages that came, contiguous and by expert
@@ -62,13 +62,14 @@ def push_tokens(s, x, ends, expert_rank, local_idx, event, which, num_tokens, to
 
 @part
 def _flag(s, end, which, peer):
-    """Address of a peer's dispatch flag."""
+    """Return the address of a peer's dispatch flag."""
     return end[FLAGS] + (which * s.num_ranks + peer) * s.flag_nbytes
 
 
 @array_part
 def gather_tokens(s, x, end, expert_rank, local_idx, event, which, received):
-    """FusedDispatch, step 3, of rank x: how many messages have come, or -fault. received [R]: from each."""
+    """FusedDispatch, step 3, of rank x: return the number of messages received, or -fault. received [R]: from
+    each."""
     at = np.zeros(s.held, np.int64)
     for peer in range(s.num_ranks):
         flag = _flag(s, end, which, peer)
@@ -110,14 +111,14 @@ def gather_tokens(s, x, end, expert_rank, local_idx, event, which, received):
 
 @part
 def _origin(ends, end, i):
-    """The origin of a rank's i-th message, as its row in `ends`, the token there, and its key."""
+    """Return the origin of a rank's i-th message: its row in `ends`, the token there, and its key."""
     slot = i32_flat(end[OUTPUT_SLOTS] + i * SLOT_NBYTES, SLOT_WORDS)
     return ends[slot[SOURCE_RANK]], np.int64(slot[BATCH_SLOT]), np.int64(slot[KEY_OFFSET])
 
 
 @part
 def answer_message(s, ends, end, i):
-    """Address of the answer to a rank's i-th message, at its origin."""
+    """Return the address of the answer to a rank's i-th message, at its origin."""
     origin, token, key = _origin(ends, end, i)
     return origin[COMBINE] + (token * s.copies + key) * s.combine_nbytes
 

@@ -1,1 +1,1 @@
-"""send and receive between any two ranks: the eight steps of XDS 3.1."""
+"""Send and receive between any two ranks: the eight steps of XDS 3.1."""

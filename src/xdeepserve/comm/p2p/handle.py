@@ -1,4 +1,4 @@
-"""send and receive between any two ranks, in eight steps (XDS 3.1): the handle that an engine holds."""
+"""Send and receive between any two ranks, in eight steps (XDS 3.1): the handle for an engine."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ DEFAULT_CORES = 2
 
 
 class By(TypedDict, total=False):
-    """What carries one end of a message."""
+    """Cores and engine for an end of a message."""
 
     cores: int  # AIV cores; DEFAULT_CORES if not given
     engine: Engine  # "mte" if not given
 
 
 class PointToPoint:
-    """One rank's end of send and receive with all the ranks of a group.
+    """Send and receive of a rank with all the ranks of a group.
 
     `layout.plan` must have been called on the plans of all `dies`. `timeout_ns` is how long, in virtual time,
     a transfer waits for its peer each time. `on_step(op, step)` is called when a step of the paper's eight is
@@ -72,7 +72,7 @@ class PointToPoint:
     async def send(
         self, src: int, nbytes: int, peer: int, event_id: int, *, zero_copy: bool = False, **by: Unpack[By]
     ) -> None:
-        """Send `nbytes` from offset `src` of the own app area; returns when `peer` has acknowledged them.
+        """Send `nbytes` from offset `src` of the own app area; return when `peer` has acknowledged them.
 
         `event_id` is from 1, greater than any before to this peer, and the receiver's too. With the engine
         "mte" the bytes go through the unified buffers of `cores` AIV cores into the peer's ring; "dma" and
@@ -86,7 +86,7 @@ class PointToPoint:
     async def send_async(
         self, src: int, nbytes: int, peer: int, event_id: int, *, zero_copy: bool = False, **by: Unpack[By]
     ) -> Sending:
-        """Send without polling for the ack: `await result.look()` looks whether it is there.
+        """Send without polling for the ack: `await result.look()` tells whether it is there.
 
         The bytes must not change before. AddressError for a message that is larger than the ring, since a
         kernel that does not poll cannot wait for room.
@@ -114,7 +114,8 @@ class PointToPoint:
     async def receive_async(
         self, dst: int, nbytes: int, peer: int, event_id: int, **by: Unpack[By]
     ) -> Receiving:
-        """Begin to receive and return at once: `await result.look()` copies what has arrived since."""
+        """Begin to receive and return at once: `await result.look()` copies the chunks that have arrived
+        since."""
         receiving = self._receive(self._checked("receive", dst, nbytes, peer, event_id, **by))
         await receiving.run(receiving.stream.open)
         return receiving
@@ -122,9 +123,9 @@ class PointToPoint:
     async def send_pieces(
         self, pieces: Sequence[tuple[int, int]], peer: int, event_id: int, **by: Unpack[By]
     ) -> None:
-        """`send` pieces of the app area, offset and size, as one message: say the KV blocks of a sequence.
+        """Send pieces of the app area (offset, size) as one message, such as the KV blocks of a sequence.
 
-        That nobody writes them meanwhile is the caller's affair, who has shared them (`hw.claims`).
+        The caller has shared them (`hw.claims`), so that nothing overwrites them meanwhile.
         """
         sending = self._send(self._checked_pieces("send", pieces, peer, event_id, **by), False)
         await sending.run(sending.write, sending.wait_for_ack)
@@ -132,16 +133,15 @@ class PointToPoint:
     async def receive_pieces(
         self, pieces: Sequence[tuple[int, int]], peer: int, event_id: int, **by: Unpack[By]
     ) -> None:
-        """`receive` into pieces, which the caller has claimed; the sender's may be cut otherwise."""
+        """Receive into pieces claimed by the caller; the sender's pieces may be cut differently."""
         receiving = self._receive(self._checked_pieces("receive", pieces, peer, event_id, **by))
         await receiving.run(receiving.copy_all)
 
     def reset(self, peer: int) -> None:
         """Forget failed or unfinished transfers with `peer`, which must do the same.
 
-        What a failed or cancelled call had on its way moves no more, so it cannot harm the next.
-
-        Neither may be in a call for the other; both go on with event IDs that none has used.
+        A failed or cancelled call moves no more bytes, so it cannot harm the next. Neither rank may be in a
+        call for the other; both go on with event IDs that none has used.
         """
         peer = self._check_peer("reset", peer)
         told_in: dict[PairOp, Region] = {"send": self.memory.acks, "receive": self.memory.tails}
@@ -160,7 +160,7 @@ class PointToPoint:
         return Receiving(self.memory, self.steps, self.timeout_ns, self._begin("receive", ask), ask)
 
     def _begin(self, op: PairOp, ask: Ask) -> PairEnd:
-        """Claim the buffer of a transfer, unless the caller has, and start the pair."""
+        """Claim the buffer of a transfer, unless the caller has done so, and start the pair."""
         end = self.sides[op][ask.peer]
         buffer = (0, 0) if ask.is_claimed else ask.cargo.pieces[0]
         self.memory.claim(op, ask.peer, *buffer)
@@ -217,7 +217,7 @@ class PointToPoint:
         return Ask(cargo, peer, event_id, cores, engine, is_claimed=True)
 
     def _check_call(self, op: str, peer: int, event_id: int, cores: int, engine: str) -> tuple[int, int, int]:
-        """Cores, peer and event ID in Python's numbers."""
+        """Check a call's arguments; return cores, peer and event ID as Python's numbers."""
         cores, peer = integer(op, "cores", cores), self._check_peer(op, peer)
         event_id = check_event_id(op, self.rank, event_id)
         if not 1 <= cores <= self.layout.num_cores:
@@ -227,7 +227,7 @@ class PointToPoint:
         return cores, peer, event_id
 
     def _check_place(self, op: str, offset: int, nbytes: int) -> None:
-        """AddressError unless that many aligned bytes of the app area are there."""
+        """Check a range of the app area: in bounds, aligned, not too large. Raises AddressError if not."""
         app = self.die.memory.app
         if not 0 <= nbytes <= MAX_MESSAGE:
             raise AddressError(f"{op}: a message has 0..{MAX_MESSAGE} bytes, not {nbytes}")

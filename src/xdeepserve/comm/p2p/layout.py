@@ -1,4 +1,4 @@
-"""The fields and ring buffers of send and receive (XDS 3.1).
+"""Layout of fields and ring buffers for send and receive (XDS 3.1).
 
 On each rank, with R ranks and C AIV cores:
 
@@ -41,7 +41,7 @@ class Mode(enum.IntEnum):
 
 
 class RingField(NamedTuple):
-    """What one core of a peer has last told."""
+    """Field of send and receive: the latest word of a peer's core."""
 
     event_id: int
     chunk_id: int
@@ -52,24 +52,25 @@ class RingField(NamedTuple):
 
     @classmethod
     def unpack_all(cls, raw: bytes | memoryview) -> list[RingField]:
-        """Fields side by side, as they are in memory."""
+        """Unpack fields from memory, where they lie side by side."""
         return [cls(*values) for values in RING_FIELD.iter_unpack(raw)]
 
 
 def last_chunks(base: int, first: int, stop: int, num_cores: int) -> list[tuple[int, int, int]]:
-    """What fields say of a message's chunks [first, stop), chunk i through core i mod num_cores, the message
-    being at ring position `base`: (core, chunk ID, pointer) of each core concerned, cores ascending."""
+    """Compute the fields after a message's chunks [first, stop), with chunk i through core i mod num_cores.
+    Returns (core, chunk ID, pointer) of each core concerned, cores ascending, for a message at ring position
+    `base`."""
     chunks = range(max(first, stop - num_cores), stop)
     return sorted((chunk % num_cores, chunk + 1, base + chunk + 1) for chunk in chunks)
 
 
 class RingLayout(msgspec.Struct, frozen=True):
-    """Sizes in bytes. All ranks of a group must use equal layouts; `name` keeps several on one die apart.
+    """Sizes (bytes) of rings and fields. All ranks of a group must use equal layouts; `name` keeps several on
+    one die apart.
 
-    The geometry is by default that of the parameter table, `hw.spec`. `num_slots` bounds what is on its way:
-    a ring that is too small for the round trip slows a transfer down. Where each byte of the app area stands
-    for `weight` bytes, in runs that only take time, messages have fields and chunks as ever, and rings are
-    empty.
+    The geometry is by default that of the parameter table, `hw.spec`. `num_slots` bounds the bytes under way:
+    a ring that is too small for the round trip slows a transfer down. In runs that only take time, each byte
+    of the app area stands for `weight` bytes: messages have the usual fields and chunks, and rings are empty.
     """
 
     num_ranks: int
@@ -99,28 +100,29 @@ class RingLayout(msgspec.Struct, frozen=True):
         return f"{self.name}.{part}"
 
     def plan(self, memory: MemoryPlan) -> None:
-        """Reserve a rank's regions. OutOfMemoryError if the metadata area cannot take the fields."""
+        """Reserve a rank's regions. Raises OutOfMemoryError if the metadata area cannot take the fields."""
         for part, nbytes in self.region_nbytes.items():
             (memory.managed if part == "rings" else memory.metadata).alloc(self.region(part), nbytes)
 
     @property
     def region_nbytes(self) -> dict[str, int]:
-        """Sizes of the regions."""
+        """Sizes of the regions (bytes), by part."""
         fields = self.num_ranks * self.num_cores * RING_FIELD.size
         rings = self.num_ranks * self.ring_nbytes if self.has_bytes else 0
         return {"tails": fields, "acks": fields, "rings": rings}
 
     @property
     def has_bytes(self) -> bool:
-        """Whether bytes go through the rings."""
+        """Whether bytes really go through the rings."""
         return self.weight == 1.0
 
     def field(self, peer: int, core: int) -> int:
-        """Offset of a field in the tails or acks."""
+        """Return the offset of a field in the tails or acks."""
         return (peer * self.num_cores + core) * RING_FIELD.size
 
     def slots(self, peer: int, position: int, nbytes: int) -> list[tuple[int, int]]:
-        """Where bytes from a ring position on lie: (offset in the rings, size), in one or two pieces."""
+        """Return the pieces (offset in the rings, size) that hold `nbytes` from a ring position on: one, or
+        two at the wrap."""
         start = position % self.num_slots * self.slot_nbytes
         first = min(nbytes, self.ring_nbytes - start)
         base = peer * self.ring_nbytes

@@ -1,4 +1,4 @@
-"""What a send and a receive have in common: a transfer that is under way."""
+"""Common parts of a send and a receive: a transfer that is under way."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Piece = tuple[Address, int]
 class Cargo:
     """Pieces (offset, size) of a rank's app area, in order: gathered by its send, filled by its receive.
 
-    With a `weight` other than 1 each of their bytes stands for so many, and none moves: where in memory such
-    a byte would lie nobody knows, so it is said to be at offset 0.
+    With a `weight` other than 1, each byte stands for that many and none moves: such bytes have no place in
+    memory, so their offset is given as 0.
     """
 
     def __init__(self, node: int, pieces: Sequence[tuple[int, int]], weight: float = 1.0) -> None:
@@ -37,11 +37,11 @@ class Cargo:
 
     @property
     def offset(self) -> int:
-        """Where in the app area the first piece begins."""
+        """Offset in the app area at which the first piece begins."""
         return self.pieces[0][0]
 
     def part(self, start: int, nbytes: int) -> list[Piece]:
-        """Where `nbytes` of the message from `start` on lie."""
+        """Return the pieces with `nbytes` of the message from `start` on."""
         if not nbytes:
             return [(Address(self.node, self.offset), 0)]
         if not self._moves:
@@ -57,7 +57,7 @@ class Cargo:
 
 
 def copies(src: Sequence[Piece], dst: Sequence[Piece]) -> list[Copy]:
-    """What carries `src`, in order, to `dst`, in order; both have as many bytes."""
+    """List the copies from `src`, in order, to `dst`, in order; both have as many bytes."""
     found, sources, targets = [], list(reversed(src)), list(reversed(dst))
     while sources and targets:
         (source, left), (target, room) = sources.pop(), targets.pop()
@@ -74,7 +74,7 @@ Engine: TypeAlias = Literal["mte", "dma", "urma"]
 
 
 class Ask(NamedTuple):
-    """A call's arguments, checked, all numbers Python's."""
+    """Arguments of a call, checked, with all numbers Python's."""
 
     cargo: Cargo
     peer: int
@@ -85,7 +85,7 @@ class Ask(NamedTuple):
 
 
 class MessageEnd(abc.ABC):
-    """One message, seen from one end. `progress` is what the peer's fields have said about it."""
+    """A message as seen from an end. `progress` holds the peer's reports about it."""
 
     op: PairOp
     area: Region  # where the peer's fields are
@@ -104,7 +104,7 @@ class MessageEnd(abc.ABC):
         self._is_looking = False
 
     async def run(self, *parts: Callable[[], Awaitable[None]]) -> None:
-        """Run parts of the protocol. An error fails the pair and gives the buffer back."""
+        """Run parts of the protocol. After an error the pair is failed and the buffer given back."""
         try:
             for part in parts:
                 await part()
@@ -120,18 +120,19 @@ class MessageEnd(abc.ABC):
 
     @property
     def is_current(self) -> bool:
-        """Whether the pair is at this transfer: it has not been reset, nor begun another, since."""
+        """Whether the pair still works on this transfer: not reset, and no other begun since."""
         return self.side.transfer == self.event_id
 
     @abc.abstractmethod
     async def step(self) -> None:
-        """What one look may bring forward."""
+        """Advance the transfer as far as possible by a single look."""
 
     async def look(self) -> bool:
-        """One look at the local metadata, for asynchronous transfers: is the transfer complete?
+        """Look at the local metadata once, for asynchronous transfers; return whether the transfer is
+        complete.
 
         Raises ProtocolError if the peer did something else, or if the pair has been reset since; after an
-        error, that error again. One look at a time: ProtocolError for a second meanwhile.
+        error, that error again. A second look meanwhile raises ProtocolError.
         """
         if self._is_looking:
             raise ProtocolError(
@@ -166,21 +167,23 @@ class MessageEnd(abc.ABC):
 
     @property
     def num_fields(self) -> int:
-        """How many cores' fields matter: only the first is known to be used before the peer has told."""
+        """Number of cores with fields to look at. Before the peer has reported, only the first is known to be
+        used."""
         return self.progress.num_cores if self.progress is not None else 1
 
     def see(self, core: int, field: RingField) -> None:
-        """Take note of a field."""
+        """Take note of a core's field."""
         assert self.progress is not None
         self.progress.look(core, field)
 
     def look_at_fields(self) -> None:
-        """Look at all fields that matter. Costs nothing: cores look while their engines move bytes."""
+        """Look at all relevant fields. This costs no time, because cores look while their engines move
+        bytes."""
         for core, field in enumerate(self.memory.fields(self.area.offset, self.peer, self.num_fields)):
             self.see(core, field)
 
     async def wait_until(self, is_over: Callable[[], object], what: str, expected: object) -> None:
-        """Poll the peer's fields until `is_over`, at most for the timeout of the handle."""
+        """Poll the peer's fields until `is_over`, for at most the timeout of the handle."""
         self.look_at_fields()
         if is_over():
             return
@@ -206,7 +209,8 @@ class MessageEnd(abc.ABC):
     def flags(
         self, area: list[int], first: int, stop: int, num_cores: int, mode: Mode, pointer: int | None = None
     ) -> list[tuple[Address, bytes]]:
-        """Fields that tell the peer of chunks [first, stop): for each core concerned its last chunk."""
+        """Make the fields for telling the peer of chunks [first, stop): for each core concerned, its last
+        chunk."""
         flags: list[tuple[Address, bytes]] = []
         for core, chunk_id, position in last_chunks(self.base, first, stop, num_cores):
             where = position if pointer is None else pointer
@@ -221,7 +225,7 @@ class MessageEnd(abc.ABC):
 
 
 def _joined(flags: list[tuple[Address, bytes]]) -> list[tuple[Address, bytes]]:
-    """Neighbouring fields as one piece: the cores store side by side."""
+    """Join neighbouring fields into single pieces, because the cores store side by side."""
     joined: list[tuple[Address, bytes]] = []
     for address, raw in flags:
         if joined and joined[-1][0].plus(len(joined[-1][1])) == address:

@@ -1,4 +1,4 @@
-"""The receive kernel: steps 5 to 7 of XDS 3.1."""
+"""Receive kernel: steps 5 to 7 of XDS 3.1."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from xdeepserve.hw.memory import Address
 
 
 class Receiving(MessageEnd):
-    """A message on its way in. `look` copies what has arrived and says whether that was all."""
+    """Incoming message. `look` copies the chunks that have arrived and says whether the message is
+    complete."""
 
     op = "receive"
 
@@ -27,7 +28,7 @@ class Receiving(MessageEnd):
         self.num_copied = 0
 
     async def copy_all(self) -> None:
-        """Steps 5 to 7, until the last chunk is acknowledged."""
+        """Run steps 5 to 7 until the last chunk is acknowledged."""
         await self.stream.open()
         while not self.is_complete:
             await self.wait_until(
@@ -36,7 +37,7 @@ class Receiving(MessageEnd):
             await self.step()
 
     async def step(self) -> None:
-        """Copy and acknowledge what is there."""
+        """Copy and acknowledge all chunks that have arrived."""
         self.look_at_fields()
         if self.num_arrived == self.num_copied:
             return
@@ -81,7 +82,8 @@ class Receiving(MessageEnd):
         super().see(core, field)
 
     def _check_field(self, field: RingField) -> None:
-        """FieldError for a mode that does not exist, or zero-copy bytes outside the peer's app area."""
+        """Check a field's mode, and for zero copy its range in the peer's app area. Raises FieldError if one
+        is impossible."""
         where = f"receive: rank {self.memory.rank}: the field of peer {self.peer}, core 0,"
         if field.mode not in (Mode.RING, Mode.ZERO_COPY):
             message = f"{where} says mode {field.mode}: there are 0 (ring) and 1 (zero copy)"
@@ -97,7 +99,7 @@ class Receiving(MessageEnd):
                 raise self._error_in("pointer", f"{app.base}..{app.end}", start, message)
 
     def _error_in(self, field: str, expected: object, seen: object, message: str) -> FieldError:
-        """What is wrong with the tail of core 0."""
+        """Make the error about a wrong value in the tail of core 0."""
         at: dict[str, Any] = {"op": self.op, "rank": self.memory.rank, "peer": self.peer}
         return FieldError(message, **at, field=f"tail {field}, core 0", expected=expected, seen=seen)
 
@@ -141,7 +143,7 @@ class Receiving(MessageEnd):
                 await self.stream.copy(part, cores)
 
     def _pieces(self, first: int, stop: int) -> list[Copy]:
-        """Chunks [first, stop), from where they are to the app area."""
+        """List the copies of chunks [first, stop) from ring or sender to the app area."""
         if self.mode is Mode.ZERO_COPY:
             src = Address(self.memory.dies[self.peer], self.pointer)
             return copies([(src, self.nbytes)], self.cargo.part(0, self.nbytes))

@@ -1,4 +1,4 @@
-"""What one rank has of rings and fields, where those of its peers lie, and which buffers are in use."""
+"""Rings and fields of a rank, the places of its peers', and the buffers in use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PairOp: TypeAlias = Literal["send", "receive"]
 
 
 class RingMemory:
-    """The memory of send and receive, as one rank sees it.
+    """Memory of send and receive, as a rank sees it.
 
     `layout.plan` must have been called on the plans of all `dies`. `in_use` has the offset and size of the
     app area's buffers of transfers under way, by operation and peer.
@@ -36,32 +36,34 @@ class RingMemory:
         self.in_use: dict[tuple[PairOp, int], tuple[int, int]] = {}
 
     def fields(self, area: int, peer: int, num_cores: int) -> list[RingField]:
-        """What the first cores of `peer` have told, in the tails or acks at offset `area` of this rank."""
+        """Return the fields of the first cores of `peer`, in the tails or acks at offset `area` of this
+        rank."""
         raw = self.die.memory.read(area + self.layout.field(peer, 0), num_cores * RING_FIELD.size)
         return RingField.unpack_all(raw)
 
     def peer_field(self, area: list[int], peer: int, core: int) -> Address:
-        """This rank's field in a peer's tails or acks."""
+        """Return the address, in a peer's tails or acks, of the field for this rank."""
         return Address(self.dies[peer], area[peer] + self.layout.field(self.rank, core))
 
     # ---- buffers ------------------------------------------------------------------------------------
 
     def claim(self, op: PairOp, peer: int, start: int, nbytes: int) -> None:
-        """Keep a buffer for a transfer. AddressError if others use it, also through another handle."""
+        """Reserve a buffer for a transfer. Raises AddressError if another transfer uses it, even through
+        another handle."""
         if nbytes and op == "send":
             self.die.memory.claims.share(start, nbytes, self._reader(peer))
         elif nbytes:
             self.die.memory.claims.take(start, nbytes, f"receive of rank {self.rank} from {peer}")
 
     def unclaim(self, op: PairOp, peer: int, start: int, nbytes: int) -> None:
-        """Give back what `claim` has kept."""
+        """Give back a buffer reserved by `claim`."""
         if nbytes and op == "send":
             self.die.memory.claims.unshare(start, nbytes, self._reader(peer))
         elif nbytes:
             self.die.memory.claims.release(start)
 
     def release(self, op: PairOp, peer: int) -> None:
-        """The transfer with this peer, if there is one, no longer needs its buffer."""
+        """Give back the buffer of the transfer with a peer, if there is any."""
         if (use := self.in_use.pop((op, peer), None)) is not None:
             self.unclaim(op, peer, *use)
 
@@ -69,7 +71,8 @@ class RingMemory:
         return f"send of rank {self.rank} to {peer}"
 
     def _check_peers(self) -> None:
-        """DeploymentError unless all dies have planned regions of this layout's sizes."""
+        """Check the plans of all dies: they must have regions of this layout's sizes. Raises DeploymentError
+        if not."""
         for peer, die in enumerate(self.dies):
             memory = self.die.fabric.memories[die]
             for part, nbytes in self.layout.region_nbytes.items():

@@ -1,4 +1,4 @@
-"""The rules of send and receive as tables (XDS 3.1), without bytes, time or I/O.
+"""Rules of send and receive as tables (XDS 3.1), without bytes, time or I/O.
 
 `SEND` and `RECEIVE` are the two ends of an ordered pair of ranks, with the paper's eight steps. A transition
 that is not in a table is a ProtocolError. `Progress` is what the AIV cores' fields say during a transfer.
@@ -58,7 +58,8 @@ RECEIVE = {
 
 
 class PairEnd(Machine[PairState, Move]):
-    """One end of an ordered pair: its state, the newest event ID and the ring position that follows."""
+    """An end of an ordered pair of ranks: its state, the newest event ID and the ring position that
+    follows."""
 
     def __init__(self, table: dict[tuple[PairState, Move], PairState], op: str, rank: int, peer: int) -> None:
         wording = f"{{who}} cannot {{event}} with peer {peer} while {{state}}"
@@ -70,7 +71,7 @@ class PairEnd(Machine[PairState, Move]):
         self.transfer = 0  # event ID of the transfer that is under way or was the last; 0 after a reset
 
     def start(self, event_id: int) -> None:
-        """Begin a transfer."""
+        """Begin a transfer under an event ID."""
         check_later(self.who, event_id, self.last_event_id, f" for peer {self.peer}")
         self.move(Move.START)
         self.event_before, self.last_event_id, self.transfer = self.last_event_id, event_id, event_id
@@ -84,7 +85,7 @@ class PairEnd(Machine[PairState, Move]):
 
 
 class Progress:
-    """How far each of a peer's AIV cores has come in one transfer, according to their fields."""
+    """Progress of each of a peer's AIV cores in a transfer, according to their fields."""
 
     def __init__(
         self, side: PairEnd, event_id: int, event_before: int, num_chunks: int, nbytes: int, num_cores: int
@@ -96,7 +97,7 @@ class Progress:
         self.next = 0  # all chunks before this one are done
 
     def look(self, core: int, field: RingField) -> None:
-        """Take note of a field. FieldError, naming what is expected and what is there, if it cannot be."""
+        """Take note of a field. Raises FieldError, naming expected and found values, if it is impossible."""
         if field.event_id != self.event_id and field.event_id <= self.event_before:
             return  # left by an earlier transfer
         where = f"{self.side.op}: rank {self.side.rank} expects"

@@ -1,4 +1,4 @@
-"""The send kernel: steps 1 to 4 and 8 of XDS 3.1."""
+"""Send kernel: steps 1 to 4 and 8 of XDS 3.1."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from xdeepserve.hw.memory import Address
 
 
 class Sending(MessageEnd):
-    """A message on its way out. `look` says whether the peer has acknowledged all of it."""
+    """Outgoing message. `look` says whether the peer has acknowledged all of it."""
 
     op = "send"
 
@@ -33,7 +33,7 @@ class Sending(MessageEnd):
         )
 
     async def write(self) -> None:
-        """Steps 1 to 3: chunk by chunk, as slots of the peer's ring become free."""
+        """Run steps 1 to 3: chunk by chunk, as slots of the peer's ring become free."""
         memory, layout = self.memory, self.layout
         await self.stream.open()
         if self.mode is Mode.ZERO_COPY:
@@ -73,7 +73,7 @@ class Sending(MessageEnd):
         self.side.move(Move.WRITTEN)
 
     async def wait_for_ack(self) -> None:
-        """Steps 4 and 8: poll the own metadata for the ack of the last chunk."""
+        """Run steps 4 and 8: poll the own metadata for the ack of the last chunk."""
         assert self.progress is not None
         progress = self.progress
         self.steps.done("send", 4)
@@ -81,7 +81,7 @@ class Sending(MessageEnd):
         await self.step()
 
     async def step(self) -> None:
-        """Step 8, if the ack is there."""
+        """Run step 8, if the ack is there."""
         assert self.progress is not None
         self.look_at_fields()
         if self.progress.is_complete:
@@ -89,13 +89,13 @@ class Sending(MessageEnd):
             self.finish(Move.ACKNOWLEDGED)
 
     def _num_free(self, first: int) -> int:
-        """Slots that chunks from `first` on can go to."""
+        """Return the number of ring slots free for chunks from `first` on."""
         self.look_at_fields()
         assert self.progress is not None
         return self.progress.next + self.layout.num_slots - first
 
     def _pieces(self, first: int, stop: int) -> list[Copy]:
-        """Chunks [first, stop), from the app area to the peer's ring."""
+        """List the copies of chunks [first, stop) from the app area to the peer's ring."""
         memory, layout = self.memory, self.layout
         start = first * layout.slot_nbytes
         nbytes = min(stop * layout.slot_nbytes, self.nbytes) - start

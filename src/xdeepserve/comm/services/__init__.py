@@ -1,1 +1,1 @@
-"""Experts as services: a slot for each client on each server, which clients write and read (EaaS 3)."""
+"""Experts as services: each client has slots on each server, which the client writes and reads (EaaS 3)."""

@@ -1,4 +1,4 @@
-"""A client's end: it writes requests to the slots that it has on expert servers, and reads the answers there.
+"""Client of expert servers: writes requests to its slots on the servers, and reads the answers there.
 
     expert write   1, 2   token rows in the unified buffers, quantised
                    3      its slots are empty, or of a generation that is over
@@ -51,8 +51,8 @@ Replicas = Callable[[int, int], Sequence[int]]
 
 
 class Patience(NamedTuple):
-    """How long a client waits for a server, in ns of its reach's time: until it asks a replica, if there is
-    one; and until it fails, if there is none."""
+    """Waiting times of a client for a server, in ns of its reach's time: until it asks a replica, if there is
+    one, and until it fails otherwise."""
 
     replica_ns: int = 20_000_000
     last_ns: int = 1_000_000_000
@@ -65,8 +65,8 @@ PATIENCE = Patience()
 
 
 class OpenRequest(NamedTuple):
-    """What has been asked of a server and not been answered: its header, which flat (token, slot) its rows
-    are, when it was written, and to whom of those that have been at the server's seat."""
+    """Unanswered request to a server: its header, the flat (token, slot) of its rows, its time, and the epoch
+    of the server's seat."""
 
     header: SlotHeader
     order: Int64
@@ -75,10 +75,10 @@ class OpenRequest(NamedTuple):
 
 
 class ServiceClient(Handle):
-    """Microbatch `slot` of client number `rank`; `known` is what all microbatches of the client share.
+    """Microbatch `slot` of client number `rank`; `known` is shared by all microbatches of the client.
 
-    Reaches servers as `known.reach` does, whatever carrier `means` have. `num_layers` have experts, and the
-    event IDs count them from 1, step by step.
+    Servers are reached through `known.reach`, whatever the carrier of `means`. `num_layers` have experts, and
+    the event IDs count them from 1, step by step.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class ServiceClient(Handle):
         self.num_resent = 0  # requests that replicas were asked
 
     def reset(self) -> None:
-        """Forget what was asked. Servers register anew, before or after that; the slots on those that do not
-        are looked at before they are used."""
+        """Forget all open requests. Servers register anew, before or after; slots on servers that do not are
+        checked before use."""
         self.turns.reset({})
         self.known.reset()
         self._left |= {server: request.epoch for server, request in self._open.items()}
@@ -120,8 +120,8 @@ class ServiceClient(Handle):
     # ---- write --------------------------------------------------------------------------------------
 
     async def a2e(self, x: Float32, topk_idx: Int32, topk_weights: Float32, event_id: int) -> None:
-        """Ask the experts topk_idx [T, K], physical ones, about token rows x [T, H]; topk_weights [T, K]
-        stay here."""
+        """Ask the experts topk_idx [T, K] (physical) about token rows x [T, H]; topk_weights [T, K] stay
+        here."""
 
         def check() -> None:
             check_tokens(WRITE, self.layout.rows, len(self.expert_rank), x, None, topk_idx)
@@ -143,7 +143,7 @@ class ServiceClient(Handle):
         await self._ask(np.arange(topk_idx.size))
 
     async def _ask(self, chosen: Int64) -> None:
-        """One attempt for these flat (token, slot): find servers, and write to their slots."""
+        """Make an attempt for flat (token, slot): find servers, and write to their slots."""
         self._attempt += 1
         layout, num_servers = self.layout, self.layout.servers.num_ranks
         await self._look_at_given_up()
@@ -163,9 +163,10 @@ class ServiceClient(Handle):
         await self._write(asked, rows, sent.counts, sent.order)
 
     def _choose(self, chosen: Int64) -> None:
-        """Lead these to replicas where their servers are out of use. Where there is none they stay.
+        """Lead (token, slot) pairs to replicas where their servers are out of use; without a replica they
+        stay.
 
-        FieldError if a server's memory is gone, and nobody has what it had.
+        Raises FieldError if a server's memory is gone, and no other server has its experts.
         """
         experts, servers = self._topk_idx.reshape(-1), range(self.layout.servers.num_ranks)
         is_out = np.array([not self.known.is_usable(server) for server in servers])
@@ -178,9 +179,9 @@ class ServiceClient(Handle):
             experts[flat] = experts[flat] if found is None else found
 
     def _replica(self, physical: int) -> int | None:
-        """Another physical expert that is the same, on a server that can be used; where its own one is gone,
-        in need on one that is only late. Which of several depends on the expert and on this client, so that
-        they share what a lost server had to do."""
+        """Return another physical expert with the same weights, on a usable server. If the own server is
+        gone, a server that is only late will do. The choice depends on expert and client, so that clients
+        share the load of a lost server."""
         known, rank = self.known, self.expert_rank
         there = [each for each in self.replicas(self._layer, physical) if each != physical]
         others = [each for each in there if known.is_usable(int(rank[each]))]
@@ -189,7 +190,7 @@ class ServiceClient(Handle):
         return others[(self.rank + physical) % len(others)] if others else None
 
     async def _write(self, asked: Sequence[int], rows: Rows, counts: Int64, order: Int64) -> None:
-        """Steps 4 and 5: rows [N, row_nbytes] grouped by server, and the words that go with them."""
+        """Steps 4 and 5: write rows [N, row_nbytes], grouped by server, then headers and states."""
         if not asked:
             return
         layout, memory, known, here = self.layout, self.die.memory, self.known, self.die.index
@@ -219,8 +220,8 @@ class ServiceClient(Handle):
     # ---- slots whose answers nobody waits for -------------------------------------------------------
 
     async def _look_at_given_up(self) -> None:
-        """Look once at the slots of servers that this client has given up: those whose late answers are there
-        serve again. A server that has registered anew is among them."""
+        """Look once at the slots of servers that this client has given up, and use those again whose late
+        answers have come. Servers that have registered anew are among them."""
         for server in sorted(self._left):
             if not self.known.is_given_up(server) or self.known.is_gone(server):
                 continue
@@ -228,8 +229,8 @@ class ServiceClient(Handle):
                 self.known.trust(server)
 
     async def _take_over(self, asked: Sequence[int]) -> bool:
-        """Slots that a client process before this one may have written to, on servers that are new to this
-        one: until what it left is done with. False as below."""
+        """Wait for slots on servers new to this client until requests of an earlier client process are done
+        with. Returns False if a server was given up over that."""
         new = [server for server in asked if self._met.get(server) != self.known.epoch(server)]
         if not new or not self.reach.follows_others:
             return True
@@ -239,10 +240,10 @@ class ServiceClient(Handle):
         return is_done
 
     async def _empty_left(self, asked: Sequence[int]) -> bool:
-        """Step 3: wait until what is left in the slots on these servers is done with, and empty them. False
-        if one of them has been given up over that, and another has to be found.
+        """Step 3: wait until old requests in the slots on these servers are done with, and empty them.
+        Returns False if a server has been given up over that, and another must be found.
 
-        DeadlineError if there is none.
+        Raises DeadlineError if there is no other.
         """
         left = [server for server in asked if self._left.get(server) == self.known.epoch(server)]
         if not left:
@@ -269,7 +270,7 @@ class ServiceClient(Handle):
     # ---- read ---------------------------------------------------------------------------------------
 
     async def e2a(self, event_id: int) -> Float32:
-        """The experts' answers, weighed and summed on this die: [T, H]."""
+        """Return the experts' answers, weighed and summed on this die: [T, H]."""
         return await self._run(Step.COMBINE, event_id, self._e2a)
 
     async def _e2a(self) -> Float32:
@@ -294,14 +295,14 @@ class ServiceClient(Handle):
         return result
 
     def _give_up(self, server: int) -> None:
-        """Ask it nothing until its late answer is there; its slot is its own until then."""
+        """Ask a server nothing more until its late answer has come; the slot is the server's until then."""
         self.known.give_up(server)
         self._left[server] = self._open[server].epoch
 
     async def _wait(self) -> dict[int, Outcome]:
-        """Step 1: until each server has answered, or is given up; what has become of each request.
+        """Step 1: wait until each server has answered or is given up; return the outcome of each request.
 
-        DeadlineError, naming it, for a server that does not answer and has no replicas.
+        Raises DeadlineError, naming it, for a server that does not answer and has no replicas.
         """
         asked, doubted = list(self._open), set[int]()
         since_ns = min(request.since_ns for request in self._open.values())
@@ -328,7 +329,7 @@ class ServiceClient(Handle):
                     raise self._gone(server, self._experts_of(server))
 
     def _outcome(self, server: int) -> Outcome | None:
-        """What has become of a request; None: it is to be waited for."""
+        """Return the outcome of a request; None while it must be waited for."""
         request = self._open[server]
         if request.epoch != self.known.epoch(server):
             return "stale"
@@ -342,11 +343,12 @@ class ServiceClient(Handle):
         return "given up" if has_replicas else None
 
     def _experts_of(self, server: int) -> list[int]:
-        """The physical experts that a request is for."""
+        """Return the physical experts of an open request."""
         return np.unique(self._topk_idx.reshape(-1)[self._open[server].order]).tolist()
 
     async def _read(self, servers: Sequence[int]) -> list[int]:
-        """Steps 2 and 3: headers and answers of these, which are there. Those that were lost meanwhile."""
+        """Steps 2 and 3: read headers and answers of servers that have answered. Returns the servers that
+        were lost meanwhile."""
         known, layout, die, row = self.known, self.layout, self.die, self.layout.rows.combine_row
         moved = [server for server in servers if self._open[server].epoch != known.epoch(server)]
         if len(moved) == len(servers):
@@ -381,6 +383,6 @@ class ServiceClient(Handle):
         return moved
 
     def _gone(self, server: int, experts: Sequence[int]) -> FieldError:
-        """A server is lost for certain, and no other one that can be used has these experts."""
+        """Make the error for a server that is lost for certain, with experts that no usable server has."""
         lost = f"a lost die, and no replica of physical experts {list(experts)} of expert layer {self._layer}"
         return self.slots.error(READ, server, f"state of slot {self.slot}", SlotState.DONE.value, lost)

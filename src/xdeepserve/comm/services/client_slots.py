@@ -1,4 +1,4 @@
-"""A client's slots on all servers: their words, read and written from afar, and polled."""
+"""Slots of a client on all servers: their words, read, written and polled from afar."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from xdeepserve.hw.memory import Address
 
 
 class ClientSlots:
-    """The slots of one microbatch: number `slot` of those that client `rank` has on each server."""
+    """Slots of a microbatch: number `slot` among those that client `rank` has on each server."""
 
     def __init__(self, rank: int, slot: int, known: KnownServers) -> None:
         self.die, self.known, self.layout, self.slot = known.die, known, known.layout, slot
@@ -27,7 +27,7 @@ class ClientSlots:
         return self.words.offset + server * SLOT_NBYTES
 
     def state_of(self, server: int) -> Address:
-        """Where the state of this client's slot on a server is."""
+        """Return the address of the state of this client's slot on a server."""
         this = server, self.known.epoch(server)
         if this not in self._states:
             at = self.layout.state_at(self.number)
@@ -38,14 +38,13 @@ class ClientSlots:
         return self.state_of(server).plus(HEADER_AT)
 
     async def write_states(self, servers: Sequence[int], name: str) -> None:
-        """The states that lie in this client's words, to its slots."""
+        """Write the states in the client's words to its slots on servers."""
         here = self.die.index
         words = [Copy(Address(here, self.word_at(s)), self.state_of(s), 1) for s in servers]
         await self.reach.write(words, name)
 
     async def empty(self, servers: Sequence[int], op: str) -> None:
-        """State 0: what was in these slots, which were in state 2, has been read, or nobody wants it any
-        more."""
+        """Write state 0 to slots in state 2, after their answers were read or are not wanted any more."""
         state = SLOT[SlotState.DONE, SlotEvent.READ]
         for server in servers:
             self.die.memory.write(self.word_at(server), bytes([state]))
@@ -53,7 +52,8 @@ class ClientSlots:
             await self.write_states(servers, f"{op} state 0")
 
     def state(self, server: int) -> int:
-        """What the latest read of a slot has found. A lost server answers no read: it is as it was."""
+        """Return the slot's state as the latest read found it. A lost server answers no read, so its slot
+        seems unchanged."""
         state = self.reach.state(self.state_of(server))
         return SlotState.WRITTEN if state is None else state
 
@@ -61,7 +61,7 @@ class ClientSlots:
         return self.state(server) == SlotState.WRITTEN
 
     async def reads(self, server: int) -> bool:
-        """Whether a read of a slot's state comes back; a server for which it does not is gone."""
+        """Whether a read of a slot's state comes back. A server for which it does not is marked as gone."""
         if await self.reach.comes_back(self.state_of(server)):
             return True
         self.known.lose(server)
@@ -85,7 +85,7 @@ class ClientSlots:
         await self.reach.poll(places, lambda: not any(map(is_open, servers)), deadline_ns, describe)
 
     def check_online(self, servers: Sequence[int], op: str) -> None:
-        """FieldError for a state that is neither 0, 1 nor 2."""
+        """Check the states of slots: each must be 0, 1 or 2. Raises FieldError for any other."""
         for server in servers:
             state = self.state(server)
             if state not in (SlotState.EMPTY, SlotState.WRITTEN, SlotState.DONE):

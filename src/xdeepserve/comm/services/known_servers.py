@@ -1,4 +1,4 @@
-"""What a client knows of the expert servers: where they are, and which of them it can use (EaaS 3.4, 4.4).
+"""Knowledge of a client about expert servers: where they are, and which it can use (EaaS 3.4, 4.4).
 
 Two find out that a server is dead: the monitor, which writes a byte to the mask in each client's memory, and
 the client itself, whose polls have gone on for too long. Either way it is left out, and what was asked of it
@@ -24,7 +24,8 @@ from xdeepserve.hw.memory import Address
 
 
 class KnownServers:
-    """One client's view, which its microbatches share. `layout.plan_client` must have been called."""
+    """View of a client on the servers, shared by its microbatches. `layout.plan_client` must have been
+    called."""
 
     def __init__(self, reach: Reach, client: int, layout: ServiceLayout) -> None:
         self.reach, self.layout, self.label = reach, layout, f"client {client}"
@@ -41,70 +42,73 @@ class KnownServers:
         self._generations: dict[tuple[int, int], int] = {}  # of those that are connected
 
     def reset(self) -> None:
-        """Nothing is asked of anybody; who is masked by the monitor stays so."""
+        """Forget given-up servers and connections; servers masked by the monitor stay masked."""
         self._given_up.clear()
         self._generations.clear()
 
     def epoch(self, server: int) -> int:
-        """Which of those that have been at its seat it is."""
+        """Return the number of the server at its seat, counted over all that have been there."""
         return int(self._seats[server, 1])
 
     def _this(self, server: int) -> tuple[int, int]:
         return server, int(self._seats[server, 1])
 
     def is_masked(self, server: int) -> bool:
-        """Whether the monitor says that it is lost, or that nobody is there."""
+        """Whether the monitor says the server is lost or its seat empty."""
         return self._mask[server] in (Presence.LOST, Presence.ABSENT)
 
     def is_gone(self, server: int) -> bool:
-        """Whether nothing can come from there."""
+        """Whether nothing can come from a server any more: its seat is empty, or its memory does not
+        answer."""
         return self._mask[server] == Presence.ABSENT or self._this(server) in self._gone
 
     def is_usable(self, server: int) -> bool:
-        """Whether to ask it anything."""
+        """Whether the client may send requests to a server."""
         this = self._this(server)
         return self._mask[server] == Presence.THERE and this not in self._given_up and this not in self._gone
 
     def is_given_up(self, server: int) -> bool:
-        """Whether the client itself asks it nothing, for as long as it is late."""
+        """Whether the client itself sends a server no requests, for as long as it is late."""
         return self._this(server) in self._given_up
 
     def give_up(self, server: int) -> None:
-        """It is late."""
+        """Mark a server as given up because its answer is late."""
         self._given_up.add(self._this(server))
 
     def trust(self, server: int) -> None:
-        """It is late no more."""
+        """Use a given-up server again, because its late answer has come."""
         self._given_up.discard(self._this(server))
 
     def lose(self, server: int) -> None:
-        """Its memory does not answer."""
+        """Mark a server as gone because its memory does not answer."""
         self._gone.add(self._this(server))
 
     def find(self, server: int) -> None:
-        """Its memory answers again, and what was left there is looked at before it is asked anything."""
+        """Note a sign of life from a server's memory. Old requests in its slots are looked at before new ones
+        are sent."""
         if self._this(server) in self._gone:
             self._gone.discard(self._this(server))
             self.give_up(server)
 
     def forget(self, server: int) -> None:
-        """Its generation is over: connect again before the next request."""
+        """Forget a server's generation when it is over, so that the client connects again before the next
+        request."""
         self._generations.pop(self._this(server), None)
 
     def generation(self, server: int) -> int:
-        """What it has said when this client connected to it; 0: it has not."""
+        """Return the generation reported by a server on connecting; 0 without a connection."""
         return self._generations.get(self._this(server), 0)
 
     def place(self, server: int, area: str, part: str, offset: int) -> Address:
-        """Where something of a server's memory is."""
+        """Return the address of a part of a server's memory."""
         return self.reach.place(int(self._seats[server, 0]), area, part, offset)
 
     async def connect(self, servers: Sequence[int]) -> bool:
-        """Read the cards of those that are not connected, at once (steps 5 and 6 of 4.4's handshake: buffers
-        and addresses; QPs have no counterpart where memories are one address space). False if one of them is
-        gone, and another has to be found.
+        """Read the cards of servers not yet connected, all at once (steps 5 and 6 of 4.4's handshake: buffers
+        and addresses). QPs have no counterpart where memories are one address space. Returns False if a
+        server is gone, and another must be found.
 
-        FieldError if a server is not of this client's layout: another model, or another precision.
+        Raises FieldError if a server is not of this client's layout: another model, or another precision.
         """
         new = [self._this(server) for server in servers if not self.generation(server)]
         if not new:

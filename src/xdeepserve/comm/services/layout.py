@@ -1,4 +1,4 @@
-"""The memory that clients and expert servers share: slots on servers, and what clients keep (EaaS 3.2).
+"""Memory shared by clients and expert servers: slots on servers, and the clients' own regions (EaaS 3.2).
 
 With C clients, N servers and S slots for each pair, one for each microbatch that is under way, on a server:
 
@@ -58,7 +58,7 @@ SEAT = struct.Struct("<II")
 
 
 class Presence(enum.IntEnum):
-    """The values of a byte of the mask."""
+    """Values of a byte of the mask."""
 
     THERE = 0
     LOST = 1  # the monitor has not heard of it for too long
@@ -67,7 +67,7 @@ class Presence(enum.IntEnum):
 
 
 class SlotHeader(NamedTuple):
-    """What a request says of itself, and its answer repeats."""
+    """Header of a request in a slot, repeated in its answer."""
 
     generation: int
     attempt: int
@@ -80,7 +80,7 @@ class SlotHeader(NamedTuple):
 
 
 class Card(NamedTuple):
-    """What a server says of itself to who connects."""
+    """Identity of a server for connecting clients."""
 
     generation: int
     hidden: int
@@ -90,11 +90,12 @@ class Card(NamedTuple):
 
 
 class ServiceLayout(msgspec.Struct, frozen=True):
-    """Clients and servers, by their dies, and all sizes in bytes. Both sides must use equal layouts.
+    """Layout of expert services: clients and servers with their dies, and all sizes in bytes. Both sides must
+    use equal layouts.
 
-    `servers.dies` are where servers are at first, and `servers.expert_rank[e]` is that of physical expert e;
-    `num_slots` are those of each client on each server, `max_tokens` the tokens of one request. With
-    `announces` clients tell servers that they have nothing for them.
+    `servers.dies` are the dies of the servers at first, `servers.expert_rank[e]` is the server of physical
+    expert e. `num_slots` is the number of slots of each client on each server, `max_tokens` the most tokens
+    of a request. With `announces`, clients also tell servers when they have nothing for them.
     """
 
     clients: tuple[int, ...]
@@ -121,7 +122,8 @@ class ServiceLayout(msgspec.Struct, frozen=True):
 
     @property
     def rows(self) -> Layout:
-        """Rows of requests and answers: those of dispatch and combine. It checks the other sizes."""
+        """Layout of the rows in requests and answers: those of dispatch and combine. It checks the other
+        sizes."""
         most = self.servers.max_experts_per_rank
         return Layout(
             len(self.clients),
@@ -136,16 +138,16 @@ class ServiceLayout(msgspec.Struct, frozen=True):
 
     @property
     def rows_per_slot(self) -> int:
-        """Most rows of a request: a token has at most one copy for each expert of a server."""
+        """Largest number of rows in a request: a token has at most one copy for each expert of a server."""
         return self.rows.rows_per_block
 
     @property
     def max_rows(self) -> int:
-        """Most rows that a client sends in one exchange, to all servers."""
+        """Largest number of rows from a client in an exchange, to all servers."""
         return self.max_tokens * self.top_k
 
     def number(self, client: int, slot: int) -> int:
-        """Which of a server's slots a client's is."""
+        """Return the number of a client's slot among all slots of a server."""
         return client * self.num_slots + slot
 
     @property
@@ -153,39 +155,39 @@ class ServiceLayout(msgspec.Struct, frozen=True):
         return len(self.clients) * self.num_slots
 
     def state_at(self, number: int) -> int:
-        """Offset of a slot's state in the region of slots, behind the bell."""
+        """Return the offset of a slot's state in the region of slots, behind the bell."""
         return BELL.size + number * SLOT_NBYTES
 
     def header_at(self, number: int) -> int:
         return self.state_at(number) + HEADER_AT
 
     def request_at(self, number: int) -> int:
-        """Offset of a slot's token rows in the region of requests."""
+        """Return the offset of a slot's token rows in the region of requests."""
         return number * self.rows_per_slot * self.rows.dispatch_row
 
     def answer_at(self, number: int) -> int:
-        """Offset of a slot's answers in their region."""
+        """Return the offset of a slot's answers in their region."""
         return number * self.rows_per_slot * self.rows.combine_row
 
     def card(self, generation: int) -> Card:
-        """What a server of this layout says of itself."""
+        """Make the card for a server of this layout."""
         rows = self.rows
         return Card(generation, self.hidden, rows.dispatch_row, rows.combine_row, self.rows_per_slot)
 
     def region(self, part: str) -> str:
-        """Name of a region: card, slots, requests, answers, mask, seats, cards; with the number of
-        the slot outbox, words, returned."""
+        """Return the name of a region: card, slots, requests, answers, mask, seats, cards; or, with the
+        slot's number, outbox, words, returned."""
         return f"{self.name}.{part}"
 
     def plan_server(self, memory: MemoryPlan) -> None:
-        """Reserve a server's regions. OutOfMemoryError if the metadata area is too small."""
+        """Reserve a server's regions. Raises OutOfMemoryError if the metadata area is too small."""
         memory.metadata.alloc(self.region("card"), CARD.size)
         memory.metadata.alloc(self.region("slots"), self.state_at(self.num_all_slots))
         memory.managed.alloc(self.region("requests"), self.request_at(self.num_all_slots))
         memory.managed.alloc(self.region("answers"), self.answer_at(self.num_all_slots))
 
     def plan_client(self, memory: MemoryPlan) -> None:
-        """Reserve a client's regions, those of all its microbatches."""
+        """Reserve a client's regions for all its microbatches."""
         rows, num_servers = self.rows, self.servers.num_ranks
         memory.metadata.alloc(self.region("mask"), padded(num_servers))
         memory.metadata.alloc(self.region("seats"), num_servers * SEAT.size)

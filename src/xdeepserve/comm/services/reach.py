@@ -1,4 +1,4 @@
-"""How a client reaches the memory of servers: few operations, all of them its own, none of the server's.
+"""Access of a client to the memory of servers: few operations, all by the client, none by the server.
 
 The protocol is the same however bytes get there: by URMA within a pod (`OverURMA`), or to the buffers of
 server processes (`outside`).
@@ -19,7 +19,7 @@ from xdeepserve.hw.traffic import Integers
 
 
 class Reach(Protocol):
-    """One client's. Nodes are those of the seats."""
+    """Way for a client to reach servers. Nodes are those of the seats."""
 
     die: Die
     follows_others: bool
@@ -27,28 +27,28 @@ class Reach(Protocol):
 
     @property
     def now_ns(self) -> int:
-        """The time in which servers are waited for."""
+        """Clock (ns) for measuring waits for servers."""
 
     def place(self, node: int, area: str, region: str, offset: int) -> Address:
-        """Where something of a server's memory is."""
+        """Return the address of a part of a server's memory."""
 
     def state(self, address: Address) -> int | None:
-        """The byte that the latest read has found there; None: no read of it comes back."""
+        """Return the byte found at an address by the latest read; None if reads of it do not come back."""
 
     def is_silent(self, node: int) -> bool:
-        """Whether reads do not come back from there."""
+        """Whether reads from a node do not come back."""
 
     def generation(self, epoch: int) -> int:
-        """Which one a server must be of whom the monitor has given this epoch; 0: any."""
+        """Return the generation required of a server with this epoch; 0 if any will do."""
 
     async def write(self, pieces: Sequence[Copy], name: str) -> None:
-        """From the die's own memory to servers, in order. What goes to a server that is gone is lost."""
+        """Write from the die's own memory to servers, in order. Writes to a server that is gone are lost."""
 
     async def gather(self, nodes: Integers, offsets: Integers, sizes: Integers, at: int, name: str) -> None:
-        """Read pieces, one after another, to the die's own memory. LostDieError if one does not come back."""
+        """Read pieces, in order, to the die's own memory. Raises LostDieError if one does not come back."""
 
     async def comes_back(self, address: Address) -> bool:
-        """Whether a read of the byte there comes back."""
+        """Whether a read of the byte at an address comes back."""
 
     async def poll(
         self,
@@ -57,12 +57,12 @@ class Reach(Protocol):
         deadline_ns: int,
         describe: Callable[[], Waiting],
     ) -> None:
-        """Read bytes of servers, and of the die's own memory, until `observe` is satisfied. DeadlineError as
-        `describe` words it."""
+        """Read bytes of servers, and of the die's own memory, until `observe` is satisfied. Raises
+        DeadlineError as `describe` words it."""
 
 
 class OverURMA:
-    """Within a pod: servers are dies, and time is virtual."""
+    """Access within a pod: servers are dies, and time is virtual."""
 
     follows_others = False
 

@@ -1,4 +1,4 @@
-"""The byte that says whose turn a slot is (EaaS 3.2), as a table, without bytes, time or I/O.
+"""State of a slot, by which client and server take turns (EaaS 3.2): a table without bytes, time or I/O.
 
     client                              server
     0 EMPTY     payload, header, then
@@ -25,7 +25,7 @@ from xdeepserve.machine import follow
 
 
 class SlotState(enum.IntEnum):
-    """The values of the byte."""
+    """Values of a slot's state byte."""
 
     EMPTY = 0
     WRITTEN = 1
@@ -65,7 +65,8 @@ OF_CLIENT = (SlotEvent.WRITE, SlotEvent.READ)  # the other events are the server
 
 
 def next_state(state: int, event: SlotEvent, who: str) -> SlotState:
-    """The byte after an event. ProtocolError, which says `who`, for a byte or an event that cannot be."""
+    """Return the state after an event. Raises ProtocolError, naming `who`, for an impossible state or
+    event."""
     names = {each.value: f"{each.value} ({each.name.lower()})" for each in SlotState}
     found = names.get(state, f"{state}, which is no state")
     refusal = f"{who} cannot {event.value}: it is {found}"

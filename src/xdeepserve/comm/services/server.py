@@ -1,4 +1,4 @@
-"""An expert server's end: it polls its own memory, forms batches, and writes answers there (EaaS 3.3).
+"""Server of experts: reads requests in local memory, forms batches, and writes answers there (EaaS 3.3).
 
 It never communicates: requests are written to its slots, and answers are read from them, by clients. Nor does
 it know a step, a group or an order; what it serves next is what has come.
@@ -37,11 +37,11 @@ SERVE = (
 
 
 class Batching(NamedTuple):
-    """When a server begins: with the requests of `clients` clients, or of all that have posted lately; or
-    `timeout_ns` after the first of them has come, whoever is missing.
+    """Condition for beginning a batch: with requests of `clients` clients, or of all recent ones, or
+    `timeout_ns` after the first request.
 
-    The paper waits for all (3.3), or for a sufficient number (its Figure 5), and says nothing of a client
-    that does not come. Here it is not waited for a second time until it posts again.
+    The paper waits for all (3.3), or for a sufficient number (its Figure 5), and does not mention a client
+    that stays away. Here such a client is not waited for again until it posts.
     """
 
     clients: int = 1
@@ -52,7 +52,7 @@ AT_ONCE = Batching()
 
 
 class SlotRequest(NamedTuple):
-    """A request as a server has found it: views of its memory."""
+    """Request found by a server in a slot: views of the server's memory."""
 
     client: int
     slot: int
@@ -76,9 +76,8 @@ class SlotRequest(NamedTuple):
 
 
 class ServiceServer(Handle):
-    """Server number `index`. `layout.plan_server` must have been called on the die's plan, with `num_layers`
-    layers that have experts. `generation` was the last one of who had this number before.
-    """
+    """Expert server number `index`. `layout.plan_server` must have been called on the die's plan.
+    `num_layers` have experts, and `generation` is the last one of the previous server with this number."""
 
     def __init__(
         self,
@@ -112,7 +111,7 @@ class ServiceServer(Handle):
     # ---- its place among others ---------------------------------------------------------------------
 
     def register(self) -> None:
-        """Begin a new generation: all slots are empty, and requests of older generations are nobody's."""
+        """Begin a new generation: all slots are empty, and requests of older generations are void."""
         self.generation += 1
         self._order: list[int] = []  # slots that wait for a batch, as they came
         self._announced: set[int] = set()  # clients that have nothing for the next batch
@@ -125,7 +124,7 @@ class ServiceServer(Handle):
         self.die.memory.write(self._card.offset, CARD.pack(*self.layout.card(self.generation)))
 
     def release(self, client: int) -> None:
-        """The monitor holds a client for lost: its slots are offline, and nobody waits for it any more."""
+        """Put a lost client offline, on the monitor's word; batches no longer wait for it."""
         self._lost.add(client)
         self._put_offline(client)
 
@@ -139,16 +138,16 @@ class ServiceServer(Handle):
             self._order = [each for each in self._order if each != number]
 
     def state(self, number: int) -> int:
-        """The state of a slot."""
+        """Return the state of a slot."""
         return int(self._states[number])
 
     def header(self, number: int) -> SlotHeader:
-        """What the header of a slot says."""
+        """Return the header in a slot."""
         at = self._slots.offset + self.layout.header_at(number)
         return SlotHeader(*HEADER.unpack(self.die.memory.read(at, HEADER.size)))
 
     def _set(self, number: int, event: SlotEvent) -> None:
-        """Change the state of a slot by itself; whoever polls it looks."""
+        """Change the state of a slot by an event; the client sees it when it polls."""
         client, slot = divmod(number, self.layout.num_slots)
         state = next_state(self.state(number), event, f"{self.label}, slot {slot} of client {client},")
         self.die.memory.write(self._slots.offset + self.layout.state_at(number), bytes([state]))
@@ -156,8 +155,8 @@ class ServiceServer(Handle):
     # ---- batches ------------------------------------------------------------------------------------
 
     async def next_batch(self, room: int) -> list[SlotRequest]:
-        """Wait, for as long as it takes, for requests, and take those for the layer of the oldest of them, as
-        many as fit in `room` rows; it must be enough for one."""
+        """Wait, for as long as needed, for requests, and take those for the layer of the oldest, as many as
+        fit in `room` rows. `room` must be enough for one."""
         batch: list[SlotRequest] = []
         while not batch:
             while not self._order:
@@ -183,7 +182,8 @@ class ServiceServer(Handle):
         return len(self._heard) >= min(self.batching.clients, len(self._present | self._heard))
 
     async def _look(self, deadline_ns: int | None) -> None:
-        """Wait until something has come, and note it. DeadlineError if nothing does."""
+        """Wait until a request or a ring of the bell arrives, and note it. Raises DeadlineError if nothing
+        does."""
         memory, bell = self.die.memory, self._slots.offset
         await self._wait(deadline_ns)
         asked, _ = BELL.unpack(memory.read(bell, BELL.size))
@@ -193,12 +193,12 @@ class ServiceServer(Handle):
 
     @property
     def bell(self) -> int:
-        """Where the bell is in the die's memory."""
+        """Address of the bell in the die's memory (offset)."""
         return self._slots.offset
 
     @property
     def now_ns(self) -> int:
-        """The time in which batches wait."""
+        """Clock (ns) for measuring how long batches wait."""
         return self.die.clock.now
 
     async def _wait(self, deadline_ns: int | None) -> None:
@@ -217,18 +217,18 @@ class ServiceServer(Handle):
 
     @property
     def _has_news(self) -> bool:
-        """The monitor has rung the bell, or a client has written."""
+        """Whether the monitor has rung the bell, or a client has written."""
         asked, answered = BELL.unpack(self.die.memory.read(self._slots.offset, BELL.size))
         return asked != answered or len(self._new) > 0
 
     @property
     def _new(self) -> list[int]:
-        """Slots with a request that has not been noted."""
+        """Slots with a request not yet noted."""
         written = np.flatnonzero(self._states == SlotState.WRITTEN).tolist()
         return [number for number in written if number not in self._order]
 
     def _note(self, number: int) -> None:
-        """A request has been written to a slot: it waits for its batch, unless it is for nobody."""
+        """Note a request in a slot: it waits for its batch, unless it is stale or its client is offline."""
         header, client = self.header(number), number // self.layout.num_slots
         if header.generation != self.generation:
             self._set(number, SlotEvent.STALE)
@@ -269,7 +269,7 @@ class ServiceServer(Handle):
         return batch
 
     def _read(self, number: int, header: SlotHeader) -> SlotRequest:
-        """A request. ProtocolError for one that cannot be."""
+        """Read the request in a slot. Raises ProtocolError for an impossible one."""
         layout, (client, slot) = self.layout, divmod(number, self.layout.num_slots)
         who = f"{SERVE}: {self.label}: slot {slot} of client {client}, event {header.event_id}"
         if header.batch_size > layout.rows_per_slot:
@@ -288,9 +288,10 @@ class ServiceServer(Handle):
         return SlotRequest(client, slot, header, received)
 
     async def answer(self, batch: Sequence[SlotRequest], expert_out: Float32) -> None:
-        """Write a row for each of the batch's, expert_out float32 [N, H], and say that they are there.
+        """Write an answer row for each row of the batch, expert_out float32 [N, H], and then the slots'
+        states.
 
-        A client that was released meanwhile, and all clients if the server has registered anew, get none.
+        A client that was released meanwhile gets none, and no client does if the server has registered anew.
         """
         layout, rows = self.layout, self.layout.rows
         total = np.zeros(sum(map(len, batch)))

@@ -39,7 +39,7 @@ from xdeepserve.jit.bf16 import from_bf16, to_bf16
 
 
 class AttentionSide(Side):
-    """A2E and E2A of one attention die. `layout.plan_attention` must have been called on its plan."""
+    """A2E and E2A of an attention die. `layout.plan_attention` must have been called on its plan."""
 
     role = "attention"
 
@@ -52,7 +52,7 @@ class AttentionSide(Side):
         self.num_sent = 0
 
     async def a2e(self, x: Float32, topk_idx: Int32, topk_weights: Float32, event_id: int) -> None:
-        """Hand this die's tokens to its trampoline; returns when they are posted, and waits for nobody.
+        """Hand the die's tokens to its trampoline; return when they are posted, without waiting for anyone.
 
         x: float32 [T, H], T may be 0. topk_idx: int32 [T, K], physical experts, all of a token different.
         topk_weights: float32 [T, K]. event_id: from 1, greater than that of any earlier A2E, and the same on
@@ -69,7 +69,7 @@ class AttentionSide(Side):
         )
 
     async def e2a(self, event_id: int) -> Float32:
-        """The experts' answers for the tokens of the last A2E.
+        """Return the experts' answers for the tokens of the last A2E.
 
         Returns float32 [T, H], the weighted sum in top-k slot order; without the layout's `reduce`
         [T, K, H], neither weighted nor summed. Raises DeadlineError if the trampoline does not post in time.
@@ -116,7 +116,7 @@ class AttentionSide(Side):
 
 
 class ExpertSide(Side):
-    """A2E and E2A of one expert die, trampoline or not. `layout.plan_expert` must have been called first.
+    """A2E and E2A of an expert die, trampoline or not. `layout.plan_expert` must have been called first.
 
     `xccl` is the exchange among the expert dies. The A2E and the E2A of one handle alternate; streams that
     are to overlap take handles on layouts of their own.
@@ -143,7 +143,7 @@ class ExpertSide(Side):
         self._weights: Float32 = np.zeros((0, layout.top_k), np.float32)
 
     def _on_lane(self, lane: str) -> None:
-        """What comes happens on this lane of a trace."""
+        """Draw the following steps on this lane of a trace."""
         self.steps.lane = self.xccl.steps.lane = lane
 
     @property
@@ -151,7 +151,7 @@ class ExpertSide(Side):
         return bool(self.served)
 
     async def a2e(self, event_id: int) -> Received | FusedReceived:
-        """The token copies that came for this die's experts, by the expert rank of their trampoline; pushed,
+        """Receive the token copies for the die's experts, by the expert rank of their trampoline; if pushed,
         by expert.
 
         Views of the die's memory, valid until the next A2E. Raises DeadlineError if an attention die that
@@ -225,12 +225,14 @@ class ExpertSide(Side):
 
 
 def arrow(op: str, layout: A2ELayout, attention: int, event_id: int) -> tuple[str, str, int, int]:
-    """What the two ends of a stage between an attention die and an expert die call it, in traces."""
+    """Return the key of an arrow in traces, by which the two ends of a stage between attention and expert die
+    match."""
     return op, layout.name, attention, event_id
 
 
 def check_counts(side: AttentionSide, event_id: int, counts: Int64) -> None:
-    """ProtocolError unless the trampoline answers as many tokens as it was handed."""
+    """Check the number of answers: the trampoline must answer as many tokens as it was handed. Raises
+    ProtocolError if not."""
     if int(counts[0]) != side.num_sent:
         raise ProtocolError(
             f"E2A': {side.label} handed {side.num_sent} tokens to {side.inbox.names[0]} in event {event_id}, "

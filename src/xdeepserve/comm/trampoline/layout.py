@@ -1,4 +1,5 @@
-"""The rows and buffers of A2E and E2A (XDS 3.3): A attention dies, X expert dies, trampolines between them.
+"""Layout of rows and buffers for A2E and E2A (XDS 3.3): A attention dies, X expert dies, trampolines between
+them.
 
     A2E    attention die -> its trampoline          every token once, with its routing
     A2E'   trampolines -> expert dies               dispatch among the X expert dies, a copy for each expert
@@ -45,7 +46,7 @@ from xdeepserve.hw.memory import MemoryPlan
 
 
 class Sides(msgspec.Struct, frozen=True):
-    """Who exchanges tokens: dies of the attention ranks, and the group of the expert ranks."""
+    """Attention dies by rank, and the group of the expert dies."""
 
     attention: tuple[int, ...]
     experts: Group
@@ -64,20 +65,21 @@ class Sides(msgspec.Struct, frozen=True):
 
     @property
     def max_served(self) -> int:
-        """Most attention dies that one trampoline serves."""
+        """Largest number of attention dies served by a trampoline."""
         return -(-len(self.attention) // self.experts.num_ranks)
 
     def trampoline(self, attention_rank: int) -> int:
-        """Expert rank of an attention rank's trampoline."""
+        """Return the expert rank of an attention rank's trampoline."""
         return attention_rank % self.experts.num_ranks
 
     def served(self, expert_rank: int) -> list[int]:
-        """Attention ranks of a trampoline; none for the other expert ranks."""
+        """List the attention ranks served by an expert rank; none if it is no trampoline."""
         return list(range(expert_rank, len(self.attention), self.experts.num_ranks))
 
 
 class A2ELayout(msgspec.Struct, frozen=True):
-    """Sizes in bytes. All dies of both sides must use equal layouts; `max_tokens` is per attention die."""
+    """Sizes (bytes) of A2E and E2A. All dies of both sides must use equal layouts; `max_tokens` is per
+    attention die."""
 
     sides: Sides
     max_tokens: int
@@ -98,7 +100,8 @@ class A2ELayout(msgspec.Struct, frozen=True):
             )
 
     def check_sides(self, sides: Sides) -> None:
-        """DeploymentError unless the buffers are large enough for these dies, which may be fewer.
+        """Check the buffers' sizes for these dies, which may be fewer. Raises DeploymentError if a buffer is
+        too small.
 
         Fewer expert dies may need more room each: see the head of this module.
         """
@@ -110,7 +113,7 @@ class A2ELayout(msgspec.Struct, frozen=True):
 
     @property
     def experts(self) -> Layout:
-        """A2E' and E2A: dispatch and combine among the expert dies."""
+        """Layout of A2E' and E2A: dispatch and combine among the expert dies."""
         return Layout.for_group(
             self.sides.experts,
             max_tokens=self.max_tokens * self.sides.max_served,
@@ -123,7 +126,7 @@ class A2ELayout(msgspec.Struct, frozen=True):
 
     @property
     def fused(self) -> FusedLayout:
-        """A2E' and E2A by push: FusedDispatch and FusedCombine among the expert dies."""
+        """Layout of A2E' and E2A by push: FusedDispatch and FusedCombine among the expert dies."""
         return FusedLayout.for_group(
             self.sides.experts,
             local_batch=self.max_tokens * self.sides.max_served,
@@ -136,7 +139,7 @@ class A2ELayout(msgspec.Struct, frozen=True):
 
     @property
     def token_dtype(self) -> np.dtype[np.void]:
-        """An A2E row up to its padding."""
+        """Type of an A2E row up to its padding."""
         payload = np.dtype(np.int8 if self.quantize else np.float32)
         fields = [
             ("topk_idx", "<i4", (self.top_k,)),
@@ -147,7 +150,7 @@ class A2ELayout(msgspec.Struct, frozen=True):
 
     @property
     def answer_dtype(self) -> np.dtype[np.void]:
-        """An E2A' row up to its padding."""
+        """Type of an E2A' row up to its padding."""
         if self.reduce:
             return np.dtype([("payload", "<f4", (self.hidden,))])
         payload = np.dtype("<u2" if self.quantize else "<f4")
@@ -155,19 +158,20 @@ class A2ELayout(msgspec.Struct, frozen=True):
 
     @property
     def tokens(self) -> Blocks:
-        """A2E: each attention die keeps one block, its trampoline reads up to `max_served`."""
+        """Blocks of A2E: each attention die keeps one block, and its trampoline reads up to `max_served`."""
         served, row = self.sides.max_served, padded(self.token_dtype.itemsize)
         return Blocks(f"{self.name}.tokens", served, 1, self.max_tokens, row, served * self.max_tokens)
 
     @property
     def answers(self) -> Blocks:
-        """E2A': a trampoline keeps a block for each attention die it serves."""
+        """Blocks of E2A': a trampoline keeps a block for each attention die it serves."""
         row = padded(self.answer_dtype.itemsize)
         return Blocks(f"{self.name}.answers", 1, self.sides.max_served, self.max_tokens, row, self.max_tokens)
 
     @property
     def naive_tokens(self) -> Blocks:
-        """The naive A2E: each attention die keeps a block for every expert die, which reads from all."""
+        """Blocks of the naive A2E: each attention die keeps a block for every expert die, which reads from
+        all."""
         layout = self.naive
         num_attention, num_experts = len(self.sides.attention), self.sides.experts.num_ranks
         rows = layout.rows_per_block
@@ -176,7 +180,7 @@ class A2ELayout(msgspec.Struct, frozen=True):
 
     @property
     def naive_answers(self) -> Blocks:
-        """The naive E2A, back."""
+        """Blocks of the naive E2A, from expert dies back to attention dies."""
         layout = self.naive
         num_attention, num_experts = len(self.sides.attention), self.sides.experts.num_ranks
         rows, name = layout.rows_per_block, f"{self.name}.naive.answers"
@@ -185,12 +189,13 @@ class A2ELayout(msgspec.Struct, frozen=True):
 
     @property
     def flow_blocks(self) -> int:
-        """Where tokens flow: the blocks that hold all answers to an attention die's tokens."""
+        """Number of blocks for all answers to an attention die's tokens, where tokens flow."""
         return -(-self.max_tokens * self.top_k // self.naive.rows_per_block)
 
     @property
     def flow_tokens(self) -> Blocks:
-        """A2E' where tokens flow: for each attention die its trampoline has a block for each expert die."""
+        """Blocks of A2E' where tokens flow: for each attention die, its trampoline has a block for each
+        expert die."""
         layout, served = self.naive, self.sides.max_served
         num_attention, num_experts = len(self.sides.attention), self.sides.experts.num_ranks
         rows, name = layout.rows_per_block, f"{self.name}.flow.tokens"
@@ -200,7 +205,7 @@ class A2ELayout(msgspec.Struct, frozen=True):
 
     @property
     def flow_answers(self) -> Blocks:
-        """E2A where tokens flow, back to the trampolines."""
+        """Blocks of E2A where tokens flow, back to the trampolines."""
         layout, served = self.naive, self.sides.max_served
         num_attention, num_experts = len(self.sides.attention), self.sides.experts.num_ranks
         rows, name = layout.rows_per_block, f"{self.name}.flow.answers"
@@ -209,7 +214,7 @@ class A2ELayout(msgspec.Struct, frozen=True):
 
     @property
     def naive(self) -> Layout:
-        """The rows of dispatch and combine, in blocks for one attention die's tokens."""
+        """Layout of dispatch and combine rows, in blocks for the tokens of one attention die."""
         return msgspec.structs.replace(self.experts, max_tokens=self.max_tokens)
 
     def plan_naive_attention(self, memory: MemoryPlan) -> None:
@@ -223,8 +228,8 @@ class A2ELayout(msgspec.Struct, frozen=True):
         self.naive_answers.plan_writer(memory)
 
     def plan_flow_expert(self, memory: MemoryPlan) -> None:
-        """Reserve the regions of an expert die, trampoline or not, where tokens flow; an attention die's are
-        those of `plan_attention`."""
+        """Reserve the regions of an expert die, trampoline or not, where tokens flow. Attention dies use
+        `plan_attention`."""
         self.tokens.plan_reader(memory)
         self.answers.plan_writer(memory)
         for blocks in (self.flow_tokens, self.flow_answers):

@@ -33,7 +33,7 @@ from xdeepserve.comm.turns import Step
 
 
 class NaiveAttentionSide(Side):
-    """A2E and E2A of one attention die, straight to the expert dies, without trampolines.
+    """A2E and E2A of an attention die, straight to the expert dies, without trampolines.
 
     `layout.plan_naive_attention` must have been called on the die's plan.
     """
@@ -62,7 +62,7 @@ class NaiveAttentionSide(Side):
         )
 
     async def e2a(self, event_id: int) -> Float32:
-        """The experts' answers, weighted and summed on this die: [T, H]."""
+        """Return the experts' answers, weighted and summed on this die: [T, H]."""
         return await self._run(Step.COMBINE, event_id, lambda: self._e2a(event_id))
 
     async def _a2e(self, x: Float32, topk_idx: Int32, topk_weights: Float32, event_id: int) -> None:
@@ -91,7 +91,7 @@ class NaiveAttentionSide(Side):
 
 
 class NaiveExpertSide(Side):
-    """A2E and E2A of one expert die, straight from the attention dies, without trampolines.
+    """A2E and E2A of an expert die, straight from the attention dies, without trampolines.
 
     `layout.plan_naive_expert` must have been called on the die's plan.
     """
@@ -106,7 +106,7 @@ class NaiveExpertSide(Side):
         self.outbox = Outbox(self.die, self.layout.naive_answers, self.rank, peers)
 
     async def a2e(self, event_id: int) -> Received:
-        """Token rows for this die's experts, grouped by attention rank."""
+        """Receive token rows for the die's experts, grouped by attention rank."""
         return await self._run(Step.DISPATCH, event_id, lambda: self._a2e(event_id))
 
     async def e2a(self, expert_out: Float32, event_id: int) -> None:

@@ -1,4 +1,4 @@
-"""What the ends of A2E and E2A have in common: attention or expert die, with trampolines or without."""
+"""Common parts of the ends of A2E and E2A: attention or expert die, with trampolines or without."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from xdeepserve.hw.die import Die
 
 
 class Side(Handle):
-    """One die's end, on one of the two sides: two operations that alternate.
+    """Die's end of A2E and E2A, on either side: two operations that alternate.
 
     An attention die uses `Spec.attention_cores` AIV cores if `means` do not say how many; the carrier "urma"
     keeps its MTE2 free for the attention kernels (XDS 3.3). `sides` are the dies in use, if some of the
@@ -52,11 +52,11 @@ class Side(Handle):
         self._connect()
 
     def _connect(self) -> None:
-        """Find the boxes that this side writes to and reads from."""
+        """Find the boxes for writing and reading."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Forget a failed exchange. All dies of both sides must do so, when none is in an operation."""
+        """Forget a failed exchange. All dies of both sides must do so while none is in an operation."""
         heard = Step.COMBINE if self.role == "attention" else Step.DISPATCH
         self.turns.reset({heard: self.inbox.newest})
 

@@ -1,7 +1,7 @@
-"""Tokens that flow: A2E and E2A without a barrier, so that experts start on what has arrived (XDS 5.3).
+"""Token flow: A2E and E2A without a barrier, so that experts start on tokens that have arrived (XDS 5.3).
 
-In the exchanges of XDS 3.2 and 3.3 every rank tells every other, also that it sends nothing, and all wait for
-all: one late rank holds up everybody. Here nobody waits for a rank that it has nothing to do with:
+In the exchanges of XDS 3.2 and 3.3 every rank tells every other, even that it sends nothing, and all wait for
+all: one late rank holds up all others. Here no rank waits for another with which it exchanges nothing:
 
     A2E    an attention die posts its tokens at its trampoline (`a2e.AttentionSide`)
     A2E'   the trampoline posts them at those expert dies that they are for, as soon as it has them
@@ -46,7 +46,7 @@ from xdeepserve.hw.clock import Waiting
 
 
 class FlowTrampoline(Side):
-    """An expert die as the trampoline of some attention dies, each of which it serves by itself.
+    """Expert die as the trampoline of some attention dies, each served independently.
 
     `layout.plan_flow_expert` must have been called on its plan. Answers are summed here.
     """
@@ -73,18 +73,17 @@ class FlowTrampoline(Side):
         self.lane, self.called = "XCCL", ""
 
     def reset(self) -> None:
-        """Forget all that has come, also what has been posted and not pulled."""
+        """Forget all arrived tokens, even those that were posted and not pulled."""
         super().reset()
         self.taken[:] = self.inbox.view["event_id"]
 
     async def next_event(self, number: int) -> int:
-        """Wait, for as long as it takes, for the next tokens of the attention die served as `number`; their
-        event ID."""
+        """Wait for the next tokens of the attention die served as `number`; return their event ID."""
         await newer(self.inbox, "A2E", self.label, self.taken, np.array([number]))
         return int(self.inbox.view[number]["event_id"])
 
     async def serve(self, number: int) -> None:
-        """Carry the tokens that have come from the attention die served as `number` there and back.
+        """Carry the tokens that `next_event` has found there and back, for the attention die `number`.
 
         Raises DeadlineError naming the expert dies that do not answer in time.
         """
@@ -108,8 +107,8 @@ class FlowTrampoline(Side):
     async def _hand_on(
         self, number: int, event_id: int, token: npt.NDArray[np.void]
     ) -> tuple[Int64, SentRows]:
-        """A2E', steps 3 and 4, and the wait for the answers of those only that tokens go to: how many rows
-        each die has for each attention die."""
+        """A2E', steps 3 and 4: post tokens, and wait only for the answers of dies that got any. Returns how
+        many rows each die has for each attention die."""
         layout, means, num_experts = self.layout, self.means, self._num_experts
         payload, topk_idx = (np.ascontiguousarray(token[name]) for name in ("payload", "topk_idx"))
         ranks, scale = self._expert_rank, token["scale"]
@@ -133,7 +132,7 @@ class FlowTrampoline(Side):
     async def _merge(
         self, number: int, event_id: int, token: npt.NDArray[np.void], counts: Int64, sent: SentRows
     ) -> Float32:
-        """E2A, steps 6 and 7, and the weighted sum of each token's answers: float32 [T, H]."""
+        """E2A, steps 6 and 7: pull the answers and return each token's weighted sum, float32 [T, H]."""
         # The answers for each attention die that is served have blocks of their own here.
         place = number * self.layout.flow_blocks
         rows = await self._answers.pull("E2A", counts, self.means, place=place)
@@ -142,7 +141,7 @@ class FlowTrampoline(Side):
         return await self.work("E2A' 2 weighted sum", total, 2 * answers.size)
 
     async def _answer(self, number: int, event_id: int, payload: Float32) -> None:
-        """E2A', steps 3 and 4, to one attention die."""
+        """E2A', steps 3 and 4: post the sums for one attention die."""
         layout, means = self.layout, self.means
         rows = np.zeros((len(payload), layout.answers.row_nbytes), np.uint8)
         rows[:, : layout.answer_dtype.itemsize].view(layout.answer_dtype)[:, 0]["payload"] = payload
@@ -152,24 +151,24 @@ class FlowTrampoline(Side):
         self._draw("E2A'", number, event_id)
 
     def _at(self, number: int, count: int) -> Int64:
-        """`count` for one of those that are served, and nothing for the others."""
+        """Return counts with `count` for one served attention die and 0 for the others."""
         counts = np.zeros(len(self.served), np.int64)
         counts[number] = count
         return counts
 
     def title(self, number: int) -> str:
-        """What a trace calls the way of one attention die's tokens."""
+        """Return the trace's name for the way of an attention die's tokens."""
         return f"{self.called} of attention {self.served[number]}"
 
     def _draw(self, op: str, number: int, event_id: int) -> None:
-        """This die's end of an arrow from or to an attention die."""
+        """Draw the trampoline's end of an arrow from or to an attention die."""
         if (trace := self.die.trace).is_on:
             key = arrow(op, self.layout, self.sides.attention[self.served[number]], event_id)
             end = trace.arrive if op == "A2E" else trace.depart
             end(key, op, self.die.index, self.lane, self.die.clock.now - 1, self.title(number))
 
     def _draw_all(self, op: str, number: int, event_id: int, counts: Int64) -> None:
-        """This die's ends of arrows to or from the expert dies, other ones, that tokens go to."""
+        """Draw the die's ends of arrows to or from all other expert dies that get tokens."""
         die = self.die
         for expert in np.flatnonzero(counts).tolist() if die.trace.is_on else ():
             if (peer := self.sides.experts.dies[expert]) != die.index:
@@ -179,7 +178,7 @@ class FlowTrampoline(Side):
 
 
 class Arrival(NamedTuple):
-    """Tokens of one attention die, at an expert die."""
+    """Tokens of an attention die, arrived at an expert die."""
 
     attention: int  # its rank
     event_id: int
@@ -187,7 +186,7 @@ class Arrival(NamedTuple):
 
 
 class FlowExpertSide(Side):
-    """A2E' and E2A of one expert die. `layout.plan_flow_expert` must have been called on its plan.
+    """A2E' and E2A of an expert die. `layout.plan_flow_expert` must have been called on its plan.
 
     Any number of arrivals may be under way; each is answered once, in any order.
     """
@@ -208,12 +207,12 @@ class FlowExpertSide(Side):
         self.lanes, self.called = ("XCCL", "XCCL"), ""
 
     def reset(self) -> None:
-        """Forget all arrivals, also those that have been posted and not taken."""
+        """Forget all arrivals, also posted ones not yet taken."""
         super().reset()
         self.taken[:] = self.inbox.view["event_id"]
 
     async def arrivals(self) -> list[int]:
-        """Wait, for as long as it takes, for attention dies that have posted new tokens; their ranks."""
+        """Wait, for as long as needed, for attention dies with newly posted tokens; return their ranks."""
         inbox, everybody = self.inbox, np.arange(len(self.taken))
         await newer(inbox, "A2E'", self.label, self.taken, everybody)
         return np.flatnonzero(inbox.view["event_id"] > self.taken).tolist()
@@ -234,7 +233,8 @@ class FlowExpertSide(Side):
         return Arrival(attention, event_id, unpack_tokens(self.layout.naive, rows, counts))
 
     async def answer(self, arrival: Arrival, expert_out: Float32) -> None:
-        """E2A, steps 1 to 4, for one attention die: float32 [N, H], a row for each of the arrival's."""
+        """E2A, steps 1 to 4, for one attention die: answers float32 [N, H], a row for each of the
+        arrival's."""
         layout, means, steps = self.layout.naive, self.means, self.steps
         steps.begin()
         rows = await load_answers(self, "E2A", layout, expert_out)
@@ -245,7 +245,7 @@ class FlowExpertSide(Side):
         self._draw("E2A", arrival.attention, arrival.event_id)
 
     def _draw(self, op: str, attention: int, event_id: int) -> None:
-        """This die's end of an arrow from or to a trampoline on another die."""
+        """Draw the expert die's end of an arrow from or to a trampoline on another die."""
         die, is_taken = self.die, op == "A2E'"
         if self.sides.experts.dies[self.sides.trampoline(attention)] != die.index:
             key = flow_arrow(op, self.layout, attention, die.index, event_id)
@@ -256,12 +256,13 @@ class FlowExpertSide(Side):
 def flow_arrow(
     op: str, layout: A2ELayout, attention: int, expert: int, event_id: int
 ) -> tuple[str, str, int, int, int]:
-    """What a trampoline and an expert die call the exchange of an attention rank's tokens, in traces."""
+    """Return the key of an arrow in traces, by which trampoline and expert die match the exchange of an
+    attention rank's tokens."""
     return op, layout.name, attention, expert, event_id
 
 
 async def newer(inbox: Inbox, op: str, label: str, taken: Int64, writers: Int64) -> None:
-    """Wait, for as long as it takes, until one of `writers` has posted what has not been `taken`."""
+    """Wait, for as long as needed, until one of `writers` has posted an event not yet `taken`."""
     names = Names(inbox.names[writer] for writer in writers)
     await inbox.die.wait_fields(
         inbox.region.offset,
@@ -274,7 +275,7 @@ async def newer(inbox: Inbox, op: str, label: str, taken: Int64, writers: Int64)
 
 
 async def wait_for(inbox: Inbox, op: str, event_id: int, writers: Int64, means: Means) -> None:
-    """Poll until each of `writers` has posted `event_id`. DeadlineError naming those that have not,
+    """Poll until each of `writers` has posted `event_id`. Raises DeadlineError naming those that have not,
     ProtocolError for one that is ahead."""
     if not len(writers):
         return

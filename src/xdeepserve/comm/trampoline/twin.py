@@ -1,4 +1,4 @@
-"""The byte twin of A2E and E2A, for dies that run in lockstep: both ends, step by step.
+"""Byte twin of A2E and E2A, for dies in lockstep: both ends, step by step.
 
     write_token, post_tokens   A2E 3-4             attention dies post their tokens
     a2e_stage                  A2E 5-7, A2E' 3-4   trampolines pull; a row goes to the die of each expert
@@ -49,7 +49,8 @@ NUM_ATTENTION_COLUMNS = 8
 
 @part
 def write_token(s, way, t, idx, weight):
-    """A2E, step 3: the routing of token t, int32 and float32 [top_k], into its row; the address of its scale.
+    """A2E, step 3: write the routing of token t, int32 and float32 [top_k], into its row; return the address
+    of its scale.
 
     The payload follows the scale, four bytes further on.
     """
@@ -64,7 +65,7 @@ def write_token(s, way, t, idx, weight):
 
 @part
 def post_tokens(way, event, rows):
-    """A2E, step 4: one field, at the trampoline."""
+    """A2E, step 4: post a single field, at the trampoline."""
     post(way[TRAMPOLINE_FIELD], event, way[TOKENS_POINTER], rows)
     way[NUM_SENT] = rows
 
@@ -112,7 +113,7 @@ def pull_tokens(s, way, served, bases, event, counts):
 
 @part
 def arrived_tokens(s, way):
-    """The tokens that a trampoline has pulled, as it sends them on."""
+    """View the tokens pulled by a trampoline, as they are sent on."""
     rows, step = way[TOKEN_ROWS], s.token_nbytes
     scales = rows + 8 * s.copies
     return Tokens(rows, step, scales, step, scales + 4, step)
@@ -146,12 +147,12 @@ def answer_tokens(s, way, served, answer_fields, event, order, counts, values):
 
 @kernel
 def a2e_stage(s, ways, served, bounds, bases, expert_rank, event, counts, orders, sents, faults, worker, num):
-    """A share of the expert dies, for the tokens of each domain: pull_tokens if it is a trampoline, then
-    write_rows, and post_rows.
+    """A share of the expert dies, for the tokens of each domain: pull_tokens on trampolines, then write_rows
+    and post_rows.
 
     By domain, a first axis of all: ways [R, 15]; served: attention ranks, those of expert rank x from
-    bounds[x] to bounds[x + 1]; bases [A]; expert_rank: of each physical expert; counts [A] out; orders
-    [R, max_tokens * copies] out; sents [R, R] out: rows to each rank; faults [R].
+    bounds[x] to bounds[x + 1]; bases [A]; expert_rank: of each physical expert; counts [A] out; orders [R,
+    max_tokens * copies] out; sents [R, R] out: rows to each rank; faults [R].
     """
     for d in range(ways.shape[0]):
         for first, last in blocks_of(worker, num, s.num_ranks):
@@ -166,7 +167,7 @@ def a2e_stage(s, ways, served, bounds, bases, expert_rank, event, counts, orders
 
 @kernel
 def e2a_stage(s, ways, served, bounds, answer_fields, event, counts, orders, sents, faults, worker, num):
-    """A share of the expert dies, for each domain: pull the answers to what it sent; a trampoline hands them
+    """A share of the expert dies, for each domain: pull the answers to the rows sent; trampolines hand them
     on."""
     answered = np.empty(s.num_ranks, np.int64)
     values = np.empty(s.hidden, np.float32)

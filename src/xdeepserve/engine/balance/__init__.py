@@ -1,1 +1,6 @@
-"""Who gets the next request: balancing over DP groups (xDeepServe 4.3). Pure decisions, no state, no I/O."""
+"""Balancing of requests over TEs and DP groups, and of experts over dies (xDeepServe 4.3, 4.5).
+
+- `dp` and `te_policies` choose DP groups and TEs for requests; `heat_map` and `prompt_tree` inform them
+- `eplb` chooses replicas of experts; `trigger` decides when, and `reconfigure` carries the change out
+- `storage` reads the experts' weights
+"""

@@ -1,4 +1,4 @@
-"""Which DP group gets which request (xDeepServe 4.3). Functions of what the groups report, nothing else.
+"""Chooses the DP group of each request, from the groups' reports alone (xDeepServe 4.3).
 
 *Prefill*, single level and collaborative: requests wait in one shared queue. Each step in which some wait,
 the leader (DP-0) gathers the status of all groups and deals out as many as fit in the step, so that the
@@ -19,6 +19,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from xdeepserve.engine.numbers import GroupRank
+
 # Relative cost of a prefill: c(n, prefix) = n + ATTENTION * n * (prefix + n / 2). Linear layers cost a token
 # as much wherever it stands; attention costs it its context. For DeepSeek-V3, attention to some 4,400
 # positions (128 * (576 + 512) * 2 * 61 operations each) costs what a token's linear layers do (37e9 * 2).
@@ -27,9 +29,9 @@ LONG_PROMPT = 4096  # new tokens; such requests are kept apart from short ones
 
 
 class GroupStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What a DP group tells the leader."""
+    """Status of a DP group as reported to the leader."""
 
-    rank: int
+    rank: GroupRank
     num_free_places: int  # sequences that it could still admit
     num_sequences: int
     num_blocks: int
@@ -42,19 +44,19 @@ class GroupStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_load(self) -> float:
-        """Share of its blocks that are used or spoken for."""
+        """Share of the group's KV blocks in use or reserved; above 1 if reservations exceed the blocks."""
         return (self.num_used_blocks + self.num_reserved_blocks) / self.num_blocks
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A request that waits for a group."""
+    """Request waiting for a DP group, with its size and cached tokens."""
 
     num_tokens: int  # of its prompt
     num_blocks: int = 0  # that it needs over its whole life
     num_cached: tuple[int, ...] = ()  # tokens of its prompt that each rank has cached; (): none anywhere
 
     def cost_on(self, rank: int) -> float:
-        """What its prefill costs one group."""
+        """Return the relative cost of the request's prefill on a DP group."""
         cached = self.num_cached[rank] if self.num_cached else 0
         return prefill_cost(self.num_tokens - cached, cached)
 
@@ -67,7 +69,7 @@ N = TypeVar("N", float, npt.NDArray[np.float64])
 
 
 def prefill_cost(num_tokens: N, num_cached: N) -> N:
-    """Relative time to prefill `num_tokens` after `num_cached` that are there already; or of each of many."""
+    """Return the relative time to prefill `num_tokens` after `num_cached` cached ones; scalars or arrays."""
     return num_tokens * (1.0 + ATTENTION * (num_cached + num_tokens / 2))
 
 
@@ -76,9 +78,10 @@ def assign_prefill(
 ) -> list[tuple[int, int]]:
     """Deal waiting requests to groups for the next step: pairs (index of candidate, rank).
 
-    Requests are taken in order of arrival until the groups' rows of one step (`max_tokens` each) are spoken
-    for or no group has a place; what is left waits for the next step. Among those taken the dearest is placed
-    first, on the group with the least to do. Long and short prompts meet only if there is no other way.
+    Requests are taken in order of arrival until the groups' rows of one step (`max_tokens` each) are used up
+    or no group has a place. The rest wait for the next step. Of the requests taken, the dearest is placed
+    first, on the group with the least to do. Long and short prompts share a group only if there is no other
+    way.
     """
     places = {s.rank: s.num_free_places for s in statuses}
     cost = {s.rank: s.queued_cost for s in statuses}
@@ -111,7 +114,7 @@ def assign_prefill(
 
 
 def with_room(statuses: Sequence[GroupStatus], num_now: int) -> list[GroupStatus]:
-    """The groups that are not at their batch limit and have room for `num_now` more blocks."""
+    """Return groups with a free place and with room for `num_now` more KV blocks."""
     return [
         s
         for s in statuses
@@ -121,11 +124,11 @@ def with_room(statuses: Sequence[GroupStatus], num_now: int) -> list[GroupStatus
 
 
 def pick_decode(statuses: Sequence[GroupStatus], num_blocks: int = 0, num_now: int = 0) -> int | None:
-    """The rank for one request that brings `num_now` blocks and needs `num_blocks` in all.
+    """Choose the rank to decode a request that brings `num_now` blocks and needs `num_blocks` in all.
 
-    None if every group is full: at its batch limit, or without room for the blocks that are there already.
-    Then the request waits where any group may take it, not in the queue of one. Reservations are no limit,
-    since most requests end before they have used theirs; but where one fits it goes first.
+    None if every group is full: at its batch limit, or without room for the blocks that exist already. Then
+    the request waits where any group may take it, not in the queue of one. Reservations are no limit, since
+    most requests end before they have used theirs. A group with room for the whole reservation is preferred.
     """
     able = with_room(statuses, num_now)
     fits = [s for s in able if s.num_used_blocks + s.num_reserved_blocks + num_blocks <= s.num_blocks]

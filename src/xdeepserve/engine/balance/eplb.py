@@ -1,8 +1,9 @@
-"""EPLB: which experts of a layer get replicas, and where they go (xDeepServe 4.5, step 2). Pure functions.
+"""EPLB: chooses experts of a layer for replication, and the dies for them (xDeepServe 4.5, step 2).
 
-`token_count` [E, T] is how many tokens went to each logical expert of one layer in each time slice. A load is
-split evenly over an expert's replicas, its primary among them. Dies may have other work: `base[d]` says how
-many tokens come to die d for each that comes to a routed expert anywhere, as to a copy of the shared expert.
+All functions here are pure. `token_count` [E, T] is how many tokens went to each logical expert of one layer
+in each time slice. A load is split evenly over an expert's replicas, its primary among them. Dies may have
+other work, such as a copy of the shared expert. `base[d]` says how many tokens come to die d for each token
+that comes to a routed expert anywhere.
 """
 
 from __future__ import annotations
@@ -19,22 +20,25 @@ Holdings: TypeAlias = list[list[int]]  # by die, the experts in its redundant sl
 
 
 def costs(token_count: Counts, cold: int) -> Counts:
-    """[E, T]: what each expert costs, in tokens: its own, and at least `cold`, since its weights are read for
-    a few as well (max(a_i, K) of MegaScale-Infer 6). With 0, tokens alone count."""
+    """Return each expert's cost in tokens, [E, T]: its tokens, but at least `cold`.
+
+    An expert's weights are read for a few tokens as well (max(a_i, K) of MegaScale-Infer 6). With 0, tokens
+    alone count.
+    """
     return np.maximum(token_count, cold)
 
 
 def layer_load(token_count: Counts, num_replicas: Counts) -> float:
-    """L_l: tokens of the hottest replica of each time slice, summed over the slices."""
+    """Sum the tokens of the hottest replica over all time slices (L_l)."""
     return float((token_count / num_replicas[:, None]).max(axis=0).sum())
 
 
 def select(token_count: Counts, budget: int, max_replicas: int) -> list[int]:
-    """At most `budget` experts to replicate, in the order in which they are chosen; one may come again.
+    """Choose at most `budget` experts to replicate, in the order of choice; an expert may be chosen again.
 
-    Candidates are the hottest experts of the slices; of these the one whose further replica lowers L_l most
-    (ties: the lowest number). An expert has at most `max_replicas`, its primary included. Ends early when no
-    slice has tokens, or none of the hottest may have more.
+    Candidates are the hottest experts of the slices. The choice is the one whose further replica lowers L_l
+    most (ties: the lowest number). An expert has at most `max_replicas`, its primary included. The search
+    ends early when no slice has tokens, or none of the hottest experts may have more.
     """
     num_replicas = np.ones(len(token_count), np.int64)
     chosen: list[int] = []
@@ -65,7 +69,7 @@ def place(
     free: Sequence[int],
     base: Sequence[float] = (),
 ) -> Holdings:
-    """By die, the experts of `chosen` that go to its redundant slots.
+    """Place the replicas `chosen` in the dies' redundant slots; return the experts by die.
 
     `primary[e]` is the die of expert e's primary, `free[d]` the redundant slots of die d. Replicas go, the
     one with the highest load first, to the least-loaded die with a free slot, but never beside their primary
@@ -125,7 +129,7 @@ def _base(base: Sequence[float], num_dies: int) -> Loads:
 def die_loads(
     token_count: Counts, primary: Sequence[int], holdings: Holdings, base: Sequence[float] = ()
 ) -> Loads:
-    """[D, T]: tokens of each die in each time slice, if its redundant slots hold `holdings`."""
+    """Return each die's tokens in each time slice, [D, T], if the redundant slots hold `holdings`."""
     num_replicas = np.ones(len(token_count), np.int64)
     for held in holdings:
         num_replicas[held] += 1
@@ -140,5 +144,5 @@ def die_loads(
 def hottest_die(
     token_count: Counts, primary: Sequence[int], holdings: Holdings, base: Sequence[float] = ()
 ) -> float:
-    """Tokens of the hottest die of each time slice, summed over the slices: what all others wait for."""
+    """Sum the tokens of the hottest die over all time slices: all other dies wait for it."""
     return float(die_loads(token_count, primary, holdings, base).max(axis=0).sum())

@@ -1,7 +1,7 @@
-"""DeepServe's PD heat map (5.3): by lengths of prompt and answer, how much better TEs with prefill and decode
-apart do than TEs that do both, on equally many dies.
+"""DeepServe's PD heat map (5.3): when TEs with prefill and decode apart beat TEs that do both.
 
-A map for each rate of requests is measured; they are added square by square, and the sign of the sum decides.
+The gain depends on the lengths of prompt and answer, on equally many dies. A map is measured for each rate of
+requests. The maps are added square by square, and the sign of the sum decides.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from xdeepserve.reading import read
 
 
 class HeatMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`gains[rate][prompt][output]`: (time of both - time apart) / the greater of them, in [-1, 1].
+    """Gains of prefill and decode apart: `gains[rate][prompt][output]`, in [-1, 1].
 
-    `prompts` and `outputs` are the least lengths of squares, rising; what is shorter is in the first.
+    A gain is (time of both - time apart) / the greater of the two. `prompts` and `outputs` are the least
+    lengths of squares, rising; shorter ones count for the first square.
     """
 
     hardware: str  # what it was measured on
@@ -35,13 +36,13 @@ class HeatMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("a heat map has a gain for each rate, prompt and output, which rise")
 
     def value(self, num_prompt: float, num_output: float) -> float:
-        """The sum over all rates, in the square of these lengths: above 0 for TEs apart."""
+        """Sum the gains over all rates in the square of these lengths; above 0 favours TEs apart."""
         row, column = _square(self.prompts, num_prompt), _square(self.outputs, num_output)
         return sum(rows[row][column] for rows in self.gains)
 
     @property
     def stable(self) -> float:
-        """The share of squares that have the same sign at every rate."""
+        """Share of squares with gains of the same sign at every rate."""
         squares = [
             [rows[row][column] for rows in self.gains]
             for row in range(len(self.prompts))
@@ -56,5 +57,5 @@ def _square(least: Sequence[int], length: float) -> int:
 
 
 def read_heat_map(path: Path) -> HeatMap:
-    """InputError for a file that is none."""
+    """Read a heat map from a JSON file; raise InputError if it is invalid."""
     return read(path, "JSON", "heat map").to(HeatMap)

@@ -1,8 +1,8 @@
-"""Who has which beginnings of prompts: DeepServe's prompt tree (5.2), global over TEs or local to one.
+"""DeepServe's prompt tree (5.2): the holders (TEs or DP groups) of cached prompt beginnings.
 
-Prompts are chains of blocks whose numbers name all that stands before them, too, as hashes of a chain do; so
-a map from a block to its holders says what a tree would. What it says may be stale: a hint that is wrong
-costs time and nothing else.
+Prompts are chains of blocks. A block's number depends on all blocks before it, as in a chain of hashes. So a
+map from a block to its holders holds the same information as a tree. It may be stale: a wrong hint costs time
+and nothing else.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from collections.abc import Collection, Iterable, Sequence
 
 
 class PromptTree:
-    """Holders are small numbers, of TEs or of DP groups."""
+    """Map from prompt blocks to holders, which are small numbers of TEs or DP groups."""
 
     def __init__(self) -> None:
         self._holders: dict[int, int] = {}  # bit n: holder n has it
 
     def __len__(self) -> int:
-        """Blocks that somebody has."""
+        """Number of blocks with at least one holder."""
         return len(self._holders)
 
     @property
     def blocks(self) -> Collection[int]:
-        """Blocks that some holder has."""
+        """All blocks held by at least one holder."""
         return self._holders.keys()
 
     def publish(self, holder: int, blocks: Iterable[int]) -> None:
-        """It has these now."""
+        """Record `holder` as a holder of these blocks."""
         bit, holders = 1 << holder, self._holders
         for block in blocks:
             holders[block] = holders.get(block, 0) | bit
 
     def evict(self, holder: int, blocks: Iterable[int]) -> None:
-        """It has them no more; harmless when repeated."""
+        """Remove `holder` from the holders of these blocks; harmless when repeated."""
         keep, holders = ~(1 << holder), self._holders
         for block in blocks:
             left = holders.get(block, 0) & keep
@@ -42,11 +42,14 @@ class PromptTree:
                 holders.pop(block, None)
 
     def is_held(self, block: int) -> bool:
-        """Whether anybody has it."""
+        """Whether a block has any holder."""
         return block in self._holders
 
     def match(self, blocks: Sequence[int]) -> dict[int, int]:
-        """How many blocks each holder has from the first on without a gap; who has none is left out."""
+        """Count each holder's blocks, from the first on without a gap.
+
+        Holders without the first block are left out.
+        """
         found: dict[int, int] = {}
         alive = -1
         for number, block in enumerate(blocks):

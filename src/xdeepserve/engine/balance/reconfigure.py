@@ -25,7 +25,6 @@ import msgspec
 import numpy as np
 
 from xdeepserve.engine.balance.eplb import Counts, Holdings
-from xdeepserve.engine.balance.storage import ExpertStorage
 from xdeepserve.engine.balance.trigger import EPLBTrigger, Skew
 from xdeepserve.engine.deploy.sizes import ExpertSizes
 from xdeepserve.engine.die.die_memory import DieMemory
@@ -42,6 +41,9 @@ from xdeepserve.engine.messages import (
 from xdeepserve.engine.numbers import DieNumber
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.queue import Queue
+from xdeepserve.model.canonical import Array
+from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.weights import Recipe, TensorSource, iter_expert, weight_specs
 
 Phase = Literal["idle", "prefetching", "prefetched", "draining", "loading", "loaded"]
 SPANS = {  # what a trace calls the phases, each until the moment when the next one begins
@@ -54,14 +56,14 @@ SPANS = {  # what a trace calls the phases, each until the moment when the next 
 
 
 class Prefetched(msgspec.Struct, frozen=True):
-    """The weights of all new replicas are in the hosts' memories."""
+    """Reports when the weights of all new replicas are in the hosts' memories."""
 
 
 Report = LoadCollected | ExpertsLoaded | Prefetched
 
 
 class Change(NamedTuple):
-    """A slot that will hold another expert."""
+    """Change of a redundant slot to another expert, or to none."""
 
     layer: int  # among those with experts
     holder: int  # among the dies with routed experts
@@ -69,11 +71,31 @@ class Change(NamedTuple):
     expert: int  # or NOTHING
 
 
-class Reconfiguration:
-    """The host's part of EPLB for one TE: asks for the load, and carries out what the trigger decides.
+class ExpertStorage:
+    """Reads routed experts of the layers that a TE uses from the checkpoint, expert by expert, in the form in
+    which dies hold them. Replicas come from there."""
 
-    `gates` are the memories of the dies that route tokens, `holders` those with routed experts, each with its
-    die. Reports of dies come by `take`; `reports` is the queue that they come from.
+    def __init__(self, source: TensorSource, recipe: Recipe, experts: ExpertSizes) -> None:
+        self.config: ModelConfig = source.config
+        self._source, self._recipe = source, recipe
+        self.layers = list(experts.layers)  # those with experts
+        self._specs = weight_specs(source.config, recipe, 1)
+
+    def read(self, number: int, expert: int) -> list[Array]:
+        """Return the packed arrays of an expert of MoE layer `number`, in the order of a slot's arrays."""
+        arrays = {
+            name: self._specs[name].pack(array)
+            for name, _, array in iter_expert(self._source, self._recipe, self.layers[number], expert)
+        }
+        return [arrays[name] for name in self._specs if name in arrays]
+
+
+class Reconfiguration:
+    """Host's part of EPLB for a TE: collects the load, and carries out the trigger's decisions.
+
+    `gates` are the memories of the dies that route tokens. `holders` are the memories of the dies with routed
+    experts. Each comes with its die. Dies' reports arrive through `take`; `reports` is the queue that they
+    come from.
     """
 
     def __init__(
@@ -107,7 +129,10 @@ class Reconfiguration:
     # ---- between steps ------------------------------------------------------------------------------------
 
     def before_step(self, step: Hashable) -> None:
-        """The plans of a step go to the dies next: of all DP groups, or of one, where each has its own."""
+        """Prepare for the next step, just before its plans go to the dies.
+
+        The step belongs to all DP groups, or to one where each has steps of its own.
+        """
         self._collect()
         if self.phase == "prefetched":  # phase 2
             changed = {(change.layer, self._physical(change)) for change in self._changes}
@@ -127,13 +152,13 @@ class Reconfiguration:
         self._running.add(step)
 
     def after_step(self, step: Hashable) -> None:
-        """All dies have ended a step."""
+        """Note the end of a step on all its dies."""
         self._running.discard(step)
         self._with_slots.discard(step)
         self.load_if_drained()
 
     def take(self, report: Report) -> None:
-        """What a die, or the prefetch, has to say."""
+        """Act on a report of a die or of the prefetch."""
         match report:
             case LoadCollected():
                 self._num_waiting -= 1
@@ -146,8 +171,11 @@ class Reconfiguration:
                 self._loaded(die)
 
     def lose_slots(self, die: int) -> None:
-        """Between steps: what a die's redundant slots held is lost. No token goes there until new replicas
-        have been loaded; those that the load under way has brought, or may have, are not used."""
+        """Forget the contents of a die's redundant slots, between steps, because they are lost.
+
+        No token goes there until new replicas have been loaded. Replicas that the load under way has brought,
+        or may have brought, are not used.
+        """
         holder = self._holder(die)
         assert holder is not None
         coming = {(each.layer, self._physical(each)) for each in self._changes}
@@ -167,8 +195,11 @@ class Reconfiguration:
             self._enter("loaded")
 
     def leave_out(self, die: int) -> None:
-        """At any moment: a die is lost, and its TE goes on. Who has been led to its slots asks a primary. It
-        gets no replicas until it, or another one in its place, is taken in."""
+        """Exclude a lost die from replicas while its TE goes on, at any moment.
+
+        Tokens that were routed to its slots go to a primary. The die gets no replicas until it, or another
+        one in its place, is taken in.
+        """
         holder = self._holder(die)
         if holder is None:
             return
@@ -178,13 +209,13 @@ class Reconfiguration:
         self._loaded(die)
 
     def take_in(self, die: int) -> None:
-        """A die can have replicas again; its slots hold none."""
+        """Include a die in balancing again; its redundant slots are empty."""
         holder = self._holder(die)
         if holder is not None:
             self._out.discard(holder)
 
     def replace(self, holder: int, die: int, mem: ExpertMemory) -> None:
-        """Another die is this holder."""
+        """Replace the die of a holder by another die."""
         if holder < len(self.holders):
             self.holders[holder] = die, mem
 
@@ -192,14 +223,14 @@ class Reconfiguration:
         return next((holder for holder, (each, _) in enumerate(self.holders) if each == die), None)
 
     def stop(self) -> None:
-        """The TE ends."""
+        """Cancel the prefetch under way, because the TE ends."""
         if self._prefetch is not None:
             self._prefetch.cancel()
 
     # ---- load ---------------------------------------------------------------------------------------------
 
     def _collect(self) -> None:
-        """Ask all dies for their counts when a time slice has ended."""
+        """Ask all dies for load counts when a time slice has ended."""
         now = self.pod.clock.now
         if self._next_slice_ns is None:
             self._next_slice_ns = now + self._slice_ns
@@ -211,13 +242,13 @@ class Reconfiguration:
             self.pod.dies[die].put(CollectLoad())
 
     def collected(self) -> Counts:
-        """Sum the load [layers, E] that the dies have reported."""
+        """Sum the load [layers, E] over all dies' last reports."""
         parts = [mem.replicas.reported for _, mem in self.gates if mem.replicas is not None]
         return np.sum(parts, axis=0, dtype=np.int64)
 
     @property
     def holdings(self) -> list[Holdings]:
-        """By layer and die, what the redundant slots hold that are in use."""
+        """Experts in the redundant slots in use, by layer and die."""
         made = []
         for row in self.phy2log:
             held = [self._redundant(row, holder) for holder in range(len(self.holders))]
@@ -226,16 +257,16 @@ class Reconfiguration:
 
     @property
     def layers(self) -> list[int]:
-        """The layers with experts."""
+        """Indices of the model's layers with experts."""
         return self.storage.layers
 
     @property
     def skews(self) -> list[Skew]:
-        """How uneven the load of each layer was in the latest slice."""
+        """Skew of each layer's load in the latest time slice."""
         return self.trigger.skews(self.holdings)
 
     def _redundant(self, row: Sequence[int], holder: int) -> Sequence[int]:
-        """A holder's redundant slots in a layer's row of phy2log."""
+        """Return a holder's redundant slots from a layer's row of phy2log."""
         slots = self._slots_of[holder]
         return row[slots.stop - self.experts.redundant_slots : slots.stop]
 
@@ -243,7 +274,10 @@ class Reconfiguration:
         return self._slots_of[change.holder].stop - self.experts.redundant_slots + change.slot
 
     def _decide(self) -> None:
-        """At the end of an interval; not while new replicas are on their way."""
+        """Start a reconfiguration at the end of an interval, if the trigger asks for one.
+
+        Nothing happens while new replicas are on their way.
+        """
         if self.phase != "idle" or not self.trigger.is_due:
             return
         target = self.trigger.decide([[sorted(h) for h in held] for held in self.holdings])
@@ -253,7 +287,10 @@ class Reconfiguration:
     # ---- the phases ---------------------------------------------------------------------------------------
 
     def _begin(self, target: Sequence[Holdings]) -> None:
-        """Phase 1. An expert that stays on a die stays in its slot."""
+        """Begin phase 1: list the slots to change, and start the prefetch.
+
+        An expert that stays on a die stays in its slot.
+        """
         self._changes = []
         for layer, (row, wanted_by_die) in enumerate(zip(self.phy2log, target, strict=True)):
             for holder, planned in enumerate(wanted_by_die):
@@ -272,11 +309,14 @@ class Reconfiguration:
 
     @property
     def loads(self) -> list[Change]:
-        """Return the changes that bring an expert; the others only empty a slot."""
+        """Changes of slots to an expert; all other changes only empty a slot."""
         return [change for change in self._changes if change.expert != NOTHING]
 
     async def _fetch(self) -> None:
-        """Storage to memory, over the VPC card of each server, all servers side by side."""
+        """Fetch the new experts' weights from storage to the hosts' memories.
+
+        They come over the VPC card of each server, all servers side by side.
+        """
         try:
             pieces = Counter[int]()
             for change in self.loads:
@@ -301,7 +341,7 @@ class Reconfiguration:
             self._reports.put(Prefetched())
 
     def redundant_slots(self, holder: int) -> RedundantSlots:
-        """Return the slots for replicas of a holder, which is one that has some."""
+        """Return the redundant slots of a holder; it must have some."""
         redundant = self.holders[holder][1].redundant
         assert redundant is not None
         return redundant

@@ -1,4 +1,4 @@
-"""Which of several TEs gets a request: pure functions of what is known of them, one for each policy.
+"""Policies for choosing a TE for a request: pure functions of facts known about the TEs.
 
 Scores are float64 [TEs, keys]: the less the better, an earlier key before a later one, and among equals the
 TE that stands first. Ours, and what others have published, on the same facts:
@@ -42,7 +42,7 @@ LLM_D = {"prefix": 3.0, "queue": 2.0, "kv": 2.0}  # weights of its guides; older
 
 
 class RoutedRequest(NamedTuple):
-    """What a policy is told of a request."""
+    """Facts about a request for routing policies."""
 
     number: int  # in order of arrival
     num_tokens: int  # of its prompt
@@ -50,7 +50,7 @@ class RoutedRequest(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What is known of the TEs, an element for each.
+    """Facts about the TEs for routing policies, an array element for each TE.
 
     cached      tokens of the prompt that need not be computed there
     sequences   that are there
@@ -72,14 +72,14 @@ class Known(NamedTuple):
 
     @staticmethod
     def none(is_apart: Flags) -> Known:
-        """TEs of these kinds, with nothing to do."""
+        """Return the facts for idle TEs of these kinds."""
         count = len(is_apart)
         cached, sequences, queued, kv_load, positions = (np.zeros(count) for _ in range(5))
         long, short = np.zeros(count, bool), np.zeros(count, bool)
         return Known(cached, sequences, queued, long, short, kv_load, positions, is_apart)
 
     def among(self, some: Flags) -> Known:
-        """The same of some TEs."""
+        """Return the same facts for a subset of the TEs."""
         return Known(
             self.cached[some], self.sequences[some], self.queued[some], self.has_long[some],
             self.has_short[some], self.kv_load[some], self.positions[some], self.is_apart[some],
@@ -87,12 +87,12 @@ class Known(NamedTuple):
 
 
 def scores(policy: Policy, asked: RoutedRequest, known: Known, heat: HeatMap | None = None) -> Floats:
-    """The keys of every TE, by this policy."""
+    """Return a policy's keys for every TE, float64 [TEs, keys]."""
     return np.column_stack([*map(np.asarray, POLICIES[policy](asked, known, heat))]).astype(np.float64)
 
 
 def best(keys: Floats) -> int:
-    """The TE with the least keys."""
+    """Return the index of the TE with the least keys."""
     return int(np.lexsort(keys.T[::-1])[0])
 
 
@@ -120,7 +120,7 @@ def _cost(asked: RoutedRequest, known: Known, heat: HeatMap | None) -> list[Floa
 
 
 def _is_other(asked: RoutedRequest, known: Known, heat: HeatMap | None) -> Floats:
-    """1 for TEs of the kind that the heat map does not name, if there are both kinds."""
+    """Return 1.0 for each TE of the kind not named by the heat map; all 0 if TEs are of one kind."""
     apart = known.is_apart
     if heat is None or apart.all() or not apart.any():
         return np.zeros(len(apart))

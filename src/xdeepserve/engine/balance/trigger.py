@@ -1,4 +1,4 @@
-"""The TE-shell's EPLB trigger: from the load of each interval to replicas that are worth their loading."""
+"""The TE-shell's EPLB trigger: decides from each interval's load which replicas are worth loading."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ MIN_GAIN = 0.05  # share of a layer's hottest dies' load below which its replica
 
 
 class Skew(NamedTuple):
-    """How uneven a layer's load is: the hottest over the mean, 1 if all have the same."""
+    """Unevenness of a layer's load: hottest over mean, 1 if all have the same."""
 
     experts: float
     dies: float  # with the replicas that there are
 
 
 class EPLBTrigger:
-    """Keeps the load of the last interval, slice by slice, and decides at its end."""
+    """Keeps the load of the last interval, slice by slice, and decides on replicas at its end."""
 
     def __init__(self, experts: ExpertSizes, top_k: int) -> None:
         copies = top_k * experts.num_shared_dies
@@ -35,7 +35,7 @@ class EPLBTrigger:
         self._num_fresh = 0  # slices since the last decision
 
     def add_slice(self, token_count: Counts) -> None:
-        """The tokens of one more time slice: [layers, E]."""
+        """Add the token counts of another time slice, [layers, E]."""
         self._slices.append(token_count)
         self._num_fresh += 1
 
@@ -45,7 +45,7 @@ class EPLBTrigger:
         return self._num_fresh >= (self._slices.maxlen or 1)
 
     def decide(self, current: Sequence[Holdings]) -> list[Holdings] | None:
-        """What the redundant slots should hold, layer by layer; None if that is what they hold now.
+        """Decide the contents of the redundant slots, layer by layer; None if nothing changes.
 
         A layer's replicas change if its hottest dies would have had MIN_GAIN less to do in this interval.
         """
@@ -65,7 +65,7 @@ class EPLBTrigger:
         return proposed if then < (1 - MIN_GAIN) * now else current
 
     def skews(self, current: Sequence[Holdings]) -> list[Skew]:
-        """How uneven each layer was in the latest slice; empty before there is one."""
+        """Return the skew of each layer in the latest slice; empty before the first slice."""
         made = []
         for token_count, held in zip(self._slices[-1] if self._slices else (), current, strict=False):
             dies = die_loads(token_count[:, None], self._primary, held, self._base)

@@ -1,10 +1,13 @@
-"""Deployments as data: what is asked for, what each kind of team of dies can be, and the numbers that follow.
+"""Deployments as data: the settings asked for, the kinds of TEs, and the sizes that follow for a model.
 
-deployment   what a TOML file or a preset says, and the meaning of every setting
-resolve      from a preset or a file, with overrides, to a deployment
-roles        a row for each kind of team: what it runs, its defaults, which settings it has
-checks       what is wrong with a deployment; all reasons end up in one error
-teams        the TEs of a deployment and their dies
-sizes        each of them fitted to a model: the numbers that it is built from
-settings     the list of all settings
+deployment        the structs of all settings, as a TOML file or a preset gives them, with bounds and meanings
+resolve           reads a preset or a file, with overrides, into a deployment
+roles             a row for each kind of TE: what it runs, its defaults, which settings it has
+rules             rows: which kinds have a setting, which settings exclude each other, which change nothing
+refusals          finds what a model does not allow; `expert_services` finds errors in expert servers
+teams             the TEs of a deployment and their dies
+fitting           fits each TE to a model; all errors end up in one exception
+sizes             the numbers that a fitted TE is built from
+scale_down        a TE on fewer dies, after a failure
+settings          the list of all settings, and their values in a deployment
 """

@@ -1,13 +1,14 @@
 """A deployment: which dies there are and how they share the work. What a TOML file or a preset says.
 
-Beside the type of each field stands its meaning, which `settings` lists and `--help` prints.
+Beside the type of each field stand its bounds and its meaning, which `settings` lists and `--help` prints.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from msgspec import field
@@ -50,8 +51,44 @@ Tools = Literal["auto", "off"] | ToolFormat
 Reasoning = Literal["auto", "off", "deepseek"]  # <think>
 
 
+class Limits(NamedTuple):
+    """Least and most value that the number of a setting may have; it is finite in any case.
+
+    Limits are not given as `msgspec.Meta`: msgspec refuses the first wrong value alone, and one error has to
+    name them all.
+    """
+
+    least: float
+    most: float = math.inf
+    is_open: bool = False  # the least value itself is not allowed
+
+    def allow(self, value: float) -> bool:
+        """Return whether a value lies within the bounds; NaN and infinity never do."""
+        above = value > self.least if self.is_open else value >= self.least
+        return above and value <= self.most and value < math.inf
+
+    def __str__(self) -> str:
+        if self.is_open:
+            return f"more than {self.least:g}"
+        if self.most == math.inf:
+            return f"at least {self.least:g}" if self.least else "0 or more"
+        if self.most - self.least > 2:
+            return f"between {self.least:g} and {self.most:g}"
+        *others, last = range(int(self.least), int(self.most) + 1)
+        return f"{', '.join(map(str, others))} or {last}"
+
+
+Count = Annotated[int, Limits(1)]
+Natural = Annotated[int, Limits(0)]
+Positive = Annotated[float, Limits(0, is_open=True)]
+NonNegative = Annotated[float, Limits(0)]
+
+
 def default_threads() -> int:
-    """XDEEPSERVE_THREADS or NUMBA_NUM_THREADS if set, else 1. Raises InputError if it is no such number."""
+    """Return XDEEPSERVE_THREADS or NUMBA_NUM_THREADS if set, else 1.
+
+    Raises InputError unless the value is a whole number from 1 on.
+    """
     for name in ("XDEEPSERVE_THREADS", "NUMBA_NUM_THREADS"):
         value = os.environ.get(name, "")
         if value:
@@ -62,11 +99,11 @@ def default_threads() -> int:
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Limits of one DP group's scheduler."""
+    """Limits and policies of the scheduler of each DP group."""
 
-    max_num_seqs: Annotated[int, "sequences in a step, per DP group"] = 16
-    max_num_batched_tokens: Annotated[int, "token rows in a step, per DP group; more go in chunks"] = 128
-    max_waiting: Annotated[int, "sequences that may wait for a step, in all; else refused (429)"] = 1024
+    max_num_seqs: Annotated[Count, "sequences in a step, per DP group"] = 16
+    max_num_batched_tokens: Annotated[Count, "token rows in a step, per DP group; more go in chunks"] = 128
+    max_waiting: Annotated[Natural, "sequences that may wait for a step, in all; else refused (429)"] = 1024
     dispatch: Annotated[Dispatch, "who picks the DP group of a request"] = "collaborative"
     statuses: Annotated[
         Statuses,
@@ -75,7 +112,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = "state"
     decode: Annotated[Decode, "how a DP group of decode TEs is picked, after prefill"] = "kv"
     status_period: Annotated[
-        float, "virtual seconds between the KV statuses that DP groups send for `decode`; 0: as they are"
+        NonNegative,
+        "virtual seconds between the KV statuses that DP groups send for `decode`; 0: as they are",
     ] = 0.0
     route: Annotated[
         Route,
@@ -89,7 +127,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "file of a heat map (bench heatmap --map), from which routes pd-aware and deepserve read whether TEs "
         "with prefill and decode apart or TEs that do both are better for a request",
     ] = None
-    job_executors: Annotated[int, "of which a request reaches any; each knows what it has given to TEs"] = 1
+    job_executors: Annotated[Count, "of which a request reaches any; each knows what it has given to TEs"] = 1
     admission: Annotated[
         Admission,
         "who has room for a request before it is prefilled; decode: its KV is allocated there first",
@@ -97,28 +135,28 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The paged latent KV cache of one DP group."""
+    """Paged latent KV cache of each DP group."""
 
     block_size: Annotated[int, "positions in a KV block, a multiple of 16"] = 16
     num_blocks: Annotated[
         int | None, "KV blocks per DP group; by default for one context, and 4096 tokens"
     ] = None
-    num_host_blocks: Annotated[int, "KV blocks per die in host DRAM, for swapped and cached ones"] = 0
-    max_keys: Annotated[int, "prompt_cache_keys per DP group; the least recently used go first"] = 1024
+    num_host_blocks: Annotated[Natural, "KV blocks per die in host DRAM, for swapped and cached ones"] = 0
+    max_keys: Annotated[Count, "prompt_cache_keys per DP group; the least recently used go first"] = 1024
     prefix: Annotated[bool, "keep blocks of finished sequences for prompts with the same beginning"] = True
     preemption: Annotated[Preemption, "of sequences that give way; swap: blocks go to the host"] = "recompute"
     load: Annotated[Load, "cached blocks from the host, or recompute; auto: what is sooner"] = "auto"
 
 
 class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is parsed out of a chat's answer. "auto": what the checkpoint's tokenizer and template know."""
+    """Parsing of a chat's answer. "auto" takes the format from the checkpoint's tokenizer and template."""
 
     reasoning: Annotated[Reasoning, "reasoning in chats; auto: by their template; deepseek: <think>"] = "auto"
     tools: Annotated[Tools, "tool calls in chats; auto: by their template"] = "auto"
 
 
 class RoleExecution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where TEs of one role differ from `ExecutionConfig`. None: they do not."""
+    """Overrides of `ExecutionConfig` for TEs of a given role; None keeps the common value."""
 
     mode: Annotated[Mode | None, "as execution.mode, on TEs of this role alone"] = None
     overlap: Annotated[bool | None, "as execution.overlap, on these alone"] = None
@@ -129,7 +167,7 @@ class RoleExecution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ExecutionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the host launches steps, and what that costs in virtual time. It never changes a bit."""
+    """How the host launches steps, and the cost in virtual time; tokens never change by it."""
 
     # Prefill TEs, whose steps differ in length, launch eagerly (XDS 5.1: a static graph for decode alone).
     mode: Annotated[
@@ -147,7 +185,7 @@ class ExecutionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode: RoleExecution | None = None
 
     def for_role(self, role: Role) -> ExecutionConfig:
-        """What holds for the TEs of a role; nothing is left open."""
+        """Merge the settings for TEs of a role; `mode` gets a value if it is not set."""
         own = {"prefill": self.prefill, "decode": self.decode}.get(role) or RoleExecution()
         found = {name: getattr(own, name) for name in own.__struct_fields__}
         found["mode"] = own.mode or self.mode or ("op" if role == "prefill" else "graph")
@@ -156,33 +194,44 @@ class ExecutionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HealthConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Two tiers of heartbeats: when a DP group that does not answer its TE-shell, or a TE-shell that does not
-    answer the control plane, is suspect, and when it is lost. In seconds of virtual time."""
+    """Two tiers of heartbeats, in seconds of virtual time.
+
+    They say when a DP group that does not answer its TE-shell is suspect, and when it is lost. The same holds
+    for a TE-shell that does not answer the control plane.
+    """
 
     probe_s: Annotated[
-        float,
+        Positive,
         "virtual seconds between probes of DP groups that have no work while others have, and before a "
         "failed link between prefill and decode is tried again",
     ] = 1.0
-    suspect_s: Annotated[float, "virtual seconds of silence until a DP group gets no new work"] = 5.0
-    lost_s: Annotated[float, "virtual seconds of silence until a DP group is lost, and with it its TE"] = 60.0
-    beat_s: Annotated[float, "virtual seconds between two questions of the control plane to TE-shells"] = 1.0
-    shell_lost_s: Annotated[
+    suspect_s: Annotated[Positive, "virtual seconds of silence until a DP group gets no new work"] = 5.0
+    lost_s: Annotated[Positive, "virtual seconds of silence until a DP group is lost, and with it its TE"] = (
+        60.0
+    )
+    beat_s: Annotated[
         float,
+        Limits(0.001),
+        "virtual seconds between two questions of the control plane to TE-shells",
+    ] = 1.0
+    shell_lost_s: Annotated[
+        Positive,
         "virtual seconds of silence until a TE-shell is lost: later than lost_s, which can name a group",
     ] = 90.0
 
 
 class RecoveryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is done when something of a TE fails (xDeepServe 6.2)."""
+    """Reactions to a failure within a TE (xDeepServe 6.2)."""
 
     stage: Annotated[
         int,
+        Limits(2, 3),
         "the gentlest stage that may be tried: 3, steps of a TE whose dies have kept their memory are run "
         "again; 2, it is given up, and others go on with what it had",
     ] = 3
     max_rollbacks: Annotated[
-        int, "so often in a row a TE runs its steps again; then it is given up. A step that ends begins anew"
+        Natural,
+        "so often in a row a TE runs its steps again; then it is given up. A step that ends begins anew",
     ] = 4
     kv_loss: Annotated[
         KVLoss,
@@ -194,60 +243,67 @@ class RecoveryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "another TE takes the place of one that is given up, on fewer dies if need be; requests that nobody "
         "else could serve wait for it",
     ] = False
-    spare_dies: Annotated[int, "dies beyond those of the deployment that such a TE may have"] = 0
-    max_restarts: Annotated[int, "so often all TEs are started anew, where no TE can be replaced alone"] = 2
+    spare_dies: Annotated[Natural, "dies beyond those of the deployment that such a TE may have"] = 0
+    max_restarts: Annotated[
+        Natural, "so often all TEs are started anew, where no TE can be replaced alone"
+    ] = 2
 
 
 class HardwareConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What differs from the dies of `hw/spec.py` and `hw/accelerators.py`."""
+    """Differences from the dies of `hw/spec.py` and `hw/accelerators.py`."""
 
-    hbm_mb: Annotated[int | None, "memory of every die in MiB; by default that of its hardware"] = None
+    hbm_mb: Annotated[Count | None, "memory of every die in MiB; by default that of its hardware"] = None
 
 
 class EmsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The disaggregated memory pool (EMS): host DRAM over volumes, in which KV of prompts outlives requests,
-    TEs and this process."""
+    """The disaggregated memory pool (EMS): host DRAM over volumes.
+
+    KV of prompts outlives requests, TEs and this process there.
+    """
 
     path: Annotated[str | None, "directory of the memory pool's volumes; without one there is no pool"] = None
-    servers: Annotated[int, "hosts that give DRAM to the pool, with a volume each; 1 to 48"] = 4
-    dram_mb: Annotated[int, "MiB of DRAM on each of them"] = 64
-    volume_mb: Annotated[int, "MiB that each volume may hold; what was not used for longest goes"] = 1024
-    block_size: Annotated[int, "tokens in a block of the pool, a multiple of cache.block_size"] = 128
+    servers: Annotated[int, Limits(1, 48), "hosts that give DRAM to the pool, with a volume each"] = 4
+    dram_mb: Annotated[Count, "MiB of DRAM on each of them"] = 64
+    volume_mb: Annotated[Count, "MiB that each volume may hold; what was not used for longest goes"] = 1024
+    block_size: Annotated[Count, "tokens in a block of the pool, a multiple of cache.block_size"] = 128
     fabric: Annotated[PoolFabric, "between dies and the pool's DRAM; vpc: by the servers' cards"] = "ub"
     namespace: Annotated[str, "part of the pool that this deployment sees"] = "default"
-    quota_mb: Annotated[int | None, "MiB that the namespace may have on each volume; by default all"] = None
+    quota_mb: Annotated[Count | None, "MiB that the namespace may have on each volume; by default all"] = None
     decode_blocks: Annotated[bool, "keep blocks with generated tokens, too, not only those of prompts"] = (
         False
     )
 
 
 class TEConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Task executors of one role."""
+    """Settings for task executors of a role."""
 
-    count: Annotated[int, "TEs of this role (pd; transformerless has one decode TE)"] = 1
+    count: Annotated[Count, "TEs of this role (pd; transformerless has one decode TE)"] = 1
     hardware: Annotated[Hardware, "910b: Atlas 800T A2 servers, one for each TE; prefill alone"] = "cm384"
-    dies: Annotated[int | None, "dies of each TE; by default up to 4"] = None
+    dies: Annotated[Count | None, "dies of each TE; by default up to 4"] = None
     tp: Annotated[int | None, "dies that share heads: 1, 2, 4 or 8; prefill by default up to 4"] = None
     tp_mode: Annotated[TPMode, "how dies share a DP group; sp-tp-sp: tokens are cut around attention"] = "tp"
     o_proj_tp: Annotated[
         int, "DP groups of one die (tp=1) that share the output projection of attention: 1, 2, 4 or 8"
     ] = 1
-    max_num_seqs: Annotated[int | None, "the scheduler's, on TEs of this role alone"] = None
-    max_num_batched_tokens: Annotated[int | None, "the scheduler's, on TEs of this role alone"] = None
+    max_num_seqs: Annotated[Count | None, "the scheduler's, on TEs of this role alone"] = None
+    max_num_batched_tokens: Annotated[Count | None, "the scheduler's, on TEs of this role alone"] = None
 
 
 class ListedTE(TEConfig, frozen=True, forbid_unknown_fields=True):
-    """An entry of a deployment's list [[te]]: TEs that may differ in anything."""
+    """Entry of a deployment's list [[te]]: TEs with settings and a role of their own."""
 
     role: Role = "both"
 
 
 class AttentionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Attention dies of `moe-attention`, `transformerless` and `eaas`, whose clients they are."""
+    """Attention dies of `moe-attention`, `transformerless` and `eaas`; in `eaas` they are clients of expert
+    servers."""
 
-    domains: Annotated[int, "DP domains, which experts serve in turn (moe-attention, transformerless)"] = 2
-    dies: Annotated[int, "attention dies in each DP domain, each a DP group"] = 2
-    microbatches: Annotated[int, "parts of a step: experts work on one while attention works on another"] = 2
+    domains: Annotated[Count, "DP domains, which experts serve in turn (moe-attention, transformerless)"] = 2
+    dies: Annotated[Count, "attention dies in each DP domain, each a DP group"] = 2
+    microbatches: Annotated[
+        Count, "parts of a step: experts work on one while attention works on another"
+    ] = 2
     carrier: Annotated[
         Carrier | None,
         "of tokens and answers: mte, A2E and E2A through AIV cores; urma, by the DMA engine, which starts "
@@ -262,12 +318,17 @@ class AttentionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ExpertConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Dies for experts alone in `moe-attention`, `transformerless` and `eaas`; anywhere, replicas of hot
-    experts; in `colocated`, copies of the shared expert for the tokens of other dies."""
+    """Expert dies, replicas of experts, and copies of the shared expert.
 
-    routed_dies: Annotated[int | None, "dies of routed experts; by default up to 4"] = None
+    Dies for experts alone exist in `moe-attention`, `transformerless` and `eaas`. Replicas of hot experts are
+    possible anywhere. In `colocated`, some dies may hold copies of the shared expert for the tokens of other
+    dies.
+    """
+
+    routed_dies: Annotated[Count | None, "dies of routed experts; by default up to 4"] = None
     shared_dies: Annotated[
-        int | None, "dies of the shared expert; by default 1 for 8 of routed ones, and in colocated every die"
+        Natural | None,
+        "dies of the shared expert; by default 1 for 8 of routed ones, and in colocated every die",
     ] = None
     hardware: Annotated[Device, "of dies for experts alone (moe-attention, transformerless)"] = "cm384"
     counts: Annotated[
@@ -278,7 +339,7 @@ class ExpertConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int, "other servers that have each routed expert, too, from the start (eaas): one may then be lost"
     ] = 0
     vacancies: Annotated[
-        int, "more expert servers that there may be (eaas): their dies are held, and they may join"
+        Natural, "more expert servers that there may be (eaas): their dies are held, and they may join"
     ] = 0
     transport: Annotated[
         Transport,
@@ -290,41 +351,51 @@ class ExpertConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "HOST:PORT where server processes register (shm, tcp); by default a monitor and all servers are "
         "started, and end with this process",
     ] = None
-    redundant_slots: Annotated[int, "slots per die and layer for replicas of hot routed experts (EPLB)"] = 0
-    balance_interval: Annotated[float, "virtual seconds of load that decide on replicas; 0: none"] = 60.0
-    balance_slices: Annotated[int, "time slices in which the load that decides on replicas is counted"] = 4
+    redundant_slots: Annotated[
+        Natural, "slots per die and layer for replicas of hot routed experts (EPLB)"
+    ] = 0
+    balance_interval: Annotated[NonNegative, "virtual seconds of load that decide on replicas; 0: none"] = (
+        60.0
+    )
+    balance_slices: Annotated[Count, "time slices in which the load that decides on replicas is counted"] = 4
     cold_tokens: Annotated[
-        int,
+        Natural,
         "tokens of a time slice that an expert costs at least when replicas are decided on: its weights are "
         "read all the same (MegaScale-Infer 6); 0: replicas follow tokens alone",
     ] = 0
 
 
 class ServiceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Experts as services (`eaas`): when servers begin, and when they are held for lost. In virtual time; of
-    server processes in this computer's."""
+    """Experts as services (`eaas`): when servers begin a batch, and when they count as lost.
+
+    Times are virtual; for server processes they are this computer's.
+    """
 
     batch_clients: Annotated[
-        int, "clients whose requests a server waits for; 1: it begins with what has come"
+        Count, "clients whose requests a server waits for; 1: it begins with what has come"
     ] = 1
-    batch_timeout_us: Annotated[float, "virtual microseconds after which it waits no longer"] = 50.0
+    batch_timeout_us: Annotated[NonNegative, "virtual microseconds after which it waits no longer"] = 50.0
     answer_timeout_ms: Annotated[
-        float, "virtual milliseconds until a client asks a replica, if there is one (see experts.copies)"
+        Positive, "virtual milliseconds until a client asks a replica, if there is one (see experts.copies)"
     ] = 20.0
     process_timeout_ms: Annotated[
-        float, "the same of server processes: milliseconds of this computer's time (experts.transport)"
+        Positive, "the same of server processes: milliseconds of this computer's time (experts.transport)"
     ] = 5000.0
-    heartbeat_ms: Annotated[float, "virtual milliseconds between two looks of the monitor at servers"] = 2.0
+    heartbeat_ms: Annotated[Positive, "virtual milliseconds between two looks of the monitor at servers"] = (
+        2.0
+    )
     server_sums: Annotated[
         bool, "timing-only: servers answer with a sum over their experts for each token, as the paper's do"
     ] = False
-    lost_heartbeats: Annotated[int, "so many without an answer, and clients hear that a server is lost"] = 3
+    lost_heartbeats: Annotated[Count, "so many without an answer, and clients hear that a server is lost"] = 3
 
 
 class PipelineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Two microbatches that overlap on dies with attention and experts (CloudMatrix 4.2.3, 4.3.2)."""
+    """Overlap of two microbatches on dies with attention and experts (CloudMatrix 4.2.3, 4.3.2)."""
 
-    microbatches: Annotated[int, "of a step: 1, or 2 that overlap on dies with attention and experts"] = 1
+    microbatches: Annotated[
+        int, Limits(1, 2), "of a step: 1, or 2 that overlap on dies with attention and experts"
+    ] = 1
     overlap: Annotated[Overlap | None, "of microbatches; by default by engines in prefill, else by cores"] = (
         None
     )
@@ -343,7 +414,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     name: str
     kind: Annotated[Kind, "which dies there are: a preset says it, and a .toml file has to"]
-    dies: Annotated[int | None, "dies of the pod (colocated: up to the number of routed experts)"] = None
+    dies: Annotated[Count | None, "dies of the pod (colocated: up to the number of routed experts)"] = None
     tp: Annotated[int | None, "dies that share a DP group's heads: 1, 2, 4 or 8 (colocated)"] = None
     tp_mode: Annotated[TPMode | None, "how dies share a DP group; sp-tp-sp: tokens, too; by default tp"] = (
         None
@@ -387,11 +458,15 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     max_model_len: Annotated[
         int | None, "prompt and new tokens together; by default the model's, at most 4096"
     ] = None
-    threads: Annotated[int, "threads of this computer; by default XDEEPSERVE_THREADS"] = field(
+    threads: Annotated[Count, "threads of this computer; by default XDEEPSERVE_THREADS"] = field(
         default_factory=default_threads
     )
     seed: Annotated[int, "seed of requests that bring none"] = 0
-    mtp: Annotated[int, "drafts per step from the MTP layers: 0, 1 or 2; generate and serve: --mtp"] = 0
+    mtp: Annotated[
+        int,
+        Limits(0, 2),
+        "drafts per step from the MTP layers: 0, 1 or 2; generate and serve: --mtp",
+    ] = 0
     mtp_reuse: Annotated[bool, "the second draft comes from the first MTP layer, used again"] = False
     dataflow: Annotated[bool, "no barriers to experts (moe-attention, transformerless)"] = False
     # These kernels are much faster, but take longer to compile, once.

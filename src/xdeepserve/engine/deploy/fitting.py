@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise, starmap
 from typing import Literal
 
-from xdeepserve.engine.deploy import cards, expert_services, refusals
+from xdeepserve.engine.deploy import expert_services, refusals, rules
 from xdeepserve.engine.deploy.deployment import (
     AttentionConfig,
     Deployment,
@@ -37,22 +37,18 @@ LARGE_MODEL = 50_000_000  # parameters
 
 
 def fit(deployment: Deployment, config: ModelConfig, is_timing_only: bool = False) -> tuple[Sizes, ...]:
-    """The TEs of a deployment for a model. DeploymentError with every reason why they cannot be built.
+    """Fit a deployment to a model and return the sizes of all TEs.
 
-    In a run that `is_timing_only` there may be more dies than routed experts, without slots that are said.
+    DeploymentError with every reason if they cannot be built. If the run `is_timing_only`, there may be more
+    dies than routed experts, even without redundant slots.
     """
     teams = Teams(deployment, config, is_timing_only)
     tes = teams.tes()
     num_experts = teams.num_experts
     reasons = refusals.reasons_against(deployment, config) + teams.reasons
-    reasons += refusals.reasons_against_replicas(deployment, num_experts)
-    reasons += expert_services.reasons_elsewhere(deployment) + cards.reasons_against(deployment)
-    if not reasons and num_experts:
+    reasons += rules.refused(deployment, rules.TIMING_ONLY if is_timing_only else rules.WITH_TOKENS)
+    if not reasons:
         holders = {te.name: te.num_holders for te in tes}
-        if is_timing_only:
-            reasons += refusals.reasons_against_timing(deployment)
-        else:
-            reasons += refusals.reasons_against_tokens(deployment)
         reasons += refusals.reasons_against_slots(deployment, num_experts, holders)
     first_die = _places(deployment, tes, reasons)
     if reasons:
@@ -61,8 +57,11 @@ def fit(deployment: Deployment, config: ModelConfig, is_timing_only: bool = Fals
 
 
 def _places(d: Deployment, tes: Sequence[TEDies], reasons: list[str]) -> dict[str, int]:
-    """The first die of each TE by name. A SuperPod's dies come first; prefill that finds no room there, or is
-    of other hardware, is beside it. What is wrong with that is added to `reasons`."""
+    """Return the first die of each TE by name; add errors to `reasons`.
+
+    The dies of a SuperPod come first. Prefill that finds no room there, or is of other hardware, is placed
+    beside it.
+    """
     prefills = [te for te in tes if te.kind.role == "prefill"]
     is_beside = _total(tes) > MAX_DIES or any(te.is_foreign for te in prefills)
     beside = [te for te in tes if te.is_mixed or (is_beside and te in prefills)]
@@ -72,7 +71,7 @@ def _places(d: Deployment, tes: Sequence[TEDies], reasons: list[str]) -> dict[st
             "fabric=ub does not lead from prefill.hardware=910b, which is on no UB plane, to decode: set "
             "fabric=auto, roce or vpc"
         )
-    elif (names := cards.off_ub(d)) and beside and d.fabric == "ub":
+    elif (names := rules.off_ub(d)) and beside and d.fabric == "ub":
         reasons.append(f"fabric=ub does not lead to {names}: set fabric=auto, roce or vpc")
     elif _total(within) > MAX_DIES:
         reasons.append(f"a SuperPod has {MAX_DIES} dies, this deployment needs {_total(within)}")
@@ -95,18 +94,20 @@ def _total(tes: Sequence[TEDies]) -> int:
 
 
 def num_mtp_layers(deployment: Deployment, config: ModelConfig) -> int:
-    """MTP layers that a deployment uses: one for each draft, as far as there are any."""
+    """Return the number of MTP layers in use: one for each draft, as far as the model has them."""
     wanted = min(deployment.mtp, 1) if deployment.mtp_reuse else deployment.mtp
     return min(wanted, config.num_nextn_predict_layers)
 
 
 def _is_lockstep(d: Deployment, row: TEKind, config: ModelConfig) -> bool:
-    """Whether the dies of a TE run in lockstep. Unless it is said, dies that are all alike do with a large
-    model, if they can. The kernels of a small one are compiled in half the time.
+    """Whether the dies of a TE run in lockstep.
+
+    Unless `lockstep` is set, dies that are all alike do so with a large model, if they can. With a small
+    model they do not, because its kernels compile in half the time.
     """
     if d.lockstep is not None:
         return d.lockstep and row.lockstep != "never"
-    is_possible = row.lockstep == "large" and not refusals.reasons_against_lockstep(d, config)
+    is_possible = row.lockstep == "large" and not rules.refused(d, rules.LOCKSTEP)
     if max(d.tp or 1, d.o_proj_tp or 1) > 1 or _turns(d, row) == "overlap":
         is_possible = False  # their stages are tasks' in any case
     if row.is_single and d.execution is not None:
@@ -115,15 +116,18 @@ def _is_lockstep(d: Deployment, row: TEKind, config: ModelConfig) -> bool:
 
 
 def _turns(d: Deployment, row: TEKind) -> Turns:
-    """How a step takes turns: as is asked for, if the TE can, or as its kind does by itself."""
+    """Choose the schedule of a TE's steps: as asked for if the TE supports it, else its default."""
     has_microbatches = d.pipeline is not None and d.pipeline.microbatches > 1
     asked = {"dataflow": d.dataflow, "overlap": has_microbatches}
     return next((turns for turns in row.turns if asked.get(turns)), row.turns[0])
 
 
 def _spread(num_experts: int, te: TEDies, counts: Sequence[int] | None, vacant: int = 0) -> tuple[range, ...]:
-    """The routed experts of each die that may hold some: `counts`, if that is said for so many; else an even
-    share, or one on each of the first ones. The last `vacant` ones have none."""
+    """Return the routed experts of each die that may hold some.
+
+    Each die gets its entry of `counts`, if the number of entries fits. Otherwise the experts are spread
+    evenly, or one on each of the first dies. The last `vacant` dies get none.
+    """
     first = min(te.num_holders - te.num_shared_dies - vacant, num_experts) or 1
     if counts is not None and len(counts) == te.num_routed_dies - vacant:
         ends = [0, *accumulate(counts)]
@@ -136,7 +140,7 @@ def _spread(num_experts: int, te: TEDies, counts: Sequence[int] | None, vacant: 
 def _copies(
     experts: ExpertConfig, te: TEDies, experts_of: Sequence[range], vacant: int
 ) -> tuple[tuple[int, ...], ...]:
-    """The experts of which each server has copies from the start; fewer of each where fewer dies are left."""
+    """Choose the experts copied to each server from the start; fewer copies where fewer dies are left."""
     num_servers = te.num_routed_dies - vacant
     copies = max(0, min(experts.copies, num_servers - 1))
     if not te.kind.has_services or not (copies or vacant):
@@ -152,9 +156,9 @@ def size(
     is_timing_only: bool = False,
     num_domains: int | None = None,
 ) -> Sizes:
-    """Decide the numbers of one TE. `num_domains`: of attention dies, if not as the deployment says.
+    """Decide the numbers of a single TE; `num_domains` overrides the deployment's DP domains.
 
-    In runs that only take time nothing is computed, in lockstep or otherwise.
+    Timing-only runs never run in lockstep, since nothing is computed.
     """
     if num_domains is None:
         num_domains = (d.attention or AttentionConfig()).domains if te.kind.is_apart else 1
@@ -226,7 +230,7 @@ def _walk_sizes(d: Deployment, te: TEDies, num_domains: int, is_lockstep: bool) 
         unabsorbed=d.prefill_attention == "unabsorbed",
         is_lockstep=is_lockstep,
         exchange=d.exchange,
-        carrier=cards.carrier_of(d) if row.is_apart else "mte",
+        carrier=rules.carrier_of(d) if row.is_apart else "mte",
         num_domains=num_domains,
         # A little less than until a group is lost: so an error names the die that does not come, not all dies
         # that wait.

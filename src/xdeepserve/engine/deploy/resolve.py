@@ -22,7 +22,7 @@ Overrides: TypeAlias = str | Mapping[str, Any] | Iterable[str | Mapping[str, Any
 
 
 def resolve(name: str | Deployment, overrides: Overrides = ()) -> Deployment:
-    """The deployment of a preset name or a TOML file, with overrides (`scheduler.max_num_seqs=4`).
+    """Read the deployment of a preset or a TOML file, with overrides (`scheduler.max_num_seqs=4`).
 
     Raises DeploymentError with every reason.
     """
@@ -51,7 +51,7 @@ def resolve(name: str | Deployment, overrides: Overrides = ()) -> Deployment:
 
 
 def _assignments(overrides: Overrides) -> Iterator[tuple[str, str, Any]]:
-    """Every override as it is written, with its key (empty if it has none) and its value."""
+    """Split each override into text, key (empty if there is none) and value."""
     if isinstance(overrides, str | Mapping):
         overrides = (overrides,)
     elif not isinstance(overrides, Iterable):
@@ -66,7 +66,7 @@ def _assignments(overrides: Overrides) -> Iterator[tuple[str, str, Any]]:
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values of a mapping in which sections are mappings."""
+    """Flatten nested mappings into pairs of dotted key and value."""
     for name, value in table.items():
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{prefix}{name}.")
@@ -75,14 +75,14 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _no_assignment(override: str) -> str:
-    """Say how an override is written, with the setting that may be meant."""
+    """Say how to write an override, and which setting may be meant."""
     own = next((each for each in settings() if each.key == override.strip()), None)
     hint = nearest(override) if own is None else f": {own.key}={own.example}"
     return f"'{override}' is not of the form key=value{hint}"
 
 
 def _read(name: str) -> Document:
-    """The TOML table of a preset or a file."""
+    """Read the TOML table of a preset or a file."""
     if name in PRESETS:
         text = (resources.files(__package__) / "presets" / f"{name}.toml").read_text()
         return Document(text, f"deployment {name}", "TOML")
@@ -96,7 +96,7 @@ def _read(name: str) -> Document:
 
 
 def _assigned(raw: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
-    """A copy of `raw` in which the dotted `key` has `value`."""
+    """Return a copy of `raw` in which the dotted `key` has `value`."""
     head, _, rest = key.partition(".")
     if rest:
         inner = raw.get(head, {})
@@ -109,8 +109,10 @@ def _mistakes(raw: dict[str, Any]) -> Iterator[Mistake]:
 
 
 def _unknown(place: Place, value: Any, known: Sequence[str]) -> Mistake:
-    """An unknown setting, with those that are like it. What is set within an unknown section is meant as
-    one."""
+    """Describe an unknown setting, with similar known ones.
+
+    For an unknown section, the first setting within it is described.
+    """
     if any(isinstance(part, int) for part in place):  # in [[te]]
         return unknown_field(place, value, known)
     while isinstance(value, dict) and value:

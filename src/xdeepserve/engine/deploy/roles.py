@@ -1,4 +1,4 @@
-"""The kinds of task executors (TEs), as rows, and which of them a deployment is made of.
+"""Kinds of task executors (TEs), as rows, and the kinds that make up each deployment.
 
 A new deployment is a row here, a preset, and perhaps a schedule (engine/walk/schedule.py).
 """
@@ -16,7 +16,7 @@ experts that are services, which know of no step and no group."""
 
 
 class TEKind(NamedTuple):
-    """A row: what TEs of a kind run, and which settings they have.
+    """Kind of TE, a row of the table: what such TEs run, and which settings apply to them.
 
     sections   of a deployment, that say something about them; the first has the number of their dies
     turns      that a step can take; the first unless another one is asked for
@@ -38,21 +38,21 @@ class TEKind(NamedTuple):
 
     @property
     def is_apart(self) -> bool:
-        """Experts have dies of their own."""
+        """Whether experts have dies of their own."""
         return self.turns[0] in AT_EXPERTS
 
     @property
     def has_services(self) -> bool:
-        """They are services."""
+        """Whether experts are services, on expert servers."""
         return self.turns == SERVICES
 
     @property
     def section(self) -> str:
-        """The section with the number of its dies; "" if that is the deployment itself."""
+        """Section with the number of the TE's dies; "" if it is the deployment itself."""
         return "" if self.sections[0] == "dies" else self.sections[0]
 
     def te_name(self, number: int) -> str:
-        """What one of its TEs is called."""
+        """Return the name of a TE of this kind, by its number."""
         if self.role == "both":
             return f"te {number}" if number else "te"
         return f"{self.role} {number}"
@@ -90,22 +90,33 @@ DEPLOYMENTS: dict[Kind, tuple[TEKind, ...]] = {
 
 
 def sections(kind: Kind) -> set[str]:
-    """Those of a deployment's sections that one of its TEs heeds."""
+    """Return the deployment's sections heeded by at least one of its TEs."""
     return {section for row in DEPLOYMENTS[kind] for section in row.sections}
 
 
 def has_prefill(kind: Kind) -> bool:
-    """Prefill has TEs of its own."""
+    """Whether the deployment has TEs for prefill alone."""
     return any(row.role == "prefill" for row in DEPLOYMENTS[kind])
 
 
+def has_expert_dies(kind: Kind) -> bool:
+    """Return whether experts have dies of their own."""
+    return any(row.is_apart for row in DEPLOYMENTS[kind])
+
+
+def takes_steps_away(kind: Kind) -> bool:
+    """Return whether steps go to experts on dies of their own and back, all dies together."""
+    return any("away-and-back" in row.turns for row in DEPLOYMENTS[kind])
+
+
 def has_services(kind: Kind) -> bool:
-    """Its experts are services."""
+    """Whether the deployment's experts are services, on expert servers."""
     return any(row.has_services for row in DEPLOYMENTS[kind])
 
 
 def decode_alone(kind: Kind) -> Kind | None:
-    """The deployment that is what decodes in one with prefill apart, if there is such a deployment."""
+    """Return the kind of deployment equal to the decode part of a kind with prefill apart; None if there is
+    none."""
     row = next((row for row in DEPLOYMENTS[kind] if row.role == "decode"), None)
     if row is None or kind == "mixed":
         return None

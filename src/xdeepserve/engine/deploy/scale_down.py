@@ -20,8 +20,10 @@ from xdeepserve.model.config import ModelConfig
 def largest(
     deployment: Deployment, config: ModelConfig, role: Role, most: int, is_timing_only: bool = False
 ) -> Sizes | None:
-    """The first TE of a role, or one like it on fewer dies, so that it has `most` at most; None if there is
-    none. Where its dies are is not said yet."""
+    """Size the first TE of a role, or a smaller one like it, to have at most `most` dies.
+
+    None if even the smallest has more. The TE's place is not decided yet.
+    """
     tes = [te for te in Teams(deployment, config, is_timing_only).tes() if te.kind.role == role]
     if not tes:
         return None
@@ -38,7 +40,7 @@ def largest(
 
 
 def _smaller(te: TEDies, num_domains: int) -> Iterator[tuple[TEDies, int]]:
-    """With the number of its DP domains: the TE itself, and then ever smaller ones."""
+    """Yield the TE itself and then ever smaller ones, each with its number of DP domains."""
     if not te.num_routed_dies:
         step = max(te.given.tp or 1, te.given.o_proj_tp)
         for num_dies in range(te.num_dies, 0, -step):

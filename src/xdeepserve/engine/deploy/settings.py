@@ -1,4 +1,4 @@
-"""All settings of a deployment, as its structs say: for `--help`, `xdeepserve settings` and errors.
+"""All settings of a deployment, read from its structs: for `--help`, `xdeepserve settings` and errors.
 
 Nothing here imports NumPy: a help text takes no longer than Python itself.
 """
@@ -6,6 +6,7 @@ Nothing here imports NumPy: a help text takes no longer than Python itself.
 from __future__ import annotations
 
 import functools
+import math
 import textwrap
 from collections.abc import Container, Iterator, Sequence
 from difflib import SequenceMatcher
@@ -14,35 +15,76 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 import msgspec
 
-from xdeepserve.engine.deploy.deployment import Deployment
+from xdeepserve.engine.deploy.deployment import Deployment, Limits
 from xdeepserve.errors import InputError
 
 MARGIN, WIDTH = 36, 110  # columns of keys, and of a line
 
 
 class Setting(NamedTuple):
-    """What `--set key=value` changes."""
+    """Setting of a deployment, changed by `--set key=value`: key, type, default and meaning."""
 
     key: str
     type: str  # int, float, bool or the names that it may have, `a|b|c`
     default: Any  # None: there is no value until one is given
     meaning: str
+    bounds: Limits | None = None  # of a number
 
     @property
     def example(self) -> str:
-        """The default as `--set` takes it, or else the kind of value."""
+        """The default as `--set` takes it; without a default, the type in capitals."""
         return self.type.upper() if self.default is None else str(self.default).lower()
 
     @property
+    def kind(self) -> str:
+        """The type, with the bounds of a number."""
+        return self.type if self.bounds is None else f"{self.type}, {self.bounds}"
+
+    @property
     def names(self) -> list[str]:
-        """The names that it may have, if it has one of several."""
+        """Allowed names of a setting with a fixed choice; empty for other types."""
         return self.type.split("|") if "|" in self.type else []
 
 
 @functools.cache
 def settings() -> tuple[Setting, ...]:
-    """Every setting, in the order of the structs."""
+    """Return every setting, in the order of the structs."""
     return tuple(_settings(Deployment, ""))
+
+
+def given(d: Deployment) -> Iterator[tuple[Setting, Any]]:
+    """Yield each setting of a deployment with its value; those of sections that it leaves out are missing.
+
+    Settings of a list `[[te]]` are called `te[0].count` and so on.
+    """
+    yield from _given(d, settings())
+    for at, entry in enumerate(d.te or ()):
+        own = [each._replace(key=f"te[{at}].{each.key}") for each in _settings(type(entry), "")]
+        yield from ((each, getattr(entry, each.key.partition(".")[2])) for each in own)
+
+
+def _given(d: Deployment, all_settings: Sequence[Setting]) -> Iterator[tuple[Setting, Any]]:
+    for setting in all_settings:
+        *path, name = setting.key.split(".")
+        section: Any = d
+        for each in path:
+            section = None if section is None else getattr(section, each)
+        if section is not None:
+            yield setting, getattr(section, name)
+
+
+def out_of_bounds(d: Deployment) -> list[str]:
+    """Return a reason for each number of a deployment that is out of its setting's bounds."""
+    wrong = [
+        (setting, value)
+        for setting, value in given(d)
+        if setting.bounds is not None and value is not None and not setting.bounds.allow(value)
+    ]
+    finite = {True: "", False: " and finite"}
+    return [
+        f"{setting.key} must be {setting.bounds}{finite[math.isfinite(value)]}, found {value:g}"
+        for setting, value in wrong
+    ]
 
 
 def _settings(struct: type[msgspec.Struct], prefix: str) -> Iterator[Setting]:
@@ -53,10 +95,11 @@ def _settings(struct: type[msgspec.Struct], prefix: str) -> Iterator[Setting]:
         if section is not None:
             yield from _settings(section, f"{key}.")
         elif get_origin(hint) is Annotated:
-            value, meaning = get_args(hint)
+            *value, meaning = get_args(hint)
             has_factory = field.default_factory is not msgspec.NODEFAULT
             default = field.default_factory() if has_factory else field.default
-            yield Setting(key, "|".join(_names(value)), None if field.required else default, meaning)
+            names = "|".join(_names(value[0]))
+            yield Setting(key, names, None if field.required else default, meaning, _bounds(hint))
 
 
 def _is_struct(hint: Any) -> bool:
@@ -64,17 +107,26 @@ def _is_struct(hint: Any) -> bool:
 
 
 def _names(hint: Any) -> list[str]:
-    """What a value may be: the names of a Literal, or a type's own."""
+    """Name the allowed values of a type: the names of a Literal, or the type's own."""
     if get_origin(hint) in (Union, UnionType):
         return [name for each in get_args(hint) if each is not type(None) for name in _names(each)]
+    if get_origin(hint) is Annotated:
+        return _names(get_args(hint)[0])
     return list(get_args(hint)) if get_origin(hint) is Literal else [hint.__name__]
+
+
+def _bounds(hint: Any) -> Limits | None:
+    """Return the bounds of a number, which may stand within `Annotated[... | None]`; None if it has none."""
+    if isinstance(hint, Limits):
+        return hint
+    return next((found for each in get_args(hint) if (found := _bounds(each)) is not None), None)
 
 
 LIKE = 1.2  # of 2: less like than that is noise
 
 
 def nearest(key: str) -> str:
-    """What to add to the refusal of an unknown setting: those whose names are most like it, if any is."""
+    """Return the hint for an unknown setting: the known keys most like it, if any is similar."""
 
     def likeness(known: str) -> float:
         name = known.rpartition(".")[2]
@@ -88,8 +140,10 @@ def nearest(key: str) -> str:
 
 
 def instead(section: str, value: Any, known: Container[str]) -> str:
-    """What to add to the refusal of a section, or of a setting in none, that a deployment does not have: the
-    settings of its own sections, `known`, that are called as what `value` sets."""
+    """Return the hint for a setting that a deployment does not have: keys of its own that fit.
+
+    These keys are in the sections `known` and have the same names as the settings that `value` sets.
+    """
     names = [section]
     if isinstance(value, msgspec.Struct):
         fields, usual = value.__struct_fields__, type(value)()
@@ -105,7 +159,8 @@ def instead(section: str, value: Any, known: Container[str]) -> str:
 
 
 def help_text(key: str | None = None) -> str:
-    """A setting, those of a section, or all, under each other; what sections have alike is there once.
+    """Describe a setting, all settings of a section, or all of them; equal ones in several sections come
+    once.
 
     InputError, with the nearest keys, if there is no such setting.
     """
@@ -120,8 +175,8 @@ def help_text(key: str | None = None) -> str:
 
 
 def _lines(alike: Sequence[Setting]) -> list[str]:
-    """Settings that differ in their keys alone: keys, meaning, type and default."""
-    _, kind, default, meaning = alike[0]
+    """Format settings with equal meaning, type and default: their keys first."""
+    kind, default, meaning = alike[0].kind, alike[0].default, alike[0].meaning
     keys = ", ".join(each.key for each in alike)
     text = f"{meaning} [{kind}]" if default is None else f"{meaning} [{kind}; default {str(default).lower()}]"
     first, *rest = textwrap.wrap(text, WIDTH - MARGIN, break_on_hyphens=False)

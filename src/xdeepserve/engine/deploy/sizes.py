@@ -1,6 +1,7 @@
-"""One task executor fitted to a model: the numbers that it is built from, in parts by kind of reader.
+"""Sizes of a task executor fitted to a model: the numbers that it is built from, grouped by their readers.
 
-`fitting.fit` decides every number once. Who builds something from them takes one part, not all of it.
+`fitting.fit` decides every number once. Code that builds something from the sizes takes one part, not all of
+them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ MAX_REPLICAS = 16  # of an expert, so that maps stay small where there are hundr
 
 
 class TEPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """Who a TE is and which dies it has: those of DP groups first, then expert dies, routed ones first."""
+    """Name, role and dies of a TE.
+
+    Dies of DP groups come first, then expert dies, those with routed experts first.
+    """
 
     name: str = "te"
     role: Role = "both"
@@ -44,25 +48,27 @@ class TEPlace(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_foreign(self) -> bool:
-        """Whether some of its dies are of other hardware than the SuperPod's."""
+        """Whether some of the TE's dies are of other hardware than the SuperPod's."""
         return self.hardware != "cm384" or self.devices != ("cm384", "cm384")
 
     @property
     def num_expert_dies(self) -> int:
-        """Dies without a DP group."""
+        """Number of dies with experts and no DP group."""
         return self.num_routed_dies + self.num_shared_dies
 
     @property
     def every_die(self) -> tuple[int, ...]:
-        """Dies of DP groups, then those with experts alone. A 910B has one where a package of CloudMatrix has
-        two."""
+        """All dies of the TE: dies of DP groups, then dies with experts alone.
+
+        A 910B package has one die where a package of CloudMatrix has two, so its numbers are spaced by two.
+        """
         step = 1 if self.hardware == "cm384" else Topology().dies_per_chip
         total = self.num_dies + self.num_expert_dies
         return self.scattered or tuple(range(self.first_die, self.first_die + step * total, step))
 
     @property
     def dies(self) -> tuple[int, ...]:
-        """Dies of DP groups."""
+        """Dies with DP groups, in order."""
         return self.every_die[: self.num_dies]
 
     @property
@@ -72,18 +78,18 @@ class TEPlace(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def routed_dies(self) -> tuple[int, ...]:
-        """The expert dies that have routed experts."""
+        """Expert dies with routed experts, in order."""
         return self.expert_dies[: self.num_routed_dies]
 
     @property
     def device_of_each(self) -> dict[int, Device]:
-        """Kind of hardware of each of its dies."""
+        """Kind of hardware of each of the TE's dies."""
         attention, experts = self.devices if self.hardware == "cm384" else (self.hardware, self.hardware)
         return dict.fromkeys(self.dies, attention) | dict.fromkeys(self.expert_dies, experts)
 
 
 class GroupSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """DP groups: how the dies of one share its work, and how long they wait for one another."""
+    """Sizes of DP groups: how a group's dies share its work, and how long groups wait for each other."""
 
     num_groups: int
     tp: int = 1  # dies that a DP group spans, consecutive ones
@@ -95,7 +101,7 @@ class GroupSizes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_dies(self) -> int:
-        """Dies of all DP groups."""
+        """Number of dies of all DP groups."""
         return self.num_groups * self.tp
 
     @property
@@ -105,7 +111,7 @@ class GroupSizes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_sharing(self) -> int:
-        """Dies that share projections, and meet in collectives: those of a DP group, or of several."""
+        """Number of dies sharing projections and meeting in collectives, of one DP group or several."""
         return max(self.tp, self.o_proj_tp)
 
 
@@ -123,7 +129,7 @@ class KVSizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """Steps of one DP group: what its scheduler may put into them."""
+    """Limits of a DP group's steps: how many rows and sequences its scheduler may put into them."""
 
     role: Role = "both"
     max_model_len: int
@@ -140,12 +146,12 @@ class StepSizes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_result_sets(self) -> int:
-        """Sets of results: the host reads those of a step while the next one may be running."""
+        """Number of result sets: two if the next step may run while the host reads a step's results."""
         return 2 if self.plans_ahead else 1
 
 
 class WalkSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """How dies walk through the layers of a step: whose stage is next, and how tokens travel."""
+    """How dies walk through the layers of a step: the order of stages, and how tokens travel."""
 
     turns: Turns = "serial"
     num_microbatches: int = 1
@@ -162,29 +168,29 @@ class WalkSizes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_items(self) -> int:
-        """Microbatches of all domains, which expert dies serve in turn."""
+        """Number of microbatches of all DP domains, which expert dies serve in turn."""
         return self.num_domains * self.num_microbatches
 
     @property
     def flows(self) -> bool:
-        """Whether there are no barriers: each DP group has steps of its own."""
+        """Whether there are no barriers, so each DP group has steps of its own."""
         return self.turns in FLOWING
 
     @property
     def overlap(self) -> Literal["cores", "engines"] | None:
-        """What microbatches that overlap on a die share."""
+        """Resource shared by overlapping microbatches on a die: cores or engines; None without overlap."""
         if self.turns != "overlap":
             return None
         return "cores" if self.attention_cores else "engines"
 
     @property
     def num_parts(self) -> int:
-        """Microbatches that are side by side on a die, each with buffers and exchanges of its own."""
+        """Number of microbatches side by side on a die, each with buffers and exchanges of its own."""
         return self.num_microbatches if self.turns == "overlap" else 1
 
 
 class ExpertSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """Routed experts and copies of the shared one: which holder has which.
+    """Placement of routed experts and of copies of the shared expert on holders.
 
     Holders are the dies that may have experts: those of DP groups, or expert dies.
     """
@@ -204,13 +210,13 @@ class ExpertSizes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def vacant(self) -> range:
-        """The holders that are kept for servers which may join."""
+        """Holders reserved for expert servers that may join."""
         end = len(self.experts_of) - self.num_shared_dies
         return range(end - self.num_vacant, end)
 
     @property
     def num_primary_dies(self) -> int:
-        """Holders with routed experts of their own, not only replicas."""
+        """Number of holders with routed experts of their own, not only replicas."""
         return sum(len(held) > 0 for held in self.experts_of)
 
     def is_shared(self, holder: int) -> bool:
@@ -219,27 +225,28 @@ class ExpertSizes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_slots(self) -> int:
-        """Physical experts; the numbers from there on are those of the copies of the shared one."""
+        """Number of physical routed experts; the copies of the shared expert are numbered from there on."""
         return self.slots_of[-1].stop
 
     def shared_expert(self, rank: int) -> int | None:
-        """The physical expert that a rank's tokens take for the shared one, if that is not with them."""
+        """Return the physical number of the shared expert for a rank's tokens; None if it is on the same
+        die."""
         return self.num_slots + rank % self.num_shared_dies if self.num_shared_dies else None
 
     @property
     def max_replicas(self) -> int:
-        """Most replicas of an expert, its primary included: no die has two."""
+        """Largest number of replicas of an expert, its primary included: no die has two."""
         return min(len(self.experts_of), MAX_REPLICAS)
 
     @property
     def expert_rank(self) -> tuple[int, ...]:
-        """The holder of each physical expert; then of each copy of the shared one."""
+        """Holder of each physical expert, then of each copy of the shared expert."""
         held = [holder for holder, slots in enumerate(self.slots_of) for _ in slots]
         return (*held, *(holder for holder in range(len(self.experts_of)) if self.is_shared(holder)))
 
     @property
     def slots_of(self) -> tuple[range, ...]:
-        """The physical experts of each holder: its own, in that order, then redundant slots."""
+        """Physical experts of each holder: its own in order, then its redundant slots."""
         ends = [0]
         for held in self.experts_of:
             ends.append(ends[-1] + len(held) + self.redundant_slots)
@@ -247,7 +254,7 @@ class ExpertSizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """One TE of a deployment fitted to a model."""
+    """All sizes of a TE, for a deployment fitted to a model."""
 
     place: TEPlace
     groups: GroupSizes
@@ -257,10 +264,10 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     experts: ExpertSizes
 
     def at(self, dies: Sequence[int]) -> Sizes:
-        """The same TE on other dies."""
+        """Return the same TE on other dies."""
         scattered = () if isinstance(dies, range) else tuple(dies)
         return replace(self, place=replace(self.place, first_die=dies[0], scattered=scattered))
 
     def called(self, name: str) -> Sizes:
-        """The same TE under another name."""
+        """Return the same TE under another name."""
         return replace(self, place=replace(self.place, name=name))

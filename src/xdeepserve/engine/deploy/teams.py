@@ -1,4 +1,4 @@
-"""The TEs of a deployment and their dies, or what is wrong with them."""
+"""Lists the TEs of a deployment and their dies, or the errors in them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SHARED_INPUTS = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
 
 
 class TEDies(NamedTuple):
-    """A TE that has dies, and no numbers yet."""
+    """TE with a known number of dies, not yet fitted to the model."""
 
     name: str
     kind: TEKind
@@ -45,36 +45,39 @@ class TEDies(NamedTuple):
 
     @property
     def num_holders(self) -> int:
-        """Dies that may hold experts, those of the shared one last."""
+        """Number of dies for experts, those of the shared expert last."""
         return self.num_routed_dies + self.num_shared_dies if self.num_routed_dies else self.num_dies
 
     @property
     def total(self) -> int:
-        """All its dies."""
+        """Number of all dies of the TE."""
         return self.num_dies + (self.num_holders if self.num_routed_dies else 0)
 
     @property
     def is_mixed(self) -> bool:
-        """Attention or experts have hardware that no UB leads to."""
+        """Whether attention or experts have hardware that UB does not reach."""
         return self.devices != ("cm384", "cm384")
 
     @property
     def is_foreign(self) -> bool:
-        """On 910B servers."""
+        """Whether the TE's dies are on 910B servers."""
         return self.given.hardware != "cm384"
 
 
 def num_routed_experts(config: ModelConfig, mtp: int) -> int:
-    """Routed experts of a layer; 0 if no layer that is used has any. MTP layers count where they are used."""
+    """Return the number of routed experts per layer; 0 if no layer in use has any.
+
+    MTP layers count where they are used.
+    """
     used_layers = config.num_hidden_layers + min(mtp, config.num_nextn_predict_layers)
     return config.n_routed_experts if any(config.is_moe(i) for i in range(used_layers)) else 0
 
 
 class Teams:
-    """Makes the TEs of a deployment. `reasons` collects what is wrong with them.
+    """Makes the TEs of a deployment; `reasons` collects errors in their settings.
 
     With redundant slots there may be more dies than routed experts: the rest hold replicas alone. A run that
-    `is_timing_only` takes these for granted.
+    `is_timing_only` takes the slots for granted.
     """
 
     def __init__(self, d: Deployment, config: ModelConfig, is_timing_only: bool) -> None:
@@ -85,7 +88,7 @@ class Teams:
         self.reasons: list[str] = []
 
     def tes(self) -> list[TEDies]:
-        """All TEs, in the order of the rows that the deployment is made of."""
+        """Make all TEs, in the order of the rows that the deployment is made of."""
         known = sections(self.d.kind)
         is_one = known == {"dies"}
         has = "is one die" if is_one else f"has {', '.join(sorted(known))}"
@@ -101,7 +104,7 @@ class Teams:
         return [te for row in DEPLOYMENTS[self.d.kind] for te in make[row.is_apart](row)]
 
     def _listed(self) -> list[TEDies]:
-        """TEs one by one, as a list has them."""
+        """Make the TEs of the deployment's list [[te]]."""
         entries = self.d.te or ()
         roles = {entry.role for entry in entries}
         if not entries:
@@ -117,15 +120,13 @@ class Teams:
         return found
 
     def _together(self, row: TEKind) -> list[TEDies]:
-        """TEs whose dies hold attention and experts."""
+        """Make the TEs of a kind whose dies hold attention and experts."""
         section, prefix = row.section, f"{row.section}." if row.section else ""
         te = getattr(self.d, section) or TEConfig() if section else self._of_the_pod(row)
         return self._teams(row, te, prefix)
 
     def _teams(self, row: TEKind, te: TEConfig, prefix: str) -> list[TEDies]:
-        """As many TEs as are asked for; `prefix` is that of their settings."""
-        if te.count < 1:
-            self.reasons.append(f"{prefix}count must be at least 1, found {te.count}")
+        """Make as many TEs as are asked for; `prefix` begins the names of their settings."""
         if te.hardware != "cm384" and row.role != "prefill":
             self.reasons.append(
                 f"{prefix}hardware={te.hardware}: decode needs the interconnect of CloudMatrix dies; "
@@ -154,13 +155,12 @@ class Teams:
         return [TEDies(row.te_name(i), row, num_dies, given, num_shared_dies=shared) for i in range(te.count)]
 
     def _shared_among(self) -> int:
-        """Dies with attention that have a copy of the shared expert for all others; 0: each has its own."""
+        """Return the number of attention dies with a shared-expert copy for all others; 0 if each has its
+        own."""
         shared = (self.d.experts and self.d.experts.shared_dies) or 0
-        if shared < 0:
-            self.reasons.append(f"experts.shared_dies must not be negative, found {shared}")
-        elif shared and not (self.num_experts and self.config.n_shared_experts):
+        if shared > 0 and not (self.num_experts and self.config.n_shared_experts):
             self.reasons.append(f"the model has no shared expert, found experts.shared_dies={shared}")
-        elif shared:
+        elif shared > 0:
             self._check_shared_inputs()
         return shared
 
@@ -172,7 +172,7 @@ class Teams:
             )
 
     def _of_the_pod(self, row: TEKind) -> TEConfig:
-        """What a deployment of one TE says of it, without a section."""
+        """Gather the TE settings outside of sections, for a deployment of a single TE."""
         d = self.d
         if "tp" not in row.sections:
             return TEConfig(dies=d.dies)
@@ -180,10 +180,6 @@ class Teams:
         return TEConfig(dies=d.dies, tp=d.tp, tp_mode=d.tp_mode or "tp", o_proj_tp=o_proj_tp)
 
     def _check_limits(self, prefix: str, te: TEConfig, num_dies: int) -> None:
-        for key in ("max_num_seqs", "max_num_batched_tokens"):
-            limit = getattr(te, key)
-            if limit is not None and limit < 1:
-                self.reasons.append(f"{prefix}{key} must be at least 1, found {limit}")
         if te.hardware == "910b" and num_dies > NPUS_PER_SERVER:
             self.reasons.append(
                 f"{prefix}dies={num_dies} do not fit in a 910B server, whose {NPUS_PER_SERVER} NPUs "
@@ -191,13 +187,10 @@ class Teams:
             )
 
     def _apart(self, row: TEKind) -> list[TEDies]:
-        """A TE whose experts have dies of their own."""
+        """Make the TE of a kind whose experts have dies of their own."""
         d, config, reasons = self.d, self.config, self.reasons
         attention, experts = d.attention or AttentionConfig(), d.experts or ExpertConfig()
         name = row.te_name(0)
-        for key in ("domains", "dies", "microbatches"):
-            if getattr(attention, key) < 1:
-                reasons.append(f"attention.{key} must be at least 1, found {getattr(attention, key)}")
         rows = d.scheduler.max_num_batched_tokens
         if attention.microbatches > rows:
             reasons.append(
@@ -216,7 +209,7 @@ class Teams:
             shared = max(least, routed // 8) if config.n_shared_experts else 0
         if row.has_services:
             reasons += reasons_against_services(d, self.num_experts, routed)
-        if bool(shared) != bool(config.n_shared_experts) or shared < 0:
+        if shared >= 0 and bool(shared) != bool(config.n_shared_experts):
             kind = "needs dies for its shared expert" if config.n_shared_experts else "has no shared expert"
             reasons.append(f"the model {kind}, found experts.shared_dies={shared}")
         self._check_shared_inputs()
@@ -234,15 +227,18 @@ class Teams:
         num_shared: int = 0,
         group: str = "",
     ) -> int:
-        """As many as are asked for, or as the experts can be on, in groups of `tp`, which `group` sets;
-        `num_shared` of them have a copy of the shared expert, and no routed experts of their own."""
+        """Decide the number of dies: as asked for, or by default as many as the experts can be on.
+
+        The number must be made of groups of `tp`, which the setting `group` gives. `num_shared` of the dies
+        have a copy of the shared expert, and no routed experts of their own.
+        """
         num_dies = dies
         if num_dies is None:
             fitting = min(default, self.num_experts or default)
             num_dies = max(tp, fitting - fitting % tp)
         if num_dies < 1:
-            self.reasons.append(f"{key} must be at least 1, found {num_dies}")
-        elif num_dies <= num_shared:
+            return num_dies  # `out_of_bounds` refuses it
+        if num_dies <= num_shared:
             self.reasons.append(
                 f"experts.shared_dies={num_shared} leaves no die of {num_dies} for routed experts"
             )
@@ -257,7 +253,7 @@ class Teams:
         return num_dies
 
     def _o_proj_tp(self, key: str, te: TEConfig) -> int:
-        """How many DP groups share an output projection; 1 if there is no such number."""
+        """Return the number of DP groups that share an output projection; 1 if the setting is invalid."""
         size, heads = te.o_proj_tp, self.config.num_attention_heads
         if size not in TP_SIZES:
             self.reasons.append(f"{key} must be one of {', '.join(map(str, TP_SIZES))}, found {size}")
@@ -269,7 +265,7 @@ class Teams:
         return size
 
     def _tp(self, key: str, te: TEConfig) -> int:
-        """The size of DP groups that is asked for; 1 if there is none such."""
+        """Return the number of dies of a DP group; 1 if the setting is invalid."""
         tp, config = te.tp, self.config
         assert tp is not None
         if tp not in TP_SIZES:

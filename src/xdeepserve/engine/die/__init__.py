@@ -1,4 +1,4 @@
-"""What lies and runs on a die.
+"""Die programs, and the memory that each die has.
 
 - `program` waits for a plan, runs it, writes the results; `carried` completes plans made ahead
 - `sampler`: from logits to tokens; `drafts`: MTP's passes

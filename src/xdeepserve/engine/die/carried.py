@@ -1,4 +1,4 @@
-"""What the host left open in a plan that it made while the step before was running.
+"""Completes on the die a plan that the host made while the previous step was still running.
 
 The host counted: this sequence goes on with one token more, and then so many drafts. The die has the rest in
 its memory: the token, the drafts, and how many of the step before's drafts were accepted, by which all rows
@@ -38,21 +38,23 @@ class CarriedRows(NamedTuple):
 
     @classmethod
     def of(cls, mem: DieMemory, plan: StepPlan) -> CarriedRows:
-        """The buffers, with what the plan says of sequences and of tokens that the host knows. Positions,
-        slots and block tables are there already."""
-        sizes, before, rows = mem.sizes, plan.step - 1, plan.num_tokens
+        """View a step's buffers and write what the plan says of sequences and of known tokens.
+
+        Positions, slots and block tables are in the buffers already.
+        """
+        steps, before, rows = mem.steps, plan.step - 1, plan.num_tokens
         take, seqs = mem.workspace.take, len(plan.block_tables)
         found = cls(
             take("token_ids", rows),
             take("positions", rows),
             take("slots", rows),
             take("seq_of", rows),
-            take("block_tables", seqs, sizes.kv.max_blocks_per_seq),
+            take("block_tables", seqs, mem.kv.sizes.max_blocks_per_seq),
             take("carried_seq", seqs),
             take("carried_row", seqs),
-            mem.result("sampled", before, sizes.steps.max_logit_rows),
-            mem.result("num_accepted", before, sizes.steps.max_seqs),
-            mem.result("drafts", before, sizes.steps.max_seqs, max(1, sizes.steps.mtp)),
+            mem.result("sampled", before, steps.max_logit_rows),
+            mem.result("num_accepted", before, steps.max_seqs),
+            mem.result("drafts", before, steps.max_seqs, max(1, steps.mtp)),
         )
         found.token_ids[:], found.carried_seq[:] = plan.token_ids, plan.carried_seq
         found.carried_row[:] = plan.carried_row
@@ -60,11 +62,11 @@ class CarriedRows(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of HBM that the kernel reads and writes: rows both ways, and what it looks up for them."""
+        """Bytes of HBM moved by the kernel: the rows read and written, and the values looked up for them."""
         rows, seqs, size = len(self.token_ids), len(self.carried_seq), np.dtype(np.int32).itemsize
         return size * (2 * len(OF_ROWS) * rows + rows + 2 * rows + 3 * seqs)
 
     def resolve(self, block_size: int) -> dict[str, list[int]]:
-        """Complete the rows; what a plan has of them then."""
+        """Complete the rows in HBM and return the plan's fields that were completed."""
         resolve(*self, block_size)
         return {name: getattr(self, name).tolist() for name in OF_ROWS}

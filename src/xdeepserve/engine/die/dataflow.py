@@ -1,4 +1,4 @@
-"""The program of an expert die where tokens flow (xDeepServe 5.3): it serves whoever has come.
+"""The program of an expert die in dataflow mode (xDeepServe 5.3): it serves tokens in the order they come.
 
     receive, one for each microbatch of each domain -> experts -> send
     trampoline, one for each attention die that is served, of each microbatch
@@ -38,8 +38,11 @@ class Arrived(NamedTuple):
 
 
 class DataflowExpertProgram(ExpertProgram):
-    """One expert die. `flows` are its ends of A2E' and E2A, one for each microbatch of each domain, and
-    `trampolines` what it is for attention dies in these."""
+    """Program of an expert die in dataflow mode.
+
+    `flows` are the die's ends of A2E' and E2A, one for each microbatch of each DP domain. `trampolines` are
+    its ends as a trampoline for attention dies, in the same order.
+    """
 
     def __init__(
         self,
@@ -62,7 +65,7 @@ class DataflowExpertProgram(ExpertProgram):
         self.next_answer = 0  # row of the buffer of answers
 
     def start_streams(self) -> list[Process]:
-        """Start the kernels of this die, each as a process."""
+        """Start the die's kernels, each as a process."""
         streams: list[tuple[str, Stream]] = [
             (f"trampoline {i} of attention {attention}", partial(self._forward, i, trampoline, number))
             for i, trampoline in enumerate(self.trampolines)
@@ -73,22 +76,22 @@ class DataflowExpertProgram(ExpertProgram):
         return [self._spawn(stream, name) for name, stream in streams]
 
     async def _until_stop(self, streams: Sequence[Process]) -> None:
-        """They serve whoever comes until the doorbell says stop."""
+        """Wait until the doorbell says stop; until then the kernels serve all tokens that arrive."""
         await self.mem.doorbell.reaches(self.die, STOP)
 
     def _reset(self, step: int) -> None:
-        """What has come and not been answered comes again."""
+        """Forget unanswered arrivals after a rollback; the attention dies send their tokens again."""
         for side in (*self.flows, *self.trampolines):
             side.reset()
         self._come, self._gone = self._queues()
 
     def _queues(self) -> tuple[Queue[Arrived], Queue[tuple[Arrived, Array]]]:
-        """What waits for the experts, and what waits to be sent."""
+        """Create two empty queues: arrivals waiting for the experts, and answers waiting to be sent."""
         clock, name = self.die.clock, self.die.name
         return Queue(clock, f"tokens at {name}"), Queue(clock, f"answers of {name}")
 
     async def _forward(self, i: int, trampoline: FlowTrampoline, number: int) -> None:
-        """Carry tokens of one attention die to the experts' dies, and the sum of their answers back."""
+        """Relay an attention die's tokens to the expert dies, and send the sum of their answers back."""
         attention = trampoline.served[number]
         while True:
             start = self._begin_event([i], await trampoline.next_event(number))
@@ -96,7 +99,7 @@ class DataflowExpertProgram(ExpertProgram):
             self.die.draw(TRAMPOLINE, trampoline.title(number), start, {"attention die": attention})
 
     async def _take(self, number: int, flow: FlowExpertSide) -> None:
-        """Pull what attention dies post, in the order of their ranks."""
+        """Pull tokens posted by attention dies, in the order of the dies' ranks."""
         while True:
             for attention in await flow.arrivals():
                 start = self.die.clock.now
@@ -106,7 +109,7 @@ class DataflowExpertProgram(ExpertProgram):
                 self._come.put(work)
 
     async def _serve(self) -> None:
-        """Run the experts of one layer on all that has arrived for it, as far as there is room."""
+        """Run a layer's experts on all tokens that have arrived for it, as far as the buffers have room."""
         waiting: list[Arrived] = []
         while True:
             if not waiting:
@@ -127,7 +130,7 @@ class DataflowExpertProgram(ExpertProgram):
                 self._gone.put((work, out))
 
     async def _run(self, layer: int, batch: Sequence[Arrived]) -> list[Array]:
-        """The answers to each of the arrivals."""
+        """Run a layer's experts on a batch and return the answers for each arrival."""
         received = self.mem.gathered([work.arrival.received for work in batch])
         out = self.room_for(len(received))
         start = self._begin_event([work.number for work in batch], batch[0].arrival.event_id)
@@ -139,10 +142,11 @@ class DataflowExpertProgram(ExpertProgram):
         return np.split(out, ends[:-1])
 
     def room_for(self, rows: int) -> Array:
-        """Find rows of the buffer of answers [N, H], which go round it.
+        """Reserve rows in the ring buffer of answers and return them as an array [N, H].
 
-        An attention die sends again when it has had its answer. So of each side as many rows as one exchange
-        brings are on their way at most: those, and the end that is too short for the next batch, fit.
+        An attention die sends again only after its answer has come. So each side has at most one exchange's
+        rows on their way. The buffer has room for those rows, and for an end that is too short for the next
+        batch.
         """
         width, name = self.mem.config.hidden_size, "flow/answers"
         room = self.mem.workspace.size(name) // width
@@ -151,7 +155,7 @@ class DataflowExpertProgram(ExpertProgram):
         return self.mem.workspace.take(name, room, width)[first : first + rows]
 
     def _layer_of(self, work: Arrived) -> int:
-        """Event IDs count the layers with experts of an attention die's steps, from 1."""
+        """Return the layer of an arrival, since event IDs count an attention die's MoE layers from 1."""
         return self._layer(work.arrival.event_id)
 
     def _layer(self, event_id: int) -> int:
@@ -170,8 +174,10 @@ class DataflowExpertProgram(ExpertProgram):
         return stream_item(*divmod(number, self.num_domains))
 
     def _begin_event(self, numbers: Sequence[int], event_id: int) -> int:
-        """Say, for traces, at which event of these sides a stream is, by lists where they differ; the virtual
-        time."""
+        """Set the place of this stream for traces: the event of these sides; return the virtual time.
+
+        Microbatch and domain are lists where the sides differ in them.
+        """
         if self.die.trace.is_on:
             sides = zip(*(divmod(number, self.num_domains) for number in numbers), strict=True)
             found = (sorted(set(each)) for each in sides)

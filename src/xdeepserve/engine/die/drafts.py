@@ -35,7 +35,7 @@ RunLayers = Callable[[Sequence[Layer], Sequence[KVCache], int], Awaitable[None]]
 
 
 class DraftRow(NamedTuple):
-    """A row of one depth."""
+    """Input row of an MTP depth: a hidden state and the token that follows it."""
 
     seq: int
     state: int  # its place among the hidden states of the depth before
@@ -45,9 +45,9 @@ class DraftRow(NamedTuple):
 
 
 class DraftRows(NamedTuple):
-    """The rows of one depth, those of a sequence consecutive and ascending in position.
+    """Input rows of an MTP depth; each sequence's rows are consecutive, in ascending position.
 
-    `ends` has the last row of each sequence that sampled: there the next draft is made.
+    `ends` has the last row of each sequence that sampled a token; the next draft is made there.
     """
 
     rows: list[DraftRow]
@@ -63,7 +63,8 @@ class DraftRows(NamedTuple):
 
 
 def first_rows(plan: StepPlan, accepted: list[int], sampled: list[int]) -> DraftRows:
-    """Depth 1: all rows of the step but rejected drafts, whose successors are unknown."""
+    """Build the rows of depth 1: all rows of the step except rejected drafts, whose next tokens are
+    unknown."""
     row_of = {row: r for r, row in enumerate(plan.logit_rows)}
     sizes = np.bincount(np.asarray(plan.seq_of, np.int64), minlength=len(plan.num_drafts)).tolist()
     made, first = DraftRows([], {}), 0
@@ -79,7 +80,10 @@ def first_rows(plan: StepPlan, accepted: list[int], sampled: list[int]) -> Draft
 
 
 def mends(plan: StepPlan, depth_1: DraftRows, accepted: list[int], block_size: int) -> dict[int, DraftRow]:
-    """By sequence, the first row of this step, if the entry of depth 2 before it is wrong and writable."""
+    """Find sequences with a wrong, writable depth-2 KV entry just before this step.
+
+    Return the step's first row of each such sequence.
+    """
     return {
         row.seq: row
         for index, row in enumerate(depth_1.rows)
@@ -93,7 +97,10 @@ def mends(plan: StepPlan, depth_1: DraftRows, accepted: list[int], block_size: i
 def next_rows(
     plan: StepPlan, depth_1: DraftRows, drafts: list[int], mended: dict[int, DraftRow]
 ) -> DraftRows:
-    """Depth 2, from depth 1 and its drafts by sequence. The states of `mended` follow those of depth 1."""
+    """Build the rows of depth 2 from depth 1's rows and drafts [sequences].
+
+    The states of `mended` rows follow the states of depth 1.
+    """
     made = DraftRows([], {})
     tail_of = {seq: len(depth_1.rows) + number for number, seq in enumerate(mended)}
     for index, row in enumerate(depth_1.rows):
@@ -113,8 +120,11 @@ def next_rows(
 
 
 def rows_before(overwritten: dict[int, dict[int, Array]], step: int) -> dict[int, Array]:
-    """By block, the row that lay there before step number `step`, of blocks that it or a later one has
-    overwritten; `overwritten` has by step and block what the step found."""
+    """Return, by KV block, the row that lay there before step number `step`.
+
+    Only blocks that this step or a later one has overwritten are in it. `overwritten` has, by step and block,
+    the rows that the step found.
+    """
     rows: dict[int, Array] = {}
     for number in sorted((n for n in overwritten if n >= step), reverse=True):
         rows |= overwritten[number]
@@ -122,7 +132,7 @@ def rows_before(overwritten: dict[int, dict[int, Array]], step: int) -> dict[int
 
 
 class Drafter:
-    """The MTP layers of one die, and the passes through them. `caches` are those of MTP's depths."""
+    """Runs the MTP layers of one die to make drafts; `caches` are the KV caches of MTP's depths."""
 
     def __init__(
         self,
@@ -133,7 +143,7 @@ class Drafter:
         chooser: Chooser,
     ) -> None:
         self.mem, self.caches, self.runner, self.chooser = mem, caches, runner, chooser
-        self.frame, self.num_drafts = runner.frame, mem.sizes.steps.mtp
+        self.frame, self.num_drafts = runner.frame, mem.steps.mtp
         self.layers = (weights.mtp + weights.mtp[:1] * self.num_drafts)[: self.num_drafts]
         # Rows of `tail` that the latest steps have overwritten, as they were: by step and block.
         self.overwritten: dict[int, dict[int, Array]] = {}
@@ -146,9 +156,10 @@ class Drafter:
         run_layers: RunLayers,
         launcher: Launcher | None,
     ) -> None:
-        """Write drafts int32 [sequences, k], from the main model's states; -1 where nothing was sampled.
+        """Write drafts int32 [sequences, k] from the main model's hidden states; -1 where nothing was
+        sampled.
 
-        Exchanges of the passes have the events `first_event` and up.
+        The exchanges of these passes have event IDs from `first_event` on.
         """
         result = self.mem.result
         found = result("num_accepted", plan.step, len(plan.num_drafts)).tolist()
@@ -166,7 +177,7 @@ class Drafter:
             await run_layers([mtp.layer], [self.caches[depth]], event)
             await self._draw(plan, depth, rows, drafts, accepted)
             if depth + 1 < self.num_drafts:
-                mended = mends(plan, rows, accepted, self.mem.sizes.kv.block_size)
+                mended = mends(plan, rows, accepted, self.mem.kv.sizes.block_size)
                 await self._keep_states(plan.step, rows, mended)
                 rows = next_rows(plan, rows, drafts[:, depth].tolist(), mended)
 
@@ -198,15 +209,16 @@ class Drafter:
         drafts[list(ends), depth] = proposed
 
     def undo(self, step: int) -> None:
-        """Steps from number `step` on have not happened: what they have overwritten is as it was."""
+        """Restore the rows of `tail` that steps from number `step` on have overwritten."""
         for block, row in rows_before(self.overwritten, step).items():
-            self.mem.tail[block] = row
+            self.mem.kv.tail[block] = row
         self.overwritten = {number: rows for number, rows in self.overwritten.items() if number < step}
 
     async def _keep_states(self, step: int, made: DraftRows, mended: dict[int, DraftRow]) -> None:
-        """The states of the next depth [rows + mended, H]; each sequence's last one stays in its block."""
+        """Collect the hidden states of the next depth [rows + mended, H]; keep each sequence's last state in
+        its block."""
         frame, rows = self.frame, made.rows
-        size, frame.tail = self.mem.sizes.kv.block_size, self.mem.tail
+        size, frame.tail = self.mem.kv.sizes.block_size, self.mem.kv.tail
         # Every row to be mended stands for a rejected draft, so that there is room for all.
         frame.hidden = self.mem.workspace.take("hidden", len(rows) + len(mended), self.mem.config.hidden_size)
         frame.mended_blocks = [row.slot // size for row in mended.values()]

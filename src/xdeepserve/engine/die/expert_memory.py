@@ -1,4 +1,4 @@
-"""What lies on an expert die: weights, rows on their way, and the flags of its kernels."""
+"""Contents of an expert die's memory: weights, rows in transit, and the flags of its kernels."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 
 from xdeepserve.comm.exchange.rows import TokenCopies
 from xdeepserve.engine.deploy.sizes import ExpertSizes
-from xdeepserve.engine.die.expert_buffers import PARTS, holds, plan_expert_buffers
 from xdeepserve.engine.die.replicas import RedundantSlots
+from xdeepserve.engine.die.stage_buffers import PARTS, holds, plan_experts
 from xdeepserve.engine.die.workspace import Workspace
 from xdeepserve.hw.clock import Waiting
 from xdeepserve.hw.die import Die
@@ -26,7 +26,7 @@ STOP = 2**64 - 1  # on the doorbell: the end
 
 
 class Flag:
-    """A counter in a die's metadata area; whoever waits for it polls."""
+    """Counter in a die's metadata area; kernels and the host poll it to wait for each other."""
 
     def __init__(self, plan: MemoryPlan, name: str) -> None:
         self._region: Region = plan.metadata.alloc(name, 32, align=32)
@@ -39,7 +39,7 @@ class Flag:
         return int(FLAG.unpack_from(memory.read(self._region.offset, FLAG.size))[0])
 
     async def reaches(self, die: Die, value: int) -> int:
-        """Wait, for as long as it takes, until the flag is `value` or more; what it is then."""
+        """Wait without a deadline until the flag is at least `value`; return the value then read."""
         memory = die.memory
         seen = self.read(memory)
         if seen >= value:
@@ -67,11 +67,12 @@ class FlowRows(NamedTuple):
 
 
 class ExpertMemory:
-    """What lies on an expert die: routed experts or a copy of the shared one, and rows on their way.
+    """Memory layout of an expert die: routed experts, a copy of the shared expert or both, and rows in
+    transit.
 
-    `index` counts the expert dies of the TE. `items`: microbatches of all domains, each with a buffer for
-    answers of `max_rows` rows; where tokens flow (`is_flow`) rows are put together. Construct
-    to plan, `materialise` to use.
+    `index` counts the expert dies of the TE. `items` are the microbatches of all domains, each with a buffer
+    for `max_rows` rows of answers. In dataflow mode (`is_flow`) rows of several arrivals are gathered into
+    one batch. Construct it to plan; call `materialise` to use it.
     """
 
     redundant: RedundantSlots | None = None  # where there are replicas of experts
@@ -102,7 +103,7 @@ class ExpertMemory:
         self.activation_nbytes = plan.app.nbytes - self.weight_nbytes
 
     def _plan_space(self, area: Area, is_flow: bool) -> Workspace:
-        """Weights and buffers."""
+        """Reserve the weights and buffers of this die in its app area."""
         config, recipe, placed, max_rows = self.config, self.recipe, self.placed, self.max_rows
         space = Workspace(area)
         for name, spec in self.specs.items():
@@ -118,7 +119,7 @@ class ExpertMemory:
             ):
                 space.plan(name, dtype, max_rows, width)
         if self.holds != "shared":
-            plan_expert_buffers(space.plan, config, recipe, max_rows, len(self.slots))
+            plan_experts(space.plan, config, recipe, max_rows, len(self.slots))
             if placed.redundant_slots:
                 self.redundant = RedundantSlots(
                     space, config, placed, self.experts, self.specs, self.held[len(self.experts) :]
@@ -134,7 +135,7 @@ class ExpertMemory:
         return space
 
     def _plan_flags(self, plan: MemoryPlan) -> None:
-        """What the host and the three kernels tell each other."""
+        """Reserve the flags for signals among the host and the three kernels."""
         self.doorbell = Flag(plan, "doorbell")
         self.received, self.computed, self.sent = (
             Flag(plan, name) for name in ("A2E received", "experts done", "E2A sent")
@@ -142,26 +143,29 @@ class ExpertMemory:
 
     @property
     def host_regions(self) -> list[Region]:
-        """What this die has of a host's memory."""
+        """Regions of a host's memory that belong to this die."""
         return [] if self.redundant is None else self.redundant.host_regions
 
     def materialise(self, memory: Memory) -> None:
-        """Views of the real memory."""
+        """Bind all planned buffers to real memory."""
         self.workspace.materialise(memory)
 
     def weights(self) -> dict[str, Array]:
-        """The packed arrays, to be filled and then only read."""
+        """Return the packed weight arrays; loading fills them, and steps only read."""
         take = self.workspace.take
         return {name: take(f"weights/{name}", *spec.packed_shape) for name, spec in self.specs.items()}
 
     def num_copied(self, received: TokenCopies) -> int:
-        """Of rows that have come, those for the copy of the shared expert."""
+        """Count the received rows for this die's copy of the shared expert."""
         if self.holds == "both":
             return int((received.expert_idx >= self.placed.num_slots).sum())
         return len(received) if self.is_shared else 0
 
     def gathered(self, parts: Sequence[TokenCopies]) -> TokenCopies:
-        """What has come, as one. The kernel that sorts rows by their experts has the bill of that."""
+        """Join the rows of several arrivals into one batch in the die's memory.
+
+        This takes no virtual time here: the kernel that sorts rows by expert is billed for the copy.
+        """
         take, rows = self.workspace.take, sum(map(len, parts))
         found = FlowRows(
             take("flow/payload", rows, self.config.hidden_size),
@@ -173,7 +177,7 @@ class ExpertMemory:
         return found
 
     def assemble(self) -> list[Held]:
-        """The experts by MoE layer, on this memory; an MTP layer that is used again comes twice."""
+        """Build the experts of each MoE layer on this memory; an MTP layer that is used again comes twice."""
         layers = assemble_experts(self.specs, self.weights())
         if self.redundant is not None:
             self.redundant.start([held.experts for held in layers if held.experts is not None])

@@ -1,7 +1,7 @@
-"""The program of a die whose experts are a service (EaaS 3.3): poll, form a batch, run experts, answer.
+"""The program of an expert server (EaaS 3.3): poll, form a batch, run experts, answer.
 
-One loop, which knows no step and no group. What it serves next is what clients have written to its slots; a
-row's result does not depend on the rows beside it, so the bits are those of every other deployment.
+The program is one loop that knows no step and no group. It serves whatever clients have written to its slots.
+A row's result does not depend on the rows beside it, so the bits are those of every other deployment.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from xdeepserve.step.linear import Threads
 
 
 class AskedOfExperts(Protocol):
-    """What an expert die is asked for one layer, by one slot of one client or by several as one."""
+    """Request to an expert server for one layer, from one slot of a client or several slots merged."""
 
     @property
     def layer(self) -> int: ...
@@ -41,18 +41,18 @@ class AskedOfExperts(Protocol):
 
 
 class ServerEnd(Protocol):
-    """An expert die's end of a way on which it is asked, and answers: of `comm.services`, or in time only."""
+    """An expert server's end of the client protocol: of `comm.services`, or with virtual time alone."""
 
     def register(self) -> None: ...
 
     async def next_batch(self, room: int) -> Sequence[Any]:
-        """What is `AskedOfExperts` next, all for one layer."""
+        """Wait for the next requests (`AskedOfExperts`), all for one layer, with at most `room` rows."""
 
     async def answer(self, batch: Sequence[Any], expert_out: Array) -> None: ...
 
 
 class ExpertServerProgram(ExpertProgram):
-    """One expert server, whose end of the protocol is `server`."""
+    """Program of an expert server; `server` is its end of the client protocol."""
 
     def __init__(
         self,
@@ -67,19 +67,20 @@ class ExpertServerProgram(ExpertProgram):
         self.server = server
 
     def start_streams(self) -> list[Process]:
-        """Start the kernels of this die, each as a process."""
+        """Start the die's single kernel, the expert service, as a process."""
         return [self._spawn(self._serve, "expert service")]
 
     async def _until_stop(self, streams: Sequence[Process]) -> None:
-        """It serves whoever comes until the doorbell says stop."""
+        """Wait until the doorbell says stop; until then the kernel serves all clients."""
         await self.mem.doorbell.reaches(self.die, STOP)
 
     def _reset(self, step: int) -> None:
-        """What has been asked and not been answered is asked again, of the next generation."""
+        """Begin a new generation after a rollback; clients send their unanswered requests again."""
         self.server.register()
 
     async def warm_up(self) -> None:
-        """Compute a row for each expert in each layer, so that all kernels are there before a request is."""
+        """Compute a row for each expert in each layer, so all kernels are compiled before the first
+        request."""
         mem, experts = self.mem, self.mem.slots.start + np.arange(len(self.mem.held), dtype=np.int32)
         if mem.is_shared:
             experts = np.append(experts, np.int32(mem.placed.num_slots))
@@ -105,7 +106,7 @@ class ExpertServerProgram(ExpertProgram):
             await self.server.answer(batch, out)
 
     def place_of(self, batch: Sequence[AskedOfExperts]) -> dict[str, Any]:
-        """Return what a trace tells of a batch; nothing without a trace."""
+        """Describe a batch for the trace: layer, clients and slots; empty without a trace."""
         if not self.die.trace.is_on:
             return {}
         layer = self.layer_index[batch[0].layer]

@@ -51,8 +51,11 @@ class ExpertEnd(Protocol):
 
 
 class ExpertProgram:
-    """One expert die. `sides[m][d]` is its end of A2E and E2A for microbatch m of domain d; `tallies[m][d]`
-    knows how many tokens come there."""
+    """Program of an expert die that serves exchanges in a fixed order, step by step.
+
+    `sides[m][d]` is the die's end of A2E and E2A for microbatch m of DP domain d. `tallies[m][d]` knows how
+    many tokens all attention dies bring there.
+    """
 
     def __init__(
         self,
@@ -82,9 +85,10 @@ class ExpertProgram:
         self._rollback = RollbackWatch(die)
 
     async def run(self) -> None:
-        """Run the three kernels until the doorbell says stop; one that fails is reported to the host.
+        """Run the three kernels until the doorbell says stop; report a kernel that fails to the host.
 
-        Called back, they end wherever they are, and begin again with the step that the host says.
+        When the host calls a rollback, the kernels end wherever they are and begin again with the step that
+        the host names.
         """
         streams, loads = self.start_streams(), self.loads()
         try:
@@ -96,7 +100,7 @@ class ExpertProgram:
                 stream.cancel()
 
     def start_streams(self) -> list[Process]:
-        """Start the kernels of this die, each as a process."""
+        """Start the die's kernels, each as a process."""
         return [
             self._spawn(stream, name)
             for name, stream in (
@@ -112,7 +116,7 @@ class ExpertProgram:
         return process
 
     async def _ends(self, streams: Sequence[Process]) -> bool:
-        """Wait until the kernels have ended; False if they are called back."""
+        """Wait until the kernels have ended; return False if the host has called a rollback."""
         me = asyncio.current_task()
         assert isinstance(me, Process)
         try:
@@ -125,12 +129,12 @@ class ExpertProgram:
         return True
 
     async def _until_stop(self, streams: Sequence[Process]) -> None:
-        """Until they have nothing to do any more."""
+        """Wait until all kernels have ended."""
         for stream in streams:
             await self.die.clock.join(stream, idle=True)
 
     async def _roll_back(self, streams: Sequence[Process]) -> None:
-        """End what is under way, tell the host, and wait until all others have done so, too."""
+        """End the running kernels, tell the host, and wait until all other dies have rolled back."""
         rollback = self._rollback
         for stream in streams:
             stream.cancel()
@@ -148,7 +152,7 @@ class ExpertProgram:
         rollback.resume()
 
     def _reset(self, step: int) -> None:
-        """Nothing of an exchange is under way; step number `step` comes next."""
+        """Forget all exchanges under way and set the flags for step number `step`, which comes next."""
         for side in self.round:
             side.reset()
         self._arrived.clear()
@@ -157,13 +161,14 @@ class ExpertProgram:
             flag.write(self.die.memory, step * self._items_per_step)
 
     def loads(self) -> list[asyncio.Task[None]]:
-        """Start what runs beside the kernels for as long as they do, if there are redundant slots."""
+        """Start the task for filling redundant slots beside the kernels, if the die has such slots."""
         if self.mem.redundant is None:
             return []
         return [self.die.spawn(self._guarded(partial(self._load, self.mem.redundant)), name="load experts")]
 
     async def _load(self, redundant: RedundantSlots) -> None:
-        """Beside the kernels: fill redundant slots that no token goes to."""
+        """Fill redundant slots on the host's commands, beside the kernels; no token goes to these slots
+        yet."""
         while True:
             command = await self.die.next_command()
             assert isinstance(command, LoadExperts)
@@ -189,11 +194,12 @@ class ExpertProgram:
         return len(self.layers) * len(self.round)
 
     def _event(self, item: int) -> int:
-        """Item -> the event ID of its A2E and E2A: one for each layer of each step, from 1."""
+        """Return the event ID of an item's A2E and E2A: one for each layer of each step, from 1."""
         return item // len(self.round) + 1
 
     def _begin(self, item: int) -> int:
-        """Say, for traces, at which item a stream is; the virtual time."""
+        """Set the place of this stream for traces: the layer, microbatch and domain of an item; return the
+        virtual time."""
         if self.die.trace.is_on:
             microbatch, domain = divmod(item % len(self.round), self.num_domains)
             layer = self.layer_index[item // len(self.round) % len(self.layers)]
@@ -201,12 +207,12 @@ class ExpertProgram:
         return self.die.clock.now
 
     def _note(self, lane: str, item: int, start: int) -> None:
-        """A stream has done its part of an item: a span of a lane of its own."""
+        """Draw a trace span, in the stream's own lane, for an item that the stream has finished."""
         name = stream_item(*divmod(item % len(self.round), self.num_domains))
         self.die.draw(lane, name, start)
 
     async def _receive(self) -> None:
-        """Stream 1: the tokens of the next item, into the die's memory."""
+        """Stream 1: receive the tokens of each item into the die's memory."""
         die, mem, item = self.die, self.mem, self._first_step * self._items_per_step
         while True:
             if item % self._items_per_step == 0:
@@ -225,7 +231,7 @@ class ExpertProgram:
             mem.received.write(die.memory, item)
 
     async def _compute(self) -> None:
-        """Stream 2: the experts, on what has been received."""
+        """Stream 2: run the experts on the tokens that stream 1 has received."""
         die, mem, item = self.die, self.mem, self._first_step * self._items_per_step
         while await mem.received.reaches(die, item + 1) != STOP:
             place = item % len(self.round)
@@ -241,7 +247,7 @@ class ExpertProgram:
             mem.computed.write(die.memory, item)
 
     async def _send(self) -> None:
-        """Stream 3: the answers, back to the trampolines."""
+        """Stream 3: send the experts' answers back to the trampolines."""
         die, mem, item = self.die, self.mem, self._first_step * self._items_per_step
         while await mem.computed.reaches(die, item + 1) != STOP:
             place = item % len(self.round)
@@ -256,8 +262,10 @@ class ExpertProgram:
     async def run_experts(
         self, out: Array, received: TokenCopies, billed: Callable[[int], float], layer: int
     ) -> None:
-        """Compute out [N, H] of the rows that have come. Routed experts are billed for `billed` of their
-        number."""
+        """Compute the experts' output float32 [N, H] of the received rows into `out`.
+
+        `billed` maps the number of routed rows to the number that is billed.
+        """
         runner, frame, stage, held = self.runner, self.runner.frame, self.stages[layer], self.layers[layer]
         if held.experts is not None:
             frame.experts = held.experts
@@ -271,8 +279,11 @@ class ExpertProgram:
         await runner.pace.settle()
 
     def price(self, num_routed: int, num_shared: int, billed: float, layer: int) -> float:
-        """What so many rows for routed experts, billed as `billed`, and for the shared one take here in the
-        MoE layer of that number, in ns."""
+        """Return the time in ns that one MoE layer's experts take on this die.
+
+        `num_routed` rows go to routed experts and are billed as `billed`; `num_shared` rows go to the shared
+        expert.
+        """
         touched, rows = min(num_routed, len(self.mem.slots)), num_routed + num_shared
         counts = Counts(rows, copies=billed, touched=touched, shared=num_shared)
         return self.runner.price_of(self.stages[layer], self.layers[layer], counts)

@@ -1,4 +1,4 @@
-"""The die program, the same on all ranks: wait for a plan, run it, write the results, tell the host."""
+"""Program of every die with a DP group: wait for a plan, run it, write the results, tell the host."""
 
 from __future__ import annotations
 
@@ -53,9 +53,10 @@ from xdeepserve.step.stage import LayerProgram, Program
 
 
 class Traversal(NamedTuple):
-    """How a step's rows go through layers on a die: by which runners, each with its microbatch, and in which
-    order. `main` runs what is outside layers; `programs` is what becomes of each layer, by its number; `head`
-    what follows the last one.
+    """Way of a step's rows through the layers on a die: runners, one for each microbatch, and their schedule.
+
+    `main` runs the stages outside layers. `programs` has the program of each layer, by its number. `head`
+    follows the last layer.
     """
 
     main: Runner
@@ -66,10 +67,10 @@ class Traversal(NamedTuple):
 
 
 class Executor:
-    """One die's share of the model. `reports` is the host's queue.
+    """Runs a die's share of the model on the host's commands; `reports` is the host's queue.
 
-    Of a DP group that spans several dies all ranks get the same plan and keep the same latents in their
-    caches, since every head reads all of them; the host reads the results of rank 0.
+    If a DP group spans several dies, all ranks get the same plan. They keep the same latents in their caches,
+    since every head reads all latents. The host reads the results of rank 0.
     """
 
     def __init__(
@@ -90,33 +91,33 @@ class Executor:
         self._transfers: list[asyncio.Task[None]] = []  # beside the steps
         self._step_idx, self._reports_layers = StepNo(0), False
         self._rollback = RollbackWatch(die)
-        self.weights, self.caches = weights, mem.kv_caches()
+        self.weights, self.caches = weights, mem.kv.caches()
         main, mtp = self.weights.layers, [mtp.layer for mtp in self.weights.mtp]
         self.layer_index = {id(layer): index for index, layer in enumerate([*main, *mtp])}
         self.drafter: Drafter | None = None
-        if mem.sizes.steps.mtp:
+        if mem.steps.mtp:
             caches = self.caches[self.config.num_hidden_layers :]
             self.drafter = Drafter(mem, weights, caches, self.runner, chooser)
         # What goes on from the sampled tokens, MTP or a step that was planned ahead, does so on all ranks of
         # a DP group, which draw the same; else rank 0 is enough.
-        goes_on = self.drafter is not None or mem.sizes.steps.plans_ahead
+        goes_on = self.drafter is not None or mem.steps.plans_ahead
         self._has_logits = goes_on or not self.runner.frame.group_rank
         # Event IDs count the MoE layers of all steps, MTP's included, from 1 on.
         used = [mtp.layer for mtp in self.drafter.layers] if self.drafter is not None else []
         self._events_per_step = self._num_exchanges([*self.weights.layers, *used])
 
     def use_launcher(self, launcher: Launcher) -> None:
-        """From now on launches take the host's time."""
+        """Make each launch take the host's time from now on."""
         self.launcher = launcher
         for runner in (self.runner, *self.traversal.runners):
             runner.launcher = launcher
 
     def refuse(self) -> None:
-        """Run no step until all dies have been called back."""
+        """Run no step until the host has called all dies back."""
         self._rollback.fail()
 
     async def run(self) -> None:
-        """Serve commands until Shutdown, and end the transfers that have begun."""
+        """Carry out commands until Shutdown, then wait for the transfers that have begun."""
         self.runner.at()
         try:
             while True:
@@ -138,7 +139,7 @@ class Executor:
                 return await self.die.next_command()
 
     async def obey(self, command: msgspec.Struct) -> None:
-        """Carry out one command of the host; its transfers go on beside later commands."""
+        """Carry out a command of the host; transfers with a ticket go on beside later commands."""
         match command:
             case StepPlan():
                 await self._attempt(command)
@@ -169,8 +170,10 @@ class Executor:
                 raise ProtocolError(f"die {self.die.index} does not know the command {command!r}")
 
     async def _attempt(self, plan: StepPlan) -> None:
-        """Run a step to its end, or until it fails with an error code or is called back; not at all if it was
-        called back before. The host launches it again then."""
+        """Run a step to its end, or until an error code or a rollback ends it early.
+
+        A step that was called back before it began does not run at all. The host launches it again.
+        """
         process = asyncio.current_task()
         assert isinstance(process, Process)
         try:
@@ -187,7 +190,7 @@ class Executor:
     def _run_beside(
         self, transfer: Callable[[], Coroutine[Any, Any, None]], done: msgspec.Struct, name: str
     ) -> None:
-        """Start a transfer beside the steps; `done` reports its end."""
+        """Start a transfer to run beside the steps; report `done` to the host at its end."""
 
         async def run() -> None:
             try:
@@ -201,7 +204,7 @@ class Executor:
         self._transfers = [*running, self.die.spawn(run(), name=name)]
 
     async def _report_load(self, replicas: ReplicaMap) -> None:
-        """Copy the experts' load to where the host reads it."""
+        """Copy the experts' load counts to the buffer that the host reads, and tell the host."""
         work = 2.0 * replicas.reported.nbytes
         with contextlib.suppress(GlitchError):  # what it has written stays, and is counted once
             await self.die.compute("Report load", replicas.report, nbytes=work, core="aiv")
@@ -210,14 +213,14 @@ class Executor:
     async def _copy_blocks(self, command: CopyBlocks) -> None:
         pieces = []
         for src_tier, src, dst_tier, dst in command.copies:
-            sources = self.mem.block_pieces(src_tier, src)
-            targets = self.mem.block_pieces(dst_tier, dst)
+            sources = self.mem.kv.block_pieces(src_tier, src)
+            targets = self.mem.kv.block_pieces(dst_tier, dst)
             for (source, nbytes), (target, _) in zip(sources, targets, strict=True):
                 pieces.append(Copy(source, target, nbytes))
         await self.die.dma.copy(pieces, name="KV blocks")
 
     async def step(self, plan: StepPlan) -> None:
-        """One forward pass: the main model, sampling, and MTP's proposal for the next step."""
+        """Run a forward pass: the main model, sampling, and MTP's drafts for the next step."""
         if self.launcher is not None:
             self.launcher.begin(plan)
         self._write_lists(plan)
@@ -246,20 +249,22 @@ class Executor:
             self.launcher.end()
 
     async def _resolve(self, plan: StepPlan) -> StepPlan:
-        """Complete a plan that was made before the step before had ended."""
+        """Complete a plan made by the host before the previous step had ended."""
         if all(seq < 0 for seq in plan.carried_seq):
             return plan
         rows = CarriedRows.of(self.mem, plan)
         await self.runner.launch("Resolve", "aiv", self.die.spec.hbm_ns(rows.nbytes), rows=plan.num_tokens)
-        return msgspec.structs.replace(plan, **rows.resolve(self.mem.sizes.kv.block_size))
+        return msgspec.structs.replace(plan, **rows.resolve(self.mem.kv.sizes.block_size))
 
     def result(self, name: str, *shape: int) -> Array:
-        """What the host reads after this step."""
+        """Return a result buffer of the current step, which the host reads after the step."""
         return self.mem.result(name, self._step_idx, *shape)
 
     async def run_layers(self, layers: Sequence[Layer], caches: Sequence[KVCache], first_event: int) -> None:
-        """Layers in place on the rows of the pass. Their exchanges have the events `first_event` and up, one
-        each."""
+        """Run layers in place on the rows of the pass.
+
+        Each MoE layer has one exchange; their event IDs count up from `first_event`.
+        """
         way = self.traversal
 
         def visits() -> list[Visit]:
@@ -278,7 +283,10 @@ class Executor:
             runner.at()
 
     async def end_layer(self, index: int) -> None:
-        """Tell the host that a layer is done, if it has asked for that. MTP's end with the step."""
+        """Tell the host when a layer of the main model is done, if the plan asks for such reports.
+
+        MTP layers are not reported: they end with the step.
+        """
         if self._reports_layers and index < self.config.num_hidden_layers:
             await self.runner.pace.settle()
             assert self.layer_reports is not None
@@ -289,16 +297,16 @@ class Executor:
         return sum(layer.moe is not None for layer in layers)
 
     def _write_lists(self, plan: StepPlan) -> None:
-        """Bring the plan's index lists into HBM."""
+        """Write the plan's index lists into HBM."""
         rows, take = plan.num_tokens, self.ws.take
         positions, slots, seq_of = (take(name, rows) for name in ("positions", "slots", "seq_of"))
-        tables = take("block_tables", len(plan.block_tables), self.mem.sizes.kv.max_blocks_per_seq)
+        tables = take("block_tables", len(plan.block_tables), self.mem.kv.sizes.max_blocks_per_seq)
         positions[:], slots[:], seq_of[:] = plan.positions, plan.slots, plan.seq_of
         for row, table in zip(tables, plan.block_tables, strict=True):
             row[: len(table)] = table
 
     def _batch(self, plan: StepPlan) -> Batch:
-        """The index lists in HBM, complete."""
+        """Return the step's batch, made of the completed index lists in HBM."""
         rows, take = plan.num_tokens, self.ws.take
-        tables = take("block_tables", len(plan.block_tables), self.mem.sizes.kv.max_blocks_per_seq)
+        tables = take("block_tables", len(plan.block_tables), self.mem.kv.sizes.max_blocks_per_seq)
         return Batch.of(take("positions", rows), take("slots", rows), take("seq_of", rows), tables)

@@ -37,7 +37,7 @@ NOTHING = -1  # in a redundant slot, or while it is being loaded
 
 
 def primaries_only(experts: ExpertSizes) -> list[list[int]]:
-    """phy2log [layers, physical experts] of a TE whose redundant slots hold nothing."""
+    """Return phy2log [layers, physical experts] of a TE whose redundant slots are all empty."""
     row: list[int] = []
     for held in experts.experts_of:
         row += [*held, *[NOTHING] * experts.redundant_slots]
@@ -47,7 +47,8 @@ def primaries_only(experts: ExpertSizes) -> list[list[int]]:
 def replica_tables(
     config: ModelConfig, placed: ExpertSizes, phy2log: Sequence[Sequence[int]]
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """log2phy and logcnt of phy2log [layers, physical experts]; an expert's primary is its first replica."""
+    """Build log2phy and logcnt from phy2log [layers, physical experts]; an expert's primary is its first
+    replica."""
     num_experts, most = config.n_routed_experts, placed.max_replicas
     log2phy = np.zeros((len(phy2log), num_experts, most), np.int32)
     logcnt = np.zeros((len(phy2log), num_experts), np.int32)
@@ -64,8 +65,10 @@ def replica_tables(
 
 
 def first_map(experts: ExpertSizes) -> list[list[int]]:
-    """phy2log [layers, physical experts] of a TE that begins: redundant slots hold the copies that were
-    loaded with it, or nothing."""
+    """Return phy2log [layers, physical experts] of a TE that begins.
+
+    Redundant slots hold the copies that were loaded with the primaries, or nothing.
+    """
     row = primaries_only(experts)[0]
     for slots, held, copies in zip(experts.slots_of, experts.experts_of, experts.copies_of, strict=False):
         first = slots.start + len(held)
@@ -77,12 +80,15 @@ def first_map(experts: ExpertSizes) -> list[list[int]]:
 def first_tables(
     config: ModelConfig, experts: ExpertSizes
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """The tables of `first_map`: the same on all dies, which only read them."""
+    """Build the tables of `first_map`; all dies share them and only read them."""
     return replica_tables(config, experts, first_map(experts))
 
 
 class ReplicaMap:
-    """Where this die's tokens find their experts. Construct to plan; `start` when there is memory."""
+    """Map from logical experts to their replicas, for one die's tokens.
+
+    Construct it to plan its buffers; call `start` once there is memory.
+    """
 
     def __init__(self, space: Workspace, config: ModelConfig, experts: ExpertSizes, rank: int) -> None:
         self._space, self._config, self._experts, self._rank = space, config, experts, rank
@@ -97,21 +103,21 @@ class ReplicaMap:
         self._number: dict[int, int] = {}  # of each layer with experts
 
     def start(self, layers: Sequence[MoE]) -> None:
-        """Know the layers' structures, in order, and where experts are from the start."""
+        """Number the MoE layers in order, and set the map to the experts' first places."""
         self._number = {id(layer): number for number, layer in enumerate(layers)}
         self.begin()
 
     def begin(self) -> None:
-        """Experts are where they were loaded at first."""
+        """Set the map to the places where experts were first loaded."""
         self.set_tables(*first_tables(self._config, self._experts))
 
     def set_map(self, phy2log: Sequence[Sequence[int]]) -> None:
-        """From now on each expert has the physical ones that phy2log [layers, physical experts] tells, its
-        primary first."""
+        """Set the replicas of all experts from phy2log [layers, physical experts], each expert's primary
+        first."""
         self.set_tables(*replica_tables(self._config, self._experts, phy2log))
 
     def set_tables(self, log2phy: npt.NDArray[np.int32], logcnt: npt.NDArray[np.int32]) -> None:
-        """The same, as `replica_tables` makes them of it."""
+        """Set the replicas of all experts from log2phy [layers, E, R] and logcnt [layers, E]."""
         self._space.take("log2phy", *self._shape, self.most)[:] = log2phy
         self.logcnt[:] = logcnt
 
@@ -120,16 +126,17 @@ class ReplicaMap:
         return self._space.take("logcnt", *self._shape)
 
     def tables(self, moe: MoE) -> tuple[Array, Array, Array | None]:
-        """A layer's log2phy [E, R], logcnt [E] and, if it is counted, load [E]."""
+        """Return a layer's log2phy [E, R], logcnt [E] and load [E]; load is None if it is not counted."""
         number = self._number[id(moe)]
         load = self._space.take("load", *self._shape)[number] if self.collects else None
         return self._space.take("log2phy", *self._shape, self.most)[number], self.logcnt[number], load
 
     def find(self, out: Array, topk_idx: Array, moe: MoE) -> None:
-        """out int32 [T, K]: the physical experts of topk_idx [T, K].
+        """Write the physical experts of topk_idx [T, K] into `out`, int32 [T, K].
 
-        Row i takes replica (rank + i) mod r. Nobody asks anybody (the paper's "communication-free"); that
-        ranks begin at different replicas is for small batches, whose first rows would all meet at one.
+        Row i takes replica (rank + i) mod r. No die asks another die (the paper's "communication-free").
+        Ranks begin at different replicas because the first rows of small batches would otherwise all meet at
+        one replica.
         """
         log2phy, logcnt, _ = self.tables(moe)
         row = np.arange(self._rank, self._rank + len(topk_idx), dtype=np.int32)[:, None]
@@ -141,29 +148,29 @@ class ReplicaMap:
         load[number] += np.bincount(topk_idx.reshape(-1), minlength=self._shape[1]).astype(np.int32)
 
     def report(self) -> None:
-        """Put the counts where the host reads them, and begin anew."""
+        """Copy the counts to the buffer that the host reads, and begin counting anew."""
         load = self._space.take("load", *self._shape)
         self.reported[:] = load
         load[:] = 0
 
     def forget_load(self) -> None:
-        """Nothing has been counted."""
+        """Set all load counts to zero, the last report's included."""
         if self.collects:
             self._space.take("load", *self._shape)[:] = 0
             self.reported[:] = 0
 
     @property
     def reported(self) -> Array:
-        """int32 [layers, E]: the counts of the last report."""
+        """Counts of the last report, int32 [layers, E]."""
         return self._space.take("reported_load", *self._shape)
 
 
 class RedundantSlots:
-    """The redundant slots of a die: what they hold, in each layer, and where its bytes come from.
+    """Redundant expert slots of a die: their contents in each layer, and where the bytes come from.
 
-    In HBM `slot_expert` int32 [layers, slots] says which expert is whole in a slot, and `num_rows` int64
-    [layers] how many rows have come for the die's experts so far. Construct to plan; `start` when there is
-    memory.
+    In HBM `slot_expert` int32 [layers, slots] says which expert is whole in a slot. `num_rows` int64 [layers]
+    counts the rows that have come for the die's experts so far. Construct it to plan; call `start` once there
+    is memory.
     """
 
     def __init__(
@@ -194,28 +201,27 @@ class RedundantSlots:
         self._number: dict[int, int] = {}
 
     def plan_staging(self, area: Area, die: int) -> None:
-        """Reserve room in a host's memory for what all slots of this die may be loaded from."""
+        """Reserve staging room in a host's memory for the experts that fill this die's slots."""
         self.staging = area.alloc(f"replicas of die {die}", self.num_slots * self.nbytes)
 
     @property
     def host_regions(self) -> list[Region]:
-        """What this die has of a host's memory."""
+        """Regions of a host's memory that belong to these slots."""
         return [] if self.staging is None else [self.staging]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one slot, in all layers."""
+        """Size of a slot over all layers, in bytes."""
         return self._before[-1]
 
     def start(self, layers: Sequence[MLP]) -> None:
-        """Know the experts' structures, in order of their layers; the slots hold copies that were loaded with
-        them, or nothing."""
+        """Number the experts' structures in the order of their layers, and set the slots' first contents."""
         for number, layer in enumerate(layers):
             self._number.setdefault(id(layer), number)
         self.begin()
 
     def begin(self) -> None:
-        """The slots hold what was loaded with the primaries, and nothing else."""
+        """Set the slots to the copies that were loaded with the primaries; all others become empty."""
         self.experts[:] = NOTHING
         self.experts[:, : len(self._copies)] = self._copies
 
@@ -228,7 +234,7 @@ class RedundantSlots:
         return self._space.take("num_rows", len(self._parts))
 
     def staged(self, number: int, slot: int) -> list[tuple[Address, int]]:
-        """Pieces in the host's memory of what goes to a slot of the `number`-th layer with experts."""
+        """List addresses and sizes of a slot's staged pieces in the host's memory, for MoE layer `number`."""
         assert self.staging is not None
         at = self.staging.address.plus(self.num_slots * self._before[number] + slot * self._sizes[number])
         pieces = []
@@ -240,31 +246,34 @@ class RedundantSlots:
     def stage(
         self, memories: AddressSpace, number: int, slot: int, arrays: Callable[[], list[Array]]
     ) -> None:
-        """Write what goes to a slot of the `number`-th layer with experts to the host's memory."""
+        """Write the arrays for a slot of MoE layer `number` to the host's staging memory."""
         for (address, nbytes), array in zip(self.staged(number, slot), arrays(), strict=True):
             assert array.nbytes == nbytes
             memories.write(address, array.tobytes())
 
     async def load(self, die: Die, number: int, slot: int) -> None:
-        """Copy it from there to the slot, array by array, by the die's DMA engine."""
+        """Copy a slot's staged arrays from the host to HBM, one by one, with the die's DMA engine."""
         pairs = zip(self.staged(number, slot), self.pieces(number, slot), strict=True)
         for (src, nbytes), (dst, _) in pairs:
             await die.dma.copy([Copy(src, dst, nbytes)], name="replicas")
 
     def pieces(self, number: int, slot: int) -> list[tuple[Address, int]]:
-        """Pieces in HBM of a slot of the `number`-th layer with experts."""
+        """List addresses and sizes of a slot's pieces in HBM, for MoE layer `number`."""
         place = self._num_primaries + slot
         return [
             (self._space.address(name).plus(place * nbytes), nbytes) for name, nbytes in self._parts[number]
         ]
 
     def tables(self, layer: MLP) -> tuple[Array, Array]:
-        """A layer's slot_expert [slots] and num_rows [1]."""
+        """Return a layer's slot_expert [slots] and num_rows [1]."""
         number = self._number[id(layer)]
         return self.experts[number], self.num_rows[number : number + 1]
 
     def accept(self, local_idx: Array, layer: MLP) -> None:
-        """Count rows for this die's experts local_idx [N]. ProtocolError if one is for a slot without one."""
+        """Count received rows by MoE layer; raise ProtocolError for a row to an empty slot.
+
+        `local_idx` [N] numbers the experts on this die, redundant slots after the primaries.
+        """
         number = self._number[id(layer)]
         self.num_rows[number] += len(local_idx)
         if not len(local_idx) or int(local_idx.max()) < self._num_primaries:
@@ -279,8 +288,11 @@ class RedundantSlots:
 
 
 async def load_experts(die: Die, redundant: RedundantSlots, loads: Sequence[tuple[int, int, int]]) -> None:
-    """Copy experts from the host to slots: (layer with experts, slot, expert) each. The DMA engine carries
-    them array by array, while the die computes, so a slot holds no expert until its last array is there."""
+    """Copy experts from the host to slots; each load is (MoE layer, slot, expert).
+
+    The DMA engine carries them array by array while the die computes. A slot therefore counts as empty until
+    its last array is there.
+    """
     for number, slot, _ in loads:
         redundant.experts[number, slot] = NOTHING
     for number, slot, expert in loads:

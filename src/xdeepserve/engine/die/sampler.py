@@ -1,4 +1,4 @@
-"""From logits to what the host reads: tokens, log probabilities, and how many drafts they confirm."""
+"""Turns logits into a step's results: tokens, log probabilities, and the number of accepted drafts."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ from xdeepserve.model.kernels import sample
 
 
 class Chooser(Protocol):
-    """Who chooses tokens. `faults` are those of the step's logit rows, which have no results."""
+    """Chooses tokens from logits; `faults` are errors of the step's logit rows that have no results."""
 
     faults: dict[int, XDeepServeError]
 
     def choose(self, plan: StepPlan, logits: Array) -> None:
-        """Write the results of a step's logits [rows, V]."""
+        """Write the results of a step from its logits [rows, V]."""
 
     def draw(self, out: Array, logits: Array, plan: StepPlan, rows: Sequence[int], ahead: int) -> None:
-        """out int32 [rows]: the token `ahead` positions after each logit row of `rows`."""
+        """Write tokens to `out`, int32 [rows]: for each logit row the token `ahead` positions later."""
 
 
 class Sampler:
-    """Tokens drawn from logits, by seed, choice and position; log probabilities; accepted drafts."""
+    """Samples tokens from logits by seed, choice and position; computes log probabilities and accepted
+    drafts."""
 
     def __init__(self, rank: int, mem: DieMemory) -> None:
         self.rank, self.mem = rank, mem
         self.faults: dict[int, XDeepServeError] = {}
 
     def choose(self, plan: StepPlan, logits: Array) -> None:
-        """Tokens, log probabilities and accepted drafts of a step, into the results."""
+        """Write a step's tokens, log probabilities and numbers of accepted drafts to the result buffers."""
         rows, result = len(logits), self.mem.result
         sampled = result("sampled", plan.step, rows)
         self.draw(sampled, self._edited(plan, logits), plan, range(rows), ahead=1)
@@ -48,7 +49,7 @@ class Sampler:
         result("num_accepted", plan.step, len(plan.num_drafts))[:] = accepted(plan, sampled)
 
     def _edited(self, plan: StepPlan, logits: Array) -> Array:
-        """The logits that tokens are drawn from: a copy where there is something to change."""
+        """Return the logits for drawing tokens; a changed copy if the plan edits any row."""
         if not plan.edits:
             return logits
         logits = logits.copy()
@@ -69,7 +70,7 @@ class Sampler:
         return logits
 
     def draw(self, out: Array, logits: Array, plan: StepPlan, rows: Sequence[int], ahead: int) -> None:
-        """Tokens of some logit rows; one without a token gets 0, which is one to go on with, and a fault."""
+        """Draw tokens for some logit rows; a row that fails gets token 0, to go on with, and a fault."""
         try:
             self._draw(out, logits, plan, rows, ahead)
         except Exception as error:
@@ -81,7 +82,7 @@ class Sampler:
                 self._blame(rows[0], error)
 
     def _blame(self, row: int, error: Exception) -> None:
-        """What a step does for one logit row has failed: the sequence fails, and not the die."""
+        """Record an error for a logit row, so its sequence fails and the die goes on."""
         if not isinstance(error, XDeepServeError):
             cause, error = error, XDeepServeError(f"rank {self.rank}: {error!r}")
             error.__cause__ = cause
@@ -109,7 +110,7 @@ class Sampler:
             )
 
     def _report_row(self, plan: StepPlan, logits: Array, sampled: Array, row: int, count: int) -> None:
-        """Log probabilities of the `count` likeliest tokens of a logit row, and of the one that follows."""
+        """Write log probabilities of a row's `count` likeliest tokens, and of the token that follows."""
         rows, result = len(logits), self.mem.result
         ids = result("logprob_ids", plan.step, rows, LOGPROB_SLOTS)
         values, ranks = result("logprobs", plan.step, rows, LOGPROB_SLOTS), result("ranks", plan.step, rows)
@@ -122,7 +123,7 @@ class Sampler:
 
 
 def accepted(plan: StepPlan, sampled: Array) -> list[int]:
-    """Per sequence, how many of its drafts, from the first, are what the main model samples there."""
+    """Count each sequence's leading drafts that equal the tokens sampled by the main model."""
     row_of = {row: r for r, row in enumerate(plan.logit_rows)}
     result = [0] * len(plan.num_drafts)
     for row, seq in enumerate(plan.seq_of):

@@ -1,4 +1,4 @@
-"""A die's memory in a run that only takes time: tensors are shapes, and only what the host reads is real."""
+"""Memory of a die in a time-only run: tensors are shapes, and only data that the host reads is real."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from xdeepserve.comm.exchange.rows import TokenCopies
 from xdeepserve.engine.deploy.sizes import ExpertSizes, Sizes
 from xdeepserve.engine.die.die_memory import DieMemory, shard_of
 from xdeepserve.engine.die.expert_memory import ExpertMemory
+from xdeepserve.engine.die.kv_memory import KVMemory
 from xdeepserve.engine.die.replicas import RedundantSlots, ReplicaMap
 from xdeepserve.engine.die.workspace import MAX_VIEWS, Workspace
 from xdeepserve.hw.address_space import AddressSpace
@@ -34,21 +35,21 @@ BYTES_OF_PIECE = 32  # by which a piece of a KV block is represented, so that tr
 
 
 class ShapeWorkspace(Workspace):
-    """A workspace that has memory for the names in REAL only, and shapes of any size for all others."""
+    """Workspace with real memory for the names in REAL; all other buffers are shapes of any size."""
 
     def __init__(self, area: Area) -> None:
         super().__init__(area)
         self._dtypes: dict[str, np.dtype] = {}
 
     def plan(self, name: str, dtype: npt.DTypeLike, *shape: int) -> None:
-        """Reserve a buffer if it is real."""
+        """Reserve memory for a real buffer; remember only the dtype of any other buffer."""
         if name in REAL or name.startswith("kv pieces"):
             super().plan(name, dtype, *shape)
         else:
             self._dtypes[name] = np.dtype(dtype)
 
     def take(self, name: str, *shape: int) -> Array:
-        """An array on a real buffer, or a shape."""
+        """Return an array on a real buffer, or a shape without memory."""
         if name not in self._dtypes:
             return super().take(name, *shape)
         key = (name, *shape)
@@ -61,7 +62,7 @@ class ShapeWorkspace(Workspace):
 
 
 class DrawnRouting(Protocol):
-    """Where tokens go in a run that only takes time (engine/run/clock/routing.py)."""
+    """Draws where tokens go in a time-only run (engine/run/clock/routing.py)."""
 
     def set_tables(self, log2phy: Array, logcnt: Array) -> None: ...
 
@@ -69,8 +70,10 @@ class DrawnRouting(Protocol):
 
 
 class DrawnReplicas(ReplicaMap):
-    """A die's map of replicas where tokens have no ways of their own: who draws them keeps it, for all dies
-    that have the same one, and counts for them."""
+    """Replica map of a die in a time-only run, where one routing draws the experts for all dies.
+
+    The routing keeps the map and counts the load for all dies that share it.
+    """
 
     def __init__(
         self,
@@ -85,45 +88,45 @@ class DrawnReplicas(ReplicaMap):
         self._reported: Array = np.broadcast_to(np.zeros((), np.int32), self._shape)
 
     def set_tables(self, log2phy: npt.NDArray[np.int32], logcnt: npt.NDArray[np.int32]) -> None:
-        """From now on copies go there."""
+        """Pass the new replica tables to the routing, if this die is the one that reports to it."""
         if self._routing is not None:
             self._routing.set_tables(log2phy, logcnt)
 
     def report(self) -> None:
-        """Of all dies together, or, if another one tells it, nothing."""
+        """Take the load of all dies together; report nothing if another die has the routing."""
         if self._routing is not None:
             self._reported = self._routing.take_load()
 
     @property
     def reported(self) -> Array:
-        """int32 [layers, E]: the counts of the last report."""
+        """Counts of the last report, int32 [layers, E]."""
         return self._reported
 
 
 class ShapeSlots(RedundantSlots):
-    """Redundant slots that are never filled; that takes as long as if they were."""
+    """Redundant slots for time-only runs: filling them moves no bytes but takes as long."""
 
     def plan_staging(self, area: Area, die: int) -> None:
-        """The host has the weights; nothing of them lies there."""
+        """Remember the host's node; no staging memory is reserved, since no bytes move."""
         self._host = area.node
 
     def staged(self, number: int, slot: int) -> list[tuple[Address, int]]:
-        """Pieces of the host's memory as large as those that there would be."""
+        """List pieces of the sizes that real staging would have, all at offset 0 of the host."""
         return [(Address(self._host, 0), nbytes) for _, nbytes in self._parts[number]]
 
     def stage(
         self, memories: AddressSpace, number: int, slot: int, arrays: Callable[[], list[Array]]
     ) -> None:
-        """Nobody reads it."""
+        """Write nothing to the host: no die reads staged bytes in a time-only run."""
 
     async def load(self, die: Die, number: int, slot: int) -> None:
-        """The time of each array."""
+        """Pass the virtual time for loading each of the slot's arrays."""
         for _, nbytes in self._parts[number]:
             await die.dma.pass_time(self._host, die.index, nbytes, name="replicas")
 
 
 class ModelShapes:
-    """The weights and caches of one kind of die, as shapes. All dies of the kind share them."""
+    """Weights and caches of a kind of die, as shapes that all dies of the kind share."""
 
     def __init__(self, config: ModelConfig, recipe: Recipe, sizes: Sizes) -> None:
         self.config, self.recipe, self.sizes = config, recipe, sizes
@@ -136,7 +139,7 @@ class ModelShapes:
         self.model = assemble(config, self.specs, packed_shapes(self.specs), is_packed=True)
 
     def cache(self) -> KVCache:
-        """Any layer's: BF16 latents and RoPE keys (CM 4.2.2)."""
+        """Return the shape of any layer's KV cache: BF16 latents and RoPE keys (CM 4.2.2)."""
         c, s = self.config, self.sizes
         latent, k_pe = (
             shape_only(np.uint16, s.kv.num_blocks * c.num_key_value_heads, s.kv.block_size, width)
@@ -145,43 +148,32 @@ class ModelShapes:
         return KVCache(latent, shape_only(np.float32, 0, 0), k_pe)
 
 
-class ShapeMemory(DieMemory):
-    """The app area of a die with a DP group. Sizes are reported as if it held everything."""
+class ShapeKV(KVMemory):
+    """KV blocks of which a few bytes are real, and those only where something moves them.
 
-    def __init__(
-        self, area: Area, shapes: ModelShapes, rank: int, routing: DrawnRouting | None = None
-    ) -> None:
-        """`routing` is told of maps of replicas, and asked for the load, by one die for all."""
-        self.shapes, self._routing = shapes, routing
-        super().__init__(area, shapes.config, shapes.recipe, shapes.sizes, rank)
-        self.weight_nbytes = sum(spec.nbytes for spec in self.specs.values())
-        self.cache_nbytes = self.sizes.kv.num_blocks * self.num_layers * self._nbytes_by_layer
-        self.activation_nbytes = area.nbytes
+    Where blocks go from TE to TE (`is_moved`) each layer has pieces of its own; else a block is one piece.
+    The states that a second MTP layer mends are not among them.
+    """
 
-    def _weight_specs(self) -> dict[str, ArraySpec]:
-        return self.shapes.specs
+    def __init__(self, space: Workspace, shapes: ModelShapes, is_moved: bool) -> None:
+        super().__init__(space, shapes.config, shapes.recipe, shapes.sizes.kv, shapes.sizes.steps.mtp)
+        self._shapes, self._is_moved = shapes, is_moved
 
-    def _new_space(self, area: Area) -> Workspace:
-        return ShapeWorkspace(area)
-
-    def _new_replicas(self, rank: int) -> ReplicaMap:
-        return DrawnReplicas(self._space, self.config, self.sizes.experts, rank, self._routing)
-
-    def _new_redundant(self) -> RedundantSlots:
-        return ShapeSlots(self._space, self.config, self.sizes.experts, self.experts, self.specs)
-
-    def _plan_weights(self) -> None:
-        """There are none."""
-
-    def _plan_cache(self) -> None:
+    def plan(self) -> None:
+        """Reserve the real bytes of each block."""
         self._space.plan("kv/tail", np.float32)
         for name, nbytes in self.block_parts:
-            self._space.plan(name, np.uint8, self.sizes.kv.num_blocks, nbytes)
+            self._space.plan(name, np.uint8, self.sizes.num_blocks, nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the blocks of all layers would have."""
+        return self.sizes.num_blocks * self._num_layers * self._nbytes_by_layer
 
     @property
     def _nbytes_by_layer(self) -> int:
         """Bytes of a KV block in one layer."""
-        return self.sizes.kv.block_size * KV_NBYTES * self.config.cache_columns
+        return self.sizes.block_size * KV_NBYTES * self._config.cache_columns
 
     @property
     def piece_weight(self) -> float:
@@ -190,34 +182,67 @@ class ShapeMemory(DieMemory):
 
     @property
     def parts_by_layer(self) -> list[list[tuple[str, int]]]:
-        """Each layer's own pieces where they go from TE to TE; else a block is one piece.
-
-        The states that a second MTP layer mends are not among them.
-        """
-        if self.sizes.place.role == "both":
+        """The buffers of the pieces, and the bytes of each, for each layer of the main model and for MTP."""
+        if not self._is_moved:
             return [[("kv pieces", BYTES_OF_PIECE)]]
         pieces = [
             [(f"kv pieces/{layer}/{what}", BYTES_OF_PIECE) for what in ("latent", "k_pe")]
-            for layer in range(self.num_layers)
+            for layer in range(self._num_layers)
         ]
-        num_main = self.config.num_hidden_layers
-        return [*pieces[:num_main], [piece for layer in pieces[num_main:] for piece in layer]]
+        return [
+            *pieces[: self._num_main],
+            [piece for layer in pieces[self._num_main :] for piece in layer],
+        ]
+
+    def caches(self) -> list[KVCache]:
+        """Shapes of the blocks of each layer, all the same."""
+        return [self._shapes.cache()] * self._num_layers
+
+
+class ShapeMemory(DieMemory):
+    """Memory of a die with a DP group in a time-only run; sizes are reported as if all bytes were there."""
+
+    kv: ShapeKV
+
+    def __init__(
+        self, area: Area, shapes: ModelShapes, rank: int, routing: DrawnRouting | None = None
+    ) -> None:
+        """`routing` is told of maps of replicas, and asked for the load, by one die for all."""
+        self.shapes, self._routing = shapes, routing
+        super().__init__(area, shapes.config, shapes.recipe, shapes.sizes, rank)
+        self.weight_nbytes = sum(spec.nbytes for spec in self.specs.values())
+        self.cache_nbytes = self.kv.nbytes
+        self.activation_nbytes = area.nbytes
+
+    def _weight_specs(self) -> dict[str, ArraySpec]:
+        return self.shapes.specs
+
+    def _new_space(self, area: Area) -> Workspace:
+        return ShapeWorkspace(area)
+
+    def _new_kv(self, sizes: Sizes) -> KVMemory:
+        return ShapeKV(self._space, self.shapes, is_moved=sizes.place.role != "both")
+
+    def _new_replicas(self, rank: int) -> ReplicaMap:
+        return DrawnReplicas(self._space, self.config, self.placed, rank, self._routing)
+
+    def _new_redundant(self) -> RedundantSlots:
+        return ShapeSlots(self._space, self.config, self.placed, self.experts, self.specs)
+
+    def _plan_weights(self) -> None:
+        """Reserve nothing: a time-only run has no weights."""
 
     def assemble(self) -> ModelWeights:
-        """The model's structure, on shapes."""
+        """Return the model's structure, built on shapes."""
         return self.shapes.model
 
     def weights(self) -> dict[str, Array]:
-        """None that would have to be filled."""
+        """Return no arrays: a time-only run has no weights to fill."""
         return {}
-
-    def kv_caches(self) -> list[KVCache]:
-        """One per layer, all the same."""
-        return [self.shapes.cache()] * self.num_layers
 
 
 class ShapeExpertMemory(ExpertMemory):
-    """An expert die: flags, which its persistent kernels live on, and shapes."""
+    """Memory of an expert die in a time-only run: real flags for its persistent kernels, and shapes."""
 
     def __init__(
         self,
@@ -242,15 +267,15 @@ class ShapeExpertMemory(ExpertMemory):
         return space
 
     def gathered(self, parts: Sequence[TokenCopies]) -> TokenCopies:
-        """It comes as one."""
+        """Return the only arrival: time-only exchanges always deliver one."""
         (one,) = parts
         return one
 
     def assemble(self) -> list[Held]:
-        """The experts by MoE layer, as shapes."""
+        """Build the experts of each MoE layer, as shapes."""
         layers = assemble_experts(self.specs, packed_shapes(self.specs))
         return [layers[number] for number in self.placed.order]
 
     def weights(self) -> dict[str, Array]:
-        """None that would have to be filled."""
+        """Return no arrays: a time-only run has no weights to fill."""
         return {}

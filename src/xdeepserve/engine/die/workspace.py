@@ -14,7 +14,7 @@ MAX_VIEWS = 1 << 14  # views that are kept: steps of the same size need the same
 
 
 class Workspace:
-    """Buffers of fixed capacity. `take` views the first bytes of one as a C-contiguous array of any shape.
+    """Buffers of fixed capacity; `take` views the first bytes of one as a C-contiguous array of any shape.
 
     Two arrays taken from one buffer share memory: a name is for one use at a time.
     """
@@ -32,37 +32,37 @@ class Workspace:
         self._regions[name] = (self._area.alloc(name, nbytes), dtype)
 
     def materialise(self, memory: Memory) -> None:
-        """Find the buffers in real memory."""
+        """Bind all planned buffers to real memory."""
         for name, (region, dtype) in self._regions.items():
             self._flat[name] = memory.view(region, dtype, self.size(name))
 
     def __contains__(self, name: str) -> bool:
-        """Whether there is such a buffer."""
+        """Whether a buffer of the given name is planned."""
         return name in self._regions
 
     def size(self, name: str) -> int:
-        """Elements that a buffer holds."""
+        """Return the number of elements that a buffer holds."""
         region, dtype = self._regions[name]
         return region.nbytes // dtype.itemsize
 
     def nbytes(self, name: str) -> int:
-        """Bytes of a buffer."""
+        """Return the size of a buffer in bytes."""
         return self._regions[name][0].nbytes
 
     def dtype(self, name: str) -> np.dtype:
-        """What a buffer holds."""
+        """Return the dtype of a buffer's elements."""
         return self._regions[name][1]
 
     def address(self, name: str) -> Address:
-        """Where a buffer lies, once its memory is materialised."""
+        """Return the address of a buffer, once its memory is materialised."""
         return self._regions[name][0].address
 
     def part(self, prefix: str) -> Workspace:
-        """The buffers whose names begin with `prefix`, without it."""
+        """Return a view of the buffers whose names begin with `prefix`, under names without that prefix."""
         return _Subset(self, prefix)
 
     def take(self, name: str, *shape: int) -> Array:
-        """An array on buffer `name`; whatever was in it is still there."""
+        """Return an array of the given shape on buffer `name`; the old contents stay."""
         key = (name, *shape)
         view = self._views.get(key)
         if view is None:
@@ -76,7 +76,7 @@ class Workspace:
 
 
 class _Subset(Workspace):
-    """Some of the buffers of a workspace, by shorter names. They are planned in the whole."""
+    """Subset of a workspace's buffers under shorter names; planning happens in the whole workspace."""
 
     def __init__(self, whole: Workspace, prefix: str) -> None:
         super().__init__(whole._area)

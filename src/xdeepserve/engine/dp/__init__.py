@@ -1,1 +1,1 @@
-"""A data-parallel group: its scheduler, its KV blocks (RTC) and its sequences (xDeepServe 4.2)."""
+"""Data-parallel (DP) group: a scheduler, the KV blocks (RTC) and the sequences (xDeepServe 4.2)."""

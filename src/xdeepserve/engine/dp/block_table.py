@@ -1,4 +1,4 @@
-"""The block table of a DP group: which KV blocks in HBM belong to whom.
+"""Block table of a DP group: which sequences use which KV blocks in HBM.
 
 A block holds the latents of `block_size` consecutive positions, in every layer at the same index. It lies in
 a *slot* of the die's HBM. State of a slot, by the number of sequences that use it and by whether a node of
@@ -25,7 +25,7 @@ from xdeepserve.errors import XDeepServeError
 
 
 class Holding:
-    """The blocks of one sequence: slots in order of position; the first `nodes` of them are in the index."""
+    """KV blocks of a sequence: slots in order of position. The first `len(nodes)` are in the prefix index."""
 
     __slots__ = ("nodes", "slots")
 
@@ -35,7 +35,7 @@ class Holding:
 
 
 class BlockTable:
-    """`num_blocks` HBM slots: handed out, shared, copied on write, given back."""
+    """HBM slots of a DP group, `num_blocks` in all: handed out, shared, copied on write, given back."""
 
     def __init__(self, num_blocks: int, block_size: int, max_ids: int) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
@@ -52,31 +52,31 @@ class BlockTable:
 
     @property
     def num_cached(self) -> int:
-        """HBM slots that nobody uses but a prefix may match."""
+        """Number of HBM slots without a user whose content a later prefix may still match."""
         return sum(1 for _ in self._evictable())
 
     @property
     def num_free(self) -> int:
-        """HBM slots without content."""
+        """Number of HBM slots without content."""
         return len(self._free)
 
     @property
     def num_available(self) -> int:
-        """HBM slots that `alloc_blocks` could hand out now."""
+        """Number of HBM slots, free or cached, that `alloc_blocks` could hand out now."""
         return len(self._free) + self.num_cached
 
     @property
     def usage(self) -> float:
-        """Share of HBM slots in use, 0 to 1. Cached ones are not in use."""
+        """Share of HBM slots in use, 0 to 1; cached slots do not count as in use."""
         return 1.0 - self.num_available / self.num_blocks
 
     @property
     def is_moving(self) -> bool:
-        """Some slots are busy with transfers, even if only to be saved: they will be given back."""
+        """Whether transfers still touch slots; such slots are given back when the transfers end."""
         return len(self._busy) > len(self._steps)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` positions."""
+        """Number of KV blocks needed to hold `num_tokens` positions."""
         return -(-num_tokens // self.block_size)
 
     # ---- allocation ---------------------------------------------------------------------------------
@@ -94,14 +94,15 @@ class BlockTable:
         return True
 
     def append_block(self, holding: Holding) -> int:
-        """One more private slot. XDeepServeError if none is available."""
+        """Append a private slot to a holding. Raises XDeepServeError if no slot is available."""
         slot = self._take_slot()
         self._users[slot] = 1
         holding.slots.append(slot)
         return slot
 
     def free(self, holding: Holding) -> None:
-        """Give up every slot. Those in the index stay cached, the deepest the first to go."""
+        """Give up every slot of a holding. Slots in the index stay cached; the deepest block is evicted
+        first."""
         for slot in holding.slots:
             if self._users[slot] < 1:
                 raise XDeepServeError(f"RTC: block {slot} is freed, but nobody uses it")
@@ -111,7 +112,7 @@ class BlockTable:
         holding.nodes.clear()
 
     def _drop_user(self, slot: int) -> None:
-        """One user less; without any the slot is free, unless something still needs its content."""
+        """Take a user from a slot; without users the slot is free, unless its content is still needed."""
         self._users[slot] -= 1
         if self._users[slot]:
             return
@@ -121,18 +122,19 @@ class BlockTable:
             self._free.append(slot)
 
     def begin_step(self) -> int:
-        """A step has been planned: until `end_step` of this ticket no slot that it uses changes hands."""
+        """Return a ticket for a planned step: until `end_step` no slot in use by it changes hands."""
         ticket = self._new_ticket()
         self._steps.append(ticket)
         return ticket
 
     def end_step(self, ticket: int) -> None:
-        """The die has ended the step."""
+        """Note the end of the step that has this ticket."""
         self._steps.remove(ticket)
         self.finish(ticket)
 
     def fork(self, parent: Holding, num_blocks: int | None = None) -> Holding:
-        """A second user of a holding's first blocks (all by default); the last may be partly filled."""
+        """Add a second user to a holding's first blocks (all by default). The last block may be partly
+        filled."""
         child = Holding()
         child.slots, child.nodes = parent.slots[:num_blocks], parent.nodes[:num_blocks]
         for slot in child.slots:
@@ -160,7 +162,7 @@ class BlockTable:
         return BlockCopy("hbm", old, "hbm", new)
 
     def receive(self, holding: Holding, num_tokens: int) -> int:
-        """Blocks of an empty holding for content that comes from another TE: a ticket.
+        """Fill an empty holding with slots for content from another TE, and return the transfer's ticket.
 
         The caller has made sure that enough are available.
         """
@@ -171,7 +173,7 @@ class BlockTable:
         return ticket
 
     def finish(self, ticket: int) -> None:
-        """The die has made the transfers of a ticket, or ended its step."""
+        """Note the end of a ticket's transfers, or of its step."""
         slots = self._busy.pop(ticket)
         for slot in sorted(slots, reverse=True):
             if self._users[slot] == 0 and slot not in self._node_of and not self._is_busy(slot):
@@ -180,7 +182,7 @@ class BlockTable:
     # ---- the engine room ----------------------------------------------------------------------------
 
     def _touch(self, nodes: Iterable[Node]) -> None:
-        """The last one touched is the last one to be evicted."""
+        """Mark nodes as just used, in this order: the last node will be the last to be evicted."""
         for node in nodes:
             self._clock += 1
             node.last_used = self._clock
@@ -189,13 +191,14 @@ class BlockTable:
         return any(slot in slots for slots in self._busy.values())
 
     def _evictable(self) -> Iterator[Node]:
-        """The nodes of cached slots. What is busy is found once for all: each step asks, and each block that
-        takes the place of another."""
+        """Find the nodes of cached slots. Busy slots are collected once per call, because every step and
+        every eviction calls this."""
         users, busy = self._users, set[int]().union(*self._busy.values())
         return (node for slot, node in self._node_of.items() if not users[slot] and slot not in busy)
 
     def _take_slot(self) -> int:
-        """A free slot, or the one that was used least recently. XDeepServeError if none is available."""
+        """Take a free slot, or evict the least recently used one. Raises XDeepServeError if none is
+        available."""
         if self._free:
             return self._free.pop()
         node = min(self._evictable(), key=attrgetter("last_used"), default=None)
@@ -213,7 +216,8 @@ class BlockTable:
         return self._num_tickets
 
     def check_blocks(self, holdings: Iterable[Holding]) -> None:
-        """The books agree with the holdings of all live sequences. XDeepServeError if not."""
+        """Check the books against the holdings of all live sequences. Raises XDeepServeError if they
+        differ."""
         users = [0] * self.num_blocks
         for holding in holdings:
             if len(set(holding.slots)) != len(holding.slots):

@@ -1,4 +1,4 @@
-"""What happens to requests between the job executor, TEs and DP groups: facts, as data (xDeepServe 5.1).
+"""Events of requests between job executor, TEs and DP groups, as plain data (xDeepServe 5.1).
 
 Whoever has something to tell has got one `Events` at its construction, and tells each fact once, as it comes
 about. Observers hear of it first, then the job executor acts on it: what that causes has happened on return.
@@ -21,7 +21,7 @@ log = logging.getLogger("xdeepserve.engine")
 
 
 class GroupId(NamedTuple):
-    """A DP group of a pod. Its text is what DistFlow calls the group's endpoints."""
+    """Name of a DP group in a pod; its text also names the group's DistFlow endpoints."""
 
     te: str = ""
     rank: GroupRank = GroupRank(0)
@@ -31,7 +31,7 @@ class GroupId(NamedTuple):
 
 
 class Event(msgspec.Struct, frozen=True):
-    """Something has happened to a sequence: a choice of a request."""
+    """Something has happened to a sequence, which is one choice of a request."""
 
     seq_id: int
 
@@ -43,68 +43,70 @@ class AtGroup(Event, frozen=True):
 
 
 class Assigned(Event, frozen=True):
-    """Step 1: the job executor has given it to a TE."""
+    """Step 1: the job executor has assigned a sequence to a TE."""
 
     te: str
 
 
 class Given(AtGroup, frozen=True):
-    """Steps 2 and 5: a TE-shell has given it to a DP group."""
+    """Steps 2 and 5: a TE-shell has given a sequence to a DP group."""
 
 
 class Booked(AtGroup, frozen=True):
-    """Where decode admits requests: the group has reserved blocks for it, and no TE computes it yet."""
+    """Where decode admits requests: a group has reserved blocks for a sequence that no TE computes yet."""
 
 
 class Preempted(AtGroup, frozen=True):
-    """No block was left: it gives up `num_computed` positions, or moves them to host DRAM (`is_swapped`)."""
+    """No KV block was left: a sequence gave up `num_computed` positions, or moves them to host DRAM
+    (`is_swapped`)."""
 
     num_computed: int
     is_swapped: bool
 
 
 class KVLost(AtGroup, frozen=True):
-    """Its blocks are lost while it runs: what has left of them by layer is worth nothing."""
+    """A running sequence has lost its KV blocks; layers that were sent before the loss are void."""
 
 
 class MovedOut(Event, frozen=True):
-    """Its TE is leaving: it has given up all blocks there, and goes on elsewhere from its tokens."""
+    """A sequence gave up all blocks because its TE is leaving; another TE will recompute it from its
+    tokens."""
 
     te: str
 
 
 class LastChunkLaunched(AtGroup, frozen=True):
-    """Where KV moves by layer: the step that computes the rest of its prompt, `num_tokens` with what has been
-    computed before, is on its way to the dies."""
+    """Where KV moves by layer: the step with a prompt's last chunk is on its way to the dies. After this step
+    `num_tokens` positions of the sequence are computed."""
 
     step: int
     num_tokens: int
 
 
 class LayerEnded(AtGroup, frozen=True):
-    """All dies of its group have ended a layer of that step."""
+    """All dies of a sequence's DP group have ended a layer of the step with its last prompt chunk."""
 
     layer: int
 
 
 class Prefilled(AtGroup, frozen=True):
-    """Its prompt has been computed on a TE that only prefills, where its blocks are kept."""
+    """A prompt has been computed on a prefill TE, which keeps the KV blocks until they are received."""
 
 
 class Registered(AtGroup, frozen=True):
-    """Step 3: its blocks, in these slots, can be sent. No byte moves yet."""
+    """Step 3: a sequence's blocks, in these slots, can be sent. No byte moves yet."""
 
     slots: tuple[int, ...]
 
 
 class Sent(Event, frozen=True):
-    """Step 4: the job executor has sent it to a decode TE."""
+    """Step 4: the job executor has sent a sequence to a decode TE."""
 
     te: str
 
 
 class TransferBegan(AtGroup, frozen=True):
-    """A group has told DistFlow of its side of a transfer; for the destination that is step 6."""
+    """A DP group has told DistFlow of its side of a transfer; for the destination this is step 6."""
 
     peer: str
     is_source: bool
@@ -112,21 +114,21 @@ class TransferBegan(AtGroup, frozen=True):
 
 
 class TransferEnded(AtGroup, frozen=True):
-    """Step 8: a group has learnt of the end of its side, good or bad."""
+    """Step 8: a DP group has learnt that its side of a transfer ended, well or with an error."""
 
     completion: Completion
 
 
 class Released(AtGroup, frozen=True):
-    """The source has got its blocks back."""
+    """The source group of a transfer has got its KV blocks back."""
 
 
 class Withdrawn(AtGroup, frozen=True):
-    """It has ended on the source while its layers were on their way."""
+    """A sequence has ended on the source TE while its layers were on their way."""
 
 
 class Ended(Event, frozen=True):
-    """Its request wants nothing more of it: it is finished, or aborted."""
+    """A sequence has ended: finished, or aborted together with its request."""
 
 
 class ShareOfStep(msgspec.Struct, frozen=True):
@@ -143,7 +145,7 @@ class ShareOfStep(msgspec.Struct, frozen=True):
 
 
 class StepEnded(msgspec.Struct, frozen=True):
-    """A DP group has ended a step that had rows; its results come into effect next. Only observers hear."""
+    """A DP group has ended a step that had rows; its results take effect next. Only observers are told."""
 
     group: GroupId
     step: int
@@ -154,22 +156,22 @@ class StepEnded(msgspec.Struct, frozen=True):
 
 
 class TEChanged(msgspec.Struct, frozen=True):
-    """A TE has come to another point of its life (te/life.py). Only observers hear."""
+    """A TE has reached another state of its life (te/life.py). Only observers are told."""
 
     te: str
     life: str
 
 
 class FailoverEnded(msgspec.Struct, frozen=True):
-    """No TE is awaited any more in the place of one that was given up; `reason`: why one does not come. Only
-    observers hear."""
+    """A lost TE's replacement is no longer awaited; `reason` says why none comes, if so. Only observers are
+    told."""
 
     reason: str | None
 
 
 class TERolledBack(msgspec.Struct, frozen=True):
-    """Something of a TE has failed, and the steps under way will be run again, in a new epoch. Only observers
-    hear."""
+    """Something in a TE failed; the steps under way will run again in a new epoch. Only observers are
+    told."""
 
     te: str
     epoch: int
@@ -178,7 +180,7 @@ class TERolledBack(msgspec.Struct, frozen=True):
 
 
 class ServerHeard(msgspec.Struct, frozen=True):
-    """The monitor holds an expert server for lost, or no longer so. Only observers hear."""
+    """The monitor declares an expert server lost, or found again. Only observers are told."""
 
     te: str
     server: int
@@ -187,7 +189,7 @@ class ServerHeard(msgspec.Struct, frozen=True):
 
 
 class ClientLost(msgspec.Struct, frozen=True):
-    """A client of expert servers, a DP group, is lost, and its TE goes on without. Only observers hear."""
+    """A DP group using expert servers is lost, and its TE goes on without it. Only observers are told."""
 
     te: str
     rank: int
@@ -195,7 +197,7 @@ class ClientLost(msgspec.Struct, frozen=True):
 
 
 class ServerMoved(msgspec.Struct, frozen=True):
-    """An expert server has come to a seat of its TE, or has left it. Only observers hear."""
+    """An expert server has taken a seat in its TE, or has left it. Only observers are told."""
 
     te: str
     server: int
@@ -211,7 +213,7 @@ Observer: TypeAlias = Callable[[Observed], None]
 
 
 def notify(listener: Callable[..., object], *args: object, about: object) -> bool:
-    """Call somebody who listens to requests; False if the call raised an error, which is logged.
+    """Call a listener; return False if the call raised an error, which is logged.
 
     Listeners (metrics, the page, a user's callbacks) run inside the loops that serve all requests: an error
     that one of them raises must end neither a task executor nor another request. `about` is the request or
@@ -226,7 +228,7 @@ def notify(listener: Callable[..., object], *args: object, about: object) -> boo
 
 
 class Events:
-    """Where events are told. `act` is who acts on them; `observers` only look on, and must change nothing."""
+    """Passes events on: `observers` see each one first and must change nothing, then `act` acts on it."""
 
     def __init__(self, observers: list[Observer] | None = None) -> None:
         self.observers = [] if observers is None else observers
@@ -237,7 +239,7 @@ class Events:
         self.act(event)
 
     def show(self, event: Observed) -> None:
-        """Tell observers alone. One that raises an error is not called any more."""
+        """Tell only the observers of an event. An observer that raises an error is removed."""
         for observe in tuple(self.observers):
             if not notify(observe, event, about=event) and observe in self.observers:
                 self.observers.remove(observe)

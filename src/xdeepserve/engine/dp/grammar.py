@@ -1,11 +1,14 @@
-"""Structured output: which tokens a choice may go on with. The grammars are those of the library llguidance.
+"""Structured output: the tokens allowed next in a choice. Grammars are those of the library llguidance.
 
 A matcher follows one choice, token by token, on the host. What it allows next is a mask of one bit per token
-id, and once the grammar is complete and admits no more, the end-of-sequence ids alone.
+id, and once the grammar is complete and admits no more, the end-of-sequence ids alone. Where the library
+refuses a grammar, `reason` says why, in words for the author of the request.
 """
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -13,7 +16,6 @@ from collections.abc import Sequence
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from xdeepserve.engine.dp.grammar_errors import first_line, reason
 from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams
 from xdeepserve.errors import RequestError
 from xdeepserve.model.canonical import Array
@@ -35,7 +37,7 @@ LIMITS = LLParserLimits(
 
 
 class GrammarMatcher:
-    """Where one choice is in its grammar.
+    """Position of a choice in its grammar, token by token.
 
     begins_after  the tokens that end the reasoning which the prompt has begun: the grammar holds for what
                   follows them. Empty: for all of the output
@@ -46,13 +48,13 @@ class GrammarMatcher:
         self._latest: tuple[int, ...] = ()  # tokens of the reasoning, as many as are awaited
 
     def copy(self) -> GrammarMatcher:
-        """One that goes on by itself."""
+        """Make an independent copy of the matcher."""
         other = GrammarMatcher(self._matcher.deep_copy(), self._vocab_size, self._awaited)
         other._latest = self._latest
         return other
 
     def take(self, token_id: int) -> bool:
-        """Go on with a token. False if the grammar forbids it; then nothing has changed."""
+        """Advance by a single token. Returns False, with nothing changed, if the grammar forbids it."""
         if self._awaited:
             self._latest = (*self._latest, token_id)[-len(self._awaited) :]
             if self._latest == self._awaited:
@@ -63,7 +65,7 @@ class GrammarMatcher:
         return self._matcher.try_consume_tokens([token_id]) == 1
 
     def allowed(self) -> Array | None:
-        """The tokens that may come next, bool [vocab]; None: all."""
+        """Return a mask of the tokens that may come next, bool [vocab]; None allows all."""
         if self._awaited:
             return None
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
@@ -71,7 +73,7 @@ class GrammarMatcher:
 
     @property
     def fault(self) -> str:
-        """Why the matcher cannot go on; empty if it can."""
+        """Reason why the matcher cannot go on; empty if it can."""
         if not self._matcher.is_error():
             return ""
         found = first_line(self._matcher.get_error())
@@ -79,7 +81,7 @@ class GrammarMatcher:
 
 
 class Grammars:
-    """The grammars of one vocabulary.
+    """Compiles and caches the grammars for one vocabulary.
 
     tokenizer_json  what `tokenizer.json` holds
     vocab_size      of the model, whose ids beyond the tokenizer's no grammar allows
@@ -91,7 +93,7 @@ class Grammars:
         self._lock = threading.Lock()  # of that; not held while a grammar is compiled
 
     def matcher(self, wanted: StructuredOutputsParams, begins_after: Sequence[int] = ()) -> GrammarMatcher:
-        """A matcher at the beginning of a grammar. Raises RequestError where the grammar is none.
+        """Return a matcher at the beginning of a grammar. Raises RequestError if the grammar is invalid.
 
         A new grammar may take a while, without the interpreter's lock: another thread may compile it first.
         """
@@ -112,3 +114,47 @@ class Grammars:
                 if len(self._compiled) > MAX_COMPILED:
                     self._compiled.popitem(last=False)
         return GrammarMatcher(matcher.deep_copy(), self._tokenizer.vocab_size, begins_after)
+
+
+# All that the library knows of JSON Schema's formats; it refuses others, as it could not keep to them.
+FORMATS = ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
+
+_PLACE = re.compile(r"^(?:at )?(?P<line>\d+)\((?P<column>\d+)\): ")  # in a grammar, or what becomes one
+_EXAMPLE = 'start: "yes" | "no"'
+_IN_SCHEMA, _IN_REGEX = "failed to compile JSON schema: ", "regex parse error:"
+_KEYWORDS = re.compile(r"^Unimplemented keys: (?P<names>\[.*\])$")
+_FORMAT = re.compile(r"^Unknown format: (?P<name>.*)$")
+
+
+def reason(message: str, wanted: StructuredOutputsParams) -> str:
+    """Turn the library's message into one line that says why a grammar cannot be compiled."""
+    first = first_line(message)
+    if first == "NoExtensionBias":  # what the library says where no token may come first
+        return "no text is allowed by it"
+    if first.endswith(_IN_REGEX):  # then come lines that point into the expression, and the error
+        errors = [line for line in message.splitlines() if line.startswith("error: ")]
+        first = first.removesuffix(_IN_REGEX) + "".join(errors).removeprefix("error: ")
+    stripped = _PLACE.sub("", first)[:300]
+    if stripped.startswith(_IN_SCHEMA):
+        return _of_schema(stripped.removeprefix(_IN_SCHEMA))
+    if wanted.grammar is None:
+        return stripped
+    ebnf = ", not in EBNF with ::=" if "::=" in wanted.grammar else ""
+    placed = _PLACE.sub(r"line \g<line>, column \g<column>: ", first)[:300]
+    return f"{placed}; grammars are written in Lark{ebnf}: {_EXAMPLE}"
+
+
+def first_line(message: str) -> str:
+    """Return the first line of a library message that is not empty."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return (lines[0] if lines else "refused without a reason")[:300]
+
+
+def _of_schema(message: str) -> str:
+    if found := _KEYWORDS.match(message):
+        return f"{', '.join(json.loads(found['names']))}: not supported in a JSON schema"
+    if found := _FORMAT.match(message):
+        return f"format {found['name']}: not supported in a JSON schema; known are {', '.join(FORMATS)}"
+    if message.startswith("oneOf "):
+        return "oneOf: supported only for schemas that types or constant texts tell apart; use anyOf"
+    return f"JSON schema: {message.replace('Expected f64', 'Expected number')}"

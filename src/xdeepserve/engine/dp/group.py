@@ -1,9 +1,10 @@
-"""A DP group: one scheduler, one RTC, and the die that computes for them, or several (TP > 1)."""
+"""DP group: a scheduler, an RTC, and the die that computes for them, or several dies (TP > 1)."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -13,9 +14,8 @@ from xdeepserve.engine.deploy.sizes import StepSizes
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.events import Events, GroupId
-from xdeepserve.engine.dp.left import Left
-from xdeepserve.engine.dp.load_cost import BlockLoadCost
 from xdeepserve.engine.dp.lost_blocks import LostBlocks
+from xdeepserve.engine.dp.prefixes import BlockLoadCost
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.scheduler import Scheduler
 from xdeepserve.engine.dp.sequence import SampledToken
@@ -30,8 +30,28 @@ from xdeepserve.model.canonical import Array
 SAVE_PER_STEP = 4  # cached blocks that are sent to host DRAM beside a step, at most
 
 
+class Left(NamedTuple):
+    """Entries that requests hold in the books of a DP group, a job executor or a whole engine, by kind.
+
+    Once the requests have ended there must be none.
+    """
+
+    requests: int = 0  # that the engine has taken and that have not ended
+    jobs: int = 0
+    given: int = 0  # sequences that TE shells have given to a DP group
+    transfers: int = 0  # of KV from prefill to decode, as the job executor sees them
+    failures: int = 0  # links that a sequence has tried in vain
+    places: int = 0  # sequences in the places of a scheduler
+    tickets: int = 0
+    handovers: int = 0  # blocks that are kept or reserved for a sequence between prefill and decode
+    offers: int = 0  # of KV to sequences that arrive
+    layers: int = 0  # of running steps, whose ends are told one by one
+    completions: int = 0  # transfers of DistFlow that are open at this end, and requests that came early
+    claims: int = 0  # on the memories of dies
+
+
 class DPGroup:
-    """Schedules its sequences, launches steps on its dies, reads what the first of them wrote.
+    """Schedules sequences, launches steps on the group's dies, reads the results that the first die wrote.
 
     All dies of a group get the same commands, and hold the same blocks in the same slots.
     """
@@ -47,7 +67,7 @@ class DPGroup:
         tell: Events,
     ) -> None:
         self.id, self.rank, self.dies, self.mems, self.tell = name, name.rank, dies, mems, tell
-        self.mem, self.kv, self.steps, self.num_groups = mems[0], mems[0].kv, steps, num_groups
+        self.mem, self.kv, self.steps, self.num_groups = mems[0], mems[0].kv.sizes, steps, num_groups
         kv = self.kv
         self.rtc = RTC(kv.num_blocks, kv.block_size, kv.num_host_blocks, kv.max_cache_keys)
         self.scheduler = Scheduler(steps, self.rtc, load_cost, self.id, tell)
@@ -64,7 +84,7 @@ class DPGroup:
         self._faults: dict[int, dict[int, XDeepServeError]] = {}  # by step and logit row
 
     def status(self) -> GroupStatus:
-        """What the leader of the DP groups wants to know."""
+        """Report load and free room of this group to the leader that balances the DP groups."""
         rtc, reserved = self.rtc, self.places.reserved
         seqs = list(self.places.sequences())
         missing = [len(seq.token_ids) - seq.num_computed for seq in seqs]
@@ -95,11 +115,11 @@ class DPGroup:
 
     @property
     def is_empty(self) -> bool:
-        """Nobody is here, or keeps blocks here."""
+        """Whether no sequence is in this group, and none keeps KV blocks in it."""
         return self.places.is_empty and not self.handover.sending
 
     def left(self) -> Left:
-        """Count what sequences hold in the books of this group."""
+        """Count the entries of sequences in the books of this group."""
         handover, endpoints = self.handover, self.endpoints
         return Left(
             places=self.places.num_placed,
@@ -113,11 +133,12 @@ class DPGroup:
 
     @property
     def num_free_places(self) -> int:
-        """Sequences that could still join a step."""
+        """Number of sequences still able to join a step."""
         return self.steps.max_seqs - self.num_sequences - len(self.places.reserved)
 
     def plan(self, step_idx: int) -> bool:
-        """Schedule a step; whether it has rows. Transfers between tiers start at once, beside it."""
+        """Schedule a step; return whether it has rows. Transfers between memory tiers start at once, beside
+        the step."""
         step = self.scheduler.schedule()
         self._steps[step_idx] = step
         self._plans[step_idx] = make_plan(step_idx, step.shares, self.kv.block_size)
@@ -141,11 +162,11 @@ class DPGroup:
             die.put(command, delay_ns)
 
     def probe(self) -> None:
-        """Ask all dies whether they are there."""
+        """Ask all dies of the group for a sign of life."""
         self.put(Probe())
 
     def finish_copies(self, ticket: int) -> None:
-        """One of the dies has made the copies of a ticket; the last one ends it."""
+        """Note a die's copies of a ticket as made; the last die ends the ticket."""
         self._num_done[ticket] += 1
         pool = self.scheduler.pool
         num_dies = len(self.dies) if pool is None else pool.num_copiers(ticket)
@@ -156,44 +177,46 @@ class DPGroup:
             self.scheduler.finish_transfer(ticket)
 
     def copy_pool(self, ticket: int) -> None:
-        """The memory pool is ready for the copies of a ticket."""
+        """Have dies make the copies of a ticket, for which the memory pool is ready now."""
         pool = self.scheduler.pool
         assert pool is not None
         if not pool.copy(ticket):
             self.scheduler.finish_transfer(ticket)
 
     def block_pieces(self, slots: Sequence[int], rank: int) -> list[tuple[Address, int]]:
-        """Raw addresses and sizes of KV blocks on one of the dies, in the order of `slots`."""
-        return [piece for slot in slots for piece in self.mems[rank].block_pieces("hbm", slot)]
+        """List raw addresses and sizes (bytes) of KV blocks on one of the dies, in the order of `slots`."""
+        return [piece for slot in slots for piece in self.mems[rank].kv.block_pieces("hbm", slot)]
 
     def arrive(self, seq: Seq, endpoint: Endpoint, source: str) -> None:
-        """Take over a sequence that was prefilled elsewhere; `source` offers its blocks to `endpoint`."""
+        """Take over a sequence prefilled elsewhere; `source` offers its KV blocks to `endpoint`."""
         self._offers[seq.seq_id] = (endpoint, source)
         self.handover.arrive(seq)
 
     def layer_pieces(self, slots: Sequence[int], rank: int) -> list[list[tuple[Address, int]]]:
-        """What `block_pieces` gives, for each layer of the main model, and at last for what MTP keeps."""
-        return self.mems[rank].layer_pieces(slots)
+        """List addresses and sizes (bytes) of KV blocks by layer: the main model's layers, then MTP's
+        part."""
+        return self.mems[rank].kv.layer_pieces(slots)
 
     def arrive_by_layer(self, seq: Seq, endpoint: Endpoint, source: str) -> None:
-        """Step 6 for a sequence that has a reservation: receive its layers as `source` has them."""
+        """Step 6 for a sequence with a reservation: receive its layers as soon as `source` has them."""
         slots = self.handover.reserved[seq.seq_id].slots
         by_rank = [self.layer_pieces(slots, rank) for rank in range(len(self.dies))]
         pieces = [piece for part in zip(*by_rank, strict=True) for each in part for piece in each]
         self._receive(seq, endpoint, source, pieces)
 
     def _receive(self, seq: Seq, endpoint: Endpoint, source: str, pieces: list[tuple[Address, int]]) -> None:
-        """Step 6: there are blocks for what `source` has offered."""
+        """Step 6: start the transfer that `source` has offered, into blocks that are there now."""
         endpoint.receive(seq.seq_id, source, pieces)
         nbytes = sum(size for _, size in pieces)
         self.tell(events.TransferBegan(seq.seq_id, self.id, source, is_source=False, nbytes=nbytes))
 
     def decline(self, seq: Seq) -> bool:
-        """Do without an offer; False if its blocks are on their way already."""
+        """Drop an offer of KV blocks; return False if there is none, or the transfer has begun."""
         return self._offers.pop(seq.seq_id, None) is not None
 
     def poll_transfers(self) -> None:
-        """Look into the completion queues of DistFlow. What has failed is the job executor's affair."""
+        """Read DistFlow's completion queues and finish transfers. Failed ones are left to the job
+        executor."""
         for endpoint in self.endpoints:
             for completion in endpoint.poll():
                 self.tell(events.TransferEnded(completion.tag, self.id, completion))
@@ -206,20 +229,21 @@ class DPGroup:
         self.leave_links()
 
     def take_arrived(self, seq: Seq) -> None:
-        """The blocks of a sequence have come, by a link into whose queue nobody will look."""
+        """Take a sequence's received blocks, where the link's completion queue will not be polled any
+        more."""
         if self.places.of(seq) == "receiving":
             self.scheduler.finish_transfer(self.places.ticket_of(seq.seq_id))
 
     def leave_links(self) -> None:
-        """Look no more into the queues of links that are closed."""
+        """Stop polling the completion queues of closed links."""
         self.endpoints = [endpoint for endpoint in self.endpoints if not endpoint.is_stopped]
 
     def num_rows(self, step_idx: int) -> int:
-        """Token rows of a step that is planned, or under way."""
+        """Number of token rows of a step that is planned or under way."""
         return self._plans[step_idx].num_tokens
 
     def launch(self, step_idx: int, delay_ns: int = 0, bucket: int = 0) -> None:
-        """Send the planned step to the dies; an empty one without work.
+        """Send the planned step to the dies; without work an empty one.
 
         `delay_ns` is that of its launch, `bucket` the number of rows of the graph that it is launched as.
         """
@@ -242,12 +266,12 @@ class DPGroup:
         self.put(msgspec.structs.replace(plan, bucket=bucket, reports_layers=reports_layers), delay_ns)
 
     def forget_plan(self, step_idx: int) -> None:
-        """A step that had rows in no group is not launched."""
+        """Drop a planned step because no DP group has rows in it, so it is not launched."""
         self._steps.pop(step_idx, None)
         self._plans.pop(step_idx, None)
 
     def renumber(self, step_idx: int, later: int) -> None:
-        """A step under way has not happened, and will be launched once more as step `later`.
+        """Roll back a step under way; the same step will be launched again as step `later`.
 
         It is the same to the bit: what it writes is nobody's before its end. Of its layers only those are
         told again whose end nobody has heard of.
@@ -262,8 +286,8 @@ class DPGroup:
         self._num_ended = Counter({key: n for key, n in self._num_ended.items() if key[0] != step_idx})
 
     def drop_lost(self) -> None:
-        """Steps under way have not happened, and are to be launched again: without those whose blocks are
-        lost, and without anything that dies would have to remember of steps before."""
+        """After a rollback, leave sequences with lost blocks out of the steps, which will be launched again.
+        The new plans also do not depend on anything that dies remember of earlier steps."""
         # As the step was planned: planning the next one, and the end of the one before, have changed them.
         tables: dict[int, dict[int, list[int]]] = {}
         used: dict[int, set[int]] = {}
@@ -285,7 +309,8 @@ class DPGroup:
             before = step
 
     def _tell_last_chunks(self, step_idx: int, step: PlannedStep) -> None:
-        """Last chunks of prompts are on their way to the dies; the answer may be `send_by_layer`."""
+        """Tell the job executor about last chunks of prompts on their way to the dies. The answer may be a
+        call of `send_by_layer`."""
         for share in step.shares:
             seq = share.seq
             if not share.ends or seq.is_finished or seq.num_generated + 1 >= seq.max_tokens:
@@ -294,12 +319,13 @@ class DPGroup:
             self.tell(events.LastChunkLaunched(seq.seq_id, self.id, step_idx, num_tokens))
 
     def send_by_layer(self, seq: Seq, step_idx: int, num_tokens: int) -> None:
-        """Tell of a step's layers as they end: the KV of so many positions of a sequence goes with them."""
+        """Send the KV of a sequence's first `num_tokens` positions layer by layer, as the step's layers
+        end."""
         self.handover.send_early(seq, num_tokens)
         self.by_layer.setdefault(step_idx, []).append(seq.seq_id)
 
     def end_layer(self, step_idx: int, layer: int) -> None:
-        """One of the dies has ended a layer. With the last one its KV may leave, whichever die sends it."""
+        """Note a layer's end on a die; after the last die, the layer's KV may be sent."""
         key = step_idx, layer
         self._num_ended[key] += 1
         if self._num_ended[key] == len(self.dies):
@@ -311,7 +337,7 @@ class DPGroup:
                 self.tell(events.LayerEnded(seq_id, self.id, layer))
 
     def _note_first_steps(self, step: PlannedStep) -> None:
-        """Note which sequences take part in a step for the first time: their waiting has ended.
+        """Note when sequences first take part in a step: that ends their time in the queue.
 
         Virtual time may pass between planning a step and launching it. A sequence that was aborted meanwhile
         has ended for those who asked for it, and does not begin.
@@ -324,7 +350,7 @@ class DPGroup:
                     seq.on_scheduled(seq)
 
     def note_faults(self, step_idx: int, faults: dict[int, XDeepServeError]) -> None:
-        """One of the dies has ended a step, but for some of its logit rows."""
+        """Note the logit rows of a step for which a die reported an error."""
         if faults:
             self._faults.setdefault(step_idx, {}).update(faults)
 
@@ -371,7 +397,7 @@ class DPGroup:
         return results
 
     def _read_row(self, step_idx: int, seq: Seq, row: int, token_id: int, is_prompt: bool) -> SampledToken:
-        """Row `row` of the die's output region."""
+        """Read row `row` of the die's output region."""
         params = seq.params
 
         def take(name: str, *shape: int) -> Array:
@@ -396,5 +422,5 @@ class DPGroup:
         )
 
     def check_integrity(self) -> None:
-        """Every block is accounted for."""
+        """Check the account of every KV block. Raises XDeepServeError if a block is unaccounted for."""
         self.scheduler.check_integrity()

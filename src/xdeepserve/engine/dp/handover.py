@@ -1,4 +1,4 @@
-"""Sequences that come from a prefill TE, and those that go to a decode TE: their places and their blocks."""
+"""Sequences from a prefill TE or to a decode TE: their places and their KV blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from xdeepserve.errors import XDeepServeError
 
 
 class Handover:
-    """One DP group's side of it. What moves the bytes is not its affair.
+    """Moves sequences of a DP group from prefill to decode in its books; other code moves the bytes.
 
     sending    blocks that are kept, and read, for decode elsewhere, by seq_id: of sequences that are sending,
                and by layer of running ones
@@ -31,11 +31,11 @@ class Handover:
     # ---- from prefill -------------------------------------------------------------------------------
 
     def arrive(self, seq: Sequence) -> None:
-        """Take over a sequence that was prefilled elsewhere; its blocks come when there is room."""
+        """Take over a sequence prefilled elsewhere. Its blocks are received when there is room."""
         self.places.move(seq, "arrive")
 
     def receive(self, step: PlannedStep) -> None:
-        """Let prefilled sequences in, in order, while there is room for their blocks and one more."""
+        """Let prefilled sequences in, in order, while there is room for their blocks plus one."""
         while self.places.arriving and self.preemption.num_free_places > 0:
             seq = self.places.arriving[0]
             needed = self.rtc.blocks_for(seq.num_computed) + self.preemption.has_company
@@ -46,7 +46,8 @@ class Handover:
             step.receives.append(seq)
 
     def reserve(self, seq: Sequence, num_tokens: int) -> int | None:
-        """A ticket for the blocks of `num_tokens` positions, to be written from now on.
+        """Reserve blocks for `num_tokens` positions, to be written from now on, and return the transfer's
+        ticket.
 
         None if there is no room, or if somebody waits for it already: then the sequence comes when it has
         been prefilled, and waits its turn. May be called at any moment: it takes nothing that a step uses.
@@ -62,7 +63,7 @@ class Handover:
         return ticket
 
     def take_over(self, seq: Sequence) -> None:
-        """A sequence with a reservation has been prefilled: it is receiving, as others are."""
+        """Turn a reservation into an ordinary transfer: the sequence has been prefilled elsewhere."""
         seq.holding = self.reserved.pop(seq.seq_id)
         self.places.move(seq, "take over", self.places.ticket_of(seq.seq_id))
 
@@ -71,9 +72,8 @@ class Handover:
         return self.places.of(seq) in ("arriving", "reserved", "receiving")
 
     def drop(self, seq: Sequence) -> None:
-        """A sequence that is expected from elsewhere will not come, not by this way: free the blocks that
-        were to receive it. Nothing writes them any more.
-        """
+        """Forget an expected sequence because it will not come by this way, and free the blocks reserved for
+        it. The caller has made sure that nothing writes them any more."""
         place = self.places.of(seq)
         if place in ("reserved", "receiving"):
             self.rtc.finish(self.places.ticket_of(seq.seq_id))
@@ -86,7 +86,7 @@ class Handover:
     # ---- to decode ----------------------------------------------------------------------------------
 
     def send_early(self, seq: Sequence, num_tokens: int) -> None:
-        """The blocks of `num_tokens` positions of a running sequence are read from now on.
+        """Keep the blocks of a running sequence's first `num_tokens` positions for sending, from now on.
 
         They have two users until then, so that the sequence neither takes them along when it ends nor changes
         over to cached ones of the same content.
@@ -94,16 +94,17 @@ class Handover:
         self.sending[seq.seq_id] = self.rtc.fork(seq.holding, self.rtc.blocks_for(num_tokens))
 
     def stop_early(self, seq_id: int) -> None:
-        """The layers of a running sequence do not leave before its prompt has ended, after all."""
+        """Free the blocks kept by `send_early`: the sequence's layers will not be sent early after all."""
         self.rtc.free(self.sending.pop(seq_id))
 
     def withdraw(self, seq: Sequence) -> None:
-        """A running sequence has ended while its layers were on their way."""
+        """End a running sequence while its layers are on their way. Its blocks stay until they are
+        released."""
         self.places.move(seq, "withdraw")
         self.tell(events.Withdrawn(seq.seq_id, self.group))
 
     def send(self, seq: Sequence) -> None:
-        """A running sequence has been prefilled: only its blocks stay, until they have been received."""
+        """Move a prefilled sequence to "sending": only its blocks stay, until they have been received."""
         self.places.move(seq, "prefill")
         if seq.seq_id in self.sending:
             self.rtc.free(seq.holding)
@@ -113,7 +114,8 @@ class Handover:
         self.tell(events.Prefilled(seq.seq_id, self.group))
 
     def release(self, seq_id: int) -> None:
-        """The blocks of a sequence that was prefilled here have been received, or are not wanted any more."""
+        """Free the blocks of a sequence that was prefilled here: they were received, or are not wanted any
+        more."""
         holding = self.sending.pop(seq_id, None)
         if holding is not None:
             self.rtc.free(holding)
@@ -124,11 +126,13 @@ class Handover:
     # ---- both ---------------------------------------------------------------------------------------
 
     def holdings(self) -> list[Holding]:
-        """All blocks that belong to no sequence of this group but by what is under way."""
+        """List the KV blocks kept or reserved for transfers, beside those that sequences of this group
+        hold."""
         return [*self.sending.values(), *self.reserved.values()]
 
     def check_integrity(self) -> None:
-        """Blocks are kept for those who are sending, or may run, and reserved for those at that place."""
+        """Check for whom blocks are held: kept for sending or running sequences, reserved for reserved
+        ones."""
         reserved = {seq.seq_id for seq in self.places.reserved}
         running = {seq.seq_id for seq in self.places.running}
         sending = {seq.seq_id for seq in self.places.sending}

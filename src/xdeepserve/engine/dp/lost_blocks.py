@@ -24,7 +24,7 @@ from xdeepserve.errors import XDeepServeError
 
 
 class LostBlocks:
-    """What has been lost since steps ran the last time, and what becomes of it."""
+    """Collects KV blocks with lost content since steps last ran, and recovers their sequences."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -32,7 +32,7 @@ class LostBlocks:
         self._error: XDeepServeError | None = None
 
     def note(self, slots: set[int], error: XDeepServeError) -> None:
-        """The content of these slots has just been lost."""
+        """Note the loss of the content of these slots, and mark the sequences whose transfers it spoils."""
         self._slots |= slots
         self._error = error
         scheduler, places, sending = self._scheduler, self._scheduler.places, self._scheduler.handover.sending
@@ -47,8 +47,8 @@ class LostBlocks:
                 seq.lost_kv = error
 
     def drop(self, steps: Iterable[PlannedStep], used: Mapping[int, set[int]]) -> None:
-        """Nothing runs, of `steps` under way neither, for which sequences have `used` slots, by seq_id: they
-        are to be run again without those that have lost their blocks."""
+        """Recover from lost blocks while nothing runs: sequences that held one are recomputed, or end with
+        the error. `used` says by seq_id which slots the rolled-back `steps` use."""
         if self._error is None:
             return
         scheduler, places, slots = self._scheduler, self._scheduler.places, self._slots

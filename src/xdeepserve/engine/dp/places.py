@@ -1,4 +1,4 @@
-"""Where the sequences of a DP group are, each in one place, and by which causes they move (`PLACES`).
+"""Places of sequences in a DP group: each sequence has one, and causes move it (`PLACES`).
 
 With transfers by layer a sequence is in two groups while its last rows are prefilled: running in one, where
 its blocks are being sent, and reserved in the other. What happens to blocks is the scheduler's business.
@@ -84,7 +84,7 @@ ON_TICKET: tuple[Place, ...] = (
 
 
 class Places:
-    """The places of one DP group, each with a list in its own order. Only `move` changes anything."""
+    """Tracks where each sequence of one DP group is, with a list per place. Only `move` changes it."""
 
     def __init__(self) -> None:
         self._place: dict[int, Place] = {}  # by seq_id
@@ -96,11 +96,11 @@ class Places:
         self.arriving, self.reserved, self.sending = at["arriving"], at["reserved"], at["sending"]
 
     def of(self, seq: Sequence) -> Place:
-        """Where a sequence is."""
+        """Return the place of a sequence."""
         return self._place.get(seq.seq_id, "elsewhere")
 
     def move(self, seq: Sequence, cause: str, ticket: int | None = None) -> None:
-        """Take a sequence to where `cause` leads from where it is; with a `ticket` to an `ON_TICKET` one.
+        """Move a sequence to where `cause` leads from its place; an `ON_TICKET` place also needs a `ticket`.
 
         ProtocolError, naming the sequence, its place and the cause, if that leads nowhere.
         """
@@ -123,11 +123,11 @@ class Places:
             self._at[target].append(seq)
 
     def ticket_of(self, seq_id: int) -> int:
-        """The ticket that a sequence waits for."""
+        """Return the ticket of the transfer for which a sequence waits."""
         return next(ticket for ticket, seq in self.tickets.items() if seq.seq_id == seq_id)
 
     def on_ticket(self, *places: Place) -> list[Sequence]:
-        """Who is in one of these places, which are `ON_TICKET`, in the order in which they came there."""
+        """List the sequences at some of the `ON_TICKET` places, in the order in which they came there."""
         return [seq for seq in self.tickets.values() if self.of(seq) in places]
 
     @property
@@ -140,27 +140,27 @@ class Places:
 
     @property
     def has_transfers(self) -> bool:
-        """Somebody goes on when a transfer ends."""
+        """Whether some sequence goes on when a transfer ends."""
         return len(self.tickets) > len(self.reserved)
 
     @property
     def is_empty(self) -> bool:
-        """Nobody is here, or keeps blocks here."""
+        """Whether no sequence is in this DP group, and none keeps KV blocks in it."""
         return not self._place
 
     @property
     def num_placed(self) -> int:
-        """Sequences that are at any place."""
+        """Number of sequences at any place of this DP group."""
         return len(self._place)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that are not running."""
+        """Number of sequences here except those that are running, reserved or sending."""
         return len(self._place) - len(self.running) - len(self.reserved) - len(self.sending)
 
     def sequences(self) -> Iterator[Sequence]:
-        """All that are not finished, running ones first. None that is prefilled elsewhere, or that has been
-        prefilled here for elsewhere."""
+        """Iterate over all unfinished sequences, running ones first. Those at "reserved" or "sending" are
+        left out."""
         yield from self.running
         yield from self.on_ticket(*IN_TRANSIT)
         yield from self.swapped
@@ -170,7 +170,8 @@ class Places:
         yield from self.following
 
     def check_integrity(self) -> None:
-        """Every sequence is in the list of its place alone; tickets are of those who wait for one."""
+        """Check the lists and tickets: a sequence is in the list of its place alone, with a ticket where
+        needed."""
         found = {seq.seq_id: place for place, seqs in self._at.items() for seq in seqs}
         if found != self._place or sum(map(len, self._at.values())) != len(found):
             raise XDeepServeError(f"places: sequences are in {found}, and should be in {self._place}")

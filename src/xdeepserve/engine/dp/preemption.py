@@ -1,4 +1,4 @@
-"""When blocks run out: who gives up its own, and who comes back (preemption by recomputation or by swap).
+"""Preemption when KV blocks run out: which sequence gives up its blocks, and which comes back.
 
 The running sequence that is last in (priority, arrival) is preempted: by recomputation it gives up its blocks
 and waits, by swap they move to host DRAM. Canonical arithmetic gives it the same bits.
@@ -16,7 +16,7 @@ from xdeepserve.engine.dp.step import PlannedStep
 
 
 class Preemption:
-    """The policy for one DP group."""
+    """Chooses the sequences of a DP group that are preempted, and those that return."""
 
     def __init__(self, steps: StepSizes, rtc: RTC, places: Places, group: GroupId, tell: Events) -> None:
         self.steps, self.rtc, self.places, self.group, self.tell = steps, rtc, places, group, tell
@@ -24,22 +24,23 @@ class Preemption:
 
     @property
     def num_free_places(self) -> int:
-        """Sequences that may still be admitted."""
+        """Number of sequences still to be admitted before `max_seqs` is reached."""
         places = self.places
         return self.steps.max_seqs - len(places.running) - places.num_in_transit - len(places.reserved)
 
     @property
     def has_company(self) -> bool:
-        """Whether somebody runs or is on the way, and may want a block more."""
+        """Whether some sequence runs or is in a transfer, and may want one more block."""
         return bool(self.places.running or self.places.num_in_transit or self.places.reserved)
 
     @property
     def is_stuck(self) -> bool:
-        """Nobody runs and nobody is on the way, so nothing but a fork that waits could give blocks back."""
+        """Whether no sequence runs or waits for a transfer, so that only a waiting fork could give back
+        blocks."""
         return not (self.places.running or self.places.tickets)
 
     def take_from_a_fork(self) -> bool:
-        """Have the last fork that waits with its leader's blocks give them up; False if there is none."""
+        """Take the blocks shared with a leader from the last waiting fork. Returns False if there is none."""
         for seq in reversed(self.places.waiting):
             if seq.holding.slots:
                 self.give_up(seq)
@@ -47,7 +48,8 @@ class Preemption:
         return False
 
     def make_room(self, step: PlannedStep) -> bool:
-        """Take blocks away from the last in line. False if nothing more can be done in this step."""
+        """Take blocks away from the last sequence in line. Returns False if nothing more can be freed in this
+        step."""
         if self.take_from_a_fork():
             return True
         if self.places.leaving:
@@ -69,7 +71,8 @@ class Preemption:
         return True
 
     def recompute(self, seq: Sequence) -> None:
-        """It gives up its blocks, or has lost them, and waits: its tokens are all that there is of it."""
+        """Preempt a sequence by recomputation: without blocks, it waits to be computed again from its
+        tokens."""
         seq.num_preemptions += 1
         self.tell(events.Preempted(seq.seq_id, self.group, seq.num_computed, False))
         seq.drafts, seq.lost_kv = [], None
@@ -77,13 +80,12 @@ class Preemption:
         self.places.move(seq, "recompute")
 
     def give_up(self, seq: Sequence) -> None:
-        """Back to nothing computed."""
+        """Free all blocks of a sequence and reset its progress to no computed position."""
         self.rtc.free(seq.holding)
         seq.num_computed = 0
 
     def swap_in(self, step: PlannedStep) -> None:
-        """Let swapped sequences return, in order, while there is room for what each computes next and one
-        block more.
+        """Let swapped sequences return, in order, while there is room for their next step plus one block.
 
         With room for its old blocks alone it could be its own next victim, for ever: on a prefill TE the
         others may have gone, with their blocks still to be sent. Alone, every sequence finds its room.

@@ -1,4 +1,4 @@
-"""What RTC finds again: a radix index by tokens, and an index by ID (DeepServe 4.3).
+"""Index of cached prefixes: a radix tree by tokens, and names by ID (DeepServe 4.3).
 
 A node is one full block of tokens after its parent's; the path from the root spells a prefix. Its content,
 the latents of those positions, lies in an HBM slot, in a host DRAM slot, in both, or (if evicted) in neither;
@@ -16,7 +16,7 @@ from xdeepserve.errors import XDeepServeError
 
 
 class Node:
-    """One full block of a prefix."""
+    """Full KV block of a cached prefix, as a node of the radix tree."""
 
     __slots__ = (
         "children",
@@ -42,21 +42,21 @@ class Node:
 
     @property
     def has_content(self) -> bool:
-        """Somewhere, or on its way there."""
+        """Whether the block's content is in HBM or host DRAM, or on its way there."""
         return self.slot is not None or self.host_slot is not None
 
     @property
     def is_ready(self) -> bool:
-        """In HBM, and may be read."""
+        """Whether the block's content is in HBM and may be read."""
         return self.slot is not None and not self.is_loading
 
     @property
     def is_saved(self) -> bool:
-        """In host DRAM, and may be read."""
+        """Whether the block's content is in host DRAM and may be read."""
         return self.host_slot is not None and not self.is_saving
 
     def path(self) -> list[Node]:
-        """From the first block of the prefix to this one."""
+        """List the nodes from the first block of the prefix to this one."""
         nodes: list[Node] = []
         node: Node | None = self
         while node is not None and node.parent is not None:
@@ -66,7 +66,8 @@ class Node:
 
 
 class PrefixIndex:
-    """The tree of full blocks of `block_size` tokens, and at most `max_ids` names for some of its nodes."""
+    """Radix tree of full blocks of `block_size` tokens, with at most `max_ids` names for some of its
+    nodes."""
 
     def __init__(self, block_size: int, max_ids: int) -> None:
         self.block_size, self.max_ids = block_size, max_ids
@@ -78,7 +79,7 @@ class PrefixIndex:
         return len(self.by_id)
 
     def match(self, tokens: Sequence[int]) -> list[Node]:
-        """The longest path of nodes whose content is somewhere, for a prefix of `tokens`."""
+        """Find the longest path of nodes for a prefix of `tokens` whose content is in HBM or host DRAM."""
         nodes: list[Node] = []
         node = self.root
         for start in range(0, len(tokens) - self.block_size + 1, self.block_size):
@@ -90,14 +91,14 @@ class PrefixIndex:
         return nodes
 
     def child(self, parent: Node, tokens: Sequence[int]) -> Node:
-        """The node of one more block after `parent`, made if there is none."""
+        """Return the node for the block of `tokens` after `parent`; make it if there is none."""
         key = tuple(tokens)
         if key not in parent.children:
             parent.children[key] = Node(key, parent)
         return parent.children[key]
 
     def prune(self, node: Node) -> None:
-        """Forget `node` and its ancestors as far as they hold nothing and lead nowhere."""
+        """Remove a node and then its ancestors, as long as each has neither content nor children."""
         while node.parent is not None and not node.children and not node.has_content:
             parent = node.parent
             del parent.children[node.tokens]
@@ -112,7 +113,7 @@ class PrefixIndex:
             node = parent
 
     def name(self, cache_id: str, node: Node) -> None:
-        """Let `match_id` find the prefix that ends with `node`, and no other that had this name."""
+        """Name the prefix ending with `node`, for `match_id`. Another prefix of this name loses it."""
         self.forget_id(cache_id)
         self.by_id[cache_id] = node
         node.ids[cache_id] = None
@@ -120,7 +121,8 @@ class PrefixIndex:
             self.forget_id(next(iter(self.by_id)))
 
     def match_id(self, cache_id: str, tokens: Sequence[int]) -> list[Node]:
-        """What of a named prefix `tokens` begin with and is somewhere; [] for an unknown name."""
+        """Find the blocks of a named prefix that `tokens` begin with and that have content; [] for an unknown
+        name."""
         node = self.by_id.pop(cache_id, None)
         if node is None:
             return []
@@ -133,13 +135,13 @@ class PrefixIndex:
         return nodes
 
     def forget_id(self, cache_id: str) -> None:
-        """Drop a name, if there is one; its blocks stay findable by their tokens."""
+        """Drop a name if known; its blocks can still be found by their tokens."""
         node = self.by_id.pop(cache_id, None)
         if node is not None:
             del node.ids[cache_id]
 
     def nodes(self) -> Iterator[Node]:
-        """Every node but the root, parents first."""
+        """Iterate over every node but the root, parents first."""
         stack = list(self.root.children.values())[::-1]
         while stack:
             node = stack.pop()
@@ -147,7 +149,7 @@ class PrefixIndex:
             stack.extend(list(node.children.values())[::-1])
 
     def check_integrity(self) -> None:
-        """Names and nodes agree, and there are not too many. XDeepServeError if not."""
+        """Check names against nodes, and their limit. Raises XDeepServeError if they differ."""
         found = {cache_id: node for node in self.nodes() for cache_id in node.ids}
         if found != self.by_id or self.root.ids:
             raise XDeepServeError(

@@ -1,13 +1,30 @@
-"""What a sequence need not compute, because RTC has kept it: found, or loaded from host DRAM if it pays."""
+"""Reuse of cached prefixes: found in HBM, or loaded from host DRAM if that is faster than computing."""
 
 from __future__ import annotations
 
 from xdeepserve.engine.deploy.sizes import StepSizes
 from xdeepserve.engine.dp.block_table import BlockCopy
-from xdeepserve.engine.dp.load_cost import BlockLoadCost
 from xdeepserve.engine.dp.prefix_index import Node
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sequence import Sequence
+from xdeepserve.hw.spec import Spec, Work
+
+
+class BlockLoadCost:
+    """Decide whether to load cached blocks from the host's memory or to compute their tokens again, whichever
+    is sooner (DeepServe 4.3)."""
+
+    def __init__(self, spec: Spec, block_nbytes: int, weight_nbytes: int, is_always: bool) -> None:
+        self._spec, self._block_nbytes, self._is_always = spec, block_nbytes, is_always
+        self._ops_per_token = 2.0 * weight_nbytes  # every weight byte at most once
+
+    def should_load(self, num_blocks: int, num_tokens: int) -> bool:
+        """Whether `num_blocks` arrive sooner than `num_tokens` are computed; always True with `is_always`."""
+        if self._is_always:
+            return True
+        spec = self._spec
+        load_ns = spec.startup_ns("dma") + spec.link_ns(0, num_blocks * self._block_nbytes, 0)
+        return load_ns < spec.stage_ns(Work(int8=num_tokens * self._ops_per_token))
 
 
 class Prefixes:
@@ -22,7 +39,7 @@ class Prefixes:
         self.num_prefetched = 0  # blocks
 
     def adopt(self, seq: Sequence) -> None:
-        """Take what RTC has of a sequence's beginning. Its last token is always computed."""
+        """Give a sequence the cached blocks of its beginning. The last token is always computed."""
         num_held = len(seq.holding.nodes)
         if not self.may_match(seq):
             return
@@ -36,23 +53,24 @@ class Prefixes:
         seq.num_cached = max(seq.num_cached, seq.num_computed)
 
     def load(self, seq: Sequence) -> tuple[int, list[BlockCopy]] | None:
-        """Start to load the rest of a cached prefix from host DRAM, if there is some and it pays."""
+        """Start to load the rest of a cached prefix from host DRAM, if there is any and loading is faster."""
         if not self.may_match(seq):
             return None
         saved = self.rtc.match_by_prefix_token(seq.token_ids[:-1]).saved
         return self.rtc.populate(saved) if self._pays(saved) else None
 
     def name(self, seq: Sequence) -> None:
-        """Keep what has been published of a sequence under its ID, for the next turn. Prompts come elsewhere
-        than to decode TEs."""
+        """Name a sequence's cached prefix by its ID, for the next turn. Decode TEs skip this: prompts do not
+        come to them."""
         if seq.cache_id is not None and self.steps.role != "decode":
             self.rtc.name(seq.cache_id, seq.holding)
 
     def load_by_id(self, seq: Sequence, num_spared: int) -> tuple[int, list[BlockCopy]] | None:
-        """Start to load what of the prefix that has a sequence's ID is in host DRAM, long before it is
-        admitted; `num_spared` blocks must be left for others, or nothing is done yet.
+        """Start to load a sequence's named prefix from host DRAM, long before the sequence is admitted.
+        Loading must leave `num_spared` blocks available; else nothing is done yet.
 
-        Nothing is held: should the blocks be evicted again before they are adopted, they are missed, no more.
+        The loaded blocks are not held: if they are evicted before they are adopted, their tokens are computed
+        again.
         """
         assert seq.cache_id is not None
         if not self.may_match(seq):
@@ -70,7 +88,7 @@ class Prefixes:
         return self.rtc.populate(match.saved)
 
     def num_reusable(self, seq: Sequence) -> int:
-        """Tokens that this group need not compute: in HBM, or by their ID in host DRAM, if loading pays."""
+        """Number of a sequence's tokens that this group need not compute: in HBM, or loadable by ID."""
         tokens = seq.token_ids[:-1]
         num_blocks = len(self.rtc.match_by_prefix_token(tokens).ready)
         if seq.cache_id is not None:
@@ -88,12 +106,13 @@ class Prefixes:
         )
 
     def save(self, limit: int) -> list[tuple[int, list[BlockCopy]]]:
-        """Transfers that keep up to `limit` cached blocks in host DRAM, to be made in the background."""
+        """Start transfers to keep up to `limit` cached blocks in host DRAM, in the background."""
         started = self.rtc.save(limit) if self.steps.caches_prefixes else None
         return [] if started is None else [started]
 
     def may_match(self, seq: Sequence) -> bool:
-        """Whether all that a sequence holds is whole cached blocks, so that more of them may follow."""
+        """Whether a sequence holds only whole cached blocks, so that the cache may have more of its
+        beginning."""
         holding = seq.holding
         return (
             self.steps.caches_prefixes

@@ -23,7 +23,8 @@ class Match(NamedTuple):
 
 
 class RTC(BlockTable):
-    """`num_blocks` HBM slots and `num_host_blocks` host slots of one DP group, and up to `max_ids` names."""
+    """Relational tensor cache: `num_blocks` HBM slots and `num_host_blocks` host slots of a DP group, up to
+    `max_ids` names."""
 
     def __init__(
         self, num_blocks: int, block_size: int, num_host_blocks: int = 0, max_ids: int = 1024
@@ -42,23 +43,25 @@ class RTC(BlockTable):
     # ---- finding ------------------------------------------------------------------------------------
 
     def match_by_prefix_token(self, tokens: Sequence[int]) -> Match:
-        """The longest cached prefix of `tokens` in whole blocks. Nothing is taken; see `adopt`."""
+        """Find the longest cached prefix of `tokens` in whole blocks. Changes nothing; `adopt` takes the
+        blocks."""
         return self._split(self.index.match(tokens))
 
     def match_by_id(self, cache_id: str, tokens: Sequence[int]) -> Match:
-        """The cached prefix that was given this name with `name`, as far as `tokens` begin with it.
+        """Find the cached prefix with this name (see `name`), as far as `tokens` begin with it.
 
         So a wrong name costs time, but can never bring the latents of other tokens.
         """
         return self._split(self.index.match_id(cache_id, tokens))
 
     def name(self, cache_id: str, holding: Holding) -> None:
-        """Name the published prefix of a holding, for `match_by_id`; an older one of this name loses it."""
+        """Name the published prefix of a holding, for `match_by_id`. An older prefix of this name loses
+        it."""
         if holding.nodes:
             self.index.name(cache_id, holding.nodes[-1])
 
     def touch(self, nodes: Sequence[Node]) -> None:
-        """The prefix that ends with these has a use ahead: now it is the last to be evicted."""
+        """Make the prefix ending with the last node the last to be evicted, because it will be used soon."""
         if nodes:
             self._touch(reversed(nodes[-1].path()))
 
@@ -73,7 +76,7 @@ class RTC(BlockTable):
         self._touch(nodes)
 
     def publish(self, holding: Holding, tokens: Sequence[int]) -> None:
-        """Put the full blocks of computed `tokens` into the index, so that others find them.
+        """Put the full blocks of computed `tokens` into the index, where other sequences find them.
 
         Where the index has a block of the same tokens, its content is the same bits: the holding changes over
         to it and its own slot becomes free.
@@ -98,7 +101,8 @@ class RTC(BlockTable):
     # ---- what comes from elsewhere, or goes there ----------------------------------------------------
 
     def missing(self, tokens: Sequence[int], start: int, stop: int) -> list[int]:
-        """The blocks from `start` to `stop` of `tokens` that are not in HBM, nor on their way there."""
+        """List the blocks from `start` to `stop` of `tokens` that are neither in HBM nor on their way
+        there."""
         node: Node | None = self.index.root
         missing = []
         for block in range(stop):
@@ -109,7 +113,8 @@ class RTC(BlockTable):
         return missing
 
     def expect(self, tokens: Sequence[int], blocks: Sequence[int]) -> tuple[int, list[int]]:
-        """Slots for blocks of `tokens`, ascending, that come from elsewhere: a ticket, and the slots.
+        """Take slots for blocks of `tokens`, ascending, that come from elsewhere; return a ticket and the
+        slots.
 
         They are ready after `finish(ticket)`, but for those that have been missed until then. The caller has
         made sure that enough are available.
@@ -128,7 +133,7 @@ class RTC(BlockTable):
         return ticket, slots
 
     def miss(self, ticket: int, slots: Iterable[int]) -> None:
-        """What was expected in these slots does not come."""
+        """Give up waiting for the content of these slots: the transfer of this ticket will not bring it."""
         for slot in reversed([*slots]):
             node = self._node_of.pop(slot)
             self._arrivals[ticket].remove(node)
@@ -136,7 +141,7 @@ class RTC(BlockTable):
             self.index.prune(node)
 
     def keep(self, slots: Iterable[int]) -> int:
-        """A ticket until whose end the content of these slots stays as it is, to be copied."""
+        """Return a ticket for copying these slots: their content stays unchanged until the ticket ends."""
         ticket = self._new_ticket()
         self._busy[ticket].update(slots)
         return ticket
@@ -238,7 +243,7 @@ class RTC(BlockTable):
         self._host_free.extend(host_slots)
 
     def finish(self, ticket: int) -> None:
-        """The die has made the transfers of a ticket, or ended its step."""
+        """Note the end of a ticket's transfers, or of its step."""
         spoilt = self._spoilt.pop(ticket, set())
         slots = (node.slot for node in self._arrivals.get(ticket, ()))
         self.miss(ticket, [slot for slot in slots if slot is not None and slot in spoilt])
@@ -253,7 +258,7 @@ class RTC(BlockTable):
         super().finish(ticket)
 
     def abandon(self) -> None:
-        """The dies are lost: no step and no transfer touches a slot any more."""
+        """End all steps and transfers: the dies are lost, and touch no slot any more."""
         self._steps.clear()
         for ticket in list(self._busy):
             self.finish(ticket)
@@ -261,8 +266,8 @@ class RTC(BlockTable):
     # ---- lost content -------------------------------------------------------------------------------
 
     def spoil(self, slots: set[int]) -> list[int]:
-        """The content of these slots is lost. Tickets of transfers that are at some of them: of what they
-        bring there, or save from there, nothing is kept."""
+        """Note the loss of content in these slots; return the tickets of transfers that touch them. What such
+        a transfer brings there, or saves from there, is not kept."""
         found = {ticket: busy & slots for ticket, busy in self._busy.items() if ticket not in self._steps}
         for ticket, spoilt in found.items():
             if spoilt:
@@ -270,8 +275,8 @@ class RTC(BlockTable):
         return [ticket for ticket, spoilt in found.items() if spoilt]
 
     def lose(self, slots: set[int], holdings: Iterable[Holding]) -> None:
-        """Nobody finds the content of these slots any more. Who computes has given them up; holdings of what
-        is on its way forget that it was in the index."""
+        """Remove lost slots from the index. No sequence that computes may hold one; the `holdings` of
+        transfers forget that their lost blocks were in the index."""
         for holding in holdings:
             lost = (at for at, node in enumerate(holding.nodes) if node.slot in slots)
             del holding.nodes[next(lost, len(holding.nodes)) :]
@@ -314,7 +319,7 @@ class RTC(BlockTable):
         return host_slot
 
     def check_integrity(self, holdings: Iterable[Holding], swapped: Iterable[Sequence[int]] = ()) -> None:
-        """The books agree with the holdings of all live sequences and the host slots of swapped ones."""
+        """Check the books against the holdings of live sequences and the host slots of swapped ones."""
         self.check_blocks(holdings)
         self.index.check_integrity()
         host = [node.host_slot for node in self.index.nodes() if node.host_slot is not None]

@@ -1,4 +1,4 @@
-"""How a request is to be sampled, and when it stops: vLLM's `SamplingParams`."""
+"""Parameters of a request's sampling and of its end: vLLM's `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             _check_int("stop_token_ids", token_id, low=0, high=INT32_MAX)
 
     def _check_choice_of_tokens(self) -> None:
-        """What narrows down, or bends, which tokens may be drawn."""
+        """Check the parameters for restricting or biasing the tokens to be drawn."""
         if len(self.bad_words) > MAX_BAD_WORDS:
             raise RequestError(
                 f"bad_words may hold at most {MAX_BAD_WORDS} texts, found {len(self.bad_words)}",

@@ -1,4 +1,4 @@
-"""Continuous batching: which tokens of which sequences a DP group computes in its next step.
+"""Continuous batching: chooses the tokens that a DP group computes in its next step.
 
 The scheduler returns a plan and alone mutates its counters. `places.py` names the places of a sequence,
 `preemption.py` says who gives way when blocks run out, `handover.py` who comes from and goes to other TEs,
@@ -23,10 +23,9 @@ from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.block_table import BlockCopy
 from xdeepserve.engine.dp.events import Events, GroupId
 from xdeepserve.engine.dp.handover import Handover
-from xdeepserve.engine.dp.load_cost import BlockLoadCost
 from xdeepserve.engine.dp.places import IN_TRANSIT, Places
 from xdeepserve.engine.dp.preemption import Preemption
-from xdeepserve.engine.dp.prefixes import Prefixes
+from xdeepserve.engine.dp.prefixes import BlockLoadCost, Prefixes
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.dp.stats import StepStats
@@ -35,42 +34,43 @@ from xdeepserve.errors import XDeepServeError
 
 
 class PrefixTier(Protocol):
-    """Prefixes of one DP group beyond HBM and the host's DRAM, in a memory pool (CloudMatrix 4.4.2)."""
+    """Cached prefixes of a DP group in a memory pool, beyond HBM and host DRAM (CloudMatrix 4.4.2)."""
 
     num_queries: int  # tokens of prompts that it was asked for
     num_hits: int  # of these, tokens that came
 
     @property
     def is_moving(self) -> bool:
-        """Whether blocks are on their way to or from it."""
+        """Whether blocks are moving to or from the memory pool."""
 
     def is_coming(self, seq: Sequence) -> bool:
-        """Whether the blocks that a sequence needs next are on their way for another sequence."""
+        """Whether the blocks needed next by a sequence are already being loaded for another sequence."""
 
     def load(self, seq: Sequence, num_ready: int, num_spared: int) -> int | None:
-        """Start to load blocks that follow a sequence's first `num_ready`: a ticket; None: nothing comes."""
+        """Start to load the blocks after a sequence's first `num_ready`; return a ticket, or None if none
+        come."""
 
     def store(self, seq: Sequence) -> None:
-        """Take the blocks of a sequence that a step has filled."""
+        """Offer the filled blocks of a sequence to the memory pool."""
 
     def num_copiers(self, ticket: int) -> int:
-        """Count the dies that copy under a ticket."""
+        """Count the dies taking part in the copies of a ticket."""
 
     def copy(self, ticket: int) -> bool:
         """Have dies make the copies of a ticket; False if there are none to make."""
 
     def copied(self, ticket: int) -> None:
-        """Note that the dies have made the copies of a ticket, be it this tier's or not."""
+        """Note the end of a ticket's copies, whether or not this tier issued the ticket."""
 
     def spoil(self, tickets: Iterable[int]) -> None:
-        """Keep nothing of what moves under these tickets: its HBM slots have lost their content."""
+        """Discard all transfers under given tickets, because their HBM slots have lost their content."""
 
     def abandon(self) -> None:
-        """Give all places free: the dies are lost."""
+        """Free all places of the tier, because the dies are lost."""
 
 
 class Scheduler:
-    """Plans the steps of one DP group, and takes their results."""
+    """Plans the steps of a DP group, and applies their results to its sequences."""
 
     def __init__(
         self,
@@ -96,7 +96,8 @@ class Scheduler:
         )
 
     def add(self, seq: Sequence, leader: Sequence | None = None) -> None:
-        """Enqueue a new sequence; with a `leader` it shares that one's prompt blocks when they are there."""
+        """Enqueue a new sequence. With a `leader` it shares the leader's prompt blocks once they are
+        computed."""
         if leader is not None and not leader.is_finished and leader.num_computed < leader.num_prompt:
             seq.leader = leader
             self.places.move(seq, "follow")
@@ -183,9 +184,9 @@ class Scheduler:
         return SeqProgress.of(seq, self._shares.get(seq.seq_id), self._ahead, self.steps.mtp)
 
     def _sits_out(self, seq: Sequence, progress: SeqProgress) -> bool:
-        """Whether a sequence has to wait for the end of the step under way: that is surely its last one here,
-        may leave no room for more, or samples a token that decides what the next one may be.
-        """
+        """Whether a sequence must wait for the end of the step under way before it is planned again. Reasons:
+        that step is surely its last here, may fill the context, or samples a token that decides which may
+        follow."""
         if progress.carried is None:
             return False
         if seq.steering is not None and seq.steering.looks_back:
@@ -194,7 +195,7 @@ class Scheduler:
         return is_over or progress.num_tokens + progress.slack > self.steps.max_model_len
 
     def _take_blocks(self, seq: Sequence, share: Scheduled, step: PlannedStep) -> bool:
-        """Make the blocks of all positions that a share may have exist and be writable."""
+        """Make blocks exist and be writable for all positions that a share may have."""
         slack = share.carried.num_drafts if share.carried is not None else 0
         rtc, stop = self.rtc, share.start + slack + share.num_rows
         if not rtc.alloc_blocks(seq.holding, stop):
@@ -209,9 +210,9 @@ class Scheduler:
         return True
 
     def _prefetch(self, step: PlannedStep) -> None:
-        """While they wait, let sequences whose prefix has a name load what of it is in host DRAM.
+        """Start loads from host DRAM for waiting sequences whose prefix has a name.
 
-        Blocks that those which run may soon ask for are left to them.
+        Blocks that running sequences may soon ask for are spared.
         """
         for seq in [
             seq for seq in self.places.waiting if seq.cache_id is not None and not seq.has_asked_by_id
@@ -229,7 +230,7 @@ class Scheduler:
         return True
 
     def _take_loaded(self) -> None:
-        """Sequences whose cached prefix has been loaded are ready: they wait, and find it on admission."""
+        """Move sequences with a loaded cached prefix back to waiting; admission will find the prefix."""
         for seq in self.places.on_ticket("loading"):
             if self.rtc.query_populate(self.places.ticket_of(seq.seq_id)):
                 self.places.move(seq, "find")
@@ -237,7 +238,7 @@ class Scheduler:
     # ---- transfers ----------------------------------------------------------------------------------
 
     def finish_transfer(self, ticket: int) -> None:
-        """The die has made the transfers of a ticket."""
+        """Note the end of a ticket's transfers, and move the sequence that waited for it."""
         seq = self.places.tickets.get(ticket)
         place = "elsewhere" if seq is None else self.places.of(seq)
         if seq is not None and place == "reserved":  # withdrawn by the other side
@@ -259,13 +260,13 @@ class Scheduler:
         self.places.move(seq, "end" if seq.is_finished else "be moved")
 
     def fail(self, seq: Sequence, error: XDeepServeError) -> None:
-        """A sequence ends, and with it its request: it cannot go on."""
+        """End a sequence, and with it the request, because of an error."""
         seq.on_failed(error)
         self.remove(seq)
 
     def move_out(self) -> None:
-        """Between steps: all that are not on their way between memories give up what they have here, and go
-        on elsewhere, where their tokens are computed again."""
+        """Make all sequences give up their blocks and leave for another TE, where their tokens are
+        recomputed. Called between steps; sequences on their way between memories stay."""
         self._take_loaded()
         places = self.places
         here = [*places.running, *places.waiting, *places.swapped, *places.following]
@@ -279,7 +280,8 @@ class Scheduler:
             self.tell(events.MovedOut(seq.seq_id, self.group.te))
 
     def abandon(self) -> None:
-        """The dies are lost: nothing is read or written any more, so no transfer keeps blocks."""
+        """End all transfers and free their blocks, because the dies are lost and nothing reads or writes any
+        more."""
         for seq in self.places.on_ticket(*IN_TRANSIT, "reserved"):
             self.finish_transfer(self.places.ticket_of(seq.seq_id))
         for seq_id in [*self.handover.sending]:
@@ -291,7 +293,7 @@ class Scheduler:
     # ---- results ------------------------------------------------------------------------------------
 
     def keep(self, step: PlannedStep, before: PlannedStep | None) -> None:
-        """A step under way is run again, after `before`, for those alone who run here still."""
+        """Keep only the sequences still running here, in a step that will be run again after `before`."""
         had_shares = bool(step.shares)
         step.keep(lambda seq: not seq.is_finished and self.places.of(seq) == "running", before)
         if step is self._ahead:
@@ -303,7 +305,7 @@ class Scheduler:
                 self.rtc.end_step(step.ticket)
 
     def finish_step(self, step: PlannedStep, results: list[SeqResult]) -> None:
-        """Advance every sequence by what its die computed, and hand out its new tokens."""
+        """Advance every sequence by the results of its die, and pass on its new tokens."""
         self.stats.count_step(step.num_rows)
         if step is self._ahead:
             self._ahead, self._shares = None, {}
@@ -336,7 +338,8 @@ class Scheduler:
             self.rtc.end_step(step.ticket)
 
     def _fork(self, leader: Sequence) -> None:
-        """Give the prompt's blocks to the other choices, which compute its last token again to sample."""
+        """Share the leader's prompt blocks with the other choices; each recomputes the last prompt token to
+        sample."""
         for seq in self._followers(leader):
             whole = self.rtc.blocks_for(leader.num_prompt)
             seq.holding = self.rtc.fork(leader.holding, whole)
@@ -352,7 +355,7 @@ class Scheduler:
         seq.host_slots = []
 
     def remove(self, seq: Sequence) -> None:
-        """Forget a sequence, finished or aborted, and free its blocks at once. Harmless when repeated.
+        """Forget a finished or aborted sequence and free its blocks at once. Harmless when repeated.
 
         Blocks that a transfer still touches are free when it ends, and those of a step when steps are planned
         ahead.
@@ -373,7 +376,7 @@ class Scheduler:
         self._release_host(seq)
 
     def check_integrity(self) -> None:
-        """Sequences are where they should be; blocks belong to live ones, and only they hold any."""
+        """Check the places of all sequences, and that blocks belong to live sequences alone."""
         self.places.check_integrity()
         self.handover.check_integrity()
         seqs = list(self.places.sequences())

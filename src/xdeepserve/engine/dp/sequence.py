@@ -1,4 +1,4 @@
-"""One choice of one request, as a DP group sees it."""
+"""Sequence: a choice of a request, as a DP group sees it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Sequence:
     num_accepted: list[int] = field(default_factory=list)
 
     def leave_blocks(self) -> None:
-        """Go on without the blocks: somebody else holds them now."""
+        """Go on without the KV blocks, which another holder has taken over."""
         self.holding = Holding()
 
     def leave_group(self) -> None:
@@ -67,17 +67,17 @@ class Sequence:
         self.has_matched = self.has_asked_by_id = self.has_asked_pool = False
 
     def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
-        """A step has verified drafts."""
+        """Count the drafts verified by a step, and the accepted ones among them."""
         count_drafts(self.num_drafts, self.num_accepted, num_drafts, num_accepted)
 
     @property
     def cache_id(self) -> str | None:
-        """The name that RTC keeps its prefix under. Of several choices, the first one's."""
+        """Name of the prefix in RTC; None for every choice but the first."""
         return self.params.prompt_cache_key if self.choice == 0 else None
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Place in line: priority, then arrival."""
+        """Position in the queue: priority first, then arrival."""
         return self.priority, self.seq_id
 
     @property
@@ -97,7 +97,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class SampledToken:
-    """A result row: a new token, or (is_prompt) what the model thought of a prompt token."""
+    """A result row: a new token, or (`is_prompt`) the model's rating of a prompt token."""
 
     token_id: int
     is_prompt: bool

@@ -1,4 +1,4 @@
-"""What a DP group has done so far, counted; only the scheduler counts."""
+"""Counters of a DP group's work so far; only its scheduler counts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 class StepStats:
-    """Counters over all steps that had rows.
+    """Counters over all steps of a DP group that had rows.
 
     rows_per_step   number of token rows -> steps that had so many
     num_drafted     drafts offered to the main model, by position in the step, from 0
@@ -23,7 +23,7 @@ class StepStats:
         self.rows_per_step[num_rows] += 1
 
     def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
-        """A sequence's drafts in one step; the accepted ones come first."""
+        """Count a sequence's drafts in a step; the accepted ones come first."""
         count_drafts(self.num_drafted, self.num_accepted, num_drafts, num_accepted)
 
 
@@ -38,6 +38,6 @@ def count_drafts(offered: list[int], accepted: list[int], num_drafts: int, num_a
 
 
 def summed(lists: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Position by position, over lists of different lengths."""
+    """Add lists of different lengths, position by position."""
     longest = max(map(len, lists), default=0)
     return tuple(sum(each[i] for each in lists if i < len(each)) for i in range(longest))

@@ -1,4 +1,4 @@
-"""What a choice's parameters do to its logits, given the tokens before: penalties, biases, forbidden tokens.
+"""Edits of logits by a choice's parameters and the tokens before: penalties, biases, forbidden tokens.
 
 The host says what is to be done to each logit row, as data that go to the die with the step's plan; the die
 does it (`sampling.edit`). A row behind a draft is told what follows if the draft is accepted. If a grammar
@@ -28,7 +28,7 @@ NOTHING_LEFT = (
 
 
 class Steering:
-    """The parameters of one choice, and where its grammar is.
+    """Edits the logits of a choice by its parameters and its position in a grammar.
 
     ends       ids that end the choice; not drawn before `min_tokens`
     eos        drawn where all else is forbidden
@@ -59,18 +59,18 @@ class Steering:
 
     @staticmethod
     def is_wanted(params: SamplingParams) -> bool:
-        """Whether these parameters, beside a grammar, change logits at all."""
+        """Whether the parameters of a choice, apart from a grammar, change logits at all."""
         is_narrowed = params.allowed_token_ids is not None or params.bad_words or params.min_tokens
         return bool(is_narrowed or params.logit_bias or _has_penalties(params))
 
     @property
     def looks_back(self) -> bool:
-        """Whether what is done to a row depends on the tokens before, so that these must be known."""
+        """Whether the edits of a row depend on the tokens before it, which must then be known."""
         has_grammar = self._matcher is not None
         return bool(has_grammar or self._bad_words or self.params.min_tokens or _has_penalties(self.params))
 
     def edits(self, token_ids: Sequence[int], drafts: Sequence[int], num_rows: int) -> list[LogitEdits]:
-        """For the row that follows `token_ids`, and those that follow its drafts: `num_rows` in all.
+        """Return the edits for the row after `token_ids` and those after its drafts: `num_rows` in all.
 
         Where nothing looks back, token ids and drafts do not matter.
         """
@@ -85,9 +85,8 @@ class Steering:
         return rows
 
     def _behind(self, before: Sequence[int], by_grammar: Mask | None) -> LogitEdits:
-        """For the row behind the output `before`. Where nothing may follow, the sequence ends, unless its
-        grammar is not complete: that is a fault, which counts only if the row does.
-        """
+        """Return the edits for the row after the output `before`. If nothing may follow, the sequence ends;
+        with an incomplete grammar that is a fault, which counts only if the row does."""
         if self._fault:
             return LogitEdits(fault=self._fault)
         mask = self._mask(before, by_grammar)
@@ -112,7 +111,7 @@ class Steering:
         )
 
     def _mask(self, before: Sequence[int], by_grammar: Mask | None) -> Mask | None:
-        """What may follow the output `before`; None: all."""
+        """Return the mask of tokens that may follow the output `before`; None allows all."""
         params, mask = self.params, self._allowed
         too_short = self._ends if len(before) < params.min_tokens else []
         banned = [*too_short, *(word[-1] for word in self._bad_words if _would_complete(word, before))]
@@ -128,7 +127,8 @@ class Steering:
         return None if mask is None else np.packbits(mask, bitorder="little").tobytes()
 
     def _grammar_masks(self, output: Sequence[int], drafts: Sequence[int]) -> list[Mask | None]:
-        """Of the row that follows the output, and of those that follow its drafts, while it allows them."""
+        """Return the grammar's masks for the row after the output and those after accepted drafts. Rows after
+        a draft that the grammar forbids get None."""
         masks: list[Mask | None] = [None] * (1 + len(drafts))
         matcher = self._matcher
         if matcher is None:

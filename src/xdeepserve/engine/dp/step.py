@@ -1,4 +1,4 @@
-"""A step of one DP group: whose rows are in it, and the message that tells the die.
+"""A step of a DP group: the rows of its sequences, and the message that tells the die.
 
 A step may be planned while the one before it runs, from counts only (DeepServe 4.2, asynchronous execution):
 which tokens that one samples, and how many drafts it accepts, only the die knows when it begins the next. So
@@ -22,7 +22,7 @@ from xdeepserve.errors import XDeepServeError
 
 
 class Carried(NamedTuple):
-    """Where the step before leaves what a share goes on from."""
+    """Position in the previous step's results from which a share of the next step continues."""
 
     seq_idx: int  # of the sequence in that step
     logit_row: int  # of that step, which samples the token after those that are known now
@@ -31,7 +31,7 @@ class Carried(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Scheduled:
-    """A sequence's share of a step: `num_tokens` rows after what is computed, then its drafts."""
+    """A sequence's share of a step: `num_tokens` rows after the computed ones, then its drafts."""
 
     seq: Sequence
     num_tokens: int
@@ -47,13 +47,13 @@ class Scheduled:
 
     @property
     def num_prompt_rows(self) -> int:
-        """Logit rows that say what the model thinks of a prompt token."""
+        """Number of logit rows to rate a prompt token instead of sampling."""
         return len(self.logit_rows) - (1 + self.num_drafts if self.ends else 0)
 
 
 @dataclass
 class PlannedStep:
-    """What a DP group does next."""
+    """A planned step of a DP group: its sequences' shares, and the copies and transfers beside it."""
 
     shares: list[Scheduled] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)  # on write: the die makes them before the step
@@ -69,14 +69,14 @@ class PlannedStep:
         return sum(share.num_rows for share in self.shares)
 
     def carried(self, share: Scheduled) -> Carried:
-        """Where the next step finds what `share` of this one ends with."""
+        """Return where the next step finds the results with which `share` of this step ends."""
         seq_idx = next(index for index, each in enumerate(self.shares) if each is share)
         before = sum(len(each.logit_rows) for each in self.shares[:seq_idx])
         return Carried(seq_idx, before + share.num_prompt_rows, share.num_drafts)
 
     def keep(self, stays: Callable[[Sequence], bool], before: PlannedStep | None) -> None:
-        """Leave out sequences that do not stay. `before`, which has done so, is the step that comes first and
-        has not ended; what shares go on from of one that has ended is known here by now."""
+        """Drop sequences from a step to be run again, if they do not stay. `before` is the step ahead of it,
+        already reduced, if that has not ended; otherwise the shares start from results known here."""
         carried = {} if before is None else {each.seq.seq_id: before.carried(each) for each in before.shares}
         kept = []
         for share in self.shares:
@@ -93,7 +93,7 @@ class PlannedStep:
 
 @dataclass
 class SeqResult:
-    """What a die wrote for one scheduled sequence, rows in order of `logit_rows`."""
+    """Results written by a die for one scheduled sequence, rows in order of `logit_rows`."""
 
     rows: list[SampledToken] = field(default_factory=list)
     num_accepted: int = 0  # drafts that the main model agreed with
@@ -102,7 +102,7 @@ class SeqResult:
 
 
 class SeqProgress(NamedTuple):
-    """Where a sequence stands when the step under way has ended, as far as counting tells."""
+    """Progress of a sequence when the step under way ends, as far as counting can tell."""
 
     num_computed: int  # at least
     num_tokens: int  # at least: known ones, and the one that is being sampled
@@ -112,12 +112,12 @@ class SeqProgress(NamedTuple):
 
     @property
     def slack(self) -> int:
-        """Drafts that may be accepted on top."""
+        """Number of drafts the step under way may accept in addition."""
         return self.carried.num_drafts if self.carried is not None else 0
 
     @classmethod
     def of(cls, seq: Sequence, share: Scheduled | None, step: PlannedStep | None, mtp: int) -> SeqProgress:
-        """What comes of `seq`, which has `share` of `step` under way, or none, with `mtp` drafts a step."""
+        """Predict the progress of `seq` after its `share` of `step` under way, with `mtp` drafts a step."""
         num_tokens = len(seq.token_ids)
         if share is None or step is None:
             return cls(seq.num_computed, num_tokens, seq.num_scored, len(seq.drafts), None)
@@ -131,7 +131,7 @@ class SeqProgress(NamedTuple):
 def share_of(
     seq: Sequence, progress: SeqProgress, steps: StepSizes, rows_left: int, logits_left: int
 ) -> Scheduled | None:
-    """So much of `seq` as fits into the rows that a step has left; None if nothing does."""
+    """Schedule as much of `seq` as fits into the rows that a step has left; None if nothing fits."""
     missing = progress.num_tokens - progress.num_computed
     num_tokens = min(missing, rows_left)
     scored = max(0, progress.num_scored - progress.num_computed)  # rows whose logits are known already
@@ -158,7 +158,7 @@ def share_of(
 
 
 def observed(step: PlannedStep, results: list[SeqResult]) -> tuple[events.ShareOfStep, ...]:
-    """What observers are told of a step."""
+    """Summarise a step's shares and results for observers."""
     return tuple(
         events.ShareOfStep(
             share.seq.seq_id,
@@ -175,7 +175,7 @@ def observed(step: PlannedStep, results: list[SeqResult]) -> tuple[events.ShareO
 
 
 def written_blocks(plan: StepPlan, block_size: int) -> set[int]:
-    """The blocks that a step may write: of each sequence from that of its first row on."""
+    """Return the blocks a step may write: for each sequence, from the block of its first row on."""
     firsts = {seq: position for position, seq in reversed([*zip(plan.positions, plan.seq_of, strict=True)])}
     return {block for seq, first in firsts.items() for block in plan.block_tables[seq][first // block_size :]}
 
@@ -186,8 +186,8 @@ def make_plan(
     block_size: int,
     tables: Mapping[int, list[int]] | None = None,
 ) -> StepPlan:
-    """Flatten the shares of a step into the message that a die program reads. `tables`: slots by seq_id, if
-    they are not those that sequences hold now."""
+    """Flatten the shares of a step into the message that a die program reads. `tables` gives slots by seq_id
+    if they differ from those that sequences hold now."""
     plan = StepPlan(step=StepNo(step_idx))
     for index, share in enumerate(shares):
         seq, first_row = share.seq, len(plan.token_ids)

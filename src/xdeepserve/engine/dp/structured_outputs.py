@@ -1,4 +1,4 @@
-"""What the text of a choice has to look like: vLLM's `StructuredOutputsParams`."""
+"""Forms required of the text of a choice: vLLM's `StructuredOutputsParams`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_CHOICES = 1024
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
-    """One form that a choice's text must have, exactly one of these. Checked on construction; RequestError.
+    """Form of a choice's text: exactly one field is given. Construction raises RequestError otherwise.
 
     json          a JSON schema, as an object or as its text: JSON that fulfils it
     json_object   any JSON object
@@ -68,17 +68,18 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> str:
-        """A text that tells one form from another."""
+        """Text for identifying the form, for example as a cache key."""
         return msgspec.json.encode(self).decode()
 
     @property
     def lark(self) -> str:
-        """The form as one grammar, whose start rule is the whole text."""
+        """Return the form as a grammar, whose start rule matches the whole text."""
         return f"start: {self.term}" if self.grammar is None else self.grammar
 
     @property
     def term(self) -> str:
-        """The form as a term of a grammar's rule. Raises RequestError for a grammar of its own."""
+        """Return the form as a term of a grammar rule. Raises RequestError for a form that is a grammar
+        itself."""
         if self.grammar is not None:
             raise _refused("grammar cannot be combined with tools")
         if self.json_object:
@@ -98,7 +99,7 @@ _WHITE_SPACE = r" |\n {0,16}"
 
 
 def json_rule(schema: dict[str, Any] | bool) -> str:
-    """A term of a grammar's rule: JSON of a schema."""
+    """Return a term of a grammar rule that matches JSON of a schema."""
     if schema is False:
         raise _refused("json: nothing fulfils the schema false")
     options = {"x-guidance": {"whitespace_pattern": _WHITE_SPACE}}
@@ -106,7 +107,7 @@ def json_rule(schema: dict[str, Any] | bool) -> str:
 
 
 def literal(text: str) -> str:
-    """A term of a grammar's rule: this text."""
+    """Return a term of a grammar rule that matches exactly this text."""
     return json.dumps(text)
 
 

@@ -1,1 +1,1 @@
-"""Jobs of one task or two, and what carries a request from prefill to decode (xDeepServe 5.1)."""
+"""Jobs with a task or two, and the transfer of requests from prefill to decode (xDeepServe 5.1)."""

@@ -1,4 +1,4 @@
-"""Which side of the pair admits a request: prefill, or decode.
+"""Admission of requests where prefill and decode are apart: by prefill, or by decode.
 
 *Prefill first* (xDeepServe 5.1): a request goes to a prefill TE at once, and decode hears of it when it has
 been prefilled. Decode that is full lets prefilled requests wait with all their blocks, until prefill is full.
@@ -27,36 +27,38 @@ Dispatch = Callable[[Seq[Sequence]], None]
 
 
 class PrefillFirst:
-    """`dispatch` gives a request, the sequences of its choices, to a prefill TE."""
+    """Admits each request at once: `dispatch` gives the sequences of its choices to a prefill TE."""
 
     def __init__(self, dispatch: Dispatch) -> None:
         self._dispatch = dispatch
 
     def admit(self, seqs: Seq[Sequence]) -> None:
-        """A new request."""
+        """Admit a new request, given as the sequences of its choices."""
         self._dispatch(seqs)
 
     def take(self, seq: Sequence) -> tuple[TE, DPGroup] | None:
-        """The decode TE and the group that have blocks for a sequence, if any: the caller's from now on."""
+        """Hand over the decode TE and DP group with reserved blocks for a sequence; None if there are
+        none."""
         return None
 
     def leave(self, seq: Sequence) -> None:
-        """It has ended, or is not wanted any more; blocks that nothing reads or writes are free soon."""
+        """Forget an ended or aborted sequence; blocks reserved for it are free once no transfer uses them."""
 
     def look(self, lost: TE | None = None) -> None:
-        """There may be room. Blocks at a TE that is lost are nobody's."""
+        """Look for waiting requests to admit now. Reservations at a `lost` TE are forgotten."""
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that no TE has."""
+        """Number of sequences not yet given to any TE."""
         return 0
 
     def abandon(self) -> None:
-        """The pod is lost."""
+        """Forget all requests and reservations, because the pod is lost."""
 
 
 class DecodeFirst(PrefillFirst):
-    """`tes` are the decode TEs that take new work, the best one first."""
+    """Admits a request when decode has blocks for it. `tes` returns the decode TEs that take new work, the
+    best one first (CloudMatrix 4.3.3)."""
 
     def __init__(self, clock: Clock, tell: Events, dispatch: Dispatch, tes: Callable[[], list[TE]]) -> None:
         super().__init__(dispatch)
@@ -67,17 +69,18 @@ class DecodeFirst(PrefillFirst):
         self._is_looking = False
 
     def admit(self, seqs: Seq[Sequence]) -> None:
-        """A new request, behind all that wait."""
+        """Queue a new request by priority and arrival, and admit all requests that now have room."""
         insort(self._waiting, list(seqs), key=lambda each: each[0].rank)
         self._let_in()
 
     def _let_in(self) -> None:
-        """Requests for whose choices there is room, one after the other."""
+        """Dispatch waiting requests in order, while decode has room for their choices."""
         while self._waiting and not self._unbooked and self._book(self._waiting[0]):
             self._dispatch(self._waiting.pop(0))
 
     def _book(self, seqs: Seq[Sequence]) -> bool:
-        """Step (i) for the choices of a request; whether it may go to prefill."""
+        """Step (i): reserve decode blocks for the choices of a request; return whether it may go to
+        prefill."""
         booked: list[tuple[Sequence, TE, DPGroup]] = []
         without: set[int] = set()
         tes = self._tes()
@@ -127,7 +130,8 @@ class DecodeFirst(PrefillFirst):
             self._clock.spawn(self._look(), name="decode-first admission")
 
     async def _look(self) -> None:
-        """In a process of its own: whoever has ended frees its blocks before this one's turn."""
+        """Admit waiting requests in a process of its own, because sequences that end now must free their
+        blocks first."""
         self._is_looking = False
         self._let_in()
 

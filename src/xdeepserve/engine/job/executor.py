@@ -1,36 +1,97 @@
-"""The job executor (JE): makes a job of a request, one task or two, and sends tasks to TEs (DeepServe 3).
+"""The job executor (JE) makes a job of each request, in one task or two, and sends tasks to TEs (DeepServe
+3).
 
 Where TEs do both, a job is one task. Where prefill and decode are apart it is two: `pd_transfer.py` numbers
-the steps between them.
+the steps between them. `Roster` says which of the TEs may begin a request or go on with one, `Homeless` keeps
+the requests that none of them can serve yet.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from xdeepserve.comm.distflow import Completion
-from xdeepserve.engine.deploy.deployment import Admission
+from xdeepserve.engine.deploy.deployment import Admission, Role
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.events import Event, Events, GroupId
-from xdeepserve.engine.dp.group import DPGroup
-from xdeepserve.engine.dp.left import Left
+from xdeepserve.engine.dp.group import DPGroup, Left
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.job.admission import DecodeFirst, PrefillFirst
-from xdeepserve.engine.job.carriage import Carriage
-from xdeepserve.engine.job.homeless import Homeless
 from xdeepserve.engine.job.journey import Journey
-from xdeepserve.engine.job.links import Links, PDLink
+from xdeepserve.engine.job.links import Carriage, Links, PDLink
 from xdeepserve.engine.job.pd_transfer import PDTransfer
-from xdeepserve.engine.job.roster import Roster, ask_suspects
 from xdeepserve.engine.job.router import Router
 from xdeepserve.engine.te.te import TE
+from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.pod import Pod
 
 
+class Roster(list[TE]):
+    """The TEs that a job executor gives requests to, in the order in which they came."""
+
+    def ready(self, *roles: Role) -> list[TE]:
+        """List TEs of given roles that take new work."""
+        return [te for te in self if te.life == "ready" and te.sizes.place.role in roles]
+
+    @property
+    def beginners(self) -> list[TE]:
+        """List TEs for new requests; prefill TEs only if a decode TE takes new work."""
+        return self.ready("both", "prefill") if self.ready("decode") else self.ready("both")
+
+    def successors(self, te: TE) -> list[TE]:
+        """List TEs able to continue a TE's sequences from their tokens: its own role first, else any that can
+        begin."""
+        able = [other for other in [*self.beginners, *self.ready("decode")] if other is not te]
+        alike = [other for other in able if other.sizes.place.role == te.sizes.place.role]
+        return alike or [other for other in able if other.sizes.place.role != "decode"]
+
+
+def can_serve(tes: Iterable[TE | TEPlan]) -> bool:
+    """Whether the given TEs could together serve a request."""
+    roles = {te.sizes.place.role for te in tes}
+    return "both" in roles or roles >= {"prefill", "decode"}
+
+
+def ask_suspects(tes: Iterable[TE]) -> None:
+    """Probe suspect TEs, because TEs without work show no sign of life by themselves."""
+    for te in tes:
+        if te.is_suspect:
+            te.prober.ask_again()
+
+
+class Homeless:
+    """Requests, in order, that no TE can serve while another is on its way; `is_open` while one may come."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._requests: list[list[Sequence]] = []
+
+    def take(self, seqs: Seq[Sequence]) -> None:
+        """Queue the choices of a request, or its remaining ones."""
+        self._requests.append(list(seqs))
+
+    def let_go(self) -> list[list[Sequence]]:
+        """Empty the queue and return the requests that waited."""
+        requests, self._requests = self._requests, []
+        return requests
+
+    def leave(self, seq: Sequence) -> None:
+        """Remove an ended or aborted sequence from the queue."""
+        for seqs in self._requests:
+            if seq in seqs:
+                seqs.remove(seq)
+                seq.is_finished = True
+        self._requests = [seqs for seqs in self._requests if seqs]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._requests))
+
+
 class Job(NamedTuple):
-    """A sequence that is not finished, and the TE that has its task now."""
+    """An unfinished sequence, and the TE that has its task now."""
 
     seq: Sequence
     te: TE
@@ -67,7 +128,7 @@ class JobExecutor:
             tell.observers.insert(0, self._journey.see)
 
     def take(self, te: TE) -> None:
-        """A TE runs: link it with those that it prefills for, or decodes for, and give it work."""
+        """Take in a running TE: link it with the TEs that it prefills or decodes for, and give it work."""
         te.dealer.on_turn, te.clients.is_open = self.admission.look, True
         if self._journey is not None:
             self._journey.join(te, is_alone=len(self.tes) == 1)
@@ -81,25 +142,26 @@ class JobExecutor:
         self.house()
 
     def house(self) -> None:
-        """Who has waited for a TE goes to one of those that there are; without any it waits on, or ends."""
+        """Assign sequences waiting for a TE. Without a TE they keep waiting, or fail."""
         for seqs in self.homeless.let_go():
             self.give(seqs, self.tes.beginners)
 
     async def part_with(self, te: TE) -> None:
-        """A TE has ended, and all its transfers are ending."""
+        """Remove an ended TE, once its last transfers have ended."""
         for link in self.links.of(te):
             await link.settle()
         self.forget_te(te)
 
     def forget_te(self, te: TE) -> None:
-        """Nobody is there any more."""
+        """Remove a TE, with all links, from the books."""
         self.links.remove(te)
         self.carriage.forget(te)
         self.tes.remove(te)
         self.admission.look(lost=te)
 
     def lose(self, te: TE, error: XDeepServeError) -> None:
-        """A TE has failed, and all bytes on its dies are gone: others go on from the tokens alone."""
+        """Handle the loss of a TE and of all bytes on its dies: other TEs continue its sequences from their
+        tokens."""
         for transfer in list(self.transfers.values()):
             if te is transfer.link.tes[1]:
                 self._lose_target(transfer, error)
@@ -114,14 +176,13 @@ class JobExecutor:
                 group.leave_links()
 
     def lead_away(self, te: TE) -> None:
-        """Sequences that wait for room at a decode TE which is leaving go to others, as far as they can; all
-        of them if it lets nobody in any more.
-        """
+        """Send sequences waiting for room at a leaving decode TE to others, if possible; all of them if the
+        TE admits none any more."""
         for link in [link for link in self.links if link.tes[1] is te]:
             self._lead_past(link, is_shut=te.moves_out)
 
     def _act(self, event: Event) -> None:
-        """What follows from what TEs and their groups tell."""
+        """Act on events from TEs and their DP groups."""
         transfer = self.transfers.get(event.seq_id)
         if isinstance(event, events.Prefilled | events.MovedOut | events.Ended):
             self.router.forget(event.seq_id)
@@ -156,7 +217,7 @@ class JobExecutor:
         return self._te(group).groups[group.rank]
 
     def abandon(self) -> None:
-        """The pod is lost, and so are all requests: end the links, and free what transfers still hold."""
+        """End all links and free what transfers still hold, because the pod and all requests are lost."""
         self.transfers.clear()
         self.homeless.let_go()
         self.admission.abandon()
@@ -174,14 +235,14 @@ class JobExecutor:
             await te.stop()
 
     def submit(self, seqs: Seq[Sequence]) -> None:
-        """Step 1: a new request, the sequences of its choices."""
+        """Step 1: take a new request, given as the sequences of its choices."""
         self.admission.admit(seqs)
 
     def _dispatch(self, seqs: Seq[Sequence]) -> None:
         self.give(seqs, self.tes.beginners)
 
     def _decode_tes(self) -> list[TE]:
-        """Those that take new work, the one with the lowest load first."""
+        """List the decode TEs taking new work, the one with the lowest load first."""
         tes = self.tes.ready("decode")
         ask_suspects(tes)
         return sorted(
@@ -190,12 +251,13 @@ class JobExecutor:
 
     @property
     def num_pending(self) -> int:
-        """Sequences that no DP group has."""
+        """Number of sequences not yet given to any DP group."""
         pending = sum(te.te_shell.num_pending for te in self.tes)
         return self.admission.num_waiting + len(self.homeless) + pending
 
     def give(self, seqs: Seq[Sequence], tes: Seq[TE]) -> None:
-        """Have one of these TEs compute sequences from their tokens; they end if there is none."""
+        """Have a TE out of `tes` compute sequences from their tokens. Without a TE they wait for one that is
+        coming, or fail."""
         if not tes and self.homeless.is_open:
             self.homeless.take(seqs)
             return
@@ -213,15 +275,15 @@ class JobExecutor:
         te.wake()
 
     def _move(self, job: Job) -> None:
-        """A sequence has left its TE: another one of its role goes on with it. Or its group, which is lost:
-        another group does."""
+        """Give a moved-out sequence to another TE of the same role. If it left only a lost DP group, the same
+        TE continues it."""
         job.te.te_shell.forget(job.seq)
         self.give([job.seq], [job.te] if job.te.life == "ready" else self.tes.successors(job.te))
 
     def _prefilled(self, job: Job, group_id: GroupId) -> None:
-        """Steps 3 to 5: register the transfer, choose the decode TE, let its shell choose a group.
+        """Steps 3 to 5: register the transfer, choose the decode TE, and let its shell choose a DP group.
 
-        By layer all that has been done before, and step 7 comes to its end.
+        By layer, these steps were taken before, and step 7 now comes to its end.
         """
         seq, prefill = job
         prefill.te_shell.forget(seq)
@@ -241,7 +303,7 @@ class JobExecutor:
         te.wake()
 
     def send(self, seq: Sequence, group: DPGroup, prefill: TE) -> None:
-        """Steps 3 to 5 by request. If no decode TE is left that it has not tried, links are probed."""
+        """Steps 3 to 5 by request. If no untried decode TE is left, links are probed."""
         link = self._choose_decode(prefill, seq)
         if link is None:
             self.pod.clock.spawn(self._find_way(seq, group, prefill), name="search for a way")
@@ -253,7 +315,7 @@ class JobExecutor:
         te.wake()
 
     def _register(self, transfer: PDTransfer) -> TE:
-        """Steps 3 and 4: the decode TE at the other end of the transfer's link."""
+        """Steps 3 and 4: register the transfer, and return the decode TE at the other end of its link."""
         seq_id, te = transfer.seq.seq_id, transfer.link.tes[1]
         transfer.link.take()
         self.transfers[seq_id] = transfer
@@ -280,7 +342,7 @@ class JobExecutor:
         group.send_by_layer(seq, event.step, event.num_tokens)
 
     def _reserved(self, seq: Sequence, prefill: TE) -> tuple[PDLink, DPGroup] | None:
-        """Where decode has admitted a sequence, if there is a way from where it is prefilled."""
+        """Return the link and DP group reserved by decode-first admission, if the link may be used."""
         target = self.admission.take(seq)
         if target is None:
             return None
@@ -295,7 +357,7 @@ class JobExecutor:
     def _begin(
         self, seq: Sequence, source: DPGroup, num_tokens: int, link: PDLink, target: DPGroup
     ) -> PDTransfer:
-        """Steps 3 to 6 at once, to a group that has reserved blocks for so many positions."""
+        """Steps 3 to 6 at once, to a DP group that has reserved blocks for `num_tokens` positions."""
         kept = source.handover.sending.get(seq.seq_id, seq.holding)
         slots = kept.slots[: source.rtc.blocks_for(num_tokens)]
         transfer = PDTransfer(seq, source, slots, link, "by layer")
@@ -305,7 +367,7 @@ class JobExecutor:
         return transfer
 
     def _released(self, seq_id: int, prefill: TE) -> None:
-        """Step 8 on the prefill side: there are free blocks."""
+        """Step 8 on the prefill side: the source has its blocks back."""
         transfer = self.transfers.pop(seq_id, None)
         if transfer is not None:
             transfer.step("release")
@@ -313,7 +375,7 @@ class JobExecutor:
         prefill.wake()
 
     def remove(self, seq: Sequence) -> None:
-        """Abort a sequence at whatever step it is. Blocks are free on return, or when their transfer ends."""
+        """Abort a sequence at any step. Its blocks are free on return, or when their transfer ends."""
         te = self._leave(seq)
         if te is None:
             return
@@ -323,13 +385,13 @@ class JobExecutor:
             transfer.withdraw()
 
     def forget(self, seq: Sequence) -> None:
-        """The sequence has finished by itself."""
+        """Forget a sequence, ended normally, and the books kept for it."""
         te = self._leave(seq)
         if te is not None:
             te.te_shell.forget(seq)
 
     def _leave(self, seq: Sequence) -> TE | None:
-        """A sequence's job is done, or not wanted any more; the TE that had its task, if any still had it."""
+        """Forget the job of a finished or aborted sequence; return the TE that still had its task, if any."""
         job = self._jobs.pop(seq.seq_id, None)
         self.homeless.leave(seq)
         self.links.forget(seq.seq_id)
@@ -340,7 +402,7 @@ class JobExecutor:
         return job.te
 
     def left(self) -> Left:
-        """Count what sequences hold in the books of the job executor and of the TEs' shells."""
+        """Count the entries of sequences in the books of the job executor and of the TE-shells."""
         given = sum(te.te_shell.num_given for te in self.tes)
         return Left(
             jobs=len(self._jobs),
@@ -350,7 +412,7 @@ class JobExecutor:
         )
 
     def check_integrity(self) -> None:
-        """Every block of every TE is accounted for, those of transfers by their source."""
+        """Check the account of every block of every TE; blocks in transfers count at their source."""
         for te in self.tes:
             te.check_integrity()
         if not self.transfers:
@@ -359,14 +421,14 @@ class JobExecutor:
     # ---- transfers that fail: other ways for their sequences ----------------------------------------------
 
     def _completed(self, transfer: PDTransfer, completion: Completion) -> None:
-        """One side of a transfer has ended, well or not."""
+        """Handle the end of a transfer on one of its sides, with or without an error."""
         if completion.error is not None:
             self._failed(transfer, completion.error, completion.is_source)
         elif completion.is_source and not completion.is_revoked:
             transfer.link.recover()
 
     def _failed(self, transfer: PDTransfer, error: XDeepServeError, at_source: bool) -> None:
-        """The link has failed. The source still has the blocks, so the sequence can go by another."""
+        """Handle a failed link: the source still has the blocks, so the sequence can go by another link."""
         seq, group, seq_id = transfer.seq, transfer.source, transfer.seq.seq_id
         prefill, decode = transfer.link.tes
         self.links.fail(transfer.link, seq_id, error)
@@ -384,7 +446,8 @@ class JobExecutor:
         decode.wake()
 
     def _take_back(self, transfer: PDTransfer) -> None:
-        """A sequence that still runs has lost its blocks while they left by layer: they leave anew."""
+        """Take back a transfer by layer because the source lost some of the blocks; they will be sent
+        anew."""
         seq_id, source = transfer.seq.seq_id, transfer.source
         assert transfer.offered_to is not None
         transfer.link.ends[source].abort_send(seq_id, transfer.link.ends[transfer.offered_to].name)
@@ -394,7 +457,8 @@ class JobExecutor:
         transfer.link.tes[1].wake()
 
     def _lose_target(self, transfer: PDTransfer, error: XDeepServeError) -> None:
-        """The decode TE is lost. The source still has the blocks, if they had not left it."""
+        """Handle the loss of the decode TE of a transfer: the sequence goes elsewhere if the source still has
+        the blocks."""
         if transfer.stage in ("moving", "by layer", "revoked"):
             self._failed(transfer, error, at_source=False)
         elif transfer.recall():
@@ -402,7 +466,8 @@ class JobExecutor:
             self.send(transfer.seq, transfer.source, transfer.link.tes[0])
 
     def _lose_source(self, transfer: PDTransfer) -> None:
-        """The prefill TE is lost, and the blocks with it unless they have arrived."""
+        """Handle the loss of the prefill TE of a transfer: the blocks are lost, too, unless they have
+        arrived."""
         seq, (prefill, decode) = transfer.seq, transfer.link.tes
         stage = transfer.stage
         if stage in ("registered", "offered"):
@@ -421,9 +486,8 @@ class JobExecutor:
         decode.wake()  # it may have waited for this one before it leaves
 
     def _lead_past(self, link: PDLink, is_shut: bool = False) -> None:
-        """Sequences that wait for room beyond a link that has failed, or leads to a TE that leaves, go
-        elsewhere: if there is a way that is well, or in any case if nobody gets through any more.
-        """
+        """Send sequences waiting beyond a failed link, or at a leaving TE, another way. They go if another
+        link is well, or in any case if the TE is shut."""
         prefill, decode = link.tes
         for transfer in list(self.transfers.values()):
             if transfer.link is not link or transfer.stage == "by layer":
@@ -437,10 +501,9 @@ class JobExecutor:
             self.send(transfer.seq, transfer.source, prefill)
 
     async def _find_way(self, seq: Sequence, group: DPGroup, prefill: TE) -> None:
-        """A sequence has tried all links. It may try those once more that a dummy payload comes through; that
-        shows, too, if a TE beyond one is lost. Without any, a TE that does both begins anew, or one that is
-        to come; else the request ends.
-        """
+        """Find a way for a sequence that has tried all links: those that carry a dummy payload may be tried
+        once more. The probe also shows whether the TE beyond a link is lost. If no link works, a TE that does
+        both begins anew, or one that is to come; else the request ends."""
         seq_id = seq.seq_id
         for link in [link for link in self.links if link.tes[0] is prefill]:
             if link in self.links and await link.probe(group) in ("well", "delayed"):

@@ -1,4 +1,4 @@
-"""A request's way through the eight steps of xDeepServe's Figure 17, for traces.
+"""Draws in traces how a request goes through the eight steps of xDeepServe's Figure 17.
 
 Each step is a span on a lane of who takes it, and arrows join the steps of one request. A span lasts from
 when the step could be taken until it was: so it shows who waited, and for whom. What takes no virtual time,
@@ -30,7 +30,7 @@ GROUP = "DP group"  # the lane of steps 3, 6 and 8, on a group's first die
 
 
 class Journey:
-    """Draws what it sees, on lanes for the job executor and for the TE-shells of those that have joined."""
+    """Draws events on trace lanes for the job executor, the TE-shells and the DP groups."""
 
     def __init__(self, pod: Pod) -> None:
         self.trace, self._clock = pod.trace, pod.clock
@@ -43,7 +43,7 @@ class Journey:
         self._decodes: set[str] = set()
 
     def join(self, te: TE, is_alone: bool) -> None:
-        """From now on this TE takes requests, too."""
+        """Add the lanes of a TE that takes requests from now on."""
         name = te.sizes.place.name
         self._tes[name] = te
         self._die.update({str(group.id): group.dies[0].index for group in te.groups})
@@ -53,7 +53,8 @@ class Journey:
             self._decodes.add(name)
 
     def see(self, event: events.Observed) -> None:
-        """Steps 1, 2, 4 and 5 hand the request on: the next one could be taken at once."""
+        """Draw an event. After steps 1, 2, 4 and 5 the next step could be taken at once, so its span begins
+        now."""
         # A TE warms up before it joins: those steps belong to no request.
         if isinstance(event, events.StepEnded) and event.group.te in self._tes:
             self._draw_step(event)
@@ -82,7 +83,8 @@ class Journey:
                 self._since.pop(seq_id, None)
 
     def _draw_step(self, step: events.StepEnded) -> None:
-        """A step of a DP group, on its first die, with what it was made of; and how full things are."""
+        """Draw a DP group's step on its first die with the rows in it, and count batch, KV blocks and
+        queue."""
         te, die = self._tes[step.group.te], self._die[str(step.group)]
         num_prefill = sum(share.num_tokens for share in step.shares if share.is_prefill)
         num_decode = sum(1 + len(share.drafts) for share in step.shares if not share.is_prefill)
@@ -99,7 +101,7 @@ class Journey:
         )
 
     def _end_transfer(self, event: events.TransferEnded, began_ns: int) -> None:
-        """Steps 7 and 8, with an arrow for each part that has moved. The span of a side begins when its group
+        """Draw steps 7 and 8, with an arrow for each part that has moved. A side's span begins when its group
         has registered it."""
         trace, seq_id, completion = self.trace, event.seq_id, event.completion
         if completion.error is not None:

@@ -1,4 +1,4 @@
-"""Links between prefill and decode TEs, and which of them may be used (xDeepServe 5.1, step 7).
+"""Links between prefill and decode TEs, and the choice of those that may be used (xDeepServe 5.1, step 7).
 
 Each pair of a prefill and a decode TE has a DistFlow instance of its own, with buffers and queues of its own,
 so that a failure stays in the pair. A transfer that fails marks its link as failed, and its sequence goes by
@@ -17,10 +17,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from xdeepserve.comm.distflow import DistFlow, Endpoint
+from xdeepserve.comm.distflow import Backend, DistFlow, Endpoint, backend_between
+from xdeepserve.comm.distflow.channels import Channels
 from xdeepserve.comm.distflow.link_probe import Verdict, probe
+from xdeepserve.comm.distflow.send_receive import SendReceiveBackend
+from xdeepserve.engine.deploy.deployment import Fabric, Over
 from xdeepserve.engine.dp.group import DPGroup
-from xdeepserve.engine.job.carriage import Carriage
 from xdeepserve.engine.te.te import TE
 from xdeepserve.errors import HardwareError, IntegrityError, TransferError, WaitError, XDeepServeError
 from xdeepserve.hw.pod import Pod
@@ -30,8 +32,40 @@ MAY_BE_OVER = (HardwareError, IntegrityError, WaitError)
 TIMEOUT_NS = 10_000_000_000  # of a side of DistFlow for a word of the other, and for bytes
 
 
+class Carriage:
+    """Backends for the links of one engine, which share XCCL's buffers. Each of their bytes stands for
+    `kv_weight`. A deployment chooses the fabric, and on UB the DMA engine or kernels.
+    """
+
+    def __init__(self, pod: Pod, fabric: Fabric = "ub", over: Over = "dma", kv_weight: float = 1.0) -> None:
+        self._pod, self._fabric, self._kv_weight = pod, fabric, kv_weight
+        self.channels = Channels(pod, kv_weight) if over == "send-receive" else None
+
+    def backend(self, prefill: TE, decode: TE, timeout_ns: int) -> Backend:
+        """Make the backend for the link of two TEs. Raises HardwareError if nothing connects them."""
+        nodes, others = ([die.index for group in te.groups for die in group.dies] for te in (prefill, decode))
+        if self.channels is None:
+            return backend_between(self._pod, nodes, others, self._fabric, self._kv_weight)
+        # A wait for a field ends before the transfer does: so it is the field that an error names.
+        backend = SendReceiveBackend(self.channels, timeout_ns // 2)
+        for node in nodes:
+            for other in others:
+                backend.check_path(node, other)
+        return backend
+
+    def forget(self, te: TE) -> None:
+        """Forget a departed TE and the buffers on its dies."""
+        if self.channels is not None:
+            self.channels.forget(te.plan.dies)
+
+    def check_integrity(self) -> None:
+        """Check XCCL's buffers: nothing may be left in them."""
+        if self.channels is not None:
+            self.channels.check_integrity()
+
+
 class PDLink:
-    """The DistFlow instance of one prefill and one decode TE: an endpoint for each of their DP groups."""
+    """DistFlow instance between a prefill and a decode TE, with an endpoint for each DP group of both."""
 
     def __init__(self, pod: Pod, prefill: TE, decode: TE, carriage: Carriage, retry_ns: int) -> None:
         self.tes = prefill, decode
@@ -66,38 +100,40 @@ class PDLink:
         return self.error is not None and self._clock.now < self._avoided_until_ns
 
     def fail(self, error: XDeepServeError) -> None:
-        """A transfer has failed."""
+        """Mark the link as failed, and avoid it for `retry_ns`."""
         self.error = error
         self._avoided_until_ns = self._clock.now + self._retry_ns
 
     async def probe(self, source: DPGroup) -> Verdict:
-        """From within a process: what becomes of dummy payloads from a group to all dies at the other end."""
+        """Send dummy payloads from a DP group to all dies at the other end, and return the verdict. For
+        callers that are processes of the pod."""
         nodes = [die.index for group in self.tes[1].groups for die in group.dies]
         pairs = [(die.index, node) for die in source.dies for node in nodes]
         self.verdict = verdict = await probe(self._pod, self.flow.backend, pairs, self._timeout_ns)
         return verdict
 
     def recover(self) -> None:
-        """A transfer has succeeded."""
+        """Mark the link as well, because a transfer has succeeded."""
         self.error = None
 
     def take(self) -> None:
-        """A sequence goes by it. If it has failed, that one finds out how it is; others had better not."""
+        """Note the use of the link by a sequence. If the link has failed, this sequence tests it, while
+        others keep avoiding it."""
         if self.error is not None:
             self._avoided_until_ns = self._clock.now + self._retry_ns
 
     def close(self) -> None:
-        """Nothing goes by it any more. Groups forget their ends when they have read their completions."""
+        """Close the link. DP groups forget their endpoints when they have read the last completions."""
         self.flow.close()
 
     async def settle(self) -> None:
-        """From within a process: until no side waits for the word of the other."""
+        """Wait until no side has an open transfer; for callers that are processes of the pod."""
         while any(end.num_open for end in self.ends.values()):
             await self._clock.sleep(SETTLE_NS)
 
 
 class Links:
-    """All links of a pod, and by which of them each sequence could not go."""
+    """All links of an engine, and for each sequence those that failed for it."""
 
     def __init__(self) -> None:
         self.by_prefill: dict[TE, dict[TE, PDLink]] = {}  # by prefill TE and decode TE
@@ -109,7 +145,7 @@ class Links:
         self.by_prefill.setdefault(prefill, {})[decode] = link
 
     def of(self, te: TE) -> list[PDLink]:
-        """All that lead from or to a TE."""
+        """List all links from or to a TE."""
         return [link for link in self if te in link.tes]
 
     def remove(self, te: TE) -> None:
@@ -123,26 +159,25 @@ class Links:
 
     @property
     def num_failures(self) -> int:
-        """Links that sequences have tried in vain."""
+        """Number of links tried in vain by sequences that are still on their way."""
         return sum(map(len, self._failures.values()))
 
     def __iter__(self) -> Iterator[PDLink]:
         return (link for links in self.by_prefill.values() for link in links.values())
 
     def are_avoided(self, prefill: TE) -> bool:
-        """Whether nothing that is prefilled there had better be sent anywhere."""
+        """Whether all links from a prefill TE are avoided, so that requests should not be prefilled there."""
         links = self.by_prefill.get(prefill, {})
         return bool(links) and all(link.is_avoided for link in links.values())
 
     def troubles(self, te: TE) -> tuple[str, ...]:
-        """The links of a TE that have failed: where they lead, and whether it is a fault of theirs."""
+        """Describe the failed links of a TE: where each leads, and the verdict of its probe."""
         others = [(link, link.tes[link.tes[0] is te]) for link in self.of(te) if link.error is not None]
         return tuple(f"{other.sizes.place.name}: {link.verdict}" for link, other in others)
 
     def choose(self, prefill: TE, seq_id: int) -> PDLink | None:
-        """Step 4: the link to the decode TE with the lowest load, of those that can be reached if there are
-        any. None if the sequence has tried all.
-        """
+        """Step 4: choose the link to the decode TE with the lowest load; avoided links come last. None if the
+        sequence has tried all."""
         tried = self._failures.get(seq_id, {})
         links = [
             link
@@ -152,19 +187,18 @@ class Links:
         return min(links, key=_rank, default=None)
 
     def between(self, prefill: TE, decode: TE) -> PDLink | None:
-        """The link of a pair, if there is one and it is not avoided."""
+        """Return the link of a pair of TEs, if it exists and is not avoided."""
         link = self.by_prefill.get(prefill, {}).get(decode)
         return None if link is None or link.is_avoided else link
 
     def fail(self, link: PDLink, seq_id: int, error: XDeepServeError) -> None:
-        """A sequence could not go by a link."""
+        """Note the failure of a link, both for the link and for this sequence."""
         link.fail(error)
         self._failures.setdefault(seq_id, {})[link.tes[1]] = error
 
     def try_again(self, link: PDLink, seq_id: int) -> None:
-        """A sequence may go by a link although that has failed, but not for ever; nor if a field said what
-        cannot be, which is no fault of a link.
-        """
+        """Allow a sequence to use a failed link once more. Not allowed after protocol errors, because they
+        are no fault of the link."""
         te, again = link.tes[1], self._again.setdefault(seq_id, set())
         failures = self._failures.get(seq_id, {})
         error = failures.get(te)
@@ -173,7 +207,7 @@ class Links:
             del failures[te]
 
     def error(self, prefill: TE, seq_id: int) -> TransferError:
-        """Why a sequence cannot be decoded anywhere."""
+        """Make the error for a sequence without any way to a decode TE, with all reasons."""
         reasons = [f"{te.sizes.place.name}: {error}" for te, error in self._failures.get(seq_id, {}).items()]
         return TransferError(
             f"no decode TE can be reached from {prefill.sizes.place.name}, which has prefilled the request: "
@@ -181,7 +215,7 @@ class Links:
         )
 
     def forget(self, seq_id: int) -> None:
-        """The sequence has ended, or its blocks have arrived."""
+        """Forget the failures of a sequence that has ended, or whose blocks have arrived."""
         self._failures.pop(seq_id, None)
         self._again.pop(seq_id, None)
 

@@ -68,7 +68,7 @@ TRANSFERS: dict[tuple[Stage, Cause], Stage] = {
 def prefill_rank(
     decode_dp_rank: int, decode_tp_rank: int, decode_dp: int, decode_tp: int, prefill_tp: int
 ) -> int:
-    """The prefill rank that a decode die pulls from (CloudMatrix 4.3.3): equally many for each.
+    """Choose the prefill rank for a decode die to pull from, with equal shares for all (CloudMatrix 4.3.3).
 
     All ranks of a prefill group hold all latents, so any could serve. In the paper's terms
 
@@ -85,7 +85,7 @@ def prefill_rank(
 
 @dataclass(eq=False)
 class PDTransfer:
-    """A sequence on its way, prefilled in `slots` of the source group, which keeps them until step 8."""
+    """Transfer of a prefilled sequence from `slots` of the source group, which keeps them until step 8."""
 
     seq: Sequence
     source: DPGroup
@@ -95,7 +95,8 @@ class PDTransfer:
     offered_to: DPGroup | None = None
 
     def step(self, cause: Cause) -> None:
-        """ProtocolError for what cannot happen at this stage."""
+        """Move to the next stage by a cause. Raises ProtocolError if the cause is impossible at this
+        stage."""
 
         def refusal() -> str:
             return f"PD transfer of sequence {self.seq.seq_id} cannot {cause} while it is {self.stage}"
@@ -103,9 +104,8 @@ class PDTransfer:
         self.stage = follow(TRANSFERS, self.stage, cause, refusal)
 
     def pieces(self, group: DPGroup) -> list[tuple[Address, int]]:
-        """Raw addresses and sizes of what must move, for one die of `group` after the other: on the die that
-        it is connected with, block by block in order of position.
-        """
+        """List addresses and sizes (bytes) to move, for one die of `group` after the other. Each die pulls
+        from its source die, block by block in order of position."""
         return [
             piece
             for rank in self._source_ranks(group)
@@ -113,17 +113,18 @@ class PDTransfer:
         ]
 
     def parts(self, group: DPGroup) -> list[list[tuple[Address, int]]]:
-        """What must move, by layer; in each layer as `pieces` has it."""
+        """List addresses and sizes (bytes) to move, by layer; within a layer as in `pieces`."""
         by_rank = [self.source.layer_pieces(self.slots, rank) for rank in self._source_ranks(group)]
         return [[piece for pieces in part for piece in pieces] for part in zip(*by_rank, strict=True)]
 
     def _source_ranks(self, group: DPGroup) -> list[int]:
-        """The die of the source that each die of `group` pulls from."""
+        """Return, for each die of `group`, the source rank from which it pulls."""
         dp, tp, prefill_tp = group.num_groups, len(group.dies), len(self.source.dies)
         return [prefill_rank(group.rank, tp_rank, dp, tp, prefill_tp) for tp_rank in range(tp)]
 
     def offer(self, group: DPGroup) -> None:
-        """Step 5 has chosen `group`: offer it the blocks. It receives them when it has room (step 6)."""
+        """Offer the blocks to `group`, which step 5 has chosen. The group receives them when it has room
+        (step 6)."""
         self.step("give")
         self.offered_to = group
         source, target, pieces = self.link.ends[self.source], self.link.ends[group], self.pieces(group)
@@ -132,7 +133,8 @@ class PDTransfer:
         group.arrive(self.seq, target, source.name)
 
     def offer_layers(self, group: DPGroup) -> None:
-        """Steps 3 to 6 by layer: `group` has reserved blocks, and receives the parts as they get ready."""
+        """Steps 3 to 6 by layer: offer the blocks to `group`, which has reserved room and receives parts as
+        they get ready."""
         self.offered_to = group
         source, target, parts = self.link.ends[self.source], self.link.ends[group], self.parts(group)
         source.send_in_parts(self.seq.seq_id, target.name, parts)
@@ -145,13 +147,13 @@ class PDTransfer:
         source.tell(events.TransferBegan(self.seq.seq_id, source.id, target, is_source=True, nbytes=nbytes))
 
     def end_layer(self, layer: int) -> None:
-        """Step 7 by layer: all that there is of the prompt up to this layer may move."""
+        """Step 7 by layer: the prompt's KV up to and including this layer may move."""
         self._ready(layer + 1)
 
     def end(self) -> None:
         """Step 7, the last part: the sequence has been prefilled."""
         self.step("prefill")
-        self._ready(self.source.mem.num_parts)
+        self._ready(self.source.mem.kv.num_parts)
 
     def _ready(self, num_parts: int) -> None:
         assert self.offered_to is not None
@@ -159,18 +161,19 @@ class PDTransfer:
         self.link.ends[self.source].ready(self.seq.seq_id, target.name, num_parts)
 
     def revoke(self) -> None:
-        """The sequence has ended before its layers have: both sides free its blocks when nothing moves."""
+        """End the transfer of a sequence that ended before its layers; both sides free its blocks when
+        nothing moves."""
         self.step("withdraw")
         assert self.offered_to is not None
         self.link.ends[self.source].revoke(self.seq.seq_id, self.link.ends[self.offered_to].name)
 
     def withdraw(self) -> None:
-        """The sequence is not wanted any more: free its blocks, now or when their transfer ends."""
+        """End the transfer of an aborted sequence: free its blocks, now or when their transfer ends."""
         if self.recall():
             self.source.handover.release(self.seq.seq_id)
 
     def recall(self) -> bool:
-        """Take the offer back. False if the blocks are on their way: then step 8 frees them."""
+        """Take back the offer of blocks. Returns False if they are on their way: then step 8 frees them."""
         if (self.stage, "recall") not in TRANSFERS:
             return False
         self.step("recall")
@@ -180,10 +183,10 @@ class PDTransfer:
         return True
 
     def give_up(self, failed_at_source: bool) -> bool:
-        """One side has failed: end the other, and free the blocks that were to receive it.
+        """End the other side of a transfer after one side failed, and free the blocks at the target.
 
-        False if all bytes have arrived, and only the word of it has not: the side that failed has not heard,
-        or the sequence goes on at the target already, and the source has not read its completion.
+        Returns False if all bytes have arrived, and only the word of it is missing. Then the failed side has
+        not heard, or the sequence runs at the target and the source has not read its completion.
         """
         assert self.offered_to is not None
         tag, source, target = self.seq.seq_id, self.link.ends[self.source], self.link.ends[self.offered_to]

@@ -1,4 +1,4 @@
-"""Step 1 of xDeepServe 5.1: a request comes to one of several job executors, which assigns it a TE.
+"""Step 1 of xDeepServe 5.1: one of several job executors takes a request and assigns it a TE.
 
 Job executors share no ledger: each knows what it has given to whom and has not heard to be prefilled, and
 asks TEs what of a prompt they have cached, how many requests they have and how full their KV is. How long an
@@ -26,7 +26,7 @@ from xdeepserve.model.sampling import philox4x32
 
 
 class GivenPrompt(NamedTuple):
-    """What a prompt asks of the TE that it has been given to, cached prefix counted."""
+    """Work caused by a prompt at its TE, allowing for the cached prefix."""
 
     te: str
     cost: float
@@ -34,13 +34,13 @@ class GivenPrompt(NamedTuple):
 
 
 class Ledger:
-    """What one job executor has given to TEs, by seq_id of a request's first choice."""
+    """Prompts given to TEs by a job executor and not yet prefilled, by seq_id of a request's first choice."""
 
     def __init__(self) -> None:
         self.given: dict[int, GivenPrompt] = {}
 
     def known(self, seq: Sequence, tes: Seq[TE]) -> Known:
-        """What is known of TEs, for whoever looks for one for a sequence."""
+        """Collect a job executor's knowledge of the TEs, to choose one for a sequence."""
         known = Known.none(np.array([te.sizes.place.role != "both" for te in tes]))
         for number, te in enumerate(tes):
             given = [each for each in self.given.values() if each.te == te.sizes.place.name]
@@ -56,24 +56,24 @@ class Ledger:
         return known
 
     def give(self, te: TE, seq: Sequence) -> None:
-        """It goes there."""
+        """Note the assignment of a sequence to a TE."""
         cached = num_cached(te, seq)
         new = len(seq.token_ids) - cached
         cost = prefill_cost(float(new), float(cached))
         self.given[seq.seq_id] = GivenPrompt(te.sizes.place.name, cost, is_long=new >= LONG_PROMPT)
 
     def forget(self, seq_id: int) -> None:
-        """It has been prefilled, has ended, or has left its TE."""
+        """Remove a sequence from the ledger after its prefill or end, or because it has left its TE."""
         self.given.pop(seq_id, None)
 
 
 def num_cached(te: TE, seq: Sequence) -> int:
-    """Tokens of a prompt that one of a TE's groups need not compute."""
+    """Number of a prompt's tokens that the best DP group of a TE need not compute."""
     return max(group.scheduler.prefixes.num_reusable(seq) for group in te.groups)
 
 
 class Router:
-    """`num_executors` job executors that choose TEs by `route`, a policy.
+    """Chooses TEs for requests by policy `route`, on behalf of `num_executors` job executors.
 
     `heat` says which kind of TE is better, and `lengths` predicts answers in tokens, for those that ask.
     """
@@ -91,13 +91,13 @@ class Router:
         self._num_seen = 0
 
     def reached(self, seq: Sequence) -> int:
-        """The number of the job executor that a request reaches."""
+        """Draw the number of the job executor that a request reaches."""
         key = self._seed & 0xFFFFFFFF, self._seed >> 32 & 0xFFFFFFFF
         return philox4x32((seq.seq_id, 0, 0, 2), key)[0] % len(self.ledgers)
 
     def choose(self, seq: Sequence, tes: Seq[tuple[tuple[bool, ...], TE]]) -> TE:
-        """The TE for a request, by its first choice, of those whose troubles are fewest; of equals the one
-        with the fewest sequences."""
+        """Choose the TE for a request, by its first choice, among TEs with the fewest troubles. By default it
+        has the fewest sequences."""
         least = min(troubles for troubles, _ in tes)
         able = sorted((te for troubles, te in tes if troubles == least), key=self._order)
         te, ledger = able[0], self.ledgers[self.reached(seq)]
@@ -110,12 +110,13 @@ class Router:
         return te
 
     def _order(self, te: TE) -> tuple[int, int]:
-        """In turn is by place, whoever has what."""
+        """Return the sort key of a TE: by place for policies that go in turn, else by number of sequences
+        first."""
         in_turn = self._route in ("round-robin", "pd-aware")
         return 0 if in_turn else te.num_sequences, te.sizes.place.first_die
 
     def _num_output(self, seq: Sequence) -> float:
-        """Tokens of its answer, as far as they are known or can be predicted; 0: they are not."""
+        """Number of tokens in the answer, as far as known or predicted; 0 means unknown."""
         if self._heat is None:
             return 0.0
         params = seq.params
@@ -126,6 +127,6 @@ class Router:
         return min(seq.max_tokens, max(params.min_tokens, self._lengths(seq.token_ids[: seq.num_prompt])))
 
     def forget(self, seq_id: int) -> None:
-        """A sequence weighs on no TE's prefill any more."""
+        """Remove a sequence from the queued prefill work of its TE."""
         for ledger in self.ledgers:
             ledger.forget(seq_id)

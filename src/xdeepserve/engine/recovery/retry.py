@@ -1,4 +1,4 @@
-"""Transfers beside steps that fail with an error code."""
+"""Repeats transfers beside steps after failures with an error code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from xdeepserve.errors import GlitchError
 
 
 async def again_after_glitches(transfer: Callable[[], Awaitable[None]]) -> None:
-    """Make a transfer, and make it again as often as it fails so; it must change nothing that it reads."""
+    """Make a transfer, and repeat it as long as it fails with an error code.
+
+    The transfer must not change anything that it reads.
+    """
     while True:
         with contextlib.suppress(GlitchError):
             await transfer()

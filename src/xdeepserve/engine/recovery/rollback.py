@@ -45,7 +45,7 @@ Hear: TypeAlias = Callable[[int | None], Awaitable[msgspec.Struct]]
 
 
 class Rollback:
-    """The host's part, for the TE `name`, whose dies with DP groups are `dies`."""
+    """Host's part of token recomputation for the TE `name`; `dies` are its dies with DP groups."""
 
     def __init__(
         self,
@@ -68,41 +68,47 @@ class Rollback:
 
     @property
     def count(self) -> int:
-        """Rollbacks that there have been, each with an epoch of its own."""
+        """Number of rollbacks so far, equal to the current epoch."""
         return self.epoch
 
     @staticmethod
     def later(step_idx: int) -> int:
-        """Step 5: the number under which a step is launched again. Results lie where those of the old number
-        would, so that a step planned ahead finds those of the one before it."""
+        """Return the number for launching a rolled-back step again (step 5).
+
+        Adding 2 keeps the result set the same, so a step planned ahead finds the results of the step before
+        it.
+        """
         return step_idx + 2
 
     def leave_out(self, die: int) -> None:
-        """A die is lost that its TE goes on without: it is not called back."""
+        """Exclude a lost die from rollbacks, because its TE goes on without it."""
         self._out.add(die)
         self._every_die = [each for each in self._every_die if each.index != die]
         self._awaited.discard(die)
 
     def take_in(self, die: int) -> None:
-        """It is not lost after all."""
+        """Include a die in rollbacks: it is not lost after all, or has just joined."""
         self._out.discard(die)
         self._every_die = sorted([*self._every_die, self._pod.dies[die]], key=lambda each: each.index)
 
     def step_ended(self) -> None:
-        """A step has come to its end."""
+        """Note the end of a step, after which rollbacks in a row are counted anew."""
         self._num_in_a_row = 0
 
     def may_help(self, error: GlitchError) -> bool:
-        """Whether steps are to be run again after this."""
+        """Whether steps should be run again after this error."""
         is_transient = ERROR_CODES[error.code].is_transient
         # A page that is lost is put right, and does not come again.
         is_rare = isinstance(error, PageLostError) or self._num_in_a_row < self._config.max_rollbacks
         return is_transient and self._config.stage == 3 and is_rare
 
     async def roll_back(self, error: GlitchError, first_steps: Sequence[int], hear: Hear) -> None:
-        """Steps 2 and 3: on each die with a DP group no step from that of `first_steps` on has happened. On
-        return no die runs anything. The error if that does not help; DeadlineError, naming the dies that are
-        silent."""
+        """Call all dies back and wait until none runs anything (steps 2 and 3).
+
+        `first_steps` has, for each die with a DP group, the first step that counts as not run. Raises the
+        error itself if a rollback does not help; DeadlineError, naming the silent dies, if some do not
+        answer.
+        """
         if not self.may_help(error):
             raise error
         self._move("call")
@@ -139,12 +145,12 @@ class Rollback:
             ) from None
 
     def hear(self, report: RolledBack) -> None:
-        """A die has come to an epoch."""
+        """Note a die's report of having reached an epoch."""
         if report.epoch == self.epoch:
             self._awaited.discard(report.die)
 
     def resume(self, step: int) -> None:
-        """Step 4: all dies go on, with step number `step`."""
+        """Let all dies go on, with step number `step` (step 4)."""
         self._move("resume")
         self.reason = None
         for die in self._dies:

@@ -25,7 +25,7 @@ NAME = "rollback"
 
 
 class Epochs(NamedTuple):
-    """What a rollback field says."""
+    """Contents of a rollback field: epoch, resumed epoch and next step."""
 
     epoch: Epoch = Epoch(0)
     resumed: Epoch = Epoch(0)
@@ -33,31 +33,31 @@ class Epochs(NamedTuple):
 
 
 def plan_rollback_field(plan: MemoryPlan) -> None:
-    """Reserve a die's field. OutOfMemoryError if the metadata area has no room."""
+    """Reserve a die's rollback field; raise OutOfMemoryError if the metadata area has no room."""
     plan.metadata.alloc(NAME, 32, align=32)
 
 
 class RollbackField:
-    """The field of one die, whose memory is real."""
+    """Rollback field of a die, in its materialised memory."""
 
     def __init__(self, die: Die) -> None:
         self.die, self.region = die, die.memory.metadata.regions[NAME]
         self.word = die.memory.read(self.region.offset, WORD.size)  # the epoch, as it is at any moment
 
     def write(self, epochs: Epochs) -> None:
-        """Host side."""
+        """Write the field, from the host's side."""
         self.die.memory.write(self.region.offset, WORDS.pack(*epochs))
 
     @staticmethod
     def first_word(epoch: int) -> bytes:
-        """What `word` is in an epoch."""
+        """Return the bytes of `word` in a given epoch."""
         return WORD.pack(epoch)
 
     def read(self) -> Epochs:
         return Epochs(*WORDS.unpack_from(self.die.memory.read(self.region.offset, WORDS.size)))
 
     async def resumes(self, epoch: int) -> Epochs:
-        """Die side: wait, for as long as it takes, until work may go on in `epoch`, or a later one begins."""
+        """Wait on the die, without a deadline, until work may go on in `epoch` or a later epoch begins."""
 
         def is_over(offset: int, nbytes: int) -> bool:
             seen = self.read()

@@ -1,4 +1,4 @@
-"""A die's end of rollbacks: what it is at ends where it waits, once its rollback field says so."""
+"""A die's end of rollbacks: once the rollback field changes, its current work ends wherever it waits."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from xdeepserve.hw.die import Die
 
 
 class RollbackCalled(XDeepServeError):
-    """Raised where a program of a die waits: what it is at has not happened, and will be done again."""
+    """Raised where a program of a die waits: its current work counts as not done, and will be repeated."""
 
 
 class EndOfEpoch:
-    """Within it, a write to the rollback field that begins another epoch ends what `processes` are at."""
+    """Context for work of an epoch: when a new epoch is written, `processes` are interrupted by
+    RollbackCalled."""
 
     __slots__ = ("_processes", "_rollback", "_watch")
 
@@ -41,9 +42,10 @@ class EndOfEpoch:
 
 
 class RollbackWatch:
-    """Which epoch a die is in, and the watch on its rollback field.
+    """Epoch of a die, and the watch on its rollback field.
 
-    It costs nothing while nobody writes the field: a write wakes who watches it, and nobody polls.
+    The watch costs nothing while the host does not write the field: a write wakes the watch, and there is no
+    polling.
     """
 
     def __init__(self, die: Die) -> None:
@@ -55,29 +57,32 @@ class RollbackWatch:
 
     @property
     def is_called(self) -> bool:
-        """What was launched in this epoch is not to run any more."""
+        """Whether work launched in the current epoch must not run any more."""
         return self.has_failed or self.field.word != self._quiet
 
     def ending(self, processes: Sequence[Process]) -> EndOfEpoch:
-        """Around what belongs to this epoch, which `processes` are at: they end wherever they wait, by a
-        RollbackCalled, a poll after the host has called. Raises it at once if that was before."""
+        """Return the context for work of this epoch, done by `processes`.
+
+        After a call by the host the processes end wherever they wait, with RollbackCalled, one poll later. If
+        the call came before, entering raises it at once.
+        """
         return EndOfEpoch(self, processes)
 
     async def is_called_back(self) -> None:
-        """Within `ending`: wait for that."""
+        """Wait, within `ending`, until the host calls a rollback."""
         await self.field.resumes(self.epoch + 1)
 
     def fail(self) -> None:
-        """A kernel or transfer of this epoch has failed here."""
+        """Note the failure of a kernel or transfer of this epoch on this die."""
         self.has_failed = True
 
     def enter(self, epoch: Epoch) -> None:
-        """Nothing of an earlier epoch runs here any more."""
+        """Enter an epoch, after the work of earlier epochs on this die has ended."""
         self.epoch, self.has_failed, self._since_ns = epoch, False, self.die.clock.now
         self._quiet = self.field.first_word(epoch)
 
     def resume(self) -> None:
-        """Work goes on."""
+        """Mark the end of the rollback, and draw its span in the trace."""
         self.has_failed = False  # if it has, since then, what was wrong has been put right
         name = f"rolled back to epoch {self.epoch}"
         self.die.trace.span(self.die.index, "recovery", name, self._since_ns, self.die.clock.now)

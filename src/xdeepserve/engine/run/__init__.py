@@ -1,4 +1,4 @@
-"""The three ways in which a TE's dies run their Programs: as tasks, in lockstep, and in time only.
+"""Three ways to run the Programs of a TE's dies: as tasks, in lockstep, and in virtual time only.
 
 - `net`: memories and ends of exchanges of dies that compute
 - `executors`: which Programs a die's layers become, and the schedule

@@ -1,4 +1,4 @@
-"""The arithmetic of exchanges that compute: what `comm` quantises with."""
+"""Quantisation for exchanges with real bytes, as `comm` needs it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from xdeepserve.model.canonical import Array
 
 
 def quantize_rows(x: Array) -> tuple[Array, Array]:
-    """The canonical quantisation, in the form that dispatch asks for."""
+    """Quantise rows [T, H] to int8 with float32 scales [T], by the canonical arithmetic, for dispatch."""
     q, scale = np.empty(x.shape, np.int8), np.empty(len(x), np.float32)
     k.quantize_rows(q, scale, x)
     return q, scale

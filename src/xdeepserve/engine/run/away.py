@@ -1,4 +1,4 @@
-"""How tokens go to experts that have dies of their own, and come back: one class for each way.
+"""Ways of tokens to experts on dies of their own, and back: a class for each way.
 
     trampolines   A2E and E2A with barriers, by steps (xDeepServe 5.2)
     flow          without barriers, an expert die serves each attention die as it comes (5.3)
@@ -39,7 +39,7 @@ from xdeepserve.step.linear import Threads
 
 
 class Way(Protocol):
-    """Construct to plan."""
+    """Plans a way's buffers on all dies when constructed, and makes the end of each die."""
 
     max_rows: int
     """Token copies that an expert die takes at once, at most."""
@@ -52,7 +52,7 @@ class Way(Protocol):
 
 
 class ByTrampolines:
-    """A2E and E2A of each microbatch of each domain, with buffers of their own: `a2e[microbatch][domain]`."""
+    """Way by A2E and E2A: a layout for each microbatch of each DP domain, `a2e[microbatch][domain]`."""
 
     plan_expert: ClassVar[Callable[[A2ELayout, MemoryPlan], None]] = A2ELayout.plan_expert
 
@@ -82,19 +82,19 @@ class ByTrampolines:
 
     @property
     def means(self) -> Means:
-        """What both sides use."""
+        """Carrier and timeout for the ends on both sides."""
         assert self.sizes.walk.carrier != "rdma"
         return Means(carrier=self.sizes.walk.carrier, timeout_ns=self.sizes.walk.timeout_ns)
 
     def attention_end(self, rank: int, microbatch: int) -> Trampoline:
-        """A2E and E2A of an attention die."""
+        """Make an attention die's end of A2E and E2A."""
         domain, index = divmod(rank, self.team.dies_per_domain)
         die = self.team.pod.dies[self.team.dies[rank]]
         side = AttentionSide(die, index, self.a2e[microbatch][domain], quantize_rows, self.means)
         return CountedSide(side, self.tallies[microbatch][domain])
 
     def expert_sides(self, index: int, kind: type[Side]) -> list[list[Any]]:
-        """The ends of an expert die, by microbatch and domain."""
+        """Make the ends of an expert die, by microbatch and domain."""
         die = self.team.pod.dies[self.team.expert_dies[index]]
         return [
             [kind(die, index, layout, quantize_rows, self.means) for layout in by_domain]
@@ -104,7 +104,7 @@ class ByTrampolines:
     def expert_program(
         self, index: int, mem: ExpertMemory, threads: Threads, reports: Queue[msgspec.Struct]
     ) -> ExpertProgram:
-        """By steps."""
+        """Make the program of an expert die that serves exchanges step by step."""
         die = self.team.pod.dies[self.team.expert_dies[index]]
         if self.sizes.walk.is_lockstep:
             from xdeepserve.engine.run.gang.disaggregated import LockstepExpertProgram
@@ -115,14 +115,14 @@ class ByTrampolines:
 
 
 class Flowing(ByTrampolines):
-    """The same without barriers: nobody waits for whom its tokens do not go to."""
+    """Way by A2E and E2A without barriers: no die waits for dies that its tokens do not go to."""
 
     plan_expert = A2ELayout.plan_flow_expert
 
     def expert_program(
         self, index: int, mem: ExpertMemory, threads: Threads, reports: Queue[msgspec.Struct]
     ) -> ExpertProgram:
-        """It serves whoever has come."""
+        """Make the program of an expert die in dataflow mode, which serves tokens in the order they come."""
         die = self.team.pod.dies[self.team.expert_dies[index]]
         flows, trampolines = (
             [side for by_domain in self.expert_sides(index, kind) for side in by_domain]
@@ -134,7 +134,7 @@ class Flowing(ByTrampolines):
 
 
 def way_of(walk: WalkSizes) -> Callable[[Team, list[list[Tally]]], Way]:
-    """Return what makes the way of a TE."""
+    """Return the factory for the way of a TE."""
     if walk.carrier == "rdma":
         by_cards: Callable[[Team, list[list[Tally]]], Way] = wings.part("way over cards")
         return by_cards

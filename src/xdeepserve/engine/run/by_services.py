@@ -1,4 +1,4 @@
-"""The way to experts that are services: clients, servers, and what each knows of replicas (EaaS 3)."""
+"""Way to experts as services: clients, servers, and their knowledge of replicas (EaaS 3)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from xdeepserve.step.linear import Threads
 
 
 def service_layout(team: Team) -> ServiceLayout:
-    """What clients and servers share, wherever these are."""
+    """Return the memory layout shared by clients and servers, inside the pod or outside."""
     sizes = team.sizes
     assert sizes.walk.services is not None
     return ServiceLayout(
@@ -48,7 +48,7 @@ def service_layout(team: Team) -> ServiceLayout:
 
 
 def experts_held(placed: ExpertSizes) -> tuple[tuple[int, ...], ...]:
-    """The routed experts of each seat, copies included; -1 for the shared one."""
+    """Return the routed experts of each seat, copies included; -1 for the shared expert."""
     copies = placed.copies_of or ((),) * len(placed.experts_of)
     return tuple(
         (-1,) if placed.is_shared(number) else (*held, *copies[number])
@@ -57,14 +57,16 @@ def experts_held(placed: ExpertSizes) -> tuple[tuple[int, ...], ...]:
 
 
 def identity(layout: ServiceLayout, placed: ExpertSizes, recipe: str, checkpoint: str) -> str:
-    """What client and server processes must have in common: the model by its digest, how it computes, who has
-    what, and where each byte lies."""
+    """Return a digest of the facts that client and server processes must agree on.
+
+    These are the model by its digest, the recipe, the experts of each server, and the place of each byte.
+    """
     parts = [recipe, checkpoint, layout, experts_held(placed), placed.layers, placed.order]
     return hashlib.blake2b(msgspec.json.encode(parts), digest_size=16).hexdigest()
 
 
 class Seat(Protocol):
-    """What a list of seats says of one: whether a server is there (`Presence`), and which one."""
+    """State of a seat in the list of seats: its server's presence (`Presence`) and epoch."""
 
     @property
     def presence(self) -> int: ...
@@ -74,17 +76,18 @@ class Seat(Protocol):
 
 
 class SeatsOutside(Protocol):
-    """Seats of one TE whose servers are processes outside of its pod (remote/watcher.py)."""
+    """Seats of a TE with servers in processes outside of its pod (remote/watcher.py)."""
 
     @property
     def seats(self) -> Sequence[Seat]: ...
 
     def reach(self, die: Die) -> Reach:
-        """Return how a client die reaches the memory of servers."""
+        """Return the means for a client die to reach the memory of servers."""
 
 
 class ByServices:
-    """Every attention die is a client of every expert die, with a slot there for each microbatch."""
+    """Way to expert servers: every attention die is a client of all servers, with a slot for each
+    microbatch."""
 
     def __init__(self, team: Team, tallies: list[list[Tally]]) -> None:
         self.team, self.tallies = team, tallies
@@ -107,8 +110,10 @@ class ByServices:
         self._servers: dict[int, ServiceServer] = {}  # by number, the latest
 
     def _replicas(self) -> dict[int, list[int]]:
-        """By physical expert, all that are the same one from the start, in every layer; copies of the shared
-        expert among them."""
+        """Group physical experts equal from the start, in every layer; return the group of each.
+
+        Copies of the shared expert form a group, too.
+        """
         placed = self.team.sizes.experts
         by_expert: dict[int, list[int]] = defaultdict(list)
         for physical, expert in enumerate(first_map(placed)[0]):
@@ -119,8 +124,11 @@ class ByServices:
         return {physical: group for group in groups for physical in group}
 
     def replicas(self, rank: int, layer: int, physical: int) -> Sequence[int]:
-        """All physical experts that are the same as one of these. Those that EPLB loads come and go: of them
-        a client knows by its own map, which leads to what is whole, and stays as it is for a step."""
+        """Return all physical experts equal to a given one in a layer, as a client knows them.
+
+        Replicas loaded by EPLB come and go. For them the client reads its own die's map. The map leads only
+        to whole replicas, and does not change within a step.
+        """
         placed = self.team.sizes.experts
         if physical >= placed.num_slots or placed.copies_of or not placed.redundant_slots:
             return self._same.get(physical, (physical,))
@@ -134,7 +142,7 @@ class ByServices:
         return log2phy[experts[0], : counts[experts[0]]].tolist() if len(experts) else (physical,)
 
     def attention_end(self, rank: int, microbatch: int) -> Trampoline:
-        """A client's slots for a microbatch."""
+        """Make a client's end for a microbatch, with its slots on the servers."""
         domain, die = rank // self.team.dies_per_domain, self.team.pod.dies[self.team.dies[rank]]
         if rank not in self._known:
             seats = self.seats_outside
@@ -150,14 +158,14 @@ class ByServices:
         return CountedSide(client, self.tallies[microbatch][domain])
 
     def _revive(self, server: int) -> None:
-        """The link to a server is there again."""
+        """Tell all clients to look for a server again, because its link is back."""
         for known in self._known.values():
             known.find(server)
 
     def expert_program(
         self, index: int, mem: ExpertMemory, threads: Threads, reports: Queue[msgspec.Struct]
     ) -> ExpertProgram:
-        """It serves whoever has written to its slots."""
+        """Make the program of an expert server, which serves requests in its slots."""
         die, former = self.team.pod.dies[self.team.expert_at[index]], self._servers.get(index)
         batching = Batching(self.times.batch_clients, round(1e3 * self.times.batch_timeout_us))
         server = self._servers[index] = ServiceServer(

@@ -1,4 +1,4 @@
-"""A die's ends of the exchanges of tokens with experts, with the bill of what they bring."""
+"""Ends of a die in exchanges of tokens with experts; they also count the tokens for the bill."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from xdeepserve.model.canonical import Array
 
 
 class RankExchange:
-    """A rank's XCCL, by pull or by push, with the bill of what it brings."""
+    """A rank's end of dispatch and combine, by pull or by push, with the bill for the rows that it brings."""
 
     def __init__(self, xccl: XCCL | FusedXCCL, tally: Tally, num_slots: int) -> None:
         self._num_slots = num_slots  # physical experts, without the copies of the shared one
         self.xccl, self._tally, self._event, self._num_shared = xccl, tally, 0, 0
 
     def reset(self, epoch: int) -> None:
-        """Forget an exchange that was not ended."""
+        """Forget an unfinished exchange, after a rollback."""
         self.xccl.reset()
 
     async def dispatch(self, x: Array, topk_idx: Array, event_id: int) -> TokenCopies:
-        """The rows that came for this rank's experts."""
+        """Send tokens to the ranks with their experts; return the rows for this rank's experts."""
         self._event = event_id
         self._tally.come(event_id, len(x))
         received = await self.xccl.dispatch(x, topk_idx, event_id)
@@ -32,23 +32,26 @@ class RankExchange:
         return received
 
     async def combine(self, expert_out: Array, topk_weights: Array, event_id: int) -> Array:
-        """The answers of the experts to this rank's tokens, [T, K, H]; pushed, their sums [T, H]."""
+        """Return the experts' answers to this rank's tokens, [T, K, H]; pushed, their sums [T, H]."""
         if isinstance(self.xccl, FusedXCCL):
             return await self.xccl.combine(expert_out, topk_weights, event_id)
         return await self.xccl.combine(expert_out, event_id)
 
     def bill(self, received: int) -> tuple[float, float, float]:
-        """Copies that routed experts are billed for, how many of these are touched, rows for a copy of the
-        shared one."""
+        """Return the work to bill after the latest dispatch, which brought `received` rows.
+
+        Token copies for routed experts; the number of experts with rows; rows for a copy of the shared
+        expert.
+        """
         routed, held = received - self._num_shared, int((self.xccl.own_experts < self._num_slots).sum())
         return self._tally.billed(self._event, routed), min(routed, held), self._num_shared
 
 
 class AwaySide(Protocol):
-    """An attention die's end of one of the ways to experts on dies of their own."""
+    """An attention die's end of a way to experts on dies of their own."""
 
     def reset(self) -> None:
-        """Forget an exchange that was not ended."""
+        """Forget an unfinished exchange, after a rollback."""
 
     async def a2e(self, x: Array, topk_idx: Array, topk_weights: Array, event_id: int) -> None:
         """Send tokens [T, H] to their experts."""
@@ -58,29 +61,30 @@ class AwaySide(Protocol):
 
 
 class CountedSide:
-    """An attention die's end of A2E and E2A, which tells how many tokens it sends."""
+    """An attention die's end of A2E and E2A that also counts the tokens sent, for the bill."""
 
     def __init__(self, side: AwaySide, tally: Tally) -> None:
         self.side, self._tally = side, tally
 
     def reset(self, epoch: int) -> None:
-        """Forget an exchange that was not ended."""
+        """Forget an unfinished exchange, after a rollback."""
         self.side.reset()
 
     async def a2e(self, x: Array, topk_idx: Array, topk_weights: Array, event_id: int) -> None:
-        """Hand tokens to the trampoline."""
+        """Count tokens [T, H] and send them to their experts."""
         self._tally.come(event_id, len(x))
         await self.side.a2e(x, topk_idx, topk_weights, event_id)
 
     async def e2a(self, event_id: int) -> Array:
-        """The sum of all experts' outputs, [T, H]."""
+        """Return the sum of all experts' outputs, [T, H]."""
         return await self.side.e2a(event_id)
 
 
 def rows_away(team: Team) -> dict[str, Any]:
-    """What tokens are that go to experts' dies: those of a microbatch, with the shared expert as one more.
+    """Return the properties of rows on their way to expert dies, as keyword arguments of a layout.
 
-    Physical experts: the routed ones and their replicas, then one for each copy of the shared expert.
+    A layout has room for the tokens of a microbatch. The shared expert counts as an expert more in `top_k`,
+    if it has dies of its own.
     """
     sizes = team.sizes
     return {

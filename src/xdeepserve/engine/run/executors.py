@@ -1,4 +1,4 @@
-"""Die programs of a TE from its sizes: which Programs its layers become, and who takes which turn."""
+"""Builds the die programs of a TE from its sizes: the Programs of its layers, and their schedule."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from xdeepserve.step.stage import LayerProgram
 def executor(
     net: Net, rank: DieRank, mem: DieMemory, threads: Threads, reports: Queue[msgspec.Struct]
 ) -> Executor:
-    """The program of a die with a DP group."""
+    """Build the program of a die with a DP group."""
     die, weights = net.team.pod.dies[net.team.dies[rank]], mem.assemble()
     way = traversal(net, rank, mem, weights, threads)
     return Executor(rank, die, mem, weights, way, net.chooser(rank, mem), reports)
 
 
 def traversal(net: Net, rank: int, mem: DieMemory, weights: ModelWeights, threads: Threads) -> Traversal:
-    """How a step goes through the layers of a die."""
+    """Build the way of a step through the layers of a die."""
     sizes = net.team.sizes
 
     def runner(pace: Pace, buffers: Workspace) -> Runner:
@@ -74,7 +74,10 @@ def traversal(net: Net, rank: int, mem: DieMemory, weights: ModelWeights, thread
 
 
 def connect(net: Net, rank: int, runner: Runner, microbatch: int) -> None:
-    """Give a runner its ends of exchanges. Dies in lockstep have none: their gang makes those bytes."""
+    """Give a runner the ends of exchanges.
+
+    Dies in lockstep have none: their gang moves those bytes.
+    """
     sizes, pace = net.team.sizes, runner.pace
     if sizes.groups.num_sharing > 1:
         runner.group = net.group(rank, pace, microbatch)
@@ -88,7 +91,7 @@ def connect(net: Net, rank: int, runner: Runner, microbatch: int) -> None:
 
 
 def schedule(walk: WalkSizes, is_sliced: bool) -> Schedule:
-    """Choose the schedule that decides which microbatch runs next.
+    """Choose the schedule of microbatches, which decides whose stage is next.
 
     `is_sliced`: the dies of a DP group cut a microbatch's tokens between them (SP-TP-SP).
     """
@@ -105,8 +108,10 @@ def schedule(walk: WalkSizes, is_sliced: bool) -> Schedule:
 
 
 def programs(net: Net, mem: DieMemory, weights: ModelWeights) -> list[LayerProgram]:
-    """What each layer becomes on this die, MTP's last. Layers that are alike share a Program, and its stages
-    cost them the same."""
+    """Return the Program of each layer on this die, MTP's last.
+
+    Equal layers share a Program, so the prices of its stages are computed once.
+    """
     kinds: dict[tuple[object, ...], LayerProgram] = {}
     result = []
     for layer in [*weights.layers, *(mtp.layer for mtp in weights.mtp)]:
@@ -125,7 +130,7 @@ def programs(net: Net, mem: DieMemory, weights: ModelWeights) -> list[LayerProgr
 
 
 def layer_program(net: Net, mem: DieMemory, layer: Layer) -> LayerProgram:
-    """A decoder layer, transformed as the deployment says."""
+    """Build the Program of a decoder layer, transformed as the deployment says."""
     sizes = net.team.sizes
     where = Where(
         experts=sizes.experts.where,

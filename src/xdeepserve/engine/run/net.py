@@ -1,4 +1,4 @@
-"""What a TE's dies are made of besides their programs: memories, and the ends of their exchanges.
+"""A TE's memories and the ends of its exchanges: all that its dies have besides their programs.
 
 `ProtocolNet` has real memories, the protocols of `comm` and kernels that compute; `ClockNet` (clock/) has
 shapes, meetings and formulas. Programs are the same on both.
@@ -38,14 +38,15 @@ from xdeepserve.step.linear import Threads
 
 
 class Net(Protocol):
-    """Ends of exchanges by rank, and by microbatch where they overlap or go away."""
+    """Makes memories and ends of exchanges, by rank and, where microbatches overlap or go away, by
+    microbatch."""
 
     team: Team
     has_shared: bool  # the shared expert is on the token's own die
 
     @property
     def services(self) -> ServiceLayout | None:
-        """Where experts are services, the memory that clients and servers share."""
+        """Memory layout shared by clients and servers where experts are services; None elsewhere."""
 
     def memory(self, rank: int) -> DieMemory: ...
 
@@ -69,7 +70,7 @@ class Net(Protocol):
 
 
 class ProtocolNet:
-    """Real bytes. Construct to plan the exchanges' buffers on all dies."""
+    """Net with real bytes; constructing it plans the exchanges' buffers on all dies."""
 
     def __init__(self, team: Team) -> None:
         self.team, sizes = team, team.sizes
@@ -94,12 +95,15 @@ class ProtocolNet:
 
     @property
     def _marks(self) -> list[str]:
-        """What the buffers of each microbatch that overlaps are called after their names."""
+        """Suffixes of the buffer names of each overlapping microbatch."""
         num_parts = self.team.sizes.walk.num_parts
         return [""] if num_parts == 1 else [f".mb{m}" for m in range(num_parts)]
 
     def _plan_exchange(self, mark: str) -> tuple[Group, Layout | FusedLayout]:
-        """Dispatch and combine between all dies: a physical expert lives on the rank whose slots hold it."""
+        """Plan dispatch and combine between all dies.
+
+        A physical expert lives on the rank whose slots hold it.
+        """
         team, sizes = self.team, self.team.sizes
         group = Group(dies=team.dies, expert_rank=sizes.experts.expert_rank)
         top_k = team.config.num_experts_per_tok + (sizes.experts.num_shared_dies > 0)
@@ -119,8 +123,10 @@ class ProtocolNet:
         return group, layout
 
     def _plan_collectives(self) -> list[CollectiveLayout]:
-        """What ranks that share projections exchange: rows of hidden states, of latents, or of head
-        outputs."""
+        """Plan the collectives among ranks that share projections.
+
+        Rows of hidden states, of latents or of head outputs are exchanged; buffers fit the widest.
+        """
         c, sizes, size = self.team.config, self.team.sizes, self.team.sizes.groups.num_sharing
         heads = c.num_attention_heads * c.v_head_dim
         widest = max(c.hidden_size * size, c.down_columns * size, heads)
@@ -133,30 +139,30 @@ class ProtocolNet:
 
     @property
     def a2e(self) -> list[list[A2ELayout]]:
-        """Buffers of A2E and E2A, by microbatch and domain; none where tokens do not go that way."""
+        """Buffers of A2E and E2A, by microbatch and domain; empty where tokens do not go that way."""
         return self.away.a2e if isinstance(self.away, ByTrampolines) else []
 
     @property
     def services(self) -> ServiceLayout | None:
-        """Where experts are services, the memory that clients and servers share."""
+        """Memory layout shared by clients and servers where experts are services; None elsewhere."""
         return self.away.layout if isinstance(self.away, ByServices) else None
 
     @property
     def seats_outside(self) -> SeatsOutside | None:
-        """Seats of expert servers that are outside of the pod; None where they are dies of it."""
+        """Seats of expert servers in processes outside of the pod; None where servers are dies of the pod."""
         return self.away.seats_outside if isinstance(self.away, ByServices) else None
 
     def memory(self, rank: int) -> DieMemory:
-        """Planned on the die."""
+        """Plan the memory of a die with a DP group."""
         team = self.team
         return DieMemory(team.pod.plan(team.dies[rank]).app, team.config, team.recipe, team.sizes, rank)
 
     def expert_memory(self, index: int) -> ExpertMemory:
-        """Planned on the expert die."""
+        """Plan the memory of an expert die, at its present die."""
         return self.server_memory(index, self.team.expert_at[index])
 
     def server_memory(self, index: int, die: int) -> ExpertMemory:
-        """Planned on a die that is to be the expert die of that number."""
+        """Plan the memory of expert die number `index` on the given die."""
         team = self.team
         assert self.away is not None
         plan, max_rows = team.pod.plan(die), self.away.max_rows
@@ -172,13 +178,16 @@ class ProtocolNet:
         return self.team.pod.dies[self.team.dies[rank]]
 
     def pace(self, rank: int, microbatch: int | None) -> Pace:
-        """Kernels run."""
+        """Return the pace for dies that compute: kernels run, then their virtual time passes."""
         by_cores = microbatch is not None and self.team.sizes.walk.overlap == "cores"
         return Computing(self._die(rank), shares_hbm=by_cores)
 
     def exchange(self, rank: int, pace: Pace, microbatch: int) -> Exchange:
-        """XCCL of a rank. By cores it has those of stream 1; by engines the DMA engine carries what is
-        pulled, and AIV cores what is pushed."""
+        """Make a rank's end of dispatch and combine.
+
+        If microbatches overlap by cores, it uses the AIV cores of stream 1. If they overlap by engines, the
+        DMA engine carries pulled rows, and AIV cores carry pushed ones.
+        """
         die, sizes = self._die(rank), self.team.sizes
         cores: int | None = None
         carrier: Carrier = "mte"
@@ -197,7 +206,10 @@ class ProtocolNet:
         return RankExchange(xccl, self._tallies[microbatch][0], sizes.experts.num_slots)
 
     def group(self, rank: int, pace: Pace, microbatch: int) -> GroupEnd:
-        """Its collectives belong to attention: by cores they have those of stream 0."""
+        """Make a rank's end of its group's collectives.
+
+        They belong to attention, so with overlap by cores they use the AIV cores of stream 0.
+        """
         die, sizes = self._die(rank), self.team.sizes
         cores = None
         if sizes.walk.overlap == "cores":
@@ -206,21 +218,22 @@ class ProtocolNet:
         return TPGroup(Collectives(die, self.team.sharing(rank), self.collectives[microbatch], means))
 
     def trampoline(self, rank: int, pace: Pace, microbatch: int) -> Trampoline:
-        """An attention die's end of the way to experts on dies of their own."""
+        """Make an attention die's end of the way to experts on dies of their own."""
         assert self.away is not None
         return self.away.attention_end(rank, microbatch)
 
     def shared_expert(self, rank: int) -> int | None:
-        """The physical expert that a rank's tokens take for the shared one, if that is elsewhere."""
+        """Return the physical number of the shared expert for a rank's tokens; None if it is on the same
+        die."""
         return self.team.shared_expert(rank)
 
     def chooser(self, rank: int, mem: DieMemory) -> Chooser:
-        """Tokens are drawn from logits."""
+        """Return the sampler for drawing tokens from logits."""
         return Sampler(rank, mem)
 
     def expert_program(
         self, index: int, mem: ExpertMemory, threads: Threads, reports: Queue[msgspec.Struct]
     ) -> ExpertProgram:
-        """An expert die's end of that way, and what it does between."""
+        """Make the program of an expert die, with its end of the way."""
         assert self.away is not None
         return self.away.expert_program(index, mem, threads, reports)

@@ -1,4 +1,4 @@
-"""The dies of one TE, and which of them belong together."""
+"""Dies of a TE, and their division into DP groups and domains."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from xdeepserve.model.weights import Recipe
 
 
 class Team:
-    """The dies of one TE: each `groups.tp` neighbours of `dies` are a DP group.
+    """Dies of a TE: each `groups.tp` neighbours of `dies` are a DP group.
 
     Where experts have dies of their own, `expert_at` has these by number; expert servers come and go.
     """
@@ -26,16 +26,19 @@ class Team:
 
     @property
     def expert_dies(self) -> tuple[int, ...]:
-        """Dies that have experts alone, and are there."""
+        """Dies with experts alone, except vacant seats and servers outside the pod."""
         return tuple(self.expert_at.values())
 
     def group_of(self, rank: int) -> tuple[int, ...]:
-        """The dies of the DP group that a rank belongs to."""
+        """Return the dies of the DP group that a rank belongs to."""
         first = rank - rank % self.sizes.groups.tp
         return self.dies[first : first + self.sizes.groups.tp]
 
     def sharing(self, rank: int) -> tuple[int, ...]:
-        """The dies with which a rank shares projections: of its DP group, or of several of one die each."""
+        """Return the dies sharing projections with a rank, itself included.
+
+        They are the dies of its DP group, or of several DP groups of one die each.
+        """
         size = self.sizes.groups.num_sharing
         first = rank - rank % size
         return self.dies[first : first + size]
@@ -46,9 +49,10 @@ class Team:
         return self.sizes.place.num_dies // self.sizes.walk.num_domains
 
     def domain(self, number: int) -> tuple[int, ...]:
-        """The attention dies of a DP domain."""
+        """Return the attention dies of a DP domain."""
         return self.dies[number * self.dies_per_domain : (number + 1) * self.dies_per_domain]
 
     def shared_expert(self, rank: int) -> int | None:
-        """The physical expert that an attention die's tokens take for the shared one, if it is elsewhere."""
+        """Return the physical number of the shared expert for a rank's tokens; None if it is on the same
+        die."""
         return self.sizes.experts.shared_expert(rank)

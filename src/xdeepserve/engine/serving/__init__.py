@@ -1,1 +1,1 @@
-"""A request's life on the host: what it asks for, the engine that serves it, what comes back."""
+"""A request on the host: its parameters, the engine that serves it, and its output."""

@@ -1,4 +1,4 @@
-"""The first tier of heartbeats: the control plane asks TE-shells, which are loops on hosts (xDeepServe 6.1).
+"""First tier of heartbeats: the control plane asks TE-shells, which are loops on hosts (xDeepServe 6.1).
 
 The second tier, TE-shell to DP groups, is `engine/te/heartbeat.py`, with a period of its own. The control
 plane stands outside of the pod. A question and its answer travel through the hosts' network stacks, and a
@@ -25,7 +25,7 @@ from xdeepserve.hw.queue import Queue
 
 
 class ControlPlane:
-    """Watches over the TE-shells of an engine; `lose` is told of those that are lost."""
+    """Sends heartbeats to an engine's TE-shells; `lose` is called for each TE whose shell is lost."""
 
     def __init__(
         self,
@@ -42,15 +42,15 @@ class ControlPlane:
         self._is_over = False
 
     def start(self) -> None:
-        """From now on ask, whenever time comes to it."""
+        """Start to send heartbeats, the first after a period of virtual time."""
         self._clock.at(self._clock.now + self.beat_ns, self._beat)
 
     def end(self) -> None:
-        """Ask nobody any more."""
+        """Stop sending heartbeats to TE-shells."""
         self._is_over = True
 
     async def _beat(self) -> None:
-        """Look at who has answered, and ask again."""
+        """Mark TE-shells by how long their answers are overdue, then send new heartbeats."""
         if self._is_over:
             return
         running = [te for te in self._tes() if te.is_running]
@@ -73,7 +73,7 @@ class ControlPlane:
         self._clock.spawn(self._hear(), "control plane")
 
     async def _hear(self) -> None:
-        """Take the answers that come before the next question."""
+        """Collect heartbeat answers until the next question is due."""
         deadline_ns = self._clock.now + self.beat_ns - self.travel_ns
         while self._asked_ns:
             try:

@@ -1,4 +1,4 @@
-"""What TEs have counted since they came, those that are gone included: counters only grow."""
+"""Sums of counters over all TEs, including past ones, so that counters never fall."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from xdeepserve.engine.te.te import TE
 
 
 class Counters(NamedTuple):
-    """The part of `EngineStats` that is counted."""
+    """Counters of `EngineStats`, as opposed to momentary values."""
 
     num_preemptions: int
     prefix_cache_queries: int
@@ -29,7 +29,7 @@ class Counters(NamedTuple):
 
     @classmethod
     def of(cls, tes: Sequence[TE]) -> Counters:
-        """What these have counted."""
+        """Sum the counters of all given TEs."""
         schedulers = [group.scheduler for te in tes for group in te.groups]
         prefixes, steps = [each.prefixes for each in schedulers], [each.stats for each in schedulers]
         pools = [each.pool for each in schedulers if each.pool is not None]
@@ -50,6 +50,6 @@ class Counters(NamedTuple):
         )
 
     def plus(self, other: Counters) -> Counters:
-        """Both together."""
+        """Add two sets of counters."""
         pairs: Iterable[tuple[Any, Any]] = zip(self, other, strict=True)
         return Counters._make(summed([a, b]) if isinstance(a, tuple) else a + b for a, b in pairs)

@@ -1,41 +1,58 @@
-"""The engine: requests in, tokens out."""
+"""The engine takes requests and gives tokens; it may share its pod with other engines."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Protocol, cast
+from weakref import WeakSet
 
 import msgspec
 
+from xdeepserve.engine.balance.heat_map import read_heat_map
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Role
-from xdeepserve.engine.dp.events import Observer, notify
-from xdeepserve.engine.dp.group import DPGroup
-from xdeepserve.engine.dp.left import Left
+from xdeepserve.engine.dp.events import Events, Observer, notify
+from xdeepserve.engine.dp.group import DPGroup, Left
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.sequence import KeepLogits, Sequence
 from xdeepserve.engine.job.executor import JobExecutor
+from xdeepserve.engine.job.links import Carriage
+from xdeepserve.engine.job.router import Router
 from xdeepserve.engine.loading import Progress, Source
-from xdeepserve.engine.serving.collecting import collect_seldom
 from xdeepserve.engine.serving.formats import make_parser, output_formats
 from xdeepserve.engine.serving.live import Request
-from xdeepserve.engine.serving.make_executor import make_executor
-from xdeepserve.engine.serving.neighbours import is_quiet, join
 from xdeepserve.engine.serving.output import ChoiceOutput
 from xdeepserve.engine.serving.request import NOTHING, EngineStats, Parse, check_request
 from xdeepserve.engine.serving.steer import Steersman
 from xdeepserve.engine.serving.te_group import TEGroup
 from xdeepserve.engine.te.reports import ServerReport, TEHealth, TEReport
 from xdeepserve.errors import OverloadedError, RequestError, XDeepServeError
+from xdeepserve.hw.pod import Pod
+from xdeepserve.model.answer_lengths import read_answer_lengths
 from xdeepserve.model.sampling import philox4x32
 from xdeepserve.model.tokenizer import load_tokenizer
 from xdeepserve.step.linear import Threads
 
+FEW_OBJECTS = 10_000  # new ones, before Python looks for cycles among objects
+
+
+def collect_seldom() -> None:
+    """Have Python seldom look for cycles among objects.
+
+    A pod is many objects that stay: looking through them at every turn takes a fifth of a step.
+    """
+    young, *old = gc.get_threshold()
+    if young:  # 0: this program wants no collection at all
+        gc.set_threshold(max(young, FEW_OBJECTS), *old)
+
 
 class Engine:
-    """Serves one model on one pod. `AsyncEngine` in request.py is the contract that the endpoint sees.
+    """Serves a model on a pod. `AsyncEngine` in request.py is the contract that the endpoint sees.
 
     Construction plans the pod and refuses what cannot be built; `load` allocates it and reads the weights;
     `start` sets the dies going, and with `warm_up` runs a small request first.
@@ -60,13 +77,14 @@ class Engine:
         self._observers: list[Observer] = []
 
     def load(self, progress: Progress | None = None) -> None:
-        """Allocate the pod and load the weights. Called by `start` if it has not been."""
+        """Allocate the pod and load the weights. Called by `start` if needed."""
         for done, total in self.pieces():
             if progress is not None:
                 progress(done, total)
 
     def pieces(self) -> Iterator[tuple[int, int]]:
-        """What `load` does, with a halt after each tensor: a guest lets others have their turns then."""
+        """Load as `load` does, but yield (tensors done, total) after each tensor. A guest engine thus lets
+        the others on its pod run in between."""
         if self._je is not None:
             return
         yield from self.plan.pieces()
@@ -76,7 +94,7 @@ class Engine:
 
     @property
     def je(self) -> JobExecutor:
-        """The job executor; there is one after `load`."""
+        """Job executor of the engine; exists after `load`."""
         assert self._je is not None, "the engine has not been loaded"
         return self._je
 
@@ -86,13 +104,13 @@ class Engine:
 
     @property
     def groups(self) -> list[DPGroup]:
-        """The DP groups of all TEs."""
+        """DP groups of all TEs of the engine."""
         return [group for te in self.je.tes for group in te.groups]
 
     # ---- the contract -------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Spawn the die programs and the main loop, and wait until all of them wait for work."""
+        """Start all TEs and the control plane, warm up if asked for, and wait until the pod rests."""
         self.load()
         for te in self.je.tes:
             te.start()
@@ -106,7 +124,8 @@ class Engine:
         collect_seldom()
 
     async def settle(self) -> None:
-        """With nobody to serve, wait until the pod rests: until what the last one left to do is done."""
+        """Wait until the pod has finished all remaining work. Returns at once while any engine on the pod
+        serves requests."""
         if self._requests or self._failure is not None or not is_quiet(self.plan.pod):
             return
         at_rest = asyncio.Event()
@@ -114,7 +133,7 @@ class Engine:
         await at_rest.wait()
 
     async def warm_up(self) -> None:
-        """Run a small request, so that every kernel is compiled before somebody waits for it."""
+        """Run a small request, so that every kernel is compiled before the first user waits for it."""
         prompt = [0] * min(2, self.max_model_len - 1)
         params = SamplingParams(max_tokens=1, temperature=1.0, logprobs=0)
         async for _ in self.submit(prompt, params, "warm-up"):
@@ -123,60 +142,61 @@ class Engine:
     # ---- TEs that come and go -----------------------------------------------------------------------
 
     def tes(self) -> list[TEReport]:
-        """All TEs, those included that are loading."""
+        """Report on all TEs, including those still loading."""
         return self._group.reports()
 
     @property
     def lost(self) -> dict[str, XDeepServeError]:
-        """TEs that have failed while others went on, and why."""
+        """Failed TEs with the errors that ended them, while other TEs went on."""
         return self._group.lost
 
     async def add_te(self, role: Role = "both", source: Source = "auto") -> str:
-        """One more TE, like the first of its role: its name, once it takes requests.
+        """Add a TE like the first of its role; return the name once the TE takes requests.
 
         Its weights come from `source` (engine/loading.py); "auto": a peer, else its hosts, the pool, storage.
-        DeploymentError, and nothing has happened, if the deployment has no such TEs, the pod no room or the
-        source no weights.
+
+        Raises DeploymentError, with nothing changed, if the deployment has no such TEs, the pod no room or
+        the source no weights.
         """
         self._check_runs()
         return await self._group.joining.add(role, source)
 
     async def drain(self, te: str) -> None:
-        """Give a TE no new work; it is gone, and its dies are free, when it has ended what it has.
+        """Stop giving new work to a TE, and wait until its work has ended and its dies are free.
 
-        RequestError, and nothing has happened, if there is no such TE or the others could not serve.
+        Raises RequestError, with nothing changed, if there is no such TE or the others could not serve.
         """
         self._check_runs()
         await self._group.part_with(te, moves_out=False)
 
     async def remove(self, te: str) -> None:
-        """Have a TE go at the end of its step: what it is at goes on elsewhere, from the same tokens.
+        """Remove a TE at the end of its step. Other TEs continue its sequences from the same tokens.
 
-        RequestError as for `drain`.
+        Raises RequestError as `drain` does.
         """
         self._check_runs()
         await self._group.part_with(te, moves_out=True)
 
     def cannot_lose(self, die: int) -> str | None:
-        """Why requests would not outlive the loss of a die; None if they would."""
+        """Explain why requests would not outlive the loss of a die; None if they would."""
         return self._group.cannot_lose(die)
 
     def servers(self) -> list[ServerReport]:
-        """Expert servers, where experts are services: their seats, and who is there."""
+        """Report the seats of expert servers and who occupies them, where experts are services."""
         return self._group.servers()
 
     async def add_server(self, te: str | None = None, server: int | None = None) -> ServerReport:
-        """One more expert server, or one in the place of one that is lost: when clients ask it.
+        """Add an expert server, or replace a lost one; return once clients send requests to it.
 
-        RequestError, and nothing has happened, if there is no such seat or somebody is there.
+        Raises RequestError, with nothing changed, if there is no such seat or a server occupies it.
         """
         self._check_runs()
         return await self._group.add_server(te, server)
 
     async def remove_server(self, te: str, server: int) -> None:
-        """Have an expert server leave, when nobody waits for it.
+        """Remove an expert server once no client waits for it.
 
-        RequestError, and nothing has happened, if nobody else has what it has.
+        Raises RequestError, with nothing changed, if no other server has its experts.
         """
         self._check_runs()
         await self._group.remove_server(te, server)
@@ -188,7 +208,7 @@ class Engine:
             raise XDeepServeError("the engine has not been started, or has been stopped")
 
     async def stop(self) -> None:
-        """Abort what is left and end every task."""
+        """Abort all remaining requests and end every task."""
         for request in list(self._requests.values()):
             request.abort()
         if self._je is not None:
@@ -210,35 +230,35 @@ class Engine:
 
     @property
     def unhealthy_reason(self) -> str | None:
-        """Why the engine cannot serve any more; None if it can."""
+        """Reason why the engine cannot serve any more; None if it can."""
         return None if self._failure is None else str(self._failure)
 
     def health(self) -> list[TEHealth]:
-        """Of every TE, those included that are loading or have been lost."""
+        """Report the health of every TE, including loading and lost ones."""
         return self._group.health() if self._je is not None else []
 
     async def check_health(self) -> list[TEHealth]:
-        """What `health` says when all dies that have nothing to do have been asked whether they are there."""
+        """Probe all idle dies, then report the health of every TE."""
         if self.is_healthy():
             await asyncio.gather(*(te.prober.ask_all() for te in self.je.tes))
         return self.health()
 
     def observe(self, observer: Observer) -> None:
-        """Have `observer` called with each event (dp/events.py) from now on, as it comes about.
+        """Call `observer` with each event (dp/events.py) from now on, as it happens.
 
-        It runs in the engine's loop, and must neither wait nor change anything. One that raises is logged and
-        called no more. Nobody listens at no cost.
+        It runs in the engine's loop, and must neither wait nor change anything. An observer that raises is
+        logged and called no more. Without observers, events cost nothing.
         """
         self._observers.append(observer)
 
     def ignore(self, observer: Observer) -> None:
-        """Call it no more. Harmless when repeated, or when it has failed."""
+        """Stop calling an observer. Harmless when repeated, or after the observer has failed."""
         if observer in self._observers:
             self._observers.remove(observer)
 
     @property
     def observers(self) -> tuple[Observer, ...]:
-        """Observers that are told of events, in order."""
+        """Observers of events, in the order in which they are called."""
         return tuple(self._observers)
 
     def stats(self) -> EngineStats:
@@ -262,7 +282,8 @@ class Engine:
         )
 
     def prepare(self, params: SamplingParams, parse: Parse = NOTHING) -> None:
-        """Compile a request's grammar, which may take a while: for another thread, before `submit`."""
+        """Compile a request's grammar before `submit`. Call it from another thread, because it may take a
+        while."""
         self._steersman.prepare(params, parse)
 
     def submit(
@@ -321,7 +342,7 @@ class Engine:
         keep_logits: KeepLogits,
         parse: Parse,
     ) -> None:
-        """A sequence and an output for each choice. Raises RequestError."""
+        """Add a sequence and an output to the request for each choice. Raises RequestError."""
         seed, eos = self._seed_of(params), frozenset(self.plan.config.eos_token_ids)
         for choice in range(params.n):
             parser = make_parser(parse, self.formats, self.tokenizer, prompt)
@@ -347,7 +368,7 @@ class Engine:
             request.add(seq, output)
 
     def _enter(self) -> None:
-        """The pod rests: those that have waited for this arrive, in order."""
+        """Let waiting requests arrive, in order, because the pod rests now."""
         entering, self._entering = self._entering, []
         for request in entering:
             if self._requests.get(request.request_id) is request:
@@ -356,9 +377,9 @@ class Engine:
                 self.je.submit(request.sequences)
 
     def check_room(self, num_new: int) -> None:
-        """Admission control: refuse what would make the queue longer than the deployment allows.
+        """Admission control: refuse requests beyond the queue length that the deployment allows.
 
-        Whoever submits several requests that belong together asks for all of them first.
+        A caller with several requests that belong together checks for all of them first.
         """
         num_places = sum(group.steps.max_seqs for group in self.groups)
         limit = num_places + self.plan.deployment.scheduler.max_waiting
@@ -382,7 +403,8 @@ class Engine:
         return words[0] | words[1] << 32
 
     def fail(self, error: XDeepServeError, te: str | None = None) -> None:
-        """End every request with the reason why nothing can serve any more; `te` has failed, if one has."""
+        """End every request with the reason why nothing can serve any more; `te` names the TE that failed, if
+        any."""
         self._failure, self.failed_te = error, te
         self._group.end(f"the engine has failed: {error}")
         for each in sorted(self.je.tes, key=lambda each: each.sizes.place.name != te):  # the cause first
@@ -400,17 +422,52 @@ class Engine:
         self._requests.pop(request.request_id, None)
 
     def finished(self, request: Request) -> None:
-        """All choices of a request have ended by themselves; their schedulers remove them."""
+        """Forget a finished request, all choices of which have ended; their schedulers remove the
+        sequences."""
         for seq in request.sequences:
             self.je.forget(seq)
         self._requests.pop(request.request_id, None)
 
     def left(self) -> Left:
-        """Count what requests still hold here; nothing once the last one has ended and the pod rests."""
+        """Count entries still held here by requests; 0 once the last request has ended and the pod rests."""
         groups = [group.left() for group in self.groups]
         parts = [Left(requests=len(self._requests)), self.je.left(), *groups]
         return Left(*map(sum, zip(*parts, strict=True)))
 
     def check_integrity(self) -> None:
-        """Every KV block of every group is accounted for."""
+        """Check the account of every KV block of every DP group."""
         self.je.check_integrity()
+
+
+class Neighbour(Protocol):
+    """What an engine tells the others that share its pod, each with a model of its own."""
+
+    @property
+    def num_served(self) -> int:
+        """Number of requests in service, without those waiting for the pod to rest."""
+
+
+def join(pod: Pod, engine: Neighbour) -> None:
+    """Register a loaded engine with its pod, for as long as the engine object lives."""
+    _engines(pod).add(engine)
+
+
+def is_quiet(pod: Pod) -> bool:
+    """Whether no engine on the pod serves a request: only then is the pod sure to come to rest."""
+    return not any(each.num_served for each in _engines(pod))
+
+
+def _engines(pod: Pod) -> WeakSet[Neighbour]:
+    return cast(WeakSet[Neighbour], pod.services.setdefault("engines", WeakSet()))
+
+
+def make_executor(plan: PodPlan, observers: list[Observer]) -> JobExecutor:
+    """The job executor that a plan's deployment asks for, without TEs yet. `observers` are told what happens
+    to requests: those that there are then. InputError for a heat map that is none."""
+    d = plan.deployment
+    carriage = Carriage(plan.pod, d.fabric, d.transfer_over, plan.kv_weight)
+    heat = None if d.scheduler.heat is None else read_heat_map(Path(d.scheduler.heat))
+    lengths = None if heat is None else read_answer_lengths(plan.checkpoint.directory)
+    router = Router(d.scheduler.job_executors, d.scheduler.route, d.seed, heat, lengths)
+    retry_ns = round(1e9 * d.health.probe_s)
+    return JobExecutor(plan.pod, Events(observers), carriage, router, retry_ns, d.scheduler.admission)

@@ -1,4 +1,4 @@
-"""Failover: another TE in the place of one that was given up (xDeepServe 6.2, stages 2 and 1).
+"""Failover: brings up a TE in the place of one that was given up (xDeepServe 6.2, stages 2 and 1).
 
     test      which of its dies are well (hw/self_test.py); the others nobody gets again
     replace   stage 2: a TE of its role on the dies that are free; if there are fewer than it had, with fewer
@@ -48,7 +48,7 @@ ORDER: tuple[Role, ...] = ("both", "decode", "prefill")
 
 
 class Survivors(Protocol):
-    """What Failover needs of the TEs that serve a model."""
+    """Calls made by Failover on the TEs that still serve a model."""
 
     def give_up_all(self, reason: XDeepServeError) -> list[TEPlan]: ...
 
@@ -56,8 +56,8 @@ class Survivors(Protocol):
 
 
 def what_helps(plan: PodPlan, te: TEPlan, lost: Collection[int]) -> str:
-    """Settings of this deployment, any of which lets requests outlive the loss of these dies of a TE, without
-    which nothing can serve; "" if there are none."""
+    """Name settings to make requests outlive the loss of these dies of a TE: each alone suffices. Called
+    where nothing can serve without the TE; "" if no setting helps."""
     d, role, ways = plan.deployment, te.sizes.place.role, list[str]()
     row = next(row for row in DEPLOYMENTS[d.kind] if row.role == role)
     if row.has_services and not (d.experts or ExpertConfig()).copies:
@@ -80,12 +80,13 @@ def what_helps(plan: PodPlan, te: TEPlan, lost: Collection[int]) -> str:
 
 
 def least_dies(plan: PodPlan, role: Role) -> int:
-    """The fewest dies that a TE of a role can have."""
+    """Return the smallest number of dies with which a TE of this role can be built."""
     return next(num for num in count(1) if plan.largest(role, num) is not None)
 
 
 class Failover:
-    """Of one TE after the other. `on_end` is told when none is missing any more, or none can be had: why."""
+    """Replaces lost TEs, in the order of their loss. `on_end` is called when none is missing any more, or
+    with the error if one cannot be replaced."""
 
     def __init__(
         self,
@@ -110,7 +111,7 @@ class Failover:
         self.num_restarts = 0
 
     def begin(self, te: TEPlan, reason: XDeepServeError) -> None:
-        """A TE has been given up: find another one, after those that are being replaced."""
+        """Start to replace a TE that was given up, after those that are being replaced."""
         self._lost.append(te)
         self.reason = str(reason)
         if not self._is_running:
@@ -118,14 +119,14 @@ class Failover:
             self._pod.clock.spawn(self._run(), name="failover")
 
     def describe(self) -> str:
-        """What is under way, and why."""
+        """Describe the failover under way: stage, state and reason."""
         return f"stage {1 if self.stage == 'restarting' else 2}, {self.stage}: {self.reason}"
 
     def cannot_replace(self, te: TEPlan, die: int, prefills: Sequence[TEPlan]) -> str | None:
-        """Why no TE could take the place of this one, once that die of it is lost; None if one could.
+        """Explain why no TE could replace this one once a given die is lost; None if one could.
 
-        `prefills` are those whose dies decode could take. Only what is certain counts: of these the largest
-        stays, and nothing is known while another TE is on its way.
+        `prefills` are the TEs whose dies decode could take. Only certain room counts: the largest of
+        `prefills` stays, and nothing is known while another TE is on its way.
         """
         if self._is_running:
             return f"another task executor is on its way ({self.describe()}): wait until it is there"
@@ -159,7 +160,8 @@ class Failover:
         self._on_end(error)
 
     async def _recover(self, te: TEPlan) -> None:
-        """DeploymentError, or what has failed meanwhile, if no other TE can be had."""
+        """Replace a TE, or restart all. Raises DeploymentError, or the failure on the way, if no TE can be
+        had."""
         self._move("lose")
         await self._test(te)
         self._move("test")
@@ -174,14 +176,14 @@ class Failover:
         self._move("join")
 
     async def _test(self, te: TEPlan) -> None:
-        """Give its dies back, those that are well to whoever needs them."""
+        """Test the dies of a given-up TE and free those that passed."""
         await until_unused(te)
         well = await well_dies(self._pod, te.every_die, self._timeout_ns)
         te.release()
         self._pod.restore(well)
 
     async def _replace(self, role: Role, spare: int = 0) -> bool:
-        """Stage 2, leaving so many dies free; whether there is a TE of the role more."""
+        """Stage 2: bring up a TE of the role, leaving `spare` dies free. Returns whether it serves."""
         tried: list[int] = []
         while True:
             free = self._pod.free_dies(self._dies)
@@ -200,7 +202,7 @@ class Failover:
                 return True
 
     async def _restart(self) -> None:
-        """Stage 1. DeploymentError if no TE of some role can be had, or this was often enough."""
+        """Stage 1: restart all TEs. Raises DeploymentError if a role gets no TE, or restarts are used up."""
         if self.num_restarts >= self._config.max_restarts:
             raise DeploymentError(
                 f"all TEs have been started anew {self.num_restarts} times, and recovery.max_restarts allows "

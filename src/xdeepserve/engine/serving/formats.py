@@ -1,4 +1,4 @@
-"""Which formats of reasoning and tool calls a model speaks: from its tokenizer and chat template."""
+"""Detects a model's formats of reasoning and tool calls from its tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ TAIL = 16  # tokens, enough to spell the tag that may end a prompt, byte by byte
 
 
 def output_formats(config: OutputConfig, tokenizer: Tokenizer | None) -> OutputFormats:
-    """The configured formats; where that is "auto", the ones that tokenizer and template know the tags of."""
+    """Return the configured formats; where a format is "auto", detect it by tags that tokenizer or template
+    know."""
     if tokenizer is None:
         return OutputFormats()
 
@@ -52,7 +53,7 @@ def output_formats(config: OutputConfig, tokenizer: Tokenizer | None) -> OutputF
 def make_parser(
     parse: Parse, formats: OutputFormats, tokenizer: Tokenizer | None, prompt_token_ids: Sequence[int]
 ) -> StreamParser | None:
-    """The parser of one choice; None where there is nothing to parse."""
+    """Make the output parser of a choice; None if there is nothing to parse."""
     reasoning = parse.reasoning and formats.reasoning
     tools = formats.tools if parse.tools else None
     if tokenizer is None or not (reasoning or tools):
@@ -62,7 +63,8 @@ def make_parser(
 
 
 def is_reasoning(parse: Parse, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> bool:
-    """Whether a prompt ends within a reasoning, as its sender says, or with the tag that begins one."""
+    """Whether a prompt ends inside reasoning: by the client's word, or because it ends with the opening
+    tag."""
     if parse.in_reasoning:
         return True
     tail = tokenizer.decode(prompt_token_ids[-TAIL:], skip_special_tokens=False)

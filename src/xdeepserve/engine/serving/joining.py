@@ -1,4 +1,4 @@
-"""TEs that join: planned, loaded, tried by a dummy request, and only then given work (DeepServe 6)."""
+"""Brings new TEs into service: planned, loaded, tried by a dummy request, then given work (DeepServe 6)."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from typing import Any
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Role
 from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.dp.sampling_params import SamplingParams
+from xdeepserve.engine.dp.sequence import SampledToken, Sequence
 from xdeepserve.engine.job.executor import JobExecutor
 from xdeepserve.engine.job.links import SETTLE_NS, TIMEOUT_NS
 from xdeepserve.engine.loading import SOURCES, Source
-from xdeepserve.engine.te.dummy_request import serve_dummy
 from xdeepserve.engine.te.te import TE
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import HardwareError, ProtocolError, RequestError, XDeepServeError, abridged
+from xdeepserve.hw.clock import Waiting
 from xdeepserve.hw.self_test import well_dies
 
 FAILED = (HardwareError, ProtocolError)  # what is said when dies fail, by themselves or by who waits for them
 
 
 class Joining:
-    """TEs that are on their way to a job executor. `make` makes a TE of its plan; `on_joined` is told of each
-    that takes requests from now on."""
+    """Brings new TEs to a job executor. `make` makes a TE from its plan; `on_joined` is called for each TE
+    before it takes requests."""
 
     def __init__(
         self,
@@ -39,19 +41,19 @@ class Joining:
 
     @property
     def processes(self) -> list[asyncio.Task[Any]]:
-        """One for each, which ends when it takes requests, or has given its dies back."""
+        """Tasks of joining TEs; each ends when its TE takes requests, or has given its dies back."""
         return [*self._processes]
 
     def end(self, why: str) -> None:
-        """Nobody can join any more; those that load give their dies back."""
+        """Forbid further joining; loading TEs give their dies back."""
         self._end = self._end or why
         for process in self._processes:
             process.cancel()
 
     async def add(self, role: Role, source: Source) -> str:
-        """One more TE, like the first of its role: its name, once it takes requests.
+        """Add a TE like the first of its role; return the name once the TE takes requests.
 
-        Its load ends, and its dies are free again, if whoever asked for it goes away.
+        If the caller is cancelled, loading ends and the dies are free again.
         """
         if source not in SOURCES:
             known = ", ".join(SOURCES)
@@ -66,7 +68,7 @@ class Joining:
             raise XDeepServeError(f"no TE of role {role} can join: {self._end}") from None
 
     async def join(self, role: Role, place: Sizes) -> str:
-        """From within a process: one more TE, which says where it is."""
+        """Add a TE at a given place and return its name; for callers that are processes of the pod."""
         joining = self._begin(role, "auto", place)
         try:
             await self._plan.pod.clock.join(joining)
@@ -109,8 +111,8 @@ class Joining:
         return [te.plan for te in self._je.tes if te.life == "ready"]
 
     async def _give_back(self, plan: TEPlan, te: TE | None, error: BaseException) -> None:
-        """The dies of one that does not join, when nobody is at them any more. If something has failed there,
-        nobody gets those again that are not well."""
+        """Free the dies of a TE that failed to join, once nothing uses them. After a hardware failure, dies
+        that do not pass the self test stay lost."""
         if te is not None:
             te.kill()
             await until_unused(plan)
@@ -122,8 +124,55 @@ class Joining:
 
 
 async def until_unused(te: TEPlan) -> None:
-    """From within a process: until all that was under way on a TE's dies has heard that it is over."""
+    """Wait until work under way on a TE's dies has noticed its end; for callers that are processes of the
+    pod."""
     pause_ns = SETTLE_NS
     while te.is_in_use and pause_ns < TIMEOUT_NS:
         await te.pod.clock.sleep(pause_ns)
         pause_ns *= 2
+
+
+PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)  # of the dummy request
+
+
+async def serve_dummy(te: TE, timeout_ns: int) -> None:
+    """Serve the dummy request of a TE that has loaded: each DP group computes one token (DeepServe 6,
+    TE-Post-Load). From within a process, when the TE runs.
+
+    All that a request needs runs once before somebody depends on it: weights, kernels, exchanges, host. What
+    fails there is the TE's own, as nobody has sent it anything yet: it is raised, as is DeadlineError after
+    a while.
+    """
+    clock, missing = te.plan.pod.clock, {group.rank for group in te.groups}
+
+    def awaited() -> Waiting:
+        names = ", ".join(f"DP group {rank}" for rank in sorted(missing)[:4])
+        peers = f"{names} ..." if len(missing) > 4 else names
+        count = len(te.groups)
+        return Waiting("dummy request", te.sizes.place.name, peers, "groups", count, count - len(missing))
+
+    waiter = clock.waiter(awaited)
+
+    def end(seq: Sequence, _: list[SampledToken]) -> bool:
+        missing.discard(-1 - seq.seq_id)
+        if not missing:
+            waiter.wake()
+        return True
+
+    failures: list[Exception] = []  # also of the moment in which the last group ended
+
+    def fail(_: TE, error: Exception) -> None:
+        failures.append(error)
+        waiter.fail(error)
+
+    on_failure, te.on_failure = te.on_failure, fail
+    try:
+        for group in te.groups:
+            seq_id = -1 - group.rank  # the engine's begin at 0
+            group.places.move(Sequence(seq_id, 0, [0], 1, 1, PARAMS, 0, end), "add")
+        te.wake()
+        await clock.wait(waiter, clock.now + timeout_ns)
+        if failures:
+            raise failures[0]
+    finally:
+        te.on_failure = on_failure

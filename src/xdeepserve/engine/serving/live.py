@@ -15,7 +15,8 @@ from xdeepserve.hw.clock import Clock
 
 
 class Request:
-    """A submitted request: iterate it for its OutputDeltas. Leaving early aborts it."""
+    """Submitted request: iterate over the object to get its OutputDeltas. Leaving the iteration early aborts
+    the request."""
 
     def __init__(
         self,
@@ -34,18 +35,18 @@ class Request:
         self.is_over = False
 
     def add(self, seq: Sequence, output: ChoiceOutput) -> None:
-        """One more choice, before the request is dispatched."""
+        """Add a further choice, before the request is dispatched."""
         self.sequences.append(seq)
         self.outputs.append(output)
         self.num_open += 1
 
     def begin(self, seq: Sequence) -> None:
-        """Tell the request's listener that a choice takes part in a step for the first time."""
+        """Tell the request's listener of a choice's first step."""
         if self._on_scheduled is not None and not self.is_over:
             notify(self._on_scheduled, seq.choice, about=f"request {self.request_id}")
 
     def take(self, seq: Sequence, rows: list[SampledToken]) -> bool:
-        """Called by the scheduler with a step's results; True when the choice is finished."""
+        """Take a step's results from the scheduler; return whether the choice is finished."""
         output = self.outputs[seq.choice]
         try:
             delta = output.push(rows, self._clock.now)
@@ -86,7 +87,7 @@ class Request:
         self._queue.put_nowait(None)
 
     def fail(self, error: XDeepServeError) -> None:
-        """End the iteration with an error."""
+        """End the iteration of a request with an error."""
         if not self.is_over:
             self._queue.put_nowait(error)
             self.is_over = True

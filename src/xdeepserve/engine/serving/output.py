@@ -1,4 +1,4 @@
-"""The output handler: from sampled tokens to text, reasoning, tool calls and an end (xDeepServe 4.2).
+"""The output handler turns sampled tokens into text, reasoning, tool calls and an end (xDeepServe 4.2).
 
 Output shortcutting: the DP group that computes a sequence hands its tokens to the handler that the sequence
 carries, and what comes out goes straight to the queue that the front end reads. Neither the TE-shell nor any
@@ -18,7 +18,7 @@ from xdeepserve.model.tokenizer import IncrementalDetokenizer, Tokenizer
 
 
 class ChoiceOutput:
-    """Follows one choice. Text that might become a stop string is held back until it cannot."""
+    """Follows a choice's output. Text that may become a stop string is held back until this is decided."""
 
     def __init__(
         self,
@@ -49,9 +49,9 @@ class ChoiceOutput:
         self.stop_reason: int | str | None = None  # the stop token or stop string that ended it
 
     def push(self, rows: list[SampledToken], now_ns: int = 0) -> OutputDelta | None:
-        """Take the results of one step, at a virtual time; the increment they make, None if there is none.
+        """Take a step's results at a virtual time; return the increment of output, None if there is none.
 
-        After the row that finishes the choice the rest is dropped, as with a draft accepted past the end.
+        Rows after the one that finishes the choice are dropped, like drafts accepted past the end.
         """
         token_ids: list[int] = []
         logprobs: list[PositionLogprobs] = []
@@ -92,7 +92,7 @@ class ChoiceOutput:
         return delta
 
     def _is_reasoning(self, new_text: str) -> bool:
-        """Whether the token that has just released a text is part of the reasoning, or a tag of it."""
+        """Whether the token behind `new_text` is part of the reasoning, or of its tags."""
         counter = self._counter
         if counter is None or counter.state == "content":
             return False
@@ -101,7 +101,7 @@ class ChoiceOutput:
         return was_reasoning or counter.state == "reasoning"
 
     def _parse(self, delta: OutputDelta) -> None:
-        """Take reasoning and tool calls out of the delta's text."""
+        """Move reasoning and tool calls out of the delta's text into their own fields."""
         if self._parser is None:
             return
         if delta.finish_reason is None:
@@ -111,7 +111,7 @@ class ChoiceOutput:
         delta.text, delta.reasoning, delta.tool_calls = parsed.content, parsed.reasoning, parsed.tool_calls
 
     def metrics(self, seq: Sequence) -> RequestMetrics:
-        """The record of the choice, which `seq` computed."""
+        """Return the record of the choice, whose sequence is `seq`."""
         return RequestMetrics(
             arrival_ns=seq.arrival_ns,
             scheduled_ns=seq.scheduled_ns,
@@ -134,7 +134,7 @@ class ChoiceOutput:
             self._prompt_logprobs.append(position_logprobs(row))
 
     def _take_token(self, token_id: int) -> str:
-        """Count a token and check whether it ends the choice; the text that may be sent."""
+        """Count a token, check whether it ends the choice, and return the text that may be sent."""
         self._num_tokens += 1
         is_end = token_id in self._ends
         if is_end:
@@ -152,7 +152,7 @@ class ChoiceOutput:
         return self._release(new_text)
 
     def _release(self, new_text: str) -> str:
-        """What of the held and the new text may go out; cuts at a stop string."""
+        """Return the part of the held and new text that may be sent, cut at a stop string."""
         text = self._held + new_text
         stops = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if stops:
@@ -165,12 +165,11 @@ class ChoiceOutput:
 
     @property
     def _stops(self) -> tuple[str, ...]:
-        """The stop strings; before `min_tokens` there are none, so that what was said until then is no part
-        of one either."""
+        """Stop strings in force: none before `min_tokens`, so earlier text cannot be part of one either."""
         return self.params.stop if self._num_tokens > self.params.min_tokens else ()
 
     def _num_held(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
+        """Return the length of the longest end of `text` with which a stop string begins."""
         longest = max((len(stop) for stop in self._stops), default=0) - 1
         for length in range(min(longest, len(text)), 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self._stops):
@@ -181,7 +180,7 @@ class ChoiceOutput:
 def _hidden_tags(
     parser: StreamParser | None, params: SamplingParams, tokenizer: Tokenizer | None
 ) -> dict[int, str]:
-    """Tags of the parser that are special tokens, which the text would otherwise leave out."""
+    """Find the parser's tags among special tokens, which the text would otherwise leave out."""
     if parser is None or tokenizer is None or not params.skip_special_tokens:
         return {}
     ids = {tokenizer.token_to_id(tag): tag for tag in parser.tags}
@@ -189,7 +188,7 @@ def _hidden_tags(
 
 
 def position_logprobs(row: SampledToken) -> PositionLogprobs:
-    """The log probabilities of one result row."""
+    """Return the log probabilities of a single result row."""
     assert row.logprob is not None
     top = tuple(TokenLogprob(token, value, rank + 1) for rank, (token, value) in enumerate(row.top))
     return PositionLogprobs(TokenLogprob(row.token_id, row.logprob, row.rank), top)

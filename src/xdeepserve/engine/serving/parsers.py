@@ -1,4 +1,4 @@
-"""Reasoning and tool calls out of a stream of text (output shortcutting, xDeepServe 4.2).
+"""Parses reasoning and tool calls out of streamed text (output shortcutting, xDeepServe 4.2).
 
 A model marks the parts of its answer with tags: `<think>...</think>` around its reasoning, and one of the
 formats below around calls of tools. `StreamParser` is a state machine over those tags. It is fed text in
@@ -94,7 +94,7 @@ STREAMED = ("reasoning", "content", "arguments")
 
 
 class Parsed(msgspec.Struct):
-    """What one chunk added to each part."""
+    """New text of each part, as added by a chunk."""
 
     content: str = ""
     reasoning: str = ""
@@ -102,7 +102,7 @@ class Parsed(msgspec.Struct):
 
 
 class StreamParser:
-    """`push` each chunk, and end with `finish`.
+    """Splits streamed text into content, reasoning and tool calls: `push` each chunk, and end with `finish`.
 
     parses_reasoning  look for `<think>` at the beginning
     tools             the format of tool calls to look for, if any
@@ -133,19 +133,19 @@ class StreamParser:
         self._skips_space = False
 
     def reasoning_only(self) -> StreamParser | None:
-        """One that follows nothing but the reasoning, from the same beginning; None if there is none."""
+        """Make a parser for the reasoning alone, from the same beginning; None if there is no reasoning."""
         if "reasoning" not in self._marks:
             return None
         return StreamParser(True, None, in_reasoning=self.state == "reasoning")
 
     @property
     def tags(self) -> list[str]:
-        """Every mark of the machine, and what is a token within one."""
+        """Every mark of the machine, and any special token within such a mark."""
         inner = [DSML] if self.tools == "deepseek_v32" else []
         return inner + [mark for marks in self._marks.values() for mark, _ in marks]
 
     def push(self, text: str) -> Parsed:
-        """Take more text; what has become certain with it."""
+        """Take more text; return the parts that have become certain with it."""
         parsed = Parsed()
         self._held += text
         while (found := self._next_mark()) is not None:
@@ -159,7 +159,8 @@ class StreamParser:
         return parsed
 
     def finish(self, text: str = "", is_cut: bool = False) -> Parsed:
-        """Take the last text; what it and all that was held back make. `is_cut`: there was more to say."""
+        """Take the last text; return all remaining parts. `is_cut`: the model was stopped by the length
+        limit."""
         parsed, num_mark = self.push(text), self._num_mark()
         rest, self._held = self._held, ""
         before = rest[: len(rest) - num_mark]
@@ -184,7 +185,7 @@ class StreamParser:
         return parsed
 
     def _next_mark(self) -> tuple[int, str, State] | None:
-        """The first mark in the held text, the longest of those that begin there."""
+        """Find the first mark in the held text; of marks that begin there, the longest."""
         hits = [
             (at, -len(mark), mark, following)
             for mark, following in self._marks[self.state]
@@ -199,7 +200,7 @@ class StreamParser:
         return None if first is None else (first[0], first[2], first[3])
 
     def _num_mark(self) -> int:
-        """Characters at the end of the held text that begin a mark."""
+        """Count the characters at the end of the held text that may begin a mark."""
         marks = [mark for mark, _ in self._marks[self.state]]
         longest = max(map(len, marks), default=1) - 1
         for length in range(min(longest, len(self._held)), 0, -1):
@@ -208,14 +209,14 @@ class StreamParser:
         return 0
 
     def _num_held(self) -> int:
-        """Characters at the end of the held text that cannot be given out yet."""
+        """Count the characters at the end of the held text that cannot be given out yet."""
         length = self._num_mark()
         if self.state == "content" and self.tools is not None:
             length = len(self._held) - len(self._held[: len(self._held) - length].rstrip())
         return length
 
     def _leave(self, text: str, mark: str, following: State, parsed: Parsed) -> State:
-        """The current state ends after `text`, with `mark`; the state after it."""
+        """Leave the current state because `mark` was found after `text`; return the state after it."""
         match self.state:
             case "reasoning" | "arguments":
                 self._stream(text, parsed)
@@ -245,7 +246,7 @@ class StreamParser:
         return following
 
     def _say_between(self, text: str, parsed: Parsed) -> None:
-        """What stands between calls, or behind them, is content; white space there is none."""
+        """Give out text between or behind calls as content, unless it is only white space."""
         if text.strip():
             parsed.content += text
 
@@ -262,12 +263,12 @@ class StreamParser:
             parsed.reasoning += text
 
     def _give_back(self, text: str, parsed: Parsed) -> None:
-        """What has been swallowed, and `text`, make no call: they are content."""
+        """Give out swallowed text and `text` as content, because they make no call."""
         parsed.content += self._swallowed + text
         self._swallowed, self._has_call, self._skips_space = "", True, False
 
     def _begin_call(self, header: str, parsed: Parsed) -> bool:
-        """A call's name is known. False if it is none."""
+        """Begin a call named by `header`. Returns False if the header has no name."""
         name, call_id = header, None
         if self.tools == "kimi":
             name, call_id = re.sub(r"^functions\.|:\d+$", "", header), header
@@ -277,7 +278,7 @@ class StreamParser:
         return True
 
     def _take_call(self, text: str, parsed: Parsed) -> bool:
-        """A whole call. False if it is none."""
+        """Take a whole call from `text`. Returns False if it is none."""
         if self._reader is not None:
             return self._take_tagged(text, parsed)
         try:
@@ -301,7 +302,7 @@ class StreamParser:
         return call is not None
 
     def _take_cut(self, text: str, parsed: Parsed) -> bool:
-        """The beginning of a call: its name, and what there is of its arguments. False without a name."""
+        """Take the beginning of a call: its name, and its arguments so far. Returns False without a name."""
         if self._reader is not None:
             return self._take_tagged(text, parsed, is_cut=True)
         found = _CUT_CALL.match(text)
@@ -322,7 +323,7 @@ class StreamParser:
         self._swallowed, self._has_call, self._skips_space = "", True, True
 
     def _current_call(self, parsed: Parsed) -> ToolCallDelta:
-        """The delta of the call whose arguments are being streamed."""
+        """Return the delta of the call whose arguments are being streamed."""
         if not parsed.tool_calls or parsed.tool_calls[-1].index != self.num_calls - 1:
             parsed.tool_calls.append(ToolCallDelta(index=self.num_calls - 1))
         return parsed.tool_calls[-1]

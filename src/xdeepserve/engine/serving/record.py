@@ -1,4 +1,4 @@
-"""What a request went through, in virtual time: the record behind TTFT, TPOT and their like."""
+"""Record of a request in virtual time, from which TTFT, TPOT and the like are computed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from xdeepserve.engine.dp.stats import summed
 
 
 class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """When things happened to a choice, in ns of virtual time, and how often.
+    """Times (virtual ns) of the stages in a choice's life, and counts of its work.
 
     arrival_ns          submitted
     scheduled_ns        first took part in a step; None if it never did
@@ -41,7 +41,7 @@ class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def merged(cls, records: Sequence[RequestMetrics]) -> RequestMetrics:
-        """The record of a request, from those of its choices: first first token, last last token, sums."""
+        """Merge the records of a request's choices: first first token, last last token, sums of counts."""
         counts = [name for name in cls.__struct_fields__ if name.startswith("num_")]
         sums = {name: sum(getattr(r, name) for r in records) for name in counts}
 
@@ -60,29 +60,31 @@ class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def queue_ns(self) -> int | None:
-        """Arrival to the first step."""
+        """Time in the queue (ns): arrival to the first step."""
         return None if self.scheduled_ns is None else self.scheduled_ns - self.arrival_ns
 
     @property
     def ttft_ns(self) -> int | None:
-        """Time to first token: arrival to first token."""
+        """Time to first token (ns): arrival to first token."""
         return None if self.first_token_ns is None else self.first_token_ns - self.arrival_ns
 
     @property
     def tpot_ns(self) -> float | None:
-        """Time per output token: (last token time - first token time) / (tokens - 1)."""
+        """Time per output token (ns): (last token time - first token time) / (tokens - 1)."""
         if self.first_token_ns is None or self.last_token_ns is None or self.num_tokens < 2:
             return None
         return (self.last_token_ns - self.first_token_ns) / (self.num_tokens - 1)
 
     @property
     def e2e_ns(self) -> int | None:
-        """Arrival to last token."""
+        """End-to-end time (ns): arrival to last token."""
         return None if self.last_token_ns is None else self.last_token_ns - self.arrival_ns
 
     @property
     def tokens_per_step(self) -> float | None:
-        """1 without MTP, 1 + the acceptance rate with one draft, 1 + p1 + p1 p2 with two.
+        """Mean number of tokens per step: 1 without MTP, 1 + p1 with one draft, 1 + p1 + p1 p2 with two. Here
+        p1 and p2 are acceptance rates.
 
-        Of the steps after the first, which has no drafts; None if there was none."""
+        The first step is left out, because it has no drafts; None if it was the only one.
+        """
         return (self.num_tokens - 1) / (self.num_steps - 1) if self.num_steps > 1 else None

@@ -1,4 +1,4 @@
-"""What a request asks for, what comes back, and the engine in between: the contract of the serving layer.
+"""Contract of the serving layer: a request's parameters, its output, and the engine in between.
 
 The endpoint, the `LLM` facade and the command line speak only these types. Names follow vLLM's.
 """
@@ -27,21 +27,21 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
 
 class PositionLogprobs(msgspec.Struct, frozen=True):
-    """The token that stands at one position, and the likeliest tokens there, best first."""
+    """Log probabilities at a position: the chosen token's and the likeliest tokens', best first."""
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...] = ()
 
 
 class Function(msgspec.Struct, frozen=True):
-    """A tool that may be called; `parameters` is the JSON schema of its arguments, as text."""
+    """Tool offered to the model; `parameters` is the JSON schema of its arguments, as text."""
 
     name: str
     parameters: str
 
 
 class ToolRules(msgspec.Struct, frozen=True, kw_only=True):
-    """What calls have to look like where that is not left to the model.
+    """Rules for tool calls enforced by a grammar, instead of leaving them to the model.
 
     must_call   nothing but calls, at least one
     is_single   one call at most
@@ -53,8 +53,8 @@ class ToolRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Parse(msgspec.Struct, frozen=True, kw_only=True):
-    """What to parse out of a choice's text, as far as the model's format is known (`AsyncEngine.formats`),
-    and what calls of tools must be.
+    """Selects the parts to parse out of a choice's text, and the rules that tool calls must obey. Parsing
+    needs a known format of the model (`AsyncEngine.formats`).
 
     in_reasoning   the prompt ends within a reasoning; that it ends with the tag itself is seen without
     functions      that the model may call, with the schemas that the client gave
@@ -71,7 +71,7 @@ NOTHING = Parse()
 
 
 class OutputFormats(msgspec.Struct, frozen=True, kw_only=True):
-    """What can be parsed out of a model's text.
+    """Formats of reasoning and tool calls in a model's text that can be parsed.
 
     reasoning     the model puts its reasoning between `<think>` and `</think>`
     tools         the format of its tool calls; None: unknown, or not to be parsed
@@ -84,7 +84,7 @@ class OutputFormats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolCallDelta(msgspec.Struct, kw_only=True):
-    """Part of one call of a tool. The first delta of a call has its name; later ones add to its arguments.
+    """Part of a tool call. The first delta of a call has its name; later ones add to its arguments.
 
     index       which call of the choice, from 0
     id          the model's own id for the call, on its first delta, where its format has one
@@ -98,7 +98,7 @@ class ToolCallDelta(msgspec.Struct, kw_only=True):
 
 
 class OutputDelta(msgspec.Struct, kw_only=True):
-    """One increment of one choice.
+    """Increment of the output of a choice.
 
     index             the choice, 0..n-1
     text              new text; may be empty while a character or a possible stop string is incomplete;
@@ -164,17 +164,16 @@ class ServingTokenizer(Protocol):
 
     @property
     def has_regexes(self) -> bool:
-        """Whether a short text may take long, by regular expressions that a checkpoint brings."""
+        """Whether a short text may take long to tokenise, because of a checkpoint's regular expressions."""
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of `text`. What the tokenizer's file adds to a text comes only where it is asked for: the
-        begin-of-text token of a chat is its template's.
-        """
+        """Return the token ids of `text`. Special tokens of the tokenizer's file are added only on request,
+        because a chat's begin-of-text token comes from its template."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
     def id_to_token(self, token_id: int) -> str | None:
-        """The vocabulary's own spelling of a token, e.g. byte-level "Ġthe"; None where there is none."""
+        """Return the vocabulary's own spelling of a token, e.g. byte-level "Ġthe"; None if it has none."""
 
     def apply_chat_template(
         self,
@@ -186,14 +185,14 @@ class ServingTokenizer(Protocol):
         max_tokens: int | None = None,
         **kwargs: Any,
     ) -> list[int]:
-        """Token ids of a conversation. Raises RequestError when the template refuses it.
+        """Return the token ids of a conversation. Raises RequestError if the template refuses it.
 
         is_isolated  the template is to be stopped where it takes too long or wants too much
         max_tokens   a text that is sure to have more is not tokenised but refused
         """
 
     def fewest_tokens(self, num_chars: int) -> int:
-        """At least so many tokens does a text of so many characters have."""
+        """Return a lower bound for the number of tokens in a text of `num_chars` characters."""
 
 
 class RequestHandle(Protocol):
@@ -210,25 +209,26 @@ class RequestHandle(Protocol):
 
 
 class AsyncEngine(Protocol):
-    """What an endpoint needs of an engine."""
+    """Interface of an engine, as an endpoint uses it."""
 
     @property
     def model_name(self) -> str: ...
 
     @property
     def tokenizer(self) -> ServingTokenizer | None:
-        """None where the checkpoint has no tokenizer: such a model speaks token ids only."""
+        """Tokenizer of the model; None if the checkpoint has none, so that requests and answers are token ids
+        only."""
 
     @property
     def max_model_len(self) -> int:
-        """Prompt and new tokens together, at most."""
+        """Largest number of prompt and new tokens together."""
 
     @property
     def vocab_size(self) -> int: ...
 
     @property
     def formats(self) -> OutputFormats:
-        """What `submit` can parse out of the model's text."""
+        """Formats known to `submit` for parsing the model's text."""
 
     def submit(
         self,
@@ -239,44 +239,44 @@ class AsyncEngine(Protocol):
         parse: Parse = NOTHING,
         on_scheduled: Callable[[int], None] | None = None,
     ) -> RequestHandle:
-        """Check and enqueue a request. Raises RequestError; `check_request` is the part all engines share.
+        """Check and enqueue a request. Raises RequestError; all engines share `check_request`.
 
         `on_scheduled` is called, after `submit` has returned, with each choice that begins to be computed.
-        OverloadedError: too many wait already.
+        Raises OverloadedError if too many requests wait already.
         """
 
     def prepare(self, params: SamplingParams, parse: Parse = NOTHING) -> None:
-        """Do beforehand what `submit` might take long for: compile a grammar. For another thread.
+        """Compile a request's grammar in advance, because that may take long. Call it from another thread.
 
-        Raises RequestError for one that cannot be compiled, as `submit` does.
+        Raises RequestError for a grammar that cannot be compiled, as `submit` does.
         """
 
     def check_room(self, num_new: int) -> None:
-        """Raises OverloadedError where so many sequences more are too many now, RequestError where they
-        always are.
-        """
+        """Check the queue for `num_new` more sequences. Raises OverloadedError if they are too many now,
+        RequestError if they always are."""
 
     def stats(self) -> EngineStats: ...
 
     async def start(self) -> None: ...
 
     async def stop(self) -> None:
-        """Abort what is left and end. Harmless when repeated."""
+        """Abort all remaining requests and end. Harmless when repeated."""
 
     def is_healthy(self) -> bool: ...
 
     @property
     def unhealthy_reason(self) -> str | None:
-        """Why the engine cannot serve any more; None if it can."""
+        """Reason why the engine cannot serve any more; None if it can."""
 
     async def check_health(self) -> list[TEHealth]:
-        """The state of every DP group. Those that have nothing to do are asked."""
+        """Report the state of every DP group, after probing idle ones."""
 
 
 def check_request(
     prompt_token_ids: Sequence[int], params: SamplingParams, *, max_model_len: int, vocab_size: int
 ) -> int:
-    """How many tokens each choice may generate: `max_tokens`, or what the context has left if that is less.
+    """Check a request and return how many tokens each choice may generate: `max_tokens`, or less if the
+    context ends.
 
     Raises RequestError for an empty prompt, a token id that is no integer or outside the vocabulary, a prompt
     that leaves no room for one new token, or more alternatives than the vocabulary has.

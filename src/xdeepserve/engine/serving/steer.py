@@ -1,4 +1,4 @@
-"""From a request's parameters to what is done to its logits: words become token ids, schemas grammars."""
+"""Turns a request's parameters into edits of logits: words become token ids, schemas become grammars."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ class Steersman:
         return grammars_of(self._config, self._tokenizer)
 
     def prepare(self, params: SamplingParams, parse: Parse) -> None:
-        """Compile the grammar of a request, if it has one. Raises RequestError."""
+        """Compile the grammar of a request, if there is any. Raises RequestError."""
         form = self._form(params, parse)
         if form is not None:
             self._grammars.matcher(form)
 
     def _form(self, params: SamplingParams, parse: Parse) -> StructuredOutputsParams | None:
-        """What a choice has to look like, calls of tools included."""
+        """Return the form required of a choice's text, including its tool calls."""
         tokenizer, form = self._tokenizer, self._formats.tools
         if parse.tool_rules is None or tokenizer is None or form is None:
             return params.structured_outputs
         return tool_grammar(form, parse.tool_rules, params.structured_outputs, tokenizer.token_to_id)
 
     def steer(self, params: SamplingParams, prompt: Sequence[int], parse: Parse) -> Steering | None:
-        """The steering of one choice; None if its logits stay as they are. Raises RequestError."""
+        """Return the logit edits of a choice; None if its logits stay unchanged. Raises RequestError."""
         if not self._draws:
             return None
         matcher = self._matcher(params, prompt, parse)
@@ -70,7 +70,8 @@ class Steersman:
         )
 
     def _matcher(self, params: SamplingParams, prompt: Sequence[int], parse: Parse) -> GrammarMatcher | None:
-        """A grammar holds for what follows the reasoning, where the prompt has begun one that is parsed."""
+        """Return a matcher for the required form, if any. If the prompt has begun reasoning, the grammar
+        holds for the text after it."""
         form = self._form(params, parse)
         if form is None:
             return None
@@ -80,7 +81,7 @@ class Steersman:
         return self._grammars.matcher(form)
 
     def _spellings(self, words: Sequence[str]) -> list[list[int]]:
-        """Words at the beginning of a text, and behind a space, as vLLM has them."""
+        """Spell words as token ids, at the beginning of a text and behind a space, as vLLM does."""
         if not words:
             return []
         if self._tokenizer is None:
@@ -90,7 +91,7 @@ class Steersman:
 
 
 def grammars_of(config: ModelConfig, tokenizer: Tokenizer | None) -> Grammars:
-    """The grammars of a model's vocabulary. Raises RequestError where it has none that could be spelt."""
+    """Return the grammars of a model's vocabulary. Raises RequestError without tokenizer or end token."""
     eos = config.eos_token_ids
     if tokenizer is None or not eos:
         lack = "no tokenizer" if tokenizer is None else "no end-of-sequence token"

@@ -1,5 +1,4 @@
-"""Tool calls that are no JSON: a name and parameters between tags, as GLM, MiniMax, Qwen's coder and
-DeepSeek-V3.2 write them.
+"""Tool calls written with tags instead of JSON, as by GLM, MiniMax, Qwen's coder and DeepSeek-V3.2.
 
     glm            <tool_call>NAME\\n<arg_key>KEY</arg_key>\\n<arg_value>VALUE</arg_value>\\n</tool_call>
     qwen3_coder    <tool_call> <function=NAME> <parameter=KEY> VALUE </parameter> </function> </tool_call>,
@@ -36,7 +35,7 @@ TEXT: Kinds = frozenset({"string"})
 
 
 class Tags(NamedTuple):
-    """What stands around a call's name and parameters: first NAME named (key KEY value VALUE end)* last.
+    """Tags around a call's name and parameters: first NAME named (key KEY value VALUE end)* last.
 
     `first` and `last` are marks of the parser where they are not empty. `is_text` takes the place of `value`
     before a text, if there is one.
@@ -68,14 +67,14 @@ TAGGED: dict[ToolFormat, Tags] = {
 
 
 class TaggedCall(NamedTuple):
-    """A call: its name, and its arguments as JSON, which lacks its end where the call does."""
+    """Name of a call, and its arguments as JSON; a cut call has cut arguments."""
 
     name: str
     arguments: str
 
 
 class CallReader:
-    """Reads calls of one format. `functions` are those that are offered, with their schemas."""
+    """Reads tool calls of a given format. `functions` are offered to the model, with their schemas."""
 
     def __init__(self, form: ToolFormat, functions: Sequence[Function]) -> None:
         t = self._tags = TAGGED[form]
@@ -87,7 +86,7 @@ class CallReader:
         )
 
     def read(self, text: str, is_cut: bool = False) -> TaggedCall | None:
-        """The call in `text`, which is what stands between `first` and `last`; None if it is none.
+        """Read the call in `text`, the text between `first` and `last`; None if there is no call.
 
         With `is_cut` it may end anywhere behind the name: a parameter that is not whole is left out.
         """
@@ -107,7 +106,7 @@ class CallReader:
 
     @cached_property
     def _kinds(self) -> Mapping[str, Mapping[str, Kinds]]:
-        """By function and parameter."""
+        """Kinds of JSON allowed by the schemas, by function and parameter."""
         schemas = {each.name: json.loads(each.parameters) for each in self._functions}
         return {
             name: {key: kinds_of(each) for key, each in (schema.get("properties") or {}).items()}
@@ -116,7 +115,7 @@ class CallReader:
 
 
 def kinds_of(schema: Any) -> Kinds:
-    """The kinds of JSON that a schema allows, as far as it says so."""
+    """Return the kinds of JSON allowed by a schema, as far as it says so."""
     if not isinstance(schema, dict):
         return frozenset()
     if isinstance(kind := schema.get("type"), str):
@@ -147,7 +146,7 @@ _TYPES: dict[str, Any] = {
 
 
 def _value(text: str, kinds: Kinds) -> str:
-    """JSON of a parameter's text: the text itself, if that is JSON of such a kind, or a string."""
+    """Return JSON of a parameter's text: the text itself, if it is JSON of an allowed kind, or a string."""
     if kinds == TEXT:
         return _json(text)
     try:
@@ -163,6 +162,7 @@ def _json(text: str) -> str:
 
 
 def _pattern(tag: str) -> str:
-    """Of a tag: line breaks around it may be missing, and within it there may be any white space."""
+    """Return a pattern for a tag: line breaks around it are optional, and line breaks within match any white
+    space."""
     inner = r"\s*".join(map(re.escape, tag.strip("\n").split("\n")))
     return "\n?" * tag.startswith("\n") + inner + "\n?" * tag.endswith("\n")

@@ -1,4 +1,4 @@
-"""The TEs that serve one model, which come and go while requests run (DeepServe 3, TE groups)."""
+"""TEs in service for a model, which come and go while requests run (DeepServe 3, TE groups)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import msgspec
 
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.dp.events import FailoverEnded
-from xdeepserve.engine.job.executor import JobExecutor
-from xdeepserve.engine.job.roster import can_serve
+from xdeepserve.engine.job.executor import JobExecutor, can_serve
+from xdeepserve.engine.numbers import GroupRank
 from xdeepserve.engine.serving.control_plane import ControlPlane
 from xdeepserve.engine.serving.counters import Counters
 from xdeepserve.engine.serving.failover import Failover, what_helps
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class TEGroup:
-    """The TEs that a job executor gives requests to: who fails, leaves or, by `joining`, comes.
+    """Manages the TEs of a job executor: those that fail, leave or, through `joining`, come.
 
     `on_failure` is told why nothing can serve any more, and which TE ended it, if one that still ran did.
     """
@@ -77,7 +77,7 @@ class TEGroup:
     # ---- what they are at ---------------------------------------------------------------------------
 
     def counters(self) -> Counters:
-        """What all TEs have counted, those that are gone included."""
+        """Sum the counters of all TEs, including those that are gone."""
         now = self._past.plus(Counters.of(self._je.tes))
         restarts = 0 if self._failover is None else self._failover.num_restarts
         recoveries = now.num_recoveries + Counter({"2": len(self.lost), "1": restarts})
@@ -85,16 +85,16 @@ class TEGroup:
 
     @property
     def is_recovering(self) -> bool:
-        """Another TE is on its way in the place of one that was given up."""
+        """Whether another TE is on its way to replace a lost TE."""
         return self._je.homeless.is_open
 
     @property
     def _running(self) -> list[TE]:
-        """All that have tasks, one that serves its dummy request included."""
+        """TEs with running tasks, including one that serves its dummy request."""
         return [*self._je.tes, *(te for te in self.joining.loading if te.is_running)]
 
     def reports(self) -> list[TEReport]:
-        """All TEs, those included that are loading."""
+        """Report on all TEs, including those still loading."""
         found = [
             TEReport(
                 name=te.sizes.place.name,
@@ -109,7 +109,8 @@ class TEGroup:
         return found + [loading.report() for loading in self._plan.loadings.values()]
 
     def cannot_lose(self, die: int) -> str | None:
-        """Why requests would not outlive the loss of a die; None if they would, or it serves nobody."""
+        """Explain why requests would not outlive the loss of a die; None if they would, or no TE uses the
+        die."""
         running = [te for te in self._je.tes if te.is_running]
         te = next((te for te in running if die in te.plan.every_die), None)
         if te is None:
@@ -128,7 +129,7 @@ class TEGroup:
         return f"{te.sizes.place.name} needs die {die}, and no other task executor could go on{hint}"
 
     def health(self) -> list[TEHealth]:
-        """Of all TEs, those included that are loading or have been lost."""
+        """Report the health of all TEs, including loading and lost ones."""
         running = [
             msgspec.structs.replace(
                 te.health.report(),
@@ -149,7 +150,8 @@ class TEGroup:
         return running + loading + lost
 
     def _lost_dies_of(self, te: TE) -> tuple[int, ...]:
-        """Dies that a lost TE has lost; or those that one goes on without, of clients and expert servers."""
+        """Return the dies lost by a lost TE, or those of clients and expert servers that a running TE does
+        without."""
         if te.life == "lost":
             return tuple(sorted(self._plan.pod.memories.silent.intersection(te.plan.every_die)))
         seats = te.seats.reports()
@@ -157,7 +159,7 @@ class TEGroup:
         return tuple(sorted(servers.union(te.plan.dies[rank] for rank in te.clients.lost)))
 
     def _note_joined(self, te: TE) -> None:
-        """A TE takes requests: it is in the place of the first of its role that was lost and has none."""
+        """Note a new TE as replacement for the first lost TE of its role that has none."""
         for number, (plan, health) in enumerate(self._lost_health):
             if plan.sizes.place.role == te.sizes.place.role and health.replaced_by is None:
                 now = msgspec.structs.replace(health, replaced_by=te.sizes.place.name)
@@ -171,14 +173,15 @@ class TEGroup:
         return [report for te in self._je.tes for report in te.seats.reports()]
 
     async def add_server(self, te: str | None, number: int | None) -> ServerReport:
-        """Bring one more expert server (te/server_seats.py) to a TE, by default the first that has some."""
+        """Bring a further expert server (te/server_seats.py) to a TE, by default the first TE that has
+        any."""
         its_te = self._te_with_servers(te)
         joining = its_te.join_server(number, self._plan.bring_server)
         number = await self._in_the_pod(joining, "an expert server comes")
         return its_te.seats.reports()[number]
 
     async def remove_server(self, te: str, number: int) -> None:
-        """One less."""
+        """Remove an expert server from a TE once no client waits for it."""
         await self._in_the_pod(self._te_with_servers(te).seats.leave(number), "an expert server leaves")
 
     def _te_with_servers(self, name: str | None) -> TE:
@@ -190,7 +193,8 @@ class TEGroup:
         raise RequestError(f"there is {wanted}: this engine has {names}", param="te")
 
     async def _in_the_pod(self, work: Coroutine[Any, Any, T], name: str) -> T:
-        """As a process of the pod, which goes on if who asked for it goes away, and ends with the group."""
+        """Run work as a process of the pod. It continues if the caller goes away, and ends with the TE
+        group."""
         clock = self._plan.pod.clock
         process = clock.spawn(work, name=name)
         self._moving = [*(each for each in self._moving if not each.done()), process]
@@ -202,7 +206,8 @@ class TEGroup:
             raise XDeepServeError(f"{name} no more: {self._end}") from None
 
     async def close(self) -> None:
-        """Without requests: who is loading gives its dies back, who leaves goes, and nobody else comes."""
+        """Close the TE group once there are no requests: loading TEs give their dies back, leaving TEs finish
+        leaving."""
         self.control_plane.end()
         self.end("the engine has been stopped")
         await asyncio.gather(*self.joining.processes, *self._leaving, *self._moving, return_exceptions=True)
@@ -210,17 +215,17 @@ class TEGroup:
         self._plan.pod.memories.on_page_lost.pop(self, None)
 
     def end(self, why: str) -> None:
-        """Nobody can join any more, and who leaves hears why it does not come to that."""
+        """Forbid joining and leaving; calls that wait for an expert server's move fail with `why`."""
         self._end = self._end or why
         self.joining.end(why)
         for moving in self._moving:
             moving.cancel()
 
     async def part_with(self, name: str, moves_out: bool) -> None:
-        """Have a TE leave when it has ended what it has; or, if that `moves_out`, at the end of its step.
+        """Have a TE leave when its work has ended or, if `moves_out`, at the end of its step.
 
-        RequestError, and nothing has happened, if there is no such TE or the others could not serve;
-        XDeepServeError if it is lost on the way.
+        Raises RequestError, with nothing changed, if there is no such TE or the others could not serve.
+        Raises XDeepServeError if the TE is lost on the way.
         """
         te = next((te for te in self._je.tes if te.sizes.place.name == name), None)
         if te is None and name in self._plan.loadings:
@@ -257,38 +262,38 @@ class TEGroup:
             self._on_failure(next(reversed(self.lost.values())), None)
 
     def _is_needless(self, te: TE) -> bool:
-        """Whether the others that run can serve without it, if only what they have."""
+        """Whether the other running TEs could serve without this TE."""
         return can_serve(other for other in self._je.tes if other is not te and other.is_running)
 
     def _forget(self, te: TE) -> None:
-        """A TE is no part of the group any more, but for what it has counted."""
+        """Remove a TE from the group, but keep its counters."""
         self._past = self._past.plus(Counters.of([te]))
         self._plan.tes.remove(te.plan)
 
     def _find_lost(self, die: int) -> None:
-        """Somebody has read the memory of a die, which does not answer: no need to wait for its silence."""
+        """Handle the silence of a die: its memory did not answer a read; do this without waiting for its
+        heartbeats to fail."""
         for te in self._je.tes:
             if die in te.plan.needed_dies and te.is_running:
                 self._plan.pod.clock.spawn(self._give_up(te, die), name=f"loss of die {die}")
 
     def _lose_page(self, error: PageLostError) -> None:
-        """A page of a die's memory is lost: its TE puts right what it can, also while it loads."""
+        """Act on a lost page of a die's memory: its TE repairs what it can, even while it loads."""
         for te in (*self._je.tes, *self.joining.loading):
             if error.die in te.plan.every_die and (te.is_running or te.life == "loading"):
                 te.lose_page(error)
 
     async def _give_up(self, te: TE, die: int) -> None:
         if te.clients.can_miss(die):
-            te.go_on_without([te.plan.dies.index(die)])
+            te.go_on_without([GroupRank(te.plan.dies.index(die))])  # clients are groups of one die
         elif te.is_running and te in self._je.tes and die in te.plan.needed_dies:
             self._lose(
                 te, LostDieError(f"die {die} of {te.sizes.place.name} is lost: its memory does not answer")
             )
 
     def _lose(self, te: TE, error: Exception) -> None:
-        """A TE has failed. Others go on with what it had, and who drains with its own; if those that are left
-        could not serve, the engine has failed.
-        """
+        """Handle the failure of a TE: others continue its requests, or a replacement is awaited. If the
+        remaining TEs cannot serve and none is on its way, the engine has failed."""
         name = te.sizes.place.name
         if name in self.lost:
             return  # who read its memory, and found nothing there, has told this, too
@@ -316,7 +321,7 @@ class TEGroup:
             self._plan.pod.clock.spawn(self._bury(te.plan), name=f"end of {name}")
 
     def _give_up_te(self, te: TE, reason: XDeepServeError) -> None:
-        """Others go on with what it had, from the tokens alone."""
+        """End a lost TE and let other TEs continue its sequences from their tokens."""
         te.kill()
         te.close()
         groups = tuple(range(len(te.groups)))
@@ -334,7 +339,7 @@ class TEGroup:
         self._je.lose(te, reason)
 
     def give_up_all(self, reason: XDeepServeError) -> list[TEPlan]:
-        """All TEs that there are: those were their dies."""
+        """Give up all TEs and their dies, and return their plans."""
         found = list(self._je.tes)
         for te in found:
             self._plan.pod.lose(te.plan.every_die)
@@ -342,7 +347,7 @@ class TEGroup:
         return [te.plan for te in found]
 
     async def spare_prefill(self) -> bool:
-        """Have the prefill TE with the least to do leave, if it is not the only one; whether it has."""
+        """Have the least loaded prefill TE leave, unless it is the only one; return whether it has left."""
         tes = self._je.tes.ready("prefill")
         if len(tes) < 2:
             return False
@@ -352,7 +357,7 @@ class TEGroup:
         return True
 
     def _end_failover(self, error: XDeepServeError | None) -> None:
-        """Nobody else comes: those that wait for somebody have gone there, or hear why they cannot."""
+        """End a failover: waiting sequences are assigned to a TE, or fail if none can serve."""
         self._je.homeless.is_open = False
         self._je.tell.show(FailoverEnded(None if error is None else str(error)))
         if error is not None and not can_serve(te for te in self._je.tes if te.is_running):
@@ -361,11 +366,11 @@ class TEGroup:
             self._je.house()
 
     async def _bury(self, te: TEPlan) -> None:
-        """The memory of a TE that is lost is free when nobody is at it any more; its dies never are."""
+        """Free the memory of a lost TE when nothing uses it any more; its dies stay lost."""
         await until_unused(te)
         te.release()
 
     async def settle(self) -> None:
-        """All TEs have ended: until their dies can be given back."""
+        """Wait until the dies of all TEs, which have ended, can be given back."""
         for te in self._plan.tes:
             await self._plan.pod.clock.spawn(until_unused(te), name=f"end of {te.sizes.place.name}")

@@ -1,4 +1,4 @@
-"""Calls of tools as a grammar, in the format that the model speaks: what `tool_choice` and `strict` promise.
+"""Grammar of tool calls in the model's own format, as promised by `tool_choice` and `strict`.
 
 The parser (parsers.py) reads what the grammar lets through. A tag is a token of its own where the vocabulary
 has one, which no text can spell otherwise; else its characters.
@@ -58,13 +58,14 @@ _UNSPELT = ("pattern", "format")  # what a schema may ask of a text, but is not 
 def tool_grammar(
     form: ToolFormat, rules: ToolRules, content: StructuredOutputsParams | None, token_of: TokenOf
 ) -> StructuredOutputsParams:
-    """What a choice may say that has tools: calls, or if it need not call any, content with or without them.
+    """Return a grammar for a choice with tools: only calls or, if none is required, content with or without
+    calls.
 
-    `content` is what content has to look like, which then excludes calls.
+    `content` is the form required of content, which then excludes calls.
     """
 
     def tag(text: str) -> str:
-        """A text, of whose tags those that are tokens are named by their numbers."""
+        """Return a text as grammar terms; tags with a token of their own are named by token id."""
         if (token_id := token_of(text)) is not None and _TAG.fullmatch(text):
             return f"<[{token_id}]>"
         pieces = [each for each in _PIECES.split(text) if each]
@@ -93,7 +94,8 @@ def tool_grammar(
 
 
 def _call(form: ToolFormat, function: Function, tag: Callable[[str], str]) -> str:
-    """The rule of one call; where each has a tag of its own, what follows that."""
+    """Return the grammar rule of a single call. Where each call has its own opening tag, the rule begins
+    after it."""
     if form in TAGGED:
         return _tagged_call(form, function, tag)
     name, arguments = function.name, json_rule(json.loads(function.parameters))
@@ -111,7 +113,7 @@ def _call(form: ToolFormat, function: Function, tag: Callable[[str], str]) -> st
 
 
 def _tagged_call(form: ToolFormat, function: Function, tag: Callable[[str], str]) -> str:
-    """The rule of a call that is no JSON: parameters in the schema's order, none but those that it has."""
+    """Return the rule of a call with tags instead of JSON: only the schema's parameters, in its order."""
     t, schema = TAGGED[form], json.loads(function.parameters)
     known, required = schema.get("properties"), schema.get("required", ())
     parts = [tag(f"{'' if form == 'glm' else LINE}{t.first}{function.name}{t.named}")]
@@ -127,7 +129,7 @@ def _tagged_call(form: ToolFormat, function: Function, tag: Callable[[str], str]
 def _value(
     function: str, t: Tags, name: str, schema: Any, whole: dict[str, Any], tag: Callable[[str], str]
 ) -> str:
-    """A parameter from behind its name to its end: text as it is, or JSON."""
+    """Return the rule of a parameter's value up to its end tag: plain text, or JSON."""
     if kinds_of(schema) != TEXT:
         shared: dict[str, Any] = {key: whole[key] for key in ("$defs", "definitions") if key in whole}
         own = schema if isinstance(schema, dict) else {}
@@ -152,7 +154,7 @@ def _value(
 
 
 def _any_value(form: ToolFormat, tag: Callable[[str], str]) -> str:
-    """The rule of a text and the tag that ends it."""
+    """Return the rule of any text up to the tag that ends it."""
     end = TAGGED[form].end
     if "<[" in tag(end):
         return f"any_value: /{ANY_TEXT}/ {tag(end)}"

@@ -1,4 +1,4 @@
-"""Which loops of DP groups do not rest, and how those that do are woken (dataflow)."""
+"""Tracks the awake loops of DP groups, and wakes resting ones (dataflow)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from xdeepserve.hw.queue import Queue
 
 
 class Awake:
-    """The loops of `groups` that are awake. `inboxes` are theirs, `te_inbox` that of the TE's loop.
+    """Knows the awake loops of `groups`; `inboxes` belong to these loops, `te_inbox` to the TE's loop.
 
-    Without `inboxes` groups have no loops of their own: the TE's hears of work, and of room, by itself.
+    Without `inboxes` DP groups have no loops of their own: the TE's loop hears of new work, and of room, by
+    itself.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class Awake:
         return bool(self._ranks)
 
     def wake(self, group: DPGroup | None = None) -> None:
-        """Have the loop of a group look for something new, or those of all groups that have something."""
+        """Wake the loop of a DP group; without a group, wake the loops of all groups with work."""
         if not self._inboxes:
             return
         for each in self._groups if group is None else (group,):
@@ -47,19 +48,19 @@ class Awake:
         self._te_inbox.put(Wake())
 
     def rise(self, rank: GroupRank) -> None:
-        """Note that a loop rests no more.
+        """Mark a DP group's loop as awake.
 
-        If all rested, the TE's loop hears that there is something to watch again: at rest it waits for other
-        things, and until another time.
+        If all loops were resting, the TE's loop is told that there is something to watch again. While all
+        rest, it waits for other events and with another deadline.
         """
         if not self._ranks:
             self._te_inbox.put(Wake())
         self._ranks.add(rank)
 
     def rest(self, rank: GroupRank) -> None:
-        """Note that a loop has nothing that it can do."""
+        """Mark a DP group's loop as resting, since nothing can run there."""
         self._ranks.discard(rank)
 
     def end(self, rank: GroupRank) -> None:
-        """Wake a loop no more: it ends."""
+        """Never wake a DP group's loop again, because it ends."""
         self._over.add(rank)

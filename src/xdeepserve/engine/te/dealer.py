@@ -1,4 +1,4 @@
-"""Deals out what waits at a TE-shell (xDeepServe 4.3): between steps, as soon as the groups are known."""
+"""Deals requests waiting at a TE-shell out to DP groups, between steps (xDeepServe 4.3)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from xdeepserve.hw.queue import Queue
 
 
 class Dealer:
-    """Deals out prefilled sequences at once, and requests if groups may be asked how they are.
+    """Deals out prefilled sequences at once, and new requests as soon as the DP groups' statuses are known.
 
-    Where statuses are gathered (`gather`) an all-gather is the leader's only way to know the groups. That
-    takes its time, which is that of the TE's loop. While the TE moves out no group gets anything.
+    Where statuses are gathered (`gather`) an all-gather is the leader's only way to know the groups. It runs
+    in the TE's loop and takes virtual time. While the TE moves out no group gets anything.
     """
 
     def __init__(
@@ -36,15 +36,20 @@ class Dealer:
         self.on_turn: Callable[[], None] = lambda: None  # told before each step: there may be room
 
     def deal(self) -> None:
-        """Deal out, when a group has ended a step or has something new. If requests wait for an all-gather,
-        the TE's loop is to have one, for all groups that ask before it begins."""
+        """Deal out waiting work after a group has ended a step or has something new.
+
+        If requests wait for an all-gather, the TE's loop is asked for one; it serves all groups that ask
+        before it begins.
+        """
         if self._at_once() and self._gather is not None and not self._has_called:
             self._has_called = True
             self._te_inbox.put(Wake())
 
     async def assign(self, check: Callable[[], None]) -> None:
-        """Within the TE's loop: deal out, after an all-gather if requests wait for one. Then `check` raises
-        the error of memory that was lost, since what has been gathered may have lain there."""
+        """Deal out waiting work from the TE's loop, after an all-gather if requests wait for one.
+
+        `check` then raises the error of lost memory, since the gathered statuses may have been in it.
+        """
         self._has_called = False
         requests = self._at_once()[:MAX_REQUESTS]
         if requests and self._gather is not None:
@@ -54,7 +59,8 @@ class Dealer:
                 self._shell.deal(requests, known)
 
     def _at_once(self) -> list[list[Sequence]]:
-        """Deal out what can be dealt at once. Returns what has waited for prefill, in order of arrival."""
+        """Deal out whatever needs no all-gather; return the requests waiting for prefill, in order of
+        arrival."""
         if self._life.moves_out:
             return []
         self._shell.assign_arrivals()

@@ -8,7 +8,7 @@ from xdeepserve.engine.die.experts import ExpertProgram
 
 
 class ExpertPrograms:
-    """The programs that serve now, in the order in which they came."""
+    """Expert-die programs serving now, in the order in which they joined."""
 
     def __init__(self, programs: Iterable[ExpertProgram]) -> None:
         self._programs = [*programs]
@@ -17,15 +17,15 @@ class ExpertPrograms:
         return iter(self._programs)
 
     def add(self, program: ExpertProgram) -> None:
-        """Take in a program that begins to serve."""
+        """Add a program to the end of the list, when it begins to serve."""
         self._programs.append(program)
 
     def of(self, die: int) -> ExpertProgram:
-        """Return the program of a die. StopIteration if it has none."""
+        """Return the program of a die; raise StopIteration if it has none."""
         return next(program for program in self._programs if program.die.index == die)
 
     def remove(self, die: int) -> None:
-        """Forget the program of a die."""
+        """Remove the program of a die."""
         self._programs = [program for program in self._programs if program.die.index != die]
 
     def ring(self, value: int) -> None:

@@ -1,4 +1,4 @@
-"""What the loops of a TE hear: each message goes to the part that it concerns."""
+"""Reads the inbox of a TE and passes each message to the part that it concerns."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Sequence
 import msgspec
 
 from xdeepserve.engine.balance.reconfigure import Prefetched, Reconfiguration
+from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.messages import (
     Beat,
     CopyDone,
     ExpertsLoaded,
+    LayerDone,
     LoadCollected,
     PoolReady,
     ProbeDone,
@@ -31,7 +33,10 @@ from xdeepserve.hw.queue import Queue
 
 
 class Hearing:
-    """Hears a TE's inbox. That a step has ended on a die is left to whoever counts steps under way."""
+    """Reads a TE's inbox and acts on its messages.
+
+    Whether a step has ended on all dies is left to the callers, which count steps under way.
+    """
 
     def __init__(
         self,
@@ -51,16 +56,16 @@ class Hearing:
 
     @property
     def may_go_on(self) -> bool:
-        """Whether steps may begin: dies are not called back, and are not about to be."""
+        """Whether steps may begin: no rollback is running or about to begin."""
         return self._recovery.phase == "serving" and not self._lost_pages.pending
 
     def check_memory(self) -> None:
-        """Raise the error of a page that is lost, unless dies are called back: then it is put right."""
+        """Raise the error of a lost page, unless a rollback is running: then the page is being restored."""
         if self._recovery.phase == "serving":
             self._lost_pages.check()
 
     async def hear(self, deadline_ns: int | None) -> msgspec.Struct:
-        """Return the next message, which has been taken. DeadlineError names the groups that are lost."""
+        """Wait for the next message, act on it and return it; DeadlineError names lost DP groups."""
         try:  # what the control plane asks says nothing of dies, and moves no deadline
             while isinstance(message := await self.inbox.get(deadline_ns), Beat):
                 self.take(message)
@@ -71,7 +76,7 @@ class Hearing:
         return message
 
     def take(self, message: msgspec.Struct) -> None:
-        """Do, or note, what a message says. Raises the error of a die that has failed."""
+        """Act on a message, or note it; raise the error of a die that has failed."""
         match message:
             case StepFailed(error=error):
                 raise error
@@ -95,3 +100,26 @@ class Hearing:
                 self._life.ends_idle = True
                 if self._life.now == "ready":
                     self._life.follow("drain")
+
+
+class LayerReports:
+    """Hears of the layers of a TE's dies as they end, and lets their KV go. It runs beside the TE's loop,
+    which waits for the end of the step.
+    """
+
+    def __init__(
+        self, reports: Queue[msgspec.Struct], groups: Sequence[DPGroup], executors: Sequence[Executor]
+    ) -> None:
+        self._reports, self._groups = reports, groups
+        self._tp = len(groups[0].dies)
+        for executor in executors:
+            executor.layer_reports = reports
+
+    def stop(self) -> None:
+        """End `run` after the reports so far."""
+        self._reports.put(Shutdown())
+
+    async def run(self) -> None:
+        """Pass on every report, until `stop`."""
+        while isinstance(done := await self._reports.get(), LayerDone):
+            self._groups[group_of(done.rank, self._tp)].end_layer(done.step, done.layer)

@@ -1,4 +1,4 @@
-"""What a TE's host costs in virtual time: the scheduler's gap, launches, their jitter (xDeepServe 4.4, 7.1).
+"""Delays of a TE's host in virtual time: scheduling gap, launches and their jitter (xDeepServe 4.4, 7.1).
 
 Every DP group has a launch process of its own. Whatever delays one of them delays all dies, because the first
 dispatch of the step waits for the last: that is where jitter becomes visible, and why pauses of the garbage
@@ -21,7 +21,7 @@ PREEMPTION_RATE = 0.05  # of the launches of a thread that is not pinned; assume
 
 
 class Host:
-    """The host side of one TE's steps. Its delays are functions of the seed, the step and the rank."""
+    """Host side of a TE's steps; delays are functions of the seed, the step and the rank."""
 
     def __init__(
         self,
@@ -36,22 +36,22 @@ class Host:
             executor.use_launcher(Launcher(executor.die, config))
 
     def gap_ns(self) -> int:
-        """What scheduling a step takes. Dies wait meanwhile, unless the step before runs (`overlap`)."""
+        """Return the time in ns for scheduling a step; dies wait meanwhile unless the previous step runs."""
         return round(1e9 * self.spec.scheduler_gap.value)
 
     def bucket(self, num_rows: Sequence[int]) -> int:
-        """Rows of the graph that a step is launched as: all groups pad theirs to the same. 0: no graph."""
+        """Return the graph's number of rows for a step, to which all groups pad theirs; 0 without graphs."""
         if self.config.mode == "op":
             return 0
         return 1 << max(0, max(num_rows) - 1).bit_length()
 
     def launches_ns(self, step: int) -> list[int]:
-        """How long each group's launch of a step takes."""
+        """Return how long each DP group's launch of a step takes, in ns."""
         base = 0 if self.config.mode == "op" else self.spec.dispatch_ns("graph")
         return [base + round(1e9 * delay) for delay in self.jitter(step)]
 
     def jitter(self, step: int) -> np.ndarray:
-        """Draw how late each launch of a step is [groups], in seconds."""
+        """Draw how late each launch of a step is, in seconds [groups]."""
         config, spec, count = self.config, self.spec, self.num_groups
         rng = np.random.Generator(np.random.Philox(key=[self.seed % 2**64, 1 << 40], counter=[step, 0, 0, 0]))
         lost, wait, guard, pause = rng.random((4, count))  # always drawn, so that switches do not mix

@@ -1,4 +1,4 @@
-"""The life of a TE: what it is from its plan to its end, and by which causes that changes."""
+"""States of a TE's life, from plan to end, and the causes of changes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LIVES: dict[tuple[Life, str], Life] = {
 
 
 class Lifetime:
-    """The life of one TE, as its parts read it, and how it is to end."""
+    """Current state of a TE's life, as its parts read it, and how the TE is to end."""
 
     def __init__(self, te: str, tell: Events) -> None:
         self._te, self._tell = te, tell
@@ -44,7 +44,7 @@ class Lifetime:
         return self.now in ("ready", "draining")
 
     def follow(self, cause: str) -> None:
-        """Change as LIVES says. Raises ProtocolError for a cause that cannot be now."""
+        """Change the state as LIVES says; raise ProtocolError for a cause that does not apply now."""
         refusal = f"TE {self._te} cannot {cause}: it is {self.now}"
         self.now = follow(LIVES, self.now, cause, lambda: refusal)
         self._tell.show(TEChanged(self._te, self.now))

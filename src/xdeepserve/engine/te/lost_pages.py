@@ -1,4 +1,4 @@
-"""Pages of HBM that a TE's dies have lost: what lay there is put right before steps run again (XDS 6.2).
+"""Restores lost pages of HBM on a TE's dies, before steps run again (XDS 6.2).
 
     weights      are read again, as far as a page touches them, from storage (`build.PodPlan.mend`)
     KV           `dp.lost_blocks`
@@ -27,7 +27,7 @@ Mend = Callable[[TEPlan, Sequence[PageLostError]], Awaitable[None]]
 
 
 class LostPages:
-    """Pages that the dies of one TE have lost, and that have not been put right."""
+    """Pages lost by a TE's dies and not restored yet."""
 
     def __init__(
         self,
@@ -41,13 +41,13 @@ class LostPages:
         self.pending: list[PageLostError] = []  # not put right yet
 
     def check(self) -> None:
-        """Raise the error of the first page that is lost, if one is."""
+        """Raise the error of the first lost page, if there is any."""
         if self.pending:
             raise self.pending[0]
 
     @property
     def _mems(self) -> dict[int, DieMemory | ExpertMemory]:
-        """By die."""
+        """Memories of the TE's dies, by die."""
         return dict(self._plan.all_memories)
 
     @staticmethod
@@ -56,24 +56,27 @@ class LostPages:
         return start < memory.ends[0]
 
     def note(self, error: PageLostError) -> None:
-        """At the moment at which a page is lost: what is on its way from there, or to there, is marked."""
+        """Record a page at the moment of its loss, and mark KV blocks that are moving from or to it."""
         self.pending.append(error)
         group = self._group_of.get(error.die)
         if group is None:
             return
         mem = self._mems[error.die]
         assert isinstance(mem, DieMemory)
-        slots = mem.slots_at(error.offset, error.stop)
+        slots = mem.kv.slots_at(error.offset, error.stop)
         if slots:
             group.lost_blocks.note(slots, error)
 
     def _names(self, error: PageLostError) -> list[str]:
-        """What has bytes in a page."""
+        """Return the names of regions with bytes in a page."""
         memory = self._plan.pod.memory(error.die)
         return [region.name for region in memory.regions_at(error.offset, error.stop)]
 
     async def mend(self) -> None:
-        """From within a process, when nothing runs: until nothing is lost any more."""
+        """Restore all lost pages, from within a process and while no step runs.
+
+        Pages that are lost meanwhile are restored, too.
+        """
         pod = self._plan.pod
         if not self.pending:
             return
@@ -90,7 +93,7 @@ class LostPages:
             pod.memories.bad_pages.pop(die, None)
 
     def _put_right(self, page: PageLostError) -> None:
-        """What the host knows of a page's content, or can do without."""
+        """Restore contents of a page that the host knows, or can do without."""
         mem, names = self._mems[page.die], self._names(page)
         if mem.redundant is not None and any(name == "slot_expert" or ".experts." in name for name in names):
             mem.redundant.begin()

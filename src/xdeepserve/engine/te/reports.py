@@ -1,4 +1,4 @@
-"""What a TE tells of itself: to the endpoint, and for metrics."""
+"""Reports of a TE about itself: for the endpoint and for metrics."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ Health: TypeAlias = Literal["healthy", "suspect", "lost"]
 
 
 class TEHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """How many DP groups a TE has, and which parts of it are not healthy: its shell, by the first tier of
-    heartbeats, and its groups, by the second. Groups are numbered within their TE, dies within the pod."""
+    """Health of a TE's shell (first tier of heartbeats) and DP groups (second tier).
+
+    Groups are numbered within their TE, dies within the pod.
+    """
 
     name: str
     num_groups: int  # 0 while it loads
@@ -44,7 +46,7 @@ class ExpertLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def expert_loads(te: str, layers: Sequence[int], skews: Sequence[Skew]) -> list[ExpertLoad]:
-    """Of the layers whose load has been collected so far."""
+    """Return the skew of expert load for each layer collected so far."""
     return [
         ExpertLoad(te=te, layer=layer, hottest_expert=skew.experts, hottest_die=skew.dies)
         for layer, skew in zip(layers, skews, strict=False)
@@ -52,7 +54,7 @@ def expert_loads(te: str, layers: Sequence[int], skews: Sequence[Skew]) -> list[
 
 
 class ServerReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a seat of an expert server is at, for who adds and removes some."""
+    """State of an expert server's seat, for users who add and remove servers."""
 
     te: str
     server: int
@@ -64,7 +66,7 @@ class ServerReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TEReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a TE is at, for who adds and removes some."""
+    """State of a TE, for users who add and remove TEs."""
 
     name: str
     role: Role

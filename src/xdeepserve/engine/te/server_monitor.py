@@ -1,11 +1,13 @@
-"""The monitor of expert servers: heartbeats, and the masks by which clients hear who is lost (EaaS 3.4).
+"""The monitor of expert servers: heartbeats, and masks that tell clients which servers are lost (EaaS 3.4).
 
-It asks each server by a word in its memory, the bell, which the server's loop copies when it is between two
-batches; what answers late is slow, what does not answer is lost. Then the mask in every client's memory is
-set, and taken back should the server answer after all. It looks only while steps run: who waits for a server
-is in one. Which client has asked which server it does not know, and no request goes through it.
+The monitor asks each server by a word in its memory, the bell, which the server's loop copies between two
+batches. A server that answers late is slow; a server that does not answer is lost. Then the mask in every
+client's memory is set, and taken back should the server answer after all. The monitor looks only while steps
+run, since only steps wait for servers. It does not know which client has asked which server, and no request
+goes through it.
 
-Servers register with it (4.4, steps 1 and 2 of the handshake), which tells every client where they are.
+Servers register with the monitor (4.4, steps 1 and 2 of the handshake), which tells every client where they
+are.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from xdeepserve.comm.services.layout import BELL, SEAT, Presence, ServiceLayout
 from xdeepserve.engine.balance.reconfigure import Reconfiguration
 from xdeepserve.engine.deploy.deployment import ServiceConfig
 from xdeepserve.engine.dp.events import Events, ServerHeard
+from xdeepserve.engine.numbers import GroupRank
 from xdeepserve.engine.recovery.rollback import Rollback
 from xdeepserve.engine.run.by_services import SeatsOutside
 from xdeepserve.engine.run.net import ProtocolNet
@@ -27,10 +30,10 @@ QUIET = 8  # looks without a step that ends, after which they become rarer
 
 
 class ServerMonitor:
-    """Looks at the servers and clients of one TE, if it has any.
+    """Watches the expert servers of a TE and their clients, if the TE has any.
 
-    A server that is lost is called back by `recovery` no more, and `reconfiguration` puts no replicas of
-    experts there, until it is heard of again.
+    A lost server takes no part in rollbacks of `recovery`, and `reconfiguration` puts no replicas of experts
+    there, until it is heard of again.
     """
 
     def __init__(
@@ -46,14 +49,14 @@ class ServerMonitor:
         self._missed: dict[int, int] = {}  # answers, in a row
         self._masked: set[int] = set()  # servers
         self._dies = () if self._layout is None else plan.dies  # of clients
-        self._silent: dict[int, int] = {}  # looks in a row, by client
+        self._silent: dict[GroupRank, int] = {}  # looks in a row, by client
         self.leaving: set[int] = set()
         self._epochs: dict[int, int] = {}  # of seats, where it is not the first
         self._next_ns = 0
         self._steps, self._num_quiet = 0, 0  # that had ended at the latest look; looks since one has
 
     def start(self) -> None:
-        """Clients hear which servers are not there from the start."""
+        """Tell clients about servers absent from the start."""
         if self._layout is not None:
             for server in set(range(self._layout.servers.num_ranks)) - self._die_of.keys():
                 self._write_mask(server, Presence.ABSENT)
@@ -64,21 +67,21 @@ class ServerMonitor:
 
     @property
     def masked(self) -> Collection[int]:
-        """Servers that it holds for lost."""
+        """Servers considered lost by the monitor."""
         return self._masked
 
     @property
     def next_ns(self) -> int:
-        """When to look again."""
+        """Virtual time of the next look, in ns."""
         return self._next_ns if self._die_of else NEVER_NS
 
     # ---- heartbeats ---------------------------------------------------------------------------------
 
-    def look(self, num_steps: int) -> list[int]:
-        """If it is time, see who has answered, and ask all again. `num_steps` have ended so far. Returns the
-        ranks of clients that have been silent for too long.
+    def look(self, num_steps: int) -> list[GroupRank]:
+        """Check all servers' answers, if it is time, and ask all of them again.
 
-        Where none ends for long, it is not servers that are waited for: they are asked ever more seldom.
+        `num_steps` have ended so far. Returns the clients that have been silent for too long. If no
+        step has ended for long, servers are not the cause of the wait, and they are asked ever more seldom.
         """
         now = self._pod.clock.now
         if now < self.next_ns:
@@ -101,15 +104,18 @@ class ServerMonitor:
         self._next_ns = now + factor * max(1, round(1e6 * self._times.heartbeat_ms))
         return silent
 
-    def _silent_clients(self) -> list[int]:
-        """Find clients from which no read comes back. For a slow one its group's heartbeat waits."""
-        silent = {rank for rank, die in enumerate(self._dies) if die in self._pod.memories.silent}
+    def _silent_clients(self) -> list[GroupRank]:
+        """Find clients with memory silent to reads for several looks in a row.
+
+        Slow clients are left to the heartbeat of their DP group.
+        """
+        silent = {GroupRank(rank) for rank, die in enumerate(self._dies) if die in self._pod.memories.silent}
         self._silent = {rank: self._silent.get(rank, 0) + 1 for rank in silent}
         times = self._times.lost_heartbeats
         return [rank for rank, missed in self._silent.items() if missed >= times]
 
     def find_lost(self) -> None:
-        """Mask at once the servers whose memory does not answer: who calls all dies back waits for each."""
+        """Mark servers with silent memory as lost at once, since a rollback would wait for each of them."""
         for server, die in self._die_of.items():
             if die in self._pod.memories.silent and server not in self.masked:
                 self._missed[server] = self._times.lost_heartbeats
@@ -120,26 +126,26 @@ class ServerMonitor:
         return self._pod.memory(die).metadata.regions[self._layout.region("slots")].offset
 
     def _has_answered(self, server: int) -> bool:
-        """Whether a read of the bell finds the latest question; from a lost die no read comes back."""
+        """Whether a server has copied the latest question; a lost die's memory answers no read."""
         die = self._die_of[server]
         memory, is_there = self._pod.memory(die), die not in self._pod.memories.silent
         return is_there and BELL.unpack(memory.read(self._bell(die), BELL.size))[1] >= self._asked[server]
 
     def _mask(self, server: int, is_lost: bool) -> None:
-        """Tell all clients that a server is lost, or that it is not."""
+        """Tell all clients whether a server is lost."""
         self._masked ^= {server}
         self._write_mask(server, self.presence(server))
         (self.leave_out if is_lost else self.take_in)(self._die_of[server])
         self._tell.show(ServerHeard(self._name, server, self._die_of[server], is_lost))
 
     def leave_out(self, die: int) -> None:
-        """Call a server's die back no more, and bring no replicas of experts there."""
+        """Exclude a server's die from rollbacks and from replicas of experts."""
         self._recovery.leave_out(die)
         if self._reconfiguration is not None:
             self._reconfiguration.leave_out(die)
 
     def take_in(self, die: int) -> None:
-        """Count on a server's die again: it is not lost after all, or has just come."""
+        """Include a server's die again: it is not lost after all, or has just joined."""
         self._recovery.take_in(die)
         if self._reconfiguration is not None:
             self._reconfiguration.take_in(die)
@@ -147,7 +153,7 @@ class ServerMonitor:
     # ---- who is there -------------------------------------------------------------------------------
 
     def presence(self, server: int) -> Presence:
-        """What clients are told of a server."""
+        """Return a server's presence, as clients see it."""
         if server not in self._die_of:
             return Presence.ABSENT
         if server in self.masked:
@@ -155,11 +161,11 @@ class ServerMonitor:
         return Presence.LEAVING if server in self.leaving else Presence.THERE
 
     def epoch(self, server: int) -> int:
-        """How many have been at a seat, who is there now included."""
+        """Count the servers seated here so far, the current one included."""
         return self._epochs.get(server, 1)
 
     def seat(self, server: int) -> None:
-        """A server registers: all clients hear where it is, then that they may ask it."""
+        """Register a new server: tell all clients where it is, then that they may ask it."""
         assert self._layout is not None
         self._epochs[server] = self.epoch(server) + 1
         self.forget(server)
@@ -171,12 +177,12 @@ class ServerMonitor:
         self._write_mask(server, Presence.THERE)
 
     def lead_away(self, server: int) -> None:
-        """A server is to leave: nobody asks it any more."""
+        """Tell clients to stop asking a server, because it is to leave."""
         self.leaving.add(server)
         self._write_mask(server, self.presence(server))
 
     def forget(self, server: int) -> None:
-        """Nobody is at a seat, or somebody else."""
+        """Clear the state of a seat: its server is gone, or another one takes its place."""
         self._masked.discard(server)
         self.leaving.discard(server)
         self._asked.pop(server, None)
@@ -192,7 +198,7 @@ class ServerMonitor:
 
 
 class OutsideMonitor(ServerMonitor):
-    """The servers are processes, and so is who looks at them: this says what its client process has heard."""
+    """Monitor of server processes outside the pod: it reports what the client process has heard of them."""
 
     def __init__(self, outside: SeatsOutside, *args: Any) -> None:
         super().__init__(*args)
@@ -204,7 +210,7 @@ class OutsideMonitor(ServerMonitor):
 
     @property
     def masked(self) -> set[int]:
-        """Seats of servers that are lost."""
+        """Seats of servers considered lost."""
         seats = enumerate(self._outside.seats)
         return {number for number, seat in seats if seat.presence == Presence.LOST}
 
@@ -218,7 +224,7 @@ class OutsideMonitor(ServerMonitor):
 def server_monitor(
     plan: TEPlan, tell: Events, recovery: Rollback, reconfiguration: Reconfiguration | None
 ) -> ServerMonitor:
-    """Make the monitor of a TE, wherever its servers are."""
+    """Create the monitor of a TE, for servers inside the pod or in other processes."""
     outside = plan.net.seats_outside if isinstance(plan.net, ProtocolNet) else None
     if outside is None:
         return ServerMonitor(plan, tell, recovery, reconfiguration)

@@ -1,10 +1,10 @@
-"""Expert servers that come and go, one by one, while their TE runs (EaaS 3.4, 4.4): no step waits for that.
+"""Expert servers joining and leaving one by one while their TE runs; no step waits for them (EaaS 3.4, 4.4).
 
-A TE has a seat for each of its servers, which says what experts there are; vacant ones, too, if the
-deployment plans for some. A server that comes takes a free die, loads the seat's experts and registers with
-the monitor, at a vacant seat or in the place of a server that is lost. A server that leaves is asked nothing
-more; it goes when all steps have ended that were under way then, since only these may have asked it. No step
-is run again.
+A TE has a seat for each of its servers, which says what experts the server has. There are vacant seats, too,
+if the deployment plans for some. A joining server takes a free die, loads the seat's experts and registers
+with the monitor, at a vacant seat or in the place of a lost server. A leaving server is asked nothing more.
+It goes when all steps that were under way then have ended, since only these may have asked it. No step is run
+again.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from xdeepserve.engine.balance.reconfigure import Reconfiguration
 from xdeepserve.engine.die.expert_memory import STOP, ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.dp.events import Events, ServerMoved
+from xdeepserve.engine.numbers import Seat
 from xdeepserve.engine.recovery.rollback import Rollback
 from xdeepserve.engine.recovery.rollback_field import Epochs, RollbackField
 from xdeepserve.engine.te.expert_programs import ExpertPrograms
@@ -38,7 +39,7 @@ BY_THEMSELVES = "expert servers that are processes come by xdeepserve expert-ser
 
 
 class ServerSeats:
-    """Seats of the expert servers of one TE. `new_program` makes what runs on the die of a seat."""
+    """Seats for the expert servers of a TE; `new_program` makes the program of a seat's die."""
 
     def __init__(
         self,
@@ -57,65 +58,65 @@ class ServerSeats:
         self._recovery, self._reconfiguration = recovery, reconfiguration
         self._monitor, self._clients, self._programs = monitor, clients, programs
         self._turns, self._new_program = turns, new_program
-        self._coming: dict[int, int] = {}  # dies of servers that are on their way, by seat
+        self._coming: dict[Seat, int] = {}  # dies of servers that are on their way
 
     @property
     def num_seats(self) -> int:
-        """Number of seats, vacant ones included; 0 where experts are no services."""
+        """Number of seats, vacant ones included; 0 if the TE's experts are not services."""
         return 0 if self._plan.services is None else self._plan.services.servers.num_ranks
 
     def reports(self) -> list[ServerReport]:
-        """Report what each seat is at."""
+        """Report the state of each seat."""
         sizes, monitor, found = self._plan.sizes, self._monitor, []
-        for number in range(self.num_seats):
-            presence = monitor.presence(number).name.lower()
+        for seat in map(Seat, range(self.num_seats)):
+            presence = monitor.presence(seat).name.lower()
             experts, copies = (
-                sizes.experts.experts_of[number],
-                sizes.experts.copies_of[number] if sizes.experts.copies_of else (),
+                sizes.experts.experts_of[seat],
+                sizes.experts.copies_of[seat] if sizes.experts.copies_of else (),
             )
             found.append(
                 ServerReport(
                     te=sizes.place.name,
-                    server=number,
-                    presence="coming" if number in self._coming else presence,
-                    die=self._coming.get(number, self._plan.team.expert_at.get(number)),
-                    epoch=monitor.epoch(number),
+                    server=seat,
+                    presence="coming" if seat in self._coming else presence,
+                    die=self._coming.get(seat, self._plan.team.expert_at.get(seat)),
+                    epoch=monitor.epoch(seat),
                     experts=(*experts, *copies),
-                    is_shared=sizes.experts.is_shared(number),
+                    is_shared=sizes.experts.is_shared(seat),
                 )
             )
         return found
 
     # ---- who comes ----------------------------------------------------------------------------------
 
-    async def join(self, wanted: int | None, bring: Bring, begin: Begin) -> int:
-        """From within a process: bring a server to the seat of that number, or to the first vacant one, or at
-        last to one whose server is lost. Returns the number, when clients ask it.
+    async def join(self, wanted: int | None, bring: Bring, begin: Begin) -> Seat:
+        """Bring a server to a seat, from within a process; return the seat once clients ask the server.
 
-        RequestError, and nothing has happened, if there is no such seat; DeploymentError if there is no die;
-        XDeepServeError if it does not come to that.
+        `wanted` is the seat; if None, the first vacant seat, or at last a seat with a lost server.
+        RequestError, and nothing has happened, if there is no such seat. DeploymentError if no die is free.
+        XDeepServeError if the server cannot join in the end.
         """
-        number = self._find_seat(wanted)
-        die = self._take_die(number)
-        self._coming[number] = die
+        seat = self._find_seat(wanted)
+        die = self._take_die(seat)
+        self._coming[seat] = die
         mem: ExpertMemory | None = None
         try:
-            mem = self._plan.plan_server(number, die)
+            mem = self._plan.plan_server(seat, die)
             await bring(self._plan, die, mem)
             while self._recovery.phase != "serving" and self._life.now == "ready":
                 await self._pod.clock.sleep(PAUSE_NS)
-            self._check_whole(number, die)
-            former = self._seat(number, die, mem, begin)
+            self._check_whole(seat, die)
+            former = self._seat(seat, die, mem, begin)
         except BaseException:
             self._plan.give_back(die, mem)
             raise
         finally:
-            del self._coming[number]
+            del self._coming[seat]
         if former is not None:
             await self._free_when_idle(former)
-        return number
+        return seat
 
-    def _find_seat(self, wanted: int | None) -> int:
+    def _find_seat(self, wanted: int | None) -> Seat:
         monitor, name = self._monitor, self._plan.sizes.place.name
         if not self.num_seats:
             raise RequestError(f"TE {name} has no expert servers: its experts are no services", param="te")
@@ -125,10 +126,10 @@ class ServerSeats:
             raise RequestError(f"no expert server can join TE {name}: it is {self._life.now}", param="te")
         monitor.find_lost()
         free = [
-            number
+            seat
             for presence in (Presence.ABSENT, Presence.LOST)
-            for number in range(self.num_seats)
-            if monitor.presence(number) is presence and number not in self._coming
+            for seat in map(Seat, range(self.num_seats))
+            if monitor.presence(seat) is presence and seat not in self._coming
         ]
         if wanted is None and not free:
             raise RequestError(
@@ -136,26 +137,26 @@ class ServerSeats:
                 "(experts.vacancies plans for more)",
                 param="server",
             )
-        number = free[0] if wanted is None else self._known(wanted)
-        if number not in free:
-            where = f"is there already, on die {self._plan.team.expert_at.get(number)}"
-            if number in self._coming:
-                where = f"is on its way already, to die {self._coming[number]}"
-            raise RequestError(f"expert server {number} of TE {name} {where}", param="server")
-        return number
+        seat = free[0] if wanted is None else self._known(wanted)
+        if seat not in free:
+            where = f"is there already, on die {self._plan.team.expert_at.get(seat)}"
+            if seat in self._coming:
+                where = f"is on its way already, to die {self._coming[seat]}"
+            raise RequestError(f"expert server {seat} of TE {name} {where}", param="server")
+        return seat
 
-    def _known(self, number: int) -> int:
+    def _known(self, number: int) -> Seat:
         if not 0 <= number < self.num_seats:
             has = f"it has {self.num_seats}, from 0 on" if self.num_seats else "its experts are no services"
             raise RequestError(
                 f"TE {self._plan.sizes.place.name} has no expert server {number}: {has}", param="server"
             )
-        return number
+        return Seat(number)
 
-    def _take_die(self, number: int) -> int:
-        """Take the die that is held for a seat, or any that is free."""
+    def _take_die(self, seat: Seat) -> int:
+        """Take the die reserved for a seat, or any free die."""
         pod, plan = self._pod, self._plan
-        home = plan.sizes.place.expert_dies[number]
+        home = plan.sizes.place.expert_dies[seat]
         if home in plan.spare_dies and home not in pod.lost and home not in plan.replaced_dies:
             plan.spare_dies.remove(home)
             return home
@@ -163,89 +164,94 @@ class ServerSeats:
         pod.hold([die], f"{plan.sizes.place.name} of {plan.checkpoint.name}")
         return die
 
-    def _check_whole(self, number: int, die: int) -> None:
-        """Check that a server may join, now that its weights are there."""
+    def _check_whole(self, seat: Seat, die: int) -> None:
+        """Check whether a server may still join after its weights have arrived."""
         memories = self._pod.memories
-        name = f"expert server {number} of TE {self._plan.sizes.place.name}"
+        name = f"expert server {seat} of TE {self._plan.sizes.place.name}"
         if self._life.now != "ready":
             raise XDeepServeError(f"{name} cannot join: its TE is {self._life.now}")
         if die in self._pod.lost or die in memories.bad_pages:
             raise LostDieError(f"{name} cannot join: die {die} is lost, or a page of its memory")
 
-    def _seat(self, number: int, die: int, mem: ExpertMemory, begin: Begin) -> int | None:
-        """Have a server begin to serve, at one moment for all. Returns the die of the one before, if any."""
+    def _seat(self, seat: Seat, die: int, mem: ExpertMemory, begin: Begin) -> int | None:
+        """Put a server on a seat, at one moment for all parts of the TE.
+
+        Returns the die of the seat's former server, if there was one.
+        """
         plan, epoch = self._plan, self._recovery.epoch
-        former = self._vacate(number)
-        plan.team.expert_at[number], plan.expert_memories[number] = die, mem
+        former = self._vacate(seat)
+        plan.team.expert_at[seat], plan.expert_memories[seat] = die, mem
         RollbackField(self._pod.dies[die]).write(Epochs(epoch, epoch))
-        program = self._new_program(number, mem)
+        program = self._new_program(seat, mem)
         self._clients.introduce(program)
         begin(program)
         if self._reconfiguration is not None:
-            self._reconfiguration.replace(number, die, mem)
+            self._reconfiguration.replace(seat, die, mem)
         self._monitor.take_in(die)
-        self._monitor.seat(number)
-        self._show(number, die, is_there=True)
+        self._monitor.seat(seat)
+        self._show(seat, die, is_there=True)
         return former
 
-    def _show(self, number: int, die: int, is_there: bool) -> None:
-        epoch = self._monitor.epoch(number)
-        self._tell.show(ServerMoved(self._plan.sizes.place.name, number, die, epoch, is_there=is_there))
+    def _show(self, seat: Seat, die: int, is_there: bool) -> None:
+        epoch = self._monitor.epoch(seat)
+        self._tell.show(ServerMoved(self._plan.sizes.place.name, seat, die, epoch, is_there=is_there))
 
     # ---- who goes -----------------------------------------------------------------------------------
 
     async def leave(self, number: int) -> None:
-        """From within a process: a server goes, when nobody waits for it.
+        """Remove a server, from within a process, when no step waits for it.
 
-        RequestError, and nothing has happened, if it is not there, or if nobody else had what it has.
+        RequestError, and nothing has happened, if the server is not there, or if no other server has its
+        experts.
         """
-        self._check_leaves(number)
+        seat = self._known(number)
+        self._check_leaves(seat)
         life, name = self._life, self._plan.sizes.place.name
-        self._monitor.lead_away(number)
+        self._monitor.lead_away(seat)
         under_way = self._turns.under_way
         while life.is_running and (under_way & self._turns.under_way or self._recovery.phase != "serving"):
             await self._pod.clock.sleep(PAUSE_NS)
-        die = self._plan.team.expert_at.get(number)
+        die = self._plan.team.expert_at.get(seat)
         if not life.is_running or die is None:
-            raise XDeepServeError(f"TE {name} was lost before its expert server {number} left")
+            raise XDeepServeError(f"TE {name} was lost before its expert server {seat} left")
         self._programs.of(die).mem.doorbell.write(self._pod.memory(die), STOP)
-        self._vacate(number)
-        self._monitor.forget(number)
-        self._show(number, die, is_there=False)
+        self._vacate(seat)
+        self._monitor.forget(seat)
+        self._show(seat, die, is_there=False)
         await self._free_when_idle(die)
 
-    def _check_leaves(self, number: int) -> None:
+    def _check_leaves(self, seat: Seat) -> None:
         monitor, sizes = self._monitor, self._plan.sizes
-        who = f"expert server {self._known(number)} of TE {sizes.place.name} cannot leave"
+        who = f"expert server {seat} of TE {sizes.place.name} cannot leave"
         if sizes.walk.transport != "pod":
             raise RequestError(f"{who}: {BY_THEMSELVES}", param="te")
         if self._life.now != "ready":
             raise RequestError(f"{who}: its TE is {self._life.now}", param="te")
         monitor.find_lost()
-        presence = monitor.presence(number)
-        if presence in (Presence.ABSENT, Presence.LEAVING) or number in self._coming:
-            what = "on its way there" if number in self._coming else presence.name.lower()
+        presence = monitor.presence(seat)
+        if presence in (Presence.ABSENT, Presence.LEAVING) or seat in self._coming:
+            what = "on its way there" if seat in self._coming else presence.name.lower()
             raise RequestError(f"{who}: it is {what}", param="server")
-        missed = self._missed_without(number)
+        missed = self._missed_without(seat)
         if presence is Presence.THERE and missed:
             raise RequestError(f"{who}: nobody else has {missed}", param="server")
 
     def can_miss(self, die: int) -> bool:
-        """Whether a die is an expert server's whose experts others have, too, as copies from the start."""
-        at = {each: number for number, each in self._plan.team.expert_at.items()} if self.num_seats else {}
+        """Whether a die is an expert server whose experts all have copies on other servers."""
+        at = {each: Seat(seat) for seat, each in self._plan.team.expert_at.items()} if self.num_seats else {}
         return die in at and not self._missed_without(at[die])
 
-    def _missed_without(self, number: int) -> str:
-        """Name the experts of a seat that no other server has which is there and stays; empty if none."""
+    def _missed_without(self, seat: Seat) -> str:
+        """Name the experts of a seat that no other present server has; empty if there are none."""
         sizes, lost = self._plan.sizes, self._plan.pod.lost
         others = [
             each
             for each in range(self.num_seats)
-            if each != number
+            if each != seat
             and self._monitor.presence(each) is Presence.THERE
             and self._plan.team.expert_at.get(each) not in lost
         ]
-        if sizes.experts.is_shared(number):
+        if sizes.experts.is_shared(seat):
             return "" if any(map(sizes.experts.is_shared, others)) else "the shared expert"
 
         def held(each: int) -> set[int]:
@@ -254,23 +260,23 @@ class ServerSeats:
                 *(sizes.experts.copies_of[each] if sizes.experts.copies_of else ()),
             }
 
-        missed = sorted(held(number).difference(*map(held, others)))
+        missed = sorted(held(seat).difference(*map(held, others)))
         return f"expert{'s' * (len(missed) > 1)} {', '.join(map(str, missed))}" if missed else ""
 
-    def _vacate(self, number: int) -> int | None:
-        """Clear a seat. Returns the die of its server, which the TE still holds; None if it was vacant."""
+    def _vacate(self, seat: Seat) -> int | None:
+        """Clear a seat and return the die of its server, which the TE still holds; None if it was vacant."""
         plan = self._plan
-        die = plan.team.expert_at.pop(number, None)
+        die = plan.team.expert_at.pop(seat, None)
         if die is None:
             return None
         self._programs.remove(die)
         self._monitor.leave_out(die)
-        plan.replaced_dies[die] = plan.expert_memories.pop(number)
+        plan.replaced_dies[die] = plan.expert_memories.pop(seat)
         plan.spare_dies.add(die)
         return die
 
     async def _free_when_idle(self, die: int) -> None:
-        """Give back a die and its memory when nothing runs there and nothing reads or writes it any more."""
+        """Return a die and memory to the pod once nothing runs there and no transfer uses it."""
         pod, plan, pause_ns = self._pod, self._plan, PAUSE_NS
         is_lost = die in pod.lost
         while die in plan.spare_dies and pause_ns < PATIENCE_NS:

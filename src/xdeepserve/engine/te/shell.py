@@ -1,8 +1,7 @@
-"""The TE-shell: the only part of a TE that sees all DP groups. It dispatches requests, to groups that are
-well, and triggers EPLB (xDeepServe 4.2, 4.3, 4.5, 6.1).
+"""The TE-shell: the only part of a TE that sees all DP groups (xDeepServe 4.2, 4.3, 4.5, 6.1).
 
-A request goes to one group, with all its choices, which share their prompt there. What happens to it then is
-the group's own affair.
+It dispatches requests to healthy groups, and triggers EPLB. A request goes to one group, with all its
+choices, which share their prompt there. From then on the group alone handles it.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
+import msgspec
 import numpy as np
 
 from xdeepserve.engine.balance.dp import Candidate, GroupStatus, assign_prefill, pick_decode, with_room
@@ -19,18 +19,59 @@ from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.events import Events
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import Sequence
+from xdeepserve.engine.numbers import GroupRank
 from xdeepserve.engine.te.heartbeat import Heartbeats
-from xdeepserve.engine.te.kv_statuses import KVStatuses
 from xdeepserve.engine.te.status_gather import Gathered
 
 
-class TEShell:
-    """Dispatch by `policy`: "collaborative" (one queue, dealt out each step) or "two-level" (in turn).
+class KVStatuses:
+    """The latest status that each group has sent, for the choice of a group to decode. With a period of 0
+    they are as they are.
 
-    Prefilled requests go by `decode_policy`: of the groups that are not full to the one with the lowest use
-    of blocks ("kv") or to the next in turn ("next-open"), or to the next in turn of all ("round-robin"). New
-    work goes to healthy groups; if there are none, to any that is not lost. `eplb` triggers new replicas of
-    experts, where there are slots for them. `wake` tells a group that it has been given something.
+    "It updates the pending request count on dispatch and completion, and collects periodic KV cache stats"
+    (xDeepServe 4.3): so the number of a group's sequences is known as it is, and the use of its blocks as it
+    was when the group last sent it. Groups send between steps, as soon as the period has passed. There is no
+    timer, and a pod without work has nothing to do: the blocks of a group that has no sequences are known to
+    be free.
+    """
+
+    def __init__(self, groups: Seq[DPGroup], period_ns: int, now: Callable[[], int]) -> None:
+        self._groups, self._period_ns, self._now = groups, period_ns, now
+        self._sent: dict[GroupRank, tuple[int, GroupStatus]] = {}  # when, and what, by rank
+
+    def collect(self) -> None:
+        """Take new statuses, between steps, from DP groups whose period has passed."""
+        if not self._period_ns:
+            return
+        now = self._now()
+        for group in self._groups:
+            sent = self._sent.get(group.rank)
+            if sent is None or now - sent[0] >= self._period_ns:
+                self._sent[group.rank] = now, group.status()
+
+    def of(self, rank: GroupRank) -> GroupStatus:
+        """Return the status of a DP group: its current number of sequences, and KV usage as last sent."""
+        group, sent = self._groups[rank], self._sent.get(rank)
+        status = group.status()
+        if not self._period_ns or sent is None or not status.num_sequences:
+            return status
+        return msgspec.structs.replace(
+            status,
+            num_used_blocks=sent[1].num_used_blocks,
+            num_reserved_blocks=sent[1].num_reserved_blocks,
+            num_promised_blocks=sent[1].num_promised_blocks,
+        )
+
+
+class TEShell:
+    """Dispatches requests to DP groups by `policy`: "collaborative" or "two-level".
+
+    "collaborative" keeps one queue and deals it out each step; "two-level" gives each request to the next
+    group in turn. Prefilled requests go by `decode_policy`. "kv" chooses, of the groups that are not full,
+    the one with the lowest use of KV blocks. "next-open" takes the next in turn of those groups,
+    "round-robin" the next of all groups. New work goes to healthy groups; if there are none, to any that is
+    not lost. `eplb` triggers new replicas of experts, where there are slots for them. `wake` tells a group
+    that it has been given something.
     """
 
     def __init__(
@@ -53,15 +94,15 @@ class TEShell:
         self._num_dispatched = 0
 
     def dispatch(self, seqs: Seq[Sequence]) -> None:
-        """Take a new request: the sequences of its choices."""
+        """Take a new request, given as the sequences of its choices."""
         if self.policy == "two-level":
             self._give(list(seqs), self.groups[self._next_in_turn(self.health.open_ranks)])
         else:
             self.pending.append(list(seqs))
 
-    def _next_in_turn(self, ranks: Seq[int]) -> int:
-        """The next of these groups; of all, if there are none."""
-        ranks = ranks or range(len(self.groups))
+    def _next_in_turn(self, ranks: Seq[GroupRank]) -> GroupRank:
+        """Return the next rank in turn among `ranks`, or among all groups if `ranks` is empty."""
+        ranks = ranks or [group.rank for group in self.groups]
         rank = min(ranks, key=lambda rank: (rank - self._num_dispatched) % len(self.groups))
         self._num_dispatched = rank + 1
         return rank
@@ -70,11 +111,11 @@ class TEShell:
         return [self.groups[rank].status() for rank in self.health.open_ranks]
 
     def waiting(self) -> list[list[Sequence]]:
-        """Requests that wait for prefill, in order of arrival."""
+        """Return the requests waiting for prefill, in order of arrival."""
         return sorted(self.pending, key=lambda seqs: seqs[0].rank)
 
     def known(self, requests: Seq[list[Sequence]]) -> list[Gathered]:
-        """The groups as they are, which may be asked at no cost."""
+        """Return the groups' current statuses and cached tokens, for when asking them costs nothing."""
         groups = [self.groups[rank] for rank in self.health.open_ranks]
         return [
             Gathered(
@@ -84,8 +125,10 @@ class TEShell:
         ]
 
     def deal(self, requests: Seq[list[Sequence]], known: Seq[Gathered]) -> None:
-        """Deal waiting requests out, at the start of a step, by what is known of groups. Of requests that
-        were aborted meanwhile nothing is left."""
+        """Deal waiting requests out to groups, at the start of a step, by the groups' known statuses.
+
+        Requests that were aborted meanwhile have no sequences left.
+        """
         cached = np.zeros((len(requests), len(self.groups)), np.int64)
         for status, prompts in known:
             cached[:, status.rank] = prompts
@@ -104,7 +147,8 @@ class TEShell:
         self.arrivals.append(seq)
 
     def assign_arrivals(self) -> None:
-        """Decode balance: in order of arrival, as long as any group has a place."""
+        """Give prefilled sequences to groups, in order of arrival, as long as a group has room (decode
+        balance)."""
         self._kv_statuses.collect()
         while self.arrivals:
             seq = self.arrivals[0]
@@ -117,11 +161,11 @@ class TEShell:
             self._wake(group)
 
     def _sent_statuses(self) -> list[GroupStatus]:
-        """What groups have sent of their KV blocks."""
+        """Return the groups' statuses with KV usage as last sent."""
         return [self._kv_statuses.of(rank) for rank in self.health.open_ranks]
 
     def _pick_decode(self, seq: Sequence, num_tokens: int, statuses: Seq[GroupStatus]) -> DPGroup | None:
-        """Who is to decode a sequence of `num_tokens` prefilled ones; None if every group is at its limit."""
+        """Choose the group to decode a sequence of `num_tokens` prefilled tokens; None if all are full."""
         blocks_for = self.groups[0].rtc.blocks_for
         needed, present = blocks_for(seq.num_prompt + seq.max_tokens), blocks_for(num_tokens)
         if self.decode_policy == "round-robin":
@@ -133,8 +177,10 @@ class TEShell:
         return None if rank is None else self.groups[rank]
 
     def reserve(self, seq: Sequence, num_tokens: int) -> DPGroup | None:
-        """Steps 5 and 6 for a sequence whose prompt is still being prefilled: a group that has reserved
-        blocks for `num_tokens` positions. None without room; nobody overtakes those that have arrived.
+        """Reserve KV blocks for `num_tokens` positions of a sequence in prefill (steps 5 and 6); return the
+        group.
+
+        None without room. A sequence never overtakes prefilled sequences that have arrived and wait.
         """
         turn = self._num_dispatched
         group = None if self.arrivals else self._pick_decode(seq, num_tokens, self._statuses())
@@ -144,13 +190,15 @@ class TEShell:
         return group
 
     def take_over(self, seq: Sequence, group: DPGroup) -> None:
-        """The sequence has been prefilled, and `group` has blocks for it."""
+        """Hand a prefilled sequence to `group`, which has reserved KV blocks for it."""
         self._group_of[seq.seq_id] = group
         group.handover.take_over(seq)
 
     def _candidate(self, seqs: list[Sequence], cached: tuple[int, ...]) -> Candidate:
-        """A request's size, and how much of it each group has cached. Its choices prefill once and then need
-        blocks of their own."""
+        """Return a request's size, and the number of its tokens that each group has cached.
+
+        The request's choices prefill once, and then need KV blocks of their own.
+        """
         blocks = [self.groups[0].rtc.blocks_for(seq.num_prompt + seq.max_tokens) for seq in seqs]
         num_tokens = len(seqs[0].token_ids) if seqs else 0
         return Candidate(num_tokens, sum(blocks), cached)
@@ -167,7 +215,7 @@ class TEShell:
         self._wake(group)
 
     def move_out(self) -> None:
-        """Between steps: give up all that can go on elsewhere from its tokens alone."""
+        """Give up all sequences able to go on elsewhere from their tokens alone, between steps."""
         for group in self.groups:
             group.scheduler.move_out()
         pending, self.pending = self.pending, deque()
@@ -178,11 +226,11 @@ class TEShell:
 
     @property
     def is_empty(self) -> bool:
-        """Nobody is here, waits to come, or keeps blocks here."""
+        """Whether no sequence is here or waits here, and no KV blocks are kept here."""
         return not (self.pending or self.arrivals) and all(group.is_empty for group in self.groups)
 
     def remove(self, seq: Sequence) -> None:
-        """Abort a sequence wherever it is; its blocks are free on return."""
+        """Abort a sequence anywhere in the TE; its KV blocks are free on return."""
         group = self._group_of.pop(seq.seq_id, None)
         if group is not None:
             group.scheduler.remove(seq)
@@ -195,11 +243,11 @@ class TEShell:
         self.arrivals = deque(each for each in self.arrivals if each is not seq)
 
     def forget(self, seq: Sequence) -> None:
-        """The sequence has finished by itself, or has left for another TE."""
+        """Forget a finished sequence, or one that has left for another TE."""
         self._group_of.pop(seq.seq_id, None)
 
     def turn_away(self, seq: Sequence) -> None:
-        """A prefilled sequence that was to come here goes elsewhere, or nowhere."""
+        """Drop a prefilled sequence on its way here, which now goes elsewhere, or nowhere."""
         group = self._group_of.pop(seq.seq_id, None)
         if group is not None:
             group.handover.drop(seq)
@@ -208,12 +256,12 @@ class TEShell:
 
     @property
     def num_given(self) -> int:
-        """Sequences that a group has."""
+        """Number of sequences assigned to a group."""
         return len(self._group_of)
 
     @property
     def num_pending(self) -> int:
-        """Sequences that no group has yet."""
+        """Number of sequences not yet assigned to a group."""
         return sum(len(seqs) for seqs in self.pending) + len(self.arrivals)
 
     @property

@@ -1,4 +1,4 @@
-"""How the leader of the DP groups learns of their statuses before it deals requests out (xDeepServe 4.3).
+"""How the leader of the DP groups learns their statuses before it deals requests out (xDeepServe 4.3).
 
 "A leader scheduler (at DP-0) collects DP status via all-gather at each step", only if requests wait. Each
 group writes a row of bytes on its first die: its status, and how much of each waiting prompt it has cached.
@@ -38,7 +38,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Gathered(NamedTuple):
-    """What the leader knows of one group."""
+    """Status of a DP group, as known to the leader, and its cached tokens."""
 
     status: GroupStatus
     cached: tuple[int, ...]  # tokens of each waiting prompt
@@ -49,24 +49,27 @@ def row_nbytes(num_requests: int) -> int:
 
 
 def layout_of(num_groups: int) -> CollectiveLayout:
-    """The all-gather of a TE's statuses."""
+    """Return the layout of the all-gather for the statuses of `num_groups` DP groups."""
     return CollectiveLayout(num_groups, num_groups * row_nbytes(MAX_REQUESTS), name="dp.statuses")
 
 
 def plan_statuses(memory: MemoryPlan, num_groups: int) -> None:
-    """Reserve what the first die of a group needs. OutOfMemoryError if the metadata area has no room."""
+    """Reserve the row and the all-gather's buffers on the first die of a DP group.
+
+    OutOfMemoryError if the metadata area has no room.
+    """
     memory.app.alloc(ROW, row_nbytes(MAX_REQUESTS))
     layout_of(num_groups).plan(memory)
 
 
 def pack(known: Gathered) -> bytes:
-    """A group's row."""
+    """Pack a DP group's status into its row of bytes."""
     status = np.array(tuple(getattr(known.status, name) for name in MEMBERS), STATUS)
     return status.tobytes() + np.array(known.cached, CACHED).tobytes()
 
 
 def unpack(row: Bytes) -> Gathered:
-    """What a row says."""
+    """Unpack a DP group's status from its row of bytes."""
     status = row[: STATUS.itemsize].view(STATUS)[0]
     values = {name: status[name].item() for name in MEMBERS}
     values["has_long"] = bool(values["has_long"])
@@ -74,7 +77,10 @@ def unpack(row: Bytes) -> Gathered:
 
 
 class StatusGather:
-    """The all-gather among the first dies of a TE's DP groups, of which those take part that are asked."""
+    """Runs the all-gather of statuses among the first dies of a TE's DP groups.
+
+    Only the groups that are asked take part.
+    """
 
     def __init__(self, groups: Sequence[DPGroup], timeout_ns: int) -> None:
         self._groups, layout = groups, layout_of(len(groups))
@@ -85,8 +91,10 @@ class StatusGather:
         self._num_events = 0
 
     async def run(self, ranks: tuple[int, ...], prompts: Sequence[Seq]) -> list[Gathered]:
-        """What the leader, the first of `ranks`, hears of all of these, in rank order. DeadlineError or
-        ProtocolError, naming the peer, if one of them does not take part."""
+        """Gather the statuses of the groups `ranks`, in rank order; the first of them is the leader.
+
+        DeadlineError or ProtocolError, naming the peer, if a group does not take part.
+        """
         if ranks != self._ranks:
             self._ranks, dies = ranks, tuple(self._dies[rank] for rank in ranks)
             for rank in ranks:
@@ -107,7 +115,7 @@ class StatusGather:
         return found[ranks[0]]
 
     async def exchange(self, rank: int, row: bytes, event: int, found: dict[int, list[Gathered]]) -> None:
-        """Take a group's part in the all-gather; the leader's host reads what has come."""
+        """Take part in the all-gather for one group; the leader's host reads the gathered rows."""
         die: Die = self._groups[rank].dies[0]
         await die.clock.sleep(die.spec.command_ns())  # the host's message reaches the die
         region = die.memory.app.regions[ROW]

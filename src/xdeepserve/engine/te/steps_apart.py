@@ -1,4 +1,4 @@
-"""Where tokens flow (dataflow, xDeepServe 5.3) nobody waits for another: each DP group is a loop of its own.
+"""Steps in dataflow mode: no DP group waits for another, so each is a loop of its own (xDeepServe 5.3).
 
 A `DPMaster` deals out what waits at the TE-shell, schedules, launches, and takes the results (4.2), and hears
 what the dies of its group report. The TE's loop only watches: over heartbeats, over what all have in common
@@ -14,6 +14,7 @@ import msgspec
 
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.messages import RolledBack, Shutdown, StepDone, StepFailed
+from xdeepserve.engine.numbers import GroupRank
 from xdeepserve.engine.te.awake import Awake
 from xdeepserve.engine.te.dealer import Dealer
 from xdeepserve.engine.te.probe import Prober
@@ -24,11 +25,11 @@ from xdeepserve.hw.queue import Queue
 
 
 class Rested(msgspec.Struct, frozen=True):
-    """No DP group has anything that it can do now, or one of those has not for which something waits."""
+    """Tells the TE's loop when no DP group can run anything, or when an awaited group cannot."""
 
 
 class DPMaster:
-    """The loop of one DP group, which numbers its steps by itself. `room` is how many may be under way."""
+    """Loop of a DP group that numbers its own steps; `room` steps may be under way at once."""
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class DPMaster:
         self._is_over = self._is_lost = False
 
     async def run(self) -> None:
-        """Take turns until the loop is told to stop, and has nothing more to do."""
+        """Take turns until told to stop and until nothing is left to do."""
         while self._turn() or not self._is_over:
             message = await self.inbox.get()
             if self._is_lost:
@@ -66,7 +67,7 @@ class DPMaster:
             await asyncio.sleep(0)
 
     def end(self) -> None:
-        """Run nothing more: the dies are lost, and nothing that they have said counts."""
+        """End the loop of lost dies; later messages from them no longer count."""
         self._is_lost = self._is_over = True
         for step_idx in (*self.steps.take(), self.steps.next):
             self.group.forget_plan(step_idx)
@@ -75,7 +76,7 @@ class DPMaster:
         self.inbox.put(Shutdown())
 
     def _note(self, done: StepDone) -> None:
-        """Note that a die has ended a step. While dies are called back no step has happened."""
+        """Note a die's report of an ended step; during a rollback such reports are ignored."""
         parts = self._parts
         if not parts.hearing.may_go_on:
             return
@@ -89,7 +90,7 @@ class DPMaster:
         self.group.finish(done.step)
 
     def roll_back(self) -> None:
-        """Note that the steps under way have not happened."""
+        """Treat the steps under way as not run, and renumber them."""
         parts = self._parts
         self.group.forget_plan(self.steps.next)
         for step_idx in self.steps:
@@ -99,12 +100,12 @@ class DPMaster:
         self.steps.roll_back(parts.recovery.later)
 
     def run_again(self) -> None:
-        """Launch what has been rolled back."""
+        """Launch the group's rolled-back steps again."""
         for step_idx in self.steps.take():
             self._launch(step_idx)
 
     def _launch(self, step_idx: int) -> None:
-        """Send its dies a planned step. The host's gap concerns this group alone."""
+        """Send a planned step to the group's dies; the host's gap delays this group alone."""
         parts, host, rank, delay, bucket = self._parts, self._parts.host, self.group.rank, 0, 0
         self.steps.launch(step_idx)
         if parts.reconfiguration is not None:
@@ -116,7 +117,10 @@ class DPMaster:
         parts.health.ask(rank, len(self.group.dies), delay)
 
     def _turn(self) -> bool:
-        """Begin the next step if that is possible, with `plans_ahead` while one runs; whether one does."""
+        """Begin steps as far as possible; return whether any is under way.
+
+        With `plans_ahead` a step begins while another one runs.
+        """
         if self._is_lost:
             return False
         self.group.poll_transfers()
@@ -132,14 +136,14 @@ class DPMaster:
         return bool(self.steps)
 
     def _rest(self) -> None:
-        """Nothing can run. Tell the TE's loop, if something waits for that."""
+        """Rest because nothing can run; tell the TE's loop if something waits for that."""
         self._awake.rest(self.group.rank)
         if not self._awake or self._parts.life.now == "draining" or self._shell.num_pending:
             self._te_inbox.put(Rested())
 
 
 class StepsApart:
-    """All loops of a TE's groups. `inboxes` are theirs."""
+    """Steps of a TE in dataflow mode: a loop for each DP group, with its inbox in `inboxes`."""
 
     def __init__(
         self,
@@ -162,22 +166,22 @@ class StepsApart:
         return [(f"master of {master.group.id}", master.run) for master in self._masters]
 
     def stop(self) -> None:
-        """Have the loops end when they have nothing to do."""
+        """Make the loops end once nothing is left to do."""
         for master in self._masters:
             master.inbox.put(Shutdown())
 
-    def end(self, rank: int) -> None:
+    def end(self, group: GroupRank) -> None:
         """End the loop of a group whose dies are lost; the others go on."""
-        self._masters[rank].end()
+        self._masters[group].end()
 
     @property
     def step_idx(self) -> int:
-        """Number of the next step of the group that has had most."""
+        """Number of the next step of the DP group with the most steps."""
         return max(master.steps.next for master in self._masters)
 
     @property
     def under_way(self) -> set[tuple[int, int]]:
-        """Steps that have been launched and have not ended: of which group, and their numbers."""
+        """Steps launched and not ended, as pairs of DP group and step number."""
         return {(master.group.rank, step_idx) for master in self._masters for step_idx in master.steps}
 
     @property
@@ -186,10 +190,10 @@ class StepsApart:
         return not self._awake
 
     async def advance(self, look: Callable[[int], int]) -> bool:
-        """Watch until there is news; False if no group has anything to do.
+        """Watch the groups until there is news; return False if no group has anything to do.
 
-        `look` has the monitor look at servers and clients, when so many steps have been launched, and returns
-        when it wants to look again.
+        `look` makes the monitor look at servers and clients, given the number of steps launched. It returns
+        the virtual time (ns) of its next look.
         """
         if self.is_idle:
             return False
@@ -213,18 +217,20 @@ class StepsApart:
         return True
 
     def oldest(self, group: DPGroup) -> int:
-        """Number of the first step of a group, which it numbers by itself, that has not happened."""
+        """Return the number of a group's oldest unfinished step; each group numbers its own."""
         return self._masters[group.rank].steps.oldest
 
     def roll_back(self) -> int:
-        """Note that no step under way has happened. Returns 0: experts serve whoever comes, and for them no
-        step is the next one."""
+        """Treat all steps under way as not run; return 0, the next step for expert dies.
+
+        In dataflow mode expert dies serve whatever tokens come, so no step is the next one for them.
+        """
         for master in self._masters:
             master.roll_back()
         return 0
 
     async def run_again(self) -> None:
-        """Launch the steps that have been rolled back."""
+        """Launch the rolled-back steps of all groups again."""
         for master in self._masters:
             master.run_again()
         self._awake.wake()

@@ -1,4 +1,4 @@
-"""How the DP groups of a TE take their steps where exchanges are barriers: all at once, in one loop."""
+"""Steps of DP groups where exchanges are barriers: all groups step at once, in one loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from xdeepserve.engine.te.steps_under_way import Loop, StepParts, StepsUnderWay
 
 
 class StepsTogether:
-    """Dispatch and combine are barriers of all ranks: a group without work runs empty steps along."""
+    """Steps of a TE in which dispatch and combine are barriers of all ranks.
+
+    A group without work runs empty steps along with the others.
+    """
 
     def __init__(self, parts: StepParts, programs: ExpertPrograms, plans_ahead: bool) -> None:
         self._parts, self._programs, self._room = parts, programs, 1 + plans_ahead
@@ -30,21 +33,21 @@ class StepsTogether:
 
     @property
     def under_way(self) -> set[tuple[int, int]]:
-        """Steps that have been launched and have not ended, of all groups."""
+        """Steps launched and not ended, with rank 0 for all groups together."""
         return {(0, step_idx) for step_idx in self._under_way}
 
     def loops(self) -> list[tuple[str, Loop]]:
-        """Return no loops: the TE's is the only one."""
+        """Return no loops: the TE's own loop is the only one."""
         return []
 
     def stop(self) -> None:
-        """Do nothing: there are no loops to be ended."""
+        """Do nothing, since there are no loops to end."""
 
     async def advance(self, look: Callable[[int], int]) -> bool:
-        """Run one step of all groups; False if there is nothing to do.
+        """Run a step of all groups; return False if there is nothing to do.
 
-        With `plans_ahead` a step is scheduled and launched while the one before runs, and only then is that
-        one waited for.
+        With `plans_ahead` the next step is scheduled and launched while the previous one runs. Only then does
+        the loop wait for the previous one.
         """
         has_launched = False
         if len(self._under_way) < self._room:  # else they have been rolled back, and run again
@@ -75,11 +78,11 @@ class StepsTogether:
             parts.health.ask(group.rank, self._tp, delay)
 
     def oldest(self, group: DPGroup) -> int:
-        """Number of the first step of a group, which is all groups' step, that has not happened."""
+        """Return the number of the oldest unfinished step, which is the same for all groups."""
         return self._under_way.oldest
 
     def roll_back(self) -> int:
-        """Note that no step under way has happened. Returns the number of the step that comes next."""
+        """Treat all steps under way as not run; return the number of the next step."""
         parts = self._parts
         for group in parts.groups:
             group.forget_plan(self.step_idx)
@@ -92,7 +95,7 @@ class StepsTogether:
         return self._under_way.oldest
 
     async def run_again(self) -> None:
-        """Launch the steps that have been rolled back."""
+        """Launch the rolled-back steps again."""
         for step_idx in self._under_way.take():
             await self._launch(step_idx)
 

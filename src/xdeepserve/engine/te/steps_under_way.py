@@ -1,4 +1,7 @@
-"""Steps that have been launched and have not ended, of a DP group or of all together; what steps take."""
+"""Steps launched and not ended, of a DP group or of all groups together.
+
+`StepParts` has the parts of a TE that handle steps.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ Loop = Callable[[], Awaitable[None]]
 
 
 class StepParts(NamedTuple):
-    """Parts of a TE that scheduling, launching and ending its steps takes."""
+    """Parts of a TE needed for scheduling, launching and ending steps."""
 
     clock: Clock
     groups: Sequence[DPGroup]
@@ -32,12 +35,15 @@ class StepParts(NamedTuple):
     host: Host | None
 
     def schedule(self, group: DPGroup, step_idx: int) -> bool:
-        """Schedule a group's next step; whether it has rows. A TE that moves out has no more steps."""
+        """Schedule a group's next step; return whether it has rows.
+
+        A TE that moves out schedules no more steps.
+        """
         return not self.life.moves_out and group.plan(step_idx)
 
 
 class StepsUnderWay:
-    """Numbers of steps in the order of launches. A step has ended when each of `num_dies` has said so."""
+    """Numbers of launched steps in order; a step ends when each of `num_dies` has reported its end."""
 
     def __init__(self, num_dies: int) -> None:
         self._num_dies = num_dies
@@ -53,35 +59,35 @@ class StepsUnderWay:
 
     @property
     def oldest(self) -> int:
-        """The first step that has not happened."""
+        """Number of the oldest step that has not ended, or else of the next one."""
         return min([*self._numbers, self.next])
 
     def launch(self, step_idx: int) -> None:
-        """A step begins, the next one or one that has been rolled back."""
+        """Record the launch of a step, a new one or one that was rolled back."""
         self._numbers.append(step_idx)
         self.next = max(self.next, step_idx + 1)
 
     def note(self, step_idx: int) -> None:
-        """A die has ended a step. That it reports one that is not under way changes nothing."""
+        """Count a die's report of an ended step; ignore steps that are not under way."""
         if step_idx in self._numbers:
             self._num_done[step_idx] += 1
 
     def has_ended(self, step_idx: int) -> bool:
-        """On every die."""
+        """Whether a step has ended on every die."""
         return self._num_done[step_idx] >= self._num_dies
 
     def end(self, step_idx: int) -> None:
-        """Its results are taken."""
+        """Remove a step from the list, once all results are taken."""
         del self._num_done[step_idx]
         self._numbers.remove(step_idx)
 
     def roll_back(self, later: Callable[[int], int]) -> None:
-        """None has happened: each gets the number under which it will run again."""
+        """Treat all steps as not run: give each the number under which it will run again."""
         self._num_done.clear()
         self._numbers = [later(step_idx) for step_idx in self._numbers]
         self.next = max([self.next, *(step_idx + 1 for step_idx in self._numbers)])
 
     def take(self) -> list[int]:
-        """All that were rolled back, to be launched again."""
+        """Remove and return all rolled-back steps, to be launched again."""
         numbers, self._numbers = self._numbers, []
         return numbers

@@ -14,14 +14,13 @@ from xdeepserve.engine.dp.events import Events, TERolledBack
 from xdeepserve.engine.messages import (
     Shutdown,
 )
+from xdeepserve.engine.numbers import GroupRank
 from xdeepserve.engine.te.awake import Awake
 from xdeepserve.engine.te.dealer import Dealer
 from xdeepserve.engine.te.expert_programs import ExpertPrograms
-from xdeepserve.engine.te.hearing import Hearing
+from xdeepserve.engine.te.hearing import Hearing, LayerReports
 from xdeepserve.engine.te.heartbeat import Heartbeats
 from xdeepserve.engine.te.host import Host
-from xdeepserve.engine.te.kv_statuses import KVStatuses
-from xdeepserve.engine.te.layer_reports import LayerReports
 from xdeepserve.engine.te.life import Life, Lifetime
 from xdeepserve.engine.te.lost_clients import LostClients
 from xdeepserve.engine.te.lost_pages import LostPages, Mend
@@ -29,7 +28,7 @@ from xdeepserve.engine.te.probe import Prober
 from xdeepserve.engine.te.reports import ExpertLoad, expert_loads
 from xdeepserve.engine.te.server_monitor import server_monitor
 from xdeepserve.engine.te.server_seats import Bring, ServerSeats
-from xdeepserve.engine.te.shell import TEShell
+from xdeepserve.engine.te.shell import KVStatuses, TEShell
 from xdeepserve.engine.te.status_gather import StatusGather
 from xdeepserve.engine.te.steps_apart import StepsApart
 from xdeepserve.engine.te.steps_together import StepsTogether
@@ -41,7 +40,7 @@ from xdeepserve.step.linear import Threads
 
 
 class TE:
-    """Runs steps on all its dies, for as long as any of its DP groups has work.
+    """Task executor: runs steps on all its dies for as long as any of its DP groups has work.
 
     `on_failure` is told once if the TE is lost.
     """
@@ -133,12 +132,12 @@ class TE:
 
     @property
     def life(self) -> Life:
-        """What the TE is at between its plan and its end."""
+        """Current state of the TE between plan and end."""
         return self.lifetime.now
 
     @property
     def moves_out(self) -> bool:
-        """Whether what is here goes on elsewhere."""
+        """Whether the TE's sequences go on elsewhere."""
         return self.lifetime.moves_out
 
     @property
@@ -153,17 +152,18 @@ class TE:
 
     @property
     def under_way(self) -> set[tuple[int, int]]:
-        """Steps that have been launched and have not ended: of which DP group, and their numbers."""
+        """Steps launched and not ended, as pairs of DP group and step number."""
         return self._turns.under_way
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences that are here and not finished."""
+        """Number of unfinished sequences in this TE."""
         return sum(group.num_sequences for group in self.groups) + self.te_shell.num_pending
 
     @property
     def kv_load(self) -> float:
-        """Share of KV blocks that are used or spoken for, over all groups (0 to 1)."""
+        """Share of KV blocks in use or reserved, averaged over the DP groups; reservations may push it above
+        1."""
         return sum(group.status().kv_load for group in self.groups) / len(self.groups)
 
     @property
@@ -174,7 +174,7 @@ class TE:
 
     @property
     def num_reconfigurations(self) -> int:
-        """Number of times that replicas of experts have changed."""
+        """Number of times the replicas of experts have changed."""
         return 0 if self.reconfiguration is None else self.reconfiguration.num_done
 
     # ---- life ---------------------------------------------------------------------------------------
@@ -196,24 +196,24 @@ class TE:
         self.processes += spawned
 
     async def _heard(self, loop: Loop) -> None:
-        """Run one of the TE's loops: an error that is raised there ends the TE."""
+        """Run a loop of the TE; an error raised in it ends the TE."""
         try:
             await loop()
         except Exception as error:
             self.on_failure(self, error)
 
     async def join_server(self, wanted: int | None, bring: Bring) -> int:
-        """From within a process: bring an expert server, as `ServerSeats.join` does."""
+        """Bring an expert server, from within a process, as `ServerSeats.join` does."""
         return await self.seats.join(wanted, bring, self._begin)
 
     def _begin(self, program: ExpertProgram) -> None:
-        """Have one more expert die serve."""
+        """Start serving with an additional expert die."""
         self.expert_programs.add(program)
         self.processes.append(program.die.spawn(program.run(), "experts"))
 
-    def go_on_without(self, ranks: Iterable[int]) -> bool:
-        """Lose the clients of these ranks, as `LostClients.go_on_without` does, and wake the loops."""
-        are_missed = self.clients.go_on_without(ranks)
+    def go_on_without(self, groups: Iterable[GroupRank]) -> bool:
+        """Give up the clients of some DP groups, as `LostClients.go_on_without` does, and wake the loops."""
+        are_missed = self.clients.go_on_without(groups)
         if are_missed:
             self.wake()
         return are_missed
@@ -221,8 +221,8 @@ class TE:
     def lose_page(self, error: PageLostError) -> None:
         """Note a page of memory that a die has lost, at the moment at which its driver says so.
 
-        Whoever may have read it is rolled back: nothing is planned and no result is taken until it has been
-        put right. Without a page of metadata the TE is lost.
+        No step is planned and no result is taken until the page is restored; steps that may have read it are
+        rolled back. A lost page of metadata ends the TE.
         """
         plan = self.plan
         plan.num_lost_pages += 1
@@ -240,19 +240,19 @@ class TE:
         self.wake()
 
     def load(self) -> None:
-        """Note that the weights are on their way."""
+        """Note the start of loading: the TE's weights are on their way."""
         self.lifetime.follow("load")
 
     def drain(self, moves_out: bool) -> None:
-        """Take no new work, and end what is here or, if it `moves_out`, have it go on elsewhere."""
+        """Take no new work; finish the current work or, if `moves_out`, let it go on elsewhere."""
         self.lifetime.follow("drain")
         self.lifetime.moves_out = moves_out
         self.wake()
 
     async def leave(self) -> None:
-        """From within a process, when it drains: end every task, and give dies and memory back.
+        """End every task of a draining TE, from within a process, and give dies and memory back.
 
-        On return it is gone, or lost.
+        On return the TE is gone, or lost.
         """
         await self._end_of(self._loop)
         if self.life == "draining":
@@ -272,7 +272,7 @@ class TE:
                 raise
 
     def give_up(self) -> None:
-        """End a task executor whose weights could not be loaded."""
+        """End a task executor after its weights could not be loaded."""
         self._end_life()
 
     async def stop(self) -> None:
@@ -303,7 +303,7 @@ class TE:
         self.close()
 
     def close(self) -> None:
-        """End the threads of this computer that ran steps in lockstep."""
+        """Close the gangs: the computer's threads that ran steps in lockstep."""
         for gang in self._gangs:
             gang.close()
 
@@ -327,7 +327,7 @@ class TE:
         return self.health.shell != "healthy" or not self.health.ranks("healthy")
 
     def wake(self) -> None:
-        """Tell the loops that there is new work, or room for what could not run."""
+        """Wake the loops: there is new work, or room for work that could not run."""
         self._awake.wake_all()
 
     # ---- the loop -----------------------------------------------------------------------------------
@@ -345,7 +345,7 @@ class TE:
                     raise
 
     async def _turn(self) -> bool:
-        """Take one turn of the loop; whether it was the last."""
+        """Take a turn of the loop; return whether it was the last."""
         self._hearing.check_memory()
         for group in self.groups:
             group.poll_transfers()
@@ -363,13 +363,18 @@ class TE:
         return False
 
     def _look(self, num_steps: int) -> int:
-        """Have the monitor look at servers and clients, when so many steps have been launched. Returns when
-        it wants to look again."""
+        """Let the monitor look at servers and clients; return the virtual time (ns) of its next look.
+
+        `num_steps` have been launched so far.
+        """
         self.go_on_without(self.monitor.look(num_steps))
         return self.monitor.next_ns
 
     async def _roll_back(self, error: GlitchError) -> None:
-        """Run the steps under way once more. Raises the error where that does not help, or one of its own."""
+        """Run the steps under way again after an error code.
+
+        Raises the error if that does not help, or an error of the rollback itself.
+        """
         begun_ns, turns = self._clock.now, self._turns
         self.monitor.find_lost()
         first_steps = [turns.oldest(group) for group in self.groups for _ in group.dies]
@@ -383,7 +388,7 @@ class TE:
 
     @property
     def _is_done(self) -> bool:
-        """Whether the loop may end: there is no work, and no sequence or TE still needs what is here."""
+        """Whether the loop may end: there is no work, and no sequence or TE still needs this TE's memory."""
         if self.life != "draining":
             return False
         is_wanted = self.plan.num_readers or not self.te_shell.is_empty or self._is_pooling
@@ -395,8 +400,8 @@ class TE:
         return any(pool is not None and pool.is_moving for pool in pools)
 
     @property
-    def _copying(self) -> list[int]:
-        """Groups that wait for a transfer or a copy, and owe no other answer meanwhile."""
+    def _copying(self) -> list[GroupRank]:
+        """Groups waiting for a transfer or a copy, and owing no other answer meanwhile."""
         there = (g for g in self.groups if not self.health.is_given_up(g.rank))
         moves = (g for g in there if g.places.has_transfers or (g.rtc.is_moving and not g.places.reserved))
         return [group.rank for group in moves]
@@ -412,7 +417,7 @@ class TE:
             await self._hearing.hear(self.health.deadline_ns)  # of probes, if any are out
 
     def check_integrity(self) -> None:
-        """Check that every KV block is accounted for, and that dies that share weights hold the same ones."""
+        """Check the accounts of all KV blocks, and that dies sharing weights hold the same ones."""
         for group in self.groups:
             group.check_integrity()
         for gang in self._gangs:

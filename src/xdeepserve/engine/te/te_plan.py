@@ -1,4 +1,4 @@
-"""The dies of one TE before it runs: what lies on each, their programs, and what the TE is built with."""
+"""Plan of a TE before it runs: its dies' memories, their programs, and the parts the TE is built from."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import msgspec
 from xdeepserve.comm.distflow.channels import plan_channels
 from xdeepserve.comm.distflow.link_probe import plan_link_probe
 from xdeepserve.comm.services.layout import ServiceLayout
-from xdeepserve.engine.balance.reconfigure import Reconfiguration
-from xdeepserve.engine.balance.storage import ExpertStorage
+from xdeepserve.engine.balance.reconfigure import ExpertStorage, Reconfiguration
 from xdeepserve.engine.balance.trigger import EPLBTrigger
 from xdeepserve.engine.deploy.deployment import RecoveryConfig
 from xdeepserve.engine.die.die_memory import DieMemory
@@ -21,7 +20,7 @@ from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.die.shape_memory import ShapeMemory
 from xdeepserve.engine.dp.events import Events, GroupId
 from xdeepserve.engine.dp.group import DPGroup
-from xdeepserve.engine.dp.load_cost import BlockLoadCost
+from xdeepserve.engine.dp.prefixes import BlockLoadCost
 from xdeepserve.engine.dp.scheduler import PrefixTier
 from xdeepserve.engine.messages import CopyDone, PoolReady
 from xdeepserve.engine.numbers import DieRank, GroupRank
@@ -46,13 +45,13 @@ MakeTier = Callable[[DPGroup, Callable[[PoolReady | CopyDone], None]], PrefixTie
 
 
 def free_host_of(holder: DieMemory | ExpertMemory) -> None:
-    """Give back what a die has of its host's memory."""
+    """Free a die's regions in its host's memory."""
     for region in holder.host_regions:
         region.area.free(region)
 
 
 class TEPlan:
-    """The dies of one TE: their memories, and how they exchange tokens."""
+    """Dies of a TE with their memories, and how they exchange tokens."""
 
     def __init__(self, net: Net, checkpoint: Checkpoint, load_mode: str) -> None:
         self.net, self.team, self.checkpoint, self._load_mode = net, net.team, checkpoint, load_mode
@@ -88,32 +87,32 @@ class TEPlan:
 
     @property
     def gathers_statuses(self) -> bool:
-        """A leader gathers the statuses of its DP groups: there are several."""
+        """Whether a leader gathers the statuses of the DP groups; false if there is only one group."""
         return self.sizes.groups.gathers_statuses and self.sizes.groups.num_groups > 1
 
     @property
     def kv_weight(self) -> float:
-        """Bytes of KV that each byte stands for which goes from TE to TE."""
+        """Bytes of KV represented by each byte sent from TE to TE; 1 unless the run is time-only."""
         mem = self.memories[0]
-        return mem.piece_weight if isinstance(mem, ShapeMemory) else 1.0
+        return mem.kv.piece_weight if isinstance(mem, ShapeMemory) else 1.0
 
     def _plan_hosts(self) -> None:
-        """What dies have in the memories of their hosts."""
+        """Reserve the dies' regions in the memories of their hosts."""
         if self.sizes.kv.num_host_blocks:
             for die, mem in zip(self.dies, self.memories, strict=True):
-                mem.plan_host(self._host_of(die), die)
+                mem.kv.plan_host(self._host_of(die), die)
         for die, holder in self.all_memories:
             if holder.redundant is not None:
                 holder.redundant.plan_staging(self._host_of(die), die)
 
     def _host_of(self, die: int) -> Area:
-        """The memory of the host that a die belongs to."""
+        """Return the memory area of the host that a die belongs to."""
         topology = self.pod.topology
         return self.pod.plan(topology.host(topology.server_of(die))).app
 
     @property
     def is_in_use(self) -> bool:
-        """Whether something runs on its dies, or is at their memory."""
+        """Whether anything runs on the TE's dies, or uses their memory."""
         pod = self.pod
         return bool(self.num_readers) or any(
             pod.dies[die].running or pod.memories.is_in_use(die)
@@ -123,34 +122,41 @@ class TEPlan:
 
     @property
     def services(self) -> ServiceLayout | None:
-        """Where experts are services, the memory that clients and servers share."""
+        """Memory shared by clients and servers where experts are services; None elsewhere."""
         return self.net.services
 
     @property
     def can_miss_clients(self) -> bool:
-        """Whether it goes on when DP groups are lost: their dies meet no others, and nobody else gathers what
-        they know. Of server processes the monitor is another process, which looks at servers alone."""
+        """Whether the TE goes on when DP groups are lost.
+
+        It does if experts are services in the pod, each group has one die, and no leader gathers statuses or
+        loads of all groups. With servers in other processes it does not, because the monitor there looks at
+        servers alone.
+        """
         sizes = self.sizes
         is_alone = sizes.groups.tp == 1 and not (self.gathers_statuses or self.eplb_trigger())
         return self.services is not None and sizes.walk.transport == "pod" and is_alone
 
     @property
     def needed_dies(self) -> tuple[int, ...]:
-        """Those without which it cannot go on. Of an expert server clients find out whether they can."""
+        """Dies necessary for the TE to go on.
+
+        Expert servers are not among them: clients find out whether they can do without one.
+        """
         return self.every_die if self.services is None else self.dies
 
     @property
     def is_lost(self) -> bool:
-        """Whether its dies have failed."""
+        """Whether any die of the TE has failed."""
         return not self.pod.lost.isdisjoint(self.every_die)
 
     @property
     def has_bad_pages(self) -> bool:
-        """Whether its dies' memories have pages that were lost, and nobody has put them right."""
+        """Whether the dies' memories have lost pages that are not restored yet."""
         return not self.pod.memories.bad_pages.keys().isdisjoint(self.every_die)
 
     def release(self) -> None:
-        """Give all its memory and its dies back. HardwareError if something still runs there."""
+        """Give all memory and dies back to the pod; HardwareError if something still runs there."""
         self.pod.release((*self.every_die, *sorted(self.spare_dies)))
         self.spare_dies.clear()
         self._free_hosts()
@@ -163,8 +169,10 @@ class TEPlan:
         self.replaced_dies.clear()
 
     def plan_server(self, number: int, die: int) -> ExpertMemory:
-        """The memory of one more expert server, for the seat of that number. OutOfMemoryError if there is
-        no room."""
+        """Plan and materialise the memory of an expert server that joins at seat `number`.
+
+        OutOfMemoryError if there is no room.
+        """
         services, plan = self.services, self.pod.plan(die)
         assert services is not None
         assert isinstance(self.net, ProtocolNet)
@@ -178,36 +186,36 @@ class TEPlan:
         return mem
 
     def give_back(self, die: int, mem: ExpertMemory | None) -> None:
-        """A die of an expert server that has left, or does not come."""
+        """Free the die of an expert server that has left, or that does not join."""
         if mem is not None:
             free_host_of(mem)
         self.pod.release([die])
 
     @property
     def expert_dies(self) -> tuple[int, ...]:
-        """Those with experts alone."""
+        """Dies with experts and no attention."""
         return self.team.expert_dies
 
     @property
     def spec(self) -> Spec:
-        """The hardware of its dies."""
+        """Hardware specification of the TE's dies."""
         return self.pod.spec_of(self.dies[0])
 
     @property
     def every_die(self) -> tuple[int, ...]:
-        """Those with DP groups, and those with experts alone."""
+        """Dies with DP groups, then dies with experts alone."""
         return (*self.dies, *self.expert_dies)
 
     @property
     def all_memories(self) -> list[tuple[int, DieMemory | ExpertMemory]]:
-        """Every die of the TE and what lies on it."""
+        """Every die of the TE with its memory."""
         return [
             *zip(self.dies, self.memories, strict=True),
             *((self.team.expert_at[number], mem) for number, mem in self.expert_memories.items()),
         ]
 
     def groups(self, tell: Events) -> list[DPGroup]:
-        """The DP groups, each on `tp` of the dies."""
+        """Create the DP groups, each on `tp` of the dies."""
         dies, tp, cost = [self.pod.dies[die] for die in self.dies], self.sizes.groups.tp, self.load_cost()
         firsts = range(0, len(dies), tp)
         return [
@@ -224,14 +232,14 @@ class TEPlan:
         ]
 
     def executors(self, threads: Threads, reports: Sequence[Queue[msgspec.Struct]]) -> list[Executor]:
-        """The programs of the dies with DP groups, each with the queue that its reports go to."""
+        """Create the programs of dies with DP groups, each with the queue for its reports."""
         return [
             executor(self.net, DieRank(rank), mem, threads, queue)
             for rank, (mem, queue) in enumerate(zip(self.memories, reports, strict=True))
         ]
 
     def expert_programs(self, threads: Threads, reports: Queue[msgspec.Struct]) -> list[ExpertProgram]:
-        """The programs of the expert dies."""
+        """Create the programs of the expert dies."""
         return [
             self.net.expert_program(number, mem, threads, reports)
             for number, mem in self.expert_memories.items()
@@ -240,7 +248,7 @@ class TEPlan:
     def gangs(
         self, executors: Sequence[Executor], programs: Sequence[ExpertProgram], threads: int
     ) -> list[Gang]:
-        """Who runs the layers of all these dies, if they run in lockstep."""
+        """Create the gangs for running the layers of all these dies in lockstep; none without lockstep."""
         if not self.sizes.walk.is_lockstep:
             return []
         from xdeepserve.engine.run.gang.choice import gangs_of  # kernels that take a while to import
@@ -249,33 +257,33 @@ class TEPlan:
         return gangs_of(self.net, executors, programs, threads)
 
     def host_queue(self, die: int, name: str) -> HostQueue[msgspec.Struct]:
-        """What a loop waits for that runs on the server of a die."""
+        """Create a queue for a loop that runs on the server of a die."""
         topology = self.pod.topology
         return HostQueue(self.pod.clock, name, self.pod.cpu(topology.server_of(die)))
 
     def eplb_trigger(self) -> EPLBTrigger | None:
-        """What finds out that replicas should change; None without slots that are free
-        for them."""
+        """Create the trigger for new replicas of experts; None without redundant slots, or if copies fill
+        them."""
         if not self.sizes.experts.redundant_slots or self.sizes.experts.copies_of:
             return None
         return EPLBTrigger(self.sizes.experts, self.config.num_experts_per_tok)
 
     def reconfiguration(self, trigger: EPLBTrigger, reports: Queue[msgspec.Struct]) -> Reconfiguration:
-        """What changes the replicas of experts; there must be slots for them."""
+        """Create the part for changing replicas of experts; the TE must have redundant slots."""
         gates = list(zip(self.dies, self.memories, strict=True))
         holders = [(die, mem) for die, mem in self.all_memories if mem.redundant is not None]
         storage = ExpertStorage(self.checkpoint, self.recipe, self.sizes.experts)
         return Reconfiguration(self.pod, self.sizes.experts, gates, holders, storage, trigger, reports)
 
     def rollback(self, config: RecoveryConfig) -> Rollback:
-        """The host's part of token recomputation."""
+        """Create the host's part of token recomputation."""
         timeout_ns = self.sizes.walk.timeout_ns
         return Rollback(self.sizes.place.name, self.pod, self.dies, self.expert_dies, config, timeout_ns)
 
     def load_cost(self) -> BlockLoadCost | None:
-        """The cost model of loading cached blocks from host DRAM, if there are any there."""
+        """Create the cost model of loading cached KV blocks from host DRAM; None if there is none to load."""
         if not self.sizes.kv.num_host_blocks or self._load_mode == "never":
             return None
         mem = self.memories[0]
         weights = sum(spec.nbytes for spec in mem.specs.values())
-        return BlockLoadCost(self.spec, mem.block_nbytes, weights, is_always=self._load_mode == "always")
+        return BlockLoadCost(self.spec, mem.kv.block_nbytes, weights, is_always=self._load_mode == "always")

@@ -1,4 +1,4 @@
-"""A Program walked on one die: whose stage is next, what it costs, who is at the other end of an exchange.
+"""Walk of a Program on a die: the order of stages, their prices, and the ends of exchanges.
 
 - `runner`: stages launched in order, exchanges made where they stand
 - `schedule`: whose turn it is: serial, away and back, two microbatches that overlap

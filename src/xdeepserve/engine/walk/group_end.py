@@ -1,4 +1,5 @@
-"""A die's end of a group that shares projections: the dies of a DP group, or several DP groups of one."""
+"""A die's end of a group that shares projections: a DP group of several dies, or DP groups of one die
+each."""
 
 from __future__ import annotations
 
@@ -11,45 +12,57 @@ from xdeepserve.model.canonical import Array
 
 
 class GroupEnd(Protocol):
-    """The collectives of a group. What they return is valid until the next one."""
+    """Collectives of a group of dies. A result is valid until the next collective."""
 
     rank: int
     size: int
 
     def reset(self, epoch: int) -> None:
-        """Forget a collective that was not ended, and count events alike on all ranks again."""
+        """Forget an unfinished collective, and restart event IDs alike on all ranks."""
 
     async def all_reduce(self, x: Array, reduction: Reduction) -> Array:
-        """The dies' x, reduced."""
+        """Return the reduction of all dies' `x`."""
 
     async def all_gather(self, part: Array, num_rows: int) -> Array:
-        """A whole slice [slice, N] of each die -> [num_rows, N]; beyond a short slice may be anything."""
+        """Gather a whole slice [slice, N] of each die into [num_rows, N]; rows beyond a short slice may be
+        anything."""
 
     async def to_slices(self, parts: Sequence[Array]) -> list[Array]:
-        """Rows for each die -> those of each die for this one."""
+        """Exchange rows: send each die its part, and return the parts that each die sends to this die."""
 
     async def spread(self, parts: Sequence[Array]) -> list[Array]:
-        """For each die its columns of this one's rows [T, N] -> this one's columns of each die's rows, whose
-        numbers may differ."""
+        """Exchange columns of rows [T, N]: send each die its columns of this die's rows.
+
+        Returns this die's columns of each die's rows; the number of rows may differ by die.
+        """
 
     async def reduce_scatter(self, x: Array, counts: Sequence[int]) -> Array:
-        """The dies' x [n, ...], summed: the counts[rank] rows of it that are this die's."""
+        """Sum all dies' `x` [n, ...] and return this die's counts[rank] rows of the sum."""
 
 
 def first_event(epoch: int) -> int:
-    """From which number on the collectives of an epoch are counted: more than there ever are in one."""
+    """Return the first event ID for collectives of an epoch.
+
+    Epochs are farther apart than the collectives that any epoch can have.
+    """
     return epoch << 32
 
 
 class TPGroup:
-    """A group whose dies exchange bytes. All count events alike, since they run the same Program."""
+    """Group of dies exchanging real bytes.
+
+    All ranks count events alike, since they run the same Program.
+    """
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives, self._num_events = collectives, 0
         self.rank, self.size = collectives.rank, collectives.num_ranks
 
     def reset(self, epoch: int) -> None:
-        """Forget a collective that was not ended; ranks may have come to different ones."""
+        """Forget an unfinished collective, and restart event IDs.
+
+        Ranks may have been at different collectives.
+        """
         self._collectives.reset()
         self._num_events = first_event(epoch)
 
@@ -58,22 +71,22 @@ class TPGroup:
         return self._num_events
 
     async def all_reduce(self, x: Array, reduction: Reduction) -> Array:
-        """The dies' x, reduced."""
+        """Return the reduction of all dies' `x`."""
         return await self._collectives.all_reduce(x, self._event(), reduction)
 
     async def all_gather(self, part: Array, num_rows: int) -> Array:
-        """A whole slice [slice, N] of each die -> [num_rows, N]."""
+        """Gather a whole slice [slice, N] of each die into [num_rows, N]."""
         parts = await self._collectives.all_gather(part, self._event())
         return parts.reshape(-1, *part.shape[1:])[:num_rows]
 
     async def to_slices(self, parts: Sequence[Array]) -> list[Array]:
-        """Rows for each die -> those of each die for this one."""
+        """Exchange rows: send each die its part, and return the parts that each die sends to this die."""
         return await self._collectives.all_to_all(list(parts), self._event())
 
     async def spread(self, parts: Sequence[Array]) -> list[Array]:
-        """Columns for each die -> those of each die for this one, of its own number of rows."""
+        """Exchange columns: send each die its columns, and return this die's columns of each die's rows."""
         return await self._collectives.all_to_all(list(parts), self._event())
 
     async def reduce_scatter(self, x: Array, counts: Sequence[int]) -> Array:
-        """The dies' sums of counts[rank] rows."""
+        """Sum all dies' `x` and return this die's counts[rank] rows of the sum."""
         return await self._collectives.reduce_scatter(x, self._event(), counts=counts)

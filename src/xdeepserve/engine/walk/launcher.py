@@ -1,4 +1,4 @@
-"""When the host has launched what a die is about to run (xDeepServe 2.3, CloudMatrix 4.2.4)."""
+"""Times of the host's launches for a die (xDeepServe 2.3, CloudMatrix 4.2.4)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from xdeepserve.hw.die import Die
 
 
 class Guards(NamedTuple):
-    """What a graph was captured for. A step that differs in any of it needs another graph."""
+    """Conditions of a captured graph; a step that differs in any of them needs another graph."""
 
     bucket: int  # rows, padded
     has_rows: bool
@@ -31,7 +31,7 @@ class Guards(NamedTuple):
 
 
 class Launches(Protocol):
-    """Where a layer reports its stages, and waits for their launch."""
+    """Receives the stages of a layer, and waits for their launch by the host."""
 
     @property
     def is_eager(self) -> bool: ...
@@ -42,13 +42,13 @@ class Launches(Protocol):
 
 
 class Launcher:
-    """Launches of one die's step.
+    """Launches of a die's step by the host, as single operators or as a captured graph.
 
     Single-op: the host launches operator after operator, ahead of the die if it can; a kernel waits for its
-    launch. Graph: the first step with given guards runs that way too and is captured, as the list of its
-    stages, those without rows included; further ones are replayed as one launch, whose time is the step's.
-    A replay that departs from the list is an error: the guards do not tell what they should. Naive MTP needs
-    the host again before each of the drafts' graphs.
+    launch. Graph: the first step with given guards runs that way too and is captured as the list of its
+    stages, those without rows included. Later steps with the same guards are replayed as one launch, whose
+    time is the step's. A replay that departs from the list is an error: the guards are incomplete. Naive MTP
+    needs the host again before each of the drafts' graphs.
     """
 
     def __init__(self, die: Die, config: ExecutionConfig) -> None:
@@ -70,14 +70,14 @@ class Launcher:
         return self._captured is None
 
     def begin(self, plan: StepPlan) -> None:
-        """The step's plan has reached the die: from here on the host launches."""
+        """Begin the launches of a step, when its plan has reached the die."""
         self._launched_ns = self.die.clock.now
         self._guards = Guards.of(plan) if plan.bucket else None
         self._captured = None if self._guards is None else self.graphs.get(self._guards)
         self._stages = []
 
     def stage(self, name: str) -> None:
-        """The step has come to a stage, with rows or without. ProtocolError if it is not the captured one."""
+        """Record a stage of the step, with rows or without; ProtocolError if the graph has another."""
         place, captured = len(self._stages), self._captured
         self._stages.append(name)
         if captured is not None and (place >= len(captured) or captured[place] != name):
@@ -85,7 +85,7 @@ class Launcher:
             raise self._departure(f"stage {place} is {name}, captured was {expected}")
 
     def end(self) -> None:
-        """The step has ended: keep its graph, or check that it was all of it."""
+        """End a step: keep the stages as a graph, or check that the whole graph was replayed."""
         if self._guards is None:
             return
         if self._captured is None:
@@ -107,14 +107,21 @@ class Launcher:
             await self.die.clock.sleep_until(self._launched_ns)
 
     async def next_graph(self) -> None:
-        """Before an MTP pass. Pipelined, it was launched while the main model ran."""
+        """Wait for the host before an MTP pass, with naive MTP only.
+
+        Pipelined, the pass was launched while the main model ran.
+        """
         if self.config.mtp == "naive":
             await self.die.clock.sleep(self._sampling_ns + self._graph_ns)
             self._launched_ns = self.die.clock.now
 
 
 class MicrobatchLaunches:
-    """Stages of one microbatch. How those of two mix is a matter of time: a graph has them in turn."""
+    """Launches of a microbatch; `report` passes all of them to the graph at the end.
+
+    The stages of two microbatches mix as time goes, and differently each time. So the graph has them one
+    microbatch after the other.
+    """
 
     def __init__(self, launcher: Launches) -> None:
         self._launcher = launcher
@@ -126,7 +133,7 @@ class MicrobatchLaunches:
         return self._launcher.is_eager
 
     def stage(self, name: str) -> None:
-        """The microbatch has come to a stage; the graph is told when the microbatch has ended."""
+        """Record a stage of the microbatch; `report` tells the graph later."""
         self._names.append(name)
 
     async def kernel(self) -> None:
@@ -134,6 +141,6 @@ class MicrobatchLaunches:
         await self._launcher.kernel()
 
     def report(self) -> None:
-        """The microbatch has come to the end of its layers."""
+        """Report all stages of the microbatch to the step's graph."""
         for name in self._names:
             self._launcher.stage(name)

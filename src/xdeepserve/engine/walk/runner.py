@@ -1,4 +1,4 @@
-"""A Program on one die: its stages launched in order, its exchanges made where they stand.
+"""Runs a Program on a die: launches its stages in order, and makes its exchanges where they stand.
 
 The same walk serves dies that compute and dies that only take time. What differs is the pace, which runs a
 stage's kernel or does not, and who is at the other end of an exchange: a protocol, or a formula.
@@ -26,7 +26,7 @@ MAX_KEPT = 512  # prices that are kept: the same counts come again in layers and
 
 
 class Pace(Protocol):
-    """How a die's kernels take their time."""
+    """How a die's kernels take their virtual time: computing or waiting alone."""
 
     place: dict[str, Any]
     """Place of exchanges in traces of time-only runs: the latest kernel's, unless `Runner` sets it."""
@@ -43,15 +43,17 @@ class Pace(Protocol):
     ) -> Awaitable[None]: ...
 
     async def settle(self) -> None:
-        """Let the clock reach the end of what has been launched."""
+        """Let the clock reach the end of all launched kernels."""
 
     def reset(self) -> None:
-        """What has been launched has not happened."""
+        """Forget all launched kernels, after a rollback."""
 
 
 class Computing:
-    """Kernels run when they are launched, and then their virtual time passes; more of it where they share HBM
-    with those of another stream."""
+    """Pace of dies with kernels: a kernel runs at its launch, and then its virtual time passes.
+
+    With `shares_hbm` more time passes while another stream uses HBM, too.
+    """
 
     def __init__(self, die: Die, shares_hbm: bool = False) -> None:
         self.die, self.shares_hbm = die, shares_hbm
@@ -76,26 +78,30 @@ class Computing:
         await self.die.hbm.end(draw)
 
     async def settle(self) -> None:
-        """Nothing to do: kernels have run when `spend` returns."""
+        """Do nothing: kernels have run when `spend` returns."""
 
     def reset(self) -> None:
-        """Nothing is ahead of the clock."""
+        """Do nothing, since no kernel is ahead of the clock."""
 
 
 class Exchange(Protocol):
-    """A rank's end of dispatch and combine, or of the fused ones."""
+    """A rank's end of dispatch and combine, or of FusedDispatch and FusedCombine."""
 
     async def dispatch(self, x: Array, topk_idx: Array, event_id: int) -> TokenCopies: ...
 
     async def combine(self, expert_out: Array, topk_weights: Array, event_id: int) -> Array:
-        """The answers [T, K, H] to the rank's own tokens; if fused, their sums [T, H] by topk_weights."""
+        """Return the answers [T, K, H] to the rank's own tokens; if fused, their sums [T, H] by
+        topk_weights."""
 
     def bill(self, received: int) -> tuple[float, float, float]:
-        """Token copies that this die's routed experts are billed for after the latest dispatch, which brought
-        so many rows; of how many experts the weights are read; rows for a copy of the shared one."""
+        """Return the work to bill after the latest dispatch, which brought `received` rows.
+
+        Token copies for this die's routed experts; the number of experts whose weights are read; rows for a
+        copy of the shared expert.
+        """
 
     def reset(self, epoch: int) -> None:
-        """Forget an exchange that was not ended."""
+        """Forget an unfinished exchange, after a rollback."""
 
 
 class Trampoline(Protocol):
@@ -109,27 +115,28 @@ class Trampoline(Protocol):
 
 
 def with_shared(topk_weights: Array) -> Array:
-    """float32 [T, K + 1]: the shared expert is one more, of weight 1."""
+    """Append the shared expert's weight 1 to topk_weights: float32 [T, K + 1]."""
     return np.concatenate([topk_weights, np.ones((len(topk_weights), 1), np.float32)], axis=1)
 
 
 def all_cores(core: Core) -> int | None:
-    """No share: every core of a kind."""
+    """Return None: a kernel uses every core of its kind."""
     return None
 
 
 class Price(NamedTuple):
-    """What a stage takes by itself, in ns, and for how much of it its bytes keep HBM busy."""
+    """Cost of a stage in ns: its time alone, and the part in which its bytes keep HBM busy."""
 
     ns: float
     hbm_ns: float
 
 
 class Runner:
-    """The rows of one frame on one die. Without `launcher` launches cost nothing.
+    """Runs the rows of a frame through stages and exchanges on a die.
 
-    `shared_expert` is the physical expert that tokens take for the shared one, if it has dies of its own.
-    `cores` tells what share of the cores of a kind the half of a layer has that runs; None: all.
+    Without `launcher` launches cost nothing. `shared_expert` is the physical expert that tokens take for the
+    shared one, if it has dies of its own. `cores` returns the number of cores of a kind for the stages of the
+    current half of a layer; None: all.
     """
 
     def __init__(self, die: Die, frame: Frame, pace: Pace) -> None:
@@ -146,27 +153,27 @@ class Runner:
     # ---- where it is --------------------------------------------------------------------------------
 
     def at(self, **place: int) -> None:
-        """Say, for traces, in which layer and microbatch the rows are from now on; in none by default."""
+        """Set the place in the model for later trace spans: a layer, maybe a microbatch, or none."""
         trace = self.die.trace
         trace.at(**self.home, **place)
         if trace.is_on and (self.exchange is not None or self.group is not None):
             self.pace.place = trace.place
 
     def reset(self, epoch: int) -> None:
-        """What was under way has not happened: its ends of exchanges are as if new."""
+        """Forget work under way after a rollback, and reset the ends of exchanges."""
         for end in (self.exchange, self.group, self.trampoline):
             if end is not None:
                 end.reset(epoch)
         self.pace.reset()
 
     def enter(self, layer: Layer, cache: KVCache, event: int) -> None:
-        """The rows have come to a layer."""
+        """Point the frame at a layer: its weights, its KV cache, and the event of its exchange."""
         self.frame.enter(layer, cache, event)
 
     # ---- programs -----------------------------------------------------------------------------------
 
     async def run(self, program: Program) -> None:
-        """Everything that this die does of it."""
+        """Run all stages and exchanges of a Program on this die."""
         for item in program:
             if isinstance(item, Stage):
                 await self.stage(item)
@@ -174,7 +181,7 @@ class Runner:
                 await self.meet(item)
 
     async def stage(self, stage: Stage) -> None:
-        """Launch a stage; one without rows is in the step's graph all the same."""
+        """Launch a stage; a stage without rows is still recorded in the step's graph."""
         f = self.frame
         f.h = f.whole if stage.rows == "all" else f.mine
         rows = self._rows(stage)
@@ -198,13 +205,16 @@ class Runner:
         return len(f.h)
 
     def price_of(self, stage: Stage, weights: Layer | Held, counts: Counts) -> float:
-        """What a stage of a layer, or of its experts, takes on such a die, in ns."""
+        """Return the time in ns that a stage of a layer, or of its experts, takes on this die."""
         if not stage.attends:
             counts = Counts(counts.rows, 0, 0, counts.copies, counts.touched, counts.shared)
         return self._price(stage, weights, counts).ns
 
     def _price(self, stage: Stage, weights: Layer | Held, counts: Counts) -> Price:
-        """Without contexts, unless it attends: then the same price holds in the next step."""
+        """Return the price of a stage from its counts, cached.
+
+        The counts have no lengths of KV unless the stage attends, so the same price serves the next step.
+        """
         cores = self.cores(stage.core)
         key = id(stage), counts, cores  # stages live as long as the die program
         price = self._prices.get(key)
@@ -217,7 +227,7 @@ class Runner:
         return price
 
     def _copies(self, stage: Stage, rows: int) -> tuple[float, float, float]:
-        """What an exchange's `bill` tells, where the rows have come by one."""
+        """Return the experts' work to bill, from the exchange if the rows came by one."""
         f = self.frame
         if stage.rows == "received":
             assert self.exchange is not None
@@ -234,7 +244,7 @@ class Runner:
         rows: int = 0,
         hbm_ns: float = 0.0,
     ) -> None:
-        """A kernel of this die that takes `duration_ns`, `hbm_ns` of it at all of HBM, with so many rows."""
+        """Launch a kernel with a duration of `duration_ns`; for `hbm_ns` of them it would need all of HBM."""
         if self.launcher is not None:
             self.launcher.stage(name)
             if self.launcher.is_eager:
@@ -244,8 +254,8 @@ class Runner:
         await self.pace.spend(name, core, self.cores(core), duration_ns, kernel, args, hbm_ns)
 
     def _trace_args(self, name: str, rows: int) -> dict[str, Any]:
-        """What a trace tells of a kernel: where it is, its rows, and of experts how many each physical one
-        has, of those that have some."""
+        """Describe a kernel for the trace: its place, its rows, and for experts the rows of each physical
+        expert."""
         place = self.die.trace.place | ({"rows": rows} if rows else {})
         known = vars(self.frame)  # rows from elsewhere, or else the die's own; neither in time-only runs
         chosen = known.get("expert_idx", known.get("topk_idx")) if name == "Experts" else None
@@ -257,7 +267,7 @@ class Runner:
     # ---- exchanges ----------------------------------------------------------------------------------
 
     async def meet(self, meet: Meet) -> None:
-        """This die's part of an exchange; its result is in the frame."""
+        """Take the die's part in an exchange and put the result into the frame."""
         f = self.frame
         match meet.op:
             case "dispatch" | "fused_dispatch":
@@ -290,7 +300,7 @@ class Runner:
         return await self.exchange.combine(f.expert_out, weights, f.event)
 
     async def _go_away(self) -> None:
-        """Hand the tokens to the trampoline; the shared expert is one more, of weight 1."""
+        """Hand the tokens to the trampoline; the shared expert is added as an expert of weight 1."""
         f, count = self.frame, len(self.frame.mine)
         topk_idx, topk_weights = f.topk_idx, f.topk_weights
         if self.shared_expert is not None:
@@ -316,7 +326,7 @@ class Runner:
                 f.parts = await group.to_slices(slices)
 
     async def _among_groups(self, meet: Meet) -> None:
-        """A collective of DP groups of one die, each with its own number of rows."""
+        """Take part in a collective of DP groups of one die each, which may differ in rows."""
         f, group = self.frame, self.group
         assert group is not None
         assert meet.given is not None

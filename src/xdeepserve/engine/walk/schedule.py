@@ -1,4 +1,4 @@
-"""Whose stage is next: how the rows of a step, or its microbatches, take turns on their way through layers.
+"""Schedules: how the rows of a step, or its microbatches, take turns on their way through layers.
 
     serial          one after another
     away_and_back   experts have dies of their own: while a microbatch is there, the next one computes
@@ -34,9 +34,12 @@ from xdeepserve.step.stage import LayerProgram, Meet, Program
 
 
 class CoreSplit:
-    """`attention` cores are stream 0's. If they may move, one does after each layer in which one stream was
-    at work for more than SLACK longer than the other: so both come to take as long, whatever the batch and
-    the lengths of KV. What happened on the die tells, so that nobody else is asked."""
+    """Division of AIC cores between two streams: stream 0 has `attention` of them.
+
+    If cores may move, one does after each layer in which one stream was at work for more than SLACK times as
+    long as the other. So both streams come to take equally long, whatever the batch and the lengths of KV.
+    The die's own times decide, so no other die is asked.
+    """
 
     SLACK = 1.05
 
@@ -45,11 +48,14 @@ class CoreSplit:
         self._spent_ns: Counter[int] = Counter()
 
     def spend(self, stream: int, duration_ns: int) -> None:
-        """A microbatch's half of a layer."""
+        """Add the time of a microbatch's half of a layer to its stream."""
         self._spent_ns[stream] += duration_ns
 
     def end_layer(self, num_cores: int) -> None:
-        """All microbatches of a layer have ended, on a die of so many cores."""
+        """Move a core if the streams' times differ, after all microbatches of a layer have ended.
+
+        `num_cores` is the number of AIC cores of the die.
+        """
         first, second = self._spent_ns[0], self._spent_ns[1]
         self._spent_ns.clear()
         if not self.moves:
@@ -61,7 +67,7 @@ class CoreSplit:
 
 
 class Visit(NamedTuple):
-    """A layer that a pass comes to: its number in the model, and the event of its exchange."""
+    """Layer as a pass comes to it: its number in the model, cache, program and the exchange's event."""
 
     layer_idx: int
     layer: Layer
@@ -77,7 +83,7 @@ Schedule = Callable[[Sequence[Runner], Visits, EndLayer], Awaitable[None]]
 
 
 def begin(runners: Sequence[Runner], whole: Frame) -> None:
-    """Cut the rows of a pass in as many neighbouring parts as there are runners."""
+    """Cut the rows of a pass into as many neighbouring parts as there are runners."""
     if len(runners) == 1:
         runners[0].frame.begin(whole.whole, whole.batch)
         return
@@ -88,7 +94,7 @@ def begin(runners: Sequence[Runner], whole: Frame) -> None:
 
 
 async def serial(runners: Sequence[Runner], visits: Visits, end_layer: EndLayer) -> None:
-    """One microbatch."""
+    """Run a single microbatch through all layers, one after another."""
     (runner,) = runners
     for index, layer, cache, program, event in visits():
         runner.at(layer=index)
@@ -99,7 +105,7 @@ async def serial(runners: Sequence[Runner], visits: Visits, end_layer: EndLayer)
 
 
 async def in_slices(schedule: Schedule, runners: Sequence[Runner], visits: Visits, end: EndLayer) -> None:
-    """A schedule whose runners have slices of a DP group's rows, which are gathered again at its end."""
+    """Run a schedule on slices of a DP group's rows, and gather all rows at its end."""
     await schedule(runners, visits, end)
     last = visits()[-1].layer_idx
     for runner in runners:
@@ -111,7 +117,7 @@ async def in_slices(schedule: Schedule, runners: Sequence[Runner], visits: Visit
 
 
 def cut_at(program: Program, op: str) -> tuple[Program, Program]:
-    """What comes before an exchange, and the rest; all of it and nothing if there is no such exchange."""
+    """Split a Program before an exchange; all of it and nothing if there is no such exchange."""
     for place, item in enumerate(program):
         if isinstance(item, Meet) and item.op == op:
             return program[:place], program[place:]
@@ -119,8 +125,10 @@ def cut_at(program: Program, op: str) -> tuple[Program, Program]:
 
 
 async def away_and_back(runners: Sequence[Runner], visits: Visits, end_layer: EndLayer) -> None:
-    """Each microbatch comes back from the experts of a layer when its turn comes in the next one. Ends of
-    layers are not told: who waits for them are prefill dies, which have experts."""
+    """Run microbatches in turn; each returns from the experts of a layer at its turn in the next layer.
+
+    Ends of layers are not reported: only prefill waits for them, and its dies have their experts.
+    """
     left: list[Program] = [()] * len(runners)  # what a microbatch that is away has to do when it comes back
     last = 0  # the layer that it then is in
 
@@ -146,7 +154,7 @@ async def away_and_back(runners: Sequence[Runner], visits: Visits, end_layer: En
 
 
 class InOrder:
-    """One thing after another, in the order of their numbers, from 0. Who comes too early waits."""
+    """Stream for users in the order of their numbers, from 0; an early user waits."""
 
     def __init__(self, clock: Clock, name: str) -> None:
         self.clock, self.name = clock, name
@@ -155,7 +163,10 @@ class InOrder:
 
     @asynccontextmanager
     async def turn(self, number: int) -> AsyncIterator[None]:
-        """The stream is the caller's within. If that fails, nobody's turn comes any more."""
+        """Hold the stream within the context, at the turn of `number`.
+
+        If the context fails, no later turn comes.
+        """
         if number != self._next:
             waiter = self._waiters[number] = self.clock.waiter(lambda: self._describe(number))
             await self.clock.wait(waiter)
@@ -169,8 +180,10 @@ class InOrder:
 
 
 async def side_by_side(clock: Clock, starts: Sequence[Callable[[], Awaitable[None]]]) -> None:
-    """Run parts of a die program as processes. The first that fails ends the others at once, wherever they
-    wait; its error is raised when all have ended."""
+    """Run parts of a die program as processes, and raise the first error when all have ended.
+
+    The first part that fails ends the others at once, wherever they wait.
+    """
     failures: list[Exception] = []
 
     async def part(start: Callable[[], Awaitable[None]]) -> None:
@@ -198,7 +211,7 @@ async def side_by_side(clock: Clock, starts: Sequence[Callable[[], Awaitable[Non
 
 
 def microbatch_cores(die: Die, attention_cores: int, is_attention: bool, core: Core) -> int:
-    """A stream's share of the cores of a kind: AIV cores are cut as the AIC cores are."""
+    """Return a stream's number of cores of a kind; AIV cores are divided in the same ratio as AIC cores."""
     total, aic = die.spec.num_cores(core), die.spec.num_cores("aic")
     attention = max(1, min(total - 1, total * attention_cores // aic))
     return attention if is_attention else total - attention
@@ -207,16 +220,18 @@ def microbatch_cores(die: Die, attention_cores: int, is_attention: bool, core: C
 async def overlap(
     runners: Sequence[Runner], visits: Visits, end_layer: EndLayer, split: CoreSplit | None
 ) -> None:
-    """Each microbatch is a process of its own, with buffers and exchanges of its own, and streams are what
-    they take turns at. Turns go by layer, then by microbatch, on every die: so exchanges meet in one order.
+    """Run each microbatch as a process that takes turns with the other at the die's streams.
+
+    Each has buffers and exchanges of its own. Turns go by layer, then by microbatch, on every die, so all
+    dies come to exchanges in the same order.
 
     By cores, with a `split` of the AIC cores, and AIV cores alike:
 
         stream 0   MLAProlog, MLA, output projection    mb 0 | mb 1 | mb 0, next layer | mb 1 ...
         stream 1   gate, dispatch, experts, combine            mb 0 | mb 1             | mb 0 ...
 
-    Else by engines: a kernel has all cores of its kind. AIC cores have attention and MLPs, AIV cores what
-    dispatch and combine compute, and the all-to-all is the DMA engine's, which AIV cores ask directly.
+    Else by engines: a kernel has all cores of its kind. AIC cores run attention and MLPs, AIV cores run the
+    computing parts of dispatch and combine. The DMA engine makes the all-to-all; AIV cores ask it directly.
     """
     die, launcher = runners[0].die, runners[0].launcher
     streams = [InOrder(die.clock, f"stream {i} of die {die.index}") for i in range(2)]

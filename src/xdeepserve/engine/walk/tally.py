@@ -1,4 +1,4 @@
-"""How many tokens an exchange carries in all: what decides whether a die's experts are hotter than usual."""
+"""Counts all tokens of an exchange; a die's bill depends on its share of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ KEPT = 64  # events that are remembered: more than any two dies of an exchange c
 
 
 class Tally:
-    """The tokens of each event, told by those who send them.
+    """Counts the tokens of each event, as their senders report them.
 
     `num_holders` dies share the routed copies, `top_k` of each token, evenly on average. This is bookkeeping
     for the bill; no program on a die looks at it.
@@ -19,12 +19,12 @@ class Tally:
         self._tokens: dict[int, float] = {}
 
     def come(self, event: int, num_tokens: int) -> None:
-        """A die has brought so many."""
+        """Add the tokens from a die to an event."""
         if event not in self._tokens:
             self._tokens[event] = 0
             self._tokens.pop(event - KEPT, None)
         self._tokens[event] += num_tokens
 
     def billed(self, event: int, received: float) -> float:
-        """Copies that a die is billed for which has received so many."""
+        """Return the token copies to bill to a die that has received `received` of them."""
         return self._spec.billed_copies(received, self._tokens.get(event, 0) * self._share)

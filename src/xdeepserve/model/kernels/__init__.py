@@ -1,4 +1,4 @@
-"""Numba kernels: the fast twins of `canonical.py`, bit for bit.
+"""Numba kernels: fast twins of `canonical.py`, equal bit for bit.
 
 Plain arrays in, plain arrays out: outputs first, then inputs. Every array is C-contiguous, every float is
 float32. T counts token rows; an output may have more rows than are written. No `fastmath`, no fused

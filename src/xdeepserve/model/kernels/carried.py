@@ -1,4 +1,5 @@
-"""Rows of a step that was planned before the step before had ended: what the die knows, the host did not."""
+"""Completes rows of a step that was planned before the previous step had ended: the die has values the host
+lacked."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ def resolve(
     token_ids, positions, slots, seq_of, block_tables, carried_seq, carried_row,
     sampled, accepted, drafts, block_size,
 ):  # fmt: skip
-    """In place: token_ids, positions and slots int32 [T] of the rows of sequences that are carried over.
+    """Fill in place token_ids, positions and slots int32 [T] of the rows of carried sequences.
 
     seq_of int32 [T] ascends; by sequence int32 [S] carried_seq, its number in the step before or -1, and
     carried_row, the logit row there that sampled its first token; block_tables int32 [S, B]. From that step:

@@ -1,4 +1,4 @@
-"""16 lanes in LLVM's terms: their types, and the code of what `simd` and `tiles` do with them."""
+"""Vectors of 16 lanes in LLVM's terms: types, and the code for the operations of `simd` and `tiles`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ VI8, VI16, BYTES = ir.VectorType(I8, LANES), ir.VectorType(I16, LANES), ir.Vecto
 
 
 def constant(vector: ir.VectorType, value: float | int) -> ir.Constant:
-    """A constant vector with one number in all lanes."""
+    """Make a constant vector with the same number in all lanes."""
     return ir.Constant(vector, [value] * vector.count)
 
 
 def call(builder: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value) -> ir.Value:
-    """Call an LLVM intrinsic."""
+    """Emit a call of an LLVM intrinsic."""
     function_type = ir.FunctionType(result, [arg.type for arg in args])
     return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), args)
 
@@ -34,7 +34,7 @@ def call(builder: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value) -> 
 def pointer(
     context: Any, builder: ir.IRBuilder, array_type: types.Array, array: Any, index: ir.Value, to: ir.Type
 ) -> ir.Value:
-    """Address of element `index` of an array, as a pointer to `to`."""
+    """Emit the address of element `index` of an array, as a pointer to `to`."""
     data = context.make_array(array_type)(context, builder, array).data
     return builder.bitcast(builder.gep(data, [index]), to.as_pointer())
 
@@ -46,20 +46,20 @@ def unaligned_load(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
 
 
 def prefetch_ir(builder: ir.IRBuilder, address: ir.Value) -> None:
-    """Ask for the 64 bytes at an address to be brought near."""
+    """Emit a prefetch of the 64 bytes at an address."""
     hints = (ir.Constant(I32, hint) for hint in (0, 2, 1))  # to read, into the second-level cache, data
     call(builder, "llvm.prefetch.p0", ir.VoidType(), address, *hints)
 
 
 def broadcast(builder: ir.IRBuilder, scalar: ir.Value, vector: ir.VectorType) -> ir.Value:
-    """`scalar` in all lanes."""
+    """Emit a vector with `scalar` in all lanes."""
     undefined = ir.Constant(vector, ir.Undefined)
     first = builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
     return builder.shuffle_vector(first, undefined, constant(ir.VectorType(I32, vector.count), 0))
 
 
 def first_lanes(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
-    """Mask of the lanes below `count`."""
+    """Emit a mask of the lanes below `count`."""
     lanes = ir.Constant(VI32, list(range(LANES)))
     return builder.icmp_signed("<", lanes, broadcast(builder, builder.trunc(count, I32), VI32))
 
@@ -67,7 +67,7 @@ def first_lanes(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
 def fold(
     builder: ir.IRBuilder, value: ir.Value, combine: Callable[[ir.Value, ir.Value], ir.Value]
 ) -> ir.Value:
-    """Combine the upper half of the lanes into the lower, until one is left."""
+    """Combine the upper half of the lanes into the lower, until a single lane is left."""
     half = LANES // 2
     while half:
         lower, upper = (
@@ -86,7 +86,7 @@ def larger(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
 
 
 def round_bf16_ir(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """<16 x float>, finite, to the nearest bfloat16, ties to even."""
+    """Emit the rounding of <16 x float>, finite, to the nearest bfloat16, ties to even."""
     bits = builder.bitcast(value, VI32)
     odd = builder.and_(builder.lshr(bits, constant(VI32, 16)), constant(VI32, 1))
     bits = builder.add(builder.add(bits, constant(VI32, 0x7FFF)), odd)
@@ -94,7 +94,7 @@ def round_bf16_ir(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
 
 
 class BF16Type(ir.Type):
-    """LLVM's name for BF16, which llvmlite has none for."""
+    """LLVM's BF16 type, missing in llvmlite."""
 
     def _to_string(self) -> str:
         return "bfloat"

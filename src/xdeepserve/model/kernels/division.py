@@ -1,4 +1,4 @@
-"""Quotients by a divisor that many numbers share, to the last bit, without a division for each vector.
+"""Division by a divisor shared by many numbers, exact to the last bit, without a division for each vector.
 
 AVX-512 divides 16 lanes in the time of some thirty multiply-adds. Let y be 1 / b, rounded, q be a * y, r be
 a - q * b, rounded once, and the quotient q + r * y, rounded once (P. Markstein, "Computation of elementary
@@ -33,7 +33,7 @@ LEAST_BITS, SPAN_BITS = int(LEAST.view(np.int32)), int(MOST.view(np.int32)) - in
 
 @intrinsic
 def _fused(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c with one rounding; on CPUs that have it."""
+    """Compute a * b + c with a single rounding, on CPUs with fused multiply-adds."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         return call(builder, "llvm.fma.v16f32", VF32, *args)
@@ -55,7 +55,7 @@ def _are_tame(typingctx: Any, a: Any) -> Any:
 
 
 def quotient(a, b, inverse):
-    """a / b of each lane; inverse = 1 / b.
+    """Divide a / b in each lane; inverse = 1 / b.
 
     b is at least 2**-47 and at most MOST, and a no larger than MOST * b: the bits are those of a division,
     but where |a| < LEAST, whose quotients come out small, and zeros without their sign.
@@ -77,5 +77,5 @@ def _quotient_of(a, b, inverse):
 
 @part
 def divide(a, b, inverse):
-    """a / b of each lane, b between LEAST and MOST; inverse = 1 / b."""
+    """Divide a / b in each lane, with b between LEAST and MOST; inverse = 1 / b."""
     return quotient(a, b, inverse) if _are_tame(a) else a / b

@@ -53,7 +53,7 @@ ROWS, WIDE, TALL, MORE_ROWS = {512: (4, 2, 8, 4), 128: (2, 1, 2, 3), 64: (1, 1, 
 
 @intrinsic
 def factor(typingctx: Any, a: Any) -> Any:
-    """The twin of canonical.factors: to the nearest BF16, what is too small to zero."""
+    """Round to the nearest BF16, and too small values to zero: the twin of canonical.factors."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         rounded = round_bf16_ir(builder, args[0])
@@ -66,7 +66,7 @@ def factor(typingctx: Any, a: Any) -> Any:
 
 @intrinsic
 def zeros_like(typingctx: Any, acc: Any) -> Any:
-    """A tile of zeros."""
+    """Make a tile of zeros with the shape of `acc`."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         return ir.Constant(acc.ir_type, None)
@@ -76,7 +76,7 @@ def zeros_like(typingctx: Any, acc: Any) -> Any:
 
 @intrinsic
 def prefetch_columns(typingctx: Any, acc: Any, w: Any, j: Any, ldw: Any) -> Any:
-    """Ask for w[j + c * ldw] to be brought near, for each column group c of the tile."""
+    """Prefetch w[j + c * ldw], for each column group c of the tile."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         for at in indices(builder, args[2], acc.nr, args[3]):
@@ -102,7 +102,8 @@ def store_apart(typingctx: Any, out: Any, i: Any, ldo: Any, ldc: Any, acc: Any) 
 
 
 def _add_outer(half: int) -> Any:
-    """The intrinsic for the lower (0) or the upper (1) of two BF16 weights; float32 weights are whole."""
+    """Make the intrinsic for the lower (0) or the upper (1) of two BF16 weights; float32 weights are
+    whole."""
 
     @intrinsic
     def add(typingctx: Any, acc: Any, x: Any, i: Any, ldx: Any, w: Any, j: Any, ldw: Any) -> Any:
@@ -190,7 +191,7 @@ def _add_chunk_of(acc, x, i, ldx, step, w, j, ldw, ahead, count):
 
 
 def entering_row(a, w):
-    """16 factors of a row as they are multiplied by weights of the type of w."""
+    """Convert 16 factors of a row to the form in which they meet weights of the type of w."""
     raise NotImplementedError
 
 

@@ -48,7 +48,7 @@ def _add_products(acc, x, i, ldx, w, j, ahead, first, last):
 
 
 def _f32_tile(mr: int) -> Any:
-    """The kernel of an mr x 1 tile, which goes on from the sums of the chunks before. mr is a constant."""
+    """Make the kernel of an mr x 1 tile, which continues the sums of earlier chunks. mr is a constant."""
 
     @tile_part
     def tile(out, o, ldo, x, i, ldx, w, j, ahead, first, last, k_size, sums, s, count):
@@ -78,7 +78,7 @@ def _f32_row(out, o, x, i, w, j, ldw, k_size, count):
 
 
 def _f32_tree_tile(mr: int) -> Any:
-    """The kernel of an mr x 1 tile of a product in blocks of K, see canonical.matmul_blocked."""
+    """Make the kernel of an mr x 1 tile of a product in blocks of K, see canonical.matmul_blocked."""
 
     @tile_part
     def tile(out, o, ldo, x, i, ldx, w, j, ahead, k_size, num_blocks, partial, count):
@@ -106,7 +106,7 @@ _tree_rows, _tree_4, _tree_2, _tree_1 = (_f32_tree_tile(mr) for mr in (F32_ROWS,
 
 @part
 def _f32_group(out, o, ldo, x, i, ldx, rows, w, j, ahead, first, last, k_size, sums, count):
-    """All rows of one column group, over the k of [first, last)."""
+    """Compute all rows of a column group, over the k of [first, last)."""
     m = 0
     while m + F32_ROWS <= rows:
         to, at, s = o + m * ldo, i + m * ldx, m * COLUMNS
@@ -129,7 +129,8 @@ def _f32_group(out, o, ldo, x, i, ldx, rows, w, j, ahead, first, last, k_size, s
 
 @part
 def _tree_group(out, o, ldo, x, i, ldx, rows, w, j, ahead, k_size, num_blocks, partial, count):
-    """A column group for `rows` rows whose sums are made in `num_blocks` blocks and added as a tree."""
+    """Compute a column group for `rows` rows whose sums are made in `num_blocks` blocks and added as a
+    tree."""
     m = 0
     while m + F32_ROWS <= rows:
         to, at = o + m * ldo, i + m * ldx
@@ -152,7 +153,8 @@ def _tree_group(out, o, ldo, x, i, ldx, rows, w, j, ahead, k_size, num_blocks, p
 
 @part
 def f32_columns(out, o, x, i, rows, w, j, k_size, sums, n, first, last):
-    """`rows` rows x[i ...] by the column groups [first, last) of the weights at w[j ...], to out[o ...]."""
+    """Multiply `rows` rows x[i ...] by the column groups [first, last) of the weights at w[j ...], into out[o
+    ...]."""
     ldx, ldo, group = x.shape[1], out.shape[1], k_size * COLUMNS
     ahead, chunk = group if rows > FEW_F32 else 0, CHUNK if rows > F32_ROWS else k_size
     while rows == 1 and first + SIDE_BY_SIDE <= last:
@@ -168,8 +170,8 @@ def f32_columns(out, o, x, i, rows, w, j, k_size, sums, n, first, last):
 
 @kernel
 def gemm_f32(out, x, w, k_size, n, num_blocks, batches, x_step, out_step, bounds, first, last):
-    """`batches` products with one weight each: of the rows between two bounds, or of all rows, whose columns
-    then start x_step and out_step further right each time."""
+    """Compute `batches` products with a weight each: of the rows between two bounds, or of all rows. Without
+    bounds, the columns start x_step and out_step further right each time."""
     partial = np.empty(PARTIAL_TILES * F32_ROWS * COLUMNS, np.float32)
     sums = np.empty(x.shape[0] * COLUMNS, np.float32)
     ldx, ldo = x.shape[1], out.shape[1]
@@ -193,7 +195,7 @@ def gemm_f32(out, x, w, k_size, n, num_blocks, batches, x_step, out_step, bounds
 
 
 def num_groups(n: int) -> int:
-    """Column groups of n columns."""
+    """Return the number of column groups of n columns."""
     return -(-n // COLUMNS)
 
 

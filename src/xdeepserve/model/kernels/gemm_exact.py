@@ -39,7 +39,7 @@ NEAR = 1 << 16  # numbers of rounded rows that are computed together
 
 
 def _exact_tile(mr: int, nr: int) -> Any:
-    """The kernel of an mr x nr tile of a product in blocks of K, see canonical.matmul_blocked."""
+    """Make the kernel of an mr x nr tile of a product in blocks of K, see canonical.matmul_blocked."""
 
     @tile_part
     def tile(out, o, ldo, x, i, ldx, w, j, ldw, ahead, k_size, num_blocks, partial, count):
@@ -70,7 +70,7 @@ _wide_rows, _wide_2, _wide_1 = (_exact_tile(mr, WIDE) for mr in (ROWS, 2, 1))
 
 @part
 def _wide_group(out, o, ldo, x, ldx, rows, w, j, ldw, ahead, k_size, num_blocks, partial, count):
-    """All rows of WIDE column groups."""
+    """Compute all rows of WIDE column groups."""
     m = 0
     while m + ROWS <= rows:
         to, at = o + m * ldo, m * ldx
@@ -99,8 +99,8 @@ def _round_rows(rounded, width, x, start, ldx, rows, size, w):
 
 @kernel
 def gemm_exact(out, x, w, k_size, n, num_blocks, batches, x_step, out_step, first, last):
-    """`batches` products with one weight each, of all rows, whose columns then start x_step and out_step
-    further right each time; of the column groups [first, last)."""
+    """Compute `batches` products with a weight each, of all rows and the column groups [first, last). The
+    columns start x_step and out_step further right each time."""
     partial = np.empty(PARTIAL_TILES * ROWS * WIDE * COLUMNS, np.float32)
     ldx, ldo, num_rows = x.shape[1], out.shape[1], x.shape[0]
     # Never a multiple of a page, or rows would compete for places in the cache.
@@ -160,7 +160,7 @@ def matmul_exact_blocked(
 def matmul_exact_heads(
     out: Array, x: Array, w: Array, heads: int, k_size: int, first: int = 0, last: int | None = None
 ) -> None:
-    """gemm.matmul_heads in exact products: w packed [heads, K, N]."""
+    """Compute gemm.matmul_heads in exact products: w packed [heads, K, N]."""
     n = out.shape[1] // heads
     last = num_groups(n) if last is None else last
     gemm_exact(out, x, w, k_size, n, 1, heads, x.shape[1] // heads, n, first, last)

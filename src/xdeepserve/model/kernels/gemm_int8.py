@@ -39,7 +39,7 @@ NO_SCALE = np.empty(0, np.float32)
 
 
 def _int8_tile(mr: int, nr: int) -> Any:
-    """The kernel of an mr x nr tile. mr and nr are constants in its code."""
+    """Make the kernel of an mr x nr tile. mr and nr are constants in its code."""
 
     @tile_part
     def tile(out, o, ldo, q, i, w, j, ahead, k_size, start, scale, m, w_scale, n, count):
@@ -79,7 +79,7 @@ _int8_4x1, _int8_2x1, _int8_1x1 = (_int8_tile(mr, 1) for mr in (4, 2, 1))
 
 @part
 def _int8_wide(out, o, ldo, q, m, stop, w, j, ahead, k_size, start, scale, w_scale, n, count):
-    """Rows [m, stop) of two column groups; o is that of row 0."""
+    """Compute rows [m, stop) of two column groups; o belongs to row 0."""
     while m + ROWS <= stop:
         to, i = o + m * ldo, m * k_size
         _int8_8x2(out, to, ldo, q, i, w, j, ahead, k_size, start, scale, m, w_scale, n, count)
@@ -101,7 +101,7 @@ def _int8_wide(out, o, ldo, q, m, stop, w, j, ahead, k_size, start, scale, w_sca
 
 @part
 def _int8_narrow(out, o, ldo, q, m, stop, w, j, k_size, start, scale, w_scale, n, count):
-    """Rows [m, stop) of one column group."""
+    """Compute rows [m, stop) of a single column group."""
     while m + 4 <= stop:
         to, i = o + m * ldo, m * k_size
         _int8_4x1(out, to, ldo, q, i, w, j, 0, k_size, start, scale, m, w_scale, n, count)
@@ -117,8 +117,8 @@ def _int8_narrow(out, o, ldo, q, m, stop, w, j, k_size, start, scale, w_scale, n
 
 @part
 def int8_start(start, q):
-    """start int32 [M]: the dot product takes unsigned weights w + 128, so 128 times the row's sum comes off
-    to begin with."""
+    """Fill start int32 [M] with -128 times each row's sum, because the dot product takes unsigned weights w +
+    128."""
     for m in range(q.shape[0]):
         row, total = q[m], np.int32(0)
         for k in range(q.shape[1]):
@@ -128,7 +128,8 @@ def int8_start(start, q):
 
 @part
 def int8_columns(out, q, m, stop, w, weights, group, start, scale, w_scale, columns, n, first, last):
-    """Rows [m, stop), so few that they stay in the second-level cache, of the column groups [first, last)."""
+    """Compute rows [m, stop), few enough to stay in the second-level cache, of the column groups [first,
+    last)."""
     k_size, ldo, g = q.shape[1], out.shape[1], first
     while g < last:
         j, o = weights + g * group, g * COLUMNS
@@ -144,13 +145,14 @@ def int8_columns(out, q, m, stop, w, weights, group, start, scale, w_scale, colu
 
 @part
 def rows_near(k_size):
-    """How many INT8 rows are computed together."""
+    """Return how many INT8 rows are computed together."""
     return max(NEAR // k_size // ROWS, 1) * ROWS
 
 
 @kernel
 def gemm_int8(out, q, scale, w, w_scale, n, bounds, first, last):
-    """Grouped by the rows between bounds, or one group of all rows."""
+    """Multiply INT8 rows by packed INT8 weights, grouped by the rows between bounds, or as one group of all
+    rows."""
     num_rows, k_size = q.shape
     group = (k_size + DEPTH - 1) // DEPTH * DEPTH * COLUMNS
     per_batch = (n + COLUMNS - 1) // COLUMNS * group

@@ -51,14 +51,15 @@ TALL_ROWS = TALL_TILES * TILE_ROWS
 
 @part
 def tile_row(row, depth):
-    """Where a row begins among left tiles, `depth` of 16 rows: in bytes. A row is 64 bytes of each of them,
-    so that no tile's rows are a power of two apart, which the innermost cache has few places for."""
+    """Return the offset (bytes) at which a row begins among left tiles, `depth` of 16 rows. A row is 64 bytes
+    of each tile. So no tile's rows are a power of two apart, for which the innermost cache has few places."""
     return row // TILE_ROWS * depth * TILE_SIZE + row % TILE_ROWS * TILE_BYTES
 
 
 @part
 def rows_at_once(rows, width):
-    """How many of `rows` rows of `width` bytes are computed together: a tile of them, or whole blocks."""
+    """Return how many of `rows` rows of `width` bytes are computed together: a tile of them, or whole
+    blocks."""
     if rows <= TILE_ROWS:
         return TILE_ROWS
     blocks = max(min(NEAR // width, rows + TALL_ROWS - 1) // TALL_ROWS, 1)
@@ -67,7 +68,7 @@ def rows_at_once(rows, width):
 
 @part
 def _copy_bytes(to, start, depth, q, m, rows, k_size):
-    """`rows` rows q[m ...] int8 as left tiles at to[start ...], `depth` of 16 rows."""
+    """Copy `rows` rows q[m ...] int8 as left tiles to to[start ...], `depth` of 16 rows."""
     whole = k_size // TILE_BYTES * TILE_BYTES
     shift = depth * TILE_BYTES - (k_size + DEPTH - 1) // DEPTH * DEPTH
     for r in range(rows):
@@ -84,7 +85,8 @@ def _copy_bytes(to, start, depth, q, m, rows, k_size):
 
 @part
 def copy_factors(to, start, depth, x, i, ldx, rows, k_size):
-    """The factors of rows x[i ...], ldx apart, in BF16 as left tiles at to[start ...]; see `_copy_bytes`."""
+    """Copy the factors of rows x[i ...], ldx apart, in BF16 as left tiles to to[start ...]; see
+    `_copy_bytes`."""
     whole = k_size // EXACT_CHUNK * EXACT_CHUNK
     shift = depth * EXACT_CHUNK - (k_size + PAIR - 1) // PAIR * PAIR
     for r in range(rows):
@@ -130,9 +132,9 @@ def _take_sums(out, o, ldo, sums, s, rows, columns, count):
 
 
 def int8_by_matrix_unit(out, q, begin, end, scale, w, j, group, start, w_scale, at, n, first, last):
-    """Rows [begin, end) by the weights at w[j ...]: out = (float(q . w) * scale) * w_scale[at ...].
+    """Multiply rows [begin, end) by the weights at w[j ...]: out = (float(q . w) * scale) * w_scale[at ...].
 
-    Of the column groups [first, last), which are `group` bytes each. Whether it was done.
+    For the column groups [first, last), which are `group` bytes each. Returns whether it was done.
     """
     raise NotImplementedError
 
@@ -187,9 +189,10 @@ def _int8_of(out, q, begin, end, scale, w, j, group, start, w_scale, at, n, firs
 
 
 def exact_by_matrix_unit(out, o, x, i, w, j, group, k_size, n, first, last):
-    """All rows of x, from x[i] on in each, by the weights at w[j ...] to out[o ...] of each, exact products.
+    """Multiply all rows of x, each from x[i] on, by the weights at w[j ...] into out[o ...], in exact
+    products.
 
-    Of the column groups [first, last), which are `group` numbers each. Whether it was done.
+    For the column groups [first, last), which are `group` numbers each. Returns whether it was done.
     """
     raise NotImplementedError
 

@@ -22,14 +22,14 @@ from xdeepserve.model.packing import COLUMNS, DEPTH
 
 
 def grid_scratch(num_groups: int, num_rows: int) -> int:
-    """Numbers of scratch memory that a worker needs."""
+    """Return the number of scratch elements needed by a worker."""
     return num_groups + COLUMNS * num_rows
 
 
 @part
 def shrink_groups(active, bounds):
-    """active int32 [E]: to begin with, the groups between bounds [E + 1] that have rows, in order. Returns
-    how many these are."""
+    """Fill the front of active int32 [E] with the groups, between bounds [E + 1], that have rows, in order.
+    Returns their number."""
     count = 0
     for e in range(bounds.size - 1):
         active[count] = e
@@ -79,8 +79,8 @@ def _grid_int8(out, q, scale, bounds, w, w_scale, n, scratch, worker, num_worker
 def grid_matmul(
     out: Array, x: Array, bounds: Array, w: Array, scratch: Array, worker: int, num_workers: int
 ) -> None:
-    """out [R, N]: rows bounds[e]:bounds[e+1] of x [R, K] by w, packed [E, K, N], as gemm.grouped_matmul: the
-    share of one of `num_workers` workers. scratch [grid_scratch(E, R)]."""
+    """Compute a worker's share of out [R, N]: rows bounds[e]:bounds[e+1] of x [R, K] by w, packed [E, K, N],
+    as gemm.grouped_matmul does. scratch [grid_scratch(E, R)]."""
     _grid_f32(out, x, bounds, w, out.shape[1], scratch, worker, num_workers)
 
 
@@ -95,6 +95,6 @@ def grid_matmul_int8(
     worker: int,
     num_workers: int,
 ) -> None:
-    """out [R, N]: rows bounds[e]:bounds[e+1] of q [R, K] by w, packed [E, N, K], as gemm.grouped_matmul_int8:
-    the share of one of `num_workers` workers. w_scale [E * N], scratch [grid_scratch(E, R)]."""
+    """Compute a worker's share of out [R, N]: rows bounds[e]:bounds[e+1] of q [R, K] by w, packed [E, N, K],
+    as gemm.grouped_matmul_int8 does. w_scale [E * N], scratch [grid_scratch(E, R)]."""
     _grid_int8(out, q, scale, bounds, w, w_scale, out.shape[1], scratch, worker, num_workers)

@@ -1,4 +1,5 @@
-"""The lightning indexer's kernels: the norm of its keys, the positions that it chooses, and what lies there.
+"""Kernels of the lightning indexer: the norm of its keys, the choice of positions, and gathering their cache
+entries.
 
 The cache of its keys has them column by column of 16 positions, [blocks, tiles, D, 16]: so one number of a
 query meets 16 positions side by side, and two blocks side by side are the bytes of one of twice the size.
@@ -39,7 +40,7 @@ def layer_norm(out, x, w, b, eps):
 
 @part
 def _dots(cache, one, other, q, at, depth, is_exact):
-    """A query's products with the keys of two tiles of 16 positions, that begin at `one` and `other`."""
+    """Multiply a query with the keys of two tiles of 16 positions, which begin at `one` and `other`."""
     dot, dot2 = splat(ZERO), splat(ZERO)
     if not is_exact:
         for k in range(depth):
@@ -64,8 +65,8 @@ def _dots(cache, one, other, q, at, depth, is_exact):
 
 @part
 def _score_tiles(scores, first, length, cache, one, other, q, at, weights, w_at, heads, depth, is_exact):
-    """Scores of the 32 positions from `first` on, of those that there are, from two tiles. What is not a
-    number is the least of all: or fewer would be chosen than there is room for."""
+    """Compute the scores of up to 32 positions from `first` on, from two tiles. NaN becomes the least score,
+    because otherwise fewer positions than fit might be chosen."""
     by_head, by_product = np.float32(heads**-0.5), splat(np.float32(depth**-0.5))
     total, total2 = splat(ZERO), splat(ZERO)
     for h in range(heads):
@@ -80,8 +81,8 @@ def _score_tiles(scores, first, length, cache, one, other, q, at, weights, w_at,
 
 @part
 def _choose(chosen, t, scores, length, threshold):
-    """chosen[t] = the best positions, ascending: what is above the threshold, and what equals it, as long as
-    there is room."""
+    """Fill chosen[t] with the best positions, ascending: those above the threshold, and those equal to it
+    while there is room."""
     count, room = 0, chosen.shape[1]
     for p in range(length):
         if scores[p] > threshold:
@@ -99,7 +100,8 @@ def _choose(chosen, t, scores, length, threshold):
 def choose_positions(
     chosen, q, weights, seq_of, positions, cache, block_tables, is_exact, scratch, worker, num_workers
 ):  # fmt: skip
-    """chosen int32 [T, K]: the K best positions of each token that sees more of them; of others nothing.
+    """Fill chosen int32 [T, K] with the K best positions of each token that sees more; other tokens' rows
+    stay unwritten.
 
     q [T, heads * D], weights [T, heads]; cache [blocks, tiles, D, 16]; block_tables, seq_of, positions as in
     `attention`. is_exact: products of BF16 numbers, which q and cache hold then. scratch float32 [S].
@@ -125,8 +127,9 @@ def choose_positions(
 
 @kernel
 def gather_positions(out, source, chosen, tables):
-    """out [T, tiles, columns / 16, 16, 16] = what `source`, a part of the cache [blocks, tiles, columns / 16,
-    16, 16], has of the positions chosen [T, K] of each token, side by side. tables int32 [T, max blocks]."""
+    """Gather the chosen positions [T, K] of each token, side by side, from `source`. Shapes: source [blocks,
+    tiles, columns / 16, 16, 16], a part of the cache; out [T, tiles, columns / 16, 16, 16]; tables int32 [T,
+    max blocks]."""
     size = source.shape[1] * TILE
     for t in range(chosen.shape[0]):
         for p in range(chosen.shape[1]):

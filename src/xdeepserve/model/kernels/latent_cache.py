@@ -1,4 +1,4 @@
-"""What precedes attention, per token: heads are rotated; a latent, or keys and values, are stored."""
+"""Kernels before attention, per token: heads are rotated; a latent, or keys and values, are stored."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rope_heads(x, heads, positions, cos, sin):
 
 @part
 def _slot_start(slot, size, columns):
-    """Flat index of column 0 of a cache slot; the next 16 columns are TILE_SIZE further."""
+    """Return the flat index of column 0 of a cache slot; the next 16 columns are TILE_SIZE further."""
     block, i = slot // size, slot % size
     return (block * (size // TILE) + i // TILE) * (columns // TILE) * TILE_SIZE + i % TILE * TILE
 

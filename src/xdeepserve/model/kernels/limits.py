@@ -1,4 +1,4 @@
-"""What one core can do at best: loops that only calculate, or only read and write. For the benchmark."""
+"""Limits of a core: loops that only calculate, or only read and write. For the benchmark."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _exact_unit_peak(sums, x, steps):
 
 @kernel
 def triad(a, b, c):
-    """a = b + 3 c, float32 of one size, a multiple of 16."""
+    """Compute a = b + 3 c, float32 of one size, a multiple of 16."""
     three = splat(np.float32(3.0))
     for i in range(0, a.size, LANES):
         store(a, i, load(b, i) + load(c, i) * three)
@@ -91,7 +91,7 @@ def triad(a, b, c):
 
 @kernel
 def read(x):
-    """The sum of x, float32, a multiple of 64 of them."""
+    """Sum x, float32, a multiple of 64 elements."""
     first = second = third = fourth = splat(np.float32(0.0))
     for i in range(0, x.size, 4 * LANES):
         first, second = first + load(x, i), second + load(x, i + LANES)
@@ -100,25 +100,25 @@ def read(x):
 
 
 def dot_peak() -> None:
-    """DOT_OPS operations of the INT8 dot product on registers."""
+    """Run DOT_OPS operations of the INT8 dot product on registers."""
     _dot_peak(OUT, _bytes, _weights, _start, _floats, STEPS)
 
 
 def f32_peak() -> None:
-    """F32_OPS float32 operations, half multiplications, half additions, near registers."""
+    """Run F32_OPS float32 operations, half multiplications, half additions, near registers."""
     _f32_peak(OUT, _floats, _floats, STEPS)
 
 
 def exact_peak() -> None:
-    """EXACT_OPS operations of exact products near registers: in pairs or fused where the CPU can."""
+    """Run EXACT_OPS operations of exact products near registers: in pairs or fused where the CPU can."""
     _exact_peak(OUT, _floats, _floats, STEPS)
 
 
 def int8_unit_peak() -> None:
-    """UNIT_OPS operations of a matrix unit on bytes in its registers, where there is one."""
+    """Run UNIT_OPS operations of a matrix unit on bytes in its registers, if there is one."""
     _int8_unit_peak(_sums, _tile, STEPS)
 
 
 def exact_unit_peak() -> None:
-    """UNIT_OPS / 2 operations of a matrix unit on BF16 in its registers, where there is one."""
+    """Run UNIT_OPS / 2 operations of a matrix unit on BF16 in its registers, if there is one."""
     _exact_unit_peak(_sums, _tile, STEPS)

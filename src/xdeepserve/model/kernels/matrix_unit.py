@@ -1,4 +1,4 @@
-"""The tiles of a matrix unit (AMX) in kernels: how they are filled, multiplied and emptied.
+"""Tiles of a matrix unit (AMX) in kernels: how they are filled, multiplied and emptied.
 
 A tile is 16 rows of 64 bytes. What is multiplied are a left tile, 16 rows of x with 64 bytes of k, and a
 right one, 16 columns of w as `packing` stores them: 64 bytes are what belongs to the same 4 bytes of k. Their
@@ -59,7 +59,8 @@ I64, VOID, BYTES = ir.IntType(64), ir.VoidType(), ir.IntType(8).as_pointer()
 
 
 def configuration(depth: int) -> bytes:
-    """Tiles of sums, left tiles with `depth` bytes of k, and right tiles with as many.
+    """Return the tile configuration: tiles of sums, left tiles with `depth` bytes of k, and right tiles with
+    as many.
 
     Palette 1, then sixteen lengths of rows in bytes from byte 16, and sixteen numbers of rows from byte 48.
     """
@@ -73,7 +74,7 @@ TALL_TILES, TALL_COLUMNS, FLAT_COLUMNS = 2, 2, 4
 
 
 class Block(NamedTuple):
-    """How many left and right tiles a block of products takes."""
+    """Numbers of left and right tiles in a block of products."""
 
     rows: int
     columns: int
@@ -93,7 +94,7 @@ def _whole(value: int) -> ir.Constant:
 def _places(
     builder: ir.IRBuilder, start: ir.Value, step: ir.Value, count: int, available: ir.Value
 ) -> list[Any]:
-    """Addresses, each `step` bytes behind the other: `count` of them, the last available one repeated."""
+    """Return `count` addresses, each `step` bytes behind the other, with the last available one repeated."""
     found = []
     for i in range(count):
         exists = builder.icmp_signed("<", _whole(i), available)
@@ -103,11 +104,11 @@ def _places(
 
 
 def _beginning(depth: int) -> Any:
-    """The intrinsic that gives a thread tiles with `depth` bytes of k."""
+    """Make the intrinsic for giving a thread tiles with `depth` bytes of k."""
 
     @intrinsic
     def begin(typingctx: Any) -> Any:
-        """Give this thread eight tiles."""
+        """Give eight tiles to the calling thread."""
 
         def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
             values = cgutils.make_bytearray(bytearray(configuration(depth)))
@@ -125,7 +126,7 @@ begin_tiles, begin_quarters = _beginning(TILE_BYTES), _beginning(QUARTER)
 
 @intrinsic
 def end_tiles(typingctx: Any) -> Any:
-    """Give them back: the system need not keep them any more when another thread has its turn."""
+    """Give the thread's tiles back: the system need not keep them when another thread has its turn."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         call(builder, "llvm.x86.tilerelease", VOID)
@@ -135,11 +136,11 @@ def end_tiles(typingctx: Any) -> Any:
 
 
 def _on_sums(block: Block, name: str) -> Any:
-    """The intrinsic that loads or stores the sums of a block."""
+    """Make the intrinsic for loading or storing the sums of a block."""
 
     @intrinsic
     def move(typingctx: Any, c: Any, at: Any, ldc: Any, rows: Any, columns: Any) -> Any:
-        """Tiles from or to c[at ...], see `multiply`."""
+        """Load or store tiles from or to c[at ...], see `multiply`."""
 
         def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
             c_, at_, ldc_, rows_, columns_ = args
@@ -157,7 +158,7 @@ def _on_sums(block: Block, name: str) -> Any:
 
 @intrinsic
 def _clear_sums(typingctx: Any) -> Any:
-    """All sums of a block are zero."""
+    """Set all sums of a block to zero."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         for i in range(BLOCK_TILES):
@@ -168,13 +169,13 @@ def _clear_sums(typingctx: Any) -> Any:
 
 
 def _add_products(block: Block, name: str) -> Any:
-    """The intrinsic that adds a block's products over 64 bytes of k, by the instruction of that name."""
+    """Make the intrinsic for adding a block's products over 64 bytes of k, by the named instruction."""
 
     @intrinsic
     def add(
         typingctx: Any, x: Any, i: Any, ldx: Any, w: Any, j: Any, ldw: Any, rows: Any, columns: Any
     ) -> Any:
-        """Products of the left tiles at x[i ...] and the right ones at w[j ...], see `multiply`."""
+        """Add products of the left tiles at x[i ...] and the right ones at w[j ...], see `multiply`."""
 
         def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
             x_, i_, ldx_, w_, j_, ldw_, rows_, columns_ = args
@@ -194,11 +195,11 @@ def _add_products(block: Block, name: str) -> Any:
 
 
 def _only_products(name: str) -> Any:
-    """The intrinsic that adds four products of what the tiles have: nothing is loaded. For the benchmark."""
+    """Make the intrinsic for adding four products of loaded tiles, without loading any. For the benchmark."""
 
     @intrinsic
     def add(typingctx: Any) -> Any:
-        """Sums 0, 1, 2, 3 += the first left tile x the right one."""
+        """Add the product of the first left tile and the right one to sums 0, 1, 2 and 3."""
 
         def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
             for i in range(BLOCK_TILES):
@@ -214,7 +215,7 @@ add_int8_only, add_exact_only = _only_products("tdpbsud"), _only_products("tdpbf
 
 
 def _multiplier(block: Block, name: str) -> Any:
-    """The kernel of a block of products by one instruction."""
+    """Make the kernel of a block of products by a given instruction."""
     load, store = _on_sums(block, "tileloadd64"), _on_sums(block, "tilestored64")
     clear, add = _clear_sums, _add_products(block, name)
 
@@ -246,7 +247,8 @@ exact_tall, exact_flat = (_multiplier(block, "tdpbf16ps") for block in (TALL, FL
 
 @intrinsic
 def _add_quarters(typingctx: Any, x: Any, starts: Any, w: Any, j: Any) -> Any:
-    """Sums r += the left quarter at x[starts[r] ...], a row behind the other, x the right one at w[j ...]."""
+    """Add to sums r a product: the left quarter at x[starts[r] ...], rows one behind the other, by the right
+    one at w[j ...]."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         x_, starts_, w_, j_ = args
@@ -264,7 +266,7 @@ def _add_quarters(typingctx: Any, x: Any, starts: Any, w: Any, j: Any) -> Any:
 
 @intrinsic
 def _store_apart(typingctx: Any, c: Any, places: Any, ldc: Any) -> Any:
-    """The sums r to c[places[r] ...], their rows ldc apart; c has 4-byte numbers."""
+    """Store the sums r to c[places[r] ...], with rows ldc apart; c has 4-byte numbers."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         c_, places_, ldc_ = args
@@ -279,11 +281,12 @@ def _store_apart(typingctx: Any, c: Any, places: Any, ldc: Any) -> Any:
 
 @part
 def multiply_quarters(c, places, ldc, x, starts, ahead, w, j, depth):
-    """Four times 16 rows of x uint8 by 16 columns of w int8, `depth` quarters of tiles of k, as they lie.
+    """Multiply four times 16 rows of x uint8 by 16 columns of w int8, `depth` quarters of tiles of k, as they
+    lie.
 
-    A product of quarters takes as long as one of whole tiles, but nothing is copied before. x[starts[r] ...]
-    is [depth, 16 rows, 16], w[j ...] [depth, 4, 16 columns, 4]; the sums go to c[places[r] ...] int32, rows
-    ldc apart. What lies at x[ahead[r] ...] is asked for.
+    A product of quarters takes as long as one of whole tiles, but nothing has to be copied first. x[starts[r]
+    ...] is [depth, 16 rows, 16], w[j ...] [depth, 4, 16 columns, 4]; the sums go to c[places[r] ...] int32,
+    rows ldc apart. The memory at x[ahead[r] ...] is prefetched.
     """
     _clear_sums()
     for k in range(0, depth * QUARTER_SIZE, QUARTER_SIZE):
@@ -296,7 +299,7 @@ def multiply_quarters(c, places, ldc, x, starts, ahead, w, j, depth):
 
 @intrinsic
 def store_bf16(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
-    """16 neighbouring BF16 from array[index] on = float32 values that are such numbers."""
+    """Store 16 BF16 numbers, given as float32 values, side by side from array[index] on."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         upper = builder.lshr(builder.bitcast(args[2], VI32), constant(VI32, 16))
@@ -309,7 +312,7 @@ def store_bf16(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
 
 @intrinsic
 def copy_row(typingctx: Any, to: Any, i: Any, x: Any, j: Any) -> Any:
-    """The 64 bytes from to[i] on = those from x[j] on, both of bytes."""
+    """Copy 64 bytes from x[j] to to[i]."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         row = unaligned_load(builder, pointer(context, builder, x, args[2], args[3], VI32))
@@ -321,8 +324,8 @@ def copy_row(typingctx: Any, to: Any, i: Any, x: Any, j: Any) -> Any:
 
 @intrinsic
 def turn_quarter(typingctx: Any, to: Any, i: Any, x: Any, j: Any) -> Any:
-    """A quarter of a right tile, to[i ...] int8, from one of a left tile, x[j ...] uint8, which stand for
-    signed numbers: the n-th four bytes of row r become the r-th four of row n."""
+    """Transpose a quarter of a left tile, x[j ...] uint8 (signed numbers plus 128), to one of a right tile,
+    to[i ...] int8. The n-th four bytes of row r become the r-th four of row n."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         def place(array: Any, value: Any, start: Any, n: int) -> Any:
@@ -347,7 +350,7 @@ def turn_quarter(typingctx: Any, to: Any, i: Any, x: Any, j: Any) -> Any:
 
 @intrinsic
 def bf16_pairs(typingctx: Any, even: Any, odd: Any) -> Any:
-    """Lane by lane the pair of two BF16 numbers, the first one below."""
+    """Pair two BF16 numbers in each lane, the first one below."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         lower, upper = (builder.bitcast(each, VI32) for each in args)
@@ -358,7 +361,8 @@ def bf16_pairs(typingctx: Any, even: Any, odd: Any) -> Any:
 
 @intrinsic
 def misalignment(typingctx: Any, array: Any) -> Any:
-    """Elements of one byte before the first one at a multiple of 64 bytes: other tiles load more slowly."""
+    """Return how many one-byte elements come before the first multiple of 64 bytes; unaligned tiles load more
+    slowly."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         address = builder.ptrtoint(context.make_array(array)(context, builder, args[0]).data, I64)

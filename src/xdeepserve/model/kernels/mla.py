@@ -1,4 +1,4 @@
-"""Absorbed MLA's attention over a paged latent cache.
+"""Attention of absorbed MLA over a paged latent cache.
 
 The cache is tiled like CloudMatrix's NZ format (section 4.2.2): a tile is 16 positions x 16 columns, stored
 together, position after position. So a vector of 16 columns of one position and a number of it are both at
@@ -51,7 +51,8 @@ ROWS_AHEAD = 2  # queries that are asked for before their turn
 
 @part
 def _side_by_side(out, to, x, start, ldx, rows, size):
-    """out[to + k * LANES + n] = x[start + n * ldx + k] for the n < rows, LANES at most, and the k < size."""
+    """Transpose out[to + k * LANES + n] = x[start + n * ldx + k] for n < rows, at most LANES, and k <
+    size."""
     whole = size // LANES * LANES if rows == LANES else 0
     for k in range(0, whole, LANES):
         transpose(out, to + k * LANES, LANES, x, start + k, ldx)
@@ -65,11 +66,13 @@ def _load_queries(
     scratch, query, query_pe, q_scale, start, spare, lane0, num_lanes, lanes,
     q_lat, rank, width, q, rope_dim, q_width, is_int8,
 ):  # fmt: skip
-    """Lanes side by side: their latent parts [lanes / 16, k, 16], or INT8 [lanes / 16, k / 4, 16, 4] with a
-    scale and -128 times the sum for each, with zeros up to `width`; and the RoPE parts [lanes / 16, k, 16].
-    Idle lanes are zero. GQA has no latent parts.
+    """Load queries side by side in lanes: latent parts, and RoPE parts [lanes / 16, k, 16].
 
-    spare: where scratch memory for LANES queries in INT8 is."""
+    Latent parts are [lanes / 16, k, 16] in FP32. In INT8 they are [lanes / 16, k / 4, 16, 4], with a scale
+    and -128 times the sum for each, and zeros up to `width`. Idle lanes are zero. GQA has no latent parts.
+
+    spare: start of scratch memory for LANES queries in INT8.
+    """
     words = (rank + DEPTH - 1) // DEPTH
     scratch[query : query + lanes // LANES * (width * DEPTH if is_int8 else rank * LANES)] = ZERO
     scratch[query_pe : query_pe + lanes * rope_dim] = ZERO
@@ -103,14 +106,14 @@ def _load_queries(
 
 @part
 def _round_factors(scratch, start, size):
-    """scratch[start : start + size] as it enters exact products; size is a multiple of 16."""
+    """Round scratch[start : start + size] as for exact products; size is a multiple of 16."""
     for i in range(start, start + size, LANES):
         store(scratch, i, factor(load(scratch, i)))
 
 
 @part
 def _exp_minus_maximum(scratch, scores, lanes, length):
-    """Scores [length, lanes] become exp(score - maximum of the lane)."""
+    """Replace scores [length, lanes] by exp(score - maximum of the lane)."""
     for lane in range(0, lanes, LANES):
         at = scores + lane
         top = load(scratch, at)
@@ -122,7 +125,7 @@ def _exp_minus_maximum(scratch, scores, lanes, length):
 
 @part
 def _sum_weights(scratch, weights, lanes, length, sums, totals):
-    """totals [lanes] = canonical.lane_sum over positions of weights [length, lanes]."""
+    """Sum weights [length, lanes] over positions by canonical.lane_sum, into totals [lanes]."""
     for lane in range(0, lanes, LANES):
         for i in range(LANES):
             store(scratch, sums + i * LANES, splat(ZERO))
@@ -140,7 +143,8 @@ def _sum_weights(scratch, weights, lanes, length, sums, totals):
 
 @part
 def _round_weights(scratch, weights, lanes, length, scales):
-    """Weights [length, lanes], none negative, become whole numbers up to 127; a scale for each lane."""
+    """Round weights [length, lanes], none negative, to whole numbers up to 127, with a scale for each
+    lane."""
     for lane in range(0, lanes, LANES):
         largest = splat(QUANT_FLOOR)
         for p in range(length):
@@ -154,7 +158,7 @@ def _round_weights(scratch, weights, lanes, length, scales):
 
 @part
 def _hide_future(scratch, scores, lanes, lane0, num_lanes, heads, positions, length, value):
-    """Put `value` where a lane must not look: positions behind its own."""
+    """Put `value` at positions behind a lane's own, which it must not see."""
     for n in range(num_lanes):
         for p in range(positions[(lane0 + n) // heads] + 1, length):
             scratch[scores + p * lanes + n] = value
@@ -162,10 +166,10 @@ def _hide_future(scratch, scores, lanes, lane0, num_lanes, heads, positions, len
 
 @part
 def _hand_out(o_lat, lane0, num_lanes, rank, scratch, result, lanes, totals, inverses, scales, is_scaled):
-    """Values that were summed up by weight, divided by the sum of these, and put in their place.
+    """Divide the summed values by the sums of their weights, and store them in their place.
 
-    A few columns of all lanes at a time: those of one lane lie so far apart that they compete for places in
-    the cache. inverses: where scratch memory for a number of each lane is.
+    A few columns of all lanes are done at a time: those of one lane lie so far apart that they compete for
+    places in the cache. inverses: start of scratch memory with one number per lane.
     """
     for lane in range(0, lanes, LANES):
         store(scratch, inverses + lane, splat(ONE) / load(scratch, totals + lane))
@@ -186,8 +190,8 @@ def _attend(
     o_lat, q_lat, q, lane0, num_lanes, heads, rope_dim, positions, table,
     c_cache, s_cache, pe_cache, softmax_scale, int8_weights, scratch, tiles, unit, ahead,
 ):  # fmt: skip
-    """Lanes lane0, ... (counted over all rows), all of one sequence; tiles, unit: scratch; ahead: cache
-    tiles that will be needed next."""
+    """Attend for lanes lane0, ... (counted over all rows), all of one sequence. tiles, unit: scratch; ahead:
+    cache tiles to be needed next."""
     rank, depth, is_int8 = o_lat.shape[1] // heads, q_lat.shape[1] // heads, s_cache.size > 0
     size, width, pe_width = pe_cache.shape[1] * TILE, c_cache.shape[2] * TILE, pe_cache.shape[2] * TILE
     lanes = (num_lanes + LANES - 1) // LANES * LANES
@@ -257,7 +261,7 @@ def attention(
     o_lat, q_lat, q, heads, rope_dim, seq_of, positions, c_cache, s_cache, pe_cache, block_tables,
     softmax_scale, int8_weights, scratch, worker, num_workers,
 ):  # fmt: skip
-    """Absorbed MLA over a paged latent cache; see canonical.attention.
+    """Attend with absorbed MLA over a paged latent cache; see canonical.attention.
 
     Or GQA over a paged cache of values and keys, of heads that share them: q_lat [T, 0], without latents to
     compare, o_lat [T, heads * V], rope_dim that of a whole query; see canonical.grouped_attention.

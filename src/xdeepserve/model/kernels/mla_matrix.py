@@ -1,4 +1,4 @@
-"""Attention's two products on a matrix unit, for INT8 latents and mla_products.py, with the same results.
+"""Products of attention on a matrix unit, for INT8 latents and mla_products.py, with the same results.
 
     scores    left tiles: latents, 16 positions x 16 columns of bytes; right tiles: queries; both as they lie.
               The RoPE part is a second product, of pairs of BF16; both are added up as vectors.
@@ -57,21 +57,21 @@ NUM_POSITIONS = TALL_TILES * TILE_ROWS
 
 @part
 def tile_start(table, position, size, width):
-    """Flat index of the cache tile that begins at `position`, a multiple of 16."""
+    """Return the flat index of the cache tile beginning at `position`, a multiple of 16."""
     return (table[position // size] * (size // TILE) + position % size // TILE) * width * TILE
 
 
 @part
 def _places(rope_dim):
-    """Tiles of k of RoPE parts; where those of positions begin; and the end."""
+    """Return the number of RoPE tiles along k, the start of the positions' tiles, and the end."""
     depth = (rope_dim + EXACT_CHUNK - 1) // EXACT_CHUNK
     rope = AT_QUERIES + NUM_GROUPS * depth * UNIT_SIZE
     return depth, rope, rope + NUM_POSITIONS * depth * TILE_BYTES
 
 
 def scratch_for_tiles(c, width, rope_dim, positions, lanes):
-    """uint8 scratch memory for a cache of the type of c, and rows at these positions of so many lanes in all;
-    none where it has no use."""
+    """Make uint8 scratch memory for a cache of the type of c, and rows at these positions of `lanes` lanes in
+    all; empty where it has no use."""
     raise NotImplementedError
 
 
@@ -91,7 +91,7 @@ def _scratch_of(c, width, rope_dim, positions, lanes):
 
 @part
 def _pack_queries(unit, depth_pe, scratch, query_pe, groups, rope_dim):
-    """Right tiles of the RoPE parts of queries, which are BF16 numbers already; the rest is zero."""
+    """Pack the RoPE parts of queries, BF16 numbers already, as right tiles; the rest is zero."""
     words = unit.view(np.int32)
     for g in range(groups):
         to, source = (AT_QUERIES + g * depth_pe * UNIT_SIZE) // 4, query_pe + g * rope_dim * LANES
@@ -102,7 +102,7 @@ def _pack_queries(unit, depth_pe, scratch, query_pe, groups, rope_dim):
 
 @part
 def _place_rope(unit, rope, pe, i, ahead, pe_width):
-    """Left tiles of the RoPE parts of a cache tile's 16 positions; what lies at `ahead` is asked for."""
+    """Place the RoPE parts of a cache tile's 16 positions as left tiles, and prefetch those at `ahead`."""
     for column in range(0, pe_width, TILE):
         to = rope + column // EXACT_CHUNK * UNIT_SIZE + column % EXACT_CHUNK * 2
         for p in range(TILE):
@@ -112,7 +112,8 @@ def _place_rope(unit, rope, pe, i, ahead, pe_width):
 
 @part
 def four_tiles(first, last):
-    """Where the cache tile at `first` and three more begin, none behind the one at `last`: positions."""
+    """Return the positions of four cache tiles: the one at `first` and the next three, none behind the one at
+    `last`."""
     return (
         min(first, last),
         min(first + TILE, last),
@@ -123,7 +124,7 @@ def four_tiles(first, last):
 
 @part
 def four_starts(table, at, size, width):
-    """Flat indices of the cache tiles at four positions."""
+    """Return the flat indices of the cache tiles at four positions."""
     return (
         tile_start(table, at[0], size, width),
         tile_start(table, at[1], size, width),
@@ -134,7 +135,7 @@ def four_starts(table, at, size, width):
 
 @part
 def _latent_dots(scratch, scores, lanes, length, table, size, c, width, query):
-    """scratch[scores ...] = products of bytes of latents and queries, int32 [positions, lanes]."""
+    """Multiply bytes of latents and queries: scratch[scores ...] int32 [positions, lanes]."""
     dots, queries, last = scratch.view(np.int32), scratch.view(np.int8), (length - 1) // TILE * TILE
     begin_quarters()
     for first in range(0, length, BLOCK_TILES * TILE):
@@ -152,7 +153,7 @@ def scores_by_tiles(
     scratch, scores, lanes, length, table, size, c, width, pe, pe_width, rope_dim,
     query, query_pe, q_scale, start, c_scale, softmax_scale, unit,
 ):  # fmt: skip
-    """Scores of all positions below `length`, see mla_products.score_positions."""
+    """Compute the scores of all positions below `length`, see mla_products.score_positions."""
     depth_pe, rope, _ = _places(rope_dim)
     groups, rope_size = lanes // LANES, depth_pe * UNIT_SIZE
     _pack_queries(unit, depth_pe, scratch, query_pe, groups, rope_dim)
@@ -186,7 +187,7 @@ def scores_by_tiles(
 
 @part
 def _place_weights(unit, scratch, weights, lanes, num_positions):
-    """Left tiles of weights [positions, lanes], which are BF16 numbers already; zeros behind the last."""
+    """Place weights [positions, lanes], BF16 numbers already, as left tiles; zeros behind the last."""
     pairs = unit.view(np.int32)
     for first in range(0, num_positions, EXACT_CHUNK):
         for g in range(lanes // LANES):
@@ -207,7 +208,7 @@ def _place_weights(unit, scratch, weights, lanes, num_positions):
 
 @part
 def _place_values(unit, to, c, start):
-    """Half a right tile: the cache tile c[start ...] as pairs of positions in BF16."""
+    """Fill half a right tile with the cache tile c[start ...], as pairs of positions in BF16."""
     pairs = unit.view(np.int32)
     for p in range(0, TILE, 2):
         at = start + p * TILE
@@ -216,7 +217,7 @@ def _place_values(unit, to, c, start):
 
 @part
 def values_by_tiles(scratch, result, weights, lanes, num_positions, c, tiles, width, unit, ahead):
-    """Values of some positions by weight, see mla_products.add_values."""
+    """Add the values of some positions by weight, see mla_products.add_values."""
     groups, depth = lanes // LANES, (num_positions + EXACT_CHUNK - 1) // EXACT_CHUNK
     _place_weights(unit, scratch, weights, lanes, num_positions)
     begin_tiles()

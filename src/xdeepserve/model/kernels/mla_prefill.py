@@ -1,4 +1,4 @@
-"""Absorbed MLA of many rows of one sequence on a matrix unit: from queries to what heads make of values.
+"""Absorbed MLA for many rows of a sequence on a matrix unit: from queries to the heads' outputs.
 
 It has the results of absorption, `mla.attention` and absorption's other half, one after the other, but what
 lies between them never leaves the caches. It takes up to 32 rows, two left tiles, of two heads at a time:
@@ -76,7 +76,7 @@ MINUS_INFINITY = np.float32(-np.inf)
 
 
 class TilePlaces(NamedTuple):
-    """Where things begin in a thread's memory, in bytes, and how large that is."""
+    """Offsets of the parts of a thread's memory, in bytes, and its size."""
 
     sums: int  # of a block of products
     turned: int  # and of its RoPE part
@@ -95,7 +95,7 @@ class TilePlaces(NamedTuple):
 
 @part
 def _places(rank, nope, rope_dim, length):
-    """For so many positions."""
+    """Lay out a thread's memory for `length` positions."""
     chunks = (length + EXACT_CHUNK - 1) // EXACT_CHUNK
     sums = 0
     turned = sums + BLOCK_TILES * UNIT_SIZE
@@ -117,7 +117,8 @@ def _places(rank, nope, rope_dim, length):
 
 @part
 def _share_cache(memory, at, length, table, c, scales, pe, rank, rope_dim):
-    """What all heads share. RoPE parts are BF16 numbers already. Whether scales are TAME."""
+    """Fill the right tiles, scales and keys that all heads share. RoPE parts are BF16 numbers already.
+    Returns whether the scales are TAME."""
     size, depth_pe = c.shape[1] * TILE, rope_dim // EXACT_CHUNK
     words, floats = memory.view(np.int32), memory.view(np.float32)
     chunks = (length + EXACT_CHUNK - 1) // EXACT_CHUNK
@@ -154,7 +155,8 @@ def _share_cache(memory, at, length, table, c, scales, pe, rank, rope_dim):
 
 @part
 def _absorb(memory, at, left, depth, w_uk, j, rows, tiles, rank, q_scale, lane):
-    """Queries by a head's matrix at w_uk[j], in INT8 as left tiles at memory[left], and their scales."""
+    """Multiply queries by a head's matrix at w_uk[j]: in INT8 as left tiles at memory[left], with their
+    scales."""
     floats, quantised, group = memory.view(np.float32), memory.view(np.int8), depth * UNIT_SIZE
     maxima, sums = at.sums // 4, at.absorbed // 4
     for r in range(rows):
@@ -184,7 +186,8 @@ def _absorb(memory, at, left, depth, w_uk, j, rows, tiles, rank, q_scale, lane):
 
 @part
 def _score(memory, at, scratch, ld, heads, rows, tiles, chunks, rank, depth_pe, q_scale, softmax_scale):
-    """scratch [heads, ROWS, ld] = scores of all positions of some chunks. Right tiles stay for all heads."""
+    """Fill scratch [heads, ROWS, ld] with the scores of all positions of some chunks. Right tiles stay in
+    place for all heads."""
     words, floats, depth = memory.view(np.int32), memory.view(np.float32), rank // TILE_BYTES
     size, size_pe = TILE_ROWS * rank, depth_pe * UNIT_SIZE
     for n in range(0, chunks * EXACT_CHUNK // TILE, TALL_COLUMNS):
@@ -208,9 +211,11 @@ def _score(memory, at, scratch, ld, heads, rows, tiles, chunks, rank, depth_pe, 
 
 @part
 def _weigh(memory, at, scratch, row, to, num_positions, chunks, int8_weights):
-    """The softmax of a row's scores, by the scales of positions, as a row of left tiles at memory[to].
+    """Compute the softmax of a row's scores, times the scales of positions, as a row of left tiles at
+    memory[to].
 
-    Returns the sum of weights, and the scale of those in INT8."""
+    Returns the sum of weights, and the scale of INT8 weights.
+    """
     floats, last = memory.view(np.float32), (num_positions - 1) // EXACT_CHUNK * EXACT_CHUNK
     left = num_positions - last
     top = only_first(load(scratch, row + last), left, MINUS_INFINITY)
@@ -244,7 +249,7 @@ def _weigh(memory, at, scratch, row, to, num_positions, chunks, int8_weights):
 
 @part
 def _weigh_rows(memory, at, scratch, ld, positions, chunks, int8_weights, totals, scales, first):
-    """A head's rows, whose lanes begin with `first`: left tiles, the sums of weights, and their scales."""
+    """Weigh a head's rows, with lanes from `first` on: left tiles, the sums of weights, and their scales."""
     for r in range(positions.size):
         lane = first + r
         to = at.weights + lane // TILE_ROWS * chunks * UNIT_SIZE + lane % TILE_ROWS * TILE_BYTES
@@ -255,16 +260,17 @@ def _weigh_rows(memory, at, scratch, ld, positions, chunks, int8_weights, totals
 
 @tile_part
 def _put_two(memory, to, one, two):
-    """32 BF16 numbers, a row of a left tile."""
+    """Store 32 BF16 numbers as a row of a left tile."""
     store_bf16(memory, to, one)
     store_bf16(memory, to + TILE_BYTES // 2, two)
 
 
 @part
 def _sum_values(memory, at, heads, rows, tiles, chunks, apart, rank, totals, scales, int8_weights, is_tame):
-    """Latents by weight, as left tiles. apart: bytes between right tiles of the next 16 columns.
+    """Sum latents by weight, as left tiles. apart: bytes between right tiles of the next 16 columns.
 
-    is_tame: no quotient is too large to be made by division.quotient; what is too small for it is zero."""
+    is_tame: no quotient is too large for division.quotient; those too small for it become zero.
+    """
     floats, size = memory.view(np.float32), chunks * UNIT_SIZE
     for j in range(0, rank // TILE, TALL_COLUMNS):
         for head in range(heads):
@@ -289,7 +295,7 @@ def _sum_values(memory, at, heads, rows, tiles, chunks, apart, rank, totals, sca
 
 @part
 def _unabsorb(memory, at, left, out, o, ldo, rows, tiles, w_uv, j, rank, v_dim):
-    """out[o ...] = a head's values, left tiles at memory[left], by its matrix at w_uv[j]."""
+    """Multiply a head's values, left tiles at memory[left], by its matrix at w_uv[j], into out[o ...]."""
     floats, group, groups = memory.view(np.float32), rank * TILE_BYTES // 2, (v_dim + COLUMNS - 1) // COLUMNS
     for g in range(0, groups, TALL_COLUMNS):
         columns = min(TALL_COLUMNS, groups - g)
@@ -306,7 +312,7 @@ def _unabsorb(memory, at, left, out, o, ldo, rows, tiles, w_uv, j, rank, v_dim):
 
 @part
 def _has_room(scratch, length):
-    """Whether scores of all lanes can be in scratch memory, which begins anywhere."""
+    """Whether scores of all lanes fit into scratch memory, at whatever address it begins."""
     return scratch.size >= LANES_AT_ONCE * (length + EXACT_CHUNK + LANES) + LANES
 
 
@@ -399,7 +405,7 @@ def prefill(
     out, q, heads, rope_dim, w_uk, w_uv, positions, table, c_cache, s_cache, pe_cache, softmax_scale,
     int8_weights, scratch,
 ):  # fmt: skip
-    """Rows of one sequence, which ascend. Returns whether it was done: if not, nothing is.
+    """Attend for rows of a sequence, in ascending order. Returns whether it was done; if not, nothing is.
 
     out [T, heads * V]; q [T, heads * (nope + R)]; w_uk [heads, nope, C] and w_uv [heads, C, V], packed; the
     caches as in mla.attention, table int32 [max_blocks]: token t sees the positions 0 .. positions[t]

@@ -1,4 +1,4 @@
-"""Attention's two products on cache tiles, for each type of cache. Layouts, and why they are so: see `mla`.
+"""Products of attention on cache tiles, for each type of cache. Layouts and their reasons: see `mla`.
 
     scores    positions of one tile x one vector of lanes
     values    some positions' latents, by weight, added to the outputs of all lanes
@@ -53,7 +53,7 @@ from xdeepserve.model.packing import DEPTH
 
 @tile_part
 def _rope_f32(pe, i_pe, rope_dim, scratch, query_pe):
-    """The RoPE part of a score tile's first TALLEST positions."""
+    """Compute the RoPE part of a score tile's first TALLEST positions."""
     acc = zeros(TALLEST, 1)
     for column in range(0, rope_dim, TILE):
         for k in range(min(TILE, rope_dim - column)):
@@ -65,7 +65,7 @@ def _rope_f32(pe, i_pe, rope_dim, scratch, query_pe):
 
 @tile_part
 def _rope_exact(pe, i_pe, rope_dim, scratch, query_pe):
-    """The RoPE part of a score tile's first TALL positions; rope_dim is even."""
+    """Compute the RoPE part of a score tile's first TALL positions, in exact products; rope_dim is even."""
     acc = zeros(TALL, 1)
     for start in range(0, rope_dim, EXACT_CHUNK):
         even, odd = zeros(TALL, 1), zeros(TALL, 1)
@@ -80,7 +80,7 @@ def _rope_exact(pe, i_pe, rope_dim, scratch, query_pe):
 
 @tile_part
 def _rope_of_words(scratch, rope, rope_dim, query_pe):
-    """`_rope_exact` of words on both sides, see `_begin_scores` and `_begin_tile`."""
+    """Compute `_rope_exact` with words on both sides, see `_begin_scores` and `_begin_tile`."""
     acc = zeros(TALL, 1)
     for start in range(0, rope_dim, EXACT_CHUNK):
         even, odd = zeros(TALL, 1), zeros(TALL, 1)
@@ -94,7 +94,7 @@ def _rope_of_words(scratch, rope, rope_dim, query_pe):
 
 
 def _begin_scores(scratch, lanes, query_pe, rope_dim, c):
-    """Make words of the RoPE parts of all queries, where dots are taken of them."""
+    """Make words of the RoPE parts of all queries, where products are taken in pairs."""
     raise NotImplementedError
 
 
@@ -111,7 +111,8 @@ def _begin_scores_of(scratch, lanes, query_pe, rope_dim, c):
 
 
 def _begin_tile(scratch, rope, pe, i_pe, rope_dim, c):
-    """Words of the RoPE parts of a cache tile's positions at `rope`, where dots are taken of them."""
+    """Make words of the RoPE parts of a cache tile's positions at `rope`, where products are taken in
+    pairs."""
     raise NotImplementedError
 
 
@@ -131,7 +132,7 @@ def _begin_tile_of(scratch, rope, pe, i_pe, rope_dim, c):
 
 @tile_part
 def _latents_f32(c, i, ahead, rank, scratch, query):
-    """Products of TALLEST latents with one vector of lanes; what lies `ahead` of them is asked for."""
+    """Multiply TALLEST latents with a vector of lanes, and prefetch the memory `ahead` of them."""
     acc = zeros(TALLEST, 1)
     for column in range(0, rank, TILE):
         for row in range(TALLEST):
@@ -143,7 +144,7 @@ def _latents_f32(c, i, ahead, rank, scratch, query):
 
 @tile_part
 def _latents_int8(c, i, ahead, rank, scratch, query, q_scale, start, c_scale):
-    """Products of TALLEST INT8 latents with a vector of lanes of INT8 queries, scaled; see `_latents_f32`."""
+    """Multiply TALLEST INT8 latents with a vector of lanes of INT8 queries, scaled; see `_latents_f32`."""
     packed, at_packed = scratch.view(np.int8), query * 4
     acc = dot_start_columns(TALLEST, 1, scratch.view(np.int32), start)
     for column in range(0, (rank + TILE - 1) // TILE * TILE, TILE):
@@ -272,7 +273,7 @@ def _score_positions_of(
 
 @tile_part
 def _values_f32(scratch, o, weight, lanes, c, tiles, column, num_positions, is_first):
-    """Outputs of TALLEST lanes x 16 columns over some tiles of positions, in FP32."""
+    """Add outputs of TALLEST lanes x 16 columns over some tiles of positions, in FP32."""
     acc = load_tile(TALLEST, 1, scratch, o, LANES, LANES)
     for first in range(0, num_positions, TILE):
         start = tiles[first // TILE] + column * TILE
@@ -284,7 +285,7 @@ def _values_f32(scratch, o, weight, lanes, c, tiles, column, num_positions, is_f
 
 
 def _exact_values(mr: int) -> Any:
-    """The kernel of exact outputs of mr lanes x WIDE tiles of columns."""
+    """Make the kernel of exact outputs of mr lanes x WIDE tiles of columns."""
 
     @tile_part
     def tile(scratch, o, ldo, weight, lanes, values, ldw, num_positions):
@@ -310,7 +311,7 @@ _values_of_more, _values_of_rows = _exact_values(MORE_ROWS), _exact_values(ROWS)
 
 @part
 def _widen(scratch, to, c, start):
-    """The cache tile c[start ...] as float32, or words; what comes next in its place is asked for."""
+    """Convert the cache tile c[start ...] to float32, or words, and prefetch the next tile for its place."""
     if BY_DOTS:
         for i in range(0, TILE_SIZE, STEP * LANES):
             for p in range(i, i + 2 * LANES, LANES):

@@ -1,4 +1,4 @@
-"""Mixture of experts: which experts a token goes to, and how their outputs come together."""
+"""Mixture of experts: routing of tokens to experts, and the combination of their outputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IN_ORDER = np.empty(0, np.int32)  # no places: see combine
 
 @part
 def _best_of(choice, start, size):
-    """The first of the largest of choice[start : start + size]."""
+    """Return the first of the largest of choice[start : start + size]."""
     left, best = choice[start : start + size], 0  # counted from 0: an index might be negative else
     for e in range(1, size):
         if left[e] > left[best]:

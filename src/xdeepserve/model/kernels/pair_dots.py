@@ -42,7 +42,7 @@ UPPER = -(1 << 16)
 
 @intrinsic
 def words(typingctx: Any, first: Any, second: Any) -> Any:
-    """Lane by lane two BF16 numbers as bits, the first one above."""
+    """Join two BF16 numbers in each lane as bits, the first one above."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         upper, lower = (builder.bitcast(each, VI32) for each in args)
@@ -53,7 +53,7 @@ def words(typingctx: Any, first: Any, second: Any) -> Any:
 
 @intrinsic
 def words_of_row(typingctx: Any, a: Any) -> Any:
-    """The words of 16 neighbouring numbers."""
+    """Make the words of 16 neighbouring numbers."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         bits = builder.bitcast(args[0], VI32)
@@ -66,7 +66,7 @@ def words_of_row(typingctx: Any, a: Any) -> Any:
 
 @part
 def make_words(scratch, start, step, count, width):
-    """Numbers scratch[start + k * step + column], k < count, become words, in their place.
+    """Replace numbers scratch[start + k * step + column], k < count, by words, in their place.
 
     `width` columns, a multiple of 16. There is memory for one more, if `count` is odd.
     """
@@ -109,7 +109,7 @@ def _dots(context: Any, builder: ir.IRBuilder, tile: Tile, rows: Any, columns: l
 
 
 def _add_packed(half: int, is_whole: bool) -> Any:
-    """The intrinsic of the chain of the even (0) or of the odd k (1)."""
+    """Make the intrinsic of the chain of the even (0) or of the odd k (1)."""
 
     @intrinsic
     def add(typingctx: Any, acc: Any, x: Any, i: Any, ldx: Any, w: Any, j: Any, ldw: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Kernels that treat each token's row by itself: norm, quantisation, SwiGLU, sums of rows."""
+"""Kernels on each token's row by itself: norm, quantisation, SwiGLU, sums of rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ZERO, ONE = np.float32(0.0), np.float32(1.0)
 
 @part
 def inverse_rms(x, start, size, eps):
-    """1 / sqrt(mean of the squares + eps) of x[start : start + size]."""
+    """Return 1 / sqrt(mean of the squares + eps) of x[start : start + size]."""
     lanes = splat(ZERO)
     for i in range(0, size, LANES):
         v = take(x, start + i, size - i)
@@ -27,7 +27,7 @@ def inverse_rms(x, start, size, eps):
 
 @part
 def row_scale(largest):
-    """The scale of a row whose largest magnitudes are in 16 lanes."""
+    """Return the scale of a row whose largest magnitudes are in 16 lanes."""
     return max(max_of(largest), QUANT_FLOOR) / QUANT_MAX
 
 

@@ -1,4 +1,4 @@
-"""Numba twin of `sampling.py`, bit for bit.
+"""Numba twin of `sampling.py`, equal bit for bit.
 
 scaled = (logit - largest logit) / temperature is never positive, so the bits of -scaled, read as an integer,
 ascend while the logits descend. Hence sorting is a radix sort of integers, which is stable as
@@ -27,7 +27,7 @@ ZERO = np.float32(0.0)
 
 @kernel
 def uniform(seed, choice, position):
-    """seed, choice, position as uint64; see sampling.uniform."""
+    """Return a uniform random number; seed, choice, position as uint64; see sampling.uniform."""
     c0, c1, c2, c3 = position & MASK32, choice & MASK32, np.uint64(0), np.uint64(0)
     k0, k1 = seed & MASK32, seed >> SHIFT32
     for _ in range(10):
@@ -40,7 +40,7 @@ def uniform(seed, choice, position):
 
 @part
 def _largest(logits, row):
-    """The largest of logits[row] and its lowest index, which is -1 if there is a NaN among them."""
+    """Return the largest of logits[row] and its lowest index; -1 if there is a NaN."""
     size, num_nans = logits.shape[1], 0
     for i in range(size):
         num_nans += logits[row, i] != logits[row, i]
@@ -62,7 +62,8 @@ def _largest(logits, row):
 
 @array_part
 def _keep_first(keys, ids, size, count):
-    """Move the `count` smallest keys, and what shares their top digit, to the front; how many those are."""
+    """Move the `count` smallest keys, with all that share their top digit, to the front; return their
+    number."""
     histogram = np.zeros(BUCKETS, np.int64)
     for i in range(size):
         histogram[keys[i] >> TOP_SHIFT] += 1
@@ -81,7 +82,7 @@ def _keep_first(keys, ids, size, count):
 
 @part
 def _sort_by_digit(to_keys, to_ids, keys, ids, size, shift, place):
-    """One stable pass of the radix sort."""
+    """Sort by a single digit: a stable pass of the radix sort."""
     for digit in range(BUCKETS):
         place[digit] = 0
     for i in range(size):

@@ -49,7 +49,7 @@ from xdeepserve.model.kernels.codegen import (
 
 
 class VectorType(types.Type):
-    """Numba's name for 16 lanes of `element`."""
+    """Numba type of 16 lanes of `element`."""
 
     def __init__(self, name: str, element: types.Type, ir_type: ir.Type) -> None:
         super().__init__(name)
@@ -58,7 +58,7 @@ class VectorType(types.Type):
 
 @register_model(VectorType)
 class VectorModel(models.PrimitiveModel):
-    """One LLVM vector."""
+    """Data model of a vector: an LLVM vector."""
 
     def __init__(self, dmm: Any, fe_type: VectorType) -> None:
         super().__init__(dmm, fe_type, fe_type.ir_type)
@@ -69,7 +69,7 @@ i32x16 = VectorType("i32x16", types.int32, VI32)
 
 
 def _operator(op: Callable[..., Any], vector: VectorType, instruction: str) -> None:
-    """Teach Numba `vector op vector`."""
+    """Teach Numba the operation `vector op vector`."""
 
     class Template(ConcreteTemplate):
         cases = [signature(vector, vector, vector)]  # noqa: RUF012
@@ -100,7 +100,7 @@ def is_vector_array(array: types.Type, *elements: types.Type) -> bool:
 
 
 def _load_as(array: types.Type) -> tuple[VectorType, ir.VectorType] | None:
-    """What a load from `array` gives, and the vector in memory. Bytes arrive as floats."""
+    """Return the type loaded from `array`, and the vector in memory. Bytes arrive as floats."""
     if is_vector_array(array, types.int8, types.uint8):
         return f32x16, VI8
     if is_vector_array(array, types.float32):
@@ -111,7 +111,7 @@ def _load_as(array: types.Type) -> tuple[VectorType, ir.VectorType] | None:
 
 
 def _widen(builder: ir.IRBuilder, array: types.Array, value: ir.Value) -> ir.Value:
-    """Bytes to floats; a uint8 stands for its value less 128."""
+    """Convert bytes to floats; a uint8 stands for its value less 128."""
     if array.dtype == types.uint8:
         value = builder.xor(value, constant(VI8, -128))
     return builder.sitofp(value, VF32) if value.type == VI8 else value
@@ -168,7 +168,7 @@ def _store_as(array: types.Type, value: types.Type) -> ir.VectorType | None:
 
 
 def _narrow(builder: ir.IRBuilder, array: types.Array, value: ir.Value, memory: ir.VectorType) -> ir.Value:
-    """The inverse of `_widen`."""
+    """Convert floats to bytes for a store, as the inverse of `_widen`."""
     if memory != VI8:
         return value
     value = builder.trunc(builder.fptosi(value, VI32), VI8)
@@ -244,7 +244,7 @@ def transpose(typingctx: Any, out: Any, i: Any, ldo: Any, x: Any, j: Any, ldx: A
 
 @intrinsic
 def prefetch(typingctx: Any, array: Any, index: Any) -> Any:
-    """Ask for the 64 bytes at `index` to be brought near; they need not exist."""
+    """Prefetch the 64 bytes at `index`; they need not exist."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         address = pointer(context, builder, array, args[0], args[1], I8)
@@ -259,7 +259,7 @@ def prefetch(typingctx: Any, array: Any, index: Any) -> Any:
 
 @intrinsic
 def splat(typingctx: Any, x: Any) -> Any:
-    """The float32 `x` in all lanes."""
+    """Return a vector with the float32 `x` in all lanes."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         return broadcast(builder, args[0], VF32)
@@ -269,7 +269,7 @@ def splat(typingctx: Any, x: Any) -> Any:
 
 @intrinsic
 def maximum(typingctx: Any, a: Any, b: Any) -> Any:
-    """Lane by lane."""
+    """Return the larger value in each lane."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         return larger(builder, *args)
@@ -279,7 +279,7 @@ def maximum(typingctx: Any, a: Any, b: Any) -> Any:
 
 @intrinsic
 def minimum(typingctx: Any, a: Any, b: Any) -> Any:
-    """Lane by lane."""
+    """Return the smaller value in each lane."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         return builder.select(builder.fcmp_ordered("<", *args), *args)
@@ -289,7 +289,7 @@ def minimum(typingctx: Any, a: Any, b: Any) -> Any:
 
 @intrinsic
 def absolute(typingctx: Any, a: Any) -> Any:
-    """Lane by lane."""
+    """Return the absolute value in each lane."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         return call(builder, "llvm.fabs.v16f32", VF32, args[0])
@@ -299,7 +299,7 @@ def absolute(typingctx: Any, a: Any) -> Any:
 
 @intrinsic
 def negative(typingctx: Any, a: Any) -> Any:
-    """Lane by lane."""
+    """Return the negated value in each lane."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         return builder.fneg(args[0])
@@ -309,7 +309,7 @@ def negative(typingctx: Any, a: Any) -> Any:
 
 @intrinsic
 def rint(typingctx: Any, a: Any) -> Any:
-    """To the nearest whole number, ties to even."""
+    """Round to the nearest whole number, ties to even."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         return call(builder, "llvm.rint.v16f32", VF32, args[0])
@@ -319,7 +319,7 @@ def rint(typingctx: Any, a: Any) -> Any:
 
 @intrinsic
 def power_of_two(typingctx: Any, n: Any) -> Any:
-    """2.0 ** n for whole n from -126 to 127, by its exponent bits."""
+    """Compute 2.0 ** n for whole n from -126 to 127, by its exponent bits."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         biased = builder.add(builder.fptosi(args[0], VI32), constant(VI32, 127))
@@ -330,7 +330,7 @@ def power_of_two(typingctx: Any, n: Any) -> Any:
 
 @intrinsic
 def round_bf16(typingctx: Any, a: Any) -> Any:
-    """To the nearest bfloat16, ties to even; the twin of `bf16.round_bf16` for finite numbers."""
+    """Round to the nearest bfloat16, ties to even; the twin of `bf16.round_bf16` for finite numbers."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         return round_bf16_ir(builder, args[0])
@@ -340,7 +340,7 @@ def round_bf16(typingctx: Any, a: Any) -> Any:
 
 @intrinsic
 def to_f32(typingctx: Any, a: Any) -> Any:
-    """i32x16 to the nearest floats."""
+    """Convert i32x16 to the nearest floats."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         return builder.sitofp(args[0], VF32)
@@ -350,7 +350,8 @@ def to_f32(typingctx: Any, a: Any) -> Any:
 
 @intrinsic
 def less_zero_points(typingctx: Any, a: Any, words: Any) -> Any:
-    """a - 128 x the sum of the four int8 in each lane: by which products with uint8 are too large."""
+    """Subtract 128 times the sum of the four int8 in each lane, by which products with uint8 are too
+    large."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         excess = dot4_ir(builder, constant(VI32, 0), constant(VI32, 0x80808080), args[1])
@@ -361,7 +362,7 @@ def less_zero_points(typingctx: Any, a: Any, words: Any) -> Any:
 
 @intrinsic
 def only_first(typingctx: Any, a: Any, count: Any, other: Any) -> Any:
-    """The first `count` lanes of a, which may be none, or more than there are; `other` in the rest."""
+    """Keep the first `count` lanes of a (none, or more than there are, is fine); put `other` in the rest."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         return builder.select(first_lanes(builder, args[1]), args[0], broadcast(builder, args[2], VF32))
@@ -371,7 +372,7 @@ def only_first(typingctx: Any, a: Any, count: Any, other: Any) -> Any:
 
 @intrinsic
 def tree_sum(typingctx: Any, a: Any) -> Any:
-    """Sum of the lanes: the upper half is added to the lower until one is left."""
+    """Sum the lanes: the upper half is added to the lower until one is left."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         return fold(builder, args[0], builder.fadd)
@@ -381,7 +382,7 @@ def tree_sum(typingctx: Any, a: Any) -> Any:
 
 @intrinsic
 def max_of(typingctx: Any, a: Any) -> Any:
-    """The largest lane."""
+    """Return the largest value of all lanes."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         return fold(builder, args[0], lambda x, y: larger(builder, x, y))

@@ -37,7 +37,7 @@ from xdeepserve.model.kernels.codegen import (
 
 
 class TileType(types.Type):
-    """MR x NR vectors of 16 float32 sums, or int32 sums."""
+    """Numba type of MR x NR vectors of 16 float32 sums, or int32 sums."""
 
     def __init__(self, mr: int, nr: int, is_int: bool) -> None:
         super().__init__(f"{'i32' if is_int else 'f32'}tile{mr}x{nr}")
@@ -47,14 +47,14 @@ class TileType(types.Type):
 
 @register_model(TileType)
 class TileModel(models.PrimitiveModel):
-    """An LLVM array of vectors, which LLVM takes apart into registers."""
+    """Data model of a tile: an LLVM array of vectors, which LLVM takes apart into registers."""
 
     def __init__(self, dmm: Any, fe_type: TileType) -> None:
         super().__init__(dmm, fe_type, fe_type.ir_type)
 
 
 class Tile:
-    """The vectors of a tile while code is written."""
+    """Vectors of a tile while code is generated."""
 
     def __init__(self, builder: ir.IRBuilder, tile: TileType, value: ir.Value | None = None) -> None:
         self.builder, self.tile = builder, tile
@@ -72,7 +72,7 @@ class Tile:
 
 
 def indices(builder: ir.IRBuilder, base: ir.Value, count: int, stride: ir.Value | int) -> list[ir.Value]:
-    """base, base + stride, base + 2 stride, ..."""
+    """Emit the indices base, base + stride, base + 2 stride, ..."""
     step = ir.Constant(base.type, stride) if isinstance(stride, int) else stride
     return [builder.add(base, builder.mul(step, ir.Constant(base.type, i))) for i in range(count)]
 
@@ -83,7 +83,7 @@ TALLEST = {512: 16, 128: 4, 64: 2}[register_floats()]
 
 
 def _zeros(is_int: bool) -> Any:
-    """The intrinsic that makes an mr x nr tile of zeros."""
+    """Make the intrinsic for an mr x nr tile of zeros."""
 
     @intrinsic(prefer_literal=True)
     def make(typingctx: Any, mr: Any, nr: Any) -> Any:
@@ -124,7 +124,7 @@ def add_outer(typingctx: Any, acc: Any, x: Any, i: Any, ldx: Any, w: Any, j: Any
 
 @intrinsic(prefer_literal=True)
 def load_tile(typingctx: Any, mr: Any, nr: Any, x: Any, i: Any, ldx: Any, ldc: Any) -> Any:
-    """A float32 tile whose vector [r][c] is x[i + r * ldx + c * ldc : ... + 16]."""
+    """Load a float32 tile with vector [r][c] from x[i + r * ldx + c * ldc : ... + 16]."""
     tile = TileType(mr.literal_value, nr.literal_value, is_int=False)
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
@@ -140,7 +140,7 @@ def load_tile(typingctx: Any, mr: Any, nr: Any, x: Any, i: Any, ldx: Any, ldc: A
 
 @intrinsic
 def add_tiles(typingctx: Any, a: Any, b: Any) -> Any:
-    """a + b, vector by vector."""
+    """Add two tiles, a + b, vector by vector."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         left, right = Tile(builder, a, args[0]), Tile(builder, b, args[1])
@@ -154,7 +154,7 @@ def add_tiles(typingctx: Any, a: Any, b: Any) -> Any:
 
 @intrinsic
 def scale_tile(typingctx: Any, a: Any, factor: Any) -> Any:
-    """a * factor, a float32."""
+    """Multiply a tile by a factor, a float32."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         tile, row = Tile(builder, a, args[0]), broadcast(builder, args[1], VF32)
@@ -213,7 +213,7 @@ def store_tile(typingctx: Any, out: Any, i: Any, ldo: Any, acc: Any, count: Any)
 
 @intrinsic(prefer_literal=True)
 def dot_start_columns(typingctx: Any, mr: Any, nr: Any, start: Any, j: Any) -> Any:
-    """An int32 tile whose rows all begin with start[j : j + 16 * nr] (start is int32)."""
+    """Make an int32 tile with start[j : j + 16 * nr] in all rows (start is int32)."""
     tile = TileType(mr.literal_value, nr.literal_value, is_int=True)
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
@@ -229,7 +229,7 @@ def dot_start_columns(typingctx: Any, mr: Any, nr: Any, start: Any, j: Any) -> A
 
 @intrinsic(prefer_literal=True)
 def dot_start(typingctx: Any, mr: Any, nr: Any, start: Any, m: Any) -> Any:
-    """An int32 tile whose row r begins with start[m + r] in all columns (start is int32)."""
+    """Make an int32 tile with start[m + r] in all columns of row r (start is int32)."""
     tile = TileType(mr.literal_value, nr.literal_value, is_int=True)
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
@@ -245,7 +245,7 @@ def dot_start(typingctx: Any, mr: Any, nr: Any, start: Any, m: Any) -> Any:
 
 @intrinsic
 def add_sums(typingctx: Any, acc: Any, sums: Any, i: Any, ldx: Any, ldc: Any) -> Any:
-    """acc[r][c] + sums[i + r * ldx + c * ldc : ... + 16], both int32."""
+    """Add acc[r][c] + sums[i + r * ldx + c * ldc : ... + 16], both int32."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         value, sums_, i_, ldx_, ldc_ = args
@@ -262,7 +262,7 @@ def add_sums(typingctx: Any, acc: Any, sums: Any, i: Any, ldx: Any, ldc: Any) ->
 def _four_bytes(
     context: Any, builder: ir.IRBuilder, array_type: Any, array: Any, at: ir.Value, count: ir.Value | None
 ) -> ir.Value:
-    """Four int8 in all lanes, of which only the first `count` are read; zeros stand for the others."""
+    """Load four int8 into all lanes, reading only the first `count`; zeros stand for the others."""
     if count is None:
         return broadcast(
             builder, unaligned_load(builder, pointer(context, builder, array_type, array, at, I32)), VI32
@@ -297,7 +297,7 @@ def _add_dot(context: Any, builder: ir.IRBuilder, sig: Any, args: Any, count: ir
 
 @intrinsic
 def add_dot(typingctx: Any, acc: Any, x: Any, i: Any, ldx: Any, w: Any, j: Any, ldw: Any) -> Any:
-    """Four k of an INT8 GEMM: acc[r][c] += sum over b of x[i + r * ldx + b] * w[j + c * ldw][:, b].
+    """Add four k of an INT8 GEMM: acc[r][c] += sum over b of x[i + r * ldx + b] * w[j + c * ldw][:, b].
 
     One of x and w is int8, the other uint8. The 64 bytes of w at an index are 16 columns of 4.
     """
@@ -312,7 +312,7 @@ def add_dot(typingctx: Any, acc: Any, x: Any, i: Any, ldx: Any, w: Any, j: Any, 
 def add_dot_part(
     typingctx: Any, acc: Any, x: Any, i: Any, ldx: Any, w: Any, j: Any, ldw: Any, count: Any
 ) -> Any:
-    """`add_dot` of the last 1 <= count < 4 elements of a row; nothing behind them is read."""
+    """Run `add_dot` on the last 1 <= count < 4 elements of a row, without reading beyond them."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         return _add_dot(context, builder, sig, args, args[7])

@@ -1,4 +1,5 @@
-"""Twins of canonical's exp and its relatives on 16 lanes, and loads and stores that stop at a row's end."""
+"""Twins of canonical's exp and related functions on 16 lanes, with loads and stores that stop at a row's
+end."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def silu(x):
 
 @part
 def take(array, index, left):
-    """16 elements from `index`, or the `left` that the row still has and zeros."""
+    """Load 16 elements from `index`, or the `left` that the row still has and zeros."""
     return load(array, index) if left >= LANES else load_part(array, index, left)
 
 

@@ -1,4 +1,4 @@
-"""Runs that only take time: the same Programs, walked at the same pace, with the arithmetic left out.
+"""Timing-only runs: the same Programs and the same virtual times, without the arithmetic.
 
 - `net`: what stands for memory, exchanges and sampling
 - `timeline`: the time that a die has spent and not yet waited for

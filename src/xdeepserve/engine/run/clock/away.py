@@ -1,6 +1,7 @@
-"""How tokens go to experts on dies of their own where a run only takes time: one class for each way.
+"""Ways of tokens to experts on dies of their own, in timing-only runs: a class for each way.
 
-As `engine/run/away.py` has them with real bytes: by trampolines, with barriers; without them; by services.
+They match the ways of `engine/run/away.py`, which move real bytes: by trampolines, with barriers; without
+them; by services.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from xdeepserve.step.linear import Threads
 
 
 class ClockAway(Protocol):
-    """Ends of a way; an attention die's by its rank and microbatch."""
+    """Makes the ends of a way; an attention die's end by its rank and microbatch."""
 
     def attention_end(self, rank: int, microbatch: int, timeline: Timeline) -> Trampoline: ...
 
@@ -50,7 +51,8 @@ class ClockAway(Protocol):
 
 
 class ClockTrampolines:
-    """Meetings of each microbatch of each domain with all expert dies: `hubs[microbatch][domain]`."""
+    """Way by A2E and E2A: a hub of meetings for each microbatch of each DP domain,
+    `hubs[microbatch][domain]`."""
 
     attention_side: type[ClockAttentionSide] = ClockAttentionSide
     expert_side: type[ClockExpertSide] = ClockExpertSide
@@ -84,7 +86,7 @@ class ClockTrampolines:
         return TrampolineHub(*args)
 
     def attention_end(self, rank: int, microbatch: int, timeline: Timeline) -> Trampoline:
-        """A part of the meetings with expert dies."""
+        """Make an attention die's end of the meetings with expert dies."""
         domain, index = divmod(rank, self.team.dies_per_domain)
         return self.attention_side(timeline, index, self.hubs[microbatch][domain])
 
@@ -96,7 +98,7 @@ class ClockTrampolines:
         timeline: Timeline,
         reports: Queue[msgspec.Struct],
     ) -> ExpertProgram:
-        """The three persistent kernels, of which the middle one only takes time."""
+        """Make an expert die's program: three persistent kernels, of which the middle one only takes time."""
         die = timeline.die
         sides = [[self.expert_side(die, index, hub) for hub in by_domain] for by_domain in self.hubs]
         tallies = [[hub.tally for hub in by_domain] for by_domain in self.hubs]
@@ -104,7 +106,7 @@ class ClockTrampolines:
 
 
 class ClockFlows:
-    """Without barriers, and by what takes the tokens there: `way_cost`."""
+    """Way without barriers, with the costs of A2E and E2A (`way_cost`)."""
 
     batching = AT_ONCE
 
@@ -123,7 +125,7 @@ class ClockFlows:
         )
 
     def way_cost(self, cost: CommCost) -> WayCost:
-        """By trampolines."""
+        """Return the costs of the way by trampolines."""
         team, sizes = self.team, self.team.sizes
         carrier = sizes.walk.carrier
         assert carrier != "rdma"  # M2N has no trampolines
@@ -131,7 +133,7 @@ class ClockFlows:
         return ByTrampoline(cost, len(team.expert_dies), copies, carrier)
 
     def attention_end(self, rank: int, microbatch: int, timeline: Timeline) -> Trampoline:
-        """It sends, and waits for those alone that it has sent to."""
+        """Make an attention die's end, which waits only for the expert dies with its tokens."""
         team, sizes = self.team, self.team.sizes
         shared = team.shared_expert(rank)
         return FlowClient(
@@ -154,7 +156,7 @@ class ClockFlows:
         timeline: Timeline,
         reports: Queue[msgspec.Struct],
     ) -> ExpertProgram:
-        """It serves whoever has come."""
+        """Make an expert die's program, which serves tokens in the order they come."""
         server = FlowServer(
             timeline.die,
             index,
@@ -168,7 +170,7 @@ class ClockFlows:
 
 
 class ClockServices(ClockFlows):
-    """Requests to services."""
+    """Way by requests to expert servers (EaaS)."""
 
     def __init__(self, team: Team, *args: Any) -> None:
         times = team.sizes.walk.services
@@ -177,7 +179,7 @@ class ClockServices(ClockFlows):
         super().__init__(team, *args)
 
     def way_cost(self, cost: CommCost) -> WayCost:
-        """By URMA, to and from the servers' memories."""
+        """Return the costs of the way by URMA, to and from the servers' memories."""
         team = self.team
         layout = ServiceLayout(
             clients=team.dies,
@@ -193,7 +195,7 @@ class ClockServices(ClockFlows):
 def clock_way(
     walk: WalkSizes,
 ) -> Callable[[Team, CommCost, TimingConfig, Sequence[PlacedRouting]], ClockAway]:
-    """Return what makes the way of a TE."""
+    """Return the factory for the way of a TE."""
     if walk.carrier == "rdma":
         cards: Callable[[Team, CommCost, TimingConfig, Sequence[PlacedRouting]], ClockAway]
         cards = wings.part("clock way over cards")

@@ -27,7 +27,7 @@ KEPT = 1 << 14  # events whose spread is remembered
 
 
 class ExchangeLoad(NamedTuple):
-    """What an exchange brings, in rows: each slot's of routed experts, their mean, each shared die's."""
+    """Rows of an exchange: routed rows by slot, their mean, and the rows of each shared expert die."""
 
     routed: npt.NDArray[np.int64]
     mean: float
@@ -37,12 +37,13 @@ class ExchangeLoad(NamedTuple):
 class ExchangeHub:
     """Dispatch and combine between all ranks of a colocated group.
 
-    The last `num_shared` ranks hold copies of the shared expert, to which each token sends a copy too. If
-    that is not said, those do that are more than the routed experts, and redundant slots spread the routed
-    copies over all dies (XDS 7.1). `config.of_dies` bills as if the ranks were a sample of so many; else
-    `held` says how many experts each has. Microbatches have hubs of their own, with a `stream` of routing.
-    `placed` knows where experts and their replicas are, where that is said: then, if it is not said who has
-    copies of the shared expert, each die has it for itself, and `num_primary` dies have experts of their own.
+    The last `num_shared` ranks hold copies of the shared expert, to which each token sends a copy too. With
+    `num_shared` 0, the ranks in excess of the routed experts hold such copies, and redundant slots spread the
+    routed copies over all dies (XDS 7.1). `config.of_dies` bills as if the ranks were a sample of so many
+    dies. Without it `held` says how many experts each rank has. Microbatches have hubs of their own, each
+    with a `stream` of random numbers. `placed` knows the places of experts and replicas, if these are given.
+    Then, with `num_shared` 0, each die has the shared expert for itself, and `num_primary` dies have experts
+    of their own.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class ExchangeHub:
         self._meetings: dict[tuple[str, int], Meeting[ExchangeLoad]] = {}
 
     async def meet(self, op: str, rank: int, event: int, num_tokens: int) -> Meeting[ExchangeLoad]:
-        """Dispatch or combine of one rank that has `num_tokens` tokens; the meeting, which has ended."""
+        """Join the dispatch or combine of an event with a rank's tokens; return the meeting after its end."""
         key = (op, event)
         meeting = self._meetings.get(key)
         if meeting is None:
@@ -113,7 +114,10 @@ class ExchangeHub:
 
 
 class ClockExchange:
-    """One rank's end, without bytes; `lane` is where traces show it, and what `is_fused` by another name."""
+    """A rank's end of dispatch and combine, without bytes.
+
+    `lane` is its lane in traces; with `is_fused` the operations have the fused names there.
+    """
 
     def __init__(
         self, timeline: Timeline, rank: int, hub: ExchangeHub, lane: str = "XCCL", is_fused: bool = False
@@ -124,25 +128,28 @@ class ClockExchange:
         self._num_tokens = 0
 
     async def dispatch(self, x: Array, topk_idx: Array, event_id: int) -> Received:
-        """x [T, H]; the rows that came for this rank's experts, without their bytes."""
+        """Take part in a dispatch of x [T, H]; return shapes of the rows for this rank's experts."""
         self._num_tokens = len(x)
         self.load = await self._meet("dispatch", event_id)
         routed, shared = self._rows(self.load)
         return received(routed + math.ceil(shared), x.shape[1])
 
     async def combine(self, expert_out: Array, topk_weights: Array, event_id: int) -> Array:
-        """[T, K, H], as a shape; if fused, [T, H]."""
+        """Take part in a combine; return the shape [T, K, H], or [T, H] if fused."""
         await self._meet("combine", event_id)
         copies = () if self.is_fused else (self.hub.model.num_experts_per_tok,)
         return shape_only(np.float32, self._num_tokens, *copies, expert_out.shape[1])
 
     def reset(self, epoch: int) -> None:
-        """A meeting that was not ended has a number of its own."""
+        """Do nothing: exchanges after a rollback have new event IDs, so they are new meetings."""
 
     def bill(self, received: int) -> tuple[float, float, float]:
-        """Copies of routed experts, stretched, how many of these have rows, and rows for a copy of the shared
-        one. Where no die is said to have such copies, they are billed as those of a routed expert, or
-        whichever is hotter where a die may have both."""
+        """Return the work to bill after the latest dispatch.
+
+        Token copies for routed experts, stretched; the number of experts with rows; rows for a copy of the
+        shared expert. Where no die is said to have such copies, they are billed as rows of a routed expert.
+        Where a die may have both, the hotter one is billed.
+        """
         hub, load = self.hub, self.load
         assert load is not None
         routed, shared = self._rows(load)
@@ -155,7 +162,7 @@ class ClockExchange:
         return copies, min(routed, held), shared
 
     def _rows(self, load: ExchangeLoad) -> tuple[int, float]:
-        """For routed experts here, and for a copy of the shared one."""
+        """Return the rows for routed experts on this die, and for a copy of the shared expert."""
         hub = self.hub
         routed = int(load.routed[self.rank]) if self.rank < hub.num_routed else 0
         first = hub.num_dies - hub.num_shared if hub.has_copies else hub.num_routed
@@ -170,7 +177,7 @@ class ClockExchange:
 
 
 def received(num_rows: int, hidden: int, expert_idx: npt.NDArray[np.int32] | None = None) -> Received:
-    """So many rows, without their bytes; `expert_idx` where it matters which experts they are for."""
+    """Return received rows as shapes; `expert_idx` where it matters which experts they are for."""
     index = shape_only(np.int32, num_rows)
     return Received(
         payload=shape_only(np.int8, num_rows, hidden),

@@ -1,4 +1,4 @@
-"""What ways without barriers take in a timing-only run, by formula."""
+"""Costs of ways without barriers in a timing-only run, by formula."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from xdeepserve.comm.services.cost import ServiceCost
 
 
 class Errand(NamedTuple):
-    """The tokens of one microbatch, and what becomes of them: rows in all, expert dies that they go to."""
+    """Size of a sending, the tokens of a microbatch: tokens, rows in all, and expert dies with some."""
 
     num_tokens: int
     num_rows: int
@@ -18,30 +18,33 @@ class Errand(NamedTuple):
 
 
 class WayCost(Protocol):
-    """What a way to experts on dies of their own takes, in ns."""
+    """Costs of a way to experts on dies of their own, in ns."""
 
     def post_ns(self, sent: Errand) -> float:
-        """Time of the attention die to send; it does nothing else meanwhile."""
+        """Time for the attention die to send; it does nothing else meanwhile."""
 
     def there_ns(self, sent: Errand) -> float:
-        """Time from then until the expert dies have the rows."""
+        """Time from sending until the expert dies have the rows."""
 
     def answer_ns(self, num_rows: int, num_sent: int, num_back: float) -> float:
-        """Time of an expert die to answer `num_sent` sendings with `num_back` rows."""
+        """Time for an expert die to answer `num_sent` sendings with `num_back` rows."""
 
     def back_share(self, sent: Errand) -> float:
-        """Rows that come back for each that goes there."""
+        """Number of rows back for each row sent."""
 
     def back_ns(self, sent: Errand) -> float:
         """Time from the last answer until the attention die can read it."""
 
     def read_ns(self, sent: Errand) -> float:
-        """Time of the attention die to read the answers."""
+        """Time for the attention die to read the answers."""
 
 
 class ByTrampoline(NamedTuple):
-    """In bulk to a trampoline, from there to the expert dies, and back: the stages of A2E and E2A, each of
-    which a die goes through by itself."""
+    """Costs of the way by A2E and E2A.
+
+    Tokens go in bulk to a trampoline, from there to the expert dies, and back. A die goes through each of
+    these stages by itself.
+    """
 
     cost: CommCost
     num_experts: int
@@ -49,23 +52,23 @@ class ByTrampoline(NamedTuple):
     carrier: Carrier
 
     def post_ns(self, sent: Errand) -> float:
-        """A2E."""
+        """Time of A2E, in bulk to the trampoline, in ns."""
         return self.cost.post_ns(sent.num_tokens, self.carrier)
 
     def there_ns(self, sent: Errand) -> float:
-        """A2E'."""
+        """Time of A2E', among the expert dies, in ns."""
         return self._among_ns("dispatch", sent)
 
     def answer_ns(self, num_rows: int, num_sent: int, num_back: float) -> float:
-        """A stream of its own does that."""
+        """Return 0, because a stream of its own sends the answers."""
         return 0.0
 
     def back_share(self, sent: Errand) -> float:
-        """All of them."""
+        """Return 1: every row has an answer."""
         return 1.0
 
     def back_ns(self, sent: Errand) -> float:
-        """E2A and E2A'."""
+        """Time of E2A and E2A' together, in ns."""
         back_ns = self.cost.return_ns(sent.num_tokens, self.copies, self.carrier)
         return self._among_ns("combine", sent) + back_ns
 
@@ -75,35 +78,38 @@ class ByTrampoline(NamedTuple):
         return self.cost.among_ns(op, self.num_experts, sent.num_tokens, self.copies, self.carrier)
 
     def read_ns(self, sent: Errand) -> float:
-        """The sums come by themselves."""
+        """Return 0, because sums arrive in the attention die's memory."""
         return 0.0
 
 
 class ByRequest(NamedTuple):
-    """Requests that a client writes to servers' slots, and answers that it reads there."""
+    """Costs of requests written by a client to servers' slots, and of answers that it reads there."""
 
     cost: ServiceCost
 
     def post_ns(self, sent: Errand) -> float:
-        """Expert write."""
+        """Time of the expert write, in ns."""
         return self.cost.write_ns(*sent)
 
     def there_ns(self, sent: Errand) -> float:
-        """The server's poll."""
+        """Time of the server's poll, in ns."""
         return self.cost.spec.poll_ns()
 
     def answer_ns(self, num_rows: int, num_sent: int, num_back: float) -> float:
-        """Expert serve."""
+        """Time of the expert serve, in ns."""
         return self.cost.answer_ns(num_rows, num_sent, num_back)
 
     def back_share(self, sent: Errand) -> float:
-        """One for each (token, expert), or for each (token, server)."""
+        """Number of rows back for each row sent.
+
+        One for each (token, expert), or with sums at servers one for each (token, server).
+        """
         return self.cost.back_share(*sent)
 
     def back_ns(self, sent: Errand) -> float:
-        """They lie where the client reads them."""
+        """Return 0, because answers lie where the client reads them."""
         return 0.0
 
     def read_ns(self, sent: Errand) -> float:
-        """Expert read."""
+        """Time of the expert read, in ns."""
         return self.cost.read_ns(*sent)

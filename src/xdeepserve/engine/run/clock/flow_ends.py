@@ -1,4 +1,4 @@
-"""Both ends of a way without barriers of a timing-only run: what sends, and what serves."""
+"""Both ends of a way without barriers in a timing-only run: the sending end and the serving end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from xdeepserve.model.packing import shape_only
 
 
 class FlowClient:
-    """One attention die's end of a microbatch, with the operations of `comm.trampoline.a2e.AttentionSide`.
+    """An attention die's end for a microbatch, with the operations of `comm.trampoline.a2e.AttentionSide`.
 
     `shared_on` is the expert die with the copy of the shared expert that its tokens take, if there is one.
     """
@@ -45,11 +45,11 @@ class FlowClient:
         self._sent = Errand(0, 0, 0)
 
     def reset(self, epoch: int) -> None:
-        """Forget what was sent."""
+        """Forget the sending under way, after a rollback."""
         self.hub.forget(self.lane)
 
     async def a2e(self, x: Array, topk_idx: Array, topk_weights: Array, event_id: int) -> None:
-        """Send tokens; returns when they have left."""
+        """Send tokens [T, H]; return when they have left."""
         count = len(x)
         drawn = event_id, 1 + self.lane, count * self.top_k
         rows = np.zeros((2, self.hub.num_experts), np.int64)
@@ -64,7 +64,7 @@ class FlowClient:
         self.hub.send(self.lane, event_id, sent, rows)
 
     async def e2a(self, event_id: int) -> Array:
-        """[T, H], when the answers have come back."""
+        """Wait for the answers; return their shape [T, H]."""
         start = await self.timeline.catch_up()
         await self.hub.back(self.lane, self.timeout_ns)
         self.timeline.waited("XCCL", "E2A", start)
@@ -73,7 +73,7 @@ class FlowClient:
 
 
 class FlowBatch(NamedTuple):
-    """What an expert die serves at once: the rows of several sendings, for one layer, as one."""
+    """Batch for an expert die: the rows of several sendings for the same layer."""
 
     layer: int
     received: Received
@@ -83,7 +83,7 @@ class FlowBatch(NamedTuple):
 
 
 class FlowServer:
-    """One expert die's end, with the operations of `comm.services.service_server.ServiceServer`."""
+    """An expert die's end, with the operations of `comm.services.server.ServiceServer`."""
 
     def __init__(
         self,
@@ -101,11 +101,11 @@ class FlowServer:
         self._present = np.ones(hub.num_attention, bool)  # attention dies that it waits for
 
     def register(self) -> None:
-        """What had come and was not answered comes again."""
+        """Forget unanswered arrivals, after a rollback; attention dies send them again."""
         self.hub.here[self.index], self.hub.heard[self.index] = False, False
 
     async def next_batch(self, room: int) -> list[FlowBatch]:
-        """Wait, for as long as it takes, for tokens, and take all for the layer of the oldest of them."""
+        """Wait, without a deadline, for tokens; take all of them for the layer of the oldest."""
         hub, here = self.hub, self.hub.here[self.index]
         while not here.any():
             await hub.news(self.index, None)
@@ -138,7 +138,7 @@ class FlowServer:
         return int(heard.sum()) >= min(self.batching.clients, int((self._present | heard).sum()))
 
     async def answer(self, batch: Sequence[FlowBatch], expert_out: Array) -> None:
-        """Answers to a batch; returns when the die can go on."""
+        """Answer a batch; return when the die can go on."""
         (one,), hub = batch, self.hub
         num_back = float(hub.rows[:, self.index, one.lanes].sum(0) @ hub.back_share[one.lanes])
         await hub.clock.sleep(round(hub.cost.answer_ns(len(one.received), len(one.lanes), num_back)))

@@ -1,8 +1,8 @@
-"""Ways without barriers of a timing-only run: dataflow (xDeepServe 5.3) and expert services (EaaS 3).
+"""Ways without barriers in timing-only runs: dataflow (xDeepServe 5.3) and expert services (EaaS 3).
 
-An attention die sends the tokens of a microbatch, and expert dies serve what has come. A sending is back when
-all expert dies that it has rows for have answered; nobody else is waited for. No row moves: how many go where
-is drawn, by a seed.
+An attention die sends the tokens of a microbatch, and expert dies serve the tokens that have come. A sending
+is back when all expert dies with its rows have answered; it waits for no other die. No row moves: how many go
+where is drawn, by a seed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Counts = npt.NDArray[np.int64]
 
 
 class FlowHub:
-    """All ways of one TE. Lane `lane_of(rank, microbatch)` has one sending at a time, under way or none.
+    """All sendings of a TE. Lane `lane_of(rank, microbatch)` has at most one under way.
 
     rows[:, e, lane]   its rows for expert die e, of routed experts and of the shared one
     here[e, lane]      they have come there and not been taken
@@ -49,13 +49,13 @@ class FlowHub:
         self._idle: dict[int, Waiter] = {}  # expert dies that wait for something to come
 
     def lane_of(self, rank: int, microbatch: int) -> int:
-        """The number of an attention die's microbatch."""
+        """Return the lane number of an attention die's microbatch."""
         return rank * self.num_microbatches + microbatch
 
     # ---- there --------------------------------------------------------------------------------------
 
     def send(self, lane: int, event: int, sent: Errand, rows: Counts) -> None:
-        """Tokens leave an attention die now, with `rows` [2, experts]."""
+        """Send tokens from an attention die now, with `rows` [2, experts]."""
         self.rows[:, :, lane], self.open[:, lane], self.events[lane] = rows, rows.any(0), event
         self._sent[lane], self._back_ns[lane] = sent, None
         self.back_share[lane] = self.cost.back_share(sent)
@@ -76,13 +76,13 @@ class FlowHub:
                 self._idle.pop(expert).wake()
 
     def forget(self, lane: int) -> None:
-        """What is under way there has not been sent."""
+        """Forget the sending under way on a lane, as if it had not been sent."""
         self.here[:, lane], self.open[:, lane], self._sent[lane] = False, False, None
 
     # ---- served -------------------------------------------------------------------------------------
 
     async def news(self, expert: int, deadline_ns: int | None) -> None:
-        """Wait until an expert die hears of something. DeadlineError if it does not."""
+        """Wait until an expert die hears of tokens; DeadlineError if it does not."""
         waiter = self._idle[expert] = self.clock.waiter(
             lambda: Waiting("A2E", f"expert {expert}", "any attention die", "tokens", "some", "none")
         )
@@ -93,7 +93,7 @@ class FlowHub:
                 del self._idle[expert]
 
     def answered(self, expert: int, lanes: Counts) -> None:
-        """An expert die's answers to these are on their way."""
+        """Note an expert die's answers to the sendings of these lanes."""
         self.open[expert, lanes] = False
         for lane in lanes[~self.open[:, lanes].any(0)].tolist():
             self._end(lane)
@@ -110,8 +110,8 @@ class FlowHub:
     # ---- and back -----------------------------------------------------------------------------------
 
     async def back(self, lane: int, timeout_ns: int) -> None:
-        """Wait until all answers to what a lane has sent are summed. DeadlineError names who has not
-        answered."""
+        """Wait until all answers to a lane's sending are summed; DeadlineError names the silent expert
+        dies."""
         end = self._back_ns[lane]
         if end is not None:
             await self.clock.sleep_until(end)

@@ -1,4 +1,4 @@
-"""A DP group's collectives in a run that only takes time: meetings of its dies, by the formulas of `comm`.
+"""A DP group's collectives in a timing-only run: meetings of its dies, by the formulas of `comm`.
 
 Rows cross as programs send them: sums and hidden states in four bytes an element.
 """
@@ -19,7 +19,7 @@ from xdeepserve.model.packing import shape_only
 
 
 class CollectiveHub:
-    """The collectives of one group: what they cost is settled when the last rank of `dies` has come."""
+    """Collectives of a group; the cost is settled when the last rank of `dies` has come."""
 
     def __init__(self, clock: Clock, cost: CollectiveCost, dies: Sequence[int], timeout_ns: int) -> None:
         self.clock, self.cost, self.dies, self.timeout_ns = clock, cost, dies, timeout_ns
@@ -28,8 +28,10 @@ class CollectiveHub:
     async def meet(
         self, op: str, rank: int, event: int, rows: int, price: Callable[[list[int]], float]
     ) -> Meeting[list[int]]:
-        """One rank's part of a collective, with so many rows, which takes what `price` says of those of all
-        ranks. The meeting, ended; its value are these."""
+        """Take a rank's part in a collective with `rows` rows; return the meeting after its end.
+
+        `price` maps the row counts of all ranks to the time in ns. The meeting's value is these counts.
+        """
 
         def settle(meeting: Meeting[list[int]]) -> tuple[float, list[int]]:
             del self._meetings[meeting.event]
@@ -46,14 +48,14 @@ class CollectiveHub:
 
 
 class ClockGroup:
-    """A die's end of its group: arrays are shapes."""
+    """A die's end of collectives in its group, with shapes for arrays."""
 
     def __init__(self, timeline: Timeline, rank: int, hub: CollectiveHub) -> None:
         self.timeline, self.rank, self.hub = timeline, rank, hub
         self.size, self._num_events = hub.cost.num_ranks, 0
 
     def reset(self, epoch: int) -> None:
-        """Ranks may have come to different meetings."""
+        """Restart event IDs after a rollback, since ranks may have been at different meetings."""
         self._num_events = first_event(epoch)
 
     def _event(self) -> int:
@@ -61,24 +63,25 @@ class ClockGroup:
         return self._num_events
 
     async def all_reduce(self, x: Array, reduction: Reduction) -> Array:
-        """A meeting; x itself stands for the sum."""
+        """Take part in an all-reduce; return `x` in place of the sum."""
         await self._meet("all-reduce", self.hub.cost.all_reduce_ns(x.size, x.itemsize))
         return x
 
     async def all_gather(self, part: Array, num_rows: int) -> Array:
-        """A meeting; the shape of [num_rows, N]."""
+        """Take part in an all-gather; return the shape [num_rows, N]."""
         await self._meet("all-gather", self.hub.cost.all_gather_ns(part.nbytes))
         return shape_only(part.dtype, num_rows, *part.shape[1:])
 
     async def to_slices(self, parts: Sequence[Array]) -> list[Array]:
-        """A meeting in which all ranks send alike; shapes of what each die sends to this one."""
+        """Take part in an all-to-all with equal parts; return shapes of the parts sent to this die."""
         sizes = [part.nbytes for part in parts]
         await self._meet("all-to-all", self.hub.cost.all_to_all_ns([sizes] * self.size))
         mine = parts[self.rank]
         return [shape_only(mine.dtype, *mine.shape) for _ in parts]
 
     async def spread(self, parts: Sequence[Array]) -> list[Array]:
-        """A meeting to which each rank brings rows of its own; shapes of what it gets of each."""
+        """Take part in an all-to-all with different numbers of rows; return shapes of the parts sent to this
+        die."""
         cost, mine = self.hub.cost, parts[self.rank]
         row_nbytes = math.prod(mine.shape[1:]) * mine.itemsize
 
@@ -89,7 +92,7 @@ class ClockGroup:
         return [shape_only(mine.dtype, count, *mine.shape[1:]) for count in counts]
 
     async def reduce_scatter(self, x: Array, counts: Sequence[int]) -> Array:
-        """A meeting; the shape of this rank's rows."""
+        """Take part in a reduce-scatter; return the shape of this rank's rows."""
         elements = [count * math.prod(x.shape[1:]) for count in counts]
         await self._meet("reduce-scatter", self.hub.cost.reduce_scatter_ns(elements, x.itemsize))
         return shape_only(x.dtype, counts[self.rank], *x.shape[1:])
@@ -98,7 +101,7 @@ class ClockGroup:
         await self._meet_with(op, 0, lambda _: duration_ns)
 
     async def _meet_with(self, op: str, rows: int, price: Callable[[list[int]], float]) -> list[int]:
-        """A meeting to which this rank brings so many rows; those of all."""
+        """Take part in a meeting with `rows` rows; return the row counts of all ranks."""
         start = await self.timeline.catch_up()
         meeting = await self.hub.meet(op, self.rank, self._event(), rows, price)
         self.timeline.waited("XCCL", op, start)

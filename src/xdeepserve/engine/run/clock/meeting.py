@@ -12,10 +12,10 @@ V = TypeVar("V")
 
 
 class Meeting(Generic[V]):
-    """One operation of a group. `settle` tells its duration in ns and its value, once all have come.
+    """Operation of a group: `settle` returns its duration in ns and its value, once all members have come.
 
-    A member may come without waiting (it posts), and others may wait without being members (they pull). Who
-    has waited for `timeout_ns` gets a DeadlineError that names who of `members` is missing.
+    A member may come without waiting (it posts), and others may wait without being members (they pull). After
+    `timeout_ns` of waiting, a DeadlineError names the members that are missing.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class Meeting(Generic[V]):
         timeout_ns: int,
         settle: Callable[[Meeting[V]], tuple[float, V]],
     ) -> None:
-        """`members` are their names in errors; else a member is its place there."""
+        """Create a meeting of `members`, which are named so in errors; elsewhere a member is its index."""
         self.clock, self.op, self.event = clock, op, event
         self.members, self.timeout_ns = members, timeout_ns
         self._settle = settle
@@ -39,7 +39,7 @@ class Meeting(Generic[V]):
         self._waiters: list[tuple[Waiter, int]] = []
 
     def come(self, member: int, rows: float) -> None:
-        """Register `member`; the last one starts the operation for all."""
+        """Register a member and the rows that it brings; the last member starts the operation for all."""
         if not self.came:
             self.first_ns = self.clock.now
         self.came[member] = rows
@@ -57,7 +57,8 @@ class Meeting(Generic[V]):
             waiter.wake(delay_ns=self.ends_ns - self.last_ns + more)
 
     async def wait(self, who: object, more_ns: int = 0) -> V:
-        """Until the operation's end, and `more_ns` after it; its value. DeadlineError if it never begins."""
+        """Wait until `more_ns` after the operation's end; return its value. DeadlineError if it never
+        begins."""
         if self.ends_ns is not None:
             await self.clock.sleep_until(self.ends_ns + more_ns)
         else:
@@ -68,13 +69,15 @@ class Meeting(Generic[V]):
 
     @property
     def value(self) -> V:
-        """What `settle` has made of it."""
+        """Value returned by `settle`, once all members have come."""
         assert self.ends_ns is not None
         return self._value  # type: ignore[return-value]
 
     def draw(self, dies: Sequence[int], member: int, die: Die, lane: str) -> None:
-        """For traces: an arrow to a member, whose wait ends now, from who kept it waiting. `dies` are those
-        of all members."""
+        """Draw a trace arrow to a member, whose wait ends now, from the last member to come.
+
+        `dies` are the dies of all members.
+        """
         if die.trace.is_on and member != self.last_member:
             name, last = f"{self.op} last to come", dies[self.last_member]
             die.trace.flow(name, last, lane, self.last_ns, die.index, lane, die.clock.now - 1)

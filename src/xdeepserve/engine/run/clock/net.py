@@ -1,4 +1,4 @@
-"""What stands for memory, exchanges and sampling where a run only takes time."""
+"""Stand-ins for memory, exchanges and sampling in timing-only runs."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ DUMMY_TOKEN = 7  # what every sampled token is
 
 
 class DummyChooser:
-    """Tokens that nobody has computed, and drafts that are accepted by chance, with a seed."""
+    """Chooser of timing-only runs: dummy tokens, and drafts accepted by chance, with a seed."""
 
     def __init__(self, mem: DieMemory, timing: TimingConfig, die: int) -> None:
         self.mem, self.timing, self.die = mem, timing, die
         self.faults: dict[int, XDeepServeError] = {}
 
     def choose(self, plan: StepPlan, logits: Array) -> None:
-        """Dummy tokens, and a seeded choice of accepted drafts, into the results."""
-        drafts, most = np.asarray(plan.num_drafts), max(1, self.mem.sizes.steps.mtp)
+        """Write dummy tokens and seeded numbers of accepted drafts to the result buffers."""
+        drafts, most = np.asarray(plan.num_drafts), max(1, self.mem.steps.mtp)
         self.mem.result("sampled", plan.step, len(plan.logit_rows))[:] = DUMMY_TOKEN
         rng = generator(self.timing.seed, 1 << 32 | self.die, plan.step)
         is_right = rng.random((len(drafts), most)) < self.timing.acceptance
@@ -51,19 +51,20 @@ class DummyChooser:
         self.mem.result("num_accepted", plan.step, len(drafts))[:] = accepted
 
     def draw(self, out: Array, logits: Array, plan: StepPlan, rows: object, ahead: int) -> None:
-        """Dummy tokens."""
+        """Write dummy tokens to `out`, without any logits."""
         out[:] = DUMMY_TOKEN
 
 
 def _check_placed(timing: TimingConfig, setting: str) -> None:
-    """DeploymentError if these dies are not all there are: then nobody knows where experts are."""
+    """Raise DeploymentError if the TE's dies are a sample of more, since experts have no known places
+    then."""
     for key in ("of_dies", "routed_dies"):
         if getattr(timing, key) is not None:
             raise DeploymentError(f"timing: {key} and {setting} exclude each other")
 
 
 class ClockNet:
-    """Shapes, meetings and formulas."""
+    """Net of timing-only runs: shapes, meetings and formulas."""
 
     services: ServiceLayout | None = None  # which time alone does not know
 
@@ -107,13 +108,13 @@ class ClockNet:
         self._away = clock_way(sizes.walk)(team, cost, timing, self._placed) if is_away else None
 
     def memory(self, rank: int) -> DieMemory:
-        """Index lists and results; all else is a shape."""
+        """Plan a die's memory: index lists and results; all else is a shape."""
         domain, index = divmod(rank, self.team.dies_per_domain)
         routing = self._placed[domain] if self._placed and not index else None
         return ShapeMemory(self.team.pod.plan(self.team.dies[rank]).app, self._shapes, rank, routing)
 
     def expert_memory(self, index: int) -> ExpertMemory:
-        """Flags; all else is a shape."""
+        """Plan an expert die's memory: flags; all else is a shape."""
         team = self.team
         plan = team.pod.plan(team.expert_at[index])
         return ShapeExpertMemory(
@@ -121,7 +122,7 @@ class ClockNet:
         )
 
     def pace(self, rank: int, microbatch: int | None) -> Pace:
-        """A timeline for the die, and one for each microbatch that overlaps."""
+        """Create a timeline for the die, or for one of its overlapping microbatches."""
         overlap = None if microbatch is None else self.team.sizes.walk.overlap
         die = self.team.pod.dies[self.team.dies[rank]]
         timeline = Timeline(die, takes_turns=overlap == "engines", shares_hbm=overlap == "cores")
@@ -129,35 +130,35 @@ class ClockNet:
         return timeline
 
     def exchange(self, rank: int, pace: Pace, microbatch: int) -> Exchange:
-        """A rank's part of a meeting."""
+        """Make a rank's end of dispatch and combine, as meetings."""
         assert isinstance(pace, Timeline)
         lanes = {None: "XCCL", "engines": "SDMA", "cores": f"XCCL microbatch {microbatch}"}
         sizes, hub = self.team.sizes, self.hubs[microbatch]
         return ClockExchange(pace, rank, hub, lanes[sizes.walk.overlap], sizes.walk.exchange == "push")
 
     def group(self, rank: int, pace: Pace, microbatch: int) -> GroupEnd:
-        """A rank's part of the meetings of its DP group."""
+        """Make a rank's end of its DP group's collectives, as meetings."""
         assert isinstance(pace, Timeline)
         hub = self._groups[self.team.sharing(rank)][microbatch]
         return ClockGroup(pace, rank % self.team.sizes.groups.num_sharing, hub)
 
     def trampoline(self, rank: int, pace: Pace, microbatch: int) -> Trampoline:
-        """An attention die's part of the meetings with expert dies."""
+        """Make an attention die's end of the way to experts, as meetings or sendings."""
         assert isinstance(pace, Timeline)
         assert self._away is not None
         return self._away.attention_end(rank, microbatch, pace)
 
     def shared_expert(self, rank: int) -> int | None:
-        """None: in time-only runs the hub counts the tokens of the shared expert."""
+        """Return None: in time-only runs the hub counts the tokens of the shared expert."""
 
     def chooser(self, rank: int, mem: DieMemory) -> Chooser:
-        """All ranks of a DP group take the random numbers of its first die."""
+        """Return a chooser with the random numbers of the DP group's first die, the same on all its ranks."""
         return DummyChooser(mem, self.timing, self.team.group_of(rank)[0])
 
     def expert_program(
         self, index: int, mem: ExpertMemory, threads: Threads, reports: Queue[msgspec.Struct]
     ) -> ExpertProgram:
-        """An expert die's end of that way, and what it does between, which only takes time."""
+        """Make the program of an expert die, whose experts only take time."""
         assert self._away is not None
         self.expert_timelines.append(Timeline(self.team.pod.dies[self.team.expert_at[index]]))
         return self._away.expert_program(index, mem, threads, self.expert_timelines[-1], reports)

@@ -1,4 +1,4 @@
-"""Who would receive how many tokens, and which drafts would be accepted: seeded stand-ins."""
+"""Seeded stand-ins for results missing in timing-only runs: tokens by expert, and accepted drafts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ POPULARITY = 1 << 33  # the stream of random numbers that says which experts are
 
 
 class TimingConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a timing-only run cannot compute and must be told.
+    """Settings in place of computed facts, for a timing-only run.
 
     acceptance   probability that a draft of MTP is accepted
     skew         of expert popularity: the i-th most popular slot is chosen in proportion to i ** -skew
@@ -52,7 +52,7 @@ class Routing:
         self._seed = seed
 
     def counts(self, event: int, stream: int, num_copies: int) -> npt.NDArray[np.int64]:
-        """[slots]: copies that each receives. A function of the arguments and the seed.
+        """Draw how many copies each slot receives, [slots], from the arguments and the seed alone.
 
         Which slots are popular changes from event to event, as it does from layer to layer.
         """
@@ -60,21 +60,23 @@ class Routing:
         return rng.multinomial(num_copies, rng.permutation(self._popularity))
 
     def collect(self, event: int, stream: int, num_copies: int) -> None:
-        """These copies have been sent; nobody asks how many go where."""
+        """Do nothing: no load is collected without placed experts."""
 
 
 def busiest(num_slots: int, num_copies: float) -> float:
-    """Copies that the slot with most of them receives, on average and as if normally distributed, if all are
-    equally popular."""
+    """Return the copies in the busiest slot on average, if all slots are equally popular.
+
+    The counts are treated as normally distributed.
+    """
     mean = num_copies / num_slots
     return mean * CommCost().busiest(num_slots, mean)
 
 
 class PlacedRouting:
-    """Seeded routing of token copies to logical experts, and from there to the dies that hold their replicas.
+    """Seeded routing of token copies to logical experts, and from there to the dies of their replicas.
 
-    Which experts are popular differs from layer to layer, and stays as it is: that is what EPLB lives on.
-    Replicas at vacant seats, where expert servers may join later, get no token.
+    Which experts are popular differs from layer to layer, and does not change over time: EPLB depends on
+    that. Replicas at vacant seats, where expert servers may join later, get no token.
     """
 
     def __init__(self, config: ModelConfig, experts: ExpertSizes, timing: TimingConfig) -> None:
@@ -93,7 +95,7 @@ class PlacedRouting:
         self.set_tables(*first_tables(config, experts))
 
     def set_tables(self, log2phy: npt.NDArray[np.int32], logcnt: npt.NDArray[np.int32]) -> None:
-        """From now on there are these replicas (engine/die/replicas.py)."""
+        """Set the replicas of all experts, as tables of engine/die/replicas.py."""
         is_there = np.arange(log2phy.shape[-1]) < logcnt[..., None]
         is_there &= ~self._is_vacant[self._holder[log2phy]]
         first_there = np.argsort(~is_there, axis=-1, kind="stable")
@@ -101,7 +103,8 @@ class PlacedRouting:
         self._logcnt = is_there.sum(-1)
 
     def counts(self, event: int, stream: int, num_copies: int) -> npt.NDArray[np.int64]:
-        """[dies with experts]: copies that each receives, an expert's evenly over its replicas."""
+        """Draw how many copies each die with experts receives; an expert's are spread evenly over its
+        replicas."""
         layer, chosen = self._layer(event), self._chosen(event, stream, num_copies)
         log2phy, logcnt = self._log2phy[layer], self._logcnt[layer][:, None]
         replica = np.arange(log2phy.shape[1])
@@ -112,16 +115,16 @@ class PlacedRouting:
         return received
 
     def collect(self, event: int, stream: int, num_copies: int) -> None:
-        """These copies have been sent, and are part of the load."""
+        """Add the copies sent in an event to the load."""
         self._load[self._layer(event)] += self._chosen(event, stream, num_copies).astype(np.int32)
 
     def take_load(self) -> npt.NDArray[np.int32]:
-        """[layers, experts]: copies since it was last asked for."""
+        """Return the copies by layer and expert since the last call, [layers, experts]."""
         load, self._load = self._load, np.zeros_like(self._load)
         return load
 
     def _layer(self, event: int) -> int:
-        """Events count the layers with experts of all steps, from 1."""
+        """Return the layer of an event; events count the MoE layers of all steps, from 1."""
         return self._layers[(event - 1) % len(self._layers)]
 
     def _chosen(self, event: int, stream: int, num_copies: int) -> npt.NDArray[np.int64]:
@@ -130,5 +133,5 @@ class PlacedRouting:
 
 
 def generator(seed: int, stream: int, event: int) -> np.random.Generator:
-    """Counter-based random numbers of one event."""
+    """Return the counter-based random generator of an event."""
     return np.random.Generator(np.random.Philox(key=[seed % 2**64, stream], counter=[event, 0, 0, 0]))

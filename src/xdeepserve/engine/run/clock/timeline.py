@@ -1,7 +1,7 @@
-"""The time that a die program has spent and not yet waited for.
+"""Virtual time spent by a die program and not yet waited for.
 
-Nothing outside the die can tell when its kernels end, only when it meets others. So stages add up their time
-here, and the program sleeps once, before its next exchange: the same instants, with a quarter of the events.
+The end of a die's kernels matters only when the die meets others. So stages add up their time here, and the
+program sleeps once, before its next exchange: the same instants, with a quarter of the events.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from xdeepserve.hw.spec import Core
 
 
 class Timeline:
-    """The pace of one die program, or of one of its microbatches: no kernel runs.
+    """Pace of a die program, or of one of its microbatches, that runs no kernels.
 
     `spent_ns` adds up by stage or exchange, waiting included. With `takes_turns` it shares the die's cores
-    with another one, and whoever has them is waited for; if it `shares_hbm`, kernels of both draw on that.
+    with another timeline and waits while the other uses them. With `shares_hbm` kernels of both share the HBM
+    bandwidth.
     """
 
     def __init__(self, die: Die, takes_turns: bool = False, shares_hbm: bool = False) -> None:
@@ -37,7 +38,7 @@ class Timeline:
         args: dict[str, Any],
         hbm_ns: float,
     ) -> None:
-        """A stage, from where the program stands."""
+        """Spend the time of a stage, from the program's position on."""
         self.place = args
         if self.shares_hbm and duration_ns:
             start = await self.catch_up()
@@ -56,15 +57,15 @@ class Timeline:
             self._ahead_ns = end - now
 
     async def settle(self) -> None:
-        """Let the clock reach where the program stands."""
+        """Let the clock reach the program's position."""
         await self.catch_up()
 
     def reset(self) -> None:
-        """What the program had spent and not waited for has not happened."""
+        """Forget the time spent and not waited for, after a rollback."""
         self._ahead_ns = 0
 
     def add(self, lane: str, name: str, duration_ns: float) -> None:
-        """Something that takes `duration_ns` from where the program stands."""
+        """Spend `duration_ns` from the program's position on, without waiting."""
         duration = round(duration_ns)
         self.spent_ns[name] += duration
         if duration:
@@ -73,14 +74,14 @@ class Timeline:
             self._ahead_ns += duration
 
     async def catch_up(self) -> int:
-        """Let the clock reach where the program stands; the time there."""
+        """Let the clock reach the program's position; return the virtual time in ns."""
         if self._ahead_ns:
             ahead, self._ahead_ns = self._ahead_ns, 0
             await self.die.clock.sleep(ahead)
         return self.die.clock.now
 
     def waited(self, lane: str, name: str, start_ns: int, called: str | None = None) -> None:
-        """An exchange that began at `start_ns` ends now; traces may call it something else."""
+        """Record an exchange from `start_ns` until now; `called` is another name for traces."""
         now = self.die.clock.now
         self.spent_ns[name] += now - start_ns
         self.die.trace.span(self.die.index, lane, called or name, start_ns, now, self.place)

@@ -1,4 +1,4 @@
-"""A2E and E2A of a timing-only run: the meetings of one domain's attention dies with all expert dies."""
+"""A2E and E2A of a timing-only run: meetings of a DP domain's attention dies with all expert dies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from xdeepserve.model.packing import shape_only
 
 
 class TrampolineHub:
-    """A2E and E2A of one microbatch of one domain. `attention` and `experts` are its dies.
+    """A2E and E2A of a microbatch of a DP domain, between its `attention` and `experts` dies.
 
     An attention die posts its tokens in bulk at its trampoline and goes on; expert dies exchange them.
     Answers come back through an exchange and in bulk: the attention die only waits (XDS 3.3).
@@ -49,9 +49,12 @@ class TrampolineHub:
         first_copy: int = 0,
         carrier: Carrier = "mte",
     ) -> None:
-        """`carrier` brings what is pulled, among expert dies as well unless these push. `placed` knows where
-        experts and their replicas are, if there are any; `first_copy` is the first physical expert that is a
-        copy of the shared one."""
+        """Create the meetings' hub with its routing and its costs.
+
+        `carrier` carries pulled rows; among expert dies, too, unless they push. `placed` knows the places of
+        experts and replicas, if these are given. `first_copy` is the first physical expert that is a copy of
+        the shared one.
+        """
         self.clock, self.cost, self.model, self.stream = clock, cost, model, stream
         self.timeout_ns = timeout_ns
         self._experts = [f"expert {index}" for index in range(len(experts))]
@@ -73,7 +76,10 @@ class TrampolineHub:
         self._batch = 0.0  # tokens of the attention die that has most, at the latest A2E
 
     def a2e(self, event: int) -> Meeting[ExchangeLoad]:
-        """Members: attention dies (0 and up), which post, then expert dies, which wait."""
+        """Return the A2E meeting of an event.
+
+        Its members are attention dies (0 and up), which post, then expert dies, which wait.
+        """
         meeting = self._a2e.get(event)
         if meeting is None:
             meeting = Meeting(self.clock, "A2E", event, self._all, self.timeout_ns, self._settle_a2e)
@@ -81,7 +87,10 @@ class TrampolineHub:
         return meeting
 
     def e2a(self, event: int) -> Meeting[None]:
-        """Members: expert dies. Attention dies wait for it too, and then for the bulk transfer."""
+        """Return the E2A meeting of an event.
+
+        Its members are expert dies. Attention dies wait for it too, and then for the bulk transfer.
+        """
         meeting = self._e2a.get(event)
         if meeting is None:
             meeting = Meeting(self.clock, "E2A", event, self._experts, self.timeout_ns, self._settle_e2a)
@@ -118,17 +127,17 @@ class TrampolineHub:
 
 
 class ClockAttentionSide:
-    """One attention die's end, with the operations of `comm.trampoline.a2e.AttentionSide`."""
+    """An attention die's end, with the operations of `comm.trampoline.a2e.AttentionSide`."""
 
     def __init__(self, timeline: Timeline, rank: int, hub: TrampolineHub) -> None:
         self.timeline, self.rank, self.hub = timeline, rank, hub
         self._num_tokens, self._hidden = 0, hub.model.hidden_size
 
     def reset(self, epoch: int) -> None:
-        """A meeting that was not ended has a number of its own."""
+        """Do nothing: exchanges after a rollback have new event IDs, so they are new meetings."""
 
     async def a2e(self, x: Array, topk_idx: Array, topk_weights: Array, event_id: int) -> None:
-        """Stage 1, in bulk; returns when the tokens are posted."""
+        """Send tokens in bulk to the trampoline (stage 1); return when they are posted."""
         self._num_tokens = len(x)
         self.timeline.add("XCCL", "A2E", self.hub.cost.post_ns(len(x), self.hub.carrier))
         now, die = await self.timeline.catch_up(), self.timeline.die
@@ -137,7 +146,7 @@ class ClockAttentionSide:
         self.hub.a2e(event_id).come(self.rank, len(x))
 
     async def e2a(self, event_id: int) -> Array:
-        """[T, H], when the answers have come back."""
+        """Wait for the answers; return their shape [T, H]."""
         start, meeting = await self.timeline.catch_up(), self.hub.e2a(event_id)
         hub = self.hub
         back_ns = round(hub.cost.return_ns(self._num_tokens, hub.copies, hub.carrier))
@@ -150,16 +159,16 @@ class ClockAttentionSide:
 
 
 class ClockExpertSide:
-    """One expert die's end, with the operations of `comm.trampoline.a2e.ExpertSide`."""
+    """An expert die's end, with the operations of `comm.trampoline.a2e.ExpertSide`."""
 
     def __init__(self, die: Die, index: int, hub: TrampolineHub) -> None:
         self.die, self.index, self.hub = die, index, hub
 
     def reset(self) -> None:
-        """A meeting that was not ended has a number of its own."""
+        """Do nothing: exchanges after a rollback have new event IDs, so they are new meetings."""
 
     async def a2e(self, event_id: int) -> Received:
-        """The rows for this die's expert, without their bytes."""
+        """Wait for the tokens; return shapes of the rows for this die's experts."""
         meeting = self.hub.a2e(event_id)
         meeting.come(self.hub.num_attention + self.index, 0)
         load = await meeting.wait(f"expert {self.index}")
@@ -179,7 +188,7 @@ class ClockExpertSide:
     def _draw(
         self, op: str, lane: str, event: int, end: Callable[[Hashable, str, int, str, int], None]
     ) -> None:
-        """For traces: this trampoline's end of an arrow for each attention die that it serves."""
+        """Draw the trampoline's end of a trace arrow for each attention die that it serves."""
         die, sides = self.die, self.hub.sides
         if die.trace.is_on:
             for attention in sides.served(self.index):
@@ -188,12 +197,15 @@ class ClockExpertSide:
 
 
 def way_back_ns(model: ModelConfig, rows: float, has_shared: bool) -> float:
-    """E2A's second stage, from a trampoline to its attention die, for so many rows of a microbatch."""
+    """Return the time in ns of E2A's second stage, from a trampoline to its attention die.
+
+    `rows` is the number of a microbatch's rows.
+    """
     return CommCost(hidden=model.hidden_size).return_ns(rows, model.num_experts_per_tok + has_shared)
 
 
 def slower_way(model: ModelConfig, num_experts: int, rows: float, has_shared: bool) -> float:
-    """Of the two ways among expert dies, the slower one's time over the mean of both."""
+    """Return the time of the slower way among expert dies over the mean of both ways."""
     cost, top_k = CommCost(hidden=model.hidden_size), model.num_experts_per_tok + has_shared
     times = [cost.among_ns(op, num_experts, rows, top_k) for op in get_args(Op)]
     return 2 * max(times) / sum(times)

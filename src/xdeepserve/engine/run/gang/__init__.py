@@ -1,4 +1,4 @@
-"""All dies of a step at once: the same bytes in the same memories, without a task for each kernel.
+"""Lockstep: all dies of a step run together, with the same bytes in the same memories as by tasks.
 
 A pod of 768 dies makes some 300,000 kernel launches and 120 million field writes in one step. Here the host's
 Python does not see them one by one: a kernel goes over the memories of many dies, by tables of addresses. The

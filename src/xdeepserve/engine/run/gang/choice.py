@@ -1,4 +1,4 @@
-"""Which gang a TE's dies are."""
+"""Chooses the kind of gang that runs a TE's dies in lockstep."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ from xdeepserve.engine.run.net import ProtocolNet
 def gangs_of(
     net: ProtocolNet, executors: Sequence[Executor], programs: Sequence[ExpertProgram], threads: int
 ) -> list[Gang]:
-    """Who runs the layers of all dies of a TE, or what of them is not the dies' own, a microbatch each. From
-    then on the dies meet there."""
+    """Create the gangs for a TE's dies and make the dies meet there.
+
+    Usually a single gang runs all layers. Dies whose stages stay tasks get a gang for each microbatch, which
+    makes their exchanges only.
+    """
     gang: Gang
     threads = threads if HAS_TEAMS else 1
     pushes = net.team.sizes.walk.exchange == "push"

@@ -1,4 +1,4 @@
-"""A run where each die has attention and a share of the experts."""
+"""Gangs of dies with attention and a share of the experts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ ALONE = (*UP_TO_GATE, "Experts", "SharedExpert")  # all of a layer, where one di
 
 
 class ColocatedGang(Gang):
-    """Dispatch and combine between all dies. `exchange` is None if there are no experts, or one die."""
+    """Gang of dies with attention and experts, with dispatch and combine between all of them.
+
+    `exchange` is None if there are no experts, or one die.
+    """
 
     kernels: frozenset[Span] = UP_TO_EXPERTS | frozenset(
         {TO_THE_END, ("dispatch",), ("Experts",), ("combine",), ("SharedExpert",)}
@@ -49,26 +52,26 @@ class ColocatedGang(Gang):
         self._exchange = exchange
 
     def prepare(self) -> None:
-        """Find the tables of the exchange and of the experts."""
+        """Find the address tables of the exchange and of the experts."""
         first, num = self.executors[0], len(self.executors)
-        config, sizes = first.config, first.mem.sizes
+        config, mem = first.config, first.mem
         self.experts = np.stack(
             [tables.own_expert_table(self.executors, self.spaces, column) for column in self.columns]
         )
         dies = [executor.die for executor in self.executors]
-        self.timetable = Timetable(dies, config.hidden_size, sizes.walk.exchange)
+        self.timetable = Timetable(dies, config.hidden_size, mem.walk.exchange)
         if self._exchange is None:
             # No row leaves its die; the numbers of the exchange say what an expert takes.
-            experts, top_k = len(first.mem.slots), config.num_experts_per_tok
-            is_int8 = first.mem.recipe == "int8"
-            own = Layout(1, sizes.groups.max_slice, max(1, top_k), config.hidden_size, experts, is_int8)
-            self.exchange = ExchangeShape.of(config, own, sizes.experts)
+            experts, top_k = len(mem.slots), config.num_experts_per_tok
+            is_int8 = mem.recipe == "int8"
+            own = Layout(1, mem.groups.max_slice, max(1, top_k), config.hidden_size, experts, is_int8)
+            self.exchange = ExchangeShape.of(config, own, mem.placed)
             return
         group, layout = self._exchange
         self.connect(group, layout)
         self.expert_rank = np.array(group.expert_rank, np.int64)
         self.copy_rank = None  # by rank, the die whose copy of the shared expert its tokens take
-        if sizes.experts.num_shared_dies:
+        if mem.placed.num_shared_dies:
             self.copy_rank = self.expert_rank[self.buffers[:, a.SHARED_EXPERT]]
         # By pass through a layer: rows [to, from], and faults of dispatch and of combine [2, rank].
         self.received = np.zeros((len(self.columns), num, num), np.int64)
@@ -79,16 +82,17 @@ class ColocatedGang(Gang):
         )
 
     def connect(self, group: Group, layout: Layout | FusedLayout) -> None:
-        """Find the tables of the exchange."""
+        """Find the address tables of the exchange."""
         assert isinstance(layout, Layout)
         first, num = self.executors[0], len(self.executors)
-        self.exchange = ExchangeShape.of(first.config, layout, first.mem.sizes.experts)
+        self.exchange = ExchangeShape.of(first.config, layout, first.mem.placed)
         self.ways = tables.ways([executor.die for executor in self.executors], layout)
         self.orders = np.zeros((num, layout.max_tokens * layout.top_k), np.int64)
         self.sents = np.zeros((num, num), np.int64)
 
     def run(self, shares: Sequence[Share], came: np.ndarray) -> np.ndarray:
-        """All layers for all dies, which `came` [members] when; when each is done, in ns."""
+        """Run all layers for all dies, which arrived at `came` [members] in ns; return when each is done, in
+        ns."""
         rows = np.array([len(share.h) for share in shares], np.int64)
         self.inputs = addresses(shares)
         self.cuts = np.stack([np.zeros_like(rows), rows], axis=1)
@@ -104,10 +108,10 @@ class ColocatedGang(Gang):
     # ---- bytes --------------------------------------------------------------------------------------
 
     def _compute(self, shares: Sequence[Share], visits: Sequence[Visit], passes: Sequence[int]) -> None:
-        """All bytes. What the first die says of layers and events holds for all.
+        """Compute all bytes of a run. The first die's layers and event IDs hold for all.
 
-        All layers are one call: threads that come back to Python after each stage wait for each other there,
-        too. Faults and virtual time are looked at when all are done.
+        All layers are one call: threads that return to Python after each stage would wait for each other
+        there, too. Faults and virtual time are looked at when all layers are done.
         """
         if not self.staged.is_used:
             self._run_layers(visits, passes)
@@ -122,7 +126,7 @@ class ColocatedGang(Gang):
         self.spread(self._layers(np.array(passes, np.int64), is_moe, events))
 
     def _layers(self, passes: np.ndarray, is_moe: np.ndarray, events: np.ndarray) -> list[Call]:
-        """Layers one after another, in these passes: whether each has experts, and its event."""
+        """List the kernel calls for layers in order: passes, whether each has experts, and event IDs."""
         if self._exchange is None:
             return [self.layer(at, self.cuts, False, at == passes[-1]) for at in passes.tolist()]
         return [self._with_exchanges((passes, is_moe, events))]
@@ -134,7 +138,7 @@ class ColocatedGang(Gang):
         return d.run_layers, args
 
     def _check(self, visits: Sequence[Visit], passes: Sequence[int]) -> None:
-        """ProtocolError if a die has found a fault: the first one."""
+        """Raise ProtocolError for the first fault that a die has found, if there is any."""
         if not self.faults.any():
             return
         for visit, at in zip(visits, passes, strict=True):
@@ -144,7 +148,7 @@ class ColocatedGang(Gang):
     # ---- time ---------------------------------------------------------------------------------------
 
     def tell_time(self, shares: Sequence[Share], visits: Sequence[Visit], passes: Sequence[int]) -> None:
-        """Find out when the stages happen, by a walk through the same Programs."""
+        """Compute when the stages happen in virtual time, by a walk through the same Programs."""
         tt = self.timetable
         known: dict[int, list[Timed]] = {}  # by Program, the stages on a die's own rows
         batch = max(len(share.h) for share in shares)
@@ -170,7 +174,7 @@ class ColocatedGang(Gang):
                     tt.stages([next(rest)])
 
     def _time(self, stage: Stage, visit: Visit, shares: Sequence[Share]) -> Timed:
-        """A stage on each die's own rows."""
+        """Price a stage on each die's own rows."""
         runner, ns = self.executors[0].runner, np.zeros(len(shares), np.int64)
         copies_of = self.shape.top_k if stage.name == "Experts" else 0
         for rank, (h, _, batch) in enumerate(shares):
@@ -184,7 +188,7 @@ class ColocatedGang(Gang):
     def _time_experts(
         self, stage: Stage, visit: Visit, shares: Sequence[Share], received: np.ndarray
     ) -> Timed:
-        """The routed experts of each die, on the copies that it has received [R]."""
+        """Price the routed experts of each die, for the copies that it has received [R]."""
         first, rows = self.executors[0], np.array([len(share.h) for share in shares])
         index, ns = first.layer_index[id(visit.layer)], np.zeros(len(shares), np.int64)
         for rank, count in enumerate(received.tolist()):
@@ -203,16 +207,18 @@ class ColocatedGang(Gang):
         return Timed(stage.name, stage.core, ns)
 
     def billed(self, rank: int, received: int, rows: np.ndarray) -> Counts:
-        """What a die's experts are billed for that have `received` so many copies, of the `rows` [R] of all
-        dies: those for its copy of the shared expert by themselves."""
+        """Return the work to bill to a die that has received `received` token copies.
+
+        `rows` [R] are the rows of all dies. Copies for the die's shared expert are counted by themselves.
+        """
         copied = 0 if self.copy_rank is None else int(rows[self.copy_rank == rank].sum())
         executor, routed = self.executors[rank], received - copied
-        mean = int(rows.sum()) * self.shape.top_k / executor.mem.sizes.experts.num_primary_dies
+        mean = int(rows.sum()) * self.shape.top_k / executor.mem.placed.num_primary_dies
         copies = self.timetable.spec.billed_copies(routed, mean)
         return Counts(received, copies=copies, touched=min(routed, len(executor.mem.slots)), shared=copied)
 
     def exchange_ns(self, op: Op, batch: int) -> int:
-        """A dispatch or a combine of all dies, of which the fullest has `batch` rows."""
+        """Return the time in ns of a dispatch or combine of all dies; the fullest die has `batch` rows."""
         tt = self.timetable
         stretch = tt.spec.barrier_stretch.value
         return round(tt.cost.exchange_ns(op, len(self.dies), batch, self.shape.copies, stretch))
@@ -222,7 +228,7 @@ class ColocatedGang(Gang):
 
 
 class MonolithicGang(ColocatedGang):
-    """One die."""
+    """Gang of a single die that holds everything; the computer's threads share its stages."""
 
     kernels: frozenset[Span] = frozenset({ALONE, TO_THE_END})
 

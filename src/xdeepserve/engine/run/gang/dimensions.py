@@ -1,4 +1,4 @@
-"""The numbers that all dies of a lockstep share, in the form that kernels take."""
+"""Dimensions shared by all dies in lockstep, in the form that kernels take."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from xdeepserve.model.weights import weight_specs
 
 
 class Shape(NamedTuple):
-    """Numbers of the model on a die with attention. Sizes in elements unless they say bytes."""
+    """Dimensions of the model on a die with attention, in elements unless they say bytes."""
 
     hidden: int
     heads: int
@@ -55,10 +55,10 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, mem: DieMemory, latent_eps: float) -> Shape:
-        """Numbers of a die with attention, and of all others like it."""
-        c, recipe, sizes = mem.config, mem.recipe, mem.sizes
-        is_elsewhere = sizes.experts.where == "away" or sizes.experts.num_shared_dies > 0
-        is_dispatched = sizes.experts.where != "away" and sizes.experts.num_shared_dies > 0
+        """Return the dimensions of a die with attention, which hold for all others like it."""
+        c, recipe, placed = mem.config, mem.recipe, mem.placed
+        is_elsewhere = placed.where == "away" or placed.num_shared_dies > 0
+        is_dispatched = placed.where != "away" and placed.num_shared_dies > 0
         return cls(
             hidden=c.hidden_size,
             heads=c.num_attention_heads,
@@ -82,10 +82,10 @@ class Shape(NamedTuple):
             eps=c.rms_norm_eps,
             latent_eps=latent_eps,
             softmax_scale=c.softmax_scale,
-            block_size=sizes.kv.block_size,
-            num_blocks=sizes.kv.num_blocks,
-            blocks_per_seq=sizes.kv.max_blocks_per_seq,
-            scratch=scratch_size(sizes.steps.max_model_len, c.kv_lora_rank, c.qk_rope_head_dim),
+            block_size=mem.kv.sizes.block_size,
+            num_blocks=mem.kv.sizes.num_blocks,
+            blocks_per_seq=mem.kv.sizes.max_blocks_per_seq,
+            scratch=scratch_size(mem.steps.max_model_len, c.kv_lora_rank, c.qk_rope_head_dim),
             first_phase=0 if c.attention == "mla" else QUANTIZE,
             is_int8=recipe == "int8",
             bf16_answers=recipe == "int8" and not c.int8_answers,
@@ -95,7 +95,7 @@ class Shape(NamedTuple):
 
 
 class ExchangeShape(NamedTuple):
-    """Numbers of the dies with experts in an exchange, and of the rows between them."""
+    """Dimensions of an exchange between dies with experts, and of its rows."""
 
     hidden: int
     inter: int  # of a routed expert
@@ -118,7 +118,7 @@ class ExchangeShape(NamedTuple):
 
     @classmethod
     def of(cls, config: ModelConfig, layout: Layout, placed: ExpertSizes) -> ExchangeShape:
-        """Numbers of dispatch and combine."""
+        """Return the dimensions of dispatch and combine."""
         wide = config.n_shared_experts * config.moe_intermediate_size
         return cls(
             hidden=config.hidden_size,
@@ -140,7 +140,7 @@ class ExchangeShape(NamedTuple):
 
     @classmethod
     def of_a2e(cls, config: ModelConfig, layout: A2ELayout, placed: ExpertSizes) -> ExchangeShape:
-        """Numbers of A2E and E2A."""
+        """Return the dimensions of A2E and E2A."""
         return cls.of(config, layout.experts, placed)._replace(
             token_nbytes=layout.tokens.row_nbytes,
             answer_nbytes=layout.answers.row_nbytes,
@@ -149,9 +149,9 @@ class ExchangeShape(NamedTuple):
 
 
 class PushShape(NamedTuple):
-    """Numbers of the dies with experts in an exchange by push, and of the messages between them.
+    """Dimensions of an exchange by push between dies with experts, and of its messages.
 
-    Those that `ExchangeShape` has, too, mean the same.
+    Fields that `ExchangeShape` has, too, mean the same.
     """
 
     hidden: int
@@ -178,7 +178,7 @@ class PushShape(NamedTuple):
 
     @classmethod
     def of(cls, config: ModelConfig, layout: FusedLayout, placed: ExpertSizes) -> PushShape:
-        """Numbers of FusedDispatch and FusedCombine."""
+        """Return the dimensions of FusedDispatch and FusedCombine."""
         wide = config.n_shared_experts * config.moe_intermediate_size
         return cls(
             hidden=config.hidden_size,
@@ -203,7 +203,7 @@ class PushShape(NamedTuple):
 
     @classmethod
     def of_a2e(cls, config: ModelConfig, layout: A2ELayout, placed: ExpertSizes) -> PushShape:
-        """Numbers of A2E and E2A."""
+        """Return the dimensions of A2E and E2A."""
         return cls.of(config, layout.fused, placed)._replace(
             token_nbytes=layout.tokens.row_nbytes,
             answer_nbytes=layout.answers.row_nbytes,

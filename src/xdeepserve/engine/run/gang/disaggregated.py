@@ -1,4 +1,4 @@
-"""A run where experts have dies of their own: A2E and E2A, by microbatch and DP domain."""
+"""Gang of attention dies and expert dies: A2E and E2A, by microbatch and DP domain."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EXPERT_OPS = ("A2E", "A2E'", "E2A")  # which expert dies find faults in
 
 
 class DisaggregatedGang(Gang):
-    """Attention dies `attend`, expert dies `serve`; both once a run."""
+    """Gang of attention dies and expert dies, which `attend` and `serve` once a run."""
 
     kernels: frozenset[Span] = UP_TO_EXPERTS | frozenset({TO_THE_END, ("a2e",), ("e2a",), ("Residual",)})
 
@@ -51,18 +51,20 @@ class DisaggregatedGang(Gang):
         self._shared_experts, self._num_items = shared_experts, 0  # of the latest run, on each expert die
 
     async def serve(self, index: int) -> int:
-        """An expert die's part of a run; returns when its last answers have left: how many items it has had,
-        one for each microbatch of each domain in each layer with experts."""
+        """Take an expert die's part in a run; return the number of items once its last answers have left.
+
+        An item is a microbatch of a domain in a layer with experts.
+        """
         await self.meet(len(self.executors) + index)
         return self._num_items
 
     @property
     def num_passes(self) -> int:
-        """Times that a step goes through layers with experts: once, and once for each draft."""
-        return 1 + self.executors[0].mem.sizes.steps.mtp
+        """Number of passes of a step through layers with experts: one, and one more for each draft."""
+        return 1 + self.executors[0].mem.steps.mtp
 
     def prepare(self) -> None:
-        executors, sizes = self.executors, self.executors[0].mem.sizes
+        executors, walk = self.executors, self.executors[0].mem.walk
         self.exchange = self.shape_of_exchange()
         moe_layers = [i for i, column in enumerate(self.columns) if column[0].moe is not None]
         self.experts = {layer: tables.expert_table(self.programs, n) for n, layer in enumerate(moe_layers)}
@@ -81,12 +83,12 @@ class DisaggregatedGang(Gang):
             for m, by_domain in enumerate(self.layouts)
         ]
         self.ways = [each.attention.reshape(-1, twin.NUM_ATTENTION_COLUMNS) for each in self.items]
-        carrier = sizes.walk.carrier
+        carrier = walk.carrier
         assert carrier != "rdma"  # cards of several kinds of hardware have no twin
         self.timetable = DisaggregatedTimetable(
             [executor.die for executor in executors],
             self.executors[0].config.hidden_size,
-            sizes.walk.exchange,
+            walk.exchange,
             [program.die for program in self.programs],
             self.num_domains,
             self.num_microbatches,
@@ -101,12 +103,13 @@ class DisaggregatedGang(Gang):
         self.received = np.zeros((*places, self.num_domains, num_experts), np.int64)
 
     def shape_of_exchange(self) -> ExchangeShape | PushShape:
-        """Numbers of the dies with experts."""
+        """Return the dimensions of the exchange between dies with experts."""
         first = self.executors[0]
-        return ExchangeShape.of_a2e(first.config, self.layouts[0][0], first.mem.sizes.experts)
+        return ExchangeShape.of_a2e(first.config, self.layouts[0][0], first.mem.placed)
 
     def run(self, shares: Sequence[Share], came: np.ndarray) -> np.ndarray:
-        """All layers for all dies, which `came` [members] when; when each is done, in ns."""
+        """Run all layers for all dies, which arrived at `came` [members] in ns; return when each is done, in
+        ns."""
         num, tt, visits = len(self.executors), self.timetable, shares[0].visits()
         passes = [self.pass_of(visit.cache) for visit in visits]
         self.inputs = addresses(shares)
@@ -122,10 +125,11 @@ class DisaggregatedGang(Gang):
     # ---- bytes --------------------------------------------------------------------------------------
 
     def _compute(self, shares: Sequence[Share], visits: Sequence[Visit], passes: Sequence[int]) -> None:
-        """All bytes. What the first die says of layers and events holds for all.
+        """Compute all bytes of a run. The first die's layers and event IDs hold for all.
 
-        Faults and virtual time are looked at when all are done. Whatever needs no other die's bytes of the
-        stage before goes with it: every meeting of the threads takes as long as some dies do.
+        Faults and virtual time are looked at when all layers are done. Kernels that need no other die's bytes
+        of the previous round join that round. Each wait between rounds takes as long as the work of some
+        dies, so there are few.
         """
         rounds: list[list[Call]] = []
         after: list[Call] = []  # a microbatch's E2A, which the next one need not wait for
@@ -156,7 +160,7 @@ class DisaggregatedGang(Gang):
         self.spread(*rounds, after, [call for calls in away for call in calls])
 
     def _check(self, visits: Sequence[Visit], passes: Sequence[int]) -> None:
-        """ProtocolError if a die has found a fault: the first one."""
+        """Raise ProtocolError for the first fault that a die has found, if there is any."""
         if not self.expert_faults.any() and not self.attention_faults.any():
             return
         for visit, at in zip(visits, passes, strict=True):
@@ -192,7 +196,7 @@ class DisaggregatedGang(Gang):
     # ---- time ---------------------------------------------------------------------------------------
 
     def tell_time(self, shares: Sequence[Share], visits: Sequence[Visit], passes: Sequence[int]) -> None:
-        """Find out when the stages happen, in the order in which dies come to them."""
+        """Compute when the stages happen in virtual time, in the order in which dies come to them."""
         tt, num_microbatches = self.timetable, self.num_microbatches
         times = [self._token_times(cuts[:, 1] - cuts[:, 0]) for cuts in self.cuts]
         experts_ns = [iter(self._experts_ns(m, visits, passes)) for m in range(num_microbatches)]
@@ -220,7 +224,8 @@ class DisaggregatedGang(Gang):
         return self.timetable.token_times(rows, self.exchange.copies)
 
     def _experts_ns(self, m: int, visits: Sequence[Visit], passes: Sequence[int]) -> np.ndarray:
-        """[layers with experts, domains, expert dies]: what these take of each for the tokens of a domain."""
+        """Price the experts of each die for each domain's tokens, [layers with experts, domains, expert dies]
+        in ns."""
         item, cuts = self.items[m], self.cuts[m]
         rows = (cuts[:, 1] - cuts[:, 0]).reshape(self.num_domains, -1)
         copied = np.zeros(item.sent.shape, np.int64)  # rows for a copy of the shared expert
@@ -233,12 +238,12 @@ class DisaggregatedGang(Gang):
 
     @staticmethod
     def _parts(shares: Sequence[Share], cuts: np.ndarray) -> list[Batch]:
-        """The rows of a microbatch on each die."""
+        """Return each die's rows of a microbatch."""
         bounds = cuts.tolist()
         return [share.batch.part(slice(lo, hi)) for share, (lo, hi) in zip(shares, bounds, strict=True)]
 
     def _time(self, visit: Visit, parts: Sequence[Batch]) -> list[Timed]:
-        """What attention dies do of a layer before they send its tokens away."""
+        """Price the stages of a layer on attention dies until its tokens are sent away."""
         runner, (before, _) = self.executors[0].runner, cut_at(visit.program.feed, "a2e")
         result = []
         for stage in (*visit.program.attention, *before):
@@ -253,7 +258,7 @@ class DisaggregatedGang(Gang):
 
 
 def _keep(received: np.ndarray, ways: np.ndarray, worker: int, num: int) -> None:
-    """received [domains, expert dies]: the rows that have come, before those of another layer come."""
+    """Copy the rows received [domains, expert dies] before the next layer overwrites their counts."""
     if worker == 0:
         received[:] = ways[:, :, NUM_RECEIVED]
 
@@ -262,9 +267,9 @@ def _keep(received: np.ndarray, ways: np.ndarray, worker: int, num: int) -> None
 
 
 class LockstepExpertProgram(ExpertProgram):
-    """Waits at the doorbell, and meets the others as often as a step has runs.
+    """Program of an expert die in lockstep: it waits at the doorbell, then meets the others for each run.
 
-    Its three persistent kernels are the rows of a timetable here, not tasks. Their flags count items all the
+    Its three persistent kernels are rows of a timetable here, not tasks. Their flags count items all the
     same, as many as a run has had.
     """
 
@@ -272,7 +277,7 @@ class LockstepExpertProgram(ExpertProgram):
     index: int
 
     def start_streams(self) -> list[Process]:
-        """Start the kernels of this die, each as a process."""
+        """Start a process for the gang's meetings, in place of the three kernels."""
         return [self._spawn(self._meet, "experts")]
 
     async def _meet(self) -> None:

@@ -1,7 +1,6 @@
-"""What a trace shows of a lockstep: spans with layer, microbatch and domain, and arrows from die to die.
+"""Traces of dies in lockstep: spans with layer, microbatch and domain, and arrows from die to die.
 
-A timetable moves all dies on at once; here it tells what it has done, die by die, of those that the trace
-shows.
+A timetable moves all dies on at once. Here its spans are drawn die by die, for the dies that the trace shows.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ Place = dict[str, Any]
 
 
 class Shown(NamedTuple):
-    """A die that the trace shows: its number here, its index, and its DP domain."""
+    """A die shown in the trace: its number in the gang, its index in the pod, and its DP domain."""
 
     at: int
     die: int
@@ -27,8 +26,7 @@ class Shown(NamedTuple):
 
 
 class Drawing:
-    """Draws some dies, in `num_domains` DP domains of equal size (0: there are none). Nothing without a
-    trace."""
+    """Draws some dies, in `num_domains` DP domains of equal size (0: none); draws nothing without a trace."""
 
     def __init__(self, dies: Sequence[Die], num_domains: int = 0) -> None:
         self.trace = dies[0].trace
@@ -45,27 +43,30 @@ class Drawing:
         self._places: list[Place] = [{}] * max(1, num_domains)
 
     def begin(self) -> None:
-        """A run is drawn whole, or not at all: somebody may want to see one now and then."""
+        """Decide at the start of a run whether all of it is drawn, or nothing.
+
+        Tracing may be switched on and off in between.
+        """
         self.is_on = self.trace.is_on
 
     def at(self, **place: int) -> None:
-        """What comes belongs to this layer, and microbatch if there are some."""
+        """Set the place in the model (layer, microbatch) for later spans."""
         if self.is_on:
             domains = range(len(self._places)) if self._has_domains else ()
             self._places = [{**place, "domain": d} for d in domains] or [place]
 
     def place(self, domain: int = 0) -> Place:
-        """What spans of a domain say."""
+        """Return the arguments of spans of a domain."""
         return self._places[domain]
 
     def of(self, domain: int | None) -> list[Shown]:
-        """The dies of a domain, or all."""
+        """Return the shown dies of a domain, or of all domains."""
         return self.shown if domain is None else self._by_domain[domain]
 
     def spans(
         self, lane: str, name: str, start: Ns, end: Ns, domain: int | None = None, place: Place | None = None
     ) -> None:
-        """Something that every die did from `start` to `end` [dies], those excepted that took no time."""
+        """Draw a span on every shown die from `start` to `end` [dies]; dies that took no time get none."""
         if not self.is_on:
             return
         for at, die, own in self.of(domain):
@@ -74,7 +75,7 @@ class Drawing:
                 self.trace.span(die, lane, name, int(start[at]), int(end[at]), args)
 
     def meeting(self, op: str, lane: str, start: Ns, end: Ns) -> None:
-        """Spans of something that all dies do together, with arrows from the die that came last."""
+        """Draw spans of an operation of all dies, with arrows from the die that came last."""
         self.spans(lane, op, start, end)
         if not self.is_on or not len(start):
             return

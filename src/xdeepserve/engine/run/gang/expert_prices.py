@@ -1,4 +1,4 @@
-"""What experts on dies of their own take for the rows that they have received, in virtual time."""
+"""Prices of experts on dies of their own in virtual time, by the rows received."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class ExpertPrices:
         self._known: dict[tuple[int, ...], int] = {}  # by kind, rows in all, for a copy, of a domain
 
     def _find(self, kinds: dict[tuple[object, ...], int], program: ExpertProgram, number: int) -> int:
-        """A die's kind: what it holds in a layer, and which of these matrices are in floating point."""
+        """Return a die's kind: the experts that it holds in a layer, and which matrices are in floating
+        point."""
         held = program.layers[number]
         mlps = (mlp for mlp in (held.experts, held.shared) if mlp is not None)
         kept = [linear.scale is None for mlp in mlps for linear in (mlp.w13, mlp.w2)]
@@ -45,10 +46,10 @@ class ExpertPrices:
         return kind
 
     def of(self, layers: Sequence[int], received: Ns, copied: Ns, num_tokens: Ns) -> Ns:
-        """[layers, domains, dies]: what each die takes for the rows `received`, of the same shape.
+        """Return the time in ns of each die for its rows `received`, both [layers, domains, dies].
 
-        copied [domains, dies]: which of them are for a copy of the shared expert; num_tokens [domains]: of
-        whose tokens they are copies.
+        copied [domains, dies] is how many of the rows are for a copy of the shared expert. num_tokens
+        [domains] is how many tokens the domain's rows are copies of.
         """
         most, base = int(copied.max(initial=0)) + 1, int(received.max(initial=0)) + 1
         num_domains = len(num_tokens)
@@ -65,7 +66,7 @@ class ExpertPrices:
         return prices[keys]
 
     def _price(self, kind: int, shared: int, count: int, num_tokens: int) -> int:
-        """Of `count` rows, of which `shared` are for a copy of the shared expert."""
+        """Return the time in ns for `count` rows, `shared` of them for a copy of the shared expert."""
         key, known = (kind, count, shared, num_tokens), self._known
         if key not in known:
             if len(known) >= MAX_KEPT:

@@ -1,4 +1,4 @@
-"""The meeting of all dies of a step: the last to come runs the layers for all of them."""
+"""The meeting of all dies of a step: the last die to come runs the layers for all of them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ another thread takes long, too."""
 
 
 class Share(NamedTuple):
-    """What a die with attention brings: its rows of the step, and the layers that they go through."""
+    """Contribution of an attention die to a run: its rows of the step, and the layers to visit."""
 
     h: Array
     visits: Visits
@@ -55,7 +55,7 @@ Span: TypeAlias = tuple[str, ...]
 
 
 def spans(program: LayerProgram) -> list[Span]:
-    """A layer cut where dies meet."""
+    """Cut a layer into spans at the exchanges where dies meet."""
     result: list[Span] = []
     for is_meet, items in groupby((*program.attention, *program.feed), lambda item: isinstance(item, Meet)):
         names = tuple(item.op if isinstance(item, Meet) else item.name for item in items)
@@ -64,11 +64,12 @@ def spans(program: LayerProgram) -> list[Span]:
 
 
 class Gang(ABC):
-    """All dies of one TE. Those with attention `attend` once a run. `kernels` are the spans that it can run.
+    """All dies of a TE in lockstep; each die with attention calls `attend` once a run.
 
-    A run is one pass through the main model's layers, or through an MTP layer. Every die is a task of its own
-    before and after: plans, sampling, KV transfers and the host's part do not change. `members` are the
-    dies' names in errors, those with attention first; `num_threads` of this computer share kernels.
+    A run is one pass through the main model's layers, or through an MTP layer. Before and after it every die
+    is a task of its own: plans, sampling, KV transfers and the host's part do not change. `kernels` are the
+    spans of stages that the gang can run. `members` are the dies' names in errors, those with attention
+    first. `num_threads` of this computer share kernels.
     """
 
     kernels: frozenset[Span]
@@ -90,7 +91,7 @@ class Gang(ABC):
         self._heads = Heads(executors, self.spread)
 
     def join(self) -> None:
-        """From now on the layers of all executors are run here. DeploymentError for what has no kernel."""
+        """Make the gang run the layers of all executors; DeploymentError for a span without a kernel."""
         for executor in self.executors:
             for program in executor.traversal.programs:
                 for span in spans(as_kernels_see(program)):
@@ -104,19 +105,19 @@ class Gang(ABC):
     async def _schedule(
         self, rank: int, runners: Sequence[Runner], visits: Visits, end_layer: EndLayer
     ) -> None:
-        """The schedule of a die in lockstep: its layers, with those of all others."""
+        """Schedule of a die in lockstep: its layers are run together with those of all others."""
         frame = runners[0].frame
         await self.attend(rank, Share(frame.whole, visits, frame.batch))
 
     # ---- the meeting --------------------------------------------------------------------------------
 
     async def attend(self, rank: int, share: Share) -> None:
-        """Layers in place on the rows of a die with attention; returns when they are done on this die."""
+        """Run layers in place on the rows of an attention die; return when they are done on this die."""
         self._shares[rank] = share
         await self.meet(rank)
 
     async def meet(self, member: int) -> None:
-        """A die's part of a run; returns when it has done all that it does there."""
+        """Take a die's part in a run; return when its work there is done, in virtual time."""
         clock, size, name = self.clock, len(self.members), self.members[member]
         if member in self._came:
             raise ProtocolError(f"{name} came to a run twice")
@@ -124,7 +125,7 @@ class Gang(ABC):
         if len(self._came) < size:
             waiter = self._waiters[member] = clock.waiter(lambda: self._describe(name))
             try:
-                await clock.wait(waiter, clock.now + self.executors[0].mem.sizes.walk.timeout_ns)
+                await clock.wait(waiter, clock.now + self.executors[0].mem.walk.timeout_ns)
             finally:
                 if self._waiters.get(member) is waiter:  # there was no run: it leaves the meeting
                     del self._waiters[member], self._came[member]
@@ -162,7 +163,8 @@ class Gang(ABC):
         await clock.sleep_until(int(ends[member]))
 
     def _free_ns(self) -> int:
-        """From when on all reach each other. LinkError if a link between two of them is down."""
+        """Return the time in ns from which all dies reach each other; LinkError if a link between two is
+        down."""
         links = self.dies[0].fabric.links
         return links.free_ns([die.index for die in self.dies]) if links else 0
 
@@ -173,20 +175,21 @@ class Gang(ABC):
 
     @property
     def threads(self) -> ThreadPoolExecutor:
-        """Return the worker threads of this gang, which start with their first use."""
+        """Pool of the gang's worker threads, started at their first use."""
         if self.pool is None:
             self.pool = ThreadPoolExecutor(self.num_threads + 1, thread_name_prefix="lockstep")
         return self.pool
 
     def close(self) -> None:
-        """Let the threads go."""
+        """End the gang's worker threads."""
         if self.pool is not None:
             self.pool.shutdown()
             self.pool = None
         self.staged.close()
 
     def check_integrity(self) -> None:
-        """Dies hold the same of what one computes with for all (kernels/side_by_side.py)."""
+        """Check weights for equal bytes, where one die computes with them for all
+        (kernels/side_by_side.py)."""
         seen: dict[tuple[str, Shard], tuple[int, Array]] = {}
         lost = self.dies[0].fabric.memories.silent
         for executor in self.executors:
@@ -230,35 +233,40 @@ class Gang(ABC):
                 for i, column in enumerate(self.columns)
             ]
         )
-        rows = mem.sizes.steps.max_tokens * self.shape.copies
+        rows = mem.steps.max_tokens * self.shape.copies
         size = max(self.shape.scratch, rows * mem.config.hidden_size)
         self.scratch = np.empty((self.num_threads, size), np.float32)
-        num_beside = min(a.AT_ONCE, len(executors) * mem.sizes.steps.max_tokens) if len(executors) > 1 else 0
+        num_beside = min(a.AT_ONCE, len(executors) * mem.steps.max_tokens) if len(executors) > 1 else 0
         self.beside, self._beside = tables.beside(first, self.spaces[0], self.buffers[0], num_beside)
 
     @abstractmethod
     def prepare(self) -> None:
-        """Find the addresses of what else a run needs; once, when the memories are real."""
+        """Find further addresses for a run; once, when the memories are real."""
 
     @abstractmethod
     def run(self, shares: Sequence[Share], came: np.ndarray) -> np.ndarray:
-        """All layers for all dies, which `came` [members] when; when each is done. Virtual time, in ns."""
+        """Run all layers for all dies, which arrived at `came` [members] in ns; return when each is done, in
+        ns."""
 
     def pass_of(self, cache: KVCache) -> int:
-        """Which of a step's passes through a layer uses this cache of the first die."""
+        """Return the number of the step's pass that uses this cache of the first die."""
         return self._pass_at[id(cache)]
 
     def layer(self, at: int, cuts: np.ndarray, is_moe: bool, is_last: bool) -> Call:
-        """A layer up to the gate, or all of one without experts, on each die's rows between `cuts` [dies, 2].
+        """Return the call for a layer up to the gate, or a whole layer without experts, on rows `cuts` [dies,
+        2].
 
-        is_last: of the run.
+        is_last: whether it is the last layer of the run.
         """
         args = (self.shape, self.buffers, self.beside, self.weights[at], self.inputs, cuts, is_moe, is_last)
         return layer_stage, (*args, self.scratch, self.sync)
 
     def spread(self, *rounds: Sequence[Call]) -> None:
-        """Run kernels round by round on all threads, which wait for each other between rounds, and in kernels
-        by `sync`. ProtocolError if they have lost each other."""
+        """Run kernels round by round on all threads.
+
+        Threads wait for each other between rounds, and within kernels by `sync`. ProtocolError if they have
+        lost each other.
+        """
         num, sync, rounds = self.num_threads, self.sync, tuple(filter(None, rounds))
 
         def work(worker: int) -> None:
@@ -290,20 +298,20 @@ class Gang(ABC):
 
     @staticmethod
     def check(faults: np.ndarray, op: str, side: str, event: int) -> None:
-        """ProtocolError, naming the first die, if one has found a fault."""
+        """Raise ProtocolError, naming the first die, if a die has found a fault."""
         if faults.any():
             rank = int(np.flatnonzero(faults)[0])
             raise ProtocolError(f"{op}: {side} {rank} {FAULTS[int(faults[rank])]} in event {event}")
 
 
 def _passes(executor: Executor) -> list[Layer]:
-    """The layers of a step, in order."""
+    """List the layers of a step in order: the main model's, then MTP's, repeated where one is used again."""
     drafter = executor.drafter
     return [*executor.weights.layers, *(mtp.layer for mtp in (drafter.layers if drafter else []))]
 
 
 def addresses(shares: Sequence[Share]) -> np.ndarray:
-    """[dies, NUM_INPUTS]: where the kernels of `attention` find what each die brings."""
+    """Return the addresses of each die's inputs for the kernels of `attention`, [dies, NUM_INPUTS]."""
     result = np.empty((len(shares), a.NUM_INPUTS), np.int64)
     for row, (h, _, batch) in zip(result, shares, strict=True):
         a.find_inputs(row, h, batch.positions, batch.slots, batch.seq_of, batch.block_tables)

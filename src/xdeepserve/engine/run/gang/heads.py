@@ -1,4 +1,4 @@
-"""The heads of all dies of a gang, made by the first die to come to its own after a run."""
+"""Computes the heads of all dies of a gang, at the first die that comes to its own after a run."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from xdeepserve.step.stage import Op, Program, Stage
 
 
 class Heads:
-    """When one die has come to its head, all have done their layers: the logits of all of them can be made.
+    """Computes the logits of all dies together, when the first die comes to its head.
 
-    Weights are those of the die that makes them, which are equal to all others'. What is left in a die's
-    buffers is as if it had made its own; its virtual time is that of its own rows. `spread` runs a kernel on
-    all threads.
+    By then all dies have done their layers. The weights are those of the die that computes, and equal to all
+    others'. A die's buffers end up as if it had computed its own logits. Its virtual time is that of its own
+    rows. `spread` runs a kernel on all threads.
     """
 
     def __init__(self, executors: Sequence[Executor], spread: Callable[..., None]) -> None:
@@ -29,7 +29,7 @@ class Heads:
         self._done: set[int] = set()  # ranks whose logits another die has made
 
     def program(self, rank: int) -> Program:
-        """What a die does in place of HEAD."""
+        """Return the Program of a die in place of HEAD."""
         if len(self._executors) == 1:
             return HEAD
         *before, last = HEAD
@@ -37,11 +37,11 @@ class Heads:
         return (*before, last._replace(ops=(Op(partial(self.run, rank), head.work),)))
 
     def begin(self) -> None:
-        """All dies' rows are about to go through layers again."""
+        """Forget the computed logits, since all dies' rows are about to go through layers again."""
         self._done.clear()
 
     def run(self, rank: int, f: Frame) -> None:
-        """Compute the logits of all ranks when the first of them comes; for the others they are there."""
+        """Compute the logits of all ranks when the first rank comes; for the others do nothing."""
         if rank not in self._done:
             frames = {each: executor.runner.frame for each, executor in enumerate(self._executors)}
             frames = {each: frame for each, frame in frames.items() if len(frame.logit_rows)}
@@ -50,7 +50,8 @@ class Heads:
         self._done.remove(rank)
 
     def run_all(self, frames: Sequence[Frame], ends: Ends) -> None:
-        """Compute the logits of all frames with the head of a die that has come: others may be lost."""
+        """Compute the logits of all frames with the head `ends` of a die that has come: others may be
+        lost."""
         given, addresses = [], []
         for f in frames:
             rows = logit_hidden(f, f.whole)

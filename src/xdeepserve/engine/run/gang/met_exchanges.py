@@ -44,13 +44,13 @@ DISPATCHES = "dispatch", "fused_dispatch"
 
 
 def has_stages_of_tasks(executor: Executor) -> bool:
-    """Whether a die meets others inside of a layer, or runs several microbatches."""
-    sizes = executor.mem.sizes
-    return sizes.groups.num_sharing > 1 or sizes.walk.turns == "overlap"
+    """Whether a die meets other dies inside a layer, or runs several microbatches."""
+    mem = executor.mem
+    return mem.groups.num_sharing > 1 or mem.walk.turns == "overlap"
 
 
 def use_met_exchanges(executors: Sequence[Executor]) -> None:
-    """What follows a dispatch takes time only, on all these dies."""
+    """Make stages after a dispatch take virtual time only, on all these dies: the meeting computes them."""
     for executor in executors:
         way = executor.traversal
         known = {id(program): _without_experts(program) for program in way.programs}
@@ -58,8 +58,11 @@ def use_met_exchanges(executors: Sequence[Executor]) -> None:
 
 
 def _without_experts(program: LayerProgram) -> LayerProgram:
-    """A layer whose stages between the dispatch and the layer's end, or the gathering of a DP group's rows,
-    have been run by others."""
+    """Return a layer without kernels in the stages after the dispatch.
+
+    These stages end at the layer's end, or at the gathering of a DP group's rows. The meeting has computed
+    them for all dies.
+    """
     feed: list[Stage | Meet] = []
     is_met = False
     for item in program.feed:
@@ -78,7 +81,7 @@ def _nothing(f: Frame) -> None:
 
 
 class MetExchanges(ColocatedGang):
-    """Dispatch, experts and combine between all dies, in one of their microbatches."""
+    """Gang for dispatch, experts and combine between all dies, in one of their microbatches."""
 
     def __init__(
         self,
@@ -88,7 +91,7 @@ class MetExchanges(ColocatedGang):
         part: int,
     ) -> None:
         super().__init__(executors, exchange, num_threads)
-        overlaps = executors[0].mem.sizes.walk.turns == "overlap"
+        overlaps = executors[0].mem.walk.turns == "overlap"
         if overlaps:
             self.spaces = [executor.mem.layer_workspace(part) for executor in executors]
         self.lane = f"XCCL microbatch {part}" if overlaps else "XCCL"
@@ -97,21 +100,21 @@ class MetExchanges(ColocatedGang):
         self.inputs = np.zeros((len(executors), a.NUM_INPUTS), np.int64)
 
     def join(self) -> None:
-        """From now on exchanges of the dies' microbatch meet here."""
+        """Make the exchanges of the dies' microbatch meet in this gang."""
         for executor in self.executors:
             runner = executor.traversal.runners[self.part]
             runner.exchange = MetExchange(self, executor, runner)
 
     def bring(self, rank: int, h: Array) -> None:
-        """The rows of a die that comes to a dispatch."""
+        """Register the rows of a die that comes to a dispatch."""
         self.cuts[rank, 1], self.inputs[rank, a.H] = len(h), tables.address(h)
 
     async def take_part(self, op: Op, rank: int, at: int, event: int) -> Meeting[None]:
-        """Of a die, in pass `at` of a step; the meeting, which has ended."""
+        """Take a die's part in an exchange, in pass `at` of a step; return the meeting after its end."""
         key = (op, event)
         if key not in self._meetings:
             timeout_ns, name = (
-                self.executors[0].mem.sizes.walk.timeout_ns,
+                self.executors[0].mem.walk.timeout_ns,
                 self.ops[op == "combine"],
             )
             self._meetings[key] = Meeting(
@@ -123,11 +126,11 @@ class MetExchanges(ColocatedGang):
         return meeting
 
     def forget(self) -> None:
-        """Nobody is in a meeting any more."""
+        """Forget all meetings, after a rollback."""
         self._meetings.clear()
 
     def _settle(self, key: tuple[Op, int], at: int) -> tuple[float, None]:
-        """All have come: the bytes, and what they take."""
+        """Move all bytes when the last die has come; return the time in ns."""
         op, event = key
         del self._meetings[key]
         for die in self.dies:  # one may have been lost since it came
@@ -156,13 +159,13 @@ class MetExchanges(ColocatedGang):
         return d.combine_stage, (*self._rows(at), self.ways, event, *kept)
 
     def _rows(self, at: int) -> tuple[Any, ...]:
-        """What a combine adds to, and the shared expert of that layer."""
+        """Return the arguments of a combine: the rows that it adds to, and the shared expert of the layer."""
         where = (self.shape, self.exchange, self.buffers, self.beside)
         return *where, self.weights[at], self.inputs, self.cuts
 
 
 class PushedMetExchanges(MetExchanges, PushingGang):
-    """FusedDispatch and FusedCombine."""
+    """Gang for FusedDispatch, experts and FusedCombine between all dies, in one of their microbatches."""
 
     def _dispatch(self, event: int) -> Call:
         self.flags ^= 1
@@ -179,26 +182,28 @@ class PushedMetExchanges(MetExchanges, PushingGang):
 
 
 class MetExchange:
-    """A rank's end, whose rows stay where the kernels find them."""
+    """A rank's end of dispatch and combine in a gang; rows stay where the kernels find them."""
 
     def __init__(self, gang: MetExchanges, executor: Executor, runner: Runner) -> None:
         self._gang, self.rank, self._runner, self.die = gang, executor.rank, runner, executor.die
         self._pass_at = {id(cache): at for at, cache in enumerate(executor.caches)}
 
     def reset(self, epoch: int) -> None:
-        """Forget an exchange that was not ended."""
+        """Forget all unfinished exchanges of the gang, after a rollback."""
         self._gang.forget()
 
     async def dispatch(self, x: Array, topk_idx: Array, event_id: int) -> Received:
-        """How many rows came for this rank's experts, which have treated them."""
+        """Take part in a dispatch; return the shape of the rows for this rank's experts, computed already."""
         gang, mine = self._gang, self._runner.frame.mine
         gang.bring(self.rank, mine)
         await self._meet("dispatch", event_id)
         return received(int(gang.received[self._at, self.rank].sum()), mine.shape[1])
 
     async def combine(self, expert_out: Array, topk_weights: Array, event_id: int) -> Array:
-        """The answers [T, K, H] to the rank's own tokens, or their sums [T, H], as a shape: they have been
-        added to the rows."""
+        """Take part in a combine; return the shape of the answers [T, K, H] or of their sums [T, H].
+
+        The answers have been added to the rank's rows already.
+        """
         await self._meet("combine", event_id)
         num_rows, hidden = self._runner.frame.mine.shape
         top_k = self._gang.shape.top_k
@@ -206,13 +211,17 @@ class MetExchange:
         return shape_only(np.float32, num_rows, *(() if pushes else (top_k,)), hidden)
 
     def bill(self, received: int) -> tuple[float, float, float]:
-        """Copies of routed experts, how many of these have rows, and rows for a copy of the shared one."""
+        """Return the work to bill after the latest dispatch.
+
+        Token copies for routed experts; the number of experts with rows; rows for a copy of the shared
+        expert.
+        """
         counts = self._gang.billed(self.rank, received, self._gang.cuts[:, 1])
         return counts.copies, counts.touched, counts.shared
 
     @property
     def _at(self) -> int:
-        """The pass through a layer that the rows are in."""
+        """Number of the pass through a layer that the rows are in."""
         return self._pass_at[id(self._runner.frame.cache)]
 
     async def _meet(self, op: Op, event: int) -> None:

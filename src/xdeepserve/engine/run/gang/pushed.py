@@ -1,4 +1,4 @@
-"""Runs whose dies with experts exchange by push (CloudMatrix 4.2.1), with attention or on dies apart."""
+"""Gangs with exchange by push (CloudMatrix 4.2.1): experts on attention dies or on dies of their own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from xdeepserve.engine.run.gang.kernels import pushed_stages as p
 
 
 class PushingGang(ColocatedGang):
-    """FusedDispatch and FusedCombine between all dies."""
+    """Gang with FusedDispatch and FusedCombine between all dies."""
 
     kernels: frozenset[Span] = UP_TO_EXPERTS | frozenset(
         {TO_THE_END, ("fused_dispatch",), ("Experts",), ("fused_combine",), ("SharedExpert",)}
@@ -25,10 +25,10 @@ class PushingGang(ColocatedGang):
     ops = "fused dispatch", "fused combine"
 
     def connect(self, group: Group, layout: Layout | FusedLayout) -> None:
-        """Find the tables of the exchange."""
+        """Find the address tables of the exchange."""
         assert isinstance(layout, FusedLayout)
         first, dies = self.executors[0], [executor.die for executor in self.executors]
-        self.exchange = PushShape.of(first.config, layout, first.mem.sizes.experts)
+        self.exchange = PushShape.of(first.config, layout, first.mem.placed)
         self.ends, self.ways = tables.ends(dies, layout), tables.no_ways(dies)
         self.local_idx = tables.local_numbers(group.expert_rank)
         self.flags = 0  # the set that was used last
@@ -42,17 +42,17 @@ class PushingGang(ColocatedGang):
 
 
 class PushingExpertsGang(DisaggregatedGang):
-    """FusedDispatch and FusedCombine among the expert dies, between A2E and E2A'."""
+    """Gang with FusedDispatch and FusedCombine among the expert dies, between A2E and E2A'."""
 
     def prepare(self) -> None:
-        """Find the tables."""
+        """Find the address tables, and reset the flag set of each microbatch."""
         super().prepare()
         self._sets = [0] * self.num_microbatches
 
     def shape_of_exchange(self) -> PushShape:
-        """Numbers of the dies with experts."""
+        """Return the dimensions of the exchange between dies with experts."""
         first = self.executors[0]
-        return PushShape.of_a2e(first.config, self.layouts[0][0], first.mem.sizes.experts)
+        return PushShape.of_a2e(first.config, self.layouts[0][0], first.mem.placed)
 
     def _a2e(self, m: int, at: int, event: int) -> Call:
         self._sets[m] ^= 1

@@ -1,7 +1,7 @@
-"""Attention that lockstep has no kernels for, die by die: its operations, up to the output projection.
+"""Attention without lockstep kernels, die by die: all operations up to the output projection.
 
-They are those of tasks (`step/`), on the same buffers, and read and write the die's own bytes alone. What
-follows them, from the output projection on, is the kernels' business, whatever the kind of attention.
+The operations are those of tasks (`step/`), on the same buffers, and read and write the die's own bytes
+alone. The output projection and all later stages run in kernels, whatever the kind of attention.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from xdeepserve.step.stage import LayerProgram, stages
 
 
 class Brings(Protocol):
-    """A die's rows of a step."""
+    """Contribution of a die to a run: its rows of a step."""
 
     @property
     def h(self) -> Array: ...
@@ -33,15 +33,16 @@ STAGED = [program for kind, program in ATTENTION.items() if kind != "mla"]
 
 
 def as_kernels_see(program: LayerProgram) -> LayerProgram:
-    """A layer with MLA in place of what has run before."""
+    """Return a layer with MLA in place of attention that has run before (see `StagedAttention`)."""
     return program._replace(attention=ATTENTION["mla"]) if program.attention in STAGED else program
 
 
 class StagedAttention:
-    """Of all dies of a gang, one after the other; each operation has all `num_threads` threads.
+    """Runs attention of all dies of a gang, one die after the other, each operation on all `num_threads`
+    threads.
 
-    `is_used`: the model's attention is of such a kind. Threads and their scratch memory are its own: another
-    TE's steps may run at the same time.
+    `is_used` says whether the model's attention is of such a kind. The threads and their scratch memory are
+    not shared: another TE's steps may run at the same time.
     """
 
     def __init__(self, executors: Sequence[Executor], num_threads: int) -> None:
@@ -58,8 +59,10 @@ class StagedAttention:
         cuts: np.ndarray,
         microbatch: int = 0,
     ) -> None:
-        """Attention in pass `at` of a step, each die with its own of `layers`, on its rows between `cuts`
-        [dies, 2] of a microbatch; what heads make of them is left in the buffer `o`."""
+        """Run attention in pass `at` of a step, on each die's rows between `cuts` [dies, 2] of a microbatch.
+
+        Each die has its own of `layers`. The heads' output is left in the buffer `o`.
+        """
         *ops, _ = (op for stage in stages(program.attention) for op in stage.ops)
         for rank, (share, layer, (lo, hi)) in enumerate(zip(shares, layers, cuts.tolist(), strict=True)):
             if hi == lo:
@@ -74,7 +77,7 @@ class StagedAttention:
         if (rank, microbatch) not in self._frames:
             executor = self.executors[rank]
             mem, weights, model = executor.mem, executor.weights, executor.runner.frame.model
-            tables, longest = (weights.cos, weights.sin), mem.sizes.steps.max_model_len
+            tables, longest = (weights.cos, weights.sin), mem.steps.max_model_len
             frame = self._frames[rank, microbatch] = Frame(
                 model, mem.workspace, self._threads, tables, longest
             )
@@ -82,5 +85,5 @@ class StagedAttention:
         return self._frames[rank, microbatch]
 
     def close(self) -> None:
-        """Let the threads go."""
+        """End the threads of staged attention."""
         self._threads.close()

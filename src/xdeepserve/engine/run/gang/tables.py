@@ -1,4 +1,4 @@
-"""Where everything lies: addresses by die, in the columns that the kernels' modules name.
+"""Tables of addresses by die, in the columns that the kernels' modules name.
 
 Addresses hold as long as the pod's memories do; what they are taken from stays referenced by the programs.
 """
@@ -37,18 +37,21 @@ Table = npt.NDArray[np.int64]
 
 
 def address(array: Array | None) -> int:
-    """Address of an array's first byte; 0 if there is no array."""
+    """Return the address of an array's first byte; 0 if there is no array."""
     return 0 if array is None else int(array.__array_interface__["data"][0])
 
 
 def base(memory: Memory) -> int:
-    """Address of a node's first byte."""
+    """Return the address of a node's first byte."""
     return address(np.frombuffer(memory.buffer, np.uint8, 1))
 
 
 def buffers(executors: Sequence[Executor], spaces: Sequence[Workspace]) -> Table:
-    """[A, NUM_COLUMNS]: the workspaces of the dies with attention, their rotary tables and how long these
-    are, their ranks, which buffer tells where tokens go, and the shared expert's number."""
+    """Return the table of attention dies' buffers, [A, NUM_COLUMNS].
+
+    A row has the addresses of workspace buffers and rotary tables, and the rotary tables' length. The die's
+    rank, the buffer with the tokens' routes and the shared expert's number follow.
+    """
     rows = []
     for executor, ws in zip(executors, spaces, strict=True):
         w = executor.weights
@@ -61,9 +64,12 @@ def buffers(executors: Sequence[Executor], spaces: Sequence[Workspace]) -> Table
 
 
 def beside(executor: Executor, space: Workspace, row: Array, num_rows: int) -> tuple[Table, Array]:
-    """[NUM_COLUMNS + 1]: buffers for `num_rows` rows of several dies, and for their h, outside of the dies'
-    memories; and these buffers. `row` is that of a die in the table of `buffers`."""
-    table, sizes = np.zeros(a.NUM_COLUMNS + 1, np.int64), executor.mem.sizes
+    """Allocate buffers for `num_rows` rows of several dies and their h, outside the dies' memories.
+
+    Returns their addresses [NUM_COLUMNS + 1], and the memory. `row` is the row of a die in the table of
+    `buffers`.
+    """
+    table, groups = np.zeros(a.NUM_COLUMNS + 1, np.int64), executor.mem.groups
     table[[a.COS, a.SIN, a.ROTARY_SIZE]] = row[[a.COS, a.SIN, a.ROTARY_SIZE]]
     used = [at for at in range(len(a.BUFFERS)) if row[at] and at not in (a.SLOT_OUT, a.TOPK_PHYSICAL)]
     columns = {column: space.nbytes(a.BUFFERS[column]) for column in used}
@@ -71,7 +77,7 @@ def beside(executor: Executor, space: Workspace, row: Array, num_rows: int) -> t
     line, at = 64, 0  # each begins on a cache line of its own
     for column, nbytes in columns.items():
         table[column] = at
-        at += (-(-nbytes // sizes.groups.max_slice) * num_rows + line - 1) // line * line
+        at += (-(-nbytes // groups.max_slice) * num_rows + line - 1) // line * line
     memory = np.zeros(at + line, np.uint8)  # prompts on a matrix unit hand out what they have not written
     table[[*columns]] += (address(memory) + line - 1) // line * line
     return table, memory
@@ -80,7 +86,7 @@ def beside(executor: Executor, space: Workspace, row: Array, num_rows: int) -> t
 def layer_weights(
     layers: Sequence[Layer], caches: Sequence[KVCache], replicas: Sequence[ReplicaMap | None]
 ) -> Table:
-    """[A, NUM_WEIGHTS]: one layer's arrays on each die, its part of the KV cache, and its map of replicas."""
+    """Return the table of a layer on each die, [A, NUM_WEIGHTS]: weights, KV cache and replica map."""
 
     def linear(weight: Linear | None) -> tuple[int, int]:
         return (0, 0) if weight is None else (address(weight.w), address(weight.scale))
@@ -99,13 +105,13 @@ def layer_weights(
 
 
 def _region(die: Die, area: str, name: str) -> tuple[int, int]:
-    """Its address, and its offset in the die's memory."""
+    """Return a region's address and its offset in the die's memory."""
     offset = getattr(die.memory, area).regions[name].offset
     return base(die.memory) + offset, offset
 
 
 def ways(dies: Sequence[Die], layout: Layout) -> Table:
-    """[R, 15]: dispatch and combine on each die of a group. The columns of A2E are left 0."""
+    """Return the table of dispatch and combine on each die of a group, [R, 15]; columns of A2E stay 0."""
     table = np.zeros((len(dies), x.NUM_WAY_COLUMNS), np.int64)
     for way, die in zip(table, dies, strict=True):
         way[x.BASE] = base(die.memory)
@@ -125,14 +131,14 @@ def ways(dies: Sequence[Die], layout: Layout) -> Table:
 
 
 def no_ways(dies: Sequence[Die]) -> Table:
-    """[R, 15] of dies that pull nothing: only where they begin."""
+    """Return the table of dies that pull nothing, [R, 15]: base addresses only."""
     table = np.zeros((len(dies), x.NUM_WAY_COLUMNS), np.int64)
     table[:, x.BASE] = [base(die.memory) for die in dies]
     return table
 
 
 def ends(dies: Sequence[Die], layout: FusedLayout) -> Table:
-    """[R, 7]: FusedDispatch and FusedCombine on each die of a group."""
+    """Return the table of FusedDispatch and FusedCombine on each die of a group, [R, 7]."""
     table = np.zeros((len(dies), fused.NUM_END_COLUMNS), np.int64)
     for row, die in zip(table, dies, strict=True):
         for column, area, part in (
@@ -149,7 +155,7 @@ def ends(dies: Sequence[Die], layout: FusedLayout) -> Table:
 
 
 def local_numbers(expert_rank: Sequence[int]) -> Table:
-    """[physical experts]: each one's number among those of its rank."""
+    """Return each physical expert's number among those of its rank, [physical experts]."""
     seen: Counter[int] = Counter()
     numbers = []
     for rank in expert_rank:
@@ -159,14 +165,16 @@ def local_numbers(expert_rank: Sequence[int]) -> Table:
 
 
 def _reader(way: Table, die: Die, blocks: Blocks, fields: int, rows: int) -> None:
-    """A reader's columns of one direction."""
+    """Fill in a reader's columns for one direction of an exchange."""
     way[fields], _ = _region(die, "metadata", blocks.region("fields"))
     way[rows], _ = _region(die, "app", blocks.region("rows"))
 
 
 class Item(NamedTuple):
-    """A2E and E2A of one microbatch of one domain: what its kernels take, besides the shape. They take those
-    of all domains of a microbatch, `stacked`."""
+    """Tables for A2E and E2A of a microbatch of a domain: the arguments of its kernels, besides the shape.
+
+    Kernels take the tables of all domains of a microbatch, `stacked`.
+    """
 
     ways: Table  # [R, 15], expert dies
     ends: Table  # [R, 7], the same where they exchange by push; else [0, 7]
@@ -185,7 +193,7 @@ class Item(NamedTuple):
 
 
 def stacked(items: Iterable[Item]) -> Item:
-    """Items of equal shapes as one: a new first axis."""
+    """Stack items of equal shapes along a new first axis."""
     return Item(*(np.stack(tables) for tables in zip(*items, strict=True)))
 
 
@@ -196,7 +204,10 @@ def item(
     programs: Sequence[ExpertProgram],
     shared_experts: Sequence[int | None],
 ) -> Item:
-    """Tables of `layout`. `place` is its number in the round; executors are those of its domain."""
+    """Make the tables of a layout.
+
+    `place` is its number in the round; `executors` are those of its domain.
+    """
     sides, num_ranks = layout.sides, len(programs)
     experts, dies = layout.experts, [program.die for program in programs]
     if layout.pushes:
@@ -239,7 +250,8 @@ def item(
 
 
 def expert_table(programs: Sequence[ExpertProgram], layer: int) -> Table:
-    """[R, NUM_EXPERT_COLUMNS]: the experts of MoE layer `layer` on each expert die, and its buffers."""
+    """Return the table of MoE layer `layer` on each expert die, [R, NUM_EXPERT_COLUMNS]: experts and
+    buffers."""
     table = np.zeros((len(programs), e.NUM_EXPERT_COLUMNS), np.int64)
     for row, program in zip(table, programs, strict=True):
         held = program.layers[layer]
@@ -250,8 +262,10 @@ def expert_table(programs: Sequence[ExpertProgram], layer: int) -> Table:
 def own_expert_table(
     executors: Sequence[Executor], spaces: Sequence[Workspace], layers: Sequence[Layer]
 ) -> Table:
-    """[R, NUM_EXPERT_COLUMNS]: the same where each die has attention, too; a layer for each. Zeros if it has
-    no experts."""
+    """Return the table of experts on dies with attention, [R, NUM_EXPERT_COLUMNS].
+
+    `layers` has a layer for each die. Rows are zeros if the layer has no experts.
+    """
     table = np.zeros((len(executors), e.NUM_EXPERT_COLUMNS), np.int64)
     for row, executor, space, layer in zip(table, executors, spaces, layers, strict=True):
         if layer.moe is not None:
@@ -266,7 +280,7 @@ def _fill_experts(
     experts: MLP | None,
     shared: MLP | None,
 ) -> None:
-    """Slots with routed experts, and a copy of the shared one if it is there for all dies."""
+    """Fill in a die's routed experts and slots, and its copy of the shared expert if that serves all dies."""
     take = space.take
     if experts is not None and mem.slots:
         row[e.FIRST_EXPERT], row[e.NUM_EXPERTS] = mem.slots.start, len(mem.slots)

@@ -1,10 +1,10 @@
-"""When the stages of a lockstep happen, in virtual time: one number for each die, moved on stage by stage.
+"""Virtual times of stages in lockstep: a time for each die, moved on stage by stage.
 
 Dies with attention run their stages one after another. A dispatch starts when the last die has come to it,
 and a combine when the slowest expert has ended: both are barriers. Where experts have dies of their own, an
-A2E starts when the last die of its domain has posted and the receiving stream of the expert dies is free;
-experts run when it has ended and their die is free; an E2A starts when the slowest expert has ended. An
-exchange costs what `comm.cost` says of it as a whole, as in runs that only take time.
+A2E needs two things. The last die of its domain must have posted, and the receiving stream of the expert dies
+must be free. Experts run when the A2E has ended and their die is free. An E2A starts when the slowest expert
+has ended. An exchange as a whole costs as much as by `comm.cost`, as in timing-only runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Ns = npt.NDArray[np.int64]
 
 
 class Timed(NamedTuple):
-    """A stage, and what it takes of each die [A]."""
+    """Stage with a duration on each die, in ns [A]."""
 
     name: str
     core: Core
@@ -34,7 +34,7 @@ class Timed(NamedTuple):
 
 
 class TokenTimes(NamedTuple):
-    """What the tokens of a microbatch take on their ways, the same ones in each layer of a run."""
+    """Times of a microbatch's tokens on their ways, in ns, equal in each layer of a run."""
 
     post_ns: Ns  # [A]: from each die to its trampoline
     return_ns: Ns  # [A]: and back
@@ -43,9 +43,9 @@ class TokenTimes(NamedTuple):
 
 
 class Timetable:
-    """Virtual time of one run of layers. `attention` is when each die with attention came to it, in ns.
+    """Virtual times of a run of layers; `attention` has the time of each attention die so far, in ns [A].
 
-    `drawing` is what a trace shows of them.
+    `drawing` draws them into the trace.
     """
 
     def __init__(self, dies: Sequence[Die], hidden: int, way: Way, num_domains: int = 0) -> None:
@@ -55,19 +55,19 @@ class Timetable:
         self.attention: Ns = np.zeros(len(dies), np.int64)
 
     def begin(self, came: Ns) -> None:
-        """All dies have come."""
+        """Begin a run at the times in ns when the dies came [A]."""
         self.drawing.begin()
         self.attention = came.copy()
 
     def stages(self, timed: Sequence[Timed]) -> None:
-        """Each die runs stages, one after another."""
+        """Run stages on each die, one after another."""
         for name, core, ns in timed:
             start = self.attention
             self.attention = start + ns
             self.drawing.spans(core.upper(), name, start, self.attention)
 
     def meet(self, op: str, exchange_ns: int) -> None:
-        """A dispatch or a combine of all dies."""
+        """Make a dispatch or a combine of all dies."""
         start = self.attention
         end = int(start.max()) + exchange_ns
         self.attention = np.full_like(start, end)
@@ -75,8 +75,10 @@ class Timetable:
 
 
 class DisaggregatedTimetable(Timetable):
-    """Where experts have dies of their own. `experts` is when each of these came to what it does. `carrier`
-    brings rows that are pulled."""
+    """Timetable with expert dies; `experts` has the time of each expert die so far, in ns.
+
+    `carrier` carries pulled rows.
+    """
 
     def __init__(
         self,
@@ -96,7 +98,7 @@ class DisaggregatedTimetable(Timetable):
         self._carrier = carrier
 
     def begin_apart(self, attention: Ns, experts: Ns) -> None:
-        """All dies have come."""
+        """Begin a run at the times in ns when attention dies [A] and expert dies came."""
         self.begin(attention)
         self.expert_drawing.begin()
         self.experts = experts.copy()
@@ -104,7 +106,7 @@ class DisaggregatedTimetable(Timetable):
         self._sent_at = [0] * self._num_places  # when the buffers of a place were last free
 
     def token_times(self, rows: Ns, copies: int) -> TokenTimes:
-        """Of a microbatch that has `rows` [A] of each die, each one for `copies` experts."""
+        """Compute the times of a microbatch with `rows` [A] on each die, each row for `copies` experts."""
         cost, carrier, num_ranks = self.cost, self._carrier, len(self.expert_dies)
         most = [int(mine.max(initial=0)) for mine in rows.reshape(self._num_domains, -1)]
         ops: tuple[Op, Op] = "dispatch", "combine"
@@ -120,8 +122,10 @@ class DisaggregatedTimetable(Timetable):
     # ---- attention dies -----------------------------------------------------------------------------
 
     def come_back(self, leaves_ns: Sequence[int], times: TokenTimes) -> None:
-        """Wait for the answers of a microbatch, which left the trampolines of each domain then, if it is
-        away."""
+        """Wait for a microbatch's answers, which left the trampolines of each domain at `leaves_ns`.
+
+        Nothing happens if the microbatch is not away.
+        """
         if not leaves_ns:
             return
         before = self.attention
@@ -137,7 +141,7 @@ class DisaggregatedTimetable(Timetable):
                     self.drawing.trace.arrive(key, "E2A'", die, "XCCL", int(self.attention[at]) - 1)
 
     def _draw_post(self, domain: int, before: Ns) -> None:
-        """A2E's bulk stage, of one domain."""
+        """Draw A2E's bulk stage of a domain in the trace."""
         self.drawing.spans("XCCL", "A2E", before, self.attention, domain)
         for at, die, _ in self.drawing.of(domain):
             key = "A2E", die, self.drawing.place(domain)["microbatch"]
@@ -146,8 +150,11 @@ class DisaggregatedTimetable(Timetable):
     # ---- expert dies --------------------------------------------------------------------------------
 
     def serve(self, microbatch: int, times: TokenTimes, kernels_ns: Ns) -> list[int]:
-        """Attention dies post a microbatch to their trampolines, and expert dies, which take kernels_ns
-        [domains, expert dies], serve each domain when its last one has; when the answers leave."""
+        """Post a microbatch and serve it on the expert dies; return when each domain's answers leave, in ns.
+
+        Expert dies serve a domain when its last attention die has posted. kernels_ns [domains, expert dies]
+        is their time.
+        """
         before = self.attention
         self.attention = before + times.post_ns
         posted, leaves = self.attention.reshape(self._num_domains, -1).max(axis=1).tolist(), []
@@ -160,7 +167,10 @@ class DisaggregatedTimetable(Timetable):
     def _serve_item(
         self, microbatch: int, domain: int, posted_ns: int, times: TokenTimes, kernels_ns: Ns
     ) -> int:
-        """A2E, experts and E2A of one item, pipelined with the items around it; when the answers leave."""
+        """Serve an item by A2E, experts and E2A; return when its answers leave, in ns.
+
+        It is pipelined with the items around it.
+        """
         place = microbatch * self._num_domains + domain
         # The three streams of an expert die each take one item after another.
         start = max(posted_ns, self._received, self._sent_at[place])
@@ -176,8 +186,10 @@ class DisaggregatedTimetable(Timetable):
     def _draw_item(
         self, microbatch: int, domain: int, receiving: tuple[int, int], begin: Ns, sending: tuple[int, int]
     ) -> None:
-        """An item in the three streams of the expert dies, and arrows from and to attention dies, which have
-        trampolines as `comm.trampoline.layout` deals them out."""
+        """Draw an item in the three streams of the expert dies, with arrows from and to attention dies.
+
+        Attention dies have trampolines as `comm.trampoline.layout` deals them out.
+        """
         drawing, name = self.expert_drawing, stream_item(microbatch, domain)
         trace, place = drawing.trace, self.drawing.place(domain)
         for lane, called in ((COMPUTE, name), ("AIC", "Experts")):
@@ -193,5 +205,5 @@ class DisaggregatedTimetable(Timetable):
 
     @property
     def experts_end_ns(self) -> int:
-        """When the last answers have left the expert dies."""
+        """Virtual time in ns at which the last answers have left the expert dies."""
         return self._sent

@@ -1,2 +1,4 @@
-"""What the gang runs: Numba kernels over the memories of many dies. See the twin of each stage in
-`step` and `comm`, whose bytes they leave behind."""
+"""Numba kernels of a gang, over the memories of many dies.
+
+They leave the same bytes as the stages of `step` and `comm`, where each kernel has a twin.
+"""

@@ -56,7 +56,7 @@ NUM_PHASES = 14
 
 
 class Dies(NamedTuple):
-    """Whose rows a layer takes: those of one die, or of several, one die's behind another's."""
+    """Dies with rows in a layer: one die, or several, with their rows one behind another."""
 
     which: Array  # int64 [N]: rows of the tables
     starts: Array  # int64 [N + 1]: where each one's rows begin, and the number of all
@@ -65,15 +65,17 @@ class Dies(NamedTuple):
 
 @part
 def rows_of_die(dies, i, first, last):
-    """Of the rows [first, last) those of the i-th of `dies`: their first, and their last + 1, less if there
-    are none; and the row of its step that row 0 would be."""
+    """Find the i-th die's part of rows [first, last): its first row and last + 1, less if it has none.
+
+    Also returns the row of the die's step that row 0 would be.
+    """
     first, last = max(first, dies.starts[i]), min(last, dies.starts[i + 1])
     return first, last, dies.from_row[i] - dies.starts[i]
 
 
 @part
 def norm(out, q8, q8_scale, x, w, eps, is_int8):
-    """The RMS norm, and its INT8 rows if the recipe takes these."""
+    """Compute the RMS norm of x, and its INT8 rows in the INT8 recipe."""
     if is_int8:
         k.rms_norm_quantize(out, q8, q8_scale, x, w, eps)
     else:
@@ -82,7 +84,7 @@ def norm(out, q8, q8_scale, x, w, eps, is_int8):
 
 @array_part
 def _caches(s, weights):
-    """A layer's part of the KV cache: latents in INT8, with scales, and in float32, without; RoPE."""
+    """Return views of a layer's KV cache: INT8 latents with scales, float32 latents without, RoPE keys."""
     c_width, pe_width = (s.kv_lora + TILE - 1) // TILE, (s.rope + TILE - 1) // TILE
     tiles = s.block_size // TILE
     return (
@@ -96,7 +98,7 @@ def _caches(s, weights):
 
 @part
 def append(s, kv, q, ws, weights, inputs, lo):
-    """The new latents kv of the rows from `lo` on into the cache, and RoPE of their queries."""
+    """Append the new latents kv of rows from `lo` on to the cache, and apply RoPE to their queries."""
     rows = kv.shape[0]
     positions, slots = i32_flat(inputs[POSITIONS] + 4 * lo, rows), i32_flat(inputs[SLOTS] + 4 * lo, rows)
     cos, sin = f32(ws[COS], ws[ROTARY_SIZE], s.rope // 2), f32(ws[SIN], ws[ROTARY_SIZE], s.rope // 2)
@@ -111,7 +113,7 @@ def append(s, kv, q, ws, weights, inputs, lo):
 
 @part
 def attend(s, q, ws, weights, inputs, lo, first, last, scratch, worker, num):
-    """A worker's part of attention of the rows [first, last) of those from `lo` on, from q_lat to o_lat."""
+    """Compute a worker's part of attention for rows [first, last), counted from `lo`, from q_lat to o_lat."""
     rows, start, width = last - first, 4 * (lo + first), s.heads * s.kv_lora
     positions, seq_of = i32_flat(inputs[POSITIONS] + start, rows), i32_flat(inputs[SEQ_OF] + start, rows)
     tables = i32(inputs[BLOCK_TABLES], inputs[NUM_SEQS], s.blocks_per_seq)
@@ -135,7 +137,7 @@ def attend(s, q, ws, weights, inputs, lo, first, last, scratch, worker, num):
 
 @part
 def columns(s, out, x, q8, q8_scale, weights, at, k_size, num_blocks, worker, num):
-    """A thread's columns of out [T, N] = linear layer `at` of the table's row."""
+    """Compute a thread's columns of out [T, N] = linear layer `at` of the table's row."""
     n = out.shape[1]
     first, last = share(groups_of(n), worker, num)
     weight, scale = weights[at], weights[at + 1]
@@ -146,14 +148,14 @@ def columns(s, out, x, q8, q8_scale, weights, at, k_size, num_blocks, worker, nu
 
 @part
 def rows_of(s, out, x, q8, q8_scale, weights, at, num_blocks):
-    """Some rows of linear layer `at` of the table's row, all columns."""
+    """Compute linear layer `at` of the table's row for some rows, all columns."""
     weight, scale = weights[at], weights[at + 1]
     linear(out, x, q8, q8_scale, weight, scale, x.shape[1], out.shape[1], ALL_ROWS, 1, num_blocks, s.is_int8)
 
 
 @array_part
 def head_weights(s, weight, depth, n, first, last):
-    """The matrices [depth, n] of the heads [first, last) of those at an address, packed."""
+    """Return the packed matrices [depth, n] of the heads [first, last), from the address of all."""
     rows = (depth + PAIR - 1) // PAIR * PAIR if s.is_int8 else depth
     size = groups_of(n) * COLUMNS * rows
     return flat_like(weight + s.matrix.itemsize * first * size, (last - first) * size, s.matrix)
@@ -161,9 +163,10 @@ def head_weights(s, weight, depth, n, first, last):
 
 @part
 def heads_product(s, out, width, x, x_width, first_row, rows, weight, depth, n, worker, num):
-    """A thread's heads of out [T, heads * n]: the first `depth` columns of x times their own matrix.
+    """Compute a thread's heads of out [T, heads * n]: the first `depth` columns of x times the head's matrix.
 
-    Of the rows from `first_row` on. out and x are addresses; `width` and `x_width` the columns of all heads.
+    For the rows from `first_row` on. out and x are addresses; `width` and `x_width` are the columns of all
+    heads.
     """
     first, last = share(s.heads, worker, num)
     packed, step = head_weights(s, weight, depth, n, first, last), x_width // s.heads
@@ -174,7 +177,7 @@ def heads_product(s, out, width, x, x_width, first_row, rows, weight, depth, n, 
 
 @part
 def absorb(s, ws, weights, first, rows, worker, num):
-    """q_lat of some rows: a thread's heads of them."""
+    """Compute a thread's heads of q_lat for some rows."""
     width, q_width = s.heads * s.kv_lora, s.heads * (s.nope + s.rope)
     w = weights[W_UK]
     heads_product(s, ws[Q_LAT], width, ws[Q], q_width, first, rows, w, s.nope, s.kv_lora, worker, num)
@@ -182,7 +185,7 @@ def absorb(s, ws, weights, first, rows, worker, num):
 
 @part
 def unabsorb(s, ws, weights, first, rows, worker, num):
-    """What heads make of o_lat of some rows: a thread's heads of them."""
+    """Compute a thread's heads of the attention output from o_lat, for some rows."""
     width, v_width, w = s.heads * s.kv_lora, s.heads * s.v_dim, weights[W_UV]
     heads_product(
         s, ws[HEADS_OUT], v_width, ws[O_LAT], width, first, rows, w, s.kv_lora, s.v_dim, worker, num
@@ -191,7 +194,8 @@ def unabsorb(s, ws, weights, first, rows, worker, num):
 
 @array_part
 def norm_rows(s, h, ws, w, first, last):
-    """The norm, by the weight at address w, rows [first, last) of h [T, H] in the die's x, q8, q8_scale."""
+    """Normalise rows [first, last) of h [T, H] by the weight at address w, into the die's x, q8 and
+    q8_scale."""
     x, x8, scale = inputs_of(ws, s.hidden, h.shape[0])
     weight = f32_flat(w, s.hidden)
     norm(x[first:last], x8[first:last], scale[first:last], h[first:last], weight, s.eps, s.is_int8)
@@ -199,13 +203,13 @@ def norm_rows(s, h, ws, w, first, last):
 
 @array_part
 def inputs_of(ws, size, rows):
-    """What a product of `size` numbers a row reads: the die's x (if that is its size), q8 and q8_scale."""
+    """Return views of a product's inputs with `size` numbers a row: the die's x, q8 and q8_scale."""
     return f32(ws[X], rows, size), i8(ws[Q8], rows, size), f32_flat(ws[Q8_SCALE], rows)
 
 
 @part
 def activate(is_int8, act, act8, scale, gate_up, worker, num):
-    """A thread's rows of the activation, as the next product takes it."""
+    """Compute a thread's rows of the activation, in the form that the next product takes."""
     first, last = share(gate_up.shape[0], worker, num)
     if is_int8:
         k.swiglu_quantize(act8[first:last], scale[first:last], gate_up[first:last])
@@ -215,7 +219,7 @@ def activate(is_int8, act, act8, scale, gate_up, worker, num):
 
 @array_part
 def project(phase, s, h, ws, weights, worker, num):
-    """MLAProlog's norms and projections."""
+    """Run a phase of MLAProlog: a norm or a projection."""
     rows, (first, last) = h.shape[0], share(h.shape[0], worker, num)
     x, x8, scale = inputs_of(ws, s.hidden, rows)
     q, q_a = f32(ws[Q], rows, s.heads * (s.nope + s.rope)), f32(ws[Q_A], rows, s.q_lora)
@@ -236,11 +240,11 @@ def project(phase, s, h, ws, weights, worker, num):
 
 @array_part
 def attention(phase, s, rows, ws, weights, inputs, dies, scratch, worker, num):
-    """The new latents into the cache, RoPE, absorption; attention; and what is absorbed on the way out.
+    """Run a phase of attention: append to the cache and absorb, attend, or apply the value matrices.
 
-    From MANY rows for each thread on a thread takes some all the way, about AT_ONCE at a time: what is
-    absorbed, float32 for each head, would not stay near until the next phase. Of fewer, threads share the
-    weights, which are equal on all dies.
+    From MANY rows for each thread on, a thread takes some rows through all phases, about AT_ONCE at a time.
+    Absorbed queries, float32 for each head, would not stay in its cache until the next phase. With fewer
+    rows, threads share the weights, which are equal on all dies.
     """
     (first, last), is_apart, lead = share(rows, worker, num), rows >= MANY * num, weights[dies.which[0]]
     q = f32(ws[Q], rows, s.heads * (s.nope + s.rope))
@@ -276,9 +280,9 @@ def attention(phase, s, rows, ws, weights, inputs, dies, scratch, worker, num):
 
 @array_part
 def _all_the_way(s, q, ws, weights, inputs, lo, at, end, scratch):
-    """Absorption, attention and absorption's other half of the rows [at, end) of those from `lo` on.
+    """Absorb, attend and unabsorb the rows [at, end), counted from `lo`.
 
-    Of the rows of a sequence at once, if a matrix unit does that; of what lies between these, step by step.
+    A matrix unit takes all rows of a sequence at once; rows between such sequences go step by step.
     """
     seq_of, positions = i32_flat(inputs[SEQ_OF] + 4 * lo, end), i32_flat(inputs[POSITIONS] + 4 * lo, end)
     tables = i32(inputs[BLOCK_TABLES], inputs[NUM_SEQS], s.blocks_per_seq)
@@ -303,7 +307,10 @@ def _all_the_way(s, q, ws, weights, inputs, lo, at, end, scratch):
 
 @part
 def _step_by_step(s, q, ws, weights, inputs, lo, first, last, scratch):
-    """What `_all_the_way` does, about FEW of the rows [first, last) at a time: q_lat and o_lat stay near."""
+    """Absorb, attend and unabsorb the rows [first, last), about FEW at a time.
+
+    So q_lat and o_lat stay in the processor's cache.
+    """
     turns = (last - first + FEW - 1) // FEW
     for turn in range(turns):
         at, end = share(last - first, turn, turns)
@@ -315,7 +322,7 @@ def _step_by_step(s, q, ws, weights, inputs, lo, first, last, scratch):
 
 @array_part
 def project_out(phase, s, rows, ws, weights, worker, num):
-    """The output projection: what attention adds is left in y."""
+    """Run a phase of the output projection, which leaves attention's result in y."""
     (first, last), width = share(rows, worker, num), s.heads * s.v_dim
     x, o8, scale = f32(ws[HEADS_OUT], rows, width), i8(ws[Q8], rows, width), f32_flat(ws[Q8_SCALE], rows)
     if phase == QUANTIZE:
@@ -326,7 +333,7 @@ def project_out(phase, s, rows, ws, weights, worker, num):
 
 @kernel
 def find_inputs(row, h, positions, slots, seq_of, block_tables):
-    """row [6] = addresses of a step's arrays. Python would take longer to ask for one of them."""
+    """Write the addresses of a step's arrays into row [6]; in Python even one of them would take longer."""
     row[H], row[POSITIONS], row[SLOTS] = h.ctypes.data, positions.ctypes.data, slots.ctypes.data
     row[SEQ_OF], row[BLOCK_TABLES], row[NUM_SEQS] = (
         seq_of.ctypes.data,

@@ -1,4 +1,4 @@
-"""Dispatch and combine where each die has attention and a share of the experts (XDS 3.2), step by step.
+"""Dispatch and combine between dies with attention and experts (XDS 3.2), step by step.
 
 Rows, fields and buffers are those of `comm/exchange`, whose twin writes them; the arithmetic before and after
 is that of `step`. Between two kernels of an exchange lies a barrier.
@@ -33,7 +33,7 @@ from xdeepserve.model import kernels as k
 
 @part
 def own_tokens(s, ws, one):
-    """A die's own tokens as they leave. one: address of the scale of rows that are not quantised."""
+    """Describe a die's own tokens for sending. one: address of the scale of rows that are not quantised."""
     if s.is_int8:
         return Tokens(ws[ROUTES], 4 * s.copies, ws[Q8_SCALE], 4, ws[Q8], s.hidden)
     return Tokens(ws[ROUTES], 4 * s.copies, one, 0, ws[X], 4 * s.hidden)
@@ -41,7 +41,7 @@ def own_tokens(s, ws, one):
 
 @kernel
 def dispatch_stage(s, ws, cuts, ways, expert_rank, event, orders, sents, one, worker, num):
-    """A share of the dies: its rows, under `event`.
+    """Dispatch the rows of a worker's share of the dies, under `event`.
 
     ways [R, 15], expert_rank: of each physical expert; orders [R, max_tokens * K] and sents [R, R] out; one:
     address of the scale of rows that are not quantised.
@@ -57,11 +57,11 @@ def dispatch_stage(s, ws, cuts, ways, expert_rank, event, orders, sents, one, wo
 def combine_stage(
     s, e, ws, beside, weights, inputs, cuts, ways, event, orders, sents, scratch, faults, sync, worker, num
 ):  # fmt: skip
-    """The shared expert of all dies; and a share of the dies: the answers of `event`, in place on its rows.
-    faults [R]: what is wrong with them.
+    """Compute the shared expert of all dies, then combine the answers of `event` on a share of the dies.
 
-    s, e: shapes of the layers and of the exchange; weights: of the layer that the rows come from; beside: see
-    `layer_stage`; scratch: float32 [workers, at least max_tokens * copies * hidden].
+    The sums are added to the dies' rows in place. faults [R] out. s, e: shapes of the layers and of the
+    exchange; weights: of the layer that the rows come from; beside: see `layer_stage`; scratch: float32
+    [workers, at least max_tokens * copies * hidden].
     """
     shared_expert(s, ws, beside, weights, cuts, sync, worker, num)
     answered = np.empty(e.num_ranks, np.int64)
@@ -91,7 +91,7 @@ def run_layers(
     s, e, ws, beside, weights, experts, passes, is_moe, events, inputs, cuts, ways, expert_rank, orders,
     sents, one, sent, received, faults, scratch, sync, worker, num,
 ):  # fmt: skip
-    """All layers of a run, on the rows of all dies.
+    """Run all layers of a run on the rows of all dies.
 
     weights [P, R, NUM_WEIGHTS] and experts [P, R, NUM_EXPERT_COLUMNS]: the tables of all passes; passes [L],
     is_moe [L], events [L]: the layers; received [P, R, R] and faults [P, 2, R] out. The rest is that of the

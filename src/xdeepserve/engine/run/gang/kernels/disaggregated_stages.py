@@ -1,4 +1,4 @@
-"""Attention dies whose experts have dies of their own: what they send, and what comes back.
+"""Ends of attention dies in A2E and E2A: tokens sent to expert dies, and answers added.
 
 The rows, fields and buffers are those of `comm/trampoline`, whose twin writes them, trampolines' and all.
 Between two kernels lies a barrier.
@@ -21,7 +21,7 @@ from xdeepserve.model import kernels as k
 
 @part
 def a2e(s, rows, ws, way, event):
-    """A2E, steps 2 to 4: one row per token in the die's managed area, one field at its trampoline."""
+    """A2E, steps 2 to 4: write one row per token to the die's managed area, and a field at its trampoline."""
     x, idx = f32(ws[X], rows, s.hidden), i32(ws[ROUTES], rows, s.top_k)
     weight = f32(ws[TOPK_WEIGHTS], rows, s.top_k)
     for t in range(rows):
@@ -39,14 +39,14 @@ def a2e(s, rows, ws, way, event):
 
 @kernel
 def post_stage(s, ws, cuts, ways, event, worker, num):
-    """A share of the attention dies: its rows of a microbatch, under `event`."""
+    """Post the rows of a microbatch on a worker's share of the attention dies, under `event`."""
     for a in dies_of(worker, num, ws.shape[0]):
         a2e(s, cuts[a, 1] - cuts[a, 0], ws[a], ways[a], event)
 
 
 @kernel
 def come_back_stage(s, inputs, cuts, ways, event, faults, worker, num):
-    """A share of the attention dies: the answers of `event`. faults [A]: what is wrong with them."""
+    """Add the answers of `event` on a worker's share of the attention dies; faults [A] out."""
     for a in dies_of(worker, num, ways.shape[0]):
         lo, hi = cuts[a, 0], cuts[a, 1]
         h = f32(inputs[a, H] + 4 * lo * s.hidden, hi - lo, s.hidden)

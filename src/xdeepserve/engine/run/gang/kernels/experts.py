@@ -1,4 +1,4 @@
-"""Dies with experts: the grouped MLP on the rows that arrived, or the shared expert's.
+"""Kernels of dies with experts: the grouped MLP on received rows, or the shared expert's MLP.
 
 The stages are those of `engine/die/experts.py` and, for dies that have attention too, `step/feed.py`.
 """
@@ -41,7 +41,7 @@ NUM_EXPERT_COLUMNS = 27
 
 @part
 def _fetch(s, tokens, i, x, x8, scale, to):
-    """The i-th of `tokens`, to row `to` of x; or of x8, with its scale."""
+    """Copy the i-th of `tokens` to row `to` of x; in INT8 to x8, with its scale."""
     payload = tokens.payloads + i * tokens.payloads_step
     if s.is_int8:
         source, target = u8_flat(payload, s.hidden), u8_flat(x8 + to * s.hidden, s.hidden)
@@ -56,13 +56,14 @@ def _fetch(s, tokens, i, x, x8, scale, to):
 
 @part
 def expert_of(tokens, i):
-    """The physical expert that the i-th of `tokens` is for."""
+    """Return the physical expert of the i-th of `tokens`."""
     return i32_flat(tokens.experts + i * tokens.experts_step, 1)[0]
 
 
 @part
 def run_experts(s, tokens, total, die, sent, mine, space):
-    """The answers, float32 [total, hidden] at `sent`, to `total` tokens, in order. 0 or a fault.
+    """Compute the answers to `total` tokens, in order, float32 [total, hidden] at `sent`; return 0 or a
+    fault.
 
     mine: int64 [max_rows] of scratch; space: float32 [max_rows * hidden], if some die has a shared expert.
     """
@@ -85,7 +86,8 @@ def run_experts(s, tokens, total, die, sent, mine, space):
 
 @part
 def _run_routed(s, tokens, mine, result, die):
-    """Answers to the tokens `mine` [N] for routed experts; False if there is one for a slot without."""
+    """Answer the tokens `mine` [N] for routed experts; return False if a slot without an expert is asked
+    for."""
     total = mine.size
     idx, order = i32_flat(die[IDX], total), i32_flat(die[ORDER], total)
     for i in range(total):
@@ -102,7 +104,7 @@ def _run_routed(s, tokens, mine, result, die):
 
 @part
 def _accept(die, idx):
-    """Count the rows for the experts idx [N] of a die; whether all of these are there."""
+    """Count the rows for the experts idx [N] of a die; return whether all these experts are there."""
     i64_flat(die[NUM_ROWS], 1)[0] += idx.size
     num_primaries = die[NUM_PRIMARIES]
     slots = i32_flat(die[SLOT_EXPERT], die[NUM_EXPERTS] - num_primaries)
@@ -114,7 +116,7 @@ def _accept(die, idx):
 
 @part
 def _run_grouped(s, die, result, mine, order):
-    """result[mine[order[i]]] = row i of what is gathered by expert in the die's buffers, through this one."""
+    """Run the grouped MLP on the rows gathered by expert: row i's answer goes to result[mine[order[i]]]."""
     total, count = mine.size, die[NUM_EXPERTS]
     bounds = i32_flat(die[OFFSETS], count + 1)
     x, x8, scale = f32(die[IN], total, s.hidden), i8(die[IN], total, s.hidden), f32_flat(die[IN_SCALE], total)
@@ -131,7 +133,7 @@ def _run_grouped(s, die, result, mine, order):
 
 @part
 def _run_shared(s, tokens, mine, result, die, space):
-    """The shared expert's answers to the tokens `mine` [N] of those that were received."""
+    """Compute the shared expert's answers to the received tokens `mine` [N]."""
     total, address = mine.size, space.ctypes.data
     x, x8 = f32(address, total, s.hidden), i8(address, total, s.hidden)
     scale = f32_flat(address + (total * s.hidden + 3) // 4 * 4, total)  # behind the INT8 rows
@@ -150,7 +152,7 @@ def _run_shared(s, tokens, mine, result, die, space):
 
 @array_part
 def activations(die, at, total, inter):
-    """gate_up, act, and act in INT8 with its scales: the columns from `at` on."""
+    """Return views of gate_up, act, and act in INT8 with its scales: the columns from `at` on."""
     return (
         f32(die[at], total, 2 * inter),
         f32(die[at + 1], total, inter),
@@ -161,7 +163,10 @@ def activations(die, at, total, inter):
 
 @part
 def _activate(is_int8, act, act8, act_scale, gate_up):
-    """SwiGLU, as the next product takes it: an INT8 recipe may keep the shared expert's in floating point."""
+    """Compute SwiGLU in the form that the next product takes.
+
+    An INT8 recipe may keep the shared expert's matrices in floating point.
+    """
     if is_int8:
         k.swiglu_quantize(act8, act_scale, gate_up)
     else:
@@ -170,19 +175,19 @@ def _activate(is_int8, act, act8, act_scale, gate_up):
 
 @array_part
 def scratch_of(s):
-    """What `run_experts` takes besides the die's buffers."""
+    """Allocate the scratch memory of `run_experts`, besides the die's buffers."""
     return np.empty(s.max_rows, np.int64), np.empty(s.max_rows * (s.hidden + 1) if s.wide else 0, np.float32)
 
 
 @part
 def quantise_answer(s, row, at):
-    """The row of an INT8 answer, scale and payload, of float32 [hidden] at another address."""
+    """Write the row of an INT8 answer, scale and payload, from float32 [hidden] at address `at`."""
     k.quantize_rows(i8(row + SCALE_NBYTES, 1, s.hidden), f32_flat(row, 1), f32(at, 1, s.hidden))
 
 
 @part
 def _quantise_answers(s, way, out, received):
-    """The rows of INT8 answers `out` float32 [N, H], by source rank."""
+    """Write the rows of INT8 answers from `out`, float32 [N, H], by source rank."""
     n = 0
     for peer in range(s.num_ranks):
         for i in range(received[peer]):
@@ -192,15 +197,17 @@ def _quantise_answers(s, way, out, received):
 
 @part
 def pulled_tokens(s, way):
-    """The tokens that a die has pulled."""
+    """Describe the tokens in a die's pulled rows."""
     rows, step = way[DISPATCH_ROWS], s.dispatch_nbytes
     return Tokens(rows, step, rows + SCALE_AT, step, rows + HEADER_NBYTES, step)
 
 
 @part
 def _answer(s, ways, x, die, sent, received, event, mine, space):
-    """What came for rank x, through its experts, and the rows of the answers. 0 or a fault, which is answered
-    by no rows."""
+    """Pull the tokens for rank x, run its experts, and write the answers; return 0 or a fault.
+
+    After a fault no answer rows are sent.
+    """
     way = ways[x]
     rows, fields = way[DISPATCH_ROWS], way[DISPATCH_FIELDS]
     total = pull(rows, s.dispatch_nbytes, s.max_rows, fields, ways, event, received)
@@ -219,10 +226,11 @@ def _answer(s, ways, x, die, sent, received, event, mine, space):
 
 @kernel
 def expert_stage(s, ways, dies, sent, received, event, faults, worker, num):
-    """A share of the dies with experts: receive, run the experts of one layer, send the answers.
+    """Receive tokens, run the experts of a layer and send the answers, on a worker's share of the dies.
 
-    dies [R, NUM_EXPERT_COLUMNS]. Of each exchange, one after the other, on a first axis: ways [R, 15]; sent
-    [R]: addresses of the answers' buffers; received [R, R] out: rows from each rank; faults [R] out.
+    dies [R, NUM_EXPERT_COLUMNS]. The other tables have a first axis of exchanges, which follow one another:
+    ways [R, 15]; sent [R]: addresses of the answers' buffers; received [R, R] out: rows from each rank;
+    faults [R] out.
     """
     mine, space = scratch_of(s)
     for first, last in blocks_of(worker, num, s.num_ranks):

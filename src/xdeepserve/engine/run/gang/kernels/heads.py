@@ -1,4 +1,4 @@
-"""The logits of many dies, whose weights are equal: their rows go through the product together."""
+"""Logits of many dies with equal weights: their rows go through the product together."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ NEAR = 1 << 19  # bytes of a weight that all rows use one after the other
 
 @kernel
 def head_stage(logits, x, weight, example, n, worker, num):
-    """A thread's columns of the logits of all rows x [T, K].
+    """Compute a thread's columns of the logits of all rows x [T, K].
 
-    logits int64 [T]: where each row's are to be, float32 [n]; weight: where the packed head is, an array of
-    the type of `example`.
+    logits int64 [T]: addresses for each row's logits, float32 [n]; weight: address of the packed head, an
+    array of the type of `example`.
     """
     num_rows, k_size = x.shape
     depth = k_size if example.itemsize == 4 else (k_size + PAIR - 1) // PAIR * PAIR

@@ -27,21 +27,25 @@ from xdeepserve.model.packing import COLUMNS
 
 @part
 def skips(s, phase, is_moe):
-    """Whether a layer has nothing to do in a phase: Q of a layer without a bottleneck, FP32, experts."""
+    """Whether a layer has nothing to do in a phase.
+
+    Phases are skipped without a query bottleneck, in FP32, and in layers with experts.
+    """
     has_no_bottleneck = s.q_lora == 0 and a.NORM_Q <= phase <= a.PROJECT_Q
     return has_no_bottleneck or (phase == a.QUANTIZE and not s.is_int8) or (phase >= a.UP and is_moe)
 
 
 @array_part
 def add_rows(s, h, ws, first, last):
-    """The rows [first, last) of the die's y added to those of h [T, H]."""
+    """Add rows [first, last) of the die's y to the same rows of h [T, H]."""
     own = h[first:last]
     k.add(own, own, f32(ws[a.Y], h.shape[0], s.hidden)[first:last])
 
 
 @part
 def mlp_phase(phase, s, out, ws, weights, w13, w2, inter, worker, num):
-    """out [T, H] = the MLP at columns w13 and w2 of the table's row, of what is in x, or q8 and q8_scale."""
+    """Run a phase of the MLP at columns w13 and w2 of the table's row: out [T, H] from x, or from q8 and
+    q8_scale."""
     rows = out.shape[0]
     x, x8, scale = a.inputs_of(ws, s.hidden, rows)
     gate_up, act = f32(ws[a.GATE_UP], rows, 2 * inter), f32(ws[a.ACT], rows, inter)
@@ -56,7 +60,7 @@ def mlp_phase(phase, s, out, ws, weights, w13, w2, inter, worker, num):
 
 @array_part
 def gate(s, ws, weights, rows, first, last):
-    """Routing of the rows [first, last), in the die's topk_idx and topk_weights."""
+    """Route the rows [first, last): write the die's topk_idx and topk_weights."""
     x, logits = f32(ws[a.X], rows, s.hidden)[first:last], f32(ws[a.LOGITS], rows, s.experts)[first:last]
     packed = f32_flat(weights[a.GATE], groups_of(s.experts) * COLUMNS * s.hidden)
     gemm_f32(logits, x, packed, s.hidden, s.experts, 1, 1, 0, 0, ALL_ROWS, 0, groups_of(s.experts))
@@ -70,9 +74,12 @@ def gate(s, ws, weights, rows, first, last):
 
 @array_part
 def find_physical(s, ws, weights, rows):
-    """Count a die's tokens by logical expert, if that is asked for, and find the physical ones of its
-    topk_idx [T, K]: row i takes replica (rank + i) mod r. The shared expert is the last of a token's, if it
-    is dispatched."""
+    """Find the physical experts of a die's topk_idx [T, K], and count its tokens by logical expert if asked
+    for.
+
+    Row i takes replica (rank + i) mod r. If the shared expert is dispatched, it is the last of a token's
+    experts.
+    """
     topk_idx, physical = i32(ws[a.TOPK_IDX], rows, s.top_k), i32(ws[a.TOPK_PHYSICAL], rows, s.copies)
     if s.copies > s.top_k:
         physical[:, s.top_k] = ws[a.SHARED_EXPERT]
@@ -91,13 +98,13 @@ def find_physical(s, ws, weights, rows):
 
 @array_part
 def routes(ws, rows, top_k):
-    """The die's topk_idx and topk_weights."""
+    """Return views of the die's topk_idx and topk_weights."""
     return i32(ws[a.TOPK_IDX], rows, top_k), f32(ws[a.TOPK_WEIGHTS], rows, top_k)
 
 
 @part
 def layer_phase(phase, s, h, ws, weights, inputs, dies, is_moe, scratch, worker, num):
-    """A thread's part of a phase of a layer on the rows h [T, H] of `dies`, whose buffers are ws."""
+    """Run a thread's part of a phase of a layer on the rows h [T, H] of `dies`, whose buffers are ws."""
     rows, (first, last), lead = h.shape[0], share(h.shape[0], worker, num), weights[dies.which[0]]
     if phase < a.APPEND:
         a.project(phase, s, h, ws, lead, worker, num)
@@ -118,7 +125,7 @@ def layer_phase(phase, s, h, ws, weights, inputs, dies, is_moe, scratch, worker,
 
 @part
 def layer(s, h, ws, weights, inputs, dies, is_moe, scratch, sync, worker, num):
-    """A layer on the rows h [T, H] of a step, up to the gate if it `is_moe`.
+    """Run a layer on the rows h [T, H] of a step, up to the gate if it `is_moe`.
 
     A thread has its rows of h to itself, from one layer's end to the next one's beginning, too.
     """
@@ -132,7 +139,7 @@ def layer(s, h, ws, weights, inputs, dies, is_moe, scratch, sync, worker, num):
 
 @array_part
 def all_of(rows):
-    """A die's rows of a step, all of them, as `Dies`."""
+    """Return all of a die's rows of a step as `Dies`."""
     starts = np.zeros(2, np.int64)
     starts[1] = rows
     return a.Dies(starts[:1], starts, starts[:1])

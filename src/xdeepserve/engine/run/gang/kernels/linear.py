@@ -15,15 +15,15 @@ from xdeepserve.model.packing import COLUMNS, DEPTH
 
 @part
 def groups_of(n):
-    """Column groups of n columns."""
+    """Return the number of column groups of n columns."""
     return (n + COLUMNS - 1) // COLUMNS
 
 
 def stacked_product(out, x, w, k_size, n, count, step, first, last):
-    """`count` products of all rows, side by side in out, whose columns of x begin `step` apart: of each the
-    column groups [first, last).
+    """Compute `count` products of all rows, side by side in out, for the column groups [first, last) of each.
 
-    In the arithmetic of FP32, or exact ones of weights in BF16.
+    The columns of x for each product begin `step` apart. The arithmetic is FP32, or exact for weights in
+    BF16.
     """
     raise NotImplementedError
 
@@ -41,11 +41,12 @@ def _stacked_product_of(out, x, w, k_size, n, count, step, first, last):
 
 @part
 def linear(out, x, q8, q8_scale, weight, scale, k_size, n, bounds, count, num_blocks, is_int8):
-    """out [T, n]: each of `count` stacked layers on its rows between bounds, or one on all rows.
+    """Compute out [T, n]: each of `count` stacked layers on its rows between bounds, or one layer on all
+    rows.
 
-    `weight` and `scale` are addresses. With a scale, 0 if there is none, it takes the INT8 rows q8 [T, K] and
-    their scales [T], else x [T, K], in `num_blocks` blocks of K; in the INT8 recipe these are exact products,
-    of one layer.
+    `weight` and `scale` are addresses; `scale` is 0 if there is none. With a scale the product takes the INT8
+    rows q8 [T, K] and their scales [T], else x [T, K], in `num_blocks` blocks of K. In the INT8 recipe the
+    latter are exact products, of one layer.
     """
     last = groups_of(n)
     linear_part(out, x, q8, q8_scale, weight, scale, k_size, n, bounds, count, num_blocks, is_int8, 0, last)
@@ -55,7 +56,7 @@ def linear(out, x, q8, q8_scale, weight, scale, k_size, n, bounds, count, num_bl
 def linear_part(
     out, x, q8, q8_scale, weight, scale, k_size, n, bounds, count, num_blocks, is_int8, first, last
 ):
-    """The column groups [first, last) of what `linear` computes."""
+    """Compute the column groups [first, last) of the result of `linear`."""
     if scale:
         packed = u8_flat(weight, count * groups_of(n) * COLUMNS * ((k_size + DEPTH - 1) // DEPTH * DEPTH))
         gemm_int8(out, q8, q8_scale, packed, f32_flat(scale, count * n), n, bounds, first, last)

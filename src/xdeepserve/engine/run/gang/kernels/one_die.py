@@ -1,4 +1,4 @@
-"""All layers of one die in one call, whose stages threads share (see `layer`)."""
+"""All layers of a single die in a call; threads share the stages (see `layer`)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ MANY_OF_AN_EXPERT = 16  # rows, on average, from which on threads share experts,
 
 @array_part
 def _moe(s, inter, h, ws, weights, die, sync, worker, num):
-    """Experts and the shared one of the rows h [T, H], added to them. die: the row of `experts`' table."""
+    """Run the routed experts and the shared expert on the rows h [T, H], and add the results.
+
+    die: the row of `experts`' table.
+    """
     rows = h.shape[0]
     total, (first, last) = rows * s.top_k, share(rows, worker, num)
     topk_idx, topk_weights = routes(ws, rows, s.top_k)
@@ -53,9 +56,10 @@ def _moe(s, inter, h, ws, weights, die, sync, worker, num):
 
 @array_part
 def deal(taker, bounds, num):
-    """taker [E] = the thread that takes each expert, those with most rows first, whoever has least so far.
+    """Deal experts to threads: largest first, each to the thread with the least rows so far.
 
-    Returns the rows of the thread that has most."""
+    taker [E] out: the thread of each expert. Returns the rows of the thread that has most.
+    """
     taken = np.zeros(num, np.int64)
     for expert in np.argsort(bounds[:-1] - bounds[1:], kind="mergesort"):
         taker[expert] = np.argmin(taken)
@@ -65,7 +69,7 @@ def deal(taker, bounds, num):
 
 @array_part
 def _by_columns(s, inter, rows, ws, weights, die, order, bounds, sync, worker, num):
-    """Threads share the columns of each product: each weight is read once."""
+    """Run experts with the columns of each product shared among threads: each weight is read once."""
     total, num_shared = order.size, rows if s.shared else 0
     x, x8, scale = inputs_of(ws, s.hidden, rows)
     given, given8, given_scale = _given(s, die, total)
@@ -94,7 +98,7 @@ def _by_columns(s, inter, rows, ws, weights, die, order, bounds, sync, worker, n
 
 @array_part
 def _by_experts(s, inter, rows, ws, weights, die, order, bounds, taker, sync, worker, num):
-    """Each thread takes some experts, and all that becomes of their rows, which stay near meanwhile."""
+    """Run experts with each thread taking whole experts, whose rows stay in its cache meanwhile."""
     total, num_shared, (first, last) = order.size, rows if s.shared else 0, share(rows, worker, num)
     x, x8, scale = inputs_of(ws, s.hidden, rows)
     given, given8, given_scale = _given(s, die, total)
@@ -122,13 +126,13 @@ def _by_experts(s, inter, rows, ws, weights, die, order, bounds, taker, sync, wo
 
 @array_part
 def _given(s, die, total):
-    """What experts are given: float32, or INT8 with scales, at the same place."""
+    """Return views of the experts' inputs: float32, or INT8 with scales, at the same place."""
     return f32(die[e.IN], total, s.hidden), i8(die[e.IN], total, s.hidden), f32_flat(die[e.IN_SCALE], total)
 
 
 @part
 def _gather(s, given, given8, given_scale, x, x8, scale, order, begin, end):
-    """The rows [begin, end) of what experts are given."""
+    """Gather the rows [begin, end) of the experts' inputs."""
     own, own_scale = order[begin:end], given_scale[begin:end]
     if s.is_int8:
         k.gather_tokens(given8[begin:end], own_scale, x8, scale, own, s.top_k)
@@ -138,7 +142,7 @@ def _gather(s, given, given8, given_scale, x, x8, scale, order, begin, end):
 
 @array_part
 def _add_up(s, h, topk_weights, order, out, shared, first, last):
-    """What experts gave for the rows [first, last), and the shared one, added to h."""
+    """Add the experts' answers and the shared expert's to rows [first, last) of h."""
     place = np.empty(order.size, np.int32)
     for i in range(order.size):
         place[order[i]] = i
@@ -152,7 +156,7 @@ def _add_up(s, h, topk_weights, order, out, shared, first, last):
 
 @part
 def _grouped(is_int8, out, x, x8, x_scale, weight, scale, bounds, worker, num):
-    """A thread's columns of the routed experts' products: rows between `bounds` each."""
+    """Compute a thread's columns of the routed experts' products: rows between `bounds` each."""
     k_size, n = x.shape[1], out.shape[1]
     first, last = share(groups_of(n), worker, num)
     count = bounds.size - 1
@@ -161,7 +165,7 @@ def _grouped(is_int8, out, x, x8, x_scale, weight, scale, bounds, worker, num):
 
 @part
 def _one(is_int8, out, x, x8, x_scale, weight, scale, expert):
-    """All columns of one routed expert's product."""
+    """Compute all columns of a single routed expert's product."""
     k_size, n = x.shape[1], out.shape[1]
     size = groups_of(n) * COLUMNS * ((k_size + DEPTH - 1) // DEPTH * DEPTH if is_int8 else 4 * k_size)
     own_scale = scale + 4 * expert * n if scale else 0
@@ -170,11 +174,11 @@ def _one(is_int8, out, x, x8, x_scale, weight, scale, expert):
 
 @kernel
 def run_together(s, inter, ws, weights, dies, passes, is_moe, inputs, rows, scratch, sync, worker, num):
-    """All layers on the `rows` rows of one die: thread `worker` of `num`, which all run this at a time.
+    """Run all layers on the `rows` rows of one die, on thread `worker` of `num` threads.
 
-    inter: width of a routed expert; weights [P, 1, NUM_WEIGHTS] and dies [P, 1, NUM_EXPERT_COLUMNS]: the
-    tables of all passes; passes [L], is_moe [L]: the layers; ws [1, buffers] and inputs [1, 6]: the die's;
-    scratch: float32 [workers, at least s.scratch].
+    All threads run this kernel at the same time. inter: width of a routed expert; weights [P, 1, NUM_WEIGHTS]
+    and dies [P, 1, NUM_EXPERT_COLUMNS]: the tables of all passes; passes [L], is_moe [L]: the layers; ws [1,
+    buffers] and inputs [1, 6]: the die's; scratch: float32 [workers, at least s.scratch].
     """
     h, die = f32(inputs[0, H], rows, s.hidden), all_of(rows)
     for i in range(passes.size):

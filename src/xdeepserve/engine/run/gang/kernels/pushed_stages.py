@@ -28,7 +28,7 @@ from xdeepserve.model import kernels as k
 
 @kernel
 def dispatch_stage(s, ws, cuts, ends, expert_rank, local_idx, event, which, one, worker, num):
-    """A share of the dies: its tokens, under `event`, with the set `which` of flags.
+    """Push the tokens of a worker's share of the dies, under `event`, with the set `which` of flags.
 
     ends [R, 7]: the table of `comm.fused.twin`; expert_rank, local_idx: of each physical expert; one: address
     of the scale of rows that are not quantised.
@@ -42,7 +42,7 @@ def dispatch_stage(s, ws, cuts, ends, expert_rank, local_idx, event, which, one,
 def forward_stage(
     s, ways, ends, served, bounds, bases, expert_rank, local_idx, event, which, counts, faults, worker, num
 ):  # fmt: skip
-    """A share of the expert dies, for the tokens of each domain: what it has pulled as a trampoline.
+    """Pull each domain's tokens on a worker's share of trampolines, and push them on to the experts.
 
     Arguments as for `a2e_stage`.
     """
@@ -59,7 +59,7 @@ def forward_stage(
 
 @part
 def gathered_tokens(s, end):
-    """The tokens that were pushed to a die, as it has gathered them."""
+    """Describe the tokens pushed to a die, as it has gathered them."""
     slots, step = end[fused.OUTPUT_SLOTS], fused.SLOT_NBYTES
     experts, scales = slots + 4 * fused.EXPERT, slots + 4 * fused.SCALE
     return Tokens(experts, step, scales, step, end[fused.OUTPUT], s.payload_nbytes)
@@ -69,11 +69,11 @@ def gathered_tokens(s, end):
 def expert_stage(
     s, ways, ends, dies, expert_rank, local_idx, sent, received, event, which, faults, worker, num
 ):  # fmt: skip
-    """A share of the dies with experts: receive, run the experts of one layer, send the answers.
+    """Gather tokens, run the experts of a layer and push the answers, on a worker's share of the dies.
 
-    dies [R, NUM_EXPERT_COLUMNS]. Of each exchange, one after the other, on a first axis: sent [R]: addresses
-    of the answers' buffers; received [R, R] out: messages from each rank, and their number in the die's row
-    of `ways`; faults [R] out.
+    dies [R, NUM_EXPERT_COLUMNS]. The other tables have a first axis of exchanges, which follow one another:
+    sent [R]: addresses of the answers' buffers; received [R, R] out: messages from each rank, and their
+    number in the die's row of `ways`; faults [R] out.
     """
     mine, space = scratch_of(s)
     for x in dies_of(worker, num, s.num_ranks):
@@ -97,11 +97,10 @@ def expert_stage(
 
 @kernel
 def combine_stage(s, e, ws, beside, weights, inputs, cuts, ends, faults, sync, worker, num):
-    """The shared expert of all dies; and a share of the dies: the sums of its tokens' answers, in place on
-    its rows. faults [R]: what is wrong.
+    """Compute the shared expert of all dies, then sum the answers to tokens on a share of the dies.
 
-    s, e: shapes of the layers and of the exchange; weights: of the layer that the rows come from; beside: see
-    `layer_stage`.
+    The sums are added to the dies' rows in place. faults [R] out. s, e: shapes of the layers and of the
+    exchange; weights: of the layer that the rows come from; beside: see `layer_stage`.
     """
     shared_expert(s, ws, beside, weights, cuts, sync, worker, num)
     for x in dies_of(worker, num, e.num_ranks):
@@ -124,9 +123,10 @@ def run_layers(
     s, e, ws, beside, weights, experts, passes, is_moe, events, inputs, cuts, ways, ends, expert_rank,
     local_idx, which, one, sent, received, faults, scratch, sync, worker, num,
 ):  # fmt: skip
-    """All layers of a run, on the rows of all dies; the first that has experts uses the set `which` of flags.
+    """Run all layers of a run on the rows of all dies.
 
-    The rest is that of the kernel of this name in `colocated_stages`, and of the stages.
+    The first layer with experts uses the set `which` of flags. The other arguments are those of the kernel of
+    this name in `colocated_stages`, and of the stages.
     """
     for i in range(passes.size):
         at, event, is_last = passes[i], events[i], i == passes.size - 1
@@ -147,8 +147,10 @@ def run_layers(
 
 @kernel
 def back_stage(s, ways, ends, served, bounds, answer_fields, event, counts, faults, worker, num):
-    """A share of the expert dies, for each domain: the sums of what each has forwarded, and a field for every
-    die that it serves."""
+    """Sum each domain's forwarded answers on a worker's share of trampolines, and hand them back.
+
+    A field is written for every attention die that a trampoline serves.
+    """
     for x in dies_of(worker, num, s.num_ranks):
         for d in range(ways.shape[0]):
             way, end = ways[d, x], ends[d, x]
@@ -161,7 +163,7 @@ def back_stage(s, ways, ends, served, bounds, answer_fields, event, counts, faul
 
 @part
 def hand_back(s, way, end, served, answer_fields, event, counts):
-    """A trampoline's sums, to the blocks of those whom it serves, and their fields."""
+    """Copy a trampoline's sums to the blocks of the attention dies that it serves, and write their fields."""
     token = 0
     for i in range(served.size):
         attention, block = served[i], i * s.answer_block

@@ -1,9 +1,10 @@
-"""A layer of all dies, and their shared experts: those with few rows side by side, as if one die had all.
+"""Runs a layer and the shared experts of all dies; dies with few rows go together, as if one die had all
+rows.
 
-Dies with attention hold the same weights, so each weight is read once for the rows of many, and tiles of the
-products are full. The rows are gathered in buffers outside of the dies' memories. What is left there is
-handed out: a die's own buffers hold what it would have left by itself. Its own are, besides, its part of the
-KV cache, and its map of replicas.
+Dies with attention hold the same weights. So each weight is read once for the rows of many dies, and tiles of
+the products are full. The rows are gathered in buffers outside of the dies' memories. The results there are
+handed out: a die's own buffers hold the bytes that it would have left by itself. The KV cache and the map of
+replicas remain each die's own.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from xdeepserve.model import kernels as k
 
 @kernel
 def layer_stage(s, ws, beside, weights, inputs, cuts, is_moe, is_last, scratch, sync, worker, num):
-    """All dies: a layer on their rows of a microbatch, up to the gate if the layer `is_moe`.
+    """Run a layer on all dies' rows of a microbatch, up to the gate if the layer `is_moe`.
 
     ws [A, buffers], weights [A, NUM_WEIGHTS] and inputs [A, 6] hold addresses; beside [NUM_COLUMNS + 1]:
     those of buffers for rows side by side, the last one for h; cuts [A, 2] the rows of the microbatch;
@@ -49,7 +50,7 @@ def layer_stage(s, ws, beside, weights, inputs, cuts, is_moe, is_last, scratch, 
 
 @array_part
 def shared_expert(s, ws, beside, weights, cuts, sync, worker, num):
-    """All dies: the shared expert of their rows, left in the buffer `shared`; rounded if answers are INT8."""
+    """Run the shared expert on all dies' rows, into the buffer `shared`; rounded if answers are INT8."""
     after = 0
     while after < ws.shape[0] and s.shared:
         dies, after = next_dies(cuts, after)
@@ -80,7 +81,10 @@ def shared_expert(s, ws, beside, weights, cuts, sync, worker, num):
 
 @array_part
 def next_dies(cuts, first):
-    """Dies from `first` on that have rows, together at most AT_ONCE, or one; and the one after the last."""
+    """Take the next dies with rows, from `first` on: one, or several with at most AT_ONCE rows together.
+
+    Returns the dies, and the number of the die after the last.
+    """
     which, starts = np.empty(cuts.shape[0], np.int64), np.zeros(cuts.shape[0] + 1, np.int64)
     size, at = 0, first
     while at < cuts.shape[0]:
@@ -97,7 +101,7 @@ def next_dies(cuts, first):
 
 @part
 def _side_by_side(s, ws, beside, weights, inputs, dies, is_moe, is_last, scratch, sync, worker, num):
-    """`layer` on the rows of several dies."""
+    """Run `layer` on the rows of several dies together."""
     rows = dies.starts[-1]
     h, (first, last) = f32(beside[a.BESIDE_H], rows, s.hidden), share(rows, worker, num)
     _carry_h(s, inputs, beside, dies, first, last, False)
@@ -117,9 +121,10 @@ def _side_by_side(s, ws, beside, weights, inputs, dies, is_moe, is_last, scratch
 
 @part
 def _hand_out(phase, s, ws, beside, weights, dies, is_moe, is_last, first, last):
-    """After a phase, what the rows [first, last) are to leave in the buffers of their dies.
+    """Copy the results of a phase for rows [first, last) to the buffers of their dies.
 
-    What stages after the gate read; what is written in some layers only; and of the last layer all.
+    These are the results that stages after the gate read, those written in some layers only, and all results
+    of the last layer.
     """
     heads_width = s.heads * s.v_dim
     # Wider rows of q8 reach beyond those that are written over them.
@@ -146,7 +151,7 @@ def _hand_out(phase, s, ws, beside, weights, dies, is_moe, is_last, first, last)
 
 @part
 def _hand_out_activation(ws, beside, inter, scale, dies, first, last):
-    """What an MLP of width `inter` leaves between its products, the second of which has a `scale`, or 0."""
+    """Copy an MLP's activations of width `inter` to the dies; in INT8 if the second product has a `scale`."""
     _carry(ws, beside, a.GATE_UP, 8 * inter, dies, first, last, True)
     if scale:
         _carry(ws, beside, a.Q8, inter, dies, first, last, True)
@@ -157,7 +162,7 @@ def _hand_out_activation(ws, beside, inter, scale, dies, first, last):
 
 @part
 def _hand_out_the_rest(s, ws, beside, dies, first, last):
-    """What each layer's attention writes anew, and nothing that follows it reads."""
+    """Copy results of attention to the dies that each layer writes anew and no later stage reads."""
     _carry(ws, beside, a.Y, 4 * s.hidden, dies, first, last, True)
     _carry(ws, beside, a.HEADS_OUT, 4 * s.heads * s.v_dim, dies, first, last, True)
     if s.first_phase == a.NORM:
@@ -170,7 +175,7 @@ def _hand_out_the_rest(s, ws, beside, dies, first, last):
 
 @part
 def _carry(ws, beside, column, width, dies, first, last, is_out):
-    """The rows [first, last) of a buffer, `width` bytes each, to the dies' own buffers, or from there."""
+    """Copy rows [first, last) of a buffer, `width` bytes each, to the dies' own buffers, or from there."""
     for i in range(dies.which.size):
         at, end, _ = a.rows_of_die(dies, i, first, last)
         own = ws[dies.which[i], column] + (at - dies.starts[i]) * width
@@ -179,7 +184,7 @@ def _carry(ws, beside, column, width, dies, first, last, is_out):
 
 @part
 def _carry_h(s, inputs, beside, dies, first, last, is_out):
-    """The same of the rows of h."""
+    """Copy rows [first, last) of h to the dies' own rows, or from there."""
     width = 4 * s.hidden
     for i in range(dies.which.size):
         at, end, lo = a.rows_of_die(dies, i, first, last)

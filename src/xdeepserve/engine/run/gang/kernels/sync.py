@@ -1,4 +1,4 @@
-"""Threads that share a stage: their parts of it, and how they wait for each other in between."""
+"""Division of a stage among threads, and barriers between them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ else:
 
 @intrinsic
 def _count(typingctx: Any, sync: Any, index: Any) -> Any:
-    """sync[index] += 1 in one piece; what it was. Everything written before is seen by who sees this."""
+    """Increment sync[index] atomically and return its old value.
+
+    A thread that sees the new value sees all earlier writes, too.
+    """
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         data = context.make_array(sync)(context, builder, args[0]).data
@@ -44,7 +47,7 @@ def _count(typingctx: Any, sync: Any, index: Any) -> Any:
 
 @intrinsic
 def _look(typingctx: Any, sync: Any, index: Any) -> Any:
-    """sync[index] as the other threads have left it."""
+    """Read sync[index] atomically, as the other threads have left it."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         data = context.make_array(sync)(context, builder, args[0]).data
@@ -55,7 +58,10 @@ def _look(typingctx: Any, sync: Any, index: Any) -> Any:
 
 @part
 def wait(sync, num):
-    """Go on when all `num` threads have come here. sync int64 [SYNC_SIZE], zeros before the first time."""
+    """Wait until all `num` threads have come here, or give up after PATIENCE and mark the threads as lost.
+
+    sync int64 [SYNC_SIZE], zeros before the first time.
+    """
     goal = (_count(sync, CAME) // num + 1) * num
     looks = 0
     while _look(sync, CAME) < goal:
@@ -69,22 +75,22 @@ def wait(sync, num):
 
 @part
 def are_lost(sync):
-    """Whether threads have waited for each other in vain: what follows would go on with half of the bytes."""
+    """Whether threads have waited for each other in vain; going on would use incomplete bytes."""
     return _look(sync, LOST) > 0
 
 
 @kernel
 def wait_for_others(sync, num):
-    """`wait`, for a thread that is in no kernel."""
+    """Call `wait` from a thread outside of any kernel."""
     wait(sync, num)
 
 
 def new_sync() -> Array:
-    """What threads wait by, int64 [SYNC_SIZE]."""
+    """Create the counters for `wait`, int64 [SYNC_SIZE]."""
     return np.zeros(SYNC_SIZE, np.int64)
 
 
 @part
 def share(size, worker, num):
-    """A thread's part of `size` neighbouring things: its first, and its last + 1."""
+    """Return a thread's part of `size` neighbouring things: its first, and its last + 1."""
     return size * worker // num, size * (worker + 1) // num
