@@ -52,7 +52,7 @@ class Handle:
 
     async def work(self, name: str, fn: Callable[[], T], flops: float, nbytes: float = 0) -> T:
         """Run a part of the running kernel on the vector cores (`Die.compute`)."""
-        how: dict[str, Any] = {"core": "aiv", "cores": self.means.cores, "args": self.steps.place}
+        how: dict[str, Any] = {"core": "aiv", "cores": self.means.cores, "args": self.die.trace.place}
         return await self.die.compute(name, fn, flops=flops, nbytes=nbytes, is_fused=True, **how)
 
     async def _run(

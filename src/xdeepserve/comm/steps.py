@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from xdeepserve.hw.die import Die
 
@@ -21,7 +21,6 @@ class Steps:
     def __init__(self, die: Die, on_step: Observer | None = None, lane: str = "XCCL") -> None:
         self.die, self.on_step = die, on_step
         self.lane = lane  # of a trace, and what comes is
-        self.place: dict[str, Any] = {}  # layer, microbatch
         self._start = 0
 
     def begin(self) -> None:
@@ -35,11 +34,10 @@ class Steps:
 
     def done(self, op: str, step: int) -> Awaitable[None] | None:
         """Note the completion of all steps up to `step`; 7 stands for 6 and 7, which are one copy."""
-        now, trace = self.die.clock.now, self.die.trace
-        if trace.is_on and now > self._start:
+        now = self.die.clock.now
+        if self.die.trace.is_on and now > self._start:
             name = f"{op} {step}" if step != 7 else f"{op} 6-7"
-            place = self.place | {"waits": True} if step == WAITING else self.place
-            trace.span(self.die.index, self.lane, name, self._start, now, place)
+            self.die.draw(self.lane, name, self._start, {"waits": True} if step == WAITING else None)
         self._start = now
         moments = self.die.fabric.moments
         if moments.is_on:

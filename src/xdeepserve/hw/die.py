@@ -148,6 +148,13 @@ class Die:
         await self.clock.sleep_until(end)
         return result
 
+    def draw(self, lane: str, name: str, start_ns: int, more: dict[str, Any] | None = None) -> None:
+        """Draw a span from `start_ns` until now, with the running process's place and `more` as arguments."""
+        if self.trace.is_on:
+            place = self.trace.place
+            args = {**place, **more} if more else place
+            self.trace.span(self.index, lane, name, start_ns, self.clock.now, args)
+
     def stall(self, duration_ns: int) -> None:
         """Let nothing begin here for `duration_ns`: requests to cores and engines wait."""
         until = self.clock.now + duration_ns

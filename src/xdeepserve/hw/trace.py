@@ -11,10 +11,15 @@ import hashlib
 import json
 from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple
 
 FIRST_SOFTWARE_NODE = 1_000_000  # beyond all dies and hosts
+
+# A context belongs to one asyncio task, and virtual processes are tasks: so each has a place of its own.
+_PLACE: ContextVar[dict[str, Any]] = ContextVar("place")
+_NOWHERE: dict[str, Any] = {}
 
 
 class TraceSpan(NamedTuple):
@@ -131,6 +136,18 @@ class Trace:
             return ""
         dies = {node for node in self.node_names if node < FIRST_SOFTWARE_NODE} | self._hidden
         return f"{len(dies - self._hidden)} of {len(dies)} dies shown"
+
+    # ---- where a process is -------------------------------------------------------------------------
+
+    def at(self, **place: Any) -> None:
+        """Set the place of the running process: its layer, microbatch, domain, or what else it is at."""
+        if self.is_on:
+            _PLACE.set(place)
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Place of the running process: where the one was that started it, until it moves by `at`."""
+        return _PLACE.get(_NOWHERE)
 
     # ---- what happens -------------------------------------------------------------------------------
 

@@ -89,10 +89,6 @@ class M2NSide(Handle):
             StreamWord(die, layout, 1),
         )
 
-    def at(self, **place: int) -> None:
-        """Set the layer, microbatch and domain of the next arrivals, for traces."""
-        self.steps.place = place
-
     def reset(self) -> None:
         """Forget a failed exchange. All dies of both sides must reset while none is in an operation."""
         self.turns.reset({})

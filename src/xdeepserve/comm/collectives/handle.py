@@ -232,7 +232,7 @@ class Collectives:
             core="aiv",
             cores=self.num_cores,
             is_fused=True,
-            args=self.steps.place,
+            args=self.die.trace.place,
         )
         await self.steps.passed(op, 5)
         return result

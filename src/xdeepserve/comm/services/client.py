@@ -109,10 +109,6 @@ class ServiceClient(Handle):
         self._met: dict[int, int] = {}  # servers, and their epochs, whose slot here has been this client's
         self.num_resent = 0  # requests that replicas were asked
 
-    def at(self, **place: int) -> None:
-        """Set layer, microbatch and domain for the following spans in traces."""
-        self.steps.place = place
-
     def reset(self) -> None:
         """Forget all open requests. Servers register anew, before or after; slots on servers that do not are
         checked before use."""

@@ -142,10 +142,6 @@ class ExpertSide(Side):
         self._served_counts: Int64 = np.zeros(0, np.int64)
         self._weights: Float32 = np.zeros((0, layout.top_k), np.float32)
 
-    def at(self, **place: Any) -> None:
-        super().at(**place)
-        self.xccl.steps.place = place
-
     def _on_lane(self, lane: str) -> None:
         """Draw the following steps on this lane of a trace."""
         self.steps.lane = self.xccl.steps.lane = lane

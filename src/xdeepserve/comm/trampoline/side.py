@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -59,10 +59,6 @@ class Side(Handle):
         """Forget a failed exchange. All dies of both sides must do so while none is in an operation."""
         heard = Step.COMBINE if self.role == "attention" else Step.DISPATCH
         self.turns.reset({heard: self.inbox.newest})
-
-    def at(self, **place: Any) -> None:
-        """Set layer, microbatch and domain for the following spans in traces."""
-        self.steps.place = place
 
     def _check_weights(self, topk_idx: Int32, topk_weights: Float32) -> None:
         check_array("A2E", "topk_weights", topk_weights)

@@ -19,9 +19,8 @@ buffers is enough:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -70,27 +69,27 @@ class FlowTrampoline(Side):
         )
         self._answers = Inbox(die, layout.flow_answers, experts, label, names)
         self.taken: Int64 = np.zeros(times, np.int64)  # the newest event pulled from each
-        # Of a trace, where its owner draws this, what it calls that, and what an event is.
+        # Of a trace, where its owner draws this, and what it calls that.
         self.lane, self.called = "XCCL", ""
-        self.place_of: Callable[[int], dict[str, Any]] = lambda event_id: {}
 
     def reset(self) -> None:
         """Forget all arrived tokens, even those that were posted and not pulled."""
         super().reset()
         self.taken[:] = self.inbox.view["event_id"]
 
-    async def serve(self, number: int) -> tuple[int, int]:
-        """Carry the next tokens of the attention die served as `number` there and back, waiting for them as
-        long as needed. Returns their event ID, and the virtual time at which they came.
+    async def next_event(self, number: int) -> int:
+        """Wait for the next tokens of the attention die served as `number`; return their event ID."""
+        await newer(self.inbox, "A2E", self.label, self.taken, np.array([number]))
+        return int(self.inbox.view[number]["event_id"])
+
+    async def serve(self, number: int) -> None:
+        """Carry the tokens that `next_event` has found there and back, for the attention die `number`.
 
         Raises DeadlineError naming the expert dies that do not answer in time.
         """
-        await newer(self.inbox, "A2E", self.label, self.taken, np.array([number]))
-        come_ns = self.die.clock.now
         event_id, token = await self._take(number)
         counts, sent = await self._hand_on(number, event_id, token)
         await self._answer(number, event_id, await self._merge(number, event_id, token, counts, sent))
-        return event_id, come_ns
 
     async def _take(self, number: int) -> tuple[int, npt.NDArray[np.void]]:
         """A2E, steps 5 to 7: pull an attention die's tokens to the place kept for them."""
@@ -139,7 +138,6 @@ class FlowTrampoline(Side):
         rows = await self._answers.pull("E2A", counts, self.means, place=place)
         answers = unpack_answers(self.layout.naive, rows, sent)
         total = partial(weighted_sum, answers, token["topk_weights"])
-        self.at(**self.place_of(event_id))
         return await self.work("E2A' 2 weighted sum", total, 2 * answers.size)
 
     async def _answer(self, number: int, event_id: int, payload: Float32) -> None:

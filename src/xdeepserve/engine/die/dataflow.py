@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -59,7 +59,6 @@ class DataflowExpertProgram(ExpertProgram):
         self.flows, self.trampolines, self.num_domains = flows, trampolines, num_domains
         for number, trampoline in enumerate(trampolines):
             trampoline.lane, trampoline.called = TRAMPOLINE, self._name(number)
-            trampoline.place_of = partial(self._origin, [number])
         for number, flow in enumerate(flows):
             flow.lanes, flow.called = (RECEIVE, SEND), self._name(number)
         self._come, self._gone = self._queues()
@@ -93,12 +92,11 @@ class DataflowExpertProgram(ExpertProgram):
 
     async def _forward(self, i: int, trampoline: FlowTrampoline, number: int) -> None:
         """Relay an attention die's tokens to the expert dies, and send the sum of their answers back."""
+        attention = trampoline.served[number]
         while True:
-            event_id, start = await trampoline.serve(number)
-            if self.die.trace.is_on:
-                place = self._origin([i], event_id) | {"attention die": trampoline.served[number]}
-                now = self.die.clock.now
-                self.die.trace.span(self.die.index, TRAMPOLINE, trampoline.title(number), start, now, place)
+            start = self._begin_event([i], await trampoline.next_event(number))
+            await trampoline.serve(number)
+            self.die.draw(TRAMPOLINE, trampoline.title(number), start, {"attention die": attention})
 
     async def _take(self, number: int, flow: FlowExpertSide) -> None:
         """Pull tokens posted by attention dies, in the order of the dies' ranks."""
@@ -106,7 +104,8 @@ class DataflowExpertProgram(ExpertProgram):
             for attention in await flow.arrivals():
                 start = self.die.clock.now
                 work = Arrived(number, flow, await flow.take(attention))
-                self._draw(RECEIVE, work, start)
+                self._begin_event([number], work.arrival.event_id)
+                self.die.draw(RECEIVE, self._name(number), start, {"attention die": attention})
                 self._come.put(work)
 
     async def _serve(self) -> None:
@@ -134,13 +133,11 @@ class DataflowExpertProgram(ExpertProgram):
         """Run a layer's experts on a batch and return the answers for each arrival."""
         received = self.mem.gathered([work.arrival.received for work in batch])
         out = self.room_for(len(received))
-        start, place = self.die.clock.now, self.place_of(batch)
+        start = self._begin_event([work.number for work in batch], batch[0].arrival.event_id)
         # Nobody knows how many tokens are on their way to others: these bring the average.
         spec = self.die.spec
-        await self.run_experts(out, received, lambda count: spec.billed_copies(count, count), layer, place)
-        self.die.trace.span(
-            self.die.index, COMPUTE, f"{len(batch)} arrivals", start, self.die.clock.now, place
-        )
+        await self.run_experts(out, received, lambda count: spec.billed_copies(count, count), layer)
+        self.die.draw(COMPUTE, f"{len(batch)} arrivals", start)
         ends = np.cumsum([len(work.arrival.received) for work in batch])
         return np.split(out, ends[:-1])
 
@@ -167,36 +164,24 @@ class DataflowExpertProgram(ExpertProgram):
     async def _answer(self) -> None:
         while True:
             work, out = await self._gone.get()
-            start, place = self.die.clock.now, self.place_of([work])
-            work.side.at(**place)
+            start = self._begin_event([work.number], work.arrival.event_id)
             await work.side.answer(work.arrival, out)
-            self._draw(SEND, work, start)
+            self.die.draw(SEND, self._name(work.number), start, {"attention die": work.arrival.attention})
 
     # ---- traces -------------------------------------------------------------------------------------
 
     def _name(self, number: int) -> str:
         return stream_item(*divmod(number, self.num_domains))
 
-    def place_of(self, batch: Sequence[Arrived]) -> dict[str, Any]:
-        """Describe a batch of arrivals for the trace: layer, microbatch and domain."""
-        return self._origin([work.number for work in batch], batch[0].arrival.event_id)
+    def _begin_event(self, numbers: Sequence[int], event_id: int) -> int:
+        """Set the place of this stream for traces: the event of these sides; return the virtual time.
 
-    def _origin(self, numbers: Sequence[int], event_id: int) -> dict[str, Any]:
-        """Describe a layer's arrivals for the trace: numbers, or lists where sides differ; empty without a
-        trace."""
-        if not self.die.trace.is_on:
-            return {}
-        sides = [divmod(number, self.num_domains) for number in numbers]
-        kinds = {
-            "microbatch": sorted({microbatch for microbatch, _ in sides}),
-            "domain": sorted({domain for _, domain in sides}),
-        }
-        place = {"layer": self.layer_index[self._layer(event_id)]}
-        return place | {name: all[0] if len(all) == 1 else all for name, all in kinds.items()}
-
-    def _draw(self, lane: str, work: Arrived, start: int) -> None:
-        """Draw a trace span for tokens received from, or answers sent to, one attention die."""
+        Microbatch and domain are lists where the sides differ in them.
+        """
         if self.die.trace.is_on:
-            place = self.place_of([work]) | {"attention die": work.arrival.attention}
-            now = self.die.clock.now
-            self.die.trace.span(self.die.index, lane, self._name(work.number), start, now, place)
+            sides = zip(*(divmod(number, self.num_domains) for number in numbers), strict=True)
+            found = (sorted(set(each)) for each in sides)
+            microbatch, domain = (each[0] if len(each) == 1 else each for each in found)
+            layer = self.layer_index[self._layer(event_id)]
+            self.die.trace.at(layer=layer, microbatch=microbatch, domain=domain)
+        return self.die.clock.now

@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 
 from xdeepserve.comm.exchange.rows import TokenCopies
-from xdeepserve.comm.steps import Steps
 from xdeepserve.engine.die.expert_memory import STOP, ExpertMemory, FlowRows
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.lanes import COMPUTE
@@ -43,8 +42,6 @@ class AskedOfExperts(Protocol):
 
 class ServerEnd(Protocol):
     """An expert server's end of the client protocol: of `comm.services`, or with virtual time alone."""
-
-    steps: Steps
 
     def register(self) -> None: ...
 
@@ -92,23 +89,20 @@ class ExpertServerProgram(ExpertProgram):
         payload, scale = np.zeros((rows, width), dtype), np.ones(rows, np.float32)
         out = mem.workspace.take("flow/answers", rows, width)
         for layer in range(len(self.layers)):
-            await self.run_experts(out, FlowRows(payload, scale, experts), float, layer, {})
+            await self.run_experts(out, FlowRows(payload, scale, experts), float, layer)
 
     async def _serve(self) -> None:
         spec, hidden = self.die.spec, self.mem.config.hidden_size
         while True:
             batch: Sequence[AskedOfExperts] = await self.server.next_batch(self.mem.max_rows)
             layer, start = batch[0].layer, self.die.clock.now
-            place = self.place_of(batch)
-            self.server.steps.place = place
+            self.die.trace.at(**self.place_of(batch))
             received = self.mem.gathered([each.received for each in batch])
             out = self.mem.workspace.take("flow/answers", len(received), hidden)
             # Nobody knows how many tokens are on their way to others: these bring the average.
-            await self.run_experts(
-                out, received, lambda count: spec.billed_copies(count, count), layer, place
-            )
+            await self.run_experts(out, received, lambda count: spec.billed_copies(count, count), layer)
             name = f"{len({client for each in batch for client in each.clients})} clients"
-            self.die.trace.span(self.die.index, COMPUTE, name, start, self.die.clock.now, place)
+            self.die.draw(COMPUTE, name, start)
             await self.server.answer(batch, out)
 
     def place_of(self, batch: Sequence[AskedOfExperts]) -> dict[str, Any]:

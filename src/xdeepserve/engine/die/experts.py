@@ -43,8 +43,6 @@ Stream = Callable[[], Coroutine[Any, Any, None]]
 class ExpertEnd(Protocol):
     """An expert die's end of A2E and E2A."""
 
-    def at(self, **place: int) -> None: ...
-
     async def a2e(self, event_id: int) -> TokenCopies: ...
 
     async def e2a(self, expert_out: Array, event_id: int) -> None: ...
@@ -199,20 +197,19 @@ class ExpertProgram:
         """Return the event ID of an item's A2E and E2A: one for each layer of each step, from 1."""
         return item // len(self.round) + 1
 
-    def _place(self, item: int) -> dict[str, Any]:
-        """Describe an item for the trace: layer, microbatch and domain; empty without a trace."""
-        if not self.die.trace.is_on:
-            return {}
-        microbatch, domain = divmod(item % len(self.round), self.num_domains)
-        layer = self.layer_index[item // len(self.round) % len(self.layers)]
-        return {"layer": layer, "microbatch": microbatch, "domain": domain}
+    def _begin(self, item: int) -> int:
+        """Set the place of this stream for traces: the layer, microbatch and domain of an item; return the
+        virtual time."""
+        if self.die.trace.is_on:
+            microbatch, domain = divmod(item % len(self.round), self.num_domains)
+            layer = self.layer_index[item // len(self.round) % len(self.layers)]
+            self.die.trace.at(layer=layer, microbatch=microbatch, domain=domain)
+        return self.die.clock.now
 
     def _note(self, lane: str, item: int, start: int) -> None:
         """Draw a trace span, in the stream's own lane, for an item that the stream has finished."""
-        if self.die.trace.is_on:
-            place = self._place(item)
-            name = stream_item(place["microbatch"], place["domain"])
-            self.die.trace.span(self.die.index, lane, name, start, self.die.clock.now, place)
+        name = stream_item(*divmod(item % len(self.round), self.num_domains))
+        self.die.draw(lane, name, start)
 
     async def _receive(self) -> None:
         """Stream 1: receive the tokens of each item into the die's memory."""
@@ -227,8 +224,7 @@ class ExpertProgram:
             place = item % len(self.round)
             # The side's buffers are free again when its item before has been sent.
             await mem.sent.reaches(die, item - len(self.round) + 1)
-            start = die.clock.now
-            self.round[place].at(**self._place(item))
+            start = self._begin(item)
             self._arrived[place] = await self.round[place].a2e(self._event(item))
             self._note(RECEIVE, item, start)
             item += 1
@@ -243,9 +239,9 @@ class ExpertProgram:
             received = self._arrived[place]
             out = mem.workspace.take(f"sent/{place}", len(received), self.mem.config.hidden_size)
             if len(received):
-                start = die.clock.now
+                start = self._begin(item)
                 billed = partial(self._tallies[place].billed, self._event(item))
-                await self.run_experts(out, received, billed, layer, self._place(item))
+                await self.run_experts(out, received, billed, layer)
                 self._note(COMPUTE, item, start)
             item += 1
             mem.computed.write(die.memory, item)
@@ -257,31 +253,25 @@ class ExpertProgram:
             place = item % len(self.round)
             rows = len(self._arrived[place])
             out = mem.workspace.take(f"sent/{place}", rows, self.mem.config.hidden_size)
-            start = die.clock.now
+            start = self._begin(item)
             await self.round[place].e2a(out, self._event(item))
             self._note(SEND, item, start)
             item += 1
             mem.sent.write(die.memory, item)
 
     async def run_experts(
-        self,
-        out: Array,
-        received: TokenCopies,
-        billed: Callable[[int], float],
-        layer: int,
-        place: dict[str, Any],
+        self, out: Array, received: TokenCopies, billed: Callable[[int], float], layer: int
     ) -> None:
         """Compute the experts' output float32 [N, H] of the received rows into `out`.
 
-        `billed` maps the number of routed rows to the number that is billed; `place` describes the work for
-        the trace.
+        `billed` maps the number of routed rows to the number that is billed.
         """
         runner, frame, stage, held = self.runner, self.runner.frame, self.stages[layer], self.layers[layer]
         if held.experts is not None:
             frame.experts = held.experts
         if held.shared is not None:
             frame.copy = held.shared
-        runner.place, num_shared = place, self.mem.num_copied(received)
+        num_shared = self.mem.num_copied(received)
         frame.receive(received.payload, received.scale, received.expert_idx, out)
         num_routed = len(received) - num_shared
         price = self.price(num_routed, num_shared, billed(num_routed), layer)

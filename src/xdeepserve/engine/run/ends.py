@@ -19,10 +19,6 @@ class RankExchange:
         self._num_slots = num_slots  # physical experts, without the copies of the shared one
         self.xccl, self._tally, self._event, self._num_shared = xccl, tally, 0, 0
 
-    def at(self, place: dict[str, int]) -> None:
-        """Set the place in the model (layer, microbatch) for later spans of a trace."""
-        self.xccl.steps.place = place
-
     def reset(self, epoch: int) -> None:
         """Forget an unfinished exchange, after a rollback."""
         self.xccl.reset()
@@ -54,9 +50,6 @@ class RankExchange:
 class AwaySide(Protocol):
     """An attention die's end of a way to experts on dies of their own."""
 
-    def at(self, **place: int) -> None:
-        """Set the place in the model (layer, microbatch) for later spans of a trace."""
-
     def reset(self) -> None:
         """Forget an unfinished exchange, after a rollback."""
 
@@ -72,10 +65,6 @@ class CountedSide:
 
     def __init__(self, side: AwaySide, tally: Tally) -> None:
         self.side, self._tally = side, tally
-
-    def at(self, **place: int) -> None:
-        """Set the place in the model (layer, microbatch) for later spans of a trace."""
-        self.side.at(**place)
 
     def reset(self, epoch: int) -> None:
         """Forget an unfinished exchange, after a rollback."""

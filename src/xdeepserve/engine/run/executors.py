@@ -68,7 +68,6 @@ def traversal(net: Net, rank: int, mem: DieMemory, weights: ModelWeights, thread
     for each in (main, *runners):
         if sizes.experts.where == "away":
             each.home = {"domain": rank // net.team.dies_per_domain}
-            each.at()
     for m, each in enumerate(runners):
         connect(net, rank, each, m)
     return Traversal(main, runners, schedule(sizes.walk, sizes.groups.is_sliced), programs(net, mem, weights))

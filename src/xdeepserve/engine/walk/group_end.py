@@ -19,9 +19,6 @@ class GroupEnd(Protocol):
     rank: int
     size: int
 
-    def at(self, place: dict[str, int]) -> None:
-        """Set the place in the model (layer, microbatch) for later spans of a trace."""
-
     def reset(self, epoch: int) -> None:
         """Forget an unfinished collective, and restart event IDs alike on all ranks."""
 
@@ -62,10 +59,6 @@ class TPGroup:
     def __init__(self, collectives: Collectives) -> None:
         self._collectives, self._num_events = collectives, 0
         self.rank, self.size = collectives.rank, collectives.num_ranks
-
-    def at(self, place: dict[str, int]) -> None:
-        """Set the place in the model (layer, microbatch) for later spans of a trace."""
-        self._collectives.steps.place = place
 
     def reset(self, epoch: int) -> None:
         """Forget an unfinished collective, and restart event IDs.

@@ -28,6 +28,9 @@ MAX_KEPT = 512  # prices that are kept: the same counts come again in layers and
 class Pace(Protocol):
     """How a die's kernels take their virtual time: computing or waiting alone."""
 
+    place: dict[str, Any]
+    """Place of exchanges in traces of time-only runs: the latest kernel's, unless `Runner` sets it."""
+
     def spend(
         self,
         name: str,
@@ -35,7 +38,7 @@ class Pace(Protocol):
         cores: int | None,
         duration_ns: float,
         kernel: Callable[[], None],
-        place: dict[str, int],
+        args: dict[str, Any],
         hbm_ns: float,
     ) -> Awaitable[None]: ...
 
@@ -54,6 +57,7 @@ class Computing:
 
     def __init__(self, die: Die, shares_hbm: bool = False) -> None:
         self.die, self.shares_hbm = die, shares_hbm
+        self.place: dict[str, Any] = {}
 
     def spend(
         self,
@@ -62,10 +66,10 @@ class Computing:
         cores: int | None,
         duration_ns: float,
         kernel: Callable[[], None],
-        place: dict[str, int],
+        args: dict[str, Any],
         hbm_ns: float,
     ) -> Awaitable[None]:
-        run = self.die.run(name, kernel, round(duration_ns), core, cores, place)
+        run = self.die.run(name, kernel, round(duration_ns), core, cores, args)
         return self._share(run, round(duration_ns), hbm_ns) if self.shares_hbm else run
 
     async def _share(self, run: Awaitable[None], duration_ns: int, hbm_ns: float) -> None:
@@ -89,9 +93,6 @@ class Exchange(Protocol):
         """Return the answers [T, K, H] to the rank's own tokens; if fused, their sums [T, H] by
         topk_weights."""
 
-    def at(self, place: dict[str, int]) -> None:
-        """Set the place in the model (layer, microbatch) for later spans of a trace."""
-
     def bill(self, received: int) -> tuple[float, float, float]:
         """Return the work to bill after the latest dispatch, which brought `received` rows.
 
@@ -105,8 +106,6 @@ class Exchange(Protocol):
 
 class Trampoline(Protocol):
     """An attention die's end of A2E and E2A."""
-
-    def at(self, **place: int) -> None: ...
 
     def reset(self, epoch: int) -> None: ...
 
@@ -149,19 +148,16 @@ class Runner:
         self.launcher: Launches | None = None
         self.cores: Callable[[Core], int | None] = all_cores
         self.home: dict[str, int] = {}  # the die's DP domain, if there are some: for traces
-        self.place: dict[str, int] = {}  # the same, and layer and microbatch
         self._prices: dict[tuple[Any, ...], Price] = {}
 
     # ---- where it is --------------------------------------------------------------------------------
 
     def at(self, **place: int) -> None:
         """Set the place in the model for later trace spans: a layer, maybe a microbatch, or none."""
-        if not self.die.trace.is_on:
-            return
-        self.place = {**self.home, **place}
-        for each in (self.exchange, self.group):
-            if each is not None:
-                each.at(self.place)
+        trace = self.die.trace
+        trace.at(**self.home, **place)
+        if trace.is_on and (self.exchange is not None or self.group is not None):
+            self.pace.place = trace.place
 
     def reset(self, epoch: int) -> None:
         """Forget work under way after a rollback, and reset the ends of exchanges."""
@@ -254,13 +250,13 @@ class Runner:
             if self.launcher.is_eager:
                 await self.pace.settle()
                 await self.launcher.kernel()
-        place = self._trace_args(name, rows) if self.die.trace.is_on else self.place
-        await self.pace.spend(name, core, self.cores(core), duration_ns, kernel, place, hbm_ns)
+        args = self._trace_args(name, rows) if self.die.trace.is_on else {}
+        await self.pace.spend(name, core, self.cores(core), duration_ns, kernel, args, hbm_ns)
 
     def _trace_args(self, name: str, rows: int) -> dict[str, Any]:
         """Describe a kernel for the trace: its place, its rows, and for experts the rows of each physical
         expert."""
-        place: dict[str, Any] = {**self.place, "rows": rows} if rows else self.place
+        place = self.die.trace.place | ({"rows": rows} if rows else {})
         known = vars(self.frame)  # rows from elsewhere, or else the die's own; neither in time-only runs
         chosen = known.get("expert_idx", known.get("topk_idx")) if name == "Experts" else None
         if chosen is None:
@@ -311,7 +307,7 @@ class Runner:
             own = np.full((count, 1), self.shared_expert, np.int32)
             topk_idx, topk_weights = np.concatenate([topk_idx, own], axis=1), with_shared(topk_weights)
         assert self.trampoline is not None
-        self.trampoline.at(**self.place)
+        self.pace.place = self.die.trace.place
         await self.trampoline.a2e(f.take("x", *f.mine.shape), topk_idx, topk_weights, f.event)
 
     async def _collective(self, meet: Meet) -> None:

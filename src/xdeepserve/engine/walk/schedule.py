@@ -248,7 +248,7 @@ async def overlap(
         if split is not None:
             split.spend(stream, die.clock.now - start)
         lane = STREAMS[stream] if by_cores else f"microbatch {m}"
-        die.trace.span(die.index, lane, name, start, die.clock.now, runner.place)
+        die.draw(lane, name, start)
 
     passed = visits()
 

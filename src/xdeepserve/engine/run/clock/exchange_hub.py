@@ -140,10 +140,6 @@ class ClockExchange:
         copies = () if self.is_fused else (self.hub.model.num_experts_per_tok,)
         return shape_only(np.float32, self._num_tokens, *copies, expert_out.shape[1])
 
-    def at(self, place: dict[str, int]) -> None:
-        """Set the place in the model (layer, microbatch) for later spans of a trace."""
-        self.timeline.place = place
-
     def reset(self, epoch: int) -> None:
         """Do nothing: exchanges after a rollback have new event IDs, so they are new meetings."""
 

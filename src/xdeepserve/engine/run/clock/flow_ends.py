@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from xdeepserve.comm.exchange.rows import Received
 from xdeepserve.comm.services.server import AT_ONCE, Batching
-from xdeepserve.comm.steps import Steps
 from xdeepserve.engine.run.clock.exchange_hub import received
 from xdeepserve.engine.run.clock.flow_costs import Errand
 from xdeepserve.engine.run.clock.flow_hub import Counts, FlowHub
@@ -44,10 +43,6 @@ class FlowClient:
         self.routing, self.top_k, self.hidden = routing, top_k, hidden
         self.shared_on, self.timeout_ns = shared_on, timeout_ns
         self._sent = Errand(0, 0, 0)
-
-    def at(self, **place: int) -> None:
-        """Set the place in the model (layer, microbatch) for later spans of a trace."""
-        self.timeline.place = place
 
     def reset(self, epoch: int) -> None:
         """Forget the sending under way, after a rollback."""
@@ -101,7 +96,7 @@ class FlowServer:
         batching: Batching = AT_ONCE,
     ) -> None:
         self.die, self.index, self.hub, self.num_layers = die, index, hub, num_layers
-        self.hidden, self.batching, self.steps = hidden, batching, Steps(die)
+        self.hidden, self.batching = hidden, batching
         self._kinds = np.array([0, first_copy], np.int32)
         self._present = np.ones(hub.num_attention, bool)  # attention dies that it waits for
 

@@ -54,10 +54,6 @@ class ClockGroup:
         self.timeline, self.rank, self.hub = timeline, rank, hub
         self.size, self._num_events = hub.cost.num_ranks, 0
 
-    def at(self, place: dict[str, int]) -> None:
-        """Set the place in the model (layer, microbatch) for later spans of a trace."""
-        self.timeline.place = place
-
     def reset(self, epoch: int) -> None:
         """Restart event IDs after a rollback, since ranks may have been at different meetings."""
         self._num_events = first_event(epoch)

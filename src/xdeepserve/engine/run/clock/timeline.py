@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.spec import Core
@@ -24,7 +25,7 @@ class Timeline:
     def __init__(self, die: Die, takes_turns: bool = False, shares_hbm: bool = False) -> None:
         self.die, self.takes_turns, self.shares_hbm = die, takes_turns, shares_hbm
         self.spent_ns: Counter[str] = Counter()
-        self.place: dict[str, int] = {}  # layer, microbatch: for traces
+        self.place: dict[str, Any] = {}
         self._ahead_ns = 0
 
     async def spend(
@@ -34,11 +35,11 @@ class Timeline:
         cores: int | None,
         duration_ns: float,
         kernel: Callable[[], None],
-        place: dict[str, int],
+        args: dict[str, Any],
         hbm_ns: float,
     ) -> None:
         """Spend the time of a stage, from the program's position on."""
-        self.place = place
+        self.place = args
         if self.shares_hbm and duration_ns:
             start = await self.catch_up()
             await self.die.hbm.end(self.die.hbm.begin(round(duration_ns), hbm_ns))

@@ -133,10 +133,6 @@ class ClockAttentionSide:
         self.timeline, self.rank, self.hub = timeline, rank, hub
         self._num_tokens, self._hidden = 0, hub.model.hidden_size
 
-    def at(self, **place: int) -> None:
-        """Set the place in the model (layer, microbatch) for later spans of a trace."""
-        self.timeline.place = place
-
     def reset(self, epoch: int) -> None:
         """Do nothing: exchanges after a rollback have new event IDs, so they are new meetings."""
 
@@ -167,9 +163,6 @@ class ClockExpertSide:
 
     def __init__(self, die: Die, index: int, hub: TrampolineHub) -> None:
         self.die, self.index, self.hub = die, index, hub
-
-    def at(self, **place: int) -> None:
-        """Do nothing: the expert program itself draws its streams in traces."""
 
     def reset(self) -> None:
         """Do nothing: exchanges after a rollback have new event IDs, so they are new meetings."""

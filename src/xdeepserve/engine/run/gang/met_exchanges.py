@@ -188,11 +188,6 @@ class MetExchange:
     def __init__(self, gang: MetExchanges, executor: Executor, runner: Runner) -> None:
         self._gang, self.rank, self._runner, self.die = gang, executor.rank, runner, executor.die
         self._pass_at = {id(cache): at for at, cache in enumerate(executor.caches)}
-        self._place: dict[str, int] = {}
-
-    def at(self, place: dict[str, int]) -> None:
-        """Set the place in the model (layer, microbatch) for later spans of a trace."""
-        self._place = place
 
     def reset(self, epoch: int) -> None:
         """Forget all unfinished exchanges of the gang, after a rollback."""
@@ -233,5 +228,5 @@ class MetExchange:
     async def _meet(self, op: Op, event: int) -> None:
         gang, start = self._gang, self.die.clock.now
         meeting = await gang.take_part(op, self.rank, self._at, event)
-        self.die.trace.span(self.die.index, gang.lane, meeting.op, start, self.die.clock.now, self._place)
+        self.die.draw(gang.lane, meeting.op, start)
         meeting.draw([die.index for die in gang.dies], self.rank, self.die, gang.lane)
