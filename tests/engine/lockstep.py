@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+import pytest
 
 from tests.engine.pods import overrides
 from xdeepserve.engine.balance.reconfigure import Reconfiguration
@@ -15,6 +16,8 @@ from xdeepserve.llm import LLM, digest
 from xdeepserve.model.presets import PRESET_DIRECTORY, TinyCheckpoint
 from xdeepserve.model.seeded import SeededCheckpoint
 
+# The kernels of a whole step take up to two minutes to compile, for each recipe anew: `make test` tries one.
+PRECISIONS = ("int8", pytest.param("fp32", marks=pytest.mark.long))
 GREEDY = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
 PROMPTS = [[5 + i, *range(10, 10 + i % 5)] for i in range(7)]
 Model = str | SeededCheckpoint

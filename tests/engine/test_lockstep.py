@@ -23,6 +23,7 @@ from tests.engine.lockstep import (
     ABSORBED,
     GREEDY,
     KEPT_FLOAT,
+    PRECISIONS,
     PROMPTS,
     SLOTS,
     Model,
@@ -56,7 +57,7 @@ def run(precision: str, shape: tuple[int, ...], *more: str) -> tuple[str, dict[t
 
 @pytest.mark.always
 @pytest.mark.thin(3)
-@pytest.mark.parametrize("precision", ["int8", "fp32"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(("dies", "mtp"), [(1, 2), (2, 1), (3, 2), (4, 0), (5, 1), (6, 0), (7, 2), (8, 0)])
 def test_colocated_leaves_the_same_bytes(precision: str, dies: int, mtp: int) -> None:
     """Experts that do not divide evenly, and more dies than prompts."""
@@ -68,23 +69,23 @@ LONG = [[5 + i, *range(10, 10 + length)] for i, length in enumerate((2 * MANY + 
 ROOM = ("max_model_len=256", "scheduler.max_num_batched_tokens=224")
 
 
-@pytest.mark.parametrize("precision", ["int8", "fp32"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_many_rows_leave_the_same_bytes(precision: str) -> None:
     check_colocated(precision, "dies=2", *ROOM, prompts=LONG)
 
 
-@pytest.mark.parametrize("precision", ["int8", "fp32"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_many_rows_of_microbatches_leave_the_same_bytes(precision: str) -> None:
     check_apart(precision, (1, 1, 2, 1, 2), *ROOM, "threads=2", prompts=LONG)
 
 
-@pytest.mark.parametrize("precision", ["int8", "fp32"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_many_rows_on_one_die_in_one_call(precision: str, threads: int) -> None:
     check_monolithic(precision, *ROOM, threads=threads, prompts=LONG)
 
 
-@pytest.mark.parametrize("precision", ["int8", "fp32"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_many_rows_that_fill_tiles(precision: str, threads: int) -> None:
     """Of a matrix unit, where there is one: of the second die of two, and of one die in one call."""
@@ -108,7 +109,9 @@ def test_prompts_in_chunks_and_preempted() -> None:
     check_colocated("int8", "dies=3", "execution.overlap=true", "threads=2", *tight, prompts=prompts)
 
 
-@pytest.mark.parametrize(("precision", "dies"), [("int8", 1), ("int8", 3), ("fp32", 3)])
+@pytest.mark.parametrize(
+    ("precision", "dies"), [("int8", 1), ("int8", 3), pytest.param("fp32", 3, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize(
     "changes",
     [{"n_shared_experts": 0}, {"n_shared_experts": 2}, {"first_k_dense_replace": 99}, {"q_lora_rank": None}],
@@ -124,7 +127,7 @@ def test_int8_attention_of_colocated_dies(dies: int) -> None:
     check_colocated("int8", f"dies={dies}", "mtp=1", model=variant(int8_attention=frozenset({0, 2, 4})))
 
 
-@pytest.mark.parametrize("precision", ["int8", "fp32"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(("dies", "mtp"), [(2, 2), (3, 1), (5, 0)])
 def test_replicas_leave_the_same_bytes(precision: str, dies: int, mtp: int) -> None:
     check_colocated(precision, f"dies={dies}", f"mtp={mtp}", *SLOTS)
@@ -135,7 +138,7 @@ def test_replicas_that_nobody_counts_leave_the_same_bytes() -> None:
 
 
 @pytest.mark.thin(3)
-@pytest.mark.parametrize("precision", ["int8", "fp32"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -150,7 +153,7 @@ def test_dies_of_the_shared_expert_leave_the_same_bytes(precision: str, settings
 
 
 @pytest.mark.thin(3)
-@pytest.mark.parametrize("precision", ["int8", "fp32"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -171,7 +174,7 @@ def test_dies_without_rows_take_part_in_exchanges_by_push() -> None:
 
 
 @pytest.mark.thin(3)
-@pytest.mark.parametrize("precision", ["int8", "fp32"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_exchanges_by_push_on_dies_apart_leave_the_same_bytes(precision: str, shape: tuple[int, ...]) -> None:
     check_apart(precision, shape, "exchange=push", "mtp=1", *(SLOTS if shape[2] > 1 else ()))
@@ -205,7 +208,7 @@ def test_int8_answers_on_one_die_in_one_call(threads: int) -> None:
 
 
 @pytest.mark.thin(3)
-@pytest.mark.parametrize("precision", ["int8", "fp32"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[2] > 1])
 def test_replicas_on_dies_apart_leave_the_same_bytes(precision: str, shape: tuple[int, ...]) -> None:
     check_apart(precision, shape, "mtp=1", *SLOTS)
@@ -234,7 +237,7 @@ def test_layers_share_stages_and_what_these_cost_if_they_are_alike() -> None:
 
 
 @pytest.mark.thin(3)
-@pytest.mark.parametrize("precision", ["int8", "fp32"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("mtp", [1, 2])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_same_bytes_as_a_task_for_each_die(precision: str, shape: tuple[int, ...], mtp: int) -> None:
@@ -293,7 +296,7 @@ def check_monolithic(
 
 
 @pytest.mark.thin(3)
-@pytest.mark.parametrize("precision", ["int8", "fp32"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
     ("threads", "mtp", "num_prompts"),
     [(1, 0, 9), (1, 2, 9), (2, 1, 9), (3, 2, 9), (11, 0, 9), (2, 0, 1), (3, 2, 2), (2, 1, 4), (11, 0, 3)],
@@ -302,6 +305,7 @@ def test_one_die_in_one_call(precision: str, threads: int, mtp: int, num_prompts
     check_monolithic(precision, f"mtp={mtp}", threads=threads, num_prompts=num_prompts)
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.thin(3)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(
@@ -313,10 +317,9 @@ def test_one_die_in_one_call(precision: str, threads: int, mtp: int, num_prompts
         {"int8_attention": frozenset({1})},
     ],
 )
-def test_other_models_on_one_die(changes: dict[str, object], threads: int) -> None:
-    for precision in ("int8", "fp32"):
-        for num_prompts in (2, 9):
-            check_monolithic(precision, threads=threads, model=variant(**changes), num_prompts=num_prompts)
+def test_other_models_on_one_die(changes: dict[str, object], threads: int, precision: str) -> None:
+    for num_prompts in (2, 9):
+        check_monolithic(precision, threads=threads, model=variant(**changes), num_prompts=num_prompts)
 
 
 @pytest.mark.thin(3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engine.lockstep import GREEDY, PROMPTS, SLOTS, TWO, check_colocated, skip
+from tests.engine.lockstep import GREEDY, PRECISIONS, PROMPTS, SLOTS, TWO, check_colocated, skip
 from xdeepserve import LLM
 from xdeepserve.comm.exchange.rows import Received
 from xdeepserve.engine.run.gang import colocated
@@ -28,7 +28,7 @@ SETTINGS = [
 
 
 @pytest.mark.thin(3)
-@pytest.mark.parametrize("precision", ["int8", "fp32"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_leaves_the_same_bytes_as_tasks(precision: str, settings: tuple[str, ...]) -> None:
     check_colocated(precision, "dies=4", *settings)

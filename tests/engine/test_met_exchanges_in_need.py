@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.lockstep import GREEDY, PROMPTS, TWO, Model, check_colocated, variant, with_float
+from tests.engine.lockstep import (
+    GREEDY,
+    PRECISIONS,
+    PROMPTS,
+    TWO,
+    Model,
+    check_colocated,
+    variant,
+    with_float,
+)
 from tests.engine.remains import check_nothing_is_left
 from tests.model.hf_fixtures import BY_NAME
 from xdeepserve import LLM, SamplingParams
@@ -39,7 +48,7 @@ OTHERS: list[tuple[str, Model]] = [
 
 
 @pytest.mark.thin(3)
-@pytest.mark.parametrize("precision", ["int8", "fp32"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(("name", "settings"), FAMILIES, ids=str)
 def test_other_families(precision: str, name: str, settings: tuple[str, ...], tmp_path: Path) -> None:
     """Whose stages are tasks' in any case."""

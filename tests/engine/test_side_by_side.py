@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.engine.lockstep import check_apart, check_colocated, variant
+from tests.engine.lockstep import PRECISIONS, check_apart, check_colocated, variant
 from xdeepserve.engine.run.gang.kernels.attention import AT_ONCE
 from xdeepserve.engine.run.gang.kernels.heads import head_stage
 from xdeepserve.engine.run.gang.kernels.side_by_side import next_dies
@@ -42,7 +42,7 @@ WIDE = {"q_lora_rank": 160, "v_head_dim": 48}
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("precision", ["int8", "fp32"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_what_wide_rows_leave(precision: str, threads: int) -> None:
     model = variant(**WIDE)
     assert model.config.hidden_size < min(160, 48 * model.config.num_attention_heads)
@@ -58,7 +58,7 @@ def test_a_run_that_ends_with_a_dense_layer(exchange: str) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("precision", ["int8", "fp32"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_more_rows_than_go_together(precision: str, threads: int) -> None:
     """Prompts that fill a group of dies, and the rest, which is another."""
     prompts = [[5 + i, *range(10, 10 + 40 + i)] for i in range(7)]
