@@ -42,7 +42,9 @@ ENVIRONMENT_VARIABLE = "XDEEPSERVE_KERNELS"
 VNNI, BF16 = "avx512vnni", "avx512bf16"
 KINDS = {"amx": (True, True), "vnni": (True, False), "portable": (False, False)}  # with VNNI, with AMX
 PACKAGE = Path(__file__).parent.parent
-PATIENCE_S = 120.0  # with another process that compiles the same; then it is compiled here, too
+# With another process that compiles the same; then it is compiled here, too. The largest kernels take two
+# minutes of a core, several times that on a busy machine. A process that ends lets go of its locks.
+PATIENCE_S = 600.0
 INDEX = "index"  # what is locked while a line is added to it
 IMPORTS = re.compile(r"^(?:from|import) ([\w.]+)(?: import (\([^)]*\)|.*))?", re.MULTILINE)
 # Divisions do not check for zero; no wrapper for calls from C is made, which takes time to compile.

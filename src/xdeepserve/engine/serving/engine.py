@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 from weakref import WeakSet
 
 import msgspec
@@ -440,15 +440,7 @@ class Engine:
         self.je.check_integrity()
 
 
-class Neighbour(Protocol):
-    """What an engine tells the others that share its pod, each with a model of its own."""
-
-    @property
-    def num_served(self) -> int:
-        """Number of requests in service, without those waiting for the pod to rest."""
-
-
-def join(pod: Pod, engine: Neighbour) -> None:
+def join(pod: Pod, engine: Engine) -> None:
     """Register a loaded engine with its pod, for as long as the engine object lives."""
     _engines(pod).add(engine)
 
@@ -458,13 +450,15 @@ def is_quiet(pod: Pod) -> bool:
     return not any(each.num_served for each in _engines(pod))
 
 
-def _engines(pod: Pod) -> WeakSet[Neighbour]:
-    return cast(WeakSet[Neighbour], pod.services.setdefault("engines", WeakSet()))
+def _engines(pod: Pod) -> WeakSet[Engine]:
+    return cast("WeakSet[Engine]", pod.services.setdefault("engines", WeakSet()))
 
 
 def make_executor(plan: PodPlan, observers: list[Observer]) -> JobExecutor:
-    """The job executor that a plan's deployment asks for, without TEs yet. `observers` are told what happens
-    to requests: those that there are then. InputError for a heat map that is none."""
+    """Make the job executor that a plan's deployment asks for, without TEs yet.
+
+    `observers` are told what happens to requests. InputError for a file that is no heat map.
+    """
     d = plan.deployment
     carriage = Carriage(plan.pod, d.fabric, d.transfer_over, plan.kv_weight)
     heat = None if d.scheduler.heat is None else read_heat_map(Path(d.scheduler.heat))
