@@ -11,8 +11,10 @@ from xdeepserve.hw.pod import Pod
 
 
 class Carriage:
-    """Makes the backends for the links of one engine, which share XCCL's buffers. Each byte moved stands for
-    `kv_weight` bytes."""
+    """Makes the backends for the links of one engine, which share XCCL's buffers.
+
+    Each byte moved stands for `kv_weight` bytes.
+    """
 
     def __init__(self, pod: Pod, fabric: Fabric = "ub", over: Over = "dma", kv_weight: float = 1.0) -> None:
         self._pod, self._fabric, self._kv_weight = pod, fabric, kv_weight
