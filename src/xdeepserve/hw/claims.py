@@ -8,8 +8,9 @@ from ..errors import AddressError
 
 
 class Claims:
-    """Claimed ranges of a node's memory. A transfer claims the bytes that it will write and shares the bytes
-    that it will read.
+    """Claimed ranges of a node's memory.
+
+    A transfer claims the bytes that it will write and shares the bytes that it will read.
 
     Two transfers to the same bytes would leave a mixture of both that depends on timing, and a transfer that
     reads bytes while another writes them would carry such a mixture on. So the second is refused, through

@@ -27,8 +27,10 @@ T = TypeVar("T")
 
 
 class Cores:
-    """AIC or AIV cores of a die. A kernel takes the `n` cores that are free first, all from the same instant
-    on."""
+    """AIC or AIV cores of a die.
+
+    A kernel takes the `n` cores that are free first, all from the same instant on.
+    """
 
     def __init__(self, total: int) -> None:
         self.total = total

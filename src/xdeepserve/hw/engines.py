@@ -116,8 +116,10 @@ class Fabric(NamedTuple):
 
 
 class Gather:
-    """Transfer of many pieces from any memories to consecutive bytes of a die's own. Bounds are checked on
-    construction."""
+    """Transfer of many pieces from any memories to consecutive bytes of a die's own.
+
+    Bounds are checked on construction.
+    """
 
     def __init__(
         self,
@@ -186,8 +188,10 @@ def carried(
 
 
 class Targets:
-    """Places for pieces of `size` bytes, one at each of nodes and offsets [N]. Bounds are checked on
-    construction, so repeated stores need no check."""
+    """Places for pieces of `size` bytes, one at each of nodes and offsets [N].
+
+    Bounds are checked on construction, so repeated stores need no check.
+    """
 
     def __init__(self, fabric: Fabric, place: Place, nodes: Integers, offsets: Integers, size: int) -> None:
         nodes, offsets = np.asarray(nodes, np.int64), np.asarray(offsets, np.int64)

@@ -125,8 +125,10 @@ class Moment(NamedTuple):
 
 
 class Moments:
-    """Calls functions at planned moments. Off and nearly free unless a function waits or `counts` are
-    wanted."""
+    """Calls functions at planned moments.
+
+    Off and nearly free unless a function waits or `counts` are wanted.
+    """
 
     def __init__(self) -> None:
         self.is_on = False

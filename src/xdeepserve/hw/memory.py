@@ -77,8 +77,10 @@ class Region:
 
 
 class Area:
-    """Allocator of a node's area. It bumps until memory is materialised; later regions take the first free
-    piece that fits."""
+    """Allocator of a node's area.
+
+    Regions follow each other until memory is materialised; later ones take the first free piece that fits.
+    """
 
     def __init__(self, node: int, name: str, limit: int | None = None) -> None:
         self.node, self.name, self.limit = node, name, limit

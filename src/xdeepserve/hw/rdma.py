@@ -118,8 +118,11 @@ class QueuePair:
 
 
 class RDMANetwork:
-    """RDMA cards of a pod's nodes. `is_lost(source, target, number)`, for tests, says whether a segment is
-    lost; `number` counts over all cards."""
+    """RDMA cards of a pod's nodes.
+
+    `is_lost(source, target, number)`, for tests, says whether a segment is lost; `number` counts over all
+    cards.
+    """
 
     def __init__(
         self,

@@ -20,8 +20,10 @@ from .mte import MTE
 
 
 class Stream:
-    """Stream of a kernel's copies on a die. Each of the kernel's AIV cores has one unified buffer for its
-    chunks."""
+    """Stream of a kernel's copies on a die.
+
+    Each of the kernel's AIV cores has one unified buffer for its chunks.
+    """
 
     def __init__(self, mte: MTE, name: str) -> None:
         self.mte, self.name = mte, name

@@ -50,8 +50,10 @@ def bucket_of(length: int) -> int:
 
 
 class AnswerLengths:
-    """Classifier with weights int16 [NUM_FEATURES, NUM_BUCKETS]; the bucket with the greatest sum is
-    predicted."""
+    """Classifier with weights int16 [NUM_FEATURES, NUM_BUCKETS].
+
+    The bucket with the greatest sum is predicted.
+    """
 
     def __init__(self, weights: NDArray[np.int16]) -> None:
         self.weights = weights

@@ -160,8 +160,10 @@ def _strftime_now(form: str) -> str:
 
 
 class _GenerationBlock(Extension):
-    """Jinja extension for `{% generation %}...{% endgeneration %}`, which marks text for training; it renders
-    as its contents."""
+    """Jinja extension for `{% generation %}...{% endgeneration %}`, which marks text for training.
+
+    The block renders as its contents.
+    """
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's own declaration)
 

@@ -76,8 +76,10 @@ class Checkpoint(ABC):
 
 
 class KeptCheckpoint(Checkpoint):
-    """Checkpoint keeping another's tensors, each read or computed once, for callers that load a small model
-    thousands of times."""
+    """Checkpoint keeping another's tensors, each read or computed once.
+
+    Meant for callers that load a small model thousands of times.
+    """
 
     def __init__(self, source: Checkpoint) -> None:
         super().__init__(source.name, source.directory, source.config)
@@ -126,8 +128,10 @@ def open_checkpoint(path: str | Path) -> DirectoryCheckpoint:
 
 
 class DirectoryCheckpoint(Checkpoint):
-    """Checkpoint in a directory: tensors are read on demand from memory-mapped safetensors files. Made by
-    `open_checkpoint`."""
+    """Checkpoint in a directory, made by `open_checkpoint`.
+
+    Tensors are read on demand from memory-mapped safetensors files.
+    """
 
     def __init__(self, directory: Path, config: ModelConfig, stored: dict[str, TensorFile]) -> None:
         super().__init__(directory.resolve().name, directory, config)

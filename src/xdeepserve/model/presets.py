@@ -78,12 +78,13 @@ class ConfigOnly(Checkpoint):
 
 
 class TinyCheckpoint(SeededCheckpoint):
-    """Preset `tiny-random`: DeepSeek-V3 in everything but size, with seeded weights. `tiny-r1` has all of
-    DeepSeek-R1's 61 layers and 256 experts, of tiny width.
+    """Preset `tiny-random`: DeepSeek-V3 in everything but size, with seeded weights.
 
-    Departures from plain random weights make it pleasant to watch. The head favours tokens that print,
-    so that its (meaningless) text is readable. Layers add little to the residual stream and the MTP layer
-    passes the next token's embedding on, so that about a quarter of the drafts are accepted.
+    `tiny-r1` has all of DeepSeek-R1's 61 layers and 256 experts, of tiny width.
+
+    Departures from plain random weights make it pleasant to watch. The head favours tokens that print, so
+    that its (meaningless) text is readable. Layers add little to the residual stream and the MTP layer passes
+    the next token's embedding on, so that about a quarter of the drafts are accepted.
     """
 
     def __init__(self, name: str = "tiny-random") -> None:

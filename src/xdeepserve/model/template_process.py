@@ -18,8 +18,10 @@ MAX_CHARS = 16 << 20
 
 
 class TemplateProcess:
-    """Renders chats in a child process, in order. The process starts with the first chat, and anew after it
-    was killed."""
+    """Renders chats in a child process, in order.
+
+    The process starts with the first chat, and anew after it was killed.
+    """
 
     def __init__(self, max_seconds: float = MAX_SECONDS, max_chars: int = MAX_CHARS) -> None:
         self._max_seconds, self._max_chars = max_seconds, max_chars

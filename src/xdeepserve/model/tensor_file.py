@@ -20,8 +20,10 @@ from ..errors import CheckpointError
 
 
 class TensorFile:
-    """Open safetensors file. Raises CheckpointError, now or later, if the header is bad or disagrees with the
-    file's length."""
+    """Safetensors file opened for reading, with its header.
+
+    Raises CheckpointError, now or later, if the header is bad or disagrees with the file's length.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -287,8 +287,9 @@ _WINDOW = 32
 
 
 class IncrementalDetokenizer:
-    """Converts tokens to text incrementally: `push` each token, and end with `flush`; all pieces together
-    equal the full decode.
+    """Converts tokens to text incrementally.
+
+    `push` each token, and end with `flush`; all pieces together equal the full decode.
 
     No character is sent in part: bytes that may become a character with the next token wait. Other bytes are
     sent as U+FFFD, as the full decode has them.

@@ -38,8 +38,10 @@ POOL = "columns"  # how threads beside the caller's are named
 
 
 class Threads:
-    """Pool of worker threads for kernels, shared by independent parts, so the bits do not depend on their
-    number."""
+    """Pool of worker threads for kernels, shared by independent parts.
+
+    The bits do not depend on the number of threads.
+    """
 
     def __init__(self, count: int) -> None:
         self.count = count

@@ -58,8 +58,10 @@ class Message(NamedTuple):
 
 
 class Transfer:
-    """A side of a transfer. `attempt` is the destination's own number, or the one that the source has
-    answered."""
+    """Side of a transfer, at the source or at the destination.
+
+    `attempt` is the destination's own number, or the one that the source has answered.
+    """
 
     def __init__(self, tag: int, peer: str, parts: Parts, state: State) -> None:
         self.tag, self.peer, self.parts, self._machine = tag, peer, parts, transfer(state)

@@ -67,8 +67,9 @@ MESSAGE_ALIGNMENT = 512
 
 
 class FusedLayout(msgspec.Struct, frozen=True):
-    """Sizes (bytes) of a fused exchange. All ranks of a group must use equal layouts; `name` keeps two on one
-    die apart.
+    """Sizes (bytes) of a fused exchange.
+
+    All ranks of a group must use equal layouts; `name` keeps two on one die apart.
 
     `local_batch` is the most tokens of a rank. A group may have fewer ranks than `num_ranks`: the survivors
     of a failure can go on in the same memory.

@@ -65,8 +65,9 @@ def last_chunks(base: int, first: int, stop: int, num_cores: int) -> list[tuple[
 
 
 class RingLayout(msgspec.Struct, frozen=True):
-    """Sizes (bytes) of rings and fields. All ranks of a group must use equal layouts; `name` keeps several on
-    one die apart.
+    """Sizes (bytes) of rings and fields.
+
+    All ranks of a group must use equal layouts; `name` keeps several on one die apart.
 
     The geometry is by default that of the parameter table, `hw.spec`. `num_slots` bounds the bytes under way:
     a ring that is too small for the round trip slows a transfer down. In runs that only take time, each byte

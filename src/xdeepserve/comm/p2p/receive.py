@@ -16,8 +16,10 @@ from xdeepserve.hw.memory import Address
 
 
 class Receiving(MessageEnd):
-    """Incoming message. `look` copies the chunks that have arrived and says whether the message is
-    complete."""
+    """Incoming message of a pair of ranks.
+
+    `look` copies the chunks that have arrived and says whether the message is complete.
+    """
 
     op = "receive"
 

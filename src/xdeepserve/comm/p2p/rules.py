@@ -58,8 +58,7 @@ RECEIVE = {
 
 
 class PairEnd(Machine[PairState, Move]):
-    """An end of an ordered pair of ranks: its state, the newest event ID and the ring position that
-    follows."""
+    """End of an ordered pair of ranks: state, newest event ID and the ring position that follows."""
 
     def __init__(self, table: dict[tuple[PairState, Move], PairState], op: str, rank: int, peer: int) -> None:
         wording = f"{{who}} cannot {{event}} with peer {peer} while {{state}}"

@@ -24,8 +24,10 @@ from xdeepserve.hw.memory import Address
 
 
 class KnownServers:
-    """View of a client on the servers, shared by its microbatches. `layout.plan_client` must have been
-    called."""
+    """View of a client on the servers, shared by its microbatches.
+
+    `layout.plan_client` must have been called.
+    """
 
     def __init__(self, reach: Reach, client: int, layout: ServiceLayout) -> None:
         self.reach, self.layout, self.label = reach, layout, f"client {client}"

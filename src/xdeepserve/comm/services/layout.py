@@ -90,8 +90,9 @@ class Card(NamedTuple):
 
 
 class ServiceLayout(msgspec.Struct, frozen=True):
-    """Layout of expert services: clients and servers with their dies, and all sizes in bytes. Both sides must
-    use equal layouts.
+    """Layout of expert services: clients and servers with their dies, and all sizes in bytes.
+
+    Both sides must use equal layouts.
 
     `servers.dies` are the dies of the servers at first, `servers.expert_rank[e]` is the server of physical
     expert e. `num_slots` is the number of slots of each client on each server, `max_tokens` the most tokens

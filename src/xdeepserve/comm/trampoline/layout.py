@@ -78,8 +78,10 @@ class Sides(msgspec.Struct, frozen=True):
 
 
 class A2ELayout(msgspec.Struct, frozen=True):
-    """Sizes (bytes) of A2E and E2A. All dies of both sides must use equal layouts; `max_tokens` is per
-    attention die."""
+    """Sizes (bytes) of A2E and E2A.
+
+    All dies of both sides must use equal layouts; `max_tokens` is per attention die.
+    """
 
     sides: Sides
     max_tokens: int

@@ -66,8 +66,7 @@ class Node:
 
 
 class PrefixIndex:
-    """Radix tree of full blocks of `block_size` tokens, with at most `max_ids` names for some of its
-    nodes."""
+    """Radix tree of full blocks of `block_size` tokens; at most `max_ids` names lead to nodes."""
 
     def __init__(self, block_size: int, max_ids: int) -> None:
         self.block_size, self.max_ids = block_size, max_ids

@@ -23,8 +23,10 @@ class Match(NamedTuple):
 
 
 class RTC(BlockTable):
-    """Relational tensor cache: `num_blocks` HBM slots and `num_host_blocks` host slots of a DP group, up to
-    `max_ids` names."""
+    """Relational tensor cache of a DP group.
+
+    There are `num_blocks` HBM slots, `num_host_blocks` host slots and up to `max_ids` names.
+    """
 
     def __init__(
         self, num_blocks: int, block_size: int, num_host_blocks: int = 0, max_ids: int = 1024

@@ -58,8 +58,10 @@ class PrefillFirst:
 
 
 class DecodeFirst(PrefillFirst):
-    """Admits a request when decode has blocks for it. `tes` returns the decode TEs that take new work, the
-    best one first (CloudMatrix 4.3.3)."""
+    """Admits a request when decode has blocks for it (CloudMatrix 4.3.3).
+
+    `tes` returns the decode TEs that take new work, the best one first.
+    """
 
     def __init__(self, clock: Clock, tell: Events, dispatch: Dispatch, tes: Callable[[], list[TE]]) -> None:
         super().__init__(dispatch)

@@ -86,8 +86,10 @@ def least_dies(plan: PodPlan, role: Role) -> int:
 
 
 class Failover:
-    """Replaces lost TEs, in the order of their loss. `on_end` is called when none is missing any more, or
-    with the error if one cannot be replaced."""
+    """Replaces lost TEs, in the order of their loss.
+
+    `on_end` is called when none is missing any more, or with the error if one cannot be replaced.
+    """
 
     def __init__(
         self,

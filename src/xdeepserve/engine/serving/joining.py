@@ -24,8 +24,10 @@ FAILED = (HardwareError, ProtocolError)  # what is said when dies fail, by thems
 
 
 class Joining:
-    """Brings new TEs to a job executor. `make` makes a TE from its plan; `on_joined` is called for each TE
-    before it takes requests."""
+    """Brings new TEs to a job executor.
+
+    `make` makes a TE from its plan; `on_joined` is called for each TE before it takes requests.
+    """
 
     def __init__(
         self,

@@ -15,8 +15,10 @@ from xdeepserve.hw.clock import Clock
 
 
 class Request:
-    """Submitted request: iterate over the object to get its OutputDeltas. Leaving the iteration early aborts
-    the request."""
+    """Submitted request: iterate over the object to get its OutputDeltas.
+
+    Leaving the iteration early aborts the request.
+    """
 
     def __init__(
         self,
