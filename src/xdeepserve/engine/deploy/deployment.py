@@ -1,6 +1,7 @@
-"""A deployment: which dies there are and how they share the work. What a TOML file or a preset says.
+"""Settings of a deployment: the dies, the roles that they have, and how they share the work.
 
-Beside the type of each field stand its bounds and its meaning, which `settings` lists and `--help` prints.
+A TOML file or a preset gives them. Beside the type of each field stand its bounds and its meaning, which
+`settings` lists and `--help` prints.
 """
 
 from __future__ import annotations

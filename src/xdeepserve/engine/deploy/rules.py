@@ -85,7 +85,7 @@ def of_other_kinds(d: Deployment) -> Iterator[str]:
 
 
 class SettingRule(NamedTuple):
-    """What holds in a deployment for one setting or several, with the reason."""
+    """A row: settings, the condition that makes them wrong or idle in a deployment, and the reason."""
 
     keys: tuple[str, ...]
     when: Callable[[Deployment], object]
@@ -141,7 +141,7 @@ def _uses_cards(d: Deployment) -> bool:
 
 
 def what_cards_are_for(d: Deployment) -> str:
-    """Name the setting that makes M2N carry tokens, as the beginning of a reason."""
+    """Begin a reason with the setting that makes M2N carry tokens between network cards."""
     names = off_ub(d)
     return f"M2N, by which {names} is reached," if names else "attention.carrier=rdma"
 

@@ -25,21 +25,21 @@ F32, I32 = np.float32, np.int32
 
 
 def shard_of(groups: GroupSizes, rank: int) -> Shard:
-    """Return what a die with a DP group holds of arrays that are shared."""
+    """Return the share of sharded weights that belongs to a die of a DP group, by its rank."""
     mode = "o-proj" if groups.o_proj_tp > 1 else groups.tp_mode
     return Shard(rank % groups.num_sharing, groups.num_sharing, mode)
 
 
 def part_prefix(microbatch: int) -> str:
-    """Return what the buffers of a microbatch's own are called before their names."""
+    """Prefix of the buffer names of a single microbatch."""
     return f"mb{microbatch}/"
 
 
 class DieMemory:
-    """The app area of one die with a DP group. Construct to plan it; `materialise` to use it.
+    """Memory layout of a die's app area in HBM. Construct it to plan; call `materialise` to use it.
 
-    Its parts have the numbers of the TE that they are made of: `kv` its blocks, `steps` its results, `walk`
-    its activations, `groups` and `placed` what it shares with other dies.
+    Readers take the part of the TE's sizes that they need: `steps`, `walk`, `groups`, `placed` for experts,
+    or `kv`, the KV blocks with their sizes.
     """
 
     replicas: ReplicaMap | None = None  # where there are replicas of experts

@@ -114,7 +114,7 @@ class KVMemory:
 
     @property
     def block_parts(self) -> list[tuple[str, int]]:
-        """All of `parts_by_layer`, in one list."""
+        """Pieces of all layers in one list, in the order of `parts_by_layer`."""
         return [part for parts in self.parts_by_layer for part in parts]
 
     @property
