@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from tests.engine.lockstep import PRECISIONS
 from tests.model.hf_fixtures import BY_NAME
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.cli import main
@@ -116,7 +117,7 @@ WAYS: dict[str, list[tuple[str, list[str]]]] = {
 
 @pytest.mark.always
 @pytest.mark.thin(9)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", PRECISIONS)
 @pytest.mark.parametrize("name", WAYS)
 def test_every_way_gives_the_bits_of_the_reference(name: str, recipe: Recipe, tmp_path: Path) -> None:
     """In chunks, among others, and a second time, when prefixes are cached."""

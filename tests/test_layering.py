@@ -1,16 +1,16 @@
 """Imports run downward only, and from the house to no wing: rules for every room are in tools/house.py."""
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.sources import SRC, TESTS, tree_of
 from tools import house
 from xdeepserve import wings
 
-TESTS = Path(__file__).parent
-SRC = TESTS.parent / "src" / "xdeepserve"
 PROTOCOLS = {  # folders of comm, and which others each may use; the files beside them use none
     "p2p": set(),
     "exchange": set(),
@@ -27,18 +27,19 @@ ONLY_IN = {
 }
 
 
-def imported(path: Path, root: Path = SRC) -> set[str]:
+@functools.cache
+def imported(path: Path, root: Path = SRC) -> frozenset[str]:
     """Absolute dotted names of everything that a file of a package imports, however deep in the file."""
     package = [root.name, *path.relative_to(root).parts[:-1]]
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    names: set[str] = set()
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*base, *(node.module or "").split(".")]).strip(".")
             names |= {f"{module}.{alias.name}" for alias in node.names}
-    return names
+    return frozenset(names)
 
 
 FILES = sorted(SRC.rglob("*.py"))
@@ -55,19 +56,24 @@ def test_every_room_has_a_rule() -> None:
     assert rooms == {*house.HOUSE, *house.WINGS}
 
 
-@pytest.mark.parametrize("path", FILES, ids=[str(p.relative_to(SRC)) for p in FILES])
-def test_imports_run_downward(path: Path) -> None:
+def forbidden(path: Path) -> Iterator[str]:
+    """What a file imports and may not."""
     room = room_of(path)
     if room in ("__init__", "__main__"):
         return
     is_free = room in house.WINGS and house.is_command(path)
     for name in imported(path):
         head, *rest = name.split(".")
-        if head == "xdeepserve" and rest and rest[0] != room and not is_free:
-            assert rest[0] in house.allowed(room) | {"__version__"}, f"{path} may not import {name}"
-        for library, rooms in ONLY_IN.items():
-            if head == library:
-                assert room in rooms, f"{path} may not import {library}"
+        is_other = head == "xdeepserve" and bool(rest) and rest[0] != room and not is_free
+        if is_other and rest[0] not in house.allowed(room) | {"__version__"}:
+            yield name
+        if room not in ONLY_IN.get(head, {room}):
+            yield head
+
+
+def test_imports_run_downward() -> None:
+    wrong = {str(path.relative_to(SRC)): sorted(forbidden(path)) for path in FILES}
+    assert {path: names for path, names in wrong.items() if names} == {}
 
 
 def test_what_is_left_from_the_house_to_wings_is_there() -> None:
@@ -143,25 +149,27 @@ def test_deployments_know_hardware_and_models_alone() -> None:
 COMM = sorted((SRC / "comm").rglob("*.py"))
 
 
-@pytest.mark.parametrize("path", COMM, ids=[str(p.relative_to(SRC)) for p in COMM])
-def test_protocols_stand_apart(path: Path) -> None:
-    folder = path.parent.name
-    allowed = PROTOCOLS[folder] | {folder} if path.parent != SRC / "comm" else set()
-    for name in imported(path):
-        head, comm, protocol = [*name.split("."), "", ""][:3]
-        if (head, comm) == ("xdeepserve", "comm") and protocol in PROTOCOLS:
-            assert protocol in allowed, f"{path} may not import {name}"
+def test_protocols_stand_apart() -> None:
+    for path in COMM:
+        folder = path.parent.name
+        allowed = PROTOCOLS[folder] | {folder} if path.parent != SRC / "comm" else set()
+        for name in imported(path):
+            head, comm, protocol = [*name.split("."), "", ""][:3]
+            if (head, comm) == ("xdeepserve", "comm") and protocol in PROTOCOLS:
+                assert protocol in allowed, f"{path} may not import {name}"
 
 
 TEST_FILES = sorted(TESTS.rglob("*.py"))
 
 
-@pytest.mark.parametrize("path", TEST_FILES, ids=[str(p.relative_to(TESTS)) for p in TEST_FILES])
-def test_no_test_imports_a_test(path: Path) -> None:
-    for name in imported(path, TESTS):
-        head, *rest = name.split(".")
-        tests = [part for part in rest if part.startswith("test_")]
-        assert head != "tests" or not tests, f"{path} may not import {name}: what tests share is in tools.py"
+def test_no_test_imports_a_test() -> None:
+    for path in TEST_FILES:
+        for name in imported(path, TESTS):
+            head, *rest = name.split(".")
+            tests = [part for part in rest if part.startswith("test_")]
+            assert head != "tests" or not tests, (
+                f"{path} may not import {name}: see tools.py"
+            )
 
 
 NAMED_TUPLE = {"_asdict", "_fields", "_make", "_replace"}  # public, in spite of the underscore
@@ -189,7 +197,7 @@ def own_names(tree: ast.Module) -> set[str]:
 
 def private_names(path: Path) -> Iterator[tuple[int, str]]:
     """Lines of a file with a private name of somebody else: as an attribute, an import or for setattr."""
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     known = NAMED_TUPLE | own_names(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
@@ -208,13 +216,14 @@ def private_names(path: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, name
 
 
-@pytest.mark.parametrize("path", TEST_FILES, ids=[str(p.relative_to(TESTS)) for p in TEST_FILES])
-def test_tests_use_public_names(path: Path) -> None:
+def test_tests_use_public_names() -> None:
     """What is private may change without a change of tests."""
-    allowed, _ = PRIVATE.get(str(path.relative_to(TESTS)), (set(), ""))
-    used = [(line, name) for line, name in private_names(path) if name not in allowed]
-    assert not used, f"{path} uses private names {used}: a public probe or function tells the same"
-    assert allowed <= {name for _, name in private_names(path)}, f"{path} does not need {allowed} any more"
+    for path in TEST_FILES:
+        allowed, _ = PRIVATE.get(str(path.relative_to(TESTS)), (set(), ""))
+        found = list(private_names(path))
+        used = [(line, name) for line, name in found if name not in allowed]
+        assert not used, f"{path} uses private names {used}: a public probe or function tells the same"
+        assert allowed <= {name for _, name in found}, f"{path} does not need {allowed} any more"
 
 
 def test_few_private_names_are_allowed() -> None:

@@ -30,7 +30,7 @@ def follow(table: Mapping[tuple[S, E], S], state: S, event: E, refusal: Callable
 
 
 def word(member: enum.Enum) -> str:
-    """What errors call a state or an event."""
+    """Return the name of a state or an event in errors."""
     return member.value if isinstance(member.value, str) else member.name.lower().replace("_", " ")
 
 
@@ -61,7 +61,7 @@ class Machine(Generic[State, Event]):
 
     @contextlib.contextmanager
     def ending(self, done: Event, fail: Event) -> Iterator[None]:
-        """Around what the state is for: `done` when that has come to its end, `fail` at any error."""
+        """Run the work of a state: send `done` when the work has ended, `fail` at any error."""
         try:
             yield
         except BaseException:

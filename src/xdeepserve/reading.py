@@ -1,4 +1,4 @@
-"""Read what people write in TOML or JSON as structs, and refuse mistakes in the words of the file.
+"""Read TOML or JSON that people write as structs, and refuse mistakes in the words of the file.
 
 A refusal names the file, the line, the field, what was found and what would work:
 
@@ -166,7 +166,7 @@ def unreadable(error: Exception) -> str:
 
 
 def refused(where: str, reasons: Sequence[str]) -> str:
-    """Reasons behind what they are about; a line number belongs to the file's name."""
+    """Join reasons behind their subject; a line number belongs to the file's name."""
     if not where:
         return "; ".join(reasons)
     return f"{where}{', ' if reasons[0].startswith('line ') else ': '}{'; '.join(reasons)}"
@@ -261,7 +261,7 @@ class _Checker(NamedTuple):
             yield Mistake(place, f"must be {self.said(kind)}, found {shown(value)}{hint}")
 
     def said(self, kind: inspect.Type) -> str:
-        """What would work."""
+        """Describe the values that would work."""
         match kind:
             case inspect.LiteralType():
                 return f"one of {', '.join(map(str, kind.values))}"
@@ -284,7 +284,7 @@ class _Checker(NamedTuple):
 
 
 def _members(kind: inspect.UnionType) -> list[inspect.Type]:
-    """What a value may be, names together, without null: to leave a field out is as good."""
+    """List the types and names that a value may be, without null: to leave a field out is as good."""
     literals = (each.values for each in kind.types if isinstance(each, inspect.LiteralType))
     names = sorted(str(value) for values in literals for value in values)
     others = [each for each in kind.types if not isinstance(each, inspect.LiteralType | inspect.NoneType)]
@@ -338,7 +338,7 @@ def _dotted(place: Place) -> str:
 
 
 def _own_check(message: str) -> Mistake:
-    """What a struct's own check has said, and where."""
+    """Return the message of a struct's own check, and the place that it is about."""
     text, _, at = message.partition(" - at `$")
     parts = re.findall(r"\.([^.\[`]+)|\[([0-9]+)\]", at)
     place = tuple(name or int(number) for name, number in parts)

@@ -1,4 +1,4 @@
-"""What wings bring to the house, by name.
+"""Names of the parts and commands that wings bring to the house.
 
 The house serves without its wings, and none of its files imports one. Where it has a place for something that
 a wing brings, it asks for it here by name, and the wing is imported then.
@@ -40,6 +40,6 @@ def command(name: str) -> Any:
 
 
 def part(name: str) -> Any:
-    """Import what a wing brings under a name of PARTS."""
+    """Import the part that a wing brings under a name of PARTS."""
     module, _, attribute = PARTS[name].partition(":")
     return getattr(importlib.import_module(module), attribute)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
 import msgspec
 
-import xdeepserve
+from tests.sources import SRC, tree_of
 from xdeepserve.engine.deploy import sizes
 from xdeepserve.engine.deploy.sizes import ExpertSizes, GroupSizes, KVSizes, StepSizes, TEPlace, WalkSizes
 
-SOURCE = Path(xdeepserve.__file__).parent
 PARTS = (TEPlace, GroupSizes, KVSizes, StepSizes, WalkSizes, ExpertSizes)
 MAX_FIELDS = 12
 # Who takes a whole TE, and why.
@@ -39,8 +37,8 @@ def test_no_part_is_large() -> None:
 def test_functions_take_one_part() -> None:
     names = {part.__name__ for part in PARTS}
     whole, several = set(), []
-    for path in sorted(SOURCE.rglob("*.py")):
-        tree = ast.parse(path.read_text())
+    for path in sorted(SRC.rglob("*.py")):
+        tree = tree_of(path)
         imported = {
             alias.name
             for node in ast.walk(tree)
@@ -59,8 +57,8 @@ def test_functions_take_one_part() -> None:
                 if argument.annotation is not None
             ]
             if any("Sizes" in each for each in taken):
-                whole.add(str(path.relative_to(SOURCE)))
+                whole.add(str(path.relative_to(SRC)))
             elif sum(bool(each & names) for each in taken) > 1:
-                several.append(f"{path.relative_to(SOURCE)}: {node.name}")
+                several.append(f"{path.relative_to(SRC)}: {node.name}")
     assert several == []
     assert whole <= set(WHOLE)

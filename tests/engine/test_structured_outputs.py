@@ -118,7 +118,7 @@ WAYS = [
     ("monolithic", ("mtp=2", *TIGHT)),
     ("monolithic", (*TIGHT, *SWAP)),
     ("monolithic", ("mtp=2", *TIGHT, *SWAP, AHEAD)),
-    ("monolithic", ("lockstep=true", "mtp=1")),
+    pytest.param("monolithic", ("lockstep=true", "mtp=1"), marks=pytest.mark.long),  # kernels of a whole step
     ("colocated", ("dies=2", AHEAD)),
     ("colocated", ("dies=2", "tp=2", "mtp=2", AHEAD)),
     ("pd", ("prefill.dies=1", "decode.dies=2", AHEAD)),

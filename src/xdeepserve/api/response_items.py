@@ -50,7 +50,7 @@ PART_FIELDS = {  # of parts with text, by type
 
 
 def item_kind(item: dict[str, Any]) -> Any:
-    """An item's type, be it known or not; without one, or with null, it is a message."""
+    """Return an item's type, known or not; an item without a type, or with null, is a message."""
     kind = item.get("type")
     return "message" if kind is None else kind
 

@@ -44,7 +44,7 @@ def copies_of(
 
 
 def reasons_against_services(d: Deployment, num_experts: int, num_servers: int) -> list[str]:
-    """Return what is wrong with the settings of `num_servers` servers with routed experts."""
+    """Return the reasons against the settings of `num_servers` servers with routed experts."""
     experts, reasons = d.experts or ExpertConfig(), []
     counts, copies = experts.counts, experts.copies
     if counts is not None and (len(counts) != num_servers or min(counts) < 1 or sum(counts) != num_experts):

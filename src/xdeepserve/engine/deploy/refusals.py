@@ -25,7 +25,7 @@ def context_of(d: Deployment, config: ModelConfig) -> int:
 
 
 def reasons_against(d: Deployment, config: ModelConfig) -> list[str]:
-    """Return the reasons in what all TEs share; those of their dies are found by `Teams`."""
+    """Return the reasons against settings that all TEs share; `Teams` finds those against their dies."""
     return [
         *out_of_bounds(d),
         *of_other_kinds(d),
@@ -129,7 +129,7 @@ def _against_pool(d: Deployment) -> list[str]:
 
 
 def reasons_against_slots(d: Deployment, num_experts: int, num_holders: Mapping[str, int]) -> list[str]:
-    """Return what is wrong with the number of slots for replicas.
+    """Return the reasons against the number of slots for replicas.
 
     `num_experts` are the model's routed experts, `num_holders` the dies with some of them of each TE. A
     replica lies on another die than its primary, so a die has use for as many as the others have experts.

@@ -387,7 +387,7 @@ WITHOUT_EFFECT = (
 
 
 def without_effect(d: Deployment, overrides: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the keys of those overrides, `key=value`, that change nothing, each with the reason."""
+    """Return the keys of overrides, `key=value`, that change nothing, each with the reason."""
     keys = dict.fromkeys(override.partition("=")[0].strip() for override in overrides)
     found = []
     for key in keys:

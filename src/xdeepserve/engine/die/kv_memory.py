@@ -174,7 +174,7 @@ class KVMemory:
 
     @property
     def tail(self) -> Array:
-        """float32 [blocks, H]: what the first MTP layer made of the last row in each block.
+        """Hidden rows that the first MTP layer made of the last row in each block, float32 [blocks, H].
 
         The second draft may have to go on from there in the next step (engine/die/drafts.py).
         """

@@ -29,8 +29,8 @@ PARTS: dict[Holds, tuple[Part, ...]] = {
 
 
 def holds(slots: range, is_shared: bool) -> Holds:
-    """Return what a die with these physical experts has for the tokens of all dies; `is_shared`: also a copy
-    of the shared expert."""
+    """Return whose experts a die serves for the tokens of all dies: routed ones in `slots`, the shared one if
+    `is_shared`, or both."""
     if not is_shared:
         return "routed"
     return "both" if slots else "shared"
@@ -50,7 +50,7 @@ class Extent(NamedTuple):
 def plan_layer(
     plan: Plan, c: ModelConfig, recipe: Recipe, most: Extent, num_heads: int, tp: int, mode: TPMode
 ) -> None:
-    """Reserve what attention with `num_heads` heads, a dense MLP and the shared expert need.
+    """Reserve buffers for attention with `num_heads` heads, a dense MLP and the shared expert.
 
     The MLP of a die is one of `tp` parts of it in mode "tp", and otherwise all of it for a slice of the rows.
     """
@@ -77,7 +77,7 @@ def plan_layer(
 
 
 def plan_indexer(plan: Plan, c: ModelConfig, recipe: Recipe, most: Extent) -> None:
-    """Reserve what chooses positions of rows, and what gathers those of a row (step/sparse.py)."""
+    """Reserve buffers to choose positions of rows, and to gather those of a row (step/sparse.py)."""
     t, few = most.part, min(c.index_topk, most.context)
     whole = -(-few // TILE) * TILE
     plan("index_k", F32, t, c.index_head_dim)
@@ -92,8 +92,8 @@ def plan_indexer(plan: Plan, c: ModelConfig, recipe: Recipe, most: Extent) -> No
 
 
 def plan_gate(plan: Plan, c: ModelConfig, most: Extent, num_physical: int) -> None:
-    """Reserve what the gate chooses: logical experts, and the `num_physical` that a token goes to, if these
-    are others; else 0."""
+    """Reserve buffers for the gate's choice: logical experts, and `num_physical` physical ones of a token; 0
+    if these are the same."""
     plan("gate_logits", F32, most.slice, c.n_routed_experts)
     plan("topk_idx", I32, most.slice, c.num_experts_per_tok)
     plan("topk_weights", F32, most.slice, c.num_experts_per_tok)
@@ -102,7 +102,7 @@ def plan_gate(plan: Plan, c: ModelConfig, most: Extent, num_physical: int) -> No
 
 
 def plan_own_experts(plan: Plan, c: ModelConfig, recipe: Recipe, most: Extent, num_slots: int) -> None:
-    """Reserve what experts beside attention need, and what their answers are summed from."""
+    """Reserve buffers for experts beside attention, and for the answers that are summed."""
     plan("shared", F32, most.slice, c.hidden_size)
     plan_experts(plan, c, recipe, most.expert, num_slots)
     plan("expert_sent", F32, most.expert, c.hidden_size)
@@ -110,7 +110,7 @@ def plan_own_experts(plan: Plan, c: ModelConfig, recipe: Recipe, most: Extent, n
 
 
 def plan_experts(plan: Plan, c: ModelConfig, recipe: Recipe, rows: int, num_experts: int) -> None:
-    """Reserve what a grouped MLP over at most `rows` token copies needs."""
+    """Reserve buffers for a grouped MLP over at most `rows` token copies."""
     hidden, inter = c.hidden_size, c.moe_intermediate_size
     plan("expert_in", I8 if recipe == "int8" else F32, rows, hidden)
     plan("expert_in_scale", F32, rows)
@@ -125,7 +125,7 @@ def plan_experts(plan: Plan, c: ModelConfig, recipe: Recipe, rows: int, num_expe
 
 
 def plan_tensor_parallel(plan: Plan, c: ModelConfig, most: Extent, mode: ShardMode) -> None:
-    """Reserve what the ranks of a TP group hand each other (step/shard.py)."""
+    """Reserve buffers for exchanges within a TP group (step/shard.py)."""
     plan("slice", F32, most.slice, c.hidden_size)
     if mode == "tp":
         plan("maxima", F32, most.part)
@@ -136,7 +136,7 @@ def plan_tensor_parallel(plan: Plan, c: ModelConfig, most: Extent, mode: ShardMo
 
 
 def plan_shared_out_proj(plan: Plan, c: ModelConfig, recipe: Recipe, most: Extent, size: int) -> None:
-    """Reserve what `size` DP groups that share an output projection hand each other (step/o_proj.py)."""
+    """Reserve buffers for exchanges of `size` DP groups that share an output projection (step/o_proj.py)."""
     t, width = most.part, c.num_attention_heads * c.v_head_dim // size
     plan("o_columns", F32, size, t, width)
     plan("o_shared", F32, size * t, width)
