@@ -167,9 +167,7 @@ def test_no_test_imports_a_test() -> None:
         for name in imported(path, TESTS):
             head, *rest = name.split(".")
             tests = [part for part in rest if part.startswith("test_")]
-            assert head != "tests" or not tests, (
-                f"{path} may not import {name}: see tools.py"
-            )
+            assert head != "tests" or not tests, f"{path} may not import {name}: see tools.py"
 
 
 NAMED_TUPLE = {"_asdict", "_fields", "_make", "_replace"}  # public, in spite of the underscore

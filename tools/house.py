@@ -93,6 +93,8 @@ def picture() -> str:
 
     def row(name: str, room: Room) -> str:
         uses = f"; uses {room.uses.replace(' ', ', ')}" if room.uses else ""
+        if left := sorted(wing for user, wing in LEFT if user == name):
+            uses += f"; still imports {', '.join(left)}"
         return textwrap.fill(
             f"  {name:{width}}{room.what}{uses}",
             110,

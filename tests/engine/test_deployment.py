@@ -202,6 +202,55 @@ def test_refusals(name: str, overrides: list[str], reason: str, tiny_config: Mod
         fit(resolve(name, overrides), tiny_config)
 
 
+@pytest.mark.parametrize(
+    ("name", "overrides", "whole"),
+    [
+        (
+            "colocated",
+            ["cache.block_size=0", "cache.num_blocks=5"],
+            "cache.block_size must be a multiple of 16, found 0",
+        ),
+        (
+            "pd",
+            ["cache.block_size=-16", "cache.num_blocks=5"],
+            "cache.block_size must be a multiple of 16, found -16",
+        ),
+        ("monolithic", ["health.lost_s=nan"], "health.lost_s must be more than 0 and finite, found nan"),
+        (
+            "monolithic",
+            ["health.lost_s=1e300"],
+            "health.lost_s must be more than 0 and at most 1e+09, found 1e+300",
+        ),
+        ("pd", ["experts.shared_dies=7"], "experts.shared_dies=7 leaves no die of 4 for routed experts"),
+        ("monolithic", ["prefill.dies=0"], "prefill is no setting of monolithic, which is one die"),
+        (
+            "colocated",
+            ["experts.routed_dies=-1"],
+            "experts.routed_dies is for pods with dies for experts alone "
+            "(moe-attention, transformerless, eaas)",
+        ),
+        (
+            "colocated",
+            ["mtp=7", "threads=0"],
+            "threads must be at least 1, found 0; mtp must be 0, 1 or 2, found 7",
+        ),
+    ],
+)
+def test_a_mistake_has_one_reason(
+    name: str, overrides: list[str], whole: str, tiny_config: ModelConfig
+) -> None:
+    with pytest.raises(DeploymentError) as caught:
+        fit(resolve(name, overrides), tiny_config)
+    assert str(caught.value) == f"deployment {name}: {whole}"
+
+
+def test_slots_without_experts_are_refused_beside_other_mistakes(tiny_config: ModelConfig) -> None:
+    dense = msgspec.structs.replace(tiny_config, first_k_dense_replace=99)
+    with pytest.raises(DeploymentError, match="needs a model with routed experts") as caught:
+        fit(resolve("colocated", ["experts.redundant_slots=1", "threads=0"]), dense)
+    assert "threads must be at least 1" in str(caught.value)
+
+
 @pytest.mark.parametrize("value", ["0", "-1", "two", "1.5", "²"])
 def test_threads_that_are_no_number_are_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("XDEEPSERVE_THREADS", value)

@@ -14,13 +14,9 @@ PARTS = (TEPlace, GroupSizes, KVSizes, StepSizes, WalkSizes, ExpertSizes)
 MAX_FIELDS = 12
 # Who takes a whole TE, and why.
 WHOLE = {
-    "chaos/permitted.py": "asks of a TE what it can miss",
     "engine/build.py": "decides where a TE comes to lie, and plans it",
-    "engine/deploy/fitting.py": "makes the parts",
-    "engine/deploy/scale_down.py": "makes the parts of a smaller TE",
     "engine/die/die_memory.py": "hands its parts to what lies on a die with a DP group",
     "engine/die/shape_memory.py": "does the same in shapes",
-    "remote/expert_process.py": "builds one expert server as its clients plan it",
     "engine/run/team.py": "hands out what the dies of a TE meet by",
     "engine/serving/failover.py": "hands a smaller TE on, unread",
     "engine/serving/joining.py": "hands a TE on, unread",
@@ -61,4 +57,4 @@ def test_functions_take_one_part() -> None:
             elif sum(bool(each & names) for each in taken) > 1:
                 several.append(f"{path.relative_to(SRC)}: {node.name}")
     assert several == []
-    assert whole <= set(WHOLE)
+    assert whole == set(WHOLE)

@@ -47,7 +47,9 @@ def reasons_against_services(d: Deployment, num_experts: int, num_servers: int) 
     """Return the reasons against the settings of `num_servers` servers with routed experts."""
     experts, reasons = d.experts or ExpertConfig(), []
     counts, copies = experts.counts, experts.copies
-    if counts is not None and (len(counts) != num_servers or min(counts) < 1 or sum(counts) != num_experts):
+    if counts is not None and (
+        len(counts) != num_servers or min(counts, default=0) < 1 or sum(counts) != num_experts
+    ):
         reasons.append(
             f"experts.counts must be the routed experts of each of {num_servers} servers, 1 or more, "
             f"{num_experts} together, found {list(counts)}"

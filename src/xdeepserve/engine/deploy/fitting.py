@@ -52,7 +52,7 @@ def fit(deployment: Deployment, config: ModelConfig, is_timing_only: bool = Fals
         reasons += refusals.reasons_against_slots(deployment, num_experts, holders)
     first_die = _places(deployment, tes, reasons)
     if reasons:
-        raise DeploymentError(f"deployment {deployment.name}: " + "; ".join(reasons))
+        raise DeploymentError(f"deployment {deployment.name}: " + "; ".join(dict.fromkeys(reasons)))
     return tuple(size(deployment, config, te, first_die[te.name], is_timing_only) for te in tes)
 
 

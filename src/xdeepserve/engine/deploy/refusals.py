@@ -6,14 +6,13 @@ import re
 from collections.abc import Mapping
 
 from xdeepserve.engine.deploy.deployment import Deployment, ExpertConfig, PipelineConfig
-from xdeepserve.engine.deploy.rules import EXCLUDED, LOCKSTEP, of_other_kinds, refused
-from xdeepserve.engine.deploy.settings import out_of_bounds
+from xdeepserve.engine.deploy.rules import EXCLUDED, LOCKSTEP, of_single_settings, refused
+from xdeepserve.engine.deploy.teams import num_routed_experts
 from xdeepserve.errors import abridged
 from xdeepserve.hw.accelerators import atlas_a2
 from xdeepserve.hw.spec import Spec
 from xdeepserve.model.config import ModelConfig
 
-MAX_DRAFTS = 2
 BLOCK_MULTIPLE = 16  # attention walks the cache in tiles of 16 positions
 DEFAULT_MODEL_LEN = 4096
 NAMESPACE = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -27,14 +26,14 @@ def context_of(d: Deployment, config: ModelConfig) -> int:
 def reasons_against(d: Deployment, config: ModelConfig) -> list[str]:
     """Return the reasons against settings that all TEs share; `Teams` finds those against their dies."""
     return [
-        *out_of_bounds(d),
-        *of_other_kinds(d),
+        *of_single_settings(d),
         *refused(d, EXCLUDED),
         *(refused(d, LOCKSTEP) if d.lockstep else ()),
         *_against_cache(d, config),
         *_against_steps(d),
         *_against_pipeline(d),
         *_against_drafts(d, config),
+        *_against_replicas(d, config),
         *_against_health(d),
         *_against_pool(d),
     ]
@@ -47,7 +46,7 @@ def _against_cache(d: Deployment, config: ModelConfig) -> list[str]:
     size, num_blocks, context = d.cache.block_size, d.cache.num_blocks, context_of(d, config)
     if size < BLOCK_MULTIPLE or size % BLOCK_MULTIPLE:
         reasons.append(f"cache.block_size must be a multiple of {BLOCK_MULTIPLE}, found {size}")
-    if num_blocks is not None and num_blocks * size < context:
+    elif num_blocks is not None and num_blocks * size < context:
         reasons.append(
             f"cache.num_blocks={num_blocks} of {size} positions hold less than one context of {context}: "
             f"set at least {-(-context // size)}{_shorter_context(num_blocks * size)}"
@@ -93,6 +92,13 @@ def _against_drafts(d: Deployment, config: ModelConfig) -> list[str]:
     return []
 
 
+def _against_replicas(d: Deployment, config: ModelConfig) -> list[str]:
+    has_slots = (d.experts or ExpertConfig()).redundant_slots > 0
+    if has_slots and not num_routed_experts(config, d.mtp):
+        return ["experts.redundant_slots needs a model with routed experts"]
+    return []
+
+
 def _against_health(d: Deployment) -> list[str]:
     suspect, lost, beat, shell_lost = (
         d.health.suspect_s,
@@ -101,9 +107,9 @@ def _against_health(d: Deployment) -> list[str]:
         d.health.shell_lost_s,
     )
     reasons = []
-    if not suspect < lost:
+    if suspect >= lost:
         reasons.append(f"health needs suspect_s < lost_s, found suspect_s={suspect}, lost_s={lost}")
-    if not beat < shell_lost:
+    if beat >= shell_lost:
         reasons.append(f"health needs beat_s < shell_lost_s, found beat_s={beat}, shell_lost_s={shell_lost}")
     return reasons
 
@@ -135,8 +141,6 @@ def reasons_against_slots(d: Deployment, num_experts: int, num_holders: Mapping[
     replica lies on another die than its primary, so a die has use for as many as the others have experts.
     """
     slots, reasons = (d.experts or ExpertConfig()).redundant_slots, []
-    if slots > 0 and not num_experts:
-        return ["experts.redundant_slots needs a model with routed experts"]
     for te, dies in num_holders.items():
         elsewhere = num_experts - -(-num_experts // dies)
         if slots > elsewhere:

@@ -6,8 +6,9 @@ checked by functions in `refusals`, `expert_services` and `teams`. Texts may nam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from xdeepserve.engine.deploy.deployment import (
     AttentionConfig,
@@ -28,7 +29,7 @@ from xdeepserve.engine.deploy.roles import (
     sections,
     takes_steps_away,
 )
-from xdeepserve.engine.deploy.settings import given
+from xdeepserve.engine.deploy.settings import Setting, given
 
 
 class Only(NamedTuple):
@@ -66,22 +67,56 @@ ONLY = (
 )
 
 
-def of_other_kinds(d: Deployment) -> Iterator[str]:
-    """Yield a reason for each setting that only other kinds of deployment have. Sections that no TE of this
-    one heeds are refused as a whole, by `Teams`."""
-    own = sections(d.kind)
-    found = {setting.key: (setting, value) for setting, value in given(d)}
-    for row in ONLY:
-        if row.kinds(d.kind) or (row.key.startswith("experts.") and "experts" not in own):
-            continue
-        # A section is named as such, whatever is set within it.
-        below = [key for key in found if f"{key}.".startswith(f"{row.key}.")]
-        changed = [key for key in below if found[key][1] != found[key][0].default]
-        if changed:
-            setting, value = found[changed[0]]
-            named = f"{row.key}={value}" if setting.names and changed == [row.key] else row.key
+LARGEST = 1e9  # of a duration in any unit: virtual time is counted in whole nanoseconds
+
+
+def of_single_settings(d: Deployment) -> list[str]:
+    """Return a reason for each setting that this kind of deployment lacks, or that is out of bounds.
+
+    Sections that no TE of this kind heeds are refused as a whole, by `Teams`.
+    """
+    heeded, all_sections = sections(d.kind), set().union(*map(sections, DEPLOYMENTS))
+    found = [
+        (setting, value)
+        for setting, value in given(d)
+        if (head := setting.key.partition(".")[0]) in heeded or head not in all_sections
+    ]
+    missing = {row: _named(row, found) for row in ONLY if not row.kinds(d.kind)}
+    reasons = []
+    for row, name in missing.items():
+        if name:
             names = ", ".join(kind for kind in DEPLOYMENTS if row.kinds(kind))
-            yield f"{named} is for {row.what} ({names}){row.beside}"
+            reasons.append(f"{name} is for {row.what} ({names}){row.beside}")
+    keys = {row.key for row in missing}
+    return reasons + [
+        _bounded(setting, value)
+        for setting, value in found
+        if setting.key not in keys and _is_out(setting, value)
+    ]
+
+
+def _named(row: Only, found: Sequence[tuple[Setting, Any]]) -> str:
+    """Name a setting, or a section, as it is refused; "" if nothing of it is set. A section is named as such,
+    whatever is set within it."""
+    for setting, value in found:
+        if f"{setting.key}.".startswith(f"{row.key}.") and value != setting.default:
+            return f"{row.key}={value}" if setting.names and setting.key == row.key else row.key
+    return ""
+
+
+def _is_out(setting: Setting, value: Any) -> bool:
+    is_long = isinstance(value, float) and value > LARGEST
+    return setting.bounds is not None and value is not None and (is_long or not setting.bounds.allow(value))
+
+
+def _bounded(setting: Setting, value: float) -> str:
+    """Say the bounds of a setting whose value is out of them."""
+    rest = ""
+    if not math.isfinite(value):
+        rest = " and finite"
+    elif isinstance(value, float) and value > LARGEST:
+        rest = f" and at most {LARGEST:g}"
+    return f"{setting.key} must be {setting.bounds}{rest}, found {value:g}"
 
 
 class SettingRule(NamedTuple):

@@ -6,7 +6,6 @@ Nothing here imports NumPy: a help text takes no longer than Python itself.
 from __future__ import annotations
 
 import functools
-import math
 import textwrap
 from collections.abc import Container, Iterator, Sequence
 from difflib import SequenceMatcher
@@ -71,20 +70,6 @@ def _given(d: Deployment, all_settings: Sequence[Setting]) -> Iterator[tuple[Set
             section = None if section is None else getattr(section, each)
         if section is not None:
             yield setting, getattr(section, name)
-
-
-def out_of_bounds(d: Deployment) -> list[str]:
-    """Return a reason for each number of a deployment that is out of its setting's bounds."""
-    wrong = [
-        (setting, value)
-        for setting, value in given(d)
-        if setting.bounds is not None and value is not None and not setting.bounds.allow(value)
-    ]
-    finite = {True: "", False: " and finite"}
-    return [
-        f"{setting.key} must be {setting.bounds}{finite[math.isfinite(value)]}, found {value:g}"
-        for setting, value in wrong
-    ]
 
 
 def _settings(struct: type[msgspec.Struct], prefix: str) -> Iterator[Setting]:

@@ -1,1 +1,1 @@
-"""A request on the host: its parameters, the engine that serves it, and its output."""
+"""A request on the host: the engine that serves it, its output, and the TEs that come and go meanwhile."""
