@@ -88,6 +88,11 @@ DEPLOYMENTS: dict[Kind, tuple[TEKind, ...]] = {
     "mixed": LISTED,
 }
 
+# Settings and sections that are about dies: each is heeded by some kinds of deployment alone.
+SECTIONS = tuple(
+    dict.fromkeys(name for rows in DEPLOYMENTS.values() for row in rows for name in row.sections)
+)
+
 
 def sections(kind: Kind) -> set[str]:
     """Return the deployment's sections heeded by at least one of its TEs."""

@@ -23,6 +23,7 @@ from xdeepserve.engine.deploy.deployment import (
 )
 from xdeepserve.engine.deploy.roles import (
     DEPLOYMENTS,
+    SECTIONS,
     has_expert_dies,
     has_prefill,
     has_services,
@@ -75,11 +76,11 @@ def of_single_settings(d: Deployment) -> list[str]:
 
     Sections that no TE of this kind heeds are refused as a whole, by `Teams`.
     """
-    heeded, all_sections = sections(d.kind), set().union(*map(sections, DEPLOYMENTS))
+    heeded = sections(d.kind)
     found = [
         (setting, value)
         for setting, value in given(d)
-        if (head := setting.key.partition(".")[0]) in heeded or head not in all_sections
+        if (head := setting.key.partition(".")[0]) in heeded or head not in SECTIONS
     ]
     missing = {row: _named(row, found) for row in ONLY if not row.kinds(d.kind)}
     reasons = []
@@ -337,7 +338,7 @@ TIMING_ONLY = (
 )
 
 
-def refused(d: Deployment, rules: Sequence[SettingRule] = EXCLUDED) -> list[str]:
+def refused(d: Deployment, rules: Sequence[SettingRule]) -> list[str]:
     """Return the reason of each rule that holds in a deployment, in the order of the table."""
     return [_said(rule, d) for rule in rules if rule.when(d)]
 

@@ -9,26 +9,11 @@ import msgspec
 
 from xdeepserve.engine.deploy.deployment import AttentionConfig, Deployment, Device, ExpertConfig, TEConfig
 from xdeepserve.engine.deploy.expert_services import reasons_against_services
-from xdeepserve.engine.deploy.roles import DEPLOYMENTS, TEKind, sections
+from xdeepserve.engine.deploy.roles import DEPLOYMENTS, SECTIONS, TEKind, sections
 from xdeepserve.engine.deploy.settings import instead
 from xdeepserve.hw.accelerators import NPUS_PER_SERVER
 from xdeepserve.model.config import TP_SIZES, ModelConfig, tp_sizes
 
-OF_DIES = (
-    *(
-        "dies",
-        "tp",
-        "tp_mode",
-        "o_proj_tp",
-        "prefill",
-        "decode",
-        "te",
-        "pipeline",
-        "attention",
-        "experts",
-        "services",
-    ),
-)
 SHARED_INPUTS = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
 
 
@@ -95,7 +80,7 @@ class Teams:
         own = () if is_one else known
         self.reasons += [
             f"{each} is no setting of {self.d.kind}, which {has}{instead(each, value, own)}"
-            for each in OF_DIES
+            for each in SECTIONS
             if (value := getattr(self.d, each)) is not None and each not in known
         ]
         if self.d.kind == "mixed":
