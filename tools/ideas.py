@@ -64,7 +64,7 @@ COUNTS_BEFORE = {
     "engine/recovery": 4,
     "engine/run": 10,
     "engine/run/clock": 25,
-    "engine/run/gang": 17,
+    "engine/run/lockstep": 17,
     "engine/serving": 15,
     "engine/te": 19,
     "engine/walk": 13,

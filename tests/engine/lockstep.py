@@ -10,7 +10,7 @@ import pytest
 from tests.engine.pods import overrides
 from xdeepserve.engine.balance.reconfigure import Reconfiguration
 from xdeepserve.engine.dp.sampling_params import SamplingParams
-from xdeepserve.engine.run.gang.kernels.attention import BUFFERS
+from xdeepserve.engine.run.lockstep.kernels.attention import BUFFERS
 from xdeepserve.jit.compiling import uses_amx
 from xdeepserve.llm import LLM, digest
 from xdeepserve.model.presets import PRESET_DIRECTORY, TinyCheckpoint

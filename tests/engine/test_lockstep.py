@@ -39,12 +39,12 @@ from tests.engine.pods import SHAPES, overrides
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.dp.sampling_params import SamplingParams
-from xdeepserve.engine.run.gang import colocated, disaggregated, pushed
-from xdeepserve.engine.run.gang.gang import Gang, Share
-from xdeepserve.engine.run.gang.heads import Heads
-from xdeepserve.engine.run.gang.kernels import one_die
-from xdeepserve.engine.run.gang.kernels import sync as sync_kernels
-from xdeepserve.engine.run.gang.kernels.attention import FEW, MANY
+from xdeepserve.engine.run.lockstep import colocated, disaggregated, pushed
+from xdeepserve.engine.run.lockstep.heads import Heads
+from xdeepserve.engine.run.lockstep.kernels import one_die
+from xdeepserve.engine.run.lockstep.kernels import sync as sync_kernels
+from xdeepserve.engine.run.lockstep.kernels.attention import FEW, MANY
+from xdeepserve.engine.run.lockstep.lockstep import Gang, Share
 from xdeepserve.errors import DeploymentError, XDeepServeError
 from xdeepserve.llm import LLM, build_engine, digest
 from xdeepserve.step.frame import Ends, Frame
@@ -415,7 +415,7 @@ def test_a_platform_whose_threads_cannot_yield() -> None:
         del os.sched_yield
         import numba
         import numpy as np
-        from xdeepserve.engine.run.gang.kernels import sync as sync_kernels
+        from xdeepserve.engine.run.lockstep.kernels import sync as sync_kernels
         assert not sync_kernels.HAS_TEAMS
         come = numba.njit(lambda sync: sync_kernels.wait(sync, 1))
         sync = np.zeros(sync_kernels.SYNC_SIZE, np.int64)

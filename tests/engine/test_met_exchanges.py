@@ -7,8 +7,8 @@ import pytest
 from tests.engine.lockstep import GREEDY, PRECISIONS, PROMPTS, SLOTS, TWO, check_colocated, skip
 from xdeepserve import LLM
 from xdeepserve.comm.exchange.rows import Received
-from xdeepserve.engine.run.gang import colocated
-from xdeepserve.engine.run.gang.met_exchanges import MetExchange
+from xdeepserve.engine.run.lockstep import colocated
+from xdeepserve.engine.run.lockstep.met_exchanges import MetExchange
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.faults import Fault
 from xdeepserve.llm import digest

@@ -13,7 +13,7 @@ from tests.tools import one_die
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
-from xdeepserve.engine.run.clock.net import ClockNet
+from xdeepserve.engine.run.clock.wiring import ClockNet
 from xdeepserve.engine.walk.group_end import TPGroup
 from xdeepserve.errors import DeploymentError
 from xdeepserve.llm import digest

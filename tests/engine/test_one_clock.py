@@ -10,8 +10,8 @@ import pytest
 from tests.engine.lockstep import with_float
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.balance.reconfigure import Reconfiguration
-from xdeepserve.engine.run.clock.net import ClockNet
-from xdeepserve.engine.run.gang.colocated import ColocatedGang
+from xdeepserve.engine.run.clock.wiring import ClockNet
+from xdeepserve.engine.run.lockstep.colocated import ColocatedGang
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9], [2] * 20, [7, 1]]
 PARAMS = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)

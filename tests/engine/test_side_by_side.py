@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from tests.engine.lockstep import PRECISIONS, check_apart, check_colocated, variant
-from xdeepserve.engine.run.gang.kernels.attention import AT_ONCE
-from xdeepserve.engine.run.gang.kernels.heads import head_stage
-from xdeepserve.engine.run.gang.kernels.side_by_side import next_dies
+from xdeepserve.engine.run.lockstep.kernels.attention import AT_ONCE
+from xdeepserve.engine.run.lockstep.kernels.heads import head_stage
+from xdeepserve.engine.run.lockstep.kernels.side_by_side import next_dies
 from xdeepserve.jit.compiling import njit
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k

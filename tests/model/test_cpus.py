@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from xdeepserve.engine.run.gang.kernels.side_by_side import layer_stage
+from xdeepserve.engine.run.lockstep.kernels.side_by_side import layer_stage
 from xdeepserve.jit import amx, compiling
 from xdeepserve.model import canonical, kernels
 

@@ -32,8 +32,8 @@ from xdeepserve.engine.deploy.deployment import (
     TEConfig,
 )
 from xdeepserve.engine.dp.sampling_params import SamplingParams
-from xdeepserve.engine.run.clock.net import ClockNet
 from xdeepserve.engine.run.clock.routing import TimingConfig, generator
+from xdeepserve.engine.run.clock.wiring import ClockNet
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.record import RequestMetrics
 from xdeepserve.errors import XDeepServeError

@@ -31,7 +31,7 @@ How to add a weight, in three places:
     1. here: a row in a table (and a letter in `sizes` for a new size), and a field of `Layer` of its name
     2. reference.py: the equation that reads it
     3. step/attention.py or feed.py: the stage that reads it on a die; where all dies run in lockstep, kernels
-       find it in a column of LINEARS or VECTORS (engine/run/gang/kernels/attention.py)
+       find it in a column of LINEARS or VECTORS (engine/run/lockstep/kernels/attention.py)
 
 Everything else follows. A weight to be rounded by `xdeepserve quantize` also needs an entry in
 quant/layer_quantizer.py, with its inputs.

@@ -13,7 +13,7 @@ import numpy as np
 
 from xdeepserve.comm.fused.layout import FusedLayout
 from xdeepserve.engine.run.away import ByTrampolines
-from xdeepserve.engine.run.net import ProtocolNet
+from xdeepserve.engine.run.wiring import ProtocolNet
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.errors import RequestError, abridged
 from xdeepserve.golden.cells import (

@@ -18,8 +18,8 @@ from xdeepserve.engine.deploy.deployment import Deployment
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
-from xdeepserve.engine.run.clock.net import DUMMY_TOKEN, ClockNet
 from xdeepserve.engine.run.clock.routing import TimingConfig
+from xdeepserve.engine.run.clock.wiring import DUMMY_TOKEN, ClockNet
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.spec import Spec

@@ -158,7 +158,7 @@ class WalkSizes(msgspec.Struct, frozen=True, kw_only=True):
     attention_cores: int = 0  # AIC cores of the attention stream; 0 unless microbatches overlap by cores
     moves_cores: bool = False  # between the two streams
     unabsorbed: bool = False  # attention to prompts is billed so
-    is_lockstep: bool = False  # the dies run as one, see engine/run/gang
+    is_lockstep: bool = False  # the dies run as one, see engine/run/lockstep
     exchange: Exchange = "pull"  # of tokens between dies with experts
     carrier: Carrier = "mte"  # of tokens to experts on dies of their own, and of answers
     num_domains: int = 1  # of attention dies, where experts have dies of their own

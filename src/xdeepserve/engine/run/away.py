@@ -107,7 +107,7 @@ class ByTrampolines:
         """Make the program of an expert die that serves exchanges step by step."""
         die = self.team.pod.dies[self.team.expert_dies[index]]
         if self.sizes.walk.is_lockstep:
-            from xdeepserve.engine.run.gang.disaggregated import LockstepExpertProgram
+            from xdeepserve.engine.run.lockstep.disaggregated import LockstepExpertProgram
 
             return LockstepExpertProgram(die, mem, [], [], threads, Computing(die), reports)
         sides = self.expert_sides(index, ExpertSide)

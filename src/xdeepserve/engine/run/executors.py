@@ -12,7 +12,7 @@ from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.program import Executor, Traversal
 from xdeepserve.engine.die.workspace import Workspace
 from xdeepserve.engine.numbers import DieRank
-from xdeepserve.engine.run.net import Net
+from xdeepserve.engine.run.wiring import Net
 from xdeepserve.engine.walk.runner import Pace, Runner
 from xdeepserve.engine.walk.schedule import CoreSplit, Schedule, away_and_back, in_slices, overlap, serial
 from xdeepserve.hw.queue import Queue

@@ -22,7 +22,7 @@ from xdeepserve.engine.dp.events import Events, ServerHeard
 from xdeepserve.engine.numbers import GroupRank
 from xdeepserve.engine.recovery.rollback import Rollback
 from xdeepserve.engine.run.by_services import SeatsOutside
-from xdeepserve.engine.run.net import ProtocolNet
+from xdeepserve.engine.run.wiring import ProtocolNet
 from xdeepserve.engine.te.te_plan import TEPlan
 
 NEVER_NS = 1 << 62

@@ -27,7 +27,7 @@ from xdeepserve.engine.numbers import DieRank, GroupRank
 from xdeepserve.engine.recovery.rollback import Rollback
 from xdeepserve.engine.recovery.rollback_field import plan_rollback_field
 from xdeepserve.engine.run.executors import executor
-from xdeepserve.engine.run.net import Net, ProtocolNet
+from xdeepserve.engine.run.wiring import Net, ProtocolNet
 from xdeepserve.engine.te.status_gather import plan_statuses
 from xdeepserve.errors import OutOfMemoryError
 from xdeepserve.hw.memory import Area
@@ -37,7 +37,7 @@ from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.step.linear import Threads
 
 if TYPE_CHECKING:
-    from xdeepserve.engine.run.gang.gang import Gang
+    from xdeepserve.engine.run.lockstep.lockstep import Gang
 
 
 # What makes a DP group's tier of prefixes in a memory pool; it reports what has come to the TE's queue.
@@ -251,7 +251,7 @@ class TEPlan:
         """Create the gangs for running the layers of all these dies in lockstep; none without lockstep."""
         if not self.sizes.walk.is_lockstep:
             return []
-        from xdeepserve.engine.run.gang.choice import gangs_of  # kernels that take a while to import
+        from xdeepserve.engine.run.lockstep.choice import gangs_of  # kernels that take a while to import
 
         assert isinstance(self.net, ProtocolNet)
         return gangs_of(self.net, executors, programs, threads)

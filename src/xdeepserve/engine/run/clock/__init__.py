@@ -1,6 +1,6 @@
 """Timing-only runs: the same Programs and the same virtual times, without the arithmetic.
 
-- `net` has stand-ins for memory, exchanges and sampling
+- `wiring` has stand-ins for memory, exchanges and sampling
 - `timeline` counts the time that a die has spent and not yet waited for
 - `meeting` is a barrier in virtual time
 - `exchange_hub`, `trampoline_hub`, `group_hub` make exchanges as meetings, by the formulas of `comm`

@@ -20,7 +20,7 @@ from xdeepserve.comm.exchange.twin import (
     write_answers,
 )
 from xdeepserve.comm.twin import EMPTY_SLOT, Tokens, blocks_of
-from xdeepserve.engine.run.gang.kernels.linear import linear
+from xdeepserve.engine.run.lockstep.kernels.linear import linear
 from xdeepserve.jit.compiling import array_part, kernel, part
 from xdeepserve.jit.pointers import f32, f32_flat, i8, i32_flat, i64_flat, u8_flat
 from xdeepserve.model import canonical as c

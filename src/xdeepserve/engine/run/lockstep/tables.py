@@ -25,8 +25,8 @@ from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.die.replicas import ReplicaMap
 from xdeepserve.engine.die.workspace import Workspace
-from xdeepserve.engine.run.gang.kernels import attention as a
-from xdeepserve.engine.run.gang.kernels import experts as e
+from xdeepserve.engine.run.lockstep.kernels import attention as a
+from xdeepserve.engine.run.lockstep.kernels import experts as e
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import Memory
 from xdeepserve.model.canonical import Array

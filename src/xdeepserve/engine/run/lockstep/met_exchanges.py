@@ -26,14 +26,14 @@ from xdeepserve.comm.fused.layout import FusedLayout
 from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.run.clock.exchange_hub import received
 from xdeepserve.engine.run.clock.meeting import Meeting
-from xdeepserve.engine.run.gang import tables
-from xdeepserve.engine.run.gang.colocated import ColocatedGang
-from xdeepserve.engine.run.gang.gang import Call
-from xdeepserve.engine.run.gang.kernels import attention as a
-from xdeepserve.engine.run.gang.kernels import colocated_stages as d
-from xdeepserve.engine.run.gang.kernels import experts as e
-from xdeepserve.engine.run.gang.kernels import pushed_stages as p
-from xdeepserve.engine.run.gang.pushed import PushingGang
+from xdeepserve.engine.run.lockstep import tables
+from xdeepserve.engine.run.lockstep.colocated import ColocatedGang
+from xdeepserve.engine.run.lockstep.kernels import attention as a
+from xdeepserve.engine.run.lockstep.kernels import colocated_stages as d
+from xdeepserve.engine.run.lockstep.kernels import experts as e
+from xdeepserve.engine.run.lockstep.kernels import pushed_stages as p
+from xdeepserve.engine.run.lockstep.lockstep import Call
+from xdeepserve.engine.run.lockstep.pushed import PushingGang
 from xdeepserve.engine.walk.runner import Runner
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.packing import shape_only

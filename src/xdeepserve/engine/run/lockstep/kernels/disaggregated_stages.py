@@ -13,7 +13,7 @@ import numpy as np
 
 from xdeepserve.comm.trampoline.twin import come_back, post_tokens, write_token
 from xdeepserve.comm.twin import dies_of
-from xdeepserve.engine.run.gang.kernels.attention import ROUTES, TOPK_WEIGHTS, H, X
+from xdeepserve.engine.run.lockstep.kernels.attention import ROUTES, TOPK_WEIGHTS, H, X
 from xdeepserve.jit.compiling import kernel, part
 from xdeepserve.jit.pointers import f32, f32_flat, i8, i32
 from xdeepserve.model import kernels as k

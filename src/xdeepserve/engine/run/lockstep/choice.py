@@ -6,18 +6,18 @@ from collections.abc import Sequence
 
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.program import Executor
-from xdeepserve.engine.run.gang.colocated import ColocatedGang, MonolithicGang
-from xdeepserve.engine.run.gang.disaggregated import DisaggregatedGang, LockstepExpertProgram
-from xdeepserve.engine.run.gang.gang import Gang
-from xdeepserve.engine.run.gang.kernels.sync import HAS_TEAMS
-from xdeepserve.engine.run.gang.met_exchanges import (
+from xdeepserve.engine.run.lockstep.colocated import ColocatedGang, MonolithicGang
+from xdeepserve.engine.run.lockstep.disaggregated import DisaggregatedGang, LockstepExpertProgram
+from xdeepserve.engine.run.lockstep.kernels.sync import HAS_TEAMS
+from xdeepserve.engine.run.lockstep.lockstep import Gang
+from xdeepserve.engine.run.lockstep.met_exchanges import (
     MetExchanges,
     PushedMetExchanges,
     has_stages_of_tasks,
     use_met_exchanges,
 )
-from xdeepserve.engine.run.gang.pushed import PushingExpertsGang, PushingGang
-from xdeepserve.engine.run.net import ProtocolNet
+from xdeepserve.engine.run.lockstep.pushed import PushingExpertsGang, PushingGang
+from xdeepserve.engine.run.wiring import ProtocolNet
 
 
 def gangs_of(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from xdeepserve.engine.run.gang.kernels import experts as e
-from xdeepserve.engine.run.gang.kernels.attention import (
+from xdeepserve.engine.run.lockstep.kernels import experts as e
+from xdeepserve.engine.run.lockstep.kernels.attention import (
     ACT,
     GATE_UP,
     Q8,
@@ -18,9 +18,9 @@ from xdeepserve.engine.run.gang.kernels.attention import (
     inputs_of,
     rows_of,
 )
-from xdeepserve.engine.run.gang.kernels.layer import all_of, layer, routes
-from xdeepserve.engine.run.gang.kernels.linear import groups_of, linear, linear_part
-from xdeepserve.engine.run.gang.kernels.sync import are_lost, share, wait
+from xdeepserve.engine.run.lockstep.kernels.layer import all_of, layer, routes
+from xdeepserve.engine.run.lockstep.kernels.linear import groups_of, linear, linear_part
+from xdeepserve.engine.run.lockstep.kernels.sync import are_lost, share, wait
 from xdeepserve.jit.compiling import array_part, kernel, part
 from xdeepserve.jit.pointers import f32, f32_flat, i8, i32_flat
 from xdeepserve.model import canonical as c

@@ -16,11 +16,11 @@ from xdeepserve.comm.exchange.twin import ANSWER_BLOCKS, ANSWERS_POINTER, NUM_RE
 from xdeepserve.comm.fused import twin as fused
 from xdeepserve.comm.trampoline.twin import arrived_tokens, pull_tokens
 from xdeepserve.comm.twin import Tokens, copy_payload, dies_of, post
-from xdeepserve.engine.run.gang.kernels.attention import SHARED, TOPK_WEIGHTS, H
-from xdeepserve.engine.run.gang.kernels.colocated_stages import own_tokens
-from xdeepserve.engine.run.gang.kernels.experts import quantise_answer, run_experts, scratch_of
-from xdeepserve.engine.run.gang.kernels.side_by_side import layer_stage, shared_expert
-from xdeepserve.engine.run.gang.kernels.sync import are_lost, wait
+from xdeepserve.engine.run.lockstep.kernels.attention import SHARED, TOPK_WEIGHTS, H
+from xdeepserve.engine.run.lockstep.kernels.colocated_stages import own_tokens
+from xdeepserve.engine.run.lockstep.kernels.experts import quantise_answer, run_experts, scratch_of
+from xdeepserve.engine.run.lockstep.kernels.side_by_side import layer_stage, shared_expert
+from xdeepserve.engine.run.lockstep.kernels.sync import are_lost, wait
 from xdeepserve.jit.compiling import as_part, kernel, part
 from xdeepserve.jit.pointers import f32
 from xdeepserve.model import kernels as k

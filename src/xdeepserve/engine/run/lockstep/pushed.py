@@ -6,12 +6,12 @@ import numpy as np
 
 from xdeepserve.comm.exchange.layout import Group, Layout
 from xdeepserve.comm.fused.layout import FusedLayout
-from xdeepserve.engine.run.gang import tables
-from xdeepserve.engine.run.gang.colocated import TO_THE_END, UP_TO_EXPERTS, ColocatedGang
-from xdeepserve.engine.run.gang.dimensions import PushShape
-from xdeepserve.engine.run.gang.disaggregated import DisaggregatedGang
-from xdeepserve.engine.run.gang.gang import Call, Span
-from xdeepserve.engine.run.gang.kernels import pushed_stages as p
+from xdeepserve.engine.run.lockstep import tables
+from xdeepserve.engine.run.lockstep.colocated import TO_THE_END, UP_TO_EXPERTS, ColocatedGang
+from xdeepserve.engine.run.lockstep.dimensions import PushShape
+from xdeepserve.engine.run.lockstep.disaggregated import DisaggregatedGang
+from xdeepserve.engine.run.lockstep.kernels import pushed_stages as p
+from xdeepserve.engine.run.lockstep.lockstep import Call, Span
 
 # Rounds of dispatch flags use two sets in turn (`comm.board`), from the second one on.
 

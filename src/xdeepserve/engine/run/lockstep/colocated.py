@@ -11,13 +11,13 @@ from xdeepserve.comm.cost import Op
 from xdeepserve.comm.exchange.layout import Group, Layout
 from xdeepserve.comm.fused.layout import FusedLayout
 from xdeepserve.engine.die.program import Executor
-from xdeepserve.engine.run.gang import tables
-from xdeepserve.engine.run.gang.dimensions import ExchangeShape, PushShape
-from xdeepserve.engine.run.gang.gang import Call, Gang, Share, Span, addresses
-from xdeepserve.engine.run.gang.kernels import attention as a
-from xdeepserve.engine.run.gang.kernels import colocated_stages as d
-from xdeepserve.engine.run.gang.kernels import one_die
-from xdeepserve.engine.run.gang.timetable import Timed, Timetable
+from xdeepserve.engine.run.lockstep import tables
+from xdeepserve.engine.run.lockstep.dimensions import ExchangeShape, PushShape
+from xdeepserve.engine.run.lockstep.kernels import attention as a
+from xdeepserve.engine.run.lockstep.kernels import colocated_stages as d
+from xdeepserve.engine.run.lockstep.kernels import one_die
+from xdeepserve.engine.run.lockstep.lockstep import Call, Gang, Share, Span, addresses
+from xdeepserve.engine.run.lockstep.timetable import Timed, Timetable
 from xdeepserve.engine.walk.schedule import Visit
 from xdeepserve.step.stage import Counts, Meet, Stage
 

@@ -8,8 +8,8 @@ from functools import partial
 import numpy as np
 
 from xdeepserve.engine.die.program import Executor
-from xdeepserve.engine.run.gang.kernels.heads import head_stage
-from xdeepserve.engine.run.gang.tables import address
+from xdeepserve.engine.run.lockstep.kernels.heads import head_stage
+from xdeepserve.engine.run.lockstep.tables import address
 from xdeepserve.model import kernels as k
 from xdeepserve.step.frame import Ends, Frame
 from xdeepserve.step.passes import HEAD, head, logit_hidden

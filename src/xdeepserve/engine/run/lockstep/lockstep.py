@@ -14,13 +14,13 @@ import numpy as np
 
 from xdeepserve.comm.twin import FAULTS
 from xdeepserve.engine.die.program import Executor
-from xdeepserve.engine.run.gang import tables
-from xdeepserve.engine.run.gang.dimensions import Shape
-from xdeepserve.engine.run.gang.heads import Heads
-from xdeepserve.engine.run.gang.kernels import attention as a
-from xdeepserve.engine.run.gang.kernels.side_by_side import layer_stage
-from xdeepserve.engine.run.gang.kernels.sync import LOST, new_sync, wait_for_others
-from xdeepserve.engine.run.gang.staged import StagedAttention, as_kernels_see
+from xdeepserve.engine.run.lockstep import tables
+from xdeepserve.engine.run.lockstep.dimensions import Shape
+from xdeepserve.engine.run.lockstep.heads import Heads
+from xdeepserve.engine.run.lockstep.kernels import attention as a
+from xdeepserve.engine.run.lockstep.kernels.side_by_side import layer_stage
+from xdeepserve.engine.run.lockstep.kernels.sync import LOST, new_sync, wait_for_others
+from xdeepserve.engine.run.lockstep.staged import StagedAttention, as_kernels_see
 from xdeepserve.engine.walk.runner import Runner
 from xdeepserve.engine.walk.schedule import EndLayer, Visits
 from xdeepserve.errors import DeploymentError, ProtocolError, XDeepServeError

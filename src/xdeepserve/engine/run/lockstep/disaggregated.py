@@ -13,14 +13,14 @@ from xdeepserve.comm.trampoline.layout import A2ELayout
 from xdeepserve.engine.die.expert_memory import STOP
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.program import Executor
-from xdeepserve.engine.run.gang import tables
-from xdeepserve.engine.run.gang.colocated import TO_THE_END, UP_TO_EXPERTS
-from xdeepserve.engine.run.gang.dimensions import ExchangeShape, PushShape
-from xdeepserve.engine.run.gang.expert_prices import ExpertPrices
-from xdeepserve.engine.run.gang.gang import Call, Gang, Share, Span, addresses
-from xdeepserve.engine.run.gang.kernels import disaggregated_stages as ends
-from xdeepserve.engine.run.gang.kernels import experts as e
-from xdeepserve.engine.run.gang.timetable import DisaggregatedTimetable, Timed, TokenTimes
+from xdeepserve.engine.run.lockstep import tables
+from xdeepserve.engine.run.lockstep.colocated import TO_THE_END, UP_TO_EXPERTS
+from xdeepserve.engine.run.lockstep.dimensions import ExchangeShape, PushShape
+from xdeepserve.engine.run.lockstep.expert_prices import ExpertPrices
+from xdeepserve.engine.run.lockstep.kernels import disaggregated_stages as ends
+from xdeepserve.engine.run.lockstep.kernels import experts as e
+from xdeepserve.engine.run.lockstep.lockstep import Call, Gang, Share, Span, addresses
+from xdeepserve.engine.run.lockstep.timetable import DisaggregatedTimetable, Timed, TokenTimes
 from xdeepserve.engine.walk.schedule import Visit, cut_at
 from xdeepserve.hw.clock import Process
 from xdeepserve.step.frame import Batch

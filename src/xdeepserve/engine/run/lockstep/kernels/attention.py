@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from xdeepserve.engine.run.gang.kernels.linear import groups_of, linear, linear_part, stacked_product
-from xdeepserve.engine.run.gang.kernels.sync import share
+from xdeepserve.engine.run.lockstep.kernels.linear import groups_of, linear, linear_part, stacked_product
+from xdeepserve.engine.run.lockstep.kernels.sync import share
 from xdeepserve.jit.compiling import array_part, kernel, part
 from xdeepserve.jit.pointers import f32, f32_flat, f32_tiles, flat_like, i8, i32, i32_flat, u8_tiles
 from xdeepserve.model import canonical as c

@@ -11,7 +11,7 @@ from xdeepserve.comm.fused.layout import FusedLayout
 from xdeepserve.comm.trampoline.layout import A2ELayout
 from xdeepserve.engine.deploy.sizes import ExpertSizes
 from xdeepserve.engine.die.die_memory import DieMemory
-from xdeepserve.engine.run.gang.kernels.attention import QUANTIZE
+from xdeepserve.engine.run.lockstep.kernels.attention import QUANTIZE
 from xdeepserve.model.cache_layout import scratch_size
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig

@@ -14,7 +14,7 @@ import numpy as np
 
 from xdeepserve.comm.exchange.twin import load_answer, post_rows, pull_answers, write_rows
 from xdeepserve.comm.twin import Tokens, blocks_of, dies_of
-from xdeepserve.engine.run.gang.kernels.attention import (
+from xdeepserve.engine.run.lockstep.kernels.attention import (
     Q8,
     Q8_SCALE,
     ROUTES,
@@ -23,9 +23,9 @@ from xdeepserve.engine.run.gang.kernels.attention import (
     H,
     X,
 )
-from xdeepserve.engine.run.gang.kernels.experts import expert_stage
-from xdeepserve.engine.run.gang.kernels.side_by_side import layer_stage, shared_expert
-from xdeepserve.engine.run.gang.kernels.sync import are_lost, wait
+from xdeepserve.engine.run.lockstep.kernels.experts import expert_stage
+from xdeepserve.engine.run.lockstep.kernels.side_by_side import layer_stage, shared_expert
+from xdeepserve.engine.run.lockstep.kernels.sync import are_lost, wait
 from xdeepserve.jit.compiling import as_part, kernel, part
 from xdeepserve.jit.pointers import f32
 from xdeepserve.model import kernels as k

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from xdeepserve.engine.run.gang.kernels import attention as a
-from xdeepserve.engine.run.gang.kernels.linear import groups_of
-from xdeepserve.engine.run.gang.kernels.sync import share, wait
+from xdeepserve.engine.run.lockstep.kernels import attention as a
+from xdeepserve.engine.run.lockstep.kernels.linear import groups_of
+from xdeepserve.engine.run.lockstep.kernels.sync import share, wait
 from xdeepserve.jit.compiling import array_part, part
 from xdeepserve.jit.pointers import f32, f32_flat, i8, i32, i32_flat
 from xdeepserve.model import canonical as c

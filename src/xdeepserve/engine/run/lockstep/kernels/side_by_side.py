@@ -11,9 +11,9 @@ from __future__ import annotations
 import numpy as np
 
 from xdeepserve.comm.twin import copy_payload
-from xdeepserve.engine.run.gang.kernels import attention as a
-from xdeepserve.engine.run.gang.kernels.layer import find_physical, layer, layer_phase, mlp_phase, skips
-from xdeepserve.engine.run.gang.kernels.sync import share, wait
+from xdeepserve.engine.run.lockstep.kernels import attention as a
+from xdeepserve.engine.run.lockstep.kernels.layer import find_physical, layer, layer_phase, mlp_phase, skips
+from xdeepserve.engine.run.lockstep.kernels.sync import share, wait
 from xdeepserve.jit.compiling import array_part, kernel, part
 from xdeepserve.jit.pointers import f32
 from xdeepserve.model import kernels as k

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from xdeepserve.comm.twin import copy_payload
-from xdeepserve.engine.run.gang.kernels.attention import AT_ONCE
-from xdeepserve.engine.run.gang.kernels.linear import groups_of, stacked_product
-from xdeepserve.engine.run.gang.kernels.sync import share
+from xdeepserve.engine.run.lockstep.kernels.attention import AT_ONCE
+from xdeepserve.engine.run.lockstep.kernels.linear import groups_of, stacked_product
+from xdeepserve.engine.run.lockstep.kernels.sync import share
 from xdeepserve.jit.compiling import kernel
 from xdeepserve.jit.pointers import flat_like
 from xdeepserve.model.packing import COLUMNS, PAIR

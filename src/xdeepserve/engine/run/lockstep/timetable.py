@@ -18,7 +18,7 @@ import numpy.typing as npt
 from xdeepserve.comm.cost import CommCost, Op, Way
 from xdeepserve.comm.means import Carrier
 from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND, stream_item
-from xdeepserve.engine.run.gang.drawing import Drawing
+from xdeepserve.engine.run.lockstep.drawing import Drawing
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.spec import Core
 
