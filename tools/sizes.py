@@ -23,7 +23,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-KINDS = ("Layers", "Executor", "Program", "Gang", "Drafter")
+KINDS = ("Layers", "Executor", "Program", "Lockstep", "Drafter")
 MLA = re.compile(r"def _?(mla|attend|attended)\b")
 OUTPUT_PROJECTION = re.compile(r"\b(wo|WO|o_proj)\b")
 QUERY_PROJECTION = re.compile(r"wq_b|q_b_proj")

@@ -44,7 +44,7 @@ from xdeepserve.engine.run.lockstep.heads import Heads
 from xdeepserve.engine.run.lockstep.kernels import one_die
 from xdeepserve.engine.run.lockstep.kernels import sync as sync_kernels
 from xdeepserve.engine.run.lockstep.kernels.attention import FEW, MANY
-from xdeepserve.engine.run.lockstep.lockstep import Gang, Share
+from xdeepserve.engine.run.lockstep.lockstep import Contribution, Lockstep
 from xdeepserve.errors import DeploymentError, XDeepServeError
 from xdeepserve.llm import LLM, build_engine, digest
 from xdeepserve.step.frame import Ends, Frame
@@ -398,14 +398,14 @@ def test_a_thread_that_fails_ends_the_rounds_of_all() -> None:
             time.sleep(0.2)
             after.append(worker)
 
-    gang = object.__new__(colocated.ColocatedGang)  # its threads alone
-    gang.num_threads, gang.pool, gang.sync = 3, None, sync_kernels.new_sync()
+    lockstep = object.__new__(colocated.ColocatedLockstep)  # its threads alone
+    lockstep.num_threads, lockstep.pool, lockstep.sync = 3, None, sync_kernels.new_sync()
     with pytest.raises(ValueError, match="broken"):
-        gang.spread([(lingers, ()), (fails, ())], [(follows, ())])
+        lockstep.spread([(lingers, ()), (fails, ())], [(follows, ())])
     assert after == [2]  # nobody is under way
     after.clear()
-    gang.spread([(follows, ())], [(follows, ())])
-    gang.threads.shutdown()
+    lockstep.spread([(follows, ())], [(follows, ())])
+    lockstep.threads.shutdown()
     assert sorted(after) == [0, 0, 1, 1, 2, 2]  # of the second time
 
 
@@ -507,14 +507,14 @@ MEMBERS = [("moe-attention", overrides(SHAPES[0]), "attention 2"), ("colocated",
 def test_a_die_that_does_not_come_is_named(
     monkeypatch: pytest.MonkeyPatch, deployment: str, settings: list[str], name: str
 ) -> None:
-    attend = Gang.attend
+    attend = Lockstep.attend
 
-    async def absent(self: Gang, rank: int, share: Share) -> None:
+    async def absent(self: Lockstep, rank: int, share: Contribution) -> None:
         if rank == 2:
             await self.clock.sleep(10**12)
         await attend(self, rank, share)
 
-    monkeypatch.setattr(Gang, "attend", absent)
+    monkeypatch.setattr(Lockstep, "attend", absent)
     with (
         LLM("tiny-random", deployment, "int8", overrides=[*settings, "lockstep=true"]) as llm,
         pytest.raises(XDeepServeError, match=f"lockstep.*{name}"),

@@ -13,7 +13,7 @@ from tests.tools import one_die
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
-from xdeepserve.engine.run.clock.wiring import ClockNet
+from xdeepserve.engine.run.clock.wiring import ClockWiring
 from xdeepserve.engine.walk.group_end import TPGroup
 from xdeepserve.errors import DeploymentError
 from xdeepserve.llm import digest
@@ -154,9 +154,9 @@ def test_a_decode_step_reads_less_of_the_projection() -> None:
         overrides = ["dies=4", f"o_proj_tp={size}", "max_model_len=512"]
         with LLM(model, "colocated", overrides=overrides, timing_only=True) as llm:
             llm.generate([[3] * 8] * 8, SamplingParams(max_tokens=1, ignore_eos=True))
-            net = llm.engine.plan.tes[0].net
-            assert isinstance(net, ClockNet)
-            spent[size] = net.timelines[0][0].spent_ns
+            wiring = llm.engine.plan.tes[0].wiring
+            assert isinstance(wiring, ClockWiring)
+            spent[size] = wiring.timelines[0][0].spent_ns
     rows = 16  # of two requests on each die
     whole = cost.linear_ns(rows, cost.output_projection, cost.absorbed(model.config.v_head_dim))
     assert spent[1]["OProj"] == pytest.approx(6 * (whole + cost.small_kernels_ns() / 2), rel=1e-3)

@@ -10,8 +10,8 @@ import pytest
 from tests.engine.lockstep import with_float
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.balance.reconfigure import Reconfiguration
-from xdeepserve.engine.run.clock.wiring import ClockNet
-from xdeepserve.engine.run.lockstep.colocated import ColocatedGang
+from xdeepserve.engine.run.clock.wiring import ClockWiring
+from xdeepserve.engine.run.lockstep.colocated import ColocatedLockstep
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9], [2] * 20, [7, 1]]
 PARAMS = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
@@ -115,31 +115,31 @@ def test_tasks_and_time_only(monkeypatch: pytest.MonkeyPatch, settings: tuple[st
         return loads[-1]
 
     monkeypatch.setattr(Reconfiguration, "collected", collect)
-    tell: Callable[..., None] = ColocatedGang.tell_time
+    tell: Callable[..., None] = ColocatedLockstep.tell_time
 
-    def record(gang: ColocatedGang, shares, visits, passes) -> None:
+    def record(lockstep: ColocatedLockstep, shares, visits, passes) -> None:
         if settings[0] != "dies=1":
             received.extend(
-                gang.received[at].sum(axis=1)
+                lockstep.received[at].sum(axis=1)
                 for at, visit in zip(passes, visits, strict=True)
                 if visit.layer.moe
             )
-        tell(gang, shares, visits, passes)
+        tell(lockstep, shares, visits, passes)
 
-    monkeypatch.setattr(ColocatedGang, "tell_time", record)
+    monkeypatch.setattr(ColocatedLockstep, "tell_time", record)
     settings = (*settings, "mtp=0")
     lockstep = run("colocated", *settings, "lockstep=true")
-    monkeypatch.setattr(ColocatedGang, "tell_time", tell)
+    monkeypatch.setattr(ColocatedLockstep, "tell_time", tell)
     if MOVES[0] in settings:
         assert {"replicas", "3 load", "Report load"} <= {name for _, name, _ in lockstep}
     given = iter(list(loads))
 
     def route(llm: LLM) -> None:
-        net = llm.engine.plan.tes[0].net
-        assert isinstance(net, ClockNet)
+        wiring = llm.engine.plan.tes[0].wiring
+        assert isinstance(wiring, ClockWiring)
         monkeypatch.setattr(Reconfiguration, "collected", lambda _: next(given))
         drawn = iter(received)
-        net.hubs[0].routing.counts = (  # type: ignore[method-assign]
+        wiring.hubs[0].routing.counts = (  # type: ignore[method-assign]
             lambda event, stream, copies, kept=[]: kept.pop() if kept else _both(kept, next(drawn))
         )
 

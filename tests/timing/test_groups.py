@@ -17,7 +17,7 @@ from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.run.clock.routing import TimingConfig
-from xdeepserve.engine.run.clock.wiring import ClockNet
+from xdeepserve.engine.run.clock.wiring import ClockWiring
 from xdeepserve.engine.serving.record import RequestMetrics
 from xdeepserve.hw.pod import Pod
 from xdeepserve.llm import LLM
@@ -163,10 +163,10 @@ def prefill(
     with LLM(model, deployment, timing_only=True) as llm:
         params = SamplingParams(max_tokens=2, ignore_eos=True)
         metrics = llm.generate([[3] * PROMPT], params)[0].metrics
-        net = llm.engine.plan.tes[0].net
-        assert isinstance(net, ClockNet)
+        wiring = llm.engine.plan.tes[0].wiring
+        assert isinstance(wiring, ClockWiring)
         assert metrics is not None
-        return metrics, dict(net.timelines[0][0].spent_ns)
+        return metrics, dict(wiring.timelines[0][0].spent_ns)
 
 
 @pytest.mark.parametrize("mode", MODES)

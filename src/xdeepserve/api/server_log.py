@@ -91,7 +91,7 @@ class PodLog:
         why = engine.unhealthy_reason or str(engine.lost.get(te, "all TEs are started anew"))
         if engine.unhealthy_reason is not None:
             now = "no TE can serve, and requests end with an error"
-        elif engine.je.homeless.is_open:
+        elif engine.je.unplaced.is_open:
             now = "another TE comes in its place, and requests go on or wait for it"
         else:
             now = "others go on with its requests"

@@ -33,7 +33,7 @@ from xdeepserve.engine.deploy.deployment import (
 )
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.run.clock.routing import TimingConfig, generator
-from xdeepserve.engine.run.clock.wiring import ClockNet
+from xdeepserve.engine.run.clock.wiring import ClockWiring
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.record import RequestMetrics
 from xdeepserve.errors import XDeepServeError
@@ -385,8 +385,8 @@ async def _serve(engine: Engine, arrivals: Sequence[TimedRequest]) -> WorkloadRe
     engine.check_integrity()
     await engine.stop()
     te = engine.plan.tes[-1]
-    assert isinstance(te.net, ClockNet)
-    spreads = te.net.hubs[0].spreads_ns
+    assert isinstance(te.wiring, ClockWiring)
+    spreads = te.wiring.hubs[0].spreads_ns
     per_step = te.config.num_moe_layers + te.sizes.steps.mtp
     return WorkloadResult(
         metrics, usage, [ns for event, ns in spreads.items() if event % per_step == 1 % per_step]

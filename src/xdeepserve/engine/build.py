@@ -19,9 +19,9 @@ from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.lanes import DEFAULT_SHOWN_DIES, name_lanes
 from xdeepserve.engine.loading import Loading, PoolSource, Source, read_again, read_weights
 from xdeepserve.engine.run.clock.routing import TimingConfig
-from xdeepserve.engine.run.clock.wiring import ClockNet
+from xdeepserve.engine.run.clock.wiring import ClockWiring
 from xdeepserve.engine.run.team import Team
-from xdeepserve.engine.run.wiring import ProtocolNet
+from xdeepserve.engine.run.wiring import ByteWiring
 from xdeepserve.engine.te.te_plan import MakeTier, TEPlan
 from xdeepserve.engine.weight_digests import WeightDigests
 from xdeepserve.errors import (
@@ -221,15 +221,15 @@ class PodPlan:
         dies = sizes.place.every_die
         self.pod.hold(dies, f"{sizes.place.name} of {self.checkpoint.name}")
         try:
-            net = ProtocolNet(team) if self.timing is None else ClockNet(team, self.timing)
+            wiring = ByteWiring(team) if self.timing is None else ClockWiring(team, self.timing)
             load_mode = self.deployment.cache.load if self.timing is None else "never"
-            te = TEPlan(net, self.checkpoint, load_mode)
+            te = TEPlan(wiring, self.checkpoint, load_mode)
             self.pod.memories.check(limit=physical_memory())
         except (DeploymentError, HardwareError) as error:
             self.pod.release(dies)
             raise DeploymentError(f"deployment {self.deployment.name}: {error}") from None
-        if isinstance(net, ProtocolNet) and net.seats_outside is not None:
-            servers = wings.part("servers outside")(net.seats_outside, te, self.deployment, self.recipe)
+        if isinstance(wiring, ByteWiring) and wiring.seats_outside is not None:
+            servers = wings.part("servers outside")(wiring.seats_outside, te, self.deployment, self.recipe)
             self.outside.append(servers)
         return te
 

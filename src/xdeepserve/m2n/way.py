@@ -9,7 +9,7 @@ from xdeepserve.comm.means import Means
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.run.arithmetic import quantize_rows
-from xdeepserve.engine.run.ends import CountedSide, rows_away
+from xdeepserve.engine.run.ends import CountedSide, row_sizes
 from xdeepserve.engine.run.team import Team
 from xdeepserve.engine.walk.runner import Computing, Trampoline
 from xdeepserve.engine.walk.tally import Tally
@@ -23,7 +23,7 @@ def m2n_layout(team: Team, microbatch: int, domain: int) -> M2NLayout:
     """Make the layout of M2N between a domain's attention dies and all expert dies."""
     experts = Group(dies=team.expert_dies, expert_rank=team.sizes.experts.expert_rank)
     name = f"m2n.mb{microbatch}.domain{domain}"
-    return M2NLayout(team.domain(domain), experts, name=name, **rows_away(team))
+    return M2NLayout(team.domain(domain), experts, name=name, **row_sizes(team))
 
 
 class ByCards:

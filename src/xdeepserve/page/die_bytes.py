@@ -13,7 +13,7 @@ import numpy as np
 
 from xdeepserve.comm.fused.layout import FusedLayout
 from xdeepserve.engine.run.away import ByTrampolines
-from xdeepserve.engine.run.wiring import ProtocolNet
+from xdeepserve.engine.run.wiring import ByteWiring
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.errors import RequestError, abridged
 from xdeepserve.golden.cells import (
@@ -118,13 +118,13 @@ def cells_of(engine: Engine, die: int) -> dict[str, Cells]:
     """Map the regions of a die's exchanges to their cells, by name."""
     te = next((te.plan for te in engine.je.tes if die in te.plan.every_die), None)
     found: dict[str, Cells] = {}
-    if te is None or not isinstance(te.net, ProtocolNet):
+    if te is None or not isinstance(te.wiring, ByteWiring):
         return found
-    if isinstance(te.net.away, ByTrampolines):
-        for layout in (layout for by_domain in te.net.away.a2e for layout in by_domain):
+    if isinstance(te.wiring.away, ByTrampolines):
+        for layout in (layout for by_domain in te.wiring.away.a2e for layout in by_domain):
             found |= a2e_cells(layout)
-    for _, exchange in te.net.exchanges:
+    for _, exchange in te.wiring.exchanges:
         found |= fused_cells(exchange) if isinstance(exchange, FusedLayout) else exchange_cells(exchange)
-    for collective in te.net.collectives:
+    for collective in te.wiring.collectives:
         found |= collective_cells(collective)
     return found

@@ -19,7 +19,7 @@ from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
 from xdeepserve.engine.run.clock.routing import TimingConfig
-from xdeepserve.engine.run.clock.wiring import DUMMY_TOKEN, ClockNet
+from xdeepserve.engine.run.clock.wiring import DUMMY_TOKEN, ClockWiring
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.spec import Spec
@@ -172,14 +172,14 @@ def one_step(
 
 def _result(plan: PodPlan, iteration_ns: int, num_requests: int, num_tokens: int) -> DecodeRun:
     """Sum the timelines of the first TE that decodes."""
-    net = next(te.net for te in plan.tes if te.sizes.place.role != "prefill")
-    assert isinstance(net, ClockNet)
+    wiring = next(te.wiring for te in plan.tes if te.sizes.place.role != "prefill")
+    assert isinstance(wiring, ClockWiring)
     spent: Counter[str] = Counter()
-    for timelines in net.timelines.values():
+    for timelines in wiring.timelines.values():
         for timeline in timelines:
             spent.update(timeline.spent_ns)
-    count = len(net.timelines)
-    layers, first = plan.config.num_hidden_layers, net.team.dies[0]
+    count = len(wiring.timelines)
+    layers, first = plan.config.num_hidden_layers, wiring.team.dies[0]
     drafts = [
         span
         for span in plan.pod.trace.spans
@@ -191,8 +191,8 @@ def _result(plan: PodPlan, iteration_ns: int, num_requests: int, num_tokens: int
         spent_ns={name: ns / count for name, ns in spent.items()},
         num_requests=num_requests,
         num_tokens=num_tokens,
-        experts_ns=max((sum(each.spent_ns.values()) for each in net.expert_timelines), default=0),
-        combine_ns=sum(hub.priced_ns["combine"] for hub in net.hubs),
+        experts_ns=max((sum(each.spent_ns.values()) for each in wiring.expert_timelines), default=0),
+        combine_ns=sum(hub.priced_ns["combine"] for hub in wiring.hubs),
     )
 
 

@@ -2,7 +2,7 @@
 3).
 
 Where TEs do both, a job is one task. Where prefill and decode are apart it is two: `pd_transfer.py` numbers
-the steps between them. `Roster` says which of the TEs may begin a request or go on with one, `Homeless` keeps
+the steps between them. `Roster` says which of the TEs may begin a request or go on with one, `Unplaced` keeps
 the requests that none of them can serve yet.
 """
 
@@ -62,7 +62,7 @@ def ask_suspects(tes: Iterable[TE]) -> None:
             te.prober.ask_again()
 
 
-class Homeless:
+class Unplaced:
     """Requests, in order, that no TE can serve while another is on its way; `is_open` while one may come."""
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class JobExecutor:
         self.links = Links()
         self._jobs: dict[int, Job] = {}  # by seq_id
         self.transfers: dict[int, PDTransfer] = {}  # by seq_id, until the source has its blocks back
-        self.homeless = Homeless()
+        self.unplaced = Unplaced()
         self.admission = PrefillFirst(self._dispatch)
         if admission == "decode":
             self.admission = DecodeFirst(pod.clock, tell, self._dispatch, self._decode_tes)
@@ -139,11 +139,11 @@ class JobExecutor:
                 continue
             prefill, decode = (te, other) if te.sizes.place.role == "prefill" else (other, te)
             self.links.add(PDLink(self.pod, prefill, decode, self.carriage, self._retry_ns))
-        self.house()
+        self.place_waiting()
 
-    def house(self) -> None:
+    def place_waiting(self) -> None:
         """Assign sequences waiting for a TE. Without a TE they keep waiting, or fail."""
-        for seqs in self.homeless.let_go():
+        for seqs in self.unplaced.let_go():
             self.give(seqs, self.tes.beginners)
 
     async def part_with(self, te: TE) -> None:
@@ -219,7 +219,7 @@ class JobExecutor:
     def abandon(self) -> None:
         """End all links and free what transfers still hold, because the pod and all requests are lost."""
         self.transfers.clear()
-        self.homeless.let_go()
+        self.unplaced.let_go()
         self.admission.abandon()
         for link in self.links:
             link.close()
@@ -253,13 +253,13 @@ class JobExecutor:
     def num_pending(self) -> int:
         """Number of sequences not yet given to any DP group."""
         pending = sum(te.te_shell.num_pending for te in self.tes)
-        return self.admission.num_waiting + len(self.homeless) + pending
+        return self.admission.num_waiting + len(self.unplaced) + pending
 
     def give(self, seqs: Seq[Sequence], tes: Seq[TE]) -> None:
         """Have a TE out of `tes` compute sequences from their tokens. Without a TE they wait for one that is
         coming, or fail."""
-        if not tes and self.homeless.is_open:
-            self.homeless.take(seqs)
+        if not tes and self.unplaced.is_open:
+            self.unplaced.take(seqs)
             return
         if not tes:
             for seq in seqs:
@@ -393,7 +393,7 @@ class JobExecutor:
     def _leave(self, seq: Sequence) -> TE | None:
         """Forget the job of a finished or aborted sequence; return the TE that still had its task, if any."""
         job = self._jobs.pop(seq.seq_id, None)
-        self.homeless.leave(seq)
+        self.unplaced.leave(seq)
         self.links.forget(seq.seq_id)
         self.admission.leave(seq)
         if job is None:
@@ -518,7 +518,7 @@ class JobExecutor:
         else:
             error = self.links.error(prefill, seq_id)
             group.handover.release(seq_id)
-            if self.tes.ready("both") or self.homeless.is_open:
+            if self.tes.ready("both") or self.unplaced.is_open:
                 seq.leave_group()
                 self.give([seq], self.tes.ready("both"))
             else:

@@ -29,7 +29,7 @@ from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.run.arithmetic import quantize_rows
 from xdeepserve.engine.run.by_services import ByServices
-from xdeepserve.engine.run.ends import CountedSide, rows_away
+from xdeepserve.engine.run.ends import CountedSide, row_sizes
 from xdeepserve.engine.run.team import Team
 from xdeepserve.engine.walk.runner import Computing, Trampoline
 from xdeepserve.engine.walk.tally import Tally
@@ -77,7 +77,7 @@ class ByTrampolines:
             sides=Sides(self.team.domain(domain), experts),
             name=f"a2e.mb{microbatch}.domain{domain}",
             pushes=self.sizes.walk.exchange == "push",
-            **rows_away(self.team),
+            **row_sizes(self.team),
         )
 
     @property

@@ -25,7 +25,7 @@ from xdeepserve.engine.die.expert_server import ExpertServerProgram
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.replicas import NOTHING, first_map
 from xdeepserve.engine.run.arithmetic import quantize_rows
-from xdeepserve.engine.run.ends import CountedSide, rows_away
+from xdeepserve.engine.run.ends import CountedSide, row_sizes
 from xdeepserve.engine.run.team import Team
 from xdeepserve.engine.walk.runner import Computing, Trampoline
 from xdeepserve.engine.walk.tally import Tally
@@ -43,7 +43,7 @@ def service_layout(team: Team) -> ServiceLayout:
         servers=Group(dies=sizes.place.expert_dies, expert_rank=sizes.experts.expert_rank),
         num_slots=sizes.walk.num_microbatches,
         announces=sizes.walk.services.batch_clients > 1,
-        **rows_away(team),
+        **row_sizes(team),
     )
 
 

@@ -80,7 +80,7 @@ class CountedSide:
         return await self.side.e2a(event_id)
 
 
-def rows_away(team: Team) -> dict[str, Any]:
+def row_sizes(team: Team) -> dict[str, Any]:
     """Return the properties of rows on their way to expert dies, as keyword arguments of a layout.
 
     A layout has room for the tokens of a microbatch. The shared expert counts as an expert more in `top_k`,

@@ -12,7 +12,7 @@ from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.program import Executor, Traversal
 from xdeepserve.engine.die.workspace import Workspace
 from xdeepserve.engine.numbers import DieRank
-from xdeepserve.engine.run.wiring import Net
+from xdeepserve.engine.run.wiring import Wiring
 from xdeepserve.engine.walk.runner import Pace, Runner
 from xdeepserve.engine.walk.schedule import CoreSplit, Schedule, away_and_back, in_slices, overlap, serial
 from xdeepserve.hw.queue import Queue
@@ -27,17 +27,19 @@ from xdeepserve.step.stage import LayerProgram
 
 
 def executor(
-    net: Net, rank: DieRank, mem: DieMemory, threads: Threads, reports: Queue[msgspec.Struct]
+    wiring: Wiring, rank: DieRank, mem: DieMemory, threads: Threads, reports: Queue[msgspec.Struct]
 ) -> Executor:
     """Build the program of a die with a DP group."""
-    die, weights = net.team.pod.dies[net.team.dies[rank]], mem.assemble()
-    way = traversal(net, rank, mem, weights, threads)
-    return Executor(rank, die, mem, weights, way, net.chooser(rank, mem), reports)
+    die, weights = wiring.team.pod.dies[wiring.team.dies[rank]], mem.assemble()
+    way = traversal(wiring, rank, mem, weights, threads)
+    return Executor(rank, die, mem, weights, way, wiring.chooser(rank, mem), reports)
 
 
-def traversal(net: Net, rank: int, mem: DieMemory, weights: ModelWeights, threads: Threads) -> Traversal:
+def traversal(
+    wiring: Wiring, rank: int, mem: DieMemory, weights: ModelWeights, threads: Threads
+) -> Traversal:
     """Build the way of a step through the layers of a die."""
-    sizes = net.team.sizes
+    sizes = wiring.team.sizes
 
     def runner(pace: Pace, buffers: Workspace) -> Runner:
         frame = Frame(
@@ -52,42 +54,44 @@ def traversal(net: Net, rank: int, mem: DieMemory, weights: ModelWeights, thread
         )
         frame.group_rank, frame.group_size = rank % sizes.groups.tp, sizes.groups.tp
         if sizes.experts.where == "among":
-            frame.shared_expert, frame.first_copy = net.shared_expert(rank), sizes.experts.num_slots
-        return Runner(net.team.pod.dies[net.team.dies[rank]], frame, pace)
+            frame.shared_expert, frame.first_copy = wiring.shared_expert(rank), sizes.experts.num_slots
+        return Runner(wiring.team.pod.dies[wiring.team.dies[rank]], frame, pace)
 
-    main_pace = net.pace(rank, None)
+    main_pace = wiring.pace(rank, None)
     main = runner(main_pace, mem.workspace)
     runners = [main]
     if sizes.walk.turns == "overlap":
         parts = range(sizes.walk.num_parts)
-        runners = [runner(net.pace(rank, m), mem.layer_workspace(m)) for m in parts]
+        runners = [runner(wiring.pace(rank, m), mem.layer_workspace(m)) for m in parts]
     elif sizes.walk.num_microbatches > 1 and not sizes.walk.is_lockstep:  # lockstep cuts the rows itself
         runners = [runner(main_pace, mem.workspace) for _ in range(sizes.walk.num_microbatches)]
         for m, each in enumerate(runners):
             each.frame.lane = m % mem.num_choices
     for each in (main, *runners):
         if sizes.experts.where == "away":
-            each.home = {"domain": rank // net.team.dies_per_domain}
+            each.home = {"domain": rank // wiring.team.dies_per_domain}
     for m, each in enumerate(runners):
-        connect(net, rank, each, m)
-    return Traversal(main, runners, schedule(sizes.walk, sizes.groups.is_sliced), programs(net, mem, weights))
+        connect(wiring, rank, each, m)
+    return Traversal(
+        main, runners, schedule(sizes.walk, sizes.groups.is_sliced), programs(wiring, mem, weights)
+    )
 
 
-def connect(net: Net, rank: int, runner: Runner, microbatch: int) -> None:
+def connect(wiring: Wiring, rank: int, runner: Runner, microbatch: int) -> None:
     """Give a runner the ends of exchanges.
 
-    Dies in lockstep have none: their gang moves those bytes.
+    Dies in lockstep have none: lockstep moves those bytes.
     """
-    sizes, pace = net.team.sizes, runner.pace
+    sizes, pace = wiring.team.sizes, runner.pace
     if sizes.groups.num_sharing > 1:
-        runner.group = net.group(rank, pace, microbatch)
+        runner.group = wiring.group(rank, pace, microbatch)
     if sizes.walk.is_lockstep:
         return
     if sizes.experts.where == "away":
-        runner.trampoline = net.trampoline(rank, pace, microbatch)
-        runner.shared_expert = net.shared_expert(rank)
+        runner.trampoline = wiring.trampoline(rank, pace, microbatch)
+        runner.shared_expert = wiring.shared_expert(rank)
     elif sizes.experts.where == "among":
-        runner.exchange = net.exchange(rank, pace, microbatch)
+        runner.exchange = wiring.exchange(rank, pace, microbatch)
 
 
 def schedule(walk: WalkSizes, is_sliced: bool) -> Schedule:
@@ -107,7 +111,7 @@ def schedule(walk: WalkSizes, is_sliced: bool) -> Schedule:
     return partial(in_slices, chosen) if is_sliced else chosen
 
 
-def programs(net: Net, mem: DieMemory, weights: ModelWeights) -> list[LayerProgram]:
+def programs(wiring: Wiring, mem: DieMemory, weights: ModelWeights) -> list[LayerProgram]:
     """Return the Program of each layer on this die, MTP's last.
 
     Equal layers share a Program, so the prices of its stages are computed once.
@@ -124,17 +128,17 @@ def programs(net: Net, mem: DieMemory, weights: ModelWeights) -> list[LayerProgr
             *(isinstance(w, Linear) and w.scale is not None for w in found),
         )
         if kind not in kinds:
-            kinds[kind] = layer_program(net, mem, layer)
+            kinds[kind] = layer_program(wiring, mem, layer)
         result.append(kinds[kind])
     return result
 
 
-def layer_program(net: Net, mem: DieMemory, layer: Layer) -> LayerProgram:
+def layer_program(wiring: Wiring, mem: DieMemory, layer: Layer) -> LayerProgram:
     """Build the Program of a decoder layer, transformed as the deployment says."""
-    sizes = net.team.sizes
+    sizes = wiring.team.sizes
     where = Where(
         experts=sizes.experts.where,
-        has_shared=net.has_shared,
+        has_shared=wiring.has_shared,
         has_routes=mem.has_routes,
         collects=mem.replicas is not None and mem.replicas.collects,
         pushes=sizes.walk.exchange == "push",

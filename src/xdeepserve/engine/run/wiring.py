@@ -1,6 +1,6 @@
 """A TE's memories and the ends of its exchanges: all that its dies have besides their programs.
 
-`ProtocolNet` has real memories, the protocols of `comm` and kernels that compute; `ClockNet` (clock/) has
+`ByteWiring` has real memories, the protocols of `comm` and kernels that compute; `ClockWiring` (clock/) has
 shapes, meetings and formulas. Programs are the same on both.
 """
 
@@ -37,7 +37,7 @@ from xdeepserve.hw.queue import Queue
 from xdeepserve.step.linear import Threads
 
 
-class Net(Protocol):
+class Wiring(Protocol):
     """Makes memories and ends of exchanges by rank and, where microbatches overlap or go away, by
     microbatch."""
 
@@ -69,8 +69,8 @@ class Net(Protocol):
     ) -> ExpertProgram: ...
 
 
-class ProtocolNet:
-    """Net with real bytes; constructing it plans the exchanges' buffers on all dies."""
+class ByteWiring:
+    """Wiring with real bytes; constructing it plans the exchanges' buffers on all dies."""
 
     def __init__(self, team: Team) -> None:
         self.team, sizes = team, team.sizes

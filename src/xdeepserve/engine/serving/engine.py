@@ -41,7 +41,7 @@ from xdeepserve.step.linear import Threads
 FEW_OBJECTS = 10_000  # new ones, before Python looks for cycles among objects
 
 
-def collect_seldom() -> None:
+def collect_garbage_seldom() -> None:
     """Have Python seldom look for cycles among objects.
 
     A pod is many objects that stay: looking through them at every turn takes a fifth of a step.
@@ -121,7 +121,7 @@ class Engine:
         if self._warms_up:
             await self.warm_up()
         await self.settle()
-        collect_seldom()
+        collect_garbage_seldom()
 
     async def settle(self) -> None:
         """Wait until the pod has finished all remaining work. Returns at once while any engine on the pod

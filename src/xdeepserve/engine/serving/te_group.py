@@ -87,7 +87,7 @@ class TEGroup:
     @property
     def is_recovering(self) -> bool:
         """Whether another TE is on its way to replace a lost TE."""
-        return self._je.homeless.is_open
+        return self._je.unplaced.is_open
 
     @property
     def _running(self) -> list[TE]:
@@ -313,13 +313,13 @@ class TEGroup:
             self._on_failure(reason, name)
             return
         if is_wanted:
-            self._je.homeless.is_open = True
+            self._je.unplaced.is_open = True
         self.lost[name] = reason
         self._give_up_te(te, reason)
         if is_wanted and self._failover is not None:
             self._failover.begin(te.plan, reason)
         else:
-            self._plan.pod.clock.spawn(self._bury(te.plan), name=f"end of {name}")
+            self._plan.pod.clock.spawn(self._free_when_idle(te.plan), name=f"end of {name}")
 
     def _give_up_te(self, te: TE, reason: XDeepServeError) -> None:
         """End a lost TE and let other TEs continue its sequences from their tokens."""
@@ -359,14 +359,14 @@ class TEGroup:
 
     def _end_failover(self, error: XDeepServeError | None) -> None:
         """End a failover: waiting sequences are assigned to a TE, or fail if none can serve."""
-        self._je.homeless.is_open = False
+        self._je.unplaced.is_open = False
         self._je.tell.show(FailoverEnded(None if error is None else str(error)))
         if error is not None and not can_serve(te for te in self._je.tes if te.is_running):
             self._on_failure(XDeepServeError(str(error)), None)  # no fault of the caller's
         else:
-            self._je.house()
+            self._je.place_waiting()
 
-    async def _bury(self, te: TEPlan) -> None:
+    async def _free_when_idle(self, te: TEPlan) -> None:
         """Free the memory of a lost TE when nothing uses it any more; its dies stay lost."""
         await until_unused(te)
         te.release()

@@ -65,7 +65,7 @@ class LostClients:
         dies = self._plan.dies
         return die in dies and GroupRank(dies.index(die)) not in self.lost and self._can_miss(1)
 
-    def introduce(self, program: ExpertProgram) -> None:
+    def tell_lost(self, program: ExpertProgram) -> None:
         """Tell a newly joined server which clients are lost."""
         for client in sorted(self.lost):
             self._release(program, client)

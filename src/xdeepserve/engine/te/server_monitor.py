@@ -22,7 +22,7 @@ from xdeepserve.engine.dp.events import Events, ServerHeard
 from xdeepserve.engine.numbers import GroupRank
 from xdeepserve.engine.recovery.rollback import Rollback
 from xdeepserve.engine.run.by_services import SeatsOutside
-from xdeepserve.engine.run.wiring import ProtocolNet
+from xdeepserve.engine.run.wiring import ByteWiring
 from xdeepserve.engine.te.te_plan import TEPlan
 
 NEVER_NS = 1 << 62
@@ -225,7 +225,7 @@ def server_monitor(
     plan: TEPlan, tell: Events, recovery: Rollback, reconfiguration: Reconfiguration | None
 ) -> ServerMonitor:
     """Create the monitor of a TE, for servers inside the pod or in other processes."""
-    outside = plan.net.seats_outside if isinstance(plan.net, ProtocolNet) else None
+    outside = plan.wiring.seats_outside if isinstance(plan.wiring, ByteWiring) else None
     if outside is None:
         return ServerMonitor(plan, tell, recovery, reconfiguration)
     return OutsideMonitor(outside, plan, tell, recovery, reconfiguration)

@@ -183,7 +183,7 @@ class ServerSeats:
         plan.team.expert_at[seat], plan.expert_memories[seat] = die, mem
         RollbackField(self._pod.dies[die]).write(Epochs(epoch, epoch))
         program = self._new_program(seat, mem)
-        self._clients.introduce(program)
+        self._clients.tell_lost(program)
         begin(program)
         if self._reconfiguration is not None:
             self._reconfiguration.replace(seat, die, mem)

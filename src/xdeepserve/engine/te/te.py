@@ -78,7 +78,7 @@ class TE:
         reports = [inbox_of[group.rank] for group in self.groups for _ in group.dies]
         self.executors = plan.executors(threads, reports)
         programs = plan.expert_programs(threads, self.inbox)
-        self._gangs = plan.gangs(self.executors, programs, threads.count)
+        self._lockstep_runs = plan.lockstep_runs(self.executors, programs, threads.count)
         self.expert_programs = ExpertPrograms(programs)
         health, recovery = health or HealthConfig(), recovery or RecoveryConfig()
         self.health = Heartbeats(name, len(self.groups), health, lambda: pod.clock.now)
@@ -124,7 +124,7 @@ class TE:
         self.seats = ServerSeats(
             *(plan, tell, self.lifetime, self.recovery, self.reconfiguration),
             *(self.monitor, self.clients, self.expert_programs, self._turns),
-            lambda number, mem: plan.net.expert_program(number, mem, threads, self.inbox),
+            lambda number, mem: plan.wiring.expert_program(number, mem, threads, self.inbox),
         )
         layers: Queue[msgspec.Struct] = Queue(pod.clock, f"layers of {name}")
         self._layers = LayerReports(layers, self.groups, self.executors)
@@ -303,9 +303,9 @@ class TE:
         self.close()
 
     def close(self) -> None:
-        """Close the gangs: the computer's threads that ran steps in lockstep."""
-        for gang in self._gangs:
-            gang.close()
+        """End the computer's threads that ran steps in lockstep."""
+        for run in self._lockstep_runs:
+            run.close()
 
     def kill(self) -> None:
         """End every process of a TE that is lost, at once and without waiting."""
@@ -420,5 +420,5 @@ class TE:
         """Check the accounts of all KV blocks, and that dies sharing weights hold the same ones."""
         for group in self.groups:
             group.check_integrity()
-        for gang in self._gangs:
-            gang.check_integrity()
+        for run in self._lockstep_runs:
+            run.check_integrity()

@@ -27,7 +27,7 @@ from xdeepserve.engine.numbers import DieRank, GroupRank
 from xdeepserve.engine.recovery.rollback import Rollback
 from xdeepserve.engine.recovery.rollback_field import plan_rollback_field
 from xdeepserve.engine.run.executors import executor
-from xdeepserve.engine.run.wiring import Net, ProtocolNet
+from xdeepserve.engine.run.wiring import ByteWiring, Wiring
 from xdeepserve.engine.te.status_gather import plan_statuses
 from xdeepserve.errors import OutOfMemoryError
 from xdeepserve.hw.memory import Area
@@ -37,7 +37,7 @@ from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.step.linear import Threads
 
 if TYPE_CHECKING:
-    from xdeepserve.engine.run.lockstep.lockstep import Gang
+    from xdeepserve.engine.run.lockstep.lockstep import Lockstep
 
 
 # What makes a DP group's tier of prefixes in a memory pool; it reports what has come to the TE's queue.
@@ -53,20 +53,20 @@ def free_host_of(holder: DieMemory | ExpertMemory) -> None:
 class TEPlan:
     """Dies of a TE with their memories, and how they exchange tokens."""
 
-    def __init__(self, net: Net, checkpoint: Checkpoint, load_mode: str) -> None:
-        self.net, self.team, self.checkpoint, self._load_mode = net, net.team, checkpoint, load_mode
+    def __init__(self, wiring: Wiring, checkpoint: Checkpoint, load_mode: str) -> None:
+        self.wiring, self.team, self.checkpoint, self._load_mode = wiring, wiring.team, checkpoint, load_mode
         self.replaced_dies: dict[int, ExpertMemory] = {}  # of these, those with a memory still
         self.make_tier: MakeTier | None = None  # where prefixes outlive TEs
         self.num_readers = 0  # TEs that are loading from the memory of this one
         self.num_lost_pages = 0  # of its dies' memories, so far
-        team = net.team
+        team = wiring.team
         self.pod, self.config, self.recipe, self.sizes = team.pod, team.config, team.recipe, team.sizes
         self.dies = team.dies
         # Held, and of no server: of some that may join, and of such as others have replaced.
         self.spare_dies = {
-            net.team.sizes.place.expert_dies[number] for number in net.team.sizes.experts.vacant
+            wiring.team.sizes.place.expert_dies[number] for number in wiring.team.sizes.experts.vacant
         }
-        self.memories = [net.memory(rank) for rank in range(len(self.dies))]
+        self.memories = [wiring.memory(rank) for rank in range(len(self.dies))]
         if self.sizes.kv.has_channels:
             for die in self.dies:
                 plan_channels(self.pod.plan(die), self.kv_weight)
@@ -76,7 +76,7 @@ class TEPlan:
         if self.gathers_statuses:
             for die in self.dies[:: self.sizes.groups.tp]:
                 plan_statuses(self.pod.plan(die), self.sizes.groups.num_groups)
-        self.expert_memories = {number: net.expert_memory(number) for number in team.expert_at}
+        self.expert_memories = {number: wiring.expert_memory(number) for number in team.expert_at}
         for die in self.every_die:
             plan_rollback_field(self.pod.plan(die))
         try:
@@ -123,7 +123,7 @@ class TEPlan:
     @property
     def services(self) -> ServiceLayout | None:
         """Memory shared by clients and servers where experts are services; None elsewhere."""
-        return self.net.services
+        return self.wiring.services
 
     @property
     def can_miss_clients(self) -> bool:
@@ -175,9 +175,9 @@ class TEPlan:
         """
         services, plan = self.services, self.pod.plan(die)
         assert services is not None
-        assert isinstance(self.net, ProtocolNet)
+        assert isinstance(self.wiring, ByteWiring)
         services.plan_server(plan)
-        mem = self.net.server_memory(number, die)
+        mem = self.wiring.server_memory(number, die)
         plan_rollback_field(plan)
         if mem.redundant is not None:
             mem.redundant.plan_staging(self._host_of(die), die)
@@ -234,27 +234,27 @@ class TEPlan:
     def executors(self, threads: Threads, reports: Sequence[Queue[msgspec.Struct]]) -> list[Executor]:
         """Create the programs of dies with DP groups, each with the queue for its reports."""
         return [
-            executor(self.net, DieRank(rank), mem, threads, queue)
+            executor(self.wiring, DieRank(rank), mem, threads, queue)
             for rank, (mem, queue) in enumerate(zip(self.memories, reports, strict=True))
         ]
 
     def expert_programs(self, threads: Threads, reports: Queue[msgspec.Struct]) -> list[ExpertProgram]:
         """Create the programs of the expert dies."""
         return [
-            self.net.expert_program(number, mem, threads, reports)
+            self.wiring.expert_program(number, mem, threads, reports)
             for number, mem in self.expert_memories.items()
         ]
 
-    def gangs(
+    def lockstep_runs(
         self, executors: Sequence[Executor], programs: Sequence[ExpertProgram], threads: int
-    ) -> list[Gang]:
-        """Create the gangs for running the layers of all these dies in lockstep; none without lockstep."""
+    ) -> list[Lockstep]:
+        """Create what runs the layers of all these dies in lockstep; none without lockstep."""
         if not self.sizes.walk.is_lockstep:
             return []
-        from xdeepserve.engine.run.lockstep.choice import gangs_of  # kernels that take a while to import
+        from xdeepserve.engine.run.lockstep.choice import lockstep_runs  # kernels that take a while to import
 
-        assert isinstance(self.net, ProtocolNet)
-        return gangs_of(self.net, executors, programs, threads)
+        assert isinstance(self.wiring, ByteWiring)
+        return lockstep_runs(self.wiring, executors, programs, threads)
 
     def host_queue(self, die: int, name: str) -> HostQueue[msgspec.Struct]:
         """Create a queue for a loop that runs on the server of a die."""

@@ -28,7 +28,7 @@ from xdeepserve.engine.run.clock.flow_hub import FlowHub
 from xdeepserve.engine.run.clock.routing import PlacedRouting, TimingConfig
 from xdeepserve.engine.run.clock.timeline import Timeline
 from xdeepserve.engine.run.clock.trampoline_hub import ClockAttentionSide, ClockExpertSide, TrampolineHub
-from xdeepserve.engine.run.ends import rows_away
+from xdeepserve.engine.run.ends import row_sizes
 from xdeepserve.engine.run.team import Team
 from xdeepserve.engine.walk.runner import Trampoline
 from xdeepserve.hw.queue import Queue
@@ -183,7 +183,7 @@ class ClockServices(ClockFlows):
         layout = ServiceLayout(
             clients=team.dies,
             servers=Group(dies=team.sizes.place.expert_dies, expert_rank=team.sizes.experts.expert_rank),
-            **rows_away(team),
+            **row_sizes(team),
         )
         server_of = team.pod.topology.server_of
         pairs = [server_of(client) != server_of(die) for client in team.dies for die in team.expert_dies]

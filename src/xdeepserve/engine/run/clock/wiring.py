@@ -63,8 +63,8 @@ def _check_placed(timing: TimingConfig, setting: str) -> None:
             raise DeploymentError(f"timing: {key} and {setting} exclude each other")
 
 
-class ClockNet:
-    """Net of timing-only runs: shapes, meetings and formulas."""
+class ClockWiring:
+    """Wiring of timing-only runs: shapes, meetings and formulas."""
 
     services: ServiceLayout | None = None  # which time alone does not know
 

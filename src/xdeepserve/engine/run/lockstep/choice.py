@@ -1,4 +1,4 @@
-"""Chooses the kind of gang that runs a TE's dies in lockstep."""
+"""Chooses the kind of lockstep for the dies of a TE."""
 
 from __future__ import annotations
 
@@ -6,49 +6,49 @@ from collections.abc import Sequence
 
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.program import Executor
-from xdeepserve.engine.run.lockstep.colocated import ColocatedGang, MonolithicGang
-from xdeepserve.engine.run.lockstep.disaggregated import DisaggregatedGang, LockstepExpertProgram
+from xdeepserve.engine.run.lockstep.colocated import ColocatedLockstep, MonolithicLockstep
+from xdeepserve.engine.run.lockstep.disaggregated import DisaggregatedLockstep, LockstepExpertProgram
 from xdeepserve.engine.run.lockstep.kernels.sync import HAS_TEAMS
-from xdeepserve.engine.run.lockstep.lockstep import Gang
+from xdeepserve.engine.run.lockstep.lockstep import Lockstep
 from xdeepserve.engine.run.lockstep.met_exchanges import (
     MetExchanges,
     PushedMetExchanges,
     has_stages_of_tasks,
     use_met_exchanges,
 )
-from xdeepserve.engine.run.lockstep.pushed import PushingExpertsGang, PushingGang
-from xdeepserve.engine.run.wiring import ProtocolNet
+from xdeepserve.engine.run.lockstep.pushed import PushingExpertsLockstep, PushingLockstep
+from xdeepserve.engine.run.wiring import ByteWiring
 
 
-def gangs_of(
-    net: ProtocolNet, executors: Sequence[Executor], programs: Sequence[ExpertProgram], threads: int
-) -> list[Gang]:
-    """Create the gangs for a TE's dies and make the dies meet there.
+def lockstep_runs(
+    wiring: ByteWiring, executors: Sequence[Executor], programs: Sequence[ExpertProgram], threads: int
+) -> list[Lockstep]:
+    """Create the lockstep runs of a TE's dies and make the dies meet there.
 
-    Usually a single gang runs all layers. Dies whose stages stay tasks get a gang for each microbatch, which
+    Usually a single run has all layers. Dies whose stages stay tasks get one for each microbatch, which
     makes their exchanges only.
     """
-    gang: Gang
+    lockstep: Lockstep
     threads = threads if HAS_TEAMS else 1
-    pushes = net.team.sizes.walk.exchange == "push"
-    if not net.a2e and has_stages_of_tasks(executors[0]):
+    pushes = wiring.team.sizes.walk.exchange == "push"
+    if not wiring.a2e and has_stages_of_tasks(executors[0]):
         use_met_exchanges(executors)
         met = PushedMetExchanges if pushes else MetExchanges
-        parts = [met(executors, exchange, threads, part) for part, exchange in enumerate(net.exchanges)]
+        parts = [met(executors, exchange, threads, part) for part, exchange in enumerate(wiring.exchanges)]
         for part in parts:
             part.join()
         return [*parts]
-    if net.a2e:
-        shared = [net.team.shared_expert(rank) for rank in range(len(executors))]
-        kind = PushingExpertsGang if pushes else DisaggregatedGang
-        gang = apart = kind(executors, programs, net.a2e, shared, threads)
+    if wiring.a2e:
+        shared = [wiring.team.shared_expert(rank) for rank in range(len(executors))]
+        kind = PushingExpertsLockstep if pushes else DisaggregatedLockstep
+        lockstep = apart = kind(executors, programs, wiring.a2e, shared, threads)
         for index, program in enumerate(programs):
             assert isinstance(program, LockstepExpertProgram)
-            program.gang, program.index = apart, index
+            program.lockstep, program.index = apart, index
     elif len(executors) == 1:
-        gang = MonolithicGang(executors, None, threads)
+        lockstep = MonolithicLockstep(executors, None, threads)
     else:
-        exchange = net.exchanges[0] if net.exchanges else None
-        gang = (PushingGang if pushes else ColocatedGang)(executors, exchange, threads)
-    gang.join()
-    return [gang]
+        exchange = wiring.exchanges[0] if wiring.exchanges else None
+        lockstep = (PushingLockstep if pushes else ColocatedLockstep)(executors, exchange, threads)
+    lockstep.join()
+    return [lockstep]

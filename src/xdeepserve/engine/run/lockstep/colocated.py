@@ -1,4 +1,4 @@
-"""Gangs of dies with attention and a share of the experts."""
+"""Lockstep of dies with attention and a share of the experts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from xdeepserve.engine.run.lockstep.dimensions import ExchangeShape, PushShape
 from xdeepserve.engine.run.lockstep.kernels import attention as a
 from xdeepserve.engine.run.lockstep.kernels import colocated_stages as d
 from xdeepserve.engine.run.lockstep.kernels import one_die
-from xdeepserve.engine.run.lockstep.lockstep import Call, Gang, Share, Span, addresses
+from xdeepserve.engine.run.lockstep.lockstep import Call, Contribution, Lockstep, Span, addresses
 from xdeepserve.engine.run.lockstep.timetable import Timed, Timetable
 from xdeepserve.engine.walk.schedule import Visit
 from xdeepserve.step.stage import Counts, Meet, Stage
@@ -30,8 +30,8 @@ UP_TO_EXPERTS = frozenset({UP_TO_GATE, (*UP_TO_GATE, "Route"), (*UP_TO_GATE, "Co
 ALONE = (*UP_TO_GATE, "Experts", "SharedExpert")  # all of a layer, where one die holds everything
 
 
-class ColocatedGang(Gang):
-    """Gang of dies with attention and experts, with dispatch and combine between all of them.
+class ColocatedLockstep(Lockstep):
+    """Lockstep of dies with attention and experts, with dispatch and combine between all of them.
 
     `exchange` is None if there are no experts, or one die.
     """
@@ -90,7 +90,7 @@ class ColocatedGang(Gang):
         self.orders = np.zeros((num, layout.max_tokens * layout.top_k), np.int64)
         self.sents = np.zeros((num, num), np.int64)
 
-    def run(self, shares: Sequence[Share], came: np.ndarray) -> np.ndarray:
+    def run(self, shares: Sequence[Contribution], came: np.ndarray) -> np.ndarray:
         """Run all layers for all dies, which arrived at `came` [members] in ns; return when each is done, in
         ns."""
         rows = np.array([len(share.h) for share in shares], np.int64)
@@ -107,7 +107,9 @@ class ColocatedGang(Gang):
 
     # ---- bytes --------------------------------------------------------------------------------------
 
-    def _compute(self, shares: Sequence[Share], visits: Sequence[Visit], passes: Sequence[int]) -> None:
+    def _compute(
+        self, shares: Sequence[Contribution], visits: Sequence[Visit], passes: Sequence[int]
+    ) -> None:
         """Compute all bytes of a run. The first die's layers and event IDs hold for all.
 
         All layers are one call: threads that return to Python after each stage would wait for each other
@@ -147,7 +149,9 @@ class ColocatedGang(Gang):
 
     # ---- time ---------------------------------------------------------------------------------------
 
-    def tell_time(self, shares: Sequence[Share], visits: Sequence[Visit], passes: Sequence[int]) -> None:
+    def tell_time(
+        self, shares: Sequence[Contribution], visits: Sequence[Visit], passes: Sequence[int]
+    ) -> None:
         """Compute when the stages happen in virtual time, by a walk through the same Programs."""
         tt = self.timetable
         known: dict[int, list[Timed]] = {}  # by Program, the stages on a die's own rows
@@ -173,7 +177,7 @@ class ColocatedGang(Gang):
                 else:
                     tt.stages([next(rest)])
 
-    def _time(self, stage: Stage, visit: Visit, shares: Sequence[Share]) -> Timed:
+    def _time(self, stage: Stage, visit: Visit, shares: Sequence[Contribution]) -> Timed:
         """Price a stage on each die's own rows."""
         runner, ns = self.executors[0].runner, np.zeros(len(shares), np.int64)
         copies_of = self.shape.top_k if stage.name == "Experts" else 0
@@ -186,7 +190,7 @@ class ColocatedGang(Gang):
         return Timed(stage.name, stage.core, ns)
 
     def _time_experts(
-        self, stage: Stage, visit: Visit, shares: Sequence[Share], received: np.ndarray
+        self, stage: Stage, visit: Visit, shares: Sequence[Contribution], received: np.ndarray
     ) -> Timed:
         """Price the routed experts of each die, for the copies that it has received [R]."""
         first, rows = self.executors[0], np.array([len(share.h) for share in shares])
@@ -227,8 +231,8 @@ class ColocatedGang(Gang):
 # A run on one die that holds everything: one call for all layers, whose stages threads share.
 
 
-class MonolithicGang(ColocatedGang):
-    """Gang of a single die that holds everything; the computer's threads share its stages."""
+class MonolithicLockstep(ColocatedLockstep):
+    """Lockstep of a single die that holds everything; the computer's threads share its stages."""
 
     kernels: frozenset[Span] = frozenset({ALONE, TO_THE_END})
 

@@ -1,4 +1,4 @@
-"""Gang of attention dies and expert dies: A2E and E2A, by microbatch and DP domain."""
+"""Lockstep of attention dies and expert dies: A2E and E2A, by microbatch and DP domain."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from xdeepserve.engine.run.lockstep.dimensions import ExchangeShape, PushShape
 from xdeepserve.engine.run.lockstep.expert_prices import ExpertPrices
 from xdeepserve.engine.run.lockstep.kernels import disaggregated_stages as ends
 from xdeepserve.engine.run.lockstep.kernels import experts as e
-from xdeepserve.engine.run.lockstep.lockstep import Call, Gang, Share, Span, addresses
+from xdeepserve.engine.run.lockstep.lockstep import Call, Contribution, Lockstep, Span, addresses
 from xdeepserve.engine.run.lockstep.timetable import DisaggregatedTimetable, Timed, TokenTimes
 from xdeepserve.engine.walk.schedule import Visit, cut_at
 from xdeepserve.hw.clock import Process
@@ -29,8 +29,8 @@ from xdeepserve.step.stage import Counts, Stage
 EXPERT_OPS = ("A2E", "A2E'", "E2A")  # which expert dies find faults in
 
 
-class DisaggregatedGang(Gang):
-    """Gang of attention dies and expert dies, which `attend` and `serve` once a run."""
+class DisaggregatedLockstep(Lockstep):
+    """Lockstep of attention dies and expert dies, which `attend` and `serve` once a run."""
 
     kernels: frozenset[Span] = UP_TO_EXPERTS | frozenset({TO_THE_END, ("a2e",), ("e2a",), ("Residual",)})
 
@@ -107,7 +107,7 @@ class DisaggregatedGang(Gang):
         first = self.executors[0]
         return ExchangeShape.of_a2e(first.config, self.layouts[0][0], first.mem.placed)
 
-    def run(self, shares: Sequence[Share], came: np.ndarray) -> np.ndarray:
+    def run(self, shares: Sequence[Contribution], came: np.ndarray) -> np.ndarray:
         """Run all layers for all dies, which arrived at `came` [members] in ns; return when each is done, in
         ns."""
         num, tt, visits = len(self.executors), self.timetable, shares[0].visits()
@@ -124,7 +124,9 @@ class DisaggregatedGang(Gang):
 
     # ---- bytes --------------------------------------------------------------------------------------
 
-    def _compute(self, shares: Sequence[Share], visits: Sequence[Visit], passes: Sequence[int]) -> None:
+    def _compute(
+        self, shares: Sequence[Contribution], visits: Sequence[Visit], passes: Sequence[int]
+    ) -> None:
         """Compute all bytes of a run. The first die's layers and event IDs hold for all.
 
         Faults and virtual time are looked at when all layers are done. Kernels that need no other die's bytes
@@ -195,7 +197,9 @@ class DisaggregatedGang(Gang):
 
     # ---- time ---------------------------------------------------------------------------------------
 
-    def tell_time(self, shares: Sequence[Share], visits: Sequence[Visit], passes: Sequence[int]) -> None:
+    def tell_time(
+        self, shares: Sequence[Contribution], visits: Sequence[Visit], passes: Sequence[int]
+    ) -> None:
         """Compute when the stages happen in virtual time, in the order in which dies come to them."""
         tt, num_microbatches = self.timetable, self.num_microbatches
         times = [self._token_times(cuts[:, 1] - cuts[:, 0]) for cuts in self.cuts]
@@ -237,7 +241,7 @@ class DisaggregatedGang(Gang):
         return self.prices.of(layers, self.received[layers, m], copied, rows.sum(axis=1))
 
     @staticmethod
-    def _parts(shares: Sequence[Share], cuts: np.ndarray) -> list[Batch]:
+    def _parts(shares: Sequence[Contribution], cuts: np.ndarray) -> list[Batch]:
         """Return each die's rows of a microbatch."""
         bounds = cuts.tolist()
         return [share.batch.part(slice(lo, hi)) for share, (lo, hi) in zip(shares, bounds, strict=True)]
@@ -273,11 +277,11 @@ class LockstepExpertProgram(ExpertProgram):
     same, as many as a run has had.
     """
 
-    gang: DisaggregatedGang
+    lockstep: DisaggregatedLockstep
     index: int
 
     def start_streams(self) -> list[Process]:
-        """Start a process for the gang's meetings, in place of the three kernels."""
+        """Start a process for the meetings, in place of the three kernels."""
         return [self._spawn(self._meet, "experts")]
 
     async def _meet(self) -> None:
@@ -285,8 +289,8 @@ class LockstepExpertProgram(ExpertProgram):
         step, memory, mem = self._first_step, self.die.memory, self.mem
         num_items = step * self._items_per_step
         while await mem.doorbell.reaches(self.die, step + 1) != STOP:
-            for _ in range(self.gang.num_passes):
-                num_items += await self.gang.serve(self.index)
+            for _ in range(self.lockstep.num_passes):
+                num_items += await self.lockstep.serve(self.index)
                 for flag in (mem.received, mem.computed, mem.sent):
                     flag.write(memory, num_items)
             step += 1
@@ -295,4 +299,4 @@ class LockstepExpertProgram(ExpertProgram):
 
     @property
     def _items_per_step(self) -> int:
-        return len(self.layers) * self.gang.num_microbatches * self.gang.num_domains
+        return len(self.layers) * self.lockstep.num_microbatches * self.lockstep.num_domains

@@ -1,4 +1,4 @@
-"""Computes the heads of all dies of a gang, at the first die that comes to its own after a run."""
+"""Computes the heads of all dies in lockstep, at the first die that comes to its own after a run."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ QUICK = 4e9
 being woken by another thread takes about as long."""
 
 
-class Share(NamedTuple):
+class Contribution(NamedTuple):
     """Contribution of an attention die to a run: its rows of the step, and the layers to visit."""
 
     h: Array
@@ -63,12 +63,12 @@ def spans(program: LayerProgram) -> list[Span]:
     return result
 
 
-class Gang(ABC):
+class Lockstep(ABC):
     """All dies of a TE in lockstep; each die with attention calls `attend` once a run.
 
     A run is one pass through the main model's layers, or through an MTP layer. Before and after it every die
     is a task of its own: plans, sampling, KV transfers and the host's part do not change. `kernels` are the
-    spans of stages that the gang can run. `members` are the dies' names in errors, those with attention
+    spans of stages that it can run. `members` are the dies' names in errors, those with attention
     first. `num_threads` of this computer share kernels.
     """
 
@@ -81,7 +81,7 @@ class Gang(ABC):
         self.spaces = [executor.ws for executor in executors]  # what kernels read and write
         self.clock: Clock = executors[0].die.clock
         self._came: dict[int, int] = {}  # member -> when it came
-        self._shares: dict[int, Share] = {}
+        self._shares: dict[int, Contribution] = {}
         self._waiters: dict[int, Waiter] = {}
         self.pool: ThreadPoolExecutor | None = None
         self._num_parameters = num_parameters(executors[0].config)
@@ -91,7 +91,7 @@ class Gang(ABC):
         self._heads = Heads(executors, self.spread)
 
     def join(self) -> None:
-        """Make the gang run the layers of all executors; DeploymentError for a span without a kernel."""
+        """Make lockstep run the layers of all executors; DeploymentError for a span without a kernel."""
         for executor in self.executors:
             for program in executor.traversal.programs:
                 for span in spans(as_kernels_see(program)):
@@ -107,11 +107,11 @@ class Gang(ABC):
     ) -> None:
         """Schedule of a die in lockstep: its layers are run together with those of all others."""
         frame = runners[0].frame
-        await self.attend(rank, Share(frame.whole, visits, frame.batch))
+        await self.attend(rank, Contribution(frame.whole, visits, frame.batch))
 
     # ---- the meeting --------------------------------------------------------------------------------
 
-    async def attend(self, rank: int, share: Share) -> None:
+    async def attend(self, rank: int, share: Contribution) -> None:
         """Run layers in place on the rows of an attention die; return when they are done on this die."""
         self._shares[rank] = share
         await self.meet(rank)
@@ -175,13 +175,13 @@ class Gang(ABC):
 
     @property
     def threads(self) -> ThreadPoolExecutor:
-        """Pool of the gang's worker threads, started at their first use."""
+        """Pool of worker threads, started at their first use."""
         if self.pool is None:
             self.pool = ThreadPoolExecutor(self.num_threads + 1, thread_name_prefix="lockstep")
         return self.pool
 
     def close(self) -> None:
-        """End the gang's worker threads."""
+        """End the worker threads."""
         if self.pool is not None:
             self.pool.shutdown()
             self.pool = None
@@ -206,7 +206,7 @@ class Gang(ABC):
 
     # ---- the run ------------------------------------------------------------------------------------
 
-    def _begin(self, shares: Sequence[Share], came: np.ndarray) -> np.ndarray:
+    def _begin(self, shares: Sequence[Contribution], came: np.ndarray) -> np.ndarray:
         self.find_tables()
         return self.run(shares, came)
 
@@ -244,7 +244,7 @@ class Gang(ABC):
         """Find further addresses for a run; once, when the memories are real."""
 
     @abstractmethod
-    def run(self, shares: Sequence[Share], came: np.ndarray) -> np.ndarray:
+    def run(self, shares: Sequence[Contribution], came: np.ndarray) -> np.ndarray:
         """Run all layers for all dies, which arrived at `came` [members] in ns; return when each is done, in
         ns."""
 
@@ -310,7 +310,7 @@ def _passes(executor: Executor) -> list[Layer]:
     return [*executor.weights.layers, *(mtp.layer for mtp in (drafter.layers if drafter else []))]
 
 
-def addresses(shares: Sequence[Share]) -> np.ndarray:
+def addresses(shares: Sequence[Contribution]) -> np.ndarray:
     """Return the addresses of each die's inputs for the kernels of `attention`, [dies, NUM_INPUTS]."""
     result = np.empty((len(shares), a.NUM_INPUTS), np.int64)
     for row, (h, _, batch) in zip(result, shares, strict=True):

@@ -27,13 +27,13 @@ from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.run.clock.exchange_hub import received
 from xdeepserve.engine.run.clock.meeting import Meeting
 from xdeepserve.engine.run.lockstep import tables
-from xdeepserve.engine.run.lockstep.colocated import ColocatedGang
+from xdeepserve.engine.run.lockstep.colocated import ColocatedLockstep
 from xdeepserve.engine.run.lockstep.kernels import attention as a
 from xdeepserve.engine.run.lockstep.kernels import colocated_stages as d
 from xdeepserve.engine.run.lockstep.kernels import experts as e
 from xdeepserve.engine.run.lockstep.kernels import pushed_stages as p
 from xdeepserve.engine.run.lockstep.lockstep import Call
-from xdeepserve.engine.run.lockstep.pushed import PushingGang
+from xdeepserve.engine.run.lockstep.pushed import PushingLockstep
 from xdeepserve.engine.walk.runner import Runner
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.packing import shape_only
@@ -81,8 +81,8 @@ def _nothing(f: Frame) -> None:
     """Do nothing, in place of a stage that the meeting has run for all dies."""
 
 
-class MetExchanges(ColocatedGang):
-    """Gang for dispatch, experts and combine between all dies, in one of their microbatches."""
+class MetExchanges(ColocatedLockstep):
+    """Lockstep for dispatch, experts and combine between all dies, in one of their microbatches."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class MetExchanges(ColocatedGang):
         self.inputs = np.zeros((len(executors), a.NUM_INPUTS), np.int64)
 
     def join(self) -> None:
-        """Make the exchanges of the dies' microbatch meet in this gang."""
+        """Make the exchanges of the dies' microbatch meet here."""
         for executor in self.executors:
             runner = executor.traversal.runners[self.part]
             runner.exchange = MetExchange(self, executor, runner)
@@ -165,8 +165,8 @@ class MetExchanges(ColocatedGang):
         return *where, self.weights[at], self.inputs, self.cuts
 
 
-class PushedMetExchanges(MetExchanges, PushingGang):
-    """Gang for FusedDispatch, experts and FusedCombine between all dies, in one of their microbatches."""
+class PushedMetExchanges(MetExchanges, PushingLockstep):
+    """Lockstep for FusedDispatch, experts and FusedCombine between all dies, in one of their microbatches."""
 
     def _dispatch(self, event: int) -> Call:
         self.flags ^= 1
@@ -183,22 +183,22 @@ class PushedMetExchanges(MetExchanges, PushingGang):
 
 
 class MetExchange:
-    """A rank's end of dispatch and combine in a gang; rows stay where the kernels find them."""
+    """A rank's end of dispatch and combine in lockstep; rows stay where the kernels find them."""
 
-    def __init__(self, gang: MetExchanges, executor: Executor, runner: Runner) -> None:
-        self._gang, self.rank, self._runner, self.die = gang, executor.rank, runner, executor.die
+    def __init__(self, lockstep: MetExchanges, executor: Executor, runner: Runner) -> None:
+        self._lockstep, self.rank, self._runner, self.die = lockstep, executor.rank, runner, executor.die
         self._pass_at = {id(cache): at for at, cache in enumerate(executor.caches)}
 
     def reset(self, epoch: int) -> None:
-        """Forget all unfinished exchanges of the gang, after a rollback."""
-        self._gang.forget()
+        """Forget all unfinished exchanges in lockstep, after a rollback."""
+        self._lockstep.forget()
 
     async def dispatch(self, x: Array, topk_idx: Array, event_id: int) -> Received:
         """Take part in a dispatch; return the shape of the rows for this rank's experts, computed already."""
-        gang, mine = self._gang, self._runner.frame.mine
-        gang.bring(self.rank, mine)
+        lockstep, mine = self._lockstep, self._runner.frame.mine
+        lockstep.bring(self.rank, mine)
         await self._meet("dispatch", event_id)
-        return received(int(gang.received[self._at, self.rank].sum()), mine.shape[1])
+        return received(int(lockstep.received[self._at, self.rank].sum()), mine.shape[1])
 
     async def combine(self, expert_out: Array, topk_weights: Array, event_id: int) -> Array:
         """Take part in a combine; return the shape of the answers [T, K, H] or of their sums [T, H].
@@ -207,8 +207,8 @@ class MetExchange:
         """
         await self._meet("combine", event_id)
         num_rows, hidden = self._runner.frame.mine.shape
-        top_k = self._gang.shape.top_k
-        pushes = isinstance(self._gang, PushingGang)
+        top_k = self._lockstep.shape.top_k
+        pushes = isinstance(self._lockstep, PushingLockstep)
         return shape_only(np.float32, num_rows, *(() if pushes else (top_k,)), hidden)
 
     def bill(self, received: int) -> tuple[float, float, float]:
@@ -217,7 +217,7 @@ class MetExchange:
         Token copies for routed experts; the number of experts with rows; rows for a copy of the shared
         expert.
         """
-        counts = self._gang.billed(self.rank, received, self._gang.cuts[:, 1])
+        counts = self._lockstep.billed(self.rank, received, self._lockstep.cuts[:, 1])
         return counts.copies, counts.touched, counts.shared
 
     @property
@@ -226,7 +226,7 @@ class MetExchange:
         return self._pass_at[id(self._runner.frame.cache)]
 
     async def _meet(self, op: Op, event: int) -> None:
-        gang, start = self._gang, self.die.clock.now
-        meeting = await gang.take_part(op, self.rank, self._at, event)
-        self.die.draw(gang.lane, meeting.op, start)
-        meeting.draw([die.index for die in gang.dies], self.rank, self.die, gang.lane)
+        lockstep, start = self._lockstep, self.die.clock.now
+        meeting = await lockstep.take_part(op, self.rank, self._at, event)
+        self.die.draw(lockstep.lane, meeting.op, start)
+        meeting.draw([die.index for die in lockstep.dies], self.rank, self.die, lockstep.lane)

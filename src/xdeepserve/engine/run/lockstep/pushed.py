@@ -1,4 +1,4 @@
-"""Gangs with exchange by push (CloudMatrix 4.2.1): experts on attention dies or on dies of their own."""
+"""Lockstep with exchange by push (CloudMatrix 4.2.1): experts on attention dies or on dies of their own."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import numpy as np
 from xdeepserve.comm.exchange.layout import Group, Layout
 from xdeepserve.comm.fused.layout import FusedLayout
 from xdeepserve.engine.run.lockstep import tables
-from xdeepserve.engine.run.lockstep.colocated import TO_THE_END, UP_TO_EXPERTS, ColocatedGang
+from xdeepserve.engine.run.lockstep.colocated import TO_THE_END, UP_TO_EXPERTS, ColocatedLockstep
 from xdeepserve.engine.run.lockstep.dimensions import PushShape
-from xdeepserve.engine.run.lockstep.disaggregated import DisaggregatedGang
+from xdeepserve.engine.run.lockstep.disaggregated import DisaggregatedLockstep
 from xdeepserve.engine.run.lockstep.kernels import pushed_stages as p
 from xdeepserve.engine.run.lockstep.lockstep import Call, Span
 
 # Rounds of dispatch flags use two sets in turn (`comm.board`), from the second one on.
 
 
-class PushingGang(ColocatedGang):
-    """Gang with FusedDispatch and FusedCombine between all dies."""
+class PushingLockstep(ColocatedLockstep):
+    """Lockstep with FusedDispatch and FusedCombine between all dies."""
 
     kernels: frozenset[Span] = UP_TO_EXPERTS | frozenset(
         {TO_THE_END, ("fused_dispatch",), ("Experts",), ("fused_combine",), ("SharedExpert",)}
@@ -41,8 +41,8 @@ class PushingGang(ColocatedGang):
         return p.run_layers, (*args, self.scratch, self.sync)
 
 
-class PushingExpertsGang(DisaggregatedGang):
-    """Gang with FusedDispatch and FusedCombine among the expert dies, between A2E and E2A'."""
+class PushingExpertsLockstep(DisaggregatedLockstep):
+    """Lockstep with FusedDispatch and FusedCombine among the expert dies, between A2E and E2A'."""
 
     def prepare(self) -> None:
         """Find the address tables, and reset the flag set of each microbatch."""

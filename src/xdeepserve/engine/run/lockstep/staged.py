@@ -38,7 +38,7 @@ def as_kernels_see(program: LayerProgram) -> LayerProgram:
 
 
 class StagedAttention:
-    """Runs attention of a gang's dies, one after the other, each operation on `num_threads` threads.
+    """Runs attention of dies in lockstep, one after the other, each operation on `num_threads` threads.
 
     `is_used` says whether the model's attention is of such a kind. The threads and their scratch memory are
     not shared: another TE's steps may run at the same time.
