@@ -248,7 +248,7 @@ class TEPlan:
     def lockstep_runs(
         self, executors: Sequence[Executor], programs: Sequence[ExpertProgram], threads: int
     ) -> list[Lockstep]:
-        """Create what runs the layers of all these dies in lockstep; none without lockstep."""
+        """Create the lockstep that runs the layers of these dies; an empty list without lockstep."""
         if not self.sizes.walk.is_lockstep:
             return []
         from xdeepserve.engine.run.lockstep.choice import lockstep_runs  # kernels that take a while to import

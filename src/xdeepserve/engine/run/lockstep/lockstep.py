@@ -181,7 +181,7 @@ class Lockstep(ABC):
         return self.pool
 
     def close(self) -> None:
-        """End the worker threads."""
+        """End the worker threads that ran kernels together."""
         if self.pool is not None:
             self.pool.shutdown()
             self.pool = None
