@@ -28,9 +28,6 @@ MAX_KEPT = 512  # prices that are kept: the same counts come again in layers and
 class Pace(Protocol):
     """How a die's kernels take their virtual time: computing or waiting alone."""
 
-    place: dict[str, Any]
-    """Place of exchanges in traces of time-only runs: the latest kernel's, unless `Runner` sets it."""
-
     def spend(
         self,
         name: str,
@@ -57,7 +54,6 @@ class Computing:
 
     def __init__(self, die: Die, shares_hbm: bool = False) -> None:
         self.die, self.shares_hbm = die, shares_hbm
-        self.place: dict[str, Any] = {}
 
     def spend(
         self,
@@ -154,10 +150,7 @@ class Runner:
 
     def at(self, **place: int) -> None:
         """Set the place in the model for later trace spans: a layer, maybe a microbatch, or none."""
-        trace = self.die.trace
-        trace.at(**self.home, **place)
-        if trace.is_on and (self.exchange is not None or self.group is not None):
-            self.pace.place = trace.place
+        self.die.trace.at(**self.home, **place)
 
     def reset(self, epoch: int) -> None:
         """Forget work under way after a rollback, and reset the ends of exchanges."""
@@ -307,7 +300,6 @@ class Runner:
             own = np.full((count, 1), self.shared_expert, np.int32)
             topk_idx, topk_weights = np.concatenate([topk_idx, own], axis=1), with_shared(topk_weights)
         assert self.trampoline is not None
-        self.pace.place = self.die.trace.place
         await self.trampoline.a2e(f.take("x", *f.mine.shape), topk_idx, topk_weights, f.event)
 
     async def _collective(self, meet: Meet) -> None:

@@ -25,7 +25,6 @@ class Timeline:
     def __init__(self, die: Die, takes_turns: bool = False, shares_hbm: bool = False) -> None:
         self.die, self.takes_turns, self.shares_hbm = die, takes_turns, shares_hbm
         self.spent_ns: Counter[str] = Counter()
-        self.place: dict[str, Any] = {}
         self._ahead_ns = 0
 
     async def spend(
@@ -39,21 +38,20 @@ class Timeline:
         hbm_ns: float,
     ) -> None:
         """Spend the time of a stage, from the program's position on."""
-        self.place = args
         if self.shares_hbm and duration_ns:
             start = await self.catch_up()
             await self.die.hbm.end(self.die.hbm.begin(round(duration_ns), hbm_ns))
-            self.waited(core.upper(), name, start)
+            self.waited(core.upper(), name, start, args=args)
             return
         if not self.takes_turns:
-            self.add(core.upper(), name, duration_ns)
+            self.add(core.upper(), name, duration_ns, args)
             return
         now, duration = await self.catch_up(), round(duration_ns)
         self.spent_ns[name] += duration
         if duration:
             taken = self.die.cores[core]
             start, end = taken.reserve(now, taken.total, duration)
-            self.die.trace.span(self.die.index, core.upper(), name, start, end, self.place)
+            self.die.trace.span(self.die.index, core.upper(), name, start, end, args)
             self._ahead_ns = end - now
 
     async def settle(self) -> None:
@@ -64,13 +62,16 @@ class Timeline:
         """Forget the time spent and not waited for, after a rollback."""
         self._ahead_ns = 0
 
-    def add(self, lane: str, name: str, duration_ns: float) -> None:
-        """Spend `duration_ns` from the program's position on, without waiting."""
+    def add(self, lane: str, name: str, duration_ns: float, args: dict[str, Any] | None = None) -> None:
+        """Spend `duration_ns` from the program's position on, without waiting.
+
+        In traces `args` describe what happened, or else the place of the running process.
+        """
         duration = round(duration_ns)
         self.spent_ns[name] += duration
         if duration:
             start = self.die.clock.now + self._ahead_ns
-            self.die.trace.span(self.die.index, lane, name, start, start + duration, self.place)
+            self.die.trace.span(self.die.index, lane, name, start, start + duration, self._args(args))
             self._ahead_ns += duration
 
     async def catch_up(self) -> int:
@@ -80,8 +81,21 @@ class Timeline:
             await self.die.clock.sleep(ahead)
         return self.die.clock.now
 
-    def waited(self, lane: str, name: str, start_ns: int, called: str | None = None) -> None:
-        """Record an exchange from `start_ns` until now; `called` is another name for traces."""
+    def waited(
+        self,
+        lane: str,
+        name: str,
+        start_ns: int,
+        called: str | None = None,
+        args: dict[str, Any] | None = None,
+    ) -> None:
+        """Record an exchange from `start_ns` until now.
+
+        `called` is another name for traces; `args` as in `add`.
+        """
         now = self.die.clock.now
         self.spent_ns[name] += now - start_ns
-        self.die.trace.span(self.die.index, lane, called or name, start_ns, now, self.place)
+        self.die.trace.span(self.die.index, lane, called or name, start_ns, now, self._args(args))
+
+    def _args(self, args: dict[str, Any] | None) -> dict[str, Any]:
+        return self.die.trace.place if args is None else args

@@ -18,7 +18,7 @@ Place = dict[str, Any]
 
 
 class Shown(NamedTuple):
-    """A die shown in the trace: its number among the dies in lockstep, its index in the pod, and its DP domain."""
+    """A die shown in the trace: its number in lockstep, its index in the pod, and its DP domain."""
 
     at: int
     die: int
