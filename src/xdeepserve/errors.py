@@ -46,6 +46,18 @@ class XDeepServeError(Exception):
     outputs: Sequence[Any] = ()
 
 
+def as_named(error: Exception, where: str = "") -> XDeepServeError:
+    """Return an error of this project: `error` itself, or one that names it.
+
+    `where` begins the message of the latter, which has the original as its cause.
+    """
+    if isinstance(error, XDeepServeError):
+        return error
+    named = XDeepServeError(f"{where}{error!r}")
+    named.__cause__ = error
+    return named
+
+
 class InputError(XDeepServeError):
     """The caller asked for something impossible; the message is one clear line."""
 

@@ -108,9 +108,11 @@ async def _endured(engine: Engine, schedule: FaultSchedule) -> Aftermath:
         engine.plan.pool_use.crowd()
     others, requests = asyncio.all_tasks(), asked(schedule)
     submitted: list[Request | XDeepServeError | None] = [None] * len(requests)
-    clients = clock.spawn(_come(engine, requests, submitted), name="clients")
+    coming = _come(engine, requests, submitted)
+    clients = clock.detach(coming, "clients", lambda error: after.leaks.append(repr(error)))
     for number, change in enumerate(schedule.servers):
-        clock.spawn(_move(engine, change), name=f"change {number} of servers")
+        name = f"change {number} of servers"
+        clock.detach(_move(engine, change), name, lambda error: after.leaks.append(repr(error)))
     at_rest = asyncio.Event()
     clock.when_at_rest(at_rest.set)
     if not await _comes(at_rest, clock):

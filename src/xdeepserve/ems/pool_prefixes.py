@@ -16,16 +16,17 @@ A sequence asks once. Other sequences do not compute blocks that are on their wa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from xdeepserve.ems.context_cache import ContextCache
 from xdeepserve.ems.mp_server import Lease
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sequence import Sequence as Seq
-from xdeepserve.engine.messages import BlockCopy, CopyBlocks, CopyDone, PoolPlace, PoolReady
-from xdeepserve.engine.numbers import GroupRank, first_die_of
+from xdeepserve.engine.messages import BlockCopy, CopyBlocks, CopyDone, PoolPlace, PoolReady, StepFailed
+from xdeepserve.engine.numbers import DieNumber, GroupRank, first_die_of
 from xdeepserve.errors import IntegrityError, LinkError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.engines import Copy
@@ -69,7 +70,7 @@ class PoolPrefixes:
         mems: Sequence[DieMemory],
         rtc: RTC,
         cache: ContextCache,
-        report: Callable[[PoolReady | CopyDone], None],
+        report: Callable[[PoolReady | CopyDone | StepFailed], None],
     ) -> None:
         self.rank, self.dies, self.mems, self.kv = rank, dies, mems, mems[0].kv.sizes
         self.rtc, self.cache, self.clock = rtc, cache, dies[0].clock
@@ -111,7 +112,7 @@ class PoolPrefixes:
             self.cache.client.release(lease)
         used, leases = every[: first + len(slots)], leases[: len(slots)]
         transfer = self._transfers[ticket] = PoolTransfer(True, slots, used, leases=[*leases])
-        self.clock.spawn(self._bring(ticket, transfer), name=f"pool to group {self.rank}")
+        self._detach(self._bring(ticket, transfer), f"pool to group {self.rank}")
         return ticket
 
     def _expect(
@@ -162,7 +163,7 @@ class PoolPrefixes:
         if keys:
             ticket = self.rtc.keep([slot for each in slots for slot in each.values()])
             transfer = self._transfers[ticket] = PoolTransfer(False, slots, used, keys)
-            self.clock.spawn(self._find_places(ticket, transfer), name=f"group {self.rank} to pool")
+            self._detach(self._find_places(ticket, transfer), f"group {self.rank} to pool")
 
     async def _find_places(self, ticket: int, transfer: PoolTransfer) -> None:
         await self.cache.client.ask()
@@ -172,6 +173,12 @@ class PoolPrefixes:
         self.report(PoolReady(self.rank, ticket))
 
     # ---- both ---------------------------------------------------------------------------------------
+
+    def _detach(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Start a process that the group's loop does not await; its error ends that loop as a die's would."""
+        return self.clock.detach(
+            work, name, lambda error: self.report(StepFailed(DieNumber(self.dies[0].index), error))
+        )
 
     def _copies(self, ticket: int) -> list[BlockCopy]:
         """List the copies for dies to make under a ticket. A ticket without copies has ended."""
@@ -204,7 +211,7 @@ class PoolPrefixes:
                 continue
             if self.cache.by_cards:
                 moving = self._copy_by_cards(mem, ticket, share)
-                process = self.clock.spawn(moving, name=f"{die.name} memory pool over VPC")
+                process = self._detach(moving, f"{die.name} memory pool over VPC")
                 self._by_cards = [*(each for each in self._by_cards if not each.done()), process]
             else:
                 die.put(CopyBlocks(ticket=ticket, copies=share))
@@ -234,7 +241,7 @@ class PoolPrefixes:
             if transfer.is_broken:
                 client.revoke(leases)
             elif leases:
-                self.clock.spawn(self._keep(transfer, leases), name=f"pool keeps blocks of group {self.rank}")
+                self._detach(self._keep(transfer, leases), f"pool keeps blocks of group {self.rank}")
             return
         for lease, slots in zip(transfer.leases, transfer.slots, strict=True):
             assert lease is not None

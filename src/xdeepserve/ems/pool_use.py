@@ -16,7 +16,7 @@ from xdeepserve.ems.pool_prefixes import PoolPrefixes
 from xdeepserve.ems.pool_weights import PoolWeights
 from xdeepserve.engine.deploy.deployment import Deployment
 from xdeepserve.engine.dp.group import DPGroup
-from xdeepserve.engine.messages import CopyDone, PoolReady
+from xdeepserve.engine.messages import CopyDone, PoolReady, StepFailed
 from xdeepserve.engine.te.te_plan import MakeTier, TEPlan
 from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.pod import Pod
@@ -80,7 +80,9 @@ class PoolUse:
         """Factory of a DP group's tier of prefixes; None before `start`."""
         return None if self.contexts is None else self._tier
 
-    def _tier(self, group: DPGroup, report: Callable[[PoolReady | CopyDone], None]) -> PoolPrefixes:
+    def _tier(
+        self, group: DPGroup, report: Callable[[PoolReady | CopyDone | StepFailed], None]
+    ) -> PoolPrefixes:
         assert self.contexts is not None
         return PoolPrefixes(group.rank, group.dies, group.mems, group.rtc, self.contexts, report)
 

@@ -34,6 +34,9 @@ from ..errors import DeadlineError, DeadlockError, HardwareError, WaitError
 
 T = TypeVar("T")
 
+Hears = Callable[[Exception], None]
+"""Owner of a process that nobody awaits, told of the error that ended the process; it must not raise."""
+
 # A process that never has to suspend must still let the event loop turn (sockets, cancellation) now and then.
 _SLEEPS_PER_LOOP_TURN = 32
 
@@ -176,7 +179,8 @@ class Clock:
         self._unbounded: dict[Waiter, None] = {}  # waits that are a deadlock if nothing else is left
         self._joiners: dict[Process, list[Waiter]] = {}
         self._until_rest: list[Callable[[], None]] = []
-        self._planned: list[tuple[int, int, Callable[[], Coroutine[Any, Any, object]]]] = []  # by `at`
+        self._planned: list[tuple[int, int, Callable[[], Coroutine[Any, Any, object]], Hears | None]] = []
+        self.hears: Hears | None = None  # owner of the processes of virtual hardware
         self._loop: asyncio.AbstractEventLoop | None = None
         self._kicked_on: asyncio.AbstractEventLoop | None = None
 
@@ -210,18 +214,23 @@ class Clock:
         else:
             self._until_rest.append(then)
 
-    def at(self, time_ns: int, start: Callable[[], Coroutine[Any, Any, object]]) -> None:
-        """Spawn `start()` as a process when time comes to `time_ns`.
+    def at(
+        self, time_ns: int, start: Callable[[], Coroutine[Any, Any, object]], hears: Hears | None = None
+    ) -> None:
+        """Detach `start()` as a process when time comes to `time_ns`; `hears` as for `detach`.
 
         Until then it is no event: it keeps nothing from resting, and time does not go there for its sake.
         """
-        heappush(self._planned, (max(index(time_ns), self._now), self._num_events, start))
+        heappush(self._planned, (max(index(time_ns), self._now), self._num_events, start, hears))
         self._num_events += 1
 
     # ---- processes ----------------------------------------------------------------------------------
 
     def spawn(self, coro: Coroutine[Any, Any, T], name: str | None = None) -> asyncio.Task[T]:
-        """Start a process at the current virtual time. Await (or `join`) it for its result or exception."""
+        """Start a process at the current virtual time. Await (or `join`) it for its result or exception.
+
+        The caller keeps it and hears its error; a process that nobody awaits is started by `detach`.
+        """
         self._loop = loop = asyncio.get_running_loop()
         start = Waiter(self, lambda: Waiting("start", name, "-", "clock", "turn", "none"))
         process = Process(self._main(start, coro), loop=loop, name=name)
@@ -232,6 +241,25 @@ class Clock:
         asyncio.Task.add_done_callback(process, lambda _: self._finished(process, coro))
         start.wake()
         return process
+
+    def detach(
+        self, coro: Coroutine[Any, Any, object], name: str, hears: Hears | None = None
+    ) -> asyncio.Task[None]:
+        """Start a process that nobody awaits; `hears` is told of the error that ends it, if one does.
+
+        By default that is the clock's owner, `self.hears`; on a clock without one asyncio logs the error.
+        """
+        process = self.spawn(self._owned(coro, hears), name)
+        asyncio.Task.add_done_callback(process, lambda _: coro.close())  # perhaps it was never entered
+        return process
+
+    async def _owned(self, coro: Coroutine[Any, Any, object], hears: Hears | None) -> None:
+        try:
+            await coro
+        except Exception as error:
+            if (hears := hears or self.hears) is None:
+                raise
+            hears(error)
 
     async def _main(self, start: Waiter, coro: Coroutine[Any, Any, T]) -> T:
         if start._tie != LAPSED:
@@ -401,8 +429,8 @@ class Clock:
                 continue
             if self._planned and self._planned[0][0] <= time_ns:
                 heappush(heap, (time_ns, tie, waiter))
-                self._now, _, start = heappop(self._planned)
-                self.spawn(start(), name="planned")
+                self._now, _, start, hears = heappop(self._planned)
+                self.detach(start(), "planned", hears)
                 continue
             self._now = time_ns
             if not waiter._ending:

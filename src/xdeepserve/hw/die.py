@@ -7,13 +7,13 @@ other memories through the engines, and launches kernels on views of its memory.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
 from ..errors import GlitchError, HardwareError, PageLostError
-from .clock import Process, Waiting
+from .clock import Hears, Process, Waiting
 from .dma import DMA
 from .engines import Fabric
 from .fault_kinds import ERROR_CODES, PAGE_LOST
@@ -82,6 +82,12 @@ class Die:
     def spawn(self, coro: Any, name: str = "program") -> asyncio.Task[Any]:
         """Run a die program on this die."""
         process = self.clock.spawn(coro, name=f"{self.name} {name}")
+        self._processes = [*self.running, process]
+        return process
+
+    def detach(self, coro: Coroutine[Any, Any, object], name: str, hears: Hears) -> asyncio.Task[None]:
+        """Run a die program that nobody awaits; `hears` is told of the error that ends it."""
+        process = self.clock.detach(coro, f"{self.name} {name}", hears)
         self._processes = [*self.running, process]
         return process
 

@@ -247,7 +247,7 @@ class RDMACard:
     def _wake(self) -> None:
         if self._state != "sending":
             self._state, self._run_number = "sending", self._run_number + 1
-            self.clock.spawn(self._transmit(self._run_number), name=f"card {self.node}")
+            self.clock.detach(self._transmit(self._run_number), f"card {self.node}")
 
     # ---- transmitting ---------------------------------------------------------------------------------
 
@@ -301,7 +301,7 @@ class RDMACard:
             self._turns.append(None)
         await self.clock.sleep(math.ceil(CONTROL_NBYTES * self.ns_per_byte))
         if not self.network.damages(self.node, far.node, b""):
-            self.clock.spawn(self._after(self.flight_ns, then), name=f"control of card {self.node}")
+            self.clock.detach(self._after(self.flight_ns, then), f"control of card {self.node}")
 
     async def _after(self, ns: int, then: Callable[[], None]) -> None:
         await self.clock.sleep(ns)
@@ -345,7 +345,7 @@ class RDMACard:
         far._received_until = start + math.ceil((len(data) + CONTROL_NBYTES) * far.ns_per_byte)
         is_marked = start - arrival > self.network.control.mark_ns
         receive = far._receive(pair, write, number, data, far._received_until, is_marked)
-        self.clock.spawn(receive, name=f"segment to card {far.node}")
+        self.clock.detach(receive, f"segment to card {far.node}")
 
     # ---- receiving ------------------------------------------------------------------------------------
 
@@ -407,7 +407,7 @@ class RDMACard:
     def _watch(self, pair: QueuePair, write: WriteUnderWay) -> None:
         """Start the sender's timer for a write. On hardware it runs for all writes; here only writes with a
         lost segment are watched, because the others end in time."""
-        self.clock.spawn(self._time_out(pair, write, write.tries, write.known), name="timer of a write")
+        self.clock.detach(self._time_out(pair, write, write.tries, write.known), "timer of a write")
 
     async def _time_out(self, pair: QueuePair, write: WriteUnderWay, tries: int, known: int) -> None:
         await self.clock.sleep(self.retry_ns)

@@ -306,7 +306,7 @@ class Reconfiguration:
         for change in self._changes:
             self._target[change.layer][self._physical(change)] = change.expert
         self._enter("prefetching")
-        self._prefetch = self.pod.clock.spawn(self._fetch(), name="prefetch of experts")
+        self._prefetch = self.pod.clock.detach(self._fetch(), "prefetch of experts", self._fail)
 
     @property
     def loads(self) -> list[Change]:
@@ -318,28 +318,27 @@ class Reconfiguration:
 
         They come over the VPC card of each server, all servers side by side.
         """
-        try:
-            pieces = Counter[int]()
-            for change in self.loads:
-                for address, nbytes in self.redundant_slots(change.holder).staged(change.layer, change.slot):
-                    pieces[address.node] += nbytes
-            clock, spec, end = self.pod.clock, self.pod.spec, self.pod.clock.now
-            for node, nbytes in sorted(pieces.items()):
-                took = spec.vpc_startup.value + nbytes / spec.vpc_bandwidth.value
-                arrived = clock.now + round(1e9 * took)
-                self.pod.trace.span(node, "VPC", "prefetch experts", clock.now, arrived)
-                end = max(end, arrived)
-            await clock.sleep_until(end)
-            for layer, changes in groupby(self.loads, key=lambda change: change.layer):
-                read = functools.cache(functools.partial(self.storage.read, layer))  # once for all replicas
-                for change in changes:
-                    arrays = functools.partial(read, change.expert)
-                    self.redundant_slots(change.holder).stage(self.pod.memories, layer, change.slot, arrays)
-                    await asyncio.sleep(0)  # no virtual time, but a turn for the front end
-        except Exception as error:
-            self._reports.put(StepFailed(DieNumber(self.holders[0][0]), error))
-        else:
-            self._reports.put(Prefetched())
+        pieces = Counter[int]()
+        for change in self.loads:
+            for address, nbytes in self.redundant_slots(change.holder).staged(change.layer, change.slot):
+                pieces[address.node] += nbytes
+        clock, spec, end = self.pod.clock, self.pod.spec, self.pod.clock.now
+        for node, nbytes in sorted(pieces.items()):
+            took = spec.vpc_startup.value + nbytes / spec.vpc_bandwidth.value
+            arrived = clock.now + round(1e9 * took)
+            self.pod.trace.span(node, "VPC", "prefetch experts", clock.now, arrived)
+            end = max(end, arrived)
+        await clock.sleep_until(end)
+        for layer, changes in groupby(self.loads, key=lambda change: change.layer):
+            read = functools.cache(functools.partial(self.storage.read, layer))  # once for all replicas
+            for change in changes:
+                arrays = functools.partial(read, change.expert)
+                self.redundant_slots(change.holder).stage(self.pod.memories, layer, change.slot, arrays)
+                await asyncio.sleep(0)  # no virtual time, but a turn for the front end
+        self._reports.put(Prefetched())
+
+    def _fail(self, error: Exception) -> None:
+        self._reports.put(StepFailed(DieNumber(self.holders[0][0]), error))
 
     def redundant_slots(self, holder: int) -> RedundantSlots:
         """Return the redundant slots of a holder; it must have some."""

@@ -22,7 +22,7 @@ from xdeepserve.engine.dp.events import Booked, Events
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.te.te import TE
-from xdeepserve.hw.clock import Clock
+from xdeepserve.hw.clock import Clock, Hears
 
 Dispatch = Callable[[Seq[Sequence]], None]
 
@@ -60,11 +60,20 @@ class PrefillFirst:
 class DecodeFirst(PrefillFirst):
     """Admits a request when decode has blocks for it (CloudMatrix 4.3.3).
 
-    `tes` returns the decode TEs that take new work, the best one first.
+    `tes` returns the decode TEs that take new work, the best one first. `hears` is told of an error in the
+    process that admits.
     """
 
-    def __init__(self, clock: Clock, tell: Events, dispatch: Dispatch, tes: Callable[[], list[TE]]) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        tell: Events,
+        dispatch: Dispatch,
+        tes: Callable[[], list[TE]],
+        hears: Hears | None = None,
+    ) -> None:
         super().__init__(dispatch)
+        self._hears = hears
         self._clock, self._tell, self._tes = clock, tell, tes
         self._waiting: list[list[Sequence]] = []  # requests, in order of (priority, arrival)
         self.booked: dict[int, tuple[Sequence, TE, DPGroup]] = {}  # by seq_id
@@ -130,7 +139,7 @@ class DecodeFirst(PrefillFirst):
         self.booked = {seq_id: each for seq_id, each in self.booked.items() if each[1] is not lost}
         if self._waiting and not self._is_looking:
             self._is_looking = True
-            self._clock.spawn(self._look(), name="decode-first admission")
+            self._clock.detach(self._look(), "decode-first admission", self._hears)
 
     async def _look(self) -> None:
         """Admit waiting requests in a process of its own, because sequences that end now must free their

@@ -26,6 +26,7 @@ from xdeepserve.engine.job.router import Router
 from xdeepserve.engine.te.te import TE
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import XDeepServeError
+from xdeepserve.hw.clock import Hears
 from xdeepserve.hw.pod import Pod
 
 
@@ -101,6 +102,7 @@ class JobExecutor:
     """Routes requests between the TEs of one engine, which come and go.
 
     `carriage` is what KV goes by from one to another. A link that has failed is avoided for `retry_ns`.
+    `hears` is told of an error in one of the executor's own processes.
     """
 
     def __init__(
@@ -111,7 +113,9 @@ class JobExecutor:
         router: Router,
         retry_ns: int = 0,
         admission: Admission = "prefill",
+        hears: Hears | None = None,
     ) -> None:
+        self._hears = hears
         self.tes = Roster()
         self.tell = tell
         self.pod, self.carriage, self.router, self._retry_ns = pod, carriage, router, retry_ns
@@ -121,7 +125,7 @@ class JobExecutor:
         self.unplaced = Unplaced()
         self.admission = PrefillFirst(self._dispatch)
         if admission == "decode":
-            self.admission = DecodeFirst(pod.clock, tell, self._dispatch, self._decode_tes)
+            self.admission = DecodeFirst(pod.clock, tell, self._dispatch, self._decode_tes, hears)
         tell.act = self._act
         self._journey = Journey(pod) if pod.trace.is_on else None
         if self._journey is not None:
@@ -306,7 +310,7 @@ class JobExecutor:
         """Steps 3 to 5 by request. If no untried decode TE is left, links are probed."""
         link = self._choose_decode(prefill, seq)
         if link is None:
-            self.pod.clock.spawn(self._find_way(seq, group, prefill), name="search for a way")
+            self.pod.clock.detach(self._find_way(seq, group, prefill), "search for a way", self._hears)
             return
         slots = group.handover.sending[seq.seq_id].slots[: group.rtc.blocks_for(seq.num_computed)]
         te = self._register(PDTransfer(seq, group, slots, link))

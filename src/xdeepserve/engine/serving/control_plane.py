@@ -21,12 +21,16 @@ from xdeepserve.engine.deploy.deployment import HealthConfig
 from xdeepserve.engine.messages import Beat
 from xdeepserve.engine.te.te import TE
 from xdeepserve.errors import DeadlineError
+from xdeepserve.hw.clock import Hears
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.queue import Queue
 
 
 class ControlPlane:
-    """Sends heartbeats to an engine's TE-shells; `lose` is called for each TE whose shell is lost."""
+    """Sends heartbeats to an engine's TE-shells; `lose` is called for each TE whose shell is lost.
+
+    `hears` is told of an error in the control plane itself.
+    """
 
     def __init__(
         self,
@@ -34,8 +38,9 @@ class ControlPlane:
         config: HealthConfig,
         tes: Callable[[], Sequence[TE]],
         lose: Callable[[TE, Exception], None],
+        hears: Hears,
     ) -> None:
-        self._clock, self._tes, self._lose = pod.clock, tes, lose
+        self._clock, self._tes, self._lose, self._hears = pod.clock, tes, lose, hears
         self.beat_ns, self.lost_ns = round(1e9 * config.beat_s), round(1e9 * config.shell_lost_s)
         self.travel_ns = math.ceil(1e9 * pod.spec.vpc_startup.value)
         self._answers: Queue[str] = Queue(pod.clock, "answers to the control plane")
@@ -44,7 +49,7 @@ class ControlPlane:
 
     def start(self) -> None:
         """Start to send heartbeats, the first after a period of virtual time."""
-        self._clock.at(self._clock.now + self.beat_ns, self._beat)
+        self._clock.at(self._clock.now + self.beat_ns, self._beat, self._hears)
 
     def end(self) -> None:
         """Stop sending heartbeats to TE-shells."""
@@ -71,7 +76,7 @@ class ControlPlane:
         await self._clock.sleep(self.travel_ns)
         for te in asked:
             te.inbox.put(Beat(te.sizes.place.name, self._answers, self.travel_ns))
-        self._clock.spawn(self._hear(), "control plane")
+        self._clock.detach(self._hear(), "control plane", self._hears)
 
     async def _hear(self) -> None:
         """Collect heartbeat answers until the next question is due."""

@@ -7,6 +7,7 @@ import gc
 import itertools
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from functools import partial
 from pathlib import Path
 from typing import cast
 from weakref import WeakSet
@@ -31,7 +32,8 @@ from xdeepserve.engine.serving.request import NOTHING, EngineStats, Parse, check
 from xdeepserve.engine.serving.steer import Steersman
 from xdeepserve.engine.serving.te_group import TEGroup
 from xdeepserve.engine.te.reports import ServerReport, TEHealth, TEReport
-from xdeepserve.errors import OverloadedError, RequestError, XDeepServeError
+from xdeepserve.errors import OverloadedError, RequestError, XDeepServeError, as_named
+from xdeepserve.hw.clock import Hears
 from xdeepserve.hw.pod import Pod
 from xdeepserve.model.answer_lengths import read_answer_lengths
 from xdeepserve.model.sampling import philox4x32
@@ -88,7 +90,7 @@ class Engine:
         if self._je is not None:
             return
         yield from self.plan.pieces()
-        self._je = make_executor(self.plan, self._observers)
+        self._je = make_executor(self.plan, self._observers, self._hear)
         self._group = TEGroup(self.plan, self._je, self._threads, self.fail)
         join(self.plan.pod, self)
 
@@ -416,6 +418,11 @@ class Engine:
             notify(request.fail, self._failure, about=f"request {request.request_id}")
         self.je.abandon()
 
+    def _hear(self, error: Exception) -> None:
+        """End the engine by an error in a process that belongs to no TE."""
+        if self._failure is None:
+            self.fail(as_named(error))
+
     def release(self, request: Request) -> None:
         """Forget a request and free all it holds. Harmless when repeated."""
         for seq in request.sequences:
@@ -441,8 +448,13 @@ class Engine:
 
 
 def join(pod: Pod, engine: Engine) -> None:
-    """Register a loaded engine with its pod, for as long as the engine object lives."""
-    _engines(pod).add(engine)
+    """Register a loaded engine with its pod, for as long as the engine object lives.
+
+    Engines own the processes of the pod's virtual hardware: an error there ends all of them.
+    """
+    engines = _engines(pod)
+    engines.add(engine)
+    pod.clock.hears = partial(_tell, engines)
 
 
 def is_quiet(pod: Pod) -> bool:
@@ -450,14 +462,20 @@ def is_quiet(pod: Pod) -> bool:
     return not any(each.num_served for each in _engines(pod))
 
 
+def _tell(engines: WeakSet[Engine], error: Exception) -> None:
+    for each in sorted(engines, key=lambda each: each.model_name):
+        each._hear(error)
+
+
 def _engines(pod: Pod) -> WeakSet[Engine]:
     return cast("WeakSet[Engine]", pod.services.setdefault("engines", WeakSet()))
 
 
-def make_executor(plan: PodPlan, observers: list[Observer]) -> JobExecutor:
+def make_executor(plan: PodPlan, observers: list[Observer], hears: Hears | None = None) -> JobExecutor:
     """Make the job executor that a plan's deployment asks for, without TEs yet.
 
-    `observers` are told what happens to requests. InputError for a file that is no heat map.
+    `observers` are told what happens to requests, `hears` of an error in the executor's processes.
+    InputError for a file that is no heat map.
     """
     d = plan.deployment
     carriage = Carriage(plan.pod, d.fabric, d.transfer_over, plan.kv_weight)
@@ -465,4 +483,5 @@ def make_executor(plan: PodPlan, observers: list[Observer]) -> JobExecutor:
     lengths = None if heat is None else read_answer_lengths(plan.checkpoint.directory)
     router = Router(d.scheduler.job_executors, d.scheduler.route, d.seed, heat, lengths)
     retry_ns = round(1e9 * d.health.probe_s)
-    return JobExecutor(plan.pod, Events(observers), carriage, router, retry_ns, d.scheduler.admission)
+    events, admission = Events(observers), d.scheduler.admission
+    return JobExecutor(plan.pod, events, carriage, router, retry_ns, admission, hears)

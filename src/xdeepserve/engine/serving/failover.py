@@ -27,7 +27,8 @@ from xdeepserve.engine.deploy.roles import DEPLOYMENTS
 from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.serving.joining import FAILED, until_unused
 from xdeepserve.engine.te.te_plan import TEPlan
-from xdeepserve.errors import DeploymentError, XDeepServeError
+from xdeepserve.errors import DeploymentError, XDeepServeError, as_named
+from xdeepserve.hw.clock import Hears
 from xdeepserve.hw.self_test import well_dies
 from xdeepserve.machine import follow
 
@@ -88,7 +89,8 @@ def least_dies(plan: PodPlan, role: Role) -> int:
 class Failover:
     """Replaces lost TEs, in the order of their loss.
 
-    `on_end` is called when none is missing any more, or with the error if one cannot be replaced.
+    `on_end` is called when none is missing any more, or with the error if one cannot be replaced. `hears` is
+    told of an error in `on_end`.
     """
 
     def __init__(
@@ -99,7 +101,9 @@ class Failover:
         config: RecoveryConfig,
         timeout_ns: int,
         on_end: Callable[[XDeepServeError | None], None],
+        hears: Hears,
     ) -> None:
+        self._hears = hears
         self._group, self._plan, self._config, self._timeout_ns = group, plan, config, timeout_ns
         self._join = join
         self._on_end, self._pod = on_end, plan.pod
@@ -119,7 +123,7 @@ class Failover:
         self.reason = str(reason)
         if not self._is_running:
             self._is_running = True
-            self._pod.clock.spawn(self._run(), name="failover")
+            self._pod.clock.detach(self._run(), "failover", self._hears)
 
     def describe(self) -> str:
         """Describe the failover under way: stage, state and reason."""
@@ -156,7 +160,7 @@ class Failover:
                 try:
                     await self._recover(self._lost.pop(0))
                 except Exception as found:
-                    error = found if isinstance(found, XDeepServeError) else XDeepServeError(f"{found!r}")
+                    error = as_named(found)
                     self._move("fail")
         finally:
             self._is_running, self.reason = False, None

@@ -10,7 +10,7 @@ from xdeepserve.engine.dp.events import notify
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
 from xdeepserve.engine.serving.output import ChoiceOutput
 from xdeepserve.engine.serving.request import OutputDelta
-from xdeepserve.errors import XDeepServeError
+from xdeepserve.errors import XDeepServeError, as_named
 from xdeepserve.hw.clock import Clock
 
 
@@ -53,7 +53,7 @@ class Request:
         try:
             delta = output.push(rows, self._clock.now)
         except Exception as error:  # of a tokenizer, say: no other request need know
-            self.fail(error if isinstance(error, XDeepServeError) else XDeepServeError(f"output: {error!r}"))
+            self.fail(as_named(error, "output: "))
             return True
         if delta is not None:
             if output.finish_reason is not None:

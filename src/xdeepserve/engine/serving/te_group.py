@@ -20,7 +20,7 @@ from xdeepserve.engine.serving.joining import FAILED, Joining, until_unused
 from xdeepserve.engine.te.reports import ServerReport, TEHealth, TEReport
 from xdeepserve.engine.te.te import TE
 from xdeepserve.engine.te.te_plan import TEPlan
-from xdeepserve.errors import LostDieError, PageLostError, RequestError, XDeepServeError, abridged
+from xdeepserve.errors import LostDieError, PageLostError, RequestError, XDeepServeError, abridged, as_named
 from xdeepserve.step.linear import Threads
 
 T = TypeVar("T")
@@ -51,10 +51,12 @@ class TEGroup:
         self.joining = Joining(plan, je, self._make, self._note_joined)
         self._failover: Failover | None = None
         if recovery.failover and not plan.outside:
-            self._failover = Failover(self, self.joining.join, plan, recovery, lost_ns, self._end_failover)
+            ends = self._end_failover, self._fail
+            self._failover = Failover(self, self.joining.join, plan, recovery, lost_ns, *ends)
         for te in plan.tes:
             je.tes.append(self._make(te))
-        self.control_plane = ControlPlane(plan.pod, plan.deployment.health, lambda: je.tes, self._lose)
+        health, hears = plan.deployment.health, (self._lose, self._fail)
+        self.control_plane = ControlPlane(plan.pod, health, lambda: je.tes, *hears)
         plan.pod.memories.on_silence[self] = self._find_lost
         plan.pod.memories.on_page_lost[self] = self._lose_page
 
@@ -276,7 +278,7 @@ class TEGroup:
         heartbeats to fail."""
         for te in self._je.tes:
             if die in te.plan.needed_dies and te.is_running:
-                self._plan.pod.clock.spawn(self._give_up(te, die), name=f"loss of die {die}")
+                self._plan.pod.clock.detach(self._give_up(te, die), f"loss of die {die}", self._fail)
 
     def _lose_page(self, error: PageLostError) -> None:
         """Act on a lost page of a die's memory: its TE repairs what it can, even while it loads."""
@@ -292,14 +294,17 @@ class TEGroup:
                 te, LostDieError(f"die {die} of {te.sizes.place.name} is lost: its memory does not answer")
             )
 
+    def _fail(self, error: Exception) -> None:
+        """End the engine by an error in one of the processes that work for all its TEs."""
+        self._on_failure(as_named(error), None)
+
     def _lose(self, te: TE, error: Exception) -> None:
         """Handle the failure of a TE: others continue its requests, or a replacement is awaited. If the
         remaining TEs cannot serve and none is on its way, the engine has failed."""
         name = te.sizes.place.name
         if name in self.lost:
             return  # who read its memory, and found nothing there, has told this, too
-        reason = error if isinstance(error, XDeepServeError) else XDeepServeError(f"{name}: {error!r}")
-        reason.__cause__ = error if reason is not error else error.__cause__
+        reason = as_named(error, f"{name}: ")
         self._plan.pod.lose(te.plan.every_die)
         is_wanted = self._failover is not None and te.life == "ready" and self._end is None
         if not is_wanted and not self._is_needless(te) and not self.is_recovering:
@@ -319,7 +324,7 @@ class TEGroup:
         if is_wanted and self._failover is not None:
             self._failover.begin(te.plan, reason)
         else:
-            self._plan.pod.clock.spawn(self._free_when_idle(te.plan), name=f"end of {name}")
+            self._plan.pod.clock.detach(self._free_when_idle(te.plan), f"end of {name}", self._fail)
 
     def _give_up_te(self, te: TE, reason: XDeepServeError) -> None:
         """End a lost TE and let other TEs continue its sequences from their tokens."""

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from xdeepserve.engine.balance.reconfigure import Reconfiguration
 from xdeepserve.engine.dp.group import DPGroup
@@ -18,7 +18,7 @@ from xdeepserve.engine.te.host import Host
 from xdeepserve.engine.te.life import Lifetime
 from xdeepserve.hw.clock import Clock
 
-Loop = Callable[[], Awaitable[None]]
+Loop = Callable[[], Coroutine[Any, Any, None]]
 """Coroutine function that a process of a TE runs until its end."""
 
 

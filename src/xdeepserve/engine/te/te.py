@@ -183,24 +183,22 @@ class TE:
         """Spawn the die programs and the loops."""
         self.lifetime.follow("start")
         for executor in self.executors:
-            self.processes.append(executor.die.spawn(executor.run(), f"executor {executor.rank}"))
+            run = executor.die.detach(executor.run(), f"executor {executor.rank}", self._fail)
+            self.processes.append(run)
         for program in self.expert_programs:
-            self.processes.append(program.die.spawn(program.run(), "experts"))
+            self.processes.append(program.die.detach(program.run(), "experts", self._fail))
         self.monitor.start()
         name = self.sizes.place.name
         loops: list[tuple[str, Loop]] = [(name, self._run), *self._turns.loops()]
         if self.sizes.kv.sends_layers:
             loops.append((f"layers of {name}", self._layers.run))
-        spawned = [self._clock.spawn(self._heard(loop), name=each) for each, loop in loops]
+        spawned = [self._clock.detach(loop(), each, self._fail) for each, loop in loops]
         self._loop = spawned[0]
         self.processes += spawned
 
-    async def _heard(self, loop: Loop) -> None:
-        """Run a loop of the TE; an error raised in it ends the TE."""
-        try:
-            await loop()
-        except Exception as error:
-            self.on_failure(self, error)
+    def _fail(self, error: Exception) -> None:
+        """End the TE by an error that has ended one of its processes."""
+        self.on_failure(self, error)
 
     async def join_server(self, wanted: int | None, bring: Bring) -> int:
         """Bring an expert server, from within a process, as `ServerSeats.join` does."""
@@ -209,7 +207,7 @@ class TE:
     def _begin(self, program: ExpertProgram) -> None:
         """Start serving with an additional expert die."""
         self.expert_programs.add(program)
-        self.processes.append(program.die.spawn(program.run(), "experts"))
+        self.processes.append(program.die.detach(program.run(), "experts", self._fail))
 
     def go_on_without(self, groups: Iterable[GroupRank]) -> bool:
         """Give up the clients of some DP groups, as `LostClients.go_on_without` does, and wake the loops."""

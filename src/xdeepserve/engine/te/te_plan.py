@@ -22,7 +22,7 @@ from xdeepserve.engine.dp.events import Events, GroupId
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.prefixes import BlockLoadCost
 from xdeepserve.engine.dp.scheduler import PrefixTier
-from xdeepserve.engine.messages import CopyDone, PoolReady
+from xdeepserve.engine.messages import CopyDone, PoolReady, StepFailed
 from xdeepserve.engine.numbers import DieRank, GroupRank
 from xdeepserve.engine.recovery.rollback import Rollback
 from xdeepserve.engine.recovery.rollback_field import plan_rollback_field
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 # What makes a DP group's tier of prefixes in a memory pool; it reports what has come to the TE's queue.
-MakeTier = Callable[[DPGroup, Callable[[PoolReady | CopyDone], None]], PrefixTier]
+MakeTier = Callable[[DPGroup, Callable[[PoolReady | CopyDone | StepFailed], None]], PrefixTier]
 
 
 def free_host_of(holder: DieMemory | ExpertMemory) -> None:

@@ -59,7 +59,7 @@ class FlowHub:
         self.rows[:, :, lane], self.open[:, lane], self.events[lane] = rows, rows.any(0), event
         self._sent[lane], self._back_ns[lane] = sent, None
         self.back_share[lane] = self.cost.back_share(sent)
-        self.clock.spawn(self._carry(lane, sent), name=f"tokens of lane {lane}")
+        self.clock.detach(self._carry(lane, sent), f"tokens of lane {lane}")
 
     async def _carry(self, lane: int, sent: Errand) -> None:
         await self.clock.sleep(round(self.cost.there_ns(sent)))
