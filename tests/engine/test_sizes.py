@@ -18,8 +18,6 @@ WHOLE = {
     "engine/die/die_memory.py": "hands its parts to what lies on a die with a DP group",
     "engine/die/shape_memory.py": "does the same in shapes",
     "engine/run/team.py": "hands out what the dies of a TE meet by",
-    "engine/serving/failover.py": "hands a smaller TE on, unread",
-    "engine/serving/joining.py": "hands a TE on, unread",
     "page/pod_look.py": "shows a TE",
 }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from itertools import count
 
 from xdeepserve.chaos.fault_schedule import FaultSchedule
 from xdeepserve.engine.build import PodPlan
@@ -68,7 +67,7 @@ def _is_beyond_failover(faults: Sequence[Fault], plan: PodPlan) -> bool:
     hosts = {fault.host for fault in faults if fault.kind == "lost"}
     dies = [die for te in plan.tes for die in te.every_die]
     well = [die for die in dies if die not in lost and plan.pod.topology.server_of(die) not in hosts]
-    needed = sum(next(n for n in count(1) if plan.largest(role, n) is not None) for role in roles)
+    needed = sum(map(plan.least_dies, roles))
     return len(well) + plan.deployment.recovery.spare_dies - len(cut) < needed
 
 
