@@ -17,12 +17,12 @@ from xdeepserve.engine.deploy.roles import DEPLOYMENTS
 from xdeepserve.engine.deploy.scale_down import largest
 from xdeepserve.engine.deploy.sizes import Sizes, TEPlace
 from xdeepserve.engine.die.expert_memory import ExpertMemory
+from xdeepserve.engine.die.team import Team
 from xdeepserve.engine.lanes import DEFAULT_SHOWN_DIES, name_lanes
 from xdeepserve.engine.loading import Loading, PoolSource, Source, read_again, read_weights
 from xdeepserve.engine.run.clock.net import ClockNet
 from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.run.net import ProtocolNet
-from xdeepserve.engine.run.team import Team
 from xdeepserve.engine.te.te_plan import MakeTier, TEPlan
 from xdeepserve.engine.weight_digests import WeightDigests
 from xdeepserve.errors import (

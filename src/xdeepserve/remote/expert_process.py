@@ -26,12 +26,12 @@ from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.expert_server import ExpertServerProgram
+from xdeepserve.engine.die.team import Team
 from xdeepserve.engine.loading import read_experts
 from xdeepserve.engine.messages import StepFailed
 from xdeepserve.engine.recovery.rollback_field import plan_rollback_field
 from xdeepserve.engine.run.arithmetic import quantize_rows
 from xdeepserve.engine.run.by_services import experts_held, identity, service_layout
-from xdeepserve.engine.run.team import Team
 from xdeepserve.engine.walk.runner import Computing
 from xdeepserve.errors import DeadlineError, DeploymentError, XDeepServeError
 from xdeepserve.hw.queue import Queue

@@ -27,10 +27,10 @@ from xdeepserve.engine.deploy.sizes import WalkSizes
 from xdeepserve.engine.die.dataflow import DataflowExpertProgram
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
+from xdeepserve.engine.die.team import Team
 from xdeepserve.engine.run.arithmetic import quantize_rows
 from xdeepserve.engine.run.by_services import ByServices
 from xdeepserve.engine.run.ends import CountedSide, rows_away
-from xdeepserve.engine.run.team import Team
 from xdeepserve.engine.walk.runner import Computing, Trampoline
 from xdeepserve.engine.walk.tally import Tally
 from xdeepserve.hw.memory import MemoryPlan

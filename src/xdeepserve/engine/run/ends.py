@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from xdeepserve.comm.exchange.handle import XCCL
 from xdeepserve.comm.exchange.rows import TokenCopies
 from xdeepserve.comm.fused.handle import FusedXCCL
-from xdeepserve.engine.run.team import Team
+from xdeepserve.engine.die.team import Team
 from xdeepserve.engine.walk.tally import Tally
 from xdeepserve.model.canonical import Array
 

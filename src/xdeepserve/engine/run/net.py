@@ -23,11 +23,11 @@ from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.sampler import Chooser, Sampler
+from xdeepserve.engine.die.team import Team
 from xdeepserve.engine.run.arithmetic import quantize_rows
 from xdeepserve.engine.run.away import ByTrampolines, Way, way_of
 from xdeepserve.engine.run.by_services import ByServices, SeatsOutside
 from xdeepserve.engine.run.ends import RankExchange
-from xdeepserve.engine.run.team import Team
 from xdeepserve.engine.walk.group_end import GroupEnd, TPGroup
 from xdeepserve.engine.walk.runner import Computing, Exchange, Pace, Trampoline
 from xdeepserve.engine.walk.schedule import microbatch_cores

@@ -22,6 +22,7 @@ from xdeepserve.engine.deploy.sizes import WalkSizes
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.expert_server import ExpertServerProgram
 from xdeepserve.engine.die.experts import ExpertProgram
+from xdeepserve.engine.die.team import Team
 from xdeepserve.engine.run.clock.flow_costs import ByRequest, ByTrampoline, WayCost
 from xdeepserve.engine.run.clock.flow_ends import FlowClient, FlowServer
 from xdeepserve.engine.run.clock.flow_hub import FlowHub
@@ -29,7 +30,6 @@ from xdeepserve.engine.run.clock.routing import PlacedRouting, TimingConfig
 from xdeepserve.engine.run.clock.timeline import Timeline
 from xdeepserve.engine.run.clock.trampoline_hub import ClockAttentionSide, ClockExpertSide, TrampolineHub
 from xdeepserve.engine.run.ends import rows_away
-from xdeepserve.engine.run.team import Team
 from xdeepserve.engine.walk.runner import Trampoline
 from xdeepserve.hw.queue import Queue
 from xdeepserve.step.linear import Threads

@@ -13,13 +13,13 @@ from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.sampler import Chooser
 from xdeepserve.engine.die.shape_memory import ModelShapes, ShapeExpertMemory, ShapeMemory
+from xdeepserve.engine.die.team import Team
 from xdeepserve.engine.messages import StepPlan
 from xdeepserve.engine.run.clock.away import clock_way
 from xdeepserve.engine.run.clock.exchange_hub import ClockExchange, ExchangeHub
 from xdeepserve.engine.run.clock.group_hub import ClockGroup, CollectiveHub
 from xdeepserve.engine.run.clock.routing import PlacedRouting, TimingConfig, generator
 from xdeepserve.engine.run.clock.timeline import Timeline
-from xdeepserve.engine.run.team import Team
 from xdeepserve.engine.walk.group_end import GroupEnd
 from xdeepserve.engine.walk.runner import Exchange, Pace, Trampoline
 from xdeepserve.errors import DeploymentError, XDeepServeError
