@@ -17,8 +17,6 @@ WHOLE = {
     "engine/build.py": "decides where a TE comes to lie, and plans it",
     "engine/die/die_memory.py": "hands its parts to what lies on a die with a DP group",
     "engine/die/shape_memory.py": "does the same in shapes",
-    "engine/die/team.py": "hands out what the dies of a TE meet by",
-    "page/pod_look.py": "shows a TE",
 }
 
 

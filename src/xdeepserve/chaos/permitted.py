@@ -85,7 +85,7 @@ def _missed_by_nobody(te: TEPlan, lost: Collection[int | None], leaving: Collect
     """Find expert servers not needed: the remaining servers hold their experts, too. Servers that leave or
     may come do not count as remaining."""
     sizes, found = te.sizes, set[int]()
-    if sizes.walk.services is None:
+    if te.services is None:
         return found
     routed = sizes.place.routed_dies
     shared = sizes.place.expert_dies[len(routed) :]
@@ -93,7 +93,7 @@ def _missed_by_nobody(te: TEPlan, lost: Collection[int | None], leaving: Collect
     have = [
         held | copies for held, copies in zip(own, map(set, sizes.experts.copies_of), strict=False)
     ] or own
-    out = {*lost, *(sizes.place.expert_dies[number] for number in (*leaving, *sizes.experts.vacant))}
+    out = {*lost, *(sizes.place.expert_dies[number] for number in (*leaving, *sizes.place.vacant))}
     left = [held for die, held in zip(routed, have, strict=True) if die not in out]
     if set().union(*left) == set().union(*own):
         found |= set(routed)

@@ -86,10 +86,9 @@ def rows_away(team: Team) -> dict[str, Any]:
     A layout has room for the tokens of a microbatch. The shared expert counts as an expert more in `top_k`,
     if it has dies of its own.
     """
-    sizes = team.sizes
     return {
-        "max_tokens": -(-sizes.steps.max_tokens // sizes.walk.num_microbatches),
-        "top_k": team.config.num_experts_per_tok + (sizes.experts.num_shared_dies > 0),
+        "max_tokens": -(-team.sizes.steps.max_tokens // team.sizes.walk.num_microbatches),
+        "top_k": team.num_copies,
         "hidden": team.config.hidden_size,
         "quantize": team.recipe == "int8",
         "int8_answers": team.config.int8_answers,

@@ -63,9 +63,8 @@ class TEPlan:
         self.pod, self.config, self.recipe, self.sizes = team.pod, team.config, team.recipe, team.sizes
         self.dies = team.dies
         # Held, and of no server: of some that may join, and of such as others have replaced.
-        self.spare_dies = {
-            net.team.sizes.place.expert_dies[number] for number in net.team.sizes.experts.vacant
-        }
+        place = self.sizes.place
+        self.spare_dies = {place.expert_dies[number] for number in place.vacant}
         self.memories = [net.memory(rank) for rank in range(len(self.dies))]
         if self.sizes.kv.has_channels:
             for die in self.dies:
@@ -133,9 +132,8 @@ class TEPlan:
         loads of all groups. With servers in other processes it does not, because the monitor there looks at
         servers alone.
         """
-        sizes = self.sizes
-        is_alone = sizes.groups.tp == 1 and not (self.gathers_statuses or self.eplb_trigger())
-        return self.services is not None and sizes.walk.transport == "pod" and is_alone
+        is_alone = self.sizes.groups.tp == 1 and not (self.gathers_statuses or self.eplb_trigger())
+        return self.services is not None and not self.sizes.place.has_servers_outside and is_alone
 
     @property
     def needed_dies(self) -> tuple[int, ...]:
