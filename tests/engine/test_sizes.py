@@ -15,8 +15,6 @@ MAX_FIELDS = 12
 # Who takes a whole TE, and why.
 WHOLE = {
     "engine/build.py": "decides where a TE comes to lie, and plans it",
-    "engine/die/die_memory.py": "hands its parts to what lies on a die with a DP group",
-    "engine/die/shape_memory.py": "does the same in shapes",
 }
 
 

@@ -153,7 +153,7 @@ class ProtocolNet:
     def memory(self, rank: int) -> DieMemory:
         """Plan the memory of a die with a DP group."""
         team = self.team
-        return DieMemory(team.pod.plan(team.dies[rank]).app, team.config, team.recipe, team.sizes, rank)
+        return DieMemory(team.pod.plan(team.dies[rank]).app, team, rank)
 
     def expert_memory(self, index: int) -> ExpertMemory:
         """Plan the memory of an expert die, at its present die."""

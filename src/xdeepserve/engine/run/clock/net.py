@@ -69,7 +69,7 @@ class ClockNet:
     def __init__(self, team: Team, timing: TimingConfig) -> None:
         self.team, self.timing = team, timing
         walk, experts, pod, config = team.sizes.walk, team.sizes.experts, team.pod, team.config
-        self._shapes = ModelShapes(config, team.recipe, team.sizes)
+        self._shapes = ModelShapes(team)
         spec = pod.spec_of(team.dies[0])
         cost = CommCost(spec, team.topology, config.hidden_size, walk.exchange)
         self.timelines: dict[int, list[Timeline]] = {rank: [] for rank in range(len(team.dies))}
