@@ -8,9 +8,17 @@ import msgspec
 
 from tests.sources import SRC, tree_of
 from xdeepserve.engine.deploy import sizes
-from xdeepserve.engine.deploy.sizes import ExpertSizes, GroupSizes, KVSizes, StepSizes, TEPlace, WalkSizes
+from xdeepserve.engine.deploy.sizes import (
+    ExpertSizes,
+    GroupSizes,
+    KVSizes,
+    StepSizes,
+    TEPlace,
+    TESettings,
+    WalkSizes,
+)
 
-PARTS = (TEPlace, GroupSizes, KVSizes, StepSizes, WalkSizes, ExpertSizes)
+PARTS = (TEPlace, GroupSizes, KVSizes, StepSizes, WalkSizes, ExpertSizes, TESettings)
 MAX_FIELDS = 12
 # Who takes a whole TE, and why.
 WHOLE = {

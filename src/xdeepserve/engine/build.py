@@ -344,21 +344,19 @@ class PodPlan:
         the first load; LostDieError if a die has failed meanwhile.
         """
         pool = None if self.pool_use is None else self.pool_use.weights(te)
-        self.loadings[te.sizes.place.name] = loading = Loading(
-            te, source, peers, self._cached, pool, self.loadings
-        )
+        self.loadings[te.name] = loading = Loading(te, source, peers, self._cached, pool, self.loadings)
         try:
             await loading.run(is_timing_only=self.timing is not None)
             await mend()
             for die in sorted(self.pod.lost.intersection(te.every_die)):
-                raise LostDieError(f"die {die} of {te.sizes.place.name} is lost: its memory does not answer")
+                raise LostDieError(f"die {die} of {te.name} is lost: its memory does not answer")
             if self.timing is None:
                 self._digests.check(te, loading.source)
         except BaseException:
             loading.give_up()
             raise
         finally:
-            del self.loadings[te.sizes.place.name]
+            del self.loadings[te.name]
         self._cache([te])
 
     def _cache(self, tes: Sequence[TEPlan]) -> None:

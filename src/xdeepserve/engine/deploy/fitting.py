@@ -24,6 +24,7 @@ from xdeepserve.engine.deploy.sizes import (
     Sizes,
     StepSizes,
     TEPlace,
+    TESettings,
     WalkSizes,
 )
 from xdeepserve.engine.deploy.teams import Teams, TEDies, num_routed_experts
@@ -175,6 +176,7 @@ def size(
         steps=steps,
         walk=walk,
         experts=experts,
+        settings=_settings(d, te),
     )
 
 
@@ -194,6 +196,18 @@ def _place(
         num_shared_dies=te.num_shared_dies if is_away else 0,
         num_vacant=vacant,
         transport=(d.experts or ExpertConfig()).transport if te.kind.has_services else "pod",
+    )
+
+
+def _settings(d: Deployment, te: TEDies) -> TESettings:
+    return TESettings(
+        dispatch=d.scheduler.dispatch,
+        decode=d.scheduler.decode,
+        status_period_ns=round(1e9 * d.scheduler.status_period),
+        execution=d.execution and d.execution.for_role(te.kind.role),
+        seed=d.seed,
+        health=d.health,
+        recovery=d.recovery,
     )
 
 

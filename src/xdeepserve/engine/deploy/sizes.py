@@ -17,7 +17,10 @@ from xdeepserve.engine.deploy.deployment import (
     Carrier,
     Device,
     Exchange,
+    ExecutionConfig,
     Hardware,
+    HealthConfig,
+    RecoveryConfig,
     Role,
     ServiceConfig,
     Transport,
@@ -267,8 +270,20 @@ class ExpertSizes(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(range(first, end) for first, end in pairwise(ends))
 
 
+class TESettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of a TE's host: its policies, what launches cost, and reactions to failures."""
+
+    dispatch: str  # policy that picks the DP group of a request
+    decode: str  # policy that picks it on decode TEs, after prefill
+    status_period_ns: int  # between statuses that KV loads are read from; 0: always the latest
+    execution: ExecutionConfig | None  # of the TE's role; None: a host that costs nothing
+    seed: int  # of the host's delays; each TE draws its own from it
+    health: HealthConfig
+    recovery: RecoveryConfig
+
+
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """All sizes of a TE, for a deployment fitted to a model."""
+    """All sizes and settings of a TE, for a deployment fitted to a model."""
 
     place: TEPlace
     groups: GroupSizes
@@ -276,6 +291,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     steps: StepSizes
     walk: WalkSizes
     experts: ExpertSizes
+    settings: TESettings
 
     def at(self, dies: Sequence[int]) -> Sizes:
         """Return the same TE on other dies."""

@@ -97,7 +97,7 @@ class Joining:
         except BaseException as error:
             # A process of its own, which goes on if this one is cancelled once more.
             clock, end = self._plan.pod.clock, self._give_back(plan, te, error)
-            await clock.join(clock.spawn(end, name=f"end of {plan.sizes.place.name}"))
+            await clock.join(clock.spawn(end, name=f"end of {plan.name}"))
             raise
         finally:
             self.loading = [each for each in self.loading if each is not te]
@@ -106,7 +106,7 @@ class Joining:
         self._je.tes.append(te)
         self._on_joined(te)
         self._je.take(te)
-        return plan.sizes.place.name
+        return plan.name
 
     def _ready_plans(self) -> list[TEPlan]:
         return [te.plan for te in self._je.tes if te.life == "ready"]
