@@ -8,19 +8,21 @@ import msgspec
 
 from tests.sources import SRC, tree_of
 from xdeepserve.engine.deploy import sizes
-from xdeepserve.engine.deploy.sizes import ExpertSizes, GroupSizes, KVSizes, StepSizes, TEPlace, WalkSizes
+from xdeepserve.engine.deploy.sizes import (
+    ExpertSizes,
+    GroupSizes,
+    KVSizes,
+    StepSizes,
+    TEPlace,
+    TESettings,
+    WalkSizes,
+)
 
-PARTS = (TEPlace, GroupSizes, KVSizes, StepSizes, WalkSizes, ExpertSizes)
+PARTS = (TEPlace, GroupSizes, KVSizes, StepSizes, WalkSizes, ExpertSizes, TESettings)
 MAX_FIELDS = 12
 # Who takes a whole TE, and why.
 WHOLE = {
     "engine/build.py": "decides where a TE comes to lie, and plans it",
-    "engine/die/die_memory.py": "hands its parts to what lies on a die with a DP group",
-    "engine/die/shape_memory.py": "does the same in shapes",
-    "engine/run/team.py": "hands out what the dies of a TE meet by",
-    "engine/serving/failover.py": "hands a smaller TE on, unread",
-    "engine/serving/joining.py": "hands a TE on, unread",
-    "page/pod_look.py": "shows a TE",
 }
 
 

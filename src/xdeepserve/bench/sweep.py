@@ -205,7 +205,7 @@ def several(plan: PodPlan) -> str:
     if first.experts.where == "away":
         sizes = {
             "attention.domains": first.place.num_domains,
-            "attention.dies": first.place.num_dies // first.place.num_domains,
+            "attention.dies": first.place.dies_per_domain,
             "experts.routed_dies": len(first.place.routed_dies),
             "experts.shared_dies": first.experts.num_shared_dies,
         }

@@ -111,7 +111,7 @@ def _with_servers(rng: random.Random, drawn: FaultSchedule, config: ModelConfig)
     settings = (*drawn.settings, VACANCY)
     if rng.random() < 0.5 and _num_dies(drawn.deployment, settings, config):
         (te,) = fit(resolve(drawn.deployment, settings), config)
-        vacant = {te.place.expert_dies[number] for number in te.experts.vacant}
+        vacant = {te.place.expert_dies[number] for number in te.place.vacant}
         if all(fault.die not in vacant and not vacant & {*(fault.link or ())} for fault in drawn.faults):
             drawn = msgspec.structs.replace(drawn, settings=settings)
     (te,) = fit(resolve(drawn.deployment, drawn.settings), config)

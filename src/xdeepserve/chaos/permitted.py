@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from itertools import count
 
 from xdeepserve.chaos.fault_schedule import FaultSchedule
 from xdeepserve.engine.build import PodPlan
@@ -68,7 +67,7 @@ def _is_beyond_failover(faults: Sequence[Fault], plan: PodPlan) -> bool:
     hosts = {fault.host for fault in faults if fault.kind == "lost"}
     dies = [die for te in plan.tes for die in te.every_die]
     well = [die for die in dies if die not in lost and plan.pod.topology.server_of(die) not in hosts]
-    needed = sum(next(n for n in count(1) if plan.largest(role, n) is not None) for role in roles)
+    needed = sum(map(plan.least_dies, roles))
     return len(well) + plan.deployment.recovery.spare_dies - len(cut) < needed
 
 
@@ -86,7 +85,7 @@ def _missed_by_nobody(te: TEPlan, lost: Collection[int | None], leaving: Collect
     """Find expert servers not needed: the remaining servers hold their experts, too. Servers that leave or
     may come do not count as remaining."""
     sizes, found = te.sizes, set[int]()
-    if sizes.walk.services is None:
+    if te.services is None:
         return found
     routed = sizes.place.routed_dies
     shared = sizes.place.expert_dies[len(routed) :]
@@ -94,7 +93,7 @@ def _missed_by_nobody(te: TEPlan, lost: Collection[int | None], leaving: Collect
     have = [
         held | copies for held, copies in zip(own, map(set, sizes.experts.copies_of), strict=False)
     ] or own
-    out = {*lost, *(sizes.place.expert_dies[number] for number in (*leaving, *sizes.experts.vacant))}
+    out = {*lost, *(sizes.place.expert_dies[number] for number in (*leaving, *sizes.place.vacant))}
     left = [held for die, held in zip(routed, have, strict=True) if die not in out]
     if set().union(*left) == set().union(*own):
         found |= set(routed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from itertools import count
 from typing import Any, Protocol
 
 import msgspec
@@ -16,11 +17,11 @@ from xdeepserve.engine.deploy.roles import DEPLOYMENTS
 from xdeepserve.engine.deploy.scale_down import largest
 from xdeepserve.engine.deploy.sizes import Sizes, TEPlace
 from xdeepserve.engine.die.expert_memory import ExpertMemory
+from xdeepserve.engine.die.team import Team
 from xdeepserve.engine.lanes import DEFAULT_SHOWN_DIES, name_lanes
 from xdeepserve.engine.loading import Loading, PoolSource, Source, read_again, read_weights
 from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.run.clock.wiring import ClockWiring
-from xdeepserve.engine.run.team import Team
 from xdeepserve.engine.run.wiring import ByteWiring
 from xdeepserve.engine.te.te_plan import MakeTier, TEPlan
 from xdeepserve.engine.weight_digests import WeightDigests
@@ -170,15 +171,33 @@ class PodPlan:
         dies = self.pod.find_free(sizes.place.num_dies + sizes.place.num_expert_dies)
         return sizes.at(dies)
 
-    def largest(self, role: Role, most: int) -> Sizes | None:
-        """Size a TE like the first of its role, or a smaller one, with at most `most` dies; None if there is
-        none."""
+    def most_dies(self, role: Role, limit: int) -> int | None:
+        """Return how many of `limit` dies a TE like the first of its role can use; None if it needs more."""
+        sizes = self._largest(role, limit)
+        return None if sizes is None else len(sizes.place.every_die)
+
+    def least_dies(self, role: Role) -> int:
+        """Return the smallest number of dies with which a TE of this role can be built."""
+        return next(num for num in count(1) if self.most_dies(role, num) is not None)
+
+    def _largest(self, role: Role, most: int) -> Sizes | None:
         return largest(self.deployment, self.config, role, most, self.timing is not None)
 
-    def add(self, role: Role = "both", replacement: Sizes | None = None) -> TEPlan:
-        """Plan a further TE on free dies, like the first of its role, or the given `replacement` at its
-        place.
+    def _fitted(self, role: Role, dies: Sequence[int]) -> Sizes:
+        """Return the largest TE of a role that these dies have room for, on the first of them."""
+        sizes = self._largest(role, len(dies))
+        if sizes is None:
+            needed = self.least_dies(role)
+            raise DeploymentError(
+                f"deployment {self.deployment.name}: {len(dies)} dies are too few for a TE of role {role}: "
+                f"{needed} are needed at least"
+            )
+        return sizes.at(dies[: len(sizes.place.every_die)])
 
+    def add(self, role: Role = "both", dies: Sequence[int] | None = None) -> TEPlan:
+        """Plan a further TE on free dies, like the first of its role.
+
+        With `dies`, it is the largest such TE that these have room for, on the first of them.
         DeploymentError, and nothing has happened, if the deployment has no such TEs or the pod has no room.
         """
         if self.outside:
@@ -194,7 +213,8 @@ class PodPlan:
             )
         number = self.num_added[role]
         name = next(row for row in DEPLOYMENTS["mixed"] if row.role == role).te_name(number)
-        te = self._plan_te((replacement or self._moved(sizes)).called(name))
+        placed = self._moved(sizes) if dies is None else self._fitted(role, dies)
+        te = self._plan_te(placed.called(name))
         self.num_added[role] += 1
         self.tes.append(te)
         name_lanes(self.pod, [te.sizes.place for te in self.tes], self._trace_dies)
@@ -324,21 +344,19 @@ class PodPlan:
         the first load; LostDieError if a die has failed meanwhile.
         """
         pool = None if self.pool_use is None else self.pool_use.weights(te)
-        self.loadings[te.sizes.place.name] = loading = Loading(
-            te, source, peers, self._cached, pool, self.loadings
-        )
+        self.loadings[te.name] = loading = Loading(te, source, peers, self._cached, pool, self.loadings)
         try:
             await loading.run(is_timing_only=self.timing is not None)
             await mend()
             for die in sorted(self.pod.lost.intersection(te.every_die)):
-                raise LostDieError(f"die {die} of {te.sizes.place.name} is lost: its memory does not answer")
+                raise LostDieError(f"die {die} of {te.name} is lost: its memory does not answer")
             if self.timing is None:
                 self._digests.check(te, loading.source)
         except BaseException:
             loading.give_up()
             raise
         finally:
-            del self.loadings[te.sizes.place.name]
+            del self.loadings[te.name]
         self._cache([te])
 
     def _cache(self, tes: Sequence[TEPlan]) -> None:

@@ -145,7 +145,9 @@ def _replicas(plan: PodPlan) -> list[str]:
 def _vacancies(plan: PodPlan) -> list[str]:
     """Name the dies reserved for expert servers that may join (EaaS)."""
     seats = [
-        f"die {te.sizes.place.expert_dies[number]}" for te in plan.tes for number in te.sizes.experts.vacant
+        f"die {place.expert_dies[number]}"
+        for place in (te.sizes.place for te in plan.tes)
+        for number in place.vacant
     ]
     if not seats:
         return []
@@ -280,9 +282,9 @@ def team(te: TEPlan) -> str:
     if s.experts.where == "away":
         return (
             f"{name}{counted(s.place.num_domains, 'DP domains')} of "
-            f"{counted(n // s.place.num_domains, 'attention dies')}, "
-            f"{counted(len(s.place.routed_dies) - len(s.experts.vacant))} of routed experts, "
-            f"{s.experts.num_shared_dies} of the shared one"
+            f"{counted(s.place.dies_per_domain, 'attention dies')}, "
+            f"{counted(s.place.num_routed_dies - s.place.num_vacant)} of routed experts, "
+            f"{s.place.num_shared_dies} of the shared one"
         )
     if n == 1:
         return f"{name}1 die holds attention and all experts"

@@ -80,7 +80,7 @@ def _roles(place: TEPlace, te: str) -> Iterator[list[tuple[int, str]]]:
         yield [(die, f"{te}die {i}") for i, die in enumerate(dies)]
         return
     te = te and f"{te}/ "
-    size = place.num_dies // place.num_domains
+    size = place.dies_per_domain
     for d in range(place.num_domains):
         domain = dies[d * size : (d + 1) * size]
         yield [(die, f"{te}domain {d} / attention die {i}") for i, die in enumerate(domain)]

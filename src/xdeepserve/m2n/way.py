@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-from xdeepserve.comm.exchange.layout import Group
 from xdeepserve.comm.means import Means
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
+from xdeepserve.engine.die.team import Team
 from xdeepserve.engine.run.arithmetic import quantize_rows
 from xdeepserve.engine.run.ends import CountedSide, row_sizes
-from xdeepserve.engine.run.team import Team
 from xdeepserve.engine.walk.runner import Computing, Trampoline
 from xdeepserve.engine.walk.tally import Tally
 from xdeepserve.hw.queue import Queue
@@ -21,19 +20,18 @@ from xdeepserve.step.linear import Threads
 
 def m2n_layout(team: Team, microbatch: int, domain: int) -> M2NLayout:
     """Make the layout of M2N between a domain's attention dies and all expert dies."""
-    experts = Group(dies=team.expert_dies, expert_rank=team.sizes.experts.expert_rank)
     name = f"m2n.mb{microbatch}.domain{domain}"
-    return M2NLayout(team.domain(domain), experts, name=name, **row_sizes(team))
+    return M2NLayout(team.domain(domain), team.holders, name=name, **row_sizes(team))
 
 
 class ByCards:
     """M2N of each microbatch of each domain, each with its own buffers and queues."""
 
     def __init__(self, team: Team, tallies: list[list[Tally]]) -> None:
-        self.team, self.tallies, self.sizes = team, tallies, team.sizes
+        self.team, self.tallies, self._walk = team, tallies, team.sizes.walk
         self.layouts = [
-            [m2n_layout(team, m, d) for d in range(self.sizes.walk.num_domains)]
-            for m in range(self.sizes.walk.num_microbatches)
+            [m2n_layout(team, m, d) for d in range(self._walk.num_domains)]
+            for m in range(self._walk.num_microbatches)
         ]
         for layout in (layout for by_domain in self.layouts for layout in by_domain):
             for die in layout.attention:
@@ -52,7 +50,7 @@ class ByCards:
     @property
     def means(self) -> Means:
         """Means of communication, used by both sides."""
-        return Means(timeout_ns=self.sizes.walk.timeout_ns)
+        return Means(timeout_ns=self._walk.timeout_ns)
 
     def attention_end(self, rank: int, microbatch: int) -> Trampoline:
         """Make the end of M2N on an attention die."""

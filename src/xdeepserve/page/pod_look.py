@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.serving.engine import Engine
+from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.page.parts import DieRow, GroupsPart, NowPart, PodPart, PoolPart, TERow
 
 
 def pod_part(engine: Engine, no_kill: str | None) -> PodPart:
     """Make the part of the model and the TEs that run now."""
     plan, config = engine.plan, engine.plan.config
-    topology, tes = plan.pod.topology, [te.sizes for te in engine.je.tes]
-    runs = "lockstep" if any(te.walk.is_lockstep for te in tes) else "tasks"
+    topology, tes = plan.pod.topology, [te.plan for te in engine.je.tes]
+    runs = "lockstep" if any(te.sizes.walk.is_lockstep for te in tes) else "tasks"
     return PodPart(
         model=engine.model_name,
         deployment=plan.deployment.name,
@@ -33,32 +33,33 @@ def pod_part(engine: Engine, no_kill: str | None) -> PodPart:
     )
 
 
-def _te_row(te: Sizes) -> TERow:
+def _te_row(te: TEPlan) -> TERow:
+    s = te.sizes
     return TERow(
-        name=te.place.name,
-        role=te.place.role,
-        num_groups=te.groups.num_groups,
-        num_domains=te.place.num_domains,
-        num_microbatches=te.walk.num_microbatches,
-        num_blocks=te.kv.num_blocks,
-        block_size=te.kv.block_size,
-        max_seqs=te.steps.max_seqs,
+        name=s.place.name,
+        role=s.place.role,
+        num_groups=s.groups.num_groups,
+        num_domains=s.place.num_domains,
+        num_microbatches=s.walk.num_microbatches,
+        num_blocks=s.kv.num_blocks,
+        block_size=s.kv.block_size,
+        max_seqs=s.steps.max_seqs,
     )
 
 
-def _die_rows(at: int, te: Sizes) -> Iterator[DieRow]:
+def _die_rows(at: int, te: TEPlan) -> Iterator[DieRow]:
     """Yield the dies with DP groups, then the dies with experts alone."""
-    role = "attention" if te.experts.where == "away" else te.place.role
-    per_domain = te.place.num_dies // te.place.num_domains
-    slots = te.experts.slots_of if te.experts.where == "among" else ()
-    for rank, die in enumerate(te.place.dies):
-        held = slots[rank] if slots else range(te.experts.num_slots if te.experts.where == "here" else 0)
-        yield DieRow(die, at, role, rank // per_domain, rank // te.groups.tp, *_ends(held))
-    for number, die in enumerate(te.place.expert_dies):
-        kind = "vacant" if number in te.experts.vacant else "experts"
-        if te.experts.is_shared(number):
+    place, experts = te.sizes.place, te.sizes.experts
+    role = "attention" if experts.where == "away" else place.role
+    for group, ranks in enumerate(te.team.group_ranks):
+        for rank in ranks:
+            slots = te.memories[rank].slots
+            yield DieRow(te.dies[rank], at, role, rank // place.dies_per_domain, group, *_ends(slots))
+    for number, die in enumerate(place.expert_dies):
+        kind = "vacant" if number in place.vacant else "experts"
+        if experts.is_shared(number):
             kind = "shared"
-        yield DieRow(die, at, kind, -1, -1, *_ends(te.experts.slots_of[number]))
+        yield DieRow(die, at, kind, -1, -1, *_ends(experts.slots_of[number]))
 
 
 def _ends(held: range) -> tuple[int, int]:

@@ -132,7 +132,7 @@ def layout_of(deployment: Deployment, config: ModelConfig) -> tuple[PodLayout, i
         )
     layout = PodLayout(
         kind=deployment.kind,
-        dies=first.place.num_dies // first.place.num_domains,
+        dies=first.place.dies_per_domain,
         count=len(decoding),
         prefill=(len(prefilling), prefilling[0].place.num_dies) if prefilling else (0, 0),
         domains=first.place.num_domains,

@@ -23,15 +23,14 @@ from xdeepserve.comm.services.server import Batching, ServiceServer
 from xdeepserve.engine.build import pod_for, with_answers
 from xdeepserve.engine.deploy.deployment import Deployment
 from xdeepserve.engine.deploy.fitting import fit
-from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.expert_server import ExpertServerProgram
+from xdeepserve.engine.die.team import Team
 from xdeepserve.engine.loading import read_experts
 from xdeepserve.engine.messages import StepFailed
 from xdeepserve.engine.recovery.rollback_field import plan_rollback_field
 from xdeepserve.engine.run.arithmetic import quantize_rows
 from xdeepserve.engine.run.by_services import experts_held, identity, service_layout
-from xdeepserve.engine.run.team import Team
 from xdeepserve.engine.walk.runner import Computing
 from xdeepserve.errors import DeadlineError, DeploymentError, XDeepServeError
 from xdeepserve.hw.queue import Queue
@@ -60,14 +59,14 @@ class ExpertProcess:
         self._task, self._checkpoint, self._recipe, self._tell = task, checkpoint, recipe, tell
         self._deployment = msgspec.convert(task.deployment, Deployment)
         config = with_answers(checkpoint.config, self._deployment, recipe)
-        self._sizes: Sizes = fit(self._deployment, config)[0]
-        if self._sizes.walk.transport == "pod":
+        sizes = fit(self._deployment, config)[0]
+        if not sizes.place.has_servers_outside:
             raise DeploymentError("an expert server is a process with experts.transport shm or tcp")
         # Its place in the pod of its clients: addresses, and nothing else of that pod is here.
-        self._pod = pod_for([self._sizes.place])
-        self._team = Team(self._pod, config, recipe, self._sizes)
-        self._layout = service_layout(self._team)
-        self._identity = identity(self._layout, self._sizes.experts, recipe, checkpoint.digest())
+        self._pod = pod_for([sizes.place])
+        self._team = Team(self._pod, config, recipe, sizes)
+        self._layout, self._placed = service_layout(self._team), sizes.experts
+        self._identity = identity(self._layout, self._placed, recipe, checkpoint.digest())
 
     async def run(self) -> None:
         """Register, load experts, and serve until the monitor lets the server go."""
@@ -82,7 +81,7 @@ class ExpertProcess:
             loop.call_soon_threadsafe(ends.set)
 
         name = self._task.name or f"{os.uname().nodename}-{os.getpid()}"
-        asked = Register(name, self._identity, address, experts_held(self._sizes.experts), self._task.seat)
+        asked = Register(name, self._identity, address, experts_held(self._placed), self._task.seat)
         enlisted = Enlisted(
             self._task.monitor,
             self._task.token,
@@ -92,9 +91,7 @@ class ExpertProcess:
         )
         seated = await asyncio.wrap_future(enlisted.seated)
         seat = seated.seat
-        self._tell(
-            f"{name} has seat {seat}, experts {list(experts_held(self._sizes.experts)[seat])}, at {address}"
-        )
+        self._tell(f"{name} has seat {seat}, experts {list(experts_held(self._placed)[seat])}, at {address}")
         program, buffer = self._build(seat, seated.epoch)
         await self._pod.clock.spawn(program.warm_up(), name="warm up")
         known = windows(self._layout, program.die.memory)
@@ -125,14 +122,15 @@ class ExpertProcess:
 
     def _build(self, seat: int, epoch: int) -> tuple[ExpertServerProgram, SharedBuffer]:
         """Build the die of a seat: plan its memory, load its weights, and make its program."""
-        sizes, team, node = self._sizes, self._team, self._sizes.place.expert_dies[seat]
+        team, node = self._team, self._layout.servers.dies[seat]
+        walk = team.sizes.walk
         plan = self._pod.plan(node)
         self._layout.plan_server(plan)
         max_rows = len(team.dies) * self._layout.rows_per_slot
         mem = ExpertMemory(
-            *(plan, team.config, self._recipe, sizes.experts, seat, sizes.walk.num_items),
+            *(plan, team.config, self._recipe, self._placed, seat, walk.num_items),
             max_rows=max_rows,
-            is_flow=sizes.walk.flows,
+            is_flow=walk.flows,
         )
         plan_rollback_field(plan)
         buffer = SharedBuffer(plan.ends[-1])
@@ -140,10 +138,10 @@ class ExpertProcess:
         self._pod.materialise()
         mem.materialise(self._pod.memory(node))
         read_experts(self._checkpoint, self._recipe, mem)
-        assert sizes.walk.services is not None
-        die, times = self._pod.dies[node], sizes.walk.services
+        assert walk.services is not None
+        die, times = self._pod.dies[node], walk.services
         batching = Batching(times.batch_clients, round(1e3 * times.batch_timeout_us))
-        num_layers = len(sizes.experts.order)
+        num_layers = len(self._placed.order)
         server = OutsideServer(
             *(die, seat, self._layout, num_layers, batching, quantize_rows, Means()), generation=epoch - 1
         )

@@ -32,14 +32,14 @@ def seats_of(task: ServerTask, checkpoint: Checkpoint, asked: list[int] | None) 
     """
     deployment = msgspec.convert(task.deployment, Deployment)
     config = with_answers(checkpoint.config, deployment, "fp32" if task.precision == "fp32" else "int8")
-    sizes = fit(deployment, config)[0]
-    if sizes.walk.transport == "pod":
+    place = fit(deployment, config)[0].place
+    if not place.has_servers_outside:
         raise DeploymentError("an expert server is a process with experts.transport shm or tcp")
-    last = len(sizes.place.expert_dies) - 1
+    last = place.num_expert_dies - 1
     for seat in asked or ():
         if not 0 <= seat <= last:
             raise DeploymentError(f"there is no seat {seat}: seats are 0 to {last}")
-    return asked or [seat for seat in range(last + 1) if seat not in sizes.experts.vacant], last + 1
+    return asked or [seat for seat in range(last + 1) if seat not in place.vacant], last + 1
 
 
 class Placed:

@@ -103,11 +103,11 @@ def servers_outside(watcher: Watcher, te: TEPlan, deployment: Deployment, recipe
     """Plan the server processes of a task executor (TE). Raises DeploymentError if a token is needed and
     missing."""
     assert te.services is not None
-    checkpoint, placed = te.checkpoint, te.sizes.experts
+    checkpoint, place = te.checkpoint, te.sizes.place
     model = checkpoint.name if checkpoint.name in PRESETS else str(checkpoint.directory)
     alone = msgspec.structs.replace(deployment, threads=1)  # processes share this computer
     task = ServerTask(model, recipe, msgspec.to_builtins(alone), "", "", "")
     experts = deployment.experts or ExpertConfig()
-    seats = [number for number in range(te.sizes.place.num_expert_dies) if number not in placed.vacant]
-    whom = identity(te.services, placed, recipe, checkpoint.digest())
+    seats = [number for number in range(place.num_expert_dies) if number not in place.vacant]
+    whom = identity(te.services, te.sizes.experts, recipe, checkpoint.digest())
     return ServersOutside(watcher, task, experts.transport, experts.monitor, seats, whom)

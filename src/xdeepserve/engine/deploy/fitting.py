@@ -24,6 +24,7 @@ from xdeepserve.engine.deploy.sizes import (
     Sizes,
     StepSizes,
     TEPlace,
+    TESettings,
     WalkSizes,
 )
 from xdeepserve.engine.deploy.teams import Teams, TEDies, num_routed_experts
@@ -162,20 +163,26 @@ def size(
     """
     if num_domains is None:
         num_domains = (d.attention or AttentionConfig()).domains if te.kind.is_apart else 1
-    experts = _expert_sizes(d, config, te)
+    vacant = (
+        min((d.experts or ExpertConfig()).vacancies, te.num_routed_dies - 1) if te.kind.has_services else 0
+    )
+    experts = _expert_sizes(d, config, te, vacant)
     walk = _walk_sizes(d, te, num_domains, not is_timing_only and _is_lockstep(d, te.kind, config))
     steps = _step_sizes(d, config, te, walk.num_parts)
     return Sizes(
-        place=_place(te, experts, first_die, num_domains),
+        place=_place(d, te, experts, first_die, num_domains, vacant),
         groups=_group_sizes(d, te, steps.max_part),
         kv=_kv_sizes(d, steps.role, steps.max_model_len),
         steps=steps,
         walk=walk,
         experts=experts,
+        settings=_settings(d, te),
     )
 
 
-def _place(te: TEDies, experts: ExpertSizes, first_die: int, num_domains: int) -> TEPlace:
+def _place(
+    d: Deployment, te: TEDies, experts: ExpertSizes, first_die: int, num_domains: int, vacant: int
+) -> TEPlace:
     is_away = experts.where == "away"
     return TEPlace(
         name=te.name,
@@ -185,14 +192,27 @@ def _place(te: TEDies, experts: ExpertSizes, first_die: int, num_domains: int) -
         devices=te.devices,
         num_dies=te.num_dies,
         num_domains=num_domains,
-        num_routed_dies=len(experts.experts_of) - te.num_shared_dies if is_away else 0,
+        num_routed_dies=experts.num_routed if is_away else 0,
         num_shared_dies=te.num_shared_dies if is_away else 0,
+        num_vacant=vacant,
+        transport=(d.experts or ExpertConfig()).transport if te.kind.has_services else "pod",
     )
 
 
-def _expert_sizes(d: Deployment, config: ModelConfig, te: TEDies) -> ExpertSizes:
+def _settings(d: Deployment, te: TEDies) -> TESettings:
+    return TESettings(
+        dispatch=d.scheduler.dispatch,
+        decode=d.scheduler.decode,
+        status_period_ns=round(1e9 * d.scheduler.status_period),
+        execution=d.execution and d.execution.for_role(te.kind.role),
+        seed=d.seed,
+        health=d.health,
+        recovery=d.recovery,
+    )
+
+
+def _expert_sizes(d: Deployment, config: ModelConfig, te: TEDies, vacant: int) -> ExpertSizes:
     experts, num_mtp = d.experts or ExpertConfig(), num_mtp_layers(d, config)
-    vacant = min(experts.vacancies, te.num_routed_dies - 1) if te.kind.has_services else 0
     experts_of = _spread(num_routed_experts(config, d.mtp), te, experts.counts, vacant)
     copies_of = _copies(experts, te, experts_of, vacant)
     layers = [i for i in range(config.num_hidden_layers + num_mtp) if config.is_moe(i)]
@@ -209,7 +229,6 @@ def _expert_sizes(d: Deployment, config: ModelConfig, te: TEDies) -> ExpertSizes
         num_shared_dies=te.num_shared_dies,
         redundant_slots=max(map(len, copies_of), default=experts.redundant_slots),
         copies_of=copies_of,
-        num_vacant=vacant,
         balance_interval_ns=0 if copies_of else math.ceil(1e9 * experts.balance_interval),
         balance_slices=experts.balance_slices,
         cold_tokens=experts.cold_tokens,
@@ -218,7 +237,7 @@ def _expert_sizes(d: Deployment, config: ModelConfig, te: TEDies) -> ExpertSizes
 
 def _walk_sizes(d: Deployment, te: TEDies, num_domains: int, is_lockstep: bool) -> WalkSizes:
     row, turns = te.kind, _turns(d, te.kind)
-    attention, experts = d.attention or AttentionConfig(), d.experts or ExpertConfig()
+    attention = d.attention or AttentionConfig()
     pipeline = d.pipeline or PipelineConfig()
     overlap = pipeline.overlap or ("engines" if row.role == "prefill" else "cores")
     lost_ns = _lost_ns(d)
@@ -236,7 +255,6 @@ def _walk_sizes(d: Deployment, te: TEDies, num_domains: int, is_lockstep: bool) 
         # that wait.
         timeout_ns=lost_ns - lost_ns // 20,
         services=(d.services or ServiceConfig()) if row.has_services else None,
-        transport=experts.transport if row.has_services else "pod",
     )
 
 

@@ -17,7 +17,10 @@ from xdeepserve.engine.deploy.deployment import (
     Carrier,
     Device,
     Exchange,
+    ExecutionConfig,
     Hardware,
+    HealthConfig,
+    RecoveryConfig,
     Role,
     ServiceConfig,
     Transport,
@@ -45,6 +48,8 @@ class TEPlace(msgspec.Struct, frozen=True, kw_only=True):
     num_domains: int = 1  # into which these are divided
     num_routed_dies: int = 0  # with routed experts and no DP group
     num_shared_dies: int = 0  # with a copy of the shared expert and no DP group
+    num_vacant: int = 0  # of the dies with routed experts, the last ones: seats of servers that may join
+    transport: Transport = "pod"  # to expert servers; they are dies of the pod, or processes outside
 
     @property
     def is_foreign(self) -> bool:
@@ -55,6 +60,21 @@ class TEPlace(msgspec.Struct, frozen=True, kw_only=True):
     def num_expert_dies(self) -> int:
         """Number of dies with experts and no DP group."""
         return self.num_routed_dies + self.num_shared_dies
+
+    @property
+    def vacant(self) -> range:
+        """Numbers of the expert dies reserved for expert servers that may join."""
+        return range(self.num_routed_dies - self.num_vacant, self.num_routed_dies)
+
+    @property
+    def has_servers_outside(self) -> bool:
+        """Whether each expert server is a process of its own, outside of the pod."""
+        return self.transport != "pod"
+
+    @property
+    def dies_per_domain(self) -> int:
+        """Number of dies with DP groups in a DP domain."""
+        return self.num_dies // self.num_domains
 
     @property
     def every_die(self) -> tuple[int, ...]:
@@ -164,7 +184,6 @@ class WalkSizes(msgspec.Struct, frozen=True, kw_only=True):
     num_domains: int = 1  # of attention dies, where experts have dies of their own
     timeout_ns: int = 57_000_000_000  # how long a die waits for others in an exchange
     services: ServiceConfig | None = None  # where experts are services
-    transport: Transport = "pod"  # to their servers
 
     @property
     def num_items(self) -> int:
@@ -203,16 +222,14 @@ class ExpertSizes(msgspec.Struct, frozen=True, kw_only=True):
     num_shared_dies: int = 0  # the last holders, each with a copy of the shared expert for others
     redundant_slots: int = 0  # of each layer, on each holder: see engine/die/replicas.py
     copies_of: tuple[tuple[int, ...], ...] = ()  # routed experts that holders have from the start, if any
-    num_vacant: int = 0  # of the holders of routed experts, the last ones: servers that may join
     balance_interval_ns: int = 0  # between decisions on replicas; 0: never
     balance_slices: int = 1  # of an interval
     cold_tokens: int = 0  # of a slice, that an expert costs at least
 
     @property
-    def vacant(self) -> range:
-        """Holders reserved for expert servers that may join."""
-        end = len(self.experts_of) - self.num_shared_dies
-        return range(end - self.num_vacant, end)
+    def num_routed(self) -> int:
+        """Number of holders that may have routed experts; those with the shared one alone come after."""
+        return len(self.experts_of) - self.num_shared_dies
 
     @property
     def num_primary_dies(self) -> int:
@@ -221,7 +238,7 @@ class ExpertSizes(msgspec.Struct, frozen=True, kw_only=True):
 
     def is_shared(self, holder: int) -> bool:
         """Whether a holder has a copy of the shared expert for other dies' tokens."""
-        return holder >= len(self.experts_of) - self.num_shared_dies
+        return holder >= self.num_routed
 
     @property
     def num_slots(self) -> int:
@@ -253,8 +270,20 @@ class ExpertSizes(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(range(first, end) for first, end in pairwise(ends))
 
 
+class TESettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of a TE's host: its policies, what launches cost, and reactions to failures."""
+
+    dispatch: str  # policy that picks the DP group of a request
+    decode: str  # policy that picks it on decode TEs, after prefill
+    status_period_ns: int  # between statuses that KV loads are read from; 0: always the latest
+    execution: ExecutionConfig | None  # of the TE's role; None: a host that costs nothing
+    seed: int  # of the host's delays; each TE draws its own from it
+    health: HealthConfig
+    recovery: RecoveryConfig
+
+
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """All sizes of a TE, for a deployment fitted to a model."""
+    """All sizes and settings of a TE, for a deployment fitted to a model."""
 
     place: TEPlace
     groups: GroupSizes
@@ -262,6 +291,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     steps: StepSizes
     walk: WalkSizes
     experts: ExpertSizes
+    settings: TESettings
 
     def at(self, dies: Sequence[int]) -> Sizes:
         """Return the same TE on other dies."""

@@ -5,20 +5,20 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from xdeepserve.engine.deploy.sizes import GroupSizes, Sizes
+from xdeepserve.engine.deploy.sizes import GroupSizes, KVSizes
 from xdeepserve.engine.die import stage_buffers
 from xdeepserve.engine.die.kv_memory import KVMemory
 from xdeepserve.engine.die.replicas import RedundantSlots, ReplicaMap
 from xdeepserve.engine.die.stage_buffers import PARTS, Extent, holds
+from xdeepserve.engine.die.team import Team
 from xdeepserve.engine.die.workspace import Workspace
 from xdeepserve.engine.messages import LOGPROB_SLOTS
 from xdeepserve.hw.memory import Area, Memory, Region
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.packing import ArraySpec
 from xdeepserve.model.sharding import Shard
 from xdeepserve.model.tensors import ModelWeights
-from xdeepserve.model.weights import Recipe, assemble, select, weight_specs
+from xdeepserve.model.weights import assemble, select, weight_specs
 from xdeepserve.step.layer import Holds
 
 F32, I32 = np.float32, np.int32
@@ -45,29 +45,31 @@ class DieMemory:
     replicas: ReplicaMap | None = None  # where there are replicas of experts
     redundant: RedundantSlots | None = None
 
-    def __init__(self, area: Area, config: ModelConfig, recipe: Recipe, sizes: Sizes, rank: int) -> None:
-        self.config, self.recipe = config, recipe
-        self.groups, self.steps, self.walk, self.placed = sizes.groups, sizes.steps, sizes.walk, sizes.experts
-        self.shard = shard_of(sizes.groups, rank)
-        per_rank, first = config.num_attention_heads // sizes.groups.tp, rank % sizes.groups.tp
+    def __init__(self, area: Area, team: Team, rank: int) -> None:
+        sizes = team.sizes
+        groups, placed = sizes.groups, sizes.experts
+        self.config, self.recipe = team.config, team.recipe
+        self.groups, self.steps, self.walk, self.placed = groups, sizes.steps, sizes.walk, placed
+        self.shard = shard_of(groups, rank)
+        per_rank, first = self.config.num_attention_heads // groups.tp, rank % groups.tp
         self.heads = range(first * per_rank, (first + 1) * per_rank)
-        is_apart = sizes.experts.where == "away"
-        self.experts = range(0) if is_apart else sizes.experts.experts_of[rank]
+        is_apart = placed.where == "away"
+        self.experts = range(0) if is_apart else placed.experts_of[rank]
         self.held = self.experts  # what is loaded; other slots are filled later, or never
-        self.slots = range(0) if is_apart else sizes.experts.slots_of[rank]  # their physical numbers
-        self.is_shared = not is_apart and sizes.experts.is_shared(rank)  # a copy of the shared one for all
+        self.slots = range(0) if is_apart else placed.slots_of[rank]  # their physical numbers
+        self.is_shared = not is_apart and placed.is_shared(rank)  # a copy of the shared one for all
         # Tokens are led to replicas of experts, or to copies of the shared one on other dies.
-        self.is_dispatched = not is_apart and sizes.experts.num_shared_dies > 0  # the shared one's rows, too
-        self.has_routes = sizes.experts.redundant_slots > 0 or self.is_dispatched
+        self.is_dispatched = not is_apart and placed.num_shared_dies > 0  # the shared one's rows, too
+        self.has_routes = placed.redundant_slots > 0 or self.is_dispatched
         self.specs, self._space = self._weight_specs(), self._new_space(area)
-        self.kv = self._new_kv(sizes)
+        self.kv = self._new_kv(sizes.kv)
         self._plan_weights()
         self.weight_nbytes = area.nbytes
         self.kv.plan()
         self.cache_nbytes = area.nbytes - self.weight_nbytes
         self._plan_activations()
         self._plan_results()
-        if sizes.experts.redundant_slots:
+        if placed.redundant_slots:
             self.replicas = self._new_replicas(rank)
             if self.slots:
                 self.redundant = self._new_redundant()
@@ -90,8 +92,8 @@ class DieMemory:
     def _new_space(self, area: Area) -> Workspace:
         return Workspace(area)
 
-    def _new_kv(self, sizes: Sizes) -> KVMemory:
-        return KVMemory(self._space, self.config, self.recipe, sizes.kv, sizes.steps.mtp)
+    def _new_kv(self, kv: KVSizes) -> KVMemory:
+        return KVMemory(self._space, self.config, self.recipe, kv, self.steps.mtp)
 
     def _new_replicas(self, rank: int) -> ReplicaMap:
         return ReplicaMap(self._space, self.config, self.placed, rank)

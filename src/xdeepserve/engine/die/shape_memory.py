@@ -9,11 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from xdeepserve.comm.exchange.rows import TokenCopies
-from xdeepserve.engine.deploy.sizes import ExpertSizes, Sizes
+from xdeepserve.engine.deploy.sizes import ExpertSizes, KVSizes
 from xdeepserve.engine.die.die_memory import DieMemory, shard_of
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.kv_memory import KVMemory
 from xdeepserve.engine.die.replicas import RedundantSlots, ReplicaMap
+from xdeepserve.engine.die.team import Team
 from xdeepserve.engine.die.workspace import MAX_VIEWS, Workspace
 from xdeepserve.hw.address_space import AddressSpace
 from xdeepserve.hw.die import Die
@@ -128,21 +129,24 @@ class ShapeSlots(RedundantSlots):
 class ModelShapes:
     """Weights and caches of a kind of die, as shapes that all dies of the kind share."""
 
-    def __init__(self, config: ModelConfig, recipe: Recipe, sizes: Sizes) -> None:
-        self.config, self.recipe, self.sizes = config, recipe, sizes
-        held = 0 if sizes.experts.where == "away" else max(map(len, sizes.experts.slots_of))
-        specs = weight_specs(config, recipe, sizes.steps.max_model_len, held, sizes.steps.num_mtp_layers)
+    def __init__(self, team: Team) -> None:
+        self.team, self.config, self.recipe = team, team.config, team.recipe
         # All ranks of a TP group hold parts of the same shapes.
-        self.specs = shard_of(sizes.groups, 0).specs(
-            select(specs, "attention" if sizes.experts.where == "away" else "all")
-        )
-        self.model = assemble(config, self.specs, packed_shapes(self.specs), is_packed=True)
+        self.specs = shard_of(team.sizes.groups, 0).specs(self._whole_specs())
+        self.model = assemble(self.config, self.specs, packed_shapes(self.specs), is_packed=True)
+
+    def _whole_specs(self) -> dict[str, ArraySpec]:
+        experts, steps = self.team.sizes.experts, self.team.sizes.steps
+        is_away = experts.where == "away"
+        held = 0 if is_away else max(map(len, experts.slots_of))
+        specs = weight_specs(self.config, self.recipe, steps.max_model_len, held, steps.num_mtp_layers)
+        return select(specs, "attention" if is_away else "all")
 
     def cache(self) -> KVCache:
         """Return the shape of any layer's KV cache: BF16 latents and RoPE keys (CM 4.2.2)."""
-        c, s = self.config, self.sizes
+        c, kv = self.config, self.team.sizes.kv
         latent, k_pe = (
-            shape_only(np.uint16, s.kv.num_blocks * c.num_key_value_heads, s.kv.block_size, width)
+            shape_only(np.uint16, kv.num_blocks * c.num_key_value_heads, kv.block_size, width)
             for width in (c.value_columns, c.key_columns)
         )
         return KVCache(latent, shape_only(np.float32, 0, 0), k_pe)
@@ -151,13 +155,14 @@ class ModelShapes:
 class ShapeKV(KVMemory):
     """KV blocks of which a few bytes are real, and those only where something moves them.
 
-    Where blocks go from TE to TE (`is_moved`) each layer has pieces of its own; else a block is one piece.
+    Where blocks go from TE to TE each layer has pieces of its own; else a block is one piece.
     The states that a second MTP layer mends are not among them.
     """
 
-    def __init__(self, space: Workspace, shapes: ModelShapes, is_moved: bool) -> None:
-        super().__init__(space, shapes.config, shapes.recipe, shapes.sizes.kv, shapes.sizes.steps.mtp)
-        self._shapes, self._is_moved = shapes, is_moved
+    def __init__(self, space: Workspace, shapes: ModelShapes) -> None:
+        kv, steps = shapes.team.sizes.kv, shapes.team.sizes.steps
+        super().__init__(space, shapes.config, shapes.recipe, kv, steps.mtp)
+        self._shapes, self._is_moved = shapes, steps.role != "both"
 
     def plan(self) -> None:
         """Reserve the real bytes of each block."""
@@ -209,7 +214,7 @@ class ShapeMemory(DieMemory):
     ) -> None:
         """`routing` is told of maps of replicas, and asked for the load, by one die for all."""
         self.shapes, self._routing = shapes, routing
-        super().__init__(area, shapes.config, shapes.recipe, shapes.sizes, rank)
+        super().__init__(area, shapes.team, rank)
         self.weight_nbytes = sum(spec.nbytes for spec in self.specs.values())
         self.cache_nbytes = self.kv.nbytes
         self.activation_nbytes = area.nbytes
@@ -220,8 +225,8 @@ class ShapeMemory(DieMemory):
     def _new_space(self, area: Area) -> Workspace:
         return ShapeWorkspace(area)
 
-    def _new_kv(self, sizes: Sizes) -> KVMemory:
-        return ShapeKV(self._space, self.shapes, is_moved=sizes.place.role != "both")
+    def _new_kv(self, kv: KVSizes) -> KVMemory:
+        return ShapeKV(self._space, self.shapes)
 
     def _new_replicas(self, rank: int) -> ReplicaMap:
         return DrawnReplicas(self._space, self.config, self.placed, rank, self._routing)

@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Protocol
 import msgspec
 
 from xdeepserve import wings
-from xdeepserve.comm.exchange.layout import Group
 from xdeepserve.comm.means import Means
 from xdeepserve.comm.trampoline.a2e import AttentionSide, ExpertSide
 from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
@@ -27,10 +26,10 @@ from xdeepserve.engine.deploy.sizes import WalkSizes
 from xdeepserve.engine.die.dataflow import DataflowExpertProgram
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
+from xdeepserve.engine.die.team import Team
 from xdeepserve.engine.run.arithmetic import quantize_rows
 from xdeepserve.engine.run.by_services import ByServices
 from xdeepserve.engine.run.ends import CountedSide, row_sizes
-from xdeepserve.engine.run.team import Team
 from xdeepserve.engine.walk.runner import Computing, Trampoline
 from xdeepserve.engine.walk.tally import Tally
 from xdeepserve.hw.memory import MemoryPlan
@@ -57,10 +56,10 @@ class ByTrampolines:
     plan_expert: ClassVar[Callable[[A2ELayout, MemoryPlan], None]] = A2ELayout.plan_expert
 
     def __init__(self, team: Team, tallies: list[list[Tally]]) -> None:
-        self.team, self.tallies, self.sizes = team, tallies, team.sizes
+        self.team, self.tallies, self._walk = team, tallies, team.sizes.walk
         self.a2e = [
-            [self._layout(m, d) for d in range(self.sizes.walk.num_domains)]
-            for m in range(self.sizes.walk.num_microbatches)
+            [self._layout(m, d) for d in range(self._walk.num_domains)]
+            for m in range(self._walk.num_microbatches)
         ]
         for layout in (layout for by_domain in self.a2e for layout in by_domain):
             for die in layout.sides.attention:
@@ -72,19 +71,18 @@ class ByTrampolines:
         self.max_rows = len(layout.sides.attention) * layout.max_tokens * copies
 
     def _layout(self, microbatch: int, domain: int) -> A2ELayout:
-        experts = Group(dies=self.team.expert_dies, expert_rank=self.sizes.experts.expert_rank)
         return A2ELayout(
-            sides=Sides(self.team.domain(domain), experts),
+            sides=Sides(self.team.domain(domain), self.team.holders),
             name=f"a2e.mb{microbatch}.domain{domain}",
-            pushes=self.sizes.walk.exchange == "push",
+            pushes=self._walk.exchange == "push",
             **row_sizes(self.team),
         )
 
     @property
     def means(self) -> Means:
         """Carrier and timeout for the ends on both sides."""
-        assert self.sizes.walk.carrier != "rdma"
-        return Means(carrier=self.sizes.walk.carrier, timeout_ns=self.sizes.walk.timeout_ns)
+        assert self._walk.carrier != "rdma"
+        return Means(carrier=self._walk.carrier, timeout_ns=self._walk.timeout_ns)
 
     def attention_end(self, rank: int, microbatch: int) -> Trampoline:
         """Make an attention die's end of A2E and E2A."""
@@ -106,7 +104,7 @@ class ByTrampolines:
     ) -> ExpertProgram:
         """Make the program of an expert die that serves exchanges step by step."""
         die = self.team.pod.dies[self.team.expert_dies[index]]
-        if self.sizes.walk.is_lockstep:
+        if self._walk.is_lockstep:
             from xdeepserve.engine.run.lockstep.disaggregated import LockstepExpertProgram
 
             return LockstepExpertProgram(die, mem, [], [], threads, Computing(die), reports)
@@ -129,7 +127,7 @@ class Flowing(ByTrampolines):
             for kind in (FlowExpertSide, FlowTrampoline)
         )
         return DataflowExpertProgram(
-            die, mem, flows, trampolines, self.sizes.walk.num_domains, threads, Computing(die), reports
+            die, mem, flows, trampolines, self._walk.num_domains, threads, Computing(die), reports
         )
 
 

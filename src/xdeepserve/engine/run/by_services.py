@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 
 from xdeepserve import wings
-from xdeepserve.comm.exchange.layout import Group
 from xdeepserve.comm.means import Means
 from xdeepserve.comm.services.client import Patience, ServiceClient
 from xdeepserve.comm.services.known_servers import KnownServers
@@ -24,9 +23,9 @@ from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.expert_server import ExpertServerProgram
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.replicas import NOTHING, first_map
+from xdeepserve.engine.die.team import Team
 from xdeepserve.engine.run.arithmetic import quantize_rows
 from xdeepserve.engine.run.ends import CountedSide, row_sizes
-from xdeepserve.engine.run.team import Team
 from xdeepserve.engine.walk.runner import Computing, Trampoline
 from xdeepserve.engine.walk.tally import Tally
 from xdeepserve.hw.die import Die
@@ -36,13 +35,13 @@ from xdeepserve.step.linear import Threads
 
 def service_layout(team: Team) -> ServiceLayout:
     """Return the memory layout shared by clients and servers, inside the pod or outside."""
-    sizes = team.sizes
-    assert sizes.walk.services is not None
+    walk = team.sizes.walk
+    assert walk.services is not None
     return ServiceLayout(
         clients=team.dies,
-        servers=Group(dies=sizes.place.expert_dies, expert_rank=sizes.experts.expert_rank),
-        num_slots=sizes.walk.num_microbatches,
-        announces=sizes.walk.services.batch_clients > 1,
+        servers=team.holders,
+        num_slots=walk.num_microbatches,
+        announces=walk.services.batch_clients > 1,
         **row_sizes(team),
     )
 
@@ -90,21 +89,21 @@ class ByServices:
 
     def __init__(self, team: Team, tallies: list[list[Tally]]) -> None:
         self.team, self.tallies = team, tallies
-        sizes = team.sizes
-        assert sizes.walk.services is not None
-        self.times, self.layout = sizes.walk.services, service_layout(team)
+        walk, placed = team.sizes.walk, team.sizes.experts
+        assert walk.services is not None
+        self.times, self.layout = walk.services, service_layout(team)
         for die in team.dies:
             self.layout.plan_client(team.pod.plan(die))
         for die in team.expert_dies:
             self.layout.plan_server(team.pod.plan(die))
         self.max_rows = len(team.dies) * self.layout.rows_per_slot
-        self.means = Means(timeout_ns=sizes.walk.timeout_ns)
-        self.num_layers = len(sizes.experts.order)
+        self.means = Means(timeout_ns=walk.timeout_ns)
+        self.num_layers = len(placed.order)
         self._same = self._replicas()
         self._known: dict[int, KnownServers] = {}  # of each client
         self.seats_outside: SeatsOutside | None = None  # where servers are outside of the pod
-        if sizes.walk.transport != "pod":
-            held = experts_held(sizes.experts)
+        if team.has_servers_outside:
+            held = experts_held(placed)
             self.seats_outside = wings.part("seats outside")(team.pod, self.layout, held, self._revive)
         self._servers: dict[int, ServiceServer] = {}  # by number, the latest
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from xdeepserve.comm.exchange.handle import XCCL
 from xdeepserve.comm.exchange.rows import TokenCopies
 from xdeepserve.comm.fused.handle import FusedXCCL
-from xdeepserve.engine.run.team import Team
+from xdeepserve.engine.die.team import Team
 from xdeepserve.engine.walk.tally import Tally
 from xdeepserve.model.canonical import Array
 
@@ -86,10 +86,9 @@ def row_sizes(team: Team) -> dict[str, Any]:
     A layout has room for the tokens of a microbatch. The shared expert counts as an expert more in `top_k`,
     if it has dies of its own.
     """
-    sizes = team.sizes
     return {
-        "max_tokens": -(-sizes.steps.max_tokens // sizes.walk.num_microbatches),
-        "top_k": team.config.num_experts_per_tok + (sizes.experts.num_shared_dies > 0),
+        "max_tokens": -(-team.sizes.steps.max_tokens // team.sizes.walk.num_microbatches),
+        "top_k": team.num_copies,
         "hidden": team.config.hidden_size,
         "quantize": team.recipe == "int8",
         "int8_answers": team.config.int8_answers,

@@ -7,7 +7,7 @@ from functools import partial
 import msgspec
 
 from xdeepserve.engine.deploy.roles import Turns
-from xdeepserve.engine.deploy.sizes import WalkSizes
+from xdeepserve.engine.deploy.sizes import GroupSizes, WalkSizes
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.program import Executor, Traversal
 from xdeepserve.engine.die.workspace import Workspace
@@ -39,42 +39,51 @@ def traversal(
     wiring: Wiring, rank: int, mem: DieMemory, weights: ModelWeights, threads: Threads
 ) -> Traversal:
     """Build the way of a step through the layers of a die."""
-    sizes = wiring.team.sizes
+    walk, groups = wiring.team.sizes.walk, wiring.team.sizes.groups
+    die = wiring.team.pod.dies[wiring.team.dies[rank]]
 
     def runner(pace: Pace, buffers: Workspace) -> Runner:
-        frame = Frame(
-            Model(mem.config, mem.recipe, len(mem.heads), sizes.walk.unabsorbed),
-            buffers,
-            threads,
-            (weights.cos, weights.sin),
-            sizes.steps.max_model_len,
-            mem.slots,
-            mem.replicas,
-            mem.redundant,
-        )
-        frame.group_rank, frame.group_size = rank % sizes.groups.tp, sizes.groups.tp
-        if sizes.experts.where == "among":
-            frame.shared_expert, frame.first_copy = wiring.shared_expert(rank), sizes.experts.num_slots
-        return Runner(wiring.team.pod.dies[wiring.team.dies[rank]], frame, pace)
+        frame = frame_of(mem, weights, threads, buffers)
+        frame.group_rank, frame.group_size = rank % groups.tp, groups.tp
+        return Runner(die, frame, pace)
 
     main_pace = wiring.pace(rank, None)
     main = runner(main_pace, mem.workspace)
     runners = [main]
-    if sizes.walk.turns == "overlap":
-        parts = range(sizes.walk.num_parts)
-        runners = [runner(wiring.pace(rank, m), mem.layer_workspace(m)) for m in parts]
-    elif sizes.walk.num_microbatches > 1 and not sizes.walk.is_lockstep:  # lockstep cuts the rows itself
-        runners = [runner(main_pace, mem.workspace) for _ in range(sizes.walk.num_microbatches)]
+    if walk.turns == "overlap":
+        runners = [runner(wiring.pace(rank, m), mem.layer_workspace(m)) for m in range(walk.num_parts)]
+    elif walk.num_microbatches > 1 and not walk.is_lockstep:  # lockstep cuts the rows itself
+        runners = [runner(main_pace, mem.workspace) for _ in range(walk.num_microbatches)]
         for m, each in enumerate(runners):
             each.frame.lane = m % mem.num_choices
     for each in (main, *runners):
-        if sizes.experts.where == "away":
-            each.home = {"domain": rank // wiring.team.dies_per_domain}
+        lead_to_experts(wiring, rank, each)
     for m, each in enumerate(runners):
         connect(wiring, rank, each, m)
-    return Traversal(
-        main, runners, schedule(sizes.walk, sizes.groups.is_sliced), programs(wiring, mem, weights)
+    return Traversal(main, runners, schedule(walk, groups.is_sliced), programs(wiring, mem, weights))
+
+
+def frame_of(mem: DieMemory, weights: ModelWeights, threads: Threads, buffers: Workspace) -> Frame:
+    """Make the frame of a die's steps, with the model and the memory that its stages use."""
+    return Frame(
+        Model(mem.config, mem.recipe, len(mem.heads), mem.walk.unabsorbed),
+        buffers,
+        threads,
+        (weights.cos, weights.sin),
+        mem.steps.max_model_len,
+        mem.slots,
+        mem.replicas,
+        mem.redundant,
     )
+
+
+def lead_to_experts(wiring: Wiring, rank: int, runner: Runner) -> None:
+    """Tell a runner where its tokens find the shared expert, or the domain that they come from."""
+    experts = wiring.team.sizes.experts
+    if experts.where == "among":
+        runner.frame.shared_expert, runner.frame.first_copy = wiring.shared_expert(rank), experts.num_slots
+    elif experts.where == "away":
+        runner.home = {"domain": rank // wiring.team.dies_per_domain}
 
 
 def connect(wiring: Wiring, rank: int, runner: Runner, microbatch: int) -> None:
@@ -82,15 +91,15 @@ def connect(wiring: Wiring, rank: int, runner: Runner, microbatch: int) -> None:
 
     Dies in lockstep have none: lockstep moves those bytes.
     """
-    sizes, pace = wiring.team.sizes, runner.pace
-    if sizes.groups.num_sharing > 1:
+    where, pace = wiring.team.sizes.experts.where, runner.pace
+    if len(wiring.team.sharing(rank)) > 1:
         runner.group = wiring.group(rank, pace, microbatch)
-    if sizes.walk.is_lockstep:
+    if wiring.team.sizes.walk.is_lockstep:
         return
-    if sizes.experts.where == "away":
+    if where == "away":
         runner.trampoline = wiring.trampoline(rank, pace, microbatch)
         runner.shared_expert = wiring.shared_expert(rank)
-    elif sizes.experts.where == "among":
+    elif where == "among":
         runner.exchange = wiring.exchange(rank, pace, microbatch)
 
 
@@ -128,32 +137,31 @@ def programs(wiring: Wiring, mem: DieMemory, weights: ModelWeights) -> list[Laye
             *(isinstance(w, Linear) and w.scale is not None for w in found),
         )
         if kind not in kinds:
-            kinds[kind] = layer_program(wiring, mem, layer)
+            kinds[kind] = divided(layer_program(wiring, mem, layer), layer, wiring.team.sizes.groups)
         result.append(kinds[kind])
     return result
 
 
 def layer_program(wiring: Wiring, mem: DieMemory, layer: Layer) -> LayerProgram:
-    """Build the Program of a decoder layer, transformed as the deployment says."""
-    sizes = wiring.team.sizes
+    """Build the Program of a decoder layer, with its microbatches overlapped if the TE's do."""
+    walk = wiring.team.sizes.walk
     where = Where(
-        experts=sizes.experts.where,
+        experts=wiring.team.sizes.experts.where,
         has_shared=wiring.has_shared,
         has_routes=mem.has_routes,
         collects=mem.replicas is not None and mem.replicas.collects,
-        pushes=sizes.walk.exchange == "push",
+        pushes=walk.exchange == "push",
         int8_answers=mem.config.int8_answers,
         holds=mem.holds,
     )
     program = decoder_layer(layer, where)
-    if sizes.walk.turns == "overlap":
-        program = overlapped(program)
-    if sizes.groups.o_proj_tp > 1:
-        return shared_out_proj(program, layer, sizes.groups.o_proj_tp)
-    if sizes.groups.tp == 1:
+    return overlapped(program) if walk.turns == "overlap" else program
+
+
+def divided(program: LayerProgram, layer: Layer, groups: GroupSizes) -> LayerProgram:
+    """Divide a layer's work between the dies that share its projections; alone, a die does all of it."""
+    if groups.o_proj_tp > 1:
+        return shared_out_proj(program, layer, groups.o_proj_tp)
+    if groups.tp == 1:
         return program
-    return (
-        tensor_parallel(program, layer, sizes.groups.tp)
-        if sizes.groups.tp_mode == "tp"
-        else sp_tp_sp(program)
-    )
+    return tensor_parallel(program, layer, groups.tp) if groups.tp_mode == "tp" else sp_tp_sp(program)

@@ -23,11 +23,11 @@ from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.sampler import Chooser, Sampler
+from xdeepserve.engine.die.team import Team
 from xdeepserve.engine.run.arithmetic import quantize_rows
 from xdeepserve.engine.run.away import ByTrampolines, Way, way_of
 from xdeepserve.engine.run.by_services import ByServices, SeatsOutside
 from xdeepserve.engine.run.ends import RankExchange
-from xdeepserve.engine.run.team import Team
 from xdeepserve.engine.walk.group_end import GroupEnd, TPGroup
 from xdeepserve.engine.walk.runner import Computing, Exchange, Pace, Trampoline
 from xdeepserve.engine.walk.schedule import microbatch_cores
@@ -73,22 +73,20 @@ class ByteWiring:
     """Wiring with real bytes; constructing it plans the exchanges' buffers on all dies."""
 
     def __init__(self, team: Team) -> None:
-        self.team, sizes = team, team.sizes
-        self.has_shared = not sizes.experts.num_shared_dies
-        top_k, holders = team.config.num_experts_per_tok, max(1, sizes.experts.num_primary_dies)
+        self.team, walk, placed = team, team.sizes.walk, team.sizes.experts
+        self.has_shared = not placed.num_shared_dies
+        top_k, holders = team.config.num_experts_per_tok, max(1, placed.num_primary_dies)
         self._tallies = [
-            [Tally(team.pod.spec_of(team.dies[0]), holders, top_k) for _ in range(sizes.walk.num_domains)]
-            for _ in range(sizes.walk.num_microbatches)
+            [Tally(team.pod.spec_of(team.dies[0]), holders, top_k) for _ in range(walk.num_domains)]
+            for _ in range(walk.num_microbatches)
         ]
         # One, or one for each microbatch that overlaps.
         self.exchanges: list[tuple[Group, Layout | FusedLayout]] = []
         self.away: Way | None = None  # to experts on dies of their own
-        self.collectives: list[CollectiveLayout] = []  # one, or as with exchanges
-        if sizes.groups.num_sharing > 1:
-            self.collectives = self._plan_collectives()
-        if sizes.experts.where == "away":
-            self.away = way_of(sizes.walk)(team, self._tallies)
-        elif sizes.experts.where == "among":
+        self.collectives = self._plan_collectives()  # none, one, or as with exchanges
+        if placed.where == "away":
+            self.away = way_of(walk)(team, self._tallies)
+        elif placed.where == "among":
             self.exchanges = [self._plan_exchange(mark) for mark in self._marks]
 
     # ---- plans --------------------------------------------------------------------------------------
@@ -104,33 +102,33 @@ class ByteWiring:
 
         A physical expert lives on the rank whose slots hold it.
         """
-        team, sizes = self.team, self.team.sizes
-        group = Group(dies=team.dies, expert_rank=sizes.experts.expert_rank)
-        top_k = team.config.num_experts_per_tok + (sizes.experts.num_shared_dies > 0)
+        team, group, top_k = self.team, self.team.holders, self.team.num_copies
+        max_slice = team.sizes.groups.max_slice
         rows: dict[str, Any] = {"hidden": team.config.hidden_size, "quantize": team.recipe == "int8"}
         rows["int8_answers"] = team.config.int8_answers
         layout: Layout | FusedLayout
-        if sizes.walk.exchange == "push":
+        if team.sizes.walk.exchange == "push":
             layout = FusedLayout.for_group(
-                group, local_batch=sizes.groups.max_slice, top_k=top_k, name=f"fused{mark}", **rows
+                group, local_batch=max_slice, top_k=top_k, name=f"fused{mark}", **rows
             )
         else:
-            layout = Layout.for_group(
-                group, max_tokens=sizes.groups.max_slice, top_k=top_k, name=f"xccl{mark}", **rows
-            )
+            layout = Layout.for_group(group, max_tokens=max_slice, top_k=top_k, name=f"xccl{mark}", **rows)
         for die in team.dies:
             layout.plan(team.pod.plan(die))
         return group, layout
 
     def _plan_collectives(self) -> list[CollectiveLayout]:
-        """Plan the collectives among ranks that share projections.
+        """Plan the collectives among ranks that share projections; there are none if no ranks do.
 
         Rows of hidden states, of latents or of head outputs are exchanged; buffers fit the widest.
         """
-        c, sizes, size = self.team.config, self.team.sizes, self.team.sizes.groups.num_sharing
+        c, groups = self.team.config, self.team.sizes.groups
+        size = groups.num_sharing
+        if size == 1:
+            return []
         heads = c.num_attention_heads * c.v_head_dim
         widest = max(c.hidden_size * size, c.down_columns * size, heads)
-        nbytes = sizes.groups.max_slice * widest * 4
+        nbytes = groups.max_slice * widest * 4
         layouts = [CollectiveLayout(size, nbytes, name=f"tp{mark}") for mark in self._marks]
         for layout in layouts:
             for die in self.team.dies:
@@ -155,7 +153,7 @@ class ByteWiring:
     def memory(self, rank: int) -> DieMemory:
         """Plan the memory of a die with a DP group."""
         team = self.team
-        return DieMemory(team.pod.plan(team.dies[rank]).app, team.config, team.recipe, team.sizes, rank)
+        return DieMemory(team.pod.plan(team.dies[rank]).app, team, rank)
 
     def expert_memory(self, index: int) -> ExpertMemory:
         """Plan the memory of an expert die, at its present die."""
@@ -188,33 +186,33 @@ class ByteWiring:
         If microbatches overlap by cores, it uses the AIV cores of stream 1. If they overlap by engines, the
         DMA engine carries pulled rows, and AIV cores carry pushed ones.
         """
-        die, sizes = self._die(rank), self.team.sizes
+        die, walk = self._die(rank), self.team.sizes.walk
         cores: int | None = None
         carrier: Carrier = "mte"
-        if sizes.walk.overlap == "engines":
+        if walk.overlap == "engines":
             carrier = "urma"
-        elif sizes.walk.overlap == "cores":
-            cores = microbatch_cores(die, sizes.walk.attention_cores, False, "aiv")
-        lane = "XCCL" if sizes.walk.overlap is None else f"XCCL microbatch {microbatch}"
-        means = Means(cores, carrier, sizes.walk.timeout_ns, lane)
+        elif walk.overlap == "cores":
+            cores = microbatch_cores(die, walk.attention_cores, False, "aiv")
+        lane = "XCCL" if walk.overlap is None else f"XCCL microbatch {microbatch}"
+        means = Means(cores, carrier, walk.timeout_ns, lane)
         group, layout = self.exchanges[microbatch]
         xccl: XCCL | FusedXCCL
         if isinstance(layout, FusedLayout):
             xccl = FusedXCCL(die, rank, group, layout, quantize_rows, means)
         else:
             xccl = XCCL(die, rank, group, layout, quantize_rows, means)
-        return RankExchange(xccl, self._tallies[microbatch][0], sizes.experts.num_slots)
+        return RankExchange(xccl, self._tallies[microbatch][0], self.team.sizes.experts.num_slots)
 
     def group(self, rank: int, pace: Pace, microbatch: int) -> GroupEnd:
         """Make a rank's end of its group's collectives.
 
         They belong to attention, so with overlap by cores they use the AIV cores of stream 0.
         """
-        die, sizes = self._die(rank), self.team.sizes
+        die, walk = self._die(rank), self.team.sizes.walk
         cores = None
-        if sizes.walk.overlap == "cores":
-            cores = microbatch_cores(die, sizes.walk.attention_cores, True, "aiv")
-        means = Means(cores, timeout_ns=sizes.walk.timeout_ns)
+        if walk.overlap == "cores":
+            cores = microbatch_cores(die, walk.attention_cores, True, "aiv")
+        means = Means(cores, timeout_ns=walk.timeout_ns)
         return TPGroup(Collectives(die, self.team.sharing(rank), self.collectives[microbatch], means))
 
     def trampoline(self, rank: int, pace: Pace, microbatch: int) -> Trampoline:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from itertools import count
 from typing import Literal, Protocol, TypeAlias
 
 import msgspec
@@ -24,7 +23,6 @@ from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import ExpertConfig, RecoveryConfig, Role, TEConfig
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.roles import DEPLOYMENTS
-from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.serving.joining import FAILED, until_unused
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import DeploymentError, XDeepServeError, as_named
@@ -66,9 +64,9 @@ def what_helps(plan: PodPlan, te: TEPlan, lost: Collection[int]) -> str:
         ways += ["experts.copies=1"] * (not set(lost).isdisjoint(te.sizes.place.expert_dies))
     if not d.recovery.failover and not plan.outside:
         # Stage 2 has the dies of the TE that are well, stage 1 those of all TEs.
-        wanted = {least_dies(plan, role) - len(set(te.every_die) - set(lost))}
+        wanted = {plan.least_dies(role) - len(set(te.every_die) - set(lost))}
         well = [len(set(each.every_die) - set(lost)) for each in plan.tes]
-        wanted.add(sum(least_dies(plan, each.sizes.place.role) for each in plan.tes) - sum(well))
+        wanted.add(sum(plan.least_dies(each.sizes.place.role) for each in plan.tes) - sum(well))
         spare = max(0, min(wanted))
         if spare <= len(plan.pod.free_dies(range(plan.pod.topology.num_dies))):
             ways.append("recovery.failover=true" + f" and recovery.spare_dies={spare}" * (spare > 0))
@@ -81,11 +79,6 @@ def what_helps(plan: PodPlan, te: TEPlan, lost: Collection[int]) -> str:
     return ", or with ".join(ways)
 
 
-def least_dies(plan: PodPlan, role: Role) -> int:
-    """Return the smallest number of dies with which a TE of this role can be built."""
-    return next(num for num in count(1) if plan.largest(role, num) is not None)
-
-
 class Failover:
     """Replaces lost TEs, in the order of their loss.
 
@@ -96,7 +89,7 @@ class Failover:
     def __init__(
         self,
         group: Survivors,
-        join: Callable[[Role, Sizes], Awaitable[str]],
+        join: Callable[[Role, list[int]], Awaitable[str]],
         plan: PodPlan,
         config: RecoveryConfig,
         timeout_ns: int,
@@ -140,10 +133,10 @@ class Failover:
         role, num_free = te.sizes.place.role, len(self._pod.free_dies(self._dies)) + len(te.every_die) - 1
         if role == "decode":
             num_free += sum(sorted(len(each.every_die) for each in prefills)[:-1])
-        if self._plan.largest(role, num_free) is not None:
+        if self._plan.most_dies(role, num_free) is not None:
             return None
         num_well = len(set(self._dies) - self._pod.lost - {die})
-        num_needed = sum(self._least(role) for role in self._wanted)
+        num_needed = sum(self._plan.least_dies(role) for role in self._wanted)
         if num_well < num_needed:
             return f"the {num_well} dies that would be left are too few: {num_needed} are needed at least"
         if self.num_restarts >= self._config.max_restarts:
@@ -194,11 +187,11 @@ class Failover:
         tried: list[int] = []
         while True:
             free = self._pod.free_dies(self._dies)
-            sizes = self._plan.largest(role, len(free) - spare)
-            if sizes is None:
+            num_dies = self._plan.most_dies(role, len(free) - spare)
+            if num_dies is None:
                 return False
             try:
-                await self._join(role, sizes.at(free[: len(sizes.place.every_die)]))
+                await self._join(role, free[:num_dies])
             except DeploymentError:
                 return False
             except FAILED:
@@ -223,19 +216,16 @@ class Failover:
         roles = [role for role in ORDER if self._wanted[role]]
         for at, role in enumerate(roles):
             for number in range(self._wanted[role]):
-                later = sum(self._least(other) for other in roles[at + 1 :])
+                later = sum(self._plan.least_dies(other) for other in roles[at + 1 :])
                 if not await self._replace(role, later) and not number:
                     num_free = len(self._pod.free_dies(self._dies))
-                    spare = self._config.spare_dies + self._least(role) + later - num_free
+                    spare = self._config.spare_dies + self._plan.least_dies(role) + later - num_free
                     raise DeploymentError(
                         f"{num_free} dies that are well are not enough for a TE "
                         f"{'' if role == 'both' else f'of {role} '}"
                         f"(recovery.spare_dies={spare} would do): {self.reason}"
                     )
         self._move("join")
-
-    def _least(self, role: Role) -> int:
-        return least_dies(self._plan, role)
 
     def _move(self, event: str) -> None:
         self.stage = follow(

@@ -8,7 +8,6 @@ from typing import Any
 
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Role
-from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
 from xdeepserve.engine.job.executor import JobExecutor
@@ -69,23 +68,23 @@ class Joining:
                 raise
             raise XDeepServeError(f"no TE of role {role} can join: {self._end}") from None
 
-    async def join(self, role: Role, place: Sizes) -> str:
-        """Add a TE at a given place and return its name; for callers that are processes of the pod."""
-        joining = self._begin(role, "auto", place)
+    async def join(self, role: Role, dies: list[int]) -> str:
+        """Add a TE on given dies and return its name; for callers that are processes of the pod."""
+        joining = self._begin(role, "auto", dies)
         try:
             await self._plan.pod.clock.join(joining)
         except asyncio.CancelledError:
             raise XDeepServeError(f"no TE of role {role} can join: {self._end}") from None
         return joining.result()
 
-    def _begin(self, role: Role, source: Source, place: Sizes | None = None) -> asyncio.Task[str]:
+    def _begin(self, role: Role, source: Source, dies: list[int] | None = None) -> asyncio.Task[str]:
         name = f"loading of a TE for {role}"
-        joining = self._plan.pod.clock.spawn(self._join(role, source, place), name=name)
+        joining = self._plan.pod.clock.spawn(self._join(role, source, dies), name=name)
         self._processes = [*(each for each in self._processes if not each.done()), joining]
         return joining
 
-    async def _join(self, role: Role, source: Source, place: Sizes | None) -> str:
-        plan = self._plan.add(role, place)
+    async def _join(self, role: Role, source: Source, dies: list[int] | None) -> str:
+        plan = self._plan.add(role, dies)
         te: TE | None = None
         try:
             self._plan.materialise([plan])
@@ -98,7 +97,7 @@ class Joining:
         except BaseException as error:
             # A process of its own, which goes on if this one is cancelled once more.
             clock, end = self._plan.pod.clock, self._give_back(plan, te, error)
-            await clock.join(clock.spawn(end, name=f"end of {plan.sizes.place.name}"))
+            await clock.join(clock.spawn(end, name=f"end of {plan.name}"))
             raise
         finally:
             self.loading = [each for each in self.loading if each is not te]
@@ -107,7 +106,7 @@ class Joining:
         self._je.tes.append(te)
         self._on_joined(te)
         self._je.take(te)
-        return plan.sizes.place.name
+        return plan.name
 
     def _ready_plans(self) -> list[TEPlan]:
         return [te.plan for te in self._je.tes if te.life == "ready"]

@@ -61,21 +61,7 @@ class TEGroup:
         plan.pod.memories.on_page_lost[self] = self._lose_page
 
     def _make(self, plan: TEPlan) -> TE:
-        d = self._plan.deployment
-        return TE(
-            plan,
-            d.scheduler.dispatch,
-            self._threads,
-            self._lose,
-            self._je.tell,
-            d.execution and d.execution.for_role(plan.sizes.place.role),
-            d.scheduler.decode,
-            d.seed,
-            d.health,
-            round(1e9 * d.scheduler.status_period),
-            d.recovery,
-            mend=self._plan.mend,
-        )
+        return TE(plan, self._threads, self._lose, self._je.tell, self._plan.mend)
 
     # ---- what they are at ---------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ class ServerMonitor:
     def __init__(
         self, plan: TEPlan, tell: Events, recovery: Rollback, reconfiguration: Reconfiguration | None
     ) -> None:
-        self._pod, self._tell, self._name = plan.pod, tell, plan.sizes.place.name
+        self._pod, self._tell, self._name = plan.pod, tell, plan.name
         self._recovery, self._reconfiguration = recovery, reconfiguration
         self._layout: ServiceLayout | None = plan.services
         self._times = plan.sizes.walk.services or ServiceConfig()

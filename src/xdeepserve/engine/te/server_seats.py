@@ -117,10 +117,11 @@ class ServerSeats:
         return seat
 
     def _find_seat(self, wanted: int | None) -> Seat:
-        monitor, name = self._monitor, self._plan.sizes.place.name
+        monitor, place = self._monitor, self._plan.sizes.place
+        name = place.name
         if not self.num_seats:
             raise RequestError(f"TE {name} has no expert servers: its experts are no services", param="te")
-        if self._plan.sizes.walk.transport != "pod":
+        if place.has_servers_outside:
             raise RequestError(f"{name}: {BY_THEMSELVES}", param="te")
         if self._life.now != "ready":
             raise RequestError(f"no expert server can join TE {name}: it is {self._life.now}", param="te")
@@ -221,9 +222,9 @@ class ServerSeats:
         await self._free_when_idle(die)
 
     def _check_leaves(self, seat: Seat) -> None:
-        monitor, sizes = self._monitor, self._plan.sizes
-        who = f"expert server {seat} of TE {sizes.place.name} cannot leave"
-        if sizes.walk.transport != "pod":
+        monitor, place = self._monitor, self._plan.sizes.place
+        who = f"expert server {seat} of TE {place.name} cannot leave"
+        if place.has_servers_outside:
             raise RequestError(f"{who}: {BY_THEMSELVES}", param="te")
         if self._life.now != "ready":
             raise RequestError(f"{who}: its TE is {self._life.now}", param="te")

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from xdeepserve.engine.deploy.deployment import ExecutionConfig, HealthConfig, RecoveryConfig
 from xdeepserve.engine.die.expert_memory import STOP
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.dp.events import Events, TERolledBack
@@ -29,13 +28,12 @@ from xdeepserve.engine.te.reports import ExpertLoad, expert_loads
 from xdeepserve.engine.te.server_monitor import server_monitor
 from xdeepserve.engine.te.server_seats import Bring, ServerSeats
 from xdeepserve.engine.te.shell import KVStatuses, TEShell
-from xdeepserve.engine.te.status_gather import StatusGather
 from xdeepserve.engine.te.steps_apart import StepsApart
 from xdeepserve.engine.te.steps_together import StepsTogether
 from xdeepserve.engine.te.steps_under_way import Loop, StepParts
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import DeadlineError, GlitchError, PageLostError, XDeepServeError
-from xdeepserve.hw.queue import HostQueue, Queue
+from xdeepserve.hw.queue import Queue
 from xdeepserve.step.linear import Threads
 
 
@@ -48,28 +46,18 @@ class TE:
     def __init__(
         self,
         plan: TEPlan,
-        policy: str,
         threads: Threads,
         on_failure: Callable[[TE, Exception], None],
         tell: Events,
-        execution: ExecutionConfig | None = None,
-        decode_policy: str = "kv",
-        seed: int = 0,
-        health: HealthConfig | None = None,
-        status_period_ns: int = 0,
-        recovery: RecoveryConfig | None = None,
-        *,
         mend: Mend,
     ) -> None:
-        pod, sizes, name = plan.pod, plan.sizes, plan.sizes.place.name
-        self.plan, self.sizes, self.tell, self.on_failure = plan, sizes, tell, on_failure
+        pod, name, settings = plan.pod, plan.name, plan.sizes.settings
+        self.plan, self.sizes, self.tell, self.on_failure = plan, plan.sizes, tell, on_failure
         self._clock, self.lifetime = pod.clock, Lifetime(name, tell)
         # All that the loop waits for comes here: reports, news from outside, the end.
-        self.inbox = plan.host_queue(sizes.place.first_die, f"inbox of {name}")
+        self.inbox = plan.host_queue(plan.dies[0], f"inbox of {name}")
         self.groups = plan.groups(tell)
-        inboxes: list[HostQueue[msgspec.Struct]] = []  # of the groups' loops, if they have loops of their own
-        if sizes.walk.flows:
-            inboxes = [plan.host_queue(group.dies[0].index, f"inbox of {group.id}") for group in self.groups]
+        inboxes = plan.inboxes(self.groups)
         self._awake = Awake(self.groups, inboxes, self.inbox)
         inbox_of = inboxes or [self.inbox] * len(self.groups)
         if plan.make_tier is not None:
@@ -80,27 +68,27 @@ class TE:
         programs = plan.expert_programs(threads, self.inbox)
         self._lockstep_runs = plan.lockstep_runs(self.executors, programs, threads.count)
         self.expert_programs = ExpertPrograms(programs)
-        health, recovery = health or HealthConfig(), recovery or RecoveryConfig()
-        self.health = Heartbeats(name, len(self.groups), health, lambda: pod.clock.now)
-        self.recovery = plan.rollback(recovery)
+        self.health = Heartbeats(name, len(self.groups), settings.health, lambda: pod.clock.now)
+        self.recovery = plan.rollback()
         self.prober = Prober(self.groups, self.health, self._awake.wake_all)
-        eplb, statuses = plan.eplb_trigger(), KVStatuses(self.groups, status_period_ns, lambda: pod.clock.now)
+        eplb = plan.eplb_trigger()
+        statuses = KVStatuses(self.groups, settings.status_period_ns, lambda: pod.clock.now)
         self.te_shell = TEShell(
-            *(self.groups, self.health, tell, policy, decode_policy, eplb),
+            *(self.groups, self.health, tell, settings.dispatch, settings.decode, eplb),
             statuses=statuses,
             wake=self._awake.wake,
         )
-        gather = StatusGather(self.groups, sizes.walk.timeout_ns) if plan.gathers_statuses else None
+        gather = plan.status_gather(self.groups)
         self.dealer = Dealer(self.te_shell, self.health, self.lifetime, self.inbox, gather)
         self.reconfiguration = None if eplb is None else plan.reconfiguration(eplb, self.inbox)
         self.monitor = server_monitor(plan, tell, self.recovery, self.reconfiguration)
         self.lost_pages = LostPages(plan, self.groups, self.reconfiguration, mend)
         for group in self.groups:
-            group.scheduler.fails_lost = recovery.kv_loss == "fail"
+            group.scheduler.fails_lost = settings.recovery.kv_loss == "fail"
         self.host: Host | None = None
-        if execution is not None:  # each TE's delays are its own
-            host_seed = seed + 1_000_003 * sizes.place.first_die
-            self.host = Host(execution, plan.spec, self.executors, len(self.groups), host_seed)
+        if settings.execution is not None:  # each TE's delays are its own
+            host_seed = settings.seed + 1_000_003 * plan.dies[0]
+            self.host = Host(settings.execution, plan.spec, self.executors, len(self.groups), host_seed)
         self._hearing = Hearing(
             *(self.inbox, self.groups, self.lifetime, self.health, self.prober),
             *(self.recovery, self.reconfiguration, self.lost_pages),
@@ -110,13 +98,14 @@ class TE:
             *(self.health, self.recovery, self.reconfiguration, self.host),
         )
         self._turns: StepsApart | StepsTogether
-        if sizes.walk.flows:
+        plans_ahead = plan.sizes.steps.plans_ahead
+        if inboxes:
             self._turns = StepsApart(
                 *(parts, inboxes, self._awake, self.dealer, self.te_shell, self.prober),
-                plans_ahead=sizes.steps.plans_ahead,
+                plans_ahead=plans_ahead,
             )
         else:
-            self._turns = StepsTogether(parts, self.expert_programs, sizes.steps.plans_ahead)
+            self._turns = StepsTogether(parts, self.expert_programs, plans_ahead)
         self.clients = LostClients(
             *(plan, tell, self.lifetime, self.groups, self.health, self.prober),
             *(self.recovery, self.expert_programs, self._turns),
@@ -170,7 +159,7 @@ class TE:
     def expert_load(self) -> list[ExpertLoad]:
         """Report how uneven the load of each layer's experts was in the latest time slice."""
         balance = self.reconfiguration
-        return [] if balance is None else expert_loads(self.sizes.place.name, balance.layers, balance.skews)
+        return [] if balance is None else expert_loads(self.plan.name, balance.layers, balance.skews)
 
     @property
     def num_reconfigurations(self) -> int:
@@ -188,7 +177,7 @@ class TE:
         for program in self.expert_programs:
             self.processes.append(program.die.detach(program.run(), "experts", self._fail))
         self.monitor.start()
-        name = self.sizes.place.name
+        name = self.plan.name
         loops: list[tuple[str, Loop]] = [(name, self._run), *self._turns.loops()]
         if self.sizes.kv.sends_layers:
             loops.append((f"layers of {name}", self._layers.run))
@@ -381,7 +370,7 @@ class TE:
         first_step = turns.roll_back()
         await self.lost_pages.mend()
         self.recovery.resume(first_step)
-        self.tell.show(TERolledBack(self.sizes.place.name, self.recovery.epoch, str(error), begun_ns))
+        self.tell.show(TERolledBack(self.plan.name, self.recovery.epoch, str(error), begun_ns))
         await turns.run_again()
 
     @property
@@ -410,7 +399,7 @@ class TE:
         if self._copying:
             await self._hearing.hear(self._clock.now + self.health.lost_ns)
         elif self.te_shell.has_work and not any(g.handover.sending or g.places.reserved for g in groups):
-            raise XDeepServeError(f"{self.sizes.place.name}: there is work, but none of it can run")
+            raise XDeepServeError(f"{self.plan.name}: there is work, but none of it can run")
         else:
             await self._hearing.hear(self.health.deadline_ns)  # of probes, if any are out
 

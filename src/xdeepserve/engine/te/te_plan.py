@@ -12,7 +12,6 @@ from xdeepserve.comm.distflow.link_probe import plan_link_probe
 from xdeepserve.comm.services.layout import ServiceLayout
 from xdeepserve.engine.balance.reconfigure import ExpertStorage, Reconfiguration
 from xdeepserve.engine.balance.trigger import EPLBTrigger
-from xdeepserve.engine.deploy.deployment import RecoveryConfig
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
@@ -28,7 +27,7 @@ from xdeepserve.engine.recovery.rollback import Rollback
 from xdeepserve.engine.recovery.rollback_field import plan_rollback_field
 from xdeepserve.engine.run.executors import executor
 from xdeepserve.engine.run.wiring import ByteWiring, Wiring
-from xdeepserve.engine.te.status_gather import plan_statuses
+from xdeepserve.engine.te.status_gather import StatusGather, plan_statuses
 from xdeepserve.errors import OutOfMemoryError
 from xdeepserve.hw.memory import Area
 from xdeepserve.hw.queue import HostQueue, Queue
@@ -63,19 +62,12 @@ class TEPlan:
         self.pod, self.config, self.recipe, self.sizes = team.pod, team.config, team.recipe, team.sizes
         self.dies = team.dies
         # Held, and of no server: of some that may join, and of such as others have replaced.
-        self.spare_dies = {
-            wiring.team.sizes.place.expert_dies[number] for number in wiring.team.sizes.experts.vacant
-        }
+        self.spare_dies = {team.holders.dies[number] for number in team.vacant}
         self.memories = [wiring.memory(rank) for rank in range(len(self.dies))]
-        if self.sizes.kv.has_channels:
-            for die in self.dies:
-                plan_channels(self.pod.plan(die), self.kv_weight)
-        if self.sizes.place.role != "both":
-            for die in self.dies:
-                plan_link_probe(self.pod.plan(die))
+        self._plan_links()
         if self.gathers_statuses:
-            for die in self.dies[:: self.sizes.groups.tp]:
-                plan_statuses(self.pod.plan(die), self.sizes.groups.num_groups)
+            for ranks in team.group_ranks:
+                plan_statuses(self.pod.plan(self.dies[ranks.start]), len(team.group_ranks))
         self.expert_memories = {number: wiring.expert_memory(number) for number in team.expert_at}
         for die in self.every_die:
             plan_rollback_field(self.pod.plan(die))
@@ -84,6 +76,18 @@ class TEPlan:
         except OutOfMemoryError:
             self._free_hosts()
             raise
+
+    @property
+    def name(self) -> str:
+        """Name of the TE, unique in its pod's deployment."""
+        return self.sizes.place.name
+
+    def _plan_links(self) -> None:
+        """Reserve memory on the dies of prefill and decode TEs for links to TEs of the other role."""
+        for die in self.dies if self.sizes.kv.has_channels else ():
+            plan_channels(self.pod.plan(die), self.kv_weight)
+        for die in self.dies if self.sizes.place.role != "both" else ():
+            plan_link_probe(self.pod.plan(die))
 
     @property
     def gathers_statuses(self) -> bool:
@@ -133,9 +137,8 @@ class TEPlan:
         loads of all groups. With servers in other processes it does not, because the monitor there looks at
         servers alone.
         """
-        sizes = self.sizes
-        is_alone = sizes.groups.tp == 1 and not (self.gathers_statuses or self.eplb_trigger())
-        return self.services is not None and sizes.walk.transport == "pod" and is_alone
+        is_alone = self.sizes.groups.tp == 1 and not (self.gathers_statuses or self.eplb_trigger())
+        return self.services is not None and not self.sizes.place.has_servers_outside and is_alone
 
     @property
     def needed_dies(self) -> tuple[int, ...]:
@@ -215,21 +218,29 @@ class TEPlan:
         ]
 
     def groups(self, tell: Events) -> list[DPGroup]:
-        """Create the DP groups, each on `tp` of the dies."""
-        dies, tp, cost = [self.pod.dies[die] for die in self.dies], self.sizes.groups.tp, self.load_cost()
-        firsts = range(0, len(dies), tp)
+        """Create the DP groups, each on neighbours among the dies."""
+        all_ranks, cost = self.team.group_ranks, self.load_cost()
         return [
             DPGroup(
-                GroupId(self.sizes.place.name, GroupRank(rank)),
-                dies[first : first + tp],
-                self.memories[first : first + tp],
-                self.sizes.groups.num_groups,
+                GroupId(self.name, GroupRank(group)),
+                [self.pod.dies[self.dies[rank]] for rank in ranks],
+                [self.memories[rank] for rank in ranks],
+                len(all_ranks),
                 self.sizes.steps,
                 cost,
                 tell,
             )
-            for rank, first in enumerate(firsts)
+            for group, ranks in enumerate(all_ranks)
         ]
+
+    def inboxes(self, groups: Sequence[DPGroup]) -> list[HostQueue[msgspec.Struct]]:
+        """Create the queues of DP groups that have loops of their own; none if the groups step together."""
+        own = groups if self.sizes.walk.flows else ()
+        return [self.host_queue(group.dies[0].index, f"inbox of {group.id}") for group in own]
+
+    def status_gather(self, groups: Sequence[DPGroup]) -> StatusGather | None:
+        """Create the leader's part that gathers statuses; None if it knows them without."""
+        return StatusGather(groups, self.sizes.walk.timeout_ns) if self.gathers_statuses else None
 
     def executors(self, threads: Threads, reports: Sequence[Queue[msgspec.Struct]]) -> list[Executor]:
         """Create the programs of dies with DP groups, each with the queue for its reports."""
@@ -275,10 +286,10 @@ class TEPlan:
         storage = ExpertStorage(self.checkpoint, self.recipe, self.sizes.experts)
         return Reconfiguration(self.pod, self.sizes.experts, gates, holders, storage, trigger, reports)
 
-    def rollback(self, config: RecoveryConfig) -> Rollback:
+    def rollback(self) -> Rollback:
         """Create the host's part of token recomputation."""
-        timeout_ns = self.sizes.walk.timeout_ns
-        return Rollback(self.sizes.place.name, self.pod, self.dies, self.expert_dies, config, timeout_ns)
+        config, timeout_ns = self.sizes.settings.recovery, self.sizes.walk.timeout_ns
+        return Rollback(self.name, self.pod, self.dies, self.expert_dies, config, timeout_ns)
 
     def load_cost(self) -> BlockLoadCost | None:
         """Create the cost model of loading cached KV blocks from host DRAM; None if there is none to load."""

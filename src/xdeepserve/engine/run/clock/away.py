@@ -13,7 +13,6 @@ import msgspec
 
 from xdeepserve import wings
 from xdeepserve.comm.cost import CommCost
-from xdeepserve.comm.exchange.layout import Group
 from xdeepserve.comm.services.cost import ServiceCost
 from xdeepserve.comm.services.layout import ServiceLayout
 from xdeepserve.comm.services.server import AT_ONCE, Batching
@@ -22,6 +21,7 @@ from xdeepserve.engine.deploy.sizes import WalkSizes
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.expert_server import ExpertServerProgram
 from xdeepserve.engine.die.experts import ExpertProgram
+from xdeepserve.engine.die.team import Team
 from xdeepserve.engine.run.clock.flow_costs import ByRequest, ByTrampoline, WayCost
 from xdeepserve.engine.run.clock.flow_ends import FlowClient, FlowServer
 from xdeepserve.engine.run.clock.flow_hub import FlowHub
@@ -29,7 +29,6 @@ from xdeepserve.engine.run.clock.routing import PlacedRouting, TimingConfig
 from xdeepserve.engine.run.clock.timeline import Timeline
 from xdeepserve.engine.run.clock.trampoline_hub import ClockAttentionSide, ClockExpertSide, TrampolineHub
 from xdeepserve.engine.run.ends import row_sizes
-from xdeepserve.engine.run.team import Team
 from xdeepserve.engine.walk.runner import Trampoline
 from xdeepserve.hw.queue import Queue
 from xdeepserve.step.linear import Threads
@@ -59,7 +58,7 @@ class ClockTrampolines:
     def __init__(
         self, team: Team, cost: CommCost, timing: TimingConfig, placed: Sequence[PlacedRouting]
     ) -> None:
-        self.team, sizes = team, team.sizes
+        self.team, walk, experts = team, team.sizes.walk, team.sizes.experts
         self.hubs = [
             [
                 self._hub(
@@ -68,17 +67,17 @@ class ClockTrampolines:
                     team.config,
                     team.domain(d),
                     team.expert_dies,
-                    len(sizes.place.routed_dies),
-                    m * sizes.walk.num_domains + d,
+                    experts.num_routed,
+                    m * walk.num_domains + d,
                     timing,
-                    sizes.walk.timeout_ns,
+                    walk.timeout_ns,
                     placed[d] if placed else None,
-                    sizes.experts.num_slots,
-                    "mte" if sizes.walk.carrier == "rdma" else sizes.walk.carrier,
+                    experts.num_slots,
+                    "mte" if walk.carrier == "rdma" else walk.carrier,
                 )
-                for d in range(sizes.walk.num_domains)
+                for d in range(walk.num_domains)
             ]
-            for m in range(sizes.walk.num_microbatches)
+            for m in range(walk.num_microbatches)
         ]
 
     def _hub(self, *args: Any) -> TrampolineHub:
@@ -112,28 +111,26 @@ class ClockFlows:
     def __init__(
         self, team: Team, cost: CommCost, timing: TimingConfig, placed: Sequence[PlacedRouting]
     ) -> None:
-        self.team, self.placed, sizes = team, placed, team.sizes
-        self.num_layers = len(sizes.experts.order)
+        self.team, self.placed = team, placed
+        self.num_layers = len(team.sizes.experts.order)
         self.hub = FlowHub(
             team.pod.clock,
             self.way_cost(cost),
-            sizes.place.num_dies,
-            sizes.walk.num_microbatches,
-            len(sizes.place.expert_dies),
+            len(team.dies),
+            team.sizes.walk.num_microbatches,
+            team.holders.num_ranks,
             announces=self.batching.clients > 1,
         )
 
     def way_cost(self, cost: CommCost) -> WayCost:
         """Return the costs of the way by trampolines."""
-        team, sizes = self.team, self.team.sizes
-        carrier = sizes.walk.carrier
+        team, carrier = self.team, self.team.sizes.walk.carrier
         assert carrier != "rdma"  # M2N has no trampolines
-        copies = team.config.num_experts_per_tok + (sizes.experts.num_shared_dies > 0)
-        return ByTrampoline(cost, len(team.expert_dies), copies, carrier)
+        return ByTrampoline(cost, len(team.expert_dies), team.num_copies, carrier)
 
     def attention_end(self, rank: int, microbatch: int, timeline: Timeline) -> Trampoline:
         """Make an attention die's end, which waits only for the expert dies with its tokens."""
-        team, sizes = self.team, self.team.sizes
+        team = self.team
         shared = team.shared_expert(rank)
         return FlowClient(
             timeline,
@@ -143,8 +140,8 @@ class ClockFlows:
             self.placed[rank // team.dies_per_domain],
             team.config.num_experts_per_tok,
             team.config.hidden_size,
-            None if shared is None else sizes.experts.expert_rank[shared],
-            sizes.walk.timeout_ns,
+            None if shared is None else team.holders.expert_rank[shared],
+            team.sizes.walk.timeout_ns,
         )
 
     def expert_program(
@@ -180,11 +177,7 @@ class ClockServices(ClockFlows):
     def way_cost(self, cost: CommCost) -> WayCost:
         """Return the costs of the way by URMA, to and from the servers' memories."""
         team = self.team
-        layout = ServiceLayout(
-            clients=team.dies,
-            servers=Group(dies=team.sizes.place.expert_dies, expert_rank=team.sizes.experts.expert_rank),
-            **row_sizes(team),
-        )
+        layout = ServiceLayout(clients=team.dies, servers=team.holders, **row_sizes(team))
         server_of = team.pod.topology.server_of
         pairs = [server_of(client) != server_of(die) for client in team.dies for die in team.expert_dies]
         sums = team.sizes.walk.services is not None and team.sizes.walk.services.server_sums

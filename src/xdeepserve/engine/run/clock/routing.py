@@ -76,10 +76,12 @@ class PlacedRouting:
     """Seeded routing of token copies to logical experts, and from there to the dies of their replicas.
 
     Which experts are popular differs from layer to layer, and does not change over time: EPLB depends on
-    that. Replicas at vacant seats, where expert servers may join later, get no token.
+    that. Replicas at `vacant` seats, where expert servers may join later, get no token.
     """
 
-    def __init__(self, config: ModelConfig, experts: ExpertSizes, timing: TimingConfig) -> None:
+    def __init__(
+        self, config: ModelConfig, experts: ExpertSizes, timing: TimingConfig, vacant: range
+    ) -> None:
         num_layers, num_experts = len(experts.layers), config.n_routed_experts
         popularity = np.arange(1, num_experts + 1, dtype=np.float64) ** -timing.skew
         popularity /= popularity.sum()
@@ -90,7 +92,7 @@ class PlacedRouting:
         self._layers = experts.order  # of the events of a step
         self._holder = np.array(experts.expert_rank)  # of each physical expert
         self._num_holders = len(experts.experts_of)
-        self._is_vacant = np.isin(np.arange(self._num_holders), experts.vacant)
+        self._is_vacant = np.isin(np.arange(self._num_holders), vacant)
         self._load = np.zeros((num_layers, num_experts), np.int32)
         self.set_tables(*first_tables(config, experts))
 

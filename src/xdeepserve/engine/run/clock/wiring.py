@@ -13,19 +13,17 @@ from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.sampler import Chooser
 from xdeepserve.engine.die.shape_memory import ModelShapes, ShapeExpertMemory, ShapeMemory
+from xdeepserve.engine.die.team import Team
 from xdeepserve.engine.messages import StepPlan
 from xdeepserve.engine.run.clock.away import clock_way
 from xdeepserve.engine.run.clock.exchange_hub import ClockExchange, ExchangeHub
 from xdeepserve.engine.run.clock.group_hub import ClockGroup, CollectiveHub
 from xdeepserve.engine.run.clock.routing import PlacedRouting, TimingConfig, generator
 from xdeepserve.engine.run.clock.timeline import Timeline
-from xdeepserve.engine.run.team import Team
 from xdeepserve.engine.walk.group_end import GroupEnd
 from xdeepserve.engine.walk.runner import Exchange, Pace, Trampoline
 from xdeepserve.errors import DeploymentError, XDeepServeError
-from xdeepserve.hw.accelerators import SERVER
 from xdeepserve.hw.queue import Queue
-from xdeepserve.hw.topology import Topology
 from xdeepserve.model.canonical import Array
 from xdeepserve.step.linear import Threads
 
@@ -69,43 +67,40 @@ class ClockWiring:
     services: ServiceLayout | None = None  # which time alone does not know
 
     def __init__(self, team: Team, timing: TimingConfig) -> None:
-        self.team, self.timing, sizes = team, timing, team.sizes
-        pod, config = team.pod, team.config
-        self._shapes = ModelShapes(config, team.recipe, sizes)
+        self.team, self.timing = team, timing
+        walk, experts, pod, config = team.sizes.walk, team.sizes.experts, team.pod, team.config
+        self._shapes = ModelShapes(team)
         spec = pod.spec_of(team.dies[0])
-        topology = Topology() if sizes.place.hardware == "cm384" else SERVER
-        cost = CommCost(spec, topology, config.hidden_size, sizes.walk.exchange)
-        self.timelines: dict[int, list[Timeline]] = {rank: [] for rank in range(sizes.place.num_dies)}
+        cost = CommCost(spec, team.topology, config.hidden_size, walk.exchange)
+        self.timelines: dict[int, list[Timeline]] = {rank: [] for rank in range(len(team.dies))}
         self.expert_timelines: list[Timeline] = []  # of dies that have experts alone
-        timeout_ns, held = sizes.walk.timeout_ns, [len(own) for own in sizes.experts.slots_of]
+        timeout_ns, held = walk.timeout_ns, [len(own) for own in experts.slots_of]
         self._placed: list[PlacedRouting] = []  # of each domain, where there are redundant slots
-        is_away = sizes.experts.where == "away"
-        if sizes.experts.redundant_slots or (is_away and sizes.walk.flows):
-            _check_placed(
-                timing, "experts.redundant_slots" if sizes.experts.redundant_slots else sizes.walk.turns
-            )
-            domains = range(sizes.walk.num_domains)
-            self._placed = [PlacedRouting(config, sizes.experts, timing) for _ in domains]
+        is_away = experts.where == "away"
+        if experts.redundant_slots or (is_away and walk.flows):
+            _check_placed(timing, "experts.redundant_slots" if experts.redundant_slots else walk.turns)
+            domains = range(walk.num_domains)
+            self._placed = [PlacedRouting(config, experts, timing, team.vacant) for _ in domains]
         placed = self._placed[0] if self._placed else None
-        primary = sizes.experts.num_primary_dies
-        shared = sizes.experts.num_shared_dies if sizes.experts.where == "among" else 0
+        primary = experts.num_primary_dies
+        shared = experts.num_shared_dies if experts.where == "among" else 0
         if shared:
             _check_placed(timing, "experts.shared_dies")
         self.hubs = [
             ExchangeHub(
                 pod.clock, cost, config, team.dies, timing, timeout_ns, m, held, placed, primary, shared
             )
-            for m in range(sizes.walk.num_parts)
+            for m in range(walk.num_parts)
         ]
-        self.has_shared = not (sizes.experts.where == "among" and self.hubs[0].num_shared)
+        self.has_shared = not (experts.where == "among" and self.hubs[0].num_shared)
         self._groups = {
             group: [
                 CollectiveHub(pod.clock, CollectiveCost(group, spec, pod.topology), group, timeout_ns)
-                for _ in range(sizes.walk.num_parts)
+                for _ in range(walk.num_parts)
             ]
-            for group in {team.sharing(rank) for rank in range(sizes.place.num_dies)}
+            for group in {team.sharing(rank) for rank in range(len(team.dies))}
         }
-        self._away = clock_way(sizes.walk)(team, cost, timing, self._placed) if is_away else None
+        self._away = clock_way(walk)(team, cost, timing, self._placed) if is_away else None
 
     def memory(self, rank: int) -> DieMemory:
         """Plan a die's memory: index lists and results; all else is a shape."""
