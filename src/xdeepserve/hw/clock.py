@@ -245,7 +245,7 @@ class Clock:
     def detach(
         self, coro: Coroutine[Any, Any, object], name: str, hears: Hears | None = None
     ) -> asyncio.Task[None]:
-        """Start a process that nobody awaits; `hears` is told of the error that ends it, if one does.
+        """Start a process; an error that ends it goes to `hears`, because no caller awaits it.
 
         By default that is the clock's owner, `self.hears`; on a clock without one asyncio logs the error.
         """
