@@ -531,8 +531,7 @@ def leave_out(monkeypatch: pytest.MonkeyPatch, module: ModuleType, stage: str) -
     monkeypatch.setattr(module, "wait", skip)
     monkeypatch.setattr(module, "are_lost", skip)
     for name in ("layer", "dispatch", "expert", "combine"):
-        part = "_experts" if name == "expert" else f"_{name}"
-        monkeypatch.setattr(module, part, getattr(module, f"{name}_stage"))
+        monkeypatch.setattr(module, f"{name}_part", getattr(module, f"{name}_stage"))
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def combine_stage(
         k.combine(h, outputs[:count], k.IN_ORDER, topk_weights, shared, s.bf16_answers)
 
 
-_layer, _dispatch, _experts, _combine = map(
+layer_part, dispatch_part, expert_part, combine_part = map(
     as_part, (layer_stage, dispatch_stage, expert_stage, combine_stage)
 )
 
@@ -101,15 +101,15 @@ def run_layers(
         at, event, is_last = passes[i], events[i], i == passes.size - 1
         if are_lost(sync):
             return
-        _layer(s, ws, beside, weights[at], inputs, cuts, is_moe[i], is_last, scratch, sync, worker, num)
+        layer_part(s, ws, beside, weights[at], inputs, cuts, is_moe[i], is_last, scratch, sync, worker, num)
         if is_moe[i]:
-            _dispatch(e, ws, cuts, ways, expert_rank, event, orders, sents, one, worker, num)
+            dispatch_part(e, ws, cuts, ways, expert_rank, event, orders, sents, one, worker, num)
             wait(sync, num)
-            _experts(
+            expert_part(
                 e, ways[None], experts[at], sent[None], received[at][None], event, faults[at, :1], worker, num
             )
             wait(sync, num)
-            _combine(
+            combine_part(
                 s, e, ws, beside, weights[at], inputs, cuts, ways, event, orders, sents, scratch,
                 faults[at, 1], sync, worker, num,
             )  # fmt: skip

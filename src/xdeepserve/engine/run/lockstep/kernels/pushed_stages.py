@@ -113,7 +113,7 @@ def combine_stage(s, e, ws, beside, weights, inputs, cuts, ends, faults, sync, w
         k.add_sums(h, sums, shared, s.bf16_answers)
 
 
-_layer, _dispatch, _experts, _combine = map(
+layer_part, dispatch_part, expert_part, combine_part = map(
     as_part, (layer_stage, dispatch_stage, expert_stage, combine_stage)
 )
 
@@ -132,16 +132,16 @@ def run_layers(
         at, event, is_last = passes[i], events[i], i == passes.size - 1
         if are_lost(sync):
             return
-        _layer(s, ws, beside, weights[at], inputs, cuts, is_moe[i], is_last, scratch, sync, worker, num)
+        layer_part(s, ws, beside, weights[at], inputs, cuts, is_moe[i], is_last, scratch, sync, worker, num)
         if is_moe[i]:
-            _dispatch(e, ws, cuts, ends, expert_rank, local_idx, event, which, one, worker, num)
+            dispatch_part(e, ws, cuts, ends, expert_rank, local_idx, event, which, one, worker, num)
             wait(sync, num)
-            _experts(
+            expert_part(
                 e, ways[None], ends[None], experts[at], expert_rank[None], local_idx[None], sent[None],
                 received[at][None], event, which, faults[at, :1], worker, num,
             )  # fmt: skip
             wait(sync, num)
-            _combine(s, e, ws, beside, weights[at], inputs, cuts, ends, faults[at, 1], sync, worker, num)
+            combine_part(s, e, ws, beside, weights[at], inputs, cuts, ends, faults[at, 1], sync, worker, num)
             which ^= 1
 
 
