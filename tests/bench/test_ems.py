@@ -9,7 +9,7 @@ from xdeepserve.bench import ems
 from xdeepserve.bench.request_traces import generated, hits_of_belady, hits_of_lru
 from xdeepserve.cli import main
 from xdeepserve.errors import InputError
-from xdeepserve.platform.traces import TracedRequest, read_trace
+from xdeepserve.platform.traces import TracedRequest
 
 
 def test_table_1_within_a_percent() -> None:
@@ -59,58 +59,31 @@ def test_nobody_beats_who_knows_the_future(seed: int) -> None:
         before = lru
 
 
-MOONCAKE = {"timestamp": 27482, "input_length": 1100, "output_length": 52, "hash_ids": [46, 47, 2366]}
-BAILIAN = {
-    "chat_id": 159,
-    "parent_chat_id": -1,
-    "timestamp": 61.114,
-    "input_length": 40,
-    "output_length": 86,
-    "type": "text",
-    "turn": 1,
-    "hash_ids": [1089, 1090, 1091],
-}
+def test_hit_rates_of_a_trace_are_by_its_own_blocks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    for block in (16, 512):
+        prompts = [
+            {"timestamp": at, "input_length": 20 * block, "output_length": 2, "hash_ids": [*range(20)]}
+            for at in (0, 9000)
+        ]
+        path.write_text("\n".join(map(json.dumps, prompts)))
+        assert main(["bench", "ems", "--requests", str(path), "--json"]) == 0
+        rows = json.loads(capsys.readouterr().out)["rows"]
+        hits = {row["name"]: row["value"] for row in rows if row["name"].startswith("ems/hits/")}
+        # Of all blocks of both prompts: five, or all twenty of the second one.
+        name = f"ems/hits/{5 * block} tokens of DRAM/lru"
+        assert (hits[name], hits[f"{name}, volumes of 8x"]) == (12.5, 50)
 
 
-def test_public_formats_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    mooncake, bailian = tmp_path / "mooncake.jsonl", tmp_path / "bailian.jsonl"
-    early = MOONCAKE | {"timestamp": 0}
-    mooncake.write_text("\n".join(map(json.dumps, (early, MOONCAKE))) + "\n")
-    bailian.write_text(json.dumps(BAILIAN))
-    assert read_trace(mooncake, "mooncake")[1] == TracedRequest(27_482_000_000, 1100, 52, (46, 47, 2366))
-    assert read_trace(bailian, "bailian")[0].at_ns == 61_114_000_000
-    assert main(["bench", "ems", "--requests", str(mooncake), "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
-    hits = [row for row in rows if row["name"].startswith("ems/hits/")]
-    assert hits
-    assert max(row["value"] for row in hits) <= 50
-
-
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ("{", "line 1, column 2: not valid JSON"),
-        ("[]", "line 1: not a JSON object, as in the format mooncake .is it bailian or azure"),
-        ('{"timestamp": 1}', "line 1: hash_ids is missing: a list"),
-        (
-            json.dumps(MOONCAKE | {"hash_ids": [1.5]}),
-            r"line 1: hash_ids\[0\] must be a whole number, 0 or more, found 1.5",
-        ),
-        (
-            json.dumps(MOONCAKE | {"timestamp": -1}),
-            "line 1: timestamp must be a number from 0 to .*, found -1",
-        ),
-        ("", "no requests in it"),
-        (json.dumps(MOONCAKE | {"hash_ids": []}), "no request in it has tokens and hash_ids"),
-        (json.dumps(MOONCAKE | {"input_length": 0}), "no request in it has tokens and hash_ids"),
-    ],
-)
-def test_what_is_no_trace_is_refused_with_its_line(tmp_path: Path, line: str, reason: str) -> None:
-    (tmp_path / "bad.jsonl").write_text(line)
-    with pytest.raises(InputError, match=reason):
-        read_trace(tmp_path / "bad.jsonl", "mooncake")
-    with pytest.raises(InputError, match="none: No such file or directory"):
-        read_trace(tmp_path / "none", "mooncake")
+def test_hit_rates_need_hash_ids(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"timestamp": 1, "input_length": 0, "output_length": 2, "hash_ids": [1]}')
+    with pytest.raises(
+        InputError, match="no request has tokens and hash ids; formats with them are bailian, moon"
+    ):
+        ems.all_rows(path)
 
 
 def test_a_picture_of_figure_23(tmp_path: Path) -> None:

@@ -265,7 +265,7 @@ def test_a_trace_says_how_long_requests_are(tmp_path: Path, capsys: pytest.Captu
     file = tmp_path / "plan.toml"
     assert main([*TINY[:7], "--trace", trace, "-o", str(file)]) == 0
     out = capsys.readouterr().out
-    requests, _ = requests_of(trace, "mooncake")
+    requests = requests_of(trace, None, "plan").requests
     mean = round(sum(each.input_length for each in requests) / len(requests))
     longest = max(each.input_length + each.output_length for each in requests)
     assert f"prompts of {mean}, " in out

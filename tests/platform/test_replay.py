@@ -3,20 +3,24 @@
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.platform.tools import LIMITS, MADE, PRICE
 from xdeepserve.cli import main
+from xdeepserve.engine.balance.te_policies import POLICIES
 from xdeepserve.errors import InputError
 from xdeepserve.llm import LLM, digest
 from xdeepserve.model.presets import TinyCheckpoint
+from xdeepserve.platform import step_price
 from xdeepserve.platform.cluster import Cluster, ClusterTE, fleet_tes, least_count, priced_kinds, read_cluster
 from xdeepserve.platform.command import explained
 from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.fleet_words import Decision, FleetTE
 from xdeepserve.platform.made_traffic import MadeTraffic, made
-from xdeepserve.platform.service_report import Bounds, Outcome, report
+from xdeepserve.platform.service_report import Bounds, Outcome, ServiceReport, report
+from xdeepserve.platform.step_price import StepPrice
 from xdeepserve.platform.token_replay import prompts_of, replayed
 from xdeepserve.platform.traces import TracedRequest
 
@@ -135,19 +139,90 @@ def test_a_pod_says_its_digest(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["digest"] == found["digest"]
 
 
+def served(within: float, ttft_s: float) -> ServiceReport:
+    """A report with one request of a thousand that says how long each one waits."""
+    figures = {"mean": 1e3 * ttft_s, "p90": 1e3 * ttft_s}
+    return ServiceReport(1000, 60, figures, {"mean": 20.0, "p90": 20.0}, 1, within, 0, [], Bounds())
+
+
 def test_as_few_tes_as_are_enough() -> None:
     cluster = Cluster((ClusterTE(),))
     for least in range(1, 20):
         tried: list[int] = []
 
-        def within(sized: Cluster, least: int = least, tried: list[int] = tried) -> float:
+        def within(sized: Cluster, least: int = least, tried: list[int] = tried) -> ServiceReport:
             tried.append(sized.te[0].count)
-            return min(1.0, tried[-1] / least)
+            return served(min(1.0, tried[-1] / least), 1)
 
         assert least_count(cluster, within, 1.0).te[0].count == least
         assert len(tried) < 12
-    with pytest.raises(InputError, match=r"2 TEs have 50.0 % of requests within the bounds, as 1 have"):
-        least_count(cluster, lambda _: 0.5, 0.9)
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [
+        [0.03, 0.029, 0.024, 0.3, 0.95],  # fewer of them, where chance decides who is in time
+        [0, 0, 0, 0, 0.5, 0.6, 0.92],
+        [0.1, 0.5, 0.5, 0.91],
+    ],
+)
+def test_a_step_that_gains_nothing_does_not_end_the_search(shares: list[float]) -> None:
+    """Nobody more is in time, but all wait for half as long."""
+
+    def within(sized: Cluster) -> ServiceReport:
+        count = sized.te[0].count
+        return served(shares[min(count.bit_length(), len(shares)) - 1], 1000 / count)
+
+    found = least_count(Cluster((ClusterTE(),)), within, 0.9).te[0].count
+    assert found == 2 ** (len(shares) - 1)
+
+
+def test_a_search_ends_where_more_tes_change_nothing() -> None:
+    tried: list[int] = []
+
+    def within(sized: Cluster) -> ServiceReport:
+        tried.append(sized.te[0].count)
+        return served(min(0.5, tried[-1] / 16), max(44, 100 / tried[-1]))
+
+    with pytest.raises(
+        InputError, match=r"32 TEs have 50.0 % .*, and more do not help.*\(90 % keep 44.0 s and"
+    ):
+        least_count(Cluster((ClusterTE(),)), within, 0.9)
+    assert tried == [1, 2, 4, 8, 16, 32]
+
+
+def test_several_policies_are_one_table_with_prices_found_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "two.toml"
+    path.write_text(TWO.format("cost"))
+    priced: list[int] = []
+    price = step_price.priced
+
+    def counted(*args: Any) -> StepPrice:
+        priced.append(1)
+        return price(*args)
+
+    monkeypatch.setattr("xdeepserve.platform.cluster.priced", counted)
+    given = ["replay", MADE, "--cluster", str(path), "--json", "--policy"]
+    assert main([*given, "round-robin,cost,round-robin"]) == 0
+    together = json.loads(capsys.readouterr().out)["policies"]
+    assert [each["policy"] for each in together] == ["round-robin", "cost"]
+    assert len(priced) == 2  # of whole TEs, and of the halves of the other kind
+    for each in together:
+        assert main([*given, each["policy"]]) == 0
+        assert {"trace": MADE, **each} == json.loads(capsys.readouterr().out)
+    assert main(["replay", MADE, "--cluster", str(path), "--first", "9", "--policy", "all"]) == 0
+    text = capsys.readouterr().out.splitlines()
+    head = next(number for number, line in enumerate(text) if line.startswith("policy "))
+    assert [line.split()[0] for line in text[head + 1 :]] == list(POLICIES)
+    assert {len(line) for line in text[head:]} == {len(text[head])}
+
+
+def test_a_report_begins_with_the_first_arrival() -> None:
+    outcomes = [Outcome(0, at * 1e9, 1e9, 50e6, (at + 4) * 1e9, 100, 20, 0) for at in (1800, 1806)]
+    late = report(outcomes, ["a"], Bounds(), [5e9])
+    assert (late.seconds, late.goodput, late.tes[0].busy) == (10, 0.2, 0.5)
 
 
 def test_a_report_by_hand() -> None:
@@ -251,6 +326,8 @@ def test_contradictions_in_a_cluster_are_one_line(tmp_path: Path, text: str, rea
         ([MADE, "--first", "0"], "--first must be at least 1, found 0"),
         ([MADE, "--faster", "0"], "--faster must be above 0, found 0"),
         ([MADE, "--policy", "costs"], "unknown policy 'costs' (did you mean cost?)"),
+        ([MADE, "--policy", "load,costs"], "unknown policy 'costs' (did you mean cost?)"),
+        ([MADE, "--policy", "all", "--explain"], "--explain shows one policy, found --policy all"),
         (
             ["made:prompt=9000,seed=1", "--deployment", "monolithic"],
             "context 2048; try --shrink",

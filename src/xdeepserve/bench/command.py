@@ -100,7 +100,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "metavar": "FILE",
         "help": "hit rates of this trace, a JSON object a line, instead of a generated one",
     },
-    "format": {"choices": ("mooncake", "bailian"), "help": "whose format it has; default mooncake"},
+    "format": {"help": "whose format it has, as for replay; by default it is found"},
     "map": {"type": Path, "metavar": "FILE", "help": "write the map, for replay --heat FILE"},
     "paper": {"metavar": "P", "help": "of one paper: xds, cm, ds, eaas or ms"},
     "trends": {
@@ -177,7 +177,7 @@ def run(args: argparse.Namespace) -> int:
         "decode": (model, args.peers, args.peer or ()),
         "prefill": (model, args.peers, args.peer or ()),
         "startup": (model,),
-        "ems": (args.requests, args.format or "mooncake"),
+        "ems": (args.requests, args.format),
         "papers": (args.paper,),
         "heatmap": (args.map,),
     }

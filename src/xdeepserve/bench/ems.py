@@ -19,11 +19,12 @@ from xdeepserve.bench.request_traces import generated, hits_of_belady, hits_of_l
 from xdeepserve.ems.memory_pool import MemoryPool
 from xdeepserve.ems.model_cache import NAMESPACE, ModelId
 from xdeepserve.ems.mp_server import Lease
+from xdeepserve.errors import InputError
 from xdeepserve.hw.bucket import Bucket
 from xdeepserve.hw.clock import Process
 from xdeepserve.hw.pod import Pod
 from xdeepserve.model.presets import resolve_model
-from xdeepserve.platform.traces import BLOCK_TOKENS, TracedRequest, TraceFormat, read_trace
+from xdeepserve.platform.traces import FORMATS, TracedRequest, read_trace
 
 MODEL_NBYTES = 671e9  # CM Table 1: DeepSeek-R1 in INT8
 INSTANCES = 8
@@ -31,10 +32,18 @@ NUM_BLOCKS, BLOCK_NBYTES = 256, 4096  # of the model that stands for it
 SERVERS = 48
 
 
-def all_rows(requests: Path | None = None, form: TraceFormat = "mooncake") -> Iterator[Row]:
-    """Yield all rows in order of computation, with hit rates of the given trace, or of a generated one."""
-    trace = generated(seed=1) if requests is None else read_trace(requests, form)
-    block_tokens = BLOCK_TOKENS[form]
+def all_rows(requests: Path | None = None, form: str | None = None) -> Iterator[Row]:
+    """Yield all rows in order of computation, with hit rates of the given trace, or of a generated one.
+    Raises InputError for a trace without hash ids."""
+    trace, block_tokens = generated(seed=1), 512
+    if requests is not None:
+        found = read_trace(requests, form)
+        trace, block_tokens = found.requests, found.block
+        if not any(request.blocks for request in trace):
+            formats = ", ".join(each.name for each in FORMATS if each.ids)
+            raise InputError(
+                f"{requests}: no request has tokens and hash ids; formats with them are {formats}"
+            )
     return itertools.chain(table_1(), figure_23(), hit_rates(trace, block_tokens))
 
 

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 POD = "cm384"
 MAX_DIES = 768
 MIXED_DIES = 64  # of several kinds, unless it is said
-DEFAULT_FORMAT = "mooncake"
 SHOWN = 8
 
 
@@ -62,7 +61,7 @@ def add_options(parser: Parser) -> None:
     option("--prompt", type=int, metavar="N", help="tokens; default 571, the median of MS 7.1")
     option("--output", type=int, metavar="N", help="tokens; default 159, the median of MS 7.1")
     option("--trace", metavar="TRACE", help="lengths of prompts and answers from a trace, as replay reads it")
-    option("--format", metavar="F", help=f"of the trace, as for replay; default {DEFAULT_FORMAT}")
+    option("--format", metavar="F", help="of the trace, as for replay; by default it is found")
     option("--extrapolate", action="store_true", help="also plans with what was never timed, marked so")
     option("-o", dest="file", type=Path, metavar="FILE", help="write the best plan, for --deployment FILE")
 
@@ -121,7 +120,7 @@ def _demand(args: argparse.Namespace) -> Demand:
     if args.trace is None:
         default = Demand()
         return Demand(args.prompt or default.prompt, args.output or default.output)
-    requests, _ = requests_of(args.trace, args.format or DEFAULT_FORMAT)
+    requests = requests_of(args.trace, args.format, args.command).requests
     count = len(requests)
     if not any(each.input_length + each.output_length for each in requests):
         raise InputError(f"--trace {args.trace} has {'no tokens in its' if count else 'no'} requests")

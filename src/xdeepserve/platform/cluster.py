@@ -49,13 +49,15 @@ from xdeepserve.platform.length_predictor import Lengths
 from xdeepserve.platform.pool_size import PoolBounds
 from xdeepserve.platform.role_ratio import RoleBounds
 from xdeepserve.platform.scale_up import ScaleUp, ScaleWays, dummy_ns, held_weights
-from xdeepserve.platform.service_report import Bounds
+from xdeepserve.platform.service_report import Bounds, ServiceReport
 from xdeepserve.platform.step_price import Progress, StepPrice, priced, with_room
 from xdeepserve.platform.step_te import StepLimits
 from xdeepserve.reading import Mistake, read
 from xdeepserve.step.attention import KV_NBYTES
 
 MAX_TES, MAX_DIES = 4096, 768
+PLATEAU = 2  # doublings without a gain, in a row: more TEs do not help
+GAIN = 0.99  # of the mean time that requests wait: less is a gain
 FleetChange = FleetScaler | FleetRoles | FleetPool  # what a fleet's TEs or servers follow
 
 
@@ -174,10 +176,17 @@ def read_cluster(path: Path) -> Cluster:
     return cluster
 
 
-def check_policy(name: object) -> None:
-    """Raise InputError for an unknown policy."""
-    if not isinstance(name, str) or name not in POLICIES:
-        raise InputError(f"unknown policy '{name}'{meant(name, POLICIES)}: known are {', '.join(POLICIES)}")
+def policies_of(names: str) -> list[Policy]:
+    """Read names of policies, with commas between them, or `all`. Raises InputError for an unknown one."""
+    known: dict[str, Policy] = {each: each for each in POLICIES}
+    if names == "all":
+        return list(POLICIES)
+    for name in names.split(","):
+        if name not in known:
+            raise InputError(
+                f"unknown policy '{name}'{meant(name, known)}: known are {', '.join(known)}, all"
+            )
+    return [known[name] for name in dict.fromkeys(names.split(","))]
 
 
 class PricedKind(msgspec.Struct, frozen=True):
@@ -302,22 +311,35 @@ def transfer_ns(model: Checkpoint) -> float:
     return Spec().link_ns(0, 0, position_nbytes(model))
 
 
-def least_count(cluster: Cluster, within: Callable[[Cluster], float], enough: float) -> Cluster:
-    """Find the cluster with the fewest TEs, of its single kind, for which `within` reaches `enough`. The
-    number is doubled, then bisected. Raises InputError where more TEs do not help."""
+def least_count(cluster: Cluster, tried: Callable[[Cluster], ServiceReport], enough: float) -> Cluster:
+    """Find the cluster with the fewest TEs, of its single kind, which serves `enough` of the requests within
+    their bounds. The number is doubled, then bisected. Raises InputError where more TEs do not help.
+
+    Under a load far above what TEs can serve, twice as many TEs may keep no more requests within bounds. But
+    requests wait for less time then, so the doubling ends only where neither improves, twice in a row.
+    """
 
     def sized(count: int) -> Cluster:
         return msgspec.structs.replace(cluster, te=(msgspec.structs.replace(cluster.te[0], count=count),))
 
-    low, high, before = 0, 1, -1.0
-    while (share := within(sized(high))) < enough:
-        if share <= before or 2 * high > MAX_TES:
+    low, high, num_idle, before = 0, 1, 0, None
+    while (found := tried(sized(high))).within < enough:
+        num_idle = num_idle + 1 if before is not None and not _is_better(found, before) else 0
+        if num_idle == PLATEAU or 2 * high > MAX_TES:
+            ttft, tpot = (each.get(f"p{round(100 * enough)}", 0.0) for each in (found.ttft_ms, found.tpot_ms))
             raise InputError(
-                f"{high} TEs have {100 * share:.1f} % of requests within the bounds, as {high // 2} have: "
-                "prompts are too long for them; try greater --slo-ttft and --slo-tpot, or --cluster"
+                f"{high} TEs have {100 * found.within:.1f} % of requests within the bounds, and more do not "
+                f"help: prompts are too long for them; try greater --slo-ttft and --slo-tpot "
+                f"({100 * enough:g} % keep {ttft / 1e3:.1f} s and {tpot:.1f} ms), or --cluster"
             )
-        low, high, before = high, 2 * high, share
+        low, high, before = high, 2 * high, found
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if within(sized(middle)) >= enough else (middle, high)
+        low, high = (low, middle) if tried(sized(middle)).within >= enough else (middle, high)
     return sized(high)
+
+
+def _is_better(found: ServiceReport, before: ServiceReport) -> bool:
+    """Whether more requests keep their bounds, or requests wait for less time on average."""
+    waits = [(each.ttft_ms["mean"], each.tpot_ms.get("mean", 0.0)) for each in (found, before)]
+    return found.within > before.within or any(now < GAIN * then for now, then in zip(*waits, strict=True))

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from xdeepserve.platform.fleet_words import Decision
     from xdeepserve.platform.hindsight import Hindsight
     from xdeepserve.platform.service_report import Bounds, Outcome, ServiceReport
-    from xdeepserve.platform.traces import TracedRequest
+    from xdeepserve.platform.traces import RequestTrace
+
+    Result = tuple[list[Outcome], ServiceReport, dict[str, Any]]  # of a policy, or of a pod
 
 ENOUGH = 0.9  # of requests within their bounds: so many TEs are as many as a load needs
 SHOWN_EVENTS = 40  # of scaling
@@ -28,22 +30,23 @@ EXPLAINED = 8  # TEs whose scores a decision shows; with --json, all
 
 def add_options(parser: Parser) -> None:
     """Add the options: the trace, the TEs that serve it, and the service level."""
+    from xdeepserve.platform.traces import described
+
     parser.epilog = (
         "TRACE may be made:KEY=VALUE,...: requests of a generator, with seed=N, requests=N, seconds=S,\n"
         "prompt=N and output=N tokens, spread=, turns=, pause=, systems=, system=, burst=, swing=, habit=\n"
-        "and block="
+        "and block=. Formats of a file, which may be compressed (.gz, .zst):\n" + described()
     )
     option = parser.add_argument
     option("trace", metavar="TRACE", help="a file, or made:KEY=VALUE,...")
-    option(
-        "--format", metavar="F", default="mooncake", help="of the file: mooncake (default), bailian or azure"
-    )
+    option("--format", metavar="F", help="of the file, see below; by default it is found")
     add_deployment(parser)
     parser.set_defaults(deployment=None, model=None)
     option("--cluster", type=Path, metavar="FILE", help="time only, on these TEs (xdeepserve docs platform); "
            "without --deployment and --cluster: as many TEs of 32 dies as the load needs, of --model, by "
            "default deepseek-r1")  # fmt: skip
-    option("--policy", metavar="P", help="who gets a request, whatever the cluster's file says")
+    option("--policy", metavar="P,Q", help="who gets a request, whatever the cluster's file says; several or "
+           "all are compared, on the TEs of the file or on as many as the first one needs")  # fmt: skip
     option("--heat", type=Path, metavar="FILE", help="for pd-aware and deepserve, by bench heatmap")
     option("--first", type=int, metavar="N", help="of the trace, the first N requests")
     option("--faster", type=float, default=1.0, metavar="X", help="arrivals X times as fast; default 1")
@@ -68,12 +71,12 @@ def run(args: argparse.Namespace) -> int:
     from xdeepserve.platform import service_report
     from xdeepserve.platform.service_report import Bounds
 
-    requests, block = requests_of(args.trace, args.format)
-    requests = requests[: args.first]
+    trace = requests_of(args.trace, args.format, args.command)
+    trace = trace._replace(requests=trace.requests[: args.first])
     if args.faster != 1:
         from xdeepserve.platform.traces import at_rate
 
-        requests = at_rate(requests, args.faster)
+        trace = trace._replace(requests=at_rate(trace.requests, args.faster))
     plt: Any = None
     if args.plot is not None:
         from xdeepserve.bench.report import pyplot
@@ -81,20 +84,23 @@ def run(args: argparse.Namespace) -> int:
         check_writable(args.plot, "--plot")
         plt = pyplot()  # before the work, not after it
     bounds = Bounds(args.slo_ttft, args.slo_tpot)
-    if args.deployment is not None:
-        outcomes, found, more = _with_tokens(args, requests, block, bounds)
-    else:
-        outcomes, found, more = _time_only(args, requests, block, bounds)
+    results = [_with_tokens(args, trace, bounds)] if args.deployment else _time_only(args, trace, bounds)
+    outcomes, found, more = results[0]
     if args.plot is not None:
         service_report.plot(outcomes, bounds, args.plot, plt, more.get("scaling", ()))
     if args.json:
         import msgspec
 
-        print(json.dumps({"trace": args.trace, **msgspec.to_builtins(more), **msgspec.to_builtins(found)}))
+        each = [msgspec.to_builtins(more) | msgspec.to_builtins(found) for _, found, more in results]
+        print(json.dumps({"trace": args.trace, **(each[0] if len(each) == 1 else {"policies": each})}))
         return 0
+    several = {more["policy"]: found for _, found, more in results if len(results) > 1}
     for name, value in more.items():
-        if name not in ("decisions", "hindsight", "scaling"):
+        if name not in ("decisions", "hindsight", "scaling", *(["policy"] if several else [])):
             print(f"{name:<11}{value}")
+    if several:
+        print(*service_report.compared(several), sep="\n")
+        return 0
     events = more.get("scaling", ())
     print(*(event.line() for event in events[:SHOWN_EVENTS]), sep="\n", end="\n" if events else "")
     if len(events) > SHOWN_EVENTS:
@@ -119,6 +125,10 @@ def _check(args: argparse.Namespace) -> None:
             )
     elif args.policy is not None or args.heat is not None or args.explain:
         raise InputError("--policy, --heat and --explain belong to --cluster; see scheduler.route")
+    if args.policy is not None and (args.policy == "all" or "," in args.policy):
+        for name, is_given in (("--explain", args.explain), ("--plot", args.plot is not None)):
+            if is_given:
+                raise InputError(f"{name} shows one policy, found --policy {args.policy}: choose one of them")
     if args.regret is not None and not args.explain:
         raise InputError("--regret belongs to --explain")
     for name, least in (("first", 1), ("shrink", 1), ("regret", 0)):
@@ -130,53 +140,63 @@ def _check(args: argparse.Namespace) -> None:
             raise InputError(f"--{name.replace('_', '-')} must be above 0, found {getattr(args, name):g}")
 
 
-def requests_of(trace: str, form: str) -> tuple[list[TracedRequest], int]:
-    """Read the requests of a file or of the generator; return them with the number of tokens in a block."""
+def requests_of(trace: str, form: str | None, command: str) -> RequestTrace:
+    """Read the requests of a file or of the generator, and print notes on what had to be mended."""
     from xdeepserve.platform import made_traffic, traces
 
-    known = traces.trace_format(form)
+    if form is not None:
+        traces.trace_format(form)  # refused for generated requests, too
     if trace.startswith(made_traffic.PREFIX):
         traffic = made_traffic.parsed(trace)
-        return made_traffic.made(traffic), traffic.block
-    return traces.read_trace(Path(trace), known), traces.BLOCK_TOKENS[known]
+        return traces.RequestTrace(made_traffic.made(traffic), traffic.block, "generated")
+    found = traces.read_trace(Path(trace), form)
+    for each in found.notes:
+        note(command, f"{trace}: {each}")
+    return found
 
 
-def _with_tokens(
-    args: argparse.Namespace, requests: Sequence[TracedRequest], block: int, bounds: Bounds
-) -> tuple[list[Outcome], ServiceReport, dict[str, Any]]:
+def _with_tokens(args: argparse.Namespace, trace: RequestTrace, bounds: Bounds) -> Result:
     from xdeepserve.llm import LLM, digest
     from xdeepserve.platform.service_report import report
     from xdeepserve.platform.token_replay import replayed
 
     model = args.model or "tiny"
     with (
-        working(f"replay: {len(requests)} requests"),
+        working(f"replay: {len(trace.requests)} requests"),
         LLM(model, args.deployment, args.precision, overrides=overrides_of(args)) as llm,
     ):
-        outputs, outcomes, names = replayed(llm, requests, block, args.shrink)
-    more = {"model": model, "deployment": args.deployment, "digest": digest(outputs)}
+        outputs, outcomes, names = replayed(llm, trace.requests, trace.block, args.shrink)
+    more = {"model": model, "deployment": args.deployment, "format": trace.form, "digest": digest(outputs)}
     return outcomes, report(outcomes, names, bounds), more
 
 
-def _time_only(
-    args: argparse.Namespace, requests: Sequence[TracedRequest], block: int, bounds: Bounds
-) -> tuple[list[Outcome], ServiceReport, dict[str, Any]]:
+def _time_only(args: argparse.Namespace, trace: RequestTrace, bounds: Bounds) -> list[Result]:
+    """Serve the requests by each policy. Steps are priced once, and all policies have the same TEs."""
+    import msgspec
+
     from xdeepserve.engine.balance.heat_map import read_heat_map
-    from xdeepserve.platform.cluster import priced_kinds
+    from xdeepserve.model.presets import resolve_model
+    from xdeepserve.platform.cluster import policies_of, priced_kinds
     from xdeepserve.platform.cluster_replay import ClusterReplay
     from xdeepserve.platform.hindsight import hindsights
     from xdeepserve.platform.length_predictor import told_lengths
+    from xdeepserve.platform.traces import check_positions
 
+    requests = trace.requests
+    asked = [] if args.policy is None else policies_of(args.policy)
     cluster = _asked(args)
-    looks_at_kinds = cluster.policy in ("pd-aware", "deepserve")
-    if args.heat is not None and not looks_at_kinds:
-        raise InputError(f"--heat: policy {cluster.policy} looks at no heat map")
+    policies = asked or [cluster.policy]
+    looking = [each for each in policies if each in ("pd-aware", "deepserve")]
+    if args.heat is not None and not looking:
+        raise InputError(f"--heat: policy {', '.join(policies)} looks at no heat map")
     heat = None if args.heat is None else read_heat_map(args.heat)
+    check_positions(requests, resolve_model(cluster.model).config.max_position_embeddings, cluster.model)
     predict, error = told_lengths(cluster.lengths, requests)
     decisions: list[Decision] = []
+    results: list[Result] = []
     with working("replay") as status:
         status.text = "replay: steps are priced"
-        kinds = priced_kinds(cluster, block, status.progress)
+        kinds = priced_kinds(cluster, trace.block, status.progress)
 
         replay = ClusterReplay(requests, kinds, heat, predict, bounds)
 
@@ -186,19 +206,23 @@ def _time_only(
             decisions.clear()
             return replay.serve(sized, decisions.append if args.explain else None, status.progress)
 
-        if args.cluster is None:
-            cluster = _sized(cluster, serve, status)
-        fleet, outcomes, found, events = serve(cluster)
+        for policy in policies:
+            cluster = msgspec.structs.replace(cluster, policy=policy)
+            if args.cluster is None and not results:
+                cluster = _sized(cluster, serve, status)
+            fleet, outcomes, found, events = serve(cluster)
+            more: dict[str, Any] = {"model": cluster.model, "cluster": _of(cluster), "format": trace.form}
+            more["policy"] = policy
+            if error is not None:
+                more["lengths"] = error.line()
+            if (cluster.roles, cluster.scale, cluster.pool) != (None, None, None):
+                more["scaling"] = events
+            results.append((outcomes, found, more))
         tried: list[Hindsight] = []
         if args.explain and args.regret != 0:
             status.text = "replay: requests are tried on other TEs"
             tried = hindsights(lambda forced: replay.fleet(cluster, None, forced)[0], requests, decisions,
                                fleet.served, args.regret, status.progress)  # fmt: skip
-    more: dict[str, Any] = {"model": cluster.model, "cluster": _of(cluster), "policy": cluster.policy}
-    if error is not None:
-        more["lengths"] = error.line()
-    if (cluster.roles, cluster.scale, cluster.pool) != (None, None, None):
-        more["scaling"] = events
     if args.explain:
         most = len(fleet.tes) if args.json else EXPLAINED
         after = {each.number: each for each in tried}
@@ -207,25 +231,20 @@ def _time_only(
         more["regret"] = regret_of(tried)
         if not args.json:
             print(*more["decisions"], "", sep="\n")
-    if not heat and looks_at_kinds and len({te.is_apart for te in fleet.tes}) == 2:
-        note(args.command, f"without --heat, {cluster.policy} takes TEs of both kinds for alike")
-    return outcomes, found, more
+    if not heat and looking and len({te.is_apart for te in fleet.tes}) == 2:
+        note(args.command, f"without --heat, {', '.join(looking)} takes TEs of both kinds for alike")
+    return results
 
 
 def _asked(args: argparse.Namespace) -> Cluster:
-    """Make the cluster of a file, or TEs whose number is yet to be found, with the policy and model of the
-    options."""
+    """Make the cluster of a file, or TEs whose number is yet to be found, with the model of the options."""
     import msgspec
 
     from xdeepserve.model.presets import resolve_model
-    from xdeepserve.platform.cluster import Cluster, ClusterTE, check_policy, read_cluster
+    from xdeepserve.platform.cluster import Cluster, ClusterTE, read_cluster
 
-    if args.policy is not None:
-        check_policy(args.policy)
     cluster = Cluster((ClusterTE(),)) if args.cluster is None else read_cluster(args.cluster)
-    cluster = msgspec.structs.replace(
-        cluster, policy=args.policy or cluster.policy, model=args.model or cluster.model
-    )
+    cluster = msgspec.structs.replace(cluster, model=args.model or cluster.model)
     if args.cluster is None:
         drafts = min(cluster.te[0].mtp, resolve_model(cluster.model).config.num_nextn_predict_layers)
         cluster = msgspec.structs.replace(cluster, te=(ClusterTE(mtp=drafts),))
@@ -246,12 +265,12 @@ def _sized(cluster: Cluster, serve: Callable[[Cluster], ClusterServed], status: 
     """Find the fewest TEs for serving ENOUGH of the requests within their bounds."""
     from xdeepserve.platform.cluster import least_count
 
-    def within(sized: Cluster) -> float:
+    def tried(sized: Cluster) -> ServiceReport:
         found = serve(sized).report
         status.row(f"{sized.te[0].count} TEs have {100 * found.within:.1f} % within the bounds")
-        return found.within
+        return found
 
-    return least_count(cluster, within, ENOUGH)
+    return least_count(cluster, tried, ENOUGH)
 
 
 def explained(decision: Decision, fleet: Fleet, most: int, after: Hindsight | None = None) -> str:

@@ -236,8 +236,8 @@ class Fleet:
         for number, each in enumerate(requests):
             if each.input_length + each.output_length > room:
                 raise InputError(
-                    f"request {number} of the trace has {each.input_length} + {each.output_length} tokens, "
-                    f"and a DP group has KV for {room}"
+                    f"{each.said(number)} has {each.input_length} + {each.output_length} tokens, and "
+                    f"a DP group has KV for {room}"
                 )
 
     def _arrive(self, number: int, request: TracedRequest) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -47,7 +48,10 @@ class TELoad(msgspec.Struct, frozen=True):
 
 
 class ServiceReport(msgspec.Struct, frozen=True):
-    """Figures of a replay. `goodput` is requests within both bounds per second, `within` their share."""
+    """Figures of a replay, from the first arrival on.
+
+    `goodput` is requests within both bounds per second, `within` their share.
+    """
 
     num_requests: int
     seconds: float
@@ -91,7 +95,7 @@ def report(
     ttft = [each.ttft_ns / 1e6 for each in outcomes]
     tpot = [each.tpot_ns / 1e6 for each in outcomes if each.tpot_ns is not None]
     good = sum(is_within(each, bounds) for each in outcomes)
-    last_ns = max(each.last_ns for each in outcomes)
+    took_ns = max(each.last_ns for each in outcomes) - min(each.at_ns for each in outcomes)
     begun: list[list[Outcome]] = [[] for _ in names]
     ended: list[list[Outcome]] = [[] for _ in names]
     for each in outcomes:
@@ -103,12 +107,12 @@ def report(
             len(ended[number]) + sum(each.te != number for each in begun[number]),
             sum(each.num_output for each in ended[number]),
             _hits(begun[number]),
-            None if busy_ns is None else busy_ns[number] / last_ns,
+            None if busy_ns is None else busy_ns[number] / took_ns,
         )
         for number, name in enumerate(names)
     ]
     return ServiceReport(
-        len(outcomes), last_ns / 1e9, _figures(ttft), _figures(tpot), good / last_ns * 1e9,
+        len(outcomes), took_ns / 1e9, _figures(ttft), _figures(tpot), good / took_ns * 1e9,
         good / len(outcomes), _hits(outcomes), loads, bounds,
     )  # fmt: skip
 
@@ -128,6 +132,21 @@ def _figures(values: Sequence[float]) -> dict[str, float]:
         return {}
     array = np.asarray(values)
     return {"mean": float(array.mean())} | {f"p{p}": float(np.percentile(array, p)) for p in PERCENTILES}
+
+
+def compared(reports: Mapping[str, ServiceReport]) -> list[str]:
+    """Format reports of the same requests as a table, a row for each name."""
+    rows = [["policy", "TTFT ms", "p99", "TPOT ms", "p99", "goodput/s", "within", "hits"]]
+    for name, each in reports.items():
+        pairs = itertools.product((each.ttft_ms, each.tpot_ms), ("mean", "p99"))
+        times = [f"{values.get(key, 0.0):,.1f}" for values, key in pairs]
+        shares = [f"{100 * share:.1f} %" for share in (each.within, each.hit_rate)]
+        rows.append([name, *times, f"{each.goodput:.2f}", *shares])
+    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    return [
+        f"{name:<{first}}" + "".join(f"{cell:>{2 + width}}" for cell, width in zip(row, others, strict=True))
+        for name, *row in rows
+    ]
 
 
 class TECount(Protocol):

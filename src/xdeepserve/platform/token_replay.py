@@ -52,8 +52,8 @@ def check_lengths(requests: Sequence[TracedRequest], shrink: int, max_model_len:
     if need > max_model_len:
         whole = longest.input_length + longest.output_length
         raise InputError(
-            f"request {number} of the trace has {longest.input_length} + {longest.output_length} tokens, and "
-            f"the pod's context {max_model_len}; try --shrink {-(-whole // max(1, max_model_len - 2))}"
+            f"{longest.said(number)} has {longest.input_length} + {longest.output_length} tokens, and the "
+            f"pod's context {max_model_len}; try --shrink {-(-whole // max(1, max_model_len - 2))}"
         )
 
 

@@ -1,173 +1,508 @@
-"""Requests of public traces: times, lengths and blocks of prompts.
+"""Requests of public traces: arrivals, lengths and blocks of prompts, in one reader for all formats.
 
-mooncake   Mooncake's traces: a JSON object a line with `timestamp` (ms), `input_length`, `output_length` and
-           `hash_ids`, one for each 512 tokens of the prompt
-bailian    Qwen-Bailian's anonymised usage traces: the same with `timestamp` in seconds, 16 tokens a block,
-           and `chat_id`, `parent_chat_id`, `turn` and `type`, which are not needed here
-azure      Azure's LLM inference traces of 2023 and 2024: a CSV file with the columns `TIMESTAMP` (date and
-           time), `ContextTokens` and `GeneratedTokens`; who shares a prefix with whom is not told
+`FORMATS` is the table of formats. A file's columns, and the size of the blocks that its hash ids stand for,
+decide which one it is. Times are shifted so that the first request comes at 0, and rows are sorted by time.
 
-Equal numbers are equal blocks after equal blocks, in either format that has them.
+Equal numbers of blocks are equal blocks after equal blocks, whatever a file's hash ids stand for: an id that
+comes after different ids gets another number.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Sequence
+import gzip
+import importlib
+import itertools
+import math
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from xdeepserve.errors import InputError, meant
-from xdeepserve.reading import read_line, unreadable
+from xdeepserve.reading import Document, shown, unreadable
 
-TraceFormat = Literal["mooncake", "bailian", "azure"]
-BLOCK_TOKENS: dict[TraceFormat, int] = {"mooncake": 512, "bailian": 16, "azure": 16}
-NS: dict[TraceFormat, float] = {"mooncake": 1e6, "bailian": 1e9}  # of the unit of timestamps
-COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")  # of Azure's
+Unit = Literal["s", "ms", "us", "ns"]
+NS: Mapping[Unit, int] = {"s": 10**9, "ms": 10**6, "us": 1000, "ns": 1}
+SPELLINGS: Mapping[str, Unit] = {
+    "s": "s", "sec": "s", "secs": "s", "seconds": "s", "ms": "ms", "msec": "ms", "millis": "ms",
+    "milliseconds": "ms", "us": "us", "usec": "us", "micros": "us", "microseconds": "us", "ns": "ns",
+    "nanos": "ns", "nanoseconds": "ns",
+}  # fmt: skip
+
+
+class TraceFormat(NamedTuple):
+    """Format of a trace: its columns by their possible names, and what its numbers stand for.
+
+    `unit` is the unit of times that are numbers, and `block` the tokens that a hash id stands for. Without
+    them, both are found by the numbers themselves. `marks` are further columns, of this format alone.
+    """
+
+    name: str
+    whose: str
+    form: Literal["JSON", "CSV"]
+    time: Sequence[str]
+    prompt: Sequence[str]
+    output: Sequence[str]
+    ids: Sequence[str] = ()
+    unit: Unit | None = None
+    block: int | None = None
+    marks: Sequence[str] = ()
+
+
+TIMES = (
+    "timestamp", "time", "arrival_time", "arrived_at", "arrival_timestamp", "arrival", "arrival_ts", "ts",
+    "timestamp_start_unix", "start_time", "request_time", "created_at", "created",
+)  # fmt: skip
+PROMPTS = (
+    "input_length", "input_tokens", "num_input_tokens", "input_token_count", "input_len", "isl",
+    "prompt_tokens", "num_prompt_tokens", "prompt_token_count", "prompt_length", "prompt_len", "prompt_size",
+    "prefill_tokens", "num_prefill_tokens", "context_tokens", "request_tokens",
+)  # fmt: skip
+OUTPUTS = (
+    "output_length", "output_tokens", "num_output_tokens", "output_token_count", "output_len", "osl",
+    "completion_tokens", "num_completion_tokens", "completion_token_count", "completion_length",
+    "decode_tokens", "num_decode_tokens", "generated_tokens", "response_tokens", "response_length",
+    "token_size", "max_tokens",
+)  # fmt: skip
+IDS = ("hash_ids", "block_hash_ids", "block_hashes", "block_ids")
+
+# The first row whose columns a file has is its format.
+FORMATS = (
+    TraceFormat(
+        "bailian", "Alibaba's Qwen-Bailian", "JSON", ["timestamp"], ["input_length"], ["output_length"],
+        ["hash_ids"], "s", 16, ["chat_id"],
+    ),
+    TraceFormat(
+        "mooncake", "Moonshot's Mooncake", "JSON", ["timestamp"], ["input_length"], ["output_length"],
+        ["hash_ids"], "ms", 512,
+    ),
+    TraceFormat(
+        "azure", "Azure's LLM inference, 2023 and 2024", "CSV", ["TIMESTAMP"], ["ContextTokens"],
+        ["GeneratedTokens"], unit="s",
+    ),
+    TraceFormat(
+        "burstgpt", "BurstGPT's", "CSV", ["Timestamp"], ["Request tokens"], ["Response tokens"], unit="s"
+    ),
+    TraceFormat(
+        "vidur", "vidur's", "CSV", ["arrived_at"], ["num_prefill_tokens"], ["num_decode_tokens"],
+        ["block_hash_ids"], "s",
+    ),
+    TraceFormat(
+        "splitwise", "SplitwiseSim's", "CSV", ["arrival_timestamp"], ["prompt_size"], ["token_size"], unit="s"
+    ),
+    TraceFormat("jsonl", "any other, a JSON object a line", "JSON", TIMES, PROMPTS, OUTPUTS, IDS),
+    TraceFormat("csv", "any other, with a line of names", "CSV", TIMES, PROMPTS, OUTPUTS, IDS),
+)  # fmt: skip
+BY_NAME = {each.name: each for each in FORMATS}
+PLAIN = {each.form: each for each in FORMATS}  # the last of each form takes what no other one does
+
+DEFAULT_BLOCK = 16  # tokens, where no prompt shares anything
+SHOWN_NAMES = 4  # of those that a column may have, in a refusal
+MOST_TOKENS = 10**9  # of a prompt, or of an answer
+EPOCH = 1e9  # seconds since 1970: September 2001
+DENSE = 10  # numbers from a request to the next: if there are fewer, they are seconds and not milliseconds
+LONGEST_S = 10 * 365 * 86_400  # of a trace
+LATEST = 1e19  # in ns since 1970
 MICROSECOND = timedelta(microseconds=1)
+SINCE_1970 = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class TracedRequest(NamedTuple):
-    """A request of a trace: its time, lengths and blocks."""
+    """A request of a trace: its time, lengths and blocks, and the line of the file that it stands on."""
 
     at_ns: int
     input_length: int  # tokens, as is the next
     output_length: int
     blocks: tuple[int, ...]  # of the prompt; without them nobody is known to share its beginning
+    line: int = 0
+
+    def said(self, number: int) -> str:
+        """Name the request in a refusal: by its line, or by its number where there is no file."""
+        return f"line {self.line} of the trace" if self.line else f"request {number} of the trace"
 
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)]
+class RequestTrace(NamedTuple):
+    """Requests in order of time, the tokens of a block, the format in words, and what had to be mended."""
+
+    requests: list[TracedRequest]
+    block: int
+    form: str
+    notes: Sequence[str] = ()
 
 
-class _Line(msgspec.Struct, frozen=True):
-    """A line of a JSON trace: a request."""
-
-    timestamp: Annotated[float, msgspec.Meta(ge=0, le=1e12)]
-    input_length: Count
-    output_length: Count
-    hash_ids: tuple[Count, ...]
+class _TraceRow(NamedTuple):
+    line: int
+    time: float  # in the file's unit; of a date, microseconds since 1970
+    is_date: bool
+    prompt: int  # tokens, as is the next
+    output: int
+    blocks: tuple[int, ...]
 
 
 def trace_format(name: str) -> TraceFormat:
-    """Check the name of a trace format. Raises InputError for an unknown one."""
-    for known in get_args(TraceFormat):
-        if name == known:
-            return known
-    names = get_args(TraceFormat)
-    raise InputError(f"unknown trace format '{name}'{meant(name, names)}: known are {', '.join(names)}")
+    """Find a format by its name. Raises InputError for an unknown one."""
+    if name not in BY_NAME:
+        raise InputError(
+            f"unknown trace format '{name}'{meant(name, BY_NAME)}: known are {', '.join(BY_NAME)}"
+        )
+    return BY_NAME[name]
 
 
-def read_trace(path: Path, form: TraceFormat) -> list[TracedRequest]:
-    """Read every request of a file. Raises InputError, with line and field, for an invalid request, and for
-    times that run backwards."""
-    requests: list[TracedRequest] = []
-    last = 0  # the line of the latest request
+def described() -> str:
+    """Describe all formats in lines, for the help of commands."""
+    rows = []
+    for each in FORMATS:
+        names = ", ".join(column[0] for column in (each.time, each.prompt, each.output, each.ids) if column)
+        unit = each.unit or "s, ms or us, found by itself"
+        block = f", {each.block} tokens a hash id" if each.block else ""
+        rows.append(f"  {each.name:<11}{each.whose} ({each.form}): {names}; times in {unit}{block}")
+    return "\n".join(rows)
+
+
+def read_trace(path: Path, name: str | None = None) -> RequestTrace:
+    """Read every request of a file; without the name of a format, it is found. Raises InputError, with line
+    and column, for an invalid request."""
+    asked = None if name is None else trace_format(name)
+    broken: tuple[type[Exception], ...] = ()
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            lines = _azure(path, file) if form == "azure" else _json(path, file, form)
-            for number, request in lines:
-                if requests and request.at_ns < requests[-1].at_ns:
-                    field = COLUMNS[0] if form == "azure" else "timestamp"
-                    earlier = (requests[-1].at_ns - request.at_ns) / 1e9
-                    raise InputError(
-                        f"{path}, line {number}: {field} runs backwards: {earlier:g} s before line {last}"
-                    )
-                requests.append(request)
-                last = number
+        opener, broken = _opener(path)
+        with opener(path, "rt", newline="", encoding="utf-8-sig") as file:
+            table = _table(path, file)
+            form, columns = _format(path, table, asked)
+            rows = list(_rows(path, table, columns))
+    except broken as error:
+        raise InputError(f"{path}: cannot be unpacked: {error}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: {unreadable(error)}") from None
-    if not requests:
+    if not rows:
         raise InputError(f"{path}: no requests in it")
-    if form != "azure" and not any(request.blocks and request.input_length for request in requests):
-        raise InputError(f"{path}: no request in it has tokens and hash_ids")
-    if form != "azure":
-        _check_blocks(path, form, requests)
-    return requests
+    block = _block_size(path, columns.get("ids", ""), rows, form.block)
+    if asked is None and form.block and block != form.block and not form.marks:
+        form = PLAIN[form.form]  # columns of a format with blocks, without its blocks
+    return _trace(path, form, columns["time"], rows, block)
 
 
-def _check_blocks(path: Path, form: TraceFormat, requests: Sequence[TracedRequest]) -> None:
-    """Raise InputError for a file with the fields of this format, but the hash_ids of another format."""
-    some = [request for request in requests if request.blocks]
-    found = sum(len(request.blocks) for request in some)
-    off = {
-        name: abs(found - sum(-(-request.input_length // BLOCK_TOKENS[name]) for request in some))
-        for name in NS
-    }
-    if off[nearest := min(off, key=lambda name: off[name])] < off[form]:
-        raise InputError(
-            f"{path}: {found} hash_ids are not one for each {BLOCK_TOKENS[form]} tokens, as in the format "
-            f"{form}: is it {nearest}?"
-        )
+# ---- files -------------------------------------------------------------------------------------------------
 
 
-def _json(path: Path, lines: Iterator[str], form: TraceFormat) -> Iterator[tuple[int, TracedRequest]]:
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            yield number, _request(path, number, line, form)
-
-
-def _request(path: Path, number: int, line: str, form: TraceFormat) -> TracedRequest:
-    if not line.lstrip().startswith("{"):
-        others = " or ".join(name for name in get_args(TraceFormat) if name != form)
-        where = f"{path}, line {number}"
-        raise InputError(f"{where}: not a JSON object, as in the format {form} (is it {others}?)")
-    said = read_line(line.encode(), _Line, path, number)
-    return TracedRequest(
-        round(said.timestamp * NS[form]), said.input_length, said.output_length, said.hash_ids
+def _opener(path: Path) -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
+    """Choose the opener of a text by its first bytes, since it may be compressed. Also return the errors of
+    the opener for broken files."""
+    with path.open("rb") as file:
+        magic = file.read(4)
+    if magic[:2] == b"\x1f\x8b":
+        return gzip.open, (gzip.BadGzipFile, EOFError, zlib.error)
+    if magic != b"\x28\xb5\x2f\xfd":
+        return open, ()
+    for name in ("compression.zstd", "zstandard"):
+        try:
+            library = importlib.import_module(name)
+        except ImportError:
+            continue
+        return library.open, (library.ZstdError, EOFError)
+    raise InputError(
+        f"{path}: compressed with zstd, which needs a library: `pip install zstandard`, or unpack the file: "
+        f"`zstd -d {path}`"
     )
 
 
-def _azure(path: Path, lines: Iterator[str]) -> Iterator[tuple[int, TracedRequest]]:
-    rows = _rows(path, lines)
-    header = next((row for _, row in rows), [])
-    missing = [name for name in COLUMNS if name not in header]
-    if missing:
-        raise InputError(f"{path}, line 1: not a trace in the format azure: no column {missing[0]}")
-    columns = [header.index(name) for name in COLUMNS]
-    first: datetime | None = None
-    for number, row in rows:
-        if not row:
-            continue
-        where = f"{path}, line {number}"
-        if len(row) <= max(columns):
-            raise InputError(f"{where}: {len(row)} fields, where the header has {len(header)}")
-        text, *lengths = (row[column].strip() for column in columns)
-        at = _date(where, text)
-        first = first or at
-        numbers = [_whole(where, *each) for each in zip(COLUMNS[1:], lengths, strict=True)]
-        at_ns = 1000 * ((at - first) // MICROSECOND)
-        yield number, TracedRequest(at_ns, numbers[0], numbers[1], ())
+class _Table(NamedTuple):
+    """A file's columns, and its records, each with its line."""
+
+    form: Literal["JSON", "CSV"]
+    line: int  # of the names
+    names: Sequence[str]
+    records: Iterator[tuple[int, Mapping[str, Any]]]
 
 
-def _rows(path: Path, lines: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
-    """Yield rows of CSV, each with the number of its last line."""
-    rows = csv.reader(lines)
+def _table(path: Path, file: Iterable[str]) -> _Table:
+    """Find the columns of a file: the names in its first line, or the fields of its first object."""
+    lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
+    number, first = next(lines, (0, ""))
+    if not first:
+        raise InputError(f"{path}: no requests in it")
+    if first.lstrip()[0] in "{[":
+        top = _object(path, number, first)
+        rest = ((number, _object(path, number, line)) for number, line in lines)
+        return _Table("JSON", number, list(top), itertools.chain([(number, top)], rest))
+    delimiter = max(",;\t|", key=first.count)
+    names = [name.strip() for name in next(csv.reader([first], delimiter=delimiter))]
+    return _Table("CSV", number, names, _csv_records(path, names, lines, delimiter))
+
+
+def _object(path: Path, number: int, line: str) -> Mapping[str, Any]:
     try:
-        for row in rows:
-            yield rows.line_num, row
+        found = msgspec.json.decode(line)
+    except (msgspec.DecodeError, RecursionError):
+        found = Document(line, path, "JSON", first=number).raw  # refused in our words
+    if isinstance(found, dict):
+        return found
+    raise InputError(f"{path}, line {number}: must be a JSON object, one a line, found {shown(found)}")
+
+
+def _csv_records(
+    path: Path, names: Sequence[str], lines: Iterator[tuple[int, str]], delimiter: str
+) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    last = 0
+
+    def texts() -> Iterator[str]:
+        nonlocal last
+        for number, line in lines:
+            last = number
+            yield line
+
+    try:
+        for row in csv.reader(texts(), delimiter=delimiter, skipinitialspace=True):
+            if len(row) < len(names):
+                raise InputError(
+                    f"{path}, line {last}: {len(row)} fields, where the line of names has {len(names)}"
+                )
+            yield last, dict(zip(names, row, strict=False))
     except csv.Error as error:
-        raise InputError(f"{path}, line {rows.line_num}: not a row of CSV: {error}") from None
+        raise InputError(f"{path}, line {last}: not a row of CSV: {error}") from None
 
 
-def _date(where: str, text: str) -> datetime:
-    try:
-        at = datetime.fromisoformat(text)
-    except ValueError:
+# ---- columns -----------------------------------------------------------------------------------------------
+
+NEEDED = {"time": "arrival times", "prompt": "tokens of prompts", "output": "tokens of answers"}
+
+
+def _plain(name: str) -> str:
+    return re.sub("[^a-z0-9]", "", name.lower())
+
+
+def _stem(name: str) -> tuple[str, Unit | None]:
+    """Split a column's name into its plain name and the unit that it ends with, if it does."""
+    stem, _, last = re.sub("[^a-z0-9]+", "_", name.lower()).strip("_").rpartition("_")
+    unit = SPELLINGS.get(last) if stem else None
+    return _plain(name if unit is None else stem), unit
+
+
+def _columns(form: TraceFormat, names: Sequence[str]) -> dict[str, str]:
+    """Find the columns of a format in a file, by the first of their possible names that the file has."""
+    spelled = {plain: name for name in reversed(names) for plain in (_stem(name)[0], _plain(name))}
+    found = {}
+    for part in (*NEEDED, "ids"):
+        known = map(_plain, getattr(form, part))
+        if (column := next((spelled[each] for each in known if each in spelled), None)) is not None:
+            found[part] = column
+    return found
+
+
+def _format(path: Path, table: _Table, asked: TraceFormat | None) -> tuple[TraceFormat, dict[str, str]]:
+    """Find the first format whose columns the file has. Raises InputError that names a column it lacks."""
+    where = f"{path}, line {table.line}"
+    some = [each for each in FORMATS if each.form == table.form]
+    if asked is not None and asked.form != table.form:
         raise InputError(
-            f"{where}: TIMESTAMP is a date and a time like 2023-11-16 18:17:03.97, found {text!r}"
-        ) from None
-    return at if at.tzinfo else at.replace(tzinfo=UTC)
+            f"{where}: must be {asked.form}, as in the format {asked.name}, found {table.form}; leave the "
+            f"format out, or use one of {', '.join(each.name for each in some)}"
+        )
+    for form in some if asked is None else [asked]:
+        columns = _columns(form, table.names)
+        if columns.keys() >= NEEDED.keys() and (asked or set(form.marks) <= set(table.names)):
+            return form, columns
+    part = next(part for part in NEEDED if part not in columns)
+    known, others = getattr(form, part)[:SHOWN_NAMES], " or the like" if form in PLAIN.values() else ""
+    raise InputError(
+        f"{where}: no column with {NEEDED[part]}: must be {', '.join(known)}{others}, found "
+        f"{', '.join(map(shown, table.names))}"
+    )
 
 
-def _whole(where: str, field: str, text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < 18):
-        raise InputError(f"{where}: {field} is a whole number, 0 or more, found {text!r}")
-    return int(text)
+# ---- rows --------------------------------------------------------------------------------------------------
+
+NUMBER = re.compile(r"[+-]?[0-9]{1,25}(\.[0-9]*)?([eE][+-]?[0-9]{1,3})?")
+
+
+def _rows(path: Path, table: _Table, columns: Mapping[str, str]) -> Iterator[_TraceRow]:
+    numbers: dict[tuple[int, int | str], int] = {}  # of a block and the id after it
+    of_time, of_prompt, of_output = (columns[part] for part in NEEDED)
+    for line, record in table.records:
+        try:
+            time, is_date = _time(of_time, record)
+            prompt, output = _tokens(of_prompt, record), _tokens(of_output, record)
+            number, blocks = -1, []
+            for each in _ids(columns.get("ids"), record):
+                number = numbers.setdefault((number, each), len(numbers))
+                blocks.append(number)
+        except ValueError as wrong:
+            raise InputError(f"{path}, line {line}: {wrong}") from None
+        yield _TraceRow(line, time, is_date, prompt, output, tuple(blocks) if prompt else ())
+
+
+def _value(column: str, record: Mapping[str, Any], what: str) -> Any:
+    if column not in record:
+        raise ValueError(f"{column} is missing: {what}")
+    return record[column]
+
+
+def _number(value: object) -> float | None:
+    """Read a number, or a text that is one; a float without a fraction is a whole number."""
+    if isinstance(value, str) and NUMBER.fullmatch(text := value.strip()):
+        value = int(text) if text.lstrip("+-").isdigit() else float(text)
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return value if is_number else None  # type: ignore[return-value]
+
+
+def _tokens(column: str, record: Mapping[str, Any]) -> int:
+    what = f"a whole number from 0 to {MOST_TOKENS:,}"
+    number = _number(value := _value(column, record, what))
+    if isinstance(number, int) and 0 <= number <= MOST_TOKENS:
+        return number
+    raise ValueError(f"{column} must be {what}, found {shown(value)}")
+
+
+def _time(column: str, record: Mapping[str, Any]) -> tuple[float, bool]:
+    """Read a time: a number, or a date, in microseconds since 1970."""
+    what = f"a number from 0 to {LATEST:g}, or a date and a time like 2023-11-16 18:17:03.97"
+    number = _number(value := _value(column, record, what))
+    if number is not None and 0 <= number <= LATEST:
+        return number, False
+    try:
+        at = datetime.fromisoformat(value.strip() if isinstance(value, str) and number is None else "")
+    except ValueError:
+        raise ValueError(f"{column} must be {what}, found {shown(value)}") from None
+    return ((at if at.tzinfo else at.replace(tzinfo=UTC)) - SINCE_1970) // MICROSECOND, True
+
+
+def _ids(column: str | None, record: Mapping[str, Any]) -> Sequence[int | str]:
+    """Read the hash ids of a prompt: a list, or a text of them in CSV. There may be no such column."""
+    value = None if column is None else record.get(column)
+    if isinstance(value, str):
+        value = re.findall(r"[^\s\[\]|,;'\"]+", value)
+    if value is None:
+        return ()
+    if not isinstance(value, list):
+        raise ValueError(f"{column} must be a list of whole numbers or texts, found {shown(value)}")
+    ids = []
+    for place, each in enumerate(value):
+        found = each if isinstance(each, str) else _number(each)
+        if not isinstance(found, int | str):
+            raise ValueError(f"{column}[{place}] must be a whole number or a text, found {shown(each)}")
+        ids.append(found)
+    return ids
+
+
+# ---- what numbers stand for --------------------------------------------------------------------------------
+
+
+def _block_size(path: Path, column: str, rows: Sequence[_TraceRow], own: int | None) -> int | None:
+    """Find how many tokens a hash id stands for, by the number of ids for each prompt; None without ids.
+
+    If several sizes fit, it is that of the format, or else the roundest in binary. Raises InputError for
+    numbers of ids that fit no size.
+    """
+    some = [row for row in rows if row.blocks]
+    if not some:
+        return None
+    sizes: list[int] = []
+    refusal = ""
+    for has_rest in (True, False):
+        low, high = 1, MOST_TOKENS
+        for row in some:
+            least, most = _sizes(row.prompt, len(row.blocks), has_rest)
+            if max(low, least) > min(high, most):
+                refusal = refusal or (
+                    f"{path}, line {row.line}: {column} must be one for each {low} to {high} tokens, as "
+                    f"before, found {len(row.blocks)} for {row.prompt}"
+                )
+                break
+            low, high = max(low, least), min(high, most)
+        else:
+            if own is not None and low <= own <= high:
+                return own
+            sizes.append(max(range(low, min(high, 2 * low) + 1), key=_roundness))
+    if not sizes:
+        raise InputError(refusal)
+    return max(sizes, key=_roundness)
+
+
+def _roundness(size: int) -> int:
+    return size & -size
+
+
+def _sizes(length: int, count: int, has_rest: bool) -> tuple[int, int]:
+    """Return the least and the most tokens of a block, if a prompt has so many ids.
+
+    `has_rest`: the last id stands for what is left after whole blocks; otherwise that has no id.
+    """
+    if has_rest:
+        return -(-length // count), (length - 1) // (count - 1) if count > 1 else MOST_TOKENS
+    return length // (count + 1) + 1, length // count
+
+
+def _trace(
+    path: Path, form: TraceFormat, column: str, rows: Sequence[_TraceRow], block: int | None
+) -> RequestTrace:
+    """Make the requests of all rows: sorted, and the first at 0. Raises InputError for times that are not of
+    one trace."""
+    begin, end = (choose(rows, key=lambda row: row.time) for choose in (min, max))
+    if (other := next((row for row in rows if row.is_date != rows[0].is_date), None)) is not None:
+        kinds = ("a number", "a date and a time")
+        raise InputError(
+            f"{path}, line {other.line}: {column} must be {kinds[rows[0].is_date]}, as on line "
+            f"{rows[0].line}, found {kinds[other.is_date]}"
+        )
+    named = "us" if begin.is_date else _stem(column)[1]
+    unit = named or _unit(begin.time, (end.time - begin.time) / max(1, len(rows) - 1), form.unit)
+    if (seconds := (end.time - begin.time) * NS[unit] / 1e9) > LONGEST_S:
+        raise InputError(
+            f"{path}, line {end.line}: {column} must be within ten years of all others, found "
+            f"{seconds / 365 / 86_400:,.0f} years after line {begin.line}"
+        )
+    requests = [
+        TracedRequest(round((row.time - begin.time) * NS[unit]), row.prompt, row.output, row.blocks, row.line)
+        for row in rows
+    ]
+    notes = []
+    if begin.time and not begin.is_date:
+        notes.append(f"times begin at {begin.time:,} {unit}: shifted to 0")
+    if named is None and form.unit is None and begin.time < EPOCH:
+        notes.append(f"{column} is in {unit}, by its spacing; call it {column}_s or {column}_ms to say it")
+    if late := sum(one.at_ns > two.at_ns for one, two in itertools.pairwise(requests)):
+        notes.append(f"rows are not in order of time in {late} place{'s' if late > 1 else ''}: sorted")
+        requests.sort(key=lambda request: request.at_ns)
+    if block is not None and block != form.block:
+        notes.append(f"a hash id stands for {block} tokens, by the number of them")
+    blocks = "no hash ids" if block is None else f"{block} tokens a hash id"
+    times = "dates" if begin.is_date else f"times in {unit}"
+    return RequestTrace(requests, block or DEFAULT_BLOCK, f"{form.name}: {times}, {blocks}", notes)
+
+
+def _unit(least: float, gap: float, own: Unit | None) -> Unit:
+    """Find the unit of times by their magnitude, if they count from 1970; else it is that of the format, or
+    found by the mean gap between requests."""
+    if least >= EPOCH:
+        units: Sequence[Unit] = ("s", "ms", "us", "ns")
+        unit = units[min(3, int(math.log10(least / EPOCH)) // 3)]
+        is_late = unit == "s" and own == "ms" and gap >= DENSE  # a slice that begins after eleven days
+        return "ms" if is_late else unit
+    return own or ("s" if gap < DENSE else "ms")
+
+
+# ---- what is done with them --------------------------------------------------------------------------------
 
 
 def at_rate(requests: Sequence[TracedRequest], times: float) -> list[TracedRequest]:
     """Return the requests with arrivals `times` times as fast."""
     return [request._replace(at_ns=round(request.at_ns / times)) for request in requests]
+
+
+def check_positions(requests: Sequence[TracedRequest], positions: int, model: str) -> None:
+    """Raise InputError for requests of a file that are longer than a model's positions. Generated lengths
+    have no such bound."""
+    long = [each for each in requests if each.line and each.input_length + each.output_length > positions]
+    if long:
+        first, others = long[0], f", and so have {len(long) - 1} more" if len(long) > 1 else ""
+        raise InputError(
+            f"{first.said(0)} has {first.input_length} + {first.output_length} tokens{others}; {model} has "
+            f"{positions} positions: leave such requests out, or take another --model"
+        )
