@@ -237,16 +237,16 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return layer_idx >= min(self.first_k_dense_replace, self.num_hidden_layers)
 
 
-def load_config(directory: Path) -> ModelConfig:
+def load_config(directory: Path, name: str = "config.json") -> ModelConfig:
     """Read `config.json`, and the token ids of `generation_config.json`, which win as in transformers.
 
     Raises CheckpointError with one line that names everything that is wrong.
     """
-    reader = _ConfigReader(read_json_object(directory / "config.json"))
+    reader = _ConfigReader(read_json_object(directory / name))
     reader.check_supported()
     config = reader.model_config()
     if reader.problems:
-        raise CheckpointError(f"{directory / 'config.json'}: {'; '.join(reader.problems)}")
+        raise CheckpointError(f"{directory / name}: {'; '.join(reader.problems)}")
     if not (directory / "generation_config.json").is_file():
         return config
     generation = Reader(read_json_object(directory / "generation_config.json"))
@@ -310,8 +310,8 @@ class _ConfigReader(Reader):
             self.off("attention_bias")
         for key, words in LAYER_TYPES.items():
             own = (self.family.layer_type,) if self.family.layer_type and key == "layer_types" else words
-            found = self.raw.get(key)
-            for word in found if isinstance(found, list) else () if found is None else (found,):
+            stated = self.raw.get(key)
+            for word in stated if isinstance(stated, list) else () if stated is None else (stated,):
                 if word not in own:
                     self.problems.append(
                         f"{key} {abridged(word)} is not supported (only {abridged(own[0])} is)"

@@ -135,7 +135,7 @@ class Reader:
 
     def layer_numbers(self, key: str) -> frozenset[int]:
         value = [] if self.is_null(key) else self.raw.get(key, [])
-        numbers = [whole(each) for each in value] if isinstance(value, list) else [None]
+        numbers = [whole(each) for each in value] if isinstance(value, list) else [-1]
         if all(type(layer_idx) is int and layer_idx >= 0 for layer_idx in numbers):
             return frozenset(numbers)
         self.problems.append(f"{self.key(key)} must be a list of layer numbers, found {abridged(value)}")
