@@ -54,6 +54,13 @@ WAYS: dict[str, list[tuple[str, list[str]]]] = {
         ("moe-attention", []),
         ("transformerless", []),
     ],
+    "v2-yarn-mscales": [
+        ("monolithic", []),
+        ("colocated", ["dies=4", "tp=2"]),
+        ("pd", ["prefill.tp=4", "transfer=layer"]),
+        ("moe-attention", []),
+        ("transformerless", []),
+    ],
     "minimax-odd-heads": [
         ("colocated", ["tp=2", "dies=2", "exchange=push"]),
         ("moe-attention", ["dataflow=true"]),

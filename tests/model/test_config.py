@@ -375,7 +375,7 @@ def test_generation_config_wins_where_it_speaks(load) -> None:
             {"model_type": "llama"},
             'model_type "llama" is not supported '
             "(supported: deepseek_v3, kimi_k2, deepseek_v32, glm_moe_dsa, glm4_moe_lite, qwen3_moe, "
-            "glm4_moe, minimax_m2)",
+            "glm4_moe, minimax_m2, deepseek_v2)",
         ),
         ({"model_type": ["kimi_k2"]}, 'model_type ["kimi_k2"] is not supported'),
         ({"model_type": None}, "model_type is missing"),

@@ -32,6 +32,7 @@ LINEAR_LAYERS = tuple(  # of attention and MLPs; of experts as Mixtral calls the
 SCALED_DTYPES = {"I8": "int8", "F8_E4M3": "fp8"}  # of linear layers, if config.json says so
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+ROWS_AT_ONCE = 4096  # of tied matrices that are compared
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
 
@@ -73,6 +74,28 @@ class Checkpoint(ABC):
             sha.update(name.encode())
             sha.update(self.tensor(name).data)
         return sha.hexdigest()
+
+
+class ConfigOnly(Checkpoint):
+    """Model with a configuration and no weights: its costs can be computed, but no tokens."""
+
+    has_weights = False
+
+    def __init__(self, name: str, directory: Path, config_name: str = "config.json") -> None:
+        super().__init__(name, directory, load_config(directory, config_name))
+        self._config_name = config_name
+
+    @property
+    def config_path(self) -> Path:
+        return self.directory / self._config_name
+
+    def tensor(self, name: str) -> NDArray[np.float32]:
+        raise CheckpointError(f"model {self.name}: a configuration without weights; it has no tensor {name}")
+
+
+def has_weight_files(directory: Path) -> bool:
+    """Whether a directory has any file of weights that a checkpoint could be read from."""
+    return next(directory.glob("*.safetensors"), None) is not None
 
 
 class KeptCheckpoint(Checkpoint):
@@ -122,6 +145,7 @@ def open_checkpoint(path: str | Path) -> DirectoryCheckpoint:
     stored = dict(_stored_tensors(directory))
     config = msgspec.structs.replace(config, num_nextn_predict_layers=_count_mtp_layers(config, stored))
     _check_complete(directory, config, stored)
+    _check_tied(directory, config, stored)
     if config.quantization is not None and config.quantization.kind == "int8":
         config = msgspec.structs.replace(config, kept_float=_kept_float(config, stored))
     return DirectoryCheckpoint(directory, config, stored)
@@ -270,6 +294,25 @@ def _check_complete(directory: Path, config: ModelConfig, stored: dict[str, Tens
             f"{directory}: unsupported dtype of {len(wrong_dtype)} tensors: {_first_few(wrong_dtype)} "
             f"(supported: {', '.join(SUPPORTED_DTYPES)})"
         )
+
+
+def _check_tied(directory: Path, config: ModelConfig, stored: dict[str, TensorFile]) -> None:
+    """Refuse a head that differs from the embedding to which config.json ties it.
+
+    vLLM then takes the embedding, and transformers the stored head, so neither would be right for everybody.
+    """
+    if not config.tie_word_embeddings or not {_HEAD, _EMBEDDING} <= stored.keys():
+        return
+    for start in range(0, config.vocab_size, ROWS_AT_ONCE):
+        head, embedding = (
+            stored[name].rows(name, start, start + ROWS_AT_ONCE).astype(np.float32)
+            for name in (_HEAD, _EMBEDDING)
+        )
+        if not np.array_equal(head, embedding, equal_nan=True):
+            raise CheckpointError(
+                f"{directory}: tie_word_embeddings is true, and {_HEAD} differs from {_EMBEDDING}; set "
+                f"tie_word_embeddings to false in config.json to use {_HEAD}, or remove that tensor"
+            )
 
 
 def _allows(config: ModelConfig, dtype: str) -> bool:

@@ -28,7 +28,17 @@ import msgspec
 from ..errors import CheckpointError
 from ..reading import Document, unreadable
 from .config_reader import MAX_EXPERTS, MAX_JSON_BYTES, Reader, abridged
-from .families import FAMILIES, HEAD_SIZES, AttentionKind, ExpertNames, QKNorm, Scoring
+from .families import (
+    FAMILIES,
+    HEAD_SIZES,
+    LAYER_TYPES,
+    OFF,
+    ONLY,
+    AttentionKind,
+    ExpertNames,
+    QKNorm,
+    Scoring,
+)
 from .quant_config import QuantConfig, parse_quant_config
 
 LATENT_NORM_EPS = 1e-6  # MLA's q_norm and kv_norm do not follow rms_norm_eps
@@ -39,6 +49,11 @@ NEEDS_INDEXER = (
 )
 INT8_ATTENTION = "xdeepserve_int8_attention"  # this package's own key: layer numbers, written by quantize
 
+
+MTP_KEYS = ("num_mtp_layers", "num_nextn_predict_layers")
+ROPE_KINDS = {"none": "default", "null": "default", "": "default", "deepseek_yarn": "yarn"} | {
+    name: name for name in ("default", "linear", "yarn")
+}  # by the words that are written for them
 
 _EXACT = Context(prec=40)
 
@@ -222,16 +237,16 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return layer_idx >= min(self.first_k_dense_replace, self.num_hidden_layers)
 
 
-def load_config(directory: Path) -> ModelConfig:
+def load_config(directory: Path, name: str = "config.json") -> ModelConfig:
     """Read `config.json`, and the token ids of `generation_config.json`, which win as in transformers.
 
     Raises CheckpointError with one line that names everything that is wrong.
     """
-    reader = _ConfigReader(read_json_object(directory / "config.json"))
+    reader = _ConfigReader(read_json_object(directory / name))
     reader.check_supported()
     config = reader.model_config()
     if reader.problems:
-        raise CheckpointError(f"{directory / 'config.json'}: {'; '.join(reader.problems)}")
+        raise CheckpointError(f"{directory / name}: {'; '.join(reader.problems)}")
     if not (directory / "generation_config.json").is_file():
         return config
     generation = Reader(read_json_object(directory / "generation_config.json"))
@@ -270,23 +285,61 @@ class _ConfigReader(Reader):
         model_type = self.raw.get("model_type")
         if not isinstance(model_type, str) or model_type not in FAMILIES:
             found = "is missing" if model_type is None else f"{abridged(model_type)} is not supported"
-            self.problems.append(f"model_type {found} (supported: {', '.join(FAMILIES)})")
+            self.problems.append(
+                f"model_type {found} (supported: {', '.join(FAMILIES)}){self.nested_family()}"
+            )
         else:
             self.family = FAMILIES[model_type]
+            names = self.raw.get("architectures")
+            for name in names if isinstance(names, list) else ():
+                if not str(name).endswith("ForCausalLM"):
+                    self.problems.append(
+                        f"architectures {abridged(name)} is not supported (only a ...ForCausalLM is)"
+                    )
             if self.family.attention != "dsa" and self.raw.get("index_topk") is not None:
                 self.problems.append(f"index_topk {NEEDS_INDEXER}, found {abridged(model_type)}")
-        self.own = {ours: key for key, ours in self.family.names.items() if key in self.raw}
-        renamed = {self.family.names.get(key, key): value for key, value in self.raw.items()}
-        self.raw = {**self.family.defaults, **renamed}
-        self.only("hidden_act", "silu", default="silu")
-        self.only("scoring_func", self.family.scoring, default="sigmoid")
-        self.only("topk_method", "noaux_tc", default="noaux_tc")
-        self.only("moe_layer_freq", 1, default=1)
+        self.raw = {**self.family.defaults, **self.renamed()}
+        self.only("scoring_func", self.family.scoring)
+        for key, values in {**ONLY, **self.family.only}.items():
+            self.only(key, *values)
+        for key in OFF:
+            self.off(key)
+        if self.raw.get("use_sliding_window") is None:  # a window that is not switched off is used
+            self.off("sliding_window")
         if not self.family.has_biases:
-            self.only("attention_bias", False, default=False)
-        self.only("use_sliding_window", False, default=False)
-        for key, value in self.family.only.items():
-            self.only(key, value, default=value)
+            self.off("attention_bias")
+        for key, words in LAYER_TYPES.items():
+            own = (self.family.layer_type,) if self.family.layer_type and key == "layer_types" else words
+            stated = self.raw.get(key)
+            for word in stated if isinstance(stated, list) else () if stated is None else (stated,):
+                if word not in own:
+                    self.problems.append(
+                        f"{key} {abridged(word)} is not supported (only {abridged(own[0])} is)"
+                    )
+                    break
+
+    def nested_family(self) -> str:
+        """Say that a model of a supported family is nested in this one, as in models that also see images."""
+        nested = self.raw.get("text_config")
+        name = nested.get("model_type") if isinstance(nested, dict) else None
+        if not isinstance(name, str) or name.removesuffix("_text") not in FAMILIES:
+            return ""
+        return f"; its text_config is a {name} model, which is supported as a checkpoint of its own"
+
+    def renamed(self) -> dict[str, Any]:
+        """Return the values by DeepSeek-V3's names. Reports two names of one value that contradict."""
+        values: dict[str, Any] = {}
+        for key, value in self.raw.items():
+            ours = self.family.names.get(key, key)
+            if values.get(ours) is None:
+                values[ours] = value
+                if ours != key:
+                    self.own[ours] = key
+            elif value is not None and value != values[ours]:
+                self.problems.append(
+                    f"{key} {abridged(value)} contradicts {self.key(ours)} {abridged(values[ours])}"
+                )
+        return values
 
     def model_config(self) -> ModelConfig:
         """Make the config with every field, after `check_supported`; defaults are those of transformers'
@@ -298,7 +351,8 @@ class _ConfigReader(Reader):
         num_layers = self.integer("num_hidden_layers", 61)
         heads, hidden = self.integer("num_attention_heads", 128), self.integer("hidden_size", 7168)
         first_moe, other_dense = self.family.dense_layers(self, num_layers)
-        mtp_key = "num_mtp_layers" if "num_mtp_layers" in self.raw else "num_nextn_predict_layers"
+        mtp_key = next((key for key in MTP_KEYS if self.raw.get(key) is not None), MTP_KEYS[-1])
+        is_ungrouped = self.raw.get("topk_method") == "greedy" or self.is_null("n_group")
         config = ModelConfig(
             vocab_size=self.integer("vocab_size", 129280),
             hidden_size=hidden,
@@ -316,8 +370,8 @@ class _ConfigReader(Reader):
             if self.is_null("n_shared_experts")
             else self.integer("n_shared_experts", 1, minimum=0),
             num_experts_per_tok=self.integer("num_experts_per_tok", 8),
-            n_group=self.integer("n_group", 8),
-            topk_group=self.integer("topk_group", 4),
+            n_group=1 if is_ungrouped else self.integer("n_group", 8),
+            topk_group=1 if is_ungrouped else self.integer("topk_group", 4),
             first_k_dense_replace=first_moe,
             other_dense_layers=other_dense,
             norm_topk_prob=self.boolean("norm_topk_prob", True),
@@ -325,7 +379,7 @@ class _ConfigReader(Reader):
             rms_norm_eps=self.number("rms_norm_eps", 1e-6, above=0),
             rope=self.rope_config(max_position_embeddings),
             max_position_embeddings=max_position_embeddings,
-            num_nextn_predict_layers=self.integer(mtp_key, 1, minimum=0),
+            num_nextn_predict_layers=0 if self.is_null(mtp_key) else self.integer(mtp_key, 1, minimum=0),
             tie_word_embeddings=self.boolean("tie_word_embeddings", False),
             rope_interleave=self.boolean("rope_interleave", True),
             bos_token_id=bos[0] if bos else None,
@@ -338,32 +392,42 @@ class _ConfigReader(Reader):
         return config
 
     def rope_config(self, max_position_embeddings: int) -> RopeConfig:
-        """Read RoPE in either spelling; `rope_scaling` wins over `rope_parameters`, as in transformers."""
-        name = "rope_scaling" if self.raw.get("rope_scaling") else "rope_parameters"
-        raw = self.raw.get(name) or {}
-        if not isinstance(raw, dict):
-            self.problems.append(f"{name} must be an object or null, found {abridged(raw)}")
-            return RopeConfig(theta=10000.0)
-        rope = Reader(raw, f"{name}.", self.problems)
-        theta_owner = rope if raw.get("rope_theta") is not None else self
+        """Read RoPE in either spelling."""
+        rope = self.rope
+        theta_owner = rope if rope.raw.get("rope_theta") is not None else self
         theta = theta_owner.number("rope_theta", 10000.0, above=1)
         for owner in (self, rope) if self.family.partial_rotary is None else ():
-            owner.only("partial_rotary_factor", 1.0, default=1.0)
-        kind = raw.get("rope_type", raw.get("type", "default"))
-        if kind == "default":
-            return RopeConfig(theta=theta)
-        if kind != "yarn":
+            owner.only("partial_rotary_factor", 1.0)
+        kinds = {
+            key: ROPE_KINDS.get(str(rope.raw[key]).lower(), rope.raw[key])
+            for key in ("rope_type", "type")
+            if rope.raw.get(key) is not None
+        }
+        found = list(kinds.values())
+        kind = found[0] if found else "default"
+        is_scaled = rope.raw.get("factor") not in (None, 1)
+        if kind == "linear" and not is_scaled:
+            kind = "default"
+        if kind not in ("default", "yarn"):
             self.problems.append(
-                f"{name}.rope_type {abridged(kind)} is not supported (only default and yarn are)"
+                f"{rope.prefix}rope_type {abridged(kind)} is not supported (only default and yarn are)"
             )
-            return RopeConfig(theta=theta)
-        return RopeConfig(theta=theta, yarn=self.yarn_config(rope, max_position_embeddings))
+        elif any(other != kind for other in found[1:]):
+            self.problems.append(f"{rope.prefix}type {abridged(found[1])} contradicts its rope_type {kind}")
+        elif not found and is_scaled:
+            self.problems.append(f"{rope.prefix}rope_type is missing beside a factor (use yarn, or default)")
+        elif kind == "yarn":
+            return RopeConfig(theta=theta, yarn=self.yarn_config(rope, max_position_embeddings))
+        return RopeConfig(theta=theta)
 
     def yarn_config(self, rope: Reader, max_position_embeddings: int) -> YarnConfig:
         """Read YaRN's numbers; the original context may stand outside the RoPE object, where it wins."""
         key = "original_max_position_embeddings"
-        original = (self if key in self.raw else rope).integer(key, max_position_embeddings)
         given = {name: value for name, value in rope.raw.items() if value is not None}
+        owner = self if self.raw.get(key) is not None else Reader(given, rope.prefix, self.problems)
+        original = owner.integer(key, max_position_embeddings)
+        for name in ("attn_factor", "extrapolation_factor"):
+            rope.only(name, 1)
         for name in ("beta_fast", "beta_slow"):  # 0 is as good as absent to transformers
             if given.get(name) == 0:
                 del given[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import cached_property
 from typing import Any
 
 # What a config.json and its neighbours may ask for at most.
@@ -75,8 +76,27 @@ class Reader:
         """Name of a key as spelt in the file."""
         return self.prefix + self.own.get(key, key)
 
+    @cached_property
+    def rope(self) -> Reader:
+        """Reader of the object with RoPE's numbers, empty if there is none: `rope_scaling` if it holds
+        anything, else `rope_parameters`, as in transformers."""
+        name = "rope_scaling" if self.raw.get("rope_scaling") else "rope_parameters"
+        raw = self.raw.get(name) or {}
+        if not isinstance(raw, dict):
+            self.problems.append(f"{name} must be an object or null, found {abridged(raw)}")
+            return Reader({}, f"{name}.", self.problems)
+        kinds = [key for key, value in raw.items() if isinstance(value, dict)]
+        if kinds == list(raw) == ["full_attention"]:  # by kind of layer, of which there is one
+            return Reader(raw["full_attention"], f"{name}.full_attention.", self.problems)
+        if kinds:
+            self.problems.append(
+                f"{name}.{abridged(kinds[0])} is not supported (only one RoPE for all layers is)"
+            )
+        return Reader(raw, f"{name}.", self.problems)
+
     def integer(self, key: str, default: int, minimum: int = 1) -> int:
-        value, limit = self.raw.get(key, default), LIMITS[key]
+        """Read an integer, which may be written with a fraction of 0."""
+        value, limit = whole(self.raw.get(key, default)), LIMITS[key]
         if type(value) is int and minimum <= value <= limit:
             return value
         bound = f"<= {limit}" if type(value) is int and value > limit else f">= {minimum}"
@@ -103,7 +123,7 @@ class Reader:
 
     def token_ids(self, key: str, default: int | None = None) -> tuple[int, ...]:
         value = self.raw.get(key, default)
-        ids = [] if value is None else value if isinstance(value, list) else [value]
+        ids = [] if value is None else [whole(i) for i in (value if isinstance(value, list) else [value])]
         last = LIMITS["vocab_size"] - 1
         if len(ids) <= MAX_END_TOKENS and all(type(i) is int and 0 <= i <= last for i in ids):
             return tuple(ids)
@@ -115,22 +135,32 @@ class Reader:
 
     def layer_numbers(self, key: str) -> frozenset[int]:
         value = [] if self.is_null(key) else self.raw.get(key, [])
-        if isinstance(value, list) and all(type(layer_idx) is int and layer_idx >= 0 for layer_idx in value):
-            return frozenset(value)
+        numbers = [whole(each) for each in value] if isinstance(value, list) else [-1]
+        if all(type(layer_idx) is int and layer_idx >= 0 for layer_idx in numbers):
+            return frozenset(numbers)
         self.problems.append(f"{self.key(key)} must be a list of layer numbers, found {abridged(value)}")
         return frozenset()
 
-    def only(self, key: str, supported: object, default: object) -> None:
-        """Refuse any value but the supported one; null counts as absent."""
+    def only(self, key: str, *supported: object) -> None:
+        """Refuse any value but the supported ones; null counts as absent."""
         value = self.raw.get(key)
-        value = default if value is None else value
-        if value != supported:
+        if value is not None and value not in supported:
             self.problems.append(
-                f"{self.key(key)} {abridged(value)} is not supported (only {abridged(supported)} is)"
+                f"{self.key(key)} {abridged(value)} is not supported (only {abridged(supported[0])} is)"
             )
+
+    def off(self, key: str) -> None:
+        """Refuse a key that would change the arithmetic unless it is null, false, zero or empty."""
+        if value := self.raw.get(key):
+            self.problems.append(f"{self.key(key)} {abridged(value)} is not supported (only without it)")
 
     def is_null(self, key: str) -> bool:
         return key in self.raw and self.raw[key] is None
+
+
+def whole(value: Any) -> Any:
+    """Turn a number with a fraction of 0 into an integer, as some writers of JSON have it; leave all else."""
+    return int(value) if type(value) is float and value.is_integer() else value
 
 
 def abridged(value: object) -> str:

@@ -20,6 +20,30 @@ ExpertNames: TypeAlias = Literal["deepseek", "mixtral"]
 Scoring: TypeAlias = Literal["sigmoid", "softmax"]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
+# What no family here computes. A key that is neither read nor listed is taken to change no answer.
+OFF = (  # keys that must be absent, null, false, zero or empty
+    *("dual_chunk_attention_config", "sparse_attention_config", "linear_attn_config", "attention_chunk_size"),
+    *("use_sliding_window", "use_attention_sinks", "attention_sink", "attn_output_gate", "alibi", "clip_qkv"),
+    *("qkv_bias", "use_qkv_bias", "mlp_bias", "use_bias", "lm_head_bias", "qk_layernorm", "sandwich_norm"),
+    *("attn_logit_softcapping", "final_logit_softcapping", "router_logit_softcapping", "logits_soft_cap"),
+    *("attention_multiplier", "query_pre_attn_scalar", "mla_scale_q_lora", "mla_scale_kv_lora"),
+    *("shared_expert_intermediate_size", "shared_intermediate_size", "zero_expert_num", "swiglu_limit"),
+    *("text_config", "vision_config", "audio_config", "hc_mult", "pruned_heads", "is_encoder_decoder"),
+    *("add_cross_attention", "no_rope_layer_interval", "nope_layer_interval"),
+)
+ONLY: Mapping[str, tuple[Any, ...]] = {  # keys that may be there, with the values that are computed
+    "hidden_act": ("silu", "swish"),
+    "topk_method": ("noaux_tc",),
+    "moe_layer_freq": (1,),
+    **dict.fromkeys(("embedding_multiplier", "embedding_scale", "scale_emb", "residual_multiplier"), (1,)),
+    **dict.fromkeys(("logit_scale", "logits_scaling", "lm_head_multiplier", "rope_ratio"), (1,)),
+}
+LAYER_TYPES: Mapping[str, tuple[Any, ...]] = {  # lists of a word for each layer, and the words of such layers
+    "layer_types": ("full_attention", "attention"),
+    "attn_type_list": (1,),
+}
+EXPERT_COUNTS = {"num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts"}
+
 
 def _first_dense(reader: Reader, num_layers: int) -> tuple[int, frozenset[int]]:
     """Read dense layers in DeepSeek's way: the first layers."""
@@ -81,11 +105,12 @@ class Family(NamedTuple):
                   has chosen, whose keys are in the cache, too; `dsa-shared`, a layer of such a model that
                   has no indexer, and sees what was chosen for the one before
     scoring       how a router's logits become scores: each by itself, or all experts' together
-    names         keys that it calls otherwise: its name -> DeepSeek-V3's
+    names         keys that it calls otherwise: its name -> DeepSeek-V3's; counts of experts in any family
     defaults      of keys that are absent, where transformers' config class has others than DeepseekV3Config
     dense_layers  from a config.json and its number of layers: how many layers are dense before the first with
                   experts, and which of the later ones are
-    only          keys that may be there, and the one value of each that is computed
+    only          keys that may be there, and the values of each that are computed; ONLY has those of all
+    layer_type    what `layer_types` calls its layers, if not by a word of LAYER_TYPES
     has_biases    whether `attention_bias` may be true
     qk_norm       what `use_qk_norm` has normed: each head's query and key, or all heads' together
     expert_names  whose names its experts and routers have in a checkpoint
@@ -96,10 +121,11 @@ class Family(NamedTuple):
 
     attention: AttentionKind = "mla"
     scoring: Scoring = "sigmoid"
-    names: Mapping[str, str] = NOTHING
+    names: Mapping[str, str] = EXPERT_COUNTS
     defaults: Mapping[str, Any] = NOTHING
     dense_layers: Callable[[Reader, int], tuple[int, frozenset[int]]] = _first_dense
-    only: Mapping[str, Any] = NOTHING
+    only: Mapping[str, tuple[Any, ...]] = NOTHING
+    layer_type: str | None = None
     has_biases: bool = False
     qk_norm: QKNorm = "head"
     expert_names: ExpertNames = "deepseek"
@@ -109,7 +135,7 @@ class Family(NamedTuple):
 
 
 def _mla_sizes(reader: Reader, family: Family, heads: int, hidden: int) -> dict[str, Any]:
-    reader.only("num_key_value_heads", reader.raw.get("num_attention_heads", heads), default=heads)
+    reader.only("num_key_value_heads", heads)
     return {
         "q_lora_rank": None if reader.is_null("q_lora_rank") else reader.integer("q_lora_rank", 1536),
         "kv_lora_rank": reader.integer("kv_lora_rank", 512),
@@ -138,7 +164,7 @@ def _dsa_sizes(reader: Reader, family: Family, heads: int, hidden: int) -> dict[
 
 
 def _gqa_sizes(reader: Reader, family: Family, heads: int, hidden: int) -> dict[str, Any]:
-    kv_heads = reader.integer("num_key_value_heads", 1)
+    kv_heads = heads if reader.is_null("num_key_value_heads") else reader.integer("num_key_value_heads", 1)
     if heads % kv_heads:
         reader.problems.append(f"num_key_value_heads ({kv_heads}) must divide num_attention_heads ({heads})")
     default = max(2, hidden // heads)
@@ -163,13 +189,13 @@ def _rotated(reader: Reader, family: Family, head_dim: int) -> int:
     then returns an even number, so that checks can go on."""
     owner, factor, turned = reader, 1.0, head_dim
     if family.partial_rotary is not None:
-        rope = reader.raw.get("rope_scaling") or reader.raw.get("rope_parameters")
         default = family.partial_rotary
-        if isinstance(rope, dict) and "partial_rotary_factor" in rope:
-            owner = Reader(rope, "rope_parameters.", reader.problems)
-        elif "rotary_dim" in reader.raw:
+        if reader.rope.raw.get("partial_rotary_factor") is not None:
+            owner = reader.rope
+        elif reader.raw.get("rotary_dim") is not None:
             default = reader.integer("rotary_dim", 2) / head_dim
-        factor = owner.number("partial_rotary_factor", default, above=0)
+        is_given = owner.raw.get("partial_rotary_factor") is not None
+        factor = owner.number("partial_rotary_factor", default, above=0) if is_given else default
         turned = int(head_dim * factor)
     if 0 < turned <= head_dim and turned % 2 == 0:
         return turned
@@ -192,7 +218,8 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v32": Family(
         attention="dsa",
         defaults={"max_position_embeddings": 163840, "num_nextn_predict_layers": 0},
-        only={"rope_interleave": True, "indexer_rope_interleave": False},
+        only={"rope_interleave": (True,), "indexer_rope_interleave": (False,)},
+        layer_type="indexed_attention",
         dense_layers=partial(_listed, default=3),
     ),
     "glm_moe_dsa": Family(
@@ -213,7 +240,8 @@ FAMILIES: dict[str, Family] = {
             "rms_norm_eps": 1e-5,
             "num_nextn_predict_layers": 0,
         },
-        only={"rope_interleave": True, "indexer_rope_interleave": True},
+        only={"rope_interleave": (True,), "indexer_rope_interleave": (True,)},
+        layer_type="indexed_attention",
         dense_layers=partial(_listed, default=3),
         index_interleave=True,
         shared_choices=_shared_choices,
@@ -243,7 +271,6 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(
         attention="gqa",
         scoring="softmax",
-        names={"num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts"},
         defaults={
             "vocab_size": 151936,
             "hidden_size": 2048,
@@ -258,8 +285,8 @@ FAMILIES: dict[str, Family] = {
             "topk_group": 1,
             "norm_topk_prob": False,
             "routed_scaling_factor": 1.0,
-            "scoring_func": "softmax",
             "max_position_embeddings": 32768,
+            "use_sliding_window": False,
             "num_nextn_predict_layers": 0,
             "rope_interleave": False,
             "use_qk_norm": True,
@@ -294,11 +321,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "minimax_m2": Family(
         attention="gqa",
-        names={
-            "num_local_experts": "n_routed_experts",
-            "num_experts": "n_routed_experts",
-            "intermediate_size": "moe_intermediate_size",
-        },
+        names=EXPERT_COUNTS | {"intermediate_size": "moe_intermediate_size"},
         defaults={
             "vocab_size": 200064,
             "hidden_size": 3072,
@@ -322,10 +345,32 @@ FAMILIES: dict[str, Family] = {
             "bos_token_id": 200034,
             "eos_token_id": 200020,
         },
-        only={"use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True}
-        | {"shared_intermediate_size": 0},
+        only={"use_qk_norm": (True,), "qk_norm_type": ("per_layer",), "use_routing_bias": (True,)},
         qk_norm="all",
         expert_names="mixtral",
         partial_rotary=1.0,
+    ),
+    "deepseek_v2": Family(
+        scoring="softmax",
+        defaults={
+            "vocab_size": 102400,
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "moe_intermediate_size": 1407,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": None,
+            "n_group": None,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+            "max_position_embeddings": 2048,
+            "num_nextn_predict_layers": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        only={"topk_method": ("greedy",), "norm_topk_prob": (False,), "rope_interleave": (True,)},
     ),
 }

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import CheckpointError, meant
-from .checkpoint import Checkpoint, open_checkpoint
+from .checkpoint import Checkpoint, ConfigOnly, has_weight_files, open_checkpoint
 from .config import load_config
 from .seeded import SeededCheckpoint, normal_tensor
 
@@ -47,12 +47,15 @@ def preset_name(name_or_path: str | Path) -> str | None:
 
 
 def resolve_model(name_or_path: str | Path) -> Checkpoint:
-    """Open a model: a preset by name, else a checkpoint directory by path. Raises CheckpointError."""
+    """Open a model: a preset by name, else a checkpoint directory by path. Raises CheckpointError.
+
+    The path of a config.json, or of a directory without weights, gives a model that only takes time.
+    """
     preset = preset_name(name_or_path)
     if preset in ("tiny-random", "tiny-r1"):
         return TinyCheckpoint(preset)
     if preset in CONFIGS:
-        return ConfigOnly(preset)
+        return ConfigOnly(preset, PRESET_DIRECTORY / preset)
     if preset is not None:
         return open_checkpoint(PRESET_DIRECTORY / preset)
     if not os.path.exists(name_or_path):
@@ -61,20 +64,13 @@ def resolve_model(name_or_path: str | Path) -> Checkpoint:
         known = f"neither a preset ({names}) nor a directory that is there"
         nearest = meant(name_or_path, (*PRESETS, *CONFIGS, *ALIASES)) or "; nothing is downloaded"
         raise CheckpointError(f"model {str(name_or_path)[:400]!r}: {known}{nearest}")
-    return open_checkpoint(name_or_path)
-
-
-class ConfigOnly(Checkpoint):
-    """Model with a configuration and no weights: its costs can be computed, but no tokens."""
-
-    has_weights = False
-
-    def __init__(self, name: str) -> None:
-        directory = PRESET_DIRECTORY / name
-        super().__init__(name, directory, load_config(directory))
-
-    def tensor(self, name: str) -> NDArray[np.float32]:
-        raise CheckpointError(f"model {self.name}: a configuration without weights; it has no tensor {name}")
+    path = Path(name_or_path)
+    if path.is_file() and path.suffix == ".json":
+        folder = path.resolve().parent
+        return ConfigOnly(folder.name if path.name == "config.json" else path.stem, path.parent, path.name)
+    if (path / "config.json").is_file() and not has_weight_files(path):
+        return ConfigOnly(path.resolve().name, path)
+    return open_checkpoint(path)
 
 
 class TinyCheckpoint(SeededCheckpoint):

@@ -15,13 +15,17 @@ targets only repeat what the files say.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, Literal
 
 import msgspec
 
+from .config_reader import whole
+
 COMPRESSED_TENSORS, FP8 = "compressed-tensors", "fp8"
 INT_FORMAT = "int-quantized"
 DEFAULT_BLOCK = (128, 128)
+_FMT_PREFIX = re.compile(r"^(torch[.])?(float8_|fp8_|f8_)?")  # e4m3, float8_e4m3fn and torch.float8_e4m3fn
 MAX_BLOCK = 2**12  # rows or columns with one scale: scales are spread over whole blocks when they are read
 
 
@@ -37,6 +41,12 @@ def parse_quant_config(raw: object) -> tuple[QuantConfig | None, list[str]]:
     if raw is None:
         return None, []
     method = raw.get("quant_method") if isinstance(raw, dict) else raw
+    if isinstance(raw, dict) and method in (None, "", "none"):
+        left = {key: value for key, value in raw.items() if value and key != "quant_method"}
+        if not left:  # an object without content, as left behind when weights were converted
+            return None, []
+    if isinstance(method, str):
+        method = method.lower()
     if isinstance(raw, dict) and method == COMPRESSED_TENSORS:
         return QuantConfig(kind="int8"), _compressed_tensors_problems(raw)
     if isinstance(raw, dict) and method == FP8:
@@ -49,20 +59,22 @@ def parse_quant_config(raw: object) -> tuple[QuantConfig | None, list[str]]:
 
 def _fp8(raw: dict[str, Any]) -> tuple[QuantConfig | None, list[str]]:
     problems = []
-    if raw.get("fmt", "e4m3") != "e4m3":
-        problems.append(f"quantization_config.fmt {json.dumps(raw['fmt'])} is not supported (only e4m3 is)")
-    block = raw.get("weight_block_size")
-    if not (
-        isinstance(block, list)
-        and len(block) == 2
-        and all(type(n) is int and 0 < n <= MAX_BLOCK for n in block)
-    ):
+    fmt = raw.get("fmt")
+    if fmt is not None and _FMT_PREFIX.sub("", str(fmt).lower()) not in ("e4m3", "e4m3fn"):
+        problems.append(f"quantization_config.fmt {json.dumps(fmt)} is not supported (only e4m3 is)")
+    if (scheme := raw.get("activation_scheme")) not in (None, "dynamic"):
         problems.append(
-            f"quantization_config.weight_block_size must be two positive integers up to {MAX_BLOCK}, "
-            f"found {json.dumps(block)[:80]}"
+            f"quantization_config.activation_scheme {json.dumps(scheme)} is not supported (only dynamic is)"
         )
-        return None, problems
-    return QuantConfig(kind="fp8", block=(block[0], block[1])), problems
+    block = raw.get("weight_block_size")
+    rows, columns = map(whole, block) if isinstance(block, list) and len(block) == 2 else (0, 0)
+    if all(type(n) is int and 0 < n <= MAX_BLOCK for n in (rows, columns)):
+        return QuantConfig(kind="fp8", block=(rows, columns)), problems
+    problems.append(
+        f"quantization_config.weight_block_size must be two positive integers up to {MAX_BLOCK}, "
+        f"found {json.dumps(block)[:80]}"
+    )
+    return None, problems
 
 
 def _compressed_tensors_problems(raw: dict[str, Any]) -> list[str]:

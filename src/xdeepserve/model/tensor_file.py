@@ -61,6 +61,11 @@ class TensorFile:
             data = np.frombuffer(file.read(end - begin), dtype=ml_dtypes.float8_e4m3fn)
         return data.reshape(self.shape(name))
 
+    def rows(self, name: str, start: int, stop: int) -> NDArray[Any]:
+        """Read some rows of a tensor into a fresh array of the stored dtype, which must not be FP8."""
+        array: NDArray[Any] = self._handle.get_slice(name)[start:stop]
+        return array
+
     def float32(self, name: str) -> NDArray[np.float32]:
         """Read a floating-point tensor as float32, C-contiguous."""
         array = self.tensor(name)
