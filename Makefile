@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# 1: `make test` also runs what takes long, which saves collecting all tests and making shared results a second time.
+LONG :=
 SHARE := 1
 FOR_S :=
 # A test that takes longer hangs; some of the campaign's are whole commands that take an hour of a slow machine.
@@ -16,7 +18,7 @@ demo: $(READY)
 	$(BIN)/xdeepserve demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -n auto --maxprocesses 4
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 $(if $(LONG),-m 'not campaign')
 
 long: $(READY)
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m long

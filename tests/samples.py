@@ -171,6 +171,14 @@ def written(shown: str, printed: str) -> str:
     return "\n".join(kept[: len(new)]) + end
 
 
+def check_all(command: str, printed: str) -> None:
+    """Fail where any page shows for a command something else than what it prints."""
+    asked = [each for page in PAGES for each in samples_of(page) if each.text == command]
+    assert asked, f"no page has {command}"
+    for sample in asked:
+        check(sample, printed)
+
+
 def check(sample: Sample, printed: str) -> None:
     """Fail where a page shows something else than what is printed, or nothing for what a script prints."""
     if sample.is_script and sample.page.name != TOKEN_PAGE and not sample.shown:

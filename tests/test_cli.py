@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.model.hf_fixtures import fixtures
+from tests.samples import check_all
 from xdeepserve.cli import main
 from xdeepserve.cli.options import note_tokenizer
 from xdeepserve.engine.deploy.settings import settings
@@ -358,6 +359,7 @@ def test_demo() -> None:
     assert "bit-exact: yes" in out
     for promised in ("47 + 49 = 96", "53 - 26 = 27", "        return x * 14", '{"city": "Paris", "day":'):
         assert promised in out
+    check_all("xdeepserve demo", out)
 
 
 @pytest.mark.parametrize(

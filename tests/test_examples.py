@@ -435,8 +435,9 @@ PROMISES = {
 }
 
 
-# The biggest pod waits for the campaign.
-MARKED = [pytest.param(p, marks=[pytest.mark.campaign] * (p.stem == "10_superpod")) for p in EXAMPLES]
+# The biggest pod waits for the campaign; 14_kernels, which times products for 20 s, for `make long`.
+MARKS = {"10_superpod": [pytest.mark.campaign], "14_kernels": [pytest.mark.long]}
+MARKED = [pytest.param(path, marks=MARKS.get(path.stem, [])) for path in EXAMPLES]
 
 
 @pytest.mark.always

@@ -127,10 +127,10 @@ WAYS: dict[str, list[tuple[str, list[str]]]] = {
 @pytest.mark.parametrize("recipe", PRECISIONS)
 @pytest.mark.parametrize("name", WAYS)
 def test_every_way_gives_the_bits_of_the_reference(name: str, recipe: Recipe, tmp_path: Path) -> None:
-    """In chunks, among others, and a second time, when prefixes are cached."""
+    """In chunks, among others, and a second time, when prefixes are cached. `fp32` takes every second way."""
     checkpoint = open_checkpoint(BY_NAME[name].checkpoint_dir(tmp_path))
     digests: dict[str, str] = {}
-    for deployment, overrides in WAYS[name]:
+    for deployment, overrides in WAYS[name][:: 2 if recipe == "fp32" else 1]:
         overrides = [*overrides, "scheduler.max_num_batched_tokens=64"]
         with LLM(checkpoint, deployment, recipe, overrides=overrides) as llm:
             outputs = llm.generate(PROMPTS, PARAMS, keep_logits=True)

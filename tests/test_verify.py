@@ -1,5 +1,6 @@
 """The bit-exactness matrix: which rows there are for a model."""
 
+import functools
 from collections import Counter
 from typing import Any
 
@@ -7,13 +8,25 @@ import msgspec
 import pytest
 
 from xdeepserve.ems.pool_use import PoolUse
+from xdeepserve.engine.deploy import fitting
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import PRESETS, resolve
 from xdeepserve.errors import DeploymentError
+from xdeepserve.model.checkpoint import Checkpoint, num_parameters
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import PRESET_DIRECTORY, SeededCheckpoint, resolve_model
+from xdeepserve.model.weights import Recipe
 from xdeepserve.verify.case import Case
 from xdeepserve.verify.matrix import cases, left_out, verify
+from xdeepserve.verify.outputs import Served, run_case
+
+COUNTED = functools.cache(num_parameters)
+
+
+@pytest.fixture(autouse=True)
+def _parameters_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model with 256 experts a count takes 0.2 s, and each of 355 rows asks for it."""
+    monkeypatch.setattr(fitting, "num_parameters", COUNTED)
 
 
 def combination(case: Case, config: ModelConfig) -> tuple[str, int, int]:
@@ -159,9 +172,17 @@ def test_a_second_model_that_answers_otherwise_than_alone_is_no_equal_row(
     beside = Case("monolithic", "a second model beside it", beside="monolithic")
     monkeypatch.setattr("xdeepserve.verify.matrix.cases", lambda config, subject: [beside])
     monkeypatch.setattr("xdeepserve.verify.matrix.RECIPES", ("int8",))
+    served: list[Served] = []
+
+    def run_once(checkpoint: Checkpoint, recipe: Recipe, case: Case) -> Served:
+        served.append(run_case(checkpoint, recipe, case))
+        return served[0]
+
+    monkeypatch.setattr("xdeepserve.verify.matrix.run_case", run_once)
     (row,) = [row for row in verify("tiny-random") if row.deployment == "monolithic"]
     assert (row.is_equal, row.missing) == (True, "")
-    monkeypatch.setattr("xdeepserve.verify.outputs.SECOND_PROMPTS", [[1, 2, 3], [4, 6]])
+    monkeypatch.setattr("xdeepserve.verify.matrix.run_case", lambda *_: served[0])
+    monkeypatch.setattr("xdeepserve.verify.matrix.second_alone", lambda: "sha256:of other prompts")
     (row,) = [row for row in verify("tiny-random") if row.deployment == "monolithic"]
     assert (row.is_equal, row.holds) == (False, False)
     assert str(row).endswith("DIFFERENT: tiny-r1 beside it does not answer as it does alone")

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
+from tests.samples import check_all
 from xdeepserve.bench import fits
 from xdeepserve.bench.report import Row
 from xdeepserve.cli import main
@@ -37,8 +38,11 @@ def test_a_number_that_no_table_tells_stays_within_its_range() -> None:
 
 
 def test_all_that_is_fitted_is_listed_and_the_decode_rows_say_as_much_without_each_table(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What programs get, what is printed, and what the page shows of that, from fits that are made once."""
+    found = list(fits.all_left_out())
+    monkeypatch.setattr(fits, "all_left_out", lambda: iter(found))
     assert main(["bench", "papers", "--fits", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert {*told["parameters"]} - {*fits.OF_BENCHMARKS} == {
@@ -60,6 +64,7 @@ def test_all_that_is_fitted_is_listed_and_the_decode_rows_say_as_much_without_ea
     assert "10 numbers are fitted to several" in out
     assert "5 numbers are read off one" in out
     assert "CM Table 6" in out
+    check_all("xdeepserve bench papers --fits", out)
 
 
 def test_a_number_at_its_bound_leaves_the_others_free() -> None:

@@ -1,8 +1,18 @@
 """`bench recovery`: a gentler stage costs less."""
 
+import functools
 from itertools import pairwise
 
+import pytest
+
 from xdeepserve.bench import recovery
+
+SCALED_DOWN = functools.cache(recovery.scaled_down)
+
+
+@pytest.fixture(autouse=True)
+def _lost_ranks_are_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "scaled_down", SCALED_DOWN)
 
 
 def test_a_gentler_stage_costs_less() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ PROMPTS = [[5 + i, *range(10, 10 + i % 5)] for i in range(9)]
 LATE = "execution.pin_cores=false"
 
 
+@cache
 def run(
     precision: str, shape: tuple[int, ...], *more: str, clock_seed: int | None = None
 ) -> tuple[str, int, list[int]]:
@@ -37,10 +39,11 @@ def run(
 
 @pytest.mark.thin(3)
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_same_bits_as_with_barriers(precision: str, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("number", "shape"), [*enumerate(SHAPES)])
+def test_same_bits_as_with_barriers(precision: str, number: int, shape: tuple[int, ...]) -> None:
+    """With two of the three numbers of drafts for each shape."""
     expected, _, _ = run(precision, shape)
-    for mtp in (0, 1, 2):
+    for mtp in {0, 1, 2} - {number % 3}:
         assert run(precision, shape, "dataflow=true", f"mtp={mtp}")[0] == expected
 
 

@@ -242,7 +242,7 @@ def test_layers_that_have_left_are_taken_back(tiny: TinyCheckpoint) -> None:
 
     quiet = served(tiny, "pd", settings, ask=ask)
     taken_back = 0
-    for at in range(5, 100, 3):
+    for at in range(5, 100, 6):
         told = served(tiny, "pd", settings, [bad(at * quiet.end_ns / 100_000, 0, "kv/0/latent")], ask)
         assert told.digest == quiet.digest
         taken_back += told.num(KVLost)

@@ -86,7 +86,7 @@ def test_drafts_are_those_of_the_reference(recipe: Recipe, reuse: bool) -> None:
             known[seq_id] = [*prompt]
             llm.generate(prompt, params)
     reference = Reference(resolve_model("tiny"), recipe)
-    for tokens, drafts, _, _ in seen:
+    for tokens, drafts, _, _ in seen[::2]:  # a cache that has been spoiled stays so
         first = int(reference.mtp_logits(tokens)[-1].argmax())
         second = int(reference.mtp_logits([*tokens, first], 2, reuse)[-1].argmax())
         assert drafts == [first, second]

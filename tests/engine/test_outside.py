@@ -77,9 +77,18 @@ WAYS: list[tuple[str, ...]] = [
 
 
 @pytest.mark.always
-@pytest.mark.thin(3)
-@pytest.mark.parametrize("settings", WAYS)
-@pytest.mark.parametrize("precision", ["int8", "fp32"])
+@pytest.mark.parametrize(
+    ("precision", "settings"),
+    [
+        ("int8", WAYS[0]),
+        ("fp32", WAYS[2]),
+        pytest.param("int8", WAYS[1], marks=pytest.mark.long),
+        *(
+            pytest.param(precision, settings, marks=pytest.mark.campaign)
+            for precision, settings in (("fp32", WAYS[0]), ("fp32", WAYS[1]), ("int8", WAYS[2]))
+        ),
+    ],
+)
 def test_the_same_bits(precision: str, settings: tuple[str, ...]) -> None:
     with outside(precision, *settings) as (llm, _):
         assert run(llm) == expected(precision)
