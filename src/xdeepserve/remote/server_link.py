@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from xdeepserve.errors import LostDieError, ProtocolError
+from xdeepserve.forks import close_in_child
 from xdeepserve.remote.handshake import (
     MAX_LINE,
     Challenge,
@@ -60,6 +61,7 @@ class SharedLink:
         self._sock, self._loop = sock, asyncio.get_running_loop()
         self._view = memoryview(mmap.mmap(fd, welcome.nbytes))
         os.close(fd)
+        close_in_child(sock)
         sock.setblocking(False)
         self._loop.add_reader(sock, self._hear)
 
