@@ -25,12 +25,13 @@ class Room(NamedTuple):
 
 
 # From the ground up: a room uses some of those that stand before it, and what is in COMMON.
-COMMON: Final = "errors reading jit machine bf16"
+COMMON: Final = "errors reading jit machine bf16 forks"
 HOUSE: Final[Mapping[str, Room]] = {
     "errors": Room("every error that is raised on purpose", ""),
     "reading": Room("files and tables that users write, read with the line of a mistake", ""),
     "machine": Room("life cycles as tables", ""),
     "bf16": Room("bfloat16 in arrays", ""),
+    "forks": Room("files that a forked child closes at once", ""),
     "jit": Room("how kernels are compiled and kept", ""),
     "hw": Room("clock, memory, fabric, dies, faults, prices", ""),
     "model": Room("the mathematics, checkpoints, tokenizer", ""),

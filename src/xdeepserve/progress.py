@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sys
 import threading
@@ -62,6 +63,17 @@ class Status:
 _lock = threading.Lock()
 _active: list[Status] = []  # work that is being done, the outermost first: its line is the one that is shown
 _while_active = contextlib.ExitStack()
+
+
+def _forget() -> None:
+    """Forget the work of the process that forked this one: the threads that did it have not come along."""
+    global _lock, _while_active
+    _lock, _while_active = threading.Lock(), contextlib.ExitStack()
+    _active.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 @contextlib.contextmanager

@@ -461,7 +461,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     [
         (["--schedules", "0"], "--schedules 0: at least 1"),
         (["--deployment", "pdd"], "no chaos for deployment 'pdd' (did you mean pd?): known are"),
-        (["--save", "/no/such/place"], "--save /no/such/place: no such directory"),
+        (["--save", "/dev/null/place"], "--save /dev/null/place: cannot be made: Not a directory"),
         (["--replay", "/no/such/file"], "schedule /no/such/file: "),
         (["--schedules", "3", "--every-step"], "does not go with"),
         (["--part", "3/2"], "--part: '3/2' is not K/N with K from 1 to N"),

@@ -70,11 +70,12 @@ def test_refusals_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         return str(line)
 
     assert refused("inspect", tmp_path / "x").endswith(
-        "x: no such directory; a memory pool needs one that is there"
+        f"x: no such directory; an LLM with ems.path={tmp_path / 'x'} makes it"
     )
+    assert not (tmp_path / "x").exists()
     assert refused("clear", tmp_path).endswith("there is no memory pool in this directory")
     pool = make(tmp_path)
-    assert "this memory pool is in use by process" in refused("verify", tmp_path)
+    assert "this memory pool is in use by another LLM of this process" in refused("verify", tmp_path)
     pool.close()
     (tmp_path / "server-02.sqlite").write_bytes(b"a diary " * 200)
     assert "not a volume of a memory pool; somebody else's file is left alone" in refused("clear", tmp_path)

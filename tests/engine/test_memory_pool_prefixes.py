@@ -128,8 +128,9 @@ def refusal(*overrides: str, deployment: str = "monolithic", timing_only: bool =
 
 def test_what_will_not_do_is_refused_in_one_line(tmp_path: Path) -> None:
     where = f"ems.path={tmp_path}"
-    assert refusal(f"ems.path={tmp_path}/none").endswith(
-        "none: no such directory; a memory pool needs one that is there"
+    (tmp_path / "file").touch()
+    assert refusal(f"ems.path={tmp_path}/file/none").endswith(
+        "/file: not a directory; a memory pool has one for its volumes"
     )
     texts: Sequence[tuple[str, str]] = [
         ("ems.quota_mb=0", "ems.quota_mb must be at least 1, found 0"),
@@ -143,7 +144,7 @@ def test_what_will_not_do_is_refused_in_one_line(tmp_path: Path) -> None:
     assert "ems.path must name a directory" in refusal("ems.path=")
     assert "timing-only runs compute no KV" in refusal(where, timing_only=True)
     with LLM("tiny-random", overrides=[where]):
-        assert "this memory pool is in use by process" in refusal(where)
+        assert "this memory pool is in use by another LLM of this process" in refusal(where)
     with LLM("tiny-random") as llm, pytest.raises(DeploymentError, match="from its start"):
         LLM("tiny-random", overrides=[where], beside=llm)
 

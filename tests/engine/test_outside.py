@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from tests.engine.outside import PATIENCE_S, expected, run, until
 from xdeepserve import LLM
 from xdeepserve.comm.services.layout import Presence
 from xdeepserve.errors import DeploymentError, FieldError, RequestError, XDeepServeError
+from xdeepserve.remote import outside_reach
 from xdeepserve.remote.servers_outside import ServersOutside
 
 COPIES = "experts.copies=1"
@@ -222,3 +224,59 @@ def test_servers_are_not_for_the_pod_to_move() -> None:
         until(
             lambda: [each.presence for each in llm.engine.servers()] == ["there"] * 4, "a server is not there"
         )
+
+
+# ---- a server that hangs: stopped, not dead ---------------------------------------------------------
+
+HANGS = (COPIES, TWO, "services.process_timeout_ms=300")
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_a_server_that_hangs_costs_nothing_after_its_deadline(
+    monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    """After the first request nobody waits for a look at it: that would take an hour here."""
+    with outside("int8", *HANGS, transport=transport) as (llm, servers):
+        assert run(llm) == expected("int8")
+        process = servers.children.servers[0]
+        process.send_signal(signal.SIGSTOP)
+        assert run(llm) == expected("int8")
+        monkeypatch.setattr(outside_reach, "LOOK_S", 3600.0)
+        for _ in range(2):
+            assert run(llm) == expected("int8")
+        until(lambda: servers.watcher.seats[0].presence == Presence.LOST, "it is not listed as lost")
+        assert run(llm) == expected("int8")
+        process.send_signal(signal.SIGCONT)
+        monkeypatch.undo()
+        until(lambda: servers.watcher.seats[0].presence == Presence.THERE, "it is not taken back")
+        assert run(llm) == expected("int8")
+        assert not any(link.is_late for link in servers.watcher.links.values()), "it answers again"
+
+
+def test_a_monitor_that_hangs_is_not_missed() -> None:
+    with outside("int8", *HANGS, transport="tcp") as (llm, servers):
+        assert servers.children.monitor is not None
+        servers.children.monitor.send_signal(signal.SIGSTOP)
+        assert [run(llm) for _ in range(2)] == [expected("int8")] * 2
+        servers.children.monitor.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_a_hundred_stopped_servers(transport: str) -> None:
+    """One is stopped and goes on, then another: at rest, and while requests are served."""
+    draw = random.Random(8)
+    with outside("int8", *HANGS, transport=transport) as (llm, servers):
+        for _ in range(100):
+            process = servers.children.servers[draw.choice([*servers.children.servers])]
+            timers = [
+                threading.Timer(at, process.send_signal, [what])
+                for at, what in ((draw.choice([0.0, 0.01, 0.05]), signal.SIGSTOP), (0.5, signal.SIGCONT))
+            ]
+            for timer in timers:
+                timer.start()
+            assert run(llm) == expected("int8")
+            for timer in timers:
+                timer.join()
+            assert run(llm) == expected("int8")
+        assert all(process.poll() is None for process in servers.children.servers.values())

@@ -123,7 +123,7 @@ def test_a_standby_leads_when_the_lease_has_run_out_and_the_late_one_writes_noth
 
 
 def test_what_ends_early_takes_its_tasks_along(tmp_path: Path) -> None:
-    store = JobStore(tmp_path / "state", Time())
+    store = JobStore(tmp_path / "state", Time(), Time())
     job = store.add_job(ORDER, KINDS)
     lease = store.take_lease("a", 10)
     assert lease is not None
@@ -155,8 +155,9 @@ def test_a_directory_that_will_not_do(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
-    assert "No such file or directory" in refused(tmp_path / "not" / "there")
+    JobStore(tmp_path / "not" / "there", Time()).close()  # it is made
     (tmp_path / "file").write_text("x")
+    assert "cannot be made" in refused(tmp_path / "file" / "there")
     assert "cannot be made" in refused(tmp_path / "file")
     JobStore(tmp_path / "newer", Time()).close()
     with sqlite3.connect(tmp_path / "newer" / "jobs.sqlite") as db:

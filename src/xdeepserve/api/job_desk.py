@@ -36,7 +36,7 @@ class JobDesk:
 
     def __init__(self, models: ServedModels, options: ServerOptions) -> None:
         assert options.state is not None
-        self.store = JobStore(options.state, time.time)
+        self.store = JobStore(options.state, time.monotonic)
         self.shelf = ModelShelf(models, self.store)
         holder = f"{os.getpid()}-{secrets.token_hex(4)}"
         self.turns = AgentTurns(models, {} if options.tools is None else read_tools(options.tools))

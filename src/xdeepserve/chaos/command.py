@@ -78,8 +78,10 @@ def run(args: argparse.Namespace) -> int:
     if args.schedules < 1:
         raise InputError(f"--schedules {args.schedules}: at least 1")
     replayed = None if args.replay is None else read_schedule(args.replay)
-    if not args.save.is_dir():
-        raise InputError(f"--save {args.save}: no such directory")
+    try:
+        args.save.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--save {args.save}: cannot be made: {error.strerror or error}") from None
     is_whole, begun = False, time.monotonic()
     with working("chaos") as status, Judge(resolve_model(args.model)) as judge:
         campaign = c.Campaign(judge)

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     # What every member would refuse is said now, and not in the log of one that is started again for ever.
     member = build_parser().parse_args(["serve", "--state", str(args.state), *args.serve])
     _, options = made(member, "127.0.0.1", 0)
-    store = JobStore(args.state, time.time)
+    store = JobStore(args.state, time.monotonic)
 
     def boot(name: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "xdeepserve", "serve", "--state", str(args.state), "--port", "0"]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from ..errors import InputError
+from ..forks import close_in_child
 from ..hw.volume import Volume
 from ..hw.volume_file import check_identity, remove
 
@@ -18,24 +19,27 @@ LOCK = "lock"
 
 
 def check_directory(path: Path) -> None:
-    """Raise InputError, with a one-line message and before any change, unless a pool can live at `path`."""
+    """Raise InputError, with a one-line message and before any change, unless a pool can live at `path`.
+
+    A directory that is not there is made by `lock`.
+    """
     try:
-        if not path.exists():
-            raise InputError(f"{path}: no such directory; a memory pool needs one that is there")
-        if not path.is_dir():
-            raise InputError(f"{path}: not a directory; a memory pool has one for its volumes")
+        there = next(each for each in (path, *path.absolute().parents) if each.exists())
+        if not there.is_dir():
+            raise InputError(f"{there}: not a directory; a memory pool has one for its volumes")
     except OSError as error:  # nobody may look there, or no name is as long
         raise InputError(f"{path}: {error.strerror or error}") from None
-    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-        raise InputError(f"{path}: no permission to read and write there")
+    if not os.access(there, os.R_OK | os.W_OK | os.X_OK):
+        raise InputError(f"{there}: no permission to read and write there")
     for name in servers_in(path):
         check_identity(volume_path(path, name))
 
 
 def lock(path: Path) -> IO[str]:
-    """Lock a pool's directory for as long as the returned file is open. Raises InputError if another process
-    holds it."""
+    """Lock a pool's directory, which is made if need be, for as long as the returned file is open. Raises
+    InputError if another process holds it."""
     try:
+        path.mkdir(parents=True, exist_ok=True)
         file = (path / LOCK).open("a+")
     except OSError as error:
         raise InputError(f"{path / LOCK}: {error.strerror or error}") from None
@@ -45,7 +49,11 @@ def lock(path: Path) -> IO[str]:
         file.seek(0)
         holder = file.read().strip() or "unknown"
         file.close()
-        raise InputError(f"{path}: this memory pool is in use by process {holder}") from None
+        who = f"process {holder}"
+        if holder == str(os.getpid()):
+            who = "another LLM of this process; close that one first, or build this one with beside="
+        raise InputError(f"{path}: this memory pool is in use by {who}") from None
+    close_in_child(file)
     with contextlib.suppress(OSError):  # a full disk: others are refused all the same, by an unknown process
         file.truncate(0)
         os.write(file.fileno(), str(os.getpid()).encode())
@@ -153,6 +161,8 @@ def clear(path: Path) -> list[VolumeReport]:
 def _opened(path: Path) -> Iterator[dict[str, Volume]]:
     """Open the volumes of a directory, locked against other processes."""
     check_directory(path)
+    if not path.exists():
+        raise InputError(f"{path}: no such directory; an LLM with ems.path={path} makes it")
     if not servers_in(path):
         raise InputError(f"{path}: there is no memory pool in this directory")
     with lock(path):

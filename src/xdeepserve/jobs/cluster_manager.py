@@ -79,6 +79,7 @@ class ClusterManager:
         self._lease = self._store.take_lease(self._holder, LEASE_S, CLUSTER_MANAGER)
         if self._lease is None:
             return
+        self._store.members.date_back(self._lease)
         found = {member.name: member for member in self._store.members.all()}
         for name in self._names:
             self._see_to(name, found.get(name), self._lease)

@@ -10,6 +10,7 @@ import contextlib
 import os
 import shutil
 import sqlite3
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,15 @@ FILE, JOB = "SELECT number, name, purpose, num_bytes, created_at FROM files", "S
 class JobStore:
     """Store in the state directory at `directory`.
 
-    `now` gives seconds since 1970. Raises InputError for an unusable directory.
+    `now` gives seconds that never jump, and is the same clock in all processes of this computer: leases and
+    heartbeats are kept in it. `date` gives seconds since 1970, for records. Raises InputError for an unusable
+    directory.
     """
 
-    def __init__(self, directory: Path, now: Callable[[], float]) -> None:
-        self.directory, self.now = directory, now
+    def __init__(
+        self, directory: Path, now: Callable[[], float], date: Callable[[], float] = time.time
+    ) -> None:
+        self.directory, self.now, self._date = directory, now, date
         self._db = open_state(directory)
         self.members = MemberTable(self._db, now)
 
@@ -70,7 +75,7 @@ class JobStore:
 
     def add_file(self, name: str, purpose: str, content: Path) -> StoredFile:
         """Keep the file at `content`, which is moved into the directory."""
-        row = (name, purpose, content.stat().st_size, int(self.now()))
+        row = (name, purpose, content.stat().st_size, int(self._date()))
         with self._writing() as db:
             number = db.execute(
                 "INSERT INTO files (name, purpose, num_bytes, created_at) VALUES (?, ?, ?, ?)", row
@@ -102,7 +107,7 @@ class JobStore:
 
     def add_job(self, order: JobOrder, kinds: tuple[str, ...]) -> JobRecord:
         """Queue a new job with tasks of the given kinds. Raises OverloadedError if too many jobs are open."""
-        now = int(self.now())
+        now = int(self._date())
         with self._writing() as db:
             states = "state IN ('queued', 'running')"
             if db.execute(f"SELECT count(*) FROM jobs WHERE {states}").fetchone()[0] >= MAX_OPEN_JOBS:
@@ -163,7 +168,7 @@ class JobStore:
     ) -> JobRecord:
         """Move a job to `state`. A final state also cancels its open tasks; a success may add its `model` to
         those served. Raises IllegalMoveError or LeaseLostError."""
-        now = int(self.now())
+        now = int(self._date())
         with self._writing(lease) as db:
             old = db.execute("SELECT state FROM jobs WHERE number = ?", (number,)).fetchone()[0]
             check_move(f"job {number}", JOB_MOVES, old, state)
@@ -203,7 +208,7 @@ class JobStore:
                 "UPDATE tasks SET state = ?, result = ?, attempts = attempts + ? WHERE job = ? AND place = ?",
                 (state, kept, (state == "running") - is_put_back, job, place),
             )
-            _add_event(db, job, int(self.now()), "info", f"{kind} is {state}", result)
+            _add_event(db, job, int(self._date()), "info", f"{kind} is {state}", result)
         return self._found(job)
 
     def models(self) -> dict[str, tuple[Path, int]]:
@@ -227,7 +232,7 @@ class JobStore:
     def add_event(self, job: int, message: str, data: dict[str, Any] | None, lease: MasterLease) -> None:
         """Record an event reported by a task."""
         with self._writing(lease) as db:
-            _add_event(db, job, int(self.now()), "info", message, data)
+            _add_event(db, job, int(self._date()), "info", message, data)
 
     def events(self, job: int) -> list[JobEvent]:
         """List all events of a job, in order."""

@@ -3,7 +3,11 @@
 
 One process at a time holds a lease, and renews it. Another takes it over when its time has run out, under the
 next term. A write under an old term is refused within its own transaction. So a leader that has slept past
-the end of its lease changes nothing. Time is a parameter of each call.
+the end of its lease changes nothing.
+
+Time is a parameter of each call: seconds of a clock that never jumps, the same in all processes of this
+computer (time.monotonic). It begins anew when the computer does, so a lease may have an end that no holder
+can have set. Such a lease is none.
 """
 
 from __future__ import annotations
@@ -34,12 +38,13 @@ def take(
     db: sqlite3.Connection, holder: str, now: float, seconds: float, what: str = JOB_MASTER
 ) -> MasterLease | None:
     """Take the lease until `now + seconds` if it is free, has run out, or is the holder's own; else return
-    None."""
+    None. A lease that ends later than that was written before this computer was started, or by its calendar
+    clock."""
     with transaction(db):
         row = db.execute("SELECT holder, term, ends_at FROM leases WHERE name = ?", (what,)).fetchone()
         last_holder, term, ends_at = row or ("", 0, 0.0)
         if last_holder != holder:
-            if ends_at > now:
+            if now < ends_at <= now + seconds:
                 return None
             term += 1
         values = (what, holder, term, now + seconds)

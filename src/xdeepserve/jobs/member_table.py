@@ -53,7 +53,8 @@ class ReplacedError(XDeepServeError):
 
 
 class MemberTable:
-    """Members of a state directory. Each change is a transaction; `now` gives seconds since 1970."""
+    """Members of a state directory. Each change is a transaction; `now` is the clock of
+    heartbeats, which never jumps."""
 
     def __init__(self, db: sqlite3.Connection, now: Callable[[], float]) -> None:
         self._db, self.now = db, now
@@ -92,6 +93,14 @@ class MemberTable:
                 " tes = ? WHERE name = ?",
                 (address, self.now(), msgspec.json.encode(tes), name),
             )
+
+    def date_back(self, lease: MasterLease) -> None:
+        """Let heartbeats that lie in the future count as of now: another clock wrote them, such as that of
+        the time before a restart of this computer. Raises LeaseLostError."""
+        with transaction(self._db) as db:
+            leases.check_held(db, lease)
+            now = self.now()
+            db.execute("UPDATE members SET beat_at = ? WHERE beat_at > ?", (now, now))
 
     def end(self, name: str, pid: int, state: MemberState, reason: str) -> None:
         """Record a member's own report that it has failed or ends. Ignored if the process was replaced."""

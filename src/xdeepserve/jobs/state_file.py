@@ -36,7 +36,7 @@ def open_state(directory: Path) -> sqlite3.Connection:
     """Open the database in `directory`, or make it. Raises InputError with a one-line message."""
     where = f"--state {directory}"
     try:
-        directory.mkdir(exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
         for folder in ("files", "work"):
             (directory / folder).mkdir(exist_ok=True)
     except OSError as error:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
+import reprlib
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager
+from numbers import Number
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -39,6 +42,12 @@ from xdeepserve.progress import Status, working
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]
+# What callers of other engines pass as a prompt, and what to pass here.
+INSTEAD: tuple[tuple[type | tuple[type, ...], str], ...] = (
+    ((bytes, bytearray, memoryview), "; decode it to a text"),
+    (Mapping, "; pass its text or its token ids, and messages to LLM.chat"),
+    (Iterator, "; pass a list of it"),
+)
 
 
 class LLM:
@@ -91,6 +100,7 @@ class LLM:
             raise InputError(f"timing_only is True, False or a TimingConfig, found {timing_only!r}")
         if not (isinstance(progress, bool) or callable(progress)):
             raise InputError(f"progress is True, False or a function of (done, total), found {progress!r}")
+        self._process = os.getpid()
         _check_keywords(settings)
         every = [overrides] if isinstance(overrides, str | Mapping) else overrides
         if settings:
@@ -133,7 +143,9 @@ class LLM:
                 )  # the pod must not change under a die's hands
             # Also at the interpreter's end, for those who never close.
             self._engines.append(self.engine)
-            self._closing = weakref.finalize(self, _close, self.engine, self._engines, self._loop, thread)
+            self._closing = weakref.finalize(
+                self, _close, self.engine, self._engines, self._loop, thread, self._process
+            )
             try:
                 self.run(self.engine.start(), "Starting")
             except BaseException:
@@ -168,7 +180,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Stop the dies and free their memory. Harmless when repeated."""
+        """Stop the dies and free their memory. Harmless when repeated, and in a forked child."""
         self._closing()
 
     @property
@@ -207,11 +219,20 @@ class LLM:
         the prompt's error is raised. Its `outputs` hold a RequestOutput for every prompt: complete ones, and
         those that were cut, with what was generated so far, `finished=False` and finish_reason "error".
         """
-        if not isinstance(prompts, str | Sequence | np.ndarray):
-            raise RequestError(f"prompts must be a text, token ids, or a list of either, found {prompts!r}")
-        many = [prompts] if _is_single(prompts) else list(prompts)
+        self._check_open()
+        if not _is_list(prompts) and not isinstance(prompts, str):
+            raise RequestError(
+                f"prompts must be a text, token ids, or a list of either, {_found(prompts)}", param="prompts"
+            )
+        is_single = _is_single(prompts)
+        many: list[Any] = [prompts] if is_single else list(prompts)
+        ids = [
+            self._ids(prompt, "the prompt" if is_single else f"prompts[{index}]")
+            for index, prompt in enumerate(many)
+        ]
+        texts = [prompt if isinstance(prompt, str) else None for prompt in many]
         params = sampling_params if sampling_params is not None else SamplingParams()
-        each = list(params) if isinstance(params, list | tuple) else [params] * len(many)
+        each: list[Any] = list(params) if isinstance(params, list | tuple) else [params] * len(many)
         if wrong := [one for one in each if not isinstance(one, SamplingParams)]:
             raise RequestError(
                 "sampling_params must be SamplingParams, or a list with one for each prompt, "
@@ -220,13 +241,15 @@ class LLM:
         if len(each) != len(many):
             raise RequestError(f"{len(many)} prompts but {len(each)} sampling parameters")
         keep: KeepLogits = "sampled" if keep_logits else "none"
+        if arrivals_ns is not None and not _is_list(arrivals_ns):
+            raise RequestError(f"arrivals_ns must be a list of integers, {_found(arrivals_ns)}")
         arrivals = [0] * len(many) if arrivals_ns is None else list(arrivals_ns)
         if len(arrivals) != len(many):
             raise RequestError(f"{len(many)} prompts but {len(arrivals)} arrivals")
         if not all(isinstance(ns, (int, np.integer)) and 0 <= ns <= INT64_MAX for ns in arrivals):
             raise RequestError("arrivals_ns must be integers, 0 or more", param="arrivals_ns")
         requests: dict[int, Request] = {}  # by index of their prompt
-        work = self._generate(many, each, keep, arrivals, meanwhile, requests)  # type: ignore[arg-type]
+        work = self._generate(ids, texts, each, keep, arrivals, meanwhile, requests)
         return self.run(work, "Generating with", lambda: _so_far(list(requests.values())))
 
     def chat(
@@ -236,10 +259,13 @@ class LLM:
         tools: Sequence[dict[str, Any]] | None = None,
     ) -> RequestOutput:
         """Answer a conversation through the model's chat template. The text includes the template's tags."""
-        if isinstance(messages, str) or not all(isinstance(each, dict) for each in messages):
-            raise RequestError(
-                f'messages must be a list like [{{"role": "user", "content": "Hello"}}], found {messages!r}'
-            )
+        self._check_open()
+        for name, value in (("messages", messages), ("tools", tools or ())):
+            if not _is_list(value) or not all(isinstance(each, dict) for each in value):
+                example = '[{"role": "user", "content": "Hello"}]' if name == "messages" else "OpenAI's"
+                raise RequestError(f"{name} must be a list like {example}, {_found(value)}", param=name)
+        if not messages:
+            raise RequestError("messages must have at least one, found none", param="messages")
         tokenizer = require_tokenizer(self.tokenizer, self.engine.model_name, "messages")
         prompt = tokenizer.apply_chat_template(list(messages), tools=tools)
         return self.generate([prompt], sampling_params)[0]
@@ -250,7 +276,8 @@ class LLM:
         if isinstance(token_ids, str):
             raise RequestError("logits takes token ids, found a text: use llm.tokenizer.encode(text)")
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-        return self.run(self._logits(list(token_ids), params), "Computing logits with")
+        self._check_open()
+        return self.run(self._logits(self._ids(token_ids, "token_ids"), params), "Computing logits with")
 
     def add_te(self, role: Role = "both", source: Source = "auto") -> str:
         """Add a task executor (TE) like the first of its role; return its name when its weights are loaded.
@@ -293,9 +320,11 @@ class LLM:
         `doing` and `detail` are shown on stderr if it takes long. Raises XDeepServeError if the LLM is
         closed.
         """
-        if self._loop.is_closed() or not self._closing.alive:  # a guest's loop goes on without it
+        try:
+            self._check_open()
+        except XDeepServeError:
             work.close()
-            raise XDeepServeError("this LLM is closed")
+            raise
         running = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             with self._working(doing) as status:
@@ -307,19 +336,37 @@ class LLM:
             running.cancel()
             raise
 
-    def _ids(self, prompt: Prompt) -> list[int]:
-        if not isinstance(prompt, str):
-            is_list = isinstance(prompt, Sequence | np.ndarray)
-            if not is_list or not all(type(each) is int or isinstance(each, np.integer) for each in prompt):
+    def _check_open(self) -> None:
+        """Raise XDeepServeError if this LLM is closed, or belongs to the process that forked this one: its
+        threads do not come along."""
+        if self._process != os.getpid():
+            raise XDeepServeError(
+                f"this LLM belongs to process {self._process}, which forked this one "
+                f"({os.getpid()}): make an LLM in this process"
+            )
+        if self._loop.is_closed() or not self._closing.alive:  # a guest's loop goes on without it
+            raise XDeepServeError("this LLM is closed")
+
+    def _ids(self, prompt: Prompt, where: str) -> list[int]:
+        """Convert a prompt to token ids. Raises RequestError, naming the place `where`, for another form."""
+        if isinstance(prompt, str):
+            return require_tokenizer(self.tokenizer, self.engine.model_name).encode(prompt)
+        if not _is_list(prompt):
+            raise RequestError(
+                f"{where} must be a text or a list of token ids, {_found(prompt)}", param="prompt"
+            )
+        for index, each in enumerate(prompt):
+            if type(each) is not int and not isinstance(each, np.integer):
                 raise RequestError(
-                    f"a prompt must be a text or a list of token ids, found {prompt!r}", param="prompt"
+                    f"{where} must be a text or a list of token ids, {_found(each)} at position {index}",
+                    param="prompt",
                 )
-            return [int(token_id) for token_id in prompt]
-        return require_tokenizer(self.tokenizer, self.engine.model_name).encode(prompt)
+        return [int(token_id) for token_id in prompt]
 
     async def _generate(
         self,
-        prompts: list[Prompt],
+        prompts: list[list[int]],
+        texts: list[str | None],
         params: list[SamplingParams],
         keep: KeepLogits,
         arrivals: list[int],
@@ -334,7 +381,7 @@ class LLM:
         def arrive(indices: list[int]) -> None:
             for index in indices:
                 try:
-                    requests[index] = self._submit(self._ids(prompts[index]), params[index], keep)
+                    requests[index] = self._submit(prompts[index], params[index], keep)
                 except InputError:
                     raise
                 except XDeepServeError as error:
@@ -362,8 +409,8 @@ class LLM:
             if len(at_once) < len(prompts):
                 await clock.spawn(arrive_later(in_order[len(at_once) :]), name="arrivals")
             outputs = [
-                await self._collected(requests.get(index), prompt, one, failures.get(index))
-                for index, (prompt, one) in enumerate(zip(prompts, params, strict=True))
+                await self._collected(requests.get(index), text, prompt, one, failures.get(index))
+                for index, (text, prompt, one) in enumerate(zip(texts, prompts, params, strict=True))
             ]
             if beside is not None:
                 await beside
@@ -378,9 +425,13 @@ class LLM:
                 request.abort()
 
     async def _collected(
-        self, request: Request | None, prompt: Prompt, params: SamplingParams, error: XDeepServeError | None
+        self,
+        request: Request | None,
+        text: str | None,
+        ids: list[int],
+        params: SamplingParams,
+        error: XDeepServeError | None,
     ) -> RequestOutput:
-        text, ids = prompt if isinstance(prompt, str) else None, self._ids(prompt)
         if request is None:
             return RequestOutput(
                 request_id="", prompt=text, prompt_token_ids=ids, outputs=[], finished=False, error=error
@@ -431,9 +482,14 @@ def _close(
     engines: list[Engine],
     loop: asyncio.AbstractEventLoop,
     thread: threading.Thread | None,
+    process: int,
 ) -> None:
     """Stop an LLM's dies. If it has a thread of its own, also stop the engines that share its pod, and the
-    thread."""
+    thread. Does nothing in a process other than `process`, such as a forked child."""
+    if process != os.getpid():
+        # No thread would answer here, and nobody need hear that tasks of the parent's have not ended.
+        loop.set_exception_handler(lambda loop, context: None)
+        return
     if loop.is_closed():
         return  # that of the LLM whose pod it shared, and all went with it
     engines.remove(engine)
@@ -461,8 +517,20 @@ async def _end(owner: Engine, guests: Sequence[Engine]) -> None:
         await asyncio.gather(*late, return_exceptions=True)
 
 
+def _is_list(value: object) -> bool:
+    """Whether a value is a list, a tuple, an array or the like: neither a text nor bytes."""
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
+
+
 def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
     """Whether prompts are a single text or list of token ids, rather than a list of either."""
-    return isinstance(prompts, str) or (
-        len(prompts) > 0 and np.isscalar(prompts[0]) and not isinstance(prompts[0], str)
-    )
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Number | np.bool_))
+
+
+def _found(value: object) -> str:
+    """Say on one line which value was found instead of a prompt, and what to pass instead if that is
+    known."""
+    instead = next((words for kinds, words in INSTEAD if isinstance(value, kinds)), "")
+    return f"found {' '.join(reprlib.repr(value).split())}{instead}"

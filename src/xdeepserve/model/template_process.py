@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import queue
 import subprocess
@@ -10,6 +11,7 @@ import threading
 from typing import Any
 
 from ..errors import RequestError
+from ..forks import close_in_child
 from .template_worker import TEXT, read_frame, write_frame
 
 MAX_SECONDS = 5.0  # of wall time for one chat; the shipped templates take a few milliseconds
@@ -20,17 +22,22 @@ MAX_CHARS = 16 << 20
 class TemplateProcess:
     """Renders chats in a child process, in order.
 
-    The process starts with the first chat, and anew after it was killed.
+    The process starts with the first chat, and anew after it was killed, or in a forked child of this one.
     """
 
     def __init__(self, max_seconds: float = MAX_SECONDS, max_chars: int = MAX_CHARS) -> None:
         self._max_seconds, self._max_chars = max_seconds, max_chars
-        self._lock = threading.Lock()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._owner, self._lock = os.getpid(), threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._answers: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
 
     def render(self, source: str, origin: str, variables: dict[str, Any]) -> str:
         """Render a template as text. Raises RequestError if it refuses, takes too long or wants too much."""
+        if self._owner != os.getpid():
+            self._begin()  # the process and the lock are those of the parent's threads
         with self._lock:
             self._start()
             found = self._ask(pickle.dumps((source, origin, self._max_chars, variables)), self._max_seconds)
@@ -47,7 +54,9 @@ class TemplateProcess:
         return text
 
     def close(self) -> None:
-        """End the process. Harmless when repeated."""
+        """End the process, except in a forked child, whose parent has it. Harmless when repeated."""
+        if self._owner != os.getpid():
+            return
         with self._lock:
             self._kill()
 
@@ -59,6 +68,8 @@ class TemplateProcess:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
+        assert self._process.stdin is not None
+        close_in_child(self._process.stdin)
         self._answers = queue.SimpleQueue()
         threading.Thread(target=_listen, args=(self._process, self._answers), daemon=True).start()
         self._ask(pickle.dumps(("", "", 0, {"messages": []})), START_SECONDS)

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from xdeepserve.errors import XDeepServeError
+from xdeepserve.forks import close_in_child
 
 START_S = 60.0  # until the monitor says where it is
 END_S = 10.0
@@ -108,6 +109,7 @@ def _spawn(command: str, task: msgspec.Struct, stdout: int) -> subprocess.Popen[
     words: Sequence[str] = [sys.executable, "-m", "xdeepserve", command, "--of-parent"]
     process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=stdout, start_new_session=True)
     assert process.stdin is not None
+    close_in_child(process.stdin)  # else the process would outlive this one beside a forked child
     process.stdin.write(msgspec.json.encode(task) + b"\n")
     process.stdin.flush()
     return process

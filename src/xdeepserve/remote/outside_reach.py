@@ -95,8 +95,9 @@ class OutsideReach:
             return False
         link = self._links[address.node]
         look = link.look(address.offset)
-        if look is not None:  # one that is slow is late, and not gone
-            await asyncio.wait([look], timeout=LOOK_S)
+        if look is not None and not link.is_late:
+            # A server that is slow is late, and not gone. Once is enough: every exchange of every client looks.
+            link.is_late = bool((await asyncio.wait([look], timeout=LOOK_S))[1])
         return link.broken is None
 
     async def poll(

@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from xdeepserve.errors import LostDieError, ProtocolError
+from xdeepserve.forks import close_in_child
 from xdeepserve.remote.handshake import (
     MAX_LINE,
     Challenge,
@@ -30,10 +31,12 @@ MAX_UNSENT = 64 << 20  # bytes to a server that does not take them, after which 
 
 
 class ServerLink(Protocol):
-    """Access to a server's buffer. `broken` says why the link is no longer usable, or is None."""
+    """Access to a server's buffer. `broken` says why the link is no longer usable, or is None. `is_late`: a
+    client has waited in vain for an answer, and none of any kind has come since."""
 
     windows: dict[str, Window]
     broken: str | None
+    is_late: bool
 
     def write(self, offset: int, data: bytes) -> None:
         """Post bytes to a server. Writes arrive in the order of the calls, or not at all."""
@@ -57,9 +60,11 @@ class SharedLink:
 
     def __init__(self, sock: socket.socket, welcome: Welcome, fd: int) -> None:
         self.windows, self.broken = welcome.windows, None if fd >= 0 else "no buffer came with the welcome"
+        self.is_late = False
         self._sock, self._loop = sock, asyncio.get_running_loop()
         self._view = memoryview(mmap.mmap(fd, welcome.nbytes))
         os.close(fd)
+        close_in_child(sock)
         sock.setblocking(False)
         self._loop.add_reader(sock, self._hear)
 
@@ -99,9 +104,17 @@ class SharedLink:
 class CardLink:
     """Link by TCP: a connection to the server's network card."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, welcome: Welcome) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        welcome: Welcome,
+    ) -> None:
         self.windows = welcome.windows
         self.broken: str | None = None
+        self.is_late = False
+        self._sock = sock
         self._reader, self.writer = reader, writer
         self._asked: deque[tuple[int, asyncio.Future[bytes]]] = deque()
         self._seen: dict[int, int] = {}
@@ -124,6 +137,7 @@ class CardLink:
                     return
                 data = await self._reader.readexactly(nbytes)
                 self._asked.popleft()
+                self.is_late = False
                 if not future.done():
                     future.set_result(data)
         except (OSError, EOFError, struct.error, IndexError) as error:
@@ -180,6 +194,8 @@ class CardLink:
         if self.broken:
             return
         self.broken = why
+        with suppress(OSError):  # the server hears it although a forked child has a copy of the connection
+            self._sock.shutdown(socket.SHUT_RDWR)
         self.writer.transport.abort()
         for _, future in self._asked:
             if not future.done():
@@ -195,7 +211,7 @@ async def open_link(address: str, client: str, identity: str, token: str) -> Ser
         if address.startswith("unix:"):
             return SharedLink(sock, welcome, fd)
         reader, writer = await asyncio.open_connection(sock=sock, limit=MAX_LINE)
-        return CardLink(reader, writer, welcome)
+        return CardLink(sock, reader, writer, welcome)
     except BaseException:
         sock.close()
         raise

@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams
 from xdeepserve.errors import RequestError, abridged
@@ -91,7 +92,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_cache_key: str | None = None
 
     def __post_init__(self) -> None:
-        # The Struct is frozen for everyone else; construction may still bring its sequences into one form.
+        # The Struct is frozen for everyone else; construction may still bring its values into one form.
+        for name in self.__struct_fields__:
+            msgspec.structs.force_setattr(self, name, _plain(getattr(self, name)))
         stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
         msgspec.structs.force_setattr(self, "stop", stop)
         stop_ids = _as_tuple("stop_token_ids", self.stop_token_ids)
@@ -100,6 +103,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         if self.allowed_token_ids is not None:
             allowed = _as_tuple("allowed_token_ids", self.allowed_token_ids)
             msgspec.structs.force_setattr(self, "allowed_token_ids", allowed)
+        if isinstance(self.logit_bias, dict):
+            bias = {_plain(token_id): _plain(value) for token_id, value in self.logit_bias.items()}
+            msgspec.structs.force_setattr(self, "logit_bias", bias)
         self._check_numbers()
         self._check_stops()
         self._check_choice_of_tokens()
@@ -193,9 +199,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
     try:
-        return tuple(value or ())
+        return tuple(_plain(each) for each in (() if value is None else value))
     except TypeError:
         raise RequestError(f"{name} must be a list, found {abridged(value)}", param=name) from None
+
+
+def _plain(value: Any) -> Any:
+    """Return a NumPy scalar as the Python number or text that it holds; other values as they are."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _check_float(name: str, value: object) -> None:
