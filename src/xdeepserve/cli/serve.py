@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from xdeepserve import wings
 from xdeepserve.cli.options import (
     Parser,
     add_deployment,
@@ -133,8 +134,6 @@ def _options(args: argparse.Namespace, host: str, port: int) -> ServerOptions:
     loaded."""
     from xdeepserve.api.options import ServerOptions
     from xdeepserve.api.server import bind
-    from xdeepserve.jobs.agent_tools import read_tools
-    from xdeepserve.jobs.state_file import check_state
 
     if args.quiet and args.log_requests:
         raise InputError("--quiet logs no requests: leave --log-requests out")
@@ -158,12 +157,7 @@ def _options(args: argparse.Namespace, host: str, port: int) -> ServerOptions:
     options.ssl_context()
     if args.record is not None:
         check_writable(args.record, "--record")
-    if args.state is not None:
-        check_state(args.state)
-    if args.tools is not None:
-        if args.state is None:
-            raise InputError("--tools needs --state DIR, where the jobs of agents are kept")
-        read_tools(args.tools)
+    wings.part("options of jobs")(options)
     if args.uds is None:
         bind(host, port).close()
     return options
