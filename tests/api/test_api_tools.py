@@ -312,7 +312,7 @@ async def test_arguments_are_objects_though_the_schema_does_not_say_so(
         ({"tools": [{"type": "retrieval", "function": {"name": "f"}}]}, "tools[0].type", "function"),
         ({"tools": [{"type": "function"}]}, "tools[0].function", "required"),
         ({"tools": [{**WEATHER, "strct": True}]}, "tools[0].strct", "unknown field"),
-        ({"tools": named("f", returns={})}, "tools[0].function.returns", "unknown field"),
+        ({"tools": named("f", returns={})}, "tools[0].function.returns", "not supported"),
         ({"tools": named("")}, "tools[0].function.name", "1 to 64"),
         ({"tools": named("a b")}, "tools[0].function.name", 'found "a b"'),
         ({"tools": named("f", parameters=[])}, "tools[0].function.parameters", "expected `object"),

@@ -184,5 +184,5 @@ def add_cors_headers(request: web.Request, response: web.StreamResponse, options
     origin = request.headers.get("Origin")
     if origin is not None and ("*" in options.allowed_origins or origin in options.allowed_origins):
         response.headers["Access-Control-Allow-Origin"] = "*" if "*" in options.allowed_origins else origin
-        response.headers["Access-Control-Expose-Headers"] = "X-Request-Id"
+        response.headers["Access-Control-Expose-Headers"] = "X-Request-Id, X-Ignored-Fields"
         response.headers["Vary"] = "Origin"

@@ -15,7 +15,6 @@ from xdeepserve.model.chat_template import JsonText
 
 # OpenAI's newer models call the system role "developer"; templates know only "system".
 ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"developer": "system"}
-MEDIA = ("audio_url", "file", "image_url", "input_audio", "video_url")  # of a part, whatever its type is
 _TEMPLATE_INPUTS = (
     "self",
     "messages",
@@ -86,10 +85,6 @@ def plain_message(where: str, message: ChatMessage) -> dict[str, Any]:
         raise RequestError(
             f"{where}.role must be one of {supported}, found {abridged(message.role)}", param=f"{where}.role"
         )
-    for name in ("audio", "function_call", "images"):
-        if getattr(message, name):
-            param = f"{where}.{name}"
-            raise RequestError(f"{param} is not supported", param=param, code="unsupported_parameter")
     for name, role in (
         ("tool_calls", "assistant"),
         ("reasoning_content", "assistant"),
@@ -149,10 +144,5 @@ def _plain_content(where: str, message: ChatMessage) -> str | None:
             )
         if part.text is None:
             raise RequestError(f"{param}.text is required", param=f"{param}.text")
-        for name in MEDIA:
-            if getattr(part, name) is not None:
-                param = f"{param}.{name}"
-                reason = f"{param} is not supported: this model reads text only"
-                raise RequestError(reason, param=param, code="unsupported_parameter")
         texts.append(part.text)
     return "\n".join(texts)

@@ -12,30 +12,14 @@ import msgspec
 from aiohttp import web
 
 from xdeepserve import __version__
-from xdeepserve.api import requests as asked
+from xdeepserve.api.fields import CHANGES, HARMLESS, OURS
 from xdeepserve.api.http_errors import ErrorBody
-from xdeepserve.api.response_items import REFUSED, ResponsesRequest
 from xdeepserve.api.route import ROUTES, Route
 
 KEY = {"type": "http", "scheme": "bearer"}
 REF = "#/components/schemas/{name}"
 
 
-# Requests that generate, and their fields that are known and not served, with values that ask for nothing.
-GENERATING: dict[type[msgspec.Struct], dict[str, tuple[Any, ...]]] = {
-    asked.ChatRequest: asked.NEUTRAL | asked.NOT_FOR_CHATS,
-    asked.CompletionRequest: asked.NEUTRAL,
-    ResponsesRequest: asked.NEUTRAL | REFUSED,
-}
-# Others that take fields which change nothing, and those fields.
-UNREAD_IN: dict[type[msgspec.Struct], tuple[str, ...]] = {
-    **dict.fromkeys(
-        (*GENERATING, asked.TokenizeRequest, asked.DetokenizeRequest), asked.Harmless.__struct_fields__
-    ),
-    **dict.fromkeys((asked.ChatMessage, asked.ContentPart, asked.ToolCall), asked.FedBack.__struct_fields__),
-    asked.FunctionCall: asked.FedBack.__struct_fields__,
-    **dict.fromkeys((asked.Tool, asked.FunctionDefinition), asked.CacheMarked.__struct_fields__),
-}
 UNSERVED = "Known, and refused unless it asks for nothing."
 UNREAD = "Taken, and changes nothing."
 
@@ -45,13 +29,14 @@ def openapi(routes: tuple[Route, ...]) -> dict[str, Any]:
     """Build the OpenAPI 3.1 document of the routes of a server."""
     types = [t for each in routes for t in (each.body, each.answer, each.chunk) if t is not None]
     _, components = msgspec.json.schema_components([*types, ErrorBody], ref_template=REF)
-    for kind, refused in GENERATING.items():
-        fields = components[kind.__name__]["properties"]
-        for name, neutral in refused.items():
-            fields[name] |= {"enum": [None, *neutral], "description": UNSERVED}
-    for kind, unread in UNREAD_IN.items():
-        for name in set(unread) - set(kind.__annotations__):
-            components[kind.__name__]["properties"][name]["description"] = UNREAD
+    for name, schema in components.items():
+        told = schema.setdefault("properties", {})
+        for field, unserved in CHANGES.get(name, {}).items():
+            told[field] = {"default": None, "enum": [None, *unserved.neutral], "description": UNSERVED}
+        for field in {*HARMLESS.get(name, ()), *OURS.get(name, ())}:
+            told.setdefault(field, {"default": None, "description": UNREAD})
+        if name in CHANGES:  # others are ignored, and named in x-ignored-fields
+            schema.pop("additionalProperties", None)
     paths: dict[str, dict[str, Any]] = {}
     for each in routes:
         paths.setdefault(each.canonical, {})[each.method.lower()] = _operation(each)

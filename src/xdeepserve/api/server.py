@@ -30,6 +30,7 @@ from xdeepserve.api.access import (
     key_middleware,
 )
 from xdeepserve.api.endpoint import ENDPOINT, ENGINE_REQUEST_ID, MAX_REQUEST_ID_CHARS, REQUEST_ID, ApiEndpoint
+from xdeepserve.api.fields import IGNORED, ignored_header
 from xdeepserve.api.http_errors import MAX_BODY_BYTES, error_middleware, protocol_log
 from xdeepserve.api.options import ServerOptions
 from xdeepserve.api.protocol_errors import JsonRunner
@@ -88,6 +89,9 @@ async def request_id_middleware(request: web.Request, handler: Handler) -> web.S
 
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
     add_cors_headers(request, response, request.app[ENDPOINT].options)
+    if IGNORED in request and request[IGNORED].ignored:
+        names = response.headers["X-Ignored-Fields"] = ignored_header(request[IGNORED])
+        request.app[ENDPOINT].note_ignored(names.split(", "))
     if REQUEST_ID in request:
         response.headers["X-Request-Id"] = request[REQUEST_ID]
 

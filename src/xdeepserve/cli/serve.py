@@ -39,6 +39,11 @@ def add_options(parser: Parser) -> None:
     parser.add_argument("--host", help="default 127.0.0.1")
     parser.add_argument("--port", type=int, help="default 8000; 0 picks a free one")
     parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="refuse fields of requests that have no effect, instead of ignoring them with a header",
+    )
+    parser.add_argument(
         "--admin",
         action="store_true",
         help="let clients list, add and remove task executors: /admin/tes (use it with --api-key)",
@@ -148,6 +153,7 @@ def _options(args: argparse.Namespace, host: str, port: int) -> ServerOptions:
         ssl_keyfile=args.ssl_keyfile,
         uds=args.uds,
         admin=args.admin,
+        strict=args.strict,
         log_requests=args.log_requests,
         record=args.record,
         state=args.state,

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from xdeepserve.api.body import read_body
+from xdeepserve.api.body import converted, read_body
 from xdeepserve.api.http_errors import ApiError
 from xdeepserve.api.input_items import page
 from xdeepserve.api.requests import ChatMessage
@@ -61,7 +61,7 @@ def _check_messages(messages: list[dict[str, Any]]) -> None:
     if not messages:
         raise RequestError("messages must not be empty", param="messages")
     try:
-        msgspec.convert(messages, list[ChatMessage])
+        converted(messages, list[ChatMessage])
     except msgspec.ValidationError as error:
         raise RequestError(f"messages: {str(error).replace('`', '')}", param="messages") from None
 
