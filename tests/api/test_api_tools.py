@@ -316,9 +316,6 @@ async def test_arguments_are_objects_though_the_schema_does_not_say_so(
         ({"tools": named("")}, "tools[0].function.name", "1 to 64"),
         ({"tools": named("a b")}, "tools[0].function.name", 'found "a b"'),
         ({"tools": named("f", parameters=[])}, "tools[0].function.parameters", "expected `object"),
-        ({"messages": with_arguments("{")}, "messages[0].tool_calls[0].function.arguments", "JSON object"),
-        ({"messages": with_arguments("[]")}, "messages[0].tool_calls[0].function.arguments", "found []"),
-        ({"messages": with_arguments("[" * 9999)}, "messages[0].tool_calls[0].function.arguments", "JSON"),
         (
             {"messages": with_arguments({})},
             "messages[0].tool_calls[0].function.arguments",
