@@ -45,7 +45,7 @@ HOUSE: Final[Mapping[str, Room]] = {
     "llm": Room("the facade: LLM, SamplingParams", "hw model engine loop progress"),
     "golden": Room("golden vectors of the protocols", "hw model comm"),
     "verify": Room("the bit-exactness matrix", "hw model engine llm"),
-    "api": Room("the OpenAI-compatible endpoint", "hw model comm engine llm"),
+    "api": Room("the OpenAI-compatible endpoint", "hw model comm wings engine llm"),
     "cli": Room(
         "the command line: a file per command, wings bring theirs",
         "hw model comm engine llm golden verify api wings loop progress",
@@ -70,13 +70,12 @@ WINGS: Final[Mapping[str, Room]] = {
     ),
 }
 DOOR: Final = ("api", "cli")  # the rooms of the house that no wing uses
-# Arrows from the house to a wing that are left: until the endpoint's routes are a table that wings fill.
-LEFT: Final = {("api", "jobs"), ("api", "page"), ("api", "quant"), ("cli", "jobs")}
 
 
-def is_command(path: Path) -> bool:
-    """Whether a file of a wing is one of its commands: these stand above all rooms, `cli` included."""
-    return path.stem == "command" or path.stem.endswith("_command")
+def is_above(path: Path) -> bool:
+    """Whether a file of a wing is one of its commands, or one of its doors, which bring routes to the
+    endpoint: these stand above all rooms, `cli` and `api` included."""
+    return path.stem in ("command", "door") or path.stem.endswith("_command") or path.parent.name == "door"
 
 
 def allowed(room: str) -> set[str]:
@@ -85,7 +84,7 @@ def allowed(room: str) -> set[str]:
     if room in WINGS:
         return common | {*HOUSE} - {*DOOR} | {*WINGS[room].uses.split()}
     below = [*HOUSE][: [*HOUSE].index(room)]
-    return ({*HOUSE[room].uses.split()} | common) & {*below} | {wing for user, wing in LEFT if user == room}
+    return ({*HOUSE[room].uses.split()} | common) & {*below}
 
 
 def picture() -> str:
@@ -94,8 +93,6 @@ def picture() -> str:
 
     def row(name: str, room: Room) -> str:
         uses = f"; uses {room.uses.replace(' ', ', ')}" if room.uses else ""
-        if left := sorted(wing for user, wing in LEFT if user == name):
-            uses += f"; still imports {', '.join(left)}"
         return textwrap.fill(
             f"  {name:{width}}{room.what}{uses}",
             110,

@@ -13,6 +13,7 @@ from typing import Any, Final
 COMMANDS: Final[Mapping[str, str]] = {  # modules with `add_options` and `run`, beside the files of cli
     "bench": "xdeepserve.bench.command",
     "chaos": "xdeepserve.chaos.command",
+    "cluster": "xdeepserve.jobs.command",
     "ems": "xdeepserve.ems.command",
     "eval": "xdeepserve.evals.command",
     "learn": "xdeepserve.learn.command",
@@ -31,7 +32,12 @@ PARTS: Final[Mapping[str, str]] = {  # "module:name"
     "way over cards": "xdeepserve.m2n.way:ByCards",
     "clock way over cards": "xdeepserve.m2n.clock_way:ClockCards",
     "recording": "xdeepserve.page.page_record:recording",
+    "options of jobs": "xdeepserve.jobs.door.job_routes:check_options",
 }
+ENDPOINT: Final = (
+    "xdeepserve.jobs.door.job_routes",
+    "xdeepserve.page.door",
+)  # have ROUTES, `furnish`
 
 
 def command(name: str) -> Any:
@@ -43,3 +49,8 @@ def part(name: str) -> Any:
     """Import the part that a wing brings under a name of PARTS."""
     module, _, attribute = PARTS[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
+
+
+def endpoint() -> list[Any]:
+    """Import the modules with which wings add routes to the endpoint."""
+    return [importlib.import_module(name) for name in ENDPOINT]

@@ -21,6 +21,7 @@ from tests.api.conftest import Post
 from tests.api.fake_engine import FakeEngine
 from xdeepserve.api.openapi import UNREAD, UNSERVED, openapi
 from xdeepserve.api.options import ServerOptions
+from xdeepserve.api.route import ROUTES
 from xdeepserve.api.server import bind_unix, build_app, serve
 from xdeepserve.errors import InputError
 
@@ -157,7 +158,7 @@ async def test_ping_and_load(client: TestClient, engine: FakeEngine) -> None:
 
 async def test_the_endpoint_describes_itself(client: TestClient, post: Post) -> None:
     document = await (await client.get("/openapi.json")).json()
-    assert document == json.loads(json.dumps(openapi()))
+    assert document == json.loads(json.dumps(openapi(client.app[ROUTES])))  # type: ignore[index]
     assert document["openapi"].startswith("3.1")
     routes = {
         (route.method.lower(), route.resource.canonical)
@@ -165,8 +166,7 @@ async def test_the_endpoint_describes_itself(client: TestClient, post: Post) -> 
         if route.resource is not None
     }
     told = {(method, path) for path, methods in document["paths"].items() for method in methods}
-    untold = {("get", "/openapi.json"), ("get", "/docs"), ("post", "/ping")}
-    assert {(m, p) for m, p in routes if m != "head"} - told == untold
+    assert {(m, p) for m, p in routes if m != "head"} == told
     # What it says of answers is what they are.
     for path, fields in (
         (TEXT, BODY),

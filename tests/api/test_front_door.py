@@ -18,9 +18,9 @@ from aiohttp import web
 
 from tests.api.tools import FORM, door
 from tests.jobs.tools import child_of
-from xdeepserve.api import front_door
 from xdeepserve.cli import main
 from xdeepserve.jobs.cluster_manager import LEASE_S
+from xdeepserve.jobs.door import front_door
 from xdeepserve.jobs.lease import CLUSTER_MANAGER
 
 

@@ -12,8 +12,8 @@ import pytest
 from aiohttp import web
 
 from tests.jobs.tools import Time
-from xdeepserve.api.front_door import build_door
 from xdeepserve.jobs.cluster_manager import LEASE_S, ClusterManager
+from xdeepserve.jobs.door.front_door import build_door
 from xdeepserve.jobs.job_store import JobStore
 from xdeepserve.jobs.lease import CLUSTER_MANAGER
 

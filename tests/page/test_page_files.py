@@ -9,8 +9,8 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from tests.api.fake_engine import FakeEngine
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.api.page_door import page_files
 from xdeepserve.api.server import build_app
+from xdeepserve.page.door import page_files
 
 MOST = 100_000
 

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible endpoint: the only package that imports aiohttp."""
+"""The OpenAI-compatible endpoint. Of all others only doors of wings import aiohttp."""

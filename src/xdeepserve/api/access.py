@@ -18,18 +18,15 @@ from yarl import URL
 
 from xdeepserve.api.http_errors import ApiError
 from xdeepserve.api.options import ServerOptions, host_name
+from xdeepserve.api.route import FORM, JSON, PASSED_ON, READING, route_of
 from xdeepserve.errors import abridged
 
-GUARDED = ("/v1/", "/tokenize", "/detokenize", "/admin/", "/page/frames", "/page/bytes", "/page/break")
 _PREFLIGHT = {
     "Access-Control-Allow-Methods": "GET, POST, DELETE, OPTIONS",
     "Access-Control-Max-Age": "600",
 }
 ADDRESS = web.AppKey("ADDRESS", str)  # where this server listens
-READING = ("GET", "HEAD", "OPTIONS")  # all other methods change something or compute
-JSON = re.compile(r"application/([!#$%&'*+.^_`|~0-9a-z-]+\+)?json")
-FORM = "multipart/form-data"
-FORMS = ("/v1/files",)  # paths that take a form; all others take JSON
+JSONS = re.compile(r"application/([!#$%&'*+.^_`|~0-9a-z-]+\+)?json")
 _AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:/?#@\[\]]+)(?::\d*)?", re.IGNORECASE)
 
 
@@ -134,10 +131,12 @@ def _check_type(request: web.Request) -> None:
         return
     given = request.headers.getall("Content-Type", [])
     kind = given[0].partition(";")[0].strip().lower() if len(given) == 1 else None
-    if request.path in FORMS:
-        is_right, wanted = kind == FORM, f"a file comes as {FORM}, with the fields file and purpose"
+    takes = JSON if (route := route_of(request)) is None else route.takes
+    is_json, is_form = kind is not None and JSONS.fullmatch(kind) is not None, kind == FORM
+    if takes == FORM:
+        is_right, wanted = is_form, f"a file comes as {FORM}, with the fields file and purpose"
     else:
-        is_right = kind is not None and JSON.fullmatch(kind) is not None
+        is_right = is_json or (is_form and takes == PASSED_ON)
         wanted = "a body must be JSON, and say so (with curl: -H 'Content-Type: application/json')"
     if not is_right:
         found = f"found Content-Type {abridged(', '.join(given), 80)}" if given else "found no Content-Type"
@@ -145,12 +144,13 @@ def _check_type(request: web.Request) -> None:
 
 
 def key_middleware(options: ServerOptions) -> Middleware:
-    """Answer 401 to requests to the model without one of the keys."""
+    """Answer 401 to requests without one of the keys, but for open routes."""
     keys = [key.encode() for key in options.api_keys]
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if keys and request.path.startswith(GUARDED):
+        route = route_of(request)
+        if keys and not (route is not None and route.is_open):
             scheme, _, given = request.headers.get("Authorization", "").partition(" ")
             sent = given.strip().encode("utf-8", "surrogateescape")
             # Every key is compared, and each in the same time, whatever was sent.
@@ -184,5 +184,5 @@ def add_cors_headers(request: web.Request, response: web.StreamResponse, options
     origin = request.headers.get("Origin")
     if origin is not None and ("*" in options.allowed_origins or origin in options.allowed_origins):
         response.headers["Access-Control-Allow-Origin"] = "*" if "*" in options.allowed_origins else origin
-        response.headers["Access-Control-Expose-Headers"] = "X-Request-Id"
+        response.headers["Access-Control-Expose-Headers"] = "X-Request-Id, X-Ignored-Fields"
         response.headers["Vary"] = "Origin"

@@ -59,16 +59,6 @@ class ServerList(msgspec.Struct, frozen=True):
     object: str = "list"
 
 
-def add_admin_routes(app: web.Application) -> None:
-    """Add the routes of the administration. They need the project's own engine."""
-    app.router.add_get("/admin/tes", list_tes)
-    app.router.add_post("/admin/tes", add_te)
-    app.router.add_delete("/admin/tes/{name}", remove_te)
-    app.router.add_get("/admin/servers", list_servers)
-    app.router.add_post("/admin/servers", add_server)
-    app.router.add_delete("/admin/servers/{te}/{number}", remove_server)
-
-
 def _engine(request: web.Request) -> Engine:
     engine = request.app[ENDPOINT].engine
     assert isinstance(engine, Engine)

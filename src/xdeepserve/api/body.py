@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import re
-from functools import cache
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 from aiohttp import web
 
+from xdeepserve.api.endpoint import ENDPOINT
+from xdeepserve.api.fields import IGNORED, FieldPlace, Fields, has_untyped, place_of
 from xdeepserve.api.http_errors import ApiError
-from xdeepserve.api.requests import NEUTRAL
 from xdeepserve.errors import RequestError, abridged, meant
 
 BODY_SECONDS = 30.0  # of wall time for a client to send its whole body
@@ -23,10 +23,14 @@ JSON_TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boo
 _TYPES = re.compile(rf"(?<=[`| ])(?:{'|'.join(JSON_TYPES)})(?=[`| ])")
 
 T = TypeVar("T", bound=msgspec.Struct)
+AnyT = TypeVar("AnyT")
 
 # msgspec ends a message with "- at `$.messages[0].role`", and names an absent field in backquotes.
 _PATH = re.compile(r" - at `\$(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<field>[^`]*)`")
+_MAY_BE_RIGHT = re.compile(
+    r"^Object contains unknown field |^Expected `int|^Object missing required field `function`"
+)
 _ENUM = re.compile(r"^Invalid enum value ")
 _MISSING = re.compile(r"^Object missing required field `(?P<field>[^`]+)`")
 
@@ -34,8 +38,8 @@ _MISSING = re.compile(r"^Object missing required field `(?P<field>[^`]+)`")
 async def read_body(request: web.Request, schema: type[T]) -> T:
     """Read the request's JSON object as a `schema`. The content type has been checked before (api/access.py).
 
-    Raises RequestError for bytes that are not UTF-8, not JSON, not of the schema's types, or with an unknown
-    field that is not null. Raises ApiError for an unknown encoding.
+    Raises RequestError for bytes that are not UTF-8, not JSON, not of the schema's types, or with a field
+    that is refused (api/fields.py). Raises ApiError for an unknown encoding.
     """
     encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
     if encoding not in _DECODED:
@@ -57,7 +61,7 @@ async def read_body(request: web.Request, schema: type[T]) -> T:
     if not data.strip():
         raise RequestError("the request body is empty: a JSON object is expected")
     try:
-        return _decoded(data, schema)
+        return _decoded(data, schema, request)
     except msgspec.ValidationError as exc:
         raise mistyped(str(exc), schema) from exc
     except UnicodeDecodeError as exc:
@@ -68,52 +72,23 @@ async def read_body(request: web.Request, schema: type[T]) -> T:
         raise RequestError(f"the request body is not valid JSON: {exc}") from exc
 
 
-def _decoded(data: bytes, schema: type[T]) -> T:
-    """Decode JSON as a `schema`. Raises msgspec's errors, but an unknown field may be null, as any field
-    may."""
-    try:
-        return msgspec.json.decode(data, type=schema)
-    except msgspec.ValidationError as error:
-        if not _UNKNOWN.match(str(error)):
-            raise
-    return converted(msgspec.json.decode(data), schema)
+def _decoded(data: bytes, schema: type[T], request: web.Request) -> T:
+    """Decode JSON as a `schema`. Raises msgspec's errors, and RequestError for a field that is refused."""
+    if not has_untyped(schema):
+        try:
+            return msgspec.json.decode(data, type=schema)
+        except msgspec.ValidationError as error:
+            if not _MAY_BE_RIGHT.match(str(error)):
+                raise
+    fields = request[IGNORED] = Fields(request.app[ENDPOINT].options.strict)
+    return converted(msgspec.json.decode(data), schema, fields)
 
 
-def converted(value: Any, schema: type[T]) -> T:
-    """Convert `value`, from JSON, to a `schema`. Raises msgspec's errors."""
-    return msgspec.convert(_without_unknown_nulls(value, _fields_of(schema)), schema)
-
-
-Fields = dict[str, "Fields"]  # of an object, or of a list's objects: those of each field
-
-
-def _without_unknown_nulls(value: Any, fields: Fields) -> Any:
-    """Copy a value without null fields that are not among `fields`, also in nested objects."""
-    if not fields:
-        return value
-    if isinstance(value, list):
-        return [_without_unknown_nulls(each, fields) for each in value]
-    if not isinstance(value, dict):
-        return value
-    return {
-        name: _without_unknown_nulls(each, fields.get(name, {}))
-        for name, each in value.items()
-        if each is not None or name in fields
-    }
-
-
-@cache
-def _fields_of(kind: Any) -> Fields:
-    """Return the fields of the Struct in a type, which may be in a list or optional; empty if there is
-    none."""
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        return {name: _fields_of(hint) for name, hint in get_type_hints(kind).items()}
-    return next(filter(None, map(_fields_of, get_args(kind))), {})
-
-
-def _served(schema: type[msgspec.Struct]) -> list[str]:
-    """List the fields of a request that have an effect, without those that are known only to be refused."""
-    return [name for name in schema.__struct_fields__ if name not in NEUTRAL]
+def converted(value: Any, schema: type[AnyT], fields: Fields | None = None) -> AnyT:
+    """Convert `value`, from JSON, to a `schema`. Raises msgspec's errors, and RequestError for a field that
+    is refused."""
+    place: FieldPlace = place_of(schema)  # type: ignore[arg-type]  # a type is hashable
+    return msgspec.convert((fields or Fields()).served(value, place), schema)
 
 
 def _choices(schema: Any, path: str) -> str:
@@ -152,7 +127,7 @@ def mistyped(message: str, schema: type[msgspec.Struct], where: str = "") -> Req
         return RequestError(f"{path} is required", param=path)
     if unknown := _UNKNOWN.match(reason):
         name = unknown["field"]
-        hint = "" if path else meant(name, _served(schema))
+        hint = "" if path else meant(name, schema.__struct_fields__)
         path = f"{path}.{name[:100]}" if path else name[:100]
         return RequestError(f"unknown field {path}{hint}", param=path, code="unknown_parameter")
     reason += _choices(schema, path.removeprefix(where).lstrip(".")) if _ENUM.match(reason) else ""

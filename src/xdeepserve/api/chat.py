@@ -26,7 +26,7 @@ from xdeepserve.api.endpoint import (
 )
 from xdeepserve.api.generation import Generation
 from xdeepserve.api.logprobs import chat_logprobs, prompt_scores
-from xdeepserve.api.requests import ChatRequest, refuse_unserved
+from xdeepserve.api.requests import ChatRequest
 from xdeepserve.api.responses import (
     AssistantMessage,
     ChatChoice,
@@ -56,7 +56,6 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     """Handle POST /v1/chat/completions: a single answer, or a stream of events."""
     body = await read_body(request, ChatRequest)
     endpoint = request.app[MODELS].find(body.model)
-    refuse_unserved(body)
     check_stream(body)
     prepared = await prepare_chat(endpoint, body)
     answer = ChatAnswer(endpoint, body, f"chatcmpl-{request[REQUEST_ID]}", request[ENGINE_REQUEST_ID])

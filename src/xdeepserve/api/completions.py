@@ -26,7 +26,7 @@ from xdeepserve.api.endpoint import (
 from xdeepserve.api.generation import Generation
 from xdeepserve.api.logprobs import OffsetCounter, completion_logprobs, prompt_scores
 from xdeepserve.api.offload import run_for_text
-from xdeepserve.api.requests import CompletionRequest, refuse_unserved
+from xdeepserve.api.requests import CompletionRequest
 from xdeepserve.api.responses import (
     CompletionChoice,
     CompletionLogprobs,
@@ -56,7 +56,6 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     """Handle POST /v1/completions: a single answer, or a stream of events."""
     body = await read_body(request, CompletionRequest)
     endpoint = request.app[MODELS].find(body.model)
-    refuse_unserved(body)
     check_stream(body)
     form, blamed = requested_form(body)
     if body.truncate_prompt_tokens is None:

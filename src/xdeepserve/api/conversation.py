@@ -7,7 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from xdeepserve.api.requests import ChatMessage, ToolCall
+import msgspec
+
+from xdeepserve.api.requests import ChatMessage, ContentPart, ToolCall
 from xdeepserve.engine.serving.parsers import THINK, THINK_END
 from xdeepserve.engine.serving.request import ServingTokenizer
 from xdeepserve.errors import RequestError, abridged
@@ -15,7 +17,10 @@ from xdeepserve.model.chat_template import JsonText
 
 # OpenAI's newer models call the system role "developer"; templates know only "system".
 ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"developer": "system"}
-MEDIA = ("audio_url", "file", "image_url", "input_audio", "video_url")  # of a part, whatever its type is
+# Fields of an assistant's reasoning: those of this server, of DeepSeek, Ollama, LiteLLM and OpenRouter.
+REASONING = ("reasoning_content", "reasoning", "thinking", "thinking_blocks", "reasoning_details")
+THOUGHTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text")  # parts of reasoning
+TEXTS = ("text", "input_text", "output_text")  # parts of text; the latter are those of /v1/responses
 _TEMPLATE_INPUTS = (
     "self",
     "messages",
@@ -86,14 +91,9 @@ def plain_message(where: str, message: ChatMessage) -> dict[str, Any]:
         raise RequestError(
             f"{where}.role must be one of {supported}, found {abridged(message.role)}", param=f"{where}.role"
         )
-    for name in ("audio", "function_call", "images"):
-        if getattr(message, name):
-            param = f"{where}.{name}"
-            raise RequestError(f"{param} is not supported", param=param, code="unsupported_parameter")
     for name, role in (
         ("tool_calls", "assistant"),
-        ("reasoning_content", "assistant"),
-        ("reasoning", "assistant"),
+        *((name, "assistant") for name in REASONING),
         ("refusal", "assistant"),
         ("tool_call_id", "tool"),
     ):
@@ -103,7 +103,7 @@ def plain_message(where: str, message: ChatMessage) -> dict[str, Any]:
     for name in ("name", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
             plain[name] = value
-    if (reasoning := message.reasoning_content or message.reasoning) is not None:
+    if reasoning := _reasoning(message):
         plain["reasoning_content"] = reasoning
     if message.tool_calls:  # templates ask whether the key is there
         plain["tool_calls"] = [
@@ -117,13 +117,29 @@ def _plain_call(where: str, call: ToolCall) -> dict[str, Any]:
         raise RequestError(
             f"{where}.type must be function, found {abridged(call.type)}", param=f"{where}.type"
         )
-    param = f"{where}.function.arguments"
-    try:
-        arguments = JsonText(call.function.arguments or "{}")  # some call without any, as our own answers may
-    except ValueError as error:
-        raise RequestError(f"{param} must be a JSON object: {error}", param=param) from None
+    arguments = JsonText.of_call(call.function.arguments)
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": call.type, "function": function}
+
+
+def _reasoning(message: ChatMessage) -> str:
+    """Return the reasoning of an assistant's message, from the first field that has any."""
+    parts = message.content if isinstance(message.content, list) else []
+    thoughts = [part for part in parts if part.type in THOUGHTS]
+    return next(filter(None, (_thought(getattr(message, name)) for name in REASONING)), _thought(thoughts))
+
+
+def _thought(value: Any) -> str:
+    """Return the text of a reasoning: a text, or a list of objects of which each has some; those of hidden
+    reasoning have none."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        return "".join(map(_thought, value))
+    if isinstance(value, ContentPart):
+        value = msgspec.to_builtins(value)
+    found = (value.get(name) for name in ("thinking", "text", "summary")) if isinstance(value, dict) else ()
+    return next(filter(None, map(_thought, found)), "")
 
 
 def _plain_content(where: str, message: ChatMessage) -> str | None:
@@ -134,25 +150,24 @@ def _plain_content(where: str, message: ChatMessage) -> str | None:
     if message.content is None and message.role == "assistant":
         # As a client has it from an answer without text.
         return message.refusal or (None if message.tool_calls else "")
+    if message.content is None and message.role == "tool":
+        return ""  # a function that returns nothing
     if message.content is None:
         raise RequestError(f"{where}.content is required", param=f"{where}.content")
     texts = []
     for j, part in enumerate(message.content):
         param = f"{where}.content[{j}]"
+        if part.type in THOUGHTS and message.role == "assistant":
+            continue
         if part.type == "refusal" and part.refusal is not None:
             texts.append(part.refusal)
             continue
-        if part.type != "text":
+        if part.type not in TEXTS:
             raise RequestError(
                 f"{param}.type must be text, found {abridged(part.type)}: this model reads text only",
                 param=f"{param}.type",
             )
         if part.text is None:
             raise RequestError(f"{param}.text is required", param=f"{param}.text")
-        for name in MEDIA:
-            if getattr(part, name) is not None:
-                param = f"{param}.{name}"
-                reason = f"{param} is not supported: this model reads text only"
-                raise RequestError(reason, param=param, code="unsupported_parameter")
         texts.append(part.text)
     return "\n".join(texts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import secrets
 import time
 from collections.abc import Sequence
@@ -23,8 +24,11 @@ from xdeepserve.engine.serving.request import NOTHING, AsyncEngine, Parse, Servi
 from xdeepserve.errors import RequestError, abridged
 
 MAX_CHOICES = 1024
+MAX_NOTED = 1000  # ignored fields, each with a line of the log
 MAX_REQUEST_ID_CHARS = 128
 MAX_NAME_CHARS = 64  # of a model's name, as an error shows it
+
+log = logging.getLogger("xdeepserve.api")
 
 # Sampling fields that each endpoint decides for itself; all others stand in a body under the same name.
 _DECIDED = ("max_tokens", "logprobs", "prompt_logprobs", "logit_bias", "structured_outputs")
@@ -40,12 +44,20 @@ class ApiEndpoint:
         self.store = ResponseStore()
         self.namer, self._id_namer = TokenNamer(engine.tokenizer), IdNamer(engine.tokenizer)
         self.created = int(time.time())
+        self._ignored: set[str] = set()
         self._request_numbers, self._start = itertools.count(1), secrets.token_hex(4)
 
     def new_request_id(self) -> str:
         """Make a new request id: a counter behind a random number of this server, so no other server's ids
         are equal."""
         return f"{self._start}-{next(self._request_numbers):08d}"
+
+    def note_ignored(self, names: Sequence[str]) -> None:
+        """Log the names of fields that were ignored, each once while the server runs."""
+        for name in names:
+            if name not in self._ignored and len(self._ignored) < MAX_NOTED:
+                self._ignored.add(name)
+                log.info("the field %s has no effect: it is ignored, and x-ignored-fields names it", name)
 
     @property
     def model_name(self) -> str:

@@ -25,10 +25,11 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     ssl_certfile, ssl_keyfile   PEM files; the key may be in the certificate's
     admin               clients may list, add and remove task executors (api/admin.py)
     log_requests        a line of the log for each request
+    strict              fields without effect are refused instead of ignored (api/fields.py)
     record              file that what the page draws is written to
-    state               directory in which files and jobs are kept (api/job_door.py); without, none are taken
+    state               directory in which files and jobs are kept (jobs/door); without, none are taken
     tools               file with the functions that agents may call (jobs/agent_tools.py)
-    member              name under which this server is a member of a cluster (api/member_beat.py)
+    member              name under which this server is a member of a cluster (jobs/door/member_beat.py)
     uds                 path of a Unix socket to listen on instead of host and port
     """
 
@@ -40,6 +41,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     ssl_keyfile: str | None = None
     admin: bool = False
     log_requests: bool = False
+    strict: bool = False
     record: Path | None = None
     state: Path | None = None
     tools: Path | None = None

@@ -1,15 +1,13 @@
-"""Requests of clients: known fields, accepted or refused. All other fields are refused by name.
+"""Requests of clients: the fields that this server acts on. All others: api/fields.py.
 
 Every optional field may be null, which means its default, as in OpenAI's and vLLM's schemas.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any
 
 import msgspec
-
-from xdeepserve.errors import RequestError
 
 
 def described(*kinds: dict[str, Any]) -> msgspec.Meta:
@@ -38,95 +36,13 @@ FORM = {
 }
 
 
-class Harmless(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields without effect on any answer of this server, sent by some clients.
-
-    They are accepted and ignored.
-    """
-
-    media_io_kwargs: Any = None
-    metadata: Any = None
-    mm_processor_kwargs: Any = None
-    prompt_cache_retention: Any = None
-    request_id: Any = None
-    safety_identifier: Any = None
-    service_tier: Any = None
-    spaces_between_special_tokens: Any = None
-    store: Any = None
-    user: Any = None
-
-
-class Unserved(Harmless, kw_only=True):
-    """Fields of OpenAI's and vLLM's requests that would change the answer, and that this server does not
-    support.
-
-    Ignoring them would answer another question than the one asked. All values are errors except null and the
-    neutral values beside the types, which ask for nothing.
-    """
-
-    audio: Any = None
-    cache_salt: Any = None
-    chat_template: Any = None
-    detokenize: Annotated[Any, True] = None
-    documents: Annotated[Any, []] = None
-    enable_thinking: Any = None
-    function_call: Annotated[Any, "none", "auto"] = None
-    functions: Annotated[Any, []] = None
-    guided_decoding_backend: Any = None
-    guided_whitespace_pattern: Any = None
-    kv_transfer_params: Any = None
-    length_penalty: Annotated[Any, 1] = None
-    logits_processor_pattern: Any = None
-    logits_processors: Annotated[Any, []] = None
-    modalities: Annotated[Any, ["text"]] = None
-    prediction: Any = None
-    prompt_embeds: Any = None
-    suffix: Annotated[Any, ""] = None
-    thinking: Any = None
-    thinking_token_budget: Any = None
-    use_beam_search: Annotated[Any, False] = None
-    verbosity: Annotated[Any, "medium"] = None
-    vllm_xargs: Annotated[Any, {}] = None
-    web_search_options: Any = None
-
-
-NEUTRAL = {  # field of `Unserved` -> what, beside null, asks for nothing
-    name: get_args(hint)[1:]
-    for name, hint in get_type_hints(Unserved, include_extras=True).items()
-    if name not in Harmless.__struct_fields__
-}
-
-
-HINTS = {
-    "enable_thinking": "; what the chat template knows goes into chat_template_kwargs",
-    "thinking": "; what the chat template knows goes into chat_template_kwargs",
-}
-
-
-NOT_FOR_CHATS = {"echo": (False,), "add_special_tokens": (False,)}  # as above, in chats alone
-SPECIAL_TOKENS_IN_CHATS = "add_special_tokens is not for chats: their template has all the special tokens"
-
-
-def refuse_unserved(body: Unserved) -> None:
-    """Raise RequestError for the first field that asks for something this server cannot do."""
-    for name, neutral in NEUTRAL.items():
-        value = getattr(body, name)
-        if value is not None and value not in neutral:
-            hint = HINTS.get(name, "")
-            raise RequestError(f"{name} is not supported{hint}", param=name, code="unsupported_parameter")
-    if isinstance(body, ChatRequest) and body.echo:
-        raise RequestError("echo is for completions only", param="echo", code="unsupported_parameter")
-    if isinstance(body, ChatRequest) and body.add_special_tokens:
-        raise RequestError(SPECIAL_TOKENS_IN_CHATS, param="add_special_tokens", code="unsupported_parameter")
-
-
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # vLLM's: usage so far on every chunk
     include_obfuscation: Any = None  # padding, of which there is none here
 
 
-class SamplingRequest(Unserved, kw_only=True):
+class SamplingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Fields common to all three generating endpoints; those below "vLLM's" are extensions to OpenAI's
     API."""
 
@@ -165,7 +81,6 @@ class GenerationRequest(SamplingRequest, kw_only=True):
     stream_options: StreamOptions | None = None
     response_format: Annotated[Any, described(FORMAT)] = None
     # vLLM's
-    add_special_tokens: bool | None = None
     best_of: int | None = None
     guided_choice: Annotated[Any, described(TEXTS)] = None
     guided_grammar: Annotated[Any, described(TEXT)] = None
@@ -183,28 +98,12 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     """
 
     prompt: str | list[Any]
+    add_special_tokens: bool | None = None  # vLLM's
     echo: bool | None = None
     logprobs: int | None = None
 
 
-class CacheMarked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Marks for another vendor's prompt cache, which have no effect here."""
-
-    cache_control: Any = None
-
-
-class FedBack(CacheMarked, kw_only=True):
-    """Fields kept by libraries beside an answer and sent back with it. None is shown to a model."""
-
-    id: Any = None
-    annotations: Any = None
-    parsed: Any = None
-    parsed_arguments: Any = None
-    provider_specific_fields: Any = None
-    status: Any = None
-
-
-class ContentPart(FedBack, kw_only=True):
+class ContentPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A part of a message's content.
 
     Types other than text and refusal are refused, whatever the part contains.
@@ -213,30 +112,23 @@ class ContentPart(FedBack, kw_only=True):
     type: str
     text: str | None = None
     refusal: str | None = None
-    audio_url: Any = None
-    file: Any = None
-    image_url: Any = None
-    input_audio: Any = None
-    logprobs: Any = None
-    uuid: Any = None
-    video_url: Any = None
+    thinking: Any = None  # of a reasoning, as Anthropic and Mistral write it
 
 
-class FunctionCall(FedBack, kw_only=True):
+class FunctionCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     name: str
     arguments: str  # JSON
 
 
-class ToolCall(FedBack, kw_only=True):
+class ToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A call made by the assistant earlier in the conversation."""
 
     function: FunctionCall
     id: str | None = None
     type: str = "function"
-    index: Any = None  # of a stream's pieces
 
 
-class ChatMessage(FedBack, kw_only=True):
+class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
@@ -245,31 +137,27 @@ class ChatMessage(FedBack, kw_only=True):
     reasoning_content: str | None = None  # of an assistant's; templates may show it
     reasoning: str | None = None  # vLLM's newer name for that
     refusal: str | None = None  # of an assistant's, instead of content
-    audio: Any = None
-    function_call: Any = None
-    images: Any = None
-    reasoning_details: Any = None  # another form of the same text, as is the next
-    thinking_blocks: Any = None
-    type: Any = None
+    reasoning_details: Any = None  # other forms of the reasoning: OpenRouter's
+    thinking: Any = None  # Ollama's
+    thinking_blocks: Any = None  # LiteLLM's
 
 
-class FunctionDefinition(CacheMarked, kw_only=True, omit_defaults=True):
+class FunctionDefinition(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(CacheMarked, kw_only=True, omit_defaults=True):
+class Tool(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """A function for the model to call. Fields are in the order in which templates print them."""
 
     type: str
     function: FunctionDefinition
 
     def shown(self) -> dict[str, Any]:
-        """Return the tool for chat templates, without cache marks."""
-        function = msgspec.structs.replace(self.function, cache_control=None)
-        return msgspec.to_builtins(msgspec.structs.replace(self, function=function, cache_control=None))
+        """Return the tool for chat templates."""
+        return msgspec.to_builtins(self)
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -283,14 +171,13 @@ class ChatRequest(GenerationRequest, kw_only=True):
     parallel_tool_calls: bool | None = None
     # vLLM's
     continue_final_message: bool | None = None
-    echo: bool | None = None
     include_reasoning: bool | None = None
     reasoning_effort: str | None = None  # a variable of chat templates
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class TokenizeRequest(Harmless, kw_only=True):
+class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /tokenize: either `prompt`, or `messages` through the chat template."""
 
     model: str | None = None
@@ -304,7 +191,7 @@ class TokenizeRequest(Harmless, kw_only=True):
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(Harmless, kw_only=True):
+class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /detokenize: the token ids."""
 
     tokens: list[int]

@@ -13,40 +13,20 @@ import msgspec
 
 from xdeepserve.api.body import T, converted, mistyped
 from xdeepserve.api.conversation import plain_message
+from xdeepserve.api.fields import ITEMS, PARTS
 from xdeepserve.api.requests import (
     ChatMessage,
     ChatRequest,
     ContentPart,
-    FedBack,
     FunctionDefinition,
     SamplingRequest,
     StreamOptions,
     Tool,
     ToolCall,
-    refuse_unserved,
 )
 from xdeepserve.api.structured import refuse_unknown
 from xdeepserve.errors import RequestError, abridged
 from xdeepserve.model.chat_template import JsonText
-
-# Fields of items and of their parts: those that are read, and those that clients send back as an answer had
-# them. Others are refused by name.
-_OF_ALL = ("type", *FedBack.__struct_fields__)
-_OF_CALLS = ("call_id", "name", "namespace", "caller", "created_by")
-ITEM_FIELDS = {
-    "message": (*_OF_ALL, "role", "content", "phase", "created_by"),
-    "reasoning": (*_OF_ALL, "content", "summary", "encrypted_content", "created_by"),
-    "function_call": (*_OF_ALL, *_OF_CALLS, "arguments"),
-    "function_call_output": (*_OF_ALL, *_OF_CALLS, "output"),
-}
-_OF_TEXTS = (*_OF_ALL, "text", "prompt_cache_breakpoint")
-PART_FIELDS = {  # of parts with text, by type
-    "input_text": _OF_TEXTS,
-    "output_text": (*_OF_TEXTS, "logprobs"),
-    "text": (*_OF_TEXTS, "logprobs"),
-    "refusal": (*_OF_ALL, "refusal"),
-    "reasoning_text": _OF_TEXTS,
-}
 
 
 def item_kind(item: dict[str, Any]) -> Any:
@@ -55,16 +35,8 @@ def item_kind(item: dict[str, Any]) -> Any:
     return "message" if kind is None else kind
 
 
-def refuse_unknown_in_item(where: str, item: dict[str, Any]) -> None:
-    """RequestError for a field that items of this type do not have, nor parts of a summary."""
-    refuse_unknown(where, item, ITEM_FIELDS[item_kind(item)])
-    summary = item.get("summary")
-    for j, part in enumerate(summary if isinstance(summary, list) else ()):
-        refuse_unknown(f"{where}.summary[{j}]", part, _OF_TEXTS)
-
-
 class ResponsesRequest(SamplingRequest, kw_only=True):
-    """Body of POST /v1/responses, with vLLM's extensions. Fields in `REFUSED` are not supported."""
+    """Body of POST /v1/responses, with vLLM's extensions."""
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
@@ -77,20 +49,9 @@ class ResponsesRequest(SamplingRequest, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
-    background: Any = None
-    conversation: Any = None
     include: list[str] | None = None
-    logprobs: Any = None
-    max_completion_tokens: Any = None
-    max_tokens: Any = None
-    max_tool_calls: Any = None
-    n: Any = None
-    prompt: Any = None
-    prompt_logprobs: Any = None
     reasoning: dict[str, Any] | None = None
-    response_format: Any = None
     top_logprobs: int | None = None
-    truncation: Any = None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -100,25 +61,6 @@ class ResponsesRequest(SamplingRequest, kw_only=True):
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")  # the reasoning is in the clear anyway
-REFUSED: dict[str, tuple[Any, ...]] = {  # and the values, beside null, that ask for nothing
-    "background": (False,),
-    "conversation": (),
-    "logprobs": (False,),
-    "max_completion_tokens": (),
-    "max_tokens": (),
-    "max_tool_calls": (),
-    "n": (1,),
-    "prompt": (),
-    "prompt_logprobs": (),
-    "response_format": (),
-    "truncation": ("disabled",),
-}
-_HINTS = {
-    "max_completion_tokens": "; use max_output_tokens",
-    "max_tokens": "; use max_output_tokens",
-    "response_format": "; use text.format",
-    "truncation": " unless it is disabled: an input that does not fit is refused",
-}
 _SHARED = (*SamplingRequest.__annotations__, "parallel_tool_calls")  # what a chat has under the same name
 # What is called otherwise in the chat that a request becomes, longer names first.
 _CLIENTS_NAMES = (
@@ -148,12 +90,6 @@ def _in_clients_words(text: str) -> str:
 
 def chat_request(body: ResponsesRequest, before: list[ChatMessage]) -> ChatRequest:
     """Convert a request to a chat, after the messages `before`. Raises RequestError."""
-    for name, neutral in REFUSED.items():
-        value = getattr(body, name)
-        if value is not None and value not in neutral:
-            hint = _HINTS.get(name, "")
-            raise RequestError(f"{name} is not supported{hint}", param=name, code="unsupported_parameter")
-    refuse_unserved(body)
     for name in body.include or ():
         if name not in INCLUDABLE:
             known = ", ".join(INCLUDABLE)
@@ -184,9 +120,8 @@ def chat_messages(given: str | list[dict[str, Any]]) -> list[ChatMessage]:
     reasoning: str | None = None
     for i, item in enumerate(given):
         where, kind = f"input[{i}]", item_kind(item)
-        if not isinstance(kind, str) or kind not in ITEM_FIELDS:
+        if not isinstance(kind, str) or kind not in ITEMS:
             raise RequestError(f"{where}.type {abridged(kind)} is not supported", param=f"{where}.type")
-        refuse_unknown_in_item(where, item)
         if kind == "reasoning":
             reasoning = "".join(_texts(f"{where}.content", item.get("content") or [])) or None
             continue
@@ -251,13 +186,12 @@ def _texts(where: str, parts: Any) -> list[str]:
     for j, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
-        if not isinstance(kind, str) or kind not in PART_FIELDS or not isinstance(text, str):
+        if not isinstance(kind, str) or kind not in PARTS.by_type or not isinstance(text, str):
             raise RequestError(
                 f"{where}[{j}] must be a part with text, found type {abridged(kind)}: "
                 "this model reads text only",
                 param=f"{where}[{j}]",
             )
-        refuse_unknown(f"{where}[{j}]", part, PART_FIELDS[kind])
         texts.append(text)
     return texts
 

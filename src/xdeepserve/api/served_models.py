@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterable, Iterator
 
@@ -14,6 +15,8 @@ from xdeepserve.api.endpoint import MAX_NAME_CHARS, ApiEndpoint
 from xdeepserve.api.http_errors import ApiError
 from xdeepserve.engine.serving.request import AsyncEngine
 from xdeepserve.errors import abridged
+
+DRAIN_POLL_S = 0.05
 
 
 class ServedModels:
@@ -80,3 +83,14 @@ class _Merged(Collector):
 
 
 MODELS = web.AppKey("MODELS", ServedModels)
+
+
+async def drain(engines: list[AsyncEngine], seconds: float, hurried: asyncio.Event) -> bool:
+    """Let running requests end for at most `seconds`, or until `hurried`; return whether they have ended."""
+    for _ in range(int(seconds / DRAIN_POLL_S)):
+        if not any(stats.num_running + stats.num_waiting for stats in (each.stats() for each in engines)):
+            return True
+        if hurried.is_set():
+            break
+        await asyncio.sleep(DRAIN_POLL_S)
+    return False

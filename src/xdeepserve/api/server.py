@@ -1,4 +1,4 @@
-"""The OpenAI-compatible server: routes, request ids, start and graceful stop.
+"""The OpenAI-compatible server: request ids, start and graceful stop.
 
 Every handler treats a request in the same order: read the body, check it, make token ids, submit, answer. A
 client that disconnects cancels its handler (`handler_cancellation`), whose `async with` aborts its requests
@@ -21,6 +21,7 @@ from pathlib import Path
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from xdeepserve import wings
 from xdeepserve.api.access import (
     ADDRESS,
     add_cors_headers,
@@ -28,31 +29,15 @@ from xdeepserve.api.access import (
     guard_middleware,
     key_middleware,
 )
-from xdeepserve.api.admin import add_admin_routes
-from xdeepserve.api.agent_door import add_agent_routes
-from xdeepserve.api.chat import create_chat_completion
-from xdeepserve.api.completions import create_completion
 from xdeepserve.api.endpoint import ENDPOINT, ENGINE_REQUEST_ID, MAX_REQUEST_ID_CHARS, REQUEST_ID, ApiEndpoint
+from xdeepserve.api.fields import IGNORED, ignored_header
 from xdeepserve.api.http_errors import MAX_BODY_BYTES, error_middleware, protocol_log
-from xdeepserve.api.info import get_model, health, list_models, load, ping, show_metrics, version
-from xdeepserve.api.input_items import list_input_items
-from xdeepserve.api.job_desk import run_desk
-from xdeepserve.api.job_door import add_job_routes
-from xdeepserve.api.member_beat import run_member
-from xdeepserve.api.model_shelf import DRAIN_POLL_S, drain
-from xdeepserve.api.openapi import show_docs, show_openapi
 from xdeepserve.api.options import ServerOptions
-from xdeepserve.api.page_door import add_page_routes, record_page
 from xdeepserve.api.protocol_errors import JsonRunner
-from xdeepserve.api.response_endpoint import (
-    cancel_response,
-    create_response,
-    delete_response,
-    get_response,
-)
-from xdeepserve.api.served_models import MODELS, ServedModels
+from xdeepserve.api.route import add_routes
+from xdeepserve.api.routes import routes
+from xdeepserve.api.served_models import DRAIN_POLL_S, MODELS, ServedModels, drain
 from xdeepserve.api.server_log import log_middleware, pod_logged
-from xdeepserve.api.tokenize import detokenize, tokenize
 from xdeepserve.engine.serving.request import AsyncEngine
 from xdeepserve.errors import InputError
 
@@ -83,38 +68,11 @@ def build_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.
     )
     app[ENDPOINT] = ApiEndpoint(engine, options)
     app[MODELS] = ServedModels(app[ENDPOINT])
-    app.router.add_post("/v1/completions", create_completion)
-    app.router.add_post("/v1/chat/completions", create_chat_completion)
-    app.router.add_post("/v1/responses", create_response)
-    app.router.add_get("/v1/responses/{id}", get_response)
-    app.router.add_delete("/v1/responses/{id}", delete_response)
-    app.router.add_get("/v1/responses/{id}/input_items", list_input_items)
-    app.router.add_post("/v1/responses/{id}/cancel", cancel_response)
-    app.router.add_get("/v1/models", list_models)
-    app.router.add_get("/v1/models/{model:.+}", get_model)
-    app.router.add_post("/tokenize", tokenize)
-    app.router.add_post("/detokenize", detokenize)
-    app.router.add_get("/health", health)
-    app.router.add_get("/ping", ping)
-    app.router.add_post("/ping", ping)
-    app.router.add_get("/load", load)
-    app.router.add_get("/version", version)
-    app.router.add_get("/openapi.json", show_openapi)
-    app.router.add_get("/docs", show_docs)
-    app.router.add_get("/metrics", show_metrics)
-    add_page_routes(app)
-    add_job_routes(app)
-    add_agent_routes(app)
-    if options.admin:
-        add_admin_routes(app)
+    add_routes(app, tuple(row for row in routes() if row.option is None or getattr(options, row.option)))
     app.on_response_prepare.append(_add_headers)
     app.cleanup_ctx.append(_run_engine)
-    if options.state is not None:
-        app.cleanup_ctx.append(run_desk)
-    if options.member is not None:
-        app.cleanup_ctx.append(run_member)
-    if options.record is not None:
-        app.cleanup_ctx.append(record_page)
+    for wing in wings.endpoint():
+        wing.furnish(app)
     return app
 
 
@@ -131,6 +89,9 @@ async def request_id_middleware(request: web.Request, handler: Handler) -> web.S
 
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
     add_cors_headers(request, response, request.app[ENDPOINT].options)
+    if IGNORED in request and request[IGNORED].ignored:
+        names = response.headers["X-Ignored-Fields"] = ignored_header(request[IGNORED])
+        request.app[ENDPOINT].note_ignored(names.split(", "))
     if REQUEST_ID in request:
         response.headers["X-Request-Id"] = request[REQUEST_ID]
 

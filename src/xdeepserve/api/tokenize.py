@@ -8,7 +8,7 @@ from xdeepserve.api.body import read_body
 from xdeepserve.api.conversation import encode_chat
 from xdeepserve.api.endpoint import ApiEndpoint
 from xdeepserve.api.offload import pieces, run_for_tokens
-from xdeepserve.api.requests import SPECIAL_TOKENS_IN_CHATS, DetokenizeRequest, TokenizeRequest
+from xdeepserve.api.requests import DetokenizeRequest, TokenizeRequest
 from xdeepserve.api.responses import DetokenizeResponse, TokenizeResponse, encode_json, json_answer
 from xdeepserve.api.served_models import MODELS
 from xdeepserve.api.tools import check_shown
@@ -28,7 +28,8 @@ async def tokenize(request: web.Request) -> web.Response:
         answer = await run_for_tokens(tokenizer, length, _of_text, endpoint, body.prompt, adds, with_names)
     elif body.messages is not None and body.prompt is None:
         if body.add_special_tokens:
-            raise RequestError(SPECIAL_TOKENS_IN_CHATS, param="add_special_tokens")
+            reason = "add_special_tokens is not for chats: their template has all the special tokens"
+            raise RequestError(reason, param="add_special_tokens")
         if body.tools:
             check_shown(endpoint.engine.formats, endpoint.model_name)
         tokens = await encode_chat(

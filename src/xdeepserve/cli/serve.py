@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from xdeepserve import wings
 from xdeepserve.cli.options import (
     Parser,
     add_deployment,
@@ -37,6 +38,11 @@ def add_options(parser: Parser) -> None:
     add_faults(parser)
     parser.add_argument("--host", help="default 127.0.0.1")
     parser.add_argument("--port", type=int, help="default 8000; 0 picks a free one")
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="refuse fields of requests that have no effect, instead of ignoring them with a header",
+    )
     parser.add_argument(
         "--admin",
         action="store_true",
@@ -133,8 +139,6 @@ def _options(args: argparse.Namespace, host: str, port: int) -> ServerOptions:
     loaded."""
     from xdeepserve.api.options import ServerOptions
     from xdeepserve.api.server import bind
-    from xdeepserve.jobs.agent_tools import read_tools
-    from xdeepserve.jobs.state_file import check_state
 
     if args.quiet and args.log_requests:
         raise InputError("--quiet logs no requests: leave --log-requests out")
@@ -149,6 +153,7 @@ def _options(args: argparse.Namespace, host: str, port: int) -> ServerOptions:
         ssl_keyfile=args.ssl_keyfile,
         uds=args.uds,
         admin=args.admin,
+        strict=args.strict,
         log_requests=args.log_requests,
         record=args.record,
         state=args.state,
@@ -158,12 +163,7 @@ def _options(args: argparse.Namespace, host: str, port: int) -> ServerOptions:
     options.ssl_context()
     if args.record is not None:
         check_writable(args.record, "--record")
-    if args.state is not None:
-        check_state(args.state)
-    if args.tools is not None:
-        if args.state is None:
-            raise InputError("--tools needs --state DIR, where the jobs of agents are kept")
-        read_tools(args.tools)
+    wings.part("options of jobs")(options)
     if args.uds is None:
         bind(host, port).close()
     return options

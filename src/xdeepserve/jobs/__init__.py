@@ -6,4 +6,5 @@
 - `task_work`: the tasks of each type of job (`quantizing`, `training`, `training_text`), one process each,
   and `task_process`: the parent's view of it
 - `job_master`: runs jobs one after the other; a standby continues where a lost master was
+- `door`: the routes that it all brings to the endpoint, and the front door of a cluster
 """

@@ -7,11 +7,12 @@ that leaves HTML alone, `raise_exception`, `strftime_now`, loop controls, and `{
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 import jinja2.meta
@@ -41,13 +42,18 @@ class ChatTemplate:
         messages, and for a text longer than `max_chars`."""
         plain = [_plain_message(message) for message in messages]
         try:
-            return self._collect(max_chars, messages=plain, **variables)
+            return self._collect(max_chars, messages=self.forms.applied(plain), **variables)
         except RequestError:
             raise
         except Exception as error:  # a template is foreign code: it may fail in any way
             raise RequestError(
                 f"the chat template refuses these messages: {error}", param="messages"
             ) from None
+
+    @property
+    def forms(self) -> MessageForms:
+        """Forms of messages that the template renders right, tried once for each template."""
+        return _forms(self.source)
 
     def _collect(self, max_chars: int | None, **variables: Any) -> str:
         """Collect the text, piece by piece as the template makes it."""
@@ -70,6 +76,92 @@ def _compiled(source: str) -> tuple[jinja2.Template, frozenset[str]]:
     environment = _environment()
     variables = jinja2.meta.find_undeclared_variables(environment.parse(source))
     return environment.from_string(source), frozenset(variables)
+
+
+class MessageForms(NamedTuple):
+    """Forms of messages that a template renders right, where clients mean the same by several.
+
+    empty          content of an assistant's turn with calls and no text: null, "" or absent (`NO_CONTENT`)
+    folds_system   system messages after others would be refused or lost: they join the first message
+    joins_users    two users' messages in a row would be refused or lost: they are joined
+    """
+
+    empty: str | None = None
+    folds_system: bool = False
+    joins_users: bool = False
+
+    def applied(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Bring messages into the forms of the template."""
+        written = [self._with_empty(message) for message in messages]
+        if self.folds_system and any(message.get("role") == "system" for message in written[1:]):
+            told = [message for message in written if message.get("role") == "system"]
+            others = [message for message in written if message.get("role") != "system"]
+            written = [{**told[0], "content": _joined_text(told)}, *others]
+        if self.joins_users:
+            groups = itertools.groupby(written, lambda message: message.get("role"))
+            written = [each for role, group in groups for each in _joined_users(role, list(group))]
+        return written
+
+    def _with_empty(self, message: dict[str, Any]) -> dict[str, Any]:
+        if message.get("role") != "assistant" or not message.get("tool_calls") or message.get("content"):
+            return message
+        if self.empty == NO_CONTENT:
+            return {name: value for name, value in message.items() if name != "content"}
+        return {**message, "content": self.empty}
+
+
+def _joined_text(messages: Sequence[Mapping[str, Any]]) -> str:
+    return "\n\n".join(str(message["content"]) for message in messages if message.get("content"))
+
+
+def _joined_users(role: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    if role != "user" or len(messages) == 1:
+        return messages
+    return [{**messages[0], "content": _joined_text(messages)}]
+
+
+NO_CONTENT = "absent"
+_USER, _RESULT = {"role": "user", "content": "trial-user"}, "trial-result"
+_ANSWER = {"role": "assistant", "content": "trial-answer"}
+_MIDDLE = [
+    {"role": "system", "content": "trial-first"},
+    {"role": "system", "content": "trial-second"},
+    _USER,
+    _ANSWER,
+    {"role": "system", "content": "trial-third"},
+    _USER,
+]
+
+
+@functools.lru_cache(maxsize=16)
+def _forms(source: str) -> MessageForms:
+    """Try a template on histories: everything in them has to be in its text, and no `None`."""
+    template, _ = _compiled(source)
+    special = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")
+
+    def found(messages: Sequence[Mapping[str, Any]], *marks: str) -> tuple[int, int]:
+        """Count the marks that the template writes, and the times of `None`, negative; (-1, 0) if refused."""
+        try:
+            text = "".join(
+                template.generate(messages=messages, tools=None, add_generation_prompt=True, **special)
+            )
+        except Exception:  # a template is foreign code: it may fail in any way
+            return -1, 0
+        return sum(mark in text for mark in marks), -text.count("None")
+
+    def called(empty: str | None) -> tuple[int, int]:
+        arguments = JsonText('{"trial-key": "trial-value"}')
+        call = {"id": "trial0000", "type": "function", "function": {"name": "trial", "arguments": arguments}}
+        turn = MessageForms(empty).applied([{"role": "assistant", "content": None, "tool_calls": [call]}])
+        reply = {"role": "tool", "tool_call_id": "trial0000", "name": "trial", "content": _RESULT}
+        return found([_USER, *turn, reply], "trial-key", "trial-value", _RESULT)
+
+    empty = max((None, "", NO_CONTENT), key=called)  # the first of those that are equally right
+    if found([_USER], "trial-user")[0] < 1:  # it needs variables that only a request has
+        return MessageForms(empty)
+    systems = found(_MIDDLE, "trial-first", "trial-second", "trial-third")
+    users = found([_USER, {**_USER, "content": "trial-next"}], "trial-user", "trial-next")
+    return MessageForms(empty, folds_system=systems[0] < 3, joins_users=users[0] < 2)
 
 
 def load_chat_templates(directory: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, ChatTemplate]:
@@ -107,6 +199,18 @@ class JsonText(dict[str, Any]):
     Some templates treat arguments as an object (`arguments | tojson`, loops), others as a text to join to
     others; this serves both. Raises ValueError for text that is not a JSON object.
     """
+
+    @classmethod
+    def of_call(cls, text: str) -> JsonText:
+        """Read a call's arguments as a model wrote them. Text that is no JSON object, because the call was
+        cut off or is wrong, stays whole: as the text, and as the one argument `arguments`."""
+        try:
+            return cls(text or "{}")
+        except ValueError:
+            kept = cls("{}")
+            kept.text = text
+            kept["arguments"] = text
+            return kept
 
     def __init__(self, text: str) -> None:
         try:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import mimetypes
 from collections.abc import AsyncIterator
+from functools import cache
 from importlib import resources
 
 from aiohttp import web
@@ -20,11 +21,12 @@ from xdeepserve.api.body import read_body
 from xdeepserve.api.endpoint import ENDPOINT
 from xdeepserve.api.http_errors import ApiError, describe, encode_error
 from xdeepserve.api.responses import json_response
+from xdeepserve.api.route import Route
 from xdeepserve.api.sse import HEADERS
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.errors import RequestError, abridged
-from xdeepserve.page.breaking import NEEDS_ADMIN, Breaker, Breaking
-from xdeepserve.page.die_bytes import die_bytes
+from xdeepserve.page.breaking import NEEDS_ADMIN, Breaker, Breaking, Broken
+from xdeepserve.page.die_bytes import DieBytes, die_bytes
 from xdeepserve.page.page_record import PageRecord
 from xdeepserve.page.watch import HELLO, PodWatch
 
@@ -37,33 +39,31 @@ WATCH = web.AppKey("WATCH", PodWatch)
 BREAKER = web.AppKey("BREAKER", Breaker)
 
 
+@cache
 def page_files() -> dict[str, bytes]:
     """Read the page's own files, by name."""
     folder = resources.files("xdeepserve.page") / "static"
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
 
 
-def add_page_routes(app: web.Application) -> None:
-    """Add the routes of the page. They show the project's own engine only."""
-    engine, files = app[ENDPOINT].engine, page_files()
+async def show_file(request: web.Request) -> web.Response:
+    """Return a file of the page, which may load nothing from elsewhere."""
+    name, files = request.match_info.get("file", "index.html"), page_files()
+    if name not in files:
+        raise ApiError(404, f"the page has no file {abridged(name)}", code="unknown_url")
+    kind = mimetypes.guess_type(name)[0] or "application/octet-stream"
+    headers = {"Content-Security-Policy": POLICY, "Cache-Control": "no-cache"}
+    return web.Response(body=files[name], content_type=kind, charset="utf-8", headers=headers)
+
+
+def furnish(app: web.Application) -> None:
+    """Add the watch of the pod and the record to a server. The page shows the project's own engine only."""
+    engine, options = app[ENDPOINT].engine, app[ENDPOINT].options
     if isinstance(engine, Engine):
-        app[WATCH] = PodWatch(engine, None if app[ENDPOINT].options.admin else NEEDS_ADMIN)
+        app[WATCH] = PodWatch(engine, None if options.admin else NEEDS_ADMIN)
         app[BREAKER] = Breaker(engine)
-
-    async def show(request: web.Request) -> web.Response:
-        """Return a file of the page, which may load nothing from elsewhere."""
-        name = request.match_info.get("file", "index.html")
-        if name not in files:
-            raise ApiError(404, f"the page has no file {abridged(name)}", code="unknown_url")
-        kind = mimetypes.guess_type(name)[0] or "application/octet-stream"
-        headers = {"Content-Security-Policy": POLICY, "Cache-Control": "no-cache"}
-        return web.Response(body=files[name], content_type=kind, charset="utf-8", headers=headers)
-
-    app.router.add_get("/", show)
-    app.router.add_get("/page/frames", stream_frames)
-    app.router.add_get("/page/bytes", show_bytes)
-    app.router.add_post("/page/break", break_one)
-    app.router.add_get("/page/{file}", show)
+    if options.record is not None:
+        app.cleanup_ctx.append(record_page)
 
 
 async def record_page(app: web.Application) -> AsyncIterator[None]:
@@ -116,3 +116,12 @@ async def break_one(request: web.Request) -> web.Response:
     if not request.app[ENDPOINT].options.admin:
         raise ApiError(403, NEEDS_ADMIN, code="not_allowed")
     return json_response(request.app[BREAKER].break_die(await read_body(request, Breaking)))
+
+
+ROUTES = (
+    Route("GET", "/", show_file, "Show the page to watch.", is_open=True),
+    Route("GET", "/page/frames", stream_frames, "Stream what the page draws (xdeepserve docs page)."),
+    Route("GET", "/page/bytes", show_bytes, "Show a die's memory.", answer=DieBytes, query=BYTES_QUERY),
+    Route("POST", "/page/break", break_one, "Break a die (--admin).", Breaking, Broken),
+    Route("GET", "/page/{file}", show_file, "Show a part of the page.", is_open=True),
+)

@@ -17,12 +17,13 @@ import msgspec
 from aiohttp import web
 
 from xdeepserve.api.access import ADDRESS, guard_middleware, is_own_origin
-from xdeepserve.api.file_door import MAX_FILE_BYTES
 from xdeepserve.api.http_errors import ApiError, ErrorDetail, encode_error, error_middleware
 from xdeepserve.api.options import ServerOptions
 from xdeepserve.api.responses import json_response
+from xdeepserve.api.route import PASSED_ON, Route, add_routes
 from xdeepserve.api.server import address_of, bind, stop_signals
 from xdeepserve.jobs.cluster_manager import ClusterManager
+from xdeepserve.jobs.door.files import MAX_FILE_BYTES
 from xdeepserve.jobs.member_table import ClusterMember, MemberTable
 
 CONNECT_S = 5.0
@@ -117,8 +118,13 @@ def build_door(
         middlewares=[error_middleware, guard_middleware(options or ServerOptions())],
         client_max_size=MAX_FILE_BYTES + (1 << 20),
     )
-    app.router.add_get("/cluster", show)
-    app.router.add_route("*", "/{path:.*}", door.pass_on)
+    add_routes(
+        app,
+        (
+            Route("GET", "/cluster", show, "Tell who leads, and list the members."),
+            Route("*", "/{path:.*}", door.pass_on, "Ask a member.", takes=PASSED_ON),
+        ),
+    )
     app.cleanup_ctx.append(door.run)
     return app
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from pathlib import Path
 
-from xdeepserve.api.served_models import ServedModels
+from xdeepserve.api.served_models import ServedModels, drain
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.request import AsyncEngine
 from xdeepserve.errors import InputError, XDeepServeError
@@ -15,7 +15,6 @@ from xdeepserve.llm import build_engine
 from xdeepserve.model.presets import PRESETS
 
 DRAIN_S = 5.0  # of wall time for the requests of a model that goes
-DRAIN_POLL_S = 0.05
 
 log = logging.getLogger("xdeepserve.api")
 
@@ -90,14 +89,3 @@ class ModelShelf:
         for name in sorted(self._loaded):
             self._loaded.remove(name)
             await self._models.take(name).stop()
-
-
-async def drain(engines: list[AsyncEngine], seconds: float, hurried: asyncio.Event) -> bool:
-    """Let running requests end for at most `seconds`, or until `hurried`; return whether they have ended."""
-    for _ in range(int(seconds / DRAIN_POLL_S)):
-        if not any(stats.num_running + stats.num_waiting for stats in (each.stats() for each in engines)):
-            return True
-        if hurried.is_set():
-            break
-        await asyncio.sleep(DRAIN_POLL_S)
-    return False

@@ -15,13 +15,13 @@ from typing import Any
 
 from aiohttp import web
 
-from xdeepserve.api.agent_turns import AgentTurns
 from xdeepserve.api.http_errors import ApiError
-from xdeepserve.api.model_shelf import ModelShelf
 from xdeepserve.api.options import ServerOptions
 from xdeepserve.api.served_models import MODELS, ServedModels
 from xdeepserve.errors import RequestError
 from xdeepserve.jobs.agent_tools import read_tools
+from xdeepserve.jobs.door.agent_turns import AgentTurns
+from xdeepserve.jobs.door.model_shelf import ModelShelf
 from xdeepserve.jobs.job_master import JobMaster
 from xdeepserve.jobs.job_records import JobEvent, JobRecord
 from xdeepserve.jobs.job_states import IllegalMoveError

@@ -34,10 +34,10 @@ def run(args: argparse.Namespace) -> int:
     """Start the job executors, and pass requests on to them."""
     import asyncio
 
-    from xdeepserve.api.front_door import serve_door
     from xdeepserve.cli import build_parser
     from xdeepserve.cli.serve import made
     from xdeepserve.jobs.cluster_manager import MEMBER, ClusterManager
+    from xdeepserve.jobs.door.front_door import serve_door
     from xdeepserve.jobs.job_store import JobStore
 
     if not 1 <= args.jes <= MAX_JES:

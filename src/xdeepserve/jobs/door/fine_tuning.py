@@ -14,14 +14,14 @@ import msgspec
 from aiohttp import web
 
 from xdeepserve.api.body import read_body
-from xdeepserve.api.file_door import delete_file, find_file, get_content, get_file, list_files, upload_file
 from xdeepserve.api.http_errors import ApiError
 from xdeepserve.api.input_items import page
-from xdeepserve.api.job_desk import cancelled, desk_of, number_of, shown_event
-from xdeepserve.api.model_shelf import source_of
 from xdeepserve.api.responses import json_response
 from xdeepserve.api.served_models import MODELS
 from xdeepserve.errors import InputError, RequestError, abridged, meant
+from xdeepserve.jobs.door.desk import cancelled, desk_of, number_of, shown_event
+from xdeepserve.jobs.door.files import find_file
+from xdeepserve.jobs.door.model_shelf import source_of
 from xdeepserve.jobs.job_records import JobOrder, JobRecord, TrainingSettings
 from xdeepserve.jobs.task_work import KINDS, TRAINING_KINDS
 from xdeepserve.jobs.training import check_extra
@@ -74,23 +74,6 @@ class CreateJob(msgspec.Struct, forbid_unknown_fields=True):
     seed: int | None = None
     hyperparameters: Any = None
     integrations: Any = None
-
-
-def add_job_routes(app: web.Application) -> None:
-    """Add the routes of files and jobs. Without a state directory each refuses requests with a one-line
-    error."""
-    files, jobs = "/v1/files", "/v1/fine_tuning/jobs"
-    app.router.add_post(files, upload_file)
-    app.router.add_get(files, list_files)
-    app.router.add_get(f"{files}/{{id}}", get_file)
-    app.router.add_get(f"{files}/{{id}}/content", get_content)
-    app.router.add_delete(f"{files}/{{id}}", delete_file)
-    app.router.add_post(jobs, create_job)
-    app.router.add_get(jobs, list_jobs)
-    app.router.add_get(f"{jobs}/{{id}}", get_job)
-    app.router.add_get(f"{jobs}/{{id}}/events", list_events)
-    app.router.add_post(f"{jobs}/{{id}}/cancel", cancel_job)
-    app.router.add_delete("/v1/models/{model:.+}", delete_model)
 
 
 async def create_job(request: web.Request) -> web.Response:

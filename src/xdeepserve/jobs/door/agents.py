@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from xdeepserve.api.body import read_body
+from xdeepserve.api.body import converted, read_body
 from xdeepserve.api.http_errors import ApiError
 from xdeepserve.api.input_items import page
-from xdeepserve.api.job_desk import cancelled, desk_of, number_of, shown_event
 from xdeepserve.api.requests import ChatMessage
 from xdeepserve.api.responses import json_response
 from xdeepserve.api.served_models import MODELS
 from xdeepserve.errors import RequestError, abridged
+from xdeepserve.jobs.door.desk import cancelled, desk_of, number_of, shown_event
 from xdeepserve.jobs.job_records import AgentOrder, JobOrder, JobRecord
 
 MAX_TURNS = 32
@@ -35,16 +35,6 @@ class CreateAgentJob(msgspec.Struct, forbid_unknown_fields=True):
     max_tokens: int = 128
     temperature: float = 0.0
     metadata: dict[str, str] | None = None
-
-
-def add_agent_routes(app: web.Application) -> None:
-    """Add the routes of agents. Without a state directory each refuses requests with a one-line error."""
-    jobs = "/v1/agent/jobs"
-    app.router.add_post(jobs, create_agent_job)
-    app.router.add_get(jobs, list_agent_jobs)
-    app.router.add_get(f"{jobs}/{{id}}", get_agent_job)
-    app.router.add_get(f"{jobs}/{{id}}/events", list_agent_events)
-    app.router.add_post(f"{jobs}/{{id}}/cancel", cancel_agent_job)
 
 
 async def create_agent_job(request: web.Request) -> web.Response:
@@ -71,7 +61,7 @@ def _check_messages(messages: list[dict[str, Any]]) -> None:
     if not messages:
         raise RequestError("messages must not be empty", param="messages")
     try:
-        msgspec.convert(messages, list[ChatMessage])
+        converted(messages, list[ChatMessage])
     except msgspec.ValidationError as error:
         raise RequestError(f"messages: {str(error).replace('`', '')}", param="messages") from None
 

@@ -12,9 +12,9 @@ from aiohttp import BodyPartReader, web
 from xdeepserve.api.body import BODY_SECONDS
 from xdeepserve.api.http_errors import ApiError
 from xdeepserve.api.input_items import page
-from xdeepserve.api.job_desk import desk_of, number_of
 from xdeepserve.api.responses import json_response
 from xdeepserve.errors import RequestError, abridged
+from xdeepserve.jobs.door.desk import desk_of, number_of
 from xdeepserve.jobs.job_records import StoredFile
 from xdeepserve.jobs.training_text import read_lines
 

@@ -13,9 +13,9 @@ from collections.abc import AsyncIterator
 from aiohttp import web
 
 from xdeepserve.api.access import ADDRESS
-from xdeepserve.api.job_desk import DESK
 from xdeepserve.api.served_models import MODELS, ServedModels
 from xdeepserve.engine.serving.engine import Engine
+from xdeepserve.jobs.door.desk import DESK
 from xdeepserve.jobs.member_table import MemberTable, MemberTE, ReplacedError
 
 BEAT_S = 1.0

@@ -1,0 +1,127 @@
+"""Histories as agents send them: what a server has answered, and what libraries make of it, is taken back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.api.conftest import Post
+from tests.api.fake_engine import FakeEngine
+from xdeepserve.engine.serving.request import OutputFormats
+
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+HI: dict[str, Any] = {"role": "user", "content": "hi"}
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture
+def agent(engine: FakeEngine) -> FakeEngine:
+    engine.formats = OutputFormats(shows_tools=True, tools="hermes", reasoning="think")
+    return engine
+
+
+def shown(engine: FakeEngine) -> list[dict[str, Any]]:
+    """The messages of the last chat, as its template has them."""
+    assert engine.tokenizer is not None
+    return engine.tokenizer.chats[-1][0]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Par', '{"say": "a "b" c"}', "[]", "", "no"])
+async def test_a_call_that_is_no_json_comes_back(post: Post, agent: FakeEngine, arguments: str) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    reply = {"role": "tool", "tool_call_id": "c1", "content": "error: no JSON"}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    status, _ = await post(CHAT, messages=[HI, said, reply, HI], tools=[TOOL])
+    assert status == 200
+    assert str(shown(agent)[1]["tool_calls"][0]["function"]["arguments"]) == (arguments or "{}")
+    items = [
+        HI,
+        {
+            "type": "function_call",
+            "call_id": "c1",
+            "name": "f",
+            "arguments": arguments,
+            "status": "incomplete",
+        },
+        {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "no"}]},
+    ]
+    assert (await post(RESPONSES, input=items))[0] == 200
+    assert shown(agent)[2]["content"] == "no"
+
+
+@pytest.mark.parametrize("max_tokens", [1, 8, 30, 45, 60])
+async def test_an_answer_cut_anywhere_comes_back(post: Post, agent: FakeEngine, max_tokens: int) -> None:
+    agent.script = list(b'<think>hm</think>ok<tool_call>{"name": "f", "arguments": {"a": "b c"}}</tool_call>')
+    _, body = await post(CHAT, messages=[HI], tools=[TOOL], max_tokens=max_tokens)
+    message = body["choices"][0]["message"]
+    assert (await post(CHAT, messages=[HI, message, HI], tools=[TOOL]))[0] == 200
+    tool = {"type": "function", **TOOL["function"]}
+    _, body = await post(RESPONSES, input="hi", tools=[tool], max_output_tokens=max_tokens)
+    items = [HI, *body["output"], HI]
+    assert (await post(RESPONSES, input=items, tools=[tool]))[0] == 200
+    assert (await post(RESPONSES, input="go on", previous_response_id=body["id"], tools=[tool]))[0] == 200
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"reasoning_content": "hm"},
+        {"reasoning": "hm"},
+        {"reasoning": "hm", "reasoning_content": "hm", "reasoning_details": [{"text": "other"}]},
+        {"reasoning_content": "", "thinking": "hm"},
+        {"thinking_blocks": [{"type": "thinking", "thinking": "hm", "signature": "s"}]},
+        {"reasoning_details": [{"type": "reasoning.text", "text": "hm", "index": 0, "format": None}]},
+        {"reasoning_details": [{"type": "reasoning.encrypted", "data": "x"}, {"summary": "hm"}]},
+        {
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "s"},
+                {"type": "text", "text": "yes"},
+            ]
+        },
+        {
+            "content": [
+                {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]},
+                {"type": "text", "text": "yes"},
+            ]
+        },
+    ],
+)
+async def test_reasoning_comes_back_in_every_field(
+    post: Post, agent: FakeEngine, fields: dict[str, Any]
+) -> None:
+    said = {"role": "assistant", "content": "yes", **fields}
+    status, body = await post(CHAT, messages=[HI, said, HI])
+    assert status == 200, body
+    assert shown(agent)[1] == {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": ""},
+        {"role": "assistant", "content": None},
+        {"role": "assistant"},
+        {"role": "assistant", "content": []},
+        {"role": "assistant", "content": "x", "reasoning_content": "", "refusal": None, "audio": None},
+        {"role": "assistant", "content": None, "refusal": "no", "annotations": [], "function_call": None},
+        {"role": "assistant", "content": "x", "finish_reason": "stop", "usage": {"total_tokens": 3}},
+        {"role": "tool", "tool_call_id": "c", "content": None},
+        {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "a"}], "is_error": True},
+        {"role": "tool", "content": [], "name": "f", "tool_call_id": "c"},
+        {"role": "system", "content": "in the middle"},
+        {"role": "developer", "content": [{"type": "input_text", "text": "x"}]},
+        {"role": "user", "content": [{"type": "text", "text": ""}], "id": "m1", "timestamp": 3},
+        {"role": "user", "content": "again", "cache_control": {"type": "ephemeral"}},
+    ],
+)
+async def test_messages_of_other_servers_are_taken(
+    post: Post, agent: FakeEngine, message: dict[str, Any]
+) -> None:
+    status, body = await post(CHAT, messages=[HI, message, HI])
+    assert status == 200, body
+
+
+async def test_thoughts_are_an_assistants(post: Post, agent: FakeEngine) -> None:
+    for fields in ({"thinking": "hm"}, {"content": [{"type": "thinking", "thinking": "hm"}]}):
+        assert (await post(CHAT, messages=[{**HI, **fields}]))[0] == 400
