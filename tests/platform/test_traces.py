@@ -151,7 +151,7 @@ def test_each_format_has_a_shape_and_a_row_in_help_and_documents() -> None:
     assert {name for name, _ in SHAPES.values()} == {each.name for each in FORMATS}
     page = (DOCS / "platform.md").read_text()
     for each in FORMATS:
-        assert f"\n  {each.name} " in "\n" + described()
+        assert f"{each.name} ({each.whose})" in described()
         assert f"\n| `{each.name}` |" in page
 
 
@@ -411,13 +411,16 @@ def without(field: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "text", "reason"),
     [
-        (None, "when,ContextTokens\n", "line 1: no column with arrival times: must be timestamp, .*'when'"),
+        (None, "when,ContextTokens\n", "line 1: no column with arrival times: must be TIMESTAMP, found"),
         ("azure", "when\n", "line 1: no column with arrival times: must be TIMESTAMP, found 'when'"),
         ("azure", lines([ONE]), "line 1: must be CSV, as in the format azure, found JSON; leave"),
         ("bailian", HEADER, "line 1: must be JSON, as in the format bailian, found CSV; .*azure, burstgpt"),
+        (None, "when,what\n", "line 1: no column with arrival times: must be timestamp, .* or the like"),
+        (None, lines([ONE | {"input_length": "5"}]), r"line 1: input_length must be .*'5' \(write it"),
+        (None, lines([ONE | {"timestamp": "5"}]), r"line 1: timestamp must be .*'5' \(write it without"),
         (None, HEADER + "yesterday,1,2\n", "line 2: TIMESTAMP must be a number .*found 'yesterday'"),
-        (None, HEADER + "2024-05-10,-1,2\n", "line 2: ContextTokens must be a whole number .*found '-1'"),
-        (None, HEADER + "2024-05-10,,2\n", "line 2: ContextTokens must be a whole number .*found ''"),
+        (None, HEADER + "2024-05-10,-1,2\n", "line 2: ContextTokens must be a whole number.* found '-1'"),
+        (None, HEADER + "2024-05-10,,2\n", "line 2: ContextTokens must be a whole number.* found ''"),
         (None, HEADER + "2024-05-10,1,2.5\n", "line 2: GeneratedTokens must be a whole .*found '2.5'"),
         (None, HEADER + "2024-05-10,1\n", "line 2: 2 fields, where the line of names has 3"),
         (None, HEADER + "2024-05-10,1,2\n7,1,2\n", "line 3: TIMESTAMP must be a date .*as on line 2"),
