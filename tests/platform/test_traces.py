@@ -253,9 +253,10 @@ def test_times_since_1970_are_shifted_whatever_their_unit(file: Written, unit: s
 def test_a_slice_that_begins_late_begins_at_0(file: Written) -> None:
     late = [each | {"timestamp": each["timestamp"] + 2_000_000} for each in mooncake()]
     assert arrivals(file(lines(late))) == (AT, "times begin at 2,000,000 ms: shifted to 0")
-    # Two weeks after the beginning of its trace: milliseconds, since as seconds requests come in hours.
-    weeks = [each | {"timestamp": int(each["timestamp"]) + 1_300_000_000} for each in mooncake()]
-    assert arrivals(file(lines(weeks)))[0] == AT
+    # A slice from two weeks on could as well be times since 1970, unless the column says its unit.
+    weeks = lines([each | {"timestamp": each["timestamp"] + 1_300_000_000} for each in mooncake()])
+    assert arrivals(file(weeks))[0] == [1000 * at for at in AT]
+    assert arrivals(file(weeks.replace("timestamp", "timestamp_ms")))[0] == AT
 
 
 @pytest.mark.parametrize(
@@ -395,7 +396,8 @@ def test_prompts_without_ids_share_nothing(file: Written) -> None:
     del some[1]["hash_ids"]
     some[2]["hash_ids"] = []
     some[3] |= {"input_length": 0, "hash_ids": [9]}
-    assert [len(each.blocks) for each in read_trace(file(lines(some))).requests] == [2, 0, 0, 0]
+    for order, counts in ((some, [2, 0, 0, 0]), (some[1:] + some[:1], [2, 0, 0, 0])):
+        assert [len(each.blocks) for each in read_trace(file(lines(order))).requests] == counts
 
 
 # ---- what is refused ---------------------------------------------------------------------------------------
@@ -444,7 +446,7 @@ def without(field: str) -> dict[str, Any]:
         (
             None,
             lines(mooncake([(0, 10, 1), (1, 15, 1)], 10) + mooncake([(2, 20, 1)], 20)),
-            "line 3: hash_ids must be one for each 10 to 14 tokens, as before, found 1 for 20",
+            "line 3: there must be a hash id for each 10 to 14 tokens, as before, found 1 for 20",
         ),
     ],
 )  # fmt: skip

@@ -168,14 +168,14 @@ def read_trace(path: Path, name: str | None = None) -> RequestTrace:
         with opener(path, "rt", newline="", encoding="utf-8-sig") as file:
             table = _table(path, file)
             form, columns = _format(path, table, asked)
-            rows = list(_rows(path, table, columns))
+            rows = list(_rows(path, table, columns, form.ids))
     except broken as error:
         raise InputError(f"{path}: cannot be unpacked: {error}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: {unreadable(error)}") from None
     if not rows:
         raise InputError(f"{path}: no requests in it")
-    block = _block_size(path, columns.get("ids", ""), rows, form.block)
+    block = _block_size(path, rows, form.block)
     if asked is None and form.block and block != form.block and not form.marks:
         form = PLAIN[form.form]  # columns of a format with blocks, without its blocks
     return _trace(path, form, columns["time"], rows, block)
@@ -317,7 +317,8 @@ def _format(path: Path, table: _Table, asked: TraceFormat | None) -> tuple[Trace
 NUMBER = re.compile(r"[+-]?[0-9]{1,25}(\.[0-9]*)?([eE][+-]?[0-9]{1,3})?")
 
 
-def _rows(path: Path, table: _Table, columns: Mapping[str, str]) -> Iterator[_TraceRow]:
+def _rows(path: Path, table: _Table, columns: Mapping[str, str], ids: Sequence[str]) -> Iterator[_TraceRow]:
+    """Read the rows of a table. Any request may lack hash ids, and the first one has the names of columns."""
     numbers: dict[tuple[int, int | str], int] = {}  # of a block and the id after it
     is_text = table.form == "CSV"
     of_time, of_prompt, of_output = (columns[part] for part in NEEDED)
@@ -326,7 +327,8 @@ def _rows(path: Path, table: _Table, columns: Mapping[str, str]) -> Iterator[_Tr
             time, is_date = _time(of_time, record, is_text)
             prompt, output = (_tokens(each, record, is_text) for each in (of_prompt, of_output))
             number, blocks = -1, []
-            for each in _ids(columns.get("ids"), record):
+            of_ids = columns.get("ids") or next((name for name in ids if name in record), "")
+            for each in _ids(of_ids, record):
                 number = numbers.setdefault((number, each), len(numbers))
                 blocks.append(number)
         except ValueError as wrong:
@@ -379,9 +381,9 @@ def _refusal(column: str, what: str, value: object, is_text: bool) -> ValueError
     return ValueError(f"{column} must be {what}, found {shown(value)}{hint}")
 
 
-def _ids(column: str | None, record: Mapping[str, Any]) -> Sequence[int | str]:
+def _ids(column: str, record: Mapping[str, Any]) -> Sequence[int | str]:
     """Read the hash ids of a prompt: a list, or a text of them in CSV. There may be no such column."""
-    value = None if column is None else record.get(column)
+    value = record.get(column) if column else None
     if isinstance(value, str):
         value = re.findall(r"[^\s\[\]|,;'\"]+", value)
     if value is None:
@@ -400,7 +402,7 @@ def _ids(column: str | None, record: Mapping[str, Any]) -> Sequence[int | str]:
 # ---- what numbers stand for --------------------------------------------------------------------------------
 
 
-def _block_size(path: Path, column: str, rows: Sequence[_TraceRow], own: int | None) -> int | None:
+def _block_size(path: Path, rows: Sequence[_TraceRow], own: int | None) -> int | None:
     """Find how many tokens a hash id stands for, by the number of ids for each prompt; None without ids.
 
     If several sizes fit, it is that of the format, or else the roundest in binary. Raises InputError for
@@ -417,8 +419,8 @@ def _block_size(path: Path, column: str, rows: Sequence[_TraceRow], own: int | N
             least, most = _sizes(row.prompt, len(row.blocks), has_rest)
             if max(low, least) > min(high, most):
                 refusal = refusal or (
-                    f"{path}, line {row.line}: {column} must be one for each {low} to {high} tokens, as "
-                    f"before, found {len(row.blocks)} for {row.prompt}"
+                    f"{path}, line {row.line}: there must be a hash id for each {low} to {high} tokens, "
+                    f"as before, found {len(row.blocks)} for {row.prompt}"
                 )
                 break
             low, high = max(low, least), min(high, most)
@@ -488,9 +490,7 @@ def _unit(least: float, gap: float, own: Unit | None) -> Unit:
     found by the mean gap between requests."""
     if least >= EPOCH:
         units: Sequence[Unit] = ("s", "ms", "us", "ns")
-        unit = units[min(3, int(math.log10(least / EPOCH)) // 3)]
-        is_late = unit == "s" and own == "ms" and gap >= DENSE  # a slice that begins after eleven days
-        return "ms" if is_late else unit
+        return units[min(3, int(math.log10(least / EPOCH)) // 3)]
     return own or ("s" if gap < DENSE else "ms")
 
 
