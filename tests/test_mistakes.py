@@ -376,11 +376,13 @@ MISTAKES = [
     ),
     (
         "replay short.jsonl",
-        "short.jsonl, line 1: output_length is missing: a whole number, 0 or more",
+        "short.jsonl, line 1: no column with tokens of answers: must be output_length, found 'timestamp', "
+        "'input_length', 'hash_ids'",
     ),
     (
         "replay text.jsonl",
-        "text.jsonl, line 1: not a JSON object, as in the format mooncake (is it bailian or azure?)",
+        "text.jsonl, line 1: no column with arrival times: must be timestamp, time, "
+        "arrival_time, arrived_at or the like, found 'hello'",
     ),
     (
         "replay tracee.jsonl",
@@ -388,7 +390,8 @@ MISTAKES = [
     ),
     (
         "replay trace.jsonl --format mooncak",
-        "unknown trace format 'mooncak' (did you mean mooncake?): known are mooncake, bailian, azure",
+        "unknown trace format 'mooncak' (did you mean mooncake?): known are bailian, mooncake, azure, "
+        "burstgpt, vidur, splitwise, jsonl, csv",
     ),
     (
         "replay made:promt=3",

@@ -151,7 +151,7 @@ def test_each_format_has_a_shape_and_a_row_in_help_and_documents() -> None:
     assert {name for name, _ in SHAPES.values()} == {each.name for each in FORMATS}
     page = (DOCS / "platform.md").read_text()
     for each in FORMATS:
-        assert f"\n  {each.name} " in "\n" + described()
+        assert f"{each.name} ({each.whose})" in described()
         assert f"\n| `{each.name}` |" in page
 
 
@@ -253,9 +253,10 @@ def test_times_since_1970_are_shifted_whatever_their_unit(file: Written, unit: s
 def test_a_slice_that_begins_late_begins_at_0(file: Written) -> None:
     late = [each | {"timestamp": each["timestamp"] + 2_000_000} for each in mooncake()]
     assert arrivals(file(lines(late))) == (AT, "times begin at 2,000,000 ms: shifted to 0")
-    # Two weeks after the beginning of its trace: milliseconds, since as seconds requests come in hours.
-    weeks = [each | {"timestamp": int(each["timestamp"]) + 1_300_000_000} for each in mooncake()]
-    assert arrivals(file(lines(weeks)))[0] == AT
+    # A slice from two weeks on could as well be times since 1970, unless the column says its unit.
+    weeks = lines([each | {"timestamp": each["timestamp"] + 1_300_000_000} for each in mooncake()])
+    assert arrivals(file(weeks))[0] == [1000 * at for at in AT]
+    assert arrivals(file(weeks.replace("timestamp", "timestamp_ms")))[0] == AT
 
 
 @pytest.mark.parametrize(
@@ -395,7 +396,8 @@ def test_prompts_without_ids_share_nothing(file: Written) -> None:
     del some[1]["hash_ids"]
     some[2]["hash_ids"] = []
     some[3] |= {"input_length": 0, "hash_ids": [9]}
-    assert [len(each.blocks) for each in read_trace(file(lines(some))).requests] == [2, 0, 0, 0]
+    for order, counts in ((some, [2, 0, 0, 0]), (some[1:] + some[:1], [2, 0, 0, 0])):
+        assert [len(each.blocks) for each in read_trace(file(lines(order))).requests] == counts
 
 
 # ---- what is refused ---------------------------------------------------------------------------------------
@@ -411,13 +413,16 @@ def without(field: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "text", "reason"),
     [
-        (None, "when,ContextTokens\n", "line 1: no column with arrival times: must be timestamp, .*'when'"),
+        (None, "when,ContextTokens\n", "line 1: no column with arrival times: must be TIMESTAMP, found"),
         ("azure", "when\n", "line 1: no column with arrival times: must be TIMESTAMP, found 'when'"),
         ("azure", lines([ONE]), "line 1: must be CSV, as in the format azure, found JSON; leave"),
         ("bailian", HEADER, "line 1: must be JSON, as in the format bailian, found CSV; .*azure, burstgpt"),
+        (None, "when,what\n", "line 1: no column with arrival times: must be timestamp, .* or the like"),
+        (None, lines([ONE | {"input_length": "5"}]), r"line 1: input_length must be .*'5' \(write it"),
+        (None, lines([ONE | {"timestamp": "5"}]), r"line 1: timestamp must be .*'5' \(write it without"),
         (None, HEADER + "yesterday,1,2\n", "line 2: TIMESTAMP must be a number .*found 'yesterday'"),
-        (None, HEADER + "2024-05-10,-1,2\n", "line 2: ContextTokens must be a whole number .*found '-1'"),
-        (None, HEADER + "2024-05-10,,2\n", "line 2: ContextTokens must be a whole number .*found ''"),
+        (None, HEADER + "2024-05-10,-1,2\n", "line 2: ContextTokens must be a whole number.* found '-1'"),
+        (None, HEADER + "2024-05-10,,2\n", "line 2: ContextTokens must be a whole number.* found ''"),
         (None, HEADER + "2024-05-10,1,2.5\n", "line 2: GeneratedTokens must be a whole .*found '2.5'"),
         (None, HEADER + "2024-05-10,1\n", "line 2: 2 fields, where the line of names has 3"),
         (None, HEADER + "2024-05-10,1,2\n7,1,2\n", "line 3: TIMESTAMP must be a date .*as on line 2"),
@@ -441,7 +446,7 @@ def without(field: str) -> dict[str, Any]:
         (
             None,
             lines(mooncake([(0, 10, 1), (1, 15, 1)], 10) + mooncake([(2, 20, 1)], 20)),
-            "line 3: hash_ids must be one for each 10 to 14 tokens, as before, found 1 for 20",
+            "line 3: there must be a hash id for each 10 to 14 tokens, as before, found 1 for 20",
         ),
     ],
 )  # fmt: skip

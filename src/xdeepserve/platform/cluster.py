@@ -183,9 +183,8 @@ def policies_of(names: str) -> list[Policy]:
         return list(POLICIES)
     for name in names.split(","):
         if name not in known:
-            raise InputError(
-                f"unknown policy '{name}'{meant(name, known)}: known are {', '.join(known)}, all"
-            )
+            hint, every = meant(name, known), ", ".join(known)
+            raise InputError(f"unknown policy '{name}'{hint}: known are {every}")
     return [known[name] for name in dict.fromkeys(names.split(","))]
 
 

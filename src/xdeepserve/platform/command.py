@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,8 @@ def add_options(parser: Parser) -> None:
     parser.epilog = (
         "TRACE may be made:KEY=VALUE,...: requests of a generator, with seed=N, requests=N, seconds=S,\n"
         "prompt=N and output=N tokens, spread=, turns=, pause=, systems=, system=, burst=, swing=, habit=\n"
-        "and block=. Formats of a file, which may be compressed (.gz, .zst):\n" + described()
+        "and block=\nFormats of files, also compressed as .gz or .zst (columns: xdeepserve docs platform):\n"
+        + textwrap.fill(described(), 100)
     )
     option = parser.add_argument
     option("trace", metavar="TRACE", help="a file, or made:KEY=VALUE,...")

@@ -74,15 +74,15 @@ IDS = ("hash_ids", "block_hash_ids", "block_hashes", "block_ids")
 # The first row whose columns a file has is its format.
 FORMATS = (
     TraceFormat(
-        "bailian", "Alibaba's Qwen-Bailian", "JSON", ["timestamp"], ["input_length"], ["output_length"],
-        ["hash_ids"], "s", 16, ["chat_id"],
+        "bailian", "Qwen-Bailian's", "JSON", ["timestamp"], ["input_length"],
+        ["output_length"], ["hash_ids"], "s", 16, ["chat_id"],
     ),
     TraceFormat(
-        "mooncake", "Moonshot's Mooncake", "JSON", ["timestamp"], ["input_length"], ["output_length"],
+        "mooncake", "Mooncake's", "JSON", ["timestamp"], ["input_length"], ["output_length"],
         ["hash_ids"], "ms", 512,
     ),
     TraceFormat(
-        "azure", "Azure's LLM inference, 2023 and 2024", "CSV", ["TIMESTAMP"], ["ContextTokens"],
+        "azure", "Azure's, 2023 and 2024", "CSV", ["TIMESTAMP"], ["ContextTokens"],
         ["GeneratedTokens"], unit="s",
     ),
     TraceFormat(
@@ -95,8 +95,8 @@ FORMATS = (
     TraceFormat(
         "splitwise", "SplitwiseSim's", "CSV", ["arrival_timestamp"], ["prompt_size"], ["token_size"], unit="s"
     ),
-    TraceFormat("jsonl", "any other, a JSON object a line", "JSON", TIMES, PROMPTS, OUTPUTS, IDS),
-    TraceFormat("csv", "any other, with a line of names", "CSV", TIMES, PROMPTS, OUTPUTS, IDS),
+    TraceFormat("jsonl", "other JSON lines, by names of fields", "JSON", TIMES, PROMPTS, OUTPUTS, IDS),
+    TraceFormat("csv", "other CSV, by names of columns", "CSV", TIMES, PROMPTS, OUTPUTS, IDS),
 )  # fmt: skip
 BY_NAME = {each.name: each for each in FORMATS}
 PLAIN = {each.form: each for each in FORMATS}  # the last of each form takes what no other one does
@@ -154,14 +154,8 @@ def trace_format(name: str) -> TraceFormat:
 
 
 def described() -> str:
-    """Describe all formats in lines, for the help of commands."""
-    rows = []
-    for each in FORMATS:
-        names = ", ".join(column[0] for column in (each.time, each.prompt, each.output, each.ids) if column)
-        unit = each.unit or "s, ms or us, found by itself"
-        block = f", {each.block} tokens a hash id" if each.block else ""
-        rows.append(f"  {each.name:<11}{each.whose} ({each.form}): {names}; times in {unit}{block}")
-    return "\n".join(rows)
+    """Name all formats, for the help of commands."""
+    return ", ".join(f"{each.name} ({each.whose})" for each in FORMATS)
 
 
 def read_trace(path: Path, name: str | None = None) -> RequestTrace:
@@ -174,14 +168,14 @@ def read_trace(path: Path, name: str | None = None) -> RequestTrace:
         with opener(path, "rt", newline="", encoding="utf-8-sig") as file:
             table = _table(path, file)
             form, columns = _format(path, table, asked)
-            rows = list(_rows(path, table, columns))
+            rows = list(_rows(path, table, columns, form.ids))
     except broken as error:
         raise InputError(f"{path}: cannot be unpacked: {error}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: {unreadable(error)}") from None
     if not rows:
         raise InputError(f"{path}: no requests in it")
-    block = _block_size(path, columns.get("ids", ""), rows, form.block)
+    block = _block_size(path, rows, form.block)
     if asked is None and form.block and block != form.block and not form.marks:
         form = PLAIN[form.form]  # columns of a format with blocks, without its blocks
     return _trace(path, form, columns["time"], rows, block)
@@ -307,6 +301,9 @@ def _format(path: Path, table: _Table, asked: TraceFormat | None) -> tuple[Trace
         columns = _columns(form, table.names)
         if columns.keys() >= NEEDED.keys() and (asked or set(form.marks) <= set(table.names)):
             return form, columns
+    form = asked or max(some, key=lambda each: len(_columns(each, table.names)))
+    columns = _columns(form, table.names)
+    form = form if asked or columns else PLAIN[table.form]
     part = next(part for part in NEEDED if part not in columns)
     known, others = getattr(form, part)[:SHOWN_NAMES], " or the like" if form in PLAIN.values() else ""
     raise InputError(
@@ -320,15 +317,18 @@ def _format(path: Path, table: _Table, asked: TraceFormat | None) -> tuple[Trace
 NUMBER = re.compile(r"[+-]?[0-9]{1,25}(\.[0-9]*)?([eE][+-]?[0-9]{1,3})?")
 
 
-def _rows(path: Path, table: _Table, columns: Mapping[str, str]) -> Iterator[_TraceRow]:
+def _rows(path: Path, table: _Table, columns: Mapping[str, str], ids: Sequence[str]) -> Iterator[_TraceRow]:
+    """Read the rows of a table. Any request may lack hash ids, and the first one has the names of columns."""
     numbers: dict[tuple[int, int | str], int] = {}  # of a block and the id after it
+    is_text = table.form == "CSV"
     of_time, of_prompt, of_output = (columns[part] for part in NEEDED)
     for line, record in table.records:
         try:
-            time, is_date = _time(of_time, record)
-            prompt, output = _tokens(of_prompt, record), _tokens(of_output, record)
+            time, is_date = _time(of_time, record, is_text)
+            prompt, output = (_tokens(each, record, is_text) for each in (of_prompt, of_output))
             number, blocks = -1, []
-            for each in _ids(columns.get("ids"), record):
+            of_ids = columns.get("ids") or next((name for name in ids if name in record), "")
+            for each in _ids(of_ids, record):
                 number = numbers.setdefault((number, each), len(numbers))
                 blocks.append(number)
         except ValueError as wrong:
@@ -342,40 +342,48 @@ def _value(column: str, record: Mapping[str, Any], what: str) -> Any:
     return record[column]
 
 
-def _number(value: object) -> float | None:
-    """Read a number, or a text that is one; a float without a fraction is a whole number."""
-    if isinstance(value, str) and NUMBER.fullmatch(text := value.strip()):
+def _number(value: object, is_text: bool = False) -> float | None:
+    """Read a number, in CSV from a text; without a fraction it is a whole number, however it is written."""
+    if is_text and isinstance(value, str) and NUMBER.fullmatch(text := value.strip()):
         value = int(text) if text.lstrip("+-").isdigit() else float(text)
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return value if is_number else None  # type: ignore[return-value]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return int(value) if value == int(value) else value
 
 
-def _tokens(column: str, record: Mapping[str, Any]) -> int:
-    what = f"a whole number from 0 to {MOST_TOKENS:,}"
-    number = _number(value := _value(column, record, what))
-    if isinstance(number, int) and 0 <= number <= MOST_TOKENS:
-        return number
-    raise ValueError(f"{column} must be {what}, found {shown(value)}")
+def _tokens(column: str, record: Mapping[str, Any], is_text: bool) -> int:
+    what = "a whole number, 0 or more"
+    number = _number(value := _value(column, record, what), is_text)
+    if not isinstance(number, int) or number < 0:
+        raise _refusal(column, what, value, is_text)
+    if number > MOST_TOKENS:
+        raise _refusal(column, f"{MOST_TOKENS:,} at most", value, is_text)
+    return number
 
 
-def _time(column: str, record: Mapping[str, Any]) -> tuple[float, bool]:
+def _time(column: str, record: Mapping[str, Any], is_text: bool) -> tuple[float, bool]:
     """Read a time: a number, or a date, in microseconds since 1970."""
     what = f"a number from 0 to {LATEST:g}, or a date and a time like 2023-11-16 18:17:03.97"
-    number = _number(value := _value(column, record, what))
+    number = _number(value := _value(column, record, what), is_text)
     if number is not None and 0 <= number <= LATEST:
         return number, False
+    is_number = not isinstance(value, str) or NUMBER.fullmatch(value.strip())
     try:
-        at = datetime.fromisoformat(value.strip() if isinstance(value, str) and number is None else "")
+        at = datetime.fromisoformat("" if is_number else value.strip())
     except ValueError:
-        raise ValueError(f"{column} must be {what}, found {shown(value)}") from None
+        raise _refusal(column, what, value, is_text) from None
     return ((at if at.tzinfo else at.replace(tzinfo=UTC)) - SINCE_1970) // MICROSECOND, True
 
 
-def _ids(column: str | None, record: Mapping[str, Any]) -> Sequence[int | str]:
+def _refusal(column: str, what: str, value: object, is_text: bool) -> ValueError:
+    is_quoted = not is_text and isinstance(value, str) and NUMBER.fullmatch(value)
+    hint = " (write it without quotes)" if is_quoted else ""
+    return ValueError(f"{column} must be {what}, found {shown(value)}{hint}")
+
+
+def _ids(column: str, record: Mapping[str, Any]) -> Sequence[int | str]:
     """Read the hash ids of a prompt: a list, or a text of them in CSV. There may be no such column."""
-    value = None if column is None else record.get(column)
+    value = record.get(column) if column else None
     if isinstance(value, str):
         value = re.findall(r"[^\s\[\]|,;'\"]+", value)
     if value is None:
@@ -394,7 +402,7 @@ def _ids(column: str | None, record: Mapping[str, Any]) -> Sequence[int | str]:
 # ---- what numbers stand for --------------------------------------------------------------------------------
 
 
-def _block_size(path: Path, column: str, rows: Sequence[_TraceRow], own: int | None) -> int | None:
+def _block_size(path: Path, rows: Sequence[_TraceRow], own: int | None) -> int | None:
     """Find how many tokens a hash id stands for, by the number of ids for each prompt; None without ids.
 
     If several sizes fit, it is that of the format, or else the roundest in binary. Raises InputError for
@@ -411,8 +419,8 @@ def _block_size(path: Path, column: str, rows: Sequence[_TraceRow], own: int | N
             least, most = _sizes(row.prompt, len(row.blocks), has_rest)
             if max(low, least) > min(high, most):
                 refusal = refusal or (
-                    f"{path}, line {row.line}: {column} must be one for each {low} to {high} tokens, as "
-                    f"before, found {len(row.blocks)} for {row.prompt}"
+                    f"{path}, line {row.line}: there must be a hash id for each {low} to {high} tokens, "
+                    f"as before, found {len(row.blocks)} for {row.prompt}"
                 )
                 break
             low, high = max(low, least), min(high, most)
@@ -482,9 +490,7 @@ def _unit(least: float, gap: float, own: Unit | None) -> Unit:
     found by the mean gap between requests."""
     if least >= EPOCH:
         units: Sequence[Unit] = ("s", "ms", "us", "ns")
-        unit = units[min(3, int(math.log10(least / EPOCH)) // 3)]
-        is_late = unit == "s" and own == "ms" and gap >= DENSE  # a slice that begins after eleven days
-        return "ms" if is_late else unit
+        return units[min(3, int(math.log10(least / EPOCH)) // 3)]
     return own or ("s" if gap < DENSE else "ms")
 
 
