@@ -237,6 +237,38 @@ def test_a_configuration_is_described_and_timed(capsys: Capture) -> None:
     assert "TPOT" in out
 
 
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        (["describe", "--deployment", "colocated"], "experts"),
+        (["plan", "--slo-ms", "60", "--dies", "8"], "tok/s"),
+        (
+            ["sweep", "--deployment", "colocated", "--set", "dies=2,4", "--context", "64", "--batch", "2"],
+            "dies=4",
+        ),
+    ],
+)
+@pytest.mark.parametrize("is_file", [True, False])
+def test_a_config_json_alone_is_enough_to_plan(
+    command: list[str], shown: str, is_file: bool, tmp_path: Path, capsys: Capture
+) -> None:
+    config = fixtures()[0].config | {"quantization_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = tmp_path / "config.json" if is_file else tmp_path
+    assert main([*command, "--model", str(model)]) == 0
+    assert shown in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["generate", "serve"])
+def test_what_computes_says_that_a_config_has_no_weights(
+    command: str, tmp_path: Path, capsys: Capture
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(fixtures()[0].config))
+    ids = ["--prompt-ids", "1"] if command == "generate" else []
+    assert main([command, "--model", str(tmp_path), *ids]) == 2
+    assert "a configuration without weights" in capsys.readouterr().err
+
+
 # ---- timelines --------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """`xdeepserve quantize` from the command line, and the text it calibrates with."""
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -13,7 +14,9 @@ from xdeepserve.model.canonical import Array
 from xdeepserve.model.checkpoint import open_checkpoint
 from xdeepserve.model.export import write_checkpoint
 from xdeepserve.model.presets import PRESET_DIRECTORY, TinyCheckpoint
+from xdeepserve.quant import job
 from xdeepserve.quant.calibration import MAX_TOKENS, calibration_sequences
+from xdeepserve.quant.method import METHODS
 from xdeepserve.quant.part import Part
 
 
@@ -59,6 +62,8 @@ def test_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["tiny-random", "/"], "/: exists already; choose a new directory"),
         (["tiny-random", "{tmp}/no/where"], "no such directory to write into"),
         (["tiny-random", "{tmp}/out", "--method", "awq"], "unknown method 'awq': known are rtn"),
+        (["tiny-random", "{tmp}/out", "--method", "gptq2"], "(did you mean gptq?)"),
+        (["deepseek-r1", "{tmp}/out"], "a configuration without weights, so there is nothing to quantise"),
         (["tiny-random", "{tmp}/out", "--samples", "0"], "--samples must be at least 1, found 0"),
         (["tiny-random", "{tmp}/out", "--calibration", "{tmp}/none"], "none: No such file or directory"),
     ],
@@ -97,6 +102,81 @@ def test_an_interrupt_says_how_to_go_on(
     whole = next((tmp_path / "out").glob("model-00001-of-*"))
     assert whole.stat().st_mtime_ns == first
     assert whole.stat().st_mode == (tmp_path / "out" / "config.json").stat().st_mode
+
+
+def never(*args: object, **options: object) -> None:
+    raise AssertionError("calibrated before everything else was checked")
+
+
+def test_all_is_checked_before_calibration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = ["quantize", "tiny-random", str(tmp_path / "out")]
+
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Part, "save", interrupt)
+        assert main([*args, "--method", "rtn"]) == 130
+    capsys.readouterr()
+    monkeypatch.setattr(job, "expert_load", never)
+    assert main([*args, "--method", "gptq"]) == 2
+    error = capsys.readouterr().err
+    assert (
+        "out.part: holds another unfinished job (with another method and another samples); delete it" in error
+    )
+    shutil.rmtree(tmp_path / "out.part")
+    (tmp_path / "out.part").mkdir()
+    (tmp_path / "out.part" / "notes.txt").write_text("mine")
+    assert main(args) == 2
+    assert "holds another unfinished job (none that this is)" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "out.part")
+
+    def deny(self: Path, *args: object, **options: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", deny)
+        assert main(args) == 2
+    assert "out: cannot be written: Permission denied" in capsys.readouterr().err
+    assert main(["quantize", str(PRESET_DIRECTORY / "tiny"), str(PRESET_DIRECTORY / "tiny")]) == 2
+    assert "exists already, as the model to quantise; choose a new directory" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rounding_needs_no_calibration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text is read if it is given, to measure the loss on; the weights are the same."""
+    text = tmp_path / "text"
+    text.write_text("One paragraph, not a long one, which is enough to measure with.\n\nAnd another.")
+    args = ["quantize", "tiny-random", "--method", "rtn", "--json"]
+    assert main([*args, str(tmp_path / "measured"), "--calibration", str(text)]) == 0
+    measured = json.loads(capsys.readouterr().out)
+    assert measured["calibration"]["texts"] == 2
+    for name in ("expert_load", "Walk"):
+        monkeypatch.setattr(job, name, never)
+    assert main([*args, str(tmp_path / "rounded")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["calibration"] == {"texts": 0, "tokens": 0}
+    assert found["linears"] == measured["linears"]
+    errors = found["mean_relative_error"]
+    assert 0 < errors.pop("weights") < 1e-3
+    assert set(errors.values()) == {None}
+    one, other = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir() if path.name != job.REPORT_FILE}
+        for name in ("measured", "rounded")
+    )
+    assert one == other
+    assert main(["quantize", "tiny-random", "--method", "rtn", str(tmp_path / "again")]) == 0
+    assert "without calibration, which rounding to the nearest does not need" in capsys.readouterr().out
+
+
+def test_a_method_that_needs_text_is_refused_without(tiny: TinyCheckpoint, tmp_path: Path) -> None:
+    assert [name for name, method in METHODS.items() if not method.needs_text] == ["rtn"]
+    with pytest.raises(InputError, match="gptq needs calibration text"):
+        job.quantize_checkpoint(tiny, tmp_path / "out", METHODS["gptq"], None)
 
 
 def test_a_model_that_is_not_whole_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

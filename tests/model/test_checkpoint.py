@@ -187,11 +187,48 @@ def test_part_of_an_mtp_layer_is_a_missing_tensor(written: Path) -> None:
     assert "1 of 73 tensors are missing: model.layers.2.enorm.weight" in refusal(written)
 
 
-def test_a_stored_head_wins_over_tying(make, tmp_path: Path) -> None:
+def test_a_tied_head_may_be_stored_if_it_is_the_embedding(make, tmp_path: Path) -> None:
+    """Other engines differ in which of two they take, so a second one that differs is refused."""
     write_checkpoint(make(tie_word_embeddings=True), tmp_path / "out", "f32")
-    own = np.full((24, 16), 5.0, np.float32)
-    spoil(tmp_path / "out", lambda tensors: tensors.update({"lm_head.weight": own}))
-    assert np.array_equal(open_checkpoint(tmp_path / "out").tensor("lm_head.weight"), own)
+    spoil(tmp_path / "out", lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].copy()}))
+    found = open_checkpoint(tmp_path / "out")
+    assert np.array_equal(found.tensor("lm_head.weight"), found.tensor("model.embed_tokens.weight"))
+
+    def halve_the_last_row(tensors: dict[str, np.ndarray]) -> None:
+        tensors["lm_head.weight"][-1] /= 2
+
+    spoil(tmp_path / "out", halve_the_last_row)
+    message = refusal(tmp_path / "out")
+    assert "tie_word_embeddings is true, and lm_head.weight differs from model.embed_tokens.weight" in message
+    assert "set tie_word_embeddings to false in config.json" in message
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.q_proj.bias",
+        "model.layers.1.mlp.gate_proj.bias",
+        "model.layers.0.self_attn.q_norm.weight",
+        "model.layers.0.post_feedforward_layernorm.weight",
+        "lm_head.bias",
+    ],
+)
+def test_extra_tensors_that_change_the_answer_are_refused(written: Path, name: str) -> None:
+    spoil(written, lambda tensors: tensors.update({name: np.ones(2, np.float32)}))
+    message = refusal(written)
+    assert f"the model of config.json has no such: {name}" in message
+
+
+@pytest.mark.parametrize("path", ["config.json", "renamed.json", ""])
+def test_a_config_alone_is_a_model_without_weights(small: SeededCheckpoint, written: Path, path: str) -> None:
+    (written / SINGLE_FILE).unlink()
+    (written / "config.json").rename(written / (path or "config.json"))
+    model = resolve_model(written / path)
+    assert (model.has_weights, model.config) == (False, small.config)
+    assert model.config_path == written / (path or "config.json")
+    assert model.name == ("renamed" if "renamed" in path else written.name)
+    with pytest.raises(CheckpointError, match="a configuration without weights"):
+        model.tensor("lm_head.weight")
 
 
 def test_untied_head_must_be_there(written: Path) -> None:

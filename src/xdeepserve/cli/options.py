@@ -131,7 +131,7 @@ def add_deployment(parser: Parser, *, takes_configs: bool = True) -> None:
 
     `takes_configs`: the command has a use for a model without weights.
     """
-    configs = "deepseek-r1 or deepseek-v3 (without weights, for what only takes time), "
+    configs = "deepseek-r1, deepseek-v3 or a config.json (without weights, for what only takes time), "
     option = parser.pod_options.add_argument
     option(
         "--model",

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import math
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -30,6 +31,7 @@ LINEAR_LAYERS = tuple(  # of attention and MLPs; of experts as Mixtral calls the
     f"{end}.weight" for end in ("_proj", "_proj_with_mqa", ".w1", ".w2", ".w3", ".wq_b", ".wk")
 )
 SCALED_DTYPES = {"I8": "int8", "F8_E4M3": "fp8"}  # of linear layers, if config.json says so
+CHANGING = (".bias", "_norm.weight", "layernorm.weight", "e_score_correction_bias", ".sinks")
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 ROWS_AT_ONCE = 4096  # of tied matrices that are compared
@@ -265,6 +267,19 @@ def _check_complete(directory: Path, config: ModelConfig, stored: dict[str, Tens
         raise CheckpointError(
             f"{directory}: {len(missing)} of {len(expected)} tensors are missing: {_first_few(missing)}"
         )
+    beyond = re.compile(r"model[.]layers[.](\d+)[.]")
+    unread = [
+        name
+        for name in stored
+        if name.endswith(CHANGING)
+        and name not in expected
+        and not ((layer := beyond.match(name)) and int(layer[1]) >= config.num_hidden_layers)
+    ]
+    if unread:
+        raise CheckpointError(
+            f"{directory}: {len(unread)} tensors would change the answer, and the model of config.json has "
+            f"no such: {_first_few(unread)}"
+        )
     wrong_shape, wrong_dtype = [], []
     for name, shape in expected.items():
         if name not in stored:
@@ -304,9 +319,9 @@ def _check_tied(directory: Path, config: ModelConfig, stored: dict[str, TensorFi
     if not config.tie_word_embeddings or not {_HEAD, _EMBEDDING} <= stored.keys():
         return
     for start in range(0, config.vocab_size, ROWS_AT_ONCE):
+        stop = min(start + ROWS_AT_ONCE, config.vocab_size)
         head, embedding = (
-            stored[name].rows(name, start, start + ROWS_AT_ONCE).astype(np.float32)
-            for name in (_HEAD, _EMBEDDING)
+            stored[name].rows(name, start, stop).astype(np.float32) for name in (_HEAD, _EMBEDDING)
         )
         if not np.array_equal(head, embedding, equal_nan=True):
             raise CheckpointError(

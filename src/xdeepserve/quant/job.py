@@ -26,11 +26,12 @@ from xdeepserve.model.config import INT8_ATTENTION, ModelConfig, read_json_objec
 from xdeepserve.model.export import COMPANIONS
 from xdeepserve.model.quant_config import compressed_tensors_config
 from xdeepserve.model.tensor_file import TensorFile
-from xdeepserve.model.tensors import stored_tensors
+from xdeepserve.model.tensors import layer_section, stored_tensors
 from xdeepserve.quant.forward import FloatLayer, LayerResult, Walk, expert_load, finite_tensor
 from xdeepserve.quant.layer_quantizer import LayerQuantizer, LayerReport, LinearReport
 from xdeepserve.quant.method import Method
 from xdeepserve.quant.part import Part
+from xdeepserve.quant.rounding import channel_scale, dequantize, relative_error, round_weight
 from xdeepserve.quant.sensitivity import sensitive_layers
 
 REPORT_FILE = "quantization.json"
@@ -61,7 +62,7 @@ def quantize_checkpoint(
     checkpoint: Checkpoint,
     destination: Path,
     method: Method,
-    sequences: Sequences,
+    sequences: Sequences | None,
     *,
     num_sequences: int = 64,
     progress: Progress = lambda what, done, total: None,
@@ -69,7 +70,8 @@ def quantize_checkpoint(
     """Write `checkpoint` in INT8 to `destination`, which must not exist. Raises InputError with a one-line
     message.
 
-    After an interrupt, the same call continues behind the last finished layer, with the same result.
+    After an interrupt, the same call continues behind the last finished layer, with the same result. Without
+    `sequences` nothing is calibrated or measured, which suits methods that do not need text.
     """
     try:
         job = Quantization(checkpoint, destination, method, progress)
@@ -95,12 +97,19 @@ class Quantization:
         self.num_layers = self.config.num_layers_with_mtp
         self.part = Part(destination, self.num_layers + 1)  # the last file has what belongs to no layer
 
-    def run(self, sequences: Sequences, num_sequences: int) -> Report:
-        self._check()
-        if self.part.directory.is_dir():
-            self.part.lock()  # now, and not after calibration
+    def run(self, sequences: Sequences | None, num_sequences: int) -> Report:
+        self._check(needs_text=sequences is None)
+        known = self._identity(sequences, num_sequences)
+        self.part.open(known)  # now, and not after calibration
+        if sequences is None:
+            self.part.begin(known)
+            report = Report(self.method.name, 0, 0, None, 0, {})
+            for layer_idx in range(self.num_layers):
+                self._show(f"layer {layer_idx}", layer_idx)
+                report.layers[f"model.layers.{layer_idx}"] = self._rounded_layer(layer_idx)
+            return self._end(report)
         chosen, load = self._calibration(sequences, num_sequences)
-        self.part.begin(self._identity(chosen))
+        self.part.begin(known | {"text": _digest(chosen)})
         counts = [count for per_layer in load.values() for count in per_layer.tolist()]
         report = Report(
             method=self.method.name,
@@ -120,6 +129,10 @@ class Quantization:
             report.attention[f"model.layers.{layer_idx}"] = found.attention
             if found.int8_attention:
                 report.int8_attention.append(layer_idx)
+        return self._end(report)
+
+    def _end(self, report: Report) -> Report:
+        """Write what belongs to no layer, and give the directory its name."""
         if not self.part.file(self.num_layers).is_file():
             self.part.save(self.num_layers, dict(self._rest()))
         self._finish(report)
@@ -128,10 +141,21 @@ class Quantization:
 
     # ---- before anything is written -----------------------------------------------------------------
 
-    def _check(self) -> None:
+    def _check(self, needs_text: bool) -> None:
         name, stored = self.checkpoint.name, self.config.quantization
+        if not self.checkpoint.has_weights:
+            raise errors.CheckpointError(
+                f"{name}: a configuration without weights, so there is nothing to quantise; use a checkpoint "
+                "with *.safetensors files"
+            )
+        if needs_text and self.method.needs_text:
+            raise errors.InputError(f"{self.method.name} needs calibration text")
         if stored is not None and stored.kind == "int8":
             raise errors.CheckpointError(f"{name}: already quantised to INT8; quantise the original instead")
+        if self.destination.resolve() == self.checkpoint.directory.resolve():
+            raise errors.InputError(
+                f"{self.destination}: exists already, as the model to quantise; choose a new directory"
+            )
         if self.destination.exists() or self.destination.is_symlink():
             raise errors.InputError(f"{self.destination}: exists already; choose a new directory")
         if not self.destination.parent.is_dir():
@@ -184,11 +208,15 @@ class Quantization:
     def _show(self, what: str, done: int) -> None:
         self.progress(what, done, self.num_layers)
 
-    def _identity(self, chosen: list[list[int]]) -> dict[str, Any]:
-        """Describe the job by everything that an unfinished job must agree on to be continued."""
-        digest = hashlib.sha256(json.dumps(chosen).encode())
+    def _identity(self, sequences: Sequences | None, count: int) -> dict[str, Any]:
+        """Describe the job by what is known before calibration and an unfinished job must agree on to be
+        continued."""
+        weights = hashlib.sha256()
         for name in ("model.norm.weight", "model.layers.0.input_layernorm.weight"):
-            digest.update(self.checkpoint.tensor(name).tobytes())
+            weights.update(self.checkpoint.tensor(name).tobytes())
+        first: list[list[int]] = []
+        while sequences and len(first) < count and (text := sequences(len(first))) is not None:
+            first.append(text)
         source = self.checkpoint.directory.resolve()
         stats = [(path.name, path.stat()) for path in sorted(source.glob("*.safetensors"))]
         return {
@@ -197,7 +225,8 @@ class Quantization:
             "config": msgspec.json.encode(self.config, order="deterministic").decode(),
             "files": [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats],
             "method": msgspec.to_builtins(self.method),
-            "digest": digest.hexdigest(),
+            "weights": weights.hexdigest(),
+            "samples": None if sequences is None else [count, _digest(first)],
         }
 
     def _kept_float(self, chosen: list[list[int]]) -> frozenset[str]:
@@ -246,6 +275,25 @@ class Quantization:
         walk.step(layer_idx, result)
         exact.step(layer_idx, FloatLayer(self.checkpoint, layer_idx))
         return report
+
+    def _rounded_layer(self, layer_idx: int) -> list[LinearReport]:
+        """Round a layer's linear layers to the nearest INT8, or read the report of the finished layer."""
+        report_file = self.part.report_file(layer_idx)
+        if report_file.is_file():
+            return msgspec.json.decode(report_file.read_bytes(), type=LayerReport).linears
+        prefix, result, reports = f"model.layers.{layer_idx}.", LayerResult({}, {}), list[LinearReport]()
+        section = layer_section(self.config, layer_idx)
+        for row, expert in section.arrays(self.config):
+            for module in row.sources("", expert) if row.kind == "int8" else ():
+                w = finite_tensor(self.checkpoint, f"{prefix}{module}.weight")
+                scale = channel_scale(w)
+                q = round_weight(w, scale)
+                result.int8[module] = (q, scale)
+                lost = relative_error(dequantize(q, scale), w)
+                reports.append(LinearReport(module, 0, lost, None, None, is_kept_float=False))
+        self.part.save(layer_idx, self._tensors(layer_idx, result))
+        self.part.write(report_file.name, msgspec.json.encode(LayerReport(reports, 0.0, False)))
+        return reports
 
     def _tensors(self, layer_idx: int, result: LayerResult) -> dict[str, Array]:
         """List a layer's tensors as stored, MTP's own tensors included."""
@@ -320,6 +368,10 @@ class Quantization:
             [*_ignored(self.config), *sorted(kept)], COMPRESSED_TENSORS_VERSION
         )
         return raw
+
+
+def _digest(texts: list[list[int]]) -> str:
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
 
 def _ignored(config: ModelConfig) -> list[str]:

@@ -40,13 +40,14 @@ class LinearReport(msgspec.Struct, frozen=True):
     `weights`, `activations` and `both` compare with the original weights on the quantised model's inputs.
     Error compensation moves outputs away from that target on purpose, towards the original model's outputs.
     `original` compares with the original model's outputs, so it includes the loss of earlier layers.
+    Without calibration text `weights` is of the weights themselves, and the others are None.
     """
 
     module: str
     num_rows: int
     weights: float  # with INT8 weights only
-    activations: float  # with INT8 activations only
-    both: float
+    activations: float | None  # with INT8 activations only
+    both: float | None
     is_kept_float: bool
     original: float | None = None  # None where the original model does not run beside
 
@@ -106,7 +107,7 @@ class LayerQuantizer:
         model's."""
         self.is_trial = True
         self.run(h, None, lengths, chosen, 0)
-        return {one.module: one.both for one in self.reports}
+        return {one.module: one.both for one in self.reports if one.both is not None}
 
     def report(self) -> LayerReport:
         """Return the errors of the layer that `run` has quantised."""

@@ -21,6 +21,12 @@ class Method(msgspec.Struct, frozen=True, kw_only=True):
     keep_ratio: float | None = None
     keep_share: float = 1 / 8
 
+    @property
+    def needs_text(self) -> bool:
+        """Whether the method looks at what layers compute on calibration text; rounding alone does not."""
+        is_rounding = Method(name=self.name, keep_share=self.keep_share)
+        return self != is_rounding
+
 
 ATTENTION_ERROR = 1e-4  # about what rounding costs a linear layer
 

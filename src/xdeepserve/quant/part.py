@@ -7,6 +7,7 @@ final name, so nothing half-written ever loads. Only one process at a time works
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -79,7 +80,7 @@ class Part:
             raise InputError(f"{self.destination}: exists already; choose a new directory")
 
     def unlock(self) -> None:
-        """Release the lock of the directory."""
+        """Release the lock of the directory, which is removed if no job has begun in it."""
         if self._lock is None:
             return
         if self._lock != NO_DESCRIPTOR:
@@ -87,22 +88,36 @@ class Part:
         else:
             (self.directory / LOCK_FILE).unlink(missing_ok=True)
         self._lock = None
+        with contextlib.suppress(OSError):  # it has files, or its final name
+            self.directory.rmdir()
 
-    def begin(self, job: Mapping[str, Any]) -> None:
-        """Make the directory, or find that it holds this very job. Raises InputError if it holds another
-        job."""
-        path = self.directory / JOB_FILE
+    def open(self, job: Mapping[str, Any]) -> None:
+        """Make the directory, or find that the job in it agrees with this one in everything known so far.
+
+        Raises InputError if the directory holds another job, or another process is in it.
+        """
         self.directory.mkdir(exist_ok=True)
         self.lock()
-        if any(one.name not in (UNFINISHED, LOCK_FILE) for one in self.directory.iterdir()):
-            found = read_json_object(path) if path.is_file() else {}
-            if found != json.loads(json.dumps(job)):
-                raise InputError(
-                    f"{self.directory}: holds another unfinished job; "
-                    "delete it, or finish it with its settings"
-                )
+        if not self._has_job():
             return
-        self.write(JOB_FILE, json.dumps(job).encode())
+        path = self.directory / JOB_FILE
+        found = read_json_object(path) if path.is_file() else {}
+        differing = [key for key, value in json.loads(json.dumps(job)).items() if found.get(key) != value]
+        if differing:
+            what = f"with another {' and another '.join(differing)}" if found else "none that this is"
+            raise InputError(
+                f"{self.directory}: holds another unfinished job ({what}); "
+                "delete it, or finish it with its settings"
+            )
+
+    def begin(self, job: Mapping[str, Any]) -> None:
+        """Begin the job, or continue this very job. Raises InputError as `open` does."""
+        self.open(job)
+        if not self._has_job():
+            self.write(JOB_FILE, json.dumps(job).encode())
+
+    def _has_job(self) -> bool:
+        return any(one.name not in (UNFINISHED, LOCK_FILE) for one in self.directory.iterdir())
 
     def save(self, number: int, tensors: Mapping[str, Array]) -> None:
         """Save tensors as weights file `number`."""
