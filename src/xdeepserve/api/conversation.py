@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any
 
 from xdeepserve.api.requests import ChatMessage, ToolCall
-from xdeepserve.engine.serving.parsers import THINK, THINK_END
 from xdeepserve.engine.serving.request import ServingTokenizer
 from xdeepserve.errors import RequestError, abridged
 from xdeepserve.model.chat_template import JsonText
+from xdeepserve.parsing.stream_parser import THINK, THINK_END
 
 # OpenAI's newer models call the system role "developer"; templates know only "system".
 ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"developer": "system"}
