@@ -45,10 +45,12 @@ class FunctionSchema:
         value = None if read is None else read[0]
         if is_text or (is_text is None and allowed.keys() == {"string"}):
             order = [as_text, value]
-        elif is_text is False or allowed == ANY or value is None or _kind(json.loads(value)) not in NUMBERS:
+        elif value is None or is_text is False or _kind(json.loads(value)) not in NUMBERS:
             order = [value, as_text]
-        else:
-            order = [as_text, value]  # a zip code that may be a text is one
+        elif allowed == ANY and name not in self.names:
+            order = [value, as_text]
+        else:  # a zip code that may be a text is one
+            order = [as_text, value]
         order.append(json_text(text.strip()))
         for each in order:
             if each is not None and _admits(allowed, json.loads(each)):

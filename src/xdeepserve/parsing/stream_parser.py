@@ -202,7 +202,7 @@ class StreamParser:
         except CutOff:
             partial = self._grammar.partial
             is_sure = is_begun or self._is_open or n.is_special
-            if not is_sure and (partial is None or mark == "{"):
+            if mark == "{" or (partial is None and not is_sure):
                 return False
             source.at = len(source.text)
             if partial is None:
@@ -236,9 +236,8 @@ class StreamParser:
 
 def parse_answer(
     text: str,
-    *,
-    format: str | None,
-    tools: Iterable[Mapping[str, Any]] = (),
+    format: str | None = None,
+    tools: Iterable[Mapping[str, Any]] | None = (),
     in_reasoning: bool = False,
 ) -> Parsed:
     """Parse a model's whole answer into content, reasoning and tool calls.
@@ -249,18 +248,17 @@ def parse_answer(
 
     Raises InputError for an unknown format.
     """
-    return parse_pieces([text], format=format, tools=tools, in_reasoning=in_reasoning)
+    return parse_pieces([text], format, tools, in_reasoning)
 
 
 def parse_pieces(
     pieces: Iterable[str],
-    *,
-    format: str | None,
-    tools: Iterable[Mapping[str, Any]] = (),
+    format: str | None = None,
+    tools: Iterable[Mapping[str, Any]] | None = (),
     in_reasoning: bool = False,
 ) -> Parsed:
     """Parse an answer that arrives in pieces; the result is the same however it is cut. See parse_answer."""
-    parser = StreamParser(True, _known(format), in_reasoning=in_reasoning, functions=_functions(tools))
+    parser = StreamParser(True, _known(format), in_reasoning=in_reasoning, functions=_functions(tools or ()))
     whole = Parsed()
     for parsed in (*map(parser.push, pieces), parser.finish()):
         whole.content += parsed.content
