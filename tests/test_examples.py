@@ -273,6 +273,18 @@ PROMISES = {
         "the cached prefix gives the bits of the reference: True",
         "stale pages give the same tokens: False",
     ],
+    "24_parsing": [
+        "'cold.\\n' -> content ' cold.'",
+        '-> call 0, get_weather({"zip": "01067", "days": 7})',
+        "cut at each of its 164 places: the same",
+        'no opener, no end      get_weather({"zip": "01067"})',
+        'an end in a sentence   note({"text": "close with </parameter>, always"})',
+        'Python for JSON        note({"text": "a", "done": true})',
+        'a call while thinking  get_weather({"zip": "01067"}), after \'hm\'',
+        "a tag in prose         no call: 'Write <function=NAME> first.'",
+        "half a value           no call:",
+        "format must be one of deepseek, deepseek_v31",
+    ],
     "23_jobs": [
         "job   running    -> succeeded, failed, cancelled",
         "task  running    -> waiting, done, failed, cancelled",

@@ -9,7 +9,6 @@ from typing import Any
 
 from xdeepserve.api.logprobs import BYTE_LEVEL
 from xdeepserve.engine.dp.sampling_params import SamplingParams
-from xdeepserve.engine.serving.parsers import StreamParser
 from xdeepserve.engine.serving.record import RequestMetrics
 from xdeepserve.engine.serving.request import (
     NOTHING,
@@ -23,6 +22,7 @@ from xdeepserve.engine.serving.request import (
 )
 from xdeepserve.engine.te.reports import TEHealth
 from xdeepserve.errors import OverloadedError, RequestError
+from xdeepserve.parsing.stream_parser import StreamParser
 
 BOS, EOS, USER, ASSISTANT = 256, 257, 258, 259
 VOCAB_SIZE = 260

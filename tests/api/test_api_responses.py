@@ -15,7 +15,8 @@ from tests.api.fake_engine import EOS, FakeEngine
 from xdeepserve.api.requests import ChatMessage
 from xdeepserve.api.response_store import ResponseStore
 from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams
-from xdeepserve.engine.serving.request import Function, OutputFormats, ToolRules
+from xdeepserve.engine.serving.request import OutputFormats, ToolRules
+from xdeepserve.parsing.call_grammar import Function
 
 URL = "/v1/responses"
 TOOL = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}, "strict": False}
@@ -144,28 +145,27 @@ async def test_functions_are_called_and_the_answer_goes_on(
 
 
 @pytest.mark.parametrize(
-    ("said", "status"),
+    ("arguments", "status", "kind", "follows"),
     [
-        ('<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1', "incomplete"),
-        (
-            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{a<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-            "completed",
-        ),
+        ('{"a": 1', "incomplete", "function_call", 0),
+        ("{a<｜tool▁call▁end｜><｜tool▁calls▁end｜>", "completed", "message", 1),
     ],
 )
 async def test_a_call_that_no_chat_may_have_is_an_answer_and_not_gone_on_from(
-    post: Post, speaker: FakeEngine, said: str, status: str
+    post: Post, speaker: FakeEngine, arguments: str, status: str, kind: str, follows: int
 ) -> None:
+    """A call that a limit has cut is one; what has no arguments in JSON is a text."""
+    said = f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{arguments}"
     speaker.formats = OutputFormats(tools="deepseek_v31", shows_tools=True)
     says(speaker, said)
     limit = len(said.encode()) if status == "incomplete" else 500
     code, body = await post(URL, input="hi", tools=[TOOL], max_output_tokens=limit)
     assert code == 200, body
     assert body["status"] == status
-    assert [item["type"] for item in body["output"]] == ["function_call"]
+    assert [item["type"] for item in body["output"]] == [kind]
     code, _ = await post(URL, input="and?", previous_response_id=body["id"])
     assert code == 200
-    assert [message["content"] for message in shown(speaker)] == ["hi", "and?"]
+    assert [message["content"] for message in shown(speaker)] == ["hi", *[said] * follows, "and?"]
 
 
 async def test_forms_and_forced_calls_reach_the_engine(post: Post, speaker: FakeEngine) -> None:

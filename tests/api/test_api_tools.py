@@ -13,7 +13,8 @@ from aiohttp.test_utils import TestClient
 from tests.api.conftest import Post
 from tests.api.fake_engine import EOS, FakeEngine
 from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams
-from xdeepserve.engine.serving.request import NOTHING, Function, OutputFormats, ToolRules
+from xdeepserve.engine.serving.request import NOTHING, OutputFormats, ToolRules
+from xdeepserve.parsing.call_grammar import Function
 
 URL = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.sequence import SampledToken
 from xdeepserve.engine.serving.output import ChoiceOutput
-from xdeepserve.engine.serving.parsers import StreamParser
 from xdeepserve.model.presets import PRESET_DIRECTORY, TinyCheckpoint
 from xdeepserve.model.tokenizer import Tokenizer, load_tokenizer
+from xdeepserve.parsing.stream_parser import StreamParser
 
 
 @pytest.fixture(scope="module")

@@ -7,18 +7,18 @@ from types import SimpleNamespace
 import jsonschema
 import pytest
 
-from xdeepserve.engine.deploy.deployment import ToolFormat
 from xdeepserve.engine.dp.grammar import GrammarMatcher, Grammars
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams
-from xdeepserve.engine.serving.parsers import MARKS, Parsed, StreamParser
-from xdeepserve.engine.serving.request import Function, OutputFormats, Parse, ToolRules
+from xdeepserve.engine.serving.request import OutputFormats, Parse, ToolRules
 from xdeepserve.engine.serving.steer import Steersman
-from xdeepserve.engine.serving.tagged_calls import TAGGED
 from xdeepserve.engine.serving.tool_grammar import tool_grammar
 from xdeepserve.errors import RequestError
 from xdeepserve.model.presets import PRESET_DIRECTORY
 from xdeepserve.model.tokenizer import load_tokenizer
+from xdeepserve.parsing.call_grammar import Function
+from xdeepserve.parsing.stream_parser import Parsed, StreamParser
+from xdeepserve.parsing.tool_formats import NOTATIONS, ToolFormat
 
 EOS = 1
 LOADED = load_tokenizer(PRESET_DIRECTORY / "tiny")
@@ -59,7 +59,7 @@ def parsed(form: ToolFormat, text: str) -> Parsed:
 
 
 @pytest.mark.parametrize("is_single", [False, True])
-@pytest.mark.parametrize("form", MARKS)
+@pytest.mark.parametrize("form", NOTATIONS)
 def test_a_forced_call_is_a_call(form: ToolFormat, is_single: bool) -> None:
     rules = ToolRules(functions=FUNCTIONS, must_call=True, is_single=is_single)
     grammar = tool_grammar(form, rules, None, TOKENIZER.token_to_id)
@@ -75,7 +75,7 @@ def test_a_forced_call_is_a_call(form: ToolFormat, is_single: bool) -> None:
     assert (counts == {1}) == is_single
 
 
-@pytest.mark.parametrize("form", MARKS)
+@pytest.mark.parametrize("form", NOTATIONS)
 def test_a_call_that_is_not_forced_is_text_or_a_call(form: ToolFormat) -> None:
     rules = ToolRules(functions=FUNCTIONS)
     grammar = tool_grammar(form, rules, None, TOKENIZER.token_to_id)
@@ -173,9 +173,10 @@ def test_texts_between_tags_follow_their_schemas() -> None:
     }
     function = Function("f", json.dumps(schema))
     rules = ToolRules(functions=(function,), must_call=True, is_single=True)
-    for form in TAGGED:
+    for form, notation in NOTATIONS.items():
+        if (t := notation.tags) is None:
+            continue
         matcher = GRAMMARS.matcher(tool_grammar(form, rules, None, TOKENIZER.token_to_id))
-        t = TAGGED[form]
         begin = {
             "glm": "<tool_call>",
             "qwen3_coder": "<tool_call>\n",

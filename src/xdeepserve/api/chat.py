@@ -45,8 +45,9 @@ from xdeepserve.api.sse import stream_events
 from xdeepserve.api.structured import requested_form
 from xdeepserve.api.tools import offered_tools
 from xdeepserve.engine.dp.sampling_params import MAX_LOGPROBS, SamplingParams
-from xdeepserve.engine.serving.request import NOTHING, OutputDelta, Parse, ToolCallDelta
+from xdeepserve.engine.serving.request import NOTHING, OutputDelta, Parse
 from xdeepserve.errors import RequestError, abridged
+from xdeepserve.parsing.call_grammar import ParsedCall
 
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 THINKING = ("thinking", "enable_thinking")  # what templates call it: DeepSeek's, and most others
@@ -227,13 +228,14 @@ class ChatAnswer:
             new.content = delta.text
         return new
 
-    def _call_part(self, choice: int, call: ToolCallDelta) -> ToolCallPart:
-        part = ToolCallPart(index=call.index, function=FunctionCallPart(arguments=call.arguments))
-        if call.name is not None:
-            self._calls_tools.add(choice)
-            part.id = call.id or f"call-{self.call_prefix}-{choice}-{call.index}"
-            part.type, part.function.name = "function", call.name
-        return part
+    def _call_part(self, choice: int, call: ParsedCall) -> ToolCallPart:
+        self._calls_tools.add(choice)
+        return ToolCallPart(
+            index=call.index,
+            id=call.id or f"call-{self.call_prefix}-{choice}-{call.index}",
+            type="function",
+            function=FunctionCallPart(name=call.name, arguments=call.arguments),
+        )
 
     def _extend(self, message: AssistantMessage, delta: OutputDelta) -> None:
         """Add a delta to a whole message. Its content is null if there is nothing but calls."""
@@ -242,11 +244,7 @@ class ChatAnswer:
             message.reasoning_content = message.reasoning
         calls = message.tool_calls or []
         for call in delta.tool_calls:
-            part = self._call_part(delta.index, call)
-            if call.name is not None:
-                calls.append(msgspec.structs.replace(part, index=UNSET))
-            else:
-                calls[call.index].function.arguments += call.arguments
+            calls.append(msgspec.structs.replace(self._call_part(delta.index, call), index=UNSET))
         message.tool_calls = calls or UNSET
         text = (message.content or "") + delta.text
         message.content = None if calls and not text else text

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from xdeepserve.api.responses import ChatTokenLogprob
-from xdeepserve.engine.serving.request import OutputDelta, ToolCallDelta
+from xdeepserve.engine.serving.request import OutputDelta
+from xdeepserve.parsing.call_grammar import ParsedCall
 
 Event = dict[str, Any]
 Item = dict[str, Any]
@@ -91,12 +92,11 @@ class Items:
         else:
             yield {"type": "response.reasoning_text.delta", **event}
 
-    def _add_call(self, call: ToolCallDelta) -> Iterator[Event]:
-        if call.name is not None:
-            call_id = call.id or f"call_{self._answer_id}-{call.index}"
-            yield from self._open(
-                {"type": "function_call", "call_id": call_id, "name": call.name, "arguments": ""}
-            )
+    def _add_call(self, call: ParsedCall) -> Iterator[Event]:
+        call_id = call.id or f"call_{self._answer_id}-{call.index}"
+        yield from self._open(
+            {"type": "function_call", "call_id": call_id, "name": call.name, "arguments": ""}
+        )
         if call.arguments:
             item = self.items[-1]
             item["arguments"] += call.arguments

@@ -10,8 +10,9 @@ import msgspec
 
 from xdeepserve.api.requests import ChatRequest, Tool
 from xdeepserve.api.structured import refuse_unknown
-from xdeepserve.engine.serving.request import Function, OutputFormats, ToolRules
+from xdeepserve.engine.serving.request import OutputFormats, ToolRules
 from xdeepserve.errors import RequestError, abridged
+from xdeepserve.parsing.call_grammar import Function
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 CHOICES = ("auto", "none", "required")

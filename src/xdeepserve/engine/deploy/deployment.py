@@ -16,6 +16,7 @@ from msgspec import field
 
 from xdeepserve.errors import InputError
 from xdeepserve.model.config import TPMode
+from xdeepserve.parsing.tool_formats import ToolFormat
 
 Role = Literal["both", "prefill", "decode"]
 Hardware = Literal["cm384", "910b"]  # dies of a CloudMatrix384, NPUs of Atlas 800T A2 servers beside it
@@ -45,9 +46,6 @@ Exchange = Literal["pull", "push"]  # xDeepServe 3.2; CloudMatrix 4.2.1
 PoolFabric = Literal["ub", "vpc"]
 Over = Literal["dma", "send-receive"]
 KVLoss = Literal["recompute", "fail"]
-ToolFormat = Literal[
-    "deepseek", "deepseek_v31", "deepseek_v32", "kimi", "hermes", "glm", "qwen3_coder", "minimax"
-]  # fmt: skip
 Tools = Literal["auto", "off"] | ToolFormat
 Reasoning = Literal["auto", "off", "deepseek"]  # <think>
 

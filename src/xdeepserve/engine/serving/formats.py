@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from xdeepserve.engine.deploy.deployment import OutputConfig, ToolFormat
-from xdeepserve.engine.serving.parsers import (
-    CALLS,
-    KIMI_CALLS,
-    MINIMAX_CALLS,
-    THINK,
-    THINK_END,
-    StreamParser,
-)
+from xdeepserve.engine.deploy.deployment import OutputConfig
 from xdeepserve.engine.serving.request import OutputFormats, Parse
-from xdeepserve.engine.serving.tagged_calls import DSML
 from xdeepserve.model.tokenizer import Tokenizer
+from xdeepserve.parsing.stream_parser import THINK, THINK_END, StreamParser
+from xdeepserve.parsing.tool_formats import DSML, NOTATIONS, ToolFormat
 
 TAIL = 16  # tokens, enough to spell the tag that may end a prompt, byte by byte
 
@@ -29,19 +22,22 @@ def output_formats(config: OutputConfig, tokenizer: Tokenizer | None) -> OutputF
     def knows(tag: str) -> bool:
         return tokenizer.token_to_id(tag) is not None or tag in tokenizer.template_source
 
+    def writes(form: ToolFormat) -> bool:
+        return any(map(knows, NOTATIONS[form].begins))
+
     tools: ToolFormat | None = None
     if config.tools != "auto":
         tools = None if config.tools == "off" else config.tools
     elif knows(DSML):
         tools = "deepseek_v32"
-    elif knows(CALLS):
+    elif writes("deepseek"):
         # Up to V3-0324 the arguments stand in a code block; from V3.1 on they follow the name.
         tools = "deepseek" if "```json" in tokenizer.template_source else "deepseek_v31"
-    elif knows(KIMI_CALLS):
+    elif writes("kimi"):
         tools = "kimi"
-    elif knows(MINIMAX_CALLS):
+    elif writes("minimax"):
         tools = "minimax"
-    elif knows("<tool_call>"):
+    elif writes("hermes"):
         tools = "glm" if knows("<arg_key>") else "qwen3_coder" if knows("<function=") else "hermes"
     return OutputFormats(
         reasoning=config.reasoning == "deepseek" or (config.reasoning == "auto" and knows(THINK_END)),

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
-from xdeepserve.engine.serving.parsers import StreamParser
 from xdeepserve.engine.serving.record import RequestMetrics
 from xdeepserve.engine.serving.request import OutputDelta, PositionLogprobs, TokenLogprob
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.tokenizer import IncrementalDetokenizer, Tokenizer
+from xdeepserve.parsing.stream_parser import StreamParser
 
 
 class ChoiceOutput:

@@ -11,11 +11,12 @@ from typing import Any, Protocol
 
 import msgspec
 
-from xdeepserve.engine.deploy.deployment import ToolFormat
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.serving.record import RequestMetrics
 from xdeepserve.engine.te.reports import ExpertLoad, TEHealth
 from xdeepserve.errors import RequestError, abridged
+from xdeepserve.parsing.call_grammar import Function, ParsedCall
+from xdeepserve.parsing.tool_formats import ToolFormat
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
@@ -31,13 +32,6 @@ class PositionLogprobs(msgspec.Struct, frozen=True):
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...] = ()
-
-
-class Function(msgspec.Struct, frozen=True):
-    """Tool offered to the model; `parameters` is the JSON schema of its arguments, as text."""
-
-    name: str
-    parameters: str
 
 
 class ToolRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,20 +77,6 @@ class OutputFormats(msgspec.Struct, frozen=True, kw_only=True):
     shows_tools: bool = False
 
 
-class ToolCallDelta(msgspec.Struct, kw_only=True):
-    """Part of a tool call. The first delta of a call has its name; later ones add to its arguments.
-
-    index       which call of the choice, from 0
-    id          the model's own id for the call, on its first delta, where its format has one
-    arguments   new text of the arguments: JSON if the model keeps to its format
-    """
-
-    index: int
-    id: str | None = None
-    name: str | None = None
-    arguments: str = ""
-
-
 class OutputDelta(msgspec.Struct, kw_only=True):
     """Increment of the output of a choice.
 
@@ -105,7 +85,7 @@ class OutputDelta(msgspec.Struct, kw_only=True):
                       where reasoning or tool calls are parsed, what is neither
     reasoning         new text of the reasoning, where it is parsed
     num_reasoning     how many of the tokens are reasoning, its tags included, where it is parsed
-    tool_calls        new parts of tool calls, where they are parsed; at most one per call
+    tool_calls        new tool calls, where they are parsed
     token_ids         new token ids
     logprobs          one entry per token of `token_ids`, when asked for
     finish_reason     "stop" | "length" | "abort" on a choice's last delta, None before
@@ -124,7 +104,7 @@ class OutputDelta(msgspec.Struct, kw_only=True):
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     reasoning: str = ""
     num_reasoning: int = 0
-    tool_calls: list[ToolCallDelta] = msgspec.field(default_factory=list)
+    tool_calls: list[ParsedCall] = msgspec.field(default_factory=list)
     at_ns: int = 0
     metrics: RequestMetrics | None = None
 

@@ -10,12 +10,12 @@ from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.steering import Steering
 from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams
 from xdeepserve.engine.serving.formats import is_reasoning
-from xdeepserve.engine.serving.parsers import THINK_END
 from xdeepserve.engine.serving.request import OutputFormats, Parse
 from xdeepserve.engine.serving.tool_grammar import tool_grammar
 from xdeepserve.errors import RequestError
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.tokenizer import Tokenizer
+from xdeepserve.parsing.stream_parser import THINK_END
 
 if TYPE_CHECKING:
     from xdeepserve.engine.dp.grammar import GrammarMatcher, Grammars

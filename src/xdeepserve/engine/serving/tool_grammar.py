@@ -1,7 +1,7 @@
 """Grammar of tool calls in the model's own format, as promised by `tool_choice` and `strict`.
 
-The parser (parsers.py) reads what the grammar lets through. A tag is a token of its own where the vocabulary
-has one, which no text can spell otherwise; else its characters.
+The parser (`xdeepserve.parsing`) reads what the grammar lets through. A tag is a token of its own where the
+vocabulary has one, which no text can spell otherwise; else its characters.
 """
 
 from __future__ import annotations
@@ -11,44 +11,15 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from xdeepserve.engine.deploy.deployment import ToolFormat
 from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams, json_rule, literal
-from xdeepserve.engine.serving.parsers import (
-    CALL,
-    CALL_END,
-    CALLS,
-    CALLS_END,
-    DSML_CALLS,
-    DSML_CALLS_END,
-    KIMI_CALL,
-    KIMI_CALL_END,
-    KIMI_CALLS,
-    KIMI_CALLS_END,
-    KIMI_SEP,
-    MINIMAX_CALLS,
-    MINIMAX_CALLS_END,
-    SEP,
-)
-from xdeepserve.engine.serving.request import Function, ToolRules
-from xdeepserve.engine.serving.tagged_calls import DSML, TAGGED, TEXT, Tags, kinds_of
+from xdeepserve.engine.serving.request import ToolRules
 from xdeepserve.errors import RequestError
+from xdeepserve.parsing.call_grammar import Function
+from xdeepserve.parsing.schema_values import FunctionSchema, is_plain_text
+from xdeepserve.parsing.tool_formats import DSML, NOTATIONS, Tags, ToolFormat
 
 TokenOf = Callable[[str], int | None]
 ANY_TEXT = r"(.|\n)*"
-_SECTIONS: dict[ToolFormat, tuple[str, str]] = {  # what stands around all calls
-    "deepseek": (CALLS, CALLS_END),
-    "deepseek_v31": (CALLS, CALLS_END),
-    "deepseek_v32": (DSML_CALLS, f"\n{DSML_CALLS_END}"),
-    "kimi": (KIMI_CALLS, KIMI_CALLS_END),
-    "minimax": (MINIMAX_CALLS, f"\n{MINIMAX_CALLS_END}"),
-}
-# Between two calls; in some formats each has its own tag, and the first one's stands before all.
-_BETWEEN: dict[ToolFormat, str] = {
-    "deepseek": "\n",
-    "hermes": "\n<tool_call>",
-    "glm": "\n<tool_call>",
-    "qwen3_coder": "\n<tool_call>",
-}
 _TAG = re.compile(f"<.*>|{DSML}")
 _PIECES = re.compile(f"({DSML}|</?[^<>｜]*>)")  # of tags, which may be tokens
 LINE = "\n"
@@ -71,13 +42,18 @@ def tool_grammar(
         pieces = [each for each in _PIECES.split(text) if each]
         return " ".join(map(tag, pieces)) if len(pieces) > 1 else literal(text)
 
-    first, last = _SECTIONS.get(form, ("<tool_call>", ""))
+    notation = NOTATIONS[form]
+    first, last = notation.begins[0], notation.ends[0]
+    if first in notation.between:  # around each call, and so part of its rule
+        last = ""
+    elif notation.body == "tags":
+        last = f"\n{last}"
     lines = [f"call_{number}: {_call(form, each, tag)}" for number, each in enumerate(rules.functions)]
     call = "(" + " | ".join(f"call_{number}" for number in range(len(rules.functions))) + ")"
-    between = tag(_BETWEEN[form]) if form in _BETWEEN else ""
+    between = tag(notation.between) if notation.between else ""
     more = "" if rules.is_single else f" ({between} {call})*"
     lines.append(f"calls: {call}{more} {tag(last) if last else ''}")
-    lines += [_any_value(form, tag)] if form in TAGGED else []
+    lines += [_any_value(notation.tags, tag)] if notation.tags else []
     if rules.must_call:
         lines.append(f"start: {tag(first)} calls")
     elif content is not None:
@@ -96,25 +72,25 @@ def tool_grammar(
 def _call(form: ToolFormat, function: Function, tag: Callable[[str], str]) -> str:
     """Return the grammar rule of a single call. Where each call has its own opening tag, the rule begins
     after it."""
-    if form in TAGGED:
-        return _tagged_call(form, function, tag)
+    n = NOTATIONS[form]
+    if n.tags is not None:
+        return _tagged_call(form, n.tags, function, tag)
     name, arguments = function.name, json_rule(json.loads(function.parameters))
     if form == "hermes":
         begin, end = f'\n{{"name": {json.dumps(name)}, "arguments": ', "}\n"
-        return f"{literal(begin)} {arguments} {literal(end)} {tag('</tool_call>')}"
+        return f"{literal(begin)} {arguments} {literal(end)} {tag(n.ends[0])}"
+    header, end = literal(name), ""
     if form == "kimi":
         header = f"{literal(f'functions.{name}:')} /[0-9]{{1,3}}/"
-        return f"{tag(KIMI_CALL)} {header} {tag(KIMI_SEP)} {arguments} {tag(KIMI_CALL_END)}"
-    if form == "deepseek_v31":
-        return f"{tag(CALL)} {literal(name)} {tag(SEP)} {arguments} {tag(CALL_END)}"
-    block = literal(f"{name}\n```json\n")
-    end = literal("\n```")
-    return f"{tag(CALL)} {literal('function')} {tag(SEP)} {block} {arguments} {end} {tag(CALL_END)}"
+    if form == "deepseek":
+        header, end = literal("function"), literal("\n```")
+        arguments = literal(f"{name}\n```json\n") + f" {arguments}"
+    return f"{tag(n.call)} {header} {tag(n.separator)} {arguments} {end} {tag(n.call_end)}"
 
 
-def _tagged_call(form: ToolFormat, function: Function, tag: Callable[[str], str]) -> str:
+def _tagged_call(form: ToolFormat, t: Tags, function: Function, tag: Callable[[str], str]) -> str:
     """Return the rule of a call with tags instead of JSON: only the schema's parameters, in its order."""
-    t, schema = TAGGED[form], json.loads(function.parameters)
+    schema = json.loads(function.parameters)
     known, required = schema.get("properties"), schema.get("required", ())
     parts = [tag(f"{'' if form == 'glm' else LINE}{t.first}{function.name}{t.named}")]
     for name, each in (known or {}).items():
@@ -130,7 +106,7 @@ def _value(
     function: str, t: Tags, name: str, schema: Any, whole: dict[str, Any], tag: Callable[[str], str]
 ) -> str:
     """Return the rule of a parameter's value up to its end tag: plain text, or JSON."""
-    if kinds_of(schema) != TEXT:
+    if not is_plain_text(FunctionSchema(whole).allowed(schema)):
         shared: dict[str, Any] = {key: whole[key] for key in ("$defs", "definitions") if key in whole}
         own = schema if isinstance(schema, dict) else {}
         return f"{tag(t.value)} {json_rule({**shared, **own})} {tag(t.end)}"
@@ -153,9 +129,9 @@ def _value(
     return f"{begin} any_value"
 
 
-def _any_value(form: ToolFormat, tag: Callable[[str], str]) -> str:
+def _any_value(t: Tags, tag: Callable[[str], str]) -> str:
     """Return the rule of any text up to the tag that ends it."""
-    end = TAGGED[form].end
+    end = t.end
     if "<[" in tag(end):
         return f"any_value: /{ANY_TEXT}/ {tag(end)}"
     return f"any_value[lazy]: /{ANY_TEXT}/ {literal(end)}"

@@ -1,4 +1,4 @@
-"""Reasoning and tool calls out of a stream: however it is cut, the same parts come out, never half a tag."""
+"""Reasoning and tool calls out of a stream: what is well formed, what comes when, and what a limit cuts."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from xdeepserve.engine.serving.parsers import MARKS, REASONING, Parsed, StreamParser, ToolFormat
-from xdeepserve.engine.serving.request import Function
-from xdeepserve.engine.serving.tagged_calls import TAGGED
+from tests.parsing.texts import SHREDS, cut
+from xdeepserve.parsing.call_grammar import Function
+from xdeepserve.parsing.stream_parser import Parsed, StreamParser
+from xdeepserve.parsing.tool_formats import NOTATIONS, ToolFormat
 
+TEXT = {"type": "string"}
 DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
 DEEPSEEK_ENDS = ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
 KIMI = "<|tool_calls_section_begin|><|tool_call_begin|>"
 KIMI_SEP, KIMI_END = "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 
 FORMATS: tuple[ToolFormat, ...] = get_args(ToolFormat)
-TAGS = sorted({mark for marks in (REASONING, *MARKS.values()) for ends in marks.values() for mark, _ in ends})
 
 
 def spell(tools: ToolFormat, calls: list[tuple[str, str]]) -> str:
@@ -34,7 +35,7 @@ def spell(tools: ToolFormat, calls: list[tuple[str, str]]) -> str:
             for i, (name, arguments) in enumerate(calls)
         )
         return f"<|tool_calls_section_begin|>{inner}<|tool_calls_section_end|>"
-    if tools in TAGGED:
+    if NOTATIONS[tools].tags:
         return spell_tagged(tools, calls)
     if tools == "deepseek":
         spelt = [f"function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```" for name, arguments in calls]
@@ -54,7 +55,8 @@ SECTIONS: dict[ToolFormat, tuple[str, str, str]] = {  # around all calls, and ar
 
 def spell_tagged(tools: ToolFormat, calls: list[tuple[str, str]]) -> str:
     """As the models' templates write calls: a text as it is, anything else as JSON."""
-    t, (around, begin, end), spelt = TAGGED[tools], SECTIONS[tools], []
+    t, (around, begin, end), spelt = NOTATIONS[tools].tags, SECTIONS[tools], []
+    assert t is not None
     for name, arguments in calls:
         body = f"{t.first}{name}{t.named}"
         for key, value in json.loads(arguments).items():
@@ -69,13 +71,9 @@ def joined(parts: list[Parsed]) -> tuple[str, str, list[list[str | None]]]:
     """Content, reasoning and calls as [name, id, arguments]."""
     calls: list[list[str | None]] = []
     for part in parts:
-        assert len({delta.index for delta in part.tool_calls}) == len(part.tool_calls)
-        for delta in part.tool_calls:
-            if delta.name is not None:
-                assert delta.index == len(calls)
-                calls.append([delta.name, delta.id, ""])
-            assert delta.index == len(calls) - 1
-            calls[-1][2] = f"{calls[-1][2]}{delta.arguments}"
+        for call in part.tool_calls:
+            assert call.index == len(calls)
+            calls.append([call.name, call.id, call.arguments])
     return "".join(part.content for part in parts), "".join(part.reasoning for part in parts), calls
 
 
@@ -88,11 +86,6 @@ def parse(
 ) -> tuple[str, str, list[list[str | None]]]:
     parser = StreamParser(reasoning, tools, in_reasoning=in_reasoning, functions=functions)
     return joined([*(parser.push(chunk) for chunk in chunks), parser.finish()])
-
-
-def cut(text: str, places: list[int]) -> list[str]:
-    ends = sorted({place % (len(text) + 1) for place in places})
-    return [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
 
 
 ARGUMENTS = st.dictionaries(
@@ -108,12 +101,6 @@ CALLS = st.lists(
 )
 SPEECH = st.text("abc <`\n", max_size=12)
 PLACES = st.lists(st.integers(0, 10_000), max_size=12)
-# Text that is mostly tags, whole and broken, in any order.
-SHREDS = st.lists(
-    st.sampled_from([*TAGS, *(tag[:-1] for tag in TAGS), *(tag[1:] for tag in TAGS)])
-    | st.sampled_from(["function", "f", "{}", '{"name": "f"}', " ", "\n", "<", "x"]),
-    max_size=12,
-).map("".join)
 
 
 def function_of(name: str, arguments: str) -> Function:
@@ -199,7 +186,8 @@ def test_reasoning(text: str, in_reasoning: bool, content: str, reasoning: str) 
     ("tools", "text", "content", "calls"),
     [
         # Cut off by the length limit.
-        ("deepseek", f'x{DEEPSEEK}function<｜tool▁sep｜>f\n```json\n{{"a', "x", [["f", None, '{"a']]),
+        ("deepseek", f'x{DEEPSEEK}function<｜tool▁sep｜>f\n```json\n{{"a',
+         f'x{DEEPSEEK}function<｜tool▁sep｜>f\n```json\n{{"a', []),
         ("deepseek", f"x {DEEPSEEK}function<｜tool▁sep｜>f", f"x {DEEPSEEK}function<｜tool▁sep｜>f", []),
         ("deepseek", "x<｜tool▁calls", "x<｜tool▁calls", []),
         ("deepseek", spell("deepseek", [("f", "{}")])[:-3], "", [["f", None, "{}"]]),
@@ -211,7 +199,8 @@ def test_reasoning(text: str, in_reasoning: bool, content: str, reasoning: str) 
         ("hermes", '<tool_call>{"name": ""}</tool_call>', '<tool_call>{"name": ""}</tool_call>', []),
         ("hermes", "<tool_call>" + "[" * 10_000, "<tool_call>" + "[" * 10_000, []),
         ("kimi", f"{KIMI} {KIMI_SEP}{{}}{KIMI_END}", f"{KIMI} {KIMI_SEP}{{}}{KIMI_END}", []),
-        ("deepseek_v31", DEEPSEEK + "f" + "".join(DEEPSEEK_ENDS), f"{DEEPSEEK}f{DEEPSEEK_ENDS[0]}", []),
+        ("deepseek_v31", DEEPSEEK + "f" + "".join(DEEPSEEK_ENDS),
+         DEEPSEEK + "f" + "".join(DEEPSEEK_ENDS), []),
         ("deepseek", DEEPSEEK[:20] + "?" + DEEPSEEK_ENDS[1], DEEPSEEK[:20] + "?" + DEEPSEEK_ENDS[1], []),
         # Nearly to the format.
         ("deepseek_v31", f"{DEEPSEEK}f<｜tool▁sep｜>{{}}" + " \n".join(DEEPSEEK_ENDS), "",
@@ -273,8 +262,8 @@ def test_a_call_that_is_cut_off_is_no_content(tools: ToolFormat) -> None:
          [["f", None, '{"o": "7"}']]),
         ("minimax", "x<minimax:tool_call>?</minimax:tool_call>",
          "x<minimax:tool_call>?</minimax:tool_call>", []),
-        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=t>\n a\n\n</parameter>\n</function>\n"
-         "</tool_call>", "", [["f", None, '{"t": " a\\n"}']]),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=s>\n a\n\n</parameter>\n</function>\n"
+         "</tool_call>", "", [["f", None, '{"s": " a\\n"}']]),
         ("deepseek_v32", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="n" '
          'string="false">{"a":  1}</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>', "",
          [["f", None, '{"n": {"a":  1}}']]),
@@ -283,18 +272,24 @@ def test_a_call_that_is_cut_off_is_no_content(tools: ToolFormat) -> None:
 def test_calls_between_tags(
     tools: ToolFormat, text: str, content: str, calls: list[list[str | None]]
 ) -> None:
-    properties = {"n": {"type": "number"}, "t": {"enum": ["5", "a"]}, "o": {"type": ["string", "null"]}}
+    properties: dict[str, object] = {
+        "n": {"type": "number"},
+        "t": {"enum": ["5", "a"]},
+        "o": {"type": ["string", "null"]},
+        "s": TEXT,
+    }
     functions = [Function("f", json.dumps({"properties": properties}))]
     for chunks in ([text], list(text)):
         assert parse(chunks, tools, functions=functions) == (content, "", calls)
 
 
-def test_arguments_stream_as_they_come() -> None:
-    parser = StreamParser(False, "deepseek")
-    begin = parser.push(spell("deepseek", [("f", '{"city": "Bei')]).split("\n```<")[0])
-    assert [(call.name, call.arguments) for call in begin.tool_calls] == [("f", '{"city": "Bei')]
-    more = parser.push('jing"}')
-    assert [(call.index, call.name, call.arguments) for call in more.tool_calls] == [(0, None, 'jing"}')]
+@pytest.mark.parametrize("tools", FORMATS)
+def test_each_call_comes_when_it_is_whole(tools: ToolFormat) -> None:
+    """A client may begin with the first call while the model writes the second."""
+    parser = StreamParser(False, tools, functions=[function_of("f", '{"a": "x"}'), Function("g", "{}")])
+    text = spell(tools, [("f", '{"a": "x"}'), ("g", '{"b": 1}')])
+    at = {call.name: place for place, char in enumerate(text) for call in parser.push(char).tool_calls}
+    assert at["f"] < text.index("g", at["f"]) < at["g"] < len(text)
 
 
 @pytest.mark.parametrize("is_closed", [True, False])

@@ -1,0 +1,432 @@
+"""Grammar of a call in every format: reads one where it begins, or raises NoCallError.
+
+A model leaves out ends, openers and braces, and writes marks within values. The rules for that, in order:
+
+1. Within a string of JSON no mark means anything.
+2. A mark within a value between tags ends the value only if what follows it could follow a call: the next
+   parameter, the end of a call or a section, another call, or the end of the text. So `</parameter>` in the
+   middle of a sentence is text.
+3. A parameter whose end is missing ends before the next one that the function declares, before the end of its
+   call, or before another call.
+4. If no call comes out of this, the first end of a value, call or section ends the value.
+
+Then what is left is no call, and all of it is text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import msgspec
+
+from xdeepserve.parsing.loose_json import JsonReader, NoCallError, json_text, read_loosely
+from xdeepserve.parsing.schema_values import FunctionSchema
+from xdeepserve.parsing.text_source import SPACE, CutOff, Steps, TextSource, marks_of
+from xdeepserve.parsing.tool_formats import ToolNotation
+
+_HEADER = re.compile(r"[^<{\[\"`\n]*")  # an id or a name, up to what follows it
+_IN_TAG = re.compile(r"[^<>\n]*")
+_NAME_RUN = re.compile(r"[^\s<>{}\"'`]*")
+_NAME = re.compile(r"[^\s<>{}\"'`]+")
+_BRACES = re.compile(r"[}\s]*")
+_NAMED = re.compile(  # what stands in a tag behind its kind: =NAME, or name="NAME" and perhaps string="true"
+    r"""(?:=\s*|\s+name\s*=\s*)(?P<quote>["']?)(?P<name>[^"']+?)(?P=quote)"""
+    r"""(?:\s+string\s*=\s*["']?(?P<string>true|false)["']?)?\s*"""
+)
+MAX_TAG = 300  # characters of a tag behind its kind
+_SCHEMALESS = FunctionSchema(None)
+
+
+class Function(msgspec.Struct, frozen=True):
+    """Tool offered to the model; `parameters` is the JSON schema of its arguments, as text."""
+
+    name: str
+    parameters: str
+
+
+class ParsedCall(msgspec.Struct, frozen=True, kw_only=True):
+    """Call of a tool that the model has written.
+
+    index       which call of the choice, from 0
+    id          the model's own id for the call, where its format has one
+    arguments   a JSON object, as text; only the beginning of one where a length limit has cut the call
+    """
+
+    index: int = 0
+    id: str | None = None
+    name: str
+    arguments: str
+
+
+class OfferedFunctions:
+    """Functions that the model may call, by name, with their schemas."""
+
+    def __init__(self, functions: Sequence[Function]) -> None:
+        self._by_name = {each.name: each for each in functions}
+        self._schemas: dict[str, FunctionSchema] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all functions that are offered."""
+        return tuple(self._by_name)
+
+    def may_be(self, name: str) -> bool:
+        """Whether a call of this name is one of an offered function; where none is known, it may be."""
+        return name in self._by_name or not self._by_name
+
+    def schema(self, name: str) -> FunctionSchema:
+        """Return the schema of a function's arguments; one that says nothing if the function is unknown."""
+        if name not in self._by_name:
+            return _SCHEMALESS
+        if name not in self._schemas:
+            self._schemas[name] = FunctionSchema(json.loads(self._by_name[name].parameters))
+        return self._schemas[name]
+
+    def of_id(self, call_id: str) -> str:
+        """Return the name in an id such as functions.NAME:0, which models also spell functions_NAME_0."""
+        plain = re.sub(r"^functions\.|:\d+$", "", call_id)
+        if plain in self._by_name:
+            return plain
+        found = [
+            name
+            for name in self._by_name
+            if re.fullmatch(rf"(?:functions?|tools?|call)?[._:/ -]*{re.escape(name)}[._:/ -]*\d*", call_id)
+        ]
+        return max(found, key=len, default=plain)
+
+
+class _CallReader(JsonReader):
+    """Reads an object with name and arguments.
+
+    is_sure   an opener of calls stands before it; else only the name of an offered function makes it a call
+    """
+
+    def __init__(self, source: TextSource, functions: OfferedFunctions, is_sure: bool) -> None:
+        super().__init__(source)
+        self._functions, self._is_sure = functions, is_sure
+
+    def begin_member(self, key: str) -> Steps[None]:
+        """Refuse an object that is no call at its first member, so that text is not held back."""
+        if self._is_sure:
+            return
+        source = self._source
+        if key not in ("name", "arguments", "parameters"):
+            raise NoCallError
+        if key == "name":
+            begin = source.at
+            name = read_loosely((yield from JsonReader(source).value()))
+            if name is None or json.loads(name[0]) not in self._functions.names:
+                raise NoCallError
+            source.at = begin
+
+
+class CallGrammar:
+    """Reads calls of one format from a source.
+
+    `partial` is the part of the current call that is known: where the text is cut off, it is all there is.
+    """
+
+    def __init__(self, source: TextSource, notation: ToolNotation, functions: OfferedFunctions) -> None:
+        self._source, self._notation, self._functions = source, notation, functions
+        self.partial: ParsedCall | None = None
+        tags = notation.tags
+        if tags is not None:
+            self._key = tags.key.rstrip().partition(" ")[0].partition("=")[0]
+            self._value_end = tags.end.strip()
+            self._trims = tags.end.startswith("\n")
+            self._has_attributes = "</" not in tags.value
+            self._key_end, _, self._value = tags.value.partition("\n")
+            n = notation
+            self._next_tags = tuple(filter(None, (self._key, n.call_end, *n.ends, n.call, *n.begins)))
+            self._in_value = marks_of(self._value_end, *self._next_tags)
+            self._in_key = marks_of(self._key_end, self._value, self._key, *n.ends)
+
+    @cached_property
+    def openers(self) -> tuple[str, ...]:
+        """Marks that begin a call without an opener around it, where only an offered function is one."""
+        if self._notation.call:
+            return (self._notation.call,)
+        return ("{",) if self._notation.body == "json" else self._functions.names
+
+    def call(self, is_begun: bool) -> Steps[ParsedCall]:
+        """Read a call. `is_begun`: the opener of calls stands before it."""
+        body, char = self._notation.body, (yield from self._source.char())
+        if body == "json" or (body == "tags" and char == "{"):
+            return (yield from self._json_call(is_begun))
+        if body == "header":
+            return (yield from self._header_call(is_begun))
+        begin = self._source.at
+        try:
+            return (yield from self._tagged_call(is_begun, is_careful=True))
+        except NoCallError:
+            self._source.at = begin
+        return (yield from self._tagged_call(is_begun, is_careful=False))
+
+    def _made(self, name: str, arguments: str, call_id: str | None = None) -> ParsedCall:
+        self.partial = ParsedCall(name=name, arguments=arguments, id=call_id)
+        return self.partial
+
+    # ---- an object with name and arguments ---------------------------------------------------------------
+
+    def _json_call(self, is_begun: bool) -> Steps[ParsedCall]:
+        source, ends = self._source, self._notation.ends
+        begin = source.at
+        reader = _CallReader(source, self._functions, is_sure=is_begun)
+        try:
+            members = yield from reader.members(stops=ends)
+        except CutOff:
+            if is_begun and (found := _CUT_CALL.match(source.text, begin)):
+                self._made(json.loads(found["name"]), found["arguments"] or "")
+            raise
+        call = self._of_members(members)
+        place = source.at
+        if (yield from source.run(_BRACES)).strip() and not (yield from source.peek(*ends)):
+            source.at = place
+        if not is_begun and not (yield from source.peek_behind_space(*ends)):
+            raise NoCallError
+        return call
+
+    def _of_members(self, members: Mapping[str, str]) -> ParsedCall:
+        inner = json.loads(members.get("function", "null"))
+        if isinstance(inner, dict):
+            members = {key: _dumps(value) for key, value in inner.items()}
+        name = json.loads(members["name"]) if "name" in members else inner
+        if not isinstance(name, str) or not name.strip():
+            raise NoCallError
+        arguments = members.get("arguments", members.get("parameters", "{}"))
+        return self._made(name, _arguments(arguments))
+
+    # ---- a header before the arguments -------------------------------------------------------------------
+
+    def _header_call(self, is_begun: bool) -> Steps[ParsedCall]:
+        source, n = self._source, self._notation
+        if not (yield from source.take(n.call)) and not is_begun:
+            raise NoCallError
+        header = (yield from source.run(_HEADER)).strip()
+        has_separator = bool((yield from source.take(n.separator)))
+        yield from source.run(SPACE)
+        if name := (yield from source.run(_HEADER)).strip():
+            if header not in ("", "function"):
+                raise NoCallError
+            header = name
+        name = self._functions.of_id(header) if n.has_ids else header
+        if not _NAME.fullmatch(name):
+            raise NoCallError
+        yield from source.run(SPACE)
+        fence = yield from source.take("```json", "```")
+        char = yield from source.char_behind_space()
+        call_id, begin = header if n.has_ids else None, source.at
+        if char in ("{", '"'):
+            try:
+                arguments = _arguments((yield from JsonReader(source).value()))
+            except CutOff:
+                self._made(name, source.text[begin:], call_id)
+                raise
+        elif has_separator and (yield from source.peek(n.call_end, *(("```",) if fence else ()))):
+            arguments = "{}"
+        else:
+            raise NoCallError
+        call, place = self._made(name, arguments, call_id), source.at
+        yield from source.run(_BRACES)
+        if fence and (yield from source.take("```")):
+            place = source.at
+            yield from source.run(SPACE)
+        if not (yield from source.take(n.call_end)):
+            source.at = place
+        return call
+
+    # ---- a name and parameters between tags --------------------------------------------------------------
+
+    def _tagged_call(self, is_begun: bool, is_careful: bool) -> Steps[ParsedCall]:
+        source, n = self._source, self._notation
+        name = yield from self._name(is_begun)
+        if not is_begun and not self._functions.may_be(name):
+            raise NoCallError
+        self._made(name, "")
+        members: dict[str, str] = {}
+        whole: str | None = None  # arguments that are an object where parameters should stand
+        if (yield from source.char_behind_space()) == "{":
+            begin = source.at
+            try:
+                whole = yield from JsonReader(source).value()
+            except CutOff:
+                self._made(name, source.text[begin:])
+                raise
+        place, mark = yield from self._next_tag()
+        while mark == self._key and whole is None:
+            yield from self._parameter(name, members, is_careful)
+            self._made(name, "{" + _joined(members))
+            place, mark = yield from self._next_tag()
+        has_some = bool(members) or whole is not None
+        if mark and mark == n.call_end:
+            place += len(mark)
+        elif not mark and source.at < len(source.text) and (is_careful or not has_some):
+            raise NoCallError  # words where a tag should stand
+        elif not mark and not has_some and not is_begun:
+            raise NoCallError
+        source.at = place
+        return self._made(name, "{" + _joined(members) + "}" if whole is None else whole)
+
+    def _next_tag(self) -> Steps[tuple[int, str]]:
+        """Take white space; return the tag behind it, and the place from which to go on."""
+        source, before = self._source, self._source.at
+        yield from source.run(SPACE)
+        mark = yield from source.peek(*self._next_tags)
+        if not mark:
+            yield from source.char()
+        return source.at if mark == self._notation.call_end else before, mark
+
+    def _name(self, is_begun: bool) -> Steps[str]:
+        """Read the name of a call between tags."""
+        source, call = self._source, self._notation.call
+        if call:
+            if not (yield from source.take(call)):
+                raise NoCallError
+            name, _ = yield from self._named()
+        else:
+            before = source.text[source.at - 1] if source.at else " "
+            name = yield from source.run(_NAME_RUN)
+            if not is_begun and (
+                _NAME.fullmatch(before) or not (yield from source.peek_behind_space(self._key))
+            ):
+                raise NoCallError
+        if not _NAME.fullmatch(name):
+            raise NoCallError
+        return name
+
+    def _named(self) -> Steps[tuple[str, bool | None]]:
+        """Read the rest of a tag with a name; return the name, and whether it says that a text follows."""
+        source = self._source
+        inside = yield from source.run(_IN_TAG)
+        found = _NAMED.fullmatch(inside) if len(inside) <= MAX_TAG else None
+        if (yield from source.char()) != ">" or found is None:
+            raise NoCallError
+        source.at += 1
+        return found["name"].strip(), {"true": True, "false": False}.get(found["string"])
+
+    def _parameter(self, name: str, members: dict[str, str], is_careful: bool) -> Steps[None]:
+        """Read a parameter into `members`. Of two of one name the last one counts."""
+        source, schema = self._source, self._functions.schema(name)
+        yield from source.take(self._key)
+        key, is_text = yield from self._parameter_name()
+        begin, mark = source.at, ""
+        try:
+            while True:
+                if not (mark := (yield from source.find(self._in_value))):
+                    raise NoCallError
+                place = source.at
+                if (yield from self._ends_value(mark, schema, is_careful)):
+                    break
+                source.at, mark = place + len(mark), ""
+        except CutOff:
+            text = self._trimmed(source.text[begin : place if mark else source.at])
+            text = text.removesuffix("\n") if self._trims else text
+            known = _joined({**members, key: json_text(text)[:-1]})
+            self._made(name, "{" + known)
+            raise
+        text = self._trimmed(source.text[begin:place])
+        source.at = place + (len(mark) if mark == self._value_end else 0)
+        if self._trims or mark != self._value_end:
+            text = text.removesuffix("\n")
+        members[key] = schema.json_of(key, text, is_text)
+
+    def _trimmed(self, text: str) -> str:
+        return text.removeprefix("\n") if self._trims else text
+
+    def _parameter_name(self) -> Steps[tuple[str, bool | None]]:
+        if self._has_attributes:
+            return (yield from self._named())
+        source = self._source
+        begin = source.at
+        mark = yield from source.find(self._in_key)
+        name = source.text[begin : source.at].strip()
+        if mark == self._key_end:
+            source.at += len(mark)
+            yield from source.run(SPACE)
+            mark = yield from source.peek(self._value)
+        if mark != self._value or not name:
+            raise NoCallError
+        source.at += len(mark)
+        return name, None
+
+    def _ends_value(self, mark: str, schema: FunctionSchema, is_careful: bool) -> Steps[bool]:
+        """Whether a mark within a value ends it. Leaves the source anywhere behind the mark."""
+        source, n = self._source, self._notation
+        is_line = n.is_special or source.text[source.at - 1] == "\n"
+        if mark == self._value_end:
+            if not is_careful:
+                return True
+            source.at += len(mark)
+            try:
+                return (yield from self._goes_on(self._next_tags))
+            except CutOff:
+                return True
+        if mark == self._key:
+            source.at += len(mark)
+            try:
+                key, _ = yield from self._parameter_name()
+            except NoCallError:
+                return False
+            return n.is_special or (schema.declares(key) and (is_line or bool(schema.names)))
+        if mark in (n.call, *n.begins):
+            return is_line and (yield from self._is_call())
+        source.at += len(mark)
+        if not is_careful:
+            return True
+        if mark == n.call_end:
+            return (yield from self._goes_on((*n.ends, n.call, *n.begins)))
+        if is_line and (yield from source.char()) == "\n":
+            return True
+        return (yield from self._goes_on((n.call, *n.begins)))
+
+    def _goes_on(self, marks: Sequence[str]) -> Steps[bool]:
+        """Whether behind white space one of the marks comes, or the end of the text."""
+        if (yield from self._source.peek_behind_space(*marks)):
+            return True
+        return not (yield from self._source.char_behind_space())
+
+    def _is_call(self) -> Steps[bool]:
+        """Whether the call of an offered function begins here."""
+        source = self._source
+        is_begun = False
+        while (yield from source.take(*self._notation.begins)):
+            is_begun = True
+            yield from source.run(SPACE)
+        try:
+            name = yield from self._name(is_begun)
+            return self._notation.is_special or self._functions.may_be(name)
+        except NoCallError:
+            return False
+
+
+# A call in JSON that ends anywhere behind its name.
+_CUT_CALL = re.compile(
+    r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)+")(?:\s*,\s*"(?:arguments|parameters)"\s*:\s*(?P<arguments>.*))?',
+    re.DOTALL,
+)
+
+
+def _arguments(found: str) -> str:
+    """Return the JSON object of arguments; models also write it as a text, or null. Raises NoCallError."""
+    if found.startswith('"'):
+        text = json.loads(found)
+        read = read_loosely(text) if text.strip() else ("{}", True)
+        if read is None:
+            raise NoCallError
+        found = read[0]
+    if found == "null":
+        return "{}"
+    if not found.startswith("{"):
+        raise NoCallError
+    return found
+
+
+def _joined(members: Mapping[str, str]) -> str:
+    return ", ".join(f"{json_text(key)}: {value}" for key, value in members.items())
+
+
+def _dumps(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,193 @@
+"""Reader of JSON as models write it, from text that arrives in pieces.
+
+What is read comes back as JSON, and JSON itself as it was written. Taken beside JSON: Python's `True`,
+`False` and `None`, single quotes, a comma behind the last member, line breaks within strings, and a backslash
+before a character that needs none. Everything else raises NoCallError.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from xdeepserve.parsing.text_source import Steps, TextSource
+
+MAX_DEPTH = 100  # of lists and objects: readers of JSON have limits too
+MAX_WORD = 1000  # characters; Python's reader refuses whole numbers from 4,300 digits on
+
+_SPACE = re.compile(r"[ \t\n\r]*")
+_WORD = re.compile(r"[A-Za-z0-9_.+-]*")
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_HEX = re.compile(r"[0-9a-fA-F]{4}")
+_PLAIN = {'"': re.compile(r'[^"\\\x00-\x1f]*'), "'": re.compile(r"""[^'"\\\x00-\x1f]*""")}
+_WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
+_SIMPLE_ESCAPES = frozenset('"\\/bfnrt')
+
+
+class NoCallError(Exception):
+    """The text is no call of a tool, or no JSON."""
+
+
+class JsonReader:
+    """Reads values of JSON from a source, which stands behind each afterwards."""
+
+    def __init__(self, source: TextSource) -> None:
+        self._source = source
+        self.is_loose = False  # something was read that is no JSON
+
+    def value(self, depth: int = 0) -> Steps[str]:
+        """Read a value of any kind; return it as JSON."""
+        source = self._source
+        char = yield from self._next()
+        begin, was_loose = source.at, self.is_loose
+        self.is_loose = False
+        if char in ("{", "["):
+            value = yield from self._many(char, depth)
+        elif char in _PLAIN:
+            value = yield from self.string()
+        else:
+            word = yield from source.run(_WORD)
+            value = _WORDS.get(word, word)
+            if word not in _WORDS and not (len(word) < MAX_WORD and _NUMBER.fullmatch(word)):
+                raise NoCallError
+            self.is_loose = value != word
+        if not self.is_loose:
+            value = source.text[begin : source.at]
+        self.is_loose |= was_loose
+        return value
+
+    def members(self, depth: int = 0, stops: tuple[str, ...] = ()) -> Steps[dict[str, str]]:
+        """Read an object; return the JSON of each member. A mark of `stops` may stand for its brace."""
+        source, found = self._source, {}
+        if (yield from source.char()) != "{":
+            raise NoCallError
+        source.at += 1
+        char = yield from self._next()
+        while char != "}":
+            if char not in _PLAIN:
+                raise NoCallError
+            key = json.loads((yield from self.string()))
+            if (yield from self._next()) != ":":
+                raise NoCallError
+            source.at += 1
+            yield from self.begin_member(key)
+            found[key] = yield from self.value(depth + 1)
+            char = yield from self._separator("}", stops)
+            if not char:
+                return found
+        source.at += 1
+        return found
+
+    def begin_member(self, key: str) -> Steps[None]:
+        """Take notice of a member whose value comes next, for readers that want to refuse or remember it."""
+        yield from ()
+
+    def string(self) -> Steps[str]:
+        """Read a text between quotes; return it as JSON."""
+        source = self._source
+        quote = source.text[source.at]
+        source.at += 1
+        begin, parts, is_json = source.at, ['"'], quote == '"'
+        while True:
+            parts.append((yield from source.run(_PLAIN[quote])))
+            char = yield from source.char()
+            if not char:
+                raise NoCallError
+            source.at += 1
+            if char == quote:
+                break
+            if char != "\\":
+                parts.append(json.dumps(char)[1:-1])
+                is_json = False
+                continue
+            escaped = yield from source.char()
+            if escaped in _SIMPLE_ESCAPES and escaped:
+                parts.append(char + escaped)
+                source.at += 1
+            elif escaped == "u" and (digits := (yield from self._hex())):
+                parts.append(char + digits)
+            else:
+                is_json = False
+                if escaped == "'":
+                    source.at += 1
+                    parts.append("'")
+                else:
+                    parts.append("\\\\")
+        self.is_loose |= not is_json
+        return '"' + source.text[begin : source.at] if is_json else "".join(parts) + '"'
+
+    def _hex(self) -> Steps[str]:
+        """Take `u` and four digits of an escaped character; "" if they are not there."""
+        source, begin = self._source, self._source.at
+        for _ in range(5):
+            if not (yield from source.char()):
+                source.at = begin
+                return ""
+            source.at += 1
+        found = source.text[begin : source.at]
+        if not _HEX.fullmatch(found[1:]):
+            source.at = begin
+            return ""
+        return found
+
+    def _many(self, opener: str, depth: int) -> Steps[str]:
+        if depth >= MAX_DEPTH:
+            raise NoCallError
+        if opener == "{":
+            reader = JsonReader(self._source)
+            members = yield from reader.members(depth)
+            self.is_loose |= reader.is_loose
+            return "{" + ", ".join(f"{json_text(key)}: {value}" for key, value in members.items()) + "}"
+        source, values = self._source, []
+        source.at += 1
+        char = yield from self._next()
+        while char != "]":
+            values.append((yield from self.value(depth + 1)))
+            char = yield from self._separator("]")
+        source.at += 1
+        return "[" + ", ".join(values) + "]"
+
+    def _separator(self, closer: str, stops: tuple[str, ...] = ()) -> Steps[str]:
+        """Take a comma between values; return what comes next: the closer, a value, or "" before a stop."""
+        char = yield from self._next()
+        if char == ",":
+            self._source.at += 1
+            char = yield from self._next()
+            self.is_loose |= char == closer
+        elif char != closer:
+            if stops and (yield from self._source.peek(*stops)):
+                return ""
+            raise NoCallError
+        if not char:
+            raise NoCallError
+        return char
+
+    def _next(self) -> Steps[str]:
+        """Take white space; return the character behind it."""
+        yield from self._source.run(_SPACE)
+        return (yield from self._source.char())
+
+
+def json_text(text: str) -> str:
+    """Return a text as a string of JSON."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def read_loosely(text: str) -> tuple[str, bool] | None:
+    """Read a whole text; return it as JSON, and whether it was JSON before. None if it is neither."""
+    source = TextSource(text.strip(), is_ended=True)
+    reader = JsonReader(source)
+    try:
+        value = finished(reader.value())
+    except NoCallError:
+        return None
+    return (value, not reader.is_loose) if source.at == len(source.text) else None
+
+
+def finished(steps: Steps[str]) -> str:
+    """Return the result of steps whose text has ended, so that none of them waits."""
+    try:
+        next(steps)
+    except StopIteration as done:
+        return str(done.value)
+    raise AssertionError("a grammar waits behind the end of its text")

@@ -1,0 +1,372 @@
+"""Kinds of texts that models write beside their format, with the call that is meant, and with none."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.parsing.texts import cut
+from xdeepserve.errors import InputError
+from xdeepserve.parsing import parse_answer, parse_pieces
+from xdeepserve.parsing.tool_formats import NOTATIONS
+
+TEXT = {"type": "string"}
+TOOLS = [
+    {
+        "name": "save",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "file": TEXT,
+                "text": TEXT,
+                "count": {"type": "integer"},
+                "labels": {"type": "array", "items": TEXT},
+                "hidden": {"type": "boolean"},
+                "plz": {"anyOf": [TEXT, {"type": "integer"}]},
+                "code": {"$ref": "#/$defs/code"},
+                "level": {"oneOf": [{"enum": ["low", "high"]}, {"type": "integer"}]},
+                "owner": {"allOf": [{"type": ["string", "integer"]}, TEXT]},
+                "limit": {"type": ["integer", "null"]},
+                "extra": {"type": "object", "nullable": True},
+                "tree": {"$ref": "#/$defs/tree"},
+            },
+            "$defs": {
+                "code": {"$ref": "#/$defs/digits"},
+                "digits": TEXT,
+                "tree": {"anyOf": [{"type": "number"}, {"type": "array", "items": {"$ref": "#/$defs/tree"}}]},
+            },
+        },
+    },
+    {"name": "look", "parameters": {}},
+    {
+        "name": "find",
+        "parameters": {
+            "$ref": "#/$defs/place",
+            "$defs": {"place": {"anyOf": [{"properties": {"plz": TEXT}}, {"properties": {"city": TEXT}}]}},
+        },
+    },
+]
+D = "｜DSML｜"
+
+
+def qwen(*parameters: tuple[str, str], name: str = "save") -> str:
+    inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in parameters)
+    return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
+
+
+def glm(*parameters: tuple[str, str], name: str = "save") -> str:
+    inner = "".join(
+        f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in parameters
+    )
+    return f"<tool_call>{name}\n{inner}</tool_call>"
+
+
+def minimax(*parameters: tuple[str, str], name: str = "save") -> str:
+    inner = "".join(f'<parameter name="{key}">{value}</parameter>\n' for key, value in parameters)
+    return f'<minimax:tool_call>\n<invoke name="{name}">\n{inner}</invoke>\n</minimax:tool_call>'
+
+
+def dsml(*parameters: tuple[str, str, str], name: str = "save", section: str = "function_calls") -> str:
+    inner = "".join(
+        f'<{D}parameter name="{key}" string="{is_text}">{value}</{D}parameter>\n'
+        for key, value, is_text in parameters
+    )
+    return f'<{D}{section}>\n<{D}invoke name="{name}">\n{inner}</{D}invoke>\n</{D}{section}>'
+
+
+def kimi(call_id: str, arguments: str) -> str:
+    return f"<|tool_call_begin|>{call_id}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
+
+
+def deepseek(name: str, arguments: str) -> str:
+    call = f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>"
+    return f"<｜tool▁calls▁begin｜>{call}<｜tool▁calls▁end｜>"
+
+
+def hermes(body: str) -> str:
+    return f"<tool_call>\n{body}\n</tool_call>"
+
+
+def calls_of(form: str, text: str, in_reasoning: bool = False) -> tuple[str, str, list[tuple[str, Any]]]:
+    """Content, reasoning and calls, which are the same in pieces of every size."""
+    found = parse_answer(text, format=form, tools=TOOLS, in_reasoning=in_reasoning)
+    for pieces in (list(text), cut(text, [len(text) // 3, len(text) // 2])):
+        assert parse_pieces(pieces, format=form, tools=TOOLS, in_reasoning=in_reasoning) == found
+    for place in range(1, len(text)):
+        pieces = [text[:place], text[place:]]
+        assert parse_pieces(pieces, format=form, tools=TOOLS, in_reasoning=in_reasoning) == found
+    calls = [(call.name, json.loads(call.arguments)) for call in found.tool_calls]
+    return found.content, found.reasoning, calls
+
+
+SAVED = '{"name": "save", "arguments": {"file": "a"}}'
+
+MEANT: dict[str, tuple[str, str, Any]] = {
+    # A mark within a string of JSON.
+    "mark in JSON, hermes": (
+        "hermes",
+        hermes('{"name": "save", "arguments": {"text": "</tool_call>"}}'),
+        {"text": "</tool_call>"},
+    ),
+    "mark in JSON, kimi": (
+        "kimi",
+        kimi("functions.save:0", '{"text": "a<|tool_call_end|>"}'),
+        {"text": "a<|tool_call_end|>"},
+    ),
+    "mark in JSON, V3.1": (
+        "deepseek_v31",
+        deepseek("save", '{"text": "<｜tool▁calls▁end｜>\\\\"}'),
+        {"text": "<｜tool▁calls▁end｜>\\"},
+    ),
+    "fence in JSON, V3": (
+        "deepseek",
+        deepseek("function", 'save\n```json\n{"text": "\\n```"}\n```'),
+        {"text": "\n```"},
+    ),
+    # A mark within a value between tags.
+    "end in a sentence": (
+        "qwen3_coder",
+        qwen(("text", "write </parameter>, then </function> and </tool_call>.")),
+        {"text": "write </parameter>, then </function> and </tool_call>."},
+    ),
+    "end in a sentence, glm": ("glm", glm(("text", "a </tool_call> b")), {"text": "a </tool_call> b"}),
+    "tag of no parameter": (
+        "minimax",
+        minimax(("text", '<parameter name="other">')),
+        {"text": '<parameter name="other">'},
+    ),
+    "less than": ("minimax", minimax(("text", "1 <2 && x</y")), {"text": "1 <2 && x</y"}),
+    "redirect": ("qwen3_coder", qwen(("text", "make 2>&1")), {"text": "make 2>&1"}),
+    # Whether a value is a text.
+    "text by $ref of a $ref": ("qwen3_coder", qwen(("code", "0815")), {"code": "0815"}),
+    "text or number": ("glm", glm(("plz", "10999"), ("count", "7")), {"plz": "10999", "count": 7}),
+    "one of texts, or number": ("minimax", minimax(("level", "3")), {"level": 3}),
+    "one of texts": ("minimax", minimax(("level", "low")), {"level": "low"}),
+    "all of": ("minimax", minimax(("owner", "12")), {"owner": "12"}),
+    "null or number": ("glm", glm(("limit", "null")), {"limit": None}),
+    "nullable": ("glm", glm(("extra", "null")), {"extra": None}),
+    "null for a list": (
+        "qwen3_coder",
+        qwen(("labels", "null"), ("text", "null")),
+        {"labels": None, "text": "null"},
+    ),
+    "schema of itself": ("qwen3_coder", qwen(("tree", "[1, [2]]")), {"tree": [1, [2]]}),
+    "not of its type": ("minimax", minimax(("count", "a few")), {"count": "a few"}),
+    "the model's word, a text": (
+        "deepseek_v32",
+        dsml(("file", "5", "true"), ("code", "6", "false"), ("count", "7", "false")),
+        {"file": "5", "code": "6", "count": 7},
+    ),
+    # Python's spelling.
+    "Python in tags": (
+        "qwen3_coder",
+        qwen(("hidden", "False"), ("labels", "['x', \"y\"]"), ("limit", "None")),
+        {"hidden": False, "labels": ["x", "y"], "limit": None},
+    ),
+    "Python in JSON": (
+        "hermes",
+        hermes("{'name': 'save', 'arguments': {'hidden': True, 'limit': None,}}"),
+        {"hidden": True, "limit": None},
+    ),
+    "Python in arguments": (
+        "kimi",
+        kimi("functions.save:1", "{'text': 'it\\'s \"so\"'}"),
+        {"text": 'it\'s "so"'},
+    ),
+    "line break in a string": ("deepseek_v31", deepseek("save", '{"text": "a\nb"}'), {"text": "a\nb"}),
+    # Ends and openers that are left out.
+    "no end, hermes": ("hermes", hermes(SAVED).partition("\n</")[0], {"file": "a"}),
+    "no brace": ("hermes", hermes(SAVED[:-1]), {"file": "a"}),
+    "a brace too many": ("hermes", hermes(SAVED + "}"), {"file": "a"}),
+    "no opener, hermes": ("hermes", f"{SAVED}\n</tool_call>", {"file": "a"}),
+    "no opener, qwen": ("qwen3_coder", qwen(("file", "a")).removeprefix("<tool_call>\n"), {"file": "a"}),
+    "no opener, glm": ("glm", glm(("file", "a")).removeprefix("<tool_call>"), {"file": "a"}),
+    "no opener, minimax": ("minimax", minimax(("file", "a")).partition("\n")[2], {"file": "a"}),
+    "no opener, V3.2": ("deepseek_v32", dsml(("file", "a", "true")).partition("\n")[2], {"file": "a"}),
+    "no section, kimi": ("kimi", kimi("functions.save:0", '{"file": "a"}'), {"file": "a"}),
+    "no end of a value": (
+        "minimax",
+        minimax(("file", "a"), ("text", "b")).replace("</parameter>\n", "\n", 1),
+        {"file": "a", "text": "b"},
+    ),
+    "no end of the last value": (
+        "qwen3_coder",
+        qwen(("file", "a")).replace("</parameter>\n", ""),
+        {"file": "a"},
+    ),
+    "no end of a value, glm": (
+        "glm",
+        glm(("file", "a"), ("text", "b")).replace("</arg_value>\n", "\n"),
+        {"file": "a", "text": "b"},
+    ),
+    "no end of a call": (
+        "deepseek_v32",
+        dsml(("file", "a", "true")).replace(f"</{D}invoke>\n", ""),
+        {"file": "a"},
+    ),
+    "no ends at all": (
+        "deepseek_v32",
+        dsml(("file", "a", "true")).partition(f"</{D}invoke>")[0],
+        {"file": "a"},
+    ),
+    "two openers": ("qwen3_coder", "<tool_call>\n" + qwen(("file", "a")), {"file": "a"}),
+    # Other spellings.
+    "section of V4": ("deepseek_v32", dsml(("file", "a", "true"), section="tool_calls"), {"file": "a"}),
+    "singular section": (
+        "kimi",
+        "<|tool_call_section_begin|>"
+        + kimi("functions.save:0", '{"file": "a"}')
+        + "<|tool_call_section_end|>",
+        {"file": "a"},
+    ),
+    "object in tags": (
+        "minimax",
+        '<minimax:tool_call><invoke name="save">\n{"file": "a"}\n</invoke>',
+        {"file": "a"},
+    ),
+    "object for tags": ("glm", hermes(SAVED), {"file": "a"}),
+    "fence in V3.1": ("deepseek_v31", deepseek("save", '\n```json\n{"file": "a"}\n```'), {"file": "a"}),
+    "arguments as a text": ("kimi", kimi("functions.save:0", '"{\\"file\\": \\"a\\"}"'), {"file": "a"}),
+    "a parameter twice": ("glm", glm(("file", "b"), ("file", "a")), {"file": "a"}),
+    "no arguments": ("kimi", kimi("functions.save:0", ""), {}),
+    "nothing in tags": ("qwen3_coder", qwen(), {}),
+}
+
+
+@pytest.mark.parametrize("kind", MEANT)
+def test_a_call_is_meant(kind: str) -> None:
+    form, text, arguments = MEANT[kind]
+    assert calls_of(form, text) == ("", "", [("save", arguments)])
+    assert calls_of(form, f"So.\n{text}\n") == ("So.", "", [("save", arguments)])
+
+
+@pytest.mark.parametrize(
+    "call_id",
+    [
+        "functions.save:0",
+        "save:12",
+        "functions.save",
+        "save",
+        "functionssave3",
+        "functions_save_3",
+        "function.save:1",
+    ],
+)
+def test_ids_name_a_function(call_id: str) -> None:
+    found = parse_answer(kimi(call_id, "{}"), format="kimi", tools=TOOLS)
+    assert [(call.id, call.name) for call in found.tool_calls] == [(call_id, "save")]
+
+
+def test_ids_of_unknown_functions_lose_what_surely_is_none_of_the_name() -> None:
+    for call_id, name in (
+        ("functions.my.own:7", "my.own"),
+        ("my.own:7", "my.own"),
+        ("functions_f_7", "functions_f_7"),
+    ):
+        assert parse_answer(kimi(call_id, "{}"), format="kimi").tool_calls[0].name == name
+
+
+@pytest.mark.parametrize("form", NOTATIONS)
+def test_calls_within_reasoning(form: str) -> None:
+    """A model that calls has not always ended its reasoning; a mere mark in there is a thought."""
+    call = {
+        "hermes": hermes('{"name": "look"}'),
+        "kimi": "<|tool_calls_section_begin|>"
+        + kimi("functions.look:0", "{}")
+        + "<|tool_calls_section_end|>",
+        "deepseek": deepseek("function", "look\n```json\n{}\n```"),
+        "deepseek_v31": deepseek("look", "{}"),
+        "deepseek_v32": dsml(name="look"),
+        "qwen3_coder": qwen(name="look"),
+        "glm": glm(name="look"),
+        "minimax": minimax(name="look"),
+    }[form]
+    assert calls_of(form, f"hm {call}", in_reasoning=True) == ("", "hm", [("look", {})])
+    assert calls_of(form, f"<think>hm {call}\n</think>ah") == ("ah", "hm", [("look", {})])
+    opener = NOTATIONS[form].begins[0]  # type: ignore[index]
+    assert calls_of(form, f"is it {opener}? </think>ah", True) == ("ah", f"is it {opener}? ", [])
+    unknown = call.replace("look", "lock")
+    assert calls_of(form, f"{unknown}</think>", True) == ("", unknown, [])
+
+
+def test_a_broken_call_does_not_take_the_next_one_with_it() -> None:
+    broken = dsml(("file", "a", "true")).replace(f"</{D}parameter>\n", "\n").rpartition("\n")[0]
+    _, _, calls = calls_of("deepseek_v32", f"{broken}\n{dsml(('file', 'b', 'true'))}")
+    assert calls == [("save", {"file": "a"}), ("save", {"file": "b"})]
+    text = f"<tool_call>{{oh}}</tool_call>\n{hermes(SAVED)}"
+    assert calls_of("hermes", text) == ("<tool_call>{oh}</tool_call>", "", [("save", {"file": "a"})])
+
+
+def test_a_parameter_may_be_declared_in_a_branch() -> None:
+    assert calls_of("minimax", minimax(("plz", "10999"), ("city", "1"), name="find")) == (
+        "", "", [("find", {"plz": "10999", "city": "1"})]
+    )  # fmt: skip
+
+
+NO_CALL = {
+    "prose": ("qwen3_coder", "One writes <tool_call>, then <function=NAME> and its <parameter=KEY>."),
+    "broken JSON": ("hermes", hermes('{"name": "save", "arguments": {"file": a}}')),
+    "broken arguments": ("deepseek_v31", deepseek("save", '{"file": }')),
+    "arguments that are no object": ("kimi", kimi("functions.save:0", "[1]")),
+    "no name": ("hermes", hermes('{"arguments": {}}')),
+    "half a string": ("hermes", '<tool_call>\n{"name": "save", "arguments": {"file": "a'),
+    "half a value": ("qwen3_coder", qwen(("file", "a")).partition("\n</")[0]),
+    "an answer in JSON": ("hermes", '{"name": "Bern", "arguments": {}}\n</tool_call>'),
+    "a call without any mark": ("hermes", SAVED),
+    "an empty section": ("minimax", "<minimax:tool_call>\n</minimax:tool_call>"),
+    "a name alone": ("glm", "I save and look."),
+    "ends alone": ("qwen3_coder", "</parameter>\n</function>\n</tool_call>"),
+    "too deep": (
+        "hermes",
+        hermes('{"name": "save", "arguments": {"file": ' + "[" * 5000 + "]" * 5000 + "}}"),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", NO_CALL)
+def test_what_cannot_be_a_call_stays_text(kind: str) -> None:
+    form, text = NO_CALL[kind]
+    found = parse_answer(text, format=form, tools=TOOLS)
+    assert (found.content, found.tool_calls) == (text, [])
+    assert parse_pieces(cut(text, list(range(0, len(text), 7))), format=form, tools=TOOLS) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "in_reasoning", "content", "reasoning"),
+    [
+        ("<think>again</think>yes", True, "yes", "again"),  # the prompt has the mark already
+        ("</think>yes", False, "yes", ""),  # an empty reasoning whose mark is left out
+        (" \n</think>yes", False, "yes", ""),
+        ("no <think>, no</think>", False, "no <think>, no</think>", ""),
+    ],
+)
+def test_marks_of_reasoning(text: str, in_reasoning: bool, content: str, reasoning: str) -> None:
+    for pieces in ([text], list(text)):
+        found = parse_pieces(pieces, format=None, in_reasoning=in_reasoning)
+        assert (found.content, found.reasoning) == (content, reasoning)
+
+
+def test_unknown_formats_and_bad_tools_are_refused() -> None:
+    with pytest.raises(InputError, match=r"format must be one of deepseek, .*minimax, found \"llama\""):
+        parse_answer("x", format="llama")
+    with pytest.raises(InputError, match=r"tools\[1\] must have a name"):
+        parse_pieces(["x"], format="glm", tools=[{"name": "f"}, {"parameters": {}}])
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": TEXT}}}}
+    call = parse_answer(glm(("a", "5"), name="f"), format="glm", tools=[tool]).tool_calls[0]
+    assert json.loads(call.arguments) == {"a": "5"}
+
+
+def test_schemas_that_go_deep_or_in_circles_say_nothing() -> None:
+    deep: dict[str, Any] = TEXT
+    for _ in range(200):
+        deep = {"allOf": [deep]}
+    circle = {"$ref": "#/properties/b"}
+    tools = [
+        {"name": "f", "parameters": {"allOf": [deep, {"$ref": "#"}], "properties": {"a": deep, "b": circle}}}
+    ]
+    call = parse_answer(
+        glm(("a", "5"), ("b", "6"), ("c", "7"), name="f"), format="glm", tools=tools
+    ).tool_calls[0]
+    assert json.loads(call.arguments) == {"a": "5", "b": "6", "c": 7}
