@@ -20,7 +20,8 @@ from xdeepserve.errors import (
     meant,
 )
 
-MAX_BODY_BYTES = 1 << 20
+MAX_BODY_BYTES = 1 << 20  # of a request, or more where the context holds more
+BYTES_PER_TOKEN = 32  # of a body: a token id takes 8, a word of ASCII about 5, one of escaped characters 18
 RETRY_AFTER_S = 1  # a hint for clients; the queue may be longer or shorter then
 
 log = logging.getLogger("xdeepserve.api")
@@ -77,7 +78,8 @@ def describe(exc: Exception, request: web.Request) -> tuple[int, ErrorDetail]:
             allowed = ", ".join(sorted(exc.allowed_methods))
             return 405, ErrorDetail(f"{request.method} is not allowed on {request.path}; try {allowed}")
         case web.HTTPRequestEntityTooLarge():
-            message = f"the request body is larger than {MAX_BODY_BYTES} bytes"
+            most = request.client_max_size
+            message = f"the request body is larger than {most} bytes: --max-body-bytes of serve allows more"
             return 413, ErrorDetail(message, code="request_too_large")
         case web.HTTPException():
             kind = "server_error" if exc.status >= 500 else "invalid_request_error"

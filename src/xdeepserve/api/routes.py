@@ -40,6 +40,13 @@ OWN = (
     Route(
         "POST", _ANSWERS, answers.create_response, "Answer, also from an earlier answer on.", ResponsesRequest
     ),
+    Route(
+        "POST",
+        f"{_ANSWERS}/input_tokens",
+        answers.count_input_tokens,
+        "Count the tokens of a request's prompt.",
+        ResponsesRequest,
+    ),
     Route("GET", f"{_ANSWERS}/{{id}}", answers.get_response, "Show an answer that was kept."),
     Route("DELETE", f"{_ANSWERS}/{{id}}", answers.delete_response, "Forget an answer."),
     Route(
