@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import types
-from collections.abc import AsyncIterator, Iterator
-from typing import Any, Union, get_args, get_origin
+from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,6 +12,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from tests.api.conftest import Post
 from tests.api.fake_engine import FakeEngine
+from tests.api.tools import missing
 from xdeepserve.api.defaults import sampling_defaults
 from xdeepserve.api.endpoint import ENDPOINT
 from xdeepserve.api.options import ServerOptions
@@ -120,27 +120,6 @@ async def test_requests_without_a_value_take_the_checkpoints(engine: FakeEngine)
 
 
 # ---- vendors' types ---------------------------------------------------------------------------------------
-
-
-def missing(kind: Any, value: Any, path: str = "") -> Iterator[str]:
-    """Walk a vendor's model beside an answer, and yield the required fields that the answer lacks."""
-    fields = getattr(kind, "model_fields", None)
-    if fields is not None and isinstance(value, dict):
-        for name, field in fields.items():
-            if name in value:
-                yield from missing(field.annotation, value[name], f"{path}.{name}")
-            elif field.is_required():
-                yield f"{path}.{name}"
-        return
-    inner = get_args(kind)
-    if get_origin(kind) in (Union, types.UnionType):
-        found = [list(missing(each, value, path)) for each in inner if each is not type(None)]
-        yield from min(found, key=len, default=[])
-    elif isinstance(value, list) and inner:
-        for i, each in enumerate(value):
-            yield from missing(inner[0], each, f"{path}[{i}]")
-    elif hasattr(kind, "__metadata__"):
-        yield from missing(inner[0], value, path)
 
 
 CASES: list[dict[str, Any]] = [
