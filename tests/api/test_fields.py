@@ -177,6 +177,6 @@ def test_headers_are_ascii_and_short() -> None:
 
 @pytest.mark.parametrize("kind", ["web_search_preview_2025_03_11", "mcp", "computer_use_preview"])
 def test_tools_of_servers(kind: str) -> None:
-    assert HOSTED.fullmatch(kind)
+    assert HOSTED["Tool"].fullmatch(kind)
     with pytest.raises(RequestError, match="unknown field x"):
         Fields(is_strict=True).served({"x": 1}, FieldPlace("Tool", frozenset({"type"})))

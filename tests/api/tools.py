@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+import types
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Union, get_args, get_origin
 
 import aiohttp
 import pytest
@@ -44,3 +45,24 @@ async def door(path: Path, *handlers: Any) -> AsyncIterator[tuple[aiohttp.Client
         address = await serve(stack, build_door(store.members, manager))
         yield await stack.enter_async_context(aiohttp.ClientSession(address)), store
     store.close()
+
+
+def missing(kind: Any, value: Any, path: str = "") -> Iterator[str]:
+    """Walk a vendor's model beside an answer, and yield the required fields that the answer lacks."""
+    fields = getattr(kind, "model_fields", None)
+    if fields is not None and isinstance(value, dict):
+        for name, field in fields.items():
+            if name in value:
+                yield from missing(field.annotation, value[name], f"{path}.{name}")
+            elif field.is_required():
+                yield f"{path}.{name}"
+        return
+    inner = get_args(kind)
+    if get_origin(kind) in (Union, types.UnionType):
+        found = [list(missing(each, value, path)) for each in inner if each is not type(None)]
+        yield from min(found, key=len, default=[])
+    elif isinstance(value, list) and inner:
+        for i, each in enumerate(value):
+            yield from missing(inner[0], each, f"{path}[{i}]")
+    elif hasattr(kind, "__metadata__"):
+        yield from missing(inner[0], value, path)

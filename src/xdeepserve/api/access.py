@@ -152,6 +152,8 @@ def key_middleware(options: ServerOptions) -> Middleware:
         route = route_of(request)
         if keys and not (route is not None and route.is_open):
             scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+            if "X-Api-Key" in request.headers:  # Anthropic's clients
+                scheme, given = "bearer", request.headers["X-Api-Key"]
             sent = given.strip().encode("utf-8", "surrogateescape")
             # Every key is compared, and each in the same time, whatever was sent.
             matches = [hmac.compare_digest(sent, key) for key in keys]

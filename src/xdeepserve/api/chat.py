@@ -88,6 +88,7 @@ async def prepare_chat(endpoint: ApiEndpoint, body: ChatRequest) -> PreparedChat
         )
     params = sampling_params(
         body,
+        defaults=endpoint.defaults,
         max_tokens=requested_max_tokens(body),
         logprobs=num_top_logprobs(body),
         prompt_logprobs=body.prompt_logprobs,

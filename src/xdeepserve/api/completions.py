@@ -151,6 +151,7 @@ class CompletionAnswer:
         self.scores_only = max_tokens == 0
         self.params = sampling_params(
             body,
+            defaults=endpoint.defaults,
             max_tokens=max(1, max_tokens),
             logprobs=body.logprobs,
             prompt_logprobs=num_prompt_logprobs(body),

@@ -7,10 +7,12 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from aiohttp import web
 
+from xdeepserve.api.defaults import checkpoint_defaults
 from xdeepserve.api.generation import GENERATION, Generation
 from xdeepserve.api.http_errors import ApiError
 from xdeepserve.api.logprobs import IdNamer, TokenNamer
@@ -44,6 +46,7 @@ class ApiEndpoint:
         self.store = ResponseStore()
         self.namer, self._id_namer = TokenNamer(engine.tokenizer), IdNamer(engine.tokenizer)
         self.created = int(time.time())
+        self.defaults = checkpoint_defaults(engine) if options.generation_config == "auto" else {}
         self._ignored: set[str] = set()
         self._request_numbers, self._start = itertools.count(1), secrets.token_hex(4)
 
@@ -154,13 +157,14 @@ ENGINE_REQUEST_ID = web.RequestKey("ENGINE_REQUEST_ID", str)
 def sampling_params(
     body: GenerationRequest,
     *,
+    defaults: Mapping[str, Any],
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None = None,
     form: StructuredOutputsParams | None = None,
 ) -> SamplingParams:
     """Make sampling parameters from the body's fields and the endpoint's own decisions. A null field leaves
-    the default.
+    the default: the checkpoint's, if it has one.
 
     Raises RequestError.
     """
@@ -175,7 +179,7 @@ def sampling_params(
         )
     try:
         return SamplingParams(
-            **given,
+            **{**defaults, **given},
             logit_bias=_by_token_id(body.logit_bias or {}),
             structured_outputs=form,
             max_tokens=max_tokens,

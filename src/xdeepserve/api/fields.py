@@ -126,6 +126,19 @@ CHANGES: Mapping[str, Mapping[str, Unserved]] = {  # by the name of a type
     "ChatRequest": _CHAT,
     "CompletionRequest": _GENERATING | {"messages": Unserved(use="; use prompt")},
     "ResponsesRequest": _RESPONSES,
+    "MessagesRequest": {
+        "container": Unserved(),
+        "input": Unserved(use="; use messages"),
+        "max_completion_tokens": _LIMIT,
+        "mcp_servers": Unserved(([],)),
+        "n": Unserved((1,)),
+        "prompt": Unserved(use="; use messages"),
+        "response_format": Unserved(use="; use output_config.format"),
+        "stop": Unserved(use="; use stop_sequences"),
+    },
+    "MessageParam": {"tool_calls": Unserved(use="; send a block of type tool_use")},
+    "MessageBlock": {},
+    "MessageTool": {"function": Unserved(use="; its fields stand beside type here")},
     "TokenizeRequest": {},
     "DetokenizeRequest": {},
     "ChatMessage": _MESSAGE,
@@ -154,6 +167,20 @@ _ALL_HARMLESS = (
 HARMLESS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("Tool", "FunctionDefinition", "ResponseTool"), ("cache_control", "defer_loading")),
     **{name: _ALL_HARMLESS for name in CHANGES if name.endswith("Request")},
+    "MessagesRequest": (
+        *_ALL_HARMLESS,
+        *(
+            "anthropic_beta",
+            "anthropic_version",
+            "betas",
+            "cache_control",
+            "context_management",
+            "inference_geo",
+        ),
+        "speed",
+    ),
+    "MessageBlock": ("citations", "caller", "is_error", "title", "context"),
+    "MessageTool": ("defer_loading", "eager_input_streaming", "allowed_callers", "input_examples"),
     "ChatMessage": ("cache_control", "finish_reason", "is_error", "timestamp", "usage", "metadata"),
     "ContentPart": ("cache_control", "prompt_cache_breakpoint"),
 }
@@ -166,10 +193,15 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "FunctionCall": (*_KEPT, "cache_control"),
 }
 # Tools that OpenAI's server runs itself, or whose calls are no JSON: the model is not shown them.
-HOSTED = re.compile(
+_HOSTED = re.compile(
     r"web_search(_preview)?(_\d+)*|file_search|code_interpreter|image_generation|mcp|namespace|tool_search|custom"
     r"|computer(_use_preview)?|local_shell|shell|apply_patch"
 )
+HOSTED = {
+    "Tool": _HOSTED,
+    "ResponseTool": _HOSTED,
+    "MessageTool": re.compile(r"[a-z_]+_20\d{6}|mcp_toolset"),
+}
 
 
 class FieldPlace(NamedTuple):
@@ -214,7 +246,23 @@ ITEMS = {  # kinds of items in the input of /v1/responses
     "function_call": _free("InputItem", f"{_CALL} arguments"),
     "function_call_output": _free("InputItem", f"{_CALL} output", output=PARTS),
 }
+_BLOCK = "type cache_control signature"
+_TEXT_BLOCK = _free("MessageBlock", f"{_BLOCK} text")
+BLOCKS = FieldPlace(  # of the content of /v1/messages
+    by_type={
+        "text": _TEXT_BLOCK,
+        "thinking": _free("MessageBlock", f"{_BLOCK} thinking"),
+        "redacted_thinking": _free("MessageBlock", f"{_BLOCK} data"),
+        "tool_use": _free("MessageBlock", f"{_BLOCK} id name input"),
+        "tool_result": _free("MessageBlock", f"{_BLOCK} tool_use_id content", content=_TEXT_BLOCK),
+    }
+)
 _UNTYPED = {  # of a request that takes them as plain objects
+    ("MessageParam", "content"): BLOCKS,
+    ("MessagesRequest", "system"): _TEXT_BLOCK,
+    ("MessagesRequest", "tools"): _free(
+        "MessageTool", "type name description input_schema strict cache_control"
+    ),
     ("ResponsesRequest", "input"): FieldPlace(by_type={**ITEMS, "": ITEMS["message"]}),
     ("ResponsesRequest", "tools"): _free("ResponseTool", "type name description parameters strict"),
 }
@@ -311,9 +359,8 @@ class Fields:
     def _is_hosted(self, value: Any, place: FieldPlace, where: str) -> bool:
         """Whether an element of a list is a tool that is left out."""
         kind = value.get("type") if isinstance(value, dict) else None
-        if self._is_strict or place.name not in ("Tool", "ResponseTool") or not isinstance(kind, str):
-            return False
-        if not HOSTED.fullmatch(kind):
+        pattern = HOSTED.get(place.name)
+        if self._is_strict or pattern is None or not isinstance(kind, str) or not pattern.fullmatch(kind):
             return False
         self.ignored[f"{where}.{kind}"] = None
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -11,6 +12,7 @@ from aiohttp.typedefs import Handler
 from msgspec import UNSET, UnsetType
 
 from xdeepserve.api.generation import GENERATION
+from xdeepserve.api.route import ANTHROPIC, route_of
 from xdeepserve.errors import (
     InputError,
     OverloadedError,
@@ -20,7 +22,8 @@ from xdeepserve.errors import (
     meant,
 )
 
-MAX_BODY_BYTES = 1 << 20
+MAX_BODY_BYTES = 1 << 20  # of a request, or more where the context holds more
+BYTES_PER_TOKEN = 32  # of a body: a token id takes 8, a word of ASCII about 5, one of escaped characters 18
 RETRY_AFTER_S = 1  # a hint for clients; the queue may be longer or shorter then
 
 log = logging.getLogger("xdeepserve.api")
@@ -77,7 +80,8 @@ def describe(exc: Exception, request: web.Request) -> tuple[int, ErrorDetail]:
             allowed = ", ".join(sorted(exc.allowed_methods))
             return 405, ErrorDetail(f"{request.method} is not allowed on {request.path}; try {allowed}")
         case web.HTTPRequestEntityTooLarge():
-            message = f"the request body is larger than {MAX_BODY_BYTES} bytes"
+            most = request.client_max_size
+            message = f"the request body is larger than {most} bytes: --max-body-bytes of serve allows more"
             return 413, ErrorDetail(message, code="request_too_large")
         case web.HTTPException():
             kind = "server_error" if exc.status >= 500 else "invalid_request_error"
@@ -101,6 +105,22 @@ def encode_error(detail: ErrorDetail) -> bytes:
     return msgspec.json.encode(ErrorBody(detail))
 
 
+_ANTHROPICS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def anthropic_error(status: int, detail: ErrorDetail) -> dict[str, Any]:
+    """Convert an error to Anthropic's error body."""
+    usual = "api_error" if status >= 500 else "invalid_request_error"
+    return {"type": "error", "error": {"type": _ANTHROPICS.get(status, usual), "message": detail.message}}
+
+
 @web.middleware
 async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Turn any exception of a handler into a response. Cancellation passes, because the client has gone."""
@@ -118,7 +138,10 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
             texts = ["".join(pieces) for pieces in request[GENERATION].texts]
             detail = msgspec.structs.replace(detail, partial=texts)
         request[REFUSAL] = detail
-        response = web.Response(status=status, body=encode_error(detail), content_type="application/json")
+        body = encode_error(detail)
+        if (route := route_of(request)) is not None and route.errors == ANTHROPIC:
+            body = msgspec.json.encode(anthropic_error(status, detail))
+        response = web.Response(status=status, body=body, content_type="application/json")
         if isinstance(exc, OverloadedError):
             response.headers["Retry-After"] = str(RETRY_AFTER_S)
         if isinstance(exc, web.HTTPMethodNotAllowed):

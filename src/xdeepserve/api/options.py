@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import ssl
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -26,6 +27,8 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     admin               clients may list, add and remove task executors (api/admin.py)
     log_requests        a line of the log for each request
     strict              fields without effect are refused instead of ignored (api/fields.py)
+    generation_config   "vllm": sampling defaults of the checkpoint's generation_config.json are not taken
+    max_body_bytes      largest body of a request; by default it follows the model's context
     record              file that what the page draws is written to
     state               directory in which files and jobs are kept (jobs/door); without, none are taken
     tools               file with the functions that agents may call (jobs/agent_tools.py)
@@ -42,6 +45,8 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     admin: bool = False
     log_requests: bool = False
     strict: bool = False
+    generation_config: Literal["auto", "vllm"] = "auto"
+    max_body_bytes: int | None = None
     record: Path | None = None
     state: Path | None = None
     tools: Path | None = None
@@ -62,6 +67,8 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
                 raise InputError(
                     f"--allowed-hosts takes names or addresses, without scheme and port, found {name}"
                 )
+        if self.max_body_bytes is not None and self.max_body_bytes < 1024:
+            raise InputError(f"--max-body-bytes must be 1024 or more, found {self.max_body_bytes}")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise InputError("--ssl-keyfile needs --ssl-certfile")
 

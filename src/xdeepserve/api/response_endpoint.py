@@ -64,6 +64,26 @@ async def create_response(request: web.Request) -> web.StreamResponse:
         return json_response(answer.response)
 
 
+async def count_input_tokens(request: web.Request) -> web.Response:
+    """Handle POST /v1/responses/input_tokens: the length of the prompt that a request would have."""
+    body = await read_body(request, ResponsesRequest)
+    endpoint = request.app[MODELS].find(body.model)
+    before: list[ChatMessage] = []
+    if body.previous_response_id is not None:
+        before = endpoint.store.find(body.previous_response_id, "previous_response_id").messages
+    try:
+        prepared = await prepare_chat(endpoint, chat_request(body, before))
+    except OverloadedError:
+        raise
+    except RequestError as error:
+        raise in_clients_words(error) from None
+    return json_response({"object": "response.input_tokens", "input_tokens": len(prepared.prompt)})
+
+
+def _given(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
 class ResponseAnswer:
     """Turns a generation's deltas into events, and into the response that they add up to."""
 
@@ -87,8 +107,8 @@ class ResponseAnswer:
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
             "store": body.store is not False,
-            "temperature": 1.0 if body.temperature is None else body.temperature,
-            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "temperature": _given(body.temperature, endpoint.defaults.get("temperature", 1.0)),
+            "top_p": _given(body.top_p, endpoint.defaults.get("top_p", 1.0)),
             "text": body.text or {"format": {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
@@ -135,7 +155,10 @@ class ResponseAnswer:
             "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},
             "usage": {
                 "input_tokens": usage.prompt_tokens,
-                "input_tokens_details": usage.prompt_tokens_details,
+                "input_tokens_details": {
+                    "cached_tokens": usage.prompt_tokens_details.cached_tokens,
+                    "cache_write_tokens": 0,  # prompts are kept without being asked, and at no price
+                },
                 "output_tokens": usage.completion_tokens,
                 "output_tokens_details": usage.completion_tokens_details,
                 "total_tokens": usage.total_tokens,

@@ -10,6 +10,7 @@ from aiohttp import web
 
 JSON, FORM = "application/json", "multipart/form-data"
 PASSED_ON = "either"  # the server that answers in the end looks at it
+OPENAI, ANTHROPIC = "OpenAI", "Anthropic"
 READING = ("GET", "HEAD", "OPTIONS")  # all other methods change something or compute
 
 
@@ -19,6 +20,7 @@ class Route(msgspec.Struct, frozen=True, eq=False):
 
     is_open  answers without a key, also where the server has keys
     takes    content type of the body, if there is one
+    errors   whose form errors have: OpenAI's or Anthropic's
     option   option of `ServerOptions` without which the server does not have the route
     body, answer, chunk, query   types for the documents; `chunk` is of a stream
     """
@@ -33,6 +35,7 @@ class Route(msgspec.Struct, frozen=True, eq=False):
     query: Mapping[str, dict[str, Any]] | None = None
     is_open: bool = False
     takes: str = JSON
+    errors: str = OPENAI
     option: str | None = None
 
     @property

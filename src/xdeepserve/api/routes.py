@@ -12,9 +12,11 @@ from xdeepserve.api import responses as given
 from xdeepserve.api.chat import create_chat_completion
 from xdeepserve.api.completions import create_completion
 from xdeepserve.api.input_items import PAGE_QUERY, list_input_items
+from xdeepserve.api.message_endpoint import count_message_tokens, create_message
+from xdeepserve.api.message_items import MessagesRequest
 from xdeepserve.api.openapi import show_docs, show_openapi
 from xdeepserve.api.response_items import ResponsesRequest
-from xdeepserve.api.route import Route
+from xdeepserve.api.route import ANTHROPIC, Route
 from xdeepserve.api.tokenize import detokenize, tokenize
 
 _CHATS, _ANSWERS = "/v1/chat/completions", "/v1/responses"
@@ -40,6 +42,13 @@ OWN = (
     Route(
         "POST", _ANSWERS, answers.create_response, "Answer, also from an earlier answer on.", ResponsesRequest
     ),
+    Route(
+        "POST",
+        f"{_ANSWERS}/input_tokens",
+        answers.count_input_tokens,
+        "Count the tokens of a request's prompt.",
+        ResponsesRequest,
+    ),
     Route("GET", f"{_ANSWERS}/{{id}}", answers.get_response, "Show an answer that was kept."),
     Route("DELETE", f"{_ANSWERS}/{{id}}", answers.delete_response, "Forget an answer."),
     Route(
@@ -54,6 +63,22 @@ OWN = (
         f"{_ANSWERS}/{{id}}/cancel",
         answers.cancel_response,
         "Refuse: no answer is made in the background.",
+    ),
+    Route(
+        "POST",
+        "/v1/messages",
+        create_message,
+        "Answer a conversation in Anthropic's form.",
+        MessagesRequest,
+        errors=ANTHROPIC,
+    ),
+    Route(
+        "POST",
+        "/v1/messages/count_tokens",
+        count_message_tokens,
+        "Count the tokens of a request's prompt.",
+        MessagesRequest,
+        errors=ANTHROPIC,
     ),
     Route("GET", "/v1/models", info.list_models, "List the models, by all names.", answer=given.ModelList),
     Route("GET", "/v1/models/{model:.+}", info.get_model, "Show a model.", answer=given.ModelCard),

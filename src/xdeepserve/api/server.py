@@ -31,7 +31,7 @@ from xdeepserve.api.access import (
 )
 from xdeepserve.api.endpoint import ENDPOINT, ENGINE_REQUEST_ID, MAX_REQUEST_ID_CHARS, REQUEST_ID, ApiEndpoint
 from xdeepserve.api.fields import IGNORED, ignored_header
-from xdeepserve.api.http_errors import MAX_BODY_BYTES, error_middleware, protocol_log
+from xdeepserve.api.http_errors import BYTES_PER_TOKEN, MAX_BODY_BYTES, error_middleware, protocol_log
 from xdeepserve.api.options import ServerOptions
 from xdeepserve.api.protocol_errors import JsonRunner
 from xdeepserve.api.route import add_routes
@@ -64,7 +64,7 @@ def build_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.
             cors_middleware(options),
             key_middleware(options),
         ],
-        client_max_size=MAX_BODY_BYTES,
+        client_max_size=options.max_body_bytes or max_body_bytes(engine),
     )
     app[ENDPOINT] = ApiEndpoint(engine, options)
     app[MODELS] = ServedModels(app[ENDPOINT])
@@ -74,6 +74,11 @@ def build_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.
     for wing in wings.endpoint():
         wing.furnish(app)
     return app
+
+
+def max_body_bytes(engine: AsyncEngine) -> int:
+    """Return the largest body that is read: what fills the context fits, however it is written."""
+    return max(MAX_BODY_BYTES, BYTES_PER_TOKEN * engine.max_model_len)
 
 
 @web.middleware

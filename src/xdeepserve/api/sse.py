@@ -16,6 +16,7 @@ from xdeepserve.errors import XDeepServeError
 log = logging.getLogger("xdeepserve.api")
 
 _ENCODER = msgspec.json.Encoder()
+LINE_ENDS = {"\x85".encode(): b"\\u0085", "\u2028".encode(): b"\\u2028", "\u2029".encode(): b"\\u2029"}
 HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 
 
@@ -58,7 +59,16 @@ async def stream_events(
 
 def _event(chunk: Any, is_named: bool = False) -> bytes:
     name = b"event: %b\n" % chunk["type"].encode() if is_named else b""
-    return b"%bdata: %b\n\n" % (name, _ENCODER.encode(chunk))
+    return b"%bdata: %b\n\n" % (name, escaped(_ENCODER.encode(chunk)))
+
+
+def escaped(data: bytes) -> bytes:
+    """Escape the line separators of Unicode in JSON: clients that split a stream with `str.splitlines` would
+    cut an event there."""
+    for raw, written in LINE_ENDS.items():
+        if raw in data:
+            data = data.replace(raw, written)
+    return data
 
 
 async def _send_last(response: web.StreamResponse, event: bytes) -> None:

@@ -44,6 +44,18 @@ def add_options(parser: Parser) -> None:
         help="refuse fields of requests that have no effect, instead of ignoring them with a header",
     )
     parser.add_argument(
+        "--generation-config",
+        choices=("auto", "vllm"),
+        default="auto",
+        help="auto takes sampling defaults from the checkpoint's generation_config.json, vllm does not",
+    )
+    parser.add_argument(
+        "--max-body-bytes",
+        type=int,
+        metavar="N",
+        help="largest body of a request; default 32 bytes for each token of the context, at least 1 MiB",
+    )
+    parser.add_argument(
         "--admin",
         action="store_true",
         help="let clients list, add and remove task executors: /admin/tes (use it with --api-key)",
@@ -154,6 +166,8 @@ def _options(args: argparse.Namespace, host: str, port: int) -> ServerOptions:
         uds=args.uds,
         admin=args.admin,
         strict=args.strict,
+        generation_config=args.generation_config,
+        max_body_bytes=args.max_body_bytes,
         log_requests=args.log_requests,
         record=args.record,
         state=args.state,

@@ -1,0 +1,274 @@
+"""/v1/messages: Anthropic's form of a chat, whole and streamed, with tools, thinking and errors."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+
+from tests.api.fake_engine import FakeEngine
+from tests.api.tools import missing
+from xdeepserve.api.options import ServerOptions
+from xdeepserve.api.server import build_app
+from xdeepserve.engine.serving.request import OutputFormats
+
+URL = "/v1/messages"
+HI: dict[str, Any] = {"role": "user", "content": "hi"}
+TOOL: dict[str, Any] = {"name": "f", "description": "d", "input_schema": {"type": "object"}}
+SCRIPT = b'<think>hm</think>ok<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+
+
+@pytest.fixture
+def agent(engine: FakeEngine) -> FakeEngine:
+    engine.formats = OutputFormats(shows_tools=True, tools="hermes", reasoning="think")
+    engine.script = list(SCRIPT)
+    return engine
+
+
+async def ask(client: TestClient, **fields: Any) -> dict[str, Any]:
+    body = {"messages": [HI], "max_tokens": len(SCRIPT), **fields}
+    async with client.post(URL, json=body) as answer:
+        found: dict[str, Any] = await answer.json()
+        assert answer.status == 200, found
+    return found
+
+
+async def events(client: TestClient, **fields: Any) -> list[dict[str, Any]]:
+    body = {"messages": [HI], "max_tokens": len(SCRIPT), "stream": True, **fields}
+    async with client.post(URL, json=body) as answer:
+        assert answer.status == 200
+        told = [line.split("\n") for line in (await answer.text()).split("\n\n") if line]
+    found = [msgspec.json.decode(data.removeprefix("data: ")) for _, data in told]
+    assert [name.removeprefix("event: ") for name, _ in told] == [each["type"] for each in found]
+    return found
+
+
+def collected(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Add events up to the message, as Anthropic's own client does."""
+    assert [each["type"] for each in found[:2]] == ["message_start", "ping"]
+    assert [each["type"] for each in found[-2:]] == ["message_delta", "message_stop"]
+    message: dict[str, Any] = found[0]["message"]
+    is_open = False
+    for event in found[2:-1]:
+        match event["type"]:
+            case "content_block_start":
+                assert not is_open
+                assert event["index"] == len(message["content"])
+                message["content"].append(event["content_block"])
+                is_open, pieces = True, ""
+            case "content_block_delta":
+                assert is_open
+                delta = event["delta"]
+                block = message["content"][event["index"]]
+                match delta["type"]:
+                    case "text_delta":
+                        block["text"] += delta["text"]
+                    case "thinking_delta":
+                        block["thinking"] += delta["thinking"]
+                    case "signature_delta":
+                        block["signature"] = delta["signature"]
+                    case "input_json_delta":
+                        pieces += delta["partial_json"]
+                        with contextlib.suppress(ValueError):
+                            block["input"] = json.loads(pieces)
+            case "content_block_stop":
+                assert is_open
+                is_open = False
+            case "message_delta":
+                assert not is_open
+                message |= event["delta"]
+                message["usage"] = event["usage"]
+    return message
+
+
+async def test_thinking_text_and_a_call(client: TestClient, agent: FakeEngine) -> None:
+    message = await ask(client, tools=[TOOL])
+    assert message["content"] == [
+        {"type": "thinking", "thinking": "hm", "signature": ""},
+        {"type": "text", "text": "ok"},
+        {"type": "tool_use", "id": message["content"][2]["id"], "name": "f", "input": {"a": 1}},
+    ]
+    assert (message["type"], message["role"], message["stop_sequence"]) == ("message", "assistant", None)
+    assert message["usage"]["output_tokens"] == len(SCRIPT)
+    streamed = collected(await events(client, tools=[TOOL]))
+    for each in (message, streamed):
+        del each["id"], each["content"][2]["id"], each["usage"]
+    assert streamed == message
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason", "sequence"),
+    [
+        ({"max_tokens": 3}, "max_tokens", None),
+        ({"stop_sequences": ["k"], "tools": None}, "stop_sequence", "k"),
+        ({"max_tokens": 10**6}, "model_context_window_exceeded", None),
+    ],
+)
+async def test_why_an_answer_ends(
+    client: TestClient, agent: FakeEngine, fields: dict[str, Any], reason: str, sequence: str | None
+) -> None:
+    for message in (await ask(client, **fields), collected(await events(client, **fields))):
+        assert (message["stop_reason"], message["stop_sequence"]) == (reason, sequence)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 12, 20, 50, 70, 80])
+async def test_answers_come_back_wherever_they_are_cut(
+    client: TestClient, agent: FakeEngine, max_tokens: int
+) -> None:
+    said = await ask(client, tools=[TOOL], max_tokens=max_tokens)
+    calls = [block for block in said["content"] if block["type"] == "tool_use"]
+    results = [
+        {"type": "tool_result", "tool_use_id": call["id"], "content": "no", "is_error": True}
+        for call in calls
+    ]
+    reply = {"role": "user", "content": [*results, {"type": "text", "text": "go on"}]}
+    await ask(client, messages=[HI, {"role": "assistant", "content": said["content"]}, reply], tools=[TOOL])
+
+
+async def test_what_the_template_is_shown(client: TestClient, agent: FakeEngine) -> None:
+    mark = {"cache_control": {"type": "ephemeral"}}
+    call = {"type": "tool_use", "id": "c1", "name": "f", "input": {"a": 1}}
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "4"}], **mark}
+    thought = {"type": "thinking", "thinking": "hm", "signature": "s"}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "a", **mark}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": [thought, {"type": "redacted_thinking", "data": "x"}, call]},
+        {"role": "user", "content": [result, {"type": "text", "text": "more"}]},
+    ]
+    await ask(
+        client,
+        system=[{"type": "text", "text": "be brief", **mark}],
+        messages=messages,
+        tools=[{**TOOL, **mark}],
+        thinking={"type": "enabled", "budget_tokens": 1024},
+    )
+    assert agent.tokenizer is not None
+    shown, tools = agent.tokenizer.chats[-1]
+    assert [each["role"] for each in shown] == ["system", "user", "assistant", "tool", "user"]
+    assert [each["content"] for each in shown] == ["be brief", "a\nb", "", "4", "more"]
+    assert shown[2]["reasoning_content"] == "hm"
+    assert shown[2]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert shown[3]["tool_call_id"] == "c1"
+    assert tools is not None
+    function = {"name": "f", "description": "d", "parameters": {"type": "object"}}
+    assert tools == [{"type": "function", "function": function}]
+    assert agent.tokenizer.variables["enable_thinking"] is True
+
+
+async def test_the_beginning_of_an_answer_is_continued(client: TestClient, agent: FakeEngine) -> None:
+    await ask(client, messages=[HI, {"role": "assistant", "content": "It is"}])
+    assert agent.tokenizer is not None
+    assert agent.tokenizer.variables["continue_final_message"] is True
+
+
+async def test_tokens_are_counted_as_they_are_used(client: TestClient, agent: FakeEngine) -> None:
+    fields: dict[str, Any] = {"messages": [HI], "system": "be brief", "tools": [TOOL]}
+    async with client.post(f"{URL}/count_tokens", json=fields) as answer:
+        counted = await answer.json()
+    usage = (await ask(client, **fields))["usage"]
+    assert counted == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
+
+
+@pytest.mark.parametrize(
+    ("choice", "calls"),
+    [
+        ({"type": "auto"}, True),
+        ({"type": "any", "disable_parallel_tool_use": True}, True),
+        ({"type": "tool", "name": "f"}, True),
+        ({"type": "none"}, False),
+    ],
+)
+async def test_tool_choice(
+    client: TestClient, agent: FakeEngine, choice: dict[str, Any], calls: bool
+) -> None:
+    message = await ask(client, tools=[TOOL], tool_choice=choice)
+    assert ("tool_use" in [block["type"] for block in message["content"]]) == calls
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"max_tokens": None}, "max_tokens is required"),
+        ({"messages": []}, "messages is empty"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role must be user or assistant"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "content[0].type"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
+            "tool_use_id must be",
+        ),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a"}]}]}, "name must be"),
+        ({"tools": [{"name": "f"}]}, "tools[0].input_schema must be an object, found null"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "some"}},
+            "must be auto, any, none or tool",
+        ),
+        ({"thinking": {"type": "on"}}, "thinking.type must be enabled"),
+        ({"stop": ["x"]}, "stop is not supported; use stop_sequences"),
+        ({"max_tokns": 5}, "did you mean max_tokens?"),
+        ({"system": 5}, "system: expected"),
+        ({"model": "claude"}, "the model"),
+    ],
+)
+async def test_errors_have_anthropics_form(
+    client: TestClient, agent: FakeEngine, fields: dict[str, Any], says: str
+) -> None:
+    body = {"messages": [HI], "max_tokens": 5, **fields}
+    async with client.post(URL, json=body) as answer:
+        found = await answer.json()
+    assert found.keys() == {"type", "error"}
+    assert found["type"] == "error"
+    kind = {400: "invalid_request_error", 404: "not_found_error"}[answer.status]
+    assert found["error"]["type"] == kind
+    assert says in found["error"]["message"]
+    assert not agent.submitted
+
+
+@contextlib.asynccontextmanager
+async def guarded(engine: FakeEngine) -> AsyncIterator[TestClient]:
+    async with TestClient(TestServer(build_app(engine, ServerOptions(api_keys=("one",))))) as client:
+        yield client
+
+
+async def test_the_key_is_where_anthropics_clients_have_it(agent: FakeEngine) -> None:
+    body = {"messages": [HI], "max_tokens": 5}
+    async with guarded(agent) as client:
+        for headers, status in (({}, 401), ({"x-api-key": "two"}, 401), ({"x-api-key": "one"}, 200)):
+            async with client.post(URL, json=body, headers=headers) as answer:
+                assert answer.status == status
+                if status == 401:
+                    assert (await answer.json())["error"]["type"] == "authentication_error"
+
+
+async def test_what_claude_code_sends_is_taken(client: TestClient, agent: FakeEngine) -> None:
+    body = {
+        "messages": [HI],
+        "max_tokens": 32000,
+        "system": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}],
+        "tools": [TOOL, {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}],
+        "metadata": {"user_id": "u"},
+        "context_management": {"edits": []},
+        "thinking": {"type": "adaptive"},
+        "output_config": {"effort": "medium"},
+        "stream": True,
+    }
+    async with client.post(f"{URL}?beta=true", json=body) as answer:
+        assert answer.status == 200, await answer.text()
+        ignored = answer.headers["X-Ignored-Fields"]
+    assert ignored == "tools.web_search_20250305, metadata, context_management"
+
+
+async def test_anthropics_own_types(client: TestClient, agent: FakeEngine) -> None:
+    anthropic = pytest.importorskip("anthropic.types")
+    pydantic = pytest.importorskip("pydantic")
+    message = await ask(client, tools=[TOOL])
+    assert not list(missing(anthropic.Message, message))
+    anthropic.Message.model_validate(message)
+    adapter = pydantic.TypeAdapter(anthropic.RawMessageStreamEvent)
+    for event in await events(client, tools=[TOOL]):
+        if event["type"] != "ping":  # not among its types, though its server sends it
+            adapter.validate_python(event)

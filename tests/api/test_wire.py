@@ -1,0 +1,174 @@
+"""Wire format: lines of event streams, fields that vendors' types require, limits and defaults."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+
+from tests.api.conftest import Post
+from tests.api.fake_engine import FakeEngine
+from tests.api.tools import missing
+from xdeepserve.api.defaults import sampling_defaults
+from xdeepserve.api.endpoint import ENDPOINT
+from xdeepserve.api.options import ServerOptions
+from xdeepserve.api.server import build_app, max_body_bytes
+from xdeepserve.api.sse import escaped
+from xdeepserve.engine.serving.request import OutputFormats
+from xdeepserve.errors import InputError
+
+TEXT, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+HI: dict[str, Any] = {"role": "user", "content": "hi"}
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+BODIES: dict[str, Any] = {TEXT: {"prompt": "x"}, CHAT: {"messages": [HI]}, RESPONSES: {"input": "x"}}
+
+
+@contextlib.asynccontextmanager
+async def served(engine: FakeEngine, **options: Any) -> AsyncIterator[TestClient]:
+    async with TestClient(TestServer(build_app(engine, ServerOptions(**options)))) as client:
+        yield client
+
+
+@pytest.mark.parametrize("text", ["a\u2028b", "\u2029", "x\x85y", "\x0b\x0c\x1c\x1e", "é\u2027\u202a\u2028"])
+def test_no_event_has_a_line_end_within(text: str) -> None:
+    data = escaped(msgspec.json.encode({"text": text}))
+    assert msgspec.json.decode(data) == {"text": text}
+    assert len(data.decode().splitlines()) == 1
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT, RESPONSES])
+async def test_streams_can_be_split_by_unicodes_lines(
+    client: TestClient, engine: FakeEngine, path: str
+) -> None:
+    text = "one\u2028two\u2029three\x85four"
+    engine.script = list(text.encode())
+    limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
+    async with client.post(path, json={**BODIES[path], "stream": True, limit: len(engine.script)}) as answer:
+        lines = (await answer.text()).splitlines()
+    assert all(line.startswith(("data: ", "event: ")) for line in lines if line)
+    events = [msgspec.json.decode(line[6:]) for line in lines if line.startswith("data: {")]
+    pieces = {
+        TEXT: lambda each: each["choices"][0]["text"],
+        CHAT: lambda each: each["choices"][0]["delta"].get("content", ""),
+        RESPONSES: lambda each: each["delta"] if each["type"] == "response.output_text.delta" else "",
+    }
+    assert "".join(map(pieces[path], events)) == text
+
+
+async def test_input_tokens_of_a_response(post: Post) -> None:
+    for fields in ({"input": "hi"}, {"input": [HI], "instructions": "be brief"}):
+        status, counted = await post(f"{RESPONSES}/input_tokens", **fields)
+        assert (status, counted["object"]) == (200, "response.input_tokens")
+        _, body = await post(RESPONSES, **fields)
+        assert counted["input_tokens"] == body["usage"]["input_tokens"]
+    _, body = await post(RESPONSES, input="hi")
+    _, counted = await post(f"{RESPONSES}/input_tokens", input="x", previous_response_id=body["id"])
+    assert counted["input_tokens"] > 10
+    assert (await post(f"{RESPONSES}/input_tokens", input=[{"role": "user"}]))[0] == 400
+
+
+async def test_the_limit_of_a_body_follows_the_context_or_a_setting(engine: FakeEngine) -> None:
+    assert max_body_bytes(engine) == 1 << 20
+    engine.max_model_len = 163_840
+    assert max_body_bytes(engine) > 163_840 * len("163839, ")
+    async with (
+        served(engine, max_body_bytes=2048) as client,
+        client.post(TEXT, json={"prompt": "x" * 3000}) as answer,
+    ):
+        assert answer.status == 413
+        message = (await answer.json())["error"]["message"]
+        assert message == "the request body is larger than 2048 bytes: --max-body-bytes of serve allows more"
+    with pytest.raises(InputError, match="1024 or more, found 0"):
+        ServerOptions(max_body_bytes=0)
+
+
+@pytest.mark.parametrize(
+    ("found", "taken"),
+    [
+        ({"do_sample": False, "eos_token_id": 1}, {}),
+        ({"temperature": 0.6, "top_k": 1, "top_p": 0.95, "repetition_penalty": 1.05}, None),
+        ({"temperature": 1.0, "top_k": 0, "min_p": 0}, {}),
+        ({"top_k": 20.0}, {"top_k": 20}),
+        ({"temperature": None, "top_p": "0.9", "top_k": True}, {}),
+        ({"temperature": -1, "top_p": 0.5}, {"top_p": 0.5}),
+    ],
+)
+def test_sampling_defaults_of_a_checkpoint(found: dict[str, Any], taken: dict[str, Any] | None) -> None:
+    assert sampling_defaults(found) == (found if taken is None else taken)
+
+
+async def test_requests_without_a_value_take_the_checkpoints(engine: FakeEngine) -> None:
+    app = build_app(engine)
+    app[ENDPOINT].defaults = {"temperature": 0.6, "top_k": 1}
+    async with TestClient(TestServer(app)) as client:
+        for fields, expected in (({}, (0.6, 1)), ({"temperature": 0, "top_k": None}, (0, 1))):
+            for path, body in (
+                (TEXT, {"prompt": "x"}),
+                (CHAT, {"messages": [HI]}),
+                (RESPONSES, {"input": "x"}),
+            ):
+                async with client.post(path, json={**body, **fields}) as answer:
+                    assert answer.status == 200
+                params = engine.submitted[-1].params
+                assert (params.temperature, params.top_k) == expected
+
+
+# ---- vendors' types ---------------------------------------------------------------------------------------
+
+
+CASES: list[dict[str, Any]] = [
+    {},
+    {"tools": [TOOL]},
+    {"n": 2, "logprobs": True, "top_logprobs": 2},
+    {"max_tokens": 3},
+]
+
+
+@pytest.mark.parametrize("fields", CASES)
+async def test_openais_chat_types(post: Post, engine: FakeEngine, fields: dict[str, Any]) -> None:
+    chat = pytest.importorskip("openai.types.chat")
+    engine.formats = OutputFormats(shows_tools=True, tools="hermes", reasoning="think")
+    engine.script = list(b'<think>hm</think>ok<tool_call>{"name": "f", "arguments": {}}</tool_call>')
+    fields = {"messages": [HI], "max_tokens": len(engine.script), **fields}
+    _, body = await post(CHAT, **fields)
+    assert not list(missing(chat.ChatCompletion, body))
+    chat.ChatCompletion.model_validate(body)
+    _, chunks = await post(CHAT, stream=True, stream_options={"include_usage": True}, **fields)
+    for chunk in chunks[:-1]:
+        assert not list(missing(chat.ChatCompletionChunk, chunk))
+        chat.ChatCompletionChunk.model_validate(chunk)
+
+
+async def test_openais_other_types(post: Post, client: TestClient) -> None:
+    openai = pytest.importorskip("openai.types")
+    _, body = await post(TEXT, prompt="x", logprobs=2)
+    assert not list(missing(openai.Completion, body))
+    async with client.get("/v1/models") as answer:
+        for card in (await answer.json())["data"]:
+            assert not list(missing(openai.Model, card))
+
+
+@pytest.mark.parametrize("limit", [4, 12, 25, 200])
+async def test_openais_response_types(client: TestClient, engine: FakeEngine, limit: int) -> None:
+    responses = pytest.importorskip("openai.types.responses")
+    pydantic = pytest.importorskip("pydantic")
+    engine.formats = OutputFormats(shows_tools=True, tools="hermes", reasoning="think")
+    engine.script = list(b'<think>hm</think>ok<tool_call>{"name": "f", "arguments": {}}</tool_call>')
+    tool = {"type": "function", **TOOL["function"], "strict": None}
+    fields = {"input": "hi", "tools": [tool], "max_output_tokens": min(limit, len(engine.script))}
+    async with client.post(RESPONSES, json=fields) as answer:
+        body = await answer.json()
+    assert not list(missing(responses.Response, body))
+    assert body["usage"]["input_tokens_details"].keys() >= {"cached_tokens", "cache_write_tokens"}
+    responses.Response.model_validate(body)
+    adapter = pydantic.TypeAdapter(responses.ResponseStreamEvent)
+    async with client.post(RESPONSES, json={**fields, "stream": True}) as answer:
+        for line in (await answer.text()).splitlines():
+            if line.startswith("data: "):
+                adapter.validate_python(msgspec.json.decode(line[6:]))
