@@ -9,7 +9,7 @@ from typing import NamedTuple
 from xdeepserve.comm.distflow import backend_between
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Device, ExecutionConfig
-from xdeepserve.engine.deploy.sizes import StepSizes, TEPlace, WalkSizes
+from xdeepserve.engine.deploy.sizes import StepSizes, TEPlace
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.te.te_plan import TEPlan
@@ -294,7 +294,7 @@ def team(te: TEPlan) -> str:
 def _division(te: TEPlan) -> str:
     """Describe how dies that hold attention and experts share the work."""
     n, groups, experts = len(te.dies), te.sizes.groups, te.sizes.experts
-    overlap = _overlap(te.sizes.walk)
+    overlap = _overlap(te)
     if groups.tp > 1:
         mode = "TP" if groups.tp_mode == "tp" else "SP-TP-SP"
         parallel = f" + EP{n}" if experts.where == "among" else ""
@@ -311,5 +311,6 @@ def _division(te: TEPlan) -> str:
     return f"DP{n} + EP{n}, {n} dies, each a DP group with its share of the experts{shared}{overlap}"
 
 
-def _overlap(walk: WalkSizes) -> str:
+def _overlap(te: TEPlan) -> str:
+    walk = te.sizes.walk
     return f"; {walk.num_microbatches} microbatches overlap by {walk.overlap}" if walk.overlap else ""

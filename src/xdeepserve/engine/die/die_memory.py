@@ -144,17 +144,23 @@ class DieMemory:
 
     @property
     def _extent(self) -> Extent:
-        steps, groups, copied = self.steps, self.groups, 0
-        if self.is_shared:  # each die's tokens find the shared expert on one die
-            copied = -(-groups.num_dies // self.placed.num_shared_dies) * groups.max_slice
-        copies = min(self.config.num_experts_per_tok, len(self.slots))
-        expert = groups.num_dies * groups.max_slice * copies + copied
-        return Extent(steps.max_part, groups.max_slice, expert, copied, steps.max_model_len, self.num_choices)
+        steps, expert, copied = self.steps, self.max_expert_rows, self._max_shared_rows
+        most = steps.max_part, self.groups.max_slice, expert, copied
+        return Extent(*most, steps.max_model_len, self.num_choices)
+
+    @property
+    def _max_shared_rows(self) -> int:
+        """Largest number of rows that one step can bring to a copy of the shared expert on this die."""
+        if not self.is_shared:
+            return 0
+        # Each die's tokens find the shared expert on one die.
+        return -(-self.groups.num_dies // self.placed.num_shared_dies) * self.groups.max_slice
 
     @property
     def max_expert_rows(self) -> int:
         """Largest number of token copies that one step can bring to this die."""
-        return self._extent.expert
+        copies = min(self.config.num_experts_per_tok, len(self.slots))
+        return self.groups.num_dies * self.groups.max_slice * copies + self._max_shared_rows
 
     @property
     def num_choices(self) -> int:
