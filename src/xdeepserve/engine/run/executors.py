@@ -35,7 +35,7 @@ def executor(
     return Executor(rank, die, mem, weights, way, net.chooser(rank, mem), reports)
 
 
-def traversal(net: Net, rank: int, mem: DieMemory, weights: ModelWeights, threads: Threads) -> Traversal:
+def traversal(net: Net, rank: DieRank, mem: DieMemory, weights: ModelWeights, threads: Threads) -> Traversal:
     """Build the way of a step through the layers of a die."""
     walk, groups = net.team.sizes.walk, net.team.sizes.groups
     die = net.team.pod.dies[net.team.dies[rank]]
@@ -75,7 +75,7 @@ def frame_of(mem: DieMemory, weights: ModelWeights, threads: Threads, buffers: W
     )
 
 
-def lead_to_experts(net: Net, rank: int, runner: Runner) -> None:
+def lead_to_experts(net: Net, rank: DieRank, runner: Runner) -> None:
     """Tell a runner where its tokens find the shared expert, or the domain that they come from."""
     experts = net.team.sizes.experts
     if experts.where == "among":
@@ -84,7 +84,7 @@ def lead_to_experts(net: Net, rank: int, runner: Runner) -> None:
         runner.home = {"domain": rank // net.team.dies_per_domain}
 
 
-def connect(net: Net, rank: int, runner: Runner, microbatch: int) -> None:
+def connect(net: Net, rank: DieRank, runner: Runner, microbatch: int) -> None:
     """Give a runner the ends of exchanges.
 
     Dies in lockstep have none: their gang moves those bytes.
