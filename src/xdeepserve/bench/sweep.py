@@ -141,15 +141,10 @@ def measure(point: Point) -> SweepResult:
 
 def beyond_published(point: Point, te: TEPlan) -> tuple[str, ...]:
     """List the quantities of a point that lie beyond all published times."""
-    sizes = te.sizes
-    ranks = (
-        len(sizes.place.routed_dies) + sizes.experts.num_shared_dies
-        if sizes.experts.where == "away"
-        else sizes.place.num_dies
-    )
+    ranks = te.team.holders.num_ranks
     among = {"ranks": float(ranks)} if ranks > 1 else {}
     return beyond(
-        hidden=te.config.hidden_size, batch=point.batch / sizes.groups.tp, context=point.context, **among
+        hidden=te.config.hidden_size, batch=point.batch / te.sizes.groups.tp, context=point.context, **among
     )
 
 

@@ -51,7 +51,7 @@ def describe(plan: PodPlan) -> str:
         *(
             f"{'step' if te is plan.tes[0] else '':<12}at most {te.sizes.steps.max_seqs} sequences and "
             f"{te.sizes.steps.max_tokens} token rows per DP group, {drafts(te.sizes.steps)}"
-            f"{f' ({te.sizes.place.name})' if len(plan.tes) > 1 else ''}"
+            f"{f' ({te.name})' if len(plan.tes) > 1 else ''}"
             for te in plan.tes
         ),
         *hosts(plan),
@@ -266,7 +266,7 @@ def _line(plan: PodPlan, te: TEPlan, run: list[tuple[int, DieMemory | ExpertMemo
     weights, cache, activations, xccl = (nbytes / MIB for nbytes in _numbers(plan, die, mem))
     number = str(die) if die == last else f"{die}..{last}"
     return (
-        f"{number:>9}  {plan.pod.topology.name(die):<12}{te.sizes.place.name:<12}{heads:<10}{held:<16}"
+        f"{number:>9}  {plan.pod.topology.name(die):<12}{te.name:<12}{heads:<10}{held:<16}"
         f"{weights:>10.2f}{cache:>11.2f}{activations:>13.2f}{xccl:>9.2f}"
     )
 
@@ -277,30 +277,40 @@ def _span(held: range) -> str:
 
 def team(te: TEPlan) -> str:
     """Describe the dies of a TE and how they share the work."""
-    s, n = te.sizes, te.sizes.place.num_dies
-    name = "" if s.place.role == "both" else f"{s.place.name}: "
-    if s.experts.where == "away":
+    place = te.sizes.place
+    name = "" if place.role == "both" else f"{te.name}: "
+    if place.num_expert_dies:
         return (
-            f"{name}{counted(s.place.num_domains, 'DP domains')} of "
-            f"{counted(s.place.dies_per_domain, 'attention dies')}, "
-            f"{counted(s.place.num_routed_dies - s.place.num_vacant)} of routed experts, "
-            f"{s.place.num_shared_dies} of the shared one"
+            f"{name}{counted(place.num_domains, 'DP domains')} of "
+            f"{counted(place.dies_per_domain, 'attention dies')}, "
+            f"{counted(place.num_routed_dies - place.num_vacant)} of routed experts, "
+            f"{place.num_shared_dies} of the shared one"
         )
-    if n == 1:
+    if place.num_dies == 1:
         return f"{name}1 die holds attention and all experts"
-    how, count = s.walk.overlap, s.walk.num_microbatches
-    overlap = f"; {count} microbatches overlap by {how}" if how else ""
-    if s.groups.tp > 1:
-        mode = "TP" if s.groups.tp_mode == "tp" else "SP-TP-SP"
-        experts = f" + EP{n}" if s.experts.where == "among" else ""
+    return f"{name}{_division(te)}"
+
+
+def _division(te: TEPlan) -> str:
+    """Describe how dies that hold attention and experts share the work."""
+    n, groups, experts = len(te.dies), te.sizes.groups, te.sizes.experts
+    overlap = _overlap(te)
+    if groups.tp > 1:
+        mode = "TP" if groups.tp_mode == "tp" else "SP-TP-SP"
+        parallel = f" + EP{n}" if experts.where == "among" else ""
         return (
-            f"{name}DP{s.groups.num_groups} x TP{s.groups.tp}{experts}, {n} dies; the {s.groups.tp} of a DP "
-            f"group share its heads by {mode}, and each holds all latents{overlap}"
+            f"DP{groups.num_groups} x TP{groups.tp}{parallel}, {n} dies; the {groups.tp} of a DP group share "
+            f"its heads by {mode}, and each holds all latents{overlap}"
         )
-    if s.groups.o_proj_tp > 1:
-        overlap = f"; {s.groups.o_proj_tp} neighbours share an output projection{overlap}"
-    if s.experts.where != "among":
-        return f"{name}DP{n}, {n} dies, each a DP group of its own{overlap}"
-    copies = s.experts.num_shared_dies
+    if groups.o_proj_tp > 1:
+        overlap = f"; {groups.o_proj_tp} neighbours share an output projection{overlap}"
+    if experts.where != "among":
+        return f"DP{n}, {n} dies, each a DP group of its own{overlap}"
+    copies = experts.num_shared_dies
     shared = f", {copies} of them with the shared one for all" if copies else ""
-    return f"{name}DP{n} + EP{n}, {n} dies, each a DP group with its share of the experts{shared}{overlap}"
+    return f"DP{n} + EP{n}, {n} dies, each a DP group with its share of the experts{shared}{overlap}"
+
+
+def _overlap(te: TEPlan) -> str:
+    walk = te.sizes.walk
+    return f"; {walk.num_microbatches} microbatches overlap by {walk.overlap}" if walk.overlap else ""

@@ -8,6 +8,7 @@ from xdeepserve.comm.means import Means
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.team import Team
+from xdeepserve.engine.numbers import DieRank
 from xdeepserve.engine.run.arithmetic import quantize_rows
 from xdeepserve.engine.run.ends import CountedSide, row_sizes
 from xdeepserve.engine.walk.runner import Computing, Trampoline
@@ -52,7 +53,7 @@ class ByCards:
         """Means of communication, used by both sides."""
         return Means(timeout_ns=self._walk.timeout_ns)
 
-    def attention_end(self, rank: int, microbatch: int) -> Trampoline:
+    def attention_end(self, rank: DieRank, microbatch: int) -> Trampoline:
         """Make the end of M2N on an attention die."""
         domain, index = divmod(rank, self.team.dies_per_domain)
         mesh = self._mesh(self.layouts[microbatch][domain])

@@ -81,15 +81,9 @@ def priced(
     this way."""
     deployment = with_room(deployment)
     plan = PodPlan(checkpoint, deployment, timing=TimingConfig())
-    sizes = plan.tes[0].sizes
-    if len(plan.tes) > 1 or sizes.experts.where == "away" or sizes.walk.num_parts > 1:
-        raise InputError(
-            f"deployment {deployment.name}: a TE at the grain of a step is one of kind monolithic or "
-            "colocated, with one microbatch"
-        )
-    if missing := lack(plan):
-        raise InputError(f"deployment {deployment.name}: {missing}")
-    num_groups, most = sizes.place.num_dies // sizes.groups.tp, max(LEAST_ROWS, sizes.steps.max_tokens)
+    _check_priced(plan)
+    groups, most = plan.tes[0].sizes.groups, max(LEAST_ROWS, plan.tes[0].sizes.steps.max_tokens)
+    num_groups = groups.num_groups
     experts = plan.config.n_routed_experts
     all_rows = [rows for rows in ROWS if rows < most] + [most]
     few = [count for count in ROWS if count < num_groups]
@@ -99,10 +93,10 @@ def priced(
         nonlocal done
         done += 1
         progress(done, total)
-        sampled = _sampled(deployment, sizes.place.num_dies) if is_sampled else None
+        sampled = _sampled(deployment, groups.num_dies) if is_sampled else None
         if sampled is None:
             return one_step(checkpoint, deployment, shares_of, TimingConfig())
-        return one_step(checkpoint, sampled, shares_of, TimingConfig(of_dies=sizes.place.num_dies))
+        return one_step(checkpoint, sampled, shares_of, TimingConfig(of_dies=groups.num_dies))
 
     full = [step(_prompts(rows), rows * num_groups >= MANY * experts) for rows in all_rows]
     own = [run.iteration_ns - _attention(run) - _feed(run) for run in full]
@@ -114,6 +108,18 @@ def priced(
     per_context, per_kv = _per_position(checkpoint, deployment, full[-1], all_rows[-1])
     curve = Curve(tuple(map(float, all_rows)), tuple(own))
     return StepPrice(num_groups, curve, feed, per_context, per_kv, 1e9 * plan.pod.spec.scheduler_gap.value)
+
+
+def _check_priced(plan: PodPlan) -> None:
+    """Raise InputError if a plan has several TEs, or one whose steps have no price of their own."""
+    name, sizes = plan.deployment.name, plan.tes[0].sizes
+    if len(plan.tes) > 1 or sizes.experts.where == "away" or sizes.walk.num_parts > 1:
+        raise InputError(
+            f"deployment {name}: a TE at the grain of a step is one of kind monolithic or colocated, with "
+            "one microbatch"
+        )
+    if missing := lack(plan):
+        raise InputError(f"deployment {name}: {missing}")
 
 
 def with_room(deployment: Deployment) -> Deployment:

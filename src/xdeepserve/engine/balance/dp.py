@@ -56,7 +56,7 @@ class Candidate(msgspec.Struct, frozen=True):
     num_blocks: int = 0  # that it needs over its whole life
     num_cached: tuple[int, ...] = ()  # tokens of its prompt that each rank has cached; (): none anywhere
 
-    def cost_on(self, rank: int) -> float:
+    def cost_on(self, rank: GroupRank) -> float:
         """Return the relative cost of the request's prefill on a DP group."""
         cached = self.num_cached[rank] if self.num_cached else 0
         return prefill_cost(self.num_tokens - cached, cached)

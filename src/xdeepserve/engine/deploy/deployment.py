@@ -15,6 +15,7 @@ import msgspec
 from msgspec import field
 
 from xdeepserve.errors import InputError
+from xdeepserve.hw.topology import Topology
 from xdeepserve.model.config import TPMode
 from xdeepserve.parsing.tool_formats import ToolFormat
 
@@ -261,7 +262,9 @@ class EmsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     path: Annotated[str | None, "directory of the memory pool's volumes; without one there is no pool"] = None
-    servers: Annotated[int, Limits(1, 48), "hosts that give DRAM to the pool, with a volume each"] = 4
+    servers: Annotated[
+        int, Limits(1, Topology().superpod_servers), "hosts that give DRAM to the pool, with a volume each"
+    ] = 4
     dram_mb: Annotated[Count, "MiB of DRAM on each of them"] = 64
     volume_mb: Annotated[Count, "MiB that each volume may hold; what was not used for longest goes"] = 1024
     block_size: Annotated[Count, "tokens in a block of the pool, a multiple of cache.block_size"] = 128

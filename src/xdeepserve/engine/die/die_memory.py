@@ -13,6 +13,7 @@ from xdeepserve.engine.die.stage_buffers import PARTS, Extent, holds
 from xdeepserve.engine.die.team import Team
 from xdeepserve.engine.die.workspace import Workspace
 from xdeepserve.engine.messages import LOGPROB_SLOTS
+from xdeepserve.engine.numbers import DieRank
 from xdeepserve.hw.memory import Area, Memory, Region
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.packing import ArraySpec
@@ -24,7 +25,7 @@ from xdeepserve.step.layer import Holds
 F32, I32 = np.float32, np.int32
 
 
-def shard_of(groups: GroupSizes, rank: int) -> Shard:
+def shard_of(groups: GroupSizes, rank: DieRank) -> Shard:
     """Return the share of sharded weights that belongs to a die of a DP group, by its rank."""
     mode = "o-proj" if groups.o_proj_tp > 1 else groups.tp_mode
     return Shard(rank % groups.num_sharing, groups.num_sharing, mode)
@@ -45,7 +46,7 @@ class DieMemory:
     replicas: ReplicaMap | None = None  # where there are replicas of experts
     redundant: RedundantSlots | None = None
 
-    def __init__(self, area: Area, team: Team, rank: int) -> None:
+    def __init__(self, area: Area, team: Team, rank: DieRank) -> None:
         sizes = team.sizes
         groups, placed = sizes.groups, sizes.experts
         self.config, self.recipe = team.config, team.recipe
@@ -95,7 +96,7 @@ class DieMemory:
     def _new_kv(self, kv: KVSizes) -> KVMemory:
         return KVMemory(self._space, self.config, self.recipe, kv, self.steps.mtp)
 
-    def _new_replicas(self, rank: int) -> ReplicaMap:
+    def _new_replicas(self, rank: DieRank) -> ReplicaMap:
         return ReplicaMap(self._space, self.config, self.placed, rank)
 
     def _new_redundant(self) -> RedundantSlots:
@@ -144,17 +145,23 @@ class DieMemory:
 
     @property
     def _extent(self) -> Extent:
-        steps, groups, copied = self.steps, self.groups, 0
-        if self.is_shared:  # each die's tokens find the shared expert on one die
-            copied = -(-groups.num_dies // self.placed.num_shared_dies) * groups.max_slice
-        copies = min(self.config.num_experts_per_tok, len(self.slots))
-        expert = groups.num_dies * groups.max_slice * copies + copied
-        return Extent(steps.max_part, groups.max_slice, expert, copied, steps.max_model_len, self.num_choices)
+        steps, expert, copied = self.steps, self.max_expert_rows, self._max_shared_rows
+        most = steps.max_part, self.groups.max_slice, expert, copied
+        return Extent(*most, steps.max_model_len, self.num_choices)
+
+    @property
+    def _max_shared_rows(self) -> int:
+        """Largest number of rows that one step can bring to a copy of the shared expert on this die."""
+        if not self.is_shared:
+            return 0
+        # Each die's tokens find the shared expert on one die.
+        return -(-self.groups.num_dies // self.placed.num_shared_dies) * self.groups.max_slice
 
     @property
     def max_expert_rows(self) -> int:
         """Largest number of token copies that one step can bring to this die."""
-        return self._extent.expert
+        copies = min(self.config.num_experts_per_tok, len(self.slots))
+        return self.groups.num_dies * self.groups.max_slice * copies + self._max_shared_rows
 
     @property
     def num_choices(self) -> int:

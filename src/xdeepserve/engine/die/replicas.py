@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from xdeepserve.engine.deploy.sizes import ExpertSizes
 from xdeepserve.engine.die.workspace import Workspace
+from xdeepserve.engine.numbers import DieRank
 from xdeepserve.errors import ProtocolError
 from xdeepserve.hw.address_space import AddressSpace
 from xdeepserve.hw.die import Die
@@ -90,7 +91,7 @@ class ReplicaMap:
     Construct it to plan its buffers; call `start` once there is memory.
     """
 
-    def __init__(self, space: Workspace, config: ModelConfig, experts: ExpertSizes, rank: int) -> None:
+    def __init__(self, space: Workspace, config: ModelConfig, experts: ExpertSizes, rank: DieRank) -> None:
         self._space, self._config, self._experts, self._rank = space, config, experts, rank
         shape = len(experts.layers), config.n_routed_experts
         self._shape, self.most = shape, experts.max_replicas

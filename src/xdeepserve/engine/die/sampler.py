@@ -9,6 +9,7 @@ import numpy as np
 
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.messages import LOGPROB_SLOTS, StepPlan
+from xdeepserve.engine.numbers import DieRank
 from xdeepserve.errors import RequestError, XDeepServeError
 from xdeepserve.model import sampling
 from xdeepserve.model.canonical import Array
@@ -30,7 +31,7 @@ class Chooser(Protocol):
 class Sampler:
     """Samples tokens by seed, choice and position; computes log probabilities and accepted drafts."""
 
-    def __init__(self, rank: int, mem: DieMemory) -> None:
+    def __init__(self, rank: DieRank, mem: DieMemory) -> None:
         self.rank, self.mem = rank, mem
         self.faults: dict[int, XDeepServeError] = {}
 

@@ -16,6 +16,7 @@ from xdeepserve.engine.die.kv_memory import KVMemory
 from xdeepserve.engine.die.replicas import RedundantSlots, ReplicaMap
 from xdeepserve.engine.die.team import Team
 from xdeepserve.engine.die.workspace import MAX_VIEWS, Workspace
+from xdeepserve.engine.numbers import DieRank
 from xdeepserve.hw.address_space import AddressSpace
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import Address, Area, MemoryPlan
@@ -81,7 +82,7 @@ class DrawnReplicas(ReplicaMap):
         space: Workspace,
         config: ModelConfig,
         placed: ExpertSizes,
-        rank: int,
+        rank: DieRank,
         routing: DrawnRouting | None,
     ) -> None:
         super().__init__(space, config, placed, rank)
@@ -132,7 +133,7 @@ class ModelShapes:
     def __init__(self, team: Team) -> None:
         self.team, self.config, self.recipe = team, team.config, team.recipe
         # All ranks of a TP group hold parts of the same shapes.
-        self.specs = shard_of(team.sizes.groups, 0).specs(self._whole_specs())
+        self.specs = shard_of(team.sizes.groups, DieRank(0)).specs(self._whole_specs())
         self.model = assemble(self.config, self.specs, packed_shapes(self.specs), is_packed=True)
 
     def _whole_specs(self) -> dict[str, ArraySpec]:
@@ -210,7 +211,7 @@ class ShapeMemory(DieMemory):
     kv: ShapeKV
 
     def __init__(
-        self, area: Area, shapes: ModelShapes, rank: int, routing: DrawnRouting | None = None
+        self, area: Area, shapes: ModelShapes, rank: DieRank, routing: DrawnRouting | None = None
     ) -> None:
         """`routing` is told of maps of replicas, and asked for the load, by one die for all."""
         self.shapes, self._routing = shapes, routing
@@ -228,7 +229,7 @@ class ShapeMemory(DieMemory):
     def _new_kv(self, kv: KVSizes) -> KVMemory:
         return ShapeKV(self._space, self.shapes)
 
-    def _new_replicas(self, rank: int) -> ReplicaMap:
+    def _new_replicas(self, rank: DieRank) -> ReplicaMap:
         return DrawnReplicas(self._space, self.config, self.placed, rank, self._routing)
 
     def _new_redundant(self) -> RedundantSlots:

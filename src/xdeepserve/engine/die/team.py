@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from xdeepserve.comm.exchange.layout import Group
 from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.numbers import DieRank
 from xdeepserve.hw.accelerators import SERVER
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.topology import Topology
@@ -68,17 +69,22 @@ class Team:
         return self.config.num_experts_per_tok + (self.sizes.experts.num_shared_dies > 0)
 
     @property
-    def group_ranks(self) -> list[range]:
-        """Ranks of the dies of each DP group."""
-        tp = self.sizes.groups.tp
-        return [range(first, first + tp) for first in range(0, len(self.dies), tp)]
+    def ranks(self) -> list[DieRank]:
+        """Ranks of all dies with DP groups."""
+        return [DieRank(rank) for rank in range(len(self.dies))]
 
-    def group_of(self, rank: int) -> tuple[int, ...]:
+    @property
+    def group_ranks(self) -> list[list[DieRank]]:
+        """Ranks of the dies of each DP group."""
+        ranks, tp = self.ranks, self.sizes.groups.tp
+        return [ranks[first : first + tp] for first in range(0, len(ranks), tp)]
+
+    def group_of(self, rank: DieRank) -> tuple[int, ...]:
         """Return the dies of the DP group that a rank belongs to."""
         first = rank - rank % self.sizes.groups.tp
         return self.dies[first : first + self.sizes.groups.tp]
 
-    def sharing(self, rank: int) -> tuple[int, ...]:
+    def sharing(self, rank: DieRank) -> tuple[int, ...]:
         """Return the dies sharing projections with a rank, itself included.
 
         They are the dies of its DP group, or of several DP groups of one die each.

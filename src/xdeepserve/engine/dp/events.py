@@ -192,7 +192,7 @@ class ClientLost(msgspec.Struct, frozen=True):
     """A DP group using expert servers is lost, and its TE goes on without it. Only observers are told."""
 
     te: str
-    rank: int
+    rank: GroupRank
     die: int
 
 

@@ -152,7 +152,8 @@ class DPGroup:
         for seq in step.receives:
             endpoint, source = self._offers.pop(seq.seq_id)
             slots = seq.holding.slots
-            pieces = [piece for rank in range(len(self.dies)) for piece in self.block_pieces(slots, rank)]
+            by_rank = [self.block_pieces(slots, tp_rank) for tp_rank in range(len(self.dies))]
+            pieces = [piece for part in by_rank for piece in part]
             self._receive(seq, endpoint, source, pieces)
         return bool(step.shares)
 
@@ -183,24 +184,24 @@ class DPGroup:
         if not pool.copy(ticket):
             self.scheduler.finish_transfer(ticket)
 
-    def block_pieces(self, slots: Sequence[int], rank: int) -> list[tuple[Address, int]]:
+    def block_pieces(self, slots: Sequence[int], tp_rank: int) -> list[tuple[Address, int]]:
         """List raw addresses and sizes (bytes) of KV blocks on one of the dies, in the order of `slots`."""
-        return [piece for slot in slots for piece in self.mems[rank].kv.block_pieces("hbm", slot)]
+        return [piece for slot in slots for piece in self.mems[tp_rank].kv.block_pieces("hbm", slot)]
 
     def arrive(self, seq: Seq, endpoint: Endpoint, source: str) -> None:
         """Take over a sequence prefilled elsewhere; `source` offers its KV blocks to `endpoint`."""
         self._offers[seq.seq_id] = (endpoint, source)
         self.handover.arrive(seq)
 
-    def layer_pieces(self, slots: Sequence[int], rank: int) -> list[list[tuple[Address, int]]]:
+    def layer_pieces(self, slots: Sequence[int], tp_rank: int) -> list[list[tuple[Address, int]]]:
         """List addresses and sizes (bytes) of KV blocks by layer: the main model's layers, then MTP's
         part."""
-        return self.mems[rank].kv.layer_pieces(slots)
+        return self.mems[tp_rank].kv.layer_pieces(slots)
 
     def arrive_by_layer(self, seq: Seq, endpoint: Endpoint, source: str) -> None:
         """Step 6 for a sequence with a reservation: receive its layers as soon as `source` has them."""
         slots = self.handover.reserved[seq.seq_id].slots
-        by_rank = [self.layer_pieces(slots, rank) for rank in range(len(self.dies))]
+        by_rank = [self.layer_pieces(slots, tp_rank) for tp_rank in range(len(self.dies))]
         pieces = [piece for part in zip(*by_rank, strict=True) for each in part for piece in each]
         self._receive(seq, endpoint, source, pieces)
 

@@ -27,6 +27,7 @@ from xdeepserve.engine.die.dataflow import DataflowExpertProgram
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.team import Team
+from xdeepserve.engine.numbers import DieRank
 from xdeepserve.engine.run.arithmetic import quantize_rows
 from xdeepserve.engine.run.by_services import ByServices
 from xdeepserve.engine.run.ends import CountedSide, row_sizes
@@ -43,7 +44,7 @@ class Way(Protocol):
     max_rows: int
     """Token copies that an expert die takes at once, at most."""
 
-    def attention_end(self, rank: int, microbatch: int) -> Trampoline: ...
+    def attention_end(self, rank: DieRank, microbatch: int) -> Trampoline: ...
 
     def expert_program(
         self, index: int, mem: ExpertMemory, threads: Threads, reports: Queue[msgspec.Struct]
@@ -84,7 +85,7 @@ class ByTrampolines:
         assert self._walk.carrier != "rdma"
         return Means(carrier=self._walk.carrier, timeout_ns=self._walk.timeout_ns)
 
-    def attention_end(self, rank: int, microbatch: int) -> Trampoline:
+    def attention_end(self, rank: DieRank, microbatch: int) -> Trampoline:
         """Make an attention die's end of A2E and E2A."""
         domain, index = divmod(rank, self.team.dies_per_domain)
         die = self.team.pod.dies[self.team.dies[rank]]

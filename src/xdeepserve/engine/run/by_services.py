@@ -24,6 +24,7 @@ from xdeepserve.engine.die.expert_server import ExpertServerProgram
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.replicas import NOTHING, first_map
 from xdeepserve.engine.die.team import Team
+from xdeepserve.engine.numbers import DieRank
 from xdeepserve.engine.run.arithmetic import quantize_rows
 from xdeepserve.engine.run.ends import CountedSide, row_sizes
 from xdeepserve.engine.walk.runner import Computing, Trampoline
@@ -121,7 +122,7 @@ class ByServices:
         groups = [*by_expert.values(), list(shared)]
         return {physical: group for group in groups for physical in group}
 
-    def replicas(self, rank: int, layer: int, physical: int) -> Sequence[int]:
+    def replicas(self, rank: DieRank, layer: int, physical: int) -> Sequence[int]:
         """Return all physical experts equal to a given one in a layer, as a client knows them.
 
         Replicas loaded by EPLB come and go. For them the client reads its own die's map. The map leads only
@@ -139,7 +140,7 @@ class ByServices:
         experts = np.flatnonzero(((log2phy == physical) & is_replica).any(1))
         return log2phy[experts[0], : counts[experts[0]]].tolist() if len(experts) else (physical,)
 
-    def attention_end(self, rank: int, microbatch: int) -> Trampoline:
+    def attention_end(self, rank: DieRank, microbatch: int) -> Trampoline:
         """Make a client's end for a microbatch, with its slots on the servers."""
         domain, die = rank // self.team.dies_per_domain, self.team.pod.dies[self.team.dies[rank]]
         if rank not in self._known:

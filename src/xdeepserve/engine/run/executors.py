@@ -36,7 +36,7 @@ def executor(
 
 
 def traversal(
-    wiring: Wiring, rank: int, mem: DieMemory, weights: ModelWeights, threads: Threads
+    wiring: Wiring, rank: DieRank, mem: DieMemory, weights: ModelWeights, threads: Threads
 ) -> Traversal:
     """Build the way of a step through the layers of a die."""
     walk, groups = wiring.team.sizes.walk, wiring.team.sizes.groups
@@ -77,7 +77,7 @@ def frame_of(mem: DieMemory, weights: ModelWeights, threads: Threads, buffers: W
     )
 
 
-def lead_to_experts(wiring: Wiring, rank: int, runner: Runner) -> None:
+def lead_to_experts(wiring: Wiring, rank: DieRank, runner: Runner) -> None:
     """Tell a runner where its tokens find the shared expert, or the domain that they come from."""
     experts = wiring.team.sizes.experts
     if experts.where == "among":
@@ -86,7 +86,7 @@ def lead_to_experts(wiring: Wiring, rank: int, runner: Runner) -> None:
         runner.home = {"domain": rank // wiring.team.dies_per_domain}
 
 
-def connect(wiring: Wiring, rank: int, runner: Runner, microbatch: int) -> None:
+def connect(wiring: Wiring, rank: DieRank, runner: Runner, microbatch: int) -> None:
     """Give a runner the ends of exchanges.
 
     Dies in lockstep have none: lockstep moves those bytes.

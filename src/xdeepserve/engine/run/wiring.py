@@ -24,6 +24,7 @@ from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.sampler import Chooser, Sampler
 from xdeepserve.engine.die.team import Team
+from xdeepserve.engine.numbers import DieRank
 from xdeepserve.engine.run.arithmetic import quantize_rows
 from xdeepserve.engine.run.away import ByTrampolines, Way, way_of
 from xdeepserve.engine.run.by_services import ByServices, SeatsOutside
@@ -48,21 +49,21 @@ class Wiring(Protocol):
     def services(self) -> ServiceLayout | None:
         """Memory layout shared by clients and servers where experts are services; None elsewhere."""
 
-    def memory(self, rank: int) -> DieMemory: ...
+    def memory(self, rank: DieRank) -> DieMemory: ...
 
     def expert_memory(self, index: int) -> ExpertMemory: ...
 
-    def pace(self, rank: int, microbatch: int | None) -> Pace: ...
+    def pace(self, rank: DieRank, microbatch: int | None) -> Pace: ...
 
-    def exchange(self, rank: int, pace: Pace, microbatch: int) -> Exchange: ...
+    def exchange(self, rank: DieRank, pace: Pace, microbatch: int) -> Exchange: ...
 
-    def group(self, rank: int, pace: Pace, microbatch: int) -> GroupEnd: ...
+    def group(self, rank: DieRank, pace: Pace, microbatch: int) -> GroupEnd: ...
 
-    def trampoline(self, rank: int, pace: Pace, microbatch: int) -> Trampoline: ...
+    def trampoline(self, rank: DieRank, pace: Pace, microbatch: int) -> Trampoline: ...
 
-    def shared_expert(self, rank: int) -> int | None: ...
+    def shared_expert(self, rank: DieRank) -> int | None: ...
 
-    def chooser(self, rank: int, mem: DieMemory) -> Chooser: ...
+    def chooser(self, rank: DieRank, mem: DieMemory) -> Chooser: ...
 
     def expert_program(
         self, index: int, mem: ExpertMemory, threads: Threads, reports: Queue[msgspec.Struct]
@@ -150,7 +151,7 @@ class ByteWiring:
         """Seats of expert servers in processes outside of the pod; None where servers are dies of the pod."""
         return self.away.seats_outside if isinstance(self.away, ByServices) else None
 
-    def memory(self, rank: int) -> DieMemory:
+    def memory(self, rank: DieRank) -> DieMemory:
         """Plan the memory of a die with a DP group."""
         team = self.team
         return DieMemory(team.pod.plan(team.dies[rank]).app, team, rank)
@@ -172,15 +173,15 @@ class ByteWiring:
 
     # ---- ends ---------------------------------------------------------------------------------------
 
-    def _die(self, rank: int) -> Die:
+    def _die(self, rank: DieRank) -> Die:
         return self.team.pod.dies[self.team.dies[rank]]
 
-    def pace(self, rank: int, microbatch: int | None) -> Pace:
+    def pace(self, rank: DieRank, microbatch: int | None) -> Pace:
         """Return the pace for dies that compute: kernels run, then their virtual time passes."""
         by_cores = microbatch is not None and self.team.sizes.walk.overlap == "cores"
         return Computing(self._die(rank), shares_hbm=by_cores)
 
-    def exchange(self, rank: int, pace: Pace, microbatch: int) -> Exchange:
+    def exchange(self, rank: DieRank, pace: Pace, microbatch: int) -> Exchange:
         """Make a rank's end of dispatch and combine.
 
         If microbatches overlap by cores, it uses the AIV cores of stream 1. If they overlap by engines, the
@@ -203,7 +204,7 @@ class ByteWiring:
             xccl = XCCL(die, rank, group, layout, quantize_rows, means)
         return RankExchange(xccl, self._tallies[microbatch][0], self.team.sizes.experts.num_slots)
 
-    def group(self, rank: int, pace: Pace, microbatch: int) -> GroupEnd:
+    def group(self, rank: DieRank, pace: Pace, microbatch: int) -> GroupEnd:
         """Make a rank's end of its group's collectives.
 
         They belong to attention, so with overlap by cores they use the AIV cores of stream 0.
@@ -215,17 +216,17 @@ class ByteWiring:
         means = Means(cores, timeout_ns=walk.timeout_ns)
         return TPGroup(Collectives(die, self.team.sharing(rank), self.collectives[microbatch], means))
 
-    def trampoline(self, rank: int, pace: Pace, microbatch: int) -> Trampoline:
+    def trampoline(self, rank: DieRank, pace: Pace, microbatch: int) -> Trampoline:
         """Make an attention die's end of the way to experts on dies of their own."""
         assert self.away is not None
         return self.away.attention_end(rank, microbatch)
 
-    def shared_expert(self, rank: int) -> int | None:
+    def shared_expert(self, rank: DieRank) -> int | None:
         """Return the physical number of the shared expert for a rank's tokens; None if it is on the same
         die."""
         return self.team.shared_expert(rank)
 
-    def chooser(self, rank: int, mem: DieMemory) -> Chooser:
+    def chooser(self, rank: DieRank, mem: DieMemory) -> Chooser:
         """Return the sampler for drawing tokens from logits."""
         return Sampler(rank, mem)
 

@@ -25,6 +25,7 @@ from xdeepserve.comm.means import Means
 from xdeepserve.engine.balance.dp import GroupStatus
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import Sequence as Seq
+from xdeepserve.engine.numbers import GroupRank
 from xdeepserve.engine.walk.schedule import side_by_side
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import MemoryPlan
@@ -87,10 +88,10 @@ class StatusGather:
         self._dies = tuple(group.dies[0].index for group in groups)
         means = Means(timeout_ns=timeout_ns, lane="XCCL statuses")
         self._ends = [Collectives(group.dies[0], self._dies, layout, means) for group in groups]
-        self._ranks = tuple(range(len(groups)))  # of those that took part in the latest one
+        self._ranks = tuple(group.rank for group in groups)  # of those that took part in the latest one
         self._num_events = 0
 
-    async def run(self, ranks: tuple[int, ...], prompts: Sequence[Seq]) -> list[Gathered]:
+    async def run(self, ranks: tuple[GroupRank, ...], prompts: Sequence[Seq]) -> list[Gathered]:
         """Gather the statuses of the groups `ranks`, in rank order; the first of them is the leader.
 
         DeadlineError or ProtocolError, naming the peer, if a group does not take part.
@@ -100,7 +101,7 @@ class StatusGather:
             for rank in ranks:
                 self._ends[rank].reset(dies)
         self._num_events += 1
-        found: dict[int, list[Gathered]] = {}
+        found: dict[GroupRank, list[Gathered]] = {}
         starts: list[Callable[[], Awaitable[None]]] = []
         for rank in ranks:
             group = self._groups[rank]
@@ -114,7 +115,9 @@ class StatusGather:
             raise
         return found[ranks[0]]
 
-    async def exchange(self, rank: int, row: bytes, event: int, found: dict[int, list[Gathered]]) -> None:
+    async def exchange(
+        self, rank: GroupRank, row: bytes, event: int, found: dict[GroupRank, list[Gathered]]
+    ) -> None:
         """Take part in the all-gather for one group; the leader's host reads the gathered rows."""
         die: Die = self._groups[rank].dies[0]
         await die.clock.sleep(die.spec.command_ns())  # the host's message reaches the die

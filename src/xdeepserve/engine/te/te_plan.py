@@ -22,7 +22,7 @@ from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.prefixes import BlockLoadCost
 from xdeepserve.engine.dp.scheduler import PrefixTier
 from xdeepserve.engine.messages import CopyDone, PoolReady, StepFailed
-from xdeepserve.engine.numbers import DieRank, GroupRank
+from xdeepserve.engine.numbers import GroupRank
 from xdeepserve.engine.recovery.rollback import Rollback
 from xdeepserve.engine.recovery.rollback_field import plan_rollback_field
 from xdeepserve.engine.run.executors import executor
@@ -63,11 +63,11 @@ class TEPlan:
         self.dies = team.dies
         # Held, and of no server: of some that may join, and of such as others have replaced.
         self.spare_dies = {team.holders.dies[number] for number in team.vacant}
-        self.memories = [wiring.memory(rank) for rank in range(len(self.dies))]
+        self.memories = [wiring.memory(rank) for rank in team.ranks]
         self._plan_links()
         if self.gathers_statuses:
             for ranks in team.group_ranks:
-                plan_statuses(self.pod.plan(self.dies[ranks.start]), len(team.group_ranks))
+                plan_statuses(self.pod.plan(self.dies[ranks[0]]), len(team.group_ranks))
         self.expert_memories = {number: wiring.expert_memory(number) for number in team.expert_at}
         for die in self.every_die:
             plan_rollback_field(self.pod.plan(die))
@@ -245,8 +245,8 @@ class TEPlan:
     def executors(self, threads: Threads, reports: Sequence[Queue[msgspec.Struct]]) -> list[Executor]:
         """Create the programs of dies with DP groups, each with the queue for its reports."""
         return [
-            executor(self.wiring, DieRank(rank), mem, threads, queue)
-            for rank, (mem, queue) in enumerate(zip(self.memories, reports, strict=True))
+            executor(self.wiring, rank, mem, threads, queue)
+            for rank, mem, queue in zip(self.team.ranks, self.memories, reports, strict=True)
         ]
 
     def expert_programs(self, threads: Threads, reports: Queue[msgspec.Struct]) -> list[ExpertProgram]:

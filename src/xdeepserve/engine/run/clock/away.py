@@ -22,6 +22,7 @@ from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.expert_server import ExpertServerProgram
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.team import Team
+from xdeepserve.engine.numbers import DieRank
 from xdeepserve.engine.run.clock.flow_costs import ByRequest, ByTrampoline, WayCost
 from xdeepserve.engine.run.clock.flow_ends import FlowClient, FlowServer
 from xdeepserve.engine.run.clock.flow_hub import FlowHub
@@ -37,7 +38,7 @@ from xdeepserve.step.linear import Threads
 class ClockAway(Protocol):
     """Makes the ends of a way; an attention die's end by its rank and microbatch."""
 
-    def attention_end(self, rank: int, microbatch: int, timeline: Timeline) -> Trampoline: ...
+    def attention_end(self, rank: DieRank, microbatch: int, timeline: Timeline) -> Trampoline: ...
 
     def expert_program(
         self,
@@ -83,7 +84,7 @@ class ClockTrampolines:
     def _hub(self, *args: Any) -> TrampolineHub:
         return TrampolineHub(*args)
 
-    def attention_end(self, rank: int, microbatch: int, timeline: Timeline) -> Trampoline:
+    def attention_end(self, rank: DieRank, microbatch: int, timeline: Timeline) -> Trampoline:
         """Make an attention die's end of the meetings with expert dies."""
         domain, index = divmod(rank, self.team.dies_per_domain)
         return self.attention_side(timeline, index, self.hubs[microbatch][domain])
@@ -128,7 +129,7 @@ class ClockFlows:
         assert carrier != "rdma"  # M2N has no trampolines
         return ByTrampoline(cost, len(team.expert_dies), team.num_copies, carrier)
 
-    def attention_end(self, rank: int, microbatch: int, timeline: Timeline) -> Trampoline:
+    def attention_end(self, rank: DieRank, microbatch: int, timeline: Timeline) -> Trampoline:
         """Make an attention die's end, which waits only for the expert dies with its tokens."""
         team = self.team
         shared = team.shared_expert(rank)

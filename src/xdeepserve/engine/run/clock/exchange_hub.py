@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from xdeepserve.comm.cost import CommCost, Op
 from xdeepserve.comm.exchange.rows import Received
+from xdeepserve.engine.numbers import DieRank
 from xdeepserve.engine.run.clock.meeting import Meeting
 from xdeepserve.engine.run.clock.routing import PlacedRouting, Routing, TimingConfig
 from xdeepserve.engine.run.clock.timeline import Timeline
@@ -80,7 +81,7 @@ class ExchangeHub:
         self.priced_ns: dict[Op, float] = {"dispatch": 0.0, "combine": 0.0}  # all so far, without waiting
         self._meetings: dict[tuple[str, int], Meeting[ExchangeLoad]] = {}
 
-    async def meet(self, op: str, rank: int, event: int, num_tokens: int) -> Meeting[ExchangeLoad]:
+    async def meet(self, op: str, rank: DieRank, event: int, num_tokens: int) -> Meeting[ExchangeLoad]:
         """Join the dispatch or combine of an event with a rank's tokens; return the meeting after its end."""
         key = (op, event)
         meeting = self._meetings.get(key)
@@ -120,7 +121,7 @@ class ClockExchange:
     """
 
     def __init__(
-        self, timeline: Timeline, rank: int, hub: ExchangeHub, lane: str = "XCCL", is_fused: bool = False
+        self, timeline: Timeline, rank: DieRank, hub: ExchangeHub, lane: str = "XCCL", is_fused: bool = False
     ) -> None:
         self.timeline, self.rank, self.hub, self.lane = timeline, rank, hub, lane
         self.is_fused = is_fused

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from xdeepserve.comm.exchange.rows import Received
 from xdeepserve.comm.services.server import AT_ONCE, Batching
+from xdeepserve.engine.numbers import DieRank
 from xdeepserve.engine.run.clock.exchange_hub import received
 from xdeepserve.engine.run.clock.flow_costs import Errand
 from xdeepserve.engine.run.clock.flow_hub import Counts, FlowHub
@@ -31,7 +32,7 @@ class FlowClient:
         self,
         timeline: Timeline,
         hub: FlowHub,
-        rank: int,
+        rank: DieRank,
         microbatch: int,
         routing: PlacedRouting,
         top_k: int,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from xdeepserve.engine.numbers import DieRank
 from xdeepserve.engine.run.clock.flow_costs import Errand, WayCost
 from xdeepserve.hw.clock import Clock, Waiter, Waiting
 
@@ -48,7 +49,7 @@ class FlowHub:
         self._waiters: dict[int, Waiter] = {}
         self._idle: dict[int, Waiter] = {}  # expert dies that wait for something to come
 
-    def lane_of(self, rank: int, microbatch: int) -> int:
+    def lane_of(self, rank: DieRank, microbatch: int) -> int:
         """Return the lane number of an attention die's microbatch."""
         return rank * self.num_microbatches + microbatch
 

@@ -15,6 +15,7 @@ from xdeepserve.engine.die.sampler import Chooser
 from xdeepserve.engine.die.shape_memory import ModelShapes, ShapeExpertMemory, ShapeMemory
 from xdeepserve.engine.die.team import Team
 from xdeepserve.engine.messages import StepPlan
+from xdeepserve.engine.numbers import DieRank
 from xdeepserve.engine.run.clock.away import clock_way
 from xdeepserve.engine.run.clock.exchange_hub import ClockExchange, ExchangeHub
 from xdeepserve.engine.run.clock.group_hub import ClockGroup, CollectiveHub
@@ -72,7 +73,7 @@ class ClockWiring:
         self._shapes = ModelShapes(team)
         spec = pod.spec_of(team.dies[0])
         cost = CommCost(spec, team.topology, config.hidden_size, walk.exchange)
-        self.timelines: dict[int, list[Timeline]] = {rank: [] for rank in range(len(team.dies))}
+        self.timelines: dict[int, list[Timeline]] = {rank: [] for rank in team.ranks}
         self.expert_timelines: list[Timeline] = []  # of dies that have experts alone
         timeout_ns, held = walk.timeout_ns, [len(own) for own in experts.slots_of]
         self._placed: list[PlacedRouting] = []  # of each domain, where there are redundant slots
@@ -98,11 +99,11 @@ class ClockWiring:
                 CollectiveHub(pod.clock, CollectiveCost(group, spec, pod.topology), group, timeout_ns)
                 for _ in range(walk.num_parts)
             ]
-            for group in {team.sharing(rank) for rank in range(len(team.dies))}
+            for group in {team.sharing(rank) for rank in team.ranks}
         }
         self._away = clock_way(walk)(team, cost, timing, self._placed) if is_away else None
 
-    def memory(self, rank: int) -> DieMemory:
+    def memory(self, rank: DieRank) -> DieMemory:
         """Plan a die's memory: index lists and results; all else is a shape."""
         domain, index = divmod(rank, self.team.dies_per_domain)
         routing = self._placed[domain] if self._placed and not index else None
@@ -116,7 +117,7 @@ class ClockWiring:
             plan, team.config, team.recipe, team.sizes.experts, index, team.sizes.walk.num_items
         )
 
-    def pace(self, rank: int, microbatch: int | None) -> Pace:
+    def pace(self, rank: DieRank, microbatch: int | None) -> Pace:
         """Create a timeline for the die, or for one of its overlapping microbatches."""
         overlap = None if microbatch is None else self.team.sizes.walk.overlap
         die = self.team.pod.dies[self.team.dies[rank]]
@@ -124,29 +125,29 @@ class ClockWiring:
         self.timelines[rank].append(timeline)
         return timeline
 
-    def exchange(self, rank: int, pace: Pace, microbatch: int) -> Exchange:
+    def exchange(self, rank: DieRank, pace: Pace, microbatch: int) -> Exchange:
         """Make a rank's end of dispatch and combine, as meetings."""
         assert isinstance(pace, Timeline)
         lanes = {None: "XCCL", "engines": "SDMA", "cores": f"XCCL microbatch {microbatch}"}
         sizes, hub = self.team.sizes, self.hubs[microbatch]
         return ClockExchange(pace, rank, hub, lanes[sizes.walk.overlap], sizes.walk.exchange == "push")
 
-    def group(self, rank: int, pace: Pace, microbatch: int) -> GroupEnd:
+    def group(self, rank: DieRank, pace: Pace, microbatch: int) -> GroupEnd:
         """Make a rank's end of its DP group's collectives, as meetings."""
         assert isinstance(pace, Timeline)
         hub = self._groups[self.team.sharing(rank)][microbatch]
         return ClockGroup(pace, rank % self.team.sizes.groups.num_sharing, hub)
 
-    def trampoline(self, rank: int, pace: Pace, microbatch: int) -> Trampoline:
+    def trampoline(self, rank: DieRank, pace: Pace, microbatch: int) -> Trampoline:
         """Make an attention die's end of the way to experts, as meetings or sendings."""
         assert isinstance(pace, Timeline)
         assert self._away is not None
         return self._away.attention_end(rank, microbatch, pace)
 
-    def shared_expert(self, rank: int) -> int | None:
+    def shared_expert(self, rank: DieRank) -> int | None:
         """Return None: in time-only runs the hub counts the tokens of the shared expert."""
 
-    def chooser(self, rank: int, mem: DieMemory) -> Chooser:
+    def chooser(self, rank: DieRank, mem: DieMemory) -> Chooser:
         """Return a chooser with the random numbers of the DP group's first die, the same on all its ranks."""
         return DummyChooser(mem, self.timing, self.team.group_of(rank)[0])
 
