@@ -282,7 +282,7 @@ def _came(outputs: Sequence[RequestOutput]) -> list[Line]:
             if times is None
             else (
                 f"{times.last_token_ns or 0} -1 came {index} {times.arrival_ns} {times.scheduled_ns} "
-                f"{times.first_token_ns} {times.num_steps} {times.num_cached_tokens} {times.num_preemptions}"
+                f"{times.first_token_ns} {times.num_steps} {times.num_preemptions}"
             )
         )
         lines.append(Line(f"{at} {tokens}", words))

@@ -96,7 +96,7 @@ class OutsideReach:
         link = self._links[address.node]
         look = link.look(address.offset)
         if look is not None and not link.is_late:
-            # A server that is slow is late, and not gone. Once is enough: every exchange of every client looks.
+            # A slow server is late, and not gone. One wait is enough: every exchange of every client looks.
             link.is_late = bool((await asyncio.wait([look], timeout=LOOK_S))[1])
         return link.broken is None
 
