@@ -43,7 +43,7 @@ def test_tokens_have_the_bits_of_one_die(tiny: TinyCheckpoint) -> None:
     assert min(cached) > 0
 
 
-@pytest.mark.parametrize("num_blocks", [9, 40])
+@pytest.mark.parametrize("num_blocks", [9, 60])
 def test_hits_are_no_more_than_the_trace_allows(tiny: TinyCheckpoint, num_blocks: int) -> None:
     """However few blocks there are: what a preempted request finds of its own is no hit."""
     block = 16
