@@ -47,6 +47,20 @@ def test_tokens_have_the_bits_of_one_die(tiny: TinyCheckpoint) -> None:
     assert min(cached) > 0
 
 
+@pytest.mark.parametrize("num_blocks", [9, 60])
+def test_hits_are_no_more_than_the_trace_allows(tiny: TinyCheckpoint, num_blocks: int) -> None:
+    """However few blocks there are: what a preempted request finds of its own is no hit."""
+    block = 16
+    trace = [
+        TracedRequest(at * 1000, 21, 60, (100 + at, 200 + at) if at % 3 else (7, 300 + at)) for at in range(9)
+    ]
+    allowed = [0 if at % 3 or not at else block for at in range(len(trace))]
+    with LLM(tiny, overrides=["max_model_len=96", f"cache.num_blocks={num_blocks}"]) as llm:
+        _, outcomes, _ = replayed(llm, trace, block)
+        assert (llm.engine.stats().num_preemptions > 0) == (num_blocks == 9)
+    assert all(each.num_cached <= most for each, most in zip(outcomes, allowed, strict=True))
+
+
 ROLES = """
 model = "tiny"
 policy = "load"

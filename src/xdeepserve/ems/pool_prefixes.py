@@ -58,6 +58,7 @@ class PoolTransfer:
     leases: list[Lease | None] = field(default_factory=list)
     num_copiers: int = 0  # dies that copy
     is_broken: bool = False  # some of it has not been copied
+    is_counted: bool = True  # among hits: the sequence has computed nothing before
 
 
 class PoolPrefixes:
@@ -100,7 +101,8 @@ class PoolPrefixes:
         tokens, first = seq.token_ids[:-1], num_ready // self.count
         every = self.cache.keys(tokens)
         keys = every[first:]
-        self.num_queries += len(keys) * self.cache.block_size
+        is_counted = not seq.is_counted  # what a preempted sequence finds may be its own
+        self.num_queries += is_counted * len(keys) * self.cache.block_size
         leases = self.cache.pin(keys)
         expected = self._expect(tokens, first, leases, room)
         if expected is None:
@@ -111,7 +113,9 @@ class PoolPrefixes:
         for lease in leases[len(slots) :]:
             self.cache.client.release(lease)
         used, leases = every[: first + len(slots)], leases[: len(slots)]
-        transfer = self._transfers[ticket] = PoolTransfer(True, slots, used, leases=[*leases])
+        transfer = self._transfers[ticket] = PoolTransfer(
+            True, slots, used, leases=[*leases], is_counted=is_counted
+        )
         self._detach(self._bring(ticket, transfer), f"pool to group {self.rank}")
         return ticket
 
@@ -247,7 +251,7 @@ class PoolPrefixes:
             assert lease is not None
             is_sound = client.release(lease) and not transfer.is_broken
             if is_sound and lease.address is not None:
-                self.num_hits += len(slots) * self.rtc.block_size
+                self.num_hits += transfer.is_counted * len(slots) * self.rtc.block_size
             elif lease.address is not None:
                 self.rtc.miss(ticket, slots.values())
         self.cache.touch(transfer.used)

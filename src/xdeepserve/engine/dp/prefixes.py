@@ -32,8 +32,8 @@ class Prefixes:
 
     def __init__(self, steps: StepSizes, rtc: RTC, load_cost: BlockLoadCost | None) -> None:
         self.steps, self.rtc, self.load_cost = steps, rtc, load_cost
-        self.num_queries = 0  # in tokens
-        self.num_hits = 0
+        self.num_queries = 0  # tokens of prompts that were looked up
+        self.num_hits = 0  # of these, tokens found
         self.num_id_queries = 0  # sequences
         self.num_id_hits = 0  # of these, those that begin with the prefix of this name, or a part of it
         self.num_prefetched = 0  # blocks
@@ -43,15 +43,24 @@ class Prefixes:
         num_held = len(seq.holding.nodes)
         if not self.may_match(seq):
             return
-        if not seq.has_matched:
-            seq.has_matched = True
-            self.num_queries += len(seq.token_ids)
         # The last token's row is computed in any case: its logits choose the next token.
         match = self.rtc.match_by_prefix_token(seq.token_ids[:-1])
         self.rtc.adopt(seq.holding, match.ready[num_held:])
         seq.num_computed = len(seq.holding.nodes) * self.rtc.block_size
-        self.num_hits += max(0, seq.num_computed - seq.num_cached)
-        seq.num_cached = max(seq.num_cached, seq.num_computed)
+
+    def count(self, seq: Sequence) -> None:
+        """Count the prompt of a request that is admitted for the first time, and how much of it was found.
+
+        What is found after a preemption is the sequence's own, and counts no more. Choices share a prompt,
+        which the first of them counts.
+        """
+        if seq.choice or seq.is_counted:
+            return
+        seq.is_counted = True
+        if self.steps.caches_prefixes and not seq.wants_prompt_logits:
+            seq.num_cached = seq.num_computed
+            self.num_queries += seq.num_prompt
+            self.num_hits += seq.num_cached
 
     def load(self, seq: Sequence) -> tuple[int, list[BlockCopy]] | None:
         """Start to load the rest of a cached prefix from host DRAM, if there is any and loading is faster."""

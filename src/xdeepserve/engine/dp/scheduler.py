@@ -177,6 +177,7 @@ class Scheduler:
                     continue
                 break
             places.move(seq, "admit")
+            self.prefixes.count(seq)
             step.shares.append(share)
             rows_left -= share.num_rows
             logits_left -= len(share.logit_rows)
@@ -345,7 +346,6 @@ class Scheduler:
             whole = self.rtc.blocks_for(leader.num_prompt)
             seq.holding = self.rtc.fork(leader.holding, whole)
             seq.num_computed = leader.num_prompt - 1
-            seq.num_cached = seq.num_computed
             self.places.move(seq, "lead on")
 
     def _followers(self, leader: Sequence) -> list[Sequence]:

@@ -43,8 +43,8 @@ class Sequence:
     leader: Sequence | None = None  # of its request, with whom it shares the prompt
     host_slots: list[int] = field(default_factory=list)  # of a swapped sequence, in order of position
     num_computed: int = 0
-    num_cached: int = 0  # positions that came from the prefix cache
-    has_matched: bool = False
+    num_cached: int = 0  # positions of the request's prompt that were cached at its first admission
+    is_counted: bool = False  # its prompt, among queries of the prefix cache; the first choice's alone is
     has_asked_by_id: bool = False
     has_asked_pool: bool = False
     num_pooled: int = 0  # blocks of the memory pool that it has given there, or found there
@@ -64,7 +64,7 @@ class Sequence:
         """Go on in another group, from the tokens alone."""
         self.leave_blocks()
         self.num_computed, self.drafts, self.leader, self.lost_kv = 0, [], None, None
-        self.has_matched = self.has_asked_by_id = self.has_asked_pool = False
+        self.has_asked_by_id = self.has_asked_pool = False
 
     def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
         """Count the drafts verified by a step, and the accepted ones among them."""

@@ -18,7 +18,8 @@ class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True):
     last_token_ns
     num_tokens          generated
     num_steps           that generated tokens: with MTP a step may make several
-    num_cached_tokens   of the prompt, that came from the prefix cache
+    num_cached_tokens   of the prompt, found in the prefix cache when the request began; what is found after a
+                        preemption does not count, nor what choices of a request share
     num_drafts          offered by MTP
     num_accepted        of these, accepted by the main model
     num_preemptions
