@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 
@@ -34,10 +33,6 @@ def check_sound(found: Parsed, text: str) -> None:
     for said in (found.content, found.reasoning):
         letters = iter(text)
         assert all(letter in letters for letter in said)
-    if not found.tool_calls:
-        assert re.sub("</?think>", "", found.reasoning + found.content).split() == re.sub(
-            "</?think>", "", text
-        ).split() or re.search("</?think>", text)
 
 
 @given(FORMATS, st.booleans(), st.booleans(), SHREDS | st.text(max_size=30), PLACES)
@@ -109,7 +104,7 @@ def test_ten_thousand_texts() -> None:
 
 
 def test_some_texts() -> None:
-    fuzz(SEEDS + 1, int(os.environ.get("XDEEPSERVE_FUZZ_TEXTS", "300")))
+    fuzz(SEEDS + 1, 300)
 
 
 def fuzz(seed: int, num_texts: int) -> None:

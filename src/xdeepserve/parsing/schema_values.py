@@ -43,17 +43,13 @@ class FunctionSchema:
         if read is not None and is_text is None and allowed == ANY and not read[1] and read[0][0] not in "[{":
             read = None  # `True` and 'a' of no known kind are words
         value = None if read is None else read[0]
-        if is_text or (is_text is None and allowed.keys() == {"string"}):
-            order = [as_text, value]
-        elif (
-            value is None
-            or is_text is False
-            or _kind(json.loads(value)) not in NUMBERS
-            or (allowed == ANY and name not in self.names)
-        ):
-            order = [value, as_text]
-        else:  # a zip code that may be a text is one
-            order = [as_text, value]
+        is_unknown = allowed == ANY and name not in self.names
+        is_number = value is not None and _kind(json.loads(value)) in NUMBERS
+        # A zip code that may be a text is one.
+        prefers_text = (
+            is_plain_text(allowed) or (is_number and not is_unknown) if is_text is None else is_text
+        )
+        order = [as_text, value] if prefers_text else [value, as_text]
         order.append(json_text(text.strip()))
         for each in order:
             if each is not None and _admits(allowed, json.loads(each)):
