@@ -132,7 +132,7 @@ class Quantization:
         return self._end(report)
 
     def _end(self, report: Report) -> Report:
-        """Write what belongs to no layer, and give the directory its name."""
+        """Write the tensors outside of layers, and give the directory its final name."""
         if not self.part.file(self.num_layers).is_file():
             self.part.save(self.num_layers, dict(self._rest()))
         self._finish(report)
@@ -209,8 +209,8 @@ class Quantization:
         self.progress(what, done, self.num_layers)
 
     def _identity(self, sequences: Sequences | None, count: int) -> dict[str, Any]:
-        """Describe the job by what is known before calibration and an unfinished job must agree on to be
-        continued."""
+        """Describe the job as far as it is known before calibration: an unfinished job must agree on all of
+        this to be continued."""
         weights = hashlib.sha256()
         for name in ("model.norm.weight", "model.layers.0.input_layernorm.weight"):
             weights.update(self.checkpoint.tensor(name).tobytes())
