@@ -22,6 +22,7 @@ server_gib = 256
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -325,11 +326,11 @@ def least_count(cluster: Cluster, tried: Callable[[Cluster], ServiceReport], eno
     while (found := tried(sized(high))).within < enough:
         num_idle = num_idle + 1 if before is not None and not _is_better(found, before) else 0
         if num_idle == PLATEAU or 2 * high > MAX_TES:
-            ttft, tpot = (each.get(f"p{round(100 * enough)}", 0.0) for each in (found.ttft_ms, found.tpot_ms))
+            ttft, tpot = (math.ceil(each.get("p99", 0.0)) for each in (found.ttft_ms, found.tpot_ms))
             raise InputError(
                 f"{high} TEs have {100 * found.within:.1f} % of requests within the bounds, and more do not "
-                f"help: prompts are too long for them; try greater --slo-ttft and --slo-tpot "
-                f"({100 * enough:g} % keep {ttft / 1e3:.1f} s and {tpot:.1f} ms), or --cluster"
+                f"help: prompts are too long for them; --slo-ttft {ttft / 1e3:g} --slo-tpot {tpot} would do, "
+                "or try --cluster"
             )
         low, high, before = high, 2 * high, found
     while high - low > 1:
