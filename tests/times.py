@@ -275,14 +275,15 @@ def _came(outputs: Sequence[RequestOutput]) -> list[Line]:
     lines = []
     for index, output in enumerate(outputs):
         times = output.metrics
-        words = f"{[choice.finish_reason for choice in output.outputs]} {output.error or ''}"
+        cached = "" if times is None else f" {times.num_cached_tokens} cached"  # counted, and no event
+        words = f"{[choice.finish_reason for choice in output.outputs]}{cached} {output.error or ''}"
         tokens = " ".join(",".join(map(str, choice.token_ids)) for choice in output.outputs)
         at = (
             "0 -1 came"
             if times is None
             else (
                 f"{times.last_token_ns or 0} -1 came {index} {times.arrival_ns} {times.scheduled_ns} "
-                f"{times.first_token_ns} {times.num_steps} {times.num_cached_tokens} {times.num_preemptions}"
+                f"{times.first_token_ns} {times.num_steps} {times.num_preemptions}"
             )
         )
         lines.append(Line(f"{at} {tokens}", words))
