@@ -18,6 +18,7 @@ from xdeepserve.api.endpoint import ENDPOINT
 from xdeepserve.api.options import ServerOptions
 from xdeepserve.api.server import build_app, max_body_bytes
 from xdeepserve.api.sse import escaped
+from xdeepserve.engine.dp.structured_outputs import json_rule
 from xdeepserve.engine.serving.request import OutputFormats
 from xdeepserve.errors import InputError
 
@@ -172,3 +173,39 @@ async def test_openais_response_types(client: TestClient, engine: FakeEngine, li
         for line in (await answer.text()).splitlines():
             if line.startswith("data: "):
                 adapter.validate_python(msgspec.json.decode(line[6:]))
+
+
+# ---- propertyNames ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("names", "fields", "others"),
+    [
+        ({"type": "string"}, {}, {}),
+        (True, {}, {}),
+        (
+            {"pattern": "^x_"},
+            {"additionalProperties": {"type": "integer"}},
+            {"patternProperties": {"^x_": {"type": "integer"}}, "additionalProperties": False},
+        ),
+        (
+            {"type": "string", "enum": ["a", "b"]},
+            {"properties": {"a": {"type": "null"}}},
+            {"properties": {"a": {"type": "null"}, "b": True}, "additionalProperties": False},
+        ),
+        ({"pattern": "^x_"}, {"properties": {"y": True}}, None),
+        ({"maxLength": 3}, {}, None),
+        (False, {}, None),
+    ],
+)
+def test_property_names_are_written_in_other_keywords(
+    names: Any, fields: dict[str, Any], others: dict[str, Any] | None
+) -> None:
+    schema = {"type": "object", **fields, "propertyNames": names}
+    inner = {"anyOf": [{"properties": {"propertyNames": schema}}]}
+    for given, place in ((schema, []), (inner, ["anyOf", 0, "properties", "propertyNames"])):
+        found = msgspec.json.decode(json_rule(given).removeprefix("%json "))
+        for step in place:
+            found = found[step]
+        found.pop("x-guidance", None)
+        assert found == (schema if others is None else {"type": "object", **fields, **others})

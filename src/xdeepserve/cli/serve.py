@@ -41,19 +41,19 @@ def add_options(parser: Parser) -> None:
     parser.add_argument(
         "--strict",
         action="store_true",
-        help="refuse fields of requests that have no effect, instead of ignoring them with a header",
+        help="refuse request fields without effect",
     )
     parser.add_argument(
         "--generation-config",
         choices=("auto", "vllm"),
         default="auto",
-        help="auto takes sampling defaults from the checkpoint's generation_config.json, vllm does not",
+        help="vllm: no sampling defaults of the checkpoint",
     )
     parser.add_argument(
         "--max-body-bytes",
         type=int,
         metavar="N",
-        help="largest body of a request; default 32 bytes for each token of the context, at least 1 MiB",
+        help="default: 32 per token of context",
     )
     parser.add_argument(
         "--admin",
