@@ -19,7 +19,7 @@ from xdeepserve.engine.te.awake import Awake
 from xdeepserve.engine.te.dealer import Dealer
 from xdeepserve.engine.te.probe import Prober
 from xdeepserve.engine.te.shell import TEShell
-from xdeepserve.engine.te.steps_under_way import Loop, StepParts, StepsUnderWay
+from xdeepserve.engine.te.step_set import Loop, StepParts, StepSet
 from xdeepserve.errors import DeadlineError
 from xdeepserve.hw.queue import Queue
 
@@ -42,9 +42,9 @@ class DPMaster:
         room: int,
     ) -> None:
         self.group, self.inbox, self._parts, self._awake = group, inbox, parts, awake
-        self._dealer, self._shell, self._room = dealer, shell, room
+        self._dealer, self._shell = dealer, shell
         self._te_inbox = parts.hearing.inbox
-        self.steps = StepsUnderWay(len(group.dies))
+        self.steps = StepSet(parts, [group], room, lambda step: (group.rank, step))
         self._is_over = self._is_lost = False
 
     async def run(self) -> None:
@@ -69,68 +69,49 @@ class DPMaster:
     def end(self) -> None:
         """End the loop of lost dies; later messages from them no longer count."""
         self._is_lost = self._is_over = True
-        for step_idx in (*self.steps.take(), self.steps.next):
-            self.group.forget_plan(step_idx)
+        for step in (*self.steps.take(), self.steps.next):
+            self.group.forget_plan(step)
         self._awake.end(self.group.rank)
         self._awake.rest(self.group.rank)
         self.inbox.put(Shutdown())
 
     def _note(self, done: StepDone) -> None:
         """Note a die's report of an ended step; during a rollback such reports are ignored."""
-        parts = self._parts
-        if not parts.hearing.may_go_on:
-            return
-        self.steps.note(done.step)
-        if not self.steps.has_ended(done.step):
-            return
-        self.steps.end(done.step)
-        if parts.reconfiguration is not None:
-            parts.reconfiguration.after_step((self.group.rank, done.step))
-        parts.recovery.step_ended()
-        self.group.finish(done.step)
-
-    def roll_back(self) -> None:
-        """Treat the steps under way as not run, and renumber them."""
-        parts = self._parts
-        self.group.forget_plan(self.steps.next)
-        for step_idx in self.steps:
-            if parts.reconfiguration is not None:
-                parts.reconfiguration.after_step((self.group.rank, step_idx))
-            self.group.renumber(step_idx, parts.recovery.later(step_idx))
-        self.steps.roll_back(parts.recovery.later)
+        if self._parts.hearing.may_go_on:
+            self.steps.note(done.step)
+            if self.steps.has_ended(done.step):
+                self.steps.collect(done.step)
 
     def run_again(self) -> None:
         """Launch the group's rolled-back steps again."""
-        for step_idx in self.steps.take():
-            self._launch(step_idx)
+        for step in self.steps.take():
+            self._launch(step)
 
-    def _launch(self, step_idx: int) -> None:
+    def _launch(self, step: int) -> None:
         """Send a planned step to the group's dies; the host's gap delays this group alone."""
-        parts, host, rank, delay, bucket = self._parts, self._parts.host, self.group.rank, 0, 0
-        self.steps.launch(step_idx)
-        if parts.reconfiguration is not None:
-            parts.reconfiguration.before_step((rank, step_idx))
+        host, delay, bucket = self._parts.host, 0, 0
+        self.steps.begin(step)
+        self.steps.before_launch(step)
         if host is not None:
-            delay = host.gap_ns() + host.launches_ns(step_idx)[rank]
-            bucket = host.bucket([self.group.num_rows(step_idx)])
-        self.group.launch(step_idx, delay, bucket)
-        parts.health.ask(rank, len(self.group.dies), delay)
+            delay = host.gap_ns() + host.launches_ns(step)[self.group.rank]
+            bucket = host.bucket([self.group.num_rows(step)])
+        self.steps.launch(step, [delay], bucket)
 
     def _turn(self) -> bool:
         """Begin steps as far as possible; return whether any is under way.
 
-        With `plans_ahead` a step begins while another one runs.
+        With room for two, a step begins while another one runs.
         """
         if self._is_lost:
             return False
         self.group.poll_transfers()
-        while len(self.steps) < self._room:
+        while not self.steps.is_full:
             self._dealer.deal()
             self._dealer.on_turn()
-            next_step = self.steps.next
-            if not self._parts.hearing.may_go_on or not self._parts.schedule(self.group, next_step):
+            step = self.steps.schedule() if self._parts.hearing.may_go_on else None
+            if step is None:
                 break
-            self._launch(next_step)
+            self._launch(step)
         if not self.steps:
             self._rest()
         return bool(self.steps)
@@ -226,7 +207,7 @@ class StepsApart:
         In dataflow mode expert dies serve whatever tokens come, so no step is the next one for them.
         """
         for master in self._masters:
-            master.roll_back()
+            master.steps.roll_back()
         return 0
 
     async def run_again(self) -> None:

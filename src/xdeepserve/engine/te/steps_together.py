@@ -7,7 +7,7 @@ from collections.abc import Callable
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.messages import StepDone
 from xdeepserve.engine.te.expert_programs import ExpertPrograms
-from xdeepserve.engine.te.steps_under_way import Loop, StepParts, StepsUnderWay
+from xdeepserve.engine.te.step_set import Loop, StepParts, StepSet
 
 
 class StepsTogether:
@@ -17,24 +17,23 @@ class StepsTogether:
     """
 
     def __init__(self, parts: StepParts, programs: ExpertPrograms, plans_ahead: bool) -> None:
-        self._parts, self._programs, self._room = parts, programs, 1 + plans_ahead
-        self._tp = len(parts.groups[0].dies)
-        self._under_way = StepsUnderWay(self._tp * len(parts.groups))
+        self._parts, self._programs = parts, programs
+        self._steps = StepSet(parts, parts.groups, 1 + plans_ahead)
 
     @property
     def step_idx(self) -> int:
         """Number of the next step."""
-        return self._under_way.next
+        return self._steps.next
 
     @property
     def is_idle(self) -> bool:
         """Whether no step is under way."""
-        return not self._under_way
+        return not self._steps
 
     @property
     def under_way(self) -> set[tuple[int, int]]:
         """Steps launched and not ended, with rank 0 for all groups together."""
-        return {(0, step_idx) for step_idx in self._under_way}
+        return {(0, step) for step in self._steps}
 
     def loops(self) -> list[tuple[str, Loop]]:
         """Return no loops: the TE's own loop is the only one."""
@@ -49,67 +48,47 @@ class StepsTogether:
         With `plans_ahead` the next step is scheduled and launched while the previous one runs. Only then does
         the loop wait for the previous one.
         """
-        has_launched = False
-        if len(self._under_way) < self._room:  # else they have been rolled back, and run again
-            has_rows = [self._parts.schedule(group, self.step_idx) for group in self._parts.groups]
-            if any(has_rows):
-                await self._launch(self.step_idx)
-                has_launched = True
+        step = self._steps.schedule()
+        if step is not None:
+            await self._launch(step)
         if self.is_idle:
             return False
-        if not has_launched or len(self._under_way) == self._room:
-            await self._end(self._under_way.oldest)
+        if step is None or self._steps.is_full:
+            await self._collect(self._steps.oldest)
         return True
 
-    async def _launch(self, step_idx: int) -> None:
-        """Send a planned step to all dies."""
+    async def _launch(self, step: int) -> None:
+        """Send a planned step to all dies; the host's gap delays all groups."""
         parts, host = self._parts, self._parts.host
-        self._under_way.launch(step_idx)
+        self._steps.begin(step)
         delays, bucket = [0] * len(parts.groups), 0
         if host is not None:
-            num_rows = [group.num_rows(step_idx) for group in parts.groups]
+            num_rows = [group.num_rows(step) for group in parts.groups]
             await parts.clock.sleep(host.gap_ns())
-            delays, bucket = host.launches_ns(step_idx), host.bucket(num_rows)
-        if parts.reconfiguration is not None:
-            parts.reconfiguration.before_step(step_idx)
-        self._programs.ring(step_idx + 1)
-        for group, delay in zip(parts.groups, delays, strict=True):
-            group.launch(step_idx, delay, bucket)
-            parts.health.ask(group.rank, self._tp, delay)
+            delays, bucket = host.launches_ns(step), host.bucket(num_rows)
+        self._steps.before_launch(step)
+        self._programs.ring(step + 1)
+        self._steps.launch(step, delays, bucket)
+
+    async def _collect(self, step: int) -> None:
+        """Wait until all dies have ended a step, and take its results."""
+        parts = self._parts
+        while not self._steps.has_ended(step):
+            message = await parts.hearing.hear(parts.health.deadline_ns)
+            if isinstance(message, StepDone):
+                self._steps.note(message.step)
+        parts.hearing.check_memory()  # before its results are read
+        self._steps.collect(step)
 
     def oldest(self, group: DPGroup) -> int:
         """Return the number of the oldest unfinished step, which is the same for all groups."""
-        return self._under_way.oldest
+        return self._steps.oldest
 
     def roll_back(self) -> int:
         """Treat all steps under way as not run; return the number of the next step."""
-        parts = self._parts
-        for group in parts.groups:
-            group.forget_plan(self.step_idx)
-        for step_idx in self._under_way:
-            if parts.reconfiguration is not None:
-                parts.reconfiguration.after_step(step_idx)
-            for group in parts.groups:
-                group.renumber(step_idx, parts.recovery.later(step_idx))
-        self._under_way.roll_back(parts.recovery.later)
-        return self._under_way.oldest
+        return self._steps.roll_back()
 
     async def run_again(self) -> None:
         """Launch the rolled-back steps again."""
-        for step_idx in self._under_way.take():
-            await self._launch(step_idx)
-
-    async def _end(self, step_idx: int) -> None:
-        """Wait until all dies have ended a step, and take its results."""
-        parts = self._parts
-        while not self._under_way.has_ended(step_idx):
-            message = await parts.hearing.hear(parts.health.deadline_ns)
-            if isinstance(message, StepDone):
-                self._under_way.note(message.step)
-        parts.hearing.check_memory()  # before its results are read
-        self._under_way.end(step_idx)
-        parts.recovery.step_ended()
-        if parts.reconfiguration is not None:
-            parts.reconfiguration.after_step(step_idx)
-        for group in parts.groups:
-            group.finish(step_idx)
+        for step in self._steps.take():
+            await self._launch(step)

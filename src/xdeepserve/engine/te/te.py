@@ -28,9 +28,9 @@ from xdeepserve.engine.te.reports import ExpertLoad, expert_loads
 from xdeepserve.engine.te.server_monitor import server_monitor
 from xdeepserve.engine.te.server_seats import Bring, ServerSeats
 from xdeepserve.engine.te.shell import KVStatuses, TEShell
+from xdeepserve.engine.te.step_set import Loop, StepParts
 from xdeepserve.engine.te.steps_apart import StepsApart
 from xdeepserve.engine.te.steps_together import StepsTogether
-from xdeepserve.engine.te.steps_under_way import Loop, StepParts
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import DeadlineError, GlitchError, PageLostError, XDeepServeError
 from xdeepserve.hw.queue import Queue
