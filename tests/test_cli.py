@@ -167,7 +167,7 @@ def damaged(tmp_path: Path, how: str) -> Path:
     ("how", "expected"),
     [
         ("no config", "config.json"),
-        ("no weights", "safetensors"),
+        ("no weights", "without weights: give --timing-only"),
         ("truncated", "safetensors"),
         ("not json", "JSON"),
         ("model type", "llama"),

@@ -34,7 +34,7 @@ def found(door: str) -> object:
     else:
         body, default = ChatRequest(messages=[]), None
     asked = requested_max_tokens(body)
-    return sampling_params(body, max_tokens=default if asked is None else asked, logprobs=None)
+    return sampling_params(body, defaults={}, max_tokens=default if asked is None else asked, logprobs=None)
 
 
 @pytest.mark.parametrize("door", DOORS)

@@ -240,10 +240,6 @@ async def test_sampling_is_that_of_chats(post: Post, speaker: FakeEngine, name: 
         ({"input": "x", "text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
         ({"input": "x", "stream_options": {"include_all": True}}, "stream_options.include_all"),
         ({"input": [{"role": "user", "content": "a"}, {"role": "robot", "content": "b"}]}, "input[1].role"),
-        (
-            {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]},
-            "input[0].arguments",
-        ),
         ({"input": []}, "input"),
         ({"input": "x", "tools": [{**TOOL, "name": "a b"}]}, "tools[0].name"),
         ({"input": "x", "tools": [{**TOOL, "strct": True}]}, "tools[0].strct"),

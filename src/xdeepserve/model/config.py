@@ -327,15 +327,16 @@ class _ConfigReader(Reader):
         return f"; its text_config is a {name} model, which is supported as a checkpoint of its own"
 
     def renamed(self) -> dict[str, Any]:
-        """Return the values by DeepSeek-V3's names. Reports two names of one value that contradict."""
+        """Return the values by DeepSeek-V3's names; a family's own name wins. Reports counts of experts that
+        contradict."""
         values: dict[str, Any] = {}
-        for key, value in self.raw.items():
-            ours = self.family.names.get(key, key)
+        for key in sorted(self.raw, key=lambda key: key not in self.family.names):
+            ours, value = self.family.names.get(key, key), self.raw[key]
             if values.get(ours) is None:
                 values[ours] = value
                 if ours != key:
                     self.own[ours] = key
-            elif value is not None and value != values[ours]:
+            elif ours == "n_routed_experts" and value not in (None, values[ours]):
                 self.problems.append(
                     f"{key} {abridged(value)} contradicts {self.key(ours)} {abridged(values[ours])}"
                 )
