@@ -94,7 +94,7 @@ class StepSet:
             self._parts.health.ask(group.rank, len(group.dies), delay_ns)
 
     def before_launch(self, step: int) -> None:
-        """Let what changes between steps change: the replicas of experts."""
+        """Note that a step is about to be sent: replicas of experts may change before it."""
         if self._parts.reconfiguration is not None:
             self._parts.reconfiguration.before_step(self._key(step))
 
