@@ -69,7 +69,7 @@ def told(who: str, field: Any) -> None:
 def follow(llm: LLM) -> None:
     """What the last A2E and E2A of the first microbatch of the first domain have left in the memories."""
     (plan,) = llm.engine.plan.tes
-    layout = plan.net.a2e[0][0]
+    layout = plan.wiring.a2e[0][0]
     group, exchange = layout.sides.experts, layout.experts
     die, hub = plan.dies[0], layout.sides.trampoline(0)
     trampoline = group.dies[hub]

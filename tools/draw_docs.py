@@ -267,7 +267,7 @@ def main() -> None:
         routed = routings(llm)
         llm.generate(PROMPTS, PARAMS)
         trace, (te,) = llm.engine.plan.pod.trace, llm.engine.plan.tes
-        layout = te.net.a2e[0][0]
+        layout = te.wiring.a2e[0][0]
         start_ns, end_ns = steps_of(trace)[-1]
         experts = routed[handed_over_ns(trace, start_ns)]
         tables = {

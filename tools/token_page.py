@@ -162,7 +162,7 @@ def wire(layout: A2ELayout) -> str:
 def routings(llm: LLM) -> dict[int, list[int]]:
     """The experts of the row that the attention die hands over, by the moment: filled by a run."""
     pod, (te,) = llm.engine.plan.pod, llm.engine.plan.tes
-    layout, die, found = te.net.a2e[0][0], te.dies[ATTENTION_DIE], {}
+    layout, die, found = te.wiring.a2e[0][0], te.dies[ATTENTION_DIE], {}
 
     def note() -> None:
         memory = pod.memories[die]
@@ -177,7 +177,7 @@ def routings(llm: LLM) -> dict[int, list[int]]:
 def sizes(llm: LLM, experts: Sequence[int]) -> str:
     """The dies of the run, and which of them this token meets."""
     (te,), trace = llm.engine.plan.tes, llm.engine.plan.pod.trace
-    config, sides = te.config, te.net.a2e[0][0].sides
+    config, sides = te.config, te.wiring.a2e[0][0].sides
     held = dict(te.all_memories)
     first, *others = (trace.node_names[die] for die in te.dies)
     rows = [(str(te.dies[0]), first, "KV cache of its requests", "begins and ends here")]
