@@ -206,7 +206,12 @@ class CardLink:
 
 async def open_link(address: str, client: str, identity: str, token: str) -> ServerLink:
     """Connect to a server process and shake hands. Raises OSError or ProtocolError."""
-    sock, welcome, fd = await asyncio.to_thread(_greet, address, client, identity, token)
+    greeting = _Greeting()
+    try:
+        sock, welcome, fd = await asyncio.to_thread(greeting.run, address, client, identity, token)
+    except asyncio.CancelledError:
+        greeting.leave()
+        raise
     try:
         if address.startswith("unix:"):
             return SharedLink(sock, welcome, fd)
@@ -215,6 +220,35 @@ async def open_link(address: str, client: str, identity: str, token: str) -> Ser
     except BaseException:
         sock.close()
         raise
+
+
+class _Greeting:
+    """A handshake in a thread, which cannot be cancelled: what it brings after `leave` is closed at once."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[socket.socket, int]] = []
+        self._is_left = False
+
+    def run(self, address: str, client: str, identity: str, token: str) -> tuple[socket.socket, Welcome, int]:
+        """Connect and shake hands; return the connection, the welcome, and the buffer's descriptor or -1."""
+        sock, welcome, fd = _greet(address, client, identity, token)
+        self._found.append((sock, fd))
+        if self._is_left:
+            self._close()
+        return sock, welcome, fd
+
+    def leave(self) -> None:
+        """Close what has come, or will come."""
+        self._is_left = True
+        self._close()
+
+    def _close(self) -> None:
+        with suppress(IndexError):  # the other thread may close it at the same time: who pops it does
+            while True:
+                sock, fd = self._found.pop()
+                sock.close()
+                if fd >= 0:
+                    os.close(fd)
 
 
 def _greet(address: str, client: str, identity: str, token: str) -> tuple[socket.socket, Welcome, int]:
