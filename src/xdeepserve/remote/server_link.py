@@ -206,11 +206,11 @@ class CardLink:
 
 async def open_link(address: str, client: str, identity: str, token: str) -> ServerLink:
     """Connect to a server process and shake hands. Raises OSError or ProtocolError."""
-    greeting = _Greeting()
+    opening = _LinkOpening()
     try:
-        sock, welcome, fd = await asyncio.to_thread(greeting.run, address, client, identity, token)
+        sock, welcome, fd = await asyncio.to_thread(opening.run, address, client, identity, token)
     except asyncio.CancelledError:
-        greeting.leave()
+        opening.leave()
         raise
     try:
         if address.startswith("unix:"):
@@ -222,7 +222,7 @@ async def open_link(address: str, client: str, identity: str, token: str) -> Ser
         raise
 
 
-class _Greeting:
+class _LinkOpening:
     """A handshake in a thread, which cannot be cancelled: what it brings after `leave` is closed at once."""
 
     def __init__(self) -> None:
@@ -238,7 +238,7 @@ class _Greeting:
         return sock, welcome, fd
 
     def leave(self) -> None:
-        """Close what has come, or will come."""
+        """Close the connection that has come, or the one that will come."""
         self._is_left = True
         self._close()
 
