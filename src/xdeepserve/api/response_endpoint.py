@@ -38,13 +38,18 @@ ERROR_CODES = {
 }
 
 
-async def create_response(request: web.Request) -> web.StreamResponse:
-    """Handle POST /v1/responses: a single answer, or a stream of events."""
+async def _asked(request: web.Request) -> tuple[ResponsesRequest, ApiEndpoint, list[ChatMessage]]:
+    """Read a request; return the body, its model's endpoint, and the messages of an earlier answer."""
     body = await read_body(request, ResponsesRequest)
     endpoint = request.app[MODELS].find(body.model)
-    before: list[ChatMessage] = []
-    if body.previous_response_id is not None:
-        before = endpoint.store.find(body.previous_response_id, "previous_response_id").messages
+    if body.previous_response_id is None:
+        return body, endpoint, []
+    return body, endpoint, endpoint.store.find(body.previous_response_id, "previous_response_id").messages
+
+
+async def create_response(request: web.Request) -> web.StreamResponse:
+    """Handle POST /v1/responses: a single answer, or a stream of events."""
+    body, endpoint, before = await _asked(request)
     chat = chat_request(body, before)
     check_stream(chat)
     try:
@@ -66,11 +71,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
 
 async def count_input_tokens(request: web.Request) -> web.Response:
     """Handle POST /v1/responses/input_tokens: the length of the prompt that a request would have."""
-    body = await read_body(request, ResponsesRequest)
-    endpoint = request.app[MODELS].find(body.model)
-    before: list[ChatMessage] = []
-    if body.previous_response_id is not None:
-        before = endpoint.store.find(body.previous_response_id, "previous_response_id").messages
+    body, endpoint, before = await _asked(request)
     try:
         prepared = await prepare_chat(endpoint, chat_request(body, before))
     except OverloadedError:
