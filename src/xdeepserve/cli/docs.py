@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import pydoc
 from importlib import resources
 from pathlib import Path
 
@@ -44,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
     if args.path:
         print(pages[name])
     else:
+        import pydoc
+
         pydoc.pager(f"{pages[name]}\n\n{pages[name].read_text(encoding='utf-8')}")
     return 0
 
