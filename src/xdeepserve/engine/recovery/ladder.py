@@ -1,4 +1,4 @@
-"""The ladder of failures: what is lost, and what is done about it, on one page (XDS 6.2, EaaS 3.4).
+"""Ladder of failures on one page: what may be lost, and what is done about it (XDS 6.2, EaaS 3.4).
 
 Whatever notices a loss makes a `Loss` and hands it to the loss's task executor (TE). `climb` goes through the
 rungs of LADDER in order. The first rung that is for this kind of loss, and that knows no reason why it cannot
@@ -20,7 +20,7 @@ from xdeepserve.errors import XDeepServeError, as_named
 
 T = TypeVar("T")
 
-Kind: TypeAlias = Literal[
+LossKind: TypeAlias = Literal[
     "glitch",
     "page",
     "metadata",
@@ -34,7 +34,7 @@ Kind: TypeAlias = Literal[
     "departure",
     "engine",
 ]
-KINDS: Final[Mapping[Kind, str]] = {  # how each kind of loss is noticed
+LOSSES: Final[Mapping[LossKind, str]] = {  # how each kind of loss is noticed
     "glitch": "a die reports an error code; its memory stays",
     "page": "a driver reports that a page of HBM has lost its content",
     "metadata": "a driver reports a lost page with metadata, by which dies and other TEs agree",
@@ -48,7 +48,7 @@ KINDS: Final[Mapping[Kind, str]] = {  # how each kind of loss is noticed
     "departure": "a TE has left, and the TEs that were to go on without it have been lost meanwhile",
     "engine": "an error has ended a process that works for all TEs",
 }
-OF_A_TE: Final[frozenset[Kind]] = frozenset(KINDS) - {"replacement", "departure", "engine"}
+OF_A_TE: Final[frozenset[LossKind]] = frozenset(LOSSES) - {"replacement", "departure", "engine"}
 
 
 class Loss(NamedTuple):
@@ -58,7 +58,7 @@ class Loss(NamedTuple):
     is foreseen: somebody asks what would happen.
     """
 
-    kind: Kind
+    kind: LossKind
     te: str | None
     dies: tuple[int, ...]
     error: Exception | None
@@ -95,7 +95,7 @@ class Rung(NamedTuple):
 
     name: RungName
     runs: Literal["loop", "TE", "group"]  # in the TE's loop; on the parts of one TE; on all TEs
-    kinds: Set[Kind]
+    kinds: Set[LossKind]
     cannot: str
     mends: str
 
@@ -146,7 +146,7 @@ LADDER: Final = (
     Rung(
         name="end",
         runs="group",
-        kinds=KINDS.keys(),
+        kinds=LOSSES.keys(),
         cannot="asked beforehand: it helps no request",
         mends="every request ends with the error",
     ),

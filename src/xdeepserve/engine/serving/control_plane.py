@@ -66,7 +66,7 @@ class ControlPlane:
             silent = self._silent_ns(te)
             if silent:
                 te.health.shell = "suspect"
-            if silent >= self.lost_ns:
+            if silent >= self.lost_ns and te.is_running:  # else another shell's loss has ended the engine
                 te.health.shell = "lost"
                 te.lose(Loss("shell", te.plan.name, (), self._error(te, silent)))
         self.start()

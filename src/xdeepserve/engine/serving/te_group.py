@@ -104,7 +104,7 @@ class TEGroup:
         te = next((te for te in running if die in te.plan.every_die), None)
         if te is None:
             return None
-        unheard = [each for te in running for each in te.plan.needed_dies if each in self._plan.pod.lost]
+        unheard = [each for te in running for each in te.needed_dies if each in self._plan.pod.lost]
         if unheard:
             return f"nobody has found yet that die {unheard[0]} is lost: ask for something first"
         loss = te.foreseen(die)
@@ -259,7 +259,7 @@ class TEGroup:
         """Handle the silence of a die: its memory did not answer a read; do this without waiting for its
         heartbeats to fail."""
         for te in self._je.tes:
-            if die in te.plan.needed_dies and te.is_running:
+            if die in te.needed_dies and te.is_running:
                 self._plan.pod.clock.detach(self._lose_die(te, die), f"loss of die {die}", self._fail)
 
     def _lose_page(self, error: PageLostError) -> None:
@@ -270,7 +270,7 @@ class TEGroup:
 
     async def _lose_die(self, te: TE, die: int) -> None:
         """Have a TE climb the ladder with a lost die, if nothing has come of the die's loss yet."""
-        if te.is_running and te in self._je.tes and die in te.plan.needed_dies:
+        if te.is_running and te in self._je.tes and die in te.needed_dies:
             name = te.plan.name
             error = LostDieError(f"die {die} of {name} is lost: its memory does not answer")
             te.lose(Loss("die", name, (die,), error))
@@ -282,7 +282,7 @@ class TEGroup:
         self._climb(Loss("engine", None, (), error))
 
     def _lose(self, te: TE, loss: Loss) -> None:
-        """Climb the ladder with what a TE could not mend by itself."""
+        """Climb the ladder with a loss that a TE could not mend by itself."""
         if te.plan.name in self.lost:
             return  # who read its memory, and found nothing there, has told this, too
         self._plan.pod.lose(te.plan.every_die)

@@ -50,7 +50,7 @@ class ServerMonitor:
         self._asked: dict[int, int] = {}  # the latest one, by server
         self._missed: dict[int, int] = {}  # answers, in a row
         self._masked: set[int] = set()  # servers
-        self._dies = () if self._layout is None else plan.dies  # of clients
+        self._clients = {} if self._layout is None else dict(enumerate(plan.dies))  # dies by rank
         self._silent: dict[GroupRank, int] = {}  # looks in a row, by client
         self.leaving: set[int] = set()
         self._epochs: dict[int, int] = {}  # of seats, where it is not the first
@@ -108,7 +108,7 @@ class ServerMonitor:
         factor = 1 << min(10, max(0, self._num_quiet - QUIET - self._times.lost_heartbeats))
         self._next_ns = now + factor * max(1, round(1e6 * self._times.heartbeat_ms))
         if silent:
-            dies = tuple(self._dies[rank] for rank in silent)
+            dies = tuple(self._clients[rank] for rank in silent)
             said = f"the memory of clients {', '.join(map(str, dies))} of {self._name} does not answer"
             yield Loss("missed", self._name, dies, LostDieError(said))
 
@@ -117,7 +117,7 @@ class ServerMonitor:
 
         Slow clients are left to the heartbeat of their DP group.
         """
-        silent = {GroupRank(rank) for rank, die in enumerate(self._dies) if die in self._pod.memories.silent}
+        silent = {GroupRank(rank) for rank, die in self._clients.items() if die in self._pod.memories.silent}
         self._silent = {rank: self._silent.get(rank, 0) + 1 for rank in silent}
         times = self._times.lost_heartbeats
         return [rank for rank, missed in self._silent.items() if missed >= times]
@@ -138,6 +138,10 @@ class ServerMonitor:
         """Tell all clients that servers are lost, so that clients ask others."""
         for server in [server for server, die in self._die_of.items() if die in loss.dies]:
             self._mask(server, True)
+
+    def give_up(self, dies: Collection[int]) -> None:
+        """Look no more at clients without which the TE goes on."""
+        self._clients = {rank: die for rank, die in self._clients.items() if die not in dies}
 
     def _bell(self, die: int) -> int:
         assert self._layout is not None

@@ -155,6 +155,18 @@ class TE:
         return sum(group.num_sequences for group in self.groups) + self.te_shell.num_pending
 
     @property
+    def needed_dies(self) -> tuple[int, ...]:
+        """Dies necessary for the TE to go on.
+
+        Expert servers are not among them: clients find out whether they can do without one. Neither are
+        clients that the TE has given up.
+        """
+        plan, lost = self.plan, {self.plan.dies[rank] for rank in self.clients.lost}
+        return tuple(
+            die for die in (plan.every_die if plan.services is None else plan.dies) if die not in lost
+        )
+
+    @property
     def kv_load(self) -> float:
         """Share of KV blocks in use or reserved, averaged over the DP groups; reservations may push it above
         1."""
@@ -372,6 +384,7 @@ class TE:
         if self.recovery.phase != "serving":
             return  # the rollback waits for all dies, and names those that do not answer
         self.clients.go_on_without(loss)
+        self.monitor.give_up(loss.dies)
         self.wake()
 
     async def _turn(self) -> bool:
