@@ -277,22 +277,14 @@ class TE:
 
         On return the TE is gone, or lost.
         """
-        await self._end_of(self._loop)
+        await self._clock.until_ended(self._loop)
         if self.life == "draining":
             self._shut_down()
             for process in self.processes:
-                await self._end_of(process)
+                await self._clock.until_ended(process)
         if self.life == "draining":
             self._end_life()
             self.plan.release()
-
-    async def _end_of(self, process: asyncio.Task[None]) -> None:
-        """Wait until a process has ended: by itself, or with a die or a TE that is lost."""
-        try:
-            await self._clock.join(process)
-        except asyncio.CancelledError:
-            if not process.cancelled():
-                raise
 
     def give_up(self) -> None:
         """End a task executor after its weights could not be loaded."""
