@@ -10,6 +10,7 @@ import pytest
 
 from tools import ladder as page
 from xdeepserve import LLM, SamplingParams
+from xdeepserve.engine.job.executor import JobExecutor
 from xdeepserve.engine.messages import StepFailed
 from xdeepserve.engine.recovery.ladder import (
     LADDER,
@@ -297,6 +298,22 @@ def test_a_client_that_could_not_be_missed_is_waited_for(climbs: list[Climbed]) 
     assert {*suspected} == {("missed", "go on without", none_left), ("missed", "wait", MENDS)}
     assert why == ("silence", "go on without", none_left)
     assert (needed, end) == (("silence", "give up", NO_OTHERS), ("silence", "end", MENDS))
+
+
+@pytest.mark.parametrize("settings", [TWO, (*TWO, "recovery.failover=true")])
+def test_a_te_that_cannot_be_given_up_ends_the_engine(
+    settings: tuple[str, ...], climbs: list[Climbed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The books of requests are broken: no request waits for another TE, and each hears why."""
+    monkeypatch.setattr(JobExecutor, "lose", lambda *_: 1 // 0)
+    overrides = ["max_model_len=64", *settings]
+    with (
+        LLM("tiny-random", "pd", "int8", overrides=overrides) as llm,
+        pytest.raises(XDeepServeError, match="ZeroDivisionError"),
+    ):
+        llm.generate([[1, 2, 3]] * 4, PARAMS, meanwhile=finds_a_die_silent)
+    first = "replace" if "recovery.failover=true" in settings else "give up"
+    assert [each[:2] for each in climbs if each.said == MENDS] == [("die", first), ("error", "end")]
 
 
 def test_an_error_of_no_te_ends_the_engine(climbs: list[Climbed], monkeypatch: pytest.MonkeyPatch) -> None:

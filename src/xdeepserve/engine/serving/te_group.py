@@ -52,11 +52,11 @@ class TEGroup:
         self.joining = Joining(plan, je, self._make, self._note_joined)
         self._failover: Failover | None = None
         if recovery.failover and not plan.outside:
-            ends = self._end_failover, self._fail
+            ends = self._end_failover, self.fail
             self._failover = Failover(self, self.joining.join, plan, recovery, lost_ns, *ends)
         for te in plan.tes:
             je.tes.append(self._make(te))
-        self.control_plane = ControlPlane(plan.pod, plan.deployment.health, lambda: je.tes, self._fail)
+        self.control_plane = ControlPlane(plan.pod, plan.deployment.health, lambda: je.tes, self.fail)
         plan.pod.memories.on_silence[self] = self._find_lost
         plan.pod.memories.on_page_lost[self] = self._lose_page
 
@@ -260,7 +260,7 @@ class TEGroup:
         heartbeats to fail."""
         for te in self._je.tes:
             if die in te.needed_dies and te.is_running:
-                self._plan.pod.clock.detach(self._lose_die(te, die), f"loss of die {die}", self._fail)
+                self._plan.pod.clock.detach(self._lose_die(te, die), f"loss of die {die}", self.fail)
 
     def _lose_page(self, error: PageLostError) -> None:
         """Act on a lost page of a die's memory: its TE repairs what it can, even while it loads."""
@@ -277,7 +277,7 @@ class TEGroup:
 
     # ---- rungs of the ladder ------------------------------------------------------------------------
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         """Climb the ladder with an error in one of the processes that work for all TEs."""
         self._climb(Loss("engine", None, (), error))
 
@@ -296,7 +296,7 @@ class TEGroup:
     def _remedies(self, te: TE | None) -> Remedies:
         """Return the group's remedies for a loss of a TE, or of no TE in service."""
         remedies: dict[RungName, Remedy] = {
-            "give up": Remedy(partial(self._needs, te), partial(self._go_on_without, te)),
+            "give up": Remedy(partial(self._needs, te), partial(self._leave_to_others, te)),
             "end": Remedy(self._helps_nobody, partial(self._end_all, te)),
         }
         if te is not None and self._failover is not None:
@@ -318,12 +318,18 @@ class TEGroup:
 
     def _replace(self, te: TE, failover: Failover, loss: Loss) -> None:
         """Give up a TE, whose requests wait for another one if they must, and start to replace it."""
-        self._je.unplaced.is_open = True
-        self._give_up(te, loss.reason)
-        failover.begin(te.plan, loss.reason)
+        was_open, self._je.unplaced.is_open = self._je.unplaced.is_open, True
+        try:
+            self._give_up(te, loss.reason)
+            failover.begin(te.plan, loss.reason)
+        except Exception:
+            self._je.unplaced.is_open = was_open  # else requests would wait for a TE that never comes
+            raise
 
     def _needs(self, te: TE | None, loss: Loss) -> str | None:
         """Explain why requests need a TE; None if the other TEs can go on, or another one is on its way."""
+        if te is not None and te.plan.name in self.lost:
+            return f"{te.plan.name} could not be given up"  # a rung before has failed at it
         if self._is_needless(te) or (self.is_recovering and not loss.is_foreseen):
             return None
         if te is None or not loss.is_foreseen:
@@ -333,13 +339,13 @@ class TEGroup:
         hint = f": serve with --set {helps}" if helps else ""
         return f"{te.plan.name} needs die {die}, and no other task executor could go on{hint}"
 
-    def _go_on_without(self, te: TE | None, loss: Loss) -> None:
+    def _leave_to_others(self, te: TE | None, loss: Loss) -> None:
         """Give up a TE whose requests go on at others; if it has been given up before, they go on now."""
         if te is None:
             self._je.place_waiting()
             return
         self._give_up(te, loss.reason)
-        self._plan.pod.clock.detach(self._free_when_idle(te.plan), f"end of {te.plan.name}", self._fail)
+        self._plan.pod.clock.detach(self._free_when_idle(te.plan), f"end of {te.plan.name}", self.fail)
 
     def _helps_nobody(self, loss: Loss) -> str | None:
         """Explain why the end of the engine is no help that one could count on beforehand."""
