@@ -316,6 +316,25 @@ def test_a_te_that_cannot_be_given_up_ends_the_engine(
     assert [each[:2] for each in climbs if each.said == MENDS] == [("die", first), ("error", "end")]
 
 
+def test_the_last_te_that_leaves_ends_the_engine(climbs: list[Climbed]) -> None:
+    """A TE drains because another one could serve; when the drain has ended, that one is lost."""
+
+    async def leaves(engine: Engine) -> None:
+        clock, (first, second, _) = engine.plan.pod.clock, engine.je.tes
+        leaving = clock.spawn(engine.drain(first.plan.name), name="drain")
+        await clock.sleep(1)
+        assert first.life == "draining"
+        second.executors[0].reports.put(StepFailed(0, HardwareError("the die is on fire")))
+        await clock.join(leaving)
+
+    with (
+        LLM("tiny-random", "pd", "int8", overrides=["max_model_len=64", *TWO]) as llm,
+        pytest.raises(XDeepServeError, match="the die is on fire"),
+    ):
+        llm.generate([[1, 2, 3]] * 4, PARAMS, meanwhile=leaves)
+    assert climbs == [("error", "give up", MENDS), ("departure", "end", MENDS)]
+
+
 def test_an_error_of_no_te_ends_the_engine(climbs: list[Climbed], monkeypatch: pytest.MonkeyPatch) -> None:
     """Here it is the process that tells a TE of a die whose memory is silent."""
     monkeypatch.setattr(te_module.TE, "lose", lambda _, loss: fails(loss))
