@@ -16,13 +16,12 @@ from hypothesis import strategies as st
 
 from tests.tools import one_die
 from xdeepserve.engine.deploy.sizes import StepSizes
-from xdeepserve.engine.dp.block_table import BlockCopy
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.scheduler import Scheduler
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
 from xdeepserve.engine.dp.step import PlannedStep, SeqResult, make_plan
-from xdeepserve.engine.messages import StepPlan
+from xdeepserve.engine.plans import BlockCopy, StepPlan
 from xdeepserve.llm import LLM, build_engine, digest
 from xdeepserve.model.kernels import carried
 
@@ -216,8 +215,6 @@ def test_what_is_planned_ahead_is_computed_right(
         if turn > 45 and running is None and not scheduler.places.has_work:
             break
         step = scheduler.schedule()
-        if turn % 7 == 0:
-            step.transfers += scheduler.prefixes.save(2)
         for ticket, copies in step.transfers:
             die.begin(copies)
             transfers[ticket] = (turn + delay, copies)

@@ -14,7 +14,7 @@ from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.scheduler import Scheduler
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
 from xdeepserve.engine.dp.step import PlannedStep, SeqResult
-from xdeepserve.engine.messages import StepPlan
+from xdeepserve.engine.plans import StepPlan
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.errors import XDeepServeError
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
 from xdeepserve.engine.dp.prefix_index import Node, PrefixIndex
-from xdeepserve.engine.messages import BlockCopy
+from xdeepserve.engine.plans import BlockCopy
 from xdeepserve.errors import XDeepServeError
 
 

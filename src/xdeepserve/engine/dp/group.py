@@ -8,26 +8,25 @@ from typing import NamedTuple
 
 import msgspec
 
-from xdeepserve.comm.distflow import Endpoint
+from xdeepserve.comm.distflow import Completion, Endpoint
 from xdeepserve.engine.balance.dp import LONG_PROMPT, GroupStatus, prefill_cost
 from xdeepserve.engine.deploy.sizes import StepSizes
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.events import Events, GroupId
 from xdeepserve.engine.dp.lost_blocks import LostBlocks
-from xdeepserve.engine.dp.prefixes import BlockLoadCost
+from xdeepserve.engine.dp.prefixes import LoadCost
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.scheduler import Scheduler
 from xdeepserve.engine.dp.sequence import SampledToken
 from xdeepserve.engine.dp.sequence import Sequence as Seq
 from xdeepserve.engine.dp.step import PlannedStep, Scheduled, SeqResult, make_plan, observed, written_blocks
-from xdeepserve.engine.messages import LOGPROB_SLOTS, CopyBlocks, Probe, StepPlan
+from xdeepserve.engine.messages import LOGPROB_SLOTS, CopyBlocks, Probe
+from xdeepserve.engine.plans import StepPlan
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import Address
 from xdeepserve.model.canonical import Array
-
-SAVE_PER_STEP = 4  # cached blocks that are sent to host DRAM beside a step, at most
 
 
 class Left(NamedTuple):
@@ -50,6 +49,12 @@ class Left(NamedTuple):
     claims: int = 0  # on the memories of dies
 
 
+class TransferEnded(events.AtGroup, frozen=True):
+    """Step 8: a DP group has learnt that its side of a transfer ended, well or with an error."""
+
+    completion: Completion
+
+
 class DPGroup:
     """Schedules sequences, launches steps on the group's dies, reads the results that the first die wrote.
 
@@ -63,7 +68,7 @@ class DPGroup:
         mems: Sequence[DieMemory],
         num_groups: int,
         steps: StepSizes,
-        load_cost: BlockLoadCost | None,
+        load_cost: LoadCost | None,
         tell: Events,
     ) -> None:
         self.id, self.rank, self.dies, self.mems, self.tell = name, name.rank, dies, mems, tell
@@ -137,13 +142,11 @@ class DPGroup:
         return self.steps.max_seqs - self.num_sequences - len(self.places.reserved)
 
     def plan(self, step_idx: int) -> bool:
-        """Schedule a step; return whether it has rows. Transfers between memory tiers start at once, beside
-        the step."""
+        """Schedule a step, and have the dies begin its copies and transfers; return whether the step has
+        rows."""
         step = self.scheduler.schedule()
         self._steps[step_idx] = step
         self._plans[step_idx] = make_plan(step_idx, step.shares, self.kv.block_size)
-        if self.kv.num_host_blocks:
-            step.transfers += self.scheduler.prefixes.save(SAVE_PER_STEP)
         # Copies on write first: a block that only the cache still has may be one that a transfer overwrites.
         if step.copies:
             self.put(CopyBlocks(ticket=None, copies=step.copies))
@@ -220,7 +223,7 @@ class DPGroup:
         executor."""
         for endpoint in self.endpoints:
             for completion in endpoint.poll():
-                self.tell(events.TransferEnded(completion.tag, self.id, completion))
+                self.tell(TransferEnded(completion.tag, self.id, completion))
                 if completion.error is not None:
                     continue
                 if completion.is_source:

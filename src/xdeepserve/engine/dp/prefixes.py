@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from xdeepserve.engine.deploy.sizes import StepSizes
-from xdeepserve.engine.dp.block_table import BlockCopy
 from xdeepserve.engine.dp.prefix_index import Node
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sequence import Sequence
-from xdeepserve.hw.spec import Spec, Work
+from xdeepserve.engine.plans import BlockCopy
 
 
-class BlockLoadCost:
-    """Decide whether to load cached blocks from the host's memory or to compute their tokens again, whichever
-    is sooner (DeepServe 4.3)."""
-
-    def __init__(self, spec: Spec, block_nbytes: int, weight_nbytes: int, is_always: bool) -> None:
-        self._spec, self._block_nbytes, self._is_always = spec, block_nbytes, is_always
-        self._ops_per_token = 2.0 * weight_nbytes  # every weight byte at most once
+class LoadCost(Protocol):
+    """Cost model that decides whether cached blocks are loaded from the host's memory."""
 
     def should_load(self, num_blocks: int, num_tokens: int) -> bool:
-        """Whether `num_blocks` arrive sooner than `num_tokens` are computed; always True with `is_always`."""
-        if self._is_always:
-            return True
-        spec = self._spec
-        load_ns = spec.startup_ns("dma") + spec.link_ns(0, num_blocks * self._block_nbytes, 0)
-        return load_ns < spec.stage_ns(Work(int8=num_tokens * self._ops_per_token))
+        """Whether to load `num_blocks` rather than compute their `num_tokens` again."""
 
 
 class Prefixes:
     """Cached prefixes for the sequences of one DP group."""
 
-    def __init__(self, steps: StepSizes, rtc: RTC, load_cost: BlockLoadCost | None) -> None:
+    def __init__(self, steps: StepSizes, rtc: RTC, load_cost: LoadCost | None) -> None:
         self.steps, self.rtc, self.load_cost = steps, rtc, load_cost
         self.num_queries = 0  # tokens of prompts that were looked up
         self.num_hits = 0  # of these, tokens found

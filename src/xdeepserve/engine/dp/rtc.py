@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from xdeepserve.engine.dp.block_table import BlockCopy, BlockTable, Holding
+from xdeepserve.engine.dp.block_table import BlockTable, Holding
 from xdeepserve.engine.dp.prefix_index import Node
+from xdeepserve.engine.plans import BlockCopy
 from xdeepserve.errors import XDeepServeError
 
 

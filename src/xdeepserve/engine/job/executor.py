@@ -16,7 +16,7 @@ from xdeepserve.comm.distflow import Completion
 from xdeepserve.engine.deploy.deployment import Admission, Role
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.events import Event, Events, GroupId
-from xdeepserve.engine.dp.group import DPGroup, Left
+from xdeepserve.engine.dp.group import DPGroup, Left, TransferEnded
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.job.admission import DecodeFirst, PrefillFirst
 from xdeepserve.engine.job.journey import Journey
@@ -203,7 +203,7 @@ class JobExecutor:
                 transfer is not None and transfer.stage == "offered"
             ):
                 transfer.step("receive")
-            case events.TransferEnded(completion=completion) if transfer is not None:
+            case TransferEnded(completion=completion) if transfer is not None:
                 self._completed(transfer, completion)
             case events.Withdrawn() if transfer is not None:
                 transfer.revoke()

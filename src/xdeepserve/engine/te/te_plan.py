@@ -19,7 +19,6 @@ from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.die.shape_memory import ShapeMemory
 from xdeepserve.engine.dp.events import Events, GroupId
 from xdeepserve.engine.dp.group import DPGroup
-from xdeepserve.engine.dp.prefixes import BlockLoadCost
 from xdeepserve.engine.dp.scheduler import PrefixTier
 from xdeepserve.engine.messages import CopyDone, PoolReady, StepFailed
 from xdeepserve.engine.numbers import GroupRank
@@ -31,7 +30,7 @@ from xdeepserve.engine.te.status_gather import StatusGather, plan_statuses
 from xdeepserve.errors import OutOfMemoryError
 from xdeepserve.hw.memory import Area
 from xdeepserve.hw.queue import HostQueue, Queue
-from xdeepserve.hw.spec import Spec
+from xdeepserve.hw.spec import Spec, Work
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.step.linear import Threads
 
@@ -41,6 +40,23 @@ if TYPE_CHECKING:
 
 # What makes a DP group's tier of prefixes in a memory pool; it reports what has come to the TE's queue.
 MakeTier = Callable[[DPGroup, Callable[[PoolReady | CopyDone | StepFailed], None]], PrefixTier]
+
+
+class BlockLoadCost:
+    """Decide whether to load cached blocks from the host's memory or to compute their tokens again, whichever
+    is sooner (DeepServe 4.3)."""
+
+    def __init__(self, spec: Spec, block_nbytes: int, weight_nbytes: int, is_always: bool) -> None:
+        self._spec, self._block_nbytes, self._is_always = spec, block_nbytes, is_always
+        self._ops_per_token = 2.0 * weight_nbytes  # every weight byte at most once
+
+    def should_load(self, num_blocks: int, num_tokens: int) -> bool:
+        """Whether `num_blocks` arrive sooner than `num_tokens` are computed; always True with `is_always`."""
+        if self._is_always:
+            return True
+        spec = self._spec
+        load_ns = spec.startup_ns("dma") + spec.link_ns(0, num_blocks * self._block_nbytes, 0)
+        return load_ns < spec.stage_ns(Work(int8=num_tokens * self._ops_per_token))
 
 
 def free_host_of(holder: DieMemory | ExpertMemory) -> None:
