@@ -218,6 +218,10 @@ class _Checker(NamedTuple):
                 yield from self._either(value, kind, place)
             case inspect.LiteralType() if value in kind.values and isinstance(value, str):
                 pass
+            case inspect.Metadata(type=inspect.StrType(pattern=str() as pattern)) if isinstance(
+                value, str
+            ) and re.search(pattern, value):
+                pass
             case inspect.StrType() if isinstance(value, str):
                 pass
             case inspect.BoolType() if isinstance(value, bool):
@@ -265,6 +269,8 @@ class _Checker(NamedTuple):
         match kind:
             case inspect.LiteralType():
                 return f"one of {', '.join(map(str, kind.values))}"
+            case inspect.Metadata(extra={"names": names}):
+                return f"one of {', '.join(sorted(names))}"
             case inspect.IntType() | inspect.FloatType():
                 what = "a whole number" if isinstance(kind, inspect.IntType) else "a number"
                 return what + _bounds(kind)
@@ -305,6 +311,8 @@ def _bounds(kind: inspect.IntType | inspect.FloatType) -> str:
 def _hint(value: Any, kind: inspect.Type) -> str:
     if isinstance(kind, inspect.LiteralType):
         return meant(value, map(str, kind.values))
+    if isinstance(kind, inspect.Metadata):
+        return meant(value, (kind.extra or {}).get("names", ()))
     if not isinstance(value, str):
         return ""
     if isinstance(kind, inspect.BoolType) and value.lower() in ("true", "false"):

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.engine.tools import loads
 from tests.tools import one_die
 from xdeepserve.engine.deploy.sizes import StepSizes
 from xdeepserve.engine.dp.rtc import RTC
@@ -64,13 +65,6 @@ def by_kernel(
     carried.resolve(*rows, tables, *before, made, block_size)
     tokens, positions, slots = (each.tolist() for each in rows[:3])
     return msgspec.structs.replace(plan, token_ids=tokens, positions=positions, slots=slots)
-
-
-class Loads:
-    """A cost model that always loads."""
-
-    def should_load(self, num_blocks: int, num_tokens: int) -> bool:
-        return True
 
 
 class Job:
@@ -195,7 +189,7 @@ def test_what_is_planned_ahead_is_computed_right(
             plans_ahead=True,
         ),
         RTC(num_blocks, BLOCK, num_host),
-        Loads() if num_host else None,
+        loads if num_host else None,
     )
     jobs, arrivals = {}, []
     for seq_id, (num_prompt, num_new, unseen, arrival) in enumerate(sizes):

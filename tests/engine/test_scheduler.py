@@ -6,9 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine.tools import make_scheduler, make_sequence, play, play_die, short, token
+from xdeepserve.engine.dp.preemption import VictimPolicy, last, least_computed
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.scheduler import Scheduler
-from xdeepserve.engine.dp.sequence import Sequence
+from xdeepserve.engine.dp.sequence import OrderPolicy, Sequence, by_arrival, shortest_first
 from xdeepserve.engine.dp.step import PlannedStep, make_plan
 from xdeepserve.engine.plans import BlockCopy
 
@@ -25,6 +26,8 @@ from xdeepserve.engine.plans import BlockCopy
     st.integers(1, 4),
     st.booleans(),
     st.lists(st.sampled_from([None, "a", "b", "c"]), min_size=12, max_size=12),
+    st.sampled_from([last, least_computed]),
+    st.sampled_from([by_arrival, shortest_first]),
 )
 def test_every_sequence_gets_exactly_its_tokens(
     jobs: list[tuple[int, int, int]],
@@ -37,8 +40,10 @@ def test_every_sequence_gets_exactly_its_tokens(
     delay: int,
     has_forks: bool,
     cache_keys: list[str | None],
+    victim: VictimPolicy,
+    order: OrderPolicy,
 ) -> None:
-    scheduler = make_scheduler(max_tokens, max_seqs, num_blocks, num_drafts, *host)
+    scheduler = make_scheduler(max_tokens, max_seqs, num_blocks, num_drafts, *host, victim)
     scheduler.rtc.index.max_ids = 2
     in_flight: dict[int, int] = {}  # ticket -> the step after which it ends
     made = []
@@ -46,7 +51,7 @@ def test_every_sequence_gets_exactly_its_tokens(
         if has_forks and seq_id % 2 == 1:
             num_prompt = jobs[seq_id - 1][0]
         new = min(new, num_blocks * 16 - num_prompt)
-        made.append((arrival, *make_sequence(seq_id, num_prompt, new, cache_keys[seq_id]), new))
+        made.append((arrival, *make_sequence(seq_id, num_prompt, new, cache_keys[seq_id], order), new))
     for step_idx in range(1500):
         for arrival, seq, _, _ in made:
             if arrival == step_idx:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.engine.histories import abort_on_the_way
-from tests.engine.tools import Loads
+from tests.engine.tools import loads
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.dp.events import Event, Events, GroupId, Preempted
 from xdeepserve.engine.dp.group import DPGroup
@@ -168,7 +168,7 @@ class Replay:
         tell.act = lambda event: self.preempted.append(event) if isinstance(event, Preempted) else None
         rtc = RTC(kv.num_blocks, kv.block_size, kv.num_host_blocks, kv.max_cache_keys)
         self.scheduler = Scheduler(
-            steps, rtc, Loads() if kv.num_host_blocks else None, GroupId(*log.group.id), tell
+            steps, rtc, loads if kv.num_host_blocks else None, GroupId(*log.group.id), tell
         )
         self.seqs: dict[int, Sequence] = {}
         self.steps: list[PlannedStep] = []

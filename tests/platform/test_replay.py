@@ -9,7 +9,7 @@ import pytest
 
 from tests.platform.tools import LIMITS, MADE, PRICE
 from xdeepserve.cli import main
-from xdeepserve.engine.balance.te_policies import POLICIES
+from xdeepserve.engine.deploy.policies import ROUTE
 from xdeepserve.errors import InputError
 from xdeepserve.llm import LLM, digest
 from xdeepserve.model.presets import TinyCheckpoint
@@ -228,7 +228,7 @@ def test_several_policies_are_one_table_with_prices_found_once(
     assert main(["replay", MADE, "--cluster", str(path), "--first", "9", "--policy", "all"]) == 0
     text = capsys.readouterr().out.splitlines()
     head = next(number for number, line in enumerate(text) if line.startswith("policy "))
-    assert [line.split()[0] for line in text[head + 1 :]] == list(POLICIES)
+    assert [line.split()[0] for line in text[head + 1 :]] == list(ROUTE.rows)
     assert {len(line) for line in text[head:]} == {len(text[head])}
 
 

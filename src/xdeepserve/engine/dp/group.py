@@ -15,7 +15,9 @@ from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.events import Events, GroupId
 from xdeepserve.engine.dp.lost_blocks import LostBlocks
-from xdeepserve.engine.dp.prefixes import LoadCost
+from xdeepserve.engine.dp.preemption import VictimPolicy
+from xdeepserve.engine.dp.prefix_index import EvictionPolicy
+from xdeepserve.engine.dp.prefixes import ShouldLoad
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.scheduler import Scheduler
 from xdeepserve.engine.dp.sequence import SampledToken
@@ -55,6 +57,13 @@ class TransferEnded(events.AtGroup, frozen=True):
     completion: Completion
 
 
+class GivesWay(NamedTuple):
+    """Policies of a DP group for when blocks run out: which sequence gives way, and which cached block."""
+
+    sequence: VictimPolicy
+    block: EvictionPolicy
+
+
 class DPGroup:
     """Schedules sequences, launches steps on the group's dies, reads the results that the first die wrote.
 
@@ -68,14 +77,15 @@ class DPGroup:
         mems: Sequence[DieMemory],
         num_groups: int,
         steps: StepSizes,
-        load_cost: LoadCost | None,
+        should_load: ShouldLoad | None,
         tell: Events,
+        gives_way: GivesWay,
     ) -> None:
         self.id, self.rank, self.dies, self.mems, self.tell = name, name.rank, dies, mems, tell
         self.mem, self.kv, self.steps, self.num_groups = mems[0], mems[0].kv.sizes, steps, num_groups
         kv = self.kv
-        self.rtc = RTC(kv.num_blocks, kv.block_size, kv.num_host_blocks, kv.max_cache_keys)
-        self.scheduler = Scheduler(steps, self.rtc, load_cost, self.id, tell)
+        self.rtc = RTC(kv.num_blocks, kv.block_size, kv.num_host_blocks, kv.max_cache_keys, gives_way.block)
+        self.scheduler = Scheduler(steps, self.rtc, should_load, self.id, tell, gives_way.sequence)
         self.places, self.handover = self.scheduler.places, self.scheduler.handover
         self.lost_blocks = LostBlocks(self.scheduler)
         self._num_done: Counter[int] = Counter()  # dies that have made the copies of a ticket

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import TypeAlias
 
 from xdeepserve.engine.deploy.sizes import StepSizes
 from xdeepserve.engine.dp.prefix_index import Node
@@ -10,19 +11,15 @@ from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.plans import BlockCopy
 
-
-class LoadCost(Protocol):
-    """Cost model that decides whether cached blocks are loaded from the host's memory."""
-
-    def should_load(self, num_blocks: int, num_tokens: int) -> bool:
-        """Whether to load `num_blocks` rather than compute their `num_tokens` again."""
+# Whether to load so many cached blocks from the host's memory, rather than to compute so many tokens again.
+ShouldLoad: TypeAlias = Callable[[int, int], bool]
 
 
 class Prefixes:
     """Cached prefixes for the sequences of one DP group."""
 
-    def __init__(self, steps: StepSizes, rtc: RTC, load_cost: LoadCost | None) -> None:
-        self.steps, self.rtc, self.load_cost = steps, rtc, load_cost
+    def __init__(self, steps: StepSizes, rtc: RTC, should_load: ShouldLoad | None) -> None:
+        self.steps, self.rtc, self._should_load = steps, rtc, should_load
         self.num_queries = 0  # tokens of prompts that were looked up
         self.num_hits = 0  # of these, tokens found
         self.num_id_queries = 0  # sequences
@@ -102,8 +99,8 @@ class Prefixes:
         num_blocks = len(saved)
         return (
             num_blocks > 0
-            and self.load_cost is not None
-            and self.load_cost.should_load(num_blocks, num_blocks * self.rtc.block_size)
+            and self._should_load is not None
+            and self._should_load(num_blocks, num_blocks * self.rtc.block_size)
         )
 
     def save(self, limit: int) -> list[tuple[int, list[BlockCopy]]]:

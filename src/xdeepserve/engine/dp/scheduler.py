@@ -24,8 +24,8 @@ from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.events import Events, GroupId
 from xdeepserve.engine.dp.handover import Handover
 from xdeepserve.engine.dp.places import IN_TRANSIT, Places
-from xdeepserve.engine.dp.preemption import Preemption
-from xdeepserve.engine.dp.prefixes import LoadCost, Prefixes
+from xdeepserve.engine.dp.preemption import Preemption, VictimPolicy, last
+from xdeepserve.engine.dp.prefixes import Prefixes, ShouldLoad
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.dp.stats import StepStats
@@ -79,15 +79,16 @@ class Scheduler:
         self,
         steps: StepSizes,
         rtc: RTC,
-        load_cost: LoadCost | None = None,
+        should_load: ShouldLoad | None = None,
         group: GroupId = GroupId(),  # noqa: B008
         tell: Events | None = None,
+        victim: VictimPolicy = last,
     ) -> None:
         self.steps, self.rtc = steps, rtc
         self.group, self.tell = group, tell or Events()
         self.places = Places()
-        self.prefixes = Prefixes(steps, rtc, load_cost)
-        self.preemption = Preemption(steps, rtc, self.places, group, self.tell)
+        self.prefixes = Prefixes(steps, rtc, should_load)
+        self.preemption = Preemption(steps, rtc, self.places, group, self.tell, victim)
         self.handover = Handover(rtc, self.places, self.preemption, group, self.tell)
         self.pool: PrefixTier | None = None
         self.stats = StepStats()
