@@ -270,7 +270,7 @@ class _Checker(NamedTuple):
             case inspect.LiteralType():
                 return f"one of {', '.join(map(str, kind.values))}"
             case inspect.Metadata(extra={"names": names}):
-                return f"one of {', '.join(sorted(names))}"
+                return one_of(names)
             case inspect.IntType() | inspect.FloatType():
                 what = "a whole number" if isinstance(kind, inspect.IntType) else "a number"
                 return what + _bounds(kind)
@@ -295,6 +295,13 @@ def _members(kind: inspect.UnionType) -> list[inspect.Type]:
     names = sorted(str(value) for values in literals for value in values)
     others = [each for each in kind.types if not isinstance(each, inspect.LiteralType | inspect.NoneType)]
     return [*([inspect.LiteralType(tuple(names))] if names else []), *others]
+
+
+def one_of(names: Iterable[str]) -> str:
+    """List the names that a value may have, then the forms that it may take, such as `module:function`."""
+    every = sorted(names, key=lambda name: (":" in name, name))
+    forms = "".join(f" or {name}" for name in every if ":" in name)
+    return f"one of {', '.join(name for name in every if ':' not in name)}{forms}"
 
 
 def _is_within(value: float, kind: inspect.IntType | inspect.FloatType) -> bool:

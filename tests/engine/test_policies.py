@@ -53,14 +53,14 @@ def test_settings_read_the_tables() -> None:
     [
         (
             "scheduler.decode=kvs",
-            "scheduler.decode must be one of kv, module:function, next-open, round-robin, found 'kvs' "
+            "scheduler.decode must be one of kv, next-open, round-robin or module:function, found 'kvs' "
             "(did you mean kv?)",
         ),
         ("scheduler.admission=a:b", "scheduler.admission must be one of decode, prefill, found 'a:b'"),
-        ("cache.eviction=3", "cache.eviction must be one of lfu, lru, module:function, found 3"),
+        ("cache.eviction=3", "cache.eviction must be one of lfu, lru or module:function, found 3"),
         (
             "scheduler.order=:x",
-            "scheduler.order must be one of arrival, module:function, shortest, found ':x'",
+            "scheduler.order must be one of arrival, shortest or module:function, found ':x'",
         ),
     ],
 )

@@ -147,6 +147,8 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             yield Mistake(("te",), "must list a section [[te]] at least")
         for number, te in enumerate(self.te):
             yield from (Mistake(("te", number, field), text) for field, text in te.mistakes())
+        if wrong := ROUTE.wrong(self.policy):
+            yield Mistake(("policy",), f"={self.policy} {wrong}")
         roles = {te.role for te in self.te}
         for one, other in (("prefill", "decode"), ("decode", "prefill")):
             if one in roles and other not in roles:

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
 import msgspec
 
 from xdeepserve.errors import meant
+from xdeepserve.reading import one_of
 
 OWN = "module:function"
 _OWN = r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*"
@@ -85,10 +86,10 @@ class Policies(NamedTuple):
         if name in self.rows:
             return ""
         if self.own is None or not re.fullmatch(_OWN, name):
-            return f"must be one of {', '.join(sorted(self.names))}, found '{name}'{meant(name, self.names)}"
+            return f"must be {one_of(self.names)}, found '{name}'{meant(name, self.names)}"
         try:
             found = self.function(name)
-        except (ImportError, AttributeError) as error:
+        except Exception as error:  # a module of a user may raise anything while it is imported
             return f"names no function: {error}"
         return "" if callable(found) else f"names no function, but {found!r}"
 
