@@ -18,7 +18,7 @@ from xdeepserve.api.endpoint import ENDPOINT
 from xdeepserve.api.options import ServerOptions
 from xdeepserve.api.server import build_app, max_body_bytes
 from xdeepserve.api.sse import escaped
-from xdeepserve.engine.dp.structured_outputs import json_rule
+from xdeepserve.engine.dp.json_schema import json_rule
 from xdeepserve.engine.serving.request import OutputFormats
 from xdeepserve.errors import InputError
 

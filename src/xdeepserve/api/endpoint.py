@@ -20,6 +20,7 @@ from xdeepserve.api.metrics import Metrics
 from xdeepserve.api.options import ServerOptions
 from xdeepserve.api.requests import CompletionRequest, GenerationRequest
 from xdeepserve.api.response_store import ResponseStore
+from xdeepserve.api.structured import note_unread_words
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams
 from xdeepserve.engine.serving.request import NOTHING, AsyncEngine, Parse, ServingTokenizer
@@ -114,6 +115,7 @@ class ApiEndpoint:
         errors about them use these names.
         """
         self.check_healthy()
+        note_unread_words(request, params, parse)
         if params.stop and self.engine.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this model has none", param="stop")
         if len(prompts) * params.n > MAX_CHOICES:

@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+from aiohttp import web
+
+from xdeepserve.api.fields import IGNORED, Fields
 from xdeepserve.api.requests import GenerationRequest
+from xdeepserve.engine.dp.json_schema import unread_words
+from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams
+from xdeepserve.engine.serving.request import Parse
 from xdeepserve.errors import RequestError, abridged, meant
 
 # vLLM's older names, and the fields of `structured_outputs` that they became.
@@ -53,6 +59,17 @@ def requested_form(body: GenerationRequest) -> tuple[StructuredOutputsParams | N
         names = " and ".join(name for _, name in found)
         raise RequestError(f"{names} cannot be combined", param=found[1][1])
     return found[0] if found else (None, "structured_outputs")
+
+
+def note_unread_words(request: web.Request, params: SamplingParams, parse: Parse) -> None:
+    """Note the words without effect in schemas that a request asks its answer to follow."""
+    form, rules = params.structured_outputs, parse.tool_rules
+    words = [f"schema.{word}" for word in (unread_words(str(form.json)) if form and form.json else ())]
+    for function in rules.functions if rules else ():
+        words += [f"tools.parameters.{word}" for word in unread_words(function.parameters)]
+    if words:
+        fields = request[IGNORED] = request.get(IGNORED) or Fields()
+        fields.ignored.update(dict.fromkeys(words))
 
 
 def _read(name: str, value: Any) -> StructuredOutputsParams | None:
