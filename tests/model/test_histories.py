@@ -85,6 +85,26 @@ def test_late_system_messages_that_a_template_cannot_take_join_the_first(source:
     )
 
 
+LOSES_SYSTEM = "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+WANTS_A_USER = (
+    "{% if not messages | selectattr('role', 'equalto', 'user') | list %}{{ raise_exception('no user') }}"
+    "{% endif %}" + PLAIN
+)
+
+
+@pytest.mark.parametrize("source", [LOSES_SYSTEM, WANTS_A_USER])
+def test_system_messages_alone_are_not_lost(source: str) -> None:
+    assert ChatTemplate(source, "test").forms.wants_user
+    assert said(source, {"role": "system", "content": "s"}) == "<user>s"
+    assert said(source, {"role": "system", "content": "s"}, {"role": "user", "content": "u"}).endswith(
+        "<user>u"
+    )
+
+
+def test_a_template_of_system_messages_gets_them() -> None:
+    assert said(PLAIN, {"role": "system", "content": "s"}) == "<system>s"
+
+
 def test_users_that_must_take_turns_are_joined() -> None:
     assert ChatTemplate(ALTERNATES, "test").forms.joins_users
     users = ({"role": "user", "content": each} for each in "ab")
