@@ -211,6 +211,7 @@ async def test_tool_choice(
         ({"stop": ["x"]}, "stop is not supported; use stop_sequences"),
         ({"max_tokns": 5}, "did you mean max_tokens?"),
         ({"system": 5}, "system: expected"),
+        ({"temperature": 1.5}, "temperature must be between 0 and 1, found 1.5"),
         ({"model": "claude"}, "the model"),
     ],
 )

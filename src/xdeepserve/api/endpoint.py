@@ -27,6 +27,7 @@ from xdeepserve.engine.serving.request import NOTHING, AsyncEngine, Parse, Servi
 from xdeepserve.errors import RequestError, abridged
 
 MAX_CHOICES = 1024
+MAX_TEMPERATURE = 2.0  # OpenAI's; in Python there is room for more
 MAX_NOTED = 1000  # ignored fields, each with a line of the log
 MAX_REQUEST_ID_CHARS = 128
 MAX_NAME_CHARS = 64  # of a model's name, as an error shows it
@@ -173,6 +174,11 @@ def sampling_params(
     names = [name for name in SamplingParams.__struct_fields__ if name not in _DECIDED]
     given = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
     n = 1 if body.n is None else body.n
+    if body.temperature is not None and not 0 <= body.temperature <= MAX_TEMPERATURE:
+        raise RequestError(
+            f"temperature must be between 0 and {MAX_TEMPERATURE:g}, found {abridged(body.temperature)}",
+            param="temperature",
+        )
     if body.best_of is not None and body.best_of != n:
         raise RequestError(
             f"best_of must equal n={n}: all choices that are made are given, found {body.best_of}",

@@ -24,6 +24,7 @@ from xdeepserve.api.requests import (
 )
 from xdeepserve.errors import RequestError, abridged
 
+MAX_TEMPERATURE = 1.0  # Anthropic's
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -58,6 +59,11 @@ def chat_of(body: MessagesRequest) -> ChatRequest:
     messages = [] if not body.system else [ChatMessage(role="system", content=_text("system", body.system))]
     for i, message in enumerate(body.messages):
         messages += _chat_messages(f"messages[{i}]", message)
+    if body.temperature is not None and body.temperature > MAX_TEMPERATURE:
+        found = abridged(body.temperature)
+        raise RequestError(
+            f"temperature must be between 0 and {MAX_TEMPERATURE:g}, found {found}", param="temperature"
+        )
     choice, is_single = _choice(body.tool_choice)
     config = body.output_config or {}
     form = body.output_format or config.get("format")
