@@ -84,6 +84,11 @@ Positive = Annotated[float, Limits(0, is_open=True)]
 NonNegative = Annotated[float, Limits(0)]
 
 
+def default_invariants() -> bool:
+    """Return whether XDEEPSERVE_INVARIANTS is set to something else than 0."""
+    return os.environ.get("XDEEPSERVE_INVARIANTS", "0") not in ("", "0")
+
+
 def default_threads() -> int:
     """Return XDEEPSERVE_THREADS or NUMBA_NUM_THREADS if set, else 1.
 
@@ -466,6 +471,10 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         default_factory=default_threads
     )
     seed: Annotated[int, "seed of requests that bring none"] = 0
+    invariants: Annotated[
+        bool,
+        "check after every turn what must always hold, at no virtual time; by default XDEEPSERVE_INVARIANTS",
+    ] = field(default_factory=default_invariants)
     mtp: Annotated[
         int,
         Limits(0, 2),

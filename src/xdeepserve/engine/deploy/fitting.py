@@ -208,6 +208,7 @@ def _settings(d: Deployment, te: TEDies) -> TESettings:
         seed=d.seed,
         health=d.health,
         recovery=d.recovery,
+        invariants=d.invariants,
     )
 
 

@@ -280,6 +280,7 @@ class TESettings(msgspec.Struct, frozen=True, kw_only=True):
     seed: int  # of the host's delays; each TE draws its own from it
     health: HealthConfig
     recovery: RecoveryConfig
+    invariants: bool  # are checked after every turn
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):

@@ -239,6 +239,11 @@ class DPGroup:
         """Stop polling the completion queues of closed links."""
         self.endpoints = [endpoint for endpoint in self.endpoints if not endpoint.is_stopped]
 
+    @property
+    def planned(self) -> list[int]:
+        """Numbers of the steps that are planned and have not ended."""
+        return sorted(self._plans)
+
     def num_rows(self, step_idx: int) -> int:
         """Number of token rows of a step that is planned or under way."""
         return self._plans[step_idx].num_tokens
@@ -421,7 +426,3 @@ class DPGroup:
             rank=int(take("ranks", row + 1)[row]),
             top=tuple(zip(ids[1:], values[1:], strict=True)),
         )
-
-    def check_integrity(self) -> None:
-        """Check the account of every KV block. Raises XDeepServeError if a block is unaccounted for."""
-        self.scheduler.check_integrity()

@@ -377,9 +377,13 @@ class Scheduler:
         self._release_host(seq)
 
     def check_integrity(self) -> None:
-        """Check the places of all sequences, and that blocks belong to live sequences alone."""
+        """Check the places of all sequences, and the account of every block."""
         self.places.check_integrity()
         self.handover.check_integrity()
+        self.check_blocks()
+
+    def check_blocks(self) -> None:
+        """Check that KV blocks belong to live sequences and cached prefixes alone."""
         seqs = list(self.places.sequences())
         holdings = [*(seq.holding for seq in seqs), *self.handover.holdings()]
         self.rtc.check_integrity(holdings, [seq.host_slots for seq in seqs])

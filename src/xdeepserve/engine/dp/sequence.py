@@ -76,6 +76,11 @@ class Sequence:
         return self.params.prompt_cache_key if self.choice == 0 else None
 
     @property
+    def is_dummy(self) -> bool:
+        """Whether this is a DP group's dummy request, with which a TE that has loaded tries itself."""
+        return self.seq_id < 0
+
+    @property
     def rank(self) -> tuple[int, int]:
         """Position in the queue: priority first, then arrival."""
         return self.priority, self.seq_id

@@ -242,6 +242,10 @@ class TEShell:
         self.pending = deque(seqs for seqs in self.pending if seqs)
         self.arrivals = deque(each for each in self.arrivals if each is not seq)
 
+    def group_of(self, seq: Sequence) -> DPGroup | None:
+        """Return the group that a sequence was given to, or None while it waits here."""
+        return self._group_of.get(seq.seq_id)
+
     def forget(self, seq: Sequence) -> None:
         """Forget a finished sequence, or one that has left for another TE."""
         self._group_of.pop(seq.seq_id, None)
