@@ -8,6 +8,7 @@ from typing import Literal
 import openai
 from agents import (
     Agent,
+    Model,
     ModelSettings,
     OpenAIChatCompletionsModel,
     OpenAIResponsesModel,
@@ -19,11 +20,7 @@ from features import BASE_URL, MODEL, feature, version
 from pydantic import BaseModel, ConfigDict, Field
 
 set_tracing_disabled(True)
-client = openai.AsyncOpenAI(base_url=f"{BASE_URL}/v1", api_key="none", max_retries=0)
-KINDS = {
-    "chat": OpenAIChatCompletionsModel(MODEL, client),
-    "responses": OpenAIResponsesModel(MODEL, client),
-}
+KINDS = {"chat": OpenAIChatCompletionsModel, "responses": OpenAIResponsesModel}
 version("openai-agents")
 
 
@@ -41,6 +38,12 @@ def greet(mood: Literal["glad", "sad"]) -> str:
     return f"You are {mood}."
 
 
+def model_of(kind: str) -> Model:
+    """A model of a new client: a client's connections belong to one event loop."""
+    client = openai.AsyncOpenAI(base_url=f"{BASE_URL}/v1", api_key="none", max_retries=0)
+    return KINDS[kind](MODEL, client)
+
+
 async def streamed(agent: Agent) -> object:
     result = Runner.run_streamed(agent, "Who is glad?")
     async for _ in result.stream_events():
@@ -48,29 +51,34 @@ async def streamed(agent: Agent) -> object:
     return result.final_output
 
 
-for kind, model in KINDS.items():
+for kind in KINDS:
     column = "responses" if kind == "responses" else None
 
     @feature(column or "chat", f"{kind}: run")
-    def _(model: object = model) -> None:
+    def _(kind: str = kind) -> None:
         agent = Agent(
-            name="a", instructions="Be brief.", model=model, model_settings=ModelSettings(max_tokens=60)
+            name="a",
+            instructions="Be brief.",
+            model=model_of(kind),
+            model_settings=ModelSettings(max_tokens=60),
         )
         assert isinstance(Runner.run_sync(agent, "Who is glad?").final_output, str)
 
     @feature(column or "stream", f"{kind}: run_streamed")
-    def _(model: object = model) -> None:
-        agent = Agent(name="a", model=model, model_settings=ModelSettings(max_tokens=60))
+    def _(kind: str = kind) -> None:
+        agent = Agent(name="a", model=model_of(kind), model_settings=ModelSettings(max_tokens=60))
         assert isinstance(asyncio.run(streamed(agent)), str)
 
     @feature(column or "structured", f"{kind}: output_type")
-    def _(model: object = model) -> None:
-        agent = Agent(name="a", model=model, output_type=Person, model_settings=ModelSettings(max_tokens=300))
+    def _(kind: str = kind) -> None:
+        agent = Agent(
+            name="a", model=model_of(kind), output_type=Person, model_settings=ModelSettings(max_tokens=300)
+        )
         assert isinstance(Runner.run_sync(agent, "Who is glad?").final_output, Person)
 
     @feature(column or "tools", f"{kind}: function_tool")
-    def _(model: object = model) -> None:
+    def _(kind: str = kind) -> None:
         settings = ModelSettings(max_tokens=300, tool_choice="required", temperature=0)
-        agent = Agent(name="a", model=model, tools=[greet], model_settings=settings)
+        agent = Agent(name="a", model=model_of(kind), tools=[greet], model_settings=settings)
         result = Runner.run_sync(agent, "Who is glad?", max_turns=3)
         assert any(item.type == "tool_call_output_item" for item in result.new_items)
