@@ -18,9 +18,9 @@ from aiohttp.test_utils import TestClient, TestServer
 from hypothesis import HealthCheck, given, settings
 
 from tests.api.fake_engine import FakeEngine
-from xdeepserve.api import requests
-from xdeepserve.api.response_items import ResponsesRequest
-from xdeepserve.api.server import build_app
+from xdeepserve.api.openai import requests
+from xdeepserve.api.openai.response_items import ResponsesRequest
+from xdeepserve.api.server.server import build_app
 from xdeepserve.engine.serving.request import OutputFormats
 from xdeepserve.llm import build_engine
 

@@ -10,8 +10,8 @@ from aiohttp.test_utils import TestClient
 
 from tests.api.conftest import Post, events
 from tests.api.fake_engine import FakeEngine
-from xdeepserve.api.fields import CHANGES, HARMLESS
-from xdeepserve.api.metrics import FINISH_REASONS
+from xdeepserve.api.routes.fields import CHANGES, HARMLESS
+from xdeepserve.api.server.metrics import FINISH_REASONS
 from xdeepserve.errors import DeadlockError, TransferError
 
 URL = "/v1/completions"

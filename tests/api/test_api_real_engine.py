@@ -22,7 +22,7 @@ from aiohttp import web
 
 from tests.tools import one_die
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.api.server import build_app
+from xdeepserve.api.server.server import build_app
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.llm import build_engine
 from xdeepserve.model.presets import TinyCheckpoint
