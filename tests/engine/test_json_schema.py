@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from typing import Any
 
 import jsonschema
@@ -135,6 +136,30 @@ def test_tokens_that_hold_whole_keys() -> None:
     assert keys.take(texts.index(b'b"'))
     assert keys.take(texts.index(b","))
     assert forbidden() == {b'"a"', b'{"a":1,"a"'}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_token_is_overlooked(seed: int) -> None:
+    """What is looked up agrees with every token taken by itself, for texts of few letters and many marks."""
+    rng = random.Random(seed)
+    marks = [*'""nuab/{}[],:é', "\\", "\\\\", '\\"', "\\n", '","']
+    texts = [mark.encode() for mark in marks] + [b'{"', b"\xc3", b"\xa9", b"\\u"]
+    texts += ["".join(rng.choices(marks, k=rng.randrange(2, 7))).encode() for _ in range(300)]
+    texts = [text for text in texts if not re.search(rb'\\[^n"/u\\]', text)]  # JSON has no such escape
+    allowed, vocabulary = np.ones(len(texts), np.bool_), KeyVocabulary(texts)
+    for _ in range(40):
+        keys, written = WrittenKeys(vocabulary), b""
+        for text in (b'{"', b"a", b'","', b"b"):
+            keys.take(texts.index(text))
+        for _step in range(25):
+            is_escape = (len(written) - len(written.rstrip(b"\\"))) % 2
+            able = {i for i, text in enumerate(texts) if not is_escape or text[:1] in b'n"/u\\'}
+            found = {int(i) for each in keys.forbidden(allowed) for i in np.atleast_1d(each)}
+            wrong = {i for i in able if not keys.copy().take(i)}
+            assert found & able == wrong
+            token_id = rng.choice(sorted(able - wrong))
+            written += texts[token_id]
+            keys.take(token_id)
 
 
 def test_text_around_json_is_passed_over() -> None:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from xdeepserve.model.canonical import Array
 
+# Letters of escapes, and the characters that they stand for.
+_LETTERS, _CHARACTERS = b'ntrbf\\"/', b'\n\t\r\b\f\\"/'
+_ESCAPES = {_CHARACTERS[i : i + 1]: _LETTERS[i : i + 1] for i in range(len(_LETTERS))}
 _QUOTE, _BACKSLASH, _U = b'"\\u'
 
 
@@ -28,15 +31,18 @@ class KeyVocabulary:
         self.texts = texts
         ending: dict[bytes, list[int]] = defaultdict(list)
         within: dict[bytes, list[int]] = defaultdict(list)
-        self.always: list[int] = []  # may write one key twice, or write an escape
+        self.always: list[int] = []  # may write one key twice, or begin a key with an escape
+        self.with_u: list[int] = []  # write an escape, if a key has begun
         for token_id, text in enumerate(texts):
             first, *more = text.split(b'"')
             if more:
                 ending[first].append(token_id)
             for inner in more[:-1]:
                 within[inner].append(token_id)
-            if len(more) > 3 or b"\\u" in text:
+            if len(more) > 2 or (len(more) > (b"\\u" not in text) and b"\\" in text):
                 self.always.append(token_id)
+            elif b"\\u" in text:
+                self.with_u.append(token_id)
         self.ending = dict(ending)  # by what comes before a token's first quotation mark
         self.within = dict(within)  # by what is between two of a token's quotation marks
         self.escaped = [first for first in ending if b"\\" in first]
@@ -113,26 +119,30 @@ class WrittenKeys:
 
     def forbidden(self, allowed: Array) -> Iterator[int | Array]:
         """Name the tokens that must not come next, among those that the grammar allows, bool [vocab]."""
-        if not self._open:
-            return
-        vocabulary, string = self._vocabulary, self._string
-        if string is not None and self._is_key and self._is_escape:
+        vocabulary, key = self._vocabulary, self._string if self._is_key else None
+        if key is not None and self._is_escape:
             yield vocabulary.begins_u
-        for token_id in {*self._suspects(string if self._is_key else None), *vocabulary.always}:
+        for token_id in {*self._suspects(key), *vocabulary.always}:
             if allowed[token_id] and not self.copy().take(token_id):
                 yield token_id
 
     def _suspects(self, key: bytes | None) -> Iterator[int]:
         """Name the tokens that may write a key again, with what has been written of a key, if one has
         begun."""
-        vocabulary, known = self._vocabulary, self._open[-1] or frozenset()
+        vocabulary = self._vocabulary
         for each in self._open:
             for name in each or ():
                 yield from vocabulary.within.get(name, ())
-        if key is None or not known:
+        if key is None:
             return
-        plain: Iterable[bytes] = (name[len(key) :] for name in known if name.startswith(key))
-        for rest in [*plain, *vocabulary.escaped] if b"\\" not in key else vocabulary.ending:
+        yield from vocabulary.with_u
+        if self._is_escape:
+            yield from vocabulary.ending.get(b"", ())
+        begun = _spelt(key[:-1] if self._is_escape else key)
+        rests = [name[len(begun) :] for name in self._open[-1] or () if name.startswith(begun)]
+        if self._is_escape:
+            rests = [_ESCAPES[rest[:1]] + rest[1:] for rest in rests if rest[:1] in _ESCAPES]
+        for rest in [*rests, *vocabulary.escaped] if rests else ():
             yield from vocabulary.ending.get(rest, ())
 
 
@@ -141,6 +151,6 @@ def _spelt(string: bytes) -> bytes:
     if b"\\" not in string:
         return string
     try:
-        return str(json.loads(b'"' + string + b'"')).encode("utf-8", "surrogatepass")
+        return str(json.loads(f'"{string.decode("latin-1")}"')).encode("latin-1")
     except ValueError:
         return string
