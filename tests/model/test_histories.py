@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from xdeepserve.errors import RequestError
 from xdeepserve.model.chat_template import NO_CONTENT, ChatTemplate, JsonText, MessageForms
 
 # Templates of the kinds that published checkpoints have.
@@ -99,6 +100,24 @@ def test_system_messages_alone_are_not_lost(source: str) -> None:
     assert said(source, {"role": "system", "content": "s"}, {"role": "user", "content": "u"}).endswith(
         "<user>u"
     )
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("{{ raise_exception('two\\n  lines') }}", "these messages: two lines"),
+        ("{{ raise_exception('') }}", "these messages: TemplateError"),
+        ("{{ raise_exception('long ' * 1000) }}", "these messages: long long"),
+        ("{{ messages[7].content.x }}", "has no element 7"),
+    ],
+)
+def test_a_template_that_raises_gives_one_line(source: str, says: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        said(source, {"role": "user", "content": "u"})
+    message = str(caught.value)
+    assert says in message
+    assert "\n" not in message
+    assert len(message) < 600
 
 
 def test_a_template_of_system_messages_gets_them() -> None:

@@ -24,6 +24,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from ..errors import CheckpointError, RequestError, abridged
 from ..reading import unreadable
 
+MAX_REASON_CHARS = 500  # of a template's own words, in an error
+
 
 class ChatTemplate:
     """Compiled chat template. Raises CheckpointError if the source is not Jinja."""
@@ -46,8 +48,9 @@ class ChatTemplate:
         except RequestError:
             raise
         except Exception as error:  # a template is foreign code: it may fail in any way
+            said = " ".join(str(error).split())[:MAX_REASON_CHARS] or type(error).__name__
             raise RequestError(
-                f"the chat template refuses these messages: {error}", param="messages"
+                f"the chat template refuses these messages: {said}", param="messages"
             ) from None
 
     @property
