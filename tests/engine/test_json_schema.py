@@ -183,6 +183,14 @@ def test_misspelt_keywords(grammars: Grammars, word: str) -> None:
         grammars.matcher(StructuredOutputsParams(json=schema))
 
 
+@pytest.mark.parametrize("word", ["defs", "definition", "components"])
+def test_references_to_any_word(grammars: Grammars, word: str) -> None:
+    schema = {"$ref": f"#/{word}/a", word: {"a": {"type": "integer"}}}
+    form = StructuredOutputsParams(json=schema)
+    assert takes(grammars.matcher(form), "1")
+    assert not takes(grammars.matcher(form), '"a"')
+
+
 @pytest.mark.parametrize("word", ["titles", "order", "x-length", "propertyOrdering", "optional", "strict"])
 def test_words_of_ones_own(grammars: Grammars, word: str) -> None:
     grammars.matcher(StructuredOutputsParams(json={"properties": {"a": {word: 1}}}))

@@ -37,6 +37,7 @@ ANNOTATIONS = (
     *("contentEncoding", "contentMediaType", "contentSchema", "default", "deprecated", "description"),
     *("example", "examples", "id", "readOnly", "title", "writeOnly", "x-guidance"),
 )
+_HOLDERS = ("defs", "definition")  # as good as any word for schemas that `$ref` points to
 # Words of older drafts that exclude something, and what says the same today.
 _OLD = {"divisibleBy": "multipleOf", "disallow": "not", "extends": "allOf"}
 _BESIDE_NAMES = ("$comment", "description", "title", "type")  # in propertyNames, beside what it asks for
@@ -105,7 +106,7 @@ def _written(schema: Any) -> Any:
 def _check_words(schema: dict[str, Any]) -> None:
     """Raise RequestError for a word that means something and has no effect: one of an older draft, or a
     misspelt keyword."""
-    for word in schema.keys() - {*KEYWORDS, *ANNOTATIONS}:
+    for word in schema.keys() - {*KEYWORDS, *ANNOTATIONS, *_HOLDERS}:
         if word in _OLD:
             raise refused_schema(f"{word}: not supported in a JSON schema; use {_OLD[word]}")
         plain = re.sub(r"[-_ ]", "", word).lower()
