@@ -195,3 +195,12 @@ def test_references_to_any_word(grammars: Grammars, word: str) -> None:
 def test_words_of_ones_own(grammars: Grammars, word: str) -> None:
     grammars.matcher(StructuredOutputsParams(json={"properties": {"a": {word: 1}}}))
     assert unread_words(json.dumps({word: 1})) == (word,)
+
+
+def test_behind_the_end_only_the_end_is_taken(grammars: Grammars) -> None:
+    matcher = grammars.matcher(StructuredOutputsParams(json={"enum": [3]}))
+    [three, zero] = TOKENIZER.encode("3")[0], TOKENIZER.encode("0")[0]
+    assert matcher.take(three)
+    assert not matcher.take(zero)
+    assert matcher.take(EOS)
+    assert matcher.take(EOS)

@@ -72,8 +72,9 @@ class GrammarMatcher:
             if self._latest == self._awaited:
                 self._awaited = ()
             return True
-        if self._matcher.is_stopped():
-            return True  # whatever ends a choice is behind the grammar's end
+        if self._matcher.is_stopped():  # only what ends a choice is behind the grammar's end
+            mask = self.allowed()
+            return mask is None or bool(mask[token_id])
         keys = self._keys.copy() if self._keys else None
         if keys is not None and not keys.take(token_id):
             mask = self.allowed()
