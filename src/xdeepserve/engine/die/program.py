@@ -32,9 +32,9 @@ from xdeepserve.engine.messages import (
     Shutdown,
     StepDone,
     StepFailed,
-    StepPlan,
 )
 from xdeepserve.engine.numbers import DieNumber, DieRank, StepNo
+from xdeepserve.engine.plans import StepPlan
 from xdeepserve.engine.recovery.retry import again_after_glitches
 from xdeepserve.engine.recovery.rollback_watch import RollbackCalled, RollbackWatch
 from xdeepserve.engine.walk.launcher import Launcher
