@@ -18,7 +18,6 @@ from collections.abc import Sequence
 import msgspec
 
 from xdeepserve import LLM
-from xdeepserve.engine.balance.te_policies import Policy
 from xdeepserve.hw.spec import Spec
 from xdeepserve.llm import digest
 from xdeepserve.model.presets import resolve_model
@@ -90,7 +89,7 @@ def decisions(tes: Sequence[FleetTE], trace: Sequence[TracedRequest]) -> None:
 def policies(tes: Sequence[FleetTE], trace: Sequence[TracedRequest]) -> None:
     print(f"\n{len(trace):,} requests, the hour {BUSY} times as fast:")
     print(f"  {'policy':<13}{'TTFT ms':>9}{'p99':>9}{'TPOT ms':>9}{'hits':>7}{'in bounds':>11}")
-    names: tuple[Policy, ...] = ("round-robin", "load", "prefix", "cost", "deepserve", "dynamo", "llm-d")
+    names: tuple[str, ...] = ("round-robin", "load", "prefix", "cost", "deepserve", "dynamo", "llm-d")
     for policy in names:
         with working(f"Replaying by {policy}"):
             served = Fleet(tes, policy).run(trace)

@@ -296,7 +296,7 @@ MISTAKES = [
     ),
     (
         "settings cash.load",
-        "unknown setting cash.load; the nearest are cache.load, health.lost_s, execution.mode",
+        "unknown setting cash.load; the nearest are cache.load, scheduler.order, health.lost_s",
     ),
     (
         "settings frobnicate",
@@ -304,7 +304,7 @@ MISTAKES = [
     ),
     (
         "generate --help cach.load",
-        "--help: unknown setting cach.load; the nearest are cache.load, health.lost_s, execution.mode",
+        "--help: unknown setting cach.load; the nearest are cache.load, scheduler.order, health.lost_s",
     ),
     (
         "describe --model deepsek-r1",
@@ -421,8 +421,8 @@ MISTAKES = [
     (
         "replay made: --cluster policy.toml",
         "cluster policy.toml, line 1: policy must be one of cost, deepserve, dynamo, llm-d, load, "
-        "pd-aware, prefix, round-robin, sequences, found 'costs' (did you mean cost?); line 4: "
-        "scale.most must be a whole number, found 'many'",
+        "pd-aware, prefix, round-robin, sequences or module:function, found 'costs' (did you mean cost?); "
+        "line 4: scale.most must be a whole number, found 'many'",
     ),
     (
         "replay made: --cluster odd.toml",
@@ -648,7 +648,7 @@ KINDS = (
 )  # fmt: skip
 CHECKED = {  # what `mistakes` looks into; other types would be passed over
     "StructType", "DictType", "TupleType", "VarTupleType", "ListType", "UnionType", "LiteralType", "StrType",
-    "BoolType", "IntType", "FloatType", "NoneType", "AnyType",
+    "BoolType", "IntType", "FloatType", "NoneType", "AnyType", "Metadata",
 }  # fmt: skip
 
 
@@ -658,6 +658,11 @@ def types_in(kind: Any) -> Iterator[str]:
     inner = [getattr(kind, name, None) for name in ("item_type", "key_type", "value_type")]
     inner += [*getattr(kind, "types", ()), *getattr(kind, "item_types", ())]
     inner += [each.type for each in getattr(kind, "fields", ())]
+    if isinstance(kind, msgspec.inspect.Metadata):
+        assert isinstance(kind.type, msgspec.inspect.StrType)
+        assert kind.extra is not None
+        assert kind.type.pattern, "a name out of a table is looked into by its pattern"
+        assert kind.extra["names"]
     for each in filter(None, inner):
         yield from types_in(each)
 

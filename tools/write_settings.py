@@ -20,10 +20,14 @@ value with what would work; in a file, a misspelt field or a value of a wrong ty
 setting that has no effect where it is given is named in a note. This page is made by
 `tools/write_settings.py`.
 
-Two things belong to this computer and not to the pod, and neither changes a bit. `XDEEPSERVE_THREADS` is the
-default of `threads`. `XDEEPSERVE_KERNELS` says by which instructions INT8 and BF16 are multiplied: `amx`
-insists on the matrix unit of Intel's server CPUs, `vnni` on AVX-512 VNNI without it, `portable` does without
-both and AVX-512 BF16; by default whatever is fastest is used of what the CPU has and the system permits. """
+Three things belong to this computer and not to the pod, and none changes a bit. `XDEEPSERVE_THREADS` is the
+default of `threads`, `XDEEPSERVE_INVARIANTS` that of `invariants`. `XDEEPSERVE_KERNELS` says by which
+instructions INT8 and BF16 are multiplied: `amx` insists on the matrix unit of Intel's server CPUs, `vnni` on
+AVX-512 VNNI without it, `portable` does without both and AVX-512 BF16; by default whatever is fastest is used
+of what the CPU has and the system permits. """
+
+
+UNLESS_SET = {"threads": "1", "invariants": "`false`"}
 
 
 def page() -> str:
@@ -48,8 +52,8 @@ def _section(name: str, found: list[Setting]) -> str:
 
 
 def _default(setting: Setting) -> str:
-    if setting.key == "threads":
-        return "1"  # whatever this computer's environment says
+    if setting.key in UNLESS_SET:
+        return UNLESS_SET[setting.key]  # whatever this computer's environment says
     return "" if setting.default is None else f"`{str(setting.default).lower()}`"
 
 

@@ -218,6 +218,10 @@ class _Checker(NamedTuple):
                 yield from self._either(value, kind, place)
             case inspect.LiteralType() if value in kind.values and isinstance(value, str):
                 pass
+            case inspect.Metadata(type=inspect.StrType(pattern=str() as pattern)) if isinstance(
+                value, str
+            ) and re.search(pattern, value):
+                pass
             case inspect.StrType() if isinstance(value, str):
                 pass
             case inspect.BoolType() if isinstance(value, bool):
@@ -265,6 +269,8 @@ class _Checker(NamedTuple):
         match kind:
             case inspect.LiteralType():
                 return f"one of {', '.join(map(str, kind.values))}"
+            case inspect.Metadata(extra={"names": names}):
+                return one_of(names)
             case inspect.IntType() | inspect.FloatType():
                 what = "a whole number" if isinstance(kind, inspect.IntType) else "a number"
                 return what + _bounds(kind)
@@ -291,6 +297,13 @@ def _members(kind: inspect.UnionType) -> list[inspect.Type]:
     return [*([inspect.LiteralType(tuple(names))] if names else []), *others]
 
 
+def one_of(names: Iterable[str]) -> str:
+    """List the names that a value may have, then the forms that it may take, such as `module:function`."""
+    every = sorted(names, key=lambda name: (":" in name, name))
+    forms = "".join(f" or {name}" for name in every if ":" in name)
+    return f"one of {', '.join(name for name in every if ':' not in name)}{forms}"
+
+
 def _is_within(value: float, kind: inspect.IntType | inspect.FloatType) -> bool:
     return (kind.ge is None or kind.ge <= value) and (kind.le is None or value <= kind.le)
 
@@ -305,6 +318,8 @@ def _bounds(kind: inspect.IntType | inspect.FloatType) -> str:
 def _hint(value: Any, kind: inspect.Type) -> str:
     if isinstance(kind, inspect.LiteralType):
         return meant(value, map(str, kind.values))
+    if isinstance(kind, inspect.Metadata):
+        return meant(value, (kind.extra or {}).get("names", ()))
     if not isinstance(value, str):
         return ""
     if isinstance(kind, inspect.BoolType) and value.lower() in ("true", "false"):

@@ -10,7 +10,7 @@ import pytest
 from xdeepserve.bench import heatmap, schedule
 from xdeepserve.cli import main
 from xdeepserve.engine.balance.heat_map import read_heat_map
-from xdeepserve.engine.balance.te_policies import POLICIES
+from xdeepserve.engine.deploy.policies import ROUTE
 from xdeepserve.planner.performance import Curve
 from xdeepserve.platform.cluster import Cluster, PricedKind
 from xdeepserve.platform.fleet import Fleet
@@ -58,7 +58,7 @@ def test_every_policy_on_every_trace(
     for name in schedule.TRACES:
         for rate in schedule.RATES:
             at = f"schedule/{name}/rate={rate:g}"
-            for policy in (*POLICIES, "deepserve/knows"):
+            for policy in (*ROUTE.rows, "deepserve/knows"):
                 assert rows[f"{at}/{policy}/latency"] > rows[f"{at}/{policy}/ttft"] > 0
             gain = rows[f"{at}/round-robin/latency"] / rows[f"{at}/pd-aware/latency"]
             assert rows[f"{at}/claim/pd-aware over round-robin"] == pytest.approx(gain, rel=1e-3)

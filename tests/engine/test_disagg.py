@@ -10,11 +10,11 @@ from tests.engine.tools import delay_steps, tokens_of
 from tests.tools import one_die
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.comm.distflow.rules import State
-from xdeepserve.engine.dp.block_table import BlockCopy
 from xdeepserve.engine.dp.events import Event, Prefilled
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.dp.step import PlannedStep
-from xdeepserve.engine.messages import CopyBlocks, StepPlan
+from xdeepserve.engine.messages import CopyBlocks
+from xdeepserve.engine.plans import BlockCopy, StepPlan
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.errors import DeadlineError, XDeepServeError
 from xdeepserve.llm import build_engine, digest

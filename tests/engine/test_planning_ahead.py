@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.engine.tools import loads
 from tests.tools import one_die
 from xdeepserve.engine.deploy.sizes import StepSizes
-from xdeepserve.engine.dp.block_table import BlockCopy
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.scheduler import Scheduler
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
 from xdeepserve.engine.dp.step import PlannedStep, SeqResult, make_plan
-from xdeepserve.engine.messages import StepPlan
+from xdeepserve.engine.plans import BlockCopy, StepPlan
 from xdeepserve.llm import LLM, build_engine, digest
 from xdeepserve.model.kernels import carried
 
@@ -65,13 +65,6 @@ def by_kernel(
     carried.resolve(*rows, tables, *before, made, block_size)
     tokens, positions, slots = (each.tolist() for each in rows[:3])
     return msgspec.structs.replace(plan, token_ids=tokens, positions=positions, slots=slots)
-
-
-class Loads:
-    """A cost model that always loads."""
-
-    def should_load(self, num_blocks: int, num_tokens: int) -> bool:
-        return True
 
 
 class Job:
@@ -196,7 +189,7 @@ def test_what_is_planned_ahead_is_computed_right(
             plans_ahead=True,
         ),
         RTC(num_blocks, BLOCK, num_host),
-        Loads() if num_host else None,
+        loads if num_host else None,
     )
     jobs, arrivals = {}, []
     for seq_id, (num_prompt, num_new, unseen, arrival) in enumerate(sizes):
@@ -216,8 +209,6 @@ def test_what_is_planned_ahead_is_computed_right(
         if turn > 45 and running is None and not scheduler.places.has_work:
             break
         step = scheduler.schedule()
-        if turn % 7 == 0:
-            step.transfers += scheduler.prefixes.save(2)
         for ticket, copies in step.transfers:
             die.begin(copies)
             transfers[ticket] = (turn + delay, copies)

@@ -21,7 +21,8 @@ from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.die.replicas import NOTHING, RedundantSlots, ReplicaMap, primaries_only
 from xdeepserve.engine.die.workspace import Workspace
 from xdeepserve.engine.dp.group import DPGroup
-from xdeepserve.engine.messages import LoadExperts, SetExpertMap, StepPlan
+from xdeepserve.engine.messages import LoadExperts, SetExpertMap
+from xdeepserve.engine.plans import StepPlan
 from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.errors import CheckpointError, DeploymentError, ProtocolError
 from xdeepserve.hw.die import Die

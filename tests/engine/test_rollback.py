@@ -13,7 +13,8 @@ from xdeepserve import LLM, SamplingParams
 from xdeepserve.api.engine_metrics import EngineCollector
 from xdeepserve.engine.die.drafts import Drafter
 from xdeepserve.engine.dp.events import Observed, StepEnded, TERolledBack
-from xdeepserve.engine.messages import BlockCopy, CopyBlocks
+from xdeepserve.engine.messages import CopyBlocks
+from xdeepserve.engine.plans import BlockCopy
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.te.reports import TEHealth
 from xdeepserve.errors import DeploymentError, XDeepServeError

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,7 +11,7 @@ from tests.engine.links import PARAMS, PROMPTS
 from tests.tools import one_die
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.balance.heat_map import HeatMap
-from xdeepserve.engine.deploy.deployment import Route
+from xdeepserve.engine.deploy.policies import ROUTE
 from xdeepserve.engine.dp.events import Assigned, Observed
 from xdeepserve.errors import DeploymentError, InputError
 from xdeepserve.evals.samples import examined
@@ -166,7 +166,7 @@ def test_pd_aware_without_a_map_is_refused(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("route", get_args(Route))
+@pytest.mark.parametrize("route", list(ROUTE.rows))
 def test_no_policy_changes_a_bit(tiny: TinyCheckpoint, tmp_path: Path, route: str) -> None:
     """Conversations, one turn after the other: digests are those of one die, and every TE has its share."""
     settings = [*FEWEST, f"scheduler.route={route}", "cache.num_blocks=64"]

@@ -5,8 +5,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from xdeepserve.engine.dp.block_table import BlockCopy, Holding
+from xdeepserve.engine.dp.block_table import Holding
 from xdeepserve.engine.dp.rtc import RTC
+from xdeepserve.engine.plans import BlockCopy
 from xdeepserve.errors import XDeepServeError
 
 BLOCK = 4

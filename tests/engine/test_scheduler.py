@@ -6,10 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine.tools import make_scheduler, make_sequence, play, play_die, short, token
+from xdeepserve.engine.dp.preemption import VictimPolicy, last, least_computed
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.scheduler import Scheduler
-from xdeepserve.engine.dp.sequence import Sequence
-from xdeepserve.engine.dp.step import make_plan
+from xdeepserve.engine.dp.sequence import OrderPolicy, Sequence, by_arrival, shortest_first
+from xdeepserve.engine.dp.step import PlannedStep, make_plan
+from xdeepserve.engine.plans import BlockCopy
 
 
 @settings(max_examples=150)
@@ -24,6 +26,8 @@ from xdeepserve.engine.dp.step import make_plan
     st.integers(1, 4),
     st.booleans(),
     st.lists(st.sampled_from([None, "a", "b", "c"]), min_size=12, max_size=12),
+    st.sampled_from([last, least_computed]),
+    st.sampled_from([by_arrival, shortest_first]),
 )
 def test_every_sequence_gets_exactly_its_tokens(
     jobs: list[tuple[int, int, int]],
@@ -36,8 +40,10 @@ def test_every_sequence_gets_exactly_its_tokens(
     delay: int,
     has_forks: bool,
     cache_keys: list[str | None],
+    victim: VictimPolicy,
+    order: OrderPolicy,
 ) -> None:
-    scheduler = make_scheduler(max_tokens, max_seqs, num_blocks, num_drafts, *host)
+    scheduler = make_scheduler(max_tokens, max_seqs, num_blocks, num_drafts, *host, victim)
     scheduler.rtc.index.max_ids = 2
     in_flight: dict[int, int] = {}  # ticket -> the step after which it ends
     made = []
@@ -45,7 +51,7 @@ def test_every_sequence_gets_exactly_its_tokens(
         if has_forks and seq_id % 2 == 1:
             num_prompt = jobs[seq_id - 1][0]
         new = min(new, num_blocks * 16 - num_prompt)
-        made.append((arrival, *make_sequence(seq_id, num_prompt, new, cache_keys[seq_id]), new))
+        made.append((arrival, *make_sequence(seq_id, num_prompt, new, cache_keys[seq_id], order), new))
     for step_idx in range(1500):
         for arrival, seq, _, _ in made:
             if arrival == step_idx:
@@ -57,8 +63,6 @@ def test_every_sequence_gets_exactly_its_tokens(
             break
         planned = scheduler.schedule()
         step = planned.shares
-        if step_idx % 7 == 0:
-            planned.transfers += scheduler.prefixes.save(2)
         in_flight |= {ticket: step_idx + delay for ticket, _ in planned.transfers}
         assert step or in_flight or not scheduler.places.has_work, "work is waiting but nothing was scheduled"
         rows = sum(share.num_tokens + share.num_drafts for share in step)
@@ -160,6 +164,11 @@ def test_a_prefix_comes_back_from_the_host() -> None:
     assert again.num_cached == 48
 
 
+def loads(step: PlannedStep) -> list[tuple[int, list[BlockCopy]]]:
+    """The transfers from host DRAM that begin beside a step, without those that save cached blocks there."""
+    return [each for each in step.transfers if each[1][0].src_tier == "host"]
+
+
 def test_a_named_prefix_is_fetched_while_its_request_waits() -> None:
     scheduler = make_scheduler(max_tokens=64, max_seqs=1, num_blocks=12, host=8)
     rtc, prefixes = scheduler.rtc, scheduler.prefixes
@@ -176,7 +185,7 @@ def test_a_named_prefix_is_fetched_while_its_request_waits() -> None:
     scheduler.add(busy)
     scheduler.add(turn)
     step = scheduler.schedule()
-    [(ticket, copies)] = step.transfers
+    [(ticket, copies)] = loads(step)
     assert [share.seq for share in step.shares] == [busy], "the only place is taken"
     assert len(copies) == 3
     assert (scheduler.places.tickets, scheduler.places.of(turn), rtc.query_populate(ticket)) == (
@@ -191,7 +200,7 @@ def test_a_named_prefix_is_fetched_while_its_request_waits() -> None:
     assert rtc.query_populate(ticket)
     step = scheduler.schedule()
     assert scheduler.places.waiting == [turn]
-    assert not step.transfers, "once is enough"
+    assert not loads(step), "once is enough"
     while scheduler.places.has_work:
         scheduler.finish_step(step, play_die(step))
         step = scheduler.schedule()
@@ -210,11 +219,13 @@ def test_a_request_that_is_aborted_while_its_prefix_comes_leaves_nothing() -> No
     run_alone(scheduler, filler)
     turn = make_sequence(2, 50, 1, "talk")[0]
     scheduler.add(turn)
-    [(ticket, _)] = scheduler.schedule().transfers
+    step = scheduler.schedule()
+    assert len(loads(step)) == 1
     scheduler.remove(turn)
     assert not scheduler.places.has_work
     scheduler.check_integrity()
-    scheduler.finish_transfer(ticket)
+    for ticket, _ in step.transfers:
+        scheduler.finish_transfer(ticket)
     scheduler.check_integrity()
     assert scheduler.rtc.num_available == 8
     assert run_alone(scheduler, make_sequence(3, 50, 1, "talk")[0]) == [2], "others find it"

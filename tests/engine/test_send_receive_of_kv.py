@@ -12,7 +12,8 @@ from xdeepserve import LLM
 from xdeepserve.comm.distflow.channels import NUM_CHANNELS, Channels, plan_channels
 from xdeepserve.comm.distflow.send_receive import SendReceiveBackend
 from xdeepserve.comm.p2p.layout import RING_FIELD, RingField
-from xdeepserve.engine.dp.events import Event, StepEnded, TransferEnded
+from xdeepserve.engine.dp.events import Event, StepEnded
+from xdeepserve.engine.dp.group import TransferEnded
 from xdeepserve.engine.job.links import PDLink
 from xdeepserve.errors import DeadlineError, DeploymentError, FieldError, ProtocolError, TransferError
 from xdeepserve.hw.engines import Copy

@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field, SecretStr, TypeAdapter
 from xdeepserve import LLM, SamplingParams, StructuredOutputsParams
 from xdeepserve.engine.dp.grammar import FORMATS, GrammarMatcher, Grammars
 from xdeepserve.engine.dp.steering import Steering
-from xdeepserve.engine.messages import LogitEdits
+from xdeepserve.engine.plans import LogitEdits
 from xdeepserve.errors import RequestError, XDeepServeError
 from xdeepserve.llm import RequestOutput, digest
 from xdeepserve.model.presets import PRESET_DIRECTORY

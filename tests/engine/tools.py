@@ -9,25 +9,30 @@ import numpy as np
 
 from xdeepserve import LLM
 from xdeepserve.engine.deploy.sizes import StepSizes
+from xdeepserve.engine.dp.preemption import VictimPolicy, last
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.scheduler import Scheduler
-from xdeepserve.engine.dp.sequence import SampledToken, Sequence
+from xdeepserve.engine.dp.sequence import OrderPolicy, SampledToken, Sequence, by_arrival
 from xdeepserve.engine.dp.step import PlannedStep, SeqResult
-from xdeepserve.engine.messages import StepPlan
+from xdeepserve.engine.plans import StepPlan
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.errors import XDeepServeError
 
 
-class Loads:
-    """A cost model that always loads."""
-
-    def should_load(self, num_blocks: int, num_tokens: int) -> bool:
-        return True
+def loads(num_blocks: int, num_tokens: int) -> bool:
+    """The rule that cached blocks are always loaded from the host."""
+    return True
 
 
 def make_scheduler(
-    max_tokens: int, max_seqs: int, num_blocks: int, mtp: int = 0, host: int = 0, swap: bool = False
+    max_tokens: int,
+    max_seqs: int,
+    num_blocks: int,
+    mtp: int = 0,
+    host: int = 0,
+    swap: bool = False,
+    victim: VictimPolicy = last,
 ) -> Scheduler:
     steps = StepSizes(
         max_model_len=num_blocks * 16,
@@ -38,7 +43,7 @@ def make_scheduler(
         mtp=mtp,
         preempts_by_swap=swap,
     )
-    return Scheduler(steps, RTC(num_blocks, 16, host), Loads() if host else None)
+    return Scheduler(steps, RTC(num_blocks, 16, host), loads if host else None, victim=victim)
 
 
 def token(seq: Sequence, position: int) -> int:
@@ -67,7 +72,11 @@ def play_die(step: PlannedStep, num_drafts: int = 0) -> list[SeqResult]:
 
 
 def make_sequence(
-    seq_id: int, num_prompt: int, max_tokens: int, cache_key: str | None = None
+    seq_id: int,
+    num_prompt: int,
+    max_tokens: int,
+    cache_key: str | None = None,
+    order: OrderPolicy = by_arrival,
 ) -> tuple[Sequence, list[int]]:
     received: list[int] = []
 
@@ -84,6 +93,7 @@ def make_sequence(
         params=SamplingParams(max_tokens=max_tokens, prompt_cache_key=cache_key),
         seed=0,
         on_tokens=on_tokens,
+        order=order,
     )
     return seq, received
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.platform.tools import LIMITS, PRICE, small
-from xdeepserve.engine.balance.te_policies import POLICIES
+from xdeepserve.engine.deploy.policies import ROUTE
 from xdeepserve.errors import InputError
 from xdeepserve.platform import step_te
 from xdeepserve.platform.fleet import Fleet
@@ -40,7 +40,7 @@ def test_runs_cost_what_their_steps_do(monkeypatch: pytest.MonkeyPatch) -> None:
         assert in_runs[number].last_ns == pytest.approx(each.last_ns, rel=1e-3)
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("policy", sorted(ROUTE.rows))
 def test_everybody_is_served_once_and_the_same_way_again(policy: str) -> None:
     results: list[list[ServedRequest]] = []
     for _ in range(2):

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tests.platform.tools import LIMITS, PRICE, small
-from xdeepserve.engine.balance.te_policies import POLICIES
+from xdeepserve.engine.deploy.policies import ROUTE
 from xdeepserve.hw.spec import Spec
 from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.fleet_pool import FleetPool
@@ -45,7 +45,7 @@ def act(fleet: Fleet, rng: random.Random, said: set[str]) -> None:
 def live(seed: int) -> set[str]:
     """A life, after which all is as it has to be: what happened in it."""
     rng, trace, said = random.Random(seed), small(seed % 7)[:120], set[str]()
-    fleet = Fleet(KINDS, rng.choice(sorted(POLICIES)), stale_ns=rng.choice([0, 10**8]))
+    fleet = Fleet(KINDS, rng.choice(sorted(ROUTE.rows)), stale_ns=rng.choice([0, 10**8]))
     if rng.random() < 0.5:
         bounds = PoolBounds(most=4, every_s=0.1, while_s=1, patience_s=0.2, calm_s=0.3)
         FleetPool(fleet, 1, rng.randint(5, 200), 1e6, bounds, Spec())

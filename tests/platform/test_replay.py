@@ -9,7 +9,7 @@ import pytest
 
 from tests.platform.tools import LIMITS, MADE, PRICE
 from xdeepserve.cli import main
-from xdeepserve.engine.balance.te_policies import POLICIES
+from xdeepserve.engine.deploy.policies import ROUTE
 from xdeepserve.errors import InputError
 from xdeepserve.llm import LLM, digest
 from xdeepserve.model.presets import TinyCheckpoint
@@ -228,7 +228,7 @@ def test_several_policies_are_one_table_with_prices_found_once(
     assert main(["replay", MADE, "--cluster", str(path), "--first", "9", "--policy", "all"]) == 0
     text = capsys.readouterr().out.splitlines()
     head = next(number for number, line in enumerate(text) if line.startswith("policy "))
-    assert [line.split()[0] for line in text[head + 1 :]] == list(POLICIES)
+    assert [line.split()[0] for line in text[head + 1 :]] == list(ROUTE.rows)
     assert {len(line) for line in text[head:]} == {len(text[head])}
 
 
@@ -299,7 +299,14 @@ def test_tes_without_room_are_refused_before_steps_are_priced() -> None:
         ),
         ("[[te]]\n[[te]]\ntp = 5", r"line 3: \[\[te\]\] number 2: tp=5 does not divide 32 dies"),
         ("[[te]]\nmax_num_seqs = 600", "max_num_seqs=600 with 1 drafts each are more rows than .*=1024"),
-        ('policy = "fastest"\n[[te]]', "line 1: policy must be one of .*, sequences, found 'fastest'"),
+        (
+            'policy = "fastest"\n[[te]]',
+            "line 1: policy must be one of .*, sequences or module:function, found 'fastest'",
+        ),
+        (
+            'policy = "no_such:route"\n[[te]]',
+            "line 1: policy=no_such:route names no function: No module named 'no_such'",
+        ),
         ('policy = ["cost"]\n[[te]]', r"policy must be one of .*, found \[.cost.\]"),
         ("[[te]]\ndice = 3", r"line 2: .*unknown field dice \(did you mean dies\?\)"),
         ('[[te]]\nrole = "prefill"', "there are TEs with role=prefill, and none with role=decode"),

@@ -3,7 +3,7 @@
 import pytest
 
 from xdeepserve.engine.dp.sampling_params import SamplingParams
-from xdeepserve.engine.messages import StepPlan
+from xdeepserve.engine.plans import StepPlan
 from xdeepserve.engine.walk.launcher import Guards
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.llm import LLM

@@ -28,7 +28,7 @@ import numpy as np
 from xdeepserve.bench import heatmap
 from xdeepserve.bench.report import Row
 from xdeepserve.engine.balance.heat_map import HeatMap
-from xdeepserve.engine.balance.te_policies import POLICIES, Policy
+from xdeepserve.engine.deploy.policies import ROUTE
 from xdeepserve.platform.cluster import Cluster, ClusterTE, PricedKind, fleet_tes, priced_kinds
 from xdeepserve.platform.fleet import Fleet, Predict
 from xdeepserve.platform.fleet_words import Decision, FleetTE, ServedRequest
@@ -104,7 +104,7 @@ def six(kinds: list[PricedKind]) -> list[FleetTE]:
 
 def compared(name: str, rate: float, tes: list[FleetTE], heat: HeatMap) -> Iterator[Row]:
     """Yield every policy's results on the traces of a kind at a load."""
-    results = {str(policy): over_traces(policy, name, rate, tes, heat) for policy in POLICIES}
+    results = {policy: over_traces(policy, name, rate, tes, heat) for policy in ROUTE.rows}
     results["deepserve/knows"] = over_traces("deepserve", name, rate, tes, heat, knows=True)
     at = f"schedule/{name}/rate={rate:g}"
     for way, each in results.items():
@@ -126,7 +126,7 @@ def claims() -> Iterator[Row]:
     yield Row("schedule/heatmap/stable", 100 * heat.stable, "%", "predicted")
     for name in TRACES:
         for rate in RATES:
-            ways: tuple[Policy, ...] = ("round-robin", "pd-aware")
+            ways: tuple[str, ...] = ("round-robin", "pd-aware")
             other, aware = (over_traces(way, name, rate, tes, heat).latency for way in ways)
             yield _claim(f"schedule/{name}/rate={rate:g}", rate, other / aware)
 
@@ -138,7 +138,7 @@ def _claim(at: str, rate: float, gain: float) -> Row:
 
 
 def over_traces(
-    policy: Policy, name: str, rate: float, tes: Sequence[FleetTE], heat: HeatMap, knows: bool = False
+    policy: str, name: str, rate: float, tes: Sequence[FleetTE], heat: HeatMap, knows: bool = False
 ) -> PolicyResult:
     """Measure a policy on the traces of a kind. It is told the mean length of answers, or with `knows` each
     one's."""
@@ -167,7 +167,7 @@ def generated(work: MadeTraffic, rate: float, seed: int = SEEDS[0]) -> list[Trac
 
 
 def serve(
-    policy: Policy,
+    policy: str,
     work: Sequence[TracedRequest],
     tes: Sequence[FleetTE],
     heat: HeatMap,

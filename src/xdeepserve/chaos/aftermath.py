@@ -19,6 +19,7 @@ from xdeepserve.chaos.permitted import permits_errors
 from xdeepserve.ems.directory import verify
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.live import Request
+from xdeepserve.engine.te.invariants import is_breach
 from xdeepserve.errors import InputError, XDeepServeError
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.trace import TraceSpan
@@ -89,7 +90,7 @@ def _once(schedule: FaultSchedule, checkpoint: Checkpoint, trace: bool = False, 
         checkpoint,
         schedule.deployment,
         "int8",
-        overrides=[*schedule.settings, *([f"ems.path={path}"] if path else [])],
+        overrides=["invariants=true", *schedule.settings, *([f"ems.path={path}"] if path else [])],
         clock_seed=schedule.clock_seed,
         trace=trace,
         trace_dies=0,
@@ -123,6 +124,8 @@ async def _endured(engine: Engine, schedule: FaultSchedule) -> Aftermath:
         after.ends[number] = await _end_of(request, what)
     after.stages = engine.stats().num_recoveries
     after.lost = {name: str(error) for name, error in engine.lost.items()}
+    errors = [*engine.lost.values(), *after.ends]
+    after.leaks += [str(each) for each in errors if is_breach(each)]
     if clients.done() and engine.is_healthy():
         try:
             engine.check_integrity()

@@ -25,8 +25,9 @@ from xdeepserve.ems.mp_server import Lease
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sequence import Sequence as Seq
-from xdeepserve.engine.messages import BlockCopy, CopyBlocks, CopyDone, PoolPlace, PoolReady, StepFailed
+from xdeepserve.engine.messages import CopyBlocks, CopyDone, PoolReady, StepFailed
 from xdeepserve.engine.numbers import DieNumber, GroupRank, first_die_of
+from xdeepserve.engine.plans import BlockCopy, PoolPlace
 from xdeepserve.errors import IntegrityError, LinkError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.engines import Copy

@@ -16,8 +16,8 @@ from xdeepserve.engine.balance import eplb
 from xdeepserve.engine.die import drafts, sampler
 from xdeepserve.engine.dp.block_table import BlockTable, Holding
 from xdeepserve.engine.dp.rtc import RTC
-from xdeepserve.engine.messages import StepPlan
 from xdeepserve.engine.numbers import StepNo
+from xdeepserve.engine.plans import StepPlan
 from xdeepserve.engine.run import arithmetic
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.memory import Address

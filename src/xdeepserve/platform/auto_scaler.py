@@ -17,12 +17,20 @@ first token would be late even on an idle TE do not count: more TEs do not help 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Annotated, Final, NamedTuple, TypeAlias
 
 import msgspec
 
+from xdeepserve.engine.deploy.policies import Policies, Policy
 from xdeepserve.errors import InputError
 
+SCALING: Final = Policies(
+    "how the wanted number of TEs follows load and missed service levels",
+    "platform.auto_scaler.ScalingPolicy",
+    {"load": Policy("xdeepserve.platform.auto_scaler:next_wanted", "three levels of load, see above")},
+)
+Scaling: TypeAlias = Annotated[str, SCALING.meta]
 PART = 4  # where the service level is missed: one more for each so many that there are
 
 
@@ -40,6 +48,7 @@ class ScaleBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     down_s: float = 60.0  # and as low as it has to be before one goes
     calm_s: float = 10.0  # after a change, before another
     forget_s: float = 600.0  # after it was missed, before it counts no more that it was
+    policy: Scaling = "load"
 
     def wrong(self) -> list[str]:
         """List every contradiction in the bounds."""
@@ -52,6 +61,8 @@ class ScaleBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             found.append(f"scale: within must lie in [0, 1], found {self.within:g}")
         if not 1e-6 <= self.every_s <= 1e6:
             found.append(f"scale: every_s must lie in [1e-6, 1e6], found {self.every_s:g}")
+        if reason := SCALING.wrong(self.policy):
+            found.append(f"scale: policy {self.policy} {reason}")
         for name in ("up_s", "down_s", "calm_s", "forget_s"):
             if not 0 <= getattr(self, name) <= 1e9:
                 found.append(f"scale: {name} must be 0 or more, found {getattr(self, name):g}")
@@ -98,6 +109,10 @@ class ScaleState(msgspec.Struct, frozen=True):
     missed_since: float | None = None
     low_since: float | None = None
     enough: int = 0
+
+
+# A policy of the table SCALING, from the state before, the present look, and bounds: the state after.
+ScalingPolicy: TypeAlias = Callable[[ScaleState, ScaleLook, ScaleBounds], ScaleState]
 
 
 def next_wanted(before: ScaleState, look: ScaleLook, bounds: ScaleBounds) -> ScaleState:

@@ -30,9 +30,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from xdeepserve.engine.balance.te_policies import POLICIES, Policy
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import CacheConfig, Deployment, SchedulerConfig
+from xdeepserve.engine.deploy.policies import ROUTE, Route
 from xdeepserve.engine.description import memory_uses
 from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.errors import InputError, meant
@@ -134,7 +134,7 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     te: tuple[ClusterTE, ...]
     model: str = "deepseek-r1"
-    policy: Policy = "cost"
+    policy: Route = "cost"
     stale_ms: Annotated[float, "age of hints about prefixes", Meta(ge=0, le=1e9)] = 0.0
     lengths: Lengths = "none"  # what policies are told of answers that are yet to come
     scale: ClusterScale | None = None
@@ -147,6 +147,8 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             yield Mistake(("te",), "must list a section [[te]] at least")
         for number, te in enumerate(self.te):
             yield from (Mistake(("te", number, field), text) for field, text in te.mistakes())
+        if wrong := ROUTE.wrong(self.policy):
+            yield Mistake(("policy",), f"={self.policy} {wrong}")
         roles = {te.role for te in self.te}
         for one, other in (("prefill", "decode"), ("decode", "prefill")):
             if one in roles and other not in roles:
@@ -177,16 +179,17 @@ def read_cluster(path: Path) -> Cluster:
     return cluster
 
 
-def policies_of(names: str) -> list[Policy]:
+def policies_of(names: str) -> list[str]:
     """Read names of policies, with commas between them, or `all`. Raises InputError for an unknown one."""
-    known: dict[str, Policy] = {each: each for each in POLICIES}
     if names == "all":
-        return list(POLICIES)
+        return list(ROUTE.rows)
     for name in names.split(","):
-        if name not in known:
-            hint, every = meant(name, known), ", ".join(known)
+        if ":" in name and (wrong := ROUTE.wrong(name)):
+            raise InputError(f"policy {name} {wrong}")
+        if ":" not in name and name not in ROUTE.rows:
+            hint, every = meant(name, ROUTE.rows), ", ".join(ROUTE.rows)
             raise InputError(f"unknown policy '{name}'{hint}: known are {every}")
-    return [known[name] for name in dict.fromkeys(names.split(","))]
+    return list(dict.fromkeys(names.split(",")))
 
 
 class PricedKind(msgspec.Struct, frozen=True):

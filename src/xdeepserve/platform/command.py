@@ -177,6 +177,7 @@ def _time_only(args: argparse.Namespace, trace: RequestTrace, bounds: Bounds) ->
     import msgspec
 
     from xdeepserve.engine.balance.heat_map import read_heat_map
+    from xdeepserve.engine.deploy.policies import ROUTE
     from xdeepserve.model.presets import resolve_model
     from xdeepserve.platform.cluster import policies_of, priced_kinds
     from xdeepserve.platform.cluster_replay import ClusterReplay
@@ -188,7 +189,7 @@ def _time_only(args: argparse.Namespace, trace: RequestTrace, bounds: Bounds) ->
     asked = [] if args.policy is None else policies_of(args.policy)
     cluster = _asked(args)
     policies = asked or [cluster.policy]
-    looking = [each for each in policies if each in ("pd-aware", "deepserve")]
+    looking = [each for each in policies if ROUTE.has(each, "reads a heat map")]
     if args.heat is not None and not looking:
         raise InputError(f"--heat: policy {', '.join(policies)} looks at no heat map")
     heat = None if args.heat is None else read_heat_map(args.heat)

@@ -16,7 +16,7 @@ import numpy as np
 
 from xdeepserve.engine.balance.heat_map import HeatMap
 from xdeepserve.engine.balance.prompt_tree import PromptTree
-from xdeepserve.engine.balance.te_policies import Known, Policy, RoutedRequest, best, scores
+from xdeepserve.engine.balance.te_policies import Known, RoutedRequest, best, scores
 from xdeepserve.errors import InputError, XDeepServeError
 from xdeepserve.platform.fleet_words import Decision, FleetTE, ServedRequest
 from xdeepserve.platform.step_price import StepPrice
@@ -48,7 +48,7 @@ class Fleet:
     def __init__(
         self,
         tes: Sequence[FleetTE],
-        policy: Policy = "load",
+        policy: str = "load",
         heat: HeatMap | None = None,
         predict: Predict = lambda request: 0.0,
         stale_ns: int = 0,

@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from xdeepserve.platform.auto_scaler import ScaleBounds, ScaleLook, ScaleState, next_wanted
+from xdeepserve.platform.auto_scaler import SCALING, ScaleBounds, ScaleLook, ScaleState, ScalingPolicy
 from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.fleet_words import FleetTE, ServedRequest
 from xdeepserve.platform.scale_up import ScaleUp
@@ -102,6 +102,7 @@ class FleetScaler:
     ) -> None:
         bounds.check()
         self.fleet, self.kind, self.bounds, self.service = fleet, kind, bounds, service
+        self._next: ScalingPolicy = SCALING.function(bounds.policy)
         self.scale_up = scale_up
         self.state = ScaleState(len(fleet.serving))
         self.events: list[ScaleEvent] = []
@@ -145,7 +146,7 @@ class FleetScaler:
         missed = self._missed / self._ended if self._ended else None
         self._ended = self._missed = 0
         seen = ScaleLook(fleet.now / 1e9, load, len(fleet.serving), len(self._coming), missed)
-        before, self.state = self.state, next_wanted(self.state, seen, self.bounds)
+        before, self.state = self.state, self._next(self.state, seen, self.bounds)
         more = self.state.wanted - seen.serving - seen.coming
         if self.state.changed_s != before.changed_s and more:
             self._tell("wanted", "", f"{self.state.wanted} of them: {self.state.reason}")

@@ -9,12 +9,15 @@ request was sent to a group on arrival, in turn, and waited there.
 *Decode*: groups at their batch limit are left out. Of the rest the one with the lowest KV use is chosen,
 counting the blocks that admitted requests will still need. Baselines take these groups in turn, or all
 groups.
+
+The tables `DISPATCH` and `DECODE` (`engine/deploy/policies.py`) have the names of these policies. `turn` is
+the rank after the group chosen last, for policies that choose in turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -74,9 +77,19 @@ def prefill_cost(num_tokens: N, num_cached: N) -> N:
     return num_tokens * (1.0 + ATTENTION * (num_cached + num_tokens / 2))
 
 
+# A policy for prefill, from waiting requests in order of arrival, the groups' statuses, rows of a step, and
+# turn: which request goes to which rank. Requests left out wait for the next step.
+DispatchPolicy: TypeAlias = Callable[
+    [Sequence[Candidate], Sequence[GroupStatus], int, int], list[tuple[int, GroupRank]]
+]
+# A policy for decode, from the groups' statuses, the KV blocks that a request needs in all and brings now,
+# and turn: a rank. None: the request waits.
+DecodePolicy: TypeAlias = Callable[[Sequence[GroupStatus], int, int, int], GroupRank | None]
+
+
 def assign_prefill(
-    candidates: Sequence[Candidate], statuses: Sequence[GroupStatus], max_tokens: int
-) -> list[tuple[int, int]]:
+    candidates: Sequence[Candidate], statuses: Sequence[GroupStatus], max_tokens: int, turn: int = 0
+) -> list[tuple[int, GroupRank]]:
     """Deal waiting requests to groups for the next step: pairs (index of candidate, rank).
 
     Requests are taken in order of arrival until the groups' rows of one step (`max_tokens` each) are used up
@@ -114,6 +127,23 @@ def assign_prefill(
     return sorted(pairs)
 
 
+def two_level(
+    candidates: Sequence[Candidate], statuses: Sequence[GroupStatus], max_tokens: int, turn: int = 0
+) -> list[tuple[int, GroupRank]]:
+    """Deal requests to the groups in turn, whatever the groups have to do."""
+    pairs = []
+    for index in range(len(candidates)):
+        rank = _next([s.rank for s in statuses], turn)
+        pairs.append((index, rank))
+        turn = rank + 1
+    return pairs
+
+
+def _next(ranks: Sequence[GroupRank], turn: int) -> GroupRank:
+    """Return the first rank from `turn` on, or else the first of all."""
+    return min(ranks, key=lambda rank: (rank < turn, rank))
+
+
 def with_room(statuses: Sequence[GroupStatus], num_now: int) -> list[GroupStatus]:
     """Return groups with a free place and with room for `num_now` more KV blocks."""
     return [
@@ -124,7 +154,9 @@ def with_room(statuses: Sequence[GroupStatus], num_now: int) -> list[GroupStatus
     ]
 
 
-def pick_decode(statuses: Sequence[GroupStatus], num_blocks: int = 0, num_now: int = 0) -> int | None:
+def pick_decode(
+    statuses: Sequence[GroupStatus], num_blocks: int = 0, num_now: int = 0, turn: int = 0
+) -> GroupRank | None:
     """Choose the rank to decode a request that brings `num_now` blocks and needs `num_blocks` in all.
 
     None if every group is full: at its batch limit, or without room for the blocks that exist already. Then
@@ -136,3 +168,18 @@ def pick_decode(statuses: Sequence[GroupStatus], num_blocks: int = 0, num_now: i
     if not able:
         return None
     return min(fits or able, key=lambda s: (s.kv_load, s.num_sequences, s.rank)).rank
+
+
+def next_open(
+    statuses: Sequence[GroupStatus], num_blocks: int = 0, num_now: int = 0, turn: int = 0
+) -> GroupRank | None:
+    """Choose the next rank in turn among groups that are not full; None if all are."""
+    able = [s.rank for s in with_room(statuses, num_now)]
+    return _next(able, turn) if able else None
+
+
+def next_of_all(
+    statuses: Sequence[GroupStatus], num_blocks: int = 0, num_now: int = 0, turn: int = 0
+) -> GroupRank | None:
+    """Choose the next rank in turn among all groups, where a request may then wait for room."""
+    return _next([s.rank for s in statuses], turn) if statuses else None

@@ -8,8 +8,8 @@ that comes to a routed expert anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,38 @@ def costs(token_count: Counts, cold: int) -> Counts:
     alone count.
     """
     return np.maximum(token_count, cold)
+
+
+class Slots(NamedTuple):
+    """Redundant slots of a layer's dies, and what the dies have to do without replicas.
+
+    primary         die of each expert's primary
+    free            redundant slots of each die
+    base            other work of each die, see above
+    max_replicas    of an expert at most, its primary included
+    """
+
+    primary: Sequence[int]
+    free: Sequence[int]
+    base: Sequence[float]
+    max_replicas: int
+
+
+# A policy of the table PLACEMENT: from a layer's token counts [E, T] to the experts in redundant slots.
+PlacementPolicy: TypeAlias = Callable[[Counts, Slots], Holdings]
+
+
+def by_slices(token_count: Counts, slots: Slots) -> Holdings:
+    """Replicate the experts whose replicas lower the sum of each slice's hottest expert most (xDeepServe
+    4.5)."""
+    chosen = select(token_count, sum(slots.free), slots.max_replicas)
+    return place(token_count, chosen, slots.primary, slots.free, slots.base)
+
+
+def by_totals(token_count: Counts, slots: Slots) -> Holdings:
+    """Replicate the experts with the most tokens for each replica in the whole interval, as DeepSeek's EPLB
+    does."""
+    return by_slices(token_count.sum(axis=1, keepdims=True), slots)
 
 
 def layer_load(token_count: Counts, num_replicas: Counts) -> float:

@@ -1,7 +1,8 @@
 """Policies for choosing a TE for a request: pure functions of facts known about the TEs.
 
 Scores are float64 [TEs, keys]. The TE with the least keys wins: earlier keys decide first, and among equals
-the first TE. The policies are ours, and others' as published, all on the same facts:
+the first TE. The policies are ours, and others' as published, all on the same facts. Their names are those of
+the table `ROUTE` (`engine/deploy/policies.py`):
 
 sequences     the fewest requests
 round-robin   the next in turn
@@ -20,16 +21,15 @@ llm-d         scorers of its router's guides: prefix cache 3, queue 2, KV use 2,
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from xdeepserve.engine.balance.dp import LONG_PROMPT, prefill_cost
 from xdeepserve.engine.balance.heat_map import HeatMap
-from xdeepserve.engine.deploy.deployment import Route
+from xdeepserve.engine.deploy.policies import ROUTE
 
-Policy = Route  # a deployment's scheduler.route
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
@@ -86,9 +86,14 @@ class Known(NamedTuple):
         )  # fmt: skip
 
 
-def scores(policy: Policy, asked: RoutedRequest, known: Known, heat: HeatMap | None = None) -> Floats:
-    """Return a policy's keys for every TE, float64 [TEs, keys]."""
-    return np.column_stack([*map(np.asarray, POLICIES[policy](asked, known, heat))]).astype(np.float64)
+# A policy, from facts about a request, facts about TEs, and a heat map if there is one: its keys of the TEs.
+RoutePolicy: TypeAlias = Callable[[RoutedRequest, Known, HeatMap | None], list[Floats]]
+
+
+def scores(route: str, asked: RoutedRequest, known: Known, heat: HeatMap | None = None) -> Floats:
+    """Return the keys of every TE by a policy of the table ROUTE, float64 [TEs, keys]."""
+    policy: RoutePolicy = ROUTE.function(route)
+    return np.column_stack([*map(np.asarray, policy(asked, known, heat))]).astype(np.float64)
 
 
 def best(keys: Floats) -> int:
@@ -96,24 +101,29 @@ def best(keys: Floats) -> int:
     return int(np.lexsort(keys.T[::-1])[0])
 
 
-def _sequences(asked: RoutedRequest, known: Known, heat: HeatMap | None) -> list[Floats]:
+def sequences(asked: RoutedRequest, known: Known, heat: HeatMap | None) -> list[Floats]:
+    """Prefer the TE with the fewest sequences."""
     return [known.sequences]
 
 
-def _round_robin(asked: RoutedRequest, known: Known, heat: HeatMap | None) -> list[Floats]:
+def round_robin(asked: RoutedRequest, known: Known, heat: HeatMap | None) -> list[Floats]:
+    """Prefer the next TE in turn, by the number of the request."""
     count = len(known.sequences)
     return [((np.arange(count) - asked.number) % count).astype(np.float64)]
 
 
-def _load(asked: RoutedRequest, known: Known, heat: HeatMap | None) -> list[Floats]:
+def load(asked: RoutedRequest, known: Known, heat: HeatMap | None) -> list[Floats]:
+    """Prefer the TE with the least queued prefill cost, then the fewest sequences."""
     return [known.queued, known.sequences]
 
 
-def _prefix(asked: RoutedRequest, known: Known, heat: HeatMap | None) -> list[Floats]:
+def prefix(asked: RoutedRequest, known: Known, heat: HeatMap | None) -> list[Floats]:
+    """Prefer the TE with the longest cached prefix, then the fewest sequences."""
     return [-known.cached, known.sequences]
 
 
-def _cost(asked: RoutedRequest, known: Known, heat: HeatMap | None) -> list[Floats]:
+def cost(asked: RoutedRequest, known: Known, heat: HeatMap | None) -> list[Floats]:
+    """Prefer the TE with the least waiting and own prefill cost, long prompts apart from short ones."""
     new = asked.num_tokens - known.cached
     is_mixed = np.where(new >= LONG_PROMPT, known.has_short, known.has_long).astype(np.float64)
     return [is_mixed, known.queued + prefill_cost(new, known.cached), known.sequences]
@@ -127,11 +137,13 @@ def _is_other(asked: RoutedRequest, known: Known, heat: HeatMap | None) -> Float
     return (apart != (heat.value(asked.num_tokens, asked.num_output) > 0)).astype(np.float64)
 
 
-def _pd_aware(asked: RoutedRequest, known: Known, heat: HeatMap | None) -> list[Floats]:
-    return [_is_other(asked, known, heat), *_round_robin(asked, known, heat)]
+def pd_aware(asked: RoutedRequest, known: Known, heat: HeatMap | None) -> list[Floats]:
+    """Prefer TEs of the kind that the heat map names, and of these the next in turn."""
+    return [_is_other(asked, known, heat), *round_robin(asked, known, heat)]
 
 
-def _deepserve(asked: RoutedRequest, known: Known, heat: HeatMap | None) -> list[Floats]:
+def deepserve(asked: RoutedRequest, known: Known, heat: HeatMap | None) -> list[Floats]:
+    """Prefer TEs of the heat map's kind, then by prefix if load is balanced, else by load (Algorithm 1)."""
     is_other = _is_other(asked, known, heat)
     queued = known.queued[is_other == 0]
     spread = (queued.max() - queued.min()) / max(queued.mean(), 1e-9)
@@ -140,12 +152,14 @@ def _deepserve(asked: RoutedRequest, known: Known, heat: HeatMap | None) -> list
     return [is_other, known.queued, known.sequences, -known.cached]
 
 
-def _dynamo(asked: RoutedRequest, known: Known, heat: HeatMap | None) -> list[Floats]:
+def dynamo(asked: RoutedRequest, known: Known, heat: HeatMap | None) -> list[Floats]:
+    """Prefer the TE with the fewest blocks to prefill and to read, by Dynamo's formula."""
     new_blocks = (asked.num_tokens - known.cached) / BLOCK
     return [OVERLAP_WEIGHT * new_blocks + (known.positions + asked.num_tokens) / BLOCK]
 
 
-def _llm_d(asked: RoutedRequest, known: Known, heat: HeatMap | None) -> list[Floats]:
+def llm_d(asked: RoutedRequest, known: Known, heat: HeatMap | None) -> list[Floats]:
+    """Prefer the TE with the best sum of llm-d's scores."""
     queue = known.sequences
     spread = queue.max() - queue.min()
     queue_score = (queue.max() - queue) / spread if spread else np.ones(len(queue))
@@ -153,16 +167,3 @@ def _llm_d(asked: RoutedRequest, known: Known, heat: HeatMap | None) -> list[Flo
     kv_score = 1 - known.kv_load
     total = LLM_D["prefix"] * prefix_score + LLM_D["queue"] * queue_score + LLM_D["kv"] * kv_score
     return [-total]
-
-
-POLICIES: dict[Policy, Callable[[RoutedRequest, Known, HeatMap | None], list[Floats]]] = {
-    "sequences": _sequences,
-    "round-robin": _round_robin,
-    "load": _load,
-    "prefix": _prefix,
-    "cost": _cost,
-    "deepserve": _deepserve,
-    "pd-aware": _pd_aware,
-    "dynamo": _dynamo,
-    "llm-d": _llm_d,
-}

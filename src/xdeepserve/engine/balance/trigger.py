@@ -1,4 +1,7 @@
-"""The TE-shell's EPLB trigger: decides from each interval's load which replicas are worth loading."""
+"""The TE-shell's EPLB trigger: decides from each interval's load which replicas are worth loading.
+
+A policy of the table `PLACEMENT` (`engine/deploy/policies.py`) proposes them.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xdeepserve.engine.balance.eplb import Counts, Holdings, costs, die_loads, hottest_die, place, select
+from xdeepserve.engine.balance.eplb import (
+    Counts,
+    Holdings,
+    PlacementPolicy,
+    Slots,
+    by_slices,
+    costs,
+    die_loads,
+    hottest_die,
+)
 from xdeepserve.engine.deploy.sizes import ExpertSizes
 
 MIN_GAIN = 0.05  # share of a layer's hottest dies' load below which its replicas stay as they are (assumed)
@@ -24,12 +36,12 @@ class Skew(NamedTuple):
 class EPLBTrigger:
     """Keeps the load of the last interval, slice by slice, and decides on replicas at its end."""
 
-    def __init__(self, experts: ExpertSizes, top_k: int) -> None:
+    def __init__(self, experts: ExpertSizes, top_k: int, place: PlacementPolicy = by_slices) -> None:
         copies = top_k * experts.num_shared_dies
         self._base = [experts.is_shared(die) / max(1, copies) for die in range(len(experts.experts_of))]
         self._primary = [die for die, held in enumerate(experts.experts_of) for _ in held]
-        self._most = experts.max_replicas
-        self._free = [experts.redundant_slots] * len(experts.experts_of)
+        free = [experts.redundant_slots] * len(experts.experts_of)
+        self._place, self._slots = place, Slots(self._primary, free, self._base, experts.max_replicas)
         self._slices: deque[Counts] = deque(maxlen=experts.balance_slices)
         self._cold = experts.cold_tokens
         self._num_fresh = 0  # slices since the last decision
@@ -58,8 +70,7 @@ class EPLBTrigger:
 
     def _improved(self, token_count: Counts, current: Holdings) -> Holdings:
         token_count = costs(token_count, self._cold)
-        chosen = select(token_count, sum(self._free), self._most)
-        proposed = place(token_count, chosen, self._primary, self._free, self._base)
+        proposed = self._place(token_count, self._slots)
         now = hottest_die(token_count, self._primary, current, self._base)
         then = hottest_die(token_count, self._primary, proposed, self._base)
         return proposed if then < (1 - MIN_GAIN) * now else current

@@ -14,6 +14,24 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 from msgspec import field
 
+from xdeepserve.engine.deploy.policies import (
+    ADMISSION,
+    DECODE,
+    DISPATCH,
+    EVICTION,
+    ORDER,
+    PLACEMENT,
+    ROUTE,
+    VICTIM,
+    Admission,
+    Decode,
+    Dispatch,
+    Eviction,
+    Order,
+    Placement,
+    Route,
+    Victim,
+)
 from xdeepserve.errors import InputError
 from xdeepserve.hw.topology import Topology
 from xdeepserve.model.config import TPMode
@@ -26,13 +44,7 @@ Kind = Literal["monolithic", "colocated", "pd", "moe-attention", "transformerles
 
 Mode = Literal["graph", "op"]  # a step is one launch, or one for each operator
 Drafting = Literal["pipelined", "naive"]
-Dispatch = Literal["collaborative", "two-level"]
-Decode = Literal["kv", "next-open", "round-robin"]
 Statuses = Literal["state", "all-gather"]
-Route = Literal[
-    "cost", "sequences", "round-robin", "load", "prefix", "deepserve", "pd-aware", "dynamo", "llm-d"
-]
-Admission = Literal["prefill", "decode"]
 Preemption = Literal["recompute", "swap"]
 Load = Literal["auto", "always", "never"]
 Overlap = Literal["cores", "engines"]
@@ -84,6 +96,11 @@ Positive = Annotated[float, Limits(0, is_open=True)]
 NonNegative = Annotated[float, Limits(0)]
 
 
+def default_invariants() -> bool:
+    """Return whether XDEEPSERVE_INVARIANTS is set to something else than 0."""
+    return os.environ.get("XDEEPSERVE_INVARIANTS", "0") not in ("", "0")
+
+
 def default_threads() -> int:
     """Return XDEEPSERVE_THREADS or NUMBA_NUM_THREADS if set, else 1.
 
@@ -104,34 +121,27 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_num_seqs: Annotated[Count, "sequences in a step, per DP group"] = 16
     max_num_batched_tokens: Annotated[Count, "token rows in a step, per DP group; more go in chunks"] = 128
     max_waiting: Annotated[Natural, "sequences that may wait for a step, in all; else refused (429)"] = 1024
-    dispatch: Annotated[Dispatch, "who picks the DP group of a request"] = "collaborative"
+    dispatch: Annotated[Dispatch, DISPATCH.meaning] = "collaborative"
     statuses: Annotated[
         Statuses,
         "how the leader of DP groups knows them when it deals requests out for prefill; state: as they are, "
         "at no cost; all-gather: by bytes that their dies exchange",
     ] = "state"
-    decode: Annotated[Decode, "how a DP group of decode TEs is picked, after prefill"] = "kv"
+    decode: Annotated[Decode, DECODE.meaning] = "kv"
     status_period: Annotated[
         NonNegative,
         "virtual seconds between the KV statuses that DP groups send for `decode`; 0: as they are",
     ] = 0.0
-    route: Annotated[
-        Route,
-        "which of several TEs gets a request; sequences: the one with the fewest; cost: by cached prefix, "
-        "prompt length and load; prefix: the longest one cached; load: the least to prefill; pd-aware: the "
-        "kind that the heat map names, in turn; deepserve: of that kind prefix if load is balanced, else "
-        "load; dynamo, llm-d: as these do",
-    ] = "sequences"
+    route: Annotated[Route, ROUTE.meaning] = "sequences"
     heat: Annotated[
         str | None,
         "file of a heat map (bench heatmap --map), from which routes pd-aware and deepserve read whether TEs "
         "with prefill and decode apart or TEs that do both are better for a request",
     ] = None
     job_executors: Annotated[Count, "of which a request reaches any; each knows what it has given to TEs"] = 1
-    admission: Annotated[
-        Admission,
-        "who has room for a request before it is prefilled; decode: its KV is allocated there first",
-    ] = "prefill"
+    admission: Annotated[Admission, ADMISSION.meaning] = "prefill"
+    order: Annotated[Order, ORDER.meaning] = "arrival"
+    victim: Annotated[Victim, VICTIM.meaning] = "last"
 
 
 class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -145,6 +155,7 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_keys: Annotated[Count, "prompt_cache_keys per DP group; the least recently used go first"] = 1024
     prefix: Annotated[bool, "keep blocks of finished sequences for prompts with the same beginning"] = True
     preemption: Annotated[Preemption, "of sequences that give way; swap: blocks go to the host"] = "recompute"
+    eviction: Annotated[Eviction, EVICTION.meaning] = "lru"
     load: Annotated[Load, "cached blocks from the host, or recompute; auto: what is sooner"] = "auto"
 
 
@@ -362,6 +373,7 @@ class ExpertConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         60.0
     )
     balance_slices: Annotated[Count, "time slices in which the load that decides on replicas is counted"] = 4
+    placement: Annotated[Placement, PLACEMENT.meaning] = "xdeepserve"
     cold_tokens: Annotated[
         Natural,
         "tokens of a time slice that an expert costs at least when replicas are decided on: its weights are "
@@ -466,6 +478,10 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         default_factory=default_threads
     )
     seed: Annotated[int, "seed of requests that bring none"] = 0
+    invariants: Annotated[
+        bool,
+        "check after every turn what must always hold, at no virtual time; by default XDEEPSERVE_INVARIANTS",
+    ] = field(default_factory=default_invariants)
     mtp: Annotated[
         int,
         Limits(0, 2),

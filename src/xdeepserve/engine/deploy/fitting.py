@@ -16,6 +16,7 @@ from xdeepserve.engine.deploy.deployment import (
     Role,
     ServiceConfig,
 )
+from xdeepserve.engine.deploy.policies import ADMISSION, DISPATCH
 from xdeepserve.engine.deploy.roles import AT_EXPERTS, TEKind, Turns
 from xdeepserve.engine.deploy.sizes import (
     ExpertSizes,
@@ -203,11 +204,15 @@ def _settings(d: Deployment, te: TEDies) -> TESettings:
     return TESettings(
         dispatch=d.scheduler.dispatch,
         decode=d.scheduler.decode,
+        victim=d.scheduler.victim,
+        eviction=d.cache.eviction,
+        placement=(d.experts or ExpertConfig()).placement,
         status_period_ns=round(1e9 * d.scheduler.status_period),
         execution=d.execution and d.execution.for_role(te.kind.role),
         seed=d.seed,
         health=d.health,
         recovery=d.recovery,
+        invariants=d.invariants,
     )
 
 
@@ -274,13 +279,14 @@ def _step_sizes(d: Deployment, config: ModelConfig, te: TEDies, num_parts: int) 
         plans_ahead=d.execution is not None and d.execution.for_role(role).overlap,
         caches_prefixes=d.cache.prefix,
         preempts_by_swap=d.cache.preemption == "swap",
-        reserves=role != "both" and (d.transfer == "layer" or d.scheduler.admission == "decode"),
+        reserves=role != "both" and (d.transfer == "layer" or ADMISSION.has(d.scheduler.admission, "books")),
     )
 
 
 def _group_sizes(d: Deployment, te: TEDies, max_part: int) -> GroupSizes:
     tp, scheduler = te.given.tp or 1, d.scheduler
-    gathers = scheduler.statuses == "all-gather" and scheduler.dispatch == "collaborative"
+    on_arrival = DISPATCH.has(scheduler.dispatch, "on arrival")
+    gathers = scheduler.statuses == "all-gather" and not on_arrival
     return GroupSizes(
         num_groups=te.num_dies // tp,
         tp=tp,

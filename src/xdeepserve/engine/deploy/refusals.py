@@ -6,7 +6,9 @@ import re
 from collections.abc import Mapping
 
 from xdeepserve.engine.deploy.deployment import Deployment, ExpertConfig, PipelineConfig
+from xdeepserve.engine.deploy.policies import BY_SETTING
 from xdeepserve.engine.deploy.rules import EXCLUDED, LOCKSTEP, of_single_settings, refused
+from xdeepserve.engine.deploy.settings import given
 from xdeepserve.engine.deploy.teams import num_routed_experts
 from xdeepserve.errors import abridged
 from xdeepserve.hw.accelerators import atlas_a2
@@ -27,6 +29,7 @@ def reasons_against(d: Deployment, config: ModelConfig) -> list[str]:
     """Return the reasons against settings that all TEs share; `Teams` finds those against their dies."""
     return [
         *of_single_settings(d),
+        *_against_policies(d),
         *refused(d, EXCLUDED),
         *(refused(d, LOCKSTEP) if d.lockstep else ()),
         *_against_cache(d, config),
@@ -37,6 +40,12 @@ def reasons_against(d: Deployment, config: ModelConfig) -> list[str]:
         *_against_health(d),
         *_against_pool(d),
     ]
+
+
+def _against_policies(d: Deployment) -> list[str]:
+    chosen = [(each.key, value) for each, value in given(d) if each.key in BY_SETTING]
+    wrong = [(key, value, BY_SETTING[key].wrong(value)) for key, value in chosen]
+    return [f"{key}={value} {reason}" for key, value, reason in wrong if reason]
 
 
 def _against_cache(d: Deployment, config: ModelConfig) -> list[str]:

@@ -21,6 +21,7 @@ from xdeepserve.engine.deploy.deployment import (
     Role,
     ServiceConfig,
 )
+from xdeepserve.engine.deploy.policies import DISPATCH, ROUTE
 from xdeepserve.engine.deploy.roles import (
     DEPLOYMENTS,
     SECTIONS,
@@ -204,8 +205,8 @@ EXCLUDED = (
     ),
     SettingRule(
         ("scheduler.route",),
-        lambda d: d.scheduler.route == "pd-aware" and d.scheduler.heat is None,
-        "scheduler.route=pd-aware looks kinds of TEs up in a heat map: set scheduler.heat",
+        lambda d: ROUTE.has(d.scheduler.route, "needs a heat map") and d.scheduler.heat is None,
+        "scheduler.route={d.scheduler.route} looks kinds of TEs up in a heat map: set scheduler.heat",
     ),
     SettingRule(
         ("exchange", "dataflow"),
@@ -356,14 +357,14 @@ def _launches_eagerly(d: Deployment) -> bool:
 WITHOUT_EFFECT = (
     SettingRule(
         ("scheduler.heat",),
-        lambda d: d.scheduler.route not in ("pd-aware", "deepserve"),
+        lambda d: not ROUTE.has(d.scheduler.route, "reads a heat map"),
         "scheduler.route={d.scheduler.route} looks at no heat map",
     ),
     SettingRule(("scheduler.statuses",), lambda d: d.kind == "monolithic", "monolithic is one DP group"),
     SettingRule(
         ("scheduler.statuses",),
-        lambda d: d.scheduler.dispatch == "two-level",
-        "scheduler.dispatch=two-level deals requests out in turn",
+        lambda d: DISPATCH.has(d.scheduler.dispatch, "on arrival"),
+        "scheduler.dispatch={d.scheduler.dispatch} deals requests out in turn",
     ),
     SettingRule(
         ("scheduler.decode", "scheduler.admission", "scheduler.status_period", "fabric"),
@@ -376,7 +377,7 @@ WITHOUT_EFFECT = (
         "monolithic is one die, which exchanges no tokens",
     ),
     SettingRule(
-        ("experts.balance_interval", "experts.balance_slices", "experts.cold_tokens"),
+        ("experts.balance_interval", "experts.balance_slices", "experts.cold_tokens", "experts.placement"),
         lambda d: not _experts(d).redundant_slots,
         "without experts.redundant_slots no expert has replicas",
     ),

@@ -80,10 +80,10 @@ def _settings(struct: type[msgspec.Struct], prefix: str) -> Iterator[Setting]:
         if section is not None:
             yield from _settings(section, f"{key}.")
         elif get_origin(hint) is Annotated:
-            *value, meaning = get_args(hint)
+            meaning = get_args(hint)[-1]
             has_factory = field.default_factory is not msgspec.NODEFAULT
             default = field.default_factory() if has_factory else field.default
-            names = "|".join(_names(value[0]))
+            names = "|".join(_names(hint))
             yield Setting(key, names, None if field.required else default, meaning, _bounds(hint))
 
 
@@ -92,11 +92,12 @@ def _is_struct(hint: Any) -> bool:
 
 
 def _names(hint: Any) -> list[str]:
-    """Name the allowed values of a type: the names of a Literal, or the type's own."""
+    """Name the allowed values of a type: those of a Literal or of a table of policies, or the type's own."""
     if get_origin(hint) in (Union, UnionType):
         return [name for each in get_args(hint) if each is not type(None) for name in _names(each)]
     if get_origin(hint) is Annotated:
-        return _names(get_args(hint)[0])
+        metas = [each for each in get_args(hint) if isinstance(each, msgspec.Meta) and each.extra]
+        return [*metas[0].extra["names"]] if metas and metas[0].extra else _names(get_args(hint)[0])
     return list(get_args(hint)) if get_origin(hint) is Literal else [hint.__name__]
 
 
@@ -162,6 +163,8 @@ def help_text(key: str | None = None) -> str:
 def _lines(alike: Sequence[Setting]) -> list[str]:
     """Format settings with equal meaning, type and default: their keys first."""
     kind, default, meaning = alike[0].kind, alike[0].default, alike[0].meaning
+    if len(kind) > WIDTH - MARGIN - len("[; default ]"):
+        kind = kind.replace("|", " | ")  # names too long for a line
     keys = ", ".join(each.key for each in alike)
     text = f"{meaning} [{kind}]" if default is None else f"{meaning} [{kind}; default {str(default).lower()}]"
     first, *rest = textwrap.wrap(text, WIDTH - MARGIN, break_on_hyphens=False)

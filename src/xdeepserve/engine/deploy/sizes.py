@@ -275,11 +275,15 @@ class TESettings(msgspec.Struct, frozen=True, kw_only=True):
 
     dispatch: str  # policy that picks the DP group of a request
     decode: str  # policy that picks it on decode TEs, after prefill
+    victim: str  # policy that picks the sequence that gives up its KV blocks
+    eviction: str  # policy that picks the cached KV block that goes first
+    placement: str  # policy for replicas of experts
     status_period_ns: int  # between statuses that KV loads are read from; 0: always the latest
     execution: ExecutionConfig | None  # of the TE's role; None: a host that costs nothing
     seed: int  # of the host's delays; each TE draws its own from it
     health: HealthConfig
     recovery: RecoveryConfig
+    invariants: bool  # are checked after every turn
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):

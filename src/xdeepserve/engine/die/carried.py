@@ -17,7 +17,7 @@ from xdeepserve.model.kernels.carried import resolve
 
 if TYPE_CHECKING:
     from xdeepserve.engine.die.die_memory import DieMemory
-    from xdeepserve.engine.messages import StepPlan
+    from xdeepserve.engine.plans import StepPlan
 
 OF_ROWS = "token_ids", "positions", "slots"  # what the kernel completes
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.sampler import Chooser
-from xdeepserve.engine.messages import StepPlan
+from xdeepserve.engine.plans import StepPlan
 from xdeepserve.engine.walk.launcher import Launcher
 from xdeepserve.engine.walk.runner import Runner
 from xdeepserve.model.canonical import Array

@@ -94,6 +94,7 @@ class ExpertServerProgram(ExpertProgram):
     async def _serve(self) -> None:
         spec, hidden = self.die.spec, self.mem.config.hidden_size
         while True:
+            self.die.trace.at()  # the wait is for any layer
             batch: Sequence[AskedOfExperts] = await self.server.next_batch(self.mem.max_rows)
             layer, start = batch[0].layer, self.die.clock.now
             self.die.trace.at(**self.place_of(batch))

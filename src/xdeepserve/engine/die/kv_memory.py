@@ -14,7 +14,7 @@ import numpy as np
 
 from xdeepserve.engine.deploy.sizes import KVSizes
 from xdeepserve.engine.die.workspace import Workspace
-from xdeepserve.engine.messages import PoolPlace
+from xdeepserve.engine.plans import PoolPlace
 from xdeepserve.hw.memory import Address, Area, Region
 from xdeepserve.model.cache_layout import TILE, cache_shape
 from xdeepserve.model.canonical import Array

@@ -32,9 +32,9 @@ from xdeepserve.engine.messages import (
     Shutdown,
     StepDone,
     StepFailed,
-    StepPlan,
 )
 from xdeepserve.engine.numbers import DieNumber, DieRank, StepNo
+from xdeepserve.engine.plans import StepPlan
 from xdeepserve.engine.recovery.retry import again_after_glitches
 from xdeepserve.engine.recovery.rollback_watch import RollbackCalled, RollbackWatch
 from xdeepserve.engine.walk.launcher import Launcher
@@ -224,10 +224,10 @@ class Executor:
         if self.launcher is not None:
             self.launcher.begin(plan)
         self._write_lists(plan)
+        self.runner.at()  # a step that was ended early has left this process in a layer
         plan = await self._resolve(plan)
         self._step_idx, self._reports_layers, self.chooser.faults = plan.step, plan.reports_layers, {}
         w, frame, batch = self.weights, self.runner.frame, self._batch(plan)
-        self.runner.at()  # a step that was ended early has left this process in a layer
         first_event = plan.step * self._events_per_step + 1
         h = self.ws.take("h", plan.num_tokens, self.config.hidden_size)
         frame.begin_pass(w, w.layers[0], h, batch, plan.token_ids)

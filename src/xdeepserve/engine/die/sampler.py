@@ -8,8 +8,9 @@ from typing import Protocol
 import numpy as np
 
 from xdeepserve.engine.die.die_memory import DieMemory
-from xdeepserve.engine.messages import LOGPROB_SLOTS, StepPlan
+from xdeepserve.engine.messages import LOGPROB_SLOTS
 from xdeepserve.engine.numbers import DieRank
+from xdeepserve.engine.plans import StepPlan
 from xdeepserve.errors import RequestError, XDeepServeError
 from xdeepserve.model import sampling
 from xdeepserve.model.canonical import Array

@@ -15,10 +15,9 @@ while a step ran that was planned with them (`begin_step`), if the next one is p
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from operator import attrgetter
 
-from xdeepserve.engine.dp.prefix_index import Node, PrefixIndex
-from xdeepserve.engine.messages import BlockCopy
+from xdeepserve.engine.dp.prefix_index import EvictionPolicy, Node, PrefixIndex, lru
+from xdeepserve.engine.plans import BlockCopy
 from xdeepserve.errors import XDeepServeError
 
 
@@ -35,7 +34,10 @@ class Holding:
 class BlockTable:
     """HBM slots of a DP group, `num_blocks` in all: handed out, shared, copied on write, given back."""
 
-    def __init__(self, num_blocks: int, block_size: int, max_ids: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, max_ids: int, eviction: EvictionPolicy = lru
+    ) -> None:
+        self._eviction = eviction
         self.num_blocks, self.block_size = num_blocks, block_size
         self.index = PrefixIndex(block_size, max_ids)
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -44,7 +46,7 @@ class BlockTable:
         self._busy: dict[int, set[int]] = {}  # ticket -> HBM slots that its transfer touches
         self._steps: list[int] = []  # tickets of steps that have not ended
         self._num_tickets = 0
-        self._clock = 0  # of use, for LRU
+        self._clock = 0  # of use, for eviction
 
     # ---- counting -----------------------------------------------------------------------------------
 
@@ -196,11 +198,11 @@ class BlockTable:
         return (node for slot, node in self._node_of.items() if not users[slot] and slot not in busy)
 
     def _take_slot(self) -> int:
-        """Take a free slot, or evict the least recently used one. Raises XDeepServeError if none is
+        """Take a free slot, or evict the cached one that the policy names. Raises XDeepServeError if none is
         available."""
         if self._free:
             return self._free.pop()
-        node = min(self._evictable(), key=attrgetter("last_used"), default=None)
+        node = min(self._evictable(), key=self._eviction, default=None)
         if node is None or node.slot is None:
             raise XDeepServeError(f"RTC: all {self.num_blocks} blocks are in use")
         slot = node.slot

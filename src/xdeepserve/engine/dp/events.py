@@ -14,7 +14,6 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from xdeepserve.comm.distflow import Completion
 from xdeepserve.engine.numbers import GroupRank
 
 log = logging.getLogger("xdeepserve.engine")
@@ -111,12 +110,6 @@ class TransferBegan(AtGroup, frozen=True):
     peer: str
     is_source: bool
     nbytes: int
-
-
-class TransferEnded(AtGroup, frozen=True):
-    """Step 8: a DP group has learnt that its side of a transfer ended, well or with an error."""
-
-    completion: Completion
 
 
 class Released(AtGroup, frozen=True):

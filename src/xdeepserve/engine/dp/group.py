@@ -8,26 +8,27 @@ from typing import NamedTuple
 
 import msgspec
 
-from xdeepserve.comm.distflow import Endpoint
+from xdeepserve.comm.distflow import Completion, Endpoint
 from xdeepserve.engine.balance.dp import LONG_PROMPT, GroupStatus, prefill_cost
 from xdeepserve.engine.deploy.sizes import StepSizes
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.events import Events, GroupId
 from xdeepserve.engine.dp.lost_blocks import LostBlocks
-from xdeepserve.engine.dp.prefixes import BlockLoadCost
+from xdeepserve.engine.dp.preemption import VictimPolicy
+from xdeepserve.engine.dp.prefix_index import EvictionPolicy
+from xdeepserve.engine.dp.prefixes import ShouldLoad
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.scheduler import Scheduler
 from xdeepserve.engine.dp.sequence import SampledToken
 from xdeepserve.engine.dp.sequence import Sequence as Seq
 from xdeepserve.engine.dp.step import PlannedStep, Scheduled, SeqResult, make_plan, observed, written_blocks
-from xdeepserve.engine.messages import LOGPROB_SLOTS, CopyBlocks, Probe, StepPlan
+from xdeepserve.engine.messages import LOGPROB_SLOTS, CopyBlocks, Probe
+from xdeepserve.engine.plans import StepPlan
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import Address
 from xdeepserve.model.canonical import Array
-
-SAVE_PER_STEP = 4  # cached blocks that are sent to host DRAM beside a step, at most
 
 
 class Left(NamedTuple):
@@ -50,6 +51,19 @@ class Left(NamedTuple):
     claims: int = 0  # on the memories of dies
 
 
+class TransferEnded(events.AtGroup, frozen=True):
+    """Step 8: a DP group has learnt that its side of a transfer ended, well or with an error."""
+
+    completion: Completion
+
+
+class GivesWay(NamedTuple):
+    """Policies of a DP group for when blocks run out: which sequence gives way, and which cached block."""
+
+    sequence: VictimPolicy
+    block: EvictionPolicy
+
+
 class DPGroup:
     """Schedules sequences, launches steps on the group's dies, reads the results that the first die wrote.
 
@@ -63,14 +77,15 @@ class DPGroup:
         mems: Sequence[DieMemory],
         num_groups: int,
         steps: StepSizes,
-        load_cost: BlockLoadCost | None,
+        should_load: ShouldLoad | None,
         tell: Events,
+        gives_way: GivesWay,
     ) -> None:
         self.id, self.rank, self.dies, self.mems, self.tell = name, name.rank, dies, mems, tell
         self.mem, self.kv, self.steps, self.num_groups = mems[0], mems[0].kv.sizes, steps, num_groups
         kv = self.kv
-        self.rtc = RTC(kv.num_blocks, kv.block_size, kv.num_host_blocks, kv.max_cache_keys)
-        self.scheduler = Scheduler(steps, self.rtc, load_cost, self.id, tell)
+        self.rtc = RTC(kv.num_blocks, kv.block_size, kv.num_host_blocks, kv.max_cache_keys, gives_way.block)
+        self.scheduler = Scheduler(steps, self.rtc, should_load, self.id, tell, gives_way.sequence)
         self.places, self.handover = self.scheduler.places, self.scheduler.handover
         self.lost_blocks = LostBlocks(self.scheduler)
         self._num_done: Counter[int] = Counter()  # dies that have made the copies of a ticket
@@ -137,13 +152,11 @@ class DPGroup:
         return self.steps.max_seqs - self.num_sequences - len(self.places.reserved)
 
     def plan(self, step_idx: int) -> bool:
-        """Schedule a step; return whether it has rows. Transfers between memory tiers start at once, beside
-        the step."""
+        """Schedule a step, and have the dies begin its copies and transfers; return whether the step has
+        rows."""
         step = self.scheduler.schedule()
         self._steps[step_idx] = step
         self._plans[step_idx] = make_plan(step_idx, step.shares, self.kv.block_size)
-        if self.kv.num_host_blocks:
-            step.transfers += self.scheduler.prefixes.save(SAVE_PER_STEP)
         # Copies on write first: a block that only the cache still has may be one that a transfer overwrites.
         if step.copies:
             self.put(CopyBlocks(ticket=None, copies=step.copies))
@@ -220,7 +233,7 @@ class DPGroup:
         executor."""
         for endpoint in self.endpoints:
             for completion in endpoint.poll():
-                self.tell(events.TransferEnded(completion.tag, self.id, completion))
+                self.tell(TransferEnded(completion.tag, self.id, completion))
                 if completion.error is not None:
                     continue
                 if completion.is_source:
@@ -238,6 +251,11 @@ class DPGroup:
     def leave_links(self) -> None:
         """Stop polling the completion queues of closed links."""
         self.endpoints = [endpoint for endpoint in self.endpoints if not endpoint.is_stopped]
+
+    @property
+    def planned(self) -> list[int]:
+        """Numbers of the steps that are planned and have not ended."""
+        return sorted(self._plans)
 
     def num_rows(self, step_idx: int) -> int:
         """Number of token rows of a step that is planned or under way."""
@@ -421,7 +439,3 @@ class DPGroup:
             rank=int(take("ranks", row + 1)[row]),
             top=tuple(zip(ids[1:], values[1:], strict=True)),
         )
-
-    def check_integrity(self) -> None:
-        """Check the account of every KV block. Raises XDeepServeError if a block is unaccounted for."""
-        self.scheduler.check_integrity()

@@ -1,25 +1,60 @@
 """Preemption when KV blocks run out: which sequence gives up its blocks, and which comes back.
 
-The running sequence that is last in (priority, arrival) is preempted. By recomputation it gives up its blocks
-and waits; by swap its blocks move to host DRAM. Its tokens stay the same to the bit, because arithmetic is
-canonical.
+A policy of the table `VICTIM` (`engine/deploy/policies.py`) chooses the sequence, by default the one that is
+last in order. By recomputation it gives up its blocks and waits; by swap its blocks move to host DRAM. Its
+tokens stay the same to the bit, because arithmetic is canonical.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import NamedTuple, TypeAlias
 
 from xdeepserve.engine.deploy.sizes import StepSizes
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.events import Events, GroupId
 from xdeepserve.engine.dp.places import Places
 from xdeepserve.engine.dp.rtc import RTC
-from xdeepserve.engine.dp.sequence import Sequence
+from xdeepserve.engine.dp.sequence import Rank, Sequence
 from xdeepserve.engine.dp.step import PlannedStep
 
 
-class Preemption:
-    """Chooses the sequences of a DP group that are preempted, and those that return."""
+class Running(NamedTuple):
+    """Facts about a running sequence, for policies that choose the one to preempt."""
 
-    def __init__(self, steps: StepSizes, rtc: RTC, places: Places, group: GroupId, tell: Events) -> None:
+    rank: Rank  # in order: the least goes first
+    num_computed: int  # positions, which are computed again or swapped
+    num_blocks: int
+
+
+# A policy of the table VICTIM: the index of the sequence that gives up its blocks.
+VictimPolicy: TypeAlias = Callable[[Seq[Running]], int]
+
+
+def last(running: Seq[Running]) -> int:
+    """Choose the sequence that is last in order."""
+    return max(range(len(running)), key=lambda index: running[index].rank)
+
+
+def least_computed(running: Seq[Running]) -> int:
+    """Choose the sequence with the fewest computed positions; of equals the last in order."""
+    return max(range(len(running)), key=lambda index: (-running[index].num_computed, running[index].rank))
+
+
+class Preemption:
+    """Moves the sequences of a DP group that are preempted, by the policy `victim`, and those that return."""
+
+    def __init__(
+        self,
+        steps: StepSizes,
+        rtc: RTC,
+        places: Places,
+        group: GroupId,
+        tell: Events,
+        victim: VictimPolicy = last,
+    ) -> None:
+        self._victim = victim
         self.steps, self.rtc, self.places, self.group, self.tell = steps, rtc, places, group, tell
         self.count = 0
 
@@ -55,7 +90,9 @@ class Preemption:
             return True
         if self.places.leaving:
             return False  # blocks are about to be free: nobody else need go
-        victim = max(self.places.running, key=lambda s: s.rank)
+        running = self.places.running
+        facts = [Running(each.rank, each.num_computed, len(each.holding.slots)) for each in running]
+        victim = running[self._victim(facts)]
         if any(share.seq is victim for share in step.shares):
             return False
         self.count += 1

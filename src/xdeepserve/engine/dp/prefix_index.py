@@ -10,7 +10,8 @@ first block the name is forgotten. Beyond the limit, the least recently used IDs
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 from xdeepserve.errors import XDeepServeError
 
@@ -25,6 +26,7 @@ class Node:
         "is_loading",
         "is_saving",
         "last_used",
+        "num_found",
         "parent",
         "slot",
         "tokens",
@@ -37,7 +39,8 @@ class Node:
         self.host_slot: int | None = None
         self.is_loading = False  # the slot is taken, the content is still on its way from the host
         self.is_saving = False  # the host slot is taken, the content is still on its way there
-        self.last_used = 0
+        self.last_used = 0  # the larger, the later
+        self.num_found = 0  # requests that have found it cached
         self.ids: dict[str, None] = {}  # that name this node, in order
 
     @property
@@ -63,6 +66,20 @@ class Node:
             nodes.append(node)
             node = node.parent
         return nodes[::-1]
+
+
+# A policy of the table EVICTION: a key of cached blocks, of which the one with the least key goes first.
+EvictionPolicy: TypeAlias = Callable[[Node], Any]
+
+
+def lru(block: Node) -> int:
+    """Evict the least recently used block."""
+    return block.last_used
+
+
+def lfu(block: Node) -> tuple[int, int]:
+    """Evict the block that the fewest requests have found; of equals the least recently used."""
+    return block.num_found, block.last_used
 
 
 class PrefixIndex:

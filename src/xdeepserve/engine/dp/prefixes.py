@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 from xdeepserve.engine.deploy.sizes import StepSizes
-from xdeepserve.engine.dp.block_table import BlockCopy
 from xdeepserve.engine.dp.prefix_index import Node
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sequence import Sequence
-from xdeepserve.hw.spec import Spec, Work
+from xdeepserve.engine.plans import BlockCopy
 
-
-class BlockLoadCost:
-    """Decide whether to load cached blocks from the host's memory or to compute their tokens again, whichever
-    is sooner (DeepServe 4.3)."""
-
-    def __init__(self, spec: Spec, block_nbytes: int, weight_nbytes: int, is_always: bool) -> None:
-        self._spec, self._block_nbytes, self._is_always = spec, block_nbytes, is_always
-        self._ops_per_token = 2.0 * weight_nbytes  # every weight byte at most once
-
-    def should_load(self, num_blocks: int, num_tokens: int) -> bool:
-        """Whether `num_blocks` arrive sooner than `num_tokens` are computed; always True with `is_always`."""
-        if self._is_always:
-            return True
-        spec = self._spec
-        load_ns = spec.startup_ns("dma") + spec.link_ns(0, num_blocks * self._block_nbytes, 0)
-        return load_ns < spec.stage_ns(Work(int8=num_tokens * self._ops_per_token))
+# Whether to load so many cached blocks from the host's memory, rather than to compute so many tokens again.
+ShouldLoad: TypeAlias = Callable[[int, int], bool]
 
 
 class Prefixes:
     """Cached prefixes for the sequences of one DP group."""
 
-    def __init__(self, steps: StepSizes, rtc: RTC, load_cost: BlockLoadCost | None) -> None:
-        self.steps, self.rtc, self.load_cost = steps, rtc, load_cost
+    def __init__(self, steps: StepSizes, rtc: RTC, should_load: ShouldLoad | None) -> None:
+        self.steps, self.rtc, self._should_load = steps, rtc, should_load
         self.num_queries = 0  # tokens of prompts that were looked up
         self.num_hits = 0  # of these, tokens found
         self.num_id_queries = 0  # sequences
@@ -111,8 +99,8 @@ class Prefixes:
         num_blocks = len(saved)
         return (
             num_blocks > 0
-            and self.load_cost is not None
-            and self.load_cost.should_load(num_blocks, num_blocks * self.rtc.block_size)
+            and self._should_load is not None
+            and self._should_load(num_blocks, num_blocks * self.rtc.block_size)
         )
 
     def save(self, limit: int) -> list[tuple[int, list[BlockCopy]]]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from xdeepserve.engine.dp.block_table import BlockCopy, BlockTable, Holding
-from xdeepserve.engine.dp.prefix_index import Node
+from xdeepserve.engine.dp.block_table import BlockTable, Holding
+from xdeepserve.engine.dp.prefix_index import EvictionPolicy, Node, lru
+from xdeepserve.engine.plans import BlockCopy
 from xdeepserve.errors import XDeepServeError
 
 
@@ -29,9 +30,14 @@ class RTC(BlockTable):
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, num_host_blocks: int = 0, max_ids: int = 1024
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_host_blocks: int = 0,
+        max_ids: int = 1024,
+        eviction: EvictionPolicy = lru,
     ) -> None:
-        super().__init__(num_blocks, block_size, max_ids)
+        super().__init__(num_blocks, block_size, max_ids, eviction)
         self.num_host_blocks = num_host_blocks
         self._host_free = list(range(num_host_blocks - 1, -1, -1))
         self._arrivals: dict[int, list[Node]] = {}  # ticket -> nodes that become ready
@@ -73,6 +79,7 @@ class RTC(BlockTable):
             assert node.slot is not None
             assert node.is_ready
             self._users[node.slot] += 1
+            node.num_found += 1
             holding.slots.append(node.slot)
             holding.nodes.append(node)
         self._touch(nodes)
@@ -185,18 +192,16 @@ class RTC(BlockTable):
         return ticket not in self._busy
 
     def save(self, limit: int) -> tuple[int, list[BlockCopy]] | None:
-        """Start to copy up to `limit` cached blocks to host DRAM, the oldest first. Returns a ticket and the
-        transfers, or None without work."""
-        candidates = sorted(
-            (node for node in self._evictable() if node.host_slot is None),
-            key=lambda node: node.last_used,
-        )
-        # Beyond free host slots, only in place of copies that have not been used for longer: otherwise two
+        """Start to copy up to `limit` cached blocks to host DRAM, the next to be evicted first. Returns a
+        ticket and the transfers, or None without work."""
+        key = self._eviction
+        candidates = sorted((node for node in self._evictable() if node.host_slot is None), key=key)
+        # Beyond free host slots, only in place of copies that the policy would evict earlier: otherwise two
         # blocks would push each other out for ever.
         room = len(self._host_free)
-        older = sorted(node.last_used for node in self.index.nodes() if self._is_host_evictable(node))
+        older = sorted(key(node) for node in self.index.nodes() if self._is_host_evictable(node))
         newest = reversed(candidates[room:])
-        worthier = [node for node, used in zip(newest, older, strict=False) if used < node.last_used]
+        worthier = [node for node, used in zip(newest, older, strict=False) if used < key(node)]
         candidates = (candidates[:room] + worthier)[:limit]
         if not candidates:
             return None
@@ -318,7 +323,7 @@ class RTC(BlockTable):
         if self._host_free:
             return self._host_free.pop()
         victims = [node for node in self.index.nodes() if self._is_host_evictable(node)]
-        node = min(victims, key=lambda node: node.last_used)
+        node = min(victims, key=self._eviction)
         assert node.host_slot is not None
         host_slot = node.host_slot
         node.host_slot = None

@@ -1,8 +1,9 @@
 """Continuous batching: chooses the tokens that a DP group computes in its next step.
 
-The scheduler returns a plan, and only the scheduler changes its counters. `places.py` names the places of a
-sequence. `preemption.py` chooses the sequences that give way when blocks run out. `handover.py` moves
-sequences from and to other TEs. `prefixes.py` finds tokens that need not be computed.
+The scheduler knows counts, token ids and numbers of blocks, but no die, memory or pod. It returns a plan, by
+which the DP group has its dies move the bytes, and only the scheduler changes its counters. `places.py` names
+the places of a sequence. `preemption.py` chooses the sequences that give way when blocks run out.
+`handover.py` moves sequences from and to other TEs. `prefixes.py` finds tokens that need not be computed.
 
 Running sequences are scheduled first, in order of admission; then swapped ones return and waiting ones are
 admitted while rows, blocks and places last. A prompt longer than the rows left is prefilled in chunks.
@@ -20,17 +21,19 @@ from typing import Protocol
 
 from xdeepserve.engine.deploy.sizes import StepSizes
 from xdeepserve.engine.dp import events
-from xdeepserve.engine.dp.block_table import BlockCopy
 from xdeepserve.engine.dp.events import Events, GroupId
 from xdeepserve.engine.dp.handover import Handover
 from xdeepserve.engine.dp.places import IN_TRANSIT, Places
-from xdeepserve.engine.dp.preemption import Preemption
-from xdeepserve.engine.dp.prefixes import BlockLoadCost, Prefixes
+from xdeepserve.engine.dp.preemption import Preemption, VictimPolicy, last
+from xdeepserve.engine.dp.prefixes import Prefixes, ShouldLoad
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.dp.stats import StepStats
 from xdeepserve.engine.dp.step import PlannedStep, Scheduled, SeqProgress, SeqResult, share_of
+from xdeepserve.engine.plans import BlockCopy
 from xdeepserve.errors import XDeepServeError
+
+SAVE_PER_STEP = 4  # cached blocks that are sent to host DRAM beside a step, at most
 
 
 class PrefixTier(Protocol):
@@ -76,15 +79,16 @@ class Scheduler:
         self,
         steps: StepSizes,
         rtc: RTC,
-        load_cost: BlockLoadCost | None = None,
+        should_load: ShouldLoad | None = None,
         group: GroupId = GroupId(),  # noqa: B008
         tell: Events | None = None,
+        victim: VictimPolicy = last,
     ) -> None:
         self.steps, self.rtc = steps, rtc
         self.group, self.tell = group, tell or Events()
         self.places = Places()
-        self.prefixes = Prefixes(steps, rtc, load_cost)
-        self.preemption = Preemption(steps, rtc, self.places, group, self.tell)
+        self.prefixes = Prefixes(steps, rtc, should_load)
+        self.preemption = Preemption(steps, rtc, self.places, group, self.tell, victim)
         self.handover = Handover(rtc, self.places, self.preemption, group, self.tell)
         self.pool: PrefixTier | None = None
         self.stats = StepStats()
@@ -107,18 +111,18 @@ class Scheduler:
     # ---- planning -----------------------------------------------------------------------------------
 
     def schedule(self) -> PlannedStep:
-        """Choose the next step and take its blocks."""
+        """Choose the next step, take its blocks, and start the transfers between memory tiers beside it."""
         step = PlannedStep()
-        if self._must_wait and self._ahead is not None:
-            return step
-        self._must_wait = False
-        self._plan(step)
-        if not step.shares:
-            return step
-        # Blocks may be reserved, and then written, at any moment of a step.
-        if self.steps.plans_ahead or self.steps.reserves:
-            step.ticket = self.rtc.begin_step()
-        self._ahead, self._shares = step, {share.seq.seq_id: share for share in step.shares}
+        if not self._must_wait or self._ahead is None:
+            self._must_wait = False
+            self._plan(step)
+        if step.shares:
+            # Blocks may be reserved, and then written, at any moment of a step.
+            if self.steps.plans_ahead or self.steps.reserves:
+                step.ticket = self.rtc.begin_step()
+            self._ahead, self._shares = step, {share.seq.seq_id: share for share in step.shares}
+        if self.rtc.num_host_blocks:
+            step.transfers += self.prefixes.save(SAVE_PER_STEP)
         return step
 
     def _plan(self, step: PlannedStep) -> None:
@@ -377,9 +381,13 @@ class Scheduler:
         self._release_host(seq)
 
     def check_integrity(self) -> None:
-        """Check the places of all sequences, and that blocks belong to live sequences alone."""
+        """Check the places of all sequences, and the account of every block."""
         self.places.check_integrity()
         self.handover.check_integrity()
+        self.check_blocks()
+
+    def check_blocks(self) -> None:
+        """Check that KV blocks belong to live sequences and cached prefixes alone."""
         seqs = list(self.places.sequences())
         holdings = [*(seq.holding for seq in seqs), *self.handover.holdings()]
         self.rtc.check_integrity(holdings, [seq.host_slots for seq in seqs])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from xdeepserve.engine.dp.block_table import Holding
 from xdeepserve.engine.dp.sampling_params import SamplingParams
@@ -14,6 +14,30 @@ from xdeepserve.errors import XDeepServeError
 from xdeepserve.model.canonical import Array
 
 KeepLogits: TypeAlias = Literal["none", "sampled", "all"]
+
+
+class Queued(NamedTuple):
+    """Facts about a sequence in a queue, for policies that choose the order."""
+
+    priority: int  # lower goes first
+    number: int  # in order of arrival
+    num_prompt: int
+    max_tokens: int
+
+
+Rank: TypeAlias = tuple[float, ...]
+# A policy of the table ORDER, from facts that never change: the sequence with the least rank goes first.
+OrderPolicy: TypeAlias = Callable[[Queued], Rank]
+
+
+def by_arrival(seq: Queued) -> Rank:
+    """Rank a sequence by priority, then by arrival."""
+    return seq.priority, seq.number
+
+
+def shortest_first(seq: Queued) -> Rank:
+    """Rank a sequence by priority, then by the length of its prompt, then by arrival."""
+    return seq.priority, seq.num_prompt, seq.number
 
 
 @dataclass(eq=False)
@@ -39,6 +63,7 @@ class Sequence:
     arrival_ns: int = 0  # virtual time, as is the next
     scheduled_ns: int | None = None
     priority: int = 0  # lower goes first
+    order: OrderPolicy = by_arrival
     holding: Holding = field(default_factory=Holding)
     leader: Sequence | None = None  # of its request, with whom it shares the prompt
     host_slots: list[int] = field(default_factory=list)  # of a swapped sequence, in order of position
@@ -76,9 +101,14 @@ class Sequence:
         return self.params.prompt_cache_key if self.choice == 0 else None
 
     @property
-    def rank(self) -> tuple[int, int]:
-        """Position in the queue: priority first, then arrival."""
-        return self.priority, self.seq_id
+    def is_dummy(self) -> bool:
+        """Whether this is a DP group's dummy request, with which a TE that has loaded tries itself."""
+        return self.seq_id < 0
+
+    @property
+    def rank(self) -> Rank:
+        """Position in every queue, by the policy `order`; the least goes first."""
+        return self.order(Queued(self.priority, self.seq_id, self.num_prompt, self.max_tokens))
 
     @property
     def num_generated(self) -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from xdeepserve.engine.dp.sampling_params import SamplingParams
-from xdeepserve.engine.messages import LogitEdits
+from xdeepserve.engine.plans import LogitEdits
 from xdeepserve.model.canonical import Array
 
 if TYPE_CHECKING:

@@ -14,10 +14,9 @@ from typing import NamedTuple
 
 from xdeepserve.engine.deploy.sizes import StepSizes
 from xdeepserve.engine.dp import events
-from xdeepserve.engine.dp.block_table import BlockCopy
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
-from xdeepserve.engine.messages import StepPlan
 from xdeepserve.engine.numbers import StepNo
+from xdeepserve.engine.plans import BlockCopy, StepPlan
 from xdeepserve.errors import XDeepServeError
 
 

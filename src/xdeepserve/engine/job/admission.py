@@ -30,8 +30,15 @@ Dispatch = Callable[[Seq[Sequence]], None]
 class PrefillFirst:
     """Admits each request at once: `dispatch` gives the sequences of its choices to a prefill TE."""
 
-    def __init__(self, dispatch: Dispatch) -> None:
-        self._dispatch = dispatch
+    def __init__(
+        self,
+        clock: Clock,
+        tell: Events,
+        dispatch: Dispatch,
+        tes: Callable[[], list[TE]],
+        hears: Hears | None = None,
+    ) -> None:
+        self._clock, self._tell, self._dispatch, self._tes, self._hears = clock, tell, dispatch, tes, hears
 
     def admit(self, seqs: Seq[Sequence]) -> None:
         """Admit a new request, given as the sequences of its choices."""
@@ -72,9 +79,7 @@ class DecodeFirst(PrefillFirst):
         tes: Callable[[], list[TE]],
         hears: Hears | None = None,
     ) -> None:
-        super().__init__(dispatch)
-        self._hears = hears
-        self._clock, self._tell, self._tes = clock, tell, tes
+        super().__init__(clock, tell, dispatch, tes, hears)
         self._waiting: list[list[Sequence]] = []  # requests, in order of (priority, arrival)
         self.booked: dict[int, tuple[Sequence, TE, DPGroup]] = {}  # by seq_id
         self._unbooked: set[int] = set()  # choices that were let in without blocks, until they are prefilled

@@ -13,12 +13,13 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from xdeepserve.comm.distflow import Completion
-from xdeepserve.engine.deploy.deployment import Admission, Role
+from xdeepserve.engine.deploy.deployment import Role
+from xdeepserve.engine.deploy.policies import ADMISSION
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.events import Event, Events, GroupId
-from xdeepserve.engine.dp.group import DPGroup, Left
+from xdeepserve.engine.dp.group import DPGroup, Left, TransferEnded
 from xdeepserve.engine.dp.sequence import Sequence
-from xdeepserve.engine.job.admission import DecodeFirst, PrefillFirst
+from xdeepserve.engine.job.admission import PrefillFirst
 from xdeepserve.engine.job.journey import Journey
 from xdeepserve.engine.job.links import Carriage, Links, PDLink
 from xdeepserve.engine.job.pd_transfer import PDTransfer
@@ -112,7 +113,7 @@ class JobExecutor:
         carriage: Carriage,
         router: Router,
         retry_ns: int = 0,
-        admission: Admission = "prefill",
+        admission: str = "prefill",
         hears: Hears | None = None,
     ) -> None:
         self._hears = hears
@@ -123,9 +124,8 @@ class JobExecutor:
         self._jobs: dict[int, Job] = {}  # by seq_id
         self.transfers: dict[int, PDTransfer] = {}  # by seq_id, until the source has its blocks back
         self.unplaced = Unplaced()
-        self.admission = PrefillFirst(self._dispatch)
-        if admission == "decode":
-            self.admission = DecodeFirst(pod.clock, tell, self._dispatch, self._decode_tes, hears)
+        make: type[PrefillFirst] = ADMISSION.function(admission)
+        self.admission = make(pod.clock, tell, self._dispatch, self._decode_tes, hears)
         tell.act = self._act
         self._journey = Journey(pod) if pod.trace.is_on else None
         if self._journey is not None:
@@ -203,7 +203,7 @@ class JobExecutor:
                 transfer is not None and transfer.stage == "offered"
             ):
                 transfer.step("receive")
-            case events.TransferEnded(completion=completion) if transfer is not None:
+            case TransferEnded(completion=completion) if transfer is not None:
                 self._completed(transfer, completion)
             case events.Withdrawn() if transfer is not None:
                 transfer.revoke()

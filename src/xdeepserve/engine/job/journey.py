@@ -11,6 +11,7 @@ from typing import Any
 
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.events import GroupId
+from xdeepserve.engine.dp.group import TransferEnded
 from xdeepserve.engine.te.te import TE
 from xdeepserve.hw.pod import Pod
 
@@ -77,7 +78,7 @@ class Journey:
                 self._began_ns[seq_id, group] = now
                 if not event.is_source:
                     self._take(6, seq_id, self._die[str(group)], GROUP)
-            case events.TransferEnded():
+            case TransferEnded():
                 self._end_transfer(event, self._began_ns.pop((seq_id, event.group), event.completion.at_ns))
             case events.Ended():
                 self._since.pop(seq_id, None)
@@ -100,7 +101,7 @@ class Journey:
             self._shells[step.group.te], "queue (sequences)", step.end_ns, te.te_shell.num_pending
         )
 
-    def _end_transfer(self, event: events.TransferEnded, began_ns: int) -> None:
+    def _end_transfer(self, event: TransferEnded, began_ns: int) -> None:
         """Draw steps 7 and 8, with an arrow for each part that has moved. A side's span begins when its group
         has registered it."""
         trace, seq_id, completion = self.trace, event.seq_id, event.completion

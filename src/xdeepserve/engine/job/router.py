@@ -19,7 +19,7 @@ import numpy as np
 from xdeepserve.engine.balance.dp import LONG_PROMPT, prefill_cost
 from xdeepserve.engine.balance.heat_map import HeatMap
 from xdeepserve.engine.balance.te_policies import Known, RoutedRequest, best, scores
-from xdeepserve.engine.deploy.deployment import Route
+from xdeepserve.engine.deploy.policies import ROUTE
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.te.te import TE
 from xdeepserve.model.sampling import philox4x32
@@ -81,7 +81,7 @@ class Router:
     def __init__(
         self,
         num_executors: int = 1,
-        route: Route = "sequences",
+        route: str = "sequences",
         seed: int = 0,
         heat: HeatMap | None = None,
         lengths: Callable[[Seq[int]], float] | None = None,
@@ -101,7 +101,7 @@ class Router:
         least = min(troubles for troubles, _ in tes)
         able = sorted((te for troubles, te in tes if troubles == least), key=self._order)
         te, ledger = able[0], self.ledgers[self.reached(seq)]
-        if self._route != "sequences":
+        if not ROUTE.has(self._route, "asks no TE"):
             if len(able) > 1:
                 asked = RoutedRequest(self._num_seen, len(seq.token_ids), self._num_output(seq))
                 te = able[best(scores(self._route, asked, ledger.known(seq, able), self._heat))]
@@ -112,7 +112,7 @@ class Router:
     def _order(self, te: TE) -> tuple[int, int]:
         """Return the sort key of a TE: by place for policies that go in turn, else by number of sequences
         first."""
-        in_turn = self._route in ("round-robin", "pd-aware")
+        in_turn = ROUTE.has(self._route, "in turn")
         return 0 if in_turn else te.num_sequences, te.sizes.place.first_die
 
     def _num_output(self, seq: Sequence) -> float:

@@ -17,10 +17,11 @@ import msgspec
 from xdeepserve.engine.balance.heat_map import read_heat_map
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Role
+from xdeepserve.engine.deploy.policies import ORDER
 from xdeepserve.engine.dp.events import Events, Observer, notify
 from xdeepserve.engine.dp.group import DPGroup, Left
 from xdeepserve.engine.dp.sampling_params import SamplingParams
-from xdeepserve.engine.dp.sequence import KeepLogits, Sequence
+from xdeepserve.engine.dp.sequence import KeepLogits, OrderPolicy, Sequence
 from xdeepserve.engine.job.executor import JobExecutor
 from xdeepserve.engine.job.links import Carriage
 from xdeepserve.engine.job.router import Router
@@ -70,6 +71,7 @@ class Engine:
         self._steersman = Steersman(plan.config, self.tokenizer, self.formats, plan.timing is None)
         self._threads = Threads(plan.deployment.threads)
         self._seq_ids = itertools.count()
+        self._order: OrderPolicy = ORDER.function(plan.deployment.scheduler.order)
         self._num_unseeded = 0
         self._requests: dict[str, Request] = {}
         self._entering: list[Request] = []  # those that wait until the pod rests
@@ -366,6 +368,7 @@ class Engine:
                 steering=self._steersman.steer(own, prompt, parse),
                 arrival_ns=self.plan.pod.clock.now,
                 priority=params.priority,
+                order=self._order,
             )
             request.add(seq, output)
 

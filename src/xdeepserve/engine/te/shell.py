@@ -13,8 +13,9 @@ from collections.abc import Sequence as Seq
 import msgspec
 import numpy as np
 
-from xdeepserve.engine.balance.dp import Candidate, GroupStatus, assign_prefill, pick_decode, with_room
+from xdeepserve.engine.balance.dp import Candidate, DecodePolicy, DispatchPolicy, GroupStatus
 from xdeepserve.engine.balance.trigger import EPLBTrigger
+from xdeepserve.engine.deploy.policies import DECODE, DISPATCH
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.events import Events
 from xdeepserve.engine.dp.group import DPGroup
@@ -64,14 +65,12 @@ class KVStatuses:
 
 
 class TEShell:
-    """Dispatches requests to DP groups by `policy`: "collaborative" or "two-level".
+    """Dispatches requests to DP groups by the policy `dispatch`, and prefilled requests by `decode`.
 
-    "collaborative" keeps one queue and deals it out each step; "two-level" gives each request to the next
-    group in turn. Prefilled requests go by `decode_policy`. "kv" chooses, of the groups that are not full,
-    the one with the lowest use of KV blocks. "next-open" takes the next in turn of those groups,
-    "round-robin" the next of all groups. New work goes to healthy groups; if there are none, to any that is
-    not lost. `eplb` triggers new replicas of experts, where there are slots for them. `wake` tells a group
-    that it has been given something.
+    The tables DISPATCH and DECODE (`engine/deploy/policies.py`) have their names. A policy deals requests out
+    at the start of a step, or on arrival, then without a look at cached prefixes. New work goes to healthy
+    groups; if there are none, to any that is not lost. `eplb` triggers new replicas of experts, where there
+    are slots for them. `wake` tells a group that it has been given something.
     """
 
     def __init__(
@@ -79,33 +78,29 @@ class TEShell:
         groups: Seq[DPGroup],
         health: Heartbeats,
         tell: Events,
-        policy: str = "collaborative",
-        decode_policy: str = "kv",
+        dispatch: str = "collaborative",
+        decode: str = "kv",
         eplb: EPLBTrigger | None = None,
         *,
         statuses: KVStatuses,
         wake: Callable[[DPGroup], None],
     ) -> None:
         self.eplb, self.tell, self._kv_statuses, self._wake = eplb, tell, statuses, wake
-        self.groups, self.health, self.policy, self.decode_policy = groups, health, policy, decode_policy
+        self.groups, self.health = groups, health
+        self._assign: DispatchPolicy = DISPATCH.function(dispatch)
+        self._is_on_arrival = DISPATCH.has(dispatch, "on arrival")
+        self._pick: DecodePolicy = DECODE.function(decode)
         self.pending: deque[list[Sequence]] = deque()  # requests that no group has yet
         self.arrivals: deque[Sequence] = deque()  # prefilled ones that no group has yet
         self._group_of: dict[int, DPGroup] = {}
-        self._num_dispatched = 0
+        self._dispatch_turn = self._decode_turn = 0  # the rank after the one chosen last
 
     def dispatch(self, seqs: Seq[Sequence]) -> None:
         """Take a new request, given as the sequences of its choices."""
-        if self.policy == "two-level":
-            self._give(list(seqs), self.groups[self._next_in_turn(self.health.open_ranks)])
-        else:
-            self.pending.append(list(seqs))
-
-    def _next_in_turn(self, ranks: Seq[GroupRank]) -> GroupRank:
-        """Return the next rank in turn among `ranks`, or among all groups if `ranks` is empty."""
-        ranks = ranks or [group.rank for group in self.groups]
-        rank = min(ranks, key=lambda rank: (rank - self._num_dispatched) % len(self.groups))
-        self._num_dispatched = rank + 1
-        return rank
+        self.pending.append(list(seqs))
+        if self._is_on_arrival:
+            statuses = self._statuses() or [group.status() for group in self.groups]
+            self.deal([*self.pending], [Gathered(status, (0,) * len(self.pending)) for status in statuses])
 
     def _statuses(self) -> list[GroupStatus]:
         return [self.groups[rank].status() for rank in self.health.open_ranks]
@@ -136,7 +131,10 @@ class TEShell:
             self._candidate(seqs, tuple(row)) for seqs, row in zip(requests, cached.tolist(), strict=True)
         ]
         statuses = [each.status for each in known]
-        pairs = assign_prefill(candidates, statuses, self.groups[0].steps.max_tokens)
+        max_tokens = self.groups[0].steps.max_tokens
+        pairs = self._assign(candidates, statuses, max_tokens, self._dispatch_turn)
+        if pairs:
+            self._dispatch_turn = pairs[-1][1] + 1
         for index, rank in pairs:
             self._give(requests[index], self.groups[rank])
         taken = {id(requests[index]) for index, _ in pairs}
@@ -168,13 +166,11 @@ class TEShell:
         """Choose the group to decode a sequence of `num_tokens` prefilled tokens; None if all are full."""
         blocks_for = self.groups[0].rtc.blocks_for
         needed, present = blocks_for(seq.num_prompt + seq.max_tokens), blocks_for(num_tokens)
-        if self.decode_policy == "round-robin":
-            return self.groups[self._next_in_turn(self.health.open_ranks)]
-        if self.decode_policy == "next-open":
-            able = [status.rank for status in with_room(statuses, present)]
-            return self.groups[self._next_in_turn(able)] if able else None
-        rank = pick_decode(statuses, needed, present)
-        return None if rank is None else self.groups[rank]
+        rank = self._pick(statuses, needed, present, self._decode_turn)
+        if rank is None:
+            return None
+        self._decode_turn = rank + 1
+        return self.groups[rank]
 
     def reserve(self, seq: Sequence, num_tokens: int) -> DPGroup | None:
         """Reserve KV blocks for `num_tokens` positions of a sequence in prefill (steps 5 and 6); return the
@@ -182,10 +178,10 @@ class TEShell:
 
         None without room. A sequence never overtakes prefilled sequences that have arrived and wait.
         """
-        turn = self._num_dispatched
+        turn = self._decode_turn
         group = None if self.arrivals else self._pick_decode(seq, num_tokens, self._statuses())
         if group is None or group.handover.reserve(seq, num_tokens) is None:
-            self._num_dispatched = turn  # no group got the sequence, so the turn is still open
+            self._decode_turn = turn  # no group got the sequence, so the turn is still open
             return None
         return group
 
@@ -241,6 +237,10 @@ class TEShell:
                 seqs.remove(seq)
         self.pending = deque(seqs for seqs in self.pending if seqs)
         self.arrivals = deque(each for each in self.arrivals if each is not seq)
+
+    def group_of(self, seq: Sequence) -> DPGroup | None:
+        """Return the group that a sequence was given to, or None while it waits here."""
+        return self._group_of.get(seq.seq_id)
 
     def forget(self, seq: Sequence) -> None:
         """Forget a finished sequence, or one that has left for another TE."""

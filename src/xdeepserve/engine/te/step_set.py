@@ -34,6 +34,9 @@ class StepParts(NamedTuple):
     recovery: Rollback
     reconfiguration: Reconfiguration | None
     host: Host | None
+    after_turn: Callable[
+        [StepSet], None
+    ]  # checks invariants of the steps' groups, where a setting asks for it
 
 
 class StepSet:
@@ -49,7 +52,7 @@ class StepSet:
         room: int,
         key: Callable[[int], Hashable] = lambda step: step,
     ) -> None:
-        self._parts, self.groups, self._room, self._key = parts, groups, room, key
+        self._parts, self.groups, self.room, self._key = parts, groups, room, key
         self._numbers: list[int] = []  # under way, in order
         self._num_done: Counter[int] = Counter()  # dies that have ended a step
         self.next = 0  # number of the step that has not been launched
@@ -63,7 +66,7 @@ class StepSet:
     @property
     def is_full(self) -> bool:
         """Whether no other step may be launched before one has ended."""
-        return len(self._numbers) >= self._room
+        return len(self._numbers) >= self.room
 
     @property
     def oldest(self) -> int:

@@ -114,6 +114,7 @@ class DPMaster:
             self._launch(step)
         if not self.steps:
             self._rest()
+        self._parts.after_turn(self.steps)
         return bool(self.steps)
 
     def _rest(self) -> None:
@@ -159,6 +160,11 @@ class StepsApart:
     def step_idx(self) -> int:
         """Number of the next step of the DP group with the most steps."""
         return max(master.steps.next for master in self._masters)
+
+    @property
+    def sets(self) -> list[StepSet]:
+        """Return the steps of every DP group."""
+        return [master.steps for master in self._masters]
 
     @property
     def under_way(self) -> set[tuple[int, int]]:

@@ -31,6 +31,11 @@ class StepsTogether:
         return not self._steps
 
     @property
+    def sets(self) -> list[StepSet]:
+        """Return the steps of all DP groups, as the only set."""
+        return [self._steps]
+
+    @property
     def under_way(self) -> set[tuple[int, int]]:
         """Steps launched and not ended, with rank 0 for all groups together."""
         return {(0, step) for step in self._steps}
@@ -51,11 +56,11 @@ class StepsTogether:
         step = self._steps.schedule()
         if step is not None:
             await self._launch(step)
-        if self.is_idle:
-            return False
-        if step is None or self._steps.is_full:
+        is_idle = self.is_idle
+        if not is_idle and (step is None or self._steps.is_full):
             await self._collect(self._steps.oldest)
-        return True
+        self._parts.after_turn(self._steps)
+        return not is_idle
 
     async def _launch(self, step: int) -> None:
         """Send a planned step to all dies; the host's gap delays all groups."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import msgspec
 
@@ -20,6 +21,7 @@ from xdeepserve.engine.te.expert_programs import ExpertPrograms
 from xdeepserve.engine.te.hearing import Hearing, LayerReports
 from xdeepserve.engine.te.heartbeat import Heartbeats
 from xdeepserve.engine.te.host import Host
+from xdeepserve.engine.te.invariants import check
 from xdeepserve.engine.te.life import Life, Lifetime
 from xdeepserve.engine.te.lost_clients import LostClients
 from xdeepserve.engine.te.lost_pages import LostPages, Mend
@@ -96,6 +98,9 @@ class TE:
         parts = StepParts(
             *(pod.clock, self.groups, self.lifetime, self._hearing),
             *(self.health, self.recovery, self.reconfiguration, self.host),
+            after_turn=partial(check, self.health, self.te_shell)
+            if settings.invariants
+            else lambda steps: None,
         )
         self._turns: StepsApart | StepsTogether
         plans_ahead = plan.sizes.steps.plans_ahead
@@ -404,8 +409,8 @@ class TE:
             await self._hearing.hear(self.health.deadline_ns)  # of probes, if any are out
 
     def check_integrity(self) -> None:
-        """Check the accounts of all KV blocks, and that dies sharing weights hold the same ones."""
-        for group in self.groups:
-            group.check_integrity()
+        """Check the invariants of all DP groups, and that dies sharing weights hold the same ones."""
+        for steps in self._turns.sets:
+            check(self.health, self.te_shell, steps)
         for run in self._lockstep_runs:
             run.check_integrity()

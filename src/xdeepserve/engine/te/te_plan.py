@@ -12,14 +12,15 @@ from xdeepserve.comm.distflow.link_probe import plan_link_probe
 from xdeepserve.comm.services.layout import ServiceLayout
 from xdeepserve.engine.balance.reconfigure import ExpertStorage, Reconfiguration
 from xdeepserve.engine.balance.trigger import EPLBTrigger
+from xdeepserve.engine.deploy.policies import EVICTION, PLACEMENT, VICTIM
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.die.shape_memory import ShapeMemory
 from xdeepserve.engine.dp.events import Events, GroupId
-from xdeepserve.engine.dp.group import DPGroup
-from xdeepserve.engine.dp.prefixes import BlockLoadCost
+from xdeepserve.engine.dp.group import DPGroup, GivesWay
+from xdeepserve.engine.dp.prefixes import ShouldLoad
 from xdeepserve.engine.dp.scheduler import PrefixTier
 from xdeepserve.engine.messages import CopyDone, PoolReady, StepFailed
 from xdeepserve.engine.numbers import GroupRank
@@ -31,7 +32,7 @@ from xdeepserve.engine.te.status_gather import StatusGather, plan_statuses
 from xdeepserve.errors import OutOfMemoryError
 from xdeepserve.hw.memory import Area
 from xdeepserve.hw.queue import HostQueue, Queue
-from xdeepserve.hw.spec import Spec
+from xdeepserve.hw.spec import Spec, Work
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.step.linear import Threads
 
@@ -219,7 +220,8 @@ class TEPlan:
 
     def groups(self, tell: Events) -> list[DPGroup]:
         """Create the DP groups, each on neighbours among the dies."""
-        all_ranks, cost = self.team.group_ranks, self.load_cost()
+        all_ranks, should_load, settings = self.team.group_ranks, self.should_load(), self.sizes.settings
+        gives_way = GivesWay(VICTIM.function(settings.victim), EVICTION.function(settings.eviction))
         return [
             DPGroup(
                 GroupId(self.name, GroupRank(group)),
@@ -227,8 +229,9 @@ class TEPlan:
                 [self.memories[rank] for rank in ranks],
                 len(all_ranks),
                 self.sizes.steps,
-                cost,
+                should_load,
                 tell,
+                gives_way,
             )
             for group, ranks in enumerate(all_ranks)
         ]
@@ -277,7 +280,8 @@ class TEPlan:
         them."""
         if not self.sizes.experts.redundant_slots or self.sizes.experts.copies_of:
             return None
-        return EPLBTrigger(self.sizes.experts, self.config.num_experts_per_tok)
+        place = PLACEMENT.function(self.sizes.settings.placement)
+        return EPLBTrigger(self.sizes.experts, self.config.num_experts_per_tok, place)
 
     def reconfiguration(self, trigger: EPLBTrigger, reports: Queue[msgspec.Struct]) -> Reconfiguration:
         """Create the part for changing replicas of experts; the TE must have redundant slots."""
@@ -291,10 +295,19 @@ class TEPlan:
         config, timeout_ns = self.sizes.settings.recovery, self.sizes.walk.timeout_ns
         return Rollback(self.name, self.pod, self.dies, self.expert_dies, config, timeout_ns)
 
-    def load_cost(self) -> BlockLoadCost | None:
-        """Create the cost model of loading cached KV blocks from host DRAM; None if there is none to load."""
+    def should_load(self) -> ShouldLoad | None:
+        """Create the rule whether cached KV blocks are loaded from host DRAM or their tokens computed again,
+        whichever is sooner (DeepServe 4.3); None if there is none to load."""
         if not self.sizes.kv.num_host_blocks or self._load_mode == "never":
             return None
-        mem = self.memories[0]
-        weights = sum(spec.nbytes for spec in mem.specs.values())
-        return BlockLoadCost(self.spec, mem.kv.block_nbytes, weights, is_always=self._load_mode == "always")
+        if self._load_mode == "always":
+            return lambda num_blocks, num_tokens: True
+        mem, spec = self.memories[0], self.spec
+        block_nbytes = mem.kv.block_nbytes
+        ops_per_token = 2.0 * sum(each.nbytes for each in mem.specs.values())  # every weight byte once
+
+        def is_sooner(num_blocks: int, num_tokens: int) -> bool:
+            load_ns = spec.startup_ns("dma") + spec.link_ns(0, num_blocks * block_nbytes, 0)
+            return load_ns < spec.stage_ns(Work(int8=num_tokens * ops_per_token))
+
+        return is_sooner

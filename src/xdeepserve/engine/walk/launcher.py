@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 from xdeepserve.engine.deploy.deployment import ExecutionConfig
-from xdeepserve.engine.messages import StepPlan
+from xdeepserve.engine.plans import StepPlan
 from xdeepserve.errors import ProtocolError
 from xdeepserve.hw.die import Die
 

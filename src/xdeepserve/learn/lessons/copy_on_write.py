@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from xdeepserve.engine.dp.block_table import BlockTable, Holding
-from xdeepserve.engine.messages import BlockCopy
+from xdeepserve.engine.plans import BlockCopy
 
 
 def copy(self: BlockTable, holding: Holding, block_idx: int) -> BlockCopy | None:

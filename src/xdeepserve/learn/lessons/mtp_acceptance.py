@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xdeepserve.engine.messages import StepPlan
+from xdeepserve.engine.plans import StepPlan
 from xdeepserve.model.canonical import Array
 
 

@@ -1,0 +1,123 @@
+"""Invariants after every turn: each row finds what breaks it, and checking changes neither bits nor times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from xdeepserve import LLM, SamplingParams
+from xdeepserve.engine.dp.block_table import Holding
+from xdeepserve.engine.dp.sequence import Sequence
+from xdeepserve.engine.te import invariants
+from xdeepserve.engine.te.invariants import INVARIANTS, Invariant, Turn
+from xdeepserve.errors import XDeepServeError
+from xdeepserve.model.presets import TinyCheckpoint
+
+PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
+PROMPT = list(range(5, 25))
+
+
+def running(turn: Turn) -> Sequence:
+    return turn.group.places.running[0]
+
+
+def twice_in_a_list(turn: Turn) -> None:
+    turn.group.places.running.append(running(turn))
+
+
+def kept_for_nobody(turn: Turn) -> None:
+    turn.group.handover.sending[99] = Holding()
+
+
+def a_block_leaks(turn: Turn) -> None:
+    assert turn.group.rtc.alloc_blocks(Holding(), 16)
+
+
+def more_computed_than_there_is(turn: Turn) -> None:
+    running(turn).num_computed = len(running(turn).token_ids) + 1
+
+
+def computed_without_a_block(turn: Turn) -> None:
+    running(turn).token_ids += [7] * 40
+    running(turn).num_computed += 40
+
+
+def more_running_than_may(turn: Turn) -> None:
+    turn.group.steps = msgspec.structs.replace(turn.group.steps, max_seqs=0)
+
+
+def a_step_without_a_plan(turn: Turn) -> None:
+    turn.steps.begin(turn.steps.next + 1)
+
+
+def given_up_with_work(turn: Turn) -> None:
+    turn.health.give_up(turn.group.rank)
+
+
+def unknown_to_the_shell(turn: Turn) -> None:
+    turn.shell.forget(running(turn))
+
+
+BREACHES: tuple[Callable[[Turn], None], ...] = (
+    twice_in_a_list,
+    kept_for_nobody,
+    a_block_leaks,
+    more_computed_than_there_is,
+    computed_without_a_block,
+    more_running_than_may,
+    a_step_without_a_plan,
+    given_up_with_work,
+    unknown_to_the_shell,
+)
+
+
+@pytest.mark.parametrize(
+    "deployment", ["monolithic", "transformerless"]
+)  # one loop, and one for each DP group
+@pytest.mark.parametrize(
+    ("breach", "invariant"),
+    list(zip(BREACHES, INVARIANTS, strict=True)),
+    ids=[each.__name__ for each in BREACHES],
+)
+def test_a_breach_ends_the_te_by_its_sentence(
+    breach: Callable[[Turn], None],
+    invariant: Invariant,
+    deployment: str,
+    tiny: TinyCheckpoint,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    broken: list[Turn] = []
+
+    def break_once(turn: Turn) -> None:
+        if not broken and turn.group.places.running and running(turn).num_generated == 2:
+            broken.append(turn)
+            breach(turn)
+
+    with LLM(tiny, deployment, invariants=True) as llm:
+        monkeypatch.setattr(invariants, "INVARIANTS", (Invariant("", break_once), *INVARIANTS))
+        with pytest.raises(XDeepServeError) as caught:
+            llm.generate([PROMPT], SamplingParams(max_tokens=6))
+    assert broken
+    assert invariant.says in str(caught.value)
+    assert broken[0].group.id.te in str(caught.value)
+    assert invariants.is_breach(caught.value)
+
+
+@pytest.mark.parametrize("deployment", ["monolithic", "transformerless", "pd"])
+def test_checking_changes_neither_bits_nor_times(deployment: str, tiny: TinyCheckpoint) -> None:
+    seen = []
+    for is_on in (False, True):
+        with LLM(tiny, deployment, invariants=is_on) as llm:
+            outputs = llm.generate([PROMPT, PROMPT[:7]], SamplingParams(max_tokens=6))
+            seen.append(([each.outputs[0].token_ids for each in outputs], llm.virtual_ns))
+    assert seen[0] == seen[1]
+
+
+def test_the_architecture_page_lists_them() -> None:
+    section = PAGE.read_text().partition("## What holds after every turn")[2].partition("\n## ")[0]
+    assert [line[2:] for line in section.splitlines() if line[:2] == "- "] == [
+        each.says for each in INVARIANTS
+    ]
