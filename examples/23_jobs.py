@@ -20,8 +20,8 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from xdeepserve.api.options import ServerOptions
-from xdeepserve.api.server import build_app
+from xdeepserve.api.server.options import ServerOptions
+from xdeepserve.api.server.server import build_app
 from xdeepserve.jobs.job_states import JOB_MOVES, TASK_MOVES
 from xdeepserve.jobs.job_store import JobStore
 from xdeepserve.llm import build_engine

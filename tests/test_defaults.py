@@ -5,9 +5,9 @@ import re
 import pytest
 
 from xdeepserve import SamplingParams
-from xdeepserve.api.completions import DEFAULT_MAX_TOKENS
-from xdeepserve.api.endpoint import requested_max_tokens, sampling_params
-from xdeepserve.api.requests import ChatRequest, CompletionRequest
+from xdeepserve.api.openai.completions import DEFAULT_MAX_TOKENS
+from xdeepserve.api.openai.requests import ChatRequest, CompletionRequest
+from xdeepserve.api.server.endpoint import requested_max_tokens, sampling_params
 from xdeepserve.cli import build_parser
 
 DOORS = ["SamplingParams", "xdeepserve generate", "/v1/completions", "/v1/chat/completions"]

@@ -23,7 +23,7 @@ import aiohttp
 from aiohttp import web
 
 from xdeepserve import LLM, SamplingParams, StructuredOutputsParams
-from xdeepserve.api.server import build_app
+from xdeepserve.api.server.server import build_app
 from xdeepserve.engine.serving.request import EngineStats, OutputDelta, OutputFormats
 from xdeepserve.loop import new_event_loop
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from aiohttp.test_utils import TestServer
 from tests.page.chromium import Tab, chromium
 
-from xdeepserve.api.options import ServerOptions
-from xdeepserve.api.server import build_app
+from xdeepserve.api.server.options import ServerOptions
+from xdeepserve.api.server.server import build_app
 from xdeepserve.llm import build_engine
 
 SCREENS = Path(__file__).parent.parent / "docs" / "screens"

@@ -32,7 +32,7 @@ from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.api.server import build_app
+from xdeepserve.api.server.server import build_app
 from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.hw.faults import Fault

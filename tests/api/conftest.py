@@ -8,7 +8,7 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from tests.api.fake_engine import FakeEngine
-from xdeepserve.api.server import build_app
+from xdeepserve.api.server.server import build_app
 
 Post = Callable[..., Awaitable[tuple[int, Any]]]
 

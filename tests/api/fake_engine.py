@@ -7,7 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from xdeepserve.api.logprobs import BYTE_LEVEL
+from xdeepserve.api.answers.logprobs import BYTE_LEVEL
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.serving.record import RequestMetrics
 from xdeepserve.engine.serving.request import (

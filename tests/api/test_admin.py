@@ -7,8 +7,8 @@ from typing import Any
 
 from aiohttp.test_utils import TestClient, TestServer
 
-from xdeepserve.api.options import ServerOptions
-from xdeepserve.api.server import build_app
+from xdeepserve.api.server.options import ServerOptions
+from xdeepserve.api.server.server import build_app
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.llm import build_engine
 from xdeepserve.loop import run

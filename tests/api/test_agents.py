@@ -12,8 +12,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from xdeepserve.api.options import ServerOptions
-from xdeepserve.api.server import build_app
+from xdeepserve.api.server.options import ServerOptions
+from xdeepserve.api.server.server import build_app
 from xdeepserve.errors import InputError
 from xdeepserve.jobs.agent_tools import read_tools
 from xdeepserve.llm import build_engine

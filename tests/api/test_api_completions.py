@@ -9,7 +9,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from tests.api.conftest import Post
 from tests.api.fake_engine import BOS, EOS, FakeEngine
-from xdeepserve.api.server import build_app
+from xdeepserve.api.server.server import build_app
 
 URL = "/v1/completions"
 

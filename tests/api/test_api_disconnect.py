@@ -13,9 +13,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient
 
 from tests.api.fake_engine import FakeEngine
-from xdeepserve.api.generation import Generation
-from xdeepserve.api.metrics import Metrics, RequestTracker
-from xdeepserve.api.server import bind, build_app
+from xdeepserve.api.answers.generation import Generation
+from xdeepserve.api.server.metrics import Metrics, RequestTracker
+from xdeepserve.api.server.server import bind, build_app
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 
 # Far above what an abort takes, so that a busy machine cannot fail the test; the engine is held back, so

@@ -10,8 +10,8 @@ from aiohttp.test_utils import TestClient
 
 from tests.api.conftest import Post, events
 from tests.api.fake_engine import FakeEngine
-from xdeepserve.api.fields import CHANGES, HARMLESS
-from xdeepserve.api.metrics import FINISH_REASONS
+from xdeepserve.api.routes.fields import CHANGES, HARMLESS
+from xdeepserve.api.server.metrics import FINISH_REASONS
 from xdeepserve.errors import DeadlockError, TransferError
 
 URL = "/v1/completions"
@@ -55,7 +55,8 @@ def check_error(body: Any, partial: list[str] | None = None) -> dict[str, Any]:
             "expected `integer | number | null`, got `string`",
         ),
         ({"prompt": "x", "max_tokens": 10**30}, "max_tokens", "context holds 256 tokens"),
-        ({"prompt": "x", "temperature": -1}, "temperature", "0 or more"),
+        ({"prompt": "x", "temperature": -1}, "temperature", "between 0 and 2, found -1"),
+        ({"prompt": "x", "temperature": 9}, "temperature", "between 0 and 2, found 9"),
         ({"prompt": "x", "top_p": 0}, "top_p", "(0, 1]"),
         ({"prompt": "x", "top_k": -5}, "top_k", "-1 or more"),
         ({"prompt": "x", "n": 0}, "n", "between 1 and 128"),

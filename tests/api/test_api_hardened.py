@@ -13,8 +13,9 @@ from aiohttp.test_utils import TestClient
 
 from tests.api.conftest import Post
 from tests.api.fake_engine import FakeEngine
-from xdeepserve.api import body, server
-from xdeepserve.api.server import build_app, serve
+from xdeepserve.api.routes import body
+from xdeepserve.api.server import server
+from xdeepserve.api.server.server import build_app, serve
 from xdeepserve.errors import OverloadedError, RequestError
 from xdeepserve.llm import build_engine
 from xdeepserve.model.presets import PRESET_DIRECTORY

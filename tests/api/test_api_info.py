@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.api.conftest import Post
 from tests.api.fake_engine import FakeEngine
 from xdeepserve import __version__
-from xdeepserve.api.server import build_app
+from xdeepserve.api.server.server import build_app
 from xdeepserve.engine.serving.request import OutputFormats
 
 

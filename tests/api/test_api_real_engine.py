@@ -22,7 +22,7 @@ from aiohttp import web
 
 from tests.tools import one_die
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.api.server import build_app
+from xdeepserve.api.server.server import build_app
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.llm import build_engine
 from xdeepserve.model.presets import TinyCheckpoint
@@ -141,11 +141,14 @@ async def test_the_official_client(shared: tuple[Engine, str, int]) -> None:
 
 HOSTILE = [
     *[("top_k", value) for value in (2**31, 2**63, -2, 10**400)],
-    *[("temperature", value) for value in (1e31, 1e308, -1e-300, 10**300)],
+    *[("temperature", value) for value in (2.001, 1e308, -1e-300, 10**300)],
     *[("top_p", value) for value in (0, -5e-324, 1.0000001, 10**300)],
     *[("seed", value) for value in (2**63, 2**64, 10**400)],
     *[("max_tokens", value) for value in (0, -1, 2**31, 2**63, 10**400)],
     *[("logprobs", value) for value in (21, 2**31, -1)],
+    *[("min_p", value) for value in (-0.1, 1.1)],
+    *[("logit_bias", value) for value in ({"1": 100.5}, {"1": -101}, {"-1": 1}, {"x": 1}, {str(2**31): 1})],
+    *[("stop", value) for value in (["x"] * 129, [""], "", ["x" * 1025])],
     *[("priority", value) for value in (2**63, -(2**63) - 1)],
     *[("n", value) for value in (0, 2**31)],
     *[("stop_token_ids", value) for value in ([2**31], [-1], [10**400])],
@@ -153,13 +156,20 @@ HOSTILE = [
 ]
 HARMLESS = [
     ("top_k", 2**31 - 1),
-    ("temperature", 1e30),
+    ("temperature", 2),
     ("temperature", 5e-324),
     ("temperature", 1e-40),
     ("top_p", 5e-324),
     ("seed", -(2**63)),
     ("priority", -(2**63)),
     ("logprobs", 20),
+    ("n", 128),
+    ("top_k", 0),
+    ("top_k", -1),
+    ("min_p", 1),
+    ("logit_bias", {"1": 100, "2": -100}),
+    ("stop", [f"stop {i}" for i in range(128)]),
+    ("stop", []),
 ]
 
 

@@ -12,8 +12,8 @@ from aiohttp.test_utils import TestClient
 
 from tests.api.conftest import Post
 from tests.api.fake_engine import EOS, FakeEngine
-from xdeepserve.api.requests import ChatMessage
-from xdeepserve.api.response_store import ResponseStore
+from xdeepserve.api.openai.requests import ChatMessage
+from xdeepserve.api.openai.response_store import ResponseStore
 from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams
 from xdeepserve.engine.serving.request import OutputFormats, ToolRules
 from xdeepserve.parsing.call_grammar import Function

@@ -15,8 +15,8 @@ import aiohttp
 import pytest
 
 from tests.api.fake_engine import FakeEngine
-from xdeepserve.api import server
-from xdeepserve.api.server import address_of, bind, serve
+from xdeepserve.api.server import server
+from xdeepserve.api.server.server import address_of, bind, serve
 from xdeepserve.errors import DeploymentError, InputError
 
 
@@ -179,14 +179,14 @@ def test_run_server_on_uvloop_from_start_to_sigint() -> None:
     program = (
         "import asyncio, gc\n"
         "from fake_engine import FakeEngine\n"
-        "from xdeepserve.api.server import run_server\n"
+        "from xdeepserve.api.server.server import run_server\n"
         "class Engine(FakeEngine):\n"
         "    async def start(self):\n"
         "        loop = type(asyncio.get_running_loop()).__module__\n"
         "        self.model_name = f'{loop}, frozen: {gc.get_freeze_count() > 1000}'\n"
         "run_server(Engine, '127.0.0.1', 0)\n"
     )
-    path = os.pathsep.join([str(Path(__file__).parent), str(Path(server.__file__).parents[2])])
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path(server.__file__).parents[3])])
     with subprocess.Popen(
         [sys.executable, "-c", program],
         env={**os.environ, "PYTHONPATH": path},

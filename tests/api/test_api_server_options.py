@@ -19,10 +19,10 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from tests.api.conftest import Post
 from tests.api.fake_engine import FakeEngine
-from xdeepserve.api.openapi import UNREAD, UNSERVED, openapi
-from xdeepserve.api.options import ServerOptions
-from xdeepserve.api.route import ROUTES
-from xdeepserve.api.server import bind_unix, build_app, serve
+from xdeepserve.api.routes.openapi import UNREAD, UNSERVED, openapi
+from xdeepserve.api.routes.route import ROUTES
+from xdeepserve.api.server.options import ServerOptions
+from xdeepserve.api.server.server import bind_unix, build_app, serve
 from xdeepserve.errors import InputError
 
 TEXT = "/v1/completions"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from aiohttp.test_utils import TestClient
 
 from tests.api.conftest import Post
 from tests.api.fake_engine import FakeEngine
@@ -127,3 +128,15 @@ async def test_prompts_are_truncated_from_the_left(post: Post, engine: FakeEngin
     assert len(engine.submitted[-1].prompt) == 255
     await post(CHAT, messages=HI, truncate_prompt_tokens=1, max_tokens=1)
     assert len(engine.submitted[-1].prompt) == 1
+
+
+async def test_words_of_a_schema_without_effect_are_named(client: TestClient) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "nullable": True, "title": "A"}}}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    for body in ({}, {"stream": True}):
+        async with client.post(
+            CHAT, json={"messages": HI, "max_tokens": 1, "response_format": form, **body}
+        ) as answer:
+            assert (answer.status, answer.headers["X-Ignored-Fields"]) == (200, "schema.nullable")
+    async with client.post(CHAT, json={"messages": HI, "max_tokens": 1}) as answer:
+        assert "X-Ignored-Fields" not in answer.headers

@@ -21,8 +21,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from xdeepserve.api import body, server
-from xdeepserve.api.server import serve
+from xdeepserve.api.routes import body
+from xdeepserve.api.server import server
+from xdeepserve.api.server.server import serve
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.llm import build_engine
 from xdeepserve.model.presets import PRESET_DIRECTORY

@@ -12,7 +12,8 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from tests.api.conftest import Post
 from tests.api.fake_engine import FakeEngine
-from xdeepserve.api.fields import (
+from xdeepserve.api.openai.requests import ChatRequest
+from xdeepserve.api.routes.fields import (
     CHANGES,
     HARMLESS,
     HOSTED,
@@ -22,9 +23,8 @@ from xdeepserve.api.fields import (
     ignored_header,
     place_of,
 )
-from xdeepserve.api.options import ServerOptions
-from xdeepserve.api.requests import ChatRequest
-from xdeepserve.api.server import build_app
+from xdeepserve.api.server.options import ServerOptions
+from xdeepserve.api.server.server import build_app
 from xdeepserve.engine.serving.request import OutputFormats
 from xdeepserve.errors import RequestError
 

@@ -15,8 +15,8 @@ import pytest_asyncio
 from aiohttp import web
 
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.api.options import ServerOptions
-from xdeepserve.api.server import build_app
+from xdeepserve.api.server.options import ServerOptions
+from xdeepserve.api.server.server import build_app
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.jobs import training
 from xdeepserve.jobs.task_work import KINDS

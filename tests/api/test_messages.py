@@ -13,8 +13,8 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from tests.api.fake_engine import FakeEngine
 from tests.api.tools import missing
-from xdeepserve.api.options import ServerOptions
-from xdeepserve.api.server import build_app
+from xdeepserve.api.server.options import ServerOptions
+from xdeepserve.api.server.server import build_app
 from xdeepserve.engine.serving.request import OutputFormats
 
 URL = "/v1/messages"
@@ -211,6 +211,7 @@ async def test_tool_choice(
         ({"stop": ["x"]}, "stop is not supported; use stop_sequences"),
         ({"max_tokns": 5}, "did you mean max_tokens?"),
         ({"system": 5}, "system: expected"),
+        ({"temperature": 1.5}, "temperature must be between 0 and 1, found 1.5"),
         ({"model": "claude"}, "the model"),
     ],
 )

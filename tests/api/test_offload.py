@@ -7,8 +7,8 @@ import math
 import pytest
 
 from tests.api.conftest import Post
-from xdeepserve.api import offload
-from xdeepserve.api.offload import MAX_TOKENS_ON_LOOP, REST_SECONDS, TOKENS_IN_PIECE, pieces
+from xdeepserve.api.answers import offload
+from xdeepserve.api.answers.offload import MAX_TOKENS_ON_LOOP, REST_SECONDS, TOKENS_IN_PIECE, pieces
 
 
 @pytest.mark.parametrize("length", [0, 1, TOKENS_IN_PIECE, TOKENS_IN_PIECE + 1, 5 * TOKENS_IN_PIECE])

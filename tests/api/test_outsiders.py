@@ -16,9 +16,9 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from tests.api.fake_engine import FakeEngine
 from tests.api.tools import FORM, door
-from xdeepserve.api.access import is_loopback_name
-from xdeepserve.api.options import ServerOptions
-from xdeepserve.api.server import bind_unix, build_app
+from xdeepserve.api.server.access import is_loopback_name
+from xdeepserve.api.server.options import ServerOptions
+from xdeepserve.api.server.server import bind_unix, build_app
 from xdeepserve.errors import InputError
 
 TEXT = "/v1/completions"

@@ -1,6 +1,6 @@
 """What `/metrics` says of the memory pool, where there is one."""
 
-from xdeepserve.api.engine_metrics import EngineCollector
+from xdeepserve.api.server.engine_metrics import EngineCollector
 from xdeepserve.engine.serving.request import EngineStats
 
 

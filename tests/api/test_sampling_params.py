@@ -43,7 +43,7 @@ from xdeepserve.errors import RequestError
         ("logprobs", 21),
         ("prompt_logprobs", 21),
         ("stop", [""]),
-        ("stop", ["x"] * 17),
+        ("stop", ["x"] * 129),
         ("stop", ["x" * 1025]),
         ("stop", [7]),
         ("stop_token_ids", [-1]),

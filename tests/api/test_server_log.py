@@ -14,10 +14,10 @@ from aiohttp.test_utils import TestClient, TestServer
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.api.fake_engine import FakeEngine
-from xdeepserve.api import server_log
-from xdeepserve.api.options import ServerOptions
-from xdeepserve.api.server import build_app
-from xdeepserve.api.server_log import log_to
+from xdeepserve.api.server import server_log
+from xdeepserve.api.server.options import ServerOptions
+from xdeepserve.api.server.server import build_app
+from xdeepserve.api.server.server_log import log_to
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.faults import Fault
 from xdeepserve.llm import build_engine

@@ -12,7 +12,7 @@ import openai
 import pytest
 from aiohttp import ClientSession, web
 
-from xdeepserve.api.server import build_app
+from xdeepserve.api.server.server import build_app
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.hw.faults import Fault
 from xdeepserve.llm import build_engine

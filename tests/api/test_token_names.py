@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from xdeepserve.api.logprobs import (
+from xdeepserve.api.answers.logprobs import (
     BYTE_LEVEL,
     LOWEST_LOGPROB,
     OffsetCounter,

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.api.generation import Generation
-from xdeepserve.api.metrics import Metrics
+from xdeepserve.api.answers.generation import Generation
+from xdeepserve.api.server.metrics import Metrics
 from xdeepserve.engine.serving.record import RequestMetrics
 
 TIGHT = ("max_model_len=96", "cache.num_blocks=9")

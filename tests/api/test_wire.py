@@ -13,12 +13,12 @@ from aiohttp.test_utils import TestClient, TestServer
 from tests.api.conftest import Post
 from tests.api.fake_engine import FakeEngine
 from tests.api.tools import missing
-from xdeepserve.api.defaults import sampling_defaults
-from xdeepserve.api.endpoint import ENDPOINT
-from xdeepserve.api.options import ServerOptions
-from xdeepserve.api.server import build_app, max_body_bytes
-from xdeepserve.api.sse import escaped
-from xdeepserve.engine.dp.structured_outputs import json_rule
+from xdeepserve.api.answers.sse import escaped
+from xdeepserve.api.server.defaults import sampling_defaults
+from xdeepserve.api.server.endpoint import ENDPOINT
+from xdeepserve.api.server.options import ServerOptions
+from xdeepserve.api.server.server import build_app, max_body_bytes
+from xdeepserve.engine.dp.json_schema import json_rule
 from xdeepserve.engine.serving.request import OutputFormats
 from xdeepserve.errors import InputError
 

@@ -13,6 +13,7 @@ from tests.tools import one_die
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.dp.events import TEChanged
 from xdeepserve.engine.dp.sequence import Sequence
+from xdeepserve.engine.recovery.ladder import Loss
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.joining import serve_dummy
 from xdeepserve.errors import HardwareError, XDeepServeError
@@ -82,7 +83,7 @@ def test_what_fails_in_the_moment_of_the_last_answer_is_heard() -> None:
     async def turn() -> None:
         for seq in seqs:
             seq.on_tokens(seq, [])
-        te.on_failure(te, HardwareError("its loop has ended"))
+        te.on_loss(te, Loss("error", "te 1", (), HardwareError("its loop has ended")))
 
     te: Any = SimpleNamespace(
         plan=SimpleNamespace(pod=SimpleNamespace(clock=clock)),
@@ -92,7 +93,7 @@ def test_what_fails_in_the_moment_of_the_last_answer_is_heard() -> None:
             for rank in range(2)
         ],
         wake=lambda: clock.spawn(turn(), name="turn"),
-        on_failure=None,
+        on_loss=None,
     )
 
     async def main() -> None:
@@ -101,7 +102,7 @@ def test_what_fails_in_the_moment_of_the_last_answer_is_heard() -> None:
 
     run(main())
     assert len(seqs) == 2
-    assert te.on_failure is None
+    assert te.on_loss is None
 
 
 @pytest.mark.parametrize("times", [1, 20])

@@ -11,7 +11,7 @@ import pytest
 
 from tests.tools import one_die
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.api.engine_metrics import EngineCollector
+from xdeepserve.api.server.engine_metrics import EngineCollector
 from xdeepserve.engine.deploy.expert_services import declustered
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.engine.pods import overrides
-from xdeepserve.api.server import build_app
+from xdeepserve.api.server.server import build_app
 from xdeepserve.engine.deploy.deployment import HealthConfig
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.messages import StepFailed

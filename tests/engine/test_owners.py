@@ -61,7 +61,7 @@ KINDS = (
     Kind("decode-first admission", DecodeFirst, "_look", "pd", (*PAIR, "scheduler.admission=decode")),
     Kind("beat of the control plane", ControlPlane, "_beat", "monolithic", ("health.beat_s=0.001",)),
     Kind("answers to the control plane", ControlPlane, "_hear", "monolithic", ("health.beat_s=0.001",)),
-    Kind("loss of a die", TEGroup, "_give_up", "monolithic"),
+    Kind("loss of a die", TEGroup, "_lose_die", "monolithic"),
     Kind("tokens as they flow", FlowHub, "_carry", "moe-attention", (*APART, "dataflow=true")),
     Kind("planned fault", faults, "_happen", "monolithic", (), GLITCH),
     Kind("network card", rdma.RDMACard, "_transmit", "moe-attention", CARDS, (), False),

@@ -9,7 +9,7 @@ import pytest
 
 from tests.tools import one_die
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.api.engine_metrics import EngineCollector
+from xdeepserve.api.server.engine_metrics import EngineCollector
 from xdeepserve.engine.balance.reconfigure import ExpertStorage, Reconfiguration
 from xdeepserve.engine.balance.trigger import EPLBTrigger
 from xdeepserve.engine.build import PodPlan

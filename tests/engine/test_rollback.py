@@ -10,7 +10,7 @@ from msgspec import Struct
 from prometheus_client import generate_latest
 
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.api.engine_metrics import EngineCollector
+from xdeepserve.api.server.engine_metrics import EngineCollector
 from xdeepserve.engine.die.drafts import Drafter
 from xdeepserve.engine.dp.events import Observed, StepEnded, TERolledBack
 from xdeepserve.engine.messages import CopyBlocks

@@ -16,7 +16,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from tests.engine.histories import DEPLOYMENTS, History, abort_on_the_way, history, turns
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.api.server import build_app
+from xdeepserve.api.server.server import build_app
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.llm import build_engine
 from xdeepserve.loop import run

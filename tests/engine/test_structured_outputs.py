@@ -280,7 +280,7 @@ def grammars() -> Grammars:
         ({"json": {"type": "nonsense"}}, "JSON schema: Invalid type: nonsense"),
         ({"json": {"pattern": "(a"}}, "JSON schema: unclosed group"),
         ({"json": {"minimum": "x"}}, "JSON schema: Expected number for 'minimum', got \"x\""),
-        ({"json": False}, "structured_outputs json: nothing fulfils the schema false"),
+        ({"json": False}, "structured output: nothing fulfils the schema false"),
         ({"regex": "(a"}, 'invalid regex "(a" (in regex): unclosed group'),
         ({"grammar": "start: start"}, "no text is allowed by it"),
         (

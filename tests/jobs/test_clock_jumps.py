@@ -104,8 +104,8 @@ def test_a_heartbeat_to_come_counts_as_of_now(tmp_path: Path, ahead: float) -> N
 def test_stores_of_a_server_use_a_clock_that_never_jumps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from xdeepserve.api.options import ServerOptions
-    from xdeepserve.api.served_models import ServedModels
+    from xdeepserve.api.server.options import ServerOptions
+    from xdeepserve.api.server.served_models import ServedModels
     from xdeepserve.jobs.door.desk import JobDesk
 
     desk = JobDesk(ServedModels({}), ServerOptions(state=tmp_path))

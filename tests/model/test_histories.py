@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from xdeepserve.errors import RequestError
 from xdeepserve.model.chat_template import NO_CONTENT, ChatTemplate, JsonText, MessageForms
 
 # Templates of the kinds that published checkpoints have.
@@ -83,6 +84,44 @@ def test_late_system_messages_that_a_template_cannot_take_join_the_first(source:
         said(source, {"role": "system", "content": "a"}, {"role": "user", "content": "u"})
         == "<system>a<user>u"
     )
+
+
+LOSES_SYSTEM = "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+WANTS_A_USER = (
+    "{% if not messages | selectattr('role', 'equalto', 'user') | list %}{{ raise_exception('no user') }}"
+    "{% endif %}" + PLAIN
+)
+
+
+@pytest.mark.parametrize("source", [LOSES_SYSTEM, WANTS_A_USER])
+def test_system_messages_alone_are_not_lost(source: str) -> None:
+    assert ChatTemplate(source, "test").forms.wants_user
+    assert said(source, {"role": "system", "content": "s"}) == "<user>s"
+    assert said(source, {"role": "system", "content": "s"}, {"role": "user", "content": "u"}).endswith(
+        "<user>u"
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("{{ raise_exception('two\\n  lines') }}", "these messages: two lines"),
+        ("{{ raise_exception('') }}", "these messages: TemplateError"),
+        ("{{ raise_exception('long ' * 1000) }}", "these messages: long long"),
+        ("{{ messages[7].content.x }}", "has no element 7"),
+    ],
+)
+def test_a_template_that_raises_gives_one_line(source: str, says: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        said(source, {"role": "user", "content": "u"})
+    message = str(caught.value)
+    assert says in message
+    assert "\n" not in message
+    assert len(message) < 600
+
+
+def test_a_template_of_system_messages_gets_them() -> None:
+    assert said(PLAIN, {"role": "system", "content": "s"}) == "<system>s"
 
 
 def test_users_that_must_take_turns_are_joined() -> None:

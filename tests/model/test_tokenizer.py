@@ -284,6 +284,27 @@ def test_a_chat_may_end_within_its_last_message() -> None:
         tokenizer.render_chat([{"role": "user", "content": " "}], False, continue_final_message=True)
 
 
+ENDS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+STRIPS = ENDS.replace("m.content", "m.content | trim")
+
+
+@pytest.mark.parametrize("begun", ["im", "end", "|", "<", ">", "<|im_end|>", "user", "two\nlines:\n", " a "])
+def test_a_beginning_may_be_like_a_templates_own_words(load, begun: str) -> None:
+    messages = [{"role": "user", "content": "Go on."}, {"role": "assistant", "content": begun}]
+    before = "<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n"
+    for source, expected in ((ENDS, begun), (STRIPS, begun.strip())):
+        text = load({}, jinja=source).render_chat(messages, False, continue_final_message=True)
+        assert text == before + expected
+
+
+def test_a_beginning_that_a_template_drops_is_refused(load) -> None:
+    source = "{% for m in messages %}{{ m.content.split('<')[0] }}{% endfor %}"
+    with pytest.raises(RequestError, match="continue_final_message"):
+        load({}, jinja=source).render_chat(
+            [{"role": "user", "content": "a<b"}], False, continue_final_message=True
+        )
+
+
 def test_other_threads_run_while_much_is_tokenised() -> None:
     tokenizer = TOKENIZER
     num_ticks, is_done = 0, threading.Event()

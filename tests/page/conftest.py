@@ -6,8 +6,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import pytest
 from aiohttp.test_utils import TestServer
 
-from xdeepserve.api.options import ServerOptions
-from xdeepserve.api.server import build_app
+from xdeepserve.api.server.options import ServerOptions
+from xdeepserve.api.server.server import build_app
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.llm import build_engine
 

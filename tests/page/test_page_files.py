@@ -9,7 +9,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from tests.api.fake_engine import FakeEngine
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.api.server import build_app
+from xdeepserve.api.server.server import build_app
 from xdeepserve.page.door import page_files
 
 MOST = 100_000

@@ -9,7 +9,7 @@ from aiohttp.test_utils import TestServer
 
 from tests.page.chromium import Tab, chromium, find_chromium
 from tests.page.conftest import Serve
-from xdeepserve.api.server import build_app
+from xdeepserve.api.server.server import build_app
 from xdeepserve.llm import build_engine
 
 pytestmark = pytest.mark.skipif(find_chromium() is None, reason="there is no Chromium on this machine")

@@ -53,10 +53,15 @@ VLLM_NEEDS = (
 CLIENTS = {
     "openai": Client("with_openai.py", ("openai",)),
     "openai-js": Client("with_openai.mjs", ("openai", "zod")),
+    "anthropic": Client("with_anthropic.py", ("anthropic",)),
     "langchain": Client("with_langchain.py", ("langchain-openai",)),
     "litellm": Client("with_litellm.py", ("litellm", "mcp")),  # it imports mcp without asking for it
     "instructor": Client("with_instructor.py", ("instructor",)),
     "pydantic-ai": Client("with_pydantic_ai.py", ("pydantic-ai-slim[openai]",)),
+    "llama-index": Client("with_llama_index.py", ("llama-index-llms-openai-like",)),
+    "openai-agents": Client("with_openai_agents.py", ("openai-agents",)),
+    "smolagents": Client("with_smolagents.py", ("smolagents[openai]",)),
+    "llm": Client("with_llm.py", ("llm",)),
     "ai-sdk": Client("with_ai_sdk.mjs", ("ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "zod")),
     "guidellm": Client("with_guidellm.py", ("guidellm",)),
     "aiperf": Client("with_aiperf.py", ("aiperf",)),

@@ -27,7 +27,7 @@ from xdeepserve.errors import InputError
 from xdeepserve.progress import working
 
 if TYPE_CHECKING:
-    from xdeepserve.api.options import ServerOptions
+    from xdeepserve.api.server.options import ServerOptions
     from xdeepserve.engine.serving.engine import Engine
 
 
@@ -105,8 +105,8 @@ def add_options(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Load the model and answer requests until SIGINT or SIGTERM."""
-    from xdeepserve.api.server import run_server
-    from xdeepserve.api.server_log import log_to
+    from xdeepserve.api.server.server import run_server
+    from xdeepserve.api.server.server_log import log_to
     from xdeepserve.model.presets import resolve_model
 
     host = "127.0.0.1" if args.host is None else args.host
@@ -149,8 +149,8 @@ def made(args: argparse.Namespace, host: str, port: int) -> tuple[Engine, Server
 def _options(args: argparse.Namespace, host: str, port: int) -> ServerOptions:
     """Make the server's options. Raises InputError for those that cannot work, before a large model is
     loaded."""
-    from xdeepserve.api.options import ServerOptions
-    from xdeepserve.api.server import bind
+    from xdeepserve.api.server.options import ServerOptions
+    from xdeepserve.api.server.server import bind
 
     if args.quiet and args.log_requests:
         raise InputError("--quiet logs no requests: leave --log-requests out")

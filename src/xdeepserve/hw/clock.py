@@ -291,6 +291,17 @@ class Clock:
             await self.wait(waiter, deadline_ns, idle=idle)
         return process.result()
 
+    async def until_ended(self, process: asyncio.Task[Any]) -> None:
+        """Wait for a process from within another, until it has ended by itself or has been cancelled.
+
+        Raises its exception. CancelledError is raised for the caller's own end alone.
+        """
+        try:
+            await self.join(process)
+        except asyncio.CancelledError:
+            if not process.cancelled():
+                raise
+
     async def gather(self, *coros: Coroutine[Any, Any, T]) -> list[T]:
         """Run coroutines as processes side by side; return results in order, or raise the first failure in
         that order.

@@ -7,7 +7,6 @@ else the later one. The first bytes of each memory are overwritten.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -36,8 +35,7 @@ async def well_dies(pod: Pod, dies: Sequence[int], timeout_ns: int) -> list[int]
     for test in late:
         test.cancel()
     for test in late:
-        with suppress(asyncio.CancelledError):
-            await pod.clock.join(test)
+        await pod.clock.until_ended(test)
     well = [die for die, test in tests.items() if test.done() and not test.cancelled() and test.result()]
     return _without_worst(well, failed)
 

@@ -24,6 +24,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from ..errors import CheckpointError, RequestError, abridged
 from ..reading import unreadable
 
+MAX_REASON_CHARS = 500  # of a template's own words, in an error
+
 
 class ChatTemplate:
     """Compiled chat template. Raises CheckpointError if the source is not Jinja."""
@@ -46,8 +48,9 @@ class ChatTemplate:
         except RequestError:
             raise
         except Exception as error:  # a template is foreign code: it may fail in any way
+            said = " ".join(str(error).split())[:MAX_REASON_CHARS] or type(error).__name__
             raise RequestError(
-                f"the chat template refuses these messages: {error}", param="messages"
+                f"the chat template refuses these messages: {said}", param="messages"
             ) from None
 
     @property
@@ -84,15 +87,19 @@ class MessageForms(NamedTuple):
     empty          content of an assistant's turn with calls and no text: null, "" or absent (`NO_CONTENT`)
     folds_system   system messages after others would be refused or lost: they join the first message
     joins_users    two users' messages in a row would be refused or lost: they are joined
+    wants_user     system messages alone would be refused or lost: they are the user's
     """
 
     empty: str | None = None
     folds_system: bool = False
     joins_users: bool = False
+    wants_user: bool = False
 
     def applied(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Bring messages into the forms of the template."""
         written = [self._with_empty(message) for message in messages]
+        if self.wants_user and all(message.get("role") == "system" for message in written):
+            written = [{**message, "role": "user"} for message in written]
         if self.folds_system and any(message.get("role") == "system" for message in written[1:]):
             told = [message for message in written if message.get("role") == "system"]
             others = [message for message in written if message.get("role") != "system"]
@@ -135,19 +142,20 @@ _MIDDLE = [
 
 @functools.lru_cache(maxsize=16)
 def _forms(source: str) -> MessageForms:
-    """Try a template on histories: everything in them has to be in its text, and no `None`."""
+    """Try a template on histories: everything in them has to be in its text, and no `None` or `null`."""
     template, _ = _compiled(source)
     special = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")
 
     def found(messages: Sequence[Mapping[str, Any]], *marks: str) -> tuple[int, int]:
-        """Count the marks that the template writes, and the times of `None`, negative; (-1, 0) if refused."""
+        """Count the marks that the template writes, and the times of `None` and `null`, negative; (-1, 0) if
+        refused."""
         try:
             text = "".join(
                 template.generate(messages=messages, tools=None, add_generation_prompt=True, **special)
             )
         except Exception:  # a template is foreign code: it may fail in any way
             return -1, 0
-        return sum(mark in text for mark in marks), -text.count("None")
+        return sum(mark in text for mark in marks), -text.count("None") - text.count("null")
 
     def called(empty: str | None) -> tuple[int, int]:
         arguments = JsonText('{"trial-key": "trial-value"}')
@@ -161,7 +169,8 @@ def _forms(source: str) -> MessageForms:
         return MessageForms(empty)
     systems = found(_MIDDLE, "trial-first", "trial-second", "trial-third")
     users = found([_USER, {**_USER, "content": "trial-next"}], "trial-user", "trial-next")
-    return MessageForms(empty, folds_system=systems[0] < 3, joins_users=users[0] < 2)
+    alone = found([{"role": "system", "content": "trial-alone"}], "trial-alone")
+    return MessageForms(empty, systems[0] < 3, joins_users=users[0] < 2, wants_user=alone[0] < 1)
 
 
 def load_chat_templates(directory: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, ChatTemplate]:

@@ -143,7 +143,7 @@ class Tokenizer:
             raise RequestError("this model has no chat template; use a completion instead", param="messages")
         given = {**self.special_tokens, **variables}
         given |= {
-            "messages": list(messages),
+            "messages": _marked(messages) if continue_final_message else list(messages),
             "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
@@ -152,7 +152,7 @@ class Tokenizer:
             text = self._process.render(template.source, template.origin, given)
         else:
             text = template.render(**given)
-        return _up_to_content(text, messages[-1]) if continue_final_message else text
+        return _up_to_mark(text) if continue_final_message else text
 
     @property
     def has_chat_template(self) -> bool:
@@ -220,19 +220,32 @@ def _has_regex(part: Normalizer | PreTokenizer | Decoder) -> bool:
     return b'"pattern":{"Regex":' in part.__getstate__()
 
 
-def _up_to_content(text: str, message: Mapping[str, Any]) -> str:
-    """Cut the closing part behind the last message's content off a chat's text. Templates may strip the
-    content."""
-    content = message.get("content")
-    body = content.strip() if isinstance(content, str) else ""
-    start = text.rfind(body) if body else -1
+# Behind the content to be continued: no template writes it, and the space shows whether it strips content.
+_MARK = "\ue000continue\ue001 "
+
+
+def _marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Mark the end of the last message's content, which a text of the template may have anywhere."""
+    content = messages[-1].get("content") if messages else None
+    if not isinstance(content, str) or not content.strip():
+        raise _nothing_to_continue()
+    return [*messages[:-1], {**messages[-1], "content": content + _MARK}]
+
+
+def _up_to_mark(text: str) -> str:
+    """Cut the closing part behind the last message's content off a chat's text. A template that strips
+    content strips it there, too."""
+    start = text.rfind(_MARK.strip())
     if start < 0:
-        raise RequestError(
-            "continue_final_message needs a last message with content that the chat template shows",
-            param="continue_final_message",
-        )
-    tail = str(content).lstrip()
-    return text[:start] + (tail if text.startswith(tail, start) else body)
+        raise _nothing_to_continue()
+    return text[:start] if text.startswith(_MARK, start) else text[:start].rstrip()
+
+
+def _nothing_to_continue() -> RequestError:
+    return RequestError(
+        "continue_final_message needs a last message with content that the chat template shows",
+        param="continue_final_message",
+    )
 
 
 def load_tokenizer(directory: Path) -> Tokenizer | None:

@@ -17,12 +17,12 @@ from importlib import resources
 
 from aiohttp import web
 
-from xdeepserve.api.body import read_body
-from xdeepserve.api.endpoint import ENDPOINT
-from xdeepserve.api.http_errors import ApiError, describe, encode_error
-from xdeepserve.api.responses import json_response
-from xdeepserve.api.route import Route
-from xdeepserve.api.sse import HEADERS
+from xdeepserve.api.answers.responses import json_response
+from xdeepserve.api.answers.sse import HEADERS
+from xdeepserve.api.routes.body import read_body
+from xdeepserve.api.routes.route import Route
+from xdeepserve.api.server.endpoint import ENDPOINT
+from xdeepserve.api.server.http_errors import ApiError, describe, encode_error
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.errors import RequestError, abridged
 from xdeepserve.page.breaking import NEEDS_ADMIN, Breaker, Breaking, Broken

@@ -153,7 +153,7 @@ def one_step(
 
     async def main() -> int:
         for te in engine.je.tes:
-            te.on_failure = lambda _, error: fail(error)
+            te.on_loss = lambda _, loss: fail(loss.reason)
         start = clock.now
         await engine.start()
         while len(ends) < total and not failures:

@@ -83,11 +83,7 @@ class SendReceiveBackend:
             kernels.append(dies[channel.src].spawn(run(send), "send"))
             kernels.append(dies[channel.dst].spawn(run(receive), "receive"))
             for kernel in kernels:
-                try:
-                    await clock.join(kernel)
-                except asyncio.CancelledError:
-                    if not kernel.cancelled():  # then it is this process that is not to go on
-                        raise
+                await clock.until_ended(kernel)
             is_over = not failures
             if failures:
                 raise failures[0]

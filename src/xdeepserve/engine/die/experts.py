@@ -138,11 +138,7 @@ class ExpertProgram:
         rollback = self._rollback
         for stream in streams:
             stream.cancel()
-            try:
-                await self.die.clock.join(stream)
-            except asyncio.CancelledError:
-                if not stream.cancelled():  # then it is this process that is not to go on
-                    raise
+            await self.die.clock.until_ended(stream)
         seen = rollback.field.read()
         while seen.resumed < seen.epoch:
             rollback.enter(seen.epoch)

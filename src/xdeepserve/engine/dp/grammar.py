@@ -12,11 +12,13 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams
+from xdeepserve.engine.dp.written_keys import KeyVocabulary, WrittenKeys
 from xdeepserve.errors import RequestError
 from xdeepserve.model.canonical import Array
 
@@ -41,15 +43,25 @@ class GrammarMatcher:
 
     begins_after  the tokens that end the reasoning which the prompt has begun: the grammar holds for what
                   follows them. Empty: for all of the output
+    keys          of the JSON in the text, if there is any; a key that is there comes again only where the
+                  grammar leaves nothing else
     """
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, begins_after: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        vocab_size: int,
+        begins_after: Sequence[int] = (),
+        keys: WrittenKeys | None = None,
+    ) -> None:
         self._matcher, self._vocab_size, self._awaited = matcher, vocab_size, tuple(begins_after)
+        self._keys = keys
         self._latest: tuple[int, ...] = ()  # tokens of the reasoning, as many as are awaited
 
     def copy(self) -> GrammarMatcher:
         """Make an independent copy of the matcher."""
-        other = GrammarMatcher(self._matcher.deep_copy(), self._vocab_size, self._awaited)
+        keys = self._keys.copy() if self._keys else None
+        other = GrammarMatcher(self._matcher.deep_copy(), self._vocab_size, self._awaited, keys)
         other._latest = self._latest
         return other
 
@@ -60,16 +72,31 @@ class GrammarMatcher:
             if self._latest == self._awaited:
                 self._awaited = ()
             return True
-        if self._matcher.is_stopped():
-            return True  # whatever ends a choice is behind the grammar's end
-        return self._matcher.try_consume_tokens([token_id]) == 1
+        if self._matcher.is_stopped():  # only what ends a choice is behind the grammar's end
+            mask = self.allowed()
+            return mask is None or bool(mask[token_id])
+        keys = self._keys.copy() if self._keys else None
+        if keys is not None and not keys.take(token_id):
+            mask = self.allowed()
+            if mask is not None and not mask[token_id]:
+                return False
+        if self._matcher.try_consume_tokens([token_id]) != 1:
+            return False
+        self._keys = keys
+        return True
 
     def allowed(self) -> Array | None:
         """Return a mask of the tokens that may come next, bool [vocab]; None allows all."""
         if self._awaited:
             return None
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        return np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(np.bool_)
+        mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(np.bool_)
+        if self._keys is None:
+            return mask
+        new = mask.copy()
+        for token_ids in self._keys.forbidden(mask):
+            new[token_ids] = False
+        return new if new.any() else mask
 
     @property
     def fault(self) -> str:
@@ -89,7 +116,7 @@ class Grammars:
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids))
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[str, tuple[LLMatcher, WrittenKeys | None]] = OrderedDict()
         self._lock = threading.Lock()  # of that; not held while a grammar is compiled
 
     def matcher(self, wanted: StructuredOutputsParams, begins_after: Sequence[int] = ()) -> GrammarMatcher:
@@ -99,21 +126,31 @@ class Grammars:
         """
         key = wanted.key
         with self._lock:
-            matcher = self._compiled.get(key)
-            if matcher is not None:
+            found = self._compiled.get(key)
+            if found is not None:
                 self._compiled.move_to_end(key)
-        if matcher is None:
-            matcher = LLMatcher(self._tokenizer, wanted.lark, log_level=0, limits=LIMITS)
+        if found is None:
+            lark = wanted.lark
+            matcher = LLMatcher(self._tokenizer, lark, log_level=0, limits=LIMITS)
             if not matcher.is_error():
                 matcher.compute_bitmask()  # also fails where nothing at all may come first
             if matcher.is_error():
-                found = reason(matcher.get_error(), wanted)
-                raise RequestError(f"structured output: {found}", param="structured_outputs")
+                told = reason(matcher.get_error(), wanted)
+                raise RequestError(f"structured output: {told}", param="structured_outputs")
+            found = matcher, WrittenKeys(self._key_vocabulary) if "%json" in lark else None
             with self._lock:
-                self._compiled[key] = matcher
+                self._compiled[key] = found
                 if len(self._compiled) > MAX_COMPILED:
                     self._compiled.popitem(last=False)
-        return GrammarMatcher(matcher.deep_copy(), self._tokenizer.vocab_size, begins_after)
+        matcher, keys = found
+        begun = keys.copy() if keys else None
+        return GrammarMatcher(matcher.deep_copy(), self._tokenizer.vocab_size, begins_after, begun)
+
+    @cached_property
+    def _key_vocabulary(self) -> KeyVocabulary:
+        """Make the tokens' roles in keys of JSON, when the first schema is compiled."""
+        tokenizer = self._tokenizer
+        return KeyVocabulary([tokenizer.decode_bytes([i]) for i in range(tokenizer.vocab_size)])
 
 
 # All that the library knows of JSON Schema's formats; it refuses others, as it could not keep to them.

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
+from xdeepserve.engine.dp.json_schema import json_rule
 from xdeepserve.errors import RequestError, abridged
 
 MAX_GRAMMAR_CHARS = 256 * 1024
@@ -96,71 +95,6 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _OBJECT = {"type": "object"}
-# Between two tokens of JSON a space or an indented line: a model cannot go on with white space for ever.
-_WHITE_SPACE = r" |\n {0,16}"
-
-
-def json_rule(schema: dict[str, Any] | bool) -> str:
-    """Return a term of a grammar rule that matches JSON of a schema."""
-    if schema is False:
-        raise _refused("json: nothing fulfils the schema false")
-    options = {"x-guidance": {"whitespace_pattern": _WHITE_SPACE}}
-    return "%json " + json.dumps({**(_named(schema) if isinstance(schema, dict) else {}), **options})
-
-
-_MAPS = (
-    "properties",
-    "patternProperties",
-    "$defs",
-    "definitions",
-)  # keywords whose values are schemas by name
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SCHEMAS = ("items", "additionalProperties")
-_ANNOTATIONS = ("$comment", "description", "title", "type")
-
-
-def _named(schema: Any) -> Any:
-    """Write `propertyNames`, which the library lacks, in other keywords. What has no such form stays, and is
-    refused by name."""
-    if not isinstance(schema, dict):
-        return schema
-    made = dict(schema)
-    for keyword in _MAPS:
-        if isinstance(made.get(keyword), dict):
-            made[keyword] = {name: _named(each) for name, each in made[keyword].items()}
-    for keyword in _LISTS:
-        if isinstance(made.get(keyword), list):
-            made[keyword] = [_named(each) for each in made[keyword]]
-    for keyword in _SCHEMAS:
-        if keyword in made:
-            made[keyword] = _named(made[keyword])
-    names = made.get("propertyNames", False)
-    if isinstance(names, dict) and names.get("type", "string") == "string":
-        told = {keyword: value for keyword, value in names.items() if keyword not in _ANNOTATIONS}
-    elif names is True:
-        told = {}
-    else:
-        return made
-    known, others = made.get("properties", {}), made.get("additionalProperties", True)
-    if not isinstance(known, dict) or (told and "patternProperties" in made):
-        return made
-    match told:
-        case {"pattern": str(pattern)} if len(told) == 1 and _all_match(pattern, known):
-            made |= {"patternProperties": {pattern: others}, "additionalProperties": False}
-        case {"enum": list(allowed)} if len(told) == 1 and {*known} <= {*map(str, allowed)}:
-            new = {str(name): others for name in allowed if others is not False and name not in known}
-            made |= {"properties": {**known, **new}, "additionalProperties": False}
-        case _ if told:
-            return made
-    del made["propertyNames"]
-    return made
-
-
-def _all_match(pattern: str, names: Iterable[str]) -> bool:
-    try:
-        return all(re.search(pattern, name) for name in names)
-    except re.error:
-        return False
 
 
 def literal(text: str) -> str:

@@ -25,6 +25,7 @@ import msgspec
 from xdeepserve.engine.deploy.deployment import RecoveryConfig
 from xdeepserve.engine.messages import Resume, RollBack, RolledBack
 from xdeepserve.engine.numbers import Epoch, StepNo
+from xdeepserve.engine.recovery.ladder import Loss
 from xdeepserve.engine.recovery.rollback_field import Epochs, RollbackField
 from xdeepserve.errors import DeadlineError, GlitchError, PageLostError
 from xdeepserve.hw.fault_kinds import ERROR_CODES
@@ -96,22 +97,25 @@ class Rollback:
         """Note the end of a step, after which rollbacks in a row are counted anew."""
         self._num_in_a_row = 0
 
-    def may_help(self, error: GlitchError) -> bool:
-        """Whether steps should be run again after this error."""
-        is_transient = ERROR_CODES[error.code].is_transient
+    def why_not(self, loss: Loss) -> str | None:
+        """Explain why running steps again would not mend a die's error code; None if it would."""
+        error, config = loss.error, self._config
+        assert isinstance(error, GlitchError)
+        if not ERROR_CODES[error.code].is_transient:
+            return f"{error.code} does not say whether the die can go on"
+        if config.stage != 3:
+            return f"recovery.stage={config.stage} does without token recomputation"
         # A page that is lost is put right, and does not come again.
-        is_rare = isinstance(error, PageLostError) or self._num_in_a_row < self._config.max_rollbacks
-        return is_transient and self._config.stage == 3 and is_rare
+        if not isinstance(error, PageLostError) and self._num_in_a_row >= config.max_rollbacks:
+            return f"steps have been run again {self._num_in_a_row} times, and none has ended since"
+        return None
 
     async def roll_back(self, error: GlitchError, first_steps: Sequence[int], hear: Hear) -> None:
         """Call all dies back and wait until none runs anything (steps 2 and 3).
 
-        `first_steps` has, for each die with a DP group, the first step that counts as not run. Raises the
-        error itself if a rollback does not help; DeadlineError, naming the silent dies, if some do not
-        answer.
+        `first_steps` has, for each die with a DP group, the first step that counts as not run. Raises
+        DeadlineError, naming the silent dies, if some do not answer.
         """
-        if not self.may_help(error):
-            raise error
         self._move("call")
         self._num_in_a_row += not isinstance(error, PageLostError)
         self.reason = str(error)

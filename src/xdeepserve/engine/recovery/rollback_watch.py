@@ -6,13 +6,15 @@ from collections.abc import Sequence
 
 from xdeepserve.engine.numbers import Epoch
 from xdeepserve.engine.recovery.rollback_field import WORDS, RollbackField
-from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.clock import Process
 from xdeepserve.hw.die import Die
 
 
-class RollbackCalled(XDeepServeError):
-    """Raised where a program of a die waits: its current work counts as not done, and will be repeated."""
+class RollbackCalled(Exception):
+    """Raised where a program of a die waits: its current work counts as not done, and will be repeated.
+
+    It is no failure, and so no XDeepServeError: code that handles those must not swallow a rollback.
+    """
 
 
 class EndOfEpoch:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 
 from xdeepserve.engine.deploy.deployment import HealthConfig
 from xdeepserve.engine.messages import Beat
+from xdeepserve.engine.recovery.ladder import Loss
 from xdeepserve.engine.te.te import TE
 from xdeepserve.errors import DeadlineError
 from xdeepserve.hw.clock import Hears
@@ -27,7 +28,7 @@ from xdeepserve.hw.queue import Queue
 
 
 class ControlPlane:
-    """Sends heartbeats to an engine's TE-shells; `lose` is called for each TE whose shell is lost.
+    """Sends heartbeats to an engine's TE-shells, and tells each TE whose shell is lost.
 
     `hears` is told of an error in the control plane itself.
     """
@@ -37,10 +38,9 @@ class ControlPlane:
         pod: Pod,
         config: HealthConfig,
         tes: Callable[[], Sequence[TE]],
-        lose: Callable[[TE, Exception], None],
         hears: Hears,
     ) -> None:
-        self._clock, self._tes, self._lose, self._hears = pod.clock, tes, lose, hears
+        self._clock, self._tes, self._hears = pod.clock, tes, hears
         self.beat_ns, self.lost_ns = round(1e9 * config.beat_s), round(1e9 * config.shell_lost_s)
         self.travel_ns = math.ceil(1e9 * pod.spec.vpc_startup.value)
         self._answers: Queue[str] = Queue(pod.clock, "answers to the control plane")
@@ -66,9 +66,9 @@ class ControlPlane:
             silent = self._silent_ns(te)
             if silent:
                 te.health.shell = "suspect"
-            if silent >= self.lost_ns:
+            if silent >= self.lost_ns and te.is_running:  # else another shell's loss has ended the engine
                 te.health.shell = "lost"
-                self._lose(te, self._error(te, silent))
+                te.lose(Loss("shell", te.plan.name, (), self._error(te, silent)))
         self.start()
         asked = [te for te in running if te.is_running]
         for te in asked:

@@ -33,7 +33,7 @@ from xdeepserve.engine.serving.request import NOTHING, EngineStats, Parse, check
 from xdeepserve.engine.serving.steer import Steersman
 from xdeepserve.engine.serving.te_group import TEGroup
 from xdeepserve.engine.te.reports import ServerReport, TEHealth, TEReport
-from xdeepserve.errors import OverloadedError, RequestError, XDeepServeError, as_named
+from xdeepserve.errors import OverloadedError, RequestError, XDeepServeError
 from xdeepserve.hw.clock import Hears
 from xdeepserve.hw.pod import Pod
 from xdeepserve.model.answer_lengths import read_answer_lengths
@@ -424,7 +424,7 @@ class Engine:
     def _hear(self, error: Exception) -> None:
         """End the engine by an error in a process that belongs to no TE."""
         if self._failure is None:
-            self.fail(as_named(error))
+            self._group.fail(error)
 
     def release(self, request: Request) -> None:
         """Forget a request and free all it holds. Harmless when repeated."""

@@ -13,6 +13,7 @@ from xdeepserve.engine.dp.sequence import SampledToken, Sequence
 from xdeepserve.engine.job.executor import JobExecutor
 from xdeepserve.engine.job.links import SETTLE_NS, TIMEOUT_NS
 from xdeepserve.engine.loading import SOURCES, Source
+from xdeepserve.engine.recovery.ladder import Loss
 from xdeepserve.engine.te.te import TE
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import HardwareError, ProtocolError, RequestError, XDeepServeError, abridged
@@ -162,11 +163,12 @@ async def serve_dummy(te: TE, timeout_ns: int) -> None:
 
     failures: list[Exception] = []  # also of the moment in which the last group ended
 
-    def fail(_: TE, error: Exception) -> None:
-        failures.append(error)
-        waiter.fail(error)
+    def fail(_: TE, loss: Loss) -> None:
+        reason = loss.reason
+        failures.append(reason)
+        waiter.fail(reason)
 
-    on_failure, te.on_failure = te.on_failure, fail
+    on_loss, te.on_loss = te.on_loss, fail
     try:
         for group in te.groups:
             seq_id = -1 - group.rank  # the engine's begin at 0
@@ -176,4 +178,4 @@ async def serve_dummy(te: TE, timeout_ns: int) -> None:
         if failures:
             raise failures[0]
     finally:
-        te.on_failure = on_failure
+        te.on_loss = on_loss

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,7 +13,7 @@ import msgspec
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.dp.events import FailoverEnded
 from xdeepserve.engine.job.executor import JobExecutor, can_serve
-from xdeepserve.engine.numbers import GroupRank
+from xdeepserve.engine.recovery.ladder import Loss, Remedies, Remedy, RungName, at_once, climb, reasons
 from xdeepserve.engine.serving.control_plane import ControlPlane
 from xdeepserve.engine.serving.counters import Counters
 from xdeepserve.engine.serving.failover import Failover, what_helps
@@ -20,7 +21,7 @@ from xdeepserve.engine.serving.joining import FAILED, Joining, until_unused
 from xdeepserve.engine.te.reports import ServerReport, TEHealth, TEReport
 from xdeepserve.engine.te.te import TE
 from xdeepserve.engine.te.te_plan import TEPlan
-from xdeepserve.errors import LostDieError, PageLostError, RequestError, XDeepServeError, abridged, as_named
+from xdeepserve.errors import LostDieError, PageLostError, RequestError, XDeepServeError, abridged
 from xdeepserve.step.linear import Threads
 
 T = TypeVar("T")
@@ -51,12 +52,11 @@ class TEGroup:
         self.joining = Joining(plan, je, self._make, self._note_joined)
         self._failover: Failover | None = None
         if recovery.failover and not plan.outside:
-            ends = self._end_failover, self._fail
+            ends = self._end_failover, self.fail
             self._failover = Failover(self, self.joining.join, plan, recovery, lost_ns, *ends)
         for te in plan.tes:
             je.tes.append(self._make(te))
-        health, hears = plan.deployment.health, (self._lose, self._fail)
-        self.control_plane = ControlPlane(plan.pod, health, lambda: je.tes, *hears)
+        self.control_plane = ControlPlane(plan.pod, plan.deployment.health, lambda: je.tes, self.fail)
         plan.pod.memories.on_silence[self] = self._find_lost
         plan.pod.memories.on_page_lost[self] = self._lose_page
 
@@ -104,18 +104,14 @@ class TEGroup:
         te = next((te for te in running if die in te.plan.every_die), None)
         if te is None:
             return None
-        unheard = [each for te in running for each in te.plan.needed_dies if each in self._plan.pod.lost]
+        unheard = [each for te in running for each in te.needed_dies if each in self._plan.pod.lost]
         if unheard:
             return f"nobody has found yet that die {unheard[0]} is lost: ask for something first"
-        if te.seats.can_miss(die) or te.clients.can_miss(die) or self._is_needless(te):
+        loss = te.foreseen(die)
+        if None in reasons(loss, te.remedies):
             return None
-        if self._failover is not None:
-            return self._failover.cannot_replace(
-                te.plan, die, [other.plan for other in self._je.tes.ready("prefill")]
-            )
-        helps = what_helps(self._plan, te.plan, [die])
-        hint = f": serve with --set {helps}" if helps else ""
-        return f"{te.sizes.place.name} needs die {die}, and no other task executor could go on{hint}"
+        found = reasons(loss, self._remedies(te))
+        return None if None in found else found[0]
 
     def health(self) -> list[TEHealth]:
         """Report the health of all TEs, including loading and lost ones."""
@@ -171,7 +167,7 @@ class TEGroup:
 
     async def remove_server(self, te: str, number: int) -> None:
         """Remove an expert server from a TE once no client waits for it."""
-        await self._in_the_pod(self._te_with_servers(te).seats.leave(number), "an expert server leaves")
+        await self._in_the_pod(self._te_with_servers(te).leave_server(number), "an expert server leaves")
 
     def _te_with_servers(self, name: str | None) -> TE:
         for te in self._je.tes:
@@ -248,9 +244,9 @@ class TEGroup:
             self._forget(te)
         else:  # those that were to go on have failed since; it stays, without dies, as the last of the engine
             self._plan.tes.remove(te.plan)
-            self._on_failure(next(reversed(self.lost.values())), None)
+            self._climb(Loss("departure", None, (), next(reversed(self.lost.values()))))
 
-    def _is_needless(self, te: TE) -> bool:
+    def _is_needless(self, te: TE | None) -> bool:
         """Whether the other running TEs could serve without this TE."""
         return can_serve(other for other in self._je.tes if other is not te and other.is_running)
 
@@ -263,8 +259,8 @@ class TEGroup:
         """Handle the silence of a die: its memory did not answer a read; do this without waiting for its
         heartbeats to fail."""
         for te in self._je.tes:
-            if die in te.plan.needed_dies and te.is_running:
-                self._plan.pod.clock.detach(self._give_up(te, die), f"loss of die {die}", self._fail)
+            if die in te.needed_dies and te.is_running:
+                self._plan.pod.clock.detach(self._lose_die(te, die), f"loss of die {die}", self.fail)
 
     def _lose_page(self, error: PageLostError) -> None:
         """Act on a lost page of a die's memory: its TE repairs what it can, even while it loads."""
@@ -272,45 +268,109 @@ class TEGroup:
             if error.die in te.plan.every_die and (te.is_running or te.life == "loading"):
                 te.lose_page(error)
 
-    async def _give_up(self, te: TE, die: int) -> None:
-        if te.clients.can_miss(die):
-            te.go_on_without([GroupRank(te.plan.dies.index(die))])  # clients are groups of one die
-        elif te.is_running and te in self._je.tes and die in te.plan.needed_dies:
-            self._lose(
-                te, LostDieError(f"die {die} of {te.sizes.place.name} is lost: its memory does not answer")
-            )
+    async def _lose_die(self, te: TE, die: int) -> None:
+        """Have a TE climb the ladder with a lost die, if nothing has come of the die's loss yet."""
+        if te.is_running and te in self._je.tes and die in te.needed_dies:
+            name = te.plan.name
+            error = LostDieError(f"die {die} of {name} is lost: its memory does not answer")
+            te.lose(Loss("die", name, (die,), error))
 
-    def _fail(self, error: Exception) -> None:
-        """End the engine by an error in one of the processes that work for all its TEs."""
-        self._on_failure(as_named(error), None)
+    # ---- rungs of the ladder ------------------------------------------------------------------------
 
-    def _lose(self, te: TE, error: Exception) -> None:
-        """Handle the failure of a TE: others continue its requests, or a replacement is awaited. If the
-        remaining TEs cannot serve and none is on its way, the engine has failed."""
-        name = te.sizes.place.name
-        if name in self.lost:
+    def fail(self, error: Exception) -> None:
+        """Climb the ladder with an error in one of the processes that work for all TEs."""
+        self._climb(Loss("engine", None, (), error))
+
+    def _lose(self, te: TE, loss: Loss) -> None:
+        """Climb the ladder with a loss that a TE could not mend by itself."""
+        if te.plan.name in self.lost:
             return  # who read its memory, and found nothing there, has told this, too
-        reason = as_named(error, f"{name}: ")
         self._plan.pod.lose(te.plan.every_die)
-        is_wanted = self._failover is not None and te.life == "ready" and self._end is None
-        if not is_wanted and not self._is_needless(te) and not self.is_recovering:
-            lost = self._plan.pod.memories.silent.intersection(te.plan.every_die)
-            if isinstance(reason, FAILED):
-                helps = what_helps(self._plan, te.plan, lost)
-                hint = f"; requests would have gone on with {helps}" if helps else ""
-                dies = f"die{'s' if len(lost) > 1 else ''} {', '.join(map(str, sorted(lost)))}"
-                told = f"{dies} of {name} lost: " if lost and "is lost" not in str(reason) else ""
-                reason.args = (f"{told}{reason}{hint}",)
-            self._on_failure(reason, name)
+        self._climb(loss._replace(error=loss.reason), te)
+
+    def _climb(self, loss: Loss, te: TE | None = None) -> None:
+        left = at_once(climb(loss, self._remedies(te)))
+        if left is not None:
+            raise left.reason
+
+    def _remedies(self, te: TE | None) -> Remedies:
+        """Return the group's remedies for a loss of a TE, or of no TE in service."""
+        remedies: dict[RungName, Remedy] = {
+            "give up": Remedy(partial(self._needs, te), partial(self._leave_to_others, te)),
+            "end": Remedy(self._helps_nobody, partial(self._end_all, te)),
+        }
+        if te is not None and self._failover is not None:
+            replace = (
+                partial(self._cannot_replace, te, self._failover),
+                partial(self._replace, te, self._failover),
+            )
+            remedies["replace"] = Remedy(*replace)
+        return remedies
+
+    def _cannot_replace(self, te: TE, failover: Failover, loss: Loss) -> str | None:
+        """Explain why no TE comes up in the place of a lost one; None if failover is to try."""
+        if loss.is_foreseen:
+            others = [other.plan for other in self._je.tes.ready("prefill")]
+            return failover.cannot_replace(te.plan, loss.dies[0], others)
+        if te.life != "ready":
+            return f"{te.plan.name} is {te.life}"
+        return self._end
+
+    def _replace(self, te: TE, failover: Failover, loss: Loss) -> None:
+        """Give up a TE, whose requests wait for another one if they must, and start to replace it."""
+        was_open, self._je.unplaced.is_open = self._je.unplaced.is_open, True
+        try:
+            self._give_up(te, loss.reason)
+            failover.begin(te.plan, loss.reason)
+        except Exception:
+            self._je.unplaced.is_open = was_open  # else requests would wait for a TE that never comes
+            raise
+
+    def _needs(self, te: TE | None, loss: Loss) -> str | None:
+        """Explain why requests need a TE; None if the other TEs can go on, or another one is on its way."""
+        if te is not None and te.plan.name in self.lost:
+            return f"{te.plan.name} could not be given up"  # a rung before has failed at it
+        if self._is_needless(te) or (self.is_recovering and not loss.is_foreseen):
+            return None
+        if te is None or not loss.is_foreseen:
+            return "no other task executor could go on"
+        (die,) = loss.dies
+        helps = what_helps(self._plan, te.plan, [die])
+        hint = f": serve with --set {helps}" if helps else ""
+        return f"{te.plan.name} needs die {die}, and no other task executor could go on{hint}"
+
+    def _leave_to_others(self, te: TE | None, loss: Loss) -> None:
+        """Give up a TE whose requests go on at others; if it has been given up before, they go on now."""
+        if te is None:
+            self._je.place_waiting()
             return
-        if is_wanted:
-            self._je.unplaced.is_open = True
-        self.lost[name] = reason
+        self._give_up(te, loss.reason)
+        self._plan.pod.clock.detach(self._free_when_idle(te.plan), f"end of {te.plan.name}", self.fail)
+
+    def _helps_nobody(self, loss: Loss) -> str | None:
+        """Explain why the end of the engine is no help that one could count on beforehand."""
+        return "every request would end with an error" if loss.is_foreseen else None
+
+    def _end_all(self, te: TE | None, loss: Loss) -> None:
+        """End the engine by a loss; the error names settings with which requests would have gone on."""
+        reason = loss.reason
+        if te is None:
+            # What came of a failover is no fault of the caller's, though it may be a DeploymentError.
+            is_inner = loss.kind == "replacement"
+            self._on_failure(XDeepServeError(str(reason)) if is_inner else reason, None)
+            return
+        lost = self._plan.pod.memories.silent.intersection(te.plan.every_die)
+        if isinstance(reason, FAILED):
+            helps = what_helps(self._plan, te.plan, lost)
+            hint = f"; requests would have gone on with {helps}" if helps else ""
+            dies = f"die{'s' if len(lost) > 1 else ''} {', '.join(map(str, sorted(lost)))}"
+            told = f"{dies} of {te.plan.name} lost: " if lost and "is lost" not in str(reason) else ""
+            reason.args = (f"{told}{reason}{hint}",)
+        self._on_failure(reason, te.plan.name)
+
+    def _give_up(self, te: TE, reason: XDeepServeError) -> None:
+        self.lost[te.plan.name] = reason
         self._give_up_te(te, reason)
-        if is_wanted and self._failover is not None:
-            self._failover.begin(te.plan, reason)
-        else:
-            self._plan.pod.clock.detach(self._free_when_idle(te.plan), f"end of {name}", self._fail)
 
     def _give_up_te(self, te: TE, reason: XDeepServeError) -> None:
         """End a lost TE and let other TEs continue its sequences from their tokens."""
@@ -352,10 +412,10 @@ class TEGroup:
         """End a failover: waiting sequences are assigned to a TE, or fail if none can serve."""
         self._je.unplaced.is_open = False
         self._je.tell.show(FailoverEnded(None if error is None else str(error)))
-        if error is not None and not can_serve(te for te in self._je.tes if te.is_running):
-            self._on_failure(XDeepServeError(str(error)), None)  # no fault of the caller's
-        else:
+        if error is None:
             self._je.place_waiting()
+        else:
+            self._climb(Loss("replacement", None, (), error))
 
     async def _free_when_idle(self, te: TEPlan) -> None:
         """Free the memory of a lost TE when nothing uses it any more; its dies stay lost."""

@@ -11,7 +11,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams, json_rule, literal
+from xdeepserve.engine.dp.json_schema import json_rule
+from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams, literal
 from xdeepserve.engine.serving.request import ToolRules
 from xdeepserve.errors import RequestError
 from xdeepserve.parsing.call_grammar import Function

@@ -8,7 +8,7 @@ from their tokens alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from xdeepserve.comm.services.server import ServiceServer
 from xdeepserve.engine.die.expert_server import ExpertServerProgram
@@ -16,6 +16,7 @@ from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.dp.events import ClientLost, Events
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.numbers import GroupRank
+from xdeepserve.engine.recovery.ladder import Loss
 from xdeepserve.engine.recovery.rollback import Rollback
 from xdeepserve.engine.te.expert_programs import ExpertPrograms
 from xdeepserve.engine.te.heartbeat import Heartbeats
@@ -47,32 +48,33 @@ class LostClients:
         self.lost: set[GroupRank] = set()
         self.is_open = False  # the job executor gives the TE work, and can give it to another one
 
-    def go_on_without(self, groups: Iterable[GroupRank]) -> bool:
-        """Give up the clients of these DP groups; return whether any was given up.
+    def why_not(self, loss: Loss) -> str | None:
+        """Explain why the TE cannot go on without the dies of a loss; None if it can."""
+        te, num_lost = self._plan.name, len(self._new(loss))
+        if not self._plan.can_miss_clients:
+            return f"the dies of {te} are no clients of expert servers, each on its own"
+        if not num_lost:
+            return "the loss is of no client that was still there"
+        if not self.is_open or self._life.now != "ready":
+            return f"{te} is {self._life.now}, and gives no requests to other clients"
+        if len(self._groups) - len(self.lost) <= num_lost:
+            return f"{te} would have no client left"
+        return None
 
-        Nothing happens if none of them is a new loss, if the TE needs them, or during a rollback. After True
-        the caller has to wake the TE.
-        """
-        new = set(groups) - self.lost
-        if not new or not self._can_miss(len(new)) or self._recovery.phase != "serving":
-            return False
-        for client in sorted(new):
+    def go_on_without(self, loss: Loss) -> None:
+        """Give up the clients of a loss."""
+        for client in self._new(loss):
             self._lose(client)
-        return True
 
-    def can_miss(self, die: int) -> bool:
-        """Whether a die belongs to a client, and the TE would go on without it."""
-        dies = self._plan.dies
-        return die in dies and GroupRank(dies.index(die)) not in self.lost and self._can_miss(1)
+    def _new(self, loss: Loss) -> list[GroupRank]:
+        """Return the clients of a loss that have not been given up yet; each is a DP group of one die."""
+        ranks = (GroupRank(rank) for rank, die in enumerate(self._plan.dies) if die in loss.dies)
+        return [rank for rank in ranks if rank not in self.lost]
 
     def tell_lost(self, program: ExpertProgram) -> None:
         """Tell a newly joined server which clients are lost."""
         for client in sorted(self.lost):
             self._release(program, client)
-
-    def _can_miss(self, num: int) -> bool:
-        is_enough = len(self._groups) - len(self.lost) > num
-        return self._plan.can_miss_clients and self.is_open and self._life.now == "ready" and is_enough
 
     def _lose(self, client: GroupRank) -> None:
         pod, die, group = self._plan.pod, self._plan.dies[client], self._groups[client]

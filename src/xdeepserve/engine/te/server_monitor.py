@@ -12,7 +12,7 @@ are.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from xdeepserve.comm.services.layout import BELL, SEAT, Presence, ServiceLayout
@@ -20,10 +20,12 @@ from xdeepserve.engine.balance.reconfigure import Reconfiguration
 from xdeepserve.engine.deploy.deployment import ServiceConfig
 from xdeepserve.engine.dp.events import Events, ServerHeard
 from xdeepserve.engine.numbers import GroupRank
+from xdeepserve.engine.recovery.ladder import Loss
 from xdeepserve.engine.recovery.rollback import Rollback
 from xdeepserve.engine.run.by_services import SeatsOutside
 from xdeepserve.engine.run.wiring import ByteWiring
 from xdeepserve.engine.te.te_plan import TEPlan
+from xdeepserve.errors import LostDieError
 
 NEVER_NS = 1 << 62
 QUIET = 8  # looks without a step that ends, after which they become rarer
@@ -48,7 +50,7 @@ class ServerMonitor:
         self._asked: dict[int, int] = {}  # the latest one, by server
         self._missed: dict[int, int] = {}  # answers, in a row
         self._masked: set[int] = set()  # servers
-        self._dies = () if self._layout is None else plan.dies  # of clients
+        self._clients = {} if self._layout is None else dict(enumerate(plan.dies))  # dies by rank
         self._silent: dict[GroupRank, int] = {}  # looks in a row, by client
         self.leaving: set[int] = set()
         self._epochs: dict[int, int] = {}  # of seats, where it is not the first
@@ -77,23 +79,26 @@ class ServerMonitor:
 
     # ---- heartbeats ---------------------------------------------------------------------------------
 
-    def look(self, num_steps: int) -> list[GroupRank]:
+    def look(self, num_steps: int) -> Iterator[Loss]:
         """Check all servers' answers, if it is time, and ask all of them again.
 
-        `num_steps` have ended so far. Returns the clients that have been silent for too long. If no
-        step has ended for long, servers are not the cause of the wait, and they are asked ever more seldom.
+        `num_steps` have ended so far. Yields the loss of each server that is not masked yet, then that of
+        clients that have been silent for too long. If no step has ended for long, servers are not the cause
+        of the wait, and they are asked ever more seldom.
         """
         now = self._pod.clock.now
         if now < self.next_ns:
-            return []
+            return
         self._num_quiet = self._num_quiet + 1 if num_steps == self._steps else 0
         self._steps = num_steps
         for server in self._die_of:
             is_silent = self._asked.get(server, 0) > 0 and not self._has_answered(server)
             self._missed[server] = self._missed.get(server, 0) + 1 if is_silent else 0
             is_lost = self._missed[server] >= self._times.lost_heartbeats
-            if is_lost != (server in self.masked):
-                self._mask(server, is_lost)
+            if is_lost and server not in self.masked:
+                yield self._loss(server)
+            elif not is_lost and server in self.masked:
+                self._mask(server, False)
         silent = self._silent_clients()
         self._count += 1
         for server, die in self._die_of.items():
@@ -102,24 +107,41 @@ class ServerMonitor:
             self._pod.memory(die).write(at, BELL.pack(self._count, answered))
         factor = 1 << min(10, max(0, self._num_quiet - QUIET - self._times.lost_heartbeats))
         self._next_ns = now + factor * max(1, round(1e6 * self._times.heartbeat_ms))
-        return silent
+        if silent:
+            dies = tuple(self._clients[rank] for rank in silent)
+            said = f"the memory of clients {', '.join(map(str, dies))} of {self._name} does not answer"
+            yield Loss("missed", self._name, dies, LostDieError(said))
 
     def _silent_clients(self) -> list[GroupRank]:
         """Find clients with memory silent to reads for several looks in a row.
 
         Slow clients are left to the heartbeat of their DP group.
         """
-        silent = {GroupRank(rank) for rank, die in enumerate(self._dies) if die in self._pod.memories.silent}
+        silent = {GroupRank(rank) for rank, die in self._clients.items() if die in self._pod.memories.silent}
         self._silent = {rank: self._silent.get(rank, 0) + 1 for rank in silent}
         times = self._times.lost_heartbeats
         return [rank for rank, missed in self._silent.items() if missed >= times]
 
-    def find_lost(self) -> None:
-        """Mark servers with silent memory as lost at once, since a rollback would wait for each of them."""
+    def find_lost(self) -> Iterator[Loss]:
+        """Yield the loss of each server with silent memory at once: a rollback would wait for it."""
         for server, die in self._die_of.items():
             if die in self._pod.memories.silent and server not in self.masked:
                 self._missed[server] = self._times.lost_heartbeats
-                self._mask(server, True)
+                yield self._loss(server)
+
+    def _loss(self, server: int) -> Loss:
+        die = self._die_of[server]
+        said = f"expert server {server} of {self._name} is lost: die {die} does not answer the monitor"
+        return Loss("server", self._name, (die,), LostDieError(said))
+
+    def mask(self, loss: Loss) -> None:
+        """Tell all clients that servers are lost, so that clients ask others."""
+        for server in [server for server, die in self._die_of.items() if die in loss.dies]:
+            self._mask(server, True)
+
+    def give_up(self, dies: Collection[int]) -> None:
+        """Look no more at clients without which the TE goes on."""
+        self._clients = {rank: die for rank, die in self._clients.items() if die not in dies}
 
     def _bell(self, die: int) -> int:
         assert self._layout is not None

@@ -17,6 +17,7 @@ from xdeepserve.engine.die.expert_memory import STOP, ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.dp.events import Events, ServerMoved
 from xdeepserve.engine.numbers import Seat
+from xdeepserve.engine.recovery.ladder import Loss
 from xdeepserve.engine.recovery.rollback import Rollback
 from xdeepserve.engine.recovery.rollback_field import Epochs, RollbackField
 from xdeepserve.engine.te.expert_programs import ExpertPrograms
@@ -125,7 +126,6 @@ class ServerSeats:
             raise RequestError(f"{name}: {BY_THEMSELVES}", param="te")
         if self._life.now != "ready":
             raise RequestError(f"no expert server can join TE {name}: it is {self._life.now}", param="te")
-        monitor.find_lost()
         free = [
             seat
             for presence in (Presence.ABSENT, Presence.LOST)
@@ -228,7 +228,6 @@ class ServerSeats:
             raise RequestError(f"{who}: {BY_THEMSELVES}", param="te")
         if self._life.now != "ready":
             raise RequestError(f"{who}: its TE is {self._life.now}", param="te")
-        monitor.find_lost()
         presence = monitor.presence(seat)
         if presence in (Presence.ABSENT, Presence.LEAVING) or seat in self._coming:
             what = "on its way there" if seat in self._coming else presence.name.lower()
@@ -237,10 +236,20 @@ class ServerSeats:
         if presence is Presence.THERE and missed:
             raise RequestError(f"{who}: nobody else has {missed}", param="server")
 
-    def can_miss(self, die: int) -> bool:
-        """Whether a die is an expert server whose experts all have copies on other servers."""
-        at = {each: Seat(seat) for seat, each in self._plan.team.expert_at.items()} if self.num_seats else {}
-        return die in at and not self._missed_without(at[die])
+    def why_not(self, loss: Loss) -> str | None:
+        """Explain why clients could not do without a server that is lost; None if they could.
+
+        Of a loss that has happened, each client finds out for itself, when it has tokens for the server.
+        """
+        if not loss.is_foreseen:
+            return None
+        missed = self._missed_without(self.seat_of[loss.dies[0]])
+        return f"no other server has {missed}" if missed else None
+
+    @property
+    def seat_of(self) -> dict[int, Seat]:
+        """Seats by the die of their server; empty if the TE's experts are not services."""
+        return {die: Seat(seat) for seat, die in self._plan.team.expert_at.items()} if self.num_seats else {}
 
     def _missed_without(self, seat: Seat) -> str:
         """Name the experts of a seat that no other present server has; empty if there are none."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 import msgspec
@@ -11,10 +11,9 @@ import msgspec
 from xdeepserve.engine.die.expert_memory import STOP
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.dp.events import Events, TERolledBack
-from xdeepserve.engine.messages import (
-    Shutdown,
-)
+from xdeepserve.engine.messages import Shutdown
 from xdeepserve.engine.numbers import GroupRank
+from xdeepserve.engine.recovery.ladder import Loss, Remedies, Remedy, at_once, climb
 from xdeepserve.engine.te.awake import Awake
 from xdeepserve.engine.te.dealer import Dealer
 from xdeepserve.engine.te.expert_programs import ExpertPrograms
@@ -42,19 +41,19 @@ from xdeepserve.step.linear import Threads
 class TE:
     """Task executor: runs steps on all its dies for as long as any of its DP groups has work.
 
-    `on_failure` is told once if the TE is lost.
+    `on_loss` gets a loss that the TE cannot mend by itself; then the TE is lost.
     """
 
     def __init__(
         self,
         plan: TEPlan,
         threads: Threads,
-        on_failure: Callable[[TE, Exception], None],
+        on_loss: Callable[[TE, Loss], None],
         tell: Events,
         mend: Mend,
     ) -> None:
         pod, name, settings = plan.pod, plan.name, plan.sizes.settings
-        self.plan, self.sizes, self.tell, self.on_failure = plan, plan.sizes, tell, on_failure
+        self.plan, self.sizes, self.tell, self.on_loss = plan, plan.sizes, tell, on_loss
         self._clock, self.lifetime = pod.clock, Lifetime(name, tell)
         # All that the loop waits for comes here: reports, news from outside, the end.
         self.inbox = plan.host_queue(plan.dies[0], f"inbox of {name}")
@@ -123,6 +122,12 @@ class TE:
         layers: Queue[msgspec.Struct] = Queue(pod.clock, f"layers of {name}")
         self._layers = LayerReports(layers, self.groups, self.executors)
         self.processes: list[asyncio.Task[None]] = []
+        self.remedies: Remedies = {
+            "run again": Remedy(self.recovery.why_not, self._roll_back),
+            "mask": Remedy(self.seats.why_not, self.monitor.mask),
+            "go on without": Remedy(self.clients.why_not, self._go_on_without),
+            "wait": Remedy(lambda _: None, lambda _: None),
+        }
 
     @property
     def life(self) -> Life:
@@ -153,6 +158,18 @@ class TE:
     def num_sequences(self) -> int:
         """Number of unfinished sequences in this TE."""
         return sum(group.num_sequences for group in self.groups) + self.te_shell.num_pending
+
+    @property
+    def needed_dies(self) -> tuple[int, ...]:
+        """Dies necessary for the TE to go on.
+
+        Expert servers are not among them: clients find out whether they can do without one. Neither are
+        clients that the TE has given up.
+        """
+        plan, lost = self.plan, {self.plan.dies[rank] for rank in self.clients.lost}
+        return tuple(
+            die for die in (plan.every_die if plan.services is None else plan.dies) if die not in lost
+        )
 
     @property
     def kv_load(self) -> float:
@@ -191,24 +208,43 @@ class TE:
         self.processes += spawned
 
     def _fail(self, error: Exception) -> None:
-        """End the TE by an error that has ended one of its processes."""
-        self.on_failure(self, error)
+        """Climb the ladder with an error that has ended one of the TE's processes."""
+        self.lose(Loss("error", self.plan.name, (), error))
+
+    def lose(self, loss: Loss) -> None:
+        """Climb the ladder with a loss at once, from wherever it was noticed.
+
+        Losses that the loop mends are raised in the loop instead (`_run`).
+        """
+        left = at_once(climb(loss, self.remedies))
+        if left is not None:
+            self.on_loss(self, left)
+
+    def foreseen(self, die: int) -> Loss:
+        """Return the loss that would come if one of the TE's dies was lost."""
+        return Loss("server" if die in self.seats.seat_of else "die", self.plan.name, (die,), None)
+
+    def _find_lost_servers(self) -> None:
+        """Mask expert servers whose memory is silent, before anything would wait for them."""
+        for loss in self.monitor.find_lost():
+            self.lose(loss)
 
     async def join_server(self, wanted: int | None, bring: Bring) -> int:
         """Bring an expert server, from within a process, as `ServerSeats.join` does."""
+        if self.life == "ready":
+            self._find_lost_servers()
         return await self.seats.join(wanted, bring, self._begin)
+
+    async def leave_server(self, number: int) -> None:
+        """Remove an expert server, from within a process, as `ServerSeats.leave` does."""
+        if self.life == "ready":
+            self._find_lost_servers()
+        await self.seats.leave(number)
 
     def _begin(self, program: ExpertProgram) -> None:
         """Start serving with an additional expert die."""
         self.expert_programs.add(program)
         self.processes.append(program.die.detach(program.run(), "experts", self._fail))
-
-    def go_on_without(self, groups: Iterable[GroupRank]) -> bool:
-        """Give up the clients of some DP groups, as `LostClients.go_on_without` does, and wake the loops."""
-        are_missed = self.clients.go_on_without(groups)
-        if are_missed:
-            self.wake()
-        return are_missed
 
     def lose_page(self, error: PageLostError) -> None:
         """Note a page of memory that a die has lost, at the moment at which its driver says so.
@@ -223,7 +259,7 @@ class TE:
             self.lost_pages.note(error)
             return  # no step runs that would have to be called back
         if self.lost_pages.is_fatal(plan.pod.memories.plans[error.die], error.offset):
-            self.on_failure(self, error)
+            self.lose(Loss("metadata", plan.name, (error.die,), error))
             return
         self.lost_pages.note(error)
         for executor in self.executors:
@@ -246,22 +282,14 @@ class TE:
 
         On return the TE is gone, or lost.
         """
-        await self._end_of(self._loop)
+        await self._clock.until_ended(self._loop)
         if self.life == "draining":
             self._shut_down()
             for process in self.processes:
-                await self._end_of(process)
+                await self._clock.until_ended(process)
         if self.life == "draining":
             self._end_life()
             self.plan.release()
-
-    async def _end_of(self, process: asyncio.Task[None]) -> None:
-        """Wait until a process has ended: by itself, or with a die or a TE that is lost."""
-        try:
-            await self._clock.join(process)
-        except asyncio.CancelledError:
-            if not process.cancelled():
-                raise
 
     def give_up(self) -> None:
         """End a task executor after its weights could not be loaded."""
@@ -330,11 +358,31 @@ class TE:
         while not is_over:
             try:
                 is_over = await self._turn()
-            except GlitchError as error:
-                await self._roll_back(error)
-            except DeadlineError:
-                if not self.go_on_without(self.health.ranks("lost") or self._copying):
-                    raise
+            except Exception as error:
+                left = await climb(self._loss_of(error), self.remedies)
+                if left is not None:
+                    self.on_loss(self, left)
+                    return
+
+    def _loss_of(self, error: Exception) -> Loss:
+        """Return the loss that an error in the loop tells of, with the dies that are suspected."""
+        if isinstance(error, GlitchError):
+            return Loss(
+                "page" if isinstance(error, PageLostError) else "glitch", self.plan.name, (error.die,), error
+            )
+        if not isinstance(error, DeadlineError):
+            return Loss("error", self.plan.name, (), error)
+        silent = self.health.ranks("lost") or self._copying
+        dies = tuple(die.index for rank in silent for die in self.groups[rank].dies)
+        return Loss("silence", self.plan.name, dies, error)
+
+    def _go_on_without(self, loss: Loss) -> None:
+        """Go on without the clients of a loss, and let the loops look for work."""
+        if self.recovery.phase != "serving":
+            return  # the rollback waits for all dies, and names those that do not answer
+        self.clients.go_on_without(loss)
+        self.monitor.give_up(loss.dies)
+        self.wake()
 
     async def _turn(self) -> bool:
         """Take a turn of the loop; return whether it was the last."""
@@ -359,16 +407,15 @@ class TE:
 
         `num_steps` have been launched so far.
         """
-        self.go_on_without(self.monitor.look(num_steps))
+        for loss in self.monitor.look(num_steps):
+            self.lose(loss)
         return self.monitor.next_ns
 
-    async def _roll_back(self, error: GlitchError) -> None:
-        """Run the steps under way again after an error code.
-
-        Raises the error if that does not help, or an error of the rollback itself.
-        """
-        begun_ns, turns = self._clock.now, self._turns
-        self.monitor.find_lost()
+    async def _roll_back(self, loss: Loss) -> None:
+        """Run the steps under way again after an error code. Raises an error of the rollback itself."""
+        begun_ns, turns, error = self._clock.now, self._turns, loss.error
+        assert isinstance(error, GlitchError)
+        self._find_lost_servers()
         first_steps = [turns.oldest(group) for group in self.groups for _ in group.dies]
         await self.recovery.roll_back(error, first_steps, self._hearing.hear)
         self.health.forgive()

@@ -142,14 +142,6 @@ class TEPlan:
         return self.services is not None and not self.sizes.place.has_servers_outside and is_alone
 
     @property
-    def needed_dies(self) -> tuple[int, ...]:
-        """Dies necessary for the TE to go on.
-
-        Expert servers are not among them: clients find out whether they can do without one.
-        """
-        return self.every_die if self.services is None else self.dies
-
-    @property
     def is_lost(self) -> bool:
         """Whether any die of the TE has failed."""
         return not self.pod.lost.isdisjoint(self.every_die)

@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from xdeepserve.api.chat import ChatAnswer, prepare_chat
-from xdeepserve.api.generation import Generation
-from xdeepserve.api.requests import ChatRequest
-from xdeepserve.api.served_models import ServedModels
+from xdeepserve.api.answers.generation import Generation
+from xdeepserve.api.openai.chat import ChatAnswer, prepare_chat
+from xdeepserve.api.openai.requests import ChatRequest
+from xdeepserve.api.server.served_models import ServedModels
 from xdeepserve.jobs.agent_tools import AgentTool
 from xdeepserve.jobs.job_records import JobRecord
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from aiohttp import web
 
-from xdeepserve.api.http_errors import ApiError
-from xdeepserve.api.options import ServerOptions
-from xdeepserve.api.served_models import MODELS, ServedModels
+from xdeepserve.api.server.http_errors import ApiError
+from xdeepserve.api.server.options import ServerOptions
+from xdeepserve.api.server.served_models import MODELS, ServedModels
 from xdeepserve.errors import RequestError
 from xdeepserve.jobs.agent_tools import read_tools
 from xdeepserve.jobs.door.agent_turns import AgentTurns

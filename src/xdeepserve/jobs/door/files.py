@@ -9,10 +9,10 @@ from typing import Any
 
 from aiohttp import BodyPartReader, web
 
-from xdeepserve.api.body import BODY_SECONDS
-from xdeepserve.api.http_errors import ApiError
-from xdeepserve.api.input_items import page
-from xdeepserve.api.responses import json_response
+from xdeepserve.api.answers.responses import json_response
+from xdeepserve.api.openai.input_items import page
+from xdeepserve.api.routes.body import BODY_SECONDS
+from xdeepserve.api.server.http_errors import ApiError
 from xdeepserve.errors import RequestError, abridged
 from xdeepserve.jobs.door.desk import desk_of, number_of
 from xdeepserve.jobs.job_records import StoredFile

@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from xdeepserve.api.body import read_body
-from xdeepserve.api.http_errors import ApiError
-from xdeepserve.api.input_items import page
-from xdeepserve.api.responses import json_response
-from xdeepserve.api.served_models import MODELS
+from xdeepserve.api.answers.responses import json_response
+from xdeepserve.api.openai.input_items import page
+from xdeepserve.api.routes.body import read_body
+from xdeepserve.api.server.http_errors import ApiError
+from xdeepserve.api.server.served_models import MODELS
 from xdeepserve.errors import InputError, RequestError, abridged, meant
 from xdeepserve.jobs.door.desk import cancelled, desk_of, number_of, shown_event
 from xdeepserve.jobs.door.files import find_file

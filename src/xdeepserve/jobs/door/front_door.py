@@ -16,12 +16,12 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from xdeepserve.api.access import ADDRESS, guard_middleware, is_own_origin
-from xdeepserve.api.http_errors import ApiError, ErrorDetail, encode_error, error_middleware
-from xdeepserve.api.options import ServerOptions
-from xdeepserve.api.responses import json_response
-from xdeepserve.api.route import PASSED_ON, Route, add_routes
-from xdeepserve.api.server import address_of, bind, stop_signals
+from xdeepserve.api.answers.responses import json_response
+from xdeepserve.api.routes.route import PASSED_ON, Route, add_routes
+from xdeepserve.api.server.access import ADDRESS, guard_middleware, is_own_origin
+from xdeepserve.api.server.http_errors import ApiError, ErrorDetail, encode_error, error_middleware
+from xdeepserve.api.server.options import ServerOptions
+from xdeepserve.api.server.server import address_of, bind, stop_signals
 from xdeepserve.jobs.cluster_manager import ClusterManager
 from xdeepserve.jobs.door.files import MAX_FILE_BYTES
 from xdeepserve.jobs.member_table import ClusterMember, MemberTable

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from xdeepserve.api.endpoint import ENDPOINT
-from xdeepserve.api.input_items import PAGE_QUERY
-from xdeepserve.api.options import ServerOptions
-from xdeepserve.api.route import FORM, Route
+from xdeepserve.api.openai.input_items import PAGE_QUERY
+from xdeepserve.api.routes.route import FORM, Route
+from xdeepserve.api.server.endpoint import ENDPOINT
+from xdeepserve.api.server.options import ServerOptions
 from xdeepserve.errors import InputError
 from xdeepserve.jobs.agent_tools import read_tools
 from xdeepserve.jobs.door import agents, files, fine_tuning

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator
 
 from aiohttp import web
 
-from xdeepserve.api.access import ADDRESS
-from xdeepserve.api.served_models import MODELS, ServedModels
+from xdeepserve.api.server.access import ADDRESS
+from xdeepserve.api.server.served_models import MODELS, ServedModels
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.jobs.door.desk import DESK
 from xdeepserve.jobs.member_table import MemberTable, MemberTE, ReplacedError

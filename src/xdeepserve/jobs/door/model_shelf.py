@@ -6,7 +6,7 @@ import asyncio
 import logging
 from pathlib import Path
 
-from xdeepserve.api.served_models import ServedModels, drain
+from xdeepserve.api.server.served_models import ServedModels, drain
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.request import AsyncEngine
 from xdeepserve.errors import InputError, XDeepServeError

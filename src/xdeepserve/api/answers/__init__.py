@@ -1,0 +1,1 @@
+"""Answers to clients: generation, streams of events, usage, log probabilities."""

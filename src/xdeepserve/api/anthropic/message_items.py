@@ -1,0 +1,208 @@
+"""POST /v1/messages, Anthropic's form of a chat: the requests of clients, and their conversion to chats.
+
+A message has text, or blocks: text, thinking, calls of tools (`tool_use`), and their results (`tool_result`),
+which stand in a user's message here and are messages of their own in a chat.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+from xdeepserve.api.openai.chat import THINKING
+from xdeepserve.api.openai.conversation import plain_message
+from xdeepserve.api.openai.requests import (
+    ChatMessage,
+    ChatRequest,
+    FunctionCall,
+    FunctionDefinition,
+    StreamOptions,
+    Tool,
+    ToolCall,
+)
+from xdeepserve.errors import RequestError, abridged
+
+MAX_TEMPERATURE = 1.0  # Anthropic's
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+class MessageParam(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A message of the conversation so far."""
+
+    role: str
+    content: str | list[dict[str, Any]]
+
+
+class MessagesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /v1/messages, and of /v1/messages/count_tokens, which needs no `max_tokens`."""
+
+    messages: list[MessageParam]
+    model: str | None = None
+    max_tokens: int | None = None
+    system: str | list[dict[str, Any]] | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None
+
+
+def chat_of(body: MessagesRequest) -> ChatRequest:
+    """Convert a request to a chat. Raises RequestError that names the bad field."""
+    messages = [] if not body.system else [ChatMessage(role="system", content=_text("system", body.system))]
+    for i, message in enumerate(body.messages):
+        messages += _chat_messages(f"messages[{i}]", message)
+    if body.temperature is not None and body.temperature > MAX_TEMPERATURE:
+        found = abridged(body.temperature)
+        raise RequestError(
+            f"temperature must be between 0 and {MAX_TEMPERATURE:g}, found {found}", param="temperature"
+        )
+    choice, is_single = _choice(body.tool_choice)
+    config = body.output_config or {}
+    form = body.output_format or config.get("format")
+    return ChatRequest(
+        model=body.model,
+        messages=messages,
+        max_tokens=body.max_tokens,
+        stop=body.stop_sequences or None,
+        stream=body.stream,
+        stream_options=StreamOptions() if body.stream else None,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        tools=[_tool(f"tools[{i}]", tool) for i, tool in enumerate(body.tools or ())] or None,
+        tool_choice=choice if body.tools else None,
+        parallel_tool_calls=False if is_single else None,
+        response_format=None if form is None else _form(form),
+        reasoning_effort=config.get("effort"),
+        # The last message is the beginning of the answer, if it is the assistant's.
+        continue_final_message=True if _begins_answer(messages) else None,
+        chat_template_kwargs=_thinking(body.thinking),
+    )
+
+
+def _begins_answer(messages: list[ChatMessage]) -> bool:
+    last = messages[-1] if messages else None
+    return last is not None and last.role == "assistant" and bool(last.content) and not last.tool_calls
+
+
+def _chat_messages(where: str, message: MessageParam) -> list[ChatMessage]:
+    """Convert a message to messages of a chat: first the results of tools, then the rest."""
+    if message.role not in ("user", "assistant", "system"):
+        raise RequestError(
+            f"{where}.role must be user or assistant, found {abridged(message.role)}", param=f"{where}.role"
+        )
+    blocks = message.content
+    if isinstance(blocks, str):
+        blocks = [{"type": "text", "text": blocks}]
+    made, texts, thoughts, calls = [], list[str](), list[str](), list[ToolCall]()
+    for j, block in enumerate(blocks):
+        at, kind = f"{where}.content[{j}]", block.get("type")
+        match message.role, kind:
+            case _, "text":
+                texts.append(_field(at, block, "text"))
+            case "assistant", "thinking":
+                thoughts.append(_field(at, block, "thinking"))
+            case "assistant", "redacted_thinking":
+                pass
+            case "assistant", "tool_use":
+                arguments = json.dumps(block.get("input", {}))
+                function = FunctionCall(name=_field(at, block, "name"), arguments=arguments)
+                calls.append(ToolCall(id=_field(at, block, "id"), function=function))
+            case "user", "tool_result":
+                text = _text(f"{at}.content", block.get("content") or "")
+                call_id = _field(at, block, "tool_use_id")
+                made.append(ChatMessage(role="tool", content=text, tool_call_id=call_id))
+            case _:
+                raise RequestError(
+                    f"{at}.type {abridged(kind)} is not supported in a message of the {message.role}: "
+                    "this model reads text only",
+                    param=f"{at}.type",
+                )
+    if texts or thoughts or calls or not made:
+        chat = ChatMessage(role=message.role, content="\n".join(texts), tool_calls=calls or None)
+        chat.reasoning_content = "".join(thoughts) or None
+        made.append(chat)
+    for each in made:
+        plain_message(where, each)
+    return made
+
+
+def _field(where: str, block: dict[str, Any], name: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise RequestError(f"{where}.{name} must be a text, found {abridged(value)}", param=f"{where}.{name}")
+    return value
+
+
+def _text(where: str, content: Any) -> str:
+    """Return a text, or the text of a list of text blocks."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        reason = f"{where} must be text or a list of blocks, found {abridged(content)}"
+        raise RequestError(reason, param=where)
+    for j, block in enumerate(content):
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind != "text":
+            param = f"{where}[{j}].type"
+            raise RequestError(
+                f"{param} must be text, found {abridged(kind)}: this model reads text only", param=param
+            )
+    return "\n".join(_field(f"{where}[{j}]", block, "text") for j, block in enumerate(content))
+
+
+def _tool(where: str, tool: dict[str, Any]) -> Tool:
+    if tool.get("type") not in (None, "custom"):
+        param = f"{where}.type"
+        raise RequestError(f"{param} must be custom, found {abridged(tool.get('type'))}", param=param)
+    schema, described, is_strict = (tool.get(name) for name in ("input_schema", "description", "strict"))
+    if not isinstance(schema, dict):
+        param = f"{where}.input_schema"
+        raise RequestError(f"{param} must be an object, found {abridged(schema)}", param=param)
+    return Tool(
+        type="function",
+        function=FunctionDefinition(
+            name=_field(where, tool, "name"),
+            description=described if isinstance(described, str) else None,
+            parameters=schema,
+            strict=True if is_strict is True else None,
+        ),
+    )
+
+
+def _choice(choice: dict[str, Any] | None) -> tuple[str | dict[str, Any] | None, bool]:
+    """Return the chat's `tool_choice`, and whether there may be one call only."""
+    if choice is None:
+        return None, False
+    kind, is_single = choice.get("type"), choice.get("disable_parallel_tool_use") is True
+    if kind == "tool":
+        return {"type": "function", "function": {"name": _field("tool_choice", choice, "name")}}, is_single
+    if not isinstance(kind, str) or kind not in CHOICES:
+        known = f"{', '.join(CHOICES)} or tool"
+        param = "tool_choice.type"
+        raise RequestError(f"{param} must be {known}, found {abridged(kind)}", param=param)
+    return CHOICES[kind], is_single
+
+
+def _thinking(thinking: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the variables of chat templates that switch the reasoning on or off."""
+    kind = None if thinking is None else thinking.get("type")
+    if kind not in (None, "enabled", "disabled", "adaptive"):
+        known = "enabled, disabled or adaptive"
+        raise RequestError(f"thinking.type must be {known}, found {abridged(kind)}", param="thinking.type")
+    return dict.fromkeys(THINKING, kind == "enabled") if kind in ("enabled", "disabled") else None
+
+
+def _form(form: dict[str, Any]) -> dict[str, Any]:
+    if form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
+        param = "output_config.format"
+        raise RequestError(f"{param} must have type json_schema and a schema", param=param)
+    return {"type": "json_schema", "json_schema": {"schema": form["schema"]}}

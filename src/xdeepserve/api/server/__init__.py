@@ -1,0 +1,1 @@
+"""Server around all routes: keys, limits, log, metrics, errors, and its description of itself."""

@@ -1,0 +1,55 @@
+"""Simon Willison's `llm`, by its list of servers like OpenAI's: chats, streams, tools, schemas."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+from features import BASE_URL, MODEL, PERSON, check_person, feature, version
+
+HOME = Path(tempfile.mkdtemp())
+os.environ["LLM_USER_PATH"] = str(HOME)
+SERVER = {"model_id": "served", "model_name": MODEL, "api_base": f"{BASE_URL}/v1"}
+ABLE = {"supports_tools": True, "supports_schema": True, "can_stream": True}
+(HOME / "extra-openai-models.yaml").write_text(json.dumps([SERVER | ABLE]))
+
+import llm  # noqa: E402  # it reads that list when it is imported
+
+HI = "Who is glad?"
+model = llm.get_model("served")
+model.key = "none"
+version("llm")
+
+
+def greet(mood: str) -> str:
+    """Greet a person."""
+    return mood
+
+
+@feature("chat", "prompt, conversation")
+def _() -> None:
+    talk = model.conversation()
+    for _turn in range(2):
+        assert talk.prompt(HI, stream=False, max_tokens=16, temperature=0).usage().output
+
+
+@feature("stream", "prompt")
+def _() -> None:
+    text = model.prompt(HI, stream=False, max_tokens=16, temperature=0).text()
+    assert "".join(model.prompt(HI, stream=True, max_tokens=16, temperature=0)) == text
+
+
+@feature("structured", "schema")
+def _() -> None:
+    check_person(model.prompt(HI, schema=PERSON, stream=False, max_tokens=300).text())
+
+
+@feature("tools", "offered, streamed and whole")
+def _() -> None:
+    tools = [llm.Tool.function(greet)]
+    for stream in (False, True):
+        answer = model.prompt(HI, tools=tools, stream=stream, max_tokens=200, temperature=0)
+        answer.text()
+        assert all(call.name == "greet" for call in answer.tool_calls())
