@@ -230,6 +230,36 @@ MEANT: dict[str, tuple[str, str, Any]] = {
     "fence in V3.1": ("deepseek_v31", deepseek("save", '\n```json\n{"file": "a"}\n```'), {"file": "a"}),
     "arguments as a text": ("kimi", kimi("functions.save:0", '"{\\"file\\": \\"a\\"}"'), {"file": "a"}),
     "a parameter twice": ("glm", glm(("file", "b"), ("file", "a")), {"file": "a"}),
+    # Line breaks around a name, and fences.
+    "line break behind an id": ("kimi", kimi("functions.save:0\n", '\n{"file": "a"}\n'), {"file": "a"}),
+    "line break before an id": ("kimi", kimi("\n functions.save:0", '{"file": "a"}'), {"file": "a"}),
+    "line breaks, V3.1": ("deepseek_v31", deepseek("\nsave\n", '\n{"file": "a"}'), {"file": "a"}),
+    "line breaks, V3": (
+        "deepseek",
+        deepseek("\nfunction\r\n", '\nsave\r\n```json\r\n{"file": "a"}\r\n```\r\n'),
+        {"file": "a"},
+    ),
+    "fence in capitals": (
+        "deepseek",
+        deepseek("function", 'save\n```JSON\n{"file": "a"}\n```'),
+        {"file": "a"},
+    ),
+    "fence of a language": (
+        "deepseek",
+        deepseek("function", 'save\n``` json5 \n{"file": "a"}\n```'),
+        {"file": "a"},
+    ),
+    "fence, hermes": ("hermes", hermes(f"```json\n{SAVED}\n```"), {"file": "a"}),
+    "line breaks in a tag": (
+        "minimax",
+        minimax(("file", "a")).replace(" name", "\n  name").replace('">', '"\n>'),
+        {"file": "a"},
+    ),
+    "line breaks in a tag, qwen": (
+        "qwen3_coder",
+        qwen(("file", "a")).replace("=save", "=\nsave\n").replace("=file", "=\r\n file"),
+        {"file": "a"},
+    ),
     "no arguments": ("kimi", kimi("functions.save:0", ""), {}),
     "nothing in tags": ("qwen3_coder", qwen(), {}),
 }

@@ -32,6 +32,7 @@ _IN_TAG = re.compile(r"[^<>\n]*")
 _NAME_RUN = re.compile(r"[^\s<>{}\"'`]*")
 _NAME = re.compile(r"[^\s<>{}\"'`]+")
 _BRACES = re.compile(r"[}\s]*")
+_LANGUAGE = re.compile(r"[ \t\w]*")  # behind the marks of a fence
 _NAMED = re.compile(  # what stands in a tag behind its kind: =NAME, or name="NAME" and perhaps string="true"
     r"""(?:=\s*|\s+name\s*=\s*)(?P<quote>["']?)(?P<name>[^"']+?)(?P=quote)"""
     r"""(?:\s+string\s*=\s*["']?(?P<string>true|false)["']?)?\s*"""
@@ -165,6 +166,14 @@ class CallGrammar:
             self._source.at = begin
         return (yield from self._tagged_call(is_begun, is_careful=False))
 
+    def _fence(self) -> Steps[str]:
+        """Take the opening line of a fenced block, such as ```json, and white space; return its marks."""
+        yield from self._source.run(SPACE)
+        if fence := (yield from self._source.take("```")):
+            yield from self._source.run(_LANGUAGE)
+        yield from self._source.run(SPACE)
+        return fence
+
     def _made(self, name: str, arguments: str, call_id: str | None = None) -> ParsedCall:
         self.partial = ParsedCall(name=name, arguments=arguments, id=call_id)
         return self.partial
@@ -173,10 +182,11 @@ class CallGrammar:
 
     def _json_call(self, is_begun: bool) -> Steps[ParsedCall]:
         source, ends = self._source, self._notation.ends
-        begin = source.at
         reader = _CallReader(source, self._functions, is_sure=is_begun)
+        fence = (yield from self._fence()) if is_begun else ""
+        begin = source.at
         try:
-            members = yield from reader.members(stops=ends)
+            members = yield from reader.members(stops=(*ends, fence))
         except CutOff:
             if is_begun and (found := _CUT_CALL.match(source.text, begin)):
                 self._made(json.loads(found["name"]), found["arguments"] or "")
@@ -185,6 +195,9 @@ class CallGrammar:
         place = source.at
         if (yield from source.run(_BRACES)).strip() and not (yield from source.peek(*ends)):
             source.at = place
+        if fence:
+            yield from source.run(SPACE)
+            yield from source.take(fence)
         if not is_begun and not (yield from source.peek_behind_space(*ends)):
             raise NoCallError
         return call
@@ -205,7 +218,9 @@ class CallGrammar:
         source, n = self._source, self._notation
         if not (yield from source.take(n.call)) and not is_begun:
             raise NoCallError
+        yield from source.run(SPACE)
         header = (yield from source.run(_HEADER)).strip()
+        yield from source.run(SPACE)
         has_separator = bool((yield from source.take(n.separator)))
         yield from source.run(SPACE)
         if name := (yield from source.run(_HEADER)).strip():
@@ -215,8 +230,7 @@ class CallGrammar:
         name = self._functions.of_id(header) if n.has_ids else header
         if not _NAME.fullmatch(name):
             raise NoCallError
-        yield from source.run(SPACE)
-        fence = yield from source.take("```json", "```")
+        fence = yield from self._fence()
         char = yield from source.char_behind_space()
         call_id, begin = header if n.has_ids else None, source.at
         if char in ("{", '"'):
@@ -299,8 +313,10 @@ class CallGrammar:
 
     def _named(self) -> Steps[tuple[str, bool | None]]:
         """Read the rest of a tag with a name; return the name, and whether it says that a text follows."""
-        source = self._source
-        inside = yield from source.run(_IN_TAG)
+        source, begin = self._source, self._source.at
+        for each in (SPACE, _IN_TAG, SPACE, _IN_TAG, SPACE):
+            yield from source.run(each)
+        inside = source.text[begin : source.at]
         found = _NAMED.fullmatch(inside) if len(inside) <= MAX_TAG else None
         if (yield from source.char()) != ">" or found is None:
             raise NoCallError
