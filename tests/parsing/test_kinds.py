@@ -10,6 +10,8 @@ import pytest
 from tests.parsing.texts import cut
 from xdeepserve.errors import InputError
 from xdeepserve.parsing import parse_answer, parse_pieces
+from xdeepserve.parsing.call_grammar import Function
+from xdeepserve.parsing.stream_parser import StreamParser
 from xdeepserve.parsing.tool_formats import NOTATIONS
 
 TEXT = {"type": "string"}
@@ -139,6 +141,70 @@ MEANT: dict[str, tuple[str, str, Any]] = {
     ),
     "less than": ("minimax", minimax(("text", "1 <2 && x</y")), {"text": "1 <2 && x</y"}),
     "redirect": ("qwen3_coder", qwen(("text", "make 2>&1")), {"text": "make 2>&1"}),
+    **{
+        f"quotes {what}, {form}": (
+            form,
+            write(("text", quoted), ("file", "a")),
+            {"text": quoted, "file": "a"},
+        )
+        for form, write, bare in (
+            ("qwen3_coder", qwen, qwen(("x", "1"), ("file", "b"), name="look").replace("<tool_call>\n", "")),
+            ("minimax", minimax, minimax(("x", "1"), ("file", "b"), name="look").partition("\n")[2]),
+        )
+        for what, quoted in {
+            "a call": f"As:\n{write(('file', 'b'), name='look')}\nDone.",
+            "a call without parameters": f"As:\n{write(name='look')}\nDone.",
+            "two calls": f"{write(('file', 'b'))}\n{write(('text', 'c'), ('file', 'd'))}\nDone.",
+            "a call behind an equals sign": f"X = '{write(('file', 'b'), ('x', '1'))}'\nDone.",
+            "a call of another function": write(("x", "1"), ("y", "2"), name="other") + "\nDone.",
+            "a call without its opener": bare + "\nDone.",
+            "the end of a call": write(("x", "1")).rpartition("1")[2].rpartition("\n")[0] + "\nDone.",
+            "ends without an end of a value": write().partition("\n")[2].partition("\n")[2] + "\nDone.",
+            "a parameter": write(("file", "b")).split("\n", 2)[2].rpartition("\n</")[0] + "\nDone.",
+        }.items()
+    },
+    "quotes a call, glm": (
+        "glm",
+        glm(("text", f"As:\n{glm(('file', 'b'))}\nDone."), ("file", "a")),
+        {"text": f"As:\n{glm(('file', 'b'))}\nDone.", "file": "a"},
+    ),
+    "quotes a call, V3.2": (
+        "deepseek_v32",
+        dsml(("text", f"As:\n{dsml(('file', 'b', 'true'))}\nDone.", "true"), ("file", "a", "true")),
+        {"text": f"As:\n{dsml(('file', 'b', 'true'))}\nDone.", "file": "a"},
+    ),
+    # Line breaks of Windows.
+    "CRLF": (
+        "qwen3_coder",
+        qwen(("file", "a"), ("text", "b\nc\n")).replace("\n", "\r\n"),
+        {"file": "a", "text": "b\r\nc\r\n"},
+    ),
+    "CRLF of the value alone": ("qwen3_coder", qwen(("text", "a\r\nb")), {"text": "a\r\nb"}),
+    "CRLF, no end of a value": (
+        "minimax",
+        minimax(("file", "a"), ("text", "b")).replace("</parameter>\n", "\r\n", 1),
+        {"file": "a", "text": "b"},
+    ),
+    # Other attributes, and tags that end themselves.
+    "attribute behind": ("minimax", minimax(("file", "a")).replace('save"', 'save" id="1"'), {"file": "a"}),
+    "attribute before": ("minimax", minimax(("file", "a")).replace(" name", " type='x' name"), {"file": "a"}),
+    "attribute of a text": (
+        "deepseek_v32",
+        dsml(("file", "5", "true")).replace(' name="file"', ' id=1 name="file" kind="x"'),
+        {"file": "5"},
+    ),
+    "attribute, qwen": (
+        "qwen3_coder",
+        qwen(("file", "a")).replace("=file", '=file type="string"'),
+        {"file": "a"},
+    ),
+    "tag that ends itself": ("minimax", '<minimax:tool_call><invoke name="save"/></minimax:tool_call>', {}),
+    "tag that ends itself, qwen": ("qwen3_coder", "<tool_call>\n<function=save />\n</tool_call>", {}),
+    "parameter that ends itself": (
+        "minimax",
+        minimax(("file", "a")).replace("<parameter", '<parameter name="text" />\n<parameter'),
+        {"text": "", "file": "a"},
+    ),
     # Whether a value is a text.
     "text by $ref of a $ref": ("qwen3_coder", qwen(("code", "0815")), {"code": "0815"}),
     "text or number": ("glm", glm(("plz", "10999"), ("count", "7")), {"plz": "10999", "count": 7}),
@@ -327,6 +393,26 @@ def test_a_broken_call_does_not_take_the_next_one_with_it() -> None:
     assert calls == [("save", {"file": "a"}), ("save", {"file": "b"})]
     text = f"<tool_call>{{oh}}</tool_call>\n{hermes(SAVED)}"
     assert calls_of("hermes", text) == ("<tool_call>{oh}</tool_call>", "", [("save", {"file": "a"})])
+
+
+@pytest.mark.parametrize(("form", "write"), [("qwen3_coder", qwen), ("minimax", minimax)])
+def test_a_missing_end_does_not_make_a_call_a_quoted_one(form: str, write: Any) -> None:
+    """The value has no later end: each end behind it belongs to a parameter of the call behind it."""
+    first, second = write(("file", "a")), write(("file", "b"), ("text", "c"))
+    unended = first.replace("</parameter>\n", "\n" if form == "minimax" else "")
+    expected = [("save", {"file": "a"}), ("save", {"file": "b", "text": "c"})]
+    for ending in (unended, unended.partition("</")[0].rstrip()):
+        assert calls_of(form, f"{ending}\n{second}") == ("", "", expected)
+    talks = f"{first.rpartition(chr(10))[0]}\nAnd now:\n{second}"
+    assert calls_of(form, talks)[2] == expected
+
+
+def test_a_call_that_is_quoted_in_a_cut_value_is_no_call() -> None:
+    text = qwen(("text", f"As:\n{qwen(name='look')}\nDone."))
+    parser = StreamParser(True, "qwen3_coder", functions=[Function("save", "{}"), Function("look", "{}")])
+    found = parser.finish(text.partition("Done")[0], is_cut=True)
+    assert [call.name for call in found.tool_calls] == ["save"]
+    assert found.content == ""
 
 
 def test_a_parameter_may_be_declared_in_a_branch() -> None:

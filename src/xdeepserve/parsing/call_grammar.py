@@ -6,9 +6,11 @@ A model leaves out ends, openers and braces, and writes marks within values. The
 2. A mark within a value between tags ends the value only if what follows it could follow a call: the next
    parameter, the end of a call or a section, another call, or the end of the text. So `</parameter>` in the
    middle of a sentence is text.
-3. A parameter whose end is missing ends before the next one that the function declares, before the end of its
+3. A value may quote calls, or parts of calls. So a mark that could end the value (rules 2 and 4), but stands
+   within a quoted call or before further words, ends it only if the value has no end of its own behind.
+4. A parameter whose end is missing ends before the next one that the function declares, before the end of its
    call, or before another call.
-4. If no call comes out of this, the first end of a value, call or section ends the value.
+5. If no call comes out of this, the first end of a value, call or section ends the value.
 
 Then what is left is no call, and all of it is text.
 """
@@ -19,6 +21,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import msgspec
 
@@ -33,11 +36,16 @@ _NAME_RUN = re.compile(r"[^\s<>{}\"'`]*")
 _NAME = re.compile(r"[^\s<>{}\"'`]+")
 _BRACES = re.compile(r"[}\s]*")
 _LANGUAGE = re.compile(r"[ \t\w]*")  # behind the marks of a fence
-_NAMED = re.compile(  # what stands in a tag behind its kind: =NAME, or name="NAME" and perhaps string="true"
-    r"""(?:=\s*|\s+name\s*=\s*)(?P<quote>["']?)(?P<name>[^"']+?)(?P=quote)"""
-    r"""(?:\s+string\s*=\s*["']?(?P<string>true|false)["']?)?\s*"""
+_ATTRIBUTES = r"""(?:\s+[\w:.-]+\s*=\s*(?:"[^"]*"|'[^']*'|[^\s"'/]+))*?"""
+_NAMED = re.compile(  # what stands in a tag behind its kind: =NAME, or name="NAME", and other attributes
+    rf"""(?:=\s*|{_ATTRIBUTES}\s+name\s*=\s*)(?P<quote>["']?)(?P<name>[^"']+?)(?P=quote)"""
+    rf"""(?P<others>{_ATTRIBUTES})\s*(?P<closed>/?)\s*"""
 )
+_SAYS_TEXT = re.compile(r"""\sstring\s*=\s*["']?(true|false)""")
 MAX_TAG = 300  # characters of a tag behind its kind
+MAX_SEARCHES = (
+    8  # in vain, for a value's own end; then its first possible end counts, so that time is bounded
+)
 _SCHEMALESS = FunctionSchema(None)
 
 
@@ -99,6 +107,18 @@ class OfferedFunctions:
         return max(found, key=len, default=plain)
 
 
+class _Tag(NamedTuple):
+    """Contents of a tag with a name.
+
+    is_text     whether a text follows, where the tag says so
+    is_closed   the tag ends what it begins: `<invoke name="now"/>`
+    """
+
+    name: str
+    is_text: bool | None = None
+    is_closed: bool = False
+
+
 class _CallReader(JsonReader):
     """Reads an object with name and arguments.
 
@@ -133,6 +153,7 @@ class CallGrammar:
     def __init__(self, source: TextSource, notation: ToolNotation, functions: OfferedFunctions) -> None:
         self._source, self._notation, self._functions = source, notation, functions
         self.partial: ParsedCall | None = None
+        self._num_searches = 0
         tags = notation.tags
         if tags is not None:
             self._key = tags.key.rstrip().partition(" ")[0].partition("=")[0]
@@ -143,6 +164,7 @@ class CallGrammar:
             n = notation
             self._next_tags = tuple(filter(None, (self._key, n.call_end, *n.ends, n.call, *n.begins)))
             self._in_value = marks_of(self._value_end, *self._next_tags)
+            self._around_value = marks_of(self._key, self._value_end)
             self._in_key = marks_of(self._key_end, self._value, self._key, *n.ends)
 
     @cached_property
@@ -256,9 +278,12 @@ class CallGrammar:
 
     def _tagged_call(self, is_begun: bool, is_careful: bool) -> Steps[ParsedCall]:
         source, n = self._source, self._notation
-        name = yield from self._name(is_begun)
+        tag = yield from self._name(is_begun)
+        name = tag.name
         if not is_begun and not self._functions.may_be(name):
             raise NoCallError
+        if tag.is_closed:
+            return self._made(name, "{}")
         self._made(name, "")
         members: dict[str, str] = {}
         whole: str | None = None  # arguments that are an object where parameters should stand
@@ -293,26 +318,26 @@ class CallGrammar:
             yield from source.char()
         return source.at if mark == self._notation.call_end else before, mark
 
-    def _name(self, is_begun: bool) -> Steps[str]:
+    def _name(self, is_begun: bool) -> Steps[_Tag]:
         """Read the name of a call between tags."""
         source, call = self._source, self._notation.call
         if call:
             if not (yield from source.take(call)):
                 raise NoCallError
-            name, _ = yield from self._named()
+            tag = yield from self._named()
         else:
             before = source.text[source.at - 1] if source.at else " "
-            name = yield from source.run(_NAME_RUN)
+            tag = _Tag((yield from source.run(_NAME_RUN)))
             if not is_begun and (
                 _NAME.fullmatch(before) or not (yield from source.peek_behind_space(self._key))
             ):
                 raise NoCallError
-        if not _NAME.fullmatch(name):
+        if not _NAME.fullmatch(tag.name):
             raise NoCallError
-        return name
+        return tag
 
-    def _named(self) -> Steps[tuple[str, bool | None]]:
-        """Read the rest of a tag with a name; return the name, and whether it says that a text follows."""
+    def _named(self) -> Steps[_Tag]:
+        """Read the rest of a tag with a name."""
         source, begin = self._source, self._source.at
         for each in (SPACE, _IN_TAG, SPACE, _IN_TAG, SPACE):
             yield from source.run(each)
@@ -321,38 +346,100 @@ class CallGrammar:
         if (yield from source.char()) != ">" or found is None:
             raise NoCallError
         source.at += 1
-        return found["name"].strip(), {"true": True, "false": False}.get(found["string"])
+        said = _SAYS_TEXT.search(found["others"])
+        return _Tag(found["name"].strip(), said and said[1] == "true", bool(found["closed"]))
 
     def _parameter(self, name: str, members: dict[str, str], is_careful: bool) -> Steps[None]:
         """Read a parameter into `members`. Of two of one name the last one counts."""
         source, schema = self._source, self._functions.schema(name)
         yield from source.take(self._key)
-        key, is_text = yield from self._parameter_name()
-        begin, mark = source.at, ""
+        tag = yield from self._parameter_name()
+        key = tag.name
+        if tag.is_closed:
+            members[key] = schema.json_of(key, "", tag.is_text)
+            return
+        begin = source.at
         try:
-            while True:
-                if not (mark := (yield from source.find(self._in_value))):
-                    raise NoCallError
-                place = source.at
-                if (yield from self._ends_value(mark, schema, is_careful)):
-                    break
-                source.at, mark = place + len(mark), ""
+            place, mark = yield from self._end_of_value(schema, is_careful)
         except CutOff:
-            text = self._trimmed(source.text[begin : place if mark else source.at])
-            text = text.removesuffix("\n") if self._trims else text
+            text = self._stripped(source.text[begin : source.at], has_end=True)
             known = _joined({**members, key: json_text(text)[:-1]})
             self._made(name, "{" + known)
             raise
-        text = self._trimmed(source.text[begin:place])
-        source.at = place + (len(mark) if mark == self._value_end else 0)
-        if self._trims or mark != self._value_end:
-            text = text.removesuffix("\n")
-        members[key] = schema.json_of(key, text, is_text)
+        has_end = mark == self._value_end
+        text = self._stripped(source.text[begin:place], has_end)
+        source.at = place + (len(mark) if has_end else 0)
+        members[key] = schema.json_of(key, text, tag.is_text)
 
-    def _trimmed(self, text: str) -> str:
-        return text.removeprefix("\n") if self._trims else text
+    def _end_of_value(self, schema: FunctionSchema, is_careful: bool) -> Steps[tuple[int, str]]:
+        """Find the mark that ends a value; return its place, and the mark.
 
-    def _parameter_name(self) -> Steps[tuple[str, bool | None]]:
+        Where the text is cut off, leaves the source behind what belongs to the value.
+        """
+        source, depth = self._source, 0  # depth: of parameters that began within the value
+        while mark := (yield from source.find(self._in_value)):
+            place, has_end = source.at, mark == self._value_end
+            behind = place + len(mark)
+            later: int | None = None
+            try:
+                is_end = yield from self._ends_value(mark, schema, is_careful)
+                is_sure = has_end and not depth and (yield from self._ends_call(behind))
+            except CutOff:
+                source.at = place
+                raise
+            depth = max(depth - has_end, 0)
+            if is_end and is_careful and not is_sure:
+                source.at = behind if has_end else place
+                try:
+                    later = yield from self._later_end(depth)
+                except CutOff:
+                    if not has_end:
+                        raise
+            if is_end:
+                return (place, mark) if later is None else (later, self._value_end)
+            depth += mark == self._key
+            source.at = behind
+        raise NoCallError
+
+    def _later_end(self, depth: int) -> Steps[int | None]:
+        """Find a later end of the value, which is none of a parameter that begins before it; None if there
+        is none. `depth` parameters have begun within the value."""
+        source = self._source
+        while self._num_searches < MAX_SEARCHES:
+            if not (mark := (yield from source.find(self._around_value))):
+                self._num_searches += 1
+                break
+            place = source.at
+            source.at += len(mark)
+            if mark == self._key:
+                depth += 1
+            elif depth:
+                depth -= 1
+            elif (yield from self._goes_on(self._next_tags)) and (yield from self._ends_call(source.at)):
+                return place
+            source.at = place + len(mark)
+        return None
+
+    def _ends_call(self, behind: int) -> Steps[bool]:
+        """Whether no words come behind an end of a value that an end of its call follows."""
+        source, n = self._source, self._notation
+        source.at = behind
+        try:
+            yield from source.run(SPACE)
+            if not (yield from source.take(n.call_end)):
+                return True
+            return (yield from self._goes_on((*n.ends, n.call, *n.begins)))
+        except CutOff:
+            return True
+
+    def _stripped(self, text: str, has_end: bool) -> str:
+        """Strip the line breaks that the format writes around a value."""
+        is_crlf = text.startswith("\r\n") or (text.endswith("\r\n") and not text.startswith("\n"))
+        newline = "\r\n" if is_crlf else "\n"
+        text = text.removeprefix(newline) if self._trims else text
+        return text.removesuffix(newline) if self._trims or not has_end else text
+
+    def _parameter_name(self) -> Steps[_Tag]:
         if self._has_attributes:
             return (yield from self._named())
         source = self._source
@@ -366,7 +453,7 @@ class CallGrammar:
         if mark != self._value or not name:
             raise NoCallError
         source.at += len(mark)
-        return name, None
+        return _Tag(name)
 
     def _ends_value(self, mark: str, schema: FunctionSchema, is_careful: bool) -> Steps[bool]:
         """Whether a mark within a value ends it. Leaves the source anywhere behind the mark."""
@@ -383,10 +470,10 @@ class CallGrammar:
         if mark == self._key:
             source.at += len(mark)
             try:
-                key, _ = yield from self._parameter_name()
+                tag = yield from self._parameter_name()
             except NoCallError:
                 return False
-            return n.is_special or (schema.declares(key) and (is_line or bool(schema.names)))
+            return n.is_special or (schema.declares(tag.name) and (is_line or bool(schema.names)))
         if mark in (n.call, *n.begins):
             return is_line and (yield from self._is_call())
         source.at += len(mark)
@@ -394,7 +481,7 @@ class CallGrammar:
             return True
         if mark == n.call_end:
             return (yield from self._goes_on((*n.ends, n.call, *n.begins)))
-        if is_line and (yield from source.char()) == "\n":
+        if is_line and (yield from source.char()) in ("\n", "\r"):
             return True
         return (yield from self._goes_on((n.call, *n.begins)))
 
@@ -412,8 +499,8 @@ class CallGrammar:
             is_begun = True
             yield from source.run(SPACE)
         try:
-            name = yield from self._name(is_begun)
-            return self._notation.is_special or self._functions.may_be(name)
+            tag = yield from self._name(is_begun)
+            return self._notation.is_special or self._functions.may_be(tag.name)
         except NoCallError:
             return False
 
