@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import time
 
 import pytest
 from hypothesis import example, given
@@ -86,6 +87,16 @@ def test_time_is_bounded_where_nothing_ends(form: ToolFormat, part: str) -> None
     text = part.format(opener=opener, call=call) * (4_000 // len(part))
     found = parse_answer(text, format=form, tools=TOOLS)
     assert found.tool_calls or found.content == text
+
+
+@pytest.mark.parametrize("part", ['{"name": ', '{"arguments": ', '{"parameters": {"a": ', '{"name": [{"a": '])
+def test_time_is_bounded_where_objects_nest(part: str) -> None:
+    """Each brace could begin a call, and each reader would go as deep as it may; 180,000 characters took
+    some ten seconds."""
+    text = part * (180_000 // len(part))
+    begin = time.process_time()
+    assert parse_answer(text, format="hermes", tools=TOOLS) == Parsed(content=text)
+    assert time.process_time() - begin < 4
 
 
 SEEDS = 1000

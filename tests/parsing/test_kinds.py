@@ -245,6 +245,23 @@ MEANT: dict[str, tuple[str, str, Any]] = {
     # Ends and openers that are left out.
     "no end, hermes": ("hermes", hermes(SAVED).partition("\n</")[0], {"file": "a"}),
     "no brace": ("hermes", hermes(SAVED[:-1]), {"file": "a"}),
+    "no brace, kimi": ("kimi", kimi("functions.save:0", '{"file": "a"\n'), {"file": "a"}),
+    "no brace, V3.1": (
+        "deepseek_v31",
+        deepseek("save", '{"file": {"a": "}"}').replace("{}", ""),
+        {"file": {"a": "}"}},
+    ),
+    "no brace, V3": ("deepseek", deepseek("function", 'save\n```json\n{"file": "a"\n```'), {"file": "a"}),
+    "no brace, end of the section": (
+        "deepseek_v31",
+        deepseek("save", '{"file": "a"').replace("<｜tool▁call▁end｜>", ""),
+        {"file": "a"},
+    ),
+    "no brace in tags": (
+        "minimax",
+        '<minimax:tool_call><invoke name="save">\n{"file": "a"\n</invoke>',
+        {"file": "a"},
+    ),
     "a brace too many": ("hermes", hermes(SAVED + "}"), {"file": "a"}),
     "no opener, hermes": ("hermes", f"{SAVED}\n</tool_call>", {"file": "a"}),
     "no opener, qwen": ("qwen3_coder", qwen(("file", "a")).removeprefix("<tool_call>\n"), {"file": "a"}),
@@ -472,6 +489,56 @@ def test_unknown_formats_and_bad_tools_are_refused() -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": TEXT}}}}
     call = parse_answer(glm(("a", "5"), name="f"), format="glm", tools=[tool]).tool_calls[0]
     assert json.loads(call.arguments) == {"a": "5"}
+
+
+@pytest.mark.parametrize("key", ["parameters", "input_schema", "inputSchema"])
+@pytest.mark.parametrize("as_text", [True, False])
+def test_schemas_of_other_apis_count(key: str, as_text: bool) -> None:
+    schema = {"type": "object", "properties": {"a": TEXT}}
+    tool = {"name": "f", key: json.dumps(schema) if as_text else schema}
+    call = parse_answer(glm(("a", "5"), name="f"), format="glm", tools=[tool]).tool_calls[0]
+    assert json.loads(call.arguments) == {"a": "5"}
+
+
+def test_answers_and_tools_of_other_types_are_refused_by_name() -> None:
+    for answer, found in ((None, "null"), (5, "5"), (b"x", "b'x'")):
+        with pytest.raises(InputError, match=f"the answer must be a text, found {found}"):
+            parse_answer(answer)  # type: ignore[arg-type]
+    wrong: dict[str, Any] = {
+        r"tools\[0\] must have a name, found \"f\"": ["f"],
+        r"tools\[0\] must have a name, found null": [None],
+        r"tools must be a list of objects, found \"f\"": "f",
+        r"tools must be a list of objects, found {\"name": {"name": "f"},
+        r"tools\[0\]: parameters must be a JSON schema, an object; found \"no JSON\"": [
+            {"name": "f", "parameters": "no JSON"}
+        ],
+        r"tools\[0\]: parameters must be a JSON schema, an object; found \[1\]": [
+            {"name": "f", "input_schema": [1]}
+        ],
+    }
+    for match, tools in wrong.items():
+        with pytest.raises(InputError, match=match):
+            parse_answer("x", format="glm", tools=tools)
+
+
+@pytest.mark.parametrize(
+    ("before", "behind", "content"),
+    [
+        ("First.\n\n", "\nThen.", "First.\n\nThen."),
+        ("First.", "\nThen.", "First.\nThen."),
+        ("First. ", "Then.", "First. Then."),
+        ("First.\n", "\n\n", "First."),
+        ("\n", "\nThen.", "Then."),
+    ],
+)
+@pytest.mark.parametrize("in_reasoning", [True, False])
+def test_words_around_calls_stay_apart(before: str, behind: str, content: str, in_reasoning: bool) -> None:
+    calls = f"{hermes(SAVED)}\n{hermes(SAVED)}"
+    found = calls_of("hermes", f"{before}{calls}{behind}", in_reasoning)
+    expected = [("save", {"file": "a"})] * 2
+    assert found == (("", content, expected) if in_reasoning else (content, "", expected))
+    thinks = f"Hm.\n{hermes(SAVED)}\n</think>\n{calls}\nThen."
+    assert calls_of("hermes", thinks, True)[:2] == ("Then.", "Hm.")
 
 
 def test_schemas_that_go_deep_or_in_circles_say_nothing() -> None:

@@ -124,7 +124,9 @@ def test_well_formed_answers(
     functions = [function_of(name, arguments) for name, arguments in calls]
     found_content, found_reasoning, found_calls = parse(cut(text, places), tools, functions=functions[::-1])
     assert found_reasoning == (reasoning or "")
-    assert found_content == content.rstrip() + after.lstrip()
+    before, behind = content.rstrip(), after.lstrip()
+    space = content[len(before) :] or after[: len(after) - len(behind)]  # as it separates the words
+    assert found_content == before + (space if before and behind else "") + behind
     ids = [f"functions.{name}:{i}" if tools == "kimi" else None for i, (name, _) in enumerate(calls)]
     expected = [[name, i, arguments] for (name, arguments), i in zip(calls, ids, strict=True)]
     assert found_calls == expected

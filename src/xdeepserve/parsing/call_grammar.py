@@ -138,6 +138,9 @@ class _CallReader(JsonReader):
             raise NoCallError
         if key == "name":
             begin = source.at
+            yield from source.run(SPACE)
+            if (yield from source.char()) not in ("'", '"'):
+                raise NoCallError
             name = read_loosely((yield from JsonReader(source).value()))
             if name is None or json.loads(name[0]) not in self._functions.names:
                 raise NoCallError
@@ -187,6 +190,13 @@ class CallGrammar:
         except NoCallError:
             self._source.at = begin
         return (yield from self._tagged_call(is_begun, is_careful=False))
+
+    def _json_arguments(self, char: str, *stops: str) -> Steps[str]:
+        """Read arguments in JSON, which begin with `char`. The end of the call may stand for their brace."""
+        reader, n = JsonReader(self._source), self._notation
+        if char == "{":
+            return (yield from reader.object(stops=(n.call_end, *n.ends, n.call, *stops)))
+        return (yield from reader.value())
 
     def _fence(self) -> Steps[str]:
         """Take the opening line of a fenced block, such as ```json, and white space; return its marks."""
@@ -257,7 +267,7 @@ class CallGrammar:
         call_id, begin = header if n.has_ids else None, source.at
         if char in ("{", '"'):
             try:
-                arguments = _arguments((yield from JsonReader(source).value()))
+                arguments = _arguments((yield from self._json_arguments(char, fence)))
             except CutOff:
                 self._made(name, source.text[begin:], call_id)
                 raise
@@ -290,7 +300,7 @@ class CallGrammar:
         if (yield from source.char_behind_space()) == "{":
             begin = source.at
             try:
-                whole = yield from JsonReader(source).value()
+                whole = yield from self._json_arguments("{")
             except CutOff:
                 self._made(name, source.text[begin:])
                 raise

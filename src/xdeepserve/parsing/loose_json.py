@@ -28,6 +28,10 @@ class NoCallError(Exception):
     """The text is no call of a tool, or no JSON."""
 
 
+class TooDeepError(NoCallError):
+    """The text has lists or objects within more than `MAX_DEPTH` others."""
+
+
 class JsonReader:
     """Reads values of JSON from a source, which stands behind each afterwards."""
 
@@ -77,6 +81,14 @@ class JsonReader:
                 return found
         source.at += 1
         return found
+
+    def object(self, depth: int = 0, stops: tuple[str, ...] = ()) -> Steps[str]:
+        """Read an object, and return its JSON. A mark of `stops` may stand for its brace."""
+        begin = self._source.at
+        members = yield from self.members(depth, stops)
+        if self.is_loose:
+            return "{" + ", ".join(f"{json_text(key)}: {value}" for key, value in members.items()) + "}"
+        return self._source.text[begin : self._source.at]
 
     def begin_member(self, key: str) -> Steps[None]:
         """Take notice of a member whose value comes next, for readers that want to refuse or remember it."""
@@ -132,12 +144,12 @@ class JsonReader:
 
     def _many(self, opener: str, depth: int) -> Steps[str]:
         if depth >= MAX_DEPTH:
-            raise NoCallError
+            raise TooDeepError
         if opener == "{":
             reader = JsonReader(self._source)
-            members = yield from reader.members(depth)
+            value = yield from reader.object(depth)
             self.is_loose |= reader.is_loose
-            return "{" + ", ".join(f"{json_text(key)}: {value}" for key, value in members.items()) + "}"
+            return value
         source, values = self._source, []
         source.at += 1
         char = yield from self._next()
@@ -156,6 +168,7 @@ class JsonReader:
             self.is_loose |= char == closer
         elif char != closer:
             if stops and (yield from self._source.peek(*stops)):
+                self.is_loose = True
                 return ""
             raise NoCallError
         if not char:

@@ -7,8 +7,8 @@
 
 `StreamParser` takes pieces of any size, and gives out each part as soon as more text cannot change it: text
 at once, except what may become a mark; a call when it is whole. A whole answer is parsed as one piece. White
-space around calls only separates them, and is dropped with their marks. What looked like a call and is none
-stays text, marks included, so nothing that a model said is lost.
+space around calls is dropped with their marks, unless words stand on both sides. What looked like a call and
+is none stays text, marks included, so nothing that a model said is lost.
 
 A text that a length limit has cut within a call gives the part of the call that is known. What is behind that
 is dropped: a mark, half a mark, or a call without its name.
@@ -24,12 +24,12 @@ import msgspec
 
 from xdeepserve.errors import InputError, abridged
 from xdeepserve.parsing.call_grammar import CallGrammar, Function, OfferedFunctions, ParsedCall
-from xdeepserve.parsing.loose_json import NoCallError
+from xdeepserve.parsing.loose_json import NoCallError, TooDeepError
 from xdeepserve.parsing.text_source import SPACE, CutOff, Marks, Steps, TextSource, marks_of
 from xdeepserve.parsing.tool_formats import DSML, NOTATIONS, ToolFormat
 
 THINK, THINK_END = "<think>", "</think>"
-# Calls of an answer that may begin and never end; then the rest is text, so that time is bounded.
+# Calls of an answer that may begin and never end, or nest too deeply. Then the rest is text: time is bounded.
 MAX_VAIN = 8
 
 State = Literal["start", "reasoning", "content"]
@@ -69,6 +69,8 @@ class StreamParser:
         self._num_calls = self._num_vain = 0
         self._is_open = False  # a section of calls has begun and not ended
         self._follows_call = False  # nothing but white space since a call
+        self._has_said = False  # words in this state
+        self._space = ""  # between the words before a call and the call
         self._behind_openers = 0  # the place behind those last read: a model may write several
         self._sets: dict[State, Marks] = {}
         if self._notation is not None:
@@ -166,19 +168,22 @@ class StreamParser:
         """Take a mark, and the call that it begins; white space before `place` is still to be said."""
         source, n = self._source, self._notation
         space = source.at
+        before = source.text[space:place]
         if mark == THINK_END and self.state == "reasoning":
-            self._say(source.text[space:place])
-            source.at, self.state, self._follows_call = place + len(mark), "content", False
+            self._say(before)
+            source.at, self.state = place + len(mark), "content"
+            self._follows_call = self._has_said = False
             return
         assert n is not None
         source.at, self._behind_openers = place + len(mark), 0
         if mark in n.ends:
             if self._is_open or self._follows_call:
-                self._is_open, self._follows_call = False, True
+                self._is_open = False
+                self._end_words(before)
                 return
         elif self._num_vain < MAX_VAIN and (yield from self._call(mark, place)):
             self._is_open |= mark in n.begins
-            self._follows_call = True
+            self._end_words(before)
             return
         source.at = max(place + len(mark), self._behind_openers)
         self._say(source.text[space : source.at])
@@ -196,8 +201,8 @@ class StreamParser:
             call = yield from self._grammar.call(is_begun)
             if self.state == "reasoning" and not self._functions.may_be(call.name):
                 return False
-        except NoCallError:
-            self._num_vain += source.has_met_end
+        except NoCallError as error:
+            self._num_vain += source.has_met_end or isinstance(error, TooDeepError)
             return False
         except CutOff:
             partial = self._grammar.partial
@@ -223,11 +228,21 @@ class StreamParser:
         self._source.at = begin + len(said)
         self._say(said)
 
+    def _end_words(self, space: str) -> None:
+        """Take notice of a call behind the words so far, and of the white space between."""
+        if not self._follows_call:
+            self._follows_call, self._space = True, space
+
     def _say(self, text: str) -> None:
-        """Give out text of the current state; not the white space behind a call."""
-        if self._follows_call:
-            text = text.lstrip()
-            self._follows_call = not text
+        """Give out text of the current state. Of white space around calls only what separates words before
+        them from words behind."""
+        if self._follows_call and (words := text.lstrip()):
+            between = self._space or text[: -len(words)]
+            text = between + words if self._has_said else words
+            self._follows_call = False
+        elif self._follows_call:
+            return
+        self._has_said |= bool(text.strip())
         if self.state == "reasoning":
             self._parsed.reasoning += text
         else:
@@ -243,10 +258,11 @@ def parse_answer(
     """Parse a model's whole answer into content, reasoning and tool calls.
 
     format         of tool calls: one of `ToolFormat`; None looks for reasoning alone
-    tools          that the model could call: `name`, and `parameters`, a JSON schema
+    tools          that the model could call: `name`, and `parameters` (or `input_schema`), a JSON schema
     in_reasoning   the prompt ended with `<think>`
 
-    Raises InputError for an unknown format.
+    Raises InputError for an unknown format, a tool without a name or with another schema than an object, and
+    for an answer that is no text.
     """
     return parse_pieces([text], format, tools, in_reasoning)
 
@@ -258,6 +274,9 @@ def parse_pieces(
     in_reasoning: bool = False,
 ) -> Parsed:
     """Parse an answer that arrives in pieces; the result is the same however it is cut. See parse_answer."""
+    pieces = [pieces] if isinstance(pieces, str) else list(pieces)
+    if wrong := [piece for piece in pieces if not isinstance(piece, str)]:
+        raise InputError(f"the answer must be a text, found {abridged(wrong[0])}")
     parser = StreamParser(True, _known(format), in_reasoning=in_reasoning, functions=_functions(tools or ()))
     whole = Parsed()
     for parsed in (*map(parser.push, pieces), parser.finish()):
@@ -277,11 +296,30 @@ def _known(name: str | None) -> ToolFormat | None:
 
 
 def _functions(tools: Iterable[Mapping[str, Any]]) -> list[Function]:
-    """Read tools; the form of OpenAI's API, with `function` around name and parameters, will also do."""
+    """Read tools, also in the forms of OpenAI's API (`function` around name and parameters), Anthropic's
+    and MCP's."""
     functions = []
+    if isinstance(tools, str | bytes | Mapping):
+        raise InputError(f"tools must be a list of objects, found {abridged(tools)}")
     for number, tool in enumerate(tools):
-        inner = tool.get("function", tool)
-        if not isinstance(inner.get("name"), str):
+        inner = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
             raise InputError(f"tools[{number}] must have a name, found {abridged(tool)}")
-        functions.append(Function(inner["name"], json.dumps(inner.get("parameters") or {})))
+        schema: Any = next((inner[key] for key in _SCHEMAS if inner.get(key) is not None), {})
+        functions.append(Function(inner["name"], _schema_text(schema, f"tools[{number}]")))
     return functions
+
+
+# Keys of a tool's schema: OpenAI's, Anthropic's, MCP's.
+_SCHEMAS = ("parameters", "input_schema", "inputSchema")
+
+
+def _schema_text(schema: Any, where: str) -> str:
+    """Return a schema as JSON; it may be such a text already. Raises InputError if it is no object."""
+    try:
+        found = json.loads(schema) if isinstance(schema, str) else schema
+        if isinstance(found, Mapping):
+            return json.dumps(dict(found))
+    except (TypeError, ValueError, RecursionError):
+        pass
+    raise InputError(f"{where}: parameters must be a JSON schema, an object; found {abridged(schema)}")
