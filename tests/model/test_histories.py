@@ -28,6 +28,10 @@ WANTS_NO_CONTENT = (
     "{% for m in messages %}<{{ m.role }}>{% if 'content' not in m %}" + CALLS + "{% elif m.content %}"
     "{{ m.content }}{% else %}{{ raise_exception('empty') }}{% endif %}{% endfor %}"
 )
+REFUSES_RESULTS = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "<{{ m.role }}>{{ '' + m.content }}" + CALLS + "{% endfor %}"
+)
 FIRST_ALONE = (
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}"
     "{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -59,6 +63,7 @@ def call(arguments: str = '{"a": 1}') -> dict[str, Any]:
         (ASKS_WHAT_IS_IN_IT, ""),
         (LOSES_CALLS_OF_EMPTY, None),
         (WANTS_NO_CONTENT, NO_CONTENT),
+        (REFUSES_RESULTS, ""),
     ],
 )
 def test_a_turn_with_calls_and_no_text_means_the_same_however_it_is_written(

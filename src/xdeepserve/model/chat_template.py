@@ -157,14 +157,18 @@ def _forms(source: str) -> MessageForms:
             return -1, 0
         return sum(mark in text for mark in marks), -text.count("None") - text.count("null")
 
-    def called(empty: str | None) -> tuple[int, int]:
-        arguments = JsonText('{"trial-key": "trial-value"}')
-        call = {"id": "trial0000", "type": "function", "function": {"name": "trial", "arguments": arguments}}
-        turn = MessageForms(empty).applied([{"role": "assistant", "content": None, "tool_calls": [call]}])
-        reply = {"role": "tool", "tool_call_id": "trial0000", "name": "trial", "content": _RESULT}
-        return found([_USER, *turn, reply], "trial-key", "trial-value", _RESULT)
+    arguments = JsonText('{"trial-key": "trial-value"}')
+    call = {"id": "trial0000", "type": "function", "function": {"name": "trial", "arguments": arguments}}
+    reply = {"role": "tool", "tool_call_id": "trial0000", "name": "trial", "content": _RESULT}
 
-    empty = max((None, "", NO_CONTENT), key=called)  # the first of those that are equally right
+    def called(empty: str | None, behind: Mapping[str, Any]) -> tuple[int, int]:
+        turn = MessageForms(empty).applied([{"role": "assistant", "content": None, "tool_calls": [call]}])
+        return found([_USER, *turn, behind], "trial-key", "trial-value", _RESULT)
+
+    def quality(empty: str | None) -> tuple[tuple[int, int], ...]:
+        return called(empty, reply), called(empty, _USER)  # the latter, too: some templates refuse results
+
+    empty = max((None, "", NO_CONTENT), key=quality)  # the first of those that are equally right
     if found([_USER], "trial-user")[0] < 1:  # it needs variables that only a request has
         return MessageForms(empty)
     systems = found(_MIDDLE, "trial-first", "trial-second", "trial-third")
