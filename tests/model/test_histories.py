@@ -8,29 +8,31 @@ from typing import Any
 import pytest
 
 from xdeepserve.errors import RequestError
-from xdeepserve.model.chat_template import NO_CONTENT, ChatTemplate, JsonText, MessageForms
+from xdeepserve.model.chat_template import CALLS, NO_CONTENT, RESULTS, ChatTemplate, JsonText, MessageForms
 
 # Templates of the kinds that published checkpoints have.
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-CALLS = (
+WRITES_CALLS = (
     "{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments | tojson }}]{% endfor %}"
 )
-WRITES_NONE = f"{{% for m in messages %}}<{{{{ m.role }}}}>{{{{ m.content }}}}{CALLS}{{% endfor %}}"
+WRITES_NONE = f"{{% for m in messages %}}<{{{{ m.role }}}}>{{{{ m.content }}}}{WRITES_CALLS}{{% endfor %}}"
 ASKS_WHAT_IS_IN_IT = (
     "{% for m in messages %}<{{ m.role }}>{% if '</think>' in m.content %}{{ m.content[9:] }}{% else %}"
-    "{{ m.content }}{% endif %}" + CALLS + "{% endfor %}"
+    "{{ m.content }}{% endif %}" + WRITES_CALLS + "{% endfor %}"
 )
 LOSES_CALLS_OF_EMPTY = (
-    "{% for m in messages %}<{{ m.role }}>{% if m.content is none %}" + CALLS + "{% else %}{{ m.content }}"
+    "{% for m in messages %}<{{ m.role }}>{% if m.content is none %}"
+    + WRITES_CALLS
+    + "{% else %}{{ m.content }}"
     "{% endif %}{% endfor %}"
 )
 WANTS_NO_CONTENT = (
-    "{% for m in messages %}<{{ m.role }}>{% if 'content' not in m %}" + CALLS + "{% elif m.content %}"
+    "{% for m in messages %}<{{ m.role }}>{% if 'content' not in m %}" + WRITES_CALLS + "{% elif m.content %}"
     "{{ m.content }}{% else %}{{ raise_exception('empty') }}{% endif %}{% endfor %}"
 )
 REFUSES_RESULTS = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
-    "<{{ m.role }}>{{ '' + m.content }}" + CALLS + "{% endfor %}"
+    "<{{ m.role }}>{{ '' + m.content }}" + WRITES_CALLS + "{% endfor %}"
 )
 FIRST_ALONE = (
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}"
@@ -79,9 +81,53 @@ def test_a_turn_with_calls_and_no_text_means_the_same_however_it_is_written(
     assert with_text.startswith("<user>u<assistant>So")
 
 
+# As DeepSeek-V2-Lite's: of an assistant's turn its content, and of a tool's turn nothing.
+LOSES_BOTH = (
+    "{% for m in messages %}{% if m.role == 'user' %}User: {{ m.content }}\n{% elif m.role == 'assistant' %}"
+    "Assistant: {{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+WANTS_TOOLS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if tools %}"
+    + WRITES_CALLS
+    + "{% endif %}{% endfor %}"
+)
+LOSES_RESULTS = (
+    "{% for m in messages if m.role != 'tool' %}<{{ m.role }}>{{ m.content }}" + WRITES_CALLS + "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "loses"),
+    [
+        (PLAIN, (CALLS,)),
+        (LOSES_BOTH, (CALLS, RESULTS)),
+        (LOSES_RESULTS, (RESULTS,)),
+        (WRITES_NONE, ()),
+        (WANTS_TOOLS, ()),
+        (REFUSES_RESULTS, ()),
+    ],
+)
+def test_what_a_template_would_lose_is_refused_by_name(source: str, loses: tuple[str, ...]) -> None:
+    assert ChatTemplate(source, "test").forms.loses == loses
+    user: dict[str, Any] = {"role": "user", "content": "u"}
+    histories: dict[str, dict[str, Any]] = {
+        CALLS: {"role": "assistant", "content": "", "tool_calls": [call()]},
+        RESULTS: {"role": "tool", "tool_call_id": "c", "content": "r"},
+    }
+    for what, message in histories.items():
+        if what in loses:
+            with pytest.raises(RequestError, match=f"chat template does not show {what}"):
+                said(source, user, message, user)
+        elif what == CALLS and source != WANTS_TOOLS:
+            assert '[look {"a": 1}]' in said(source, user, message, user)
+    assert said(source, user)
+
+
 @pytest.mark.parametrize("source", [FIRST_ALONE, SKIPS_LATE])
 def test_late_system_messages_that_a_template_cannot_take_join_the_first(source: str) -> None:
-    assert ChatTemplate(source, "test").forms._replace(empty=None) == MessageForms(folds_system=True)
+    assert ChatTemplate(source, "test").forms._replace(empty=None, loses=()) == MessageForms(
+        folds_system=True
+    )
     messages = [("system", "a"), ("system", "b"), ("user", "u"), ("system", "c"), ("user", "v")]
     told = said(source, *({"role": role, "content": content} for role, content in messages))
     assert told == "<system>a\n\nb\n\nc<user>u<user>v"
@@ -136,7 +182,7 @@ def test_users_that_must_take_turns_are_joined() -> None:
 
 
 def test_templates_that_take_everything_get_what_clients_sent() -> None:
-    assert ChatTemplate(PLAIN, "test").forms == MessageForms("")
+    assert ChatTemplate(PLAIN, "test").forms == MessageForms("", loses=(CALLS,))
     messages = [("user", "a"), ("user", "b"), ("system", "c"), ("system", "d")]
     told = said(PLAIN, *({"role": role, "content": content} for role, content in messages))
     assert told == "<user>a<user>b<system>c<system>d"

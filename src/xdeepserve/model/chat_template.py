@@ -88,15 +88,19 @@ class MessageForms(NamedTuple):
     folds_system   system messages after others would be refused or lost: they join the first message
     joins_users    two users' messages in a row would be refused or lost: they are joined
     wants_user     system messages alone would be refused or lost: they are the user's
+    loses          what no text of the template has, though it takes the message: `CALLS`, `RESULTS`
     """
 
     empty: str | None = None
     folds_system: bool = False
     joins_users: bool = False
     wants_user: bool = False
+    loses: tuple[str, ...] = ()
 
     def applied(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Bring messages into the forms of the template."""
+        """Bring messages into the forms of the template. Raises RequestError for what it would lose."""
+        for message in messages if self.loses else ():
+            self._check_shown(message)
         written = [self._with_empty(message) for message in messages]
         if self.wants_user and all(message.get("role") == "system" for message in written):
             written = [{**message, "role": "user"} for message in written]
@@ -108,6 +112,15 @@ class MessageForms(NamedTuple):
             groups = itertools.groupby(written, lambda message: message.get("role"))
             written = [each for role, group in groups for each in _joined_users(role, list(group))]
         return written
+
+    def _check_shown(self, message: Mapping[str, Any]) -> None:
+        lost = CALLS if message.get("tool_calls") else RESULTS if message.get("role") == "tool" else ""
+        if lost in self.loses:
+            raise RequestError(
+                f"the model's chat template does not show {lost}: these messages have some, and the model "
+                "would not see them; write them into the content of a message, or use another template",
+                param="messages",
+            )
 
     def _with_empty(self, message: dict[str, Any]) -> dict[str, Any]:
         if message.get("role") != "assistant" or not message.get("tool_calls") or message.get("content"):
@@ -128,6 +141,7 @@ def _joined_users(role: str | None, messages: list[dict[str, Any]]) -> list[dict
 
 
 NO_CONTENT = "absent"
+CALLS, RESULTS = "calls of tools", "results of tools"
 _USER, _RESULT = {"role": "user", "content": "trial-user"}, "trial-result"
 _ANSWER = {"role": "assistant", "content": "trial-answer"}
 _MIDDLE = [
@@ -146,14 +160,19 @@ def _forms(source: str) -> MessageForms:
     template, _ = _compiled(source)
     special = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")
 
+    def written(messages: Sequence[Mapping[str, Any]], tools: list[Any] | None = None) -> str | None:
+        """Return the text of a history; None if the template refuses it."""
+        try:
+            return "".join(
+                template.generate(messages=messages, tools=tools, add_generation_prompt=True, **special)
+            )
+        except Exception:  # a template is foreign code: it may fail in any way
+            return None
+
     def found(messages: Sequence[Mapping[str, Any]], *marks: str) -> tuple[int, int]:
         """Count the marks that the template writes, and the times of `None` and `null`, negative; (-1, 0) if
         refused."""
-        try:
-            text = "".join(
-                template.generate(messages=messages, tools=None, add_generation_prompt=True, **special)
-            )
-        except Exception:  # a template is foreign code: it may fail in any way
+        if (text := written(messages)) is None:
             return -1, 0
         return sum(mark in text for mark in marks), -text.count("None") - text.count("null")
 
@@ -161,9 +180,12 @@ def _forms(source: str) -> MessageForms:
     call = {"id": "trial0000", "type": "function", "function": {"name": "trial", "arguments": arguments}}
     reply = {"role": "tool", "tool_call_id": "trial0000", "name": "trial", "content": _RESULT}
 
-    def called(empty: str | None, behind: Mapping[str, Any]) -> tuple[int, int]:
+    def history(empty: str | None, *behind: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         turn = MessageForms(empty).applied([{"role": "assistant", "content": None, "tool_calls": [call]}])
-        return found([_USER, *turn, behind], "trial-key", "trial-value", _RESULT)
+        return [_USER, *turn, *behind]
+
+    def called(empty: str | None, behind: Mapping[str, Any]) -> tuple[int, int]:
+        return found(history(empty, behind), "trial-key", "trial-value", _RESULT)
 
     def quality(empty: str | None) -> tuple[tuple[int, int], ...]:
         return called(empty, reply), called(empty, _USER)  # the latter, too: some templates refuse results
@@ -171,10 +193,21 @@ def _forms(source: str) -> MessageForms:
     empty = max((None, "", NO_CONTENT), key=quality)  # the first of those that are equally right
     if found([_USER], "trial-user")[0] < 1:  # it needs variables that only a request has
         return MessageForms(empty)
+    tool = {"type": "function", "function": {"name": "trial", "description": "", "parameters": {}}}
+
+    def is_lost(mark: str, *histories: list[Mapping[str, Any]]) -> bool:
+        """Whether the template takes some of the histories, and writes a mark of none."""
+        texts = [written(each, tools) for each in histories for tools in (None, [tool])]
+        taken = [text for text in texts if text is not None]
+        return bool(taken) and not any(mark in text for text in taken)
+
+    replied = history(empty, reply), history(empty, reply, _USER)
+    is_call_lost = is_lost("trial-value", *replied, history(empty), history(empty, _USER))
+    loses = (CALLS,) * is_call_lost + (RESULTS,) * is_lost(_RESULT, *replied)
     systems = found(_MIDDLE, "trial-first", "trial-second", "trial-third")
     users = found([_USER, {**_USER, "content": "trial-next"}], "trial-user", "trial-next")
     alone = found([{"role": "system", "content": "trial-alone"}], "trial-alone")
-    return MessageForms(empty, systems[0] < 3, joins_users=users[0] < 2, wants_user=alone[0] < 1)
+    return MessageForms(empty, systems[0] < 3, joins_users=users[0] < 2, wants_user=alone[0] < 1, loses=loses)
 
 
 def load_chat_templates(directory: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, ChatTemplate]:
