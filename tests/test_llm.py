@@ -266,6 +266,35 @@ def test_prompt_forms(llm: LLM) -> None:
     assert chat.prompt_token_ids[0] == llm.tokenizer.bos_token_id
 
 
+def test_a_chat_takes_messages_in_the_forms_of_the_api(llm: LLM) -> None:
+    def ids(*messages: dict[str, object]) -> list[int]:
+        return llm.chat([*messages, {"role": "user", "content": "Hi"}], GREEDY).prompt_token_ids
+
+    for content in ({}, {"content": None}, {"content": []}):
+        assert ids({"role": "assistant", **content}) == ids({"role": "assistant", "content": ""})
+    assert ids({"role": "assistant", "content": None, "refusal": "No."}) == ids(
+        {"role": "assistant", "content": "No."}
+    )
+    assert ids({"role": "developer", "content": "Be kind."}) == ids({"role": "system", "content": "Be kind."})
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ({"role": "user", "content": "Hi"}, "found {'content': 'Hi', 'role': 'user'}; put it into a list"),
+        ("Hi", "found 'Hi'"),
+        ([{"role": "user"}], "messages[0].content is required"),
+        ([{"role": "user", "content": 5}], "messages[0].content must be a text or a list of parts, found 5"),
+        ([{"content": "Hi"}], "messages[0].role must be a text such as user, found null"),
+    ],
+    ids=str,
+)
+def test_refused_messages_say_what_would_do(llm: LLM, messages: list, message: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        llm.chat(messages, GREEDY)
+    assert str(refused.value).endswith(message)
+
+
 @pytest.mark.parametrize(
     ("prompts", "match"),
     [

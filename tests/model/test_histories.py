@@ -175,6 +175,17 @@ def test_a_template_of_system_messages_gets_them() -> None:
     assert said(PLAIN, {"role": "system", "content": "s"}) == "<system>s"
 
 
+def test_arguments_as_the_api_has_them_are_objects_for_templates() -> None:
+    user: dict[str, Any] = {"role": "user", "content": "u"}
+    as_text = {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"a": 1}'}}
+    texts = {
+        said(WRITES_NONE, user, {"role": "assistant", "tool_calls": [each]}, {"role": "tool"})
+        for each in (call(), as_text)
+    }
+    assert texts == {'<user>u<assistant>[look {"a": 1}]<tool>'}
+    assert said(PLAIN, {"role": "assistant"}, {"role": "developer", "content": "d"}) == "<assistant><system>d"
+
+
 def test_users_that_must_take_turns_are_joined() -> None:
     assert ChatTemplate(ALTERNATES, "test").forms.joins_users
     users = ({"role": "user", "content": each} for each in "ab")

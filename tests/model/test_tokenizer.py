@@ -132,8 +132,8 @@ def test_text_parts_are_joined() -> None:
     ("messages", "reason"),
     [
         ([{"role": "robot", "content": "x"}], "unknown role robot"),
-        ([{"role": "user"}], "refuses these messages"),
-        ([{"content": "x"}], "refuses these messages"),
+        ([{"role": "user"}], r"messages\[0\]\.content is required"),
+        ([{"content": "x"}], r"messages\[0\]\.role must be a text such as user, found null"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
             "only have parts of type text",

@@ -258,12 +258,18 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         tools: Sequence[dict[str, Any]] | None = None,
     ) -> RequestOutput:
-        """Answer a conversation through the model's chat template. The text includes the template's tags."""
+        """Answer a conversation through the model's chat template. The text includes the template's tags.
+
+        Messages are those of OpenAI's API: content may be null where calls or nothing stand for it.
+        """
         self._check_open()
         for name, value in (("messages", messages), ("tools", tools or ())):
             if not _is_list(value) or not all(isinstance(each, dict) for each in value):
                 example = '[{"role": "user", "content": "Hello"}]' if name == "messages" else "OpenAI's"
-                raise RequestError(f"{name} must be a list like {example}, {_found(value)}", param=name)
+                hint = "; put it into a list" if isinstance(value, dict) else ""
+                raise RequestError(
+                    f"{name} must be a list like {example}, found {_shown(value)}{hint}", param=name
+                )
         if not messages:
             raise RequestError("messages must have at least one, found none", param="messages")
         tokenizer = require_tokenizer(self.tokenizer, self.engine.model_name, "messages")
@@ -533,4 +539,8 @@ def _found(value: object) -> str:
     """Say on one line which value was found instead of a prompt, and what to pass instead if that is
     known."""
     instead = next((words for kinds, words in INSTEAD if isinstance(value, kinds)), "")
-    return f"found {' '.join(reprlib.repr(value).split())}{instead}"
+    return f"found {_shown(value)}{instead}"
+
+
+def _shown(value: object) -> str:
+    return " ".join(reprlib.repr(value).split())

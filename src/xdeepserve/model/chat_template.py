@@ -42,7 +42,7 @@ class ChatTemplate:
     ) -> str:
         """Render a chat as text. Raises RequestError with the template's own words if it refuses the
         messages, and for a text longer than `max_chars`."""
-        plain = [_plain_message(message) for message in messages]
+        plain = [_plain_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
         try:
             return self._collect(max_chars, messages=self.forms.applied(plain), **variables)
         except RequestError:
@@ -228,15 +228,45 @@ def load_chat_templates(directory: Path, tokenizer_config: Mapping[str, Any]) ->
     return {name: ChatTemplate(source, str(directory)) for name, source in sources.items()}
 
 
-def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a message's content to a single text: OpenAI's list of text parts is joined by newlines."""
+def _plain_message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert a message of OpenAI's API to the form that templates take. Raises RequestError, which calls the
+    message `where`.
+
+    A list of text parts becomes one text, joined by newlines, and arguments of calls become JsonText. Content
+    may be left out in an assistant's turn and in a tool's. The role "developer" is that of the system.
+    """
+    plain, role = dict(message), message.get("role")
+    if not isinstance(role, str):
+        raise RequestError(
+            f"{where}.role must be a text such as user, found {abridged(role)}", param="messages"
+        )
+    plain["role"] = "system" if role == "developer" else role
+    if calls := message.get("tool_calls"):
+        plain["tool_calls"] = [_plain_call(call) for call in calls]
     content = message.get("content")
-    if not isinstance(content, list):
-        return dict(message)
-    parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
-    if not all(isinstance(part, str) for part in parts):
-        raise RequestError("message content may only have parts of type text", param="messages")
-    return {**message, "content": "\n".join(str(part) for part in parts)}
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+        if not all(isinstance(part, str) for part in parts):
+            raise RequestError(f"{where}.content may only have parts of type text", param="messages")
+        plain["content"] = "\n".join(str(part) for part in parts)
+    elif content is None and role in ("assistant", "tool"):
+        if not calls:
+            plain["content"] = message.get("refusal") or ""  # as a client has it from an answer without text
+    elif content is None:
+        raise RequestError(f"{where}.content is required", param="messages")
+    elif not isinstance(content, str):
+        raise RequestError(
+            f"{where}.content must be a text or a list of parts, found {abridged(content)}",
+            param="messages",
+        )
+    return plain
+
+
+def _plain_call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    return {**call, "function": {**function, "arguments": JsonText.of_call(function["arguments"])}}
 
 
 class JsonText(dict[str, Any]):
