@@ -21,7 +21,7 @@ test: $(READY)
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 $(if $(LONG),-m 'not campaign')
 
 long: $(READY)
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m long
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m 'long and not campaign'
 
 campaign: $(READY)
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m 'campaign and not idle' $(PART) --durations=10

@@ -85,7 +85,7 @@ def main() -> None:
         title("... and comes back")
         again = ask(llm, "A again", [*SYSTEM, 1, 2, 3])
         print(f"the same tokens and logits as the first time: {first == again}")
-        group.check_integrity()
+        group.scheduler.check_integrity()
         print(f"blocks in use: {round(group.rtc.usage * group.rtc.num_blocks)} of {group.rtc.num_blocks}")
 
         title("A conversation with a key")

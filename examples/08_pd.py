@@ -22,7 +22,8 @@ import msgspec
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.comm.p2p.layout import RingField
 from xdeepserve.engine.deploy.resolve import resolve
-from xdeepserve.engine.dp.events import Event, Registered, Released, StepEnded, TransferBegan, TransferEnded
+from xdeepserve.engine.dp.events import Event, Registered, Released, StepEnded, TransferBegan
+from xdeepserve.engine.dp.group import TransferEnded
 from xdeepserve.hw.die import Die
 from xdeepserve.llm import digest
 

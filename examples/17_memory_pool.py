@@ -20,7 +20,7 @@ from pathlib import Path
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.ems.memory_pool import MemoryPool
 from xdeepserve.ems.pool_use import PoolUse
-from xdeepserve.engine.messages import PoolPlace
+from xdeepserve.engine.plans import PoolPlace
 from xdeepserve.hw.memory import Address
 from xdeepserve.hw.volume import Key
 from xdeepserve.llm import RequestOutput, digest

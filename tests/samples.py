@@ -8,7 +8,8 @@ compared by its form. `tools/write_samples.py` writes all outputs anew.
 
 from __future__ import annotations
 
-import os
+import contextlib
+import io
 import re
 import shlex
 import signal
@@ -21,6 +22,8 @@ import urllib.request
 from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import NamedTuple
+
+from xdeepserve.cli import main
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted((ROOT / "docs").glob("*.md"))
@@ -125,16 +128,24 @@ class Started:
 
 
 def run(sample: Sample, directory: Path, address: str = ADDRESS) -> str:
-    """Run a command or script in a folder, with the server at an address; return what it prints."""
+    """Run a command or script in a folder, with the server at an address; return what it prints.
+
+    Scripts and the project's own commands run in this process, where kernels are loaded already.
+    """
     text = sample.text.replace(ADDRESS, address)
-    name, *arguments = ["python", "-c", text] if sample.is_script else shlex.split(text)
-    own = {"python": [sys.executable], "xdeepserve": [sys.executable, "-m", "xdeepserve"]}
+    name, *arguments = [""] if sample.is_script else shlex.split(text)
+    if name in ("", "xdeepserve"):
+        with contextlib.chdir(directory), contextlib.redirect_stdout(io.StringIO()) as printed:
+            if sample.is_script:
+                exec(compile(text, sample.page, "exec"), {"__name__": "__main__"})
+            else:
+                assert main(arguments) == 0, text
+        return printed.getvalue().replace(address, ADDRESS)
     done = subprocess.run(
-        [*own.get(name, [name]), *arguments],
+        [sys.executable if name == "python" else name, *arguments],
         capture_output=True,
         text=True,
         cwd=directory,
-        env={**os.environ, "PYTHONWARNINGS": "default"} if sample.is_script else None,
         timeout=3000,
     )
     assert done.returncode == 0, f"{sample.text}\n{done.stderr}"

@@ -1,7 +1,10 @@
 """Every example runs as a user would run it, and prints what its text promises."""
 
+import contextlib
+import io
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -452,26 +455,45 @@ MARKS = {"10_superpod": [pytest.mark.campaign], "14_kernels": [pytest.mark.long]
 MARKED = [pytest.param(path, marks=MARKS.get(path.stem, [])) for path in EXAMPLES]
 
 
-@pytest.mark.always
-@pytest.mark.thin(5)
-@pytest.mark.parametrize("path", MARKED, ids=[path.stem for path in EXAMPLES])
-def test_example_runs_and_keeps_its_promises(path: Path, tmp_path: Path) -> None:
+def in_a_process(path: Path, directory: Path) -> tuple[str, str]:
+    """Run an example as its readers do; return what it prints to both streams."""
     done = subprocess.run(
         [sys.executable, "-W", "error", str(path)],
         capture_output=True,
         text=True,
         timeout=600,  # kernels that are compiled for the first time, on a busy machine
-        cwd=tmp_path,
+        cwd=directory,
         env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
     )
     assert done.returncode == 0, done.stderr
-    assert not [line for line in done.stderr.splitlines() if not STATUS.search(line)]
-    wide = [line for line in done.stdout.splitlines() if len(line) > WIDTH]
+    return done.stdout, done.stderr
+
+
+def here(path: Path, directory: Path) -> tuple[str, str]:
+    """Run an example in this process, where kernels are loaded already, and each warning is an error, too."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.chdir(directory),
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+    ):
+        patch.setattr(sys, "argv", [str(path)])
+        runpy.run_path(str(path), run_name="__main__")
+    return out.getvalue(), err.getvalue()
+
+
+@pytest.mark.always
+@pytest.mark.thin(5)
+@pytest.mark.parametrize("path", MARKED, ids=[path.stem for path in EXAMPLES])
+def test_example_runs_and_keeps_its_promises(path: Path, tmp_path: Path) -> None:
+    out, err = (in_a_process if path == EXAMPLES[0] else here)(path, tmp_path)
+    assert not [line for line in err.splitlines() if not STATUS.search(line)]
+    wide = [line for line in out.splitlines() if len(line) > WIDTH]
     assert not wide
-    for part in done.stdout.split("\n---"):
+    for part in out.split("\n---"):
         times = [int(ns) for ns in TIME.findall(part)]
         assert times == sorted(times), "virtual times are out of order"
-    rest = done.stdout
+    rest = out
     for promise in PROMISES[path.stem]:
         assert promise in rest, f"{path.name} does not print, or not in this order: {promise}"
         rest = rest.split(promise, 1)[1]

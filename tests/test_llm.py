@@ -39,9 +39,20 @@ def llm(tiny: TinyCheckpoint):
         assert made.engine.stats().num_running == made.engine.stats().num_waiting == 0
 
 
-@pytest.mark.parametrize("fixture", fixtures(), ids=lambda f: f.name)
-@pytest.mark.parametrize("deployment", ["monolithic", "colocated"])
-def test_greedy_tokens_and_logits_of_transformers(fixture: Fixture, deployment: str, tmp_path) -> None:
+# That dies side by side say what one die says is shown with one fixture here; tests/test_families.py has all
+# families, and the campaign all fixtures.
+SIDE_BY_SIDE = [
+    pytest.param("colocated", fixture, marks=pytest.mark.campaign if number else ())
+    for number, fixture in enumerate(fixtures())
+]
+
+
+@pytest.mark.parametrize(
+    ("deployment", "fixture"),
+    [*(("monolithic", fixture) for fixture in fixtures()), *SIDE_BY_SIDE],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_greedy_tokens_and_logits_of_transformers(deployment: str, fixture: Fixture, tmp_path) -> None:
     checkpoint = open_checkpoint(fixture.checkpoint_dir(tmp_path))
     with LLM(checkpoint, deployment, "fp32") as llm:
         params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import signal
 import subprocess
@@ -13,11 +15,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import openai
+import pytest
 
 from xdeepserve import LLM, SamplingParams
+from xdeepserve.cli import main
 
 PATIENCE_S = 600.0  # a server that compiles all its kernels while others do, too
-NUM_TOKENS = 24
+NUM_TOKENS = 8
 PROMPTS = [[10 + i, 20 + 3 * i, 30, 40 + i] for i in range(12)]
 SHM = "experts.transport=shm"
 ENVIRONMENT = {**os.environ, "XDEEPSERVE_TOKEN": "a token"}
@@ -167,14 +171,19 @@ class Load:
 
 
 def refusal(*words: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "xdeepserve", *words],
-        capture_output=True,
-        text=True,
-        env=ENVIRONMENT,
-        timeout=PATIENCE_S,
-    )
-    assert done.returncode in (1, 2)
-    assert "Traceback" not in done.stderr
-    (line,) = [each for each in done.stderr.splitlines() if "error" in each]
+    """Return the line with which a command refuses that is called here: tests of processes start others."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        io.StringIO() as err,
+        contextlib.redirect_stderr(err),
+    ):
+        patch.setenv("XDEEPSERVE_TOKEN", ENVIRONMENT["XDEEPSERVE_TOKEN"])
+        try:
+            code: object = main(words)
+        except SystemExit as stop:  # of the parser
+            code = stop.code
+        said = err.getvalue()
+    assert code in (1, 2)
+    assert "Traceback" not in said
+    (line,) = [each for each in said.splitlines() if "error" in each]
     return line

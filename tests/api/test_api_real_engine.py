@@ -68,7 +68,11 @@ async def test_a_cache_key_is_served_counted_and_told(real: tuple[Engine, str, i
         assert {text for text, _ in answers} == {answers[0][0]}
         assert [cached for _, cached in answers] == [0, 32, 32]
         chat = await client.chat.completions.create(
-            model="tiny-random", messages=[{"role": "user", "content": "Hi"}], prompt_cache_key="chat", n=2
+            model="tiny-random",
+            messages=[{"role": "user", "content": "Hi"}],
+            max_tokens=5,
+            prompt_cache_key="chat",
+            n=2,
         )
         assert chat.usage.prompt_tokens_details.cached_tokens == 0
         with pytest.raises(openai.BadRequestError, match="prompt_cache_key must have 1 to 256 characters"):

@@ -126,7 +126,7 @@ def test_a_cable_is_cut_for_a_while_and_for_ever(far: Machine, monkeypatch: pyte
 def test_without_a_replica_the_error_says_who_did_not_answer(
     far: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with served(far, monkeypatch, "health.lost_s=20") as llm:
+    with served(far, monkeypatch, "health.lost_s=6") as llm:
         assert run(llm) == expected("int8")
         far.cut()
         begin = time.monotonic()

@@ -18,7 +18,7 @@ from xdeepserve.model.seeded import SeededCheckpoint
 
 # The kernels of a whole step take up to two minutes to compile, for each recipe anew: `make test` tries one.
 PRECISIONS = ("int8", pytest.param("fp32", marks=pytest.mark.long))
-GREEDY = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
 PROMPTS = [[5 + i, *range(10, 10 + i % 5)] for i in range(7)]
 Model = str | SeededCheckpoint
 Image = dict[tuple[int, str], bytes]

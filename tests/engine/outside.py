@@ -10,8 +10,8 @@ from tests.tools import one_die
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.llm import digest
 
-PARAMS = SamplingParams(max_tokens=6, temperature=1.0, seed=3, ignore_eos=True)
-PROMPTS = [[5 + i, *range(10, 10 + i % 5)] for i in range(9)]
+PARAMS = SamplingParams(max_tokens=3, temperature=1.0, seed=3, ignore_eos=True)
+PROMPTS = [[5 + i, *range(10, 10 + i % 5)] for i in range(6)]
 PATIENCE_S = 120.0
 
 

@@ -89,7 +89,7 @@ async def test_aborts_at_any_moment_free_the_blocks_of_both_sides(
     engine = build_engine(tiny, deployment, "int8", overrides=overrides)
     await engine.start()
     alone = [t async for d in engine.submit([3, 4, 5], PARAMS, "alone") for t in d.token_ids]
-    for turns in range(first, 60, 6):
+    for turns in range(first, 60, 10):
         requests = [engine.submit([i] * 70, LONG_ISH, f"{turns}-{i}") for i in range(5)]
         kept = engine.submit([3, 4, 5], PARAMS, f"kept {turns}")
         for _ in range(turns):

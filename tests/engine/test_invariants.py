@@ -16,7 +16,7 @@ from xdeepserve.engine.te.invariants import INVARIANTS, Invariant, Turn
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.model.presets import TinyCheckpoint
 
-PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
+PAGE = Path(__file__).parents[2] / "docs" / "engine.md"
 PROMPT = list(range(5, 25))
 
 
@@ -116,7 +116,7 @@ def test_checking_changes_neither_bits_nor_times(deployment: str, tiny: TinyChec
     assert seen[0] == seen[1]
 
 
-def test_the_architecture_page_lists_them() -> None:
+def test_the_page_lists_them() -> None:
     section = PAGE.read_text().partition("## What holds after every turn")[2].partition("\n## ")[0]
     assert [line[2:] for line in section.splitlines() if line[:2] == "- "] == [
         each.says for each in INVARIANTS

@@ -593,16 +593,16 @@ def test_a_source_that_has_no_weights(tiny: TinyCheckpoint, source: Any, message
 
 def test_two_models_on_one_pod(tiny: TinyCheckpoint) -> None:
     prompts, params = [[5, 6, 7], [8, 9]], SamplingParams(max_tokens=8, ignore_eos=True, seed=1)
-    with LLM("tiny-r1", "monolithic", overrides=SMALL) as alone, LLM(tiny, overrides=SMALL) as tiny_alone:
+    with LLM("tiny", "monolithic", overrides=SMALL) as alone, LLM(tiny, overrides=SMALL) as tiny_alone:
         expected = [
             [o.outputs[0].token_ids for o in llm.generate(prompts, params)] for llm in (tiny_alone, alone)
         ]
     with LLM(tiny, "colocated", overrides=[*SMALL, "dies=4"]) as first:
-        with LLM("tiny-r1", "moe-attention", overrides=[*SMALL, *APART], beside=first) as second:
+        with LLM("tiny", "moe-attention", overrides=[*SMALL, *APART], beside=first) as second:
             assert second.engine.plan.pod is first.engine.plan.pod
             held = second.engine.plan.pod.holders
             assert held[0] == "te of tiny-random"
-            assert held[4] == "te of tiny-r1"
+            assert held[4] == "te of tiny"
             with ThreadPoolExecutor(2) as pool:
                 made = list(pool.map(lambda llm: llm.generate(prompts, params), (first, second)))
             assert [[o.outputs[0].token_ids for o in outputs] for outputs in made] == expected

@@ -55,7 +55,6 @@ def run(precision: str, shape: tuple[int, ...], *more: str) -> tuple[str, dict[t
     return serve("tiny-random", "moe-attention", precision, overrides(shape, *more))
 
 
-@pytest.mark.always
 @pytest.mark.thin(3)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(("dies", "mtp"), [(1, 2), (2, 1), (3, 2), (4, 0), (5, 1), (6, 0), (7, 2), (8, 0)])

@@ -92,7 +92,7 @@ def test_any_page_but_those_of_metadata(
     quiet = served(tiny, name, settings)
     first, stop = quiet.num_pages[die]
     rng = random.Random(f"{name} {settings}")
-    for share in (0.1, 0.3, 0.5, 0.7, 0.9):
+    for share in (0.1, 0.5, 0.9):
         faults = [
             bad(share * quiet.end_ns / 1000, die, rng.randrange(first, stop)),
             bad((share + 0.02) * quiet.end_ns / 1000, die, rng.randrange(first, stop)),
@@ -122,7 +122,7 @@ def test_sequences_whose_kv_is_lost_are_recomputed(
     quiet = served(tiny, name, settings)
     assert quiet.num(Preempted) == 0
     num = 0
-    for share in (0.4, 0.6, 0.8, 0.95):
+    for share in (0.4, 0.7, 0.95):
         told = served(tiny, name, settings, [bad(share * quiet.end_ns / 1000, die, "kv/2/k_pe")])
         assert told.digest == quiet.digest
         num += told.num(Preempted)
@@ -217,7 +217,7 @@ def test_the_papers_way_is_that_their_requests_fail(
     with LLM(tiny, name, overrides=ways) as llm:
         expected, end_us = tokens_and_errors(llm, asked), llm.engine.plan.pod.clock.now / 1000
     num_failed = num_equal = 0
-    for share in (0.3, 0.5, 0.7, 0.9):
+    for share in (0.3, 0.6, 0.9):
         with LLM(tiny, name, overrides=ways, faults=[bad(share * end_us, die, "kv/2/k_pe")]) as llm:
             for want, found in zip(expected, tokens_and_errors(llm, asked), strict=True):
                 if isinstance(found, str):
@@ -242,7 +242,7 @@ def test_layers_that_have_left_are_taken_back(tiny: TinyCheckpoint) -> None:
 
     quiet = served(tiny, "pd", settings, ask=ask)
     taken_back = 0
-    for at in range(5, 100, 6):
+    for at in range(5, 100, 9):
         told = served(tiny, "pd", settings, [bad(at * quiet.end_ns / 100_000, 0, "kv/0/latent")], ask)
         assert told.digest == quiet.digest
         taken_back += told.num(KVLost)
@@ -391,7 +391,7 @@ def test_nothing_that_is_lost_goes_to_the_memory_pool(tiny: TinyCheckpoint, tmp_
 
 
 @pytest.mark.parametrize("settings", [("lockstep=true",), ("dies=2",), ("dies=2", "mtp=2")], ids=str)
-@pytest.mark.parametrize("every", [12, pytest.param(2, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("every", [20, pytest.param(2, marks=pytest.mark.campaign)])
 def test_steps_that_were_planned_ahead_are_planned_anew(
     tiny: TinyCheckpoint, settings: tuple[str, ...], every: int
 ) -> None:

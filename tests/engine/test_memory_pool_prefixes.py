@@ -199,6 +199,7 @@ def test_the_bits_of_blocks_are_those_of_earlier_versions(
     assert (BITS, sha.hexdigest()) == (1, BLOCKS[precision])
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("precision", BLOCKS)
 @pytest.mark.parametrize(
     ("name", "drafts", "apart"),

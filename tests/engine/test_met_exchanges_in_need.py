@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
@@ -70,8 +71,9 @@ def test_sequences_that_give_way(settings: tuple[str, ...]) -> None:
     check_colocated("int8", "dies=4", *settings, *tight, prompts=prompts)
 
 
+@functools.cache
 def served(settings: tuple[str, ...], *faults: Fault) -> tuple[str, int]:
-    """The digest, and virtual time at the end; or the error by which all requests end."""
+    """Return the digest, and virtual time at the end; or the error by which all requests end."""
     overrides = ["max_model_len=64", "dies=4", *settings]
     with LLM("tiny-random", "colocated", overrides=overrides, faults=faults) as llm:
         try:

@@ -29,7 +29,7 @@ from xdeepserve.model.seeded import SeededCheckpoint
 from xdeepserve.step.stage import Program
 
 PROMPTS = [[1, 2, 3], list(range(100)), [7] * 50, [9], [10, 11], [5] * 150]
-PARAMS = SamplingParams(max_tokens=8, temperature=0.5, seed=1, ignore_eos=True)
+PARAMS = SamplingParams(max_tokens=4, temperature=0.5, seed=1, ignore_eos=True)
 TWO = "pipeline.microbatches=2"
 ENGINES = "pipeline.overlap=engines"
 

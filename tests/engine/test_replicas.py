@@ -59,7 +59,7 @@ def reconfigurations(llm: LLM) -> list[Reconfiguration]:
 # ---- bits -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(
     ("deployment", "overrides"),
     [

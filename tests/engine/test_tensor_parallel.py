@@ -125,7 +125,7 @@ def test_whatever_happens_meanwhile(
 @pytest.mark.parametrize("mode", MODES)
 def test_swapped_and_cached_blocks_move_on_every_rank(mode: TPMode, tiny: TinyCheckpoint) -> None:
     prompts = [list(range(i, i + 60)) for i in range(5)]
-    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
     wanted = digest(one_die(prompts, params))
     tight = ["max_model_len=128", "cache.num_blocks=16", "cache.num_host_blocks=64", "cache.preemption=swap"]
     with LLM(tiny, "colocated", overrides=[*settings(2, mode), *tight, "cache.load=always"]) as llm:

@@ -282,7 +282,7 @@ async def test_aborts_at_any_moment_free_the_blocks_of_both_sides(
     early = count_reservations(engine)
     long = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
     found = set()
-    for turns in range(0, 90, 3 if deployment == "pd" else 18):
+    for turns in range(0, 90, 5 if deployment == "pd" else 18):
         requests = [engine.submit([i] * 70, long, f"{turns}-{i}") for i in range(5)]
         kept = engine.submit([3, 4, 5], PARAMS, f"kept {turns}")
         for _ in range(turns):

@@ -99,6 +99,9 @@ def test_methods_are_compared(capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert rtn["perplexity"] == plain["perplexity"]
     assert plain["errors"] is None
     assert 0 < rtn["errors"]["weights"] < rtn["errors"]["both"] < rtn["errors"]["original"] < 1e-2
+    assert main([*args, "--outliers", "128", "--json"]) == 0
+    (spoiled,) = json.loads(capsys.readouterr().out)["results"]
+    assert spoiled["perplexity"] != plain["perplexity"]
     assert main([*args, "--methods", "awq"]) == 2
     assert "unknown method 'awq'" in capsys.readouterr().err
 

@@ -62,7 +62,7 @@ def test_calibration_walks_through_the_model_itself(name: str, tmp_path: Path) -
     assert error(h, expected) < 1e-6
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", KINDS)
 def test_every_method_keeps_every_family(name: str, method: str, tmp_path: Path) -> None:
@@ -139,6 +139,7 @@ def test_bad_outliers(tmp_path: Path) -> None:
         WithOutliers(found, 4)
 
 
+@pytest.mark.campaign  # quantises the trained model twice
 def test_on_held_out_text_outliers_cost_and_the_best_method_wins_them_back(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

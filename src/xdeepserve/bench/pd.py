@@ -26,6 +26,7 @@ from xdeepserve.engine.deploy.deployment import (
 )
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sampling_params import SamplingParams
+from xdeepserve.engine.numbers import StepNo
 from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.loop import run
@@ -92,7 +93,7 @@ async def _serve_one(engine: Engine) -> tuple[int, int]:
     def watch(group: DPGroup) -> None:
         launch = group.launch
 
-        def watched(step_idx: int, delay_ns: int = 0, bucket: int = 0) -> None:
+        def watched(step_idx: StepNo, delay_ns: int = 0, bucket: int = 0) -> None:
             if group.num_rows(step_idx):
                 begins.append(clock.now + delay_ns)
             launch(step_idx, delay_ns, bucket)

@@ -185,5 +185,5 @@ def steps_undone() -> dict[str, np.ndarray[Any, Any]]:
     return {
         f"block {block}, two steps undone, which stood there as {order}": row
         for order in orders
-        for block, row in sorted(drafts.rows_before({step: found[step] for step in order}, 4).items())
+        for block, row in sorted(drafts.rows_before({step: found[step] for step in order}, StepNo(4)).items())
     }

@@ -21,6 +21,7 @@ import numpy as np
 
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.sampler import Chooser
+from xdeepserve.engine.numbers import StepNo
 from xdeepserve.engine.plans import StepPlan
 from xdeepserve.engine.walk.launcher import Launcher
 from xdeepserve.engine.walk.runner import Runner
@@ -118,7 +119,7 @@ def next_rows(
     return made
 
 
-def rows_before(overwritten: dict[int, dict[int, Array]], step: int) -> dict[int, Array]:
+def rows_before(overwritten: dict[int, dict[int, Array]], step: StepNo) -> dict[int, Array]:
     """Return, by KV block, the row that lay there before step number `step`.
 
     Only blocks that this step or a later one has overwritten are in it. `overwritten` has, by step and block,
@@ -207,13 +208,13 @@ class Drafter:
         self.chooser.draw(proposed, frame.logits, plan, logit_rows, ahead=2 + depth)
         drafts[list(ends), depth] = proposed
 
-    def undo(self, step: int) -> None:
+    def undo(self, step: StepNo) -> None:
         """Restore the rows of `tail` that steps from number `step` on have overwritten."""
         for block, row in rows_before(self.overwritten, step).items():
             self.mem.kv.tail[block] = row
         self.overwritten = {number: rows for number, rows in self.overwritten.items() if number < step}
 
-    async def _keep_states(self, step: int, made: DraftRows, mended: dict[int, DraftRow]) -> None:
+    async def _keep_states(self, step: StepNo, made: DraftRows, mended: dict[int, DraftRow]) -> None:
         """Collect the hidden states of the next depth [rows + mended, H]; keep each sequence's last state in
         its block."""
         frame, rows = self.frame, made.rows

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from xdeepserve.engine.numbers import GroupRank
+from xdeepserve.engine.numbers import GroupRank, StepNo
 
 log = logging.getLogger("xdeepserve.engine")
 
@@ -78,7 +78,7 @@ class LastChunkLaunched(AtGroup, frozen=True):
     """Where KV moves by layer: the step with a prompt's last chunk is on its way to the dies. After this step
     `num_tokens` positions of the sequence are computed."""
 
-    step: int
+    step: StepNo
     num_tokens: int
 
 
@@ -141,7 +141,7 @@ class StepEnded(msgspec.Struct, frozen=True):
     """A DP group has ended a step that had rows; its results take effect next. Only observers are told."""
 
     group: GroupId
-    step: int
+    step: StepNo
     start_ns: int  # of virtual time, when its launch reached the dies
     end_ns: int
     num_used_blocks: int  # when it was launched

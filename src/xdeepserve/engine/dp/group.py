@@ -24,6 +24,7 @@ from xdeepserve.engine.dp.sequence import SampledToken
 from xdeepserve.engine.dp.sequence import Sequence as Seq
 from xdeepserve.engine.dp.step import PlannedStep, Scheduled, SeqResult, make_plan, observed, written_blocks
 from xdeepserve.engine.messages import LOGPROB_SLOTS, CopyBlocks, Probe
+from xdeepserve.engine.numbers import StepNo
 from xdeepserve.engine.plans import StepPlan
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.die import Die
@@ -151,7 +152,7 @@ class DPGroup:
         """Number of sequences still able to join a step."""
         return self.steps.max_seqs - self.num_sequences - len(self.places.reserved)
 
-    def plan(self, step_idx: int) -> bool:
+    def plan(self, step_idx: StepNo) -> bool:
         """Schedule a step, and have the dies begin its copies and transfers; return whether the step has
         rows."""
         step = self.scheduler.schedule()
@@ -257,11 +258,11 @@ class DPGroup:
         """Numbers of the steps that are planned and have not ended."""
         return sorted(self._plans)
 
-    def num_rows(self, step_idx: int) -> int:
+    def num_rows(self, step_idx: StepNo) -> int:
         """Number of token rows of a step that is planned or under way."""
         return self._plans[step_idx].num_tokens
 
-    def launch(self, step_idx: int, delay_ns: int = 0, bucket: int = 0) -> None:
+    def launch(self, step_idx: StepNo, delay_ns: int = 0, bucket: int = 0) -> None:
         """Send the planned step to the dies; without work an empty one.
 
         `delay_ns` is the delay of the launch, `bucket` the number of rows of the graph that is launched.
@@ -284,12 +285,12 @@ class DPGroup:
         plan = self._plans[step_idx]
         self.put(msgspec.structs.replace(plan, bucket=bucket, reports_layers=reports_layers), delay_ns)
 
-    def forget_plan(self, step_idx: int) -> None:
+    def forget_plan(self, step_idx: StepNo) -> None:
         """Drop a planned step because no DP group has rows in it, so it is not launched."""
         self._steps.pop(step_idx, None)
         self._plans.pop(step_idx, None)
 
-    def renumber(self, step_idx: int, later: int) -> None:
+    def renumber(self, step_idx: StepNo, later: StepNo) -> None:
         """Roll back a step under way; the same step will be launched again as step `later`.
 
         The repeated step has the same bits, because nothing reads its output before its end. Only layers
@@ -327,7 +328,7 @@ class DPGroup:
                 self.by_layer[number] = [seq_id for seq_id in self.by_layer[number] if seq_id in kept]
             before = step
 
-    def _tell_last_chunks(self, step_idx: int, step: PlannedStep) -> None:
+    def _tell_last_chunks(self, step_idx: StepNo, step: PlannedStep) -> None:
         """Tell the job executor about last chunks of prompts on their way to the dies. The answer may be a
         call of `send_by_layer`."""
         for share in step.shares:
@@ -337,13 +338,13 @@ class DPGroup:
             num_tokens = share.start + share.num_tokens
             self.tell(events.LastChunkLaunched(seq.seq_id, self.id, step_idx, num_tokens))
 
-    def send_by_layer(self, seq: Seq, step_idx: int, num_tokens: int) -> None:
+    def send_by_layer(self, seq: Seq, step_idx: StepNo, num_tokens: int) -> None:
         """Send the KV of a sequence's first `num_tokens` positions layer by layer, as the step's layers
         end."""
         self.handover.send_early(seq, num_tokens)
         self.by_layer.setdefault(step_idx, []).append(seq.seq_id)
 
-    def end_layer(self, step_idx: int, layer: int) -> None:
+    def end_layer(self, step_idx: StepNo, layer: int) -> None:
         """Note a layer's end on a die; after the last die, the layer's KV may be sent."""
         key = step_idx, layer
         self._num_ended[key] += 1
@@ -368,12 +369,12 @@ class DPGroup:
                 if seq.on_scheduled is not None:
                     seq.on_scheduled(seq)
 
-    def note_faults(self, step_idx: int, faults: dict[int, XDeepServeError]) -> None:
+    def note_faults(self, step_idx: StepNo, faults: dict[int, XDeepServeError]) -> None:
         """Note the logit rows of a step for which a die reported an error."""
         if faults:
             self._faults.setdefault(step_idx, {}).update(faults)
 
-    def finish(self, step_idx: int) -> None:
+    def finish(self, step_idx: StepNo) -> None:
         """Read the results of the step that the dies have completed, and advance the sequences."""
         step = self._steps.pop(step_idx)
         del self._plans[step_idx]
@@ -389,7 +390,7 @@ class DPGroup:
             self.scheduler.finish_step(step, results)
 
     def _read_results(
-        self, step_idx: int, shares: list[Scheduled], faults: dict[int, XDeepServeError]
+        self, step_idx: StepNo, shares: list[Scheduled], faults: dict[int, XDeepServeError]
     ) -> list[SeqResult]:
         self.dies[0].check_alive()
         num_rows, result_of = sum(len(share.logit_rows) for share in shares), self.mem.result
@@ -415,7 +416,7 @@ class DPGroup:
             results.append(result)
         return results
 
-    def _read_row(self, step_idx: int, seq: Seq, row: int, token_id: int, is_prompt: bool) -> SampledToken:
+    def _read_row(self, step_idx: StepNo, seq: Seq, row: int, token_id: int, is_prompt: bool) -> SampledToken:
         """Read row `row` of the die's output region."""
         params = seq.params
 

@@ -76,13 +76,13 @@ class Rollback:
         return self.epoch
 
     @staticmethod
-    def later(step_idx: int) -> int:
+    def later(step_idx: StepNo) -> StepNo:
         """Return the number for launching a rolled-back step again (step 5).
 
         Adding 2 keeps the result set the same, so a step planned ahead finds the results of the step before
         it.
         """
-        return step_idx + 2
+        return StepNo(step_idx + 2)
 
     def leave_out(self, die: int) -> None:
         """Wait no longer for a die that takes no part any more."""
@@ -105,7 +105,7 @@ class Rollback:
             return f"steps have been run again {self._num_in_a_row} times, and none has ended since"
         return None
 
-    async def roll_back(self, error: GlitchError, first_steps: Sequence[int], hear: Hear) -> None:
+    async def roll_back(self, error: GlitchError, first_steps: Sequence[StepNo], hear: Hear) -> None:
         """Call all dies back and wait until none runs anything (steps 2 and 3).
 
         `first_steps` has, for each die with a DP group, the first step that counts as not run. Raises
@@ -149,7 +149,7 @@ class Rollback:
         if report.epoch == self.epoch:
             self._awaited.discard(report.die)
 
-    def resume(self, step: int) -> None:
+    def resume(self, step: StepNo) -> None:
         """Let all dies go on, with step number `step` (step 4)."""
         self._move("resume")
         self.reason = None

@@ -13,6 +13,7 @@ import numpy as np
 
 from xdeepserve.engine.deploy.deployment import ExecutionConfig
 from xdeepserve.engine.die.program import Executor
+from xdeepserve.engine.numbers import StepNo
 from xdeepserve.engine.walk.launcher import Launcher
 from xdeepserve.hw.spec import Spec
 
@@ -45,12 +46,12 @@ class Host:
             return 0
         return 1 << max(0, max(num_rows) - 1).bit_length()
 
-    def launches_ns(self, step: int) -> list[int]:
+    def launches_ns(self, step: StepNo) -> list[int]:
         """Return how long each DP group's launch of a step takes, in ns."""
         base = 0 if self.config.mode == "op" else self.spec.dispatch_ns("graph")
         return [base + round(1e9 * delay) for delay in self.jitter(step)]
 
-    def jitter(self, step: int) -> np.ndarray:
+    def jitter(self, step: StepNo) -> np.ndarray:
         """Draw how late each launch of a step is, in seconds [groups]."""
         config, spec, count = self.config, self.spec, self.num_groups
         rng = np.random.Generator(np.random.Philox(key=[self.seed % 2**64, 1 << 40], counter=[step, 0, 0, 0]))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from xdeepserve.engine.balance.reconfigure import Reconfiguration
 from xdeepserve.engine.dp.group import DPGroup
+from xdeepserve.engine.numbers import StepNo
 from xdeepserve.engine.recovery.rollback import Rollback
 from xdeepserve.engine.te.hearing import Hearing
 from xdeepserve.engine.te.heartbeat import Heartbeats
@@ -50,17 +51,17 @@ class StepSet:
         parts: StepParts,
         groups: Sequence[DPGroup],
         room: int,
-        key: Callable[[int], Hashable] = lambda step: step,
+        key: Callable[[StepNo], Hashable] = lambda step: step,
     ) -> None:
         self._parts, self.groups, self.room, self._key = parts, groups, room, key
-        self._numbers: list[int] = []  # under way, in order
-        self._num_done: Counter[int] = Counter()  # dies that have ended a step
-        self.next = 0  # number of the step that has not been launched
+        self._numbers: list[StepNo] = []  # under way, in order
+        self._num_done: Counter[StepNo] = Counter()  # dies that have ended a step
+        self.next = StepNo(0)  # number of the step that has not been launched
 
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[StepNo]:
         return iter(self._numbers)
 
     @property
@@ -69,13 +70,13 @@ class StepSet:
         return len(self._numbers) >= self.room
 
     @property
-    def oldest(self) -> int:
+    def oldest(self) -> StepNo:
         """Number of the oldest step that has not ended, or else of the next one."""
         return min([*self._numbers, self.next])
 
     # ---- a turn -------------------------------------------------------------------------------------
 
-    def schedule(self) -> int | None:
+    def schedule(self) -> StepNo | None:
         """Plan the next step; return its number, or None if it has no rows or there is no room for it.
 
         A TE that moves out schedules no more steps.
@@ -85,32 +86,32 @@ class StepSet:
         has_rows = [group.plan(self.next) for group in self.groups]  # each of them: exchanges are barriers
         return self.next if any(has_rows) else None
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: StepNo) -> None:
         """Count a step as under way, before the host's work on its launch takes time."""
         self._numbers.append(step)
-        self.next = max(self.next, step + 1)
+        self.next = max(self.next, StepNo(step + 1))
 
-    def launch(self, step: int, delays_ns: Sequence[int], bucket: int) -> None:
+    def launch(self, step: StepNo, delays_ns: Sequence[int], bucket: int) -> None:
         """Send a planned step to the dies of all groups, each after its own delay."""
         for group, delay_ns in zip(self.groups, delays_ns, strict=True):
             group.launch(step, delay_ns, bucket)
             self._parts.health.ask(group.rank, len(group.dies), delay_ns)
 
-    def before_launch(self, step: int) -> None:
+    def before_launch(self, step: StepNo) -> None:
         """Note that a step is about to be sent: replicas of experts may change before it."""
         if self._parts.reconfiguration is not None:
             self._parts.reconfiguration.before_step(self._key(step))
 
-    def note(self, step: int) -> None:
+    def note(self, step: StepNo) -> None:
         """Count a die's report of an ended step; ignore steps that are not under way."""
         if step in self._numbers:
             self._num_done[step] += 1
 
-    def has_ended(self, step: int) -> bool:
+    def has_ended(self, step: StepNo) -> bool:
         """Whether a step has ended on every die."""
         return self._num_done[step] >= sum(len(group.dies) for group in self.groups)
 
-    def collect(self, step: int) -> None:
+    def collect(self, step: StepNo) -> None:
         """Take the results of a step that has ended on every die."""
         del self._num_done[step]
         self._numbers.remove(step)
@@ -121,7 +122,7 @@ class StepSet:
 
     # ---- after an error code ------------------------------------------------------------------------
 
-    def roll_back(self) -> int:
+    def roll_back(self) -> StepNo:
         """Treat all steps under way as not run, and renumber them; return the number of the oldest."""
         later = self._parts.recovery.later
         for group in self.groups:
@@ -132,14 +133,14 @@ class StepSet:
                 group.renumber(step, later(step))
         self._num_done.clear()
         self._numbers = [later(step) for step in self._numbers]
-        self.next = max([self.next, *(step + 1 for step in self._numbers)])
+        self.next = max([self.next, *(StepNo(step + 1) for step in self._numbers)])
         return self.oldest
 
-    def take(self) -> list[int]:
+    def take(self) -> list[StepNo]:
         """Remove and return all rolled-back steps, to be launched again."""
         numbers, self._numbers = self._numbers, []
         return numbers
 
-    def _leave(self, step: int) -> None:
+    def _leave(self, step: StepNo) -> None:
         if self._parts.reconfiguration is not None:
             self._parts.reconfiguration.after_step(self._key(step))

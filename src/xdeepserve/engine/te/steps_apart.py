@@ -14,7 +14,7 @@ import msgspec
 
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.messages import RolledBack, Shutdown, StepDone, StepFailed
-from xdeepserve.engine.numbers import GroupRank
+from xdeepserve.engine.numbers import GroupRank, StepNo
 from xdeepserve.engine.te.awake import Awake
 from xdeepserve.engine.te.dealer import Dealer
 from xdeepserve.engine.te.probe import Prober
@@ -87,7 +87,7 @@ class DPMaster:
         for step in self.steps.take():
             self._launch(step)
 
-    def _launch(self, step: int) -> None:
+    def _launch(self, step: StepNo) -> None:
         """Send a planned step to the group's dies; the host's gap delays this group alone."""
         host, delay, bucket = self._parts.host, 0, 0
         self.steps.begin(step)
@@ -157,7 +157,7 @@ class StepsApart:
         self._masters[group].end()
 
     @property
-    def step_idx(self) -> int:
+    def step_idx(self) -> StepNo:
         """Number of the next step of the DP group with the most steps."""
         return max(master.steps.next for master in self._masters)
 
@@ -167,7 +167,7 @@ class StepsApart:
         return [master.steps for master in self._masters]
 
     @property
-    def under_way(self) -> set[tuple[int, int]]:
+    def under_way(self) -> set[tuple[GroupRank, StepNo]]:
         """Steps launched and not ended, as pairs of DP group and step number."""
         return {(master.group.rank, step_idx) for master in self._masters for step_idx in master.steps}
 
@@ -203,18 +203,18 @@ class StepsApart:
             parts.hearing.check_memory()
         return True
 
-    def oldest(self, group: DPGroup) -> int:
+    def oldest(self, group: DPGroup) -> StepNo:
         """Return the number of a group's oldest unfinished step; each group numbers its own."""
         return self._masters[group.rank].steps.oldest
 
-    def roll_back(self) -> int:
+    def roll_back(self) -> StepNo:
         """Treat all steps under way as not run; return 0, the next step for expert dies.
 
         In dataflow mode expert dies serve whatever tokens come, so no step is the next one for them.
         """
         for master in self._masters:
             master.steps.roll_back()
-        return 0
+        return StepNo(0)
 
     async def run_again(self) -> None:
         """Launch the rolled-back steps of all groups again."""

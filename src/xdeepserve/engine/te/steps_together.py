@@ -7,6 +7,7 @@ from collections.abc import Callable
 from xdeepserve.engine.die.experts import ring
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.messages import StepDone
+from xdeepserve.engine.numbers import GroupRank, StepNo
 from xdeepserve.engine.te.members import Members
 from xdeepserve.engine.te.step_set import Loop, StepParts, StepSet
 
@@ -22,7 +23,7 @@ class StepsTogether:
         self._steps = StepSet(parts, parts.groups, 1 + plans_ahead)
 
     @property
-    def step_idx(self) -> int:
+    def step_idx(self) -> StepNo:
         """Number of the next step."""
         return self._steps.next
 
@@ -37,9 +38,9 @@ class StepsTogether:
         return [self._steps]
 
     @property
-    def under_way(self) -> set[tuple[int, int]]:
+    def under_way(self) -> set[tuple[GroupRank, StepNo]]:
         """Steps launched and not ended, with rank 0 for all groups together."""
-        return {(0, step) for step in self._steps}
+        return {(GroupRank(0), step) for step in self._steps}
 
     def loops(self) -> list[tuple[str, Loop]]:
         """Return no loops: the TE's own loop is the only one."""
@@ -63,7 +64,7 @@ class StepsTogether:
         self._parts.after_turn(self._steps)
         return not is_idle
 
-    async def _launch(self, step: int) -> None:
+    async def _launch(self, step: StepNo) -> None:
         """Send a planned step to all dies; the host's gap delays all groups."""
         parts, host = self._parts, self._parts.host
         self._steps.begin(step)
@@ -76,7 +77,7 @@ class StepsTogether:
         ring(self._members.programs, step + 1)
         self._steps.launch(step, delays, bucket)
 
-    async def _collect(self, step: int) -> None:
+    async def _collect(self, step: StepNo) -> None:
         """Wait until all dies have ended a step, and take its results."""
         parts = self._parts
         while not self._steps.has_ended(step):
@@ -86,11 +87,11 @@ class StepsTogether:
         parts.hearing.check_memory()  # before its results are read
         self._steps.collect(step)
 
-    def oldest(self, group: DPGroup) -> int:
+    def oldest(self, group: DPGroup) -> StepNo:
         """Return the number of the oldest unfinished step, which is the same for all groups."""
         return self._steps.oldest
 
-    def roll_back(self) -> int:
+    def roll_back(self) -> StepNo:
         """Treat all steps under way as not run; return the number of the next step."""
         return self._steps.roll_back()
 

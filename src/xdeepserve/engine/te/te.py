@@ -12,7 +12,7 @@ from xdeepserve.engine.die.expert_memory import STOP
 from xdeepserve.engine.die.experts import ExpertProgram, ring
 from xdeepserve.engine.dp.events import Events, TERolledBack
 from xdeepserve.engine.messages import Shutdown
-from xdeepserve.engine.numbers import GroupRank
+from xdeepserve.engine.numbers import GroupRank, StepNo
 from xdeepserve.engine.recovery.ladder import Loss, Remedies, Remedy, at_once, climb
 from xdeepserve.engine.te.awake import Awake
 from xdeepserve.engine.te.dealer import Dealer
@@ -153,7 +153,7 @@ class TE:
         return self._turns.step_idx
 
     @property
-    def under_way(self) -> set[tuple[int, int]]:
+    def under_way(self) -> set[tuple[GroupRank, StepNo]]:
         """Steps launched and not ended, as pairs of DP group and step number."""
         return self._turns.under_way
 
