@@ -209,6 +209,13 @@ async def test_tool_choice(
         ),
         ({"thinking": {"type": "on"}}, "thinking.type must be enabled"),
         ({"stop": ["x"]}, "stop is not supported; use stop_sequences"),
+        ({"seed": 1}, "seed is not supported"),
+        (
+            {"chat_template_kwargs": {"thinking": False}},
+            "chat_template_kwargs is not supported; use thinking",
+        ),
+        ({"guided_json": {}}, "guided_json is not supported; use output_config.format"),
+        ({"presence_penalty": 0.5}, "presence_penalty is not supported"),
         ({"max_tokns": 5}, "did you mean max_tokens?"),
         ({"system": 5}, "system: expected"),
         ({"temperature": 1.5}, "temperature must be between 0 and 1, found 1.5"),
