@@ -13,6 +13,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from tests.api.fake_engine import FakeEngine
 from tests.api.tools import missing
+from xdeepserve.api.anthropic.message_endpoint import completed
 from xdeepserve.api.server.options import ServerOptions
 from xdeepserve.api.server.server import build_app
 from xdeepserve.engine.serving.request import OutputFormats
@@ -128,6 +129,55 @@ async def test_answers_come_back_wherever_they_are_cut(
     ]
     reply = {"role": "user", "content": [*results, {"type": "text", "text": "go on"}]}
     await ask(client, messages=[HI, {"role": "assistant", "content": said["content"]}, reply], tools=[TOOL])
+
+
+ARGUMENTS = '{"city": "Pa\\"r{is", "n": [1, -2.5, {"x": null, "z": {}}], "e": "", "k": {"q": "w,]"}, "l": 5}'
+
+
+@pytest.mark.parametrize("length", [1, 8, 12, 21, 30, 38, 52, 60, 75, 88, len(ARGUMENTS)])
+async def test_a_call_that_is_cut_off_has_its_whole_members(
+    client: TestClient, agent: FakeEngine, length: int
+) -> None:
+    script = b'<tool_call>{"name": "f", "arguments": ' + ARGUMENTS.encode()
+    agent.script = list(script + b"}</tool_call>")
+    max_tokens = len(script) - len(ARGUMENTS) + length
+    whole = await ask(client, tools=[TOOL], max_tokens=max_tokens)
+    streamed = collected(await events(client, tools=[TOOL], max_tokens=max_tokens))
+    assert (
+        whole["content"][0]["input"]
+        == streamed["content"][0]["input"]
+        == json.loads(completed(ARGUMENTS[:length]))
+    )
+    assert whole["stop_reason"] == "max_tokens"
+
+
+def is_part(found: Any, whole: Any) -> bool:
+    """Whether a value is the beginning of another, whose simple values are as they were."""
+    if isinstance(whole, dict):
+        return list(found) == list(whole)[: len(found)] and all(is_part(found[k], whole[k]) for k in found)
+    if isinstance(whole, list):
+        return len(found) <= len(whole) and all(map(is_part, found, whole))
+    return bool(found == whole)
+
+
+def test_members_that_are_whole() -> None:
+    for length in range(1, len(ARGUMENTS) + 1):
+        assert is_part(json.loads(completed(ARGUMENTS[:length])), json.loads(ARGUMENTS)), length
+    assert completed(ARGUMENTS) == ARGUMENTS
+    for text, found in {
+        "": "",
+        '{"city": "Paris': "{}",
+        '{"city": "Paris"': '{"city": "Paris"}',
+        '{"n": 12': "{}",
+        '{"n": 12, "b': '{"n": 12}',
+        '{"a": tru': "{}",
+        '{"a": true': '{"a": true}',
+        '{"a": {"b": [1, 2': '{"a": {"b": [1]}}',
+        '{"a\\': "{}",
+        "{'a': 1, 'b": "",
+        '"{\\"a': "",
+    }.items():
+        assert completed(text) == found
 
 
 async def test_what_the_template_is_shown(client: TestClient, agent: FakeEngine) -> None:
