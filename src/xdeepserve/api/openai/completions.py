@@ -145,8 +145,8 @@ class CompletionAnswer:
         self.prompts = prompts
         max_tokens = requested_max_tokens(body, low=0 if body.echo else 1)
         if max_tokens is None:
-            room = endpoint.engine.max_model_len - max(len(p.token_ids) for p in prompts)
-            max_tokens = max(1, min(DEFAULT_MAX_TOKENS, room))
+            longest = max(len(p.token_ids) for p in prompts)
+            max_tokens = endpoint.default_max_tokens(longest, DEFAULT_MAX_TOKENS) or 1
         # Scoring alone still generates one token, which is dropped: an engine always makes at least one.
         self.scores_only = max_tokens == 0
         self.params = sampling_params(
