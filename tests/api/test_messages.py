@@ -210,6 +210,65 @@ async def test_what_the_template_is_shown(client: TestClient, agent: FakeEngine)
     assert agent.tokenizer.variables["enable_thinking"] is True
 
 
+def document(**source: Any) -> dict[str, Any]:
+    return {"type": "document", "source": source}
+
+
+PLAIN = document(type="text", media_type="text/plain", data="It rains.")
+
+
+async def test_documents_of_text_are_read(client: TestClient, agent: FakeEngine) -> None:
+    parts = document(type="content", content=[{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])
+    found = {
+        "type": "search_result",
+        "source": "http://x",
+        "title": "X",
+        "content": [{"type": "text", "text": "c"}],
+    }
+    titled = {**PLAIN, "title": "Weather", "context": "Bern", "citations": {"enabled": True}}
+    call = {"type": "tool_use", "id": "c1", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": [PLAIN, found]}
+    messages = [
+        {"role": "user", "content": [titled, parts, {"type": "text", "text": "?"}]},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result]},
+    ]
+    await ask(client, messages=messages, tools=[TOOL])
+    assert agent.tokenizer is not None
+    shown = [each["content"] for each in agent.tokenizer.chats[-1][0]]
+    assert shown == ["Weather\nBern\nIt rains.\na\nb\n?", "", "It rains.\nX\nhttp://x\nc"]
+
+
+@pytest.mark.parametrize(
+    ("role", "block", "says"),
+    [
+        ("user", document(type="base64", data="aGk="), 'source.type must be text or content, found "base64"'),
+        ("user", document(type="text"), "messages[0].content[0].source.data must be a text, found null"),
+        ("user", {"type": "document"}, "source.type must be text or content, found null"),
+        ("user", {"type": "image", "source": {}}, "this model reads text only"),
+        ("user", {"type": "server_tool_use"}, "(known: text, document, search_result, tool_result)"),
+        ("assistant", PLAIN, "(known: text, thinking, redacted_thinking, tool_use)"),
+        (
+            "user",
+            {"type": "search_result", "content": [PLAIN]},
+            'content[0].type "document" is not supported',
+        ),
+        (
+            "user",
+            {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "image"}]},
+            "reads text only",
+        ),
+    ],
+)
+async def test_other_blocks_are_refused(
+    client: TestClient, agent: FakeEngine, role: str, block: dict[str, Any], says: str
+) -> None:
+    body = {"messages": [{"role": role, "content": [block]}], "max_tokens": 3}
+    async with client.post(URL, json=body) as answer:
+        assert answer.status == 400
+        assert says in (await answer.json())["error"]["message"]
+
+
 async def test_the_beginning_of_an_answer_is_continued(client: TestClient, agent: FakeEngine) -> None:
     await ask(client, messages=[HI, {"role": "assistant", "content": "It is"}])
     assert agent.tokenizer is not None

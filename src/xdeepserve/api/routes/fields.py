@@ -141,7 +141,7 @@ GENERATING: Mapping[str, Unserved] = {
     "system": Unserved(("", []), "; use a message of role system"),
     "text": Unserved(({},), "; use response_format"),
     "top_logprobs": Unserved((0,)),
-    "truncation": Unserved(("disabled",), "; use truncate_prompt_tokens"),
+    "truncation": Unserved(("auto", "disabled"), ": an input that does not fit is refused"),
 }
 _CHATS_ONLY = Unserved(use=": it is for chats only")
 _COMPLETIONS = {
@@ -192,7 +192,6 @@ _MESSAGES = {
     "reasoning_effort": Unserved(use="; use output_config.effort"),
     "repeat_penalty": Unserved((1,)),
     "text": _OUTPUT_FORMAT._replace(neutral=({},)),
-    "truncation": Unserved(("disabled",)),
     "typ_p": Unserved((1,), "; use top_p"),
     "typical": Unserved((1,), "; use top_p"),
     "typical_p": Unserved((1,), "; use top_p"),
@@ -337,13 +336,19 @@ ITEMS = {  # kinds of items in the input of /v1/responses
 }
 _BLOCK = "type cache_control signature"
 _TEXT_BLOCK = _free("MessageBlock", f"{_BLOCK} text")
+_TEXT_BLOCKS = {
+    "text": _TEXT_BLOCK,
+    "document": _free("MessageBlock", f"{_BLOCK} source title context"),
+    "search_result": _free("MessageBlock", f"{_BLOCK} source title content", content=_TEXT_BLOCK),
+}
+_RESULT_BLOCK = FieldPlace(by_type=_TEXT_BLOCKS)
 BLOCKS = FieldPlace(  # of the content of /v1/messages
     by_type={
-        "text": _TEXT_BLOCK,
         "thinking": _free("MessageBlock", f"{_BLOCK} thinking"),
         "redacted_thinking": _free("MessageBlock", f"{_BLOCK} data"),
         "tool_use": _free("MessageBlock", f"{_BLOCK} id name input"),
-        "tool_result": _free("MessageBlock", f"{_BLOCK} tool_use_id content", content=_TEXT_BLOCK),
+        "tool_result": _free("MessageBlock", f"{_BLOCK} tool_use_id content", content=_RESULT_BLOCK),
+        **_TEXT_BLOCKS,
     }
 )
 _UNTYPED = {  # of a request that takes them as plain objects
