@@ -286,6 +286,20 @@ def test_who_leaves_is_lost_meanwhile() -> None:
     assert found.moved == [(1, 1, False), (1, 2, True)]
 
 
+def test_who_comes_to_the_seat_of_one_that_leaves_stays() -> None:
+    async def change(engine: Engine) -> None:
+        clock = engine.plan.pod.clock
+        await clock.sleep_until(2_000_000)
+        leaving = clock.spawn(engine.remove_server("te", 1), name="leaving")
+        await clock.sleep(1)
+        await engine.add_server(server=1)
+        await clock.join(leaving)
+
+    found = lived(COPIES, change=change, faults=[LOST])
+    assert found.digest == expected()
+    assert found.moved[-1] == (1, 2, True)
+
+
 def test_vacant_seats_have_copies_from_as_many_servers() -> None:
     held = copies_of([range(4), range(4, 8), range(8, 8), range(8, 8), range(8, 8)], 2, 1, 2)
     assert held == ((4, 5, 6, 7), (0, 1, 2, 3), (0, 2, 4, 6), (1, 3, 5, 7), ())

@@ -18,9 +18,11 @@ from xdeepserve.engine.deploy.deployment import Deployment
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
+from xdeepserve.engine.recovery.ladder import Loss
 from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.run.clock.wiring import DUMMY_TOKEN, ClockWiring
 from xdeepserve.engine.serving.engine import Engine
+from xdeepserve.engine.te.te import TE
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.spec import Spec
 from xdeepserve.loop import run
@@ -127,7 +129,8 @@ def one_step(
     engine = Engine(PodPlan(checkpoint, deployment, timing=timing, trace=bool(trace), spec=spec))
     engine.load()
     clock = engine.plan.pod.clock
-    groups = [group for te in engine.je.tes if te.sizes.place.role != "prefill" for group in te.groups]
+    tes = [te for te in engine.je.tes if te.sizes.place.role != "prefill"]
+    groups = [(te, group) for te in tes for group in te.groups]
     given = [shares_of(number) for number in range(len(groups))]
     total = sum(map(len, given))
     ends: list[int] = []
@@ -135,8 +138,9 @@ def one_step(
     failures: list[Exception] = []
     done = asyncio.Event()
 
-    def fail(error: Exception) -> None:
-        failures.append(error)
+    def lose(te: TE, loss: Loss) -> None:
+        te.kill()  # else the pod would wait for it
+        failures.append(loss.reason)
         done.set()
 
     def finish(seq: Sequence, tokens: Seq[SampledToken]) -> bool:
@@ -147,13 +151,13 @@ def one_step(
             done.set()
         return True
 
-    for group, shares in zip(groups, given, strict=True):
+    for (te, group), shares in zip(groups, given, strict=True):
         for share in shares:
-            _resume(group, len(group.places.running), share, finish)
+            te.te_shell.adopt(_resumed(group, len(group.places.running), share, finish), group)
 
     async def main() -> int:
         for te in engine.je.tes:
-            te.on_loss = lambda _, loss: fail(loss.reason)
+            te.on_loss = lose
         start = clock.now
         await engine.start()
         while len(ends) < total and not failures:
@@ -196,9 +200,9 @@ def _result(plan: PodPlan, iteration_ns: int, num_requests: int, num_tokens: int
     )
 
 
-def _resume(group: DPGroup, index: int, share: StepShare, finish: Any) -> None:
-    """Add a sequence to a DP group, with its first `before` positions cached. Its next step verifies a draft
-    after a token, or computes the rest of its prompt."""
+def _resumed(group: DPGroup, index: int, share: StepShare, finish: Any) -> Sequence:
+    """Return a sequence added to a DP group, with its first `before` positions cached. Its next step verifies
+    a draft after a token, or computes the rest of its prompt."""
     before, num_tokens = share.before, share.before + (share.rows or 1)
     seq = Sequence(
         seq_id=group.rank << 20 | index,
@@ -219,3 +223,4 @@ def _resume(group: DPGroup, index: int, share: StepShare, finish: Any) -> None:
         seq.drafts = [DUMMY_TOKEN] * group.steps.mtp
     group.places.move(seq, "add")
     group.places.move(seq, "admit")
+    return seq

@@ -146,8 +146,8 @@ def _served(engine: Engine, outputs: list[RequestOutput], second: str | None) ->
         stats.pool.get("dram evictions", 0),
         len(engine.lost),
         stats.num_recoveries["3"],
-        sum(len(te.monitor.masked) for te in engine.je.tes),
-        sum(len(te.clients.lost) for te in engine.je.tes),
+        sum(len(te.members.lost_servers) for te in engine.je.tes),
+        sum(len(te.members.lost_clients) for te in engine.je.tes),
         second,
     )
 

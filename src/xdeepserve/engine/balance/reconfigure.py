@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import groupby
 from typing import Literal, NamedTuple
 
@@ -95,7 +95,8 @@ class Reconfiguration:
     """Host's part of EPLB for a TE: collects the load, and carries out the trigger's decisions.
 
     `gates` are the memories of the dies that route tokens. `holders` are the memories of the dies with routed
-    experts. Each comes with its die. Dies' reports arrive through `take`; `reports` is the queue that they
+    experts. Each comes with its die; those with a number that
+    `is_out` get no replicas. Dies' reports arrive through `take`; `reports` is the queue that they
     come from.
     """
 
@@ -108,9 +109,10 @@ class Reconfiguration:
         storage: ExpertStorage,
         trigger: EPLBTrigger,
         reports: Queue[msgspec.Struct],
+        is_out: Callable[[int], bool],
     ) -> None:
         self.pod, self.experts, self.gates, self.holders = pod, experts, gates, list(holders)
-        self._out: set[int] = set()  # holders to which nothing goes
+        self._is_out = is_out
         self.storage, self.trigger, self._reports = storage, trigger, reports
         self._slots_of = experts.slots_of
         self.phy2log = primaries_only(experts)  # in force for the latest step
@@ -177,8 +179,10 @@ class Reconfiguration:
         No token goes there until new replicas have been loaded. Replicas that the load under way has brought,
         or may have brought, are not used.
         """
-        holder = self._holder(die)
-        assert holder is not None
+        holder = next(holder for holder, (each, _) in enumerate(self.holders) if each == die)
+        self._lose_slots_of(holder)
+
+    def _lose_slots_of(self, holder: int) -> None:
         coming = {(each.layer, self._physical(each)) for each in self._changes}
         if self.phase in ("loading", "loaded"):  # what has been loaded so far may be lost with the slots
             coming = set()
@@ -195,33 +199,22 @@ class Reconfiguration:
         if self.phase == "loading" and not self._loading:
             self._enter("loaded")
 
-    def leave_out(self, die: int) -> None:
-        """Exclude a lost die from replicas while its TE goes on, at any moment.
+    def leave_out(self, holder: int) -> None:
+        """Take the replicas from a holder that is out now, at any moment.
 
-        Tokens that were routed to its slots go to a primary. The die gets no replicas until it, or another
-        one in its place, is taken in.
+        Tokens that were routed to its slots go to a primary. When it, or another die in its place, is no
+        longer out, its redundant slots are empty.
         """
-        holder = self._holder(die)
-        if holder is None:
+        if holder >= len(self.holders):
             return
-        self._out.add(holder)
         self._changes = [change for change in self._changes if change.holder != holder]
-        self.lose_slots(die)
-        self._loaded(die)
-
-    def take_in(self, die: int) -> None:
-        """Include a die in balancing again; its redundant slots are empty."""
-        holder = self._holder(die)
-        if holder is not None:
-            self._out.discard(holder)
+        self._lose_slots_of(holder)
+        self._loaded(self.holders[holder][0])
 
     def replace(self, holder: int, die: int, mem: ExpertMemory) -> None:
         """Replace the die of a holder by another die."""
         if holder < len(self.holders):
             self.holders[holder] = die, mem
-
-    def _holder(self, die: int) -> int | None:
-        return next((holder for holder, (each, _) in enumerate(self.holders) if each == die), None)
 
     def stop(self) -> None:
         """Cancel the prefetch under way, because the TE ends."""
@@ -295,7 +288,7 @@ class Reconfiguration:
         self._changes = []
         for layer, (row, wanted_by_die) in enumerate(zip(self.phy2log, target, strict=True)):
             for holder, planned in enumerate(wanted_by_die):
-                held, wanted = self._redundant(row, holder), [] if holder in self._out else planned
+                held, wanted = self._redundant(row, holder), [] if self._is_out(holder) else planned
                 new = [e for e in wanted if e not in held]
                 for slot, expert in enumerate(held):
                     if expert not in wanted:

@@ -88,6 +88,7 @@ class ExpertMemory:
         is_flow: bool,
     ) -> None:
         self.config, self.recipe, self.placed, self.items = config, recipe, placed, items
+        self.die = plan.node
         self.is_shared = placed.is_shared(index)
         self.experts, self.slots = placed.experts_of[index], placed.slots_of[index]  # physical numbers
         copies = placed.copies_of[index] if placed.copies_of else ()

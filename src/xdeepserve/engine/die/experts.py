@@ -10,7 +10,7 @@ on their way. A step begins when the host rings the doorbell, which is one more 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -283,3 +283,9 @@ class ExpertProgram:
         touched, rows = min(num_routed, len(self.mem.slots)), num_routed + num_shared
         counts = Counts(rows, copies=billed, touched=touched, shared=num_shared)
         return self.runner.price_of(self.stages[layer], self.layers[layer], counts)
+
+
+def ring(programs: Iterable[ExpertProgram], value: int) -> None:
+    """Ring the doorbells of expert dies: a flag in the memory of each, which its kernels poll."""
+    for program in programs:
+        program.mem.doorbell.write(program.die.memory, value)

@@ -19,7 +19,7 @@ class Team:
     """Dies of a TE and all its sizes: whoever builds something for the TE takes the team, and reads a part.
 
     Each `groups.tp` neighbours of `dies` are a DP group. Where experts have dies of their own, `expert_at`
-    has these by number; expert servers come and go.
+    has these by number, as they are when the TE begins; expert servers come and go (`te.members`).
     """
 
     pod: Pod
@@ -38,7 +38,7 @@ class Team:
 
     @property
     def expert_dies(self) -> tuple[int, ...]:
-        """Dies with experts alone, except vacant seats and servers outside the pod."""
+        """Dies with experts alone when the TE begins, except vacant seats and servers outside the pod."""
         return tuple(self.expert_at.values())
 
     @property

@@ -47,21 +47,23 @@ Hear: TypeAlias = Callable[[int | None], Awaitable[msgspec.Struct]]
 
 
 class Rollback:
-    """Host's part of token recomputation for the TE `name`; `dies` are its dies with DP groups."""
+    """Host's part of token recomputation for the TE `name`; `dies` are its dies with DP groups.
+
+    `taking_part` lists all dies that roll back, as the TE's book of members has them.
+    """
 
     def __init__(
         self,
         name: str,
         pod: Pod,
         dies: Sequence[int],
-        expert_dies: Sequence[int],
+        taking_part: Callable[[], Sequence[int]],
         config: RecoveryConfig,
         timeout_ns: int,
     ) -> None:
         self.name, self._pod, self._config, self._timeout_ns = name, pod, config, timeout_ns
         self._dies = [pod.dies[die] for die in dies]
-        self._every_die = [*self._dies, *(pod.dies[die] for die in expert_dies)]
-        self._out: set[int] = set()
+        self._taking_part = taking_part
         self.phase: RollbackPhase = "serving"
         self.epoch = Epoch(0)
         self.reason: str | None = None  # of the rollback that is under way
@@ -83,15 +85,8 @@ class Rollback:
         return StepNo(step_idx + 2)
 
     def leave_out(self, die: int) -> None:
-        """Exclude a lost die from rollbacks, because its TE goes on without it."""
-        self._out.add(die)
-        self._every_die = [each for each in self._every_die if each.index != die]
+        """Wait no longer for a die that takes no part any more."""
         self._awaited.discard(die)
-
-    def take_in(self, die: int) -> None:
-        """Include a die in rollbacks: it is not lost after all, or has just joined."""
-        self._out.discard(die)
-        self._every_die = sorted([*self._every_die, self._pod.dies[die]], key=lambda each: each.index)
 
     def step_ended(self) -> None:
         """Note the end of a step, after which rollbacks in a row are counted anew."""
@@ -120,11 +115,11 @@ class Rollback:
         self._num_in_a_row += not isinstance(error, PageLostError)
         self.reason = str(error)
         self.epoch = Epoch(self.epoch + 1)
-        self._awaited = {die.index for die in self._every_die}
-        for die in self._every_die:
-            RollbackField(die).write(Epochs(self.epoch, Epoch(self.epoch - 1)))
+        self._awaited = {*self._taking_part()}
+        for number in self._taking_part():
+            RollbackField(self._pod.dies[number]).write(Epochs(self.epoch, Epoch(self.epoch - 1)))
         for die, step in zip(self._dies, first_steps, strict=True):
-            if die.index not in self._out:
+            if die.index in self._awaited:
                 die.put(RollBack(self.epoch, StepNo(step)))
         deadline_ns = self._pod.clock.now + self._timeout_ns
         while self._awaited:
@@ -158,11 +153,12 @@ class Rollback:
         """Let all dies go on, with step number `step` (step 4)."""
         self._move("resume")
         self.reason = None
+        taking_part = self._taking_part()
         for die in self._dies:
-            if die.index not in self._out:
+            if die.index in taking_part:
                 die.put(Resume(self.epoch))
-        for die in self._every_die:
-            RollbackField(die).write(Epochs(self.epoch, self.epoch, step))
+        for number in taking_part:
+            RollbackField(self._pod.dies[number]).write(Epochs(self.epoch, self.epoch, step))
 
     def _move(self, event: str) -> None:
         refusal = f"TE {self.name} cannot {event}: its rollback is {self.phase}"

@@ -165,7 +165,7 @@ class ByServices:
         self, index: int, mem: ExpertMemory, threads: Threads, reports: Queue[msgspec.Struct]
     ) -> ExpertProgram:
         """Make the program of an expert server, which serves requests in its slots."""
-        die, former = self.team.pod.dies[self.team.expert_at[index]], self._servers.get(index)
+        die, former = self.team.pod.dies[mem.die], self._servers.get(index)
         batching = Batching(self.times.batch_clients, round(1e3 * self.times.batch_timeout_us))
         server = self._servers[index] = ServiceServer(
             *(die, index, self.layout, self.num_layers, batching, quantize_rows, self.means),

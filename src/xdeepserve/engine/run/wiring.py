@@ -157,7 +157,7 @@ class ByteWiring:
         return DieMemory(team.pod.plan(team.dies[rank]).app, team, rank)
 
     def expert_memory(self, index: int) -> ExpertMemory:
-        """Plan the memory of an expert die, at its present die."""
+        """Plan the memory of an expert die that is there from the start."""
         return self.server_memory(index, self.team.expert_at[index])
 
     def server_memory(self, index: int, die: int) -> ExpertMemory:

@@ -122,8 +122,8 @@ class TEGroup:
                 lost_dies=self._lost_dies_of(te),
                 num_rollbacks=te.recovery.count,
                 recovering=te.recovery.reason and f"stage 3: {te.recovery.reason}",
-                num_servers=te.monitor.num_servers,
-                lost_servers=tuple(sorted(te.monitor.masked)),
+                num_servers=te.members.num_servers,
+                lost_servers=tuple(te.members.lost_servers),
                 links=self._je.links.troubles(te),
             )
             for te in self._running
@@ -141,7 +141,7 @@ class TEGroup:
             return tuple(sorted(self._plan.pod.memories.silent.intersection(te.plan.every_die)))
         seats = te.seats.reports()
         servers = {seat.die for seat in seats if seat.presence == "lost" and seat.die is not None}
-        return tuple(sorted(servers.union(te.plan.dies[rank] for rank in te.clients.lost)))
+        return tuple(sorted(servers.union(client.die for client in te.members.lost_clients)))
 
     def _note_joined(self, te: TE) -> None:
         """Note a new TE as replacement for the first lost TE of its role that has none."""
@@ -171,7 +171,7 @@ class TEGroup:
 
     def _te_with_servers(self, name: str | None) -> TE:
         for te in self._je.tes:
-            if te.sizes.place.name == name or (name is None and te.seats.num_seats):
+            if te.sizes.place.name == name or (name is None and te.members.num_seats):
                 return te
         names = ", ".join(te.sizes.place.name for te in self._je.tes)
         wanted = "no TE with expert servers" if name is None else f"no TE {abridged(name)}"

@@ -41,16 +41,25 @@ class _Pulse:
 
 
 class Heartbeats:
-    """Tracks the health of a TE's `num_groups` DP groups; `now` reads the clock in ns."""
+    """Tracks the health of a TE's `num_groups` DP groups; `now` reads the clock in ns.
 
-    def __init__(self, name: str, num_groups: int, config: HealthConfig, now: Callable[[], int]) -> None:
-        self.name, self._now = name, now
+    `is_given_up` says which groups the TE goes on without, as its book of members has them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        num_groups: int,
+        config: HealthConfig,
+        now: Callable[[], int],
+        is_given_up: Callable[[GroupRank], bool],
+    ) -> None:
+        self.name, self._now, self.is_given_up = name, now, is_given_up
         self.probe_ns, self.suspect_ns, self.lost_ns = (
             round(1e9 * seconds) for seconds in (config.probe_s, config.suspect_s, config.lost_s)
         )
         self._ranks = tuple(map(GroupRank, range(num_groups)))
         self._pulses = [_Pulse() for _ in self._ranks]
-        self._given_up: set[GroupRank] = set()  # groups that nobody waits for any more
         self.shell: Health = "healthy"  # what the control plane knows of the shell itself
 
     def ask(self, group: GroupRank, num_answers: int, delay_ns: int = 0) -> None:
@@ -66,13 +75,9 @@ class Heartbeats:
         pulse.num_due = max(0, pulse.num_due - 1)
         pulse.took_ns, pulse.since_ns = max(0, now - pulse.since_ns), now
 
-    def give_up(self, group: GroupRank) -> None:
-        """Mark a DP group as lost for ever; its TE goes on without it."""
-        self._given_up.add(group)
+    def forget(self, group: GroupRank) -> None:
+        """Expect no answers of a DP group that has been given up."""
         self._pulses[group] = _Pulse()
-
-    def is_given_up(self, group: GroupRank) -> bool:
-        return group in self._given_up
 
     def notice(self, group: GroupRank) -> None:
         """Note an unasked sign of life: the group still owes its answers, but its silence starts anew."""
@@ -95,13 +100,13 @@ class Heartbeats:
     def wants_probe(self, group: GroupRank) -> bool:
         """Whether a DP group owes no answer and was last heard of at least `probe_ns` ago."""
         pulse = self._pulses[group]
-        if group in self._given_up:
+        if self.is_given_up(group):
             return False
         return not pulse.num_due and self._now() - pulse.since_ns >= self.probe_ns
 
     def state(self, group: GroupRank) -> Health:
         silent = self.silent_ns(group)
-        if group in self._given_up or silent >= self.lost_ns:
+        if self.is_given_up(group) or silent >= self.lost_ns:
             return "lost"
         return "suspect" if max(silent, self._pulses[group].took_ns) >= self.suspect_ns else "healthy"
 
@@ -122,7 +127,7 @@ class Heartbeats:
 
     def error(self) -> DeadlineError | None:
         """Return the error to raise when DP groups are lost; None if all are there."""
-        lost = tuple(group for group in self.ranks("lost") if group not in self._given_up)
+        lost = tuple(group for group in self.ranks("lost") if not self.is_given_up(group))
         if not lost:
             return None
         names = ", ".join(f"DP group {group}" for group in lost[:4]) + (" ..." if len(lost) > 4 else "")

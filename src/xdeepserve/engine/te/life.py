@@ -36,6 +36,7 @@ class Lifetime:
         self._te, self._tell = te, tell
         self.now: Life = "planned"
         self.moves_out = False  # sequences that are here go on elsewhere
+        self.is_open = False  # the job executor gives the TE work, and can give it to another one
         self.ends_idle = False  # the TE ends when it has no work, whoever still wants its blocks
 
     @property

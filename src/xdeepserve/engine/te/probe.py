@@ -34,8 +34,8 @@ class Prober:
         if not self._num_out.total():
             self._release()
 
-    def give_up(self, group: GroupRank) -> None:
-        """Expect no more answers from a DP group."""
+    def forget(self, group: GroupRank) -> None:
+        """Expect no more answers from a DP group that has been given up."""
         if self._num_out.pop(group, 0) and not self._num_out.total():
             self._release()
 

@@ -238,6 +238,10 @@ class TEShell:
         self.pending = deque(seqs for seqs in self.pending if seqs)
         self.arrivals = deque(each for each in self.arrivals if each is not seq)
 
+    def adopt(self, seq: Sequence, group: DPGroup) -> None:
+        """Note a sequence that begins in a group, in the middle of its answer."""
+        self._group_of[seq.seq_id] = group
+
     def group_of(self, seq: Sequence) -> DPGroup | None:
         """Return the group that a sequence was given to, or None while it waits here."""
         return self._group_of.get(seq.seq_id)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from xdeepserve.engine.die.experts import ring
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.messages import StepDone
 from xdeepserve.engine.numbers import GroupRank, StepNo
-from xdeepserve.engine.te.expert_programs import ExpertPrograms
+from xdeepserve.engine.te.members import Members
 from xdeepserve.engine.te.step_set import Loop, StepParts, StepSet
 
 
@@ -17,8 +18,8 @@ class StepsTogether:
     A group without work runs empty steps along with the others.
     """
 
-    def __init__(self, parts: StepParts, programs: ExpertPrograms, plans_ahead: bool) -> None:
-        self._parts, self._programs = parts, programs
+    def __init__(self, parts: StepParts, members: Members, plans_ahead: bool) -> None:
+        self._parts, self._members = parts, members
         self._steps = StepSet(parts, parts.groups, 1 + plans_ahead)
 
     @property
@@ -73,7 +74,7 @@ class StepsTogether:
             await parts.clock.sleep(host.gap_ns())
             delays, bucket = host.launches_ns(step), host.bucket(num_rows)
         self._steps.before_launch(step)
-        self._programs.ring(step + 1)
+        ring(self._members.programs, step + 1)
         self._steps.launch(step, delays, bucket)
 
     async def _collect(self, step: StepNo) -> None:

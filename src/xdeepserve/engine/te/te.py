@@ -9,24 +9,24 @@ from functools import partial
 import msgspec
 
 from xdeepserve.engine.die.expert_memory import STOP
-from xdeepserve.engine.die.experts import ExpertProgram
+from xdeepserve.engine.die.experts import ExpertProgram, ring
 from xdeepserve.engine.dp.events import Events, TERolledBack
 from xdeepserve.engine.messages import Shutdown
 from xdeepserve.engine.numbers import GroupRank, StepNo
 from xdeepserve.engine.recovery.ladder import Loss, Remedies, Remedy, at_once, climb
 from xdeepserve.engine.te.awake import Awake
 from xdeepserve.engine.te.dealer import Dealer
-from xdeepserve.engine.te.expert_programs import ExpertPrograms
 from xdeepserve.engine.te.hearing import Hearing, LayerReports
 from xdeepserve.engine.te.heartbeat import Heartbeats
 from xdeepserve.engine.te.host import Host
 from xdeepserve.engine.te.invariants import check
 from xdeepserve.engine.te.life import Life, Lifetime
-from xdeepserve.engine.te.lost_clients import LostClients
+from xdeepserve.engine.te.listeners import listeners
 from xdeepserve.engine.te.lost_pages import LostPages, Mend
+from xdeepserve.engine.te.members import Stay
 from xdeepserve.engine.te.probe import Prober
 from xdeepserve.engine.te.reports import ExpertLoad, expert_loads
-from xdeepserve.engine.te.server_monitor import server_monitor
+from xdeepserve.engine.te.server_monitor import ServerMonitor
 from xdeepserve.engine.te.server_seats import Bring, ServerSeats
 from xdeepserve.engine.te.shell import KVStatuses, TEShell
 from xdeepserve.engine.te.step_set import Loop, StepParts
@@ -66,10 +66,13 @@ class TE:
                 group.scheduler.pool = plan.make_tier(group, inbox_of[group.rank].put)
         reports = [inbox_of[group.rank] for group in self.groups for _ in group.dies]
         self.executors = plan.executors(threads, reports)
-        programs = plan.expert_programs(threads, self.inbox)
-        self._lockstep_runs = plan.lockstep_runs(self.executors, programs, threads.count)
-        self.expert_programs = ExpertPrograms(programs)
-        self.health = Heartbeats(name, len(self.groups), settings.health, lambda: pod.clock.now)
+        self.members = plan.members
+        for server in self.members.servers:
+            plan.make_program(server, threads, self.inbox)
+        self._lockstep_runs = plan.lockstep_runs(self.executors, self.members.programs, threads.count)
+        self.health = Heartbeats(
+            *(name, len(self.groups), settings.health, lambda: pod.clock.now, self.members.is_lost)
+        )
         self.recovery = plan.rollback()
         self.prober = Prober(self.groups, self.health, self._awake.wake_all)
         eplb = plan.eplb_trigger()
@@ -82,7 +85,7 @@ class TE:
         gather = plan.status_gather(self.groups)
         self.dealer = Dealer(self.te_shell, self.health, self.lifetime, self.inbox, gather)
         self.reconfiguration = None if eplb is None else plan.reconfiguration(eplb, self.inbox)
-        self.monitor = server_monitor(plan, tell, self.recovery, self.reconfiguration)
+        self.monitor = ServerMonitor(plan)
         self.lost_pages = LostPages(plan, self.groups, self.reconfiguration, mend)
         for group in self.groups:
             group.scheduler.fails_lost = settings.recovery.kv_loss == "fail"
@@ -109,23 +112,23 @@ class TE:
                 plans_ahead=plans_ahead,
             )
         else:
-            self._turns = StepsTogether(parts, self.expert_programs, plans_ahead)
-        self.clients = LostClients(
-            *(plan, tell, self.lifetime, self.groups, self.health, self.prober),
-            *(self.recovery, self.expert_programs, self._turns),
-        )
-        self.seats = ServerSeats(
-            *(plan, tell, self.lifetime, self.recovery, self.reconfiguration),
-            *(self.monitor, self.clients, self.expert_programs, self._turns),
-            lambda number, mem: plan.wiring.expert_program(number, mem, threads, self.inbox),
+            self._turns = StepsTogether(parts, self.members, plans_ahead)
+        self.seats = ServerSeats(plan, self.lifetime, self.recovery, self.monitor, self._turns)
+        self.members.listen(
+            listeners(
+                *(plan, tell, self.groups, self.health, self.prober, self.recovery),
+                *(self.reconfiguration, self.monitor, self._turns),
+                program=lambda server: plan.make_program(server, threads, self.inbox),
+                process=self._start_program,
+            )
         )
         layers: Queue[msgspec.Struct] = Queue(pod.clock, f"layers of {name}")
         self._layers = LayerReports(layers, self.groups, self.executors)
         self.processes: list[asyncio.Task[None]] = []
         self.remedies: Remedies = {
             "run again": Remedy(self.recovery.why_not, self._roll_back),
-            "mask": Remedy(self.seats.why_not, self.monitor.mask),
-            "go on without": Remedy(self.clients.why_not, self._go_on_without),
+            "mask": Remedy(self.seats.why_not, self.members.miss),
+            "go on without": Remedy(self._why_not_without, self._go_on_without),
             "wait": Remedy(lambda _: None, lambda _: None),
         }
 
@@ -166,10 +169,9 @@ class TE:
         Expert servers are not among them: clients find out whether they can do without one. Neither are
         clients that the TE has given up.
         """
-        plan, lost = self.plan, {self.plan.dies[rank] for rank in self.clients.lost}
-        return tuple(
-            die for die in (plan.every_die if plan.services is None else plan.dies) if die not in lost
-        )
+        if self.plan.services is None:
+            return self.plan.every_die
+        return tuple(client.die for client in self.members.clients if client.at != "lost")
 
     @property
     def kv_load(self) -> float:
@@ -196,8 +198,8 @@ class TE:
         for executor in self.executors:
             run = executor.die.detach(executor.run(), f"executor {executor.rank}", self._fail)
             self.processes.append(run)
-        for program in self.expert_programs:
-            self.processes.append(program.die.detach(program.run(), "experts", self._fail))
+        for server in self.members.servers:
+            self._start_program(server)
         self.monitor.start()
         name = self.plan.name
         loops: list[tuple[str, Loop]] = [(name, self._run), *self._turns.loops()]
@@ -222,7 +224,8 @@ class TE:
 
     def foreseen(self, die: int) -> Loss:
         """Return the loss that would come if one of the TE's dies was lost."""
-        return Loss("server" if die in self.seats.seat_of else "die", self.plan.name, (die,), None)
+        is_server = self.plan.services is not None and self.members.server_on(die) is not None
+        return Loss("server" if is_server else "die", self.plan.name, (die,), None)
 
     def _find_lost_servers(self) -> None:
         """Mask expert servers whose memory is silent, before anything would wait for them."""
@@ -233,7 +236,7 @@ class TE:
         """Bring an expert server, from within a process, as `ServerSeats.join` does."""
         if self.life == "ready":
             self._find_lost_servers()
-        return await self.seats.join(wanted, bring, self._begin)
+        return await self.seats.join(wanted, bring)
 
     async def leave_server(self, number: int) -> None:
         """Remove an expert server, from within a process, as `ServerSeats.leave` does."""
@@ -241,9 +244,15 @@ class TE:
             self._find_lost_servers()
         await self.seats.leave(number)
 
-    def _begin(self, program: ExpertProgram) -> None:
-        """Start serving with an additional expert die."""
-        self.expert_programs.add(program)
+    @property
+    def expert_programs(self) -> list[ExpertProgram]:
+        """Programs of the dies that have experts alone."""
+        return self.members.programs
+
+    def _start_program(self, server: Stay) -> None:
+        """Start the program of an expert die."""
+        program = server.program
+        assert program is not None
         self.processes.append(program.die.detach(program.run(), "experts", self._fail))
 
     def lose_page(self, error: PageLostError) -> None:
@@ -316,7 +325,7 @@ class TE:
         self._layers.stop()
         for executor in self.executors:
             executor.die.put(Shutdown())
-        self.expert_programs.ring(STOP)
+        ring(self.members.programs, STOP)
 
     def _end_life(self) -> None:
         self.lifetime.follow("stop")
@@ -376,12 +385,24 @@ class TE:
         dies = tuple(die.index for rank in silent for die in self.groups[rank].dies)
         return Loss("silence", self.plan.name, dies, error)
 
+    def _why_not_without(self, loss: Loss) -> str | None:
+        """Explain why the TE cannot go on without the clients on the dies of a loss; None if it can."""
+        name, num_lost = self.plan.name, len(self.members.those_of(loss))
+        if not self.plan.can_miss_clients:
+            return f"the dies of {name} are no clients of expert servers, each on its own"
+        if not num_lost:
+            return "the loss is of no client that was still there"
+        if not self.lifetime.is_open or self.life != "ready":
+            return f"{name} is {self.life}, and gives no requests to other clients"
+        if len(self.groups) - len(self.members.lost_clients) <= num_lost:
+            return f"{name} would have no client left"
+        return None
+
     def _go_on_without(self, loss: Loss) -> None:
         """Go on without the clients of a loss, and let the loops look for work."""
         if self.recovery.phase != "serving":
             return  # the rollback waits for all dies, and names those that do not answer
-        self.clients.go_on_without(loss)
-        self.monitor.give_up(loss.dies)
+        self.members.lose(loss)
         self.wake()
 
     async def _turn(self) -> bool:

@@ -28,6 +28,7 @@ from xdeepserve.engine.recovery.rollback import Rollback
 from xdeepserve.engine.recovery.rollback_field import plan_rollback_field
 from xdeepserve.engine.run.executors import executor
 from xdeepserve.engine.run.wiring import ByteWiring, Wiring
+from xdeepserve.engine.te.members import Members, Stay
 from xdeepserve.engine.te.status_gather import StatusGather, plan_statuses
 from xdeepserve.errors import OutOfMemoryError
 from xdeepserve.hw.memory import Area
@@ -55,21 +56,22 @@ class TEPlan:
 
     def __init__(self, wiring: Wiring, checkpoint: Checkpoint, load_mode: str) -> None:
         self.wiring, self.team, self.checkpoint, self._load_mode = wiring, wiring.team, checkpoint, load_mode
-        self.replaced_dies: dict[int, ExpertMemory] = {}  # of these, those with a memory still
         self.make_tier: MakeTier | None = None  # where prefixes outlive TEs
         self.num_readers = 0  # TEs that are loading from the memory of this one
         self.num_lost_pages = 0  # of its dies' memories, so far
         team = wiring.team
         self.pod, self.config, self.recipe, self.sizes = team.pod, team.config, team.recipe, team.sizes
         self.dies = team.dies
-        # Held, and of no server: of some that may join, and of such as others have replaced.
-        self.spare_dies = {team.holders.dies[number] for number in team.vacant}
+        outside = wiring.seats_outside if isinstance(wiring, ByteWiring) else None
+        num_seats = 0 if self.services is None else self.services.servers.num_ranks
+        self.members = Members(team, num_seats, outside)
         self.memories = [wiring.memory(rank) for rank in team.ranks]
         self._plan_links()
         if self.gathers_statuses:
             for ranks in team.group_ranks:
                 plan_statuses(self.pod.plan(self.dies[ranks[0]]), len(team.group_ranks))
-        self.expert_memories = {number: wiring.expert_memory(number) for number in team.expert_at}
+        for server in self.members.servers:
+            server.mem = wiring.expert_memory(server.seat)
         for die in self.every_die:
             plan_rollback_field(self.pod.plan(die))
         try:
@@ -121,7 +123,7 @@ class TEPlan:
         pod = self.pod
         return bool(self.num_readers) or any(
             pod.dies[die].running or pod.memories.is_in_use(die)
-            for die in (*self.every_die, *self.spare_dies)
+            for die in (*self.every_die, *self._spare_dies)
             if die in pod.dies
         )
 
@@ -153,16 +155,20 @@ class TEPlan:
 
     def release(self) -> None:
         """Give all memory and dies back to the pod; HardwareError if something still runs there."""
-        self.pod.release((*self.every_die, *sorted(self.spare_dies)))
-        self.spare_dies.clear()
+        self.pod.release((*self.every_die, *self._spare_dies))
         self._free_hosts()
+        for member in self.members.spare:
+            self.members.move(member, "free")
+
+    @property
+    def _spare_dies(self) -> list[int]:
+        return sorted(member.die for member in self.members.spare)
 
     def _free_hosts(self) -> None:
-        for _, holder in self.all_memories:
-            free_host_of(holder)
-        for holder in self.replaced_dies.values():
-            free_host_of(holder)
-        self.replaced_dies.clear()
+        parting = (member.mem for member in self.members.spare)
+        for holder in (*(mem for _, mem in self.all_memories), *parting):
+            if holder is not None:
+                free_host_of(holder)
 
     def plan_server(self, number: int, die: int) -> ExpertMemory:
         """Plan and materialise the memory of an expert server that joins at seat `number`.
@@ -190,7 +196,7 @@ class TEPlan:
     @property
     def expert_dies(self) -> tuple[int, ...]:
         """Dies with experts and no attention."""
-        return self.team.expert_dies
+        return tuple(server.die for server in self.members.servers)
 
     @property
     def spec(self) -> Spec:
@@ -207,7 +213,7 @@ class TEPlan:
         """Every die of the TE with its memory."""
         return [
             *zip(self.dies, self.memories, strict=True),
-            *((self.team.expert_at[number], mem) for number, mem in self.expert_memories.items()),
+            *((server.die, server.mem) for server in self.members.servers if server.mem is not None),
         ]
 
     def groups(self, tell: Events) -> list[DPGroup]:
@@ -244,12 +250,10 @@ class TEPlan:
             for rank, mem, queue in zip(self.team.ranks, self.memories, reports, strict=True)
         ]
 
-    def expert_programs(self, threads: Threads, reports: Queue[msgspec.Struct]) -> list[ExpertProgram]:
-        """Create the programs of the expert dies."""
-        return [
-            self.wiring.expert_program(number, mem, threads, reports)
-            for number, mem in self.expert_memories.items()
-        ]
+    def make_program(self, server: Stay, threads: Threads, reports: Queue[msgspec.Struct]) -> None:
+        """Create the program of an expert die."""
+        assert server.mem is not None
+        server.program = self.wiring.expert_program(server.seat, server.mem, threads, reports)
 
     def lockstep_runs(
         self, executors: Sequence[Executor], programs: Sequence[ExpertProgram], threads: int
@@ -280,12 +284,18 @@ class TEPlan:
         gates = list(zip(self.dies, self.memories, strict=True))
         holders = [(die, mem) for die, mem in self.all_memories if mem.redundant is not None]
         storage = ExpertStorage(self.checkpoint, self.recipe, self.sizes.experts)
-        return Reconfiguration(self.pod, self.sizes.experts, gates, holders, storage, trigger, reports)
+        gets_replicas = self.members.gets_replicas
+        return Reconfiguration(
+            *(self.pod, self.sizes.experts, gates, holders, storage, trigger, reports),
+            is_out=lambda holder: self.services is not None and not gets_replicas(holder),
+        )
 
     def rollback(self) -> Rollback:
         """Create the host's part of token recomputation."""
         config, timeout_ns = self.sizes.settings.recovery, self.sizes.walk.timeout_ns
-        return Rollback(self.name, self.pod, self.dies, self.expert_dies, config, timeout_ns)
+        return Rollback(
+            *(self.name, self.pod, self.dies, lambda: self.members.taking_part, config, timeout_ns)
+        )
 
     def should_load(self) -> ShouldLoad | None:
         """Create the rule whether cached KV blocks are loaded from host DRAM or their tokens computed again,

@@ -1,0 +1,283 @@
+"""Book of members of a task executor (TE): which dies belong to it, and in what state as the host believes.
+
+A member is a die's stay at a seat. The seat of an expert server keeps its experts while servers come and go;
+it has at most one incumbent, and at most one heir whose weights are on their way. A die with a DP group is a
+client; its seat is its rank, for ever.
+
+MEMBERS says what may happen to a member, PRESENCE what the clients' mask says of a server meanwhile, and
+HEARS which parts of the TE are told of each move, in this order. All parts are told at one moment of virtual
+time. Everybody else asks the book; no other container says who belongs to a TE.
+
+Four things are kept apart from the book, because they are not what the host believes:
+
+    truth                   `pod.lost`, `memories.silent`: in a TE only detectors read it, and move members
+    belief of clients       bytes on their dies (`comm/services/known_servers.py`); it may be older, or newer
+    counters of detectors   questions without an answer so far (`server_monitor`, `heartbeat`, `probe`)
+    servers outside         processes outside of the pod come and go by themselves; the client process hears
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+from xdeepserve.comm.services.layout import Presence
+from xdeepserve.engine.die.expert_memory import ExpertMemory
+from xdeepserve.engine.die.experts import ExpertProgram
+from xdeepserve.engine.die.team import Team
+from xdeepserve.engine.numbers import GroupRank, Seat
+from xdeepserve.engine.recovery.ladder import Loss
+from xdeepserve.engine.run.by_services import SeatsOutside
+from xdeepserve.machine import follow
+
+MemberKind: TypeAlias = Literal["client", "server"]
+At: TypeAlias = Literal[
+    "held",  # a die reserved for a vacant seat
+    "coming",  # the heir of a seat: weights are on their way
+    "there",
+    "silent",  # the monitor has not heard of it for too long
+    "leaving",  # it answers what it has been asked
+    "leaving, silent",
+    "parting",  # it serves no more, but something may still run on its die or read its memory
+    "lost",  # a client without which the TE goes on
+    "gone",  # its die is the pod's again
+]
+Move: TypeAlias = Literal[
+    "call", "seat", "fail", "miss", "answer", "lead away", "replace", "go", "lose", "free"
+]
+MEMBERS: Final[dict[tuple[At, Move], At]] = {
+    ("held", "call"): "coming",  # a server joins on the die that its seat was planned with
+    ("coming", "seat"): "there",
+    ("coming", "fail"): "gone",
+    ("there", "miss"): "silent",
+    ("silent", "answer"): "there",  # it was slow
+    ("there", "lead away"): "leaving",
+    ("silent", "lead away"): "leaving, silent",  # nobody needs its answers to end its work
+    ("leaving", "miss"): "leaving, silent",
+    ("leaving, silent", "answer"): "leaving",
+    ("leaving", "go"): "parting",
+    ("leaving, silent", "go"): "parting",
+    # An heir comes for a silent server alone, but takes the seat even if that one has answered meanwhile.
+    ("there", "replace"): "parting",
+    ("silent", "replace"): "parting",
+    ("leaving", "replace"): "parting",
+    ("leaving, silent", "replace"): "parting",
+    ("there", "lose"): "lost",
+    ("parting", "free"): "gone",
+    ("held", "free"): "gone",  # with its TE
+}
+PRESENCE: Final[dict[At, Presence]] = {  # of incumbents; a seat with another member alone is ABSENT
+    "there": Presence.THERE,
+    "silent": Presence.LOST,
+    "leaving": Presence.LEAVING,
+    "leaving, silent": Presence.LOST,
+}
+TAKES_PART: Final[frozenset[At]] = frozenset({"there", "leaving"})
+"""States of dies that roll back and get replicas of experts."""
+
+Listener: TypeAlias = Literal[
+    "mask",  # tell clients of the presence at the seat
+    "address",  # tell clients where the seat's new server is
+    "epoch field",  # let a new server begin in the TE's epoch
+    "program",  # make the program of a new server, which reads its epoch then
+    "slots",  # slots of lost clients are free
+    "process",  # start the program of a new server
+    "doorbell",  # end the program of a server
+    "pod",  # note that the die is lost, and end what runs there
+    "heartbeats",
+    "probes",
+    "rollback",  # wait no longer for the die
+    "replicas",  # send no more tokens to the die's replicas
+    "holder",  # the seat's replicas are on another die
+    "steps",  # end the loop of the die's DP group
+    "requests",  # of the die's DP group go on elsewhere
+    "show heard",  # the other events are for observers alone, too
+    "show moved",
+    "show lost",
+]
+HEARS: Final[dict[tuple[MemberKind, Move], tuple[Listener, ...]]] = {
+    ("server", "miss"): ("mask", "rollback", "replicas", "show heard"),
+    ("server", "answer"): ("mask", "show heard"),
+    ("server", "lead away"): ("mask",),
+    ("server", "go"): ("doorbell", "rollback", "replicas", "mask", "show moved"),
+    ("server", "replace"): ("rollback", "replicas", "mask"),
+    ("server", "seat"): (
+        "epoch field",
+        "program",
+        "slots",
+        "process",
+        "holder",
+        "address",
+        "mask",
+        "show moved",
+    ),
+    ("client", "lose"): (
+        *("pod", "heartbeats", "probes", "rollback", "steps", "slots", "requests", "show lost"),
+    ),
+}
+
+
+@dataclass(eq=False)
+class Stay:
+    """A die's stay at a seat. `epoch` counts the servers that a seat has had, this one included."""
+
+    kind: MemberKind
+    seat: int
+    die: int
+    at: At
+    epoch: int = 1
+    mem: ExpertMemory | None = None  # of a server; clients' memories are in the plan
+    program: ExpertProgram | None = None  # of a server, from the start of its TE on
+
+    @property
+    def is_seated(self) -> bool:
+        """Whether the die is its seat's incumbent, as clients see it."""
+        return self.at in PRESENCE
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether the die takes part in rollbacks, and may get replicas of experts."""
+        return self.at in TAKES_PART
+
+
+Act: TypeAlias = Callable[[Stay], object]
+
+
+class Members:
+    """Members of one TE by kind and seat; `move` is the only way to change the state of one.
+
+    Servers are in the order in which they were seated. In a TE with servers `outside` of the pod, the book
+    has clients alone, and answers for seats by what the client process has heard.
+    """
+
+    def __init__(self, team: Team, num_seats: int, outside: SeatsOutside | None) -> None:
+        self.num_seats = num_seats  # for servers that may come and go; 0 if experts are no services
+        self._name, self._tp, self._outside = team.sizes.place.name, team.sizes.groups.tp, outside
+        self.clients = [Stay("client", rank, die, "there") for rank, die in enumerate(team.dies)]
+        self._servers = [Stay("server", seat, die, "there") for seat, die in team.expert_at.items()]
+        self._servers += [Stay("server", seat, team.holders.dies[seat], "held") for seat in team.vacant]
+        self._epochs: dict[int, int] = {}  # of seats, where it is not the first
+        self._listeners: Mapping[Listener, Act] = {}
+
+    def listen(self, listeners: Mapping[Listener, Act]) -> None:
+        """Tell these parts of later moves; what is not among them is no part of this TE."""
+        self._listeners = listeners
+
+    def move(self, member: Stay, move: Move) -> None:
+        """Change a member's state and tell all that hear it; ProtocolError if MEMBERS has no such row."""
+        who = f"{member.kind} {member.seat} of {self._name} on die {member.die}"
+        refusal = f"{who} cannot {move}: it is {member.at}"
+        member.at = follow(MEMBERS, member.at, move, lambda: refusal)
+        if move == "seat":
+            self._epochs[member.seat] = member.epoch = self.epoch(member.seat) + 1
+            self._servers.remove(member)
+            self._servers.append(member)
+        elif member.at == "gone":
+            self._servers.remove(member)
+        for listener in HEARS.get((member.kind, move), ()):
+            if listener in self._listeners:
+                self._listeners[listener](member)
+
+    def call(self, seat: int, die: int) -> Stay:
+        """Enter the heir of a seat: the die that was held for the seat, or another one."""
+        for member in self._at_seat(seat):
+            if member.at == "held" and member.die == die:
+                self.move(member, "call")
+                return member
+        self._servers.append(Stay("server", seat, die, "coming"))
+        return self._servers[-1]
+
+    def miss(self, loss: Loss) -> None:
+        """Count the servers on the dies of a loss as silent, so that clients ask others."""
+        for server in [server for server in self.servers if server.die in loss.dies]:
+            self.move(server, "miss")
+
+    def lose(self, loss: Loss) -> None:
+        """Go on without the clients on the dies of a loss."""
+        for client in self.those_of(loss):
+            self.move(client, "lose")
+
+    # ---- questions ----------------------------------------------------------------------------------
+
+    @property
+    def servers(self) -> list[Stay]:
+        """Servers that have a seat, silent ones included."""
+        return [server for server in self._servers if server.is_seated]
+
+    @property
+    def spare(self) -> list[Stay]:
+        """Dies of the TE on which no server is seated, or will be: they are held, or their servers part."""
+        return [server for server in self._servers if server.at in ("held", "parting")]
+
+    @property
+    def programs(self) -> list[ExpertProgram]:
+        """Programs of the servers that have a seat."""
+        return [server.program for server in self.servers if server.program is not None]
+
+    @property
+    def lost_clients(self) -> list[Stay]:
+        """Clients without which the TE goes on."""
+        return [client for client in self.clients if client.at == "lost"]
+
+    @property
+    def taking_part(self) -> list[int]:
+        """Dies that take part in rollbacks: clients, then servers."""
+        return [member.die for member in (*self.clients, *self.servers) if member.takes_part]
+
+    def gets_replicas(self, seat: int) -> bool:
+        """Whether a server that takes part is at a seat."""
+        server = self.incumbent(seat)
+        return server is not None and server.takes_part
+
+    def those_of(self, loss: Loss) -> list[Stay]:
+        """Clients on the dies of a loss that had not been lost before."""
+        return [client for client in self.clients if client.at == "there" and client.die in loss.dies]
+
+    def is_lost(self, group: GroupRank) -> bool:
+        """Whether the TE goes on without a DP group."""
+        return self.clients[group * self._tp].at == "lost"
+
+    def server_on(self, die: int) -> Stay | None:
+        """The server seated on a die."""
+        return next((server for server in self.servers if server.die == die), None)
+
+    def incumbent(self, seat: int) -> Stay | None:
+        """The server that has a seat now."""
+        return next((server for server in self._at_seat(seat) if server.is_seated), None)
+
+    def heir(self, seat: int) -> Stay | None:
+        """The server on its way to a seat."""
+        return next((server for server in self._at_seat(seat) if server.at == "coming"), None)
+
+    def held(self, seat: int) -> Stay | None:
+        """The die reserved for a vacant seat."""
+        return next((server for server in self._at_seat(seat) if server.at == "held"), None)
+
+    def _at_seat(self, seat: int) -> Iterator[Stay]:
+        return (server for server in self._servers if server.seat == seat)
+
+    def presence(self, seat: int) -> Presence:
+        """Return the presence that clients are told for a seat."""
+        if self._outside is not None:
+            return Presence(self._outside.seats[seat].presence)
+        server = self.incumbent(seat)
+        return Presence.ABSENT if server is None else PRESENCE[server.at]
+
+    def epoch(self, seat: int) -> int:
+        """Count the servers that a seat has had so far."""
+        return self._epochs.get(seat, 1) if self._outside is None else self._outside.seats[seat].epoch
+
+    def seats(self, presence: Presence) -> list[Seat]:
+        """List the seats with a presence."""
+        return [seat for seat in map(Seat, range(self.num_seats)) if self.presence(seat) is presence]
+
+    @property
+    def lost_servers(self) -> list[Seat]:
+        """Seats with servers that clients leave out."""
+        return self.seats(Presence.LOST)
+
+    @property
+    def num_servers(self) -> int:
+        """Number of servers that have a seat, lost ones included; 0 if experts are no services."""
+        return self.num_seats - len(self.seats(Presence.ABSENT))
