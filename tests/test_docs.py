@@ -143,6 +143,18 @@ def test_documents_are_found_in_a_wheel(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert included["wheel"]["force-include"] == {"docs": "xdeepserve/docs"}
 
 
+def test_what_tests_are_skipped_without_is_of_an_extra() -> None:
+    """A module that no extra brings would be missing everywhere, and its tests skipped unseen."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    wanted = {re.split("[<>=;~ ]", each)[0] for group in extras.values() for each in group}
+    fixed = {line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    sources = [path.read_text() for path in (ROOT / "tests").rglob("*.py")]
+    modules = {name for text in sources for name in re.findall(r'importorskip\(\s*"(\w+)', text)}
+    assert "anthropic" in modules
+    assert modules <= wanted | fixed
+    assert {re.split("[<>=]", each)[0] for each in extras["dev"]} <= fixed
+
+
 def test_the_readme_is_a_page() -> None:
     readme = (ROOT / "README.md").read_text()
     assert len(readme.split()) <= 700

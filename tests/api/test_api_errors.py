@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +11,11 @@ from aiohttp.test_utils import TestClient
 
 from tests.api.conftest import Post, events
 from tests.api.fake_engine import FakeEngine
-from xdeepserve.api.routes.fields import CHANGES, HARMLESS
+from xdeepserve.api.anthropic.message_items import MessagesRequest
+from xdeepserve.api.openai.requests import ChatRequest, CompletionRequest
+from xdeepserve.api.openai.response_items import ResponsesRequest
+from xdeepserve.api.routes.fields import CHANGES, HARMLESS, place_of, refusals
+from xdeepserve.api.routes.fields import GENERATING as ALL_GENERATING
 from xdeepserve.api.server.metrics import FINISH_REASONS
 from xdeepserve.errors import DeadlockError, TransferError
 
@@ -176,16 +181,54 @@ async def test_unknown_model(post: Post, path: str) -> None:
     assert "gpt-4" in error["message"]
 
 
-@pytest.mark.parametrize("name", CHANGES["CompletionRequest"])
-async def test_unserved_fields_are_refused_unless_neutral(post: Post, engine: FakeEngine, name: str) -> None:
-    status, body = await post(URL, prompt="x", **{name: {"asks": "something"}})
-    assert status == 400
-    error = check_error(body)
-    assert (error["param"], error["code"]) == (name, "unsupported_parameter")
-    assert not engine.submitted
-    for value in (None, *CHANGES["CompletionRequest"][name].neutral):
-        status, _ = await post(URL, prompt="x", **{name: value})
-        assert status == 200
+HI: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+MESSAGES = "/v1/messages"
+GENERATING: dict[str, tuple[type, dict[str, Any]]] = {
+    URL: (CompletionRequest, {"prompt": "x"}),
+    "/v1/chat/completions": (ChatRequest, HI),
+    "/v1/responses": (ResponsesRequest, {"input": "x"}),
+    MESSAGES: (MessagesRequest, {**HI, "max_tokens": 3}),
+}
+
+
+@pytest.mark.parametrize("path", GENERATING)
+async def test_unserved_fields_are_refused_unless_neutral(post: Post, engine: FakeEngine, path: str) -> None:
+    kind, asked = GENERATING[path]
+    names = refusals(kind.__name__).keys() - place_of(kind).served
+    assert names
+    for name in sorted(names):
+        status, body = await post(path, **{**asked, name: {"asks": "something"}})
+        assert status == 400, name
+        assert body["error"]["message"].startswith(f"{name} is not supported")
+        if path != MESSAGES:  # Anthropic's errors have neither
+            error = check_error(body)
+            assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+        assert not engine.submitted
+    for name in sorted(names):
+        for value in (None, *refusals(kind.__name__)[name].neutral):
+            status, body = await post(path, **{**asked, name: value})
+            assert status == 200, (name, body)
+
+
+def test_what_one_endpoint_serves_the_others_refuse_or_ignore_by_name() -> None:
+    kinds = [kind for kind, _ in GENERATING.values()]
+    served = set().union(*(place_of(kind).served for kind in kinds))
+    for kind in kinds:
+        name = kind.__name__
+        assert served <= {*place_of(kind).served, *refusals(name), *HARMLESS[name]}
+        assert not place_of(kind).served & {*CHANGES[name]}
+        assert not refusals(name).keys() & {*HARMLESS[name]}
+        for each in CHANGES[name].keys() | ALL_GENERATING.keys() - place_of(kind).served:
+            advice = re.match("; use ([a-z_]+)", refusals(name)[each].use)
+            known = {*place_of(kind).served, "a"}  # "a message of role system"
+            assert advice is None or advice[1] in known, (name, each)
+
+
+@pytest.mark.parametrize("value", [1, 1.0])
+async def test_a_number_is_neutral_with_and_without_a_point(post: Post, value: float) -> None:
+    assert (await post(URL, prompt="x", length_penalty=value, dynatemp_range=value - 1))[0] == 200
+    for wrong in (True, value + 1, "1"):
+        assert (await post(URL, prompt="x", length_penalty=wrong))[0] == 400
 
 
 @pytest.mark.parametrize("name", HARMLESS["CompletionRequest"])

@@ -75,6 +75,25 @@ async def test_metrics_count_requests_and_tokens(client: TestClient, post: Post)
     assert ("vllm:request_success_total", "abort", "") not in grown
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_scoring_alone_generates_no_token(client: TestClient, post: Post, stream: bool) -> None:
+    before = await scrape(client)
+    fields = {"max_tokens": 0, "echo": True, "logprobs": 0}
+    _, body = await post("/v1/completions", prompt=["hi", "abc"], stream=stream, **fields)
+    after = await scrape(client)
+    grown = {key: value - before[key] for key, value in after.items() if value != before[key]}
+    assert grown["vllm:prompt_tokens_total", "", ""] == 5
+    assert grown["vllm:request_success_total", "length", ""] == 2
+    assert not [
+        key
+        for key in grown
+        if "generation_tokens_total" in key[0] or key[0] == "vllm:request_generation_tokens_sum"
+    ]
+    if not stream:
+        assert body["usage"]["completion_tokens"] == 0
+        assert [each["stop_reason"] for each in body["choices"]] == [None, None]
+
+
 async def test_metrics_show_the_engine(client: TestClient, engine: FakeEngine) -> None:
     engine.hold(0)
     running = asyncio.create_task(client.post("/v1/completions", json={"prompt": ["a", "b"]}))

@@ -181,6 +181,20 @@ async def test_forms_and_forced_calls_reach_the_engine(post: Post, speaker: Fake
     assert speaker.submitted[-1].parse.tool_rules == rules
 
 
+async def test_truncation_is_refused_only_where_the_input_does_not_fit(
+    post: Post, speaker: FakeEngine
+) -> None:
+    for word in ("auto", "disabled"):
+        assert (await post(URL, input="hi", truncation=word))[0] == 200
+        status, body = await post(URL, input="x" * speaker.max_model_len, truncation=word)
+        assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+
+
+async def test_compacting_is_refused_by_name(post: Post) -> None:
+    status, body = await post(f"{URL}/compact", input="hi")
+    assert (status, body["error"]["code"]) == (400, "unsupported_endpoint")
+
+
 async def test_reasoning_and_truncation(post: Post, speaker: FakeEngine) -> None:
     reasoning = {"effort": "high", "summary": "auto"}
     status, body = await post(URL, input="hi", reasoning=reasoning, truncation="disabled")
@@ -253,7 +267,6 @@ async def test_sampling_is_that_of_chats(post: Post, speaker: FakeEngine, name: 
         ({"input": "x", "tools": [{"type": "function"}]}, "tools[0].name"),
         ({"input": "x", "temperature": -1}, "temperature"),
         ({"input": "x", "truncation": "never"}, "truncation"),
-        ({"input": "x", "truncation": "auto"}, "truncation"),
         ({"input": [{"role": "user", "content": "x", "summary": []}]}, "input[0].summary"),
         ({"input": [CALLED, {**RETURNED, "arguments": "{}"}]}, "input[1].arguments"),
         (

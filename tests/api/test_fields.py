@@ -119,6 +119,9 @@ async def test_places(
         (RESPONSES, {"messages": [HI]}, "messages"),
         (RESPONSES, {"input": [{**HI, "contents": []}]}, "input[0].contents"),
         (TEXT, {"temprature": 0}, "temprature"),
+        ("/tokenize", {"reasoning_effort": "low"}, "reasoning_effort"),
+        ("/tokenize", {"enable_thinking": False}, "enable_thinking"),
+        ("/tokenize", {"documents": ["a"]}, "documents"),
     ],
 )
 async def test_what_would_change_the_answer_is_refused(

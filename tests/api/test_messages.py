@@ -13,6 +13,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from tests.api.fake_engine import FakeEngine
 from tests.api.tools import missing
+from xdeepserve.api.anthropic.message_endpoint import completed
 from xdeepserve.api.server.options import ServerOptions
 from xdeepserve.api.server.server import build_app
 from xdeepserve.engine.serving.request import OutputFormats
@@ -130,6 +131,55 @@ async def test_answers_come_back_wherever_they_are_cut(
     await ask(client, messages=[HI, {"role": "assistant", "content": said["content"]}, reply], tools=[TOOL])
 
 
+ARGUMENTS = '{"city": "Pa\\"r{is", "n": [1, -2.5, {"x": null, "z": {}}], "e": "", "k": {"q": "w,]"}, "l": 5}'
+
+
+@pytest.mark.parametrize("length", [1, 8, 12, 21, 30, 38, 52, 60, 75, 88, len(ARGUMENTS)])
+async def test_a_call_that_is_cut_off_has_its_whole_members(
+    client: TestClient, agent: FakeEngine, length: int
+) -> None:
+    script = b'<tool_call>{"name": "f", "arguments": ' + ARGUMENTS.encode()
+    agent.script = list(script + b"}</tool_call>")
+    max_tokens = len(script) - len(ARGUMENTS) + length
+    whole = await ask(client, tools=[TOOL], max_tokens=max_tokens)
+    streamed = collected(await events(client, tools=[TOOL], max_tokens=max_tokens))
+    assert (
+        whole["content"][0]["input"]
+        == streamed["content"][0]["input"]
+        == json.loads(completed(ARGUMENTS[:length]))
+    )
+    assert whole["stop_reason"] == "max_tokens"
+
+
+def is_part(found: Any, whole: Any) -> bool:
+    """Whether a value is the beginning of another, whose simple values are as they were."""
+    if isinstance(whole, dict):
+        return list(found) == list(whole)[: len(found)] and all(is_part(found[k], whole[k]) for k in found)
+    if isinstance(whole, list):
+        return len(found) <= len(whole) and all(map(is_part, found, whole))
+    return bool(found == whole)
+
+
+def test_members_that_are_whole() -> None:
+    for length in range(1, len(ARGUMENTS) + 1):
+        assert is_part(json.loads(completed(ARGUMENTS[:length])), json.loads(ARGUMENTS)), length
+    assert completed(ARGUMENTS) == ARGUMENTS
+    for text, found in {
+        "": "",
+        '{"city": "Paris': "{}",
+        '{"city": "Paris"': '{"city": "Paris"}',
+        '{"n": 12': "{}",
+        '{"n": 12, "b': '{"n": 12}',
+        '{"a": tru': "{}",
+        '{"a": true': '{"a": true}',
+        '{"a": {"b": [1, 2': '{"a": {"b": [1]}}',
+        '{"a\\': "{}",
+        "{'a': 1, 'b": "",
+        '"{\\"a': "",
+    }.items():
+        assert completed(text) == found
+
+
 async def test_what_the_template_is_shown(client: TestClient, agent: FakeEngine) -> None:
     mark = {"cache_control": {"type": "ephemeral"}}
     call = {"type": "tool_use", "id": "c1", "name": "f", "input": {"a": 1}}
@@ -158,6 +208,65 @@ async def test_what_the_template_is_shown(client: TestClient, agent: FakeEngine)
     function = {"name": "f", "description": "d", "parameters": {"type": "object"}}
     assert tools == [{"type": "function", "function": function}]
     assert agent.tokenizer.variables["enable_thinking"] is True
+
+
+def document(**source: Any) -> dict[str, Any]:
+    return {"type": "document", "source": source}
+
+
+PLAIN = document(type="text", media_type="text/plain", data="It rains.")
+
+
+async def test_documents_of_text_are_read(client: TestClient, agent: FakeEngine) -> None:
+    parts = document(type="content", content=[{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])
+    found = {
+        "type": "search_result",
+        "source": "http://x",
+        "title": "X",
+        "content": [{"type": "text", "text": "c"}],
+    }
+    titled = {**PLAIN, "title": "Weather", "context": "Bern", "citations": {"enabled": True}}
+    call = {"type": "tool_use", "id": "c1", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": [PLAIN, found]}
+    messages = [
+        {"role": "user", "content": [titled, parts, {"type": "text", "text": "?"}]},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result]},
+    ]
+    await ask(client, messages=messages, tools=[TOOL])
+    assert agent.tokenizer is not None
+    shown = [each["content"] for each in agent.tokenizer.chats[-1][0]]
+    assert shown == ["Weather\nBern\nIt rains.\na\nb\n?", "", "It rains.\nX\nhttp://x\nc"]
+
+
+@pytest.mark.parametrize(
+    ("role", "block", "says"),
+    [
+        ("user", document(type="base64", data="aGk="), 'source.type must be text or content, found "base64"'),
+        ("user", document(type="text"), "messages[0].content[0].source.data must be a text, found null"),
+        ("user", {"type": "document"}, "source.type must be text or content, found null"),
+        ("user", {"type": "image", "source": {}}, "this model reads text only"),
+        ("user", {"type": "server_tool_use"}, "(known: text, document, search_result, tool_result)"),
+        ("assistant", PLAIN, "(known: text, thinking, redacted_thinking, tool_use)"),
+        (
+            "user",
+            {"type": "search_result", "content": [PLAIN]},
+            'content[0].type "document" is not supported',
+        ),
+        (
+            "user",
+            {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "image"}]},
+            "reads text only",
+        ),
+    ],
+)
+async def test_other_blocks_are_refused(
+    client: TestClient, agent: FakeEngine, role: str, block: dict[str, Any], says: str
+) -> None:
+    body = {"messages": [{"role": role, "content": [block]}], "max_tokens": 3}
+    async with client.post(URL, json=body) as answer:
+        assert answer.status == 400
+        assert says in (await answer.json())["error"]["message"]
 
 
 async def test_the_beginning_of_an_answer_is_continued(client: TestClient, agent: FakeEngine) -> None:
@@ -209,6 +318,13 @@ async def test_tool_choice(
         ),
         ({"thinking": {"type": "on"}}, "thinking.type must be enabled"),
         ({"stop": ["x"]}, "stop is not supported; use stop_sequences"),
+        ({"seed": 1}, "seed is not supported"),
+        (
+            {"chat_template_kwargs": {"thinking": False}},
+            "chat_template_kwargs is not supported; use thinking",
+        ),
+        ({"guided_json": {}}, "guided_json is not supported; use output_config.format"),
+        ({"presence_penalty": 0.5}, "presence_penalty is not supported"),
         ({"max_tokns": 5}, "did you mean max_tokens?"),
         ({"system": 5}, "system: expected"),
         ({"temperature": 1.5}, "temperature must be between 0 and 1, found 1.5"),

@@ -98,10 +98,23 @@ async def test_the_limit_of_a_body_follows_the_context_or_a_setting(engine: Fake
         ({"top_k": 20.0}, {"top_k": 20}),
         ({"temperature": None, "top_p": "0.9", "top_k": True}, {}),
         ({"temperature": -1, "top_p": 0.5}, {"top_p": 0.5}),
+        ({"temperature": 9, "repetition_penalty": 0}, {}),
+        ({"max_new_tokens": 7}, {"max_tokens": 7}),
+        ({"max_new_tokens": 16.0, "max_length": 20}, {"max_tokens": 16}),
+        ({"max_new_tokens": 0, "top_k": 2.5, "min_p": [0.1]}, {}),
     ],
 )
 def test_sampling_defaults_of_a_checkpoint(found: dict[str, Any], taken: dict[str, Any] | None) -> None:
     assert sampling_defaults(found) == (found if taken is None else taken)
+
+
+def test_defaults_that_are_not_taken_are_logged_with_their_reason(caplog: pytest.LogCaptureFixture) -> None:
+    assert not sampling_defaults({"temperature": 9, "top_p": "0.9", "max_new_tokens": -1})
+    assert [each.split(": ", 1)[1] for each in caplog.messages] == [
+        "temperature 9 is not taken: temperature must be between 0 and 2, found 9",
+        'top_p "0.9" is not taken: top_p must be a number, found "0.9"',
+        "max_new_tokens -1 is not taken: max_new_tokens must be an integer, 1 or more, found -1",
+    ]
 
 
 async def test_requests_without_a_value_take_the_checkpoints(engine: FakeEngine) -> None:
@@ -118,6 +131,28 @@ async def test_requests_without_a_value_take_the_checkpoints(engine: FakeEngine)
                     assert answer.status == 200
                 params = engine.submitted[-1].params
                 assert (params.temperature, params.top_k) == expected
+
+
+async def test_requests_without_a_limit_take_the_checkpoints(engine: FakeEngine) -> None:
+    app = build_app(engine)
+    app[ENDPOINT].defaults = {"max_tokens": 7}
+    async with TestClient(TestServer(app)) as client:
+        for path, body, limit in (
+            (TEXT, {"prompt": "x"}, "max_tokens"),
+            (CHAT, {"messages": [HI]}, "max_completion_tokens"),
+            (RESPONSES, {"input": "x"}, "max_output_tokens"),
+        ):
+            for fields, expected in (({}, 7), ({limit: 9}, 9), ({limit: None}, 7)):
+                async with client.post(path, json={**body, **fields}) as answer:
+                    assert answer.status == 200
+                assert engine.submitted[-1].params.max_tokens == expected
+        long = "x" * (engine.max_model_len - 5)
+        async with client.post(TEXT, json={"prompt": long}) as answer:
+            assert answer.status == 200
+        assert engine.submitted[-1].params.max_tokens == 5
+        async with client.post(CHAT, json={"messages": [HI], "min_tokens": 8}) as answer:
+            assert answer.status == 400
+            assert "min_tokens must not be above max_tokens" in await answer.text()
 
 
 # ---- vendors' types ---------------------------------------------------------------------------------------

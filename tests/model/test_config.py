@@ -436,6 +436,22 @@ def test_refused(load, changes: dict[str, Any], message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("model_type", ["llama", "qwen2_moe", None])
+def test_of_an_unknown_family_only_what_no_family_has_is_wrong(load, model_type: str | None) -> None:
+    """Grouped heads, another router, biases and a window are all right in some family or other."""
+    others = {
+        "num_key_value_heads": 2,
+        "scoring_func": "softmax",
+        "attention_bias": True,
+        "sliding_window": 128,
+    }
+    with pytest.raises(CheckpointError) as caught:
+        load(model_type=model_type, hidden_act="gelu", topk_method="greedy", **others)
+    first, *more = str(caught.value).split("; ")
+    assert "model_type" in first
+    assert more == ['hidden_act "gelu" is not supported (only "silu" is)']
+
+
 @pytest.mark.parametrize("key", sorted(LIMITS))
 def test_every_number_has_a_limit(load, key: str) -> None:
     """A value beyond it is refused by its name, before anything counts up to it; so is one beyond floats."""

@@ -240,12 +240,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 def load_config(directory: Path, name: str = "config.json") -> ModelConfig:
     """Read `config.json`, and the token ids of `generation_config.json`, which win as in transformers.
 
-    Raises CheckpointError with one line that names everything that is wrong.
+    Raises CheckpointError with one line that names everything that is wrong. Of an unknown family,
+    it names the family and what no other family could have either.
     """
     reader = _ConfigReader(read_json_object(directory / name))
-    reader.check_supported()
-    config = reader.model_config()
-    if reader.problems:
+    config = reader.model_config() if reader.knows_family() else None
+    if config is None:
+        reader.problems += _problems_of_all_families(reader.raw)
+    if config is None or reader.problems:
         raise CheckpointError(f"{directory / name}: {'; '.join(reader.problems)}")
     if not (directory / "generation_config.json").is_file():
         return config
@@ -275,29 +277,42 @@ def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, A
     return document.to(dict[str, Any])
 
 
+def _problems_of_all_families(raw: dict[str, Any]) -> list[str]:
+    """Return the problems that a config.json has in any family's terms. In the terms of a single one, right
+    keys of another would look wrong."""
+    readers = [_ConfigReader({**raw, "model_type": name}) for name in FAMILIES]
+    for reader in readers:
+        reader.knows_family()
+        reader.model_config()
+    first, *others = [reader.problems for reader in readers]
+    return [each for each in first if all(each in problems for problems in others)]
+
+
 class _ConfigReader(Reader):
     """Makes a ModelConfig from a config.json, in the terms of its family."""
 
     family = FAMILIES["deepseek_v3"]
 
+    def knows_family(self) -> bool:
+        """Find the family by `model_type`; report a type that is no family's."""
+        model_type = self.raw.get("model_type")
+        if isinstance(model_type, str) and model_type in FAMILIES:
+            self.family = FAMILIES[model_type]
+            return True
+        found = "is missing" if model_type is None else f"{abridged(model_type)} is not supported"
+        self.problems.append(f"model_type {found} (supported: {', '.join(FAMILIES)}){self.nested_family()}")
+        return False
+
     def check_supported(self) -> None:
         """Refuse architectures outside the scope of this package."""
-        model_type = self.raw.get("model_type")
-        if not isinstance(model_type, str) or model_type not in FAMILIES:
-            found = "is missing" if model_type is None else f"{abridged(model_type)} is not supported"
-            self.problems.append(
-                f"model_type {found} (supported: {', '.join(FAMILIES)}){self.nested_family()}"
-            )
-        else:
-            self.family = FAMILIES[model_type]
-            names = self.raw.get("architectures")
-            for name in names if isinstance(names, list) else ():
-                if not str(name).endswith("ForCausalLM"):
-                    self.problems.append(
-                        f"architectures {abridged(name)} is not supported (only a ...ForCausalLM is)"
-                    )
-            if self.family.attention != "dsa" and self.raw.get("index_topk") is not None:
-                self.problems.append(f"index_topk {NEEDS_INDEXER}, found {abridged(model_type)}")
+        names = self.raw.get("architectures")
+        for name in names if isinstance(names, list) else ():
+            if not str(name).endswith("ForCausalLM"):
+                self.problems.append(
+                    f"architectures {abridged(name)} is not supported (only a ...ForCausalLM is)"
+                )
+        if self.family.attention != "dsa" and self.raw.get("index_topk") is not None:
+            self.problems.append(f"index_topk {NEEDS_INDEXER}, found {abridged(self.raw['model_type'])}")
         self.raw = {**self.family.defaults, **self.renamed()}
         self.only("scoring_func", self.family.scoring)
         for key, values in {**ONLY, **self.family.only}.items():
@@ -343,8 +358,9 @@ class _ConfigReader(Reader):
         return values
 
     def model_config(self) -> ModelConfig:
-        """Make the config with every field, after `check_supported`; defaults are those of transformers'
+        """Make the config with every field, of a family that is known; defaults are those of transformers'
         config class."""
+        self.check_supported()
         bos = self.token_ids("bos_token_id", 0)
         max_position_embeddings = self.integer("max_position_embeddings", 4096)
         quantization, problems = parse_quant_config(self.raw.get("quantization_config"))

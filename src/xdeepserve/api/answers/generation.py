@@ -38,6 +38,8 @@ class Generation:
         self.prompts = prompts
         self.params = params
         self.num_generated = 0
+        # Drop the one token that an engine makes at least: it is neither given, nor counted anywhere.
+        self.scores_only = False
         self.began_ns = self.last_ns = (
             0  # virtual time, of its submission where that is wanted, of its last output
         )
@@ -61,16 +63,15 @@ class Generation:
         """Number a choice over several prompts, as vLLM does."""
         return prompt_idx * self.params.n + delta.index
 
-    def usage(self, num_generated: int | None = None) -> Usage:
+    def usage(self) -> Usage:
         """Count the tokens so far. A prompt counts once, however many choices it has. Its cached part is
         known when its first choice has ended."""
         prompt_tokens = sum(map(len, self.prompts))
-        completion_tokens = self.num_generated if num_generated is None else num_generated
         details = CompletionTokensDetails(reasoning_tokens=self._num_reasoning)
         return Usage(
             prompt_tokens=prompt_tokens,
-            completion_tokens=completion_tokens,
-            total_tokens=prompt_tokens + completion_tokens,
+            completion_tokens=self.num_generated,
+            total_tokens=prompt_tokens + self.num_generated,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=self._num_cached),
             completion_tokens_details=details if self._parse.reasoning else UNSET,
         )
@@ -126,6 +127,9 @@ class Generation:
         num_unfinished = self.num_choices
         async with aclosing(self._deltas()) as deltas:
             async for i, delta in deltas:
+                if self.scores_only:
+                    delta.text, delta.token_ids, delta.logprobs, delta.stop_reason = "", [], [], None
+                    delta.finish_reason = "length" if delta.finish_reason == "stop" else delta.finish_reason
                 self.num_generated += len(delta.token_ids)
                 self.last_ns = delta.at_ns
                 self.texts[self.choice_idx(i, delta)].append(delta.text)

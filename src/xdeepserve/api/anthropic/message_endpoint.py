@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
@@ -24,6 +25,10 @@ from xdeepserve.model.chat_template import JsonText
 
 # Types of blocks: the field with their text, and the type of the events that extend it.
 _TEXT_OF = {"text": ("text", "text_delta"), "thinking": ("thinking", "thinking_delta")}
+_JSON_TOKEN = re.compile(
+    r'(?P<whole>"(?:[^"\\]|\\.)*"|true\b|false\b|null\b)|".*|[\[\]{},:]|[^\s\[\]{},:"]+', re.DOTALL
+)
+_CLOSERS = {"{": "}", "[": "]"}
 
 
 async def create_message(request: web.Request) -> web.StreamResponse:
@@ -81,7 +86,7 @@ class MessageAnswer:
         content = []
         for block in self._blocks:
             is_call = block["type"] == "tool_use"
-            content.append({**block, "input": dict(JsonText.of_call(block["input"]))} if is_call else block)
+            content.append({**block, "input": dict(JsonText(block["input"] or "{}"))} if is_call else block)
         return {**self._message, "content": content}
 
     def failed(self, detail: ErrorDetail) -> Event:
@@ -124,9 +129,9 @@ class MessageAnswer:
             if call.name is not None:
                 call_id = call.id or f"toolu_{self._answer_id}-{call.index}"
                 yield from self._open({"type": "tool_use", "id": call_id, "name": call.name, "input": ""})
-            if call.arguments:
-                self._blocks[-1]["input"] += call.arguments
-                yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+            if arguments := completed(call.arguments):
+                self._blocks[-1]["input"] += arguments
+                yield self._delta({"type": "input_json_delta", "partial_json": arguments})
 
     def _extend(self, kind: str, text: str) -> Iterator[Event]:
         """Append text to a block of a type; open a new block if necessary."""
@@ -165,3 +170,28 @@ def _usage(generation: Generation) -> dict[str, Any]:
         "cache_read_input_tokens": cached,
         "cache_creation_input_tokens": 0,
     }
+
+
+def completed(text: str) -> str:
+    """Return the arguments of a call as a JSON object. Of a call that `max_tokens` cut off, these are the
+    members and elements that are whole; a number at the end may lack digits. Empty if nothing is whole.
+
+    Other forms of an answer have arguments as text, where the beginning of an object has its place.
+    """
+    whole, closers, before = "", "", ""
+    for found in _JSON_TOKEN.finditer(text):
+        token = found[0]
+        if token in _CLOSERS:
+            closers = _CLOSERS[token] + closers
+        elif token in ("}", "]"):
+            closers = closers[1:]
+        is_value = before == ":" or closers[:1] == "]"
+        if token == ",":
+            whole = text[: found.start()] + closers
+        elif token in ("{", "}", "[", "]") or (is_value and found["whole"] is not None):
+            whole = text[: found.end()] + closers
+        before = token
+    try:
+        return whole and JsonText(whole).text
+    except ValueError:  # the model's text is no JSON so far, or the object is written as a text
+        return ""

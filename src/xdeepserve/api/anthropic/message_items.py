@@ -1,7 +1,7 @@
 """POST /v1/messages, Anthropic's form of a chat: the requests of clients, and their conversion to chats.
 
-A message has text, or blocks: text, thinking, calls of tools (`tool_use`), and their results (`tool_result`),
-which stand in a user's message here and are messages of their own in a chat.
+A message has text, or blocks: text, documents of text, thinking, calls of tools (`tool_use`), and their
+results (`tool_result`), which stand in a user's message here and are messages of their own in a chat.
 """
 
 from __future__ import annotations
@@ -25,6 +25,12 @@ from xdeepserve.api.openai.requests import (
 from xdeepserve.errors import RequestError, abridged
 
 MAX_TEMPERATURE = 1.0  # Anthropic's
+TEXT_BLOCKS = ("text", "document", "search_result")
+BLOCK_TYPES = {
+    "user": (*TEXT_BLOCKS, "tool_result"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+}
+MEDIA = ("container_upload", "image")
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -106,8 +112,8 @@ def _chat_messages(where: str, message: MessageParam) -> list[ChatMessage]:
     for j, block in enumerate(blocks):
         at, kind = f"{where}.content[{j}]", block.get("type")
         match message.role, kind:
-            case _, "text":
-                texts.append(_field(at, block, "text"))
+            case (_, "text") | ("user", "document" | "search_result"):
+                texts.append(_block_text(at, block))
             case "assistant", "thinking":
                 thoughts.append(_field(at, block, "thinking"))
             case "assistant", "redacted_thinking":
@@ -117,13 +123,13 @@ def _chat_messages(where: str, message: MessageParam) -> list[ChatMessage]:
                 function = FunctionCall(name=_field(at, block, "name"), arguments=arguments)
                 calls.append(ToolCall(id=_field(at, block, "id"), function=function))
             case "user", "tool_result":
-                text = _text(f"{at}.content", block.get("content") or "")
+                text = _text(f"{at}.content", block.get("content") or "", TEXT_BLOCKS)
                 call_id = _field(at, block, "tool_use_id")
                 made.append(ChatMessage(role="tool", content=text, tool_call_id=call_id))
             case _:
                 raise RequestError(
-                    f"{at}.type {abridged(kind)} is not supported in a message of the {message.role}: "
-                    "this model reads text only",
+                    f"{at}.type {abridged(kind)} is not supported in a message of the {message.role}"
+                    f"{_why_not(kind, BLOCK_TYPES.get(message.role, ('text',)))}",
                     param=f"{at}.type",
                 )
     if texts or thoughts or calls or not made:
@@ -142,8 +148,38 @@ def _field(where: str, block: dict[str, Any], name: str) -> str:
     return value
 
 
-def _text(where: str, content: Any) -> str:
-    """Return a text, or the text of a list of text blocks."""
+def _why_not(kind: Any, known: tuple[str, ...]) -> str:
+    """Say why a block is refused: because it is no text, or what types are known."""
+    return ": this model reads text only" if kind in MEDIA else f" (known: {', '.join(known)})"
+
+
+def _block_text(where: str, block: dict[str, Any]) -> str:
+    """Return the text of a block: text, a document of text or a result of a search, behind their titles."""
+    match block.get("type"):
+        case "document":
+            source = block.get("source")
+            kind = source.get("type") if isinstance(source, dict) else None
+            if not isinstance(source, dict) or kind not in ("text", "content"):
+                raise RequestError(
+                    f"{where}.source.type must be text or content, found {abridged(kind)}: this model reads "
+                    "text only",
+                    param=f"{where}.source.type",
+                )
+            if kind == "text":
+                text = _field(f"{where}.source", source, "data")
+            else:
+                text = _text(f"{where}.source.content", source.get("content"))
+            heads = ("title", "context")
+        case "search_result":
+            text = _text(f"{where}.content", block.get("content"))
+            heads = ("title", "source")
+        case _:
+            return _field(where, block, "text")
+    return "\n".join([*(_field(where, block, name) for name in heads if block.get(name) is not None), text])
+
+
+def _text(where: str, content: Any, known: tuple[str, ...] = ("text",)) -> str:
+    """Return a text, or the text of a list of blocks of known types."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -151,12 +187,11 @@ def _text(where: str, content: Any) -> str:
         raise RequestError(reason, param=where)
     for j, block in enumerate(content):
         kind = block.get("type") if isinstance(block, dict) else None
-        if kind != "text":
+        if kind not in known:
             param = f"{where}[{j}].type"
-            raise RequestError(
-                f"{param} must be text, found {abridged(kind)}: this model reads text only", param=param
-            )
-    return "\n".join(_field(f"{where}[{j}]", block, "text") for j, block in enumerate(content))
+            why = _why_not(kind, known)
+            raise RequestError(f"{param} {abridged(kind)} is not supported{why}", param=param)
+    return "\n".join(_block_text(f"{where}[{j}]", block) for j, block in enumerate(content))
 
 
 def _tool(where: str, tool: dict[str, Any]) -> Tool:

@@ -115,6 +115,8 @@ async def prepare_chat(endpoint: ApiEndpoint, body: ChatRequest) -> PreparedChat
         max_tokens=None if body.truncate_prompt_tokens else endpoint.engine.max_model_len,
     )
     prompt = truncated(prompt, body.truncate_prompt_tokens, endpoint.engine.max_model_len)
+    if params.max_tokens is None:
+        params = msgspec.structs.replace(params, max_tokens=endpoint.default_max_tokens(len(prompt)))
     return PreparedChat(prompt, params, parse)
 
 

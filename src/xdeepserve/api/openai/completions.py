@@ -17,7 +17,6 @@ from xdeepserve.api.answers.responses import (
     CompletionChoice,
     CompletionLogprobs,
     TextCompletion,
-    Usage,
     json_response,
 )
 from xdeepserve.api.answers.sse import stream_events
@@ -70,6 +69,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     await endpoint.prepare(answer.params, NOTHING, blamed)
     token_ids, limit = [p.token_ids for p in prompts], limit_param(body)
     async with endpoint.generate(request, token_ids, answer.params, limit_param=limit) as generation:
+        generation.scores_only = answer.scores_only
         if body.stream:
             return await stream_events(request, answer.chunks(generation))
         return json_response(await answer.whole(generation))
@@ -145,9 +145,8 @@ class CompletionAnswer:
         self.prompts = prompts
         max_tokens = requested_max_tokens(body, low=0 if body.echo else 1)
         if max_tokens is None:
-            room = endpoint.engine.max_model_len - max(len(p.token_ids) for p in prompts)
-            max_tokens = max(1, min(DEFAULT_MAX_TOKENS, room))
-        # Scoring alone still generates one token, which is dropped: an engine always makes at least one.
+            longest = max(len(p.token_ids) for p in prompts)
+            max_tokens = endpoint.default_max_tokens(longest, DEFAULT_MAX_TOKENS) or 1
         self.scores_only = max_tokens == 0
         self.params = sampling_params(
             body,
@@ -167,10 +166,10 @@ class CompletionAnswer:
         usage_or_null = None if wants_usage(self.body) else UNSET
         async for prompt_idx, delta in generation:
             choice = self._choice(generation, prompt_idx, delta)
-            usage = self._usage(generation) if wants_running_usage(self.body) else usage_or_null
+            usage = generation.usage() if wants_running_usage(self.body) else usage_or_null
             yield self._completion([choice], usage)
         if wants_usage(self.body):
-            yield self._completion([], self._usage(generation))
+            yield self._completion([], generation.usage())
 
     async def whole(self, generation: Generation) -> TextCompletion:
         choices: list[CompletionChoice | None] = [None] * generation.num_choices
@@ -178,7 +177,7 @@ class CompletionAnswer:
             new = self._choice(generation, prompt_idx, delta)
             old = choices[new.index]
             choices[new.index] = new if old is None else _joined(old, new)
-        return self._completion([c for c in choices if c is not None], self._usage(generation))
+        return self._completion([c for c in choices if c is not None], generation.usage())
 
     def _completion(self, choices: list[CompletionChoice], usage: Any) -> TextCompletion:
         model = self.endpoint.model_name
@@ -186,14 +185,8 @@ class CompletionAnswer:
             id=self.response_id, created=self.created, model=model, choices=choices, usage=usage
         )
 
-    def _usage(self, generation: Generation) -> Usage:
-        return generation.usage(num_generated=0 if self.scores_only else None)
-
     def _choice(self, generation: Generation, prompt_idx: int, delta: OutputDelta) -> CompletionChoice:
         """Convert a delta to a choice; a choice's first delta carries the echoed prompt in front."""
-        if self.scores_only:
-            reason = "length" if delta.finish_reason in ("stop", "length") else delta.finish_reason
-            delta = msgspec.structs.replace(delta, text="", token_ids=[], logprobs=[], finish_reason=reason)
         if delta.prompt_logprobs is not None:
             self._prompt_scores[prompt_idx] = delta.prompt_logprobs
         choice_idx = generation.choice_idx(prompt_idx, delta)

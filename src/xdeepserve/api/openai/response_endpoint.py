@@ -192,3 +192,11 @@ async def cancel_response(request: web.Request) -> web.Response:
         f"it has ended ({kept.response['status']}): only a response with background: true can be cancelled",
         param="response_id",
     )
+
+
+async def compact_conversation(request: web.Request) -> web.Response:
+    """Handle POST /v1/responses/compact: always refused, because conversations are not compacted here."""
+    raise RequestError(
+        "/v1/responses/compact is not supported: send a shorter input to /v1/responses",
+        code="unsupported_endpoint",
+    )

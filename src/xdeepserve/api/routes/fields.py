@@ -4,8 +4,8 @@ Types of requests (api/openai/requests.py, response_items.py) have the fields th
 other field that is not null is
 - taken without a word if it comes from an answer of this server, or from a library that keeps it beside one
   (`OURS`);
-- refused by name if it would change the answer (`CHANGES`), unless its value asks for nothing, and if it is
-  like a field that is served: a misspelt field would change nothing, unseen;
+- refused by name if it would change the answer (`GENERATING`, `CHANGES`), unless its value asks for nothing,
+  and if it is like a field that is served: a misspelt field would change nothing, unseen;
 - else ignored: the answer's header `x-ignored-fields` names it, and so does the log, once. `HARMLESS` lists
   those that clients are known to send. A strict server refuses these as well.
 """
@@ -35,82 +35,166 @@ class Unserved(NamedTuple):
     neutral: tuple[Any, ...] = ()
     use: str = ""
 
+    def is_neutral(self, value: Any) -> bool:
+        """Whether a value asks for nothing. JSON has one type of numbers: 1 and 1.0 are equal, true is
+        neither."""
+        return any(value == each and (value is each or not isinstance(value, bool)) for each in self.neutral)
+
 
 def _none(*names: str) -> dict[str, Unserved]:
     return dict.fromkeys(names, Unserved())
 
 
 _TEMPLATE = Unserved(use="; what the chat template knows goes into chat_template_kwargs")
-_PENALTY = Unserved((1, 1.0), "; use repetition_penalty")
+_LIMITS = (
+    *("max_completion_tokens", "max_length", "max_new_tokens", "max_tokens_to_sample", "n_predict"),
+    "num_predict",
+)
 _LIMIT = Unserved(use="; use max_tokens")
-_FORM = Unserved(use="; use structured_outputs")
-_GENERATING: dict[str, Unserved] = {
+_FORM = Unserved(("",), "; use structured_outputs")
+_FORMAT = Unserved(use="; use response_format")
+# Of every endpoint that generates, unless it serves the field or has words of its own for it in `CHANGES`.
+GENERATING: Mapping[str, Unserved] = {
     **_none("audio", "cache_salt", "chat_template", "guided_decoding_backend", "guided_whitespace_pattern"),
-    **_none("kv_transfer_params", "logits_processor_pattern", "prompt_embeds", "thinking_token_budget"),
-    **_none("web_search_options"),
+    **_none("logits_processor_pattern", "prompt_embeds"),
     "detokenize": Unserved((True,)),
     "documents": Unserved(([],)),
     "enable_thinking": _TEMPLATE,
-    "function_call": Unserved(("none", "auto")),
-    "functions": Unserved(([],)),
+    "function_call": Unserved(("none", "auto"), "; use tool_choice"),
+    "functions": Unserved(([],), "; use tools"),
+    "kv_transfer_params": Unserved(({},)),
     "length_penalty": Unserved((1,)),
     "logits_processors": Unserved(([],)),
     "modalities": Unserved((["text"],)),
     "suffix": Unserved(("",)),
     "thinking": _TEMPLATE,
+    **dict.fromkeys(
+        ("thinking_budget", "thinking_token_budget"), Unserved(use=": no limit is for the reasoning alone")
+    ),
     "use_beam_search": Unserved((False,)),
     "verbosity": Unserved(("medium",)),
     "vllm_xargs": Unserved(({},)),
-    # Other servers' fields: those of llama.cpp, Ollama, SGLang, TGI and OpenRouter that draw other tokens,
-    # end elsewhere or show another prompt.
-    **_none("adapter_id", "custom_logit_processor", "custom_params", "decoder_input_details", "details"),
-    **_none(
-        "dynatemp_exponent", "dynatemp_range", "logit_bias_exp", "lora", "lora_path", "options", "plugins"
+    "web_search_options": Unserved(),  # an empty object switches the search on
+    # Other servers' fields: those of llama.cpp, Ollama, SGLang, TGI, OpenRouter and transformers that draw
+    # other tokens, end elsewhere or show another prompt.
+    **_none("adapter_id", "custom_logit_processor", "logit_bias_exp", "structural_tag"),
+    **dict.fromkeys(("custom_params", "options", "session_params"), Unserved(({},))),
+    **dict.fromkeys(
+        ("decoder_input_details", "details", "raw", "return_full_text", "return_hidden_states", "watermark"),
+        Unserved((False,)),
     ),
-    **_none(
-        "raw", "return_full_text", "return_hidden_states", "samplers", "session_params", "structural_tag"
-    ),
-    **_none("system", "template", "top_n_tokens", "transforms", "watermark"),
-    **dict.fromkeys(("ebnf", "format", "grammar", "json_schema", "regex"), _FORM),
-    **dict.fromkeys(("max_length", "max_new_tokens", "max_tokens_to_sample"), _LIMIT),
-    **dict.fromkeys(("n_predict", "num_predict"), _LIMIT),
+    **dict.fromkeys(("ebnf", "format", "grammar", "regex"), _FORM),
+    **dict.fromkeys(("lora", "plugins", "samplers", "transforms"), Unserved(([],))),
+    **dict.fromkeys(("lora_path", "template"), Unserved(("",))),
+    **dict.fromkeys((*_LIMITS, "max_output_tokens"), _LIMIT),
+    **dict.fromkeys(("typ_p", "typical", "typical_p"), Unserved((1,), "; use top_p or min_p")),
     "do_sample": Unserved((True,), "; temperature 0 draws the likeliest token"),
-    "dry_multiplier": Unserved((0, 0.0)),
+    "dry_multiplier": Unserved((0,)),
+    "dynatemp_exponent": Unserved((1,)),
+    "dynatemp_range": Unserved((0,)),
     "id_slot": Unserved((-1,)),
+    "json_schema": Unserved(use="; use structured_outputs"),
     "min_new_tokens": Unserved((0,), "; use min_tokens"),
     "mirostat": Unserved((0,)),
     "n_probs": Unserved((0,), "; use logprobs"),
+    "no_repeat_ngram_size": Unserved((0,)),
+    "num_beams": Unserved((1,)),
+    "num_return_sequences": Unserved((1,), "; use n"),
+    "penalty_alpha": Unserved((0,)),
     "repeat_last_n": Unserved((64,)),
-    "repeat_penalty": _PENALTY,
-    "stop_sequences": Unserved(([],), "; use stop"),
-    "tfs_z": Unserved((1, 1.0)),
+    "repeat_penalty": Unserved((1,), "; use repetition_penalty"),
+    "response_schema": _FORMAT,
+    "sampling_params": Unserved(({},), "; its fields stand beside model here"),
+    "tfs_z": Unserved((1,)),
     "think": _TEMPLATE,
-    "top_a": Unserved((0, 0.0)),
-    "typical_p": Unserved((1, 1.0)),
-    "xtc_probability": Unserved((0, 0.0)),
-}
-_CHAT = _GENERATING | {
+    "top_a": Unserved((0,)),
+    "top_n_tokens": Unserved((0,)),
+    "xtc_probability": Unserved((0,)),
+    # Fields that some of the four endpoints serve.
+    **_none("allowed_token_ids", "conversation", "max_tool_calls", "prompt_logprobs", "seed"),
+    "truncate_prompt_tokens": Unserved(),
+    **dict.fromkeys(("bad_words", "include", "mcp_servers", "stop_token_ids"), Unserved(([],))),
+    **dict.fromkeys(("echo", "ignore_eos", "include_stop_str_in_output", "logprobs"), Unserved((False,))),
+    **dict.fromkeys(("frequency_penalty", "min_p", "min_tokens", "presence_penalty"), Unserved((0,))),
+    **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex"), _FORM),
+    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), Unserved((False,))),
+    "add_generation_prompt": Unserved((True,)),
     "add_special_tokens": Unserved((False,), ": a chat's template has all the special tokens"),
-    "echo": Unserved((False,), ": it is for completions only"),
+    "background": Unserved((False,)),
+    "best_of": Unserved((1,)),
+    "container": Unserved(),
+    "continue_final_message": Unserved((False,)),
+    "include_reasoning": Unserved((True,)),
     "input": Unserved(use="; use messages"),
+    "instructions": Unserved(("",), "; use a message of role system"),
+    "logit_bias": Unserved(({},)),
+    "n": Unserved((1,)),
+    "output_config": Unserved(({},), "; use response_format and reasoning_effort"),
+    "output_format": _FORMAT,
+    "previous_response_id": Unserved(use=": it is for /v1/responses only"),
     "prompt": Unserved(use="; use messages"),
     "reasoning": Unserved(({},), "; use reasoning_effort"),
+    "repetition_penalty": Unserved((1,)),
+    "skip_special_tokens": Unserved((True,)),
+    "stop": Unserved(([],), "; use stop_sequences"),
+    "stop_sequences": Unserved(([],), "; use stop"),
+    "system": Unserved(("", []), "; use a message of role system"),
+    "text": Unserved(({},), "; use response_format"),
+    "top_logprobs": Unserved((0,)),
+    "truncation": Unserved(("auto", "disabled"), ": an input that does not fit is refused"),
 }
-_RESPONSES = _GENERATING | {
-    "background": Unserved((False,)),
+_CHATS_ONLY = Unserved(use=": it is for chats only")
+_COMPLETIONS = {
+    **dict.fromkeys(("enable_thinking", "reasoning_effort", "think", "thinking"), _CHATS_ONLY),
+    "chat_template_kwargs": _CHATS_ONLY._replace(neutral=({},)),
+    "function_call": _CHATS_ONLY._replace(neutral=("none", "auto")),
+    "functions": _CHATS_ONLY._replace(neutral=([],)),
+    "input": Unserved(use="; use prompt"),
+    "instructions": _CHATS_ONLY._replace(neutral=("",)),
+    "messages": Unserved(use="; use prompt"),
+    "parallel_tool_calls": _CHATS_ONLY._replace(neutral=(True, False)),
+    "reasoning": _CHATS_ONLY._replace(neutral=({},)),
+    "system": _CHATS_ONLY._replace(neutral=("", [])),
+    "tool_choice": _CHATS_ONLY._replace(neutral=("none", "auto")),
+    "tools": _CHATS_ONLY._replace(neutral=([],)),
+    "top_logprobs": Unserved((0,), "; use logprobs"),
+}
+_EFFORT = Unserved(use="; use reasoning.effort")
+_TEXT_FORMAT = Unserved(use="; use text.format")
+_RESPONSES = {
+    **dict.fromkeys((*_LIMITS, "max_tokens"), Unserved(use="; use max_output_tokens")),
+    **dict.fromkeys(("enable_thinking", "reasoning_effort", "think", "thinking"), _EFFORT),
+    **dict.fromkeys(("output_format", "response_format", "response_schema"), _TEXT_FORMAT),
+    "chat_template_kwargs": _EFFORT._replace(neutral=({},)),
     "context_management": Unserved(([],)),
-    "conversation": Unserved(),
-    "logprobs": Unserved((False,)),
-    "max_completion_tokens": Unserved(use="; use max_output_tokens"),
-    "max_tokens": Unserved(use="; use max_output_tokens"),
-    "max_tool_calls": Unserved(),
+    "logprobs": Unserved((False,), "; use include and top_logprobs"),
     "messages": Unserved(use="; use input"),
-    "n": Unserved((1,)),
+    "n_probs": Unserved((0,), "; use include and top_logprobs"),
+    "num_return_sequences": Unserved((1,)),
+    "output_config": Unserved(({},), "; use text.format and reasoning.effort"),
     "prompt": Unserved(),
-    "prompt_logprobs": Unserved(),
-    "reasoning_effort": Unserved(use="; use reasoning.effort"),
-    "response_format": Unserved(use="; use text.format"),
-    "truncation": Unserved(("disabled",), " unless it is disabled: an input that does not fit is refused"),
+    "system": Unserved(("", []), "; use instructions"),
+}
+_THINKING = Unserved(use="; use thinking")
+_OUTPUT_FORMAT = Unserved(use="; use output_config.format")
+_MESSAGES = {
+    **dict.fromkeys(("enable_thinking", "think"), _THINKING),
+    **dict.fromkeys(("response_format", "response_schema"), _OUTPUT_FORMAT),
+    **{name: _OUTPUT_FORMAT for name, each in GENERATING.items() if "structured_outputs" in each.use},
+    **dict.fromkeys(("guided_json", "structured_outputs"), _OUTPUT_FORMAT),
+    "chat_template_kwargs": _THINKING._replace(neutral=({},)),
+    "instructions": Unserved(("",), "; use system"),
+    "min_new_tokens": Unserved((0,)),
+    "n_probs": Unserved((0,)),
+    "num_return_sequences": Unserved((1,)),
+    "parallel_tool_calls": Unserved((True,), "; use tool_choice.disable_parallel_tool_use"),
+    "reasoning": _THINKING._replace(neutral=({},)),
+    "reasoning_effort": Unserved(use="; use output_config.effort"),
+    "repeat_penalty": Unserved((1,)),
+    "text": _OUTPUT_FORMAT._replace(neutral=({},)),
+    "typ_p": Unserved((1,), "; use top_p"),
+    "typical": Unserved((1,), "; use top_p"),
+    "typical_p": Unserved((1,), "; use top_p"),
 }
 _MESSAGE = {
     "audio": Unserved(),
@@ -122,24 +206,22 @@ _TEXT_ONLY = Unserved(use=": this model reads text only")
 _MEDIA = dict.fromkeys(("audio_url", "file", "image_url", "input_audio", "video_url"), _TEXT_ONLY)
 _MEDIA |= dict.fromkeys(("audio", "file_data", "file_id", "file_url", "image", "source"), _TEXT_ONLY)
 
+GENERATES = ("ChatRequest", "CompletionRequest", "ResponsesRequest", "MessagesRequest")
 CHANGES: Mapping[str, Mapping[str, Unserved]] = {  # by the name of a type
-    "ChatRequest": _CHAT,
-    "CompletionRequest": _GENERATING | {"messages": Unserved(use="; use prompt")},
+    "ChatRequest": {},
+    "CompletionRequest": _COMPLETIONS,
     "ResponsesRequest": _RESPONSES,
-    "MessagesRequest": {
-        "container": Unserved(),
-        "input": Unserved(use="; use messages"),
-        "max_completion_tokens": _LIMIT,
-        "mcp_servers": Unserved(([],)),
-        "n": Unserved((1,)),
-        "prompt": Unserved(use="; use messages"),
-        "response_format": Unserved(use="; use output_config.format"),
-        "stop": Unserved(use="; use stop_sequences"),
-    },
+    "MessagesRequest": _MESSAGES,
     "MessageParam": {"tool_calls": Unserved(use="; send a block of type tool_use")},
     "MessageBlock": {},
     "MessageTool": {"function": Unserved(use="; its fields stand beside type here")},
-    "TokenizeRequest": {},
+    "TokenizeRequest": {
+        **{name: GENERATING[name] for name in ("chat_template", "documents", "enable_thinking", "think")},
+        **{name: GENERATING[name] for name in ("input", "instructions", "system", "thinking")},
+        "reasoning": Unserved(({},), "; use chat_template_kwargs"),
+        "reasoning_effort": Unserved(use="; use chat_template_kwargs"),
+        "truncate_prompt_tokens": Unserved(),
+    },
     "DetokenizeRequest": {},
     "ChatMessage": _MESSAGE,
     "ContentPart": _MEDIA,
@@ -177,7 +259,7 @@ HARMLESS: Mapping[str, tuple[str, ...]] = {
             "context_management",
             "inference_geo",
         ),
-        "speed",
+        *("priority", "prompt_cache_key", "speed", "stream_options"),
     ),
     "MessageBlock": ("citations", "caller", "is_error", "title", "context"),
     "MessageTool": ("defer_loading", "eager_input_streaming", "allowed_callers", "input_examples"),
@@ -202,6 +284,12 @@ HOSTED = {
     "ResponseTool": _HOSTED,
     "MessageTool": re.compile(r"[a-z_]+_20\d{6}|mcp_toolset"),
 }
+
+
+@cache
+def refusals(kind: str) -> Mapping[str, Unserved]:
+    """Return the fields that would change the answer to requests of a type, by the type's name."""
+    return {**(GENERATING if kind in GENERATES else {}), **CHANGES.get(kind, {})}
 
 
 class FieldPlace(NamedTuple):
@@ -248,13 +336,19 @@ ITEMS = {  # kinds of items in the input of /v1/responses
 }
 _BLOCK = "type cache_control signature"
 _TEXT_BLOCK = _free("MessageBlock", f"{_BLOCK} text")
+_TEXT_BLOCKS = {
+    "text": _TEXT_BLOCK,
+    "document": _free("MessageBlock", f"{_BLOCK} source title context"),
+    "search_result": _free("MessageBlock", f"{_BLOCK} source title content", content=_TEXT_BLOCK),
+}
+_RESULT_BLOCK = FieldPlace(by_type=_TEXT_BLOCKS)
 BLOCKS = FieldPlace(  # of the content of /v1/messages
     by_type={
-        "text": _TEXT_BLOCK,
         "thinking": _free("MessageBlock", f"{_BLOCK} thinking"),
         "redacted_thinking": _free("MessageBlock", f"{_BLOCK} data"),
         "tool_use": _free("MessageBlock", f"{_BLOCK} id name input"),
-        "tool_result": _free("MessageBlock", f"{_BLOCK} tool_use_id content", content=_TEXT_BLOCK),
+        "tool_result": _free("MessageBlock", f"{_BLOCK} tool_use_id content", content=_RESULT_BLOCK),
+        **_TEXT_BLOCKS,
     }
 )
 _UNTYPED = {  # of a request that takes them as plain objects
@@ -340,15 +434,16 @@ class Fields:
             raise RequestError(f"unknown field {path}{near}", param=path, code="unknown_parameter")
         if name in OURS.get(place.name, ()):
             return
-        unserved = CHANGES.get(place.name, {}).get(name)
+        refused = refusals(place.name)
+        unserved = refused.get(name)
         if unserved is not None:
-            if not any(value == each and type(value) is type(each) for each in unserved.neutral):
+            if not unserved.is_neutral(value):
                 raise RequestError(
                     f"{path} is not supported{unserved.use}", param=path, code="unsupported_parameter"
                 )
             return
         if name not in HARMLESS.get(place.name, ()):
-            if self._is_strict or _is_like(name, (*place.served, *CHANGES.get(place.name, ()))):
+            if self._is_strict or _is_like(name, (*place.served, *refused)):
                 near = meant(name, place.served)
                 raise RequestError(f"unknown field {path}{near}", param=path, code="unknown_parameter")
         elif self._is_strict:

@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 
 from xdeepserve import __version__
-from xdeepserve.api.routes.fields import CHANGES, HARMLESS, OURS
+from xdeepserve.api.routes.fields import CHANGES, HARMLESS, OURS, refusals
 from xdeepserve.api.routes.route import ROUTES, Route
 from xdeepserve.api.server.http_errors import ErrorBody
 
@@ -31,8 +31,9 @@ def openapi(routes: tuple[Route, ...]) -> dict[str, Any]:
     _, components = msgspec.json.schema_components([*types, ErrorBody], ref_template=REF)
     for name, schema in components.items():
         told = schema.setdefault("properties", {})
-        for field, unserved in CHANGES.get(name, {}).items():
-            told[field] = {"default": None, "enum": [None, *unserved.neutral], "description": UNSERVED}
+        for field, unserved in refusals(name).items():
+            known = {"default": None, "enum": [None, *unserved.neutral], "description": UNSERVED}
+            told.setdefault(field, known)
         for field in {*HARMLESS.get(name, ()), *OURS.get(name, ())}:
             told.setdefault(field, {"default": None, "description": UNREAD})
         if name in CHANGES:  # others are ignored, and named in x-ignored-fields

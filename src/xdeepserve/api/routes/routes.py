@@ -49,6 +49,12 @@ OWN = (
         "Count the tokens of a request's prompt.",
         ResponsesRequest,
     ),
+    Route(
+        "POST",
+        f"{_ANSWERS}/compact",
+        answers.compact_conversation,
+        "Refuse: conversations are not compacted.",
+    ),
     Route("GET", f"{_ANSWERS}/{{id}}", answers.get_response, "Show an answer that was kept."),
     Route("DELETE", f"{_ANSWERS}/{{id}}", answers.delete_response, "Forget an answer."),
     Route(

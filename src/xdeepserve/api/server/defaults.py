@@ -12,7 +12,11 @@ from xdeepserve.engine.serving.request import AsyncEngine
 from xdeepserve.errors import RequestError, abridged
 
 FILE = "generation_config.json"
-TAKEN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+TAKEN = {  # by the file's name: the request's
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
+    "max_new_tokens": "max_tokens",
+}
+MAX_TEMPERATURE = 2.0  # OpenAI's; in Python there is room for more
 
 log = logging.getLogger("xdeepserve.api")
 
@@ -35,20 +39,31 @@ def checkpoint_defaults(engine: AsyncEngine) -> dict[str, Any]:
 
 
 def sampling_defaults(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that change a request's defaults. Values out of range are left out, with a line of
-    the log."""
-    usual, taken = SamplingParams(), dict[str, Any]()
-    for name in TAKEN:
-        value: Any = found.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float):
+    """Return the fields that change a request's defaults. Values that a request could not have are left out,
+    with a line of the log."""
+    usual, taken = SamplingParams(max_tokens=None), dict[str, Any]()
+    for key, name in TAKEN.items():
+        value: Any = found.get(key)
+        if value is None:
             continue
-        if name == "top_k" and float(value).is_integer():
-            value = int(value)
         try:
-            SamplingParams(**{name: value})
+            value = _checked(name, value)
         except RequestError as error:
-            log.warning("%s: %s %s is not taken: %s", FILE, name, abridged(value), error)
+            reason = str(error).replace(name, key)
+            log.warning("%s: %s %s is not taken: %s", FILE, key, abridged(value), reason)
             continue
         if value != getattr(usual, name):
             taken[name] = value
     return taken
+
+
+def _checked(name: str, value: Any) -> int | float:
+    """Return a value that a request could have for a field. Raises RequestError."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise RequestError(f"{name} must be a number, found {abridged(value)}")
+    if name in ("top_k", "max_tokens") and float(value).is_integer():
+        value = int(value)
+    if name == "temperature" and not 0 <= value <= MAX_TEMPERATURE:
+        raise RequestError(f"{name} must be between 0 and {MAX_TEMPERATURE:g}, found {abridged(value)}")
+    SamplingParams(**{name: value})
+    return value

@@ -17,7 +17,7 @@ from xdeepserve.api.answers.logprobs import IdNamer, TokenNamer
 from xdeepserve.api.openai.requests import CompletionRequest, GenerationRequest
 from xdeepserve.api.openai.response_store import ResponseStore
 from xdeepserve.api.openai.structured import note_unread_words
-from xdeepserve.api.server.defaults import checkpoint_defaults
+from xdeepserve.api.server.defaults import MAX_TEMPERATURE, checkpoint_defaults
 from xdeepserve.api.server.http_errors import ApiError
 from xdeepserve.api.server.metrics import Metrics
 from xdeepserve.api.server.options import ServerOptions
@@ -27,7 +27,6 @@ from xdeepserve.engine.serving.request import NOTHING, AsyncEngine, Parse, Servi
 from xdeepserve.errors import RequestError, abridged
 
 MAX_CHOICES = 1024
-MAX_TEMPERATURE = 2.0  # OpenAI's; in Python there is room for more
 MAX_NOTED = 1000  # ignored fields, each with a line of the log
 MAX_REQUEST_ID_CHARS = 128
 MAX_NAME_CHARS = 64  # of a model's name, as an error shows it
@@ -133,6 +132,14 @@ class ApiEndpoint:
         request[GENERATION] = generation
         return generation
 
+    def default_max_tokens(self, num_prompt_tokens: int, usual: int | None = None) -> int | None:
+        """Return the most new tokens for a request that does not say: the checkpoint's default or the
+        endpoint's `usual` one, but no more than the context has room for."""
+        limit = self.defaults.get("max_tokens", usual)
+        if limit is None:
+            return None
+        return max(1, min(limit, self.engine.max_model_len - num_prompt_tokens))
+
     def _check_context(
         self, num_prompt_tokens: int, max_tokens: int | None, prompt_param: str, limit_param: str
     ) -> None:
@@ -187,10 +194,9 @@ def sampling_params(
         )
     try:
         return SamplingParams(
-            **{**defaults, **given},
+            **{**defaults, **given, "max_tokens": max_tokens},
             logit_bias=_by_token_id(body.logit_bias or {}),
             structured_outputs=form,
-            max_tokens=max_tokens,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )
