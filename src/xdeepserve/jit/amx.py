@@ -19,5 +19,5 @@ CAN_ASK = sys.platform == "linux" and platform.machine() == "x86_64"
 
 @functools.cache
 def is_permitted() -> bool:
-    """Ask Linux for AMX, once for all threads of this process; return whether Linux agrees. False elsewhere."""
+    """Ask Linux for AMX, once for all threads of this process. Return whether it agrees; False elsewhere."""
     return CAN_ASK and ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0

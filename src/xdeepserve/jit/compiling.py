@@ -211,7 +211,7 @@ class CacheFile(IndexDataCacheFile):
             return {}
 
     def load(self, key: Any) -> Any:
-        """Load machine code, if need be once another process has compiled; None if this one has to compile."""
+        """Load machine code, perhaps after waiting for another process; None if this one has to compile."""
         deadline = time.monotonic() + PATIENCE_S
         while (data := super().load(key)) is None and time.monotonic() < deadline:
             if self._lock(key):
