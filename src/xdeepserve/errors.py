@@ -30,7 +30,7 @@ from typing import Any
 
 
 def meant(name: object, known: Iterable[str]) -> str:
-    """What to add to the refusal of an unknown name: the known one that is most like it, if one is."""
+    """Return a hint to add to the refusal of an unknown name: the most similar known name, if any."""
     names = {each.lower(): each for each in known}
     nearest = get_close_matches(str(name)[:100].lower(), names, n=1)
     return f" (did you mean {names[nearest[0]]}?)" if nearest else ""
@@ -59,19 +59,19 @@ def as_named(error: Exception, where: str = "") -> XDeepServeError:
 
 
 class InputError(XDeepServeError):
-    """The caller asked for something impossible; the message is one clear line."""
+    """Impossible request of a caller, told in one clear line."""
 
 
 class CheckpointError(InputError):
-    """A model directory that cannot be loaded."""
+    """Model directory that cannot be loaded."""
 
 
 class DeploymentError(InputError):
-    """A deployment that cannot be built."""
+    """Deployment that cannot be built."""
 
 
 class RequestError(InputError):
-    """A request that cannot be served. `param` names the offending parameter, as OpenAI's errors do."""
+    """Request that cannot be served. `param` names the offending parameter, as OpenAI's errors do."""
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -91,15 +91,15 @@ class TransferError(XDeepServeError):
 
 
 class HardwareError(XDeepServeError):
-    """A program used the virtual hardware wrongly."""
+    """Wrong use of the virtual hardware."""
 
 
 class LostDieError(HardwareError):
-    """An access to the memory of a die that has failed."""
+    """Access to the memory of a failed die."""
 
 
 class LinkError(HardwareError):
-    """An access by a link that is down."""
+    """Access by a link that is down."""
 
 
 class GlitchError(HardwareError):
@@ -132,15 +132,15 @@ class OutOfMemoryError(HardwareError):
 
 
 class ProtocolError(XDeepServeError):
-    """Dies disagreed about what happens next."""
+    """Disagreement of dies about the next transition of a protocol."""
 
 
 class IntegrityError(ProtocolError):
-    """Bytes that have arrived and are not those that were sent."""
+    """Bytes that have arrived differ from the bytes that were sent."""
 
 
 class FieldError(ProtocolError):
-    """A field in a die's memory that says what cannot be: `peer` should have written it, `rank` reads it."""
+    """Impossible value in a field of a die's memory, which `peer` should have written and `rank` reads."""
 
     def __init__(
         self, message: str, *, op: str, rank: object, peer: object, field: str, expected: object, seen: object
@@ -151,7 +151,7 @@ class FieldError(ProtocolError):
 
 
 class WaitError(ProtocolError):
-    """A wait that failed: who waited for whom, on what, and what was seen instead."""
+    """Failed wait: names the waiting rank, the peer, the field, and the expected and the seen values."""
 
     kind = "wait failed"
 
@@ -167,7 +167,7 @@ class WaitError(ProtocolError):
 
 
 class DeadlineError(WaitError):
-    """A wait that ended at its deadline in virtual time; or, for a process, when it had lasted `real_s`."""
+    """Wait that ended at its deadline in virtual time; for a process, after `real_s` seconds of real time."""
 
     kind = "deadline passed"
 
@@ -178,13 +178,13 @@ class DeadlineError(WaitError):
 
 
 class DeadlockError(WaitError):
-    """A wait that nothing in the pod can ever end."""
+    """Wait that nothing in the pod can end."""
 
     kind = "deadlock"
 
 
 def abridged(value: object, limit: int = 40) -> str:
-    """A value as a message shows it: as JSON, as clients write it, and not much longer than `limit`."""
+    """Abridge a value for a message: JSON, as clients write it, not much longer than `limit` characters."""
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):  # no JSON, or an integer of some thousand digits

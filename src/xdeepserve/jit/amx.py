@@ -1,4 +1,4 @@
-"""AMX, the matrix unit of Intel's server CPUs: what LLVM calls it, and Linux's permission to use it.
+"""AMX, the matrix unit of Intel's server CPUs: LLVM's names for it, and Linux's permission to use it.
 
 Its tiles are 8 KiB of state for each thread, which Linux keeps for those processes only that ask for it.
 """
@@ -19,5 +19,5 @@ CAN_ASK = sys.platform == "linux" and platform.machine() == "x86_64"
 
 @functools.cache
 def is_permitted() -> bool:
-    """Ask, once for this process and all of its threads; whether Linux agrees. False on any other system."""
+    """Ask Linux for AMX, once for all threads of this process. Return whether it agrees; False elsewhere."""
     return CAN_ASK and ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0

@@ -60,7 +60,7 @@ TILE_OPTIONS: Any = {**PART_OPTIONS, "forceinline": True}
 
 
 def choose_cpu() -> None:
-    """Obey the environment variable. Raises InputError if it asks for the unknown or the impossible."""
+    """Choose the CPU that XDEEPSERVE_KERNELS asks for. Raises InputError for an unknown or impossible one."""
     wanted = os.environ.get(ENVIRONMENT_VARIABLE, "")
     if wanted not in ("", *KINDS):
         raise InputError(f"{ENVIRONMENT_VARIABLE}={wanted}: known are {', '.join(KINDS)}")
@@ -80,7 +80,7 @@ def choose_cpu() -> None:
 
 
 def _leave_out(wanted: str) -> None:
-    """Make Numba do without what this CPU has, but is not wanted."""
+    """Make Numba do without unwanted features of this CPU."""
     features = llvm.get_host_cpu_features()
     unwanted = [VNNI, BF16] if wanted == "portable" else []
     if any(features.get(each) for each in amx.FEATURES):
@@ -108,7 +108,7 @@ def uses_amx() -> bool:
 
 
 def instructions() -> str:
-    """What multiplies and adds on the CPU that kernels are compiled for."""
+    """Name the instructions for products on the CPU that kernels are compiled for."""
     dots = "AVX-512 VNNI and BF16" if uses_bf16_dots() else "AVX-512 VNNI"
     if uses_amx() or uses_vnni():
         return "AMX" if uses_amx() else dots
@@ -120,7 +120,7 @@ def instructions() -> str:
 
 
 def register_floats() -> int:
-    """Floats that all vector registers hold of the CPU that kernels are compiled for."""
+    """Count the floats in all vector registers of the CPU that kernels are compiled for."""
     if _compiles_for("avx512f"):
         return 32 * 16
     return 128 if _compiles_for("avx") or _compiles_for("neon") else 64
@@ -132,7 +132,7 @@ def _compiles_for(feature: str) -> bool:
 
 @functools.cache
 def _imported(file: Path) -> frozenset[Path]:
-    """The files of this package that one of them imports, by name and at the left margin."""
+    """List the files of this package imported by one of them, by name and at the left margin."""
     found = set()
     for module, names in IMPORTS.findall(file.read_text()):
         bare = module.lstrip(".")
@@ -145,7 +145,7 @@ def _imported(file: Path) -> frozenset[Path]:
 
 @functools.cache
 def sources(file: Path) -> str:
-    """Hash of everything that a file's kernels may be made of: it, what it imports, what that imports, ..."""
+    """Hash the sources of a file's kernels: the file, its imports, their imports, and so on."""
     reached, new = set(), {file, Path(__file__)}
     while new:
         reached |= new
@@ -157,7 +157,7 @@ def sources(file: Path) -> str:
 
 
 def cache_directory() -> Path:
-    """Where machine code of this installation is kept: nothing of it lies beside the sources."""
+    """Return the directory for this installation's machine code, which is not kept beside the sources."""
     base = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
     if sys.platform != "darwin" and os.environ.get("XDG_CACHE_HOME"):
         base = Path(os.environ["XDG_CACHE_HOME"])
@@ -166,37 +166,37 @@ def cache_directory() -> Path:
 
 
 class Locator:
-    """Tells Numba where the machine code of one file's kernels lies, and what they were compiled from."""
+    """Locator for Numba: the directory and the source stamp of the machine code of one file's kernels."""
 
     def __init__(self, file: Path, numbas: Any) -> None:
         self._directory = cache_directory() / file.relative_to(PACKAGE).parent
         self._stamp, self._numbas = sources(file), numbas
 
     def ensure_cache_path(self) -> None:
-        """Make the folder. Raises OSError."""
+        """Make the directory of the machine code. Raises OSError."""
         self._directory.mkdir(parents=True, exist_ok=True)
 
     def get_cache_path(self) -> str:
-        """The folder."""
+        """Return the directory of the machine code."""
         return str(self._directory)
 
     def get_source_stamp(self) -> str:
-        """What changes with the sources."""
+        """Return a stamp that changes with the kernels' sources."""
         return self._stamp
 
     def get_disambiguator(self) -> str:
-        """What tells functions of one name apart: their first lines."""
+        """Tell functions of one name apart by their first lines."""
         return str(self._numbas.get_disambiguator())
 
 
 @functools.cache
 def _locks(directory: str) -> int:
-    """The file whose bytes stand for what is being compiled. It stays open: closing it frees all locks."""
+    """Open the file whose bytes stand for kernels being compiled. Closing the file would free all locks."""
     return os.open(os.path.join(directory, "compiling.lock"), os.O_RDWR | os.O_CREAT, 0o644)
 
 
 class CacheFile(IndexDataCacheFile):
-    """Machine code in files that are named by what is in them. Processes that need the same compile it once.
+    """Cache of machine code in files named by content. Of processes that need a kernel, one compiles.
 
     Numba numbers a function's files in the order in which they come. Of two processes that compile at once
     each may then take the same number, and load the code of the other's types. Here the worst that can happen
@@ -204,14 +204,14 @@ class CacheFile(IndexDataCacheFile):
     """
 
     def _load_index(self) -> Any:
-        """What is there; nothing if it is of types that have gone or moved, as after an upgrade in place."""
+        """Load the index; empty if its types have gone or moved, as after an upgrade in place."""
         try:
             return super()._load_index()
         except (ImportError, AttributeError):
             return {}
 
     def load(self, key: Any) -> Any:
-        """What is there or is being compiled elsewhere; None if it is for this process to compile."""
+        """Load machine code, perhaps after waiting for another process; None if this one has to compile."""
         deadline = time.monotonic() + PATIENCE_S
         while (data := super().load(key)) is None and time.monotonic() < deadline:
             if self._lock(key):
@@ -223,7 +223,7 @@ class CacheFile(IndexDataCacheFile):
         return data
 
     def save(self, key: Any, data: Any) -> None:
-        """Data first: what the index names is always there."""
+        """Write the machine code before the index that names this code."""
         name = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
         file = self._data_name_pattern.replace("{number:d}", name)
         self._save_data(file, data)
@@ -235,7 +235,7 @@ class CacheFile(IndexDataCacheFile):
             self._lock(done, is_done=True)
 
     def _lock(self, key: Any, *, is_done: bool = False) -> bool:
-        """Whether nobody else compiles it: then this process does, and keeps the lock until it has saved."""
+        """Take the lock on a kernel and keep the lock until `save`; False if another process compiles now."""
         if fcntl is None:
             return True
         byte = int(hashlib.sha256(f"{self._index_name} {key!r}".encode()).hexdigest()[:15], 16)
@@ -250,7 +250,7 @@ class CacheFile(IndexDataCacheFile):
 
 
 def kernel(function: Any) -> Any:
-    """Called from Python: compile on first call, release the GIL, keep the machine code in Numba's cache."""
+    """Decorate a kernel called from Python: compiled on first call, without the GIL, and kept in a cache."""
     dispatcher = njit(cache=True, **OPTIONS)(function)
     cache = dispatcher._cache
     file = Path(function.__code__.co_filename)
@@ -265,18 +265,18 @@ def kernel(function: Any) -> Any:
 
 
 def part(function: Any) -> Any:
-    """Called from kernels only, and compiled into them."""
+    """Decorate a part: a function called from kernels only, and compiled into them."""
     return njit(**PART_OPTIONS)(named(function))
 
 
 def tile_part(function: Any) -> Any:
-    """A part that is compiled into each place that calls it, for tiles: a call would pass each array by its
+    """Decorate a part compiled into each place that calls it, for tiles: a call would pass each array by its
     seven fields, on the stack."""
     return njit(**TILE_OPTIONS)(named(function))
 
 
 def array_part(function: Any) -> Any:
-    """A part that makes arrays, for itself or to hand back.
+    """Decorate a part that makes arrays, for itself or to return them.
 
     Where it hands back other arrays than those at an address, a `part` must not call it: it would lose them.
     """
@@ -284,7 +284,7 @@ def array_part(function: Any) -> Any:
 
 
 def as_part(dispatcher: Any) -> Any:
-    """A kernel as an `array_part`, for kernels that call it, which have no use for its own machine code."""
+    """Return a kernel as an `array_part`, for kernels that call it and do not use its own machine code."""
     return array_part(dispatcher.py_func)
 
 
@@ -292,7 +292,7 @@ _bodies: dict[tuple[str, str], object] = {}  # by module and qualified name
 
 
 def named(function: Any) -> Any:
-    """Give a function that was made in another one a name that tells which of its kind it is.
+    """Give a function made inside another one a name that tells it from others of its kind.
 
     Machine code in the cache calls functions by name: module, qualified name, types, and a number that counts
     what a process has compiled. What several processes have cached may carry the same number, and would call

@@ -1,4 +1,4 @@
-"""How Numba compiles what only kernels call: into them, and not for itself.
+"""Compilation of kernel parts: functions that only kernels call, compiled into them and never by themselves.
 
 Left alone, Numba optimises each function together with all that it calls and makes machine code of it, and
 does both once more in everything that calls it: a kernel of many levels is compiled many times over. A part's
@@ -17,7 +17,7 @@ from numba.core.compiler_machinery import AnalysisPass, register_pass
 
 
 class PartLibrary(JITCodeLibrary):
-    """LLVM's form of a part, to be linked into kernels. Nothing in it has an address."""
+    """Library with LLVM's form of a part, to be linked into kernels. Nothing in it has an address."""
 
     is_optimised = False
 
@@ -30,13 +30,13 @@ class PartLibrary(JITCodeLibrary):
         self._finalized = True
 
     def get_pointer_to_function(self, name: str) -> int:
-        """None."""
+        """Return 0, since the code of a part has no address."""
         self._ensure_finalized()
         return 0
 
     @property
     def codegen(self) -> Any:
-        """What Numba asks to note a function's environment at its address."""
+        """Return a generator that notes no address of a function's environment, as Numba's does."""
         return _NoAddresses
 
 
@@ -47,7 +47,7 @@ class _NoAddresses:
 
 @register_pass(mutates_CFG=False, analysis_only=True)
 class IntoPartLibrary(AnalysisPass):
-    """Says where the passes after it put what they make of a function."""
+    """Compiler pass that makes the passes after it put a function into a `PartLibrary`."""
 
     _name = "into_part_library"
 
@@ -55,7 +55,7 @@ class IntoPartLibrary(AnalysisPass):
         super().__init__()
 
     def run_pass(self, state: Any) -> bool:
-        """Nothing of the function is changed."""
+        """Set the function's library; the function itself stays as before."""
         state.library = PartLibrary(state.targetctx.codegen(), state.func_id.func_qualname)
         loops = compute_cfg_from_blocks(state.func_ir.blocks).loops()
         state.library.is_optimised = bool(loops) and not state.flags.nrt
@@ -64,10 +64,10 @@ class IntoPartLibrary(AnalysisPass):
 
 
 class PartCompiler(compiler.CompilerBase):
-    """Numba's passes, and that one before a function is lowered."""
+    """Compiler with Numba's passes, and `IntoPartLibrary` before a function is lowered."""
 
     def define_pipelines(self) -> list[Any]:
-        """One: parts of kernels never run as Python."""
+        """Return a single pipeline, because parts of kernels never run as Python."""
         passes = compiler.DefaultPassBuilder.define_nopython_pipeline(self.state)
         passes.add_pass_after(IntoPartLibrary, typed_passes.IRLegalization)
         passes.finalize()

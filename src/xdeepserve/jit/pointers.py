@@ -18,7 +18,7 @@ from xdeepserve.jit.compiling import array_part, part
 
 @intrinsic
 def _pointer(typingctx: Any, address: Any, dtype: Any) -> Any:
-    """`address`, an integer, as a pointer to elements of the NumPy type `dtype`."""
+    """Convert an integer `address` to a pointer to elements of the NumPy type `dtype`."""
     pointer = types.CPointer(dtype.dtype)
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
@@ -29,7 +29,7 @@ def _pointer(typingctx: Any, address: Any, dtype: Any) -> Any:
 
 @intrinsic
 def add_at(typingctx: Any, address: Any, amount: Any) -> Any:
-    """The u32 at `address` += amount, in one piece: other threads may add there, too."""
+    """Add an amount to the u32 at `address` atomically, because other threads may add there, too."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         word = ir.IntType(32)
@@ -42,67 +42,67 @@ def add_at(typingctx: Any, address: Any, amount: Any) -> Any:
 
 @array_part
 def f32(address, rows, columns):
-    """float32 [rows, columns] at an address."""
+    """View memory at an address as a float32 array [rows, columns]."""
     return carray(_pointer(address, np.float32), (rows, columns))
 
 
 @array_part
 def f32_flat(address, size):
-    """float32 [size] at an address."""
+    """View memory at an address as a float32 array [size]."""
     return carray(_pointer(address, np.float32), (size,))
 
 
 @array_part
 def flat_like(address, size, example):
-    """[size] of the dtype of `example` at an address."""
+    """View memory at an address as an array [size] of the dtype of `example`."""
     return carray(_pointer(address, example.dtype), (size,))
 
 
 @array_part
 def i32(address, rows, columns):
-    """int32 [rows, columns] at an address."""
+    """View memory at an address as an int32 array [rows, columns]."""
     return carray(_pointer(address, np.int32), (rows, columns))
 
 
 @array_part
 def i32_flat(address, size):
-    """int32 [size] at an address."""
+    """View memory at an address as an int32 array [size]."""
     return carray(_pointer(address, np.int32), (size,))
 
 
 @array_part
 def i64_flat(address, size):
-    """int64 [size] at an address."""
+    """View memory at an address as an int64 array [size]."""
     return carray(_pointer(address, np.int64), (size,))
 
 
 @array_part
 def i8(address, rows, columns):
-    """int8 [rows, columns] at an address."""
+    """View memory at an address as an int8 array [rows, columns]."""
     return carray(_pointer(address, np.int8), (rows, columns))
 
 
 @array_part
 def u8_flat(address, size):
-    """uint8 [size] at an address."""
+    """View memory at an address as a uint8 array [size]."""
     return carray(_pointer(address, np.uint8), (size,))
 
 
 @array_part
 def u16_flat(address, size):
-    """uint16 [size] at an address."""
+    """View memory at an address as a uint16 array [size]."""
     return carray(_pointer(address, np.uint16), (size,))
 
 
 @array_part
 def f32_tiles(address, a, b, c, d, e):
-    """float32 of five axes at an address."""
+    """View memory at an address as a float32 array of five axes."""
     return carray(_pointer(address, np.float32), (a, b, c, d, e))
 
 
 @array_part
 def u8_tiles(address, a, b, c, d, e):
-    """uint8 of five axes at an address."""
+    """View memory at an address as a uint8 array of five axes."""
     return carray(_pointer(address, np.uint8), (a, b, c, d, e))
 
 
