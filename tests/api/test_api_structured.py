@@ -39,6 +39,15 @@ FORM = StructuredOutputsParams
         ({"guided_choice": ["x"]}, FORM(choice=("x",))),
         ({"guided_grammar": 'start: "b"'}, FORM(grammar='start: "b"')),
         ({"guided_json": None, "response_format": None}, None),
+        # Guidance names its form twice, for older and for newer servers of vLLM's kind, and the backend.
+        (
+            {
+                "guided_decoding_backend": "guidance",
+                "guided_grammar": 'start: "b"',
+                "structured_outputs": {"grammar": 'start: "b"'},
+            },
+            FORM(grammar='start: "b"'),
+        ),
     ],
 )
 async def test_spellings_of_a_form(

@@ -53,7 +53,7 @@ def requested_form(body: GenerationRequest) -> tuple[StructuredOutputsParams | N
         except RequestError as error:
             param = error.param if (error.param or "").startswith(f"{name}.") else name
             raise RequestError(str(error), param=param, code=error.code) from None
-        if form is not None:
+        if form is not None and all(form != other for other, _ in found):  # Guidance sends its form twice
             found.append((form, name))
     if len(found) > 1:
         names = " and ".join(name for _, name in found)

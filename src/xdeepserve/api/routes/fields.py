@@ -55,7 +55,7 @@ _FORM = Unserved(("",), "; use structured_outputs")
 _FORMAT = Unserved(use="; use response_format")
 # Of every endpoint that generates, unless it serves the field or has words of its own for it in `CHANGES`.
 GENERATING: Mapping[str, Unserved] = {
-    **_none("audio", "cache_salt", "chat_template", "guided_decoding_backend", "guided_whitespace_pattern"),
+    **_none("audio", "cache_salt", "chat_template", "guided_whitespace_pattern"),
     **_none("logits_processor_pattern", "prompt_embeds"),
     "detokenize": Unserved((True,)),
     "documents": Unserved(([],)),
