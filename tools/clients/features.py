@@ -9,12 +9,18 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import time
 import traceback
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 BASE_URL = os.environ["BASE_URL"]
 MODEL = os.environ.get("MODEL", "tiny")
 TOKENIZER = os.environ.get("TOKENIZER", "")
+
+# For requests that are left: they take a few seconds, whatever the model says.
+LONG = {"max_tokens": 1900, "extra_body": {"ignore_eos": True}}
 
 # Sizes that the small model surely fills within its context.
 PERSON = {
@@ -50,6 +56,30 @@ def feature(column: str, name: str) -> Callable[[Callable[[], object]], None]:
         print(json.dumps({"column": column, "feature": name, **line}), flush=True)
 
     return run
+
+
+def aborted() -> float:
+    """Number of requests that the server has ended because their client hung up."""
+    with urllib.request.urlopen(f"{BASE_URL}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    counts = [
+        float(line.split()[-1])
+        for line in lines
+        if line.startswith("vllm:request_success_total{") and 'finished_reason="abort"' in line
+    ]
+    assert counts, "the server does not count aborted requests"
+    return sum(counts)
+
+
+@contextmanager
+def hanging_up() -> Iterator[None]:
+    """Check that the server ends the request which the block begins and leaves, within five seconds."""
+    before = aborted()
+    yield
+    end = time.monotonic() + 5
+    while aborted() == before:
+        assert time.monotonic() < end, "the client hung up, and the server counted no aborted request"
+        time.sleep(0.05)
 
 
 def check_person(found: object) -> None:

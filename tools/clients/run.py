@@ -28,7 +28,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 TOKENIZER = ROOT / "src" / "xdeepserve" / "model" / "preset_files" / "tiny"
-COLUMNS = ("text", "chat", "stream", "structured", "tools", "responses", "load", "metrics")
+COLUMNS = ("text", "chat", "stream", "structured", "tools", "responses", "cancel", "load", "metrics")
 INSTALL_SECONDS, RUN_SECONDS = 600, 600
 SERVE = ("-m", "xdeepserve", "serve", "--model", "tiny", "--port", "0", "--set", "mtp=1")
 
@@ -63,6 +63,15 @@ CLIENTS = {
     "smolagents": Client("with_smolagents.py", ("smolagents[openai]",)),
     "llm": Client("with_llm.py", ("llm",)),
     "ai-sdk": Client("with_ai_sdk.mjs", ("ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "zod")),
+    "autogen": Client("with_autogen.py", ("autogen-agentchat", "autogen-ext[openai]")),
+    "crewai": Client("with_crewai.py", ("crewai",)),
+    "dspy": Client("with_dspy.py", ("dspy",)),
+    "guidance": Client("with_guidance.py", ("guidance", "openai")),
+    "haystack": Client("with_haystack.py", ("haystack-ai",)),
+    "marvin": Client("with_marvin.py", ("marvin", "pydantic-ai==1.70.0")),  # it does not work with newer ones
+    "mirascope": Client("with_mirascope.py", ("mirascope[openai]",)),
+    "outlines": Client("with_outlines.py", ("outlines[openai]",)),
+    "semantic-kernel": Client("with_semantic_kernel.py", ("semantic-kernel",)),
     "guidellm": Client("with_guidellm.py", ("guidellm",)),
     "aiperf": Client("with_aiperf.py", ("aiperf",)),
     "lm-eval": Client("with_lm_eval.py", ("lm-eval[api]", "transformers")),
