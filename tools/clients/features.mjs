@@ -25,6 +25,27 @@ export function assert(holds, seen) {
   if (!holds) throw new Error(`found ${JSON.stringify(seen)}`);
 }
 
+async function aborted() {
+  const lines = (await (await fetch(`${BASE_URL}/metrics`)).text()).split("\n");
+  const counts = lines.filter((line) => /^vllm:request_success_total\{.*finished_reason="abort"/.test(line));
+  assert(counts.length > 0, "no count of aborted requests");
+  return counts.reduce((sum, line) => sum + Number(line.split(" ").at(-1)), 0);
+}
+
+// Abort what a function begins, half a second later: the server must end that request within five seconds.
+export async function hangingUp(begin) {
+  const before = await aborted();
+  const controller = new AbortController();
+  setTimeout(() => controller.abort(), 500);
+  await begin(controller.signal).catch(() => {});
+  assert(controller.signal.aborted, "the answer came before it was cancelled");
+  const end = Date.now() + 5000;
+  while ((await aborted()) === before) {
+    assert(Date.now() < end, "the client hung up, and the server counted no aborted request");
+    await new Promise((done) => setTimeout(done, 50));
+  }
+}
+
 export const PERSON = {
   type: "object",
   properties: {

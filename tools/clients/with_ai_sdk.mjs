@@ -4,12 +4,13 @@ import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import * as ai from "ai";
 import { z } from "zod";
 
-import { assert, BASE_URL, checkPerson, feature, MODEL, version } from "./features.mjs";
+import { assert, BASE_URL, checkPerson, feature, hangingUp, MODEL, version } from "./features.mjs";
 
 const at = { baseURL: `${BASE_URL}/v1`, apiKey: "none" };
 const compatible = createOpenAICompatible({ ...at, name: "here", supportsStructuredOutputs: true })(MODEL);
 const openai = createOpenAI(at);
 const Person = z.object({ name: z.string().max(12), age: z.number().int().min(0).max(120), mood: z.enum(["glad", "sad"]) });
+const Story = z.object({ text: z.string().min(4000) }); // takes a few seconds, whatever the model says
 const prompt = "Who is glad?";
 const models = { compatible, "openai chat": openai.chat(MODEL), "openai responses": openai.responses(MODEL) };
 
@@ -27,6 +28,9 @@ for (const [name, model] of Object.entries(models)) {
     for await (const part of ai.streamText({ ...asked, maxOutputTokens: 16 }).textStream) text += part;
     assert(text, text);
   });
+  await feature("cancel", `${name}: generateObject, aborted`, () =>
+    hangingUp((abortSignal) => ai.generateObject({ ...asked, schema: Story, maxOutputTokens: 1900, abortSignal })),
+  );
   await feature(column("structured"), `${name}: generateObject`, async () => {
     if (!ai.generateObject) return "this version has no generateObject";
     checkPerson((await ai.generateObject({ ...asked, schema: Person, maxOutputTokens: 300 })).object);

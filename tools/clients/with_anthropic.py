@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import anthropic
-from features import BASE_URL, MODEL, PERSON, check_person, feature, version
+from features import BASE_URL, LONG, MODEL, PERSON, check_person, feature, hanging_up, version
 
 client = anthropic.Anthropic(base_url=BASE_URL, api_key="none", max_retries=0)
 HI = [{"role": "user", "content": "Who is glad?"}]
@@ -60,9 +60,9 @@ def _() -> None:
     assert found.usage.output_tokens == wanted.usage.output_tokens
 
 
-@feature("stream", "cancel")
+@feature("cancel", "stream, left")
 def _() -> None:
-    with client.messages.stream(model=MODEL, messages=HI, max_tokens=1000) as stream:
+    with hanging_up(), client.messages.stream(model=MODEL, messages=HI, **LONG) as stream:
         next(iter(stream))
     assert client.messages.create(model=MODEL, messages=HI, max_tokens=1)
 

@@ -50,9 +50,7 @@ def _() -> None:
 
 @feature("chat", "a crew of one")
 def _() -> None:
-    agent = Agent(
-        role="host", goal="greet", backstory="You are a host.", llm=model(max_tokens=60), max_iter=2
-    )
+    agent = Agent(role="host", goal="greet", backstory="A host.", llm=model(max_tokens=60), max_iter=2)
     task = Task(description="Who is glad?", expected_output="a name", agent=agent)
     assert Crew(agents=[agent], tasks=[task]).kickoff().raw
 

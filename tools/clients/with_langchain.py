@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from features import BASE_URL, MODEL, PERSON, check_person, feature, version
+from features import BASE_URL, LONG, MODEL, PERSON, check_person, feature, hanging_up, version
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
@@ -50,6 +50,14 @@ def _() -> None:
 @feature("stream", "stream")
 def _() -> None:
     assert sum(len(chunk.content) for chunk in chat(max_tokens=16, stream_usage=True).stream("Who?")) > 0
+
+
+@feature("cancel", "stream, left")
+def _() -> None:
+    with hanging_up():
+        parts = chat(**LONG).stream("Who?")
+        next(parts)
+        parts.close()
 
 
 for method in ("json_schema", "function_calling"):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import copy
 import json
 
 import litellm
-from features import BASE_URL, MODEL, PERSON, check_person, feature, version
+from features import BASE_URL, LONG, MODEL, PERSON, check_person, feature, hanging_up, version
 
 HI = [{"role": "user", "content": "Who is glad?"}]
 TOOL = {"type": "function", "function": {"name": "greet", "parameters": PERSON, "strict": True}}
@@ -34,6 +36,18 @@ for provider in ("hosted_vllm", "openai"):
             )
         )
         assert litellm.stream_chunk_builder(chunks).usage.completion_tokens > 0
+
+    @feature("cancel", f"{provider}: acompletion, cancelled")
+    def _(at: dict = at) -> None:
+        async def cancelled() -> None:
+            answer = asyncio.create_task(litellm.acompletion(messages=HI, **LONG, **at))
+            await asyncio.sleep(1)
+            answer.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                raise AssertionError(f"the answer came before it was cancelled: {await answer}")
+
+        with hanging_up():
+            asyncio.run(cancelled())
 
     @feature("structured", f"{provider}: json_schema")
     def _(at: dict = at) -> None:

@@ -3,7 +3,7 @@ import OpenAI from "openai";
 import { zodResponseFormat } from "openai/helpers/zod";
 import { z } from "zod";
 
-import { assert, BASE_URL, checkPerson, feature, MODEL, PERSON, version } from "./features.mjs";
+import { assert, BASE_URL, checkPerson, feature, hangingUp, MODEL, PERSON, version } from "./features.mjs";
 
 const client = new OpenAI({ baseURL: `${BASE_URL}/v1`, apiKey: "none", maxRetries: 0 });
 const messages = [{ role: "user", content: "Who is glad?" }];
@@ -35,6 +35,15 @@ await feature("stream", "chat", async () => {
   for await (const chunk of stream) chunks += chunk.choices.length;
   assert(chunks > 2, chunks);
 });
+for (const stream of [false, true]) {
+  await feature("cancel", stream ? "stream, aborted" : "answer, aborted", () =>
+    hangingUp(async (signal) => {
+      const body = { ...asked, max_tokens: 1900, ignore_eos: true, stream };
+      const done = await client.chat.completions.create(body, { signal });
+      if (stream) for await (const _ of done);
+    }),
+  );
+}
 await feature("stream", "accumulated", async () => {
   const done = await client.chat.completions.stream({ ...asked, max_tokens: 16 }).finalChatCompletion();
   assert(done.choices[0].message.content, done);

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Literal
 
 import openai
-from features import BASE_URL, MODEL, PERSON, check_person, feature, version
+from features import BASE_URL, LONG, MODEL, PERSON, check_person, feature, hanging_up, version
 from pydantic import BaseModel, Field
 
 client = openai.OpenAI(base_url=f"{BASE_URL}/v1", api_key="none", max_retries=0)
@@ -72,6 +73,21 @@ def _() -> None:
     ) as stream:
         final = stream.get_final_completion()
     assert isinstance(final.choices[0].message.parsed, Person)
+
+
+@feature("cancel", "stream, left")
+def _() -> None:
+    with (
+        hanging_up(),
+        client.chat.completions.create(model=MODEL, messages=HI, stream=True, **LONG) as stream,
+    ):
+        next(stream)
+
+
+@feature("cancel", "timeout")
+def _() -> None:
+    with hanging_up(), contextlib.suppress(openai.APITimeoutError):
+        client.chat.completions.create(model=MODEL, messages=HI, timeout=0.5, **LONG)
 
 
 @feature("structured", "parse")

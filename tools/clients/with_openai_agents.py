@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Literal
 
 import openai
@@ -16,7 +17,7 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )
-from features import BASE_URL, MODEL, feature, version
+from features import BASE_URL, LONG, MODEL, feature, hanging_up, version
 from pydantic import BaseModel, ConfigDict, Field
 
 set_tracing_disabled(True)
@@ -82,3 +83,17 @@ for kind in KINDS:
         agent = Agent(name="a", model=model_of(kind), tools=[greet], model_settings=settings)
         result = Runner.run_sync(agent, "Who is glad?", max_turns=3)
         assert any(item.type == "tool_call_output_item" for item in result.new_items)
+
+    @feature("cancel", f"{kind}: run, cancelled")
+    def _(kind: str = kind) -> None:
+        async def cancelled() -> None:
+            settings = ModelSettings(**LONG)
+            agent = Agent(name="a", model=model_of(kind), model_settings=settings)
+            answer = asyncio.create_task(Runner.run(agent, "Who is glad?"))
+            await asyncio.sleep(1)
+            answer.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                raise AssertionError(f"the answer came before it was cancelled: {await answer}")
+
+        with hanging_up():
+            asyncio.run(cancelled())

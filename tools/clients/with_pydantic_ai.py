@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from typing import Literal
 
-from features import BASE_URL, MODEL, feature, version
+from features import BASE_URL, LONG, MODEL, feature, hanging_up, version
+from openai import AsyncOpenAI
 from pydantic import BaseModel, Field
 from pydantic_ai import Agent, ModelSettings, NativeOutput, RunContext, ToolOutput
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
@@ -34,6 +37,21 @@ def _() -> None:
 def _() -> None:
     found = Agent(model).run_stream_sync("Who is glad?", model_settings={"max_tokens": 16})
     assert "".join(found.stream_text(delta=True))
+
+
+@feature("cancel", "run, cancelled")
+def _() -> None:
+    async def cancelled() -> None:
+        own = OpenAIProvider(openai_client=AsyncOpenAI(base_url=f"{BASE_URL}/v1", api_key="none"))
+        asked = Agent(OpenAIChatModel(MODEL, provider=own)).run("Who is glad?", model_settings=LONG)
+        answer = asyncio.create_task(asked)
+        await asyncio.sleep(1)
+        answer.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            raise AssertionError(f"the answer came before it was cancelled: {await answer}")
+
+    with hanging_up():
+        asyncio.run(cancelled())
 
 
 @feature("structured", "ToolOutput")
