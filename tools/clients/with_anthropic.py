@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import anthropic
-from features import BASE_URL, LONG, MODEL, PERSON, check_person, feature, hanging_up, version
+from features import BASE_URL, MODEL, PERSON, check_person, feature, hanging_up, version
 
 client = anthropic.Anthropic(base_url=BASE_URL, api_key="none", max_retries=0)
 HI = [{"role": "user", "content": "Who is glad?"}]
@@ -62,7 +62,10 @@ def _() -> None:
 
 @feature("cancel", "stream, left")
 def _() -> None:
-    with hanging_up(), client.messages.stream(model=MODEL, messages=HI, **LONG) as stream:
+    story = {"type": "string", "minLength": 4000}  # takes a few seconds, whatever the model says
+    form = {"output_config": {"format": {"type": "json_schema", "schema": story}}}
+    asked = {"model": MODEL, "messages": HI, "max_tokens": 1900, "extra_body": form}
+    with hanging_up(), client.messages.stream(**asked) as stream:
         next(iter(stream))
     assert client.messages.create(model=MODEL, messages=HI, max_tokens=1)
 

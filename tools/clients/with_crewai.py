@@ -83,6 +83,11 @@ def _() -> None:
     assert cities, answer
 
 
+@feature("responses", "call")
+def _() -> None:
+    assert model(max_tokens=16, api="responses").call("Who is glad?")
+
+
 @feature("cancel", "acall, cancelled")
 def _() -> None:
     async def cancelled() -> None:

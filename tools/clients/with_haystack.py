@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from features import BASE_URL, LONG, MODEL, feature, hanging_up, version
 from haystack.components.agents import Agent
-from haystack.components.generators.chat import OpenAIChatGenerator
+from haystack.components.generators.chat import OpenAIChatGenerator, OpenAIResponsesChatGenerator
 from haystack.dataclasses import ChatMessage, StreamingChunk
 from haystack.tools import tool
 from haystack.utils import Secret
@@ -87,6 +87,15 @@ def _() -> None:
     agent = Agent(chat_generator=asked, tools=[greet], exit_conditions=["greet"])
     messages = agent.run(messages=HI)["messages"]
     assert messages[-1].tool_call_results[0].result.startswith("You are"), messages
+
+
+@feature("responses", "run")
+def _() -> None:
+    asked = OpenAIResponsesChatGenerator(
+        api_key=Secret.from_token("none"), api_base_url=f"{BASE_URL}/v1", model=MODEL, max_retries=0
+    )
+    [answer] = asked.run(HI, generation_kwargs={"max_output_tokens": 16})["replies"]
+    assert answer.text
 
 
 @feature("cancel", "run_async, cancelled")

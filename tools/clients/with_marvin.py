@@ -40,6 +40,16 @@ def _() -> None:
     assert loop.run_until_complete(marvin.run_async("Who is glad?", agents=[agent()]))
 
 
+@feature("stream", "run_tasks_stream")
+def _() -> None:
+    async def streamed() -> list[str]:
+        task = marvin.Task("Who is glad?", agents=[agent()])
+        return [event.type async for event in marvin.run_tasks_stream([task])]
+
+    kinds = loop.run_until_complete(streamed())
+    assert any("delta" in kind for kind in kinds), kinds
+
+
 # Not `classify`: Marvin asks for any integer, and whether that is a label's is up to the model.
 @feature("structured", "cast_async")
 def _() -> None:
