@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import guidance
 from features import BASE_URL, MODEL, PERSON, check_person, feature, version
 from guidance.models.experimental import VLLMModel
@@ -41,6 +43,21 @@ for kind in models:
         with guidance.assistant():
             state += guidance.json("found", schema=PERSON)
         check_person(state["found"])
+
+    @feature("tools", f"{kind}: gen, required")
+    def _(kind: str = kind) -> None:
+        """Guidance sends no limit and no temperature beside tools: for some seeds the answer has no end."""
+        moods = []
+
+        def greet(mood: Literal["glad", "sad"]) -> str:
+            """Greet a person."""
+            moods.append(mood)
+            return f"You are {mood}."
+
+        state = asked(kind)
+        with guidance.assistant():
+            state += guidance.gen(tools=[greet], tool_choice="required")
+        assert moods, str(state)
 
     @feature("stream", f"{kind}: stream")
     def _(kind: str = kind) -> None:
