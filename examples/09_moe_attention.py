@@ -91,7 +91,7 @@ def main() -> None:
         if len(sys.argv) > 1:
             llm.write_trace(sys.argv[1])
             print(LOOK.format(file=sys.argv[1]))
-        flags = plan.expert_memories[0]
+        flags = llm.engine.je.tes[0].expert_programs[0].mem
         memory = llm.engine.plan.pod.memory(plan.expert_dies[0])
         print(
             f"\nflags of that die: {flags.received.read(memory)} received, "

@@ -173,7 +173,9 @@ def test_arguments_suit_every_dialect_of_templates(dialect: str, expected: str) 
 
 def test_a_template_that_fails_is_the_requests_fault() -> None:
     with pytest.raises(RequestError, match="refuses"):
-        ChatTemplate("{{ messages[0].content + 'x' }}", "test").render(messages=[{"content": None}])
+        ChatTemplate("{{ messages[0].content + 1 }}", "test").render(
+            messages=[{"role": "user", "content": "x"}]
+        )
 
 
 def test_a_prompt_may_end_within_a_reasoning(tiny: TinyCheckpoint) -> None:
