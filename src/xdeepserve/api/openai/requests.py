@@ -11,7 +11,7 @@ import msgspec
 
 
 def described(*kinds: dict[str, Any]) -> msgspec.Meta:
-    """How /openapi.json describes a field that is checked elsewhere, with better words than a type has."""
+    """Describe a field in /openapi.json by JSON schemas, where its type alone would say less."""
     return msgspec.Meta(extra_json_schema={"anyOf": [*kinds, {"type": "null"}]})
 
 
