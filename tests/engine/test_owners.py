@@ -22,8 +22,8 @@ from xdeepserve.engine.run.clock.flow_hub import FlowHub
 from xdeepserve.engine.serving.control_plane import ControlPlane
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.te_group import TEGroup
-from xdeepserve.engine.te.hearing import LayerReports
-from xdeepserve.engine.te.steps_apart import DPMaster
+from xdeepserve.engine.te import te
+from xdeepserve.engine.te.steps_apart import StepsApart
 from xdeepserve.engine.te.steps_together import StepsTogether
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw import faults, rdma
@@ -55,8 +55,8 @@ KINDS = (
     Kind("expert die", ExpertProgram, "run", "moe-attention", APART),
     Kind("stream of an expert die", ExpertProgram, "_compute", "moe-attention", APART),
     Kind("loop of a TE", StepsTogether, "advance", "monolithic"),
-    Kind("loop of a DP group", DPMaster, "run", "moe-attention", (*APART, "dataflow=true")),
-    Kind("reports of layers", LayerReports, "run", "pd", (*PAIR, "transfer=layer")),
+    Kind("loop of a DP group", StepsApart, "run", "moe-attention", (*APART, "dataflow=true")),
+    Kind("reports of layers", te, "hear_layers", "pd", (*PAIR, "transfer=layer")),
     Kind("search for a way", JobExecutor, "_find_way", "pd", PAIR),
     Kind("decode-first admission", DecodeFirst, "_look", "pd", (*PAIR, "scheduler.admission=decode")),
     Kind("beat of the control plane", ControlPlane, "_beat", "monolithic", ("health.beat_s=0.001",)),

@@ -176,9 +176,10 @@ class DPGroup:
         for die in self.dies:
             die.put(command, delay_ns)
 
-    def probe(self) -> None:
-        """Ask all dies of the group for a sign of life."""
+    def probe(self) -> int:
+        """Ask all dies of the group for a sign of life; return how many there are."""
         self.put(Probe())
+        return len(self.dies)
 
     def finish_copies(self, ticket: int) -> None:
         """Note a die's copies of a ticket as made; the last die ends the ticket."""

@@ -61,7 +61,7 @@ def ask_suspects(tes: Iterable[TE]) -> None:
     """Probe suspect TEs, because TEs without work show no sign of life by themselves."""
     for te in tes:
         if te.is_suspect:
-            te.prober.ask_again()
+            te.health.probe_again()
 
 
 class Unplaced:
@@ -133,7 +133,7 @@ class JobExecutor:
 
     def take(self, te: TE) -> None:
         """Take in a running TE: link it with the TEs that it prefills or decodes for, and give it work."""
-        te.dealer.on_turn, te.lifetime.is_open = self.admission.look, True
+        te.te_shell.on_turn, te.lifetime.is_open = self.admission.look, True
         if self._journey is not None:
             self._journey.join(te, is_alone=len(self.tes) == 1)
         self.admission.look()

@@ -244,7 +244,7 @@ class Engine:
     async def check_health(self) -> list[TEHealth]:
         """Probe all idle dies, then report the health of every TE."""
         if self.is_healthy():
-            await asyncio.gather(*(te.prober.ask_all() for te in self.je.tes))
+            await asyncio.gather(*(te.health.probe_all() for te in self.je.tes))
         return self.health()
 
     def observe(self, observer: Observer) -> None:

@@ -21,7 +21,6 @@ from xdeepserve.engine.recovery.rollback import Rollback
 from xdeepserve.engine.recovery.rollback_field import Epochs, RollbackField
 from xdeepserve.engine.te.heartbeat import Heartbeats
 from xdeepserve.engine.te.members import PRESENCE, Act, Listener, Stay
-from xdeepserve.engine.te.probe import Prober
 from xdeepserve.engine.te.server_monitor import ServerMonitor
 from xdeepserve.engine.te.steps_apart import StepsApart
 from xdeepserve.engine.te.steps_together import StepsTogether
@@ -33,7 +32,6 @@ def listeners(
     tell: Events,
     groups: Sequence[DPGroup],
     health: Heartbeats,
-    prober: Prober,
     recovery: Rollback,
     balance: Reconfiguration | None,
     monitor: ServerMonitor,
@@ -102,7 +100,6 @@ def listeners(
         "doorbell": stop,
         "pod": end_die,
         "heartbeats": lambda client: health.forget(GroupRank(client.seat)),
-        "probes": lambda client: prober.forget(GroupRank(client.seat)),
         "rollback": lambda member: recovery.leave_out(member.die),
         "replicas": take_replicas,
         "holder": move_replicas,

@@ -12,7 +12,7 @@ Four things are kept apart from the book, because they are not what the host bel
 
     truth                   `pod.lost`, `memories.silent`: in a TE only detectors read it, and move members
     belief of clients       bytes on their dies (`comm/services/known_servers.py`); it may be older, or newer
-    counters of detectors   questions without an answer so far (`server_monitor`, `heartbeat`, `probe`)
+    counters of detectors   questions without an answer so far (`server_monitor`, `heartbeat`)
     servers outside         processes outside of the pod come and go by themselves; the client process hears
 """
 
@@ -86,7 +86,6 @@ Listener: TypeAlias = Literal[
     "doorbell",  # end the program of a server
     "pod",  # note that the die is lost, and end what runs there
     "heartbeats",
-    "probes",
     "rollback",  # wait no longer for the die
     "replicas",  # send no more tokens to the die's replicas
     "holder",  # the seat's replicas are on another die
@@ -112,9 +111,7 @@ HEARS: Final[dict[tuple[MemberKind, Move], tuple[Listener, ...]]] = {
         "mask",
         "show moved",
     ),
-    ("client", "lose"): (
-        *("pod", "heartbeats", "probes", "rollback", "steps", "slots", "requests", "show lost"),
-    ),
+    ("client", "lose"): (*("pod", "heartbeats", "rollback", "steps", "slots", "requests", "show lost"),),
 }
 
 

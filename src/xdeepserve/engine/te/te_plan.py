@@ -28,8 +28,10 @@ from xdeepserve.engine.recovery.rollback import Rollback
 from xdeepserve.engine.recovery.rollback_field import plan_rollback_field
 from xdeepserve.engine.run.executors import executor
 from xdeepserve.engine.run.wiring import ByteWiring, Wiring
+from xdeepserve.engine.te.host import Host
 from xdeepserve.engine.te.members import Members, Stay
 from xdeepserve.engine.te.status_gather import StatusGather, plan_statuses
+from xdeepserve.engine.walk.launcher import Launcher
 from xdeepserve.errors import OutOfMemoryError
 from xdeepserve.hw.memory import Area
 from xdeepserve.hw.queue import HostQueue, Queue
@@ -249,6 +251,17 @@ class TEPlan:
             executor(self.wiring, rank, mem, threads, queue)
             for rank, mem, queue in zip(self.team.ranks, self.memories, reports, strict=True)
         ]
+
+    def host(self, executors: Sequence[Executor]) -> Host | None:
+        """Create the host's delays, and its launchers of the programs of dies; None for a host that costs
+        nothing."""
+        execution = self.sizes.settings.execution
+        if execution is None:
+            return None
+        for each in executors:
+            each.use_launcher(Launcher(each.die, execution))
+        seed = self.sizes.settings.seed + 1_000_003 * self.dies[0]  # each TE's delays are its own
+        return Host(execution, self.spec, len(self.team.group_ranks), seed)
 
     def make_program(self, server: Stay, threads: Threads, reports: Queue[msgspec.Struct]) -> None:
         """Create the program of an expert die."""
