@@ -16,7 +16,7 @@ from xdeepserve.comm.distflow import Completion
 from xdeepserve.engine.deploy.deployment import Role
 from xdeepserve.engine.deploy.policies import ADMISSION
 from xdeepserve.engine.dp import events
-from xdeepserve.engine.dp.events import Event, Events, GroupId
+from xdeepserve.engine.dp.events import Event, EventLog, GroupId, Observed
 from xdeepserve.engine.dp.group import DPGroup, Left, TransferEnded
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.job.admission import PrefillFirst
@@ -109,7 +109,7 @@ class JobExecutor:
     def __init__(
         self,
         pod: Pod,
-        tell: Events,
+        tell: EventLog,
         carriage: Carriage,
         router: Router,
         retry_ns: int = 0,
@@ -185,8 +185,10 @@ class JobExecutor:
         for link in [link for link in self.links if link.tes[1] is te]:
             self._lead_past(link, is_shut=te.moves_out)
 
-    def _act(self, event: Event) -> None:
-        """Act on events from TEs and their DP groups."""
+    def _act(self, event: Observed) -> None:
+        """Act on events of sequences from TEs and their DP groups."""
+        if not isinstance(event, Event):
+            return
         transfer = self.transfers.get(event.seq_id)
         if isinstance(event, events.Prefilled | events.MovedOut | events.Ended):
             self.router.forget(event.seq_id)

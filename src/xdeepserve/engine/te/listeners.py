@@ -14,7 +14,7 @@ from xdeepserve.comm.services.server import ServiceServer
 from xdeepserve.engine.balance.reconfigure import Reconfiguration
 from xdeepserve.engine.die.expert_memory import STOP
 from xdeepserve.engine.die.expert_server import ExpertServerProgram
-from xdeepserve.engine.dp.events import ClientLost, Events, ServerHeard, ServerMoved
+from xdeepserve.engine.dp.events import ClientLost, EventLog, ServerHeard, ServerMoved
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.numbers import GroupRank
 from xdeepserve.engine.recovery.rollback import Rollback
@@ -29,7 +29,7 @@ from xdeepserve.engine.te.te_plan import TEPlan
 
 def listeners(
     plan: TEPlan,
-    tell: Events,
+    tell: EventLog,
     groups: Sequence[DPGroup],
     health: Heartbeats,
     recovery: Rollback,
@@ -85,10 +85,10 @@ def listeners(
         scheduler.move_out()
 
     def show_heard(server: Stay) -> None:
-        tell.show(ServerHeard(name, server.seat, server.die, PRESENCE[server.at] is Presence.LOST))
+        tell(ServerHeard(name, server.seat, server.die, PRESENCE[server.at] is Presence.LOST))
 
     def show_moved(server: Stay) -> None:
-        tell.show(ServerMoved(name, server.seat, server.die, server.epoch, is_there=server.is_seated))
+        tell(ServerMoved(name, server.seat, server.die, server.epoch, is_there=server.is_seated))
 
     return {
         "mask": monitor.tell_presence,
@@ -107,5 +107,5 @@ def listeners(
         "requests": move_requests,
         "show heard": show_heard,
         "show moved": show_moved,
-        "show lost": lambda client: tell.show(ClientLost(name, GroupRank(client.seat), client.die)),
+        "show lost": lambda client: tell(ClientLost(name, GroupRank(client.seat), client.die)),
     }

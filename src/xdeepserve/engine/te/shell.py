@@ -28,7 +28,7 @@ from xdeepserve.engine.balance.trigger import EPLBTrigger
 from xdeepserve.engine.deploy.policies import DECODE, DISPATCH
 from xdeepserve.engine.deploy.sizes import TESettings
 from xdeepserve.engine.dp import events
-from xdeepserve.engine.dp.events import Events
+from xdeepserve.engine.dp.events import EventLog
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.messages import Wake
@@ -53,7 +53,7 @@ class TEShell:
         groups: Seq[DPGroup],
         health: Heartbeats,
         life: Lifetime,
-        tell: Events,
+        tell: EventLog,
         settings: TESettings,
         now: Callable[[], int],
         inbox: Queue[msgspec.Struct],

@@ -10,7 +10,7 @@ import msgspec
 
 from xdeepserve.engine.die.expert_memory import STOP
 from xdeepserve.engine.die.experts import ExpertProgram, ring
-from xdeepserve.engine.dp.events import Events, TERolledBack
+from xdeepserve.engine.dp.events import EventLog, TERolledBack
 from xdeepserve.engine.messages import Shutdown
 from xdeepserve.engine.numbers import GroupRank, StepNo
 from xdeepserve.engine.recovery.ladder import Loss, Remedies, Remedy, at_once, climb
@@ -45,7 +45,7 @@ class TE:
         plan: TEPlan,
         threads: Threads,
         on_loss: Callable[[TE, Loss], None],
-        tell: Events,
+        tell: EventLog,
         mend: Mend,
     ) -> None:
         pod, name, settings = plan.pod, plan.name, plan.sizes.settings
@@ -244,7 +244,7 @@ class TE:
         first_step = turns.roll_back()
         await self.lost_pages.mend()
         self.recovery.resume(first_step)
-        self.tell.show(TERolledBack(self.plan.name, self.recovery.epoch, str(error), begun_ns))
+        self.tell(TERolledBack(self.plan.name, self.recovery.epoch, str(error), begun_ns))
         await turns.run_again()
 
     def lose_page(self, error: PageLostError) -> None:

@@ -18,7 +18,7 @@ from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.die.shape_memory import ShapeMemory
-from xdeepserve.engine.dp.events import Events, GroupId
+from xdeepserve.engine.dp.events import EventLog, GroupId
 from xdeepserve.engine.dp.group import DPGroup, GivesWay
 from xdeepserve.engine.dp.prefixes import ShouldLoad
 from xdeepserve.engine.dp.scheduler import PrefixTier
@@ -218,7 +218,7 @@ class TEPlan:
             *((server.die, server.mem) for server in self.members.servers if server.mem is not None),
         ]
 
-    def groups(self, tell: Events) -> list[DPGroup]:
+    def groups(self, tell: EventLog) -> list[DPGroup]:
         """Create the DP groups, each on neighbours among the dies."""
         all_ranks, should_load, settings = self.team.group_ranks, self.should_load(), self.sizes.settings
         gives_way = GivesWay(VICTIM.function(settings.victim), EVICTION.function(settings.eviction))
