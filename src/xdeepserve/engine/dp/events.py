@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from xdeepserve.engine.numbers import GroupRank, StepNo
+from xdeepserve.engine.numbers import GroupRank, Seat, StepNo
 
 log = logging.getLogger("xdeepserve.engine")
 
@@ -175,7 +175,7 @@ class ServerHeard(msgspec.Struct, frozen=True):
     """The monitor declares an expert server lost, or found again."""
 
     te: str
-    server: int
+    server: Seat
     die: int
     is_lost: bool
 
@@ -192,7 +192,7 @@ class ServerMoved(msgspec.Struct, frozen=True):
     """An expert server has taken a seat in its TE, or has left it."""
 
     te: str
-    server: int
+    server: Seat
     die: int
     epoch: int  # of the seat
     is_there: bool

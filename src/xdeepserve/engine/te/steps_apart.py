@@ -226,5 +226,5 @@ class StepsApart:
 
 
 def _key(rank: GroupRank, step: StepNo) -> tuple[GroupRank, StepNo]:
-    """Name a step among those of all groups."""
+    """Return the name of a DP group's step among the steps of all groups."""
     return rank, step

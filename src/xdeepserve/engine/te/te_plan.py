@@ -23,7 +23,7 @@ from xdeepserve.engine.dp.group import DPGroup, GivesWay
 from xdeepserve.engine.dp.prefixes import ShouldLoad
 from xdeepserve.engine.dp.scheduler import PrefixTier
 from xdeepserve.engine.messages import CopyDone, PoolReady, StepFailed
-from xdeepserve.engine.numbers import GroupRank
+from xdeepserve.engine.numbers import GroupRank, Seat
 from xdeepserve.engine.recovery.rollback import Rollback
 from xdeepserve.engine.recovery.rollback_field import plan_rollback_field
 from xdeepserve.engine.run.executors import executor
@@ -300,7 +300,7 @@ class TEPlan:
         gets_replicas = self.members.gets_replicas
         return Reconfiguration(
             *(self.pod, self.sizes.experts, gates, holders, storage, trigger, reports),
-            is_out=lambda holder: self.services is not None and not gets_replicas(holder),
+            is_out=lambda holder: self.services is not None and not gets_replicas(Seat(holder)),
         )
 
     def rollback(self) -> Rollback:
