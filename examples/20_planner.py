@@ -13,7 +13,7 @@ from __future__ import annotations
 import msgspec
 
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.engine.run.clock.routing import TimingConfig
+from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.hw.accelerators import ACCELERATORS
 from xdeepserve.llm import digest
 from xdeepserve.model.presets import resolve_model

@@ -23,8 +23,8 @@ from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.recovery.rollback import Rollback
 from xdeepserve.engine.recovery.rollback_watch import RollbackWatch
-from xdeepserve.engine.run.ends import RankExchange
-from xdeepserve.engine.walk import group_end
+from xdeepserve.engine.ways.among.real import Among
+from xdeepserve.engine.ways.group import real as group_real
 from xdeepserve.errors import InputError
 from xdeepserve.hw.address_space import AddressSpace
 from xdeepserve.hw.fault_kinds import KINDS
@@ -328,7 +328,7 @@ def test_glitches_alone_permit_no_error(judge: Judge) -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "put_back"),
     [
-        (RankExchange, "reset", lambda self, epoch: None),
+        (Among, "reset", lambda self, rank, epoch: None),
         (Rollback, "later", staticmethod(lambda step_idx: step_idx + 1)),
         (Side, "reset", lambda self: None),
         (RollbackWatch, "is_called", property(lambda self: self.has_failed)),
@@ -360,7 +360,7 @@ def keep_claim(self: Handover, seq: Sequence) -> None:
     [
         (XCCL, "reset", lambda self: None),
         (Side, "reset", lambda self: None),
-        (group_end, "first_event", lambda epoch: 0),
+        (group_real, "first_event", lambda epoch: 0),
         (Handover, "drop", keep_claim),
         (RTC, "lose", lambda self, slots, holdings: None),
     ],

@@ -10,7 +10,7 @@ from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Deployment, Device
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.description import describe, fullest, lack, memory_uses
-from xdeepserve.engine.run.clock.routing import TimingConfig
+from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.hw.accelerators import ACCELERATORS, atlas_a2
 from xdeepserve.hw.spec import Param, Spec
 from xdeepserve.model.presets import resolve_model

@@ -10,7 +10,7 @@ from tests.engine.lockstep import GREEDY, PROMPTS
 from xdeepserve.comm.exchange.answers import AnswerFormat
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
-from xdeepserve.engine.run.arithmetic import quantize_rows
+from xdeepserve.engine.ways.arithmetic import quantize_rows
 from xdeepserve.errors import DeploymentError
 from xdeepserve.llm import LLM, build_engine, digest
 from xdeepserve.model import kernels as k

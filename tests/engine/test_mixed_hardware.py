@@ -8,7 +8,7 @@ from tests.tools import one_die
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.dp.sampling_params import SamplingParams
-from xdeepserve.engine.run.clock.routing import TimingConfig
+from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.accelerators import ACCELERATORS
 from xdeepserve.llm import LLM, digest

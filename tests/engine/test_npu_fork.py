@@ -15,8 +15,8 @@ from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.loading import load_ns, most_nbytes
 from xdeepserve.engine.npu_fork import BrokenForkError, Fork, chunks
-from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.serving.engine import Engine
+from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.engine.weight_digests import digests
 from xdeepserve.errors import LostDieError
 from xdeepserve.hw.engines import Copy

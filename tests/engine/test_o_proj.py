@@ -13,8 +13,9 @@ from tests.tools import one_die
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
+from xdeepserve.engine.numbers import DieRank
 from xdeepserve.engine.run.clock.wiring import ClockWiring
-from xdeepserve.engine.walk.group_end import TPGroup
+from xdeepserve.engine.ways.group.real import Group
 from xdeepserve.errors import DeploymentError
 from xdeepserve.llm import digest
 from xdeepserve.model.canonical import Array
@@ -101,15 +102,15 @@ def test_the_columns_that_come_are_what_is_multiplied(
     tiny: TinyCheckpoint, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A byte that is changed where a peer's columns have landed changes the logits."""
-    spread = TPGroup.spread
+    spread = Group.spread
 
-    async def spoilt(self: TPGroup, parts: Sequence[Array]) -> list[Array]:
-        found = await spread(self, parts)
-        for part in found[1 - self.rank : 2 - self.rank]:
+    async def spoilt(self: Group, rank: DieRank, parts: Sequence[Array]) -> list[Array]:
+        found = await spread(self, rank, parts)
+        for part in found[1 - rank : 2 - rank]:
             part.reshape(-1)[:1] ^= 64
         return found
 
-    monkeypatch.setattr(TPGroup, "spread", spoilt)
+    monkeypatch.setattr(Group, "spread", spoilt)
     with LLM(tiny, "colocated", "int8", overrides=["dies=2", "o_proj_tp=2"]) as llm:
         assert served(llm) != expected["int8"]
 

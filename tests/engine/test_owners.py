@@ -21,7 +21,6 @@ from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.job.admission import DecodeFirst
 from xdeepserve.engine.job.executor import JobExecutor
 from xdeepserve.engine.job.links import Links
-from xdeepserve.engine.run.clock.flow_hub import FlowHub
 from xdeepserve.engine.serving import te_group
 from xdeepserve.engine.serving.control_plane import ControlPlane
 from xdeepserve.engine.serving.engine import Engine
@@ -31,6 +30,7 @@ from xdeepserve.engine.serving.te_group import TEGroup
 from xdeepserve.engine.te import te
 from xdeepserve.engine.te.steps_apart import StepsApart
 from xdeepserve.engine.te.steps_together import StepsTogether
+from xdeepserve.engine.ways.flow.clock import FlowClock
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw import faults, rdma, self_test
 from xdeepserve.hw.faults import Fault
@@ -126,7 +126,7 @@ KINDS = (
     ),
     Kind("TE that leaves", f"{GROUP}._leave", te.TE, "leave", "pd", TWO, (), True, removes_a_te),
     Kind(
-        *("tokens as they flow", "engine/run/clock/flow_hub.py:FlowHub.send", FlowHub, "_carry"),
+        *("tokens as they flow", "engine/ways/flow/clock.py:FlowClock.send", FlowClock, "_carry"),
         *("moe-attention", (*APART, "dataflow=true")),
     ),
     Kind("planned fault", PLANNED, faults, "_happen", "monolithic", (), GLITCH),
@@ -237,7 +237,7 @@ def test_no_process_is_without_an_owner() -> None:
     """Who spawns keeps the process and awaits it; what nobody awaits is detached, with an owner to hear."""
     dropped = [where for where, call, is_dropped in spawns() if is_dropped and call.func.attr == "spawn"]
     assert dropped == []
-    hardware = ("hw/", "engine/run/clock/")  # owned by the clock's owner: all engines of the pod
+    hardware = ("hw/", "engine/ways/flow/clock.py")  # owned by the clock's owner: all engines of the pod
     ownerless = [
         where
         for where, call, _ in spawns()

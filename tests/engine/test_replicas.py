@@ -23,7 +23,7 @@ from xdeepserve.engine.die.workspace import Workspace
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.messages import LoadExperts, SetExpertMap
 from xdeepserve.engine.plans import StepPlan
-from xdeepserve.engine.run.clock.routing import TimingConfig
+from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.errors import CheckpointError, DeploymentError, ProtocolError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.dma import DMA

@@ -7,7 +7,7 @@ import pytest
 
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.dp.sampling_params import SamplingParams
-from xdeepserve.engine.run.clock.routing import Routing, TimingConfig, busiest
+from xdeepserve.engine.ways.routing import Routing, TimingConfig, busiest
 from xdeepserve.errors import DeploymentError
 from xdeepserve.llm import LLM, digest
 from xdeepserve.model.presets import resolve_model

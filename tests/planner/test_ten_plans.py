@@ -11,7 +11,7 @@ from tests.model.hf_fixtures import fixtures
 from xdeepserve.cli import main
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.dp.sampling_params import SamplingParams
-from xdeepserve.engine.run.clock.routing import TimingConfig
+from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.llm import LLM, digest
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.planner.decode_run import decode_iteration

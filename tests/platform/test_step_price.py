@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from xdeepserve.engine.deploy.deployment import CacheConfig, Deployment, PipelineConfig, SchedulerConfig
-from xdeepserve.engine.run.clock.routing import TimingConfig
+from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.errors import InputError
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model

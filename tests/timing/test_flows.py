@@ -14,11 +14,11 @@ from xdeepserve.comm.exchange.layout import Layout
 from xdeepserve.comm.services.cost import ServiceCost
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.resolve import resolve
-from xdeepserve.engine.run.clock.flow_costs import ByRequest, Errand
-from xdeepserve.engine.run.clock.flow_hub import FlowHub
-from xdeepserve.engine.run.clock.routing import TimingConfig
+from xdeepserve.engine.run.clock.wiring import ClockWiring
+from xdeepserve.engine.ways.flow.clock import FlowClock
+from xdeepserve.engine.ways.flow.costs import Errand
+from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.errors import DeadlineError, DeploymentError
-from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.spec import Spec
 from xdeepserve.llm import LLM
 from xdeepserve.model.checkpoint import Checkpoint
@@ -110,14 +110,17 @@ def test_sums_at_the_servers_are_for_time_alone() -> None:
 
 
 def test_who_does_not_answer_is_named() -> None:
-    clock = Clock()
-    cost = ByRequest(ServiceCost(Spec(), Layout(2, 4, 2, 64, 1)))
-    hub = FlowHub(clock, cost, num_attention=2, num_microbatches=2, num_experts=3)
+    sizes = ["attention.dies=2", "attention.microbatches=2", "experts.routed_dies=3", "dataflow=true"]
+    plan = PodPlan(resolve_model("tiny-random"), resolve("moe-attention", sizes), timing=TimingConfig())
+    clock, wiring = plan.pod.clock, plan.tes[0].wiring
+    assert isinstance(wiring, ClockWiring)
+    hub, lane = wiring.away, 2  # of attention die 1, microbatch 0
+    assert isinstance(hub, FlowClock)
 
     async def ask() -> None:
         rows = np.array([[2, 0, 1], [0, 0, 0]])
-        hub.send(hub.lane_of(1, 0), 7, Errand(2, 3, 2), rows)
-        await hub.back(hub.lane_of(1, 0), 50 * US)
+        hub.send(lane, 7, Errand(2, 3, 2), rows)
+        await hub.back(lane, 50 * US)
 
     async def main() -> None:
         await clock.spawn(ask())

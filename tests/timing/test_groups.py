@@ -16,9 +16,9 @@ from xdeepserve.comm.collectives.layout import CollectiveLayout
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.dp.sampling_params import SamplingParams
-from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.run.clock.wiring import ClockWiring
 from xdeepserve.engine.serving.record import RequestMetrics
+from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.hw.pod import Pod
 from xdeepserve.llm import LLM
 from xdeepserve.model.checkpoint import Checkpoint

@@ -4,6 +4,7 @@ import asyncio
 import re
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,12 +18,15 @@ from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Deployment, ExpertConfig
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.dp.sampling_params import SamplingParams
-from xdeepserve.engine.run.clock import exchange_hub
-from xdeepserve.engine.run.clock.exchange_hub import ExchangeHub
-from xdeepserve.engine.run.clock.meeting import Meeting
-from xdeepserve.engine.run.clock.routing import Routing, TimingConfig
+from xdeepserve.engine.numbers import DieRank
+from xdeepserve.engine.walk.timeline import Timeline
+from xdeepserve.engine.ways.among import clock as among_clock
+from xdeepserve.engine.ways.among.clock import AmongClock
+from xdeepserve.engine.ways.meeting import Meeting
+from xdeepserve.engine.ways.routing import Routing, TimingConfig
 from xdeepserve.errors import CheckpointError, DeadlineError, DeploymentError
 from xdeepserve.hw.clock import Clock
+from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.spec import Spec, Work
 from xdeepserve.hw.topology import Topology
 from xdeepserve.llm import LLM
@@ -181,16 +185,22 @@ async def test_who_is_missing_is_named() -> None:
 async def test_spreads_of_old_events_are_forgotten(
     small_r1: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exchange_hub, "KEPT", 3)
-    clock, cost = Clock(), CommCost(Spec(), Topology())
-    hub = ExchangeHub(clock, cost, small_r1.config, range(2), TimingConfig(), 1000)
+    monkeypatch.setattr(among_clock, "KEPT", 3)
+    pod, cost = Pod(), CommCost(Spec(), Topology())
+    for die in range(2):
+        pod.plan(die)
+    pod.materialise()
+    clock = pod.clock
+    hub = AmongClock(clock, cost, small_r1.config, range(2), TimingConfig(), 1000)
+    x, nobody = np.zeros((1, small_r1.config.hidden_size), np.float32), np.zeros((1, 0), np.int32)
 
-    async def rank(number: int) -> None:
+    async def rank(number: DieRank) -> None:
+        end = hub.end(number, Timeline(pod.dies[number]))
         for event in range(1, 9):
             await clock.sleep(10 * event * number)
-            await hub.meet("dispatch", number, event, 1)
+            await end.dispatch(x, nobody, event)
 
-    await asyncio.gather(*[clock.spawn(rank(number)) for number in range(2)])
+    await asyncio.gather(*[clock.spawn(rank(DieRank(number))) for number in range(2)])
     assert list(hub.spreads_ns) == [6, 7, 8]
     assert hub.spreads_ns[8] == 80
 

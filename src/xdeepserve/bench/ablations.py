@@ -32,7 +32,7 @@ from xdeepserve.bench.decode_formula import EP320, ExpertDies, LayerCost, Load, 
 from xdeepserve.bench.prefill_formula import PrefillCost
 from xdeepserve.bench.report import Row
 from xdeepserve.comm.cost import CommCost
-from xdeepserve.engine.run.clock.routing import TimingConfig
+from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.hw.spec import Param, Spec
 from xdeepserve.hw.topology import SUB_PLANES, Plane
 from xdeepserve.model.config import ModelConfig

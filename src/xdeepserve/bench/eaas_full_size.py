@@ -21,7 +21,7 @@ from xdeepserve.engine.deploy.deployment import (
     ExpertConfig,
     SchedulerConfig,
 )
-from xdeepserve.engine.run.clock.routing import TimingConfig
+from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.planner.decode_run import DecodeRun, decode_iteration
 

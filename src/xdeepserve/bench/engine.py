@@ -32,10 +32,10 @@ from xdeepserve.engine.deploy.deployment import (
     TEConfig,
 )
 from xdeepserve.engine.dp.sampling_params import SamplingParams
-from xdeepserve.engine.run.clock.routing import TimingConfig, generator
 from xdeepserve.engine.run.clock.wiring import ClockWiring
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.record import RequestMetrics
+from xdeepserve.engine.ways.routing import TimingConfig, generator
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.evals.samples import examined
 from xdeepserve.llm import LLM
@@ -386,7 +386,7 @@ async def _serve(engine: Engine, arrivals: Sequence[TimedRequest]) -> WorkloadRe
     await engine.stop()
     te = engine.plan.tes[-1]
     assert isinstance(te.wiring, ClockWiring)
-    spreads = te.wiring.hubs[0].spreads_ns
+    spreads = te.wiring.among[0].spreads_ns
     per_step = te.config.num_moe_layers + te.sizes.steps.mtp
     return WorkloadResult(
         metrics, usage, [ns for event, ns in spreads.items() if event % per_step == 1 % per_step]

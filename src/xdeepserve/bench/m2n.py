@@ -17,7 +17,7 @@ import numpy as np
 from xdeepserve.bench.group_calls import GroupCalls, GroupCosts
 from xdeepserve.bench.report import Row, pyplot
 from xdeepserve.comm.exchange.layout import Group
-from xdeepserve.engine.run.arithmetic import quantize_rows
+from xdeepserve.engine.ways.arithmetic import quantize_rows
 from xdeepserve.hw.congestion import DEFAULT_CONTROL, TUNED_CONTROL
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.rdma import RDMANetwork

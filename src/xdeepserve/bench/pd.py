@@ -27,8 +27,8 @@ from xdeepserve.engine.deploy.deployment import (
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.numbers import StepNo
-from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.serving.engine import Engine
+from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.loop import run
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model

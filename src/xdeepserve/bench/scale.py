@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from xdeepserve.bench.report import Row, pyplot
-from xdeepserve.engine.run.clock.routing import TimingConfig
+from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.planner.decode_run import decode_iteration
 from xdeepserve.platform.cluster import Cluster, ClusterTE, deployment_of, priced_kinds, scale_up_of

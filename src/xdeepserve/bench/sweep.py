@@ -22,8 +22,8 @@ from xdeepserve.engine.deploy.deployment import Deployment
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.deploy.roles import decode_alone
 from xdeepserve.engine.description import lack, memory_uses
-from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.te.te_plan import TEPlan
+from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.errors import DeploymentError, InputError, RequestError
 from xdeepserve.hw.spec import Spec
 from xdeepserve.model.presets import resolve_model

@@ -20,10 +20,10 @@ from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.team import Team
 from xdeepserve.engine.lanes import DEFAULT_SHOWN_DIES, name_lanes
 from xdeepserve.engine.loading import Loading, PoolSource, Source, read_again, read_weights
-from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.run.clock.wiring import ClockWiring
 from xdeepserve.engine.run.wiring import ByteWiring
 from xdeepserve.engine.te.te_plan import MakeTier, TEPlan
+from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.engine.weight_digests import WeightDigests
 from xdeepserve.errors import (
     CheckpointError,

@@ -26,10 +26,10 @@ from xdeepserve.engine.dp.sampling_params import INT64_MAX, SamplingParams
 from xdeepserve.engine.dp.sequence import KeepLogits
 from xdeepserve.engine.lanes import DEFAULT_SHOWN_DIES
 from xdeepserve.engine.loading import Progress, Source
-from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.live import Request
 from xdeepserve.engine.te.reports import ServerReport
+from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.errors import DeploymentError, InputError, RequestError, XDeepServeError, meant
 from xdeepserve.hw.faults import Fault
 from xdeepserve.llm.make_engine import build_engine

@@ -9,8 +9,8 @@ from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Deployment
 from xdeepserve.engine.deploy.resolve import Overrides, resolve
 from xdeepserve.engine.lanes import DEFAULT_SHOWN_DIES
-from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.serving.engine import Engine
+from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.errors import RequestError
 from xdeepserve.hw.faults import Fault, check_faults, schedule
 from xdeepserve.hw.pod import Pod

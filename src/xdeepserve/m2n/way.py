@@ -9,10 +9,11 @@ from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.team import Team
 from xdeepserve.engine.numbers import DieRank
-from xdeepserve.engine.run.arithmetic import quantize_rows
-from xdeepserve.engine.run.ends import CountedSide, row_sizes
-from xdeepserve.engine.walk.runner import Computing, Trampoline
+from xdeepserve.engine.walk.ends import ExpertEnd, Trampoline
+from xdeepserve.engine.walk.runner import Pace
 from xdeepserve.engine.walk.tally import Tally
+from xdeepserve.engine.ways.arithmetic import quantize_rows
+from xdeepserve.engine.ways.away import counted, row_sizes
 from xdeepserve.hw.queue import Queue
 from xdeepserve.m2n.layout import M2NLayout
 from xdeepserve.m2n.sides import M2NAttention, M2NExpert, M2NMesh
@@ -25,7 +26,7 @@ def m2n_layout(team: Team, microbatch: int, domain: int) -> M2NLayout:
     return M2NLayout(team.domain(domain), team.holders, name=name, **row_sizes(team))
 
 
-class ByCards:
+class Cards:
     """M2N of each microbatch of each domain, each with its own buffers and queues."""
 
     def __init__(self, team: Team, tallies: list[list[Tally]]) -> None:
@@ -53,15 +54,15 @@ class ByCards:
         """Means of communication, used by both sides."""
         return Means(timeout_ns=self._walk.timeout_ns)
 
-    def attention_end(self, rank: DieRank, microbatch: int) -> Trampoline:
+    def attention_end(self, rank: DieRank, microbatch: int, pace: Pace) -> Trampoline:
         """Make the end of M2N on an attention die."""
         domain, index = divmod(rank, self.team.dies_per_domain)
         mesh = self._mesh(self.layouts[microbatch][domain])
         side = M2NAttention(self.team.pod.dies[self.team.dies[rank]], index, mesh, quantize_rows, self.means)
-        return CountedSide(side, self.tallies[microbatch][domain])
+        return counted(side, self.tallies[microbatch][domain])
 
     def expert_program(
-        self, index: int, mem: ExpertMemory, threads: Threads, reports: Queue[msgspec.Struct]
+        self, index: int, mem: ExpertMemory, threads: Threads, pace: Pace, reports: Queue[msgspec.Struct]
     ) -> ExpertProgram:
         """Make an expert die's program: three persistent kernels; CPUs send and receive between them."""
         die = self.team.pod.dies[self.team.expert_dies[index]]
@@ -69,4 +70,5 @@ class ByCards:
             [M2NExpert(die, index, self._mesh(layout), quantize_rows, self.means) for layout in by_domain]
             for by_domain in self.layouts
         ]
-        return ExpertProgram(die, mem, sides, self.tallies, threads, Computing(die), reports)
+        ends = [[ExpertEnd(side.a2e, side.e2a, side.reset) for side in by_domain] for by_domain in sides]
+        return ExpertProgram(die, mem, ends, self.tallies, threads, pace, reports)

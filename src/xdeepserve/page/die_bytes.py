@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 
 from xdeepserve.comm.fused.layout import FusedLayout
-from xdeepserve.engine.run.away import ByTrampolines
 from xdeepserve.engine.run.wiring import ByteWiring
 from xdeepserve.engine.serving.engine import Engine
+from xdeepserve.engine.ways.trampolines.real import Trampolines
 from xdeepserve.errors import RequestError, abridged
 from xdeepserve.golden.cells import (
     Cells,
@@ -120,11 +120,16 @@ def cells_of(engine: Engine, die: int) -> dict[str, Cells]:
     found: dict[str, Cells] = {}
     if te is None or not isinstance(te.wiring, ByteWiring):
         return found
-    if isinstance(te.wiring.away, ByTrampolines):
+    if isinstance(te.wiring.away, Trampolines):
         for layout in (layout for by_domain in te.wiring.away.a2e for layout in by_domain):
             found |= a2e_cells(layout)
-    for _, exchange in te.wiring.exchanges:
-        found |= fused_cells(exchange) if isinstance(exchange, FusedLayout) else exchange_cells(exchange)
+    for among in te.wiring.among:
+        layout_among = among.layout
+        found |= (
+            fused_cells(layout_among)
+            if isinstance(layout_among, FusedLayout)
+            else exchange_cells(layout_among)
+        )
     for collective in te.wiring.collectives:
         found |= collective_cells(collective)
     return found

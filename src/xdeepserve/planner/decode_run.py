@@ -19,10 +19,10 @@ from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
 from xdeepserve.engine.recovery.ladder import Loss
-from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.run.clock.wiring import DUMMY_TOKEN, ClockWiring
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.te.te import TE
+from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.spec import Spec
 from xdeepserve.loop import run
@@ -196,7 +196,7 @@ def _result(plan: PodPlan, iteration_ns: int, num_requests: int, num_tokens: int
         num_requests=num_requests,
         num_tokens=num_tokens,
         experts_ns=max((sum(each.spent_ns.values()) for each in wiring.expert_timelines), default=0),
-        combine_ns=sum(hub.priced_ns["combine"] for hub in wiring.hubs),
+        combine_ns=sum(hub.priced_ns["combine"] for hub in wiring.among),
     )
 
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from xdeepserve.engine.deploy.deployment import Deployment, Device
-from xdeepserve.engine.run.clock.routing import TimingConfig, busiest
-from xdeepserve.engine.run.clock.trampoline_hub import slower_way, way_back_ns
+from xdeepserve.engine.ways.routing import TimingConfig, busiest
+from xdeepserve.engine.ways.trampolines.clock import slower_way, way_back_ns
 from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.accelerators import ACCELERATORS
 from xdeepserve.m2n.clock_way import m2n_row_nbytes

@@ -34,7 +34,7 @@ from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import CacheConfig, Deployment, SchedulerConfig
 from xdeepserve.engine.deploy.policies import ROUTE, Route
 from xdeepserve.engine.description import memory_uses
-from xdeepserve.engine.run.clock.routing import TimingConfig
+from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.errors import InputError, meant
 from xdeepserve.hw.spec import Spec
 from xdeepserve.model.checkpoint import Checkpoint

@@ -26,7 +26,7 @@ from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Deployment
 from xdeepserve.engine.loading import distinct_pieces, own_arrays
 from xdeepserve.engine.npu_fork import CHUNK_NBYTES
-from xdeepserve.engine.run.clock.routing import TimingConfig
+from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.hw.spec import Param, Spec
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.platform.step_price import StepCounts, StepPrice, with_room

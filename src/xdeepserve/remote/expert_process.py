@@ -29,9 +29,9 @@ from xdeepserve.engine.die.team import Team
 from xdeepserve.engine.loading import read_experts
 from xdeepserve.engine.messages import StepFailed
 from xdeepserve.engine.recovery.rollback_field import plan_rollback_field
-from xdeepserve.engine.run.arithmetic import quantize_rows
-from xdeepserve.engine.run.by_services import experts_held, identity, service_layout
 from xdeepserve.engine.walk.runner import Computing
+from xdeepserve.engine.ways.arithmetic import quantize_rows
+from xdeepserve.engine.ways.services.real import experts_held, identity, service_layout
 from xdeepserve.errors import DeadlineError, DeploymentError, XDeepServeError
 from xdeepserve.hw.queue import Queue
 from xdeepserve.model.checkpoint import Checkpoint

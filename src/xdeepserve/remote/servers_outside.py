@@ -9,8 +9,8 @@ import secrets
 import msgspec
 
 from xdeepserve.engine.deploy.deployment import Deployment, ExpertConfig
-from xdeepserve.engine.run.by_services import identity
 from xdeepserve.engine.te.te_plan import TEPlan
+from xdeepserve.engine.ways.services.real import identity
 from xdeepserve.errors import DeploymentError
 from xdeepserve.model.presets import PRESETS
 from xdeepserve.model.weights import Recipe

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -24,6 +24,7 @@ from xdeepserve.engine.messages import ExpertsLoaded, LoadExperts, RolledBack, S
 from xdeepserve.engine.numbers import DieNumber
 from xdeepserve.engine.recovery.retry import again_after_glitches
 from xdeepserve.engine.recovery.rollback_watch import RollbackCalled, RollbackWatch
+from xdeepserve.engine.walk.ends import ExpertEnd
 from xdeepserve.engine.walk.runner import Pace, Runner
 from xdeepserve.engine.walk.tally import Tally
 from xdeepserve.errors import GlitchError
@@ -38,16 +39,6 @@ from xdeepserve.step.stage import Counts
 
 Stream = Callable[[], Coroutine[Any, Any, None]]
 """Kernel of an expert die; it begins only when its process has its first turn, if it ever has one."""
-
-
-class ExpertEnd(Protocol):
-    """An expert die's end of A2E and E2A."""
-
-    async def a2e(self, event_id: int) -> TokenCopies: ...
-
-    async def e2a(self, expert_out: Array, event_id: int) -> None: ...
-
-    def reset(self) -> None: ...
 
 
 class ExpertProgram:

@@ -64,7 +64,7 @@ class ShapeWorkspace(Workspace):
 
 
 class DrawnRouting(Protocol):
-    """Draws where tokens go in a time-only run (engine/run/clock/routing.py)."""
+    """Draws where tokens go in a time-only run (engine/ways/routing.py)."""
 
     def set_tables(self, log2phy: Array, logcnt: Array) -> None: ...
 

@@ -1,7 +1,6 @@
 """Three ways to run the Programs of a TE's dies: as tasks, in lockstep, and in virtual time only.
 
 - `wiring` has the memories and the ends of exchanges of dies that compute
-- `team` has the dies of a TE; `away` and `by_services` lead to experts on dies of their own
 - `executors` builds the Programs of a die's layers, and chooses the schedule
 - `clock/` has their stand-ins for timing-only runs
 - `lockstep/` runs all dies of a step at once

@@ -6,16 +6,13 @@ shapes, meetings and formulas. Programs are the same on both.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from functools import partial
+from typing import Protocol
 
 import msgspec
 
 from xdeepserve.comm.collectives.handle import Collectives
 from xdeepserve.comm.collectives.layout import CollectiveLayout
-from xdeepserve.comm.exchange.handle import XCCL
-from xdeepserve.comm.exchange.layout import Group, Layout
-from xdeepserve.comm.fused.handle import FusedXCCL
-from xdeepserve.comm.fused.layout import FusedLayout
 from xdeepserve.comm.means import Carrier, Means
 from xdeepserve.comm.services.layout import ServiceLayout
 from xdeepserve.comm.trampoline.layout import A2ELayout
@@ -25,14 +22,15 @@ from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.sampler import Chooser, Sampler
 from xdeepserve.engine.die.team import Team
 from xdeepserve.engine.numbers import DieRank
-from xdeepserve.engine.run.arithmetic import quantize_rows
-from xdeepserve.engine.run.away import ByTrampolines, Way, way_of
-from xdeepserve.engine.run.by_services import ByServices, SeatsOutside
-from xdeepserve.engine.run.ends import RankExchange
-from xdeepserve.engine.walk.group_end import GroupEnd, TPGroup
-from xdeepserve.engine.walk.runner import Computing, Exchange, Pace, Trampoline
+from xdeepserve.engine.walk.ends import Exchange, GroupEnd, Trampoline
+from xdeepserve.engine.walk.runner import Computing, Pace
 from xdeepserve.engine.walk.schedule import microbatch_cores
 from xdeepserve.engine.walk.tally import Tally
+from xdeepserve.engine.ways.among.real import Among
+from xdeepserve.engine.ways.group.real import Group
+from xdeepserve.engine.ways.services.real import SeatsOutside, Services
+from xdeepserve.engine.ways.table import RealWay, way_of
+from xdeepserve.engine.ways.trampolines.real import Trampolines
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.queue import Queue
 from xdeepserve.step.linear import Threads
@@ -81,14 +79,14 @@ class ByteWiring:
             [Tally(team.pod.spec_of(team.dies[0]), holders, top_k) for _ in range(walk.num_domains)]
             for _ in range(walk.num_microbatches)
         ]
-        # One, or one for each microbatch that overlaps.
-        self.exchanges: list[tuple[Group, Layout | FusedLayout]] = []
-        self.away: Way | None = None  # to experts on dies of their own
-        self.collectives = self._plan_collectives()  # none, one, or as with exchanges
+        self.among: list[Among] = []  # one, or one for each microbatch that overlaps
+        self.away: RealWay | None = None  # to experts on dies of their own
+        self.collectives = self._plan_collectives()  # none, one, or as with `among`
+        self._groups = [Group(partial(self._collectives_of, layout)) for layout in self.collectives]
         if placed.where == "away":
-            self.away = way_of(walk)(team, self._tallies)
+            self.away = way_of(walk).real(team, self._tallies)
         elif placed.where == "among":
-            self.exchanges = [self._plan_exchange(mark) for mark in self._marks]
+            self.among = [Among(team, mark, self._tallies[m][0]) for m, mark in enumerate(self._marks)]
 
     # ---- plans --------------------------------------------------------------------------------------
 
@@ -97,26 +95,6 @@ class ByteWiring:
         """Suffixes of the buffer names of each overlapping microbatch."""
         num_parts = self.team.sizes.walk.num_parts
         return [""] if num_parts == 1 else [f".mb{m}" for m in range(num_parts)]
-
-    def _plan_exchange(self, mark: str) -> tuple[Group, Layout | FusedLayout]:
-        """Plan dispatch and combine between all dies.
-
-        A physical expert lives on the rank whose slots hold it.
-        """
-        team, group, top_k = self.team, self.team.holders, self.team.num_copies
-        max_slice = team.sizes.groups.max_slice
-        rows: dict[str, Any] = {"hidden": team.config.hidden_size, "quantize": team.recipe == "int8"}
-        rows["int8_answers"] = team.config.int8_answers
-        layout: Layout | FusedLayout
-        if team.sizes.walk.exchange == "push":
-            layout = FusedLayout.for_group(
-                group, local_batch=max_slice, top_k=top_k, name=f"fused{mark}", **rows
-            )
-        else:
-            layout = Layout.for_group(group, max_tokens=max_slice, top_k=top_k, name=f"xccl{mark}", **rows)
-        for die in team.dies:
-            layout.plan(team.pod.plan(die))
-        return group, layout
 
     def _plan_collectives(self) -> list[CollectiveLayout]:
         """Plan the collectives among ranks that share projections; there are none if no ranks do.
@@ -139,17 +117,17 @@ class ByteWiring:
     @property
     def a2e(self) -> list[list[A2ELayout]]:
         """Buffers of A2E and E2A, by microbatch and domain; empty where tokens do not go that way."""
-        return self.away.a2e if isinstance(self.away, ByTrampolines) else []
+        return self.away.a2e if isinstance(self.away, Trampolines) else []
 
     @property
     def services(self) -> ServiceLayout | None:
         """Memory layout shared by clients and servers where experts are services; None elsewhere."""
-        return self.away.layout if isinstance(self.away, ByServices) else None
+        return self.away.layout if isinstance(self.away, Services) else None
 
     @property
     def seats_outside(self) -> SeatsOutside | None:
         """Seats of expert servers in processes outside of the pod; None where servers are dies of the pod."""
-        return self.away.seats_outside if isinstance(self.away, ByServices) else None
+        return self.away.seats_outside if isinstance(self.away, Services) else None
 
     def memory(self, rank: DieRank) -> DieMemory:
         """Plan the memory of a die with a DP group."""
@@ -196,16 +174,14 @@ class ByteWiring:
             cores = microbatch_cores(die, walk.attention_cores, False, "aiv")
         lane = "XCCL" if walk.overlap is None else f"XCCL microbatch {microbatch}"
         means = Means(cores, carrier, walk.timeout_ns, lane)
-        group, layout = self.exchanges[microbatch]
-        xccl: XCCL | FusedXCCL
-        if isinstance(layout, FusedLayout):
-            xccl = FusedXCCL(die, rank, group, layout, quantize_rows, means)
-        else:
-            xccl = XCCL(die, rank, group, layout, quantize_rows, means)
-        return RankExchange(xccl, self._tallies[microbatch][0], self.team.sizes.experts.num_slots)
+        return self.among[microbatch].end(rank, means)
 
     def group(self, rank: DieRank, pace: Pace, microbatch: int) -> GroupEnd:
-        """Make a rank's end of its group's collectives.
+        """Make a rank's end of its group's collectives."""
+        return self._groups[microbatch].end(rank)
+
+    def _collectives_of(self, layout: CollectiveLayout, rank: DieRank) -> Collectives:
+        """Make a rank's collectives.
 
         They belong to attention, so with overlap by cores they use the AIV cores of stream 0.
         """
@@ -213,13 +189,12 @@ class ByteWiring:
         cores = None
         if walk.overlap == "cores":
             cores = microbatch_cores(die, walk.attention_cores, True, "aiv")
-        means = Means(cores, timeout_ns=walk.timeout_ns)
-        return TPGroup(Collectives(die, self.team.sharing(rank), self.collectives[microbatch], means))
+        return Collectives(die, self.team.sharing(rank), layout, Means(cores, timeout_ns=walk.timeout_ns))
 
     def trampoline(self, rank: DieRank, pace: Pace, microbatch: int) -> Trampoline:
         """Make an attention die's end of the way to experts on dies of their own."""
         assert self.away is not None
-        return self.away.attention_end(rank, microbatch)
+        return self.away.attention_end(rank, microbatch, pace)
 
     def shared_expert(self, rank: DieRank) -> int | None:
         """Return the physical number of the shared expert for a rank's tokens; None if it is on the same
@@ -235,4 +210,9 @@ class ByteWiring:
     ) -> ExpertProgram:
         """Make the program of an expert die, with its end of the way."""
         assert self.away is not None
-        return self.away.expert_program(index, mem, threads, reports)
+        die = self.team.pod.dies[mem.die]
+        if self.team.sizes.walk.is_lockstep:
+            from xdeepserve.engine.run.lockstep.disaggregated import LockstepExpertProgram
+
+            return LockstepExpertProgram(die, mem, [], [], threads, Computing(die), reports)
+        return self.away.expert_program(index, mem, threads, Computing(die), reports)

@@ -28,7 +28,7 @@ from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.team import Team
 from xdeepserve.engine.numbers import GroupRank, Seat
 from xdeepserve.engine.recovery.ladder import Loss
-from xdeepserve.engine.run.by_services import SeatsOutside
+from xdeepserve.engine.ways.services.real import SeatsOutside
 from xdeepserve.machine import follow
 
 MemberKind: TypeAlias = Literal["client", "server"]

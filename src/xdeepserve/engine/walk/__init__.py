@@ -3,6 +3,7 @@
 - `runner` launches stages in order, and makes exchanges where they stand
 - `schedule` decides the order: serial, away and back, or two microbatches that overlap
 - `launcher` tells when the host has launched a die's stages
-- `group_end` is a die's end of a group of dies that share projections
+- `ends` are records of what a die calls in exchanges; `engine/ways` makes them
+- `timeline` is the pace of dies that only take time: what they have spent and not yet waited for
 - `tally` counts how many tokens an exchange carries in all
 """

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from xdeepserve.comm.exchange.rows import TokenCopies
-from xdeepserve.engine.walk.group_end import GroupEnd
+from xdeepserve.engine.walk.ends import Exchange, GroupEnd, Trampoline
 from xdeepserve.engine.walk.launcher import Launches
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.spec import Core
@@ -78,36 +77,6 @@ class Computing:
 
     def reset(self) -> None:
         """Do nothing, since no kernel is ahead of the clock."""
-
-
-class Exchange(Protocol):
-    """A rank's end of dispatch and combine, or of FusedDispatch and FusedCombine."""
-
-    async def dispatch(self, x: Array, topk_idx: Array, event_id: int) -> TokenCopies: ...
-
-    async def combine(self, expert_out: Array, topk_weights: Array, event_id: int) -> Array:
-        """Return the answers [T, K, H] to the rank's own tokens; if fused, their sums [T, H] by
-        topk_weights."""
-
-    def bill(self, received: int) -> tuple[float, float, float]:
-        """Return the work to bill after the latest dispatch, which brought `received` rows.
-
-        Token copies for this die's routed experts; the number of experts whose weights are read; rows for a
-        copy of the shared expert.
-        """
-
-    def reset(self, epoch: int) -> None:
-        """Forget an unfinished exchange, after a rollback."""
-
-
-class Trampoline(Protocol):
-    """An attention die's end of A2E and E2A."""
-
-    def reset(self, epoch: int) -> None: ...
-
-    async def a2e(self, x: Array, topk_idx: Array, topk_weights: Array, event_id: int) -> None: ...
-
-    async def e2a(self, event_id: int) -> Array: ...
 
 
 def with_shared(topk_weights: Array) -> Array:

@@ -16,13 +16,13 @@ from xdeepserve.engine.die.shape_memory import ModelShapes, ShapeExpertMemory, S
 from xdeepserve.engine.die.team import Team
 from xdeepserve.engine.numbers import DieRank
 from xdeepserve.engine.plans import StepPlan
-from xdeepserve.engine.run.clock.away import clock_way
-from xdeepserve.engine.run.clock.exchange_hub import ClockExchange, ExchangeHub
-from xdeepserve.engine.run.clock.group_hub import ClockGroup, CollectiveHub
-from xdeepserve.engine.run.clock.routing import PlacedRouting, TimingConfig, generator
-from xdeepserve.engine.run.clock.timeline import Timeline
-from xdeepserve.engine.walk.group_end import GroupEnd
-from xdeepserve.engine.walk.runner import Exchange, Pace, Trampoline
+from xdeepserve.engine.walk.ends import Exchange, GroupEnd, Trampoline
+from xdeepserve.engine.walk.runner import Pace
+from xdeepserve.engine.walk.timeline import Timeline
+from xdeepserve.engine.ways.among.clock import AmongClock
+from xdeepserve.engine.ways.group.clock import GroupClock
+from xdeepserve.engine.ways.routing import PlacedRouting, TimingConfig, generator
+from xdeepserve.engine.ways.table import way_of
 from xdeepserve.errors import DeploymentError, XDeepServeError
 from xdeepserve.hw.queue import Queue
 from xdeepserve.model.canonical import Array
@@ -87,21 +87,23 @@ class ClockWiring:
         shared = experts.num_shared_dies if experts.where == "among" else 0
         if shared:
             _check_placed(timing, "experts.shared_dies")
-        self.hubs = [
-            ExchangeHub(
-                pod.clock, cost, config, team.dies, timing, timeout_ns, m, held, placed, primary, shared
+        lanes = {None: "XCCL", "engines": "SDMA"}
+        self.among = [
+            AmongClock(
+                *(pod.clock, cost, config, team.dies, timing, timeout_ns, m, held, placed, primary, shared),
+                lanes.get(walk.overlap, f"XCCL microbatch {m}"),
             )
             for m in range(walk.num_parts)
         ]
-        self.has_shared = not (experts.where == "among" and self.hubs[0].num_shared)
+        self.has_shared = not (experts.where == "among" and self.among[0].num_shared)
         self._groups = {
             group: [
-                CollectiveHub(pod.clock, CollectiveCost(group, spec, pod.topology), group, timeout_ns)
+                GroupClock(pod.clock, CollectiveCost(group, spec, pod.topology), group, timeout_ns)
                 for _ in range(walk.num_parts)
             ]
             for group in {team.sharing(rank) for rank in team.ranks}
         }
-        self._away = clock_way(walk)(team, cost, timing, self._placed) if is_away else None
+        self.away = way_of(walk).clock(team, cost, timing, self._placed) if is_away else None
 
     def memory(self, rank: DieRank) -> DieMemory:
         """Plan a die's memory: index lists and results; all else is a shape."""
@@ -128,21 +130,19 @@ class ClockWiring:
     def exchange(self, rank: DieRank, pace: Pace, microbatch: int) -> Exchange:
         """Make a rank's end of dispatch and combine, as meetings."""
         assert isinstance(pace, Timeline)
-        lanes = {None: "XCCL", "engines": "SDMA", "cores": f"XCCL microbatch {microbatch}"}
-        sizes, hub = self.team.sizes, self.hubs[microbatch]
-        return ClockExchange(pace, rank, hub, lanes[sizes.walk.overlap], sizes.walk.exchange == "push")
+        return self.among[microbatch].end(rank, pace)
 
     def group(self, rank: DieRank, pace: Pace, microbatch: int) -> GroupEnd:
         """Make a rank's end of its DP group's collectives, as meetings."""
         assert isinstance(pace, Timeline)
-        hub = self._groups[self.team.sharing(rank)][microbatch]
-        return ClockGroup(pace, rank % self.team.sizes.groups.num_sharing, hub)
+        group = self._groups[self.team.sharing(rank)][microbatch]
+        return group.end(rank % self.team.sizes.groups.num_sharing, pace)
 
     def trampoline(self, rank: DieRank, pace: Pace, microbatch: int) -> Trampoline:
         """Make an attention die's end of the way to experts, as meetings or sendings."""
         assert isinstance(pace, Timeline)
-        assert self._away is not None
-        return self._away.attention_end(rank, microbatch, pace)
+        assert self.away is not None
+        return self.away.attention_end(rank, microbatch, pace)
 
     def shared_expert(self, rank: DieRank) -> int | None:
         """Return None: in time-only runs the hub counts the tokens of the shared expert."""
@@ -155,6 +155,6 @@ class ClockWiring:
         self, index: int, mem: ExpertMemory, threads: Threads, reports: Queue[msgspec.Struct]
     ) -> ExpertProgram:
         """Make the program of an expert die, whose experts only take time."""
-        assert self._away is not None
+        assert self.away is not None
         self.expert_timelines.append(Timeline(self.team.pod.dies[self.team.expert_at[index]]))
-        return self._away.expert_program(index, mem, threads, self.expert_timelines[-1], reports)
+        return self.away.expert_program(index, mem, threads, self.expert_timelines[-1], reports)

@@ -31,10 +31,11 @@ def lockstep_runs(
     lockstep: Lockstep
     threads = threads if HAS_TEAMS else 1
     pushes = wiring.team.sizes.walk.exchange == "push"
+    exchanges = [(among.group, among.layout) for among in wiring.among]
     if not wiring.a2e and has_stages_of_tasks(executors[0]):
         use_met_exchanges(executors)
         met = PushedMetExchanges if pushes else MetExchanges
-        parts = [met(executors, exchange, threads, part) for part, exchange in enumerate(wiring.exchanges)]
+        parts = [met(executors, exchange, threads, part) for part, exchange in enumerate(exchanges)]
         for part in parts:
             part.join()
         return [*parts]
@@ -48,7 +49,7 @@ def lockstep_runs(
     elif len(executors) == 1:
         lockstep = MonolithicLockstep(executors, None, threads)
     else:
-        exchange = wiring.exchanges[0] if wiring.exchanges else None
+        exchange = exchanges[0] if exchanges else None
         lockstep = (PushingLockstep if pushes else ColocatedLockstep)(executors, exchange, threads)
     lockstep.join()
     return [lockstep]

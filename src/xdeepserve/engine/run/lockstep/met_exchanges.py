@@ -15,7 +15,8 @@ all the same, and only take virtual time: so dies are as busy as they would be w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,8 +25,7 @@ from xdeepserve.comm.exchange.layout import Group, Layout
 from xdeepserve.comm.exchange.rows import Received
 from xdeepserve.comm.fused.layout import FusedLayout
 from xdeepserve.engine.die.program import Executor
-from xdeepserve.engine.run.clock.exchange_hub import received
-from xdeepserve.engine.run.clock.meeting import Meeting
+from xdeepserve.engine.numbers import DieRank
 from xdeepserve.engine.run.lockstep import tables
 from xdeepserve.engine.run.lockstep.colocated import ColocatedLockstep
 from xdeepserve.engine.run.lockstep.kernels import attention as a
@@ -34,7 +34,11 @@ from xdeepserve.engine.run.lockstep.kernels import experts as e
 from xdeepserve.engine.run.lockstep.kernels import pushed_stages as p
 from xdeepserve.engine.run.lockstep.lockstep import Call
 from xdeepserve.engine.run.lockstep.pushed import PushingLockstep
+from xdeepserve.engine.walk.ends import Exchange
 from xdeepserve.engine.walk.runner import Runner
+from xdeepserve.engine.ways.among.clock import received
+from xdeepserve.engine.ways.meeting import Meeting
+from xdeepserve.hw.die import Die
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.packing import shape_only
 from xdeepserve.step.frame import Frame
@@ -81,6 +85,20 @@ def _nothing(f: Frame) -> None:
     """Do nothing, in place of a stage that the meeting has run for all dies."""
 
 
+class Place(NamedTuple):
+    """Rank's place in the exchanges of a microbatch; rows stay where the kernels find them."""
+
+    rank: DieRank
+    runner: Runner
+    die: Die
+    pass_at: dict[int, int]  # number of the pass through a layer, by the id of its cache
+
+    @property
+    def at(self) -> int:
+        """Number of the pass through a layer that the rows are in."""
+        return self.pass_at[id(self.runner.frame.cache)]
+
+
 class MetExchanges(ColocatedLockstep):
     """Lockstep for dispatch, experts and combine between all dies, in one of their microbatches."""
 
@@ -104,11 +122,48 @@ class MetExchanges(ColocatedLockstep):
         """Make the exchanges of the dies' microbatch meet here."""
         for executor in self.executors:
             runner = executor.traversal.runners[self.part]
-            runner.exchange = MetExchange(self, executor, runner)
+            pass_at = {id(cache): at for at, cache in enumerate(executor.caches)}
+            place = Place(executor.rank, runner, executor.die, pass_at)
+            runner.exchange = Exchange(
+                partial(self.dispatch, place),
+                partial(self.combine, place),
+                partial(self.bill, place),
+                lambda epoch: self._meetings.clear(),  # all unfinished exchanges, after a rollback
+            )
 
-    def bring(self, rank: int, h: Array) -> None:
-        """Register the rows of a die that comes to a dispatch."""
-        self.cuts[rank, 1], self.inputs[rank, a.H] = len(h), tables.address(h)
+    # ---- a rank's part --------------------------------------------------------------------------------
+
+    async def dispatch(self, place: Place, x: Array, topk_idx: Array, event_id: int) -> Received:
+        """Take a rank's part in a dispatch; return the shape of its experts' rows, computed already."""
+        mine, rank = place.runner.frame.mine, place.rank
+        self.cuts[rank, 1], self.inputs[rank, a.H] = len(mine), tables.address(mine)
+        await self._meet("dispatch", place, event_id)
+        return received(int(self.received[place.at, rank].sum()), mine.shape[1])
+
+    async def combine(self, place: Place, expert_out: Array, topk_weights: Array, event_id: int) -> Array:
+        """Take a rank's part in a combine; return the shape of the answers [T, K, H] or of their sums [T, H].
+
+        The answers have been added to the rank's rows already.
+        """
+        await self._meet("combine", place, event_id)
+        num_rows, hidden = place.runner.frame.mine.shape
+        copies = () if isinstance(self, PushingLockstep) else (self.shape.top_k,)
+        return shape_only(np.float32, num_rows, *copies, hidden)
+
+    def bill(self, place: Place, received: int) -> tuple[float, float, float]:
+        """Return the work to bill after a rank's latest dispatch.
+
+        Token copies for routed experts; the number of experts with rows; rows for a copy of the shared
+        expert.
+        """
+        counts = self.billed(place.rank, received, self.cuts[:, 1])
+        return counts.copies, counts.touched, counts.shared
+
+    async def _meet(self, op: Op, place: Place, event: int) -> None:
+        start = place.die.clock.now
+        meeting = await self.take_part(op, place.rank, place.at, event)
+        place.die.draw(self.lane, meeting.op, start)
+        meeting.draw([die.index for die in self.dies], place.rank, place.die, self.lane)
 
     async def take_part(self, op: Op, rank: int, at: int, event: int) -> Meeting[None]:
         """Take a die's part in an exchange, in pass `at` of a step; return the meeting after its end."""
@@ -125,10 +180,6 @@ class MetExchanges(ColocatedLockstep):
         meeting.come(rank, self.cuts[rank, 1])
         await meeting.wait(rank)
         return meeting
-
-    def forget(self) -> None:
-        """Forget all meetings, after a rollback."""
-        self._meetings.clear()
 
     def _settle(self, key: tuple[Op, int], at: int) -> tuple[float, None]:
         """Move all bytes when the last die has come; return the time in ns."""
@@ -180,53 +231,3 @@ class PushedMetExchanges(MetExchanges, PushingLockstep):
 
     def _combine(self, at: int, event: int) -> Call:
         return p.combine_stage, (*self._rows(at), self.ends, self.faults[at, 1], self.sync)
-
-
-class MetExchange:
-    """A rank's end of dispatch and combine in lockstep; rows stay where the kernels find them."""
-
-    def __init__(self, lockstep: MetExchanges, executor: Executor, runner: Runner) -> None:
-        self._lockstep, self.rank, self._runner, self.die = lockstep, executor.rank, runner, executor.die
-        self._pass_at = {id(cache): at for at, cache in enumerate(executor.caches)}
-
-    def reset(self, epoch: int) -> None:
-        """Forget all unfinished exchanges in lockstep, after a rollback."""
-        self._lockstep.forget()
-
-    async def dispatch(self, x: Array, topk_idx: Array, event_id: int) -> Received:
-        """Take part in a dispatch; return the shape of the rows for this rank's experts, computed already."""
-        lockstep, mine = self._lockstep, self._runner.frame.mine
-        lockstep.bring(self.rank, mine)
-        await self._meet("dispatch", event_id)
-        return received(int(lockstep.received[self._at, self.rank].sum()), mine.shape[1])
-
-    async def combine(self, expert_out: Array, topk_weights: Array, event_id: int) -> Array:
-        """Take part in a combine; return the shape of the answers [T, K, H] or of their sums [T, H].
-
-        The answers have been added to the rank's rows already.
-        """
-        await self._meet("combine", event_id)
-        num_rows, hidden = self._runner.frame.mine.shape
-        top_k = self._lockstep.shape.top_k
-        pushes = isinstance(self._lockstep, PushingLockstep)
-        return shape_only(np.float32, num_rows, *(() if pushes else (top_k,)), hidden)
-
-    def bill(self, received: int) -> tuple[float, float, float]:
-        """Return the work to bill after the latest dispatch.
-
-        Token copies for routed experts; the number of experts with rows; rows for a copy of the shared
-        expert.
-        """
-        counts = self._lockstep.billed(self.rank, received, self._lockstep.cuts[:, 1])
-        return counts.copies, counts.touched, counts.shared
-
-    @property
-    def _at(self) -> int:
-        """Number of the pass through a layer that the rows are in."""
-        return self._pass_at[id(self._runner.frame.cache)]
-
-    async def _meet(self, op: Op, event: int) -> None:
-        lockstep, start = self._lockstep, self.die.clock.now
-        meeting = await lockstep.take_part(op, self.rank, self._at, event)
-        self.die.draw(lockstep.lane, meeting.op, start)
-        meeting.draw([die.index for die in lockstep.dies], self.rank, self.die, lockstep.lane)

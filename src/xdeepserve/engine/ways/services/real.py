@@ -25,10 +25,11 @@ from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.replicas import NOTHING, first_map
 from xdeepserve.engine.die.team import Team
 from xdeepserve.engine.numbers import DieRank
-from xdeepserve.engine.run.arithmetic import quantize_rows
-from xdeepserve.engine.run.ends import CountedSide, row_sizes
-from xdeepserve.engine.walk.runner import Computing, Trampoline
+from xdeepserve.engine.walk.ends import Trampoline
+from xdeepserve.engine.walk.runner import Pace
 from xdeepserve.engine.walk.tally import Tally
+from xdeepserve.engine.ways.arithmetic import quantize_rows
+from xdeepserve.engine.ways.away import counted, row_sizes
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.queue import Queue
 from xdeepserve.step.linear import Threads
@@ -85,7 +86,7 @@ class SeatsOutside(Protocol):
         """Return the means for a client die to reach the memory of servers."""
 
 
-class ByServices:
+class Services:
     """Way to expert servers: every attention die is a client of all, with a slot for each microbatch."""
 
     def __init__(self, team: Team, tallies: list[list[Tally]]) -> None:
@@ -140,7 +141,7 @@ class ByServices:
         experts = np.flatnonzero(((log2phy == physical) & is_replica).any(1))
         return log2phy[experts[0], : counts[experts[0]]].tolist() if len(experts) else (physical,)
 
-    def attention_end(self, rank: DieRank, microbatch: int) -> Trampoline:
+    def attention_end(self, rank: DieRank, microbatch: int, pace: Pace) -> Trampoline:
         """Make a client's end for a microbatch, with its slots on the servers."""
         domain, die = rank // self.team.dies_per_domain, self.team.pod.dies[self.team.dies[rank]]
         if rank not in self._known:
@@ -154,7 +155,7 @@ class ByServices:
             *(rank, microbatch, self._known[rank], self.num_layers, partial(self.replicas, rank), patience),
             *(quantize_rows, self.means),
         )
-        return CountedSide(client, self.tallies[microbatch][domain])
+        return counted(client, self.tallies[microbatch][domain])
 
     def _revive(self, server: int) -> None:
         """Tell all clients to look for a server again, because its link is back."""
@@ -162,7 +163,7 @@ class ByServices:
             known.find(server)
 
     def expert_program(
-        self, index: int, mem: ExpertMemory, threads: Threads, reports: Queue[msgspec.Struct]
+        self, index: int, mem: ExpertMemory, threads: Threads, pace: Pace, reports: Queue[msgspec.Struct]
     ) -> ExpertProgram:
         """Make the program of an expert server, which serves requests in its slots."""
         die, former = self.team.pod.dies[mem.die], self._servers.get(index)
@@ -171,4 +172,4 @@ class ByServices:
             *(die, index, self.layout, self.num_layers, batching, quantize_rows, self.means),
             generation=0 if former is None else former.generation,
         )
-        return ExpertServerProgram(die, mem, server, threads, Computing(die), reports)
+        return ExpertServerProgram(die, mem, server, threads, pace, reports)

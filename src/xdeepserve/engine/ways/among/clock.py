@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -16,9 +18,10 @@ import numpy.typing as npt
 from xdeepserve.comm.cost import CommCost, Op
 from xdeepserve.comm.exchange.rows import Received
 from xdeepserve.engine.numbers import DieRank
-from xdeepserve.engine.run.clock.meeting import Meeting
-from xdeepserve.engine.run.clock.routing import PlacedRouting, Routing, TimingConfig
-from xdeepserve.engine.run.clock.timeline import Timeline
+from xdeepserve.engine.walk.ends import Exchange
+from xdeepserve.engine.walk.timeline import Timeline
+from xdeepserve.engine.ways.meeting import Meeting
+from xdeepserve.engine.ways.routing import PlacedRouting, Routing, TimingConfig
 from xdeepserve.hw.clock import Clock
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
@@ -35,8 +38,17 @@ class ExchangeLoad(NamedTuple):
     shared: float
 
 
-class ExchangeHub:
-    """Dispatch and combine between all ranks of a colocated group.
+@dataclass
+class _Place:
+    """Rank's timeline, the load of its latest dispatch, and the tokens that it brought."""
+
+    timeline: Timeline
+    load: ExchangeLoad | None = None
+    num_tokens: int = 0
+
+
+class AmongClock:
+    """Dispatch and combine between all ranks of a colocated group, in one of their microbatches.
 
     The last `num_shared` ranks hold copies of the shared expert, to which each token sends a copy too. With
     `num_shared` 0, the ranks in excess of the routed experts hold such copies, and redundant slots spread the
@@ -44,7 +56,8 @@ class ExchangeHub:
     dies. Without it `held` says how many experts each rank has. Microbatches have hubs of their own, each
     with a `stream` of random numbers. `placed` knows the places of experts and replicas, if these are given.
     Then, with `num_shared` 0, each die has the shared expert for itself, and `num_primary` dies have experts
-    of their own.
+    of their own. `lane` is the lane of the exchanges in traces; if the ranks push rows, the operations have
+    the fused names there.
     """
 
     def __init__(
@@ -60,7 +73,10 @@ class ExchangeHub:
         placed: PlacedRouting | None = None,
         num_primary: int = 0,
         num_shared: int = 0,
+        lane: str = "XCCL",
     ) -> None:
+        self._lane, self._is_fused = lane, cost.way == "push"
+        self._places: dict[DieRank, _Place] = {}
         self.clock, self.cost, self.model, self.dies, self.stream = clock, cost, model, dies, stream
         self.num_ranks, self.timeout_ns = len(dies), timeout_ns
         self.num_dies = config.of_dies or self.num_ranks
@@ -81,16 +97,68 @@ class ExchangeHub:
         self.priced_ns: dict[Op, float] = {"dispatch": 0.0, "combine": 0.0}  # all so far, without waiting
         self._meetings: dict[tuple[str, int], Meeting[ExchangeLoad]] = {}
 
-    async def meet(self, op: str, rank: DieRank, event: int, num_tokens: int) -> Meeting[ExchangeLoad]:
-        """Join the dispatch or combine of an event with a rank's tokens; return the meeting after its end."""
+    def end(self, rank: DieRank, timeline: Timeline) -> Exchange:
+        """Make a rank's end."""
+        self._places[rank] = _Place(timeline)
+        return Exchange(
+            partial(self.dispatch, rank),
+            partial(self.combine, rank),
+            partial(self.bill, rank),
+            lambda epoch: None,  # exchanges after a rollback have new event IDs, so they are new meetings
+        )
+
+    async def dispatch(self, rank: DieRank, x: Array, topk_idx: Array, event_id: int) -> Received:
+        """Take a rank's part in a dispatch of x [T, H]; return shapes of the rows for its experts."""
+        place = self._places[rank]
+        place.num_tokens = len(x)
+        place.load = await self._meet("dispatch", rank, event_id)
+        routed, shared = self._rows(rank, place.load)
+        return received(routed + math.ceil(shared), x.shape[1])
+
+    async def combine(self, rank: DieRank, expert_out: Array, topk_weights: Array, event_id: int) -> Array:
+        """Take a rank's part in a combine; return the shape [T, K, H], or [T, H] if fused."""
+        await self._meet("combine", rank, event_id)
+        copies = () if self._is_fused else (self.model.num_experts_per_tok,)
+        return shape_only(np.float32, self._places[rank].num_tokens, *copies, expert_out.shape[1])
+
+    def bill(self, rank: DieRank, received: int) -> tuple[float, float, float]:
+        """Return a rank's work to bill after the latest dispatch.
+
+        Token copies for routed experts, stretched; the number of experts with rows; rows for a copy of the
+        shared expert. Where no die is said to have such copies, they are billed as rows of a routed expert.
+        Where a die may have both, the hotter one is billed.
+        """
+        load = self._places[rank].load
+        assert load is not None
+        routed, shared = self._rows(rank, load)
+        if rank >= self.num_routed:
+            return (0, 0, shared) if self.has_copies else (shared, 1, 0)
+        held = self.held[rank] if self.held else max(1.0, self.model.n_routed_experts / self.num_dies)
+        copies = self.cost.spec.billed_copies(float(routed), load.mean)
+        if not self.has_copies and rank >= self.num_dies - self.num_shared:
+            copies = max(copies, load.shared)
+        return copies, min(routed, held), shared
+
+    def _rows(self, rank: DieRank, load: ExchangeLoad) -> tuple[int, float]:
+        """Return the rows for routed experts on a rank's die, and for a copy of the shared expert."""
+        routed = int(load.routed[rank]) if rank < self.num_routed else 0
+        first = self.num_dies - self.num_shared if self.has_copies else self.num_routed
+        return routed, load.shared if rank >= first else 0.0
+
+    async def _meet(self, op: str, rank: DieRank, event: int) -> ExchangeLoad:
+        """Join the dispatch or combine of an event with a rank's tokens, and wait for its end."""
+        place = self._places[rank]
+        start = await place.timeline.catch_up()
         key = (op, event)
         meeting = self._meetings.get(key)
         if meeting is None:
             meeting = Meeting(self.clock, op, event, range(self.num_ranks), self.timeout_ns, self._settle)
             self._meetings[key] = meeting
-        meeting.come(rank, num_tokens)
+        meeting.come(rank, place.num_tokens)
         await meeting.wait(rank)
-        return meeting
+        place.timeline.waited(self._lane, op, start, f"fused {op}" if self._is_fused else None)
+        meeting.draw(self.dies, rank, place.timeline.die, self._lane)
+        return meeting.value
 
     def _settle(self, meeting: Meeting[ExchangeLoad]) -> tuple[float, ExchangeLoad]:
         del self._meetings[meeting.op, meeting.event]
@@ -112,69 +180,6 @@ class ExchangeHub:
         price_ns = self.cost.exchange_ns(op, self.num_dies, batch, self.copies, stretch)
         self.priced_ns[op] += price_ns
         return price_ns, load
-
-
-class ClockExchange:
-    """A rank's end of dispatch and combine, without bytes.
-
-    `lane` is its lane in traces; with `is_fused` the operations have the fused names there.
-    """
-
-    def __init__(
-        self, timeline: Timeline, rank: DieRank, hub: ExchangeHub, lane: str = "XCCL", is_fused: bool = False
-    ) -> None:
-        self.timeline, self.rank, self.hub, self.lane = timeline, rank, hub, lane
-        self.is_fused = is_fused
-        self.load: ExchangeLoad | None = None  # of the latest dispatch
-        self._num_tokens = 0
-
-    async def dispatch(self, x: Array, topk_idx: Array, event_id: int) -> Received:
-        """Take part in a dispatch of x [T, H]; return shapes of the rows for this rank's experts."""
-        self._num_tokens = len(x)
-        self.load = await self._meet("dispatch", event_id)
-        routed, shared = self._rows(self.load)
-        return received(routed + math.ceil(shared), x.shape[1])
-
-    async def combine(self, expert_out: Array, topk_weights: Array, event_id: int) -> Array:
-        """Take part in a combine; return the shape [T, K, H], or [T, H] if fused."""
-        await self._meet("combine", event_id)
-        copies = () if self.is_fused else (self.hub.model.num_experts_per_tok,)
-        return shape_only(np.float32, self._num_tokens, *copies, expert_out.shape[1])
-
-    def reset(self, epoch: int) -> None:
-        """Do nothing: exchanges after a rollback have new event IDs, so they are new meetings."""
-
-    def bill(self, received: int) -> tuple[float, float, float]:
-        """Return the work to bill after the latest dispatch.
-
-        Token copies for routed experts, stretched; the number of experts with rows; rows for a copy of the
-        shared expert. Where no die is said to have such copies, they are billed as rows of a routed expert.
-        Where a die may have both, the hotter one is billed.
-        """
-        hub, load = self.hub, self.load
-        assert load is not None
-        routed, shared = self._rows(load)
-        if self.rank >= hub.num_routed:
-            return (0, 0, shared) if hub.has_copies else (shared, 1, 0)
-        held = hub.held[self.rank] if hub.held else max(1.0, hub.model.n_routed_experts / hub.num_dies)
-        copies = hub.cost.spec.billed_copies(float(routed), load.mean)
-        if not hub.has_copies and self.rank >= hub.num_dies - hub.num_shared:
-            copies = max(copies, load.shared)
-        return copies, min(routed, held), shared
-
-    def _rows(self, load: ExchangeLoad) -> tuple[int, float]:
-        """Return the rows for routed experts on this die, and for a copy of the shared expert."""
-        hub = self.hub
-        routed = int(load.routed[self.rank]) if self.rank < hub.num_routed else 0
-        first = hub.num_dies - hub.num_shared if hub.has_copies else hub.num_routed
-        return routed, load.shared if self.rank >= first else 0.0
-
-    async def _meet(self, op: str, event_id: int) -> ExchangeLoad:
-        start = await self.timeline.catch_up()
-        meeting = await self.hub.meet(op, self.rank, event_id, self._num_tokens)
-        self.timeline.waited(self.lane, op, start, f"fused {op}" if self.is_fused else None)
-        meeting.draw(self.hub.dies, self.rank, self.timeline.die, self.lane)
-        return meeting.value
 
 
 def received(num_rows: int, hidden: int, expert_idx: npt.NDArray[np.int32] | None = None) -> Received:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from typing import Final, NamedTuple, Protocol
 
 from xdeepserve.comm.cost import CommCost, Op
 from xdeepserve.comm.means import Carrier
 from xdeepserve.comm.services.cost import ServiceCost
+from xdeepserve.comm.services.layout import ServiceLayout
+from xdeepserve.comm.services.server import AT_ONCE, Batching
+from xdeepserve.engine.deploy.roles import Turns
+from xdeepserve.engine.die.team import Team
+from xdeepserve.engine.ways.away import row_sizes
 
 
 class Errand(NamedTuple):
@@ -113,3 +119,27 @@ class ByRequest(NamedTuple):
     def read_ns(self, sent: Errand) -> float:
         """Time of the expert read, in ns."""
         return self.cost.read_ns(*sent)
+
+
+def _by_trampoline(team: Team, cost: CommCost) -> tuple[WayCost, Batching]:
+    """Return the costs of the way by trampolines, and how an expert die forms batches."""
+    carrier = team.sizes.walk.carrier
+    assert carrier != "rdma"  # M2N has no trampolines
+    return ByTrampoline(cost, len(team.expert_dies), team.num_copies, carrier), AT_ONCE
+
+
+def _by_request(team: Team, cost: CommCost) -> tuple[WayCost, Batching]:
+    """Return the costs of the way by URMA, to and from servers' memories, and how servers form batches."""
+    times = team.sizes.walk.services
+    assert times is not None
+    layout = ServiceLayout(clients=team.dies, servers=team.holders, **row_sizes(team))
+    server_of = team.pod.topology.server_of
+    pairs = [server_of(client) != server_of(die) for client in team.dies for die in team.expert_dies]
+    service = ServiceCost(cost.spec, layout.rows, sum(pairs) / len(pairs), times.server_sums)
+    return ByRequest(service), Batching(times.batch_clients, round(1e3 * times.batch_timeout_us))
+
+
+COSTS: Final[Mapping[Turns, Callable[[Team, CommCost], tuple[WayCost, Batching]]]] = {
+    "dataflow": _by_trampoline,
+    "services": _by_request,
+}
