@@ -114,8 +114,8 @@ def test_the_picture_is_the_rule() -> None:
 
 
 ENGINE = (  # its rooms and files, from the bottom: each may use those before it
-    "deploy", "numbers", "plans", "messages", "lanes", "recovery", "walk", "die", "ways", "run", "balance", "dp",
-    "te", "npu_fork", "loading", "weight_digests", "build",
+    "deploy", "numbers", "plans", "messages", "lanes", "recovery", "walk", "die", "ways", "run", "balance",
+    "dp", "te", "npu_fork", "loading", "weight_digests", "build",
     "description", "job", "serving",
 )  # fmt: skip
 

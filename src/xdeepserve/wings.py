@@ -29,8 +29,8 @@ PARTS: Final[Mapping[str, str]] = {  # "module:name"
     "memory pool": "xdeepserve.ems.pool_use:PoolUse",
     "seats outside": "xdeepserve.remote.watcher:Watcher",
     "servers outside": "xdeepserve.remote.servers_outside:servers_outside",
-    "way over cards": "xdeepserve.m2n.way:Cards",
-    "clock way over cards": "xdeepserve.m2n.clock_way:CardsClock",
+    "way over cards": "xdeepserve.m2n.way:M2NWay",
+    "clock way over cards": "xdeepserve.m2n.clock_way:M2NClock",
     "recording": "xdeepserve.page.page_record:recording",
     "options of jobs": "xdeepserve.jobs.door.job_routes:check_options",
 }

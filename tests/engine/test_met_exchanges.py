@@ -8,7 +8,7 @@ from tests.engine.lockstep import GREEDY, PRECISIONS, PROMPTS, SLOTS, TWO, check
 from xdeepserve import LLM
 from xdeepserve.comm.exchange.rows import Received
 from xdeepserve.engine.run.lockstep import colocated
-from xdeepserve.engine.run.lockstep.met_exchanges import MetExchanges, Place
+from xdeepserve.engine.run.lockstep.met_exchanges import MetExchanges, MetPlace
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.faults import Fault
 from xdeepserve.llm import digest
@@ -68,10 +68,10 @@ def steps_of(lanes: set[tuple[int, str, str]]) -> set[tuple[int, str, str]]:
 def test_a_die_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     dispatch = MetExchanges.dispatch
 
-    async def absent(self: MetExchanges, place: Place, x: Array, topk_idx: Array, event_id: int) -> Received:
+    async def absent(self: MetExchanges, place: MetPlace, x: Array, topk_idx: Array, event: int) -> Received:
         if place.rank == 2:
             await place.die.clock.sleep(10**12)
-        return await dispatch(self, place, x, topk_idx, event_id)
+        return await dispatch(self, place, x, topk_idx, event)
 
     monkeypatch.setattr(MetExchanges, "dispatch", absent)
     message = "dispatch: deadline passed .* waits for peer .2., field event 1: expected 4, seen 3"

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from tests.timing.closed_forms import ClosedForms
-from tests.timing.tools import watch, without_experts
+from tests.timing.tools import watch, watch_end, without_experts
 from tests.tools import one_die
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.numbers import DieRank
 from xdeepserve.engine.run.clock.wiring import ClockWiring
-from xdeepserve.engine.ways.group.real import Group
+from xdeepserve.engine.ways.group.real import Groups
 from xdeepserve.errors import DeploymentError
 from xdeepserve.llm import digest
 from xdeepserve.model.canonical import Array
@@ -102,15 +102,15 @@ def test_the_columns_that_come_are_what_is_multiplied(
     tiny: TinyCheckpoint, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A byte that is changed where a peer's columns have landed changes the logits."""
-    spread = Group.spread
+    spread = Groups.spread
 
-    async def spoilt(self: Group, rank: DieRank, parts: Sequence[Array]) -> list[Array]:
+    async def spoilt(self: Groups, rank: DieRank, parts: Sequence[Array]) -> list[Array]:
         found = await spread(self, rank, parts)
         for part in found[1 - rank : 2 - rank]:
             part.reshape(-1)[:1] ^= 64
         return found
 
-    monkeypatch.setattr(Group, "spread", spoilt)
+    monkeypatch.setattr(Groups, "spread", spoilt)
     with LLM(tiny, "colocated", "int8", overrides=["dies=2", "o_proj_tp=2"]) as llm:
         assert served(llm) != expected["int8"]
 
@@ -129,8 +129,8 @@ def program_of(overrides: list[str], timing_only: bool) -> list[list[tuple[objec
                 logs.append(log)
                 watch(runner, "launch", log, lambda args: (args[0],))
                 if runner.group is not None:
-                    watch(runner.group, "spread", log, shapes)
-                    watch(runner.group, "reduce_scatter", log, lambda args: (args[0].shape, *args[1]))
+                    watch_end(runner, "group", "spread", log, shapes)
+                    watch_end(runner, "group", "reduce_scatter", log, lambda args: (args[0].shape, *args[1]))
         llm.generate([list(range(70)), [5] * 7, [9]], SamplingParams(max_tokens=3, ignore_eos=True))
     return logs
 

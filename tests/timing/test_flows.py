@@ -110,7 +110,7 @@ def test_sums_at_the_servers_are_for_time_alone() -> None:
 
 
 def test_who_does_not_answer_is_named() -> None:
-    sizes = ["attention.dies=2", "attention.microbatches=2", "experts.routed_dies=3", "dataflow=true"]
+    sizes = ["attention.dies=2", "attention.microbatches=2", "experts.routed_dies=2", "dataflow=true"]
     plan = PodPlan(resolve_model("tiny-random"), resolve("moe-attention", sizes), timing=TimingConfig())
     clock, wiring = plan.pod.clock, plan.tes[0].wiring
     assert isinstance(wiring, ClockWiring)

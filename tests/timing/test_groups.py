@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.timing.closed_forms import ClosedForms
-from tests.timing.tools import watch, without_experts
+from tests.timing.tools import watch, watch_end, without_experts
 from xdeepserve.comm.collectives.cost import CollectiveCost
 from xdeepserve.comm.collectives.handle import Collectives
 from xdeepserve.comm.collectives.layout import CollectiveLayout
@@ -101,12 +101,26 @@ def program_of(
                 logs.append(log)
                 watch(runner, "launch", log, lambda args: (args[0],))
                 if runner.exchange is not None:
-                    watch(runner.exchange, "dispatch", log, lambda args: (args[0].shape, args[2]))
-                    watch(runner.exchange, "combine", log, lambda args: (args[2],))
-                if (group := runner.group) is not None:
-                    watch(group, "all_reduce", log, lambda args: (args[0].shape, args[0].dtype, *args[1:]))
-                    watch(group, "all_gather", log, lambda args: (args[0].shape, args[0].dtype, args[1]))
-                    watch(group, "to_slices", log, lambda args: [(x.shape, x.dtype) for x in args[0]])
+                    watch_end(runner, "exchange", "dispatch", log, lambda args: (args[0].shape, args[2]))
+                    watch_end(runner, "exchange", "combine", log, lambda args: (args[2],))
+                if runner.group is not None:
+                    watch_end(
+                        runner,
+                        "group",
+                        "all_reduce",
+                        log,
+                        lambda args: (args[0].shape, args[0].dtype, *args[1:]),
+                    )
+                    watch_end(
+                        runner,
+                        "group",
+                        "all_gather",
+                        log,
+                        lambda args: (args[0].shape, args[0].dtype, args[1]),
+                    )
+                    watch_end(
+                        runner, "group", "to_slices", log, lambda args: [(x.shape, x.dtype) for x in args[0]]
+                    )
         llm.generate([list(range(70)), [5] * 7], SamplingParams(max_tokens=2, ignore_eos=True))
     return logs
 

@@ -9,7 +9,7 @@ import numpy as np
 from xdeepserve.comm.exchange.layout import Layout
 from xdeepserve.engine.die.team import Team
 from xdeepserve.engine.ways.among.clock import ExchangeLoad
-from xdeepserve.engine.ways.trampolines.clock import Place, TrampolinesClock
+from xdeepserve.engine.ways.trampolines.clock import AttentionPlace, TrampolinesClock
 from xdeepserve.hw.die import Die
 from xdeepserve.m2n.cost import M2NCost
 from xdeepserve.model.canonical import Array
@@ -23,7 +23,7 @@ def m2n_row_nbytes(model: ModelConfig) -> tuple[int, int]:
     return rows.dispatch_row, rows.combine_row
 
 
-class CardsClock(TrampolinesClock):
+class M2NClock(TrampolinesClock):
     """Meetings of attention and expert dies over network cards, of two specs: M2N and N2M.
 
     An attention die is busy until its tokens are acknowledged, an expert die until its answers are.
@@ -56,7 +56,7 @@ class CardsClock(TrampolinesClock):
         return self.back.until_there(self.num_attention, sent, received)
 
     async def a2e(
-        self, lane: int, place: Place, x: Array, topk_idx: Array, topk_weights: Array, event: int
+        self, lane: int, place: AttentionPlace, x: Array, topk_idx: Array, topk_weights: Array, event: int
     ) -> None:
         """Send tokens, and wait until all are acknowledged."""
         place.num_tokens = len(x)
@@ -66,7 +66,7 @@ class CardsClock(TrampolinesClock):
         self.meeting_a2e(lane, event).come(place.index, len(x))
         place.timeline.add("XCCL", "A2E", self.to_experts.until_acknowledged())
 
-    async def e2a(self, lane: int, place: Place, event: int) -> Array:
+    async def e2a(self, lane: int, place: AttentionPlace, event: int) -> Array:
         """Wait for all answers; return a placeholder without values, [T, H]."""
         start, meeting = await place.timeline.catch_up(), self.meeting_e2a(lane, event)
         await meeting.wait(f"attention {place.index}", round(self.back.until_received()))

@@ -26,7 +26,7 @@ def m2n_layout(team: Team, microbatch: int, domain: int) -> M2NLayout:
     return M2NLayout(team.domain(domain), team.holders, name=name, **row_sizes(team))
 
 
-class Cards:
+class M2NWay:
     """M2N of each microbatch of each domain, each with its own buffers and queues."""
 
     def __init__(self, team: Team, tallies: list[list[Tally]]) -> None:

@@ -27,9 +27,9 @@ from xdeepserve.engine.walk.runner import Computing, Pace
 from xdeepserve.engine.walk.schedule import microbatch_cores
 from xdeepserve.engine.walk.tally import Tally
 from xdeepserve.engine.ways.among.real import Among
-from xdeepserve.engine.ways.group.real import Group
+from xdeepserve.engine.ways.group.real import Groups
 from xdeepserve.engine.ways.services.real import SeatsOutside, Services
-from xdeepserve.engine.ways.table import RealWay, way_of
+from xdeepserve.engine.ways.to_experts import RealWay, way_of
 from xdeepserve.engine.ways.trampolines.real import Trampolines
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.queue import Queue
@@ -82,7 +82,7 @@ class ByteWiring:
         self.among: list[Among] = []  # one, or one for each microbatch that overlaps
         self.away: RealWay | None = None  # to experts on dies of their own
         self.collectives = self._plan_collectives()  # none, one, or as with `among`
-        self._groups = [Group(partial(self._collectives_of, layout)) for layout in self.collectives]
+        self._groups = [Groups(partial(self._collectives_of, layout)) for layout in self.collectives]
         if placed.where == "away":
             self.away = way_of(walk).real(team, self._tallies)
         elif placed.where == "among":
@@ -181,7 +181,7 @@ class ByteWiring:
         return self._groups[microbatch].end(rank)
 
     def _collectives_of(self, layout: CollectiveLayout, rank: DieRank) -> Collectives:
-        """Make a rank's collectives.
+        """Make the collectives of a rank.
 
         They belong to attention, so with overlap by cores they use the AIV cores of stream 0.
         """

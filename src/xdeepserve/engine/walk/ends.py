@@ -1,4 +1,6 @@
-"""Ends of exchanges: what a die calls. A way makes them (`engine/ways`), for a rank and a microbatch.
+"""Ends of exchanges: records of functions that a die calls.
+
+A way (`engine/ways`) makes them for a rank and a microbatch.
 
 After a rollback `reset(epoch)` forgets what was under way.
 """

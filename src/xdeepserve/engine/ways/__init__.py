@@ -7,7 +7,9 @@
 - `group`: collectives of dies that share projections
 
 M2N over network cards is a way of a wing (`m2n/way.py`). A way plans buffers on all dies and makes the ends
-of each (`walk/ends.py`): records of what a die calls. `table` has the ways to experts on dies of their own.
-`meeting` is a barrier in virtual time, `routing` draws
-where tokens go, `arithmetic` quantises what crosses.
+of each (`walk/ends.py`): records of what a die calls.
+
+- `to_experts` is the table of ways to experts on dies of their own
+- `meeting` is a barrier in virtual time, `routing` draws where tokens go
+- `arithmetic` quantises what crosses
 """

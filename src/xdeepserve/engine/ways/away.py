@@ -1,4 +1,4 @@
-"""What the ways to experts on dies of their own share."""
+"""Parts shared by the ways to experts on dies of their own."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from xdeepserve.engine.walk.timeline import Timeline
 from xdeepserve.engine.ways.among.clock import AmongClock
 from xdeepserve.engine.ways.group.clock import GroupClock
 from xdeepserve.engine.ways.routing import PlacedRouting, TimingConfig, generator
-from xdeepserve.engine.ways.table import way_of
+from xdeepserve.engine.ways.to_experts import way_of
 from xdeepserve.errors import DeploymentError, XDeepServeError
 from xdeepserve.hw.queue import Queue
 from xdeepserve.model.canonical import Array

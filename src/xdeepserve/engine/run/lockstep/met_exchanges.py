@@ -85,7 +85,7 @@ def _nothing(f: Frame) -> None:
     """Do nothing, in place of a stage that the meeting has run for all dies."""
 
 
-class Place(NamedTuple):
+class MetPlace(NamedTuple):
     """Rank's place in the exchanges of a microbatch; rows stay where the kernels find them."""
 
     rank: DieRank
@@ -123,7 +123,7 @@ class MetExchanges(ColocatedLockstep):
         for executor in self.executors:
             runner = executor.traversal.runners[self.part]
             pass_at = {id(cache): at for at, cache in enumerate(executor.caches)}
-            place = Place(executor.rank, runner, executor.die, pass_at)
+            place = MetPlace(executor.rank, runner, executor.die, pass_at)
             runner.exchange = Exchange(
                 partial(self.dispatch, place),
                 partial(self.combine, place),
@@ -133,14 +133,14 @@ class MetExchanges(ColocatedLockstep):
 
     # ---- a rank's part --------------------------------------------------------------------------------
 
-    async def dispatch(self, place: Place, x: Array, topk_idx: Array, event_id: int) -> Received:
+    async def dispatch(self, place: MetPlace, x: Array, topk_idx: Array, event_id: int) -> Received:
         """Take a rank's part in a dispatch; return the shape of its experts' rows, computed already."""
         mine, rank = place.runner.frame.mine, place.rank
         self.cuts[rank, 1], self.inputs[rank, a.H] = len(mine), tables.address(mine)
         await self._meet("dispatch", place, event_id)
         return received(int(self.received[place.at, rank].sum()), mine.shape[1])
 
-    async def combine(self, place: Place, expert_out: Array, topk_weights: Array, event_id: int) -> Array:
+    async def combine(self, place: MetPlace, expert_out: Array, topk_weights: Array, event_id: int) -> Array:
         """Take a rank's part in a combine; return the shape of the answers [T, K, H] or of their sums [T, H].
 
         The answers have been added to the rank's rows already.
@@ -150,7 +150,7 @@ class MetExchanges(ColocatedLockstep):
         copies = () if isinstance(self, PushingLockstep) else (self.shape.top_k,)
         return shape_only(np.float32, num_rows, *copies, hidden)
 
-    def bill(self, place: Place, received: int) -> tuple[float, float, float]:
+    def bill(self, place: MetPlace, received: int) -> tuple[float, float, float]:
         """Return the work to bill after a rank's latest dispatch.
 
         Token copies for routed experts; the number of experts with rows; rows for a copy of the shared
@@ -159,7 +159,7 @@ class MetExchanges(ColocatedLockstep):
         counts = self.billed(place.rank, received, self.cuts[:, 1])
         return counts.copies, counts.touched, counts.shared
 
-    async def _meet(self, op: Op, place: Place, event: int) -> None:
+    async def _meet(self, op: Op, place: MetPlace, event: int) -> None:
         start = place.die.clock.now
         meeting = await self.take_part(op, place.rank, place.at, event)
         place.die.draw(self.lane, meeting.op, start)

@@ -39,7 +39,7 @@ class ExchangeLoad(NamedTuple):
 
 
 @dataclass
-class _Place:
+class _RankPlace:
     """Rank's timeline, the load of its latest dispatch, and the tokens that it brought."""
 
     timeline: Timeline
@@ -76,7 +76,7 @@ class AmongClock:
         lane: str = "XCCL",
     ) -> None:
         self._lane, self._is_fused = lane, cost.way == "push"
-        self._places: dict[DieRank, _Place] = {}
+        self._places: dict[DieRank, _RankPlace] = {}
         self.clock, self.cost, self.model, self.dies, self.stream = clock, cost, model, dies, stream
         self.num_ranks, self.timeout_ns = len(dies), timeout_ns
         self.num_dies = config.of_dies or self.num_ranks
@@ -98,8 +98,8 @@ class AmongClock:
         self._meetings: dict[tuple[str, int], Meeting[ExchangeLoad]] = {}
 
     def end(self, rank: DieRank, timeline: Timeline) -> Exchange:
-        """Make a rank's end."""
-        self._places[rank] = _Place(timeline)
+        """Make a rank's end of the exchange."""
+        self._places[rank] = _RankPlace(timeline)
         return Exchange(
             partial(self.dispatch, rank),
             partial(self.combine, rank),

@@ -47,7 +47,7 @@ class Among:
         self._latest: dict[DieRank, tuple[int, int]] = {}  # dispatch: its event, rows of the shared expert
 
     def end(self, rank: DieRank, means: Means) -> Exchange:
-        """Make a rank's end."""
+        """Make a rank's end of the exchange."""
         die = self.team.pod.dies[self.team.dies[rank]]
         if isinstance(self.layout, FusedLayout):
             self._handles[rank] = FusedXCCL(die, rank, self.group, self.layout, quantize_rows, means)

@@ -39,7 +39,7 @@ Counts = npt.NDArray[np.int64]
 
 
 @dataclass
-class Sending:
+class LaneSending:
     """Tokens of an attention die's microbatch: the die's timeline, and the size of the latest sending."""
 
     timeline: Timeline
@@ -100,7 +100,7 @@ class FlowClock:
 
     def attention_end(self, rank: DieRank, microbatch: int, timeline: Timeline) -> Trampoline:
         """Make an attention die's end, which waits only for the expert dies with its tokens."""
-        lane, sending = rank * self.num_microbatches + microbatch, Sending(timeline, Errand(0, 0, 0))
+        lane, sending = rank * self.num_microbatches + microbatch, LaneSending(timeline, Errand(0, 0, 0))
         return Trampoline(
             partial(self.a2e, rank, lane, sending),
             partial(self.e2a, lane, sending),
@@ -127,7 +127,7 @@ class FlowClock:
         self,
         rank: DieRank,
         lane: int,
-        sending: Sending,
+        sending: LaneSending,
         x: Array,
         topk_idx: Array,
         topk_weights: Array,
@@ -149,7 +149,7 @@ class FlowClock:
         await sending.timeline.catch_up()
         self.send(lane, event, sent, rows)
 
-    async def e2a(self, lane: int, sending: Sending, event: int) -> Array:
+    async def e2a(self, lane: int, sending: LaneSending, event: int) -> Array:
         """Wait for the answers to a lane's tokens; return their shape [T, H]."""
         start = await sending.timeline.catch_up()
         await self.back(lane, self.team.sizes.walk.timeout_ns)

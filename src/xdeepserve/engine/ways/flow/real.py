@@ -16,7 +16,7 @@ from xdeepserve.hw.queue import Queue
 from xdeepserve.step.linear import Threads
 
 
-class Flow(Trampolines):
+class Flows(Trampolines):
     """Way of tokens that flow: an expert die serves each attention die as its tokens come."""
 
     plan_expert = A2ELayout.plan_flow_expert

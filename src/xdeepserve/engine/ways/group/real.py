@@ -13,7 +13,7 @@ from xdeepserve.engine.walk.ends import GroupEnd, first_event
 from xdeepserve.model.canonical import Array
 
 
-class Group:
+class Groups:
     """Collectives of a TE's groups in one of their microbatches; `make` makes those of a rank.
 
     All ranks of a group count events alike, since they run the same Program.
@@ -25,7 +25,7 @@ class Group:
         self._num_events = Counter[DieRank]()
 
     def end(self, rank: DieRank) -> GroupEnd:
-        """Make a rank's end."""
+        """Make a rank's end of its group."""
         self._collectives[rank] = self._make(rank)
         return GroupEnd(
             partial(self.all_reduce, rank),

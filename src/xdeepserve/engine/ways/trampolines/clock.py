@@ -40,7 +40,7 @@ from xdeepserve.step.linear import Threads
 
 
 @dataclass
-class Place:
+class AttentionPlace:
     """Attention die's place in the exchanges of a microbatch: its number in its domain, and what it sent."""
 
     timeline: Timeline
@@ -84,7 +84,7 @@ class TrampolinesClock:
         lanes = range(walk.num_microbatches * self.num_domains)
         self.tallies = [Tally(cost.spec, self.sampled, self.model.num_experts_per_tok) for _ in lanes]
         self.batch = [0.0] * len(lanes)  # tokens of the attention die that has most, at the latest A2E
-        self._places: dict[tuple[DieRank, int], Place] = {}
+        self._places: dict[tuple[DieRank, int], AttentionPlace] = {}
         self._a2e: dict[tuple[int, int], Meeting[ExchangeLoad]] = {}
         self._e2a: dict[tuple[int, int], Meeting[None]] = {}
 
@@ -93,7 +93,7 @@ class TrampolinesClock:
     def attention_end(self, rank: DieRank, microbatch: int, timeline: Timeline) -> Trampoline:
         """Make an attention die's end of the meetings with expert dies."""
         domain, index = divmod(rank, self.num_attention)
-        lane, place = microbatch * self.num_domains + domain, Place(timeline, index)
+        lane, place = microbatch * self.num_domains + domain, AttentionPlace(timeline, index)
         # Exchanges after a rollback have new event IDs, so they are new meetings.
         return Trampoline(partial(self.a2e, lane, place), partial(self.e2a, lane, place), lambda epoch: None)
 
@@ -119,7 +119,7 @@ class TrampolinesClock:
     # ---- attention dies -----------------------------------------------------------------------------
 
     async def a2e(
-        self, lane: int, place: Place, x: Array, topk_idx: Array, topk_weights: Array, event: int
+        self, lane: int, place: AttentionPlace, x: Array, topk_idx: Array, topk_weights: Array, event: int
     ) -> None:
         """Send tokens in bulk to the trampoline (stage 1); return when they are posted."""
         place.num_tokens = len(x)
@@ -129,7 +129,7 @@ class TrampolinesClock:
         self.tallies[lane].come(event, len(x))
         self.meeting_a2e(lane, event).come(place.index, len(x))
 
-    async def e2a(self, lane: int, place: Place, event: int) -> Array:
+    async def e2a(self, lane: int, place: AttentionPlace, event: int) -> Array:
         """Wait for the answers; return their shape [T, H]."""
         start, meeting = await place.timeline.catch_up(), self.meeting_e2a(lane, event)
         back_ns = round(self.cost.return_ns(place.num_tokens, self.copies, self.carrier))

@@ -11,7 +11,7 @@ from xdeepserve.engine.deploy.sizes import WalkSizes
 from xdeepserve.engine.die.team import Team
 from xdeepserve.engine.walk.tally import Tally
 from xdeepserve.engine.ways.flow.clock import FlowClock
-from xdeepserve.engine.ways.flow.real import Flow
+from xdeepserve.engine.ways.flow.real import Flows
 from xdeepserve.engine.ways.routing import PlacedRouting, TimingConfig
 from xdeepserve.engine.ways.services.real import Services
 from xdeepserve.engine.ways.trampolines.clock import TrampolinesClock
@@ -36,7 +36,7 @@ def _over_cards(half: str) -> Callable[..., Any]:
 
 WAYS: Final[Mapping[str, Way]] = {  # by the turns of a TE
     "away-and-back": Way(Trampolines, TrampolinesClock),
-    "dataflow": Way(Flow, FlowClock),
+    "dataflow": Way(Flows, FlowClock),
     "services": Way(Services, FlowClock),
     "cards": Way(_over_cards("way over cards"), _over_cards("clock way over cards")),
 }
