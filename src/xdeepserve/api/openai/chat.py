@@ -131,6 +131,12 @@ def template_kwargs(body: ChatRequest) -> dict[str, Any]:
     given: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
     if effort == "none":
         given |= dict.fromkeys(THINKING, False)
+    kind = "adaptive" if body.thinking is None else body.thinking.type
+    if kind not in ("enabled", "disabled", "adaptive", "auto"):
+        reason = f"thinking.type must be enabled, disabled or adaptive, found {abridged(kind)}"
+        raise RequestError(reason, param="thinking.type")
+    if kind in ("enabled", "disabled"):
+        given |= dict.fromkeys(THINKING, kind == "enabled")
     return given | (body.chat_template_kwargs or {})
 
 
@@ -159,7 +165,8 @@ class ChatAnswer:
         self.body = body
         self.response_id = response_id
         self._namer = endpoint.namer_for(body)
-        self._shows_reasoning = body.include_reasoning is not False
+        is_hidden = body.thinking is not None and body.thinking.display == "omitted"
+        self._shows_reasoning = body.include_reasoning is not False and not is_hidden
         self.call_prefix = call_prefix  # of the ids of tool calls
         self._calls_tools: set[int] = set()  # choices
         self.created = int(time.time())
