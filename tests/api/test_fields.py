@@ -17,6 +17,7 @@ from xdeepserve.api.routes.fields import (
     CHANGES,
     HARMLESS,
     HOSTED,
+    MAX_IGNORED,
     OURS,
     FieldPlace,
     Fields,
@@ -299,6 +300,12 @@ def test_headers_are_ascii_and_short() -> None:
     assert header.isprintable()
     assert header.count(",") == 32
     assert header.endswith("and-68-more")
+
+
+async def test_a_request_may_have_so_many_unknown_fields(post: Post) -> None:
+    for number, status in ((MAX_IGNORED, 200), (MAX_IGNORED + 1, 400)):
+        fields = {f"zz{i}": 1 for i in range(number)}
+        assert (await post(TEXT, prompt="x", **fields))[0] == status
 
 
 @pytest.mark.parametrize("kind", ["web_search_preview_2025_03_11", "mcp", "computer_use_preview"])

@@ -272,7 +272,7 @@ def test_property_names_are_written_in_other_keywords(
 @pytest.mark.parametrize(
     ("names", "fields", "says"),
     [
-        ({"format": "uuid"}, {}, "supported are an enum, const, pattern"),
+        ({"format": "uuid"}, {}, "supported are an enum or a const of texts, a pattern"),
         ({"type": "integer"}, {}, "supported are an enum"),
         ({"not": {"const": "a"}}, {}, "supported are an enum"),
         ({"pattern": "^x", "maxLength": 3}, {}, "supported are an enum"),

@@ -13,9 +13,9 @@ other field that is not null is
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from difflib import SequenceMatcher
-from functools import cache
+from functools import cache, lru_cache
 from types import UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -25,6 +25,7 @@ from aiohttp import web
 from xdeepserve.errors import RequestError, meant
 
 MAX_NAME_CHARS = 100
+MAX_IGNORED = 1000  # names of fields that one request may have ignored
 MAX_NAMED = 32  # fields in a header
 MAX_KNOWN = 8  # fields of an object that a message lists
 LIKE = 0.8  # share of letters in common above which one name is taken for a misspelt other
@@ -467,17 +468,23 @@ def has_untyped(kind: type[msgspec.Struct]) -> bool:
     return any(name == kind.__name__ for name, _ in _UNTYPED)
 
 
-def _is_like(name: str, served: Iterable[str], refused: Iterable[str]) -> bool:
-    """Whether a name is a known one but for its spelling, as `topK` and `temprature` are. One that is refused
-    has about as many letters: `message_id` is not `message`."""
-    name = name[:MAX_NAME_CHARS].lower()
-    near = (each for each in refused if abs(len(each) - len(name)) <= 1)
+@lru_cache(maxsize=4096)
+def _is_like(name: str, kind: str, served: frozenset[str]) -> bool:
+    """Whether a name is a known one but for its spelling, as `temprature` is. One that is refused has about
+    as many letters: `message_id` is not `message`."""
+    name = name.lower()
+    near = (each for each in refusals(kind) if abs(len(each) - len(name)) <= 1)
     found = SequenceMatcher(b=name)
     for each in (*served, *near):
         found.set_seq1(each)
         if found.real_quick_ratio() > LIKE and found.quick_ratio() > LIKE and found.ratio() > LIKE:
             return True
     return False
+
+
+@cache
+def _all_letters(served: frozenset[str]) -> frozenset[str]:
+    return frozenset(map(_letters, served))
 
 
 class Fields:
@@ -520,12 +527,8 @@ class Fields:
     def _judge(self, name: str, value: Any, place: FieldPlace, path: str) -> None:
         if name in OURS.get(place.name, ()):
             return
-        is_harmless, refused, letters = (
-            name in HARMLESS.get(place.name, ()),
-            refusals(place.name),
-            _letters(name),
-        )
-        is_misspelt = not is_harmless and letters in map(_letters, place.served)
+        is_harmless, letters = name in HARMLESS.get(place.name, ()), _letters(name)
+        is_misspelt = letters in _all_letters(place.served)
         unserved = None if is_misspelt or is_harmless else _by_letters(place.name).get(letters)
         if unserved is not None:
             if not unserved.is_neutral(value):
@@ -535,7 +538,7 @@ class Fields:
             return
         if not is_harmless:
             is_closed = self._is_strict or place.name not in CHANGES
-            if is_closed or is_misspelt or _is_like(name, place.served, refused):
+            if is_closed or is_misspelt or _is_like(name[:MAX_NAME_CHARS], place.name, place.served):
                 near = meant(name, place.served) or f"; known are {', '.join(sorted(place.served))}" * (
                     len(place.served) <= MAX_KNOWN
                 )
@@ -544,6 +547,8 @@ class Fields:
             reason = f"{path} has no effect, and this server is strict"
             raise RequestError(reason, param=path, code="unsupported_parameter")
         self.ignored[re.sub(r"\[\d+\]", "", path)] = None
+        if len(self.ignored) > MAX_IGNORED:
+            raise RequestError(f"the request has more than {MAX_IGNORED} unknown fields", param=path)
 
     def _is_hosted(self, value: Any, place: FieldPlace, where: str) -> bool:
         """Whether an element of a list is a tool that is left out."""

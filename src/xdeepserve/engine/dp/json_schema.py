@@ -43,7 +43,7 @@ _OLD = {"divisibleBy": "multipleOf", "disallow": "not", "extends": "allOf"}
 _BESIDE_NAMES = ("$comment", "description", "title", "type")  # in propertyNames, beside what it asks for
 MAX_NAME_CHARS = 10_000  # that a schema of names may give
 MAX_REFS = 32  # from one schema of names to the next
-_NAME_FORMS = "an enum, const, pattern, minLength and maxLength, by $ref, anyOf or oneOf too"
+_NAME_FORMS = "an enum or a const of texts, a pattern, minLength and maxLength, by $ref, anyOf or oneOf too"
 
 
 def json_rule(schema: dict[str, Any] | bool) -> str:
