@@ -153,7 +153,7 @@ def is_within(each: Outcome, bounds: Bounds) -> bool:
     return each.ttft_ns <= 1e9 * bounds.ttft_s and (each.tpot_ns or 0) <= 1e6 * bounds.tpot_ms
 
 
-class _Measure(NamedTuple):
+class _BoundedTime(NamedTuple):
     """Time of a request that has a bound, and the number of tokens that it grows with."""
 
     name: Literal["TTFT", "TPOT"]
@@ -163,11 +163,11 @@ class _Measure(NamedTuple):
     tokens: Callable[[Outcome], int]
 
 
-MEASURES = (
-    _Measure(
+BOUNDED_TIMES = (
+    _BoundedTime(
         "TTFT", "s", lambda b: b.ttft_s, lambda o: o.ttft_ns / 1e9, lambda o: o.num_prompt - o.num_cached
     ),
-    _Measure("TPOT", "ms", lambda b: b.tpot_ms, lambda o: (o.tpot_ns or 0) / 1e6, lambda o: o.num_output),
+    _BoundedTime("TPOT", "ms", lambda b: b.tpot_ms, lambda o: (o.tpot_ns or 0) / 1e6, lambda o: o.num_output),
 )
 
 
@@ -177,7 +177,7 @@ def missed_bounds(
     """Find the bounds that requests miss, and those that miss one even alone: `alone(n)` is the outcome of
     the n-th request on an idle TE."""
     found, on_idle_te = [], functools.cache(alone)
-    for name, unit, bound_of, took, tokens in MEASURES:
+    for name, unit, bound_of, took, tokens in BOUNDED_TIMES:
         bound = bound_of(bounds)
         late = [number for number, each in enumerate(outcomes) if took(each) > bound]
         if not late:
