@@ -34,7 +34,7 @@ class Pulses:
 
     def __init__(self) -> None:
         self.now = 0
-        self.beats = Heartbeats("te", 2, HealthConfig(), lambda: self.now, lambda group: False)
+        self.beats = Heartbeats("te", [lambda: 1] * 2, HealthConfig(), lambda: self.now, lambda group: False)
 
     def states(self) -> list[str]:
         return [self.beats.state(rank) for rank in (0, 1)]

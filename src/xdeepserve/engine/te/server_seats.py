@@ -207,7 +207,7 @@ class ServerSeats:
         missed = self._missed_without(server.seat)
         return f"no other server has {missed}" if missed else None
 
-    def _missed_without(self, seat: int) -> str:
+    def _missed_without(self, seat: Seat) -> str:
         """Name the experts of a seat that no other present server has; empty if there are none."""
         sizes = self._plan.sizes
         others = [
