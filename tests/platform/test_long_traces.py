@@ -26,7 +26,7 @@ SERVING = 'policy = "load"\n[[te]]\ncount = 64\ndies = 32\n'
 @pytest.mark.idle
 @pytest.mark.parametrize(
     ("traffic", "cluster", "least", "most_s"),
-    [(CHATS, "", 0.9, 60), (CONVERSATION, SERVING, 0.8, 60), (CONVERSATION, "", 0.8, 60)],
+    [(CHATS, "", 0.9, 120), (CONVERSATION, SERVING, 0.8, 60), (CONVERSATION, "", 0.8, 60)],
     ids=["chats", "given", "bounds that cannot be kept"],
 )
 def test_an_hour_takes_a_minute_or_two(
