@@ -371,7 +371,7 @@ def refusals(kind: str) -> Mapping[str, Unserved]:
 
 
 def _letters(name: str) -> str:
-    """Return a name as it is in all spellings: `stopSequences`, `stop-sequences`, `stop_sequences`."""
+    """Return the letters that all spellings of a name share: `stopSequences`, `stop-sequences`, `stop_sequences`."""
     return re.sub("[-_]", "", name[:MAX_NAME_CHARS]).lower()
 
 
