@@ -68,17 +68,17 @@ class ToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     disable_parallel_tool_use: bool | None = None
 
 
-class AnswerFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class MessageFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Form of the answer's text: JSON of a schema."""
 
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
-class AnswerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class MessageConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Form of the answer, and how much the model reasons before it."""
 
-    format: AnswerFormat | None = None
+    format: MessageFormat | None = None
     effort: str | None = None
 
 
@@ -97,8 +97,8 @@ class MessagesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tools: list[MessageTool] | None = None
     tool_choice: ToolChoice | str | None = None
     thinking: ThinkingChoice | None = None
-    output_config: AnswerConfig | None = None
-    output_format: AnswerFormat | None = None
+    output_config: MessageConfig | None = None
+    output_format: MessageFormat | None = None
 
 
 def chat_of(body: MessagesRequest) -> ChatRequest:
@@ -112,7 +112,7 @@ def chat_of(body: MessagesRequest) -> ChatRequest:
             f"temperature must be between 0 and {MAX_TEMPERATURE:g}, found {found}", param="temperature"
         )
     choice, is_single = _choice(body.tool_choice)
-    config = body.output_config or AnswerConfig()
+    config = body.output_config or MessageConfig()
     form = body.output_format or config.format
     return ChatRequest(
         model=body.model,

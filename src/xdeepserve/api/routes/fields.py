@@ -371,7 +371,7 @@ def refusals(kind: str) -> Mapping[str, Unserved]:
 
 
 def _letters(name: str) -> str:
-    """Return the letters that all spellings of a name share: `stopSequences`, `stop-sequences`, `stop_sequences`."""
+    """Return the letters that all spellings of a name share, as `stopSequences` and `stop_sequences` do."""
     return re.sub("[-_]", "", name[:MAX_NAME_CHARS]).lower()
 
 
