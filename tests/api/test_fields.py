@@ -214,8 +214,8 @@ async def test_names_of_other_servers_say_what_to_use(
     assert not engine.submitted
 
 
-HARMLESS_NAMES = """chat_id client conversation_name context_id extra_headers headers labels message_id
-    num_ctx query_id rid session tags timeout title trace_id ttl user_id"""
+HARMLESS_NAMES = """chat_id client conversation_id conversation_name context_id extra_headers headers labels
+    message_id num_ctx query_id rid session tags timeout title trace_id ttl user_id"""
 
 
 @pytest.mark.parametrize("path", [TEXT, CHAT, RESPONSES])
@@ -244,16 +244,26 @@ async def test_values_that_ask_for_nothing_are_taken(post: Post, path: str, fiel
     assert status == 200, body
 
 
-@pytest.mark.parametrize(("kind", "told"), [("enabled", True), ("disabled", False), ("adaptive", None)])
+@pytest.mark.parametrize(
+    ("thinking", "told"),
+    [
+        ({"type": "enabled"}, True),
+        ({"type": "disabled"}, False),
+        ({"type": "adaptive"}, None),
+        (True, True),
+        (False, False),
+        (None, None),
+    ],
+)
 async def test_thinking_is_told_to_the_template(
-    post: Post, engine: FakeEngine, kind: str, told: bool | None
+    post: Post, engine: FakeEngine, thinking: Any, told: bool | None
 ) -> None:
-    status, _ = await post(CHAT, messages=[HI], thinking={"type": kind})
+    status, _ = await post(CHAT, messages=[HI], thinking=thinking)
     assert status == 200
     assert engine.tokenizer is not None
     assert engine.tokenizer.variables.get("enable_thinking") is told  # type: ignore[attr-defined]
     assert (await post(CHAT, messages=[HI], thinking={"type": "on"}))[0] == 400
-    assert (await post(CHAT, messages=[HI], thinking={"type": kind, "budgt": 1}))[0] == 400
+    assert (await post(CHAT, messages=[HI], thinking={"type": "enabled", "budgt": 1}))[0] == 400
 
 
 async def test_a_strict_server_refuses_all(engine: FakeEngine) -> None:

@@ -45,7 +45,7 @@ async def create_message(request: web.Request) -> web.StreamResponse:
     is_cut = len(prepared.prompt) < limit < len(prepared.prompt) + body.max_tokens
     if is_cut:
         params = msgspec.structs.replace(params, max_tokens=limit - len(prepared.prompt))
-    hides = body.thinking is not None and body.thinking.display == "omitted"
+    hides = getattr(body.thinking, "display", None) == "omitted"
     answer = MessageAnswer(
         endpoint, request[ENGINE_REQUEST_ID].removeprefix("req-"), is_cut=is_cut, hides_thinking=hides
     )

@@ -96,7 +96,7 @@ class MessagesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     top_k: int | None = None
     tools: list[MessageTool] | None = None
     tool_choice: ToolChoice | str | None = None
-    thinking: ThinkingChoice | None = None
+    thinking: ThinkingChoice | bool | None = None
     output_config: MessageConfig | None = None
     output_format: MessageFormat | None = None
 

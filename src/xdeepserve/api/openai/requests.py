@@ -180,7 +180,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     continue_final_message: bool | None = None
     include_reasoning: bool | None = None
     reasoning_effort: str | None = None  # a variable of chat templates
-    thinking: ThinkingChoice | None = None  # others
+    thinking: ThinkingChoice | bool | None = None  # others
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

@@ -68,7 +68,7 @@ _TEXT_ONLY = ": this model reads text only"
 GENERATING: Mapping[str, Unserved] = {
     # The prompt.
     **_all(
-        """chat_history contents conversation_history conversation_id history input input_ids input_text
+        """chat_history contents conversation_history history input input_ids input_text
         inputs message messages prompt prompt_token_ids query question text_input tool_outputs tool_results
         user_prompt""",
         _MESSAGES,
@@ -239,7 +239,7 @@ _COMPLETIONS = {
     **_all("enable_thinking think", _CHATS_ONLY, False),
     "parallel_tool_calls": Unserved((True, False), _CHATS_ONLY),
     "reasoning_effort": Unserved(("none",), _CHATS_ONLY),
-    "thinking": Unserved(({"type": "disabled"},), _CHATS_ONLY),
+    "thinking": Unserved(({"type": "disabled"}, False), _CHATS_ONLY),
     "tool_choice": Unserved(("none", "auto"), _CHATS_ONLY),
     "tools": Unserved(([],), _CHATS_ONLY),
     "top_logprobs": Unserved((0,), "; use logprobs"),
