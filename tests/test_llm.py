@@ -276,6 +276,12 @@ def test_a_chat_takes_messages_in_the_forms_of_the_api(llm: LLM) -> None:
         {"role": "assistant", "content": "No."}
     )
     assert ids({"role": "developer", "content": "Be kind."}) == ids({"role": "system", "content": "Be kind."})
+    for parts in (
+        [{"type": "refusal", "refusal": "No."}],
+        [{"type": "thinking", "thinking": "Hm."}, {"type": "output_text", "text": "No."}],
+        [{"type": "reasoning", "text": "Hm."}, "No."],
+    ):
+        assert ids({"role": "assistant", "content": parts}) == ids({"role": "assistant", "content": "No."})
 
 
 @pytest.mark.parametrize(
@@ -286,6 +292,23 @@ def test_a_chat_takes_messages_in_the_forms_of_the_api(llm: LLM) -> None:
         ([{"role": "user"}], "messages[0].content is required"),
         ([{"role": "user", "content": 5}], "messages[0].content must be a text or a list of parts, found 5"),
         ([{"content": "Hi"}], "messages[0].role must be a text such as user, found null"),
+        (
+            [{"role": "assistant", "function_call": {"name": "f"}}],
+            "messages[0].function_call is not supported; use tool_calls",
+        ),
+        (
+            [{"role": "assistant", "content": [{"type": "tool_use", "name": "f"}]}],
+            'messages[0].content[0].type must be text, found "tool_use"; use tool_calls of the message',
+        ),
+        ([{"role": "user", "content": "Hi", "images": ["x"]}], "this model reads text only"),
+        ([{"role": "user", "content": "Hi", "reasoning": "Hm."}], "reasoning belongs to the role assistant"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text is required"),
+        ([{"role": "assistant", "tool_calls": {"name": "f"}}], 'must be a list, found {"name": "f"}'),
+        ([{"role": "assistant", "tool_calls": ["f"]}], '{"name": ..., "arguments": ...}, found null'),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}],
+            "messages[0].tool_calls[0].function.arguments must be an object or its JSON, found 5",
+        ),
     ],
     ids=str,
 )

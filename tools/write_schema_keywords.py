@@ -162,12 +162,30 @@ TRIALS = [
     ),
     Trial("patternProperties that meet", {"type": "object", "patternProperties": {"^a": {}, "^.b": {}}}),
     Trial(
-        "propertyNames of an enum or a pattern",
+        "propertyNames of an enum, a constant or a pattern",
         {"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "null"}},
         ("{}", '{"a": null}', '{"a": null, "b": null}'),
         ('{"c": null}', '{"a": 1}'),
     ),
-    Trial("propertyNames otherwise", {"type": "object", "propertyNames": {"maxLength": 3}}),
+    Trial(
+        "propertyNames by $ref",
+        {"type": "object", "propertyNames": {"$ref": "#/$defs/c"}, "$defs": {"c": {"enum": ["a", "b"]}}},
+        ("{}", '{"a": 1, "b": 2}'),
+        ('{"c": 1}',),
+    ),
+    Trial(
+        "propertyNames by anyOf",
+        {"type": "object", "propertyNames": {"anyOf": [{"const": "a"}, {"enum": ["b"]}]}, "required": ["a"]},
+        ('{"a": 1}', '{"a": 1, "b": 2}'),
+        ("{}", '{"b": 1}', '{"a": 1, "c": 1}'),
+    ),
+    Trial(
+        "propertyNames of lengths",
+        {"type": "object", "propertyNames": {"minLength": 1, "maxLength": 3}},
+        ("{}", '{"a": 1}', '{"abc": 1, "ä": 2}'),
+        ('{"": 1}', '{"abcd": 1}'),
+    ),
+    Trial("propertyNames otherwise", {"type": "object", "propertyNames": {"format": "uuid"}}),
     Trial(
         "minProperties, maxProperties",
         {"type": "object", "minProperties": 1, "maxProperties": 2},

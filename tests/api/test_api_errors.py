@@ -168,6 +168,16 @@ async def test_unknown_route_and_method(client: TestClient) -> None:
     assert response.status == 405
     assert response.headers["Allow"] == "POST"
     assert "try POST" in check_error(await response.json())["message"]
+    for method, path, instead in (
+        ("POST", "/v1/responses/cancel", "/v1/responses/{id}/cancel"),
+        ("GET", "/v1/responses/input_items", None),
+        ("POST", "/v1/responses/input_items", "DELETE, GET, HEAD"),
+        ("PUT", "/v1/responses/cancel", "DELETE, GET, HEAD"),
+    ):
+        response = await client.request(method, path, json={})
+        error = check_error(await response.json())
+        assert response.status == (404 if instead is None else 405)
+        assert instead is None or error["message"].endswith(f"not allowed on {path}; try {instead}")
 
 
 @pytest.mark.parametrize("path", [URL, "/v1/chat/completions", "/tokenize", "/detokenize"])

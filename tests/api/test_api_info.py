@@ -94,6 +94,20 @@ async def test_scoring_alone_generates_no_token(client: TestClient, post: Post, 
         assert [each["stop_reason"] for each in body["choices"]] == [None, None]
 
 
+async def test_a_prompt_counts_when_its_first_step_begins(client: TestClient, engine: FakeEngine) -> None:
+    before = await scrape(client)
+    engine.hold(0)
+    gone = asyncio.create_task(client.post("/v1/completions", json={"prompt": ["a", "bc"]}))
+    await engine.until_submitted(2)
+    gone.cancel()
+    await asyncio.gather(*(handle.is_aborted.wait() for handle in engine.submitted))
+    engine.release()
+    assert (await client.post("/v1/completions", json={"prompt": "hi", "n": 2})).status == 200
+    after = await scrape(client)
+    name = ("vllm:prompt_tokens_total", "", "")
+    assert after[name] - before[name] == 2
+
+
 async def test_metrics_show_the_engine(client: TestClient, engine: FakeEngine) -> None:
     engine.hold(0)
     running = asyncio.create_task(client.post("/v1/completions", json={"prompt": ["a", "b"]}))

@@ -239,7 +239,7 @@ async def test_sampling_is_that_of_chats(post: Post, speaker: FakeEngine, name: 
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"content": "x"}]}, "input[0].role"),
-        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].arguments"),
+        ({"input": [{"type": "function_call", "arguments": "{}"}]}, "input[0].name"),
         ({"input": "x" * 2000}, "input"),
         ({"input": "x", "background": True}, "background"),
         ({"input": "x", "reasoning": {"effort": 5}}, "reasoning.effort"),

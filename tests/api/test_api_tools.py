@@ -297,6 +297,9 @@ async def test_arguments_are_objects_though_the_schema_does_not_say_so(
     assert json.loads(rules.functions[0].parameters)["type"] == "object"
 
 
+BY_NAME = '{"type": "function", "function": {"name": ...}}'
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "says_"),
     [
@@ -318,9 +321,24 @@ async def test_arguments_are_objects_though_the_schema_does_not_say_so(
         ({"tools": named("a b")}, "tools[0].function.name", 'found "a b"'),
         ({"tools": named("f", parameters=[])}, "tools[0].function.parameters", "expected `object"),
         (
-            {"messages": with_arguments({})},
+            {"messages": with_arguments(5)},
             "messages[0].tool_calls[0].function.arguments",
-            "expected `string`",
+            "expected `",
+        ),
+        *(
+            ({"tools": [WEATHER], "tool_choice": each}, "tool_choice", f"must be {says}")
+            for each, says in {
+                '{"type": "function", "name": "f"}': BY_NAME,
+                '{"type": "tool", "name": "get_weather"}': BY_NAME,
+                '{"name": "f"}': BY_NAME,
+                '"get_weather"': BY_NAME,
+                '"any"': '"required"',
+                '{"type": "auto"}': 'the text "auto"',
+                '{"type": "none"}': 'the text "none"',
+                '{"type": "any"}': 'the text "required"',
+                '{"type": "required"}': 'the text "required"',
+            }.items()
+            for each in [json.loads(each)]
         ),
     ],
 )

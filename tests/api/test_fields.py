@@ -17,6 +17,7 @@ from xdeepserve.api.routes.fields import (
     CHANGES,
     HARMLESS,
     HOSTED,
+    MAX_IGNORED,
     OURS,
     FieldPlace,
     Fields,
@@ -122,6 +123,7 @@ async def test_places(
         ("/tokenize", {"reasoning_effort": "low"}, "reasoning_effort"),
         ("/tokenize", {"enable_thinking": False}, "enable_thinking"),
         ("/tokenize", {"documents": ["a"]}, "documents"),
+        ("/tokenize", {"messages": [HI], "images": ["x"]}, "images"),
     ],
 )
 async def test_what_would_change_the_answer_is_refused(
@@ -130,6 +132,138 @@ async def test_what_would_change_the_answer_is_refused(
     status, body = await post(path, **{**BODIES[path], **fields})
     assert (status, body["error"]["param"]) == (400, param)
     assert not engine.submitted
+
+
+def function(**fields: Any) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "function": {"name": "f", **fields}}]}
+
+
+def call(**fields: Any) -> dict[str, Any]:
+    return {
+        "messages": [{"role": "assistant", "tool_calls": [{"id": "c", "type": "function", **fields}]}, HI]
+    }
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+# Names, a value of each, and the end of the refusal.
+NAMES: list[tuple[str, str, Any, str]] = [
+    (CHAT, "images files attachments imageData", ["x"], ": this model reads text only"),
+    (CHAT, "extra_body generation_config generationConfig", {"n": 2}, "; its fields stand beside model here"),
+    (CHAT, "parameters options sampling_params", {"n": 2}, "; its fields stand beside model here"),
+    (CHAT, "system_prompt preamble systemInstruction", "x", "; use a message of role system"),
+    (CHAT, "chat_history contents inputs query", [HI], "; use messages"),
+    (CHAT, "random_seed sampling_seed randomSeed", 5, "; use seed"),
+    (CHAT, "stop_words stop_strings stopping_strings until stopSequences", ["x"], "; use stop"),
+    (CHAT, "schema guided_json_object guided_decoding", {}, "; use structured_outputs"),
+    (CHAT, "json_mode responseSchema response_model", True, "; use response_format"),
+    (CHAT, "min_length min_new_tokens", 3, "; use min_tokens"),
+    (CHAT, "reasoning_budget thinking_budget", 99, ": no limit is for the reasoning alone"),
+    (CHAT, "maxOutputTokens max_gen_toks num_predict", 3, "; use max_tokens"),
+    (CHAT, "k", 3, "; use top_k"),
+    (CHAT, "candidateCount", 2, "; use n"),
+    (CHAT, "negative_prompt guidance_scale tool_prompt stop_regex reasoning_format", "none", ""),
+    (CHAT, "search_parameters", {}, ""),
+    (CHAT, "separate_reasoning parse_tool_calls", False, ""),
+    (CHAT, "enable_search", True, ""),
+    (TEXT, "chat_history", [HI], "; use prompt"),
+    (TEXT, "system_prompt", "x", ": it is for chats only"),
+    (TEXT, "thinking", {"type": "enabled"}, ": it is for chats only"),
+    (TEXT, "random_seed", 5, "; use seed"),
+    (RESPONSES, "system_prompt", "x", "; use instructions"),
+    (RESPONSES, "chat_history", [HI], "; use input"),
+    (RESPONSES, "json_mode", True, "; use text.format"),
+    (RESPONSES, "maxNewTokens", 5, "; use max_output_tokens"),
+    (RESPONSES, "thinking", {"type": "disabled"}, "; use reasoning.effort"),
+]
+SCHEMAS = [
+    "inputSchema",
+    "input_schema",
+    "parameters_json_schema",
+    "parametersJsonSchema",
+    "args_schema",
+    "schema",
+]
+INSIDE: list[tuple[str, dict[str, Any], str]] = [
+    *((CHAT, function(**{name: SCHEMA}), "; use parameters") for name in SCHEMAS),
+    *((CHAT, {"tools": [{**TOOL, name: SCHEMA}]}, "; use function") for name in SCHEMAS),
+    *(
+        (RESPONSES, {"tools": [{"type": "function", "name": "f", name: SCHEMA}]}, "; use parameters")
+        for name in SCHEMAS
+    ),
+    *((CHAT, call(function={"name": "f", name: {"a": 1}}), "; use arguments") for name in ("args", "input")),
+    (CHAT, call(name="f", args={"a": 1}), "; use function"),
+    (CHAT, {"messages": [HI, {"role": "tool", "tool_call_id": "c", "output": "4"}]}, "; use content"),
+    (CHAT, {"messages": [{**HI, "images": ["x"]}]}, ": this model reads text only"),
+    (
+        RESPONSES,
+        {"input": [{"type": "function_call", "call_id": "c", "name": "f", "args": {}}]},
+        "; use arguments",
+    ),
+    *((path, {name: value}, says) for path, names, value, says in NAMES for name in names.split()),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "says"), INSIDE, ids=str)
+async def test_names_of_other_servers_say_what_to_use(
+    post: Post, engine: FakeEngine, path: str, fields: dict[str, Any], says: str
+) -> None:
+    engine.formats = OutputFormats(shows_tools=True, tools="hermes")
+    status, body = await post(path, **{**BODIES[path], **fields})
+    assert status == 400
+    assert body["error"]["message"].endswith(f"is not supported{says}")
+    assert not engine.submitted
+
+
+HARMLESS_NAMES = """chat_id client conversation_id conversation_name context_id extra_headers headers labels
+    message_id num_ctx query_id rid session tags timeout title trace_id ttl user_id"""
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT, RESPONSES])
+async def test_names_that_change_nothing_are_not_taken_for_others(client: TestClient, path: str) -> None:
+    fields = dict.fromkeys(HARMLESS_NAMES.split(), "x")
+    async with client.post(path, json={**BODIES[path], **fields}) as answer:
+        assert answer.status == 200, await answer.text()
+        assert answer.headers["X-Ignored-Fields"] == ", ".join(fields)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (TEXT, {"thinking": {"type": "disabled"}, "enable_thinking": False, "think": False}),
+        (TEXT, {"images": [], "stop_words": [], "system_prompt": "", "json_mode": False, "seed": 0}),
+        (CHAT, {"extra_body": {}, "min_length": 0, "reasoning_budget": -1, "separate_reasoning": True}),
+        (
+            CHAT,
+            {"guidance_scale": 1.0, "negative_prompt": "", "files": [], "schema": False, "random_seed": -1},
+        ),
+        (CHAT, {"thinking": {"type": "enabled", "budget_tokens": 5}}),
+    ],
+)
+async def test_values_that_ask_for_nothing_are_taken(post: Post, path: str, fields: dict[str, Any]) -> None:
+    status, body = await post(path, **{**BODIES[path], **fields})
+    assert status == 200, body
+
+
+@pytest.mark.parametrize(
+    ("thinking", "told"),
+    [
+        ({"type": "enabled"}, True),
+        ({"type": "disabled"}, False),
+        ({"type": "adaptive"}, None),
+        (True, True),
+        (False, False),
+        (None, None),
+    ],
+)
+async def test_thinking_is_told_to_the_template(
+    post: Post, engine: FakeEngine, thinking: Any, told: bool | None
+) -> None:
+    status, _ = await post(CHAT, messages=[HI], thinking=thinking)
+    assert status == 200
+    assert engine.tokenizer is not None
+    assert engine.tokenizer.variables.get("enable_thinking") is told  # type: ignore[attr-defined]
+    assert (await post(CHAT, messages=[HI], thinking={"type": "on"}))[0] == 400
+    assert (await post(CHAT, messages=[HI], thinking={"type": "enabled", "budgt": 1}))[0] == 400
 
 
 async def test_a_strict_server_refuses_all(engine: FakeEngine) -> None:
@@ -176,6 +310,12 @@ def test_headers_are_ascii_and_short() -> None:
     assert header.isprintable()
     assert header.count(",") == 32
     assert header.endswith("and-68-more")
+
+
+async def test_a_request_may_have_so_many_unknown_fields(post: Post) -> None:
+    for number, status in ((MAX_IGNORED, 200), (MAX_IGNORED + 1, 400)):
+        fields = {f"zz{i}": 1 for i in range(number)}
+        assert (await post(TEXT, prompt="x", **fields))[0] == status
 
 
 @pytest.mark.parametrize("kind", ["web_search_preview_2025_03_11", "mcp", "computer_use_preview"])

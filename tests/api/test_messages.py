@@ -21,6 +21,8 @@ from xdeepserve.engine.serving.request import OutputFormats
 URL = "/v1/messages"
 HI: dict[str, Any] = {"role": "user", "content": "hi"}
 TOOL: dict[str, Any] = {"name": "f", "description": "d", "input_schema": {"type": "object"}}
+FORMAT: dict[str, Any] = {"type": "json_schema", "schema": {"type": "object"}}
+CALL: dict[str, Any] = {"type": "tool_use", "id": "c1", "name": "f"}
 SCRIPT = b'<think>hm</think>ok<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 
 
@@ -152,12 +154,8 @@ async def test_a_call_that_is_cut_off_has_its_whole_members(
 
 
 def is_part(found: Any, whole: Any) -> bool:
-    """Whether a value is the beginning of another, whose simple values are as they were."""
-    if isinstance(whole, dict):
-        return list(found) == list(whole)[: len(found)] and all(is_part(found[k], whole[k]) for k in found)
-    if isinstance(whole, list):
-        return len(found) <= len(whole) and all(map(is_part, found, whole))
-    return bool(found == whole)
+    """Whether an object has the first members of another, all of them whole."""
+    return list(found.items()) == list(whole.items())[: len(found)]
 
 
 def test_members_that_are_whole() -> None:
@@ -172,12 +170,47 @@ def test_members_that_are_whole() -> None:
         '{"n": 12, "b': '{"n": 12}',
         '{"a": tru': "{}",
         '{"a": true': '{"a": true}',
-        '{"a": {"b": [1, 2': '{"a": {"b": [1]}}',
+        '{"a": {"b": [1, 2': "{}",
+        '{"a": {"b": [1, 2]': "{}",
+        '{"a": {"b": [1, 2]}': '{"a": {"b": [1, 2]}}',
+        '{"a": {"b": [1, 2]}}': '{"a": {"b": [1, 2]}}',
+        '{"a": "x", "b": [1, 1': '{"a": "x"}',
+        '{"a": "x", "b": [1, 1,': '{"a": "x"}',
+        '{"a": "x", "b": [1, 1]': '{"a": "x", "b": [1, 1]}',
+        '{"a": "x", "b": [': '{"a": "x"}',
+        '{"a": [], "b': '{"a": []}',
+        '{"a": {"x": "y"': "{}",
+        '{"a": {"x": "y"}': '{"a": {"x": "y"}}',
+        '{"a": [{"x": 1}, {"x": 2}': "{}",
+        '{"a": ["]", "}"': "{}",
+        '{"a": [[1], [2]], "b": {': '{"a": [[1], [2]]}',
+        '{"a": -1.5e': "{}",
         '{"a\\': "{}",
         "{'a': 1, 'b": "",
         '"{\\"a': "",
     }.items():
         assert completed(text) == found
+
+
+@pytest.mark.parametrize("given", [{}, {"input": None}, {"input": {}}, {"input": "{}"}])
+async def test_a_call_without_arguments_has_none(
+    client: TestClient, agent: FakeEngine, given: dict[str, Any]
+) -> None:
+    messages = [HI, {"role": "assistant", "content": [{**CALL, **given}]}, HI]
+    await ask(client, messages=messages, tools=[TOOL])
+    assert agent.tokenizer is not None
+    assert agent.tokenizer.chats[-1][0][1]["tool_calls"][0]["function"]["arguments"] == {}
+
+
+async def test_thinking_may_be_left_out_of_the_answer(client: TestClient, agent: FakeEngine) -> None:
+    fields = {"thinking": {"type": "enabled", "budget_tokens": 1024, "display": "omitted"}, "tools": [TOOL]}
+    for message in (await ask(client, **fields), collected(await events(client, **fields))):
+        assert message["content"][:2] == [
+            {"type": "thinking", "thinking": "", "signature": ""},
+            {"type": "text", "text": "ok"},
+        ]
+    async with client.post(URL, json={"messages": [HI], "max_tokens": 1, **fields}) as answer:
+        assert answer.headers["X-Ignored-Fields"] == "thinking.budget_tokens"
 
 
 async def test_what_the_template_is_shown(client: TestClient, agent: FakeEngine) -> None:
@@ -317,6 +350,80 @@ async def test_tool_choice(
             "must be auto, any, none or tool",
         ),
         ({"thinking": {"type": "on"}}, "thinking.type must be enabled"),
+        # Objects within a request take their own fields only.
+        ({"thinking": {"type": "enabled", "displai": "omitted"}}, "thinking.displai (did you mean display?)"),
+        ({"thinking": {"type": "enabled", "display": "none"}}, "thinking.display: invalid enum value 'none'"),
+        ({"thinking": {"enabled": True}}, "unknown field thinking.enabled; known are display, type"),
+        ({"output_config": {"fmt": FORMAT}}, "output_config.fmt (did you mean format?)"),
+        ({"output_config": {"task_budget": {}}}, "unknown field output_config.task_budget"),
+        (
+            {"output_config": {"format": {**FORMAT, "scema": {}}}},
+            "output_config.format.scema (did you mean schema",
+        ),
+        (
+            {"output_config": {"format": {**FORMAT, "strict": True}}},
+            "unknown field output_config.format.strict",
+        ),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema is required"),
+        (
+            {"output_config": {"format": {"type": "json_object"}}},
+            "output_config.format.type: invalid enum value",
+        ),
+        (
+            {"output_format": {**FORMAT, "name": "x"}},
+            "unknown field output_format.name; known are schema, type",
+        ),
+        ({"output_config": {"effort": "ultra"}}, "output_config.effort must be one of none, minimal"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "any", "disable_paralel_tool_use": True}},
+            "tool_choice.disable_paralel_tool_use (did you mean disable_parallel_tool_use?)",
+        ),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "auto", "disable_parallel_tool_use": "yes"}},
+            "tool_choice.disable_parallel_tool_use: expected `boolean",
+        ),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "any", "name": "f"}},
+            'needs {"type": "tool", "name": ...}',
+        ),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name must be a tool's, found null"),
+        (
+            {"tools": [TOOL], "tool_choice": "auto"},
+            'must be an object such as {"type": "auto"}, found "auto"',
+        ),
+        ({"tool_choice": {"type": "any"}}, "tool_choice any needs tools"),
+        ({"tools": [{**TOOL, "strict": "yes"}]}, "tools[0].strict: expected `boolean"),
+        ({"tools": [{**TOOL, "description": 5}]}, "tools[0].description: expected `string"),
+        ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name must be 1 to 64"),
+        (
+            {"tools": [{**TOOL, "input_schema": {"type": "string"}}]},
+            "tools[0].input_schema.type must be object",
+        ),
+        ({"tools": [{"name": "f", "parameters": {}}]}, "parameters is not supported; use input_schema"),
+        (
+            {"tools": [{"name": "f", "inputSchema": {}}]},
+            "unknown field tools[0].inputSchema (did you mean input_schema?)",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{**PLAIN, "source": {**PLAIN["source"], "dta": "x"}}]}
+                ]
+            },
+            "source.dta",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": [{**CALL, "arguments": {}}]}]},
+            "content[0].arguments is not supported; use input",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": [{**CALL, "input": 5}]}]},
+            "content[0].input must be an object",
+        ),
+        ({"random_seed": 1}, "random_seed is not supported"),
+        ({"stopSequences": ["x"]}, "unknown field stopSequences (did you mean stop_sequences?)"),
+        ({"system_prompt": "x"}, "system_prompt is not supported; use system"),
+        ({"json_mode": True}, "json_mode is not supported; use output_config.format"),
         ({"stop": ["x"]}, "stop is not supported; use stop_sequences"),
         ({"seed": 1}, "seed is not supported"),
         (

@@ -122,6 +122,53 @@ async def test_messages_of_other_servers_are_taken(
     assert status == 200, body
 
 
+@pytest.mark.parametrize("given", [{}, {"arguments": None}, {"arguments": ""}, {"arguments": {}}])
+async def test_a_call_without_arguments_comes_back(
+    post: Post, agent: FakeEngine, given: dict[str, Any]
+) -> None:
+    said = {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", **given}}]}
+    assert (await post(CHAT, messages=[HI, said, HI], tools=[TOOL]))[0] == 200
+    call = shown(agent)[1]["tool_calls"][0]
+    assert (list(call), call["function"]) == (["id", "type", "function"], {"name": "f", "arguments": {}})
+    if given.get("arguments") != {}:
+        items = [HI, {"type": "function_call", "call_id": "c", "name": "f", **given}]
+        assert (await post(RESPONSES, input=items))[0] == 200
+        assert shown(agent)[1]["tool_calls"][0]["function"]["arguments"] == {}
+
+
+@pytest.mark.parametrize("given", [{}, {"output": None}, {"output": ""}, {"output": []}])
+async def test_a_function_that_returns_nothing(post: Post, agent: FakeEngine, given: dict[str, Any]) -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    items = [HI, call, {"type": "function_call_output", "call_id": "c", **given}]
+    assert (await post(RESPONSES, input=items))[0] == 200
+    assert shown(agent)[2]["content"] == ""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "says"),
+    [
+        (RESPONSES, "item_reference", ": send the item itself, or previous_response_id"),
+        (RESPONSES, "tool_use", "; use function_call"),
+        (RESPONSES, "custom_tool_call_output", "; use function_call_output"),
+        (RESPONSES, "web_search_call", "(known: message, reasoning, function_call, function_call_output)"),
+        (CHAT, "tool_use", "; use tool_calls of the message"),
+        (CHAT, "tool-call", "; use tool_calls of the message"),
+        (CHAT, "function_call", "; use tool_calls of the message"),
+        (CHAT, "tool_result", "; use a message of role tool for each result"),
+        (CHAT, "function_call_output", "; use a message of role tool for each result"),
+        (CHAT, "document", "; write its text into a part of type text"),
+        (CHAT, "image_url", ": this model reads text only"),
+    ],
+)
+async def test_what_other_apis_have_says_what_to_send(
+    post: Post, agent: FakeEngine, path: str, kind: str, says: str
+) -> None:
+    each: dict[str, Any] = {"type": kind, "id": "x"}
+    said = {"role": "assistant", "content": [each]}
+    status, body = await post(path, **({"messages": [HI, said]} if path == CHAT else {"input": [each]}))
+    assert (status, body["error"]["message"].endswith(says)) == (400, True), body
+
+
 async def test_thoughts_are_an_assistants(post: Post, agent: FakeEngine) -> None:
     for fields in ({"thinking": "hm"}, {"content": [{"type": "thinking", "thinking": "hm"}]}):
         assert (await post(CHAT, messages=[{**HI, **fields}]))[0] == 400

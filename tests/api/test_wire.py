@@ -20,7 +20,7 @@ from xdeepserve.api.server.options import ServerOptions
 from xdeepserve.api.server.server import build_app, max_body_bytes
 from xdeepserve.engine.dp.json_schema import json_rule
 from xdeepserve.engine.serving.request import OutputFormats
-from xdeepserve.errors import InputError
+from xdeepserve.errors import InputError, RequestError
 
 TEXT, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 HI: dict[str, Any] = {"role": "user", "content": "hi"}
@@ -213,6 +213,15 @@ async def test_openais_response_types(client: TestClient, engine: FakeEngine, li
 # ---- propertyNames ----------------------------------------------------------------------------------------
 
 
+ONLY_A = {"properties": {"a": True}, "additionalProperties": False}
+ALL_X = {"patternProperties": {"^x_": True}, "additionalProperties": False}
+DEFS = {
+    "A": {"const": "a", "title": "A", "type": "string"},
+    "B": {"$ref": "#/$defs/A"},
+    "C": {"$ref": "#/$defs/C"},
+}
+
+
 @pytest.mark.parametrize(
     ("names", "fields", "others"),
     [
@@ -228,19 +237,57 @@ async def test_openais_response_types(client: TestClient, engine: FakeEngine, li
             {"properties": {"a": {"type": "null"}}},
             {"properties": {"a": {"type": "null"}, "b": True}, "additionalProperties": False},
         ),
-        ({"pattern": "^x_"}, {"properties": {"y": True}}, None),
-        ({"maxLength": 3}, {}, None),
-        (False, {}, None),
+        ({"pattern": "^x_"}, {"properties": {"y": True}}, ALL_X),
+        (
+            {"maxLength": 3},
+            {},
+            {"patternProperties": {r"^[\s\S]{0,3}$": True}, "additionalProperties": False},
+        ),
+        ({"minLength": 1}, {}, {"patternProperties": {r"^[\s\S]{1,}$": True}, "additionalProperties": False}),
+        (False, {}, {"properties": {}, "additionalProperties": False}),
+        ({"const": "a", "title": "A"}, {}, ONLY_A),
+        ({"enum": ["a", 1]}, {"required": ["a"]}, {"required": ["a"], **ONLY_A}),
+        ({"anyOf": [{"const": "a"}, {"enum": ["a"], "type": "string"}]}, {}, ONLY_A),
+        ({"oneOf": [{"const": "a"}, {"const": "b"}, {"const": "b"}]}, {}, ONLY_A),
+        ({"allOf": [{"const": "a"}]}, {}, ONLY_A),
+        ({"$ref": "#/$defs/A"}, {}, ONLY_A),
+        ({"anyOf": [{"$ref": "#/$defs/B"}]}, {}, ONLY_A),
     ],
 )
 def test_property_names_are_written_in_other_keywords(
-    names: Any, fields: dict[str, Any], others: dict[str, Any] | None
+    names: Any, fields: dict[str, Any], others: dict[str, Any]
 ) -> None:
     schema = {"type": "object", **fields, "propertyNames": names}
     inner = {"anyOf": [{"properties": {"propertyNames": schema}}]}
     for given, place in ((schema, []), (inner, ["anyOf", 0, "properties", "propertyNames"])):
-        found = msgspec.json.decode(json_rule(given).removeprefix("%json "))
+        found = msgspec.json.decode(json_rule({**given, "$defs": DEFS}).removeprefix("%json "))
+        found.pop("$defs")
         for step in place:
             found = found[step]
         found.pop("x-guidance", None)
-        assert found == (schema if others is None else {"type": "object", **fields, **others})
+        left = {} if "patternProperties" in others else fields
+        assert found == {"type": "object", **left, **others}
+
+
+@pytest.mark.parametrize(
+    ("names", "fields", "says"),
+    [
+        ({"format": "uuid"}, {}, "supported are an enum or a const of texts, a pattern"),
+        ({"type": "integer"}, {}, "supported are an enum"),
+        ({"not": {"const": "a"}}, {}, "supported are an enum"),
+        ({"pattern": "^x", "maxLength": 3}, {}, "supported are an enum"),
+        ({"pattern": "("}, {}, "supported are an enum"),
+        ({"maxLength": "3"}, {}, "supported are an enum"),
+        ({"maxLength": -3}, {}, "supported are an enum"),
+        ({"anyOf": [{"const": "a"}, {"pattern": "^x"}]}, {}, "supported are an enum"),
+        ({"$ref": "#/$defs/C"}, {}, "supported are an enum"),
+        ({"$ref": "#/$defs/D"}, {}, "#/$defs/D points to nothing"),
+        ({"$ref": "other.json"}, {}, "other.json points to nothing"),
+        ({"enum": ["a"]}, {"required": ["b"]}, "excludes 'b', which is required"),
+        ({"enum": ["a"]}, {"patternProperties": {"a": True}}, "beside patternProperties"),
+    ],
+)
+def test_other_property_names_are_refused(names: Any, fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        json_rule({"type": "object", **fields, "propertyNames": names, "$defs": DEFS})
+    assert says in str(refused.value)

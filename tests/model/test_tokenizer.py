@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xdeepserve.errors import CheckpointError, RequestError
+from xdeepserve.model.chat_template import ChatTemplate
 from xdeepserve.model.presets import PRESET_DIRECTORY
 from xdeepserve.model.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer, require_tokenizer
 
@@ -136,14 +137,59 @@ def test_text_parts_are_joined() -> None:
         ([{"content": "x"}], r"messages\[0\]\.role must be a text such as user, found null"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
-            "only have parts of type text",
+            r"content\[0\]\.type must be text, found \"image_url\": this model reads text only",
         ),
     ],
 )
 def test_a_template_may_refuse(messages: list[dict[str, Any]], reason: str) -> None:
     with pytest.raises(RequestError, match=reason) as caught:
         TOKENIZER.apply_chat_template(messages)
-    assert caught.value.param == "messages"
+    assert str(caught.value.param).startswith("messages")
+
+
+SHOWS_ALL = ChatTemplate(
+    """{% for m in messages %}[{{ m.role }}{% if m.reasoning_content %} {{ m.reasoning_content }}{% endif %}|
+{{- m.content or '' }}{% for call in m.tool_calls or [] %}|{{ call.type }} {{ call.function.name }} {{ '' +
+call.function.arguments }} {{ call.function.arguments | tojson }}{% endfor %}]{% endfor %}""",
+    "a test",
+)
+ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    *((given, "{} {}") for given in ({}, {"arguments": None}, {"arguments": ""}, {"arguments": {}})),
+    *((given, '{"k": 7} {"k": 7}') for given in ({"arguments": {"k": 7}}, {"arguments": '{"k": 7}'})),
+    ({"arguments": '{"k": '}, '{"k":  {"arguments": "{\\"k\\": "}'),
+]
+
+
+@pytest.mark.parametrize(("given", "shown"), ARGUMENTS)
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_arguments_of_calls_in_every_form(given: dict[str, Any], shown: str, is_flat: bool) -> None:
+    function = {"name": "f", **given}
+    call = {"id": "c", **(function if is_flat else {"type": "function", "function": function})}
+    for content in ({}, {"content": None}, {"content": ""}):
+        said = {"role": "assistant", **content, "tool_calls": [call]}
+        text = SHOWS_ALL.render(messages=[{"role": "user", "content": "hi"}, said])
+        assert text == f"[user|hi][assistant||function f {shown}]"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"reasoning_content": "hm"},
+        {"reasoning": "hm"},
+        {"thinking": "hm", "reasoning_content": ""},
+        {"thinking_blocks": [{"type": "thinking", "thinking": "hm"}]},
+        {"reasoning_details": [{"type": "reasoning.text", "text": "hm"}, {"type": "reasoning.encrypted"}]},
+        {"content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "yes"}]},
+        {"content": [{"type": "reasoning", "text": "hm"}, {"type": "output_text", "text": "yes"}]},
+        {"reasoning": "hm", "content": [{"type": "refusal", "refusal": "yes"}]},
+        {"reasoning": "hm", "content": None, "refusal": "yes"},
+    ],
+)
+def test_reasoning_is_shown_from_every_field(fields: dict[str, Any]) -> None:
+    said = {"role": "assistant", "content": "yes", **fields}
+    assert (
+        SHOWS_ALL.render(messages=[{"role": "user", "content": "hi"}, said]) == "[user|hi][assistant hm|yes]"
+    )
 
 
 def test_messages_are_not_changed() -> None:

@@ -42,7 +42,7 @@ class ChatTemplate:
     ) -> str:
         """Render a chat as text. Raises RequestError with the template's own words if it refuses the
         messages, and for a text longer than `max_chars`."""
-        plain = [_plain_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
+        plain = [plain_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
         try:
             return self._collect(max_chars, messages=self.forms.applied(plain), **variables)
         except RequestError:
@@ -228,45 +228,133 @@ def load_chat_templates(directory: Path, tokenizer_config: Mapping[str, Any]) ->
     return {name: ChatTemplate(source, str(directory)) for name, source in sources.items()}
 
 
-def _plain_message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
+def plain_message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a message of OpenAI's API to the form that templates take. Raises RequestError, which calls the
     message `where`.
 
-    A list of text parts becomes one text, joined by newlines, and arguments of calls become JsonText. Content
-    may be left out in an assistant's turn and in a tool's. The role "developer" is that of the system.
+    A list of text parts becomes one text, joined by newlines as in vLLM, arguments of calls become JsonText,
+    and reasoning is `reasoning_content`, whatever field or part it is in. Content may be left out in an
+    assistant's turn and in a tool's. The role "developer" is that of the system.
     """
-    plain, role = dict(message), message.get("role")
+    role, calls = message.get("role"), message.get("tool_calls")
+    plain = {name: value for name, value in message.items() if name not in (*REASONING, "refusal")}
     if not isinstance(role, str):
-        raise RequestError(
-            f"{where}.role must be a text such as user, found {abridged(role)}", param="messages"
-        )
-    plain["role"] = "system" if role == "developer" else role
-    if calls := message.get("tool_calls"):
-        plain["tool_calls"] = [_plain_call(call) for call in calls]
-    content = message.get("content")
-    if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
-        if not all(isinstance(part, str) for part in parts):
-            raise RequestError(f"{where}.content may only have parts of type text", param="messages")
-        plain["content"] = "\n".join(str(part) for part in parts)
-    elif content is None and role in ("assistant", "tool"):
-        if not calls:
-            plain["content"] = message.get("refusal") or ""  # as a client has it from an answer without text
-    elif content is None:
-        raise RequestError(f"{where}.content is required", param="messages")
-    elif not isinstance(content, str):
-        raise RequestError(
-            f"{where}.content must be a text or a list of parts, found {abridged(content)}",
-            param="messages",
-        )
+        param = f"{where}.role"
+        raise RequestError(f"{param} must be a text such as user, found {abridged(role)}", param=param)
+    for name, owner in _OWNERS.items():
+        if message.get(name) and role != owner and role in ROLES:
+            raise RequestError(f"{where}.{name} belongs to the role {owner}", param=f"{where}.{name}")
+    for name, instead in _UNSHOWN.items():
+        if message.get(name):
+            raise RequestError(f"{where}.{name} is not supported{instead}", param=f"{where}.{name}")
+    plain["role"] = ROLES.get(role, role)
+    plain["content"] = _plain_content(where, role, message)
+    parts = message["content"] if isinstance(message.get("content"), list) else []
+    thoughts = [part for part in parts if isinstance(part, Mapping) and part.get("type") in _THOUGHTS]
+    if reasoning := next(
+        filter(None, (_thought(message.get(name)) for name in REASONING)), _thought(thoughts)
+    ):
+        plain["reasoning_content"] = reasoning
+    if calls:  # templates ask whether the key is there
+        if not isinstance(calls, Sequence) or isinstance(calls, str):
+            param = f"{where}.tool_calls"
+            raise RequestError(f"{param} must be a list, found {abridged(calls)}", param=param)
+        plain["tool_calls"] = [_plain_call(f"{where}.tool_calls[{j}]", call) for j, call in enumerate(calls)]
+    else:
+        plain.pop("tool_calls", None)
     return plain
 
 
-def _plain_call(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
-    return {**call, "function": {**function, "arguments": JsonText.of_call(function["arguments"])}}
+# OpenAI's newer models call the system role "developer"; templates know only "system".
+ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"developer": "system"}
+# Fields of an assistant's reasoning: those of this server, of DeepSeek, Ollama, LiteLLM and OpenRouter.
+REASONING = ("reasoning_content", "reasoning", "thinking", "thinking_blocks", "reasoning_details")
+_OWNERS = dict.fromkeys(("tool_calls", *REASONING, "refusal"), "assistant") | {"tool_call_id": "tool"}
+_THOUGHTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text")  # parts of reasoning
+_TEXTS = (None, "text", "input_text", "output_text")  # parts of text; the latter are those of /v1/responses
+_TEXT_ONLY = ": this model reads text only"
+_UNSHOWN = {"function_call": "; use tool_calls", "images": _TEXT_ONLY, "audio": _TEXT_ONLY}
+# Parts of other APIs, and what to send instead.
+_INSTEAD = {
+    **dict.fromkeys(
+        ("function_call", "tool_call", "tool-call", "tool_use"), "; use tool_calls of the message"
+    ),
+    **dict.fromkeys(
+        ("function_call_output", "tool-result", "tool_result"), "; use a message of role tool for each result"
+    ),
+    **dict.fromkeys(("document", "search_result"), "; write its text into a part of type text"),
+}
+
+
+def _plain_content(where: str, role: str, message: Mapping[str, Any]) -> str | None:
+    """Return a message's text; None for an assistant's turn that has calls and no text."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None and role == "assistant":
+        # As a client has it from an answer without text.
+        return message.get("refusal") or (None if message.get("tool_calls") else "")
+    if content is None and role == "tool":
+        return ""  # a function that returns nothing
+    if content is None:
+        raise RequestError(f"{where}.content is required", param=f"{where}.content")
+    if not isinstance(content, list | tuple):
+        param = f"{where}.content"
+        reason = f"{param} must be a text or a list of parts, found {abridged(content)}"
+        raise RequestError(reason, param=param)
+    texts = []
+    for j, part in enumerate(content):
+        param, of = f"{where}.content[{j}]", part if isinstance(part, Mapping) else {"text": part}
+        kind = of.get("type")
+        if kind in _THOUGHTS and role == "assistant":
+            continue
+        if kind not in (*_TEXTS, "refusal"):
+            instead = _INSTEAD.get(kind, _TEXT_ONLY) if isinstance(kind, str) else ""
+            raise RequestError(
+                f"{param}.type must be text, found {abridged(kind)}{instead}", param=f"{param}.type"
+            )
+        text = of.get("refusal" if kind == "refusal" else "text")
+        if not isinstance(text, str):
+            raise RequestError(f"{param}.text is required", param=f"{param}.text")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _thought(value: Any) -> str:
+    """Return the text of a reasoning: a text, or a list of objects of which each has some; those of hidden
+    reasoning have none."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        return "".join(map(_thought, value))
+    found = (
+        (value.get(name) for name in ("thinking", "text", "summary")) if isinstance(value, Mapping) else ()
+    )
+    return next(filter(None, map(_thought, found)), "")
+
+
+def _plain_call(where: str, call: Any) -> dict[str, Any]:
+    """Convert a call to a template's form, in which its arguments are an object. A call may have its name and
+    arguments under `function`, or without that level."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        param = f"{where}.function"
+        example = '{"name": ..., "arguments": ...}'
+        raise RequestError(f"{param} must be {example}, found {abridged(function)}", param=param)
+    arguments, param = function.get("arguments"), f"{where}.function.arguments"
+    if isinstance(arguments, str) or arguments is None:
+        arguments = JsonText.of_call(arguments or "{}")
+    elif not isinstance(arguments, JsonText):
+        try:
+            arguments = JsonText(json.dumps(arguments, ensure_ascii=False))
+        except (TypeError, ValueError):
+            reason = f"{param} must be an object or its JSON, found {abridged(arguments)}"
+            raise RequestError(reason, param=param) from None
+    named = ("id", "type") if function is call else ("id", "type", *call)
+    plain = {name: call[name] for name in named if name in call}
+    plain.setdefault("type", "function")
+    function = {"name": function["name"], "arguments": arguments} if function is call else function
+    return {**plain, "function": {**function, "arguments": arguments}}
 
 
 class JsonText(dict[str, Any]):

@@ -12,8 +12,9 @@ from aiohttp import web
 from xdeepserve.api.answers.generation import Generation
 from xdeepserve.api.answers.responses import json_response
 from xdeepserve.api.answers.sse import stream_events
-from xdeepserve.api.anthropic.message_items import MessagesRequest, chat_of
-from xdeepserve.api.openai.chat import prepare_chat
+from xdeepserve.api.anthropic.message_items import CLIENTS_NAMES, MessagesRequest, chat_of
+from xdeepserve.api.openai.chat import PreparedChat, prepare_chat
+from xdeepserve.api.openai.response_items import in_clients_words
 from xdeepserve.api.openai.response_stream import Event
 from xdeepserve.api.routes.body import read_body
 from xdeepserve.api.server.endpoint import ENGINE_REQUEST_ID, ApiEndpoint
@@ -28,7 +29,6 @@ _TEXT_OF = {"text": ("text", "text_delta"), "thinking": ("thinking", "thinking_d
 _JSON_TOKEN = re.compile(
     r'(?P<whole>"(?:[^"\\]|\\.)*"|true\b|false\b|null\b)|".*|[\[\]{},:]|[^\s\[\]{},:"]+', re.DOTALL
 )
-_CLOSERS = {"{": "}", "[": "]"}
 
 
 async def create_message(request: web.Request) -> web.StreamResponse:
@@ -40,12 +40,15 @@ async def create_message(request: web.Request) -> web.StreamResponse:
     endpoint = request.app[MODELS].find(body.model)
     if body.max_tokens is None:
         raise RequestError("max_tokens is required", param="max_tokens")
-    prepared = await prepare_chat(endpoint, chat_of(body))
+    prepared = await _prepared(endpoint, body)
     params, limit = prepared.params, endpoint.engine.max_model_len
     is_cut = len(prepared.prompt) < limit < len(prepared.prompt) + body.max_tokens
     if is_cut:
         params = msgspec.structs.replace(params, max_tokens=limit - len(prepared.prompt))
-    answer = MessageAnswer(endpoint, request[ENGINE_REQUEST_ID].removeprefix("req-"), is_cut=is_cut)
+    hides = getattr(body.thinking, "display", None) == "omitted"
+    answer = MessageAnswer(
+        endpoint, request[ENGINE_REQUEST_ID].removeprefix("req-"), is_cut=is_cut, hides_thinking=hides
+    )
     async with endpoint.generate(
         request, [prepared.prompt], params, "messages", prepared.parse
     ) as generation:
@@ -59,15 +62,24 @@ async def create_message(request: web.Request) -> web.StreamResponse:
 async def count_message_tokens(request: web.Request) -> web.Response:
     """Handle POST /v1/messages/count_tokens: the length of the prompt that a request would have."""
     body = await read_body(request, MessagesRequest)
-    prepared = await prepare_chat(request.app[MODELS].find(body.model), chat_of(body))
+    prepared = await _prepared(request.app[MODELS].find(body.model), body)
     return json_response({"input_tokens": len(prepared.prompt)})
+
+
+async def _prepared(endpoint: ApiEndpoint, body: MessagesRequest) -> PreparedChat:
+    """Prepare the chat that a request becomes. Errors have the request's names of fields."""
+    chat = chat_of(body)
+    try:
+        return await prepare_chat(endpoint, chat)
+    except RequestError as error:
+        raise in_clients_words(error, CLIENTS_NAMES) from None
 
 
 class MessageAnswer:
     """Turns a generation's deltas into events, and into the message that they add up to."""
 
-    def __init__(self, endpoint: ApiEndpoint, answer_id: str, *, is_cut: bool) -> None:
-        self._answer_id, self._is_cut = answer_id, is_cut
+    def __init__(self, endpoint: ApiEndpoint, answer_id: str, *, is_cut: bool, hides_thinking: bool) -> None:
+        self._answer_id, self._is_cut, self._hides_thinking = answer_id, is_cut, hides_thinking
         self._blocks: list[dict[str, Any]] = []
         self._is_open = False
         self._message: dict[str, Any] = {
@@ -139,6 +151,8 @@ class MessageAnswer:
         if not (self._is_open and self._blocks[-1]["type"] == kind):
             block = {"type": kind, field: ""}
             yield from self._open({**block, "signature": ""} if kind == "thinking" else block)
+        if kind == "thinking" and self._hides_thinking:
+            return
         self._blocks[-1][field] += text
         yield self._delta({"type": named, field: text})
 
@@ -174,22 +188,21 @@ def _usage(generation: Generation) -> dict[str, Any]:
 
 def completed(text: str) -> str:
     """Return the arguments of a call as a JSON object. Of a call that `max_tokens` cut off, these are the
-    members and elements that are whole; a number at the end may lack digits. Empty if nothing is whole.
+    members whose values are whole, objects and arrays included; a number at the end may lack digits. Empty if
+    nothing is whole.
 
     Other forms of an answer have arguments as text, where the beginning of an object has its place.
     """
-    whole, closers, before = "", "", ""
+    whole, depth, before = "", 0, ""
     for found in _JSON_TOKEN.finditer(text):
         token = found[0]
-        if token in _CLOSERS:
-            closers = _CLOSERS[token] + closers
-        elif token in ("}", "]"):
-            closers = closers[1:]
-        is_value = before == ":" or closers[:1] == "]"
-        if token == ",":
-            whole = text[: found.start()] + closers
-        elif token in ("{", "}", "[", "]") or (is_value and found["whole"] is not None):
-            whole = text[: found.end()] + closers
+        depth += (token in ("{", "[")) - (token in ("}", "]"))
+        if depth == 0:
+            whole = text[: found.end()]
+        elif depth == 1 and token == ",":
+            whole = text[: found.start()] + "}"
+        elif depth == 1 and (token in ("{", "}", "]") or (before == ":" and found["whole"] is not None)):
+            whole = text[: found.end()] + "}"
         before = token
     try:
         return whole and JsonText(whole).text

@@ -6,12 +6,10 @@ results (`tool_result`), which stand in a user's message here and are messages o
 
 from __future__ import annotations
 
-import json
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from xdeepserve.api.openai.chat import THINKING
 from xdeepserve.api.openai.conversation import plain_message
 from xdeepserve.api.openai.requests import (
     ChatMessage,
@@ -19,6 +17,7 @@ from xdeepserve.api.openai.requests import (
     FunctionCall,
     FunctionDefinition,
     StreamOptions,
+    ThinkingChoice,
     Tool,
     ToolCall,
 )
@@ -32,6 +31,16 @@ BLOCK_TYPES = {
 }
 MEDIA = ("container_upload", "image")
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+# What a chat calls otherwise, which errors of the chat that a request becomes name.
+CLIENTS_NAMES = (
+    (r"\bresponse_format\.json_schema\b|\bresponse_format\b", "output_config.format"),
+    (r"\breasoning_effort\b", "output_config.effort"),
+    (r"\btools\[(\d+)\]\.function\.parameters\b", r"tools[\1].input_schema"),
+    (r"\btools\[(\d+)\]\.function\b", r"tools[\1]"),
+    (r"\btool_choice required\b", "tool_choice any"),
+    (r"\bparallel_tool_calls\b", "tool_choice.disable_parallel_tool_use"),
+    (r"\bstop(?!_)\b(?=\[|:| must| may)", "stop_sequences"),
+)
 
 
 class MessageParam(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -39,6 +48,38 @@ class MessageParam(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     role: str
     content: str | list[dict[str, Any]]
+
+
+class MessageTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A tool of the client's; tools of Anthropic's servers are left out before."""
+
+    name: str
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Whether the model has to call a tool, and which."""
+
+    type: str
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class MessageFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Form of the answer's text: JSON of a schema."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class MessageConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Form of the answer, and how much the model reasons before it."""
+
+    format: MessageFormat | None = None
+    effort: str | None = None
 
 
 class MessagesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -53,11 +94,11 @@ class MessagesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
-    output_config: dict[str, Any] | None = None
-    output_format: dict[str, Any] | None = None
+    tools: list[MessageTool] | None = None
+    tool_choice: ToolChoice | str | None = None
+    thinking: ThinkingChoice | bool | None = None
+    output_config: MessageConfig | None = None
+    output_format: MessageFormat | None = None
 
 
 def chat_of(body: MessagesRequest) -> ChatRequest:
@@ -71,8 +112,8 @@ def chat_of(body: MessagesRequest) -> ChatRequest:
             f"temperature must be between 0 and {MAX_TEMPERATURE:g}, found {found}", param="temperature"
         )
     choice, is_single = _choice(body.tool_choice)
-    config = body.output_config or {}
-    form = body.output_format or config.get("format")
+    config = body.output_config or MessageConfig()
+    form = body.output_format or config.format
     return ChatRequest(
         model=body.model,
         messages=messages,
@@ -84,13 +125,15 @@ def chat_of(body: MessagesRequest) -> ChatRequest:
         top_p=body.top_p,
         top_k=body.top_k,
         tools=[_tool(f"tools[{i}]", tool) for i, tool in enumerate(body.tools or ())] or None,
-        tool_choice=choice if body.tools else None,
+        tool_choice=choice if body.tools or choice not in ("auto", "none") else None,
         parallel_tool_calls=False if is_single else None,
-        response_format=None if form is None else _form(form),
-        reasoning_effort=config.get("effort"),
+        response_format=None
+        if form is None
+        else {"type": "json_schema", "json_schema": {"schema": form.schema}},
+        reasoning_effort=config.effort,
         # The last message is the beginning of the answer, if it is the assistant's.
         continue_final_message=True if _begins_answer(messages) else None,
-        chat_template_kwargs=_thinking(body.thinking),
+        thinking=body.thinking,
     )
 
 
@@ -119,8 +162,7 @@ def _chat_messages(where: str, message: MessageParam) -> list[ChatMessage]:
             case "assistant", "redacted_thinking":
                 pass
             case "assistant", "tool_use":
-                arguments = json.dumps(block.get("input", {}))
-                function = FunctionCall(name=_field(at, block, "name"), arguments=arguments)
+                function = FunctionCall(name=_field(at, block, "name"), arguments=_input(at, block))
                 calls.append(ToolCall(id=_field(at, block, "id"), function=function))
             case "user", "tool_result":
                 text = _text(f"{at}.content", block.get("content") or "", TEXT_BLOCKS)
@@ -146,6 +188,15 @@ def _field(where: str, block: dict[str, Any], name: str) -> str:
     if not isinstance(value, str):
         raise RequestError(f"{where}.{name} must be a text, found {abridged(value)}", param=f"{where}.{name}")
     return value
+
+
+def _input(where: str, block: dict[str, Any]) -> dict[str, Any] | str | None:
+    """Return the arguments of a call: an object, its JSON as a text, or nothing."""
+    given = block.get("input")
+    if given is not None and not isinstance(given, dict | str):
+        reason = f"{where}.input must be an object, found {abridged(given)}"
+        raise RequestError(reason, param=f"{where}.input")
+    return given
 
 
 def _why_not(kind: Any, known: tuple[str, ...]) -> str:
@@ -194,50 +245,41 @@ def _text(where: str, content: Any, known: tuple[str, ...] = ("text",)) -> str:
     return "\n".join(_block_text(f"{where}[{j}]", block) for j, block in enumerate(content))
 
 
-def _tool(where: str, tool: dict[str, Any]) -> Tool:
-    if tool.get("type") not in (None, "custom"):
+def _tool(where: str, tool: MessageTool) -> Tool:
+    if tool.type not in (None, "custom"):
         param = f"{where}.type"
-        raise RequestError(f"{param} must be custom, found {abridged(tool.get('type'))}", param=param)
-    schema, described, is_strict = (tool.get(name) for name in ("input_schema", "description", "strict"))
-    if not isinstance(schema, dict):
+        raise RequestError(f"{param} must be custom, found {abridged(tool.type)}", param=param)
+    if tool.input_schema is None:
         param = f"{where}.input_schema"
-        raise RequestError(f"{param} must be an object, found {abridged(schema)}", param=param)
+        raise RequestError(f"{param} must be an object, found null", param=param)
     return Tool(
         type="function",
         function=FunctionDefinition(
-            name=_field(where, tool, "name"),
-            description=described if isinstance(described, str) else None,
-            parameters=schema,
-            strict=True if is_strict is True else None,
+            name=tool.name,
+            description=tool.description,
+            parameters=tool.input_schema,
+            strict=tool.strict or None,
         ),
     )
 
 
-def _choice(choice: dict[str, Any] | None) -> tuple[str | dict[str, Any] | None, bool]:
+def _choice(choice: ToolChoice | str | None) -> tuple[str | dict[str, Any] | None, bool]:
     """Return the chat's `tool_choice`, and whether there may be one call only."""
     if choice is None:
         return None, False
-    kind, is_single = choice.get("type"), choice.get("disable_parallel_tool_use") is True
-    if kind == "tool":
-        return {"type": "function", "function": {"name": _field("tool_choice", choice, "name")}}, is_single
-    if not isinstance(kind, str) or kind not in CHOICES:
+    if isinstance(choice, str):
+        reason = f'tool_choice must be an object such as {{"type": "auto"}}, found {abridged(choice)}'
+        raise RequestError(reason, param="tool_choice")
+    is_single = choice.disable_parallel_tool_use is True
+    if choice.type == "tool":
+        if choice.name is None:
+            raise RequestError("tool_choice.name must be a tool's, found null", param="tool_choice.name")
+        return {"type": "function", "function": {"name": choice.name}}, is_single
+    if choice.type not in CHOICES:
         known = f"{', '.join(CHOICES)} or tool"
         param = "tool_choice.type"
-        raise RequestError(f"{param} must be {known}, found {abridged(kind)}", param=param)
-    return CHOICES[kind], is_single
-
-
-def _thinking(thinking: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the variables of chat templates that switch the reasoning on or off."""
-    kind = None if thinking is None else thinking.get("type")
-    if kind not in (None, "enabled", "disabled", "adaptive"):
-        known = "enabled, disabled or adaptive"
-        raise RequestError(f"thinking.type must be {known}, found {abridged(kind)}", param="thinking.type")
-    return dict.fromkeys(THINKING, kind == "enabled") if kind in ("enabled", "disabled") else None
-
-
-def _form(form: dict[str, Any]) -> dict[str, Any]:
-    if form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
-        param = "output_config.format"
-        raise RequestError(f"{param} must have type json_schema and a schema", param=param)
-    return {"type": "json_schema", "json_schema": {"schema": form["schema"]}}
+        raise RequestError(f"{param} must be {known}, found {abridged(choice.type)}", param=param)
+    if choice.name is not None:
+        reason = 'tool_choice.name needs {"type": "tool", "name": ...}'
+        raise RequestError(reason, param="tool_choice.name")
+    return CHOICES[choice.type], is_single

@@ -27,7 +27,7 @@ from xdeepserve.api.answers.responses import (
 )
 from xdeepserve.api.answers.sse import stream_events
 from xdeepserve.api.openai.conversation import encode_chat, ends_in_reasoning
-from xdeepserve.api.openai.requests import ChatRequest
+from xdeepserve.api.openai.requests import ChatRequest, ThinkingChoice
 from xdeepserve.api.openai.structured import requested_form
 from xdeepserve.api.openai.tools import offered_tools
 from xdeepserve.api.routes.body import read_body
@@ -50,6 +50,7 @@ from xdeepserve.errors import RequestError, abridged
 from xdeepserve.parsing.call_grammar import ParsedCall
 
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+_KINDS = {None: "adaptive", True: "enabled", False: "disabled"}
 THINKING = ("thinking", "enable_thinking")  # what templates call it: DeepSeek's, and most others
 
 
@@ -131,6 +132,13 @@ def template_kwargs(body: ChatRequest) -> dict[str, Any]:
     given: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
     if effort == "none":
         given |= dict.fromkeys(THINKING, False)
+    thinking = body.thinking
+    kind = thinking.type if isinstance(thinking, ThinkingChoice) else _KINDS[thinking]
+    if kind not in ("enabled", "disabled", "adaptive", "auto"):
+        reason = f"thinking.type must be enabled, disabled or adaptive, found {abridged(kind)}"
+        raise RequestError(reason, param="thinking.type")
+    if kind in ("enabled", "disabled"):
+        given |= dict.fromkeys(THINKING, kind == "enabled")
     return given | (body.chat_template_kwargs or {})
 
 
@@ -159,7 +167,8 @@ class ChatAnswer:
         self.body = body
         self.response_id = response_id
         self._namer = endpoint.namer_for(body)
-        self._shows_reasoning = body.include_reasoning is not False
+        is_hidden = getattr(body.thinking, "display", None) == "omitted"
+        self._shows_reasoning = body.include_reasoning is not False and not is_hidden
         self.call_prefix = call_prefix  # of the ids of tool calls
         self._calls_tools: set[int] = set()  # choices
         self.created = int(time.time())

@@ -9,18 +9,13 @@ from typing import Any
 
 import msgspec
 
-from xdeepserve.api.openai.requests import ChatMessage, ContentPart, ToolCall
+from xdeepserve.api.openai.requests import ChatMessage
 from xdeepserve.engine.serving.request import ServingTokenizer
 from xdeepserve.errors import RequestError, abridged
-from xdeepserve.model.chat_template import JsonText
+from xdeepserve.model.chat_template import ROLES
+from xdeepserve.model.chat_template import plain_message as of_template
 from xdeepserve.parsing.stream_parser import THINK, THINK_END
 
-# OpenAI's newer models call the system role "developer"; templates know only "system".
-ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"developer": "system"}
-# Fields of an assistant's reasoning: those of this server, of DeepSeek, Ollama, LiteLLM and OpenRouter.
-REASONING = ("reasoning_content", "reasoning", "thinking", "thinking_blocks", "reasoning_details")
-THOUGHTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text")  # parts of reasoning
-TEXTS = ("text", "input_text", "output_text")  # parts of text; the latter are those of /v1/responses
 _TEMPLATE_INPUTS = (
     "self",
     "messages",
@@ -79,7 +74,7 @@ async def encode_chat(
 
 def ends_in_reasoning(messages: list[ChatMessage]) -> bool:
     """Whether the last message has begun a reasoning and not ended it."""
-    content = _plain_content(f"messages[{len(messages) - 1}]", messages[-1]) if messages else None
+    content = plain_message(f"messages[{len(messages) - 1}]", messages[-1])["content"] if messages else None
     return content is not None and content.rfind(THINK) > content.rfind(THINK_END)
 
 
@@ -91,83 +86,10 @@ def plain_message(where: str, message: ChatMessage) -> dict[str, Any]:
         raise RequestError(
             f"{where}.role must be one of {supported}, found {abridged(message.role)}", param=f"{where}.role"
         )
-    for name, role in (
-        ("tool_calls", "assistant"),
-        *((name, "assistant") for name in REASONING),
-        ("refusal", "assistant"),
-        ("tool_call_id", "tool"),
-    ):
-        if getattr(message, name) and message.role != role:
-            raise RequestError(f"{where}.{name} belongs to the role {role}", param=f"{where}.{name}")
-    plain: dict[str, Any] = {"role": ROLES[message.role], "content": _plain_content(where, message)}
-    for name in ("name", "tool_call_id"):
-        if (value := getattr(message, name)) is not None:
-            plain[name] = value
-    if reasoning := _reasoning(message):
-        plain["reasoning_content"] = reasoning
-    if message.tool_calls:  # templates ask whether the key is there
-        plain["tool_calls"] = [
-            _plain_call(f"{where}.tool_calls[{j}]", c) for j, c in enumerate(message.tool_calls)
-        ]
-    return plain
-
-
-def _plain_call(where: str, call: ToolCall) -> dict[str, Any]:
-    if call.type != "function":
-        raise RequestError(
-            f"{where}.type must be function, found {abridged(call.type)}", param=f"{where}.type"
-        )
-    arguments = JsonText.of_call(call.function.arguments)
-    function = {"name": call.function.name, "arguments": arguments}
-    return {"id": call.id, "type": call.type, "function": function}
-
-
-def _reasoning(message: ChatMessage) -> str:
-    """Return the reasoning of an assistant's message, from the first field that has any."""
-    parts = message.content if isinstance(message.content, list) else []
-    thoughts = [part for part in parts if part.type in THOUGHTS]
-    return next(filter(None, (_thought(getattr(message, name)) for name in REASONING)), _thought(thoughts))
-
-
-def _thought(value: Any) -> str:
-    """Return the text of a reasoning: a text, or a list of objects of which each has some; those of hidden
-    reasoning have none."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list):
-        return "".join(map(_thought, value))
-    if isinstance(value, ContentPart):
-        value = msgspec.to_builtins(value)
-    found = (value.get(name) for name in ("thinking", "text", "summary")) if isinstance(value, dict) else ()
-    return next(filter(None, map(_thought, found)), "")
-
-
-def _plain_content(where: str, message: ChatMessage) -> str | None:
-    """Return a message's text. Text parts are joined by newlines, as in vLLM for templates that take plain
-    strings."""
-    if isinstance(message.content, str):
-        return message.content
-    if message.content is None and message.role == "assistant":
-        # As a client has it from an answer without text.
-        return message.refusal or (None if message.tool_calls else "")
-    if message.content is None and message.role == "tool":
-        return ""  # a function that returns nothing
-    if message.content is None:
-        raise RequestError(f"{where}.content is required", param=f"{where}.content")
-    texts = []
-    for j, part in enumerate(message.content):
-        param = f"{where}.content[{j}]"
-        if part.type in THOUGHTS and message.role == "assistant":
-            continue
-        if part.type == "refusal" and part.refusal is not None:
-            texts.append(part.refusal)
-            continue
-        if part.type not in TEXTS:
-            raise RequestError(
-                f"{param}.type must be text, found {abridged(part.type)}: this model reads text only",
-                param=f"{param}.type",
-            )
-        if part.text is None:
-            raise RequestError(f"{param}.text is required", param=f"{param}.text")
-        texts.append(part.text)
-    return "\n".join(texts)
+    for j, call in enumerate(message.tool_calls or ()):
+        if call.type != "function":
+            param = f"{where}.tool_calls[{j}].type"
+            raise RequestError(f"{param} must be function, found {abridged(call.type)}", param=param)
+    given = msgspec.to_builtins(message)
+    absent = [name for name, value in given.items() if value is None and name != "content"]
+    return of_template(where, {name: value for name, value in given.items() if name not in absent})

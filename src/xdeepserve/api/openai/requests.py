@@ -5,7 +5,7 @@ Every optional field may be null, which means its default, as in OpenAI's and vL
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -117,7 +117,7 @@ class ContentPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class FunctionCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     name: str
-    arguments: str  # JSON
+    arguments: str | dict[str, Any] | None = None  # JSON as a text, or an object, as Ollama has it
 
 
 class ToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -160,6 +160,13 @@ class Tool(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fiel
         return msgspec.to_builtins(self)
 
 
+class ThinkingChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Whether the model reasons, as Anthropic, DeepSeek and Z.ai write it."""
+
+    type: str
+    display: Literal["summarized", "omitted"] | None = None  # of /v1/messages
+
+
 class ChatRequest(GenerationRequest, kw_only=True):
     """Body of POST /v1/chat/completions: messages, tools and sampling."""
 
@@ -173,6 +180,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     continue_final_message: bool | None = None
     include_reasoning: bool | None = None
     reasoning_effort: str | None = None  # a variable of chat templates
+    thinking: ThinkingChoice | bool | None = None  # others
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

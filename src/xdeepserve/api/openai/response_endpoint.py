@@ -28,7 +28,7 @@ from xdeepserve.api.routes.body import read_body
 from xdeepserve.api.server.endpoint import ENDPOINT, ENGINE_REQUEST_ID, ApiEndpoint, check_stream
 from xdeepserve.api.server.http_errors import ErrorDetail
 from xdeepserve.api.server.served_models import MODELS
-from xdeepserve.errors import OverloadedError, RequestError
+from xdeepserve.errors import RequestError
 
 # What OpenAI calls, in a response that failed, errors of these types.
 ERROR_CODES = {
@@ -57,8 +57,6 @@ async def create_response(request: web.Request) -> web.StreamResponse:
         # Not the client's own id, which may come again: answers are found by theirs.
         answer = ResponseAnswer(endpoint, body, before, request[ENGINE_REQUEST_ID].removeprefix("req-"))
         generation = endpoint.generate(request, [prepared.prompt], prepared.params, "input", prepared.parse)
-    except OverloadedError:
-        raise
     except RequestError as error:
         raise in_clients_words(error) from None
     async with generation:
@@ -74,8 +72,6 @@ async def count_input_tokens(request: web.Request) -> web.Response:
     body, endpoint, before = await _asked(request)
     try:
         prepared = await prepare_chat(endpoint, chat_request(body, before))
-    except OverloadedError:
-        raise
     except RequestError as error:
         raise in_clients_words(error) from None
     return json_response({"object": "response.input_tokens", "input_tokens": len(prepared.prompt)})

@@ -7,6 +7,7 @@ list of chat messages, and the request a chat request, so that both endpoints an
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -25,7 +26,7 @@ from xdeepserve.api.openai.requests import (
 from xdeepserve.api.openai.structured import refuse_unknown
 from xdeepserve.api.routes.body import T, converted, mistyped
 from xdeepserve.api.routes.fields import ITEMS, PARTS
-from xdeepserve.errors import RequestError, abridged
+from xdeepserve.errors import OverloadedError, RequestError, abridged
 from xdeepserve.model.chat_template import JsonText
 
 
@@ -75,15 +76,17 @@ _NAMED_IN_CHATS, _NAMED = '"function": {"name": ...}', '"name": ...'
 _VALUE = re.compile(r'("(?:[^"\\]|\\.)*(?:"|\.\.\. \())')  # a client's, as `abridged` shows it
 
 
-def in_clients_words(error: RequestError) -> RequestError:
+def in_clients_words(error: RequestError, names: Sequence[tuple[str, str]] = _CLIENTS_NAMES) -> RequestError:
     """Convert an error of the chat that a request became: it then uses the request's names of fields."""
-    message, param = _in_clients_words(str(error)), _in_clients_words(error.param or "")
+    if isinstance(error, OverloadedError):
+        return error
+    message, param = (_in_clients_words(text, names) for text in (str(error), error.param or ""))
     return RequestError(message, param=param or None, code=error.code)
 
 
-def _in_clients_words(text: str) -> str:
+def _in_clients_words(text: str, names: Sequence[tuple[str, str]]) -> str:
     words = _VALUE.split(text.replace(_NAMED_IN_CHATS, _NAMED))
-    for name, clients in _CLIENTS_NAMES:
+    for name, clients in names:
         words[::2] = [re.sub(name, clients, each) for each in words[::2]]  # what is between are values
     return "".join(words)
 
@@ -121,7 +124,10 @@ def chat_messages(given: str | list[dict[str, Any]]) -> list[ChatMessage]:
     for i, item in enumerate(given):
         where, kind = f"input[{i}]", item_kind(item)
         if not isinstance(kind, str) or kind not in ITEMS:
-            raise RequestError(f"{where}.type {abridged(kind)} is not supported", param=f"{where}.type")
+            raise RequestError(
+                f"{where}.type {abridged(kind)} is not supported{_INSTEAD.get(str(kind), _KNOWN)}",
+                param=f"{where}.type",
+            )
         if kind == "reasoning":
             reasoning = "".join(_texts(f"{where}.content", item.get("content") or [])) or None
             continue
@@ -137,7 +143,7 @@ def chat_messages(given: str | list[dict[str, Any]]) -> list[ChatMessage]:
             reasoning = None
         elif kind == "function_call_output":
             output = item.get("output")
-            text = output if isinstance(output, str) else "".join(_texts(f"{where}.output", output))
+            text = output if isinstance(output, str) else "".join(_texts(f"{where}.output", output or []))
             call_id = _of_item(where, {"role": "tool", "tool_call_id": item.get("call_id")}, ChatMessage)
             messages.append(ChatMessage(role="tool", content=text, tool_call_id=call_id.tool_call_id))
         else:
@@ -150,6 +156,14 @@ def chat_messages(given: str | list[dict[str, Any]]) -> list[ChatMessage]:
                 message.reasoning_content, reasoning = reasoning, None
             messages.append(message)
     return messages
+
+
+_KNOWN = f" (known: {', '.join(ITEMS)})"
+_INSTEAD = {
+    "item_reference": ": send the item itself, or previous_response_id",
+    **dict.fromkeys(("custom_tool_call", "tool_call", "tool_use"), "; use function_call"),
+    **dict.fromkeys(("custom_tool_call_output", "tool_result"), "; use function_call_output"),
+}
 
 
 def answered_messages(items: list[dict[str, Any]]) -> list[ChatMessage]:
@@ -225,6 +239,9 @@ def _tool(i: int, tool: dict[str, Any]) -> Tool:
 
 def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     if isinstance(choice, dict) and choice.get("type") == "function":
+        if "function" in choice:
+            reason = 'tool_choice must be {"type": "function", "name": ...}: function has no place in it'
+            raise RequestError(reason, param="tool_choice.function", code="unknown_parameter")
         refuse_unknown("tool_choice", choice, ("type", "name"))
         return {"type": "function", "function": {"name": choice.get("name")}}
     return choice

@@ -16,6 +16,8 @@ from xdeepserve.parsing.call_grammar import Function
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 CHOICES = ("auto", "none", "required")
+_BY_NAME = '{"type": "function", "function": {"name": ...}}'
+_WORDS = {**{name: name for name in CHOICES}, "any": "required"}  # by the type of an object
 OTHER_CHOICES = ("allowed_tools", "custom")  # OpenAI's, which this server lacks
 _ANY_OBJECT = {"type": "object"}
 _NO_ARGUMENTS = {"type": "object", "properties": {}}
@@ -105,6 +107,8 @@ def _named(choice: str | dict[str, Any], tools: list[Tool]) -> Tool | None:
     if isinstance(choice, str):
         if choice not in CHOICES:
             known = f"{', '.join(CHOICES)} or a tool"
+            if choice in _WORDS or any(tool.function.name == choice for tool in tools):
+                known = _BY_NAME if choice not in _WORDS else f'"{_WORDS[choice]}"'
             raise RequestError(f"tool_choice must be {known}, found {abridged(choice)}", param="tool_choice")
         return None
     if (kind := choice.get("type")) in OTHER_CHOICES:
@@ -115,18 +119,26 @@ def _named(choice: str | dict[str, Any], tools: list[Tool]) -> Tool | None:
             code="unsupported_parameter",
         )
     function = choice.get("function")
+    if function is None and (instead := _instead(choice)):
+        raise RequestError(f"tool_choice must be {instead}, found {abridged(choice)}", param="tool_choice")
     refuse_unknown("tool_choice", choice, ("type", "function"))
     refuse_unknown("tool_choice.function", function, ("name",))
     name = function.get("name") if isinstance(function, dict) else None
     if choice.get("type") != "function" or not isinstance(name, str):
-        raise RequestError(
-            'tool_choice as an object must be {"type": "function", "function": {"name": ...}}',
-            param="tool_choice",
-        )
+        raise RequestError(f"tool_choice as an object must be {_BY_NAME}", param="tool_choice")
     for tool in tools:
         if tool.function.name == name:
             return tool
     raise RequestError(f"tool_choice names {abridged(name)}, which is not among tools", param="tool_choice")
+
+
+def _instead(choice: dict[str, Any]) -> str | None:
+    """Say how a choice in the form of another API is written here; None for one that has no such form."""
+    kind = choice.get("type")
+    if kind in (None, "function", "tool") and isinstance(choice.get("name"), str):
+        return _BY_NAME
+    word = _WORDS.get(kind) if isinstance(kind, str) else None
+    return word and f'the text "{word}"'
 
 
 def _function(tool: Tool, must_call: bool) -> Function:

@@ -13,9 +13,9 @@ other field that is not null is
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from difflib import SequenceMatcher
-from functools import cache
+from functools import cache, lru_cache
 from types import UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -25,7 +25,9 @@ from aiohttp import web
 from xdeepserve.errors import RequestError, meant
 
 MAX_NAME_CHARS = 100
+MAX_IGNORED = 1000  # names of fields that one request may have ignored
 MAX_NAMED = 32  # fields in a header
+MAX_KNOWN = 8  # fields of an object that a message lists
 LIKE = 0.8  # share of letters in common above which one name is taken for a misspelt other
 
 
@@ -41,203 +43,269 @@ class Unserved(NamedTuple):
         return any(value == each and (value is each or not isinstance(value, bool)) for each in self.neutral)
 
 
-def _none(*names: str) -> dict[str, Unserved]:
-    return dict.fromkeys(names, Unserved())
+_NOTHING: tuple[Any, ...] = (False, 0, "", [], {})  # values that ask for nothing of most fields
 
 
-_TEMPLATE = Unserved(use="; what the chat template knows goes into chat_template_kwargs")
-_LIMITS = (
-    *("max_completion_tokens", "max_length", "max_new_tokens", "max_tokens_to_sample", "n_predict"),
-    "num_predict",
-)
-_LIMIT = Unserved(use="; use max_tokens")
-_FORM = Unserved(("",), "; use structured_outputs")
-_FORMAT = Unserved(use="; use response_format")
-# Of every endpoint that generates, unless it serves the field or has words of its own for it in `CHANGES`.
+def _all(names: str, use: str = "", *neutral: Any) -> dict[str, Unserved]:
+    """Make a row for each of some names."""
+    return dict.fromkeys(names.split(), Unserved(neutral, use))
+
+
+# What to use instead, in a chat's words; `_WORDS` has those of the other endpoints.
+_CHATS_ONLY = ": it is for chats only"
+_EFFORT = "; use reasoning_effort"
+_FORM = "; use structured_outputs"
+_FORMAT = "; use response_format"
+_LIMIT = "; use max_tokens"
+_MESSAGES = "; use messages"
+_SYSTEM = "; use a message of role system"
+_TEMPLATE = "; what the chat template knows goes into chat_template_kwargs"
+_TEXT_ONLY = ": this model reads text only"
+# Of every endpoint that generates, unless it serves the field or has words of its own for it in `CHANGES`:
+# fields that some of the four endpoints serve, and those of OpenAI, vLLM, SGLang, llama.cpp, Ollama, TGI,
+# TensorRT-LLM, transformers, Mistral, Cohere, Gemini, xAI, OpenRouter and others that show another prompt,
+# draw other tokens, end elsewhere or give another answer. Other spellings of a name (topK) count as it does.
 GENERATING: Mapping[str, Unserved] = {
-    **_none("audio", "cache_salt", "chat_template", "guided_whitespace_pattern"),
-    **_none("logits_processor_pattern", "prompt_embeds"),
-    "detokenize": Unserved((True,)),
-    "documents": Unserved(([],)),
-    "enable_thinking": _TEMPLATE,
-    "function_call": Unserved(("none", "auto"), "; use tool_choice"),
-    "functions": Unserved(([],), "; use tools"),
-    "kv_transfer_params": Unserved(({},)),
-    "length_penalty": Unserved((1,)),
-    "logits_processors": Unserved(([],)),
-    "modalities": Unserved((["text"],)),
-    "suffix": Unserved(("",)),
-    "thinking": _TEMPLATE,
-    **dict.fromkeys(
-        ("thinking_budget", "thinking_token_budget"), Unserved(use=": no limit is for the reasoning alone")
+    # The prompt.
+    **_all(
+        """chat_history contents conversation_history history input input_ids input_text
+        inputs message messages prompt prompt_token_ids query question text_input tool_outputs tool_results
+        user_prompt""",
+        _MESSAGES,
+        "",
+        [],
     ),
-    "use_beam_search": Unserved((False,)),
-    "verbosity": Unserved(("medium",)),
-    "vllm_xargs": Unserved(({},)),
-    "web_search_options": Unserved(),  # an empty object switches the search on
-    # Other servers' fields: those of llama.cpp, Ollama, SGLang, TGI, OpenRouter and transformers that draw
-    # other tokens, end elsewhere or show another prompt.
-    **_none("adapter_id", "custom_logit_processor", "logit_bias_exp", "structural_tag"),
-    **dict.fromkeys(("custom_params", "options", "session_params"), Unserved(({},))),
-    **dict.fromkeys(
-        ("decoder_input_details", "details", "raw", "return_full_text", "return_hidden_states", "watermark"),
-        Unserved((False,)),
+    **_all(
+        """additional_instructions instructions preamble pre_prompt system system_instruction system_message
+        system_prompt""",
+        _SYSTEM,
+        "",
+        [],
     ),
-    **dict.fromkeys(("ebnf", "format", "grammar", "regex"), _FORM),
-    **dict.fromkeys(("lora", "plugins", "samplers", "transforms"), Unserved(([],))),
-    **dict.fromkeys(("lora_path", "template"), Unserved(("",))),
-    **dict.fromkeys((*_LIMITS, "max_output_tokens"), _LIMIT),
-    **dict.fromkeys(("typ_p", "typical", "typical_p"), Unserved((1,), "; use top_p or min_p")),
-    "do_sample": Unserved((True,), "; temperature 0 draws the likeliest token"),
-    "dry_multiplier": Unserved((0,)),
-    "dynatemp_exponent": Unserved((1,)),
-    "dynatemp_range": Unserved((0,)),
-    "id_slot": Unserved((-1,)),
-    "json_schema": Unserved(use="; use structured_outputs"),
-    "min_new_tokens": Unserved((0,), "; use min_tokens"),
-    "mirostat": Unserved((0,)),
-    "n_probs": Unserved((0,), "; use logprobs"),
-    "no_repeat_ngram_size": Unserved((0,)),
-    "num_beams": Unserved((1,)),
-    "num_return_sequences": Unserved((1,), "; use n"),
-    "penalty_alpha": Unserved((0,)),
-    "repeat_last_n": Unserved((64,)),
-    "repeat_penalty": Unserved((1,), "; use repetition_penalty"),
-    "response_schema": _FORMAT,
-    "sampling_params": Unserved(({},), "; its fields stand beside model here"),
-    "tfs_z": Unserved((1,)),
-    "think": _TEMPLATE,
-    "top_a": Unserved((0,)),
-    "top_n_tokens": Unserved((0,)),
-    "xtc_probability": Unserved((0,)),
-    # Fields that some of the four endpoints serve.
-    **_none("allowed_token_ids", "conversation", "max_tool_calls", "prompt_logprobs", "seed"),
-    "truncate_prompt_tokens": Unserved(),
-    **dict.fromkeys(("bad_words", "include", "mcp_servers", "stop_token_ids"), Unserved(([],))),
-    **dict.fromkeys(("echo", "ignore_eos", "include_stop_str_in_output", "logprobs"), Unserved((False,))),
-    **dict.fromkeys(("frequency_penalty", "min_p", "min_tokens", "presence_penalty"), Unserved((0,))),
-    **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex"), _FORM),
-    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), Unserved((False,))),
+    **_all(
+        """attachments audio_data file_ids files image image_data image_url image_urls images multi_modal_data
+        multimodal_data video_data videos""",
+        _TEXT_ONLY,
+        *_NOTHING,
+    ),
+    **_all("chat_template_kwargs enable_thinking prompt_mode think thinking thinking_config", _TEMPLATE, {}),
+    **_all("chat_template prompt_embeds"),
+    **_all("cached_content character context instruction_template", "", "", []),
+    **_all("lora_path preset template tool_prompt", "", ""),
+    **_all("conversation suffix negative_prompt", "", ""),
+    **_all("connectors data_sources documents guardrails", "", [], {}),
+    **_all("search_domain_filter search_queries_only enable_search web_search", "", False, []),
+    **_all("search_options search_parameters web_search_options"),  # an empty object switches the search on
     "add_generation_prompt": Unserved((True,)),
     "add_special_tokens": Unserved((False,), ": a chat's template has all the special tokens"),
-    "background": Unserved((False,)),
-    "best_of": Unserved((1,)),
-    "container": Unserved(),
+    "chat_template_content_format": Unserved(("auto", "string")),
     "continue_final_message": Unserved((False,)),
-    "include_reasoning": Unserved((True,)),
-    "input": Unserved(use="; use messages"),
-    "instructions": Unserved(("",), "; use a message of role system"),
-    "logit_bias": Unserved(({},)),
-    "n": Unserved((1,)),
-    "output_config": Unserved(({},), "; use response_format and reasoning_effort"),
-    "output_format": _FORMAT,
     "previous_response_id": Unserved(use=": it is for /v1/responses only"),
-    "prompt": Unserved(use="; use messages"),
-    "reasoning": Unserved(({},), "; use reasoning_effort"),
-    "repetition_penalty": Unserved((1,)),
-    "skip_special_tokens": Unserved((True,)),
-    "stop": Unserved(([],), "; use stop_sequences"),
-    "stop_sequences": Unserved(([],), "; use stop"),
-    "system": Unserved(("", []), "; use a message of role system"),
-    "text": Unserved(({},), "; use response_format"),
-    "top_logprobs": Unserved((0,)),
+    "safe_prompt": Unserved((False,)),
     "truncation": Unserved(("auto", "disabled"), ": an input that does not fit is refused"),
+    "prompt_truncation": Unserved(("OFF",), ": an input that does not fit is refused"),
+    "truncate_prompt_tokens": Unserved(),
+    **_all("max_input_tokens prompt_truncate_len truncate", "; use truncate_prompt_tokens", 0),
+    "truncation_side": Unserved(("left",), ": a prompt's last tokens are kept"),
+    # Tools.
+    **_all("function_declarations functions", "; use tools", []),
+    "function_call": Unserved(("none", "auto"), "; use tool_choice"),
+    "tool_config": Unserved(({},), "; use tool_choice"),
+    **_all("max_tool_calls container"),
+    **_all("include mcp_servers", "", []),
+    # The length of the answer, and where it ends.
+    **_all(
+        """max_completion_tokens max_gen_len max_gen_toks max_length max_new_tokens max_output_tokens
+        max_tokens_to_generate max_tokens_to_sample n_predict num_predict request_output_len""",
+        _LIMIT,
+    ),
+    **_all(
+        """budget_tokens max_reasoning_tokens max_thinking_tokens reasoning_budget reasoning_tokens
+        thinking_budget thinking_budget_tokens thinking_token_budget""",
+        ": no limit is for the reasoning alone",
+        -1,
+    ),
+    **_all("min_length min_new_tokens min_output_tokens", "; use min_tokens", 0),
+    **_all("stop stop_sequence stop_sequences stop_str stop_strings", "; use stop", "", []),
+    **_all("stop_words stopping_strings stops until", "; use stop", "", []),
+    "stop_regex": Unserved(("", [])),
+    **_all("end_id eos_token_id", "; use stop_token_ids", []),
+    "ban_eos_token": Unserved((False,), "; use ignore_eos"),
+    "no_stop_trim": Unserved((False,), "; use include_stop_str_in_output"),
+    **_all("max_time n_indent t_max_predict_ms", "", 0),
+    # The form of the answer.
+    **_all("choice ebnf format grammar guided_choice guided_decoding guided_grammar guided_json", _FORM, ""),
+    **_all("guided_json_object guided_regex json json_schema regex schema", _FORM, "", False),
+    **_all("json_mode json_object", _FORMAT, False),
+    **_all(
+        """output_format output_schema output_type response_format response_json_schema response_model
+        response_schema structured_output text""",
+        _FORMAT,
+        {},
+    ),
+    "response_mime_type": Unserved(("text/plain",), _FORMAT),
+    "structured_outputs": Unserved(({},), _FORM),
+    **_all("guided_whitespace_pattern structural_tag"),
+    "modalities": Unserved((["text"],)),
+    "response_modalities": Unserved((["text"], ["TEXT"])),
+    "verbosity": Unserved(("medium",)),
+    "output_config": Unserved(({},), "; use response_format and reasoning_effort"),
+    # Which tokens are drawn.
+    **_all("manual_seed random_seed rng_seed sampling_seed seed", "; use seed", -1),
+    "k": Unserved((0,), "; use top_k"),
+    "p": Unserved(use="; use top_p"),
+    "temp": Unserved(use="; use temperature"),
+    **_all("typ_p typical typical_p", "; use top_p or min_p", 1),
+    **_all("rep_pen repeat_penalty", "; use repetition_penalty", 1),
+    "repetition_penalty": Unserved((1,)),
+    **_all("frequency_penalty min_p min_tokens presence_penalty", "", 0),
+    **_all("dry_multiplier dynatemp_range mirostat mirostat_mode no_repeat_ngram_size penalty_alpha", "", 0),
+    **_all("encoder_no_repeat_ngram_size epsilon_cutoff eta_cutoff min_keep smoothing_factor", "", 0),
+    **_all("diversity_penalty top_a top_n_tokens xtc_probability", "", 0),
+    **_all("beam_width cfg_scale encoder_repetition_penalty guidance_scale num_beam_groups num_beams", "", 1),
+    **_all("best_of dynatemp_exponent len_penalty length_penalty tfs tfs_z", "", 1),
+    **_all("dynamic_temperature early_stopping penalize_nl", "", False),
+    **_all("temperature_last use_beam_search watermark", "", False),
+    **_all("adapter_id custom_logit_processor logit_bias_exp logits_processor_pattern repetition_detection"),
+    **_all("forced_bos_token_id forced_eos_token_id"),
+    **_all("begin_suppress_tokens bad_words_ids force_words_ids suppress_tokens", "", []),
+    **_all("bad_words logits_processors lora plugins", "", []),
+    **_all("samplers sampler_order stop_token_ids transforms", "", []),
+    **_all("banned_strings banned_tokens custom_token_bans", "; use bad_words", "", []),
+    **_all("kv_transfer_params ec_transfer_params logit_bias", "", {}),
+    **_all("sequence_bias session_params vllm_xargs", "", {}),
+    **_all("allowed_token_ids cache_salt exponential_decay_length_penalty"),
+    "do_sample": Unserved((True,), "; temperature 0 draws the likeliest token"),
+    "id_slot": Unserved((-1,)),
+    "repeat_last_n": Unserved((64,)),
+    "top_n_sigma": Unserved((-1, 0)),
+    **_all(
+        """additional_model_request_fields custom_params extra_body extra_params gen_kwargs
+        generation_config generation_kwargs inference_config model_kwargs options parameters
+        sampling_parameters sampling_params""",
+        "; its fields stand beside model here",
+        {},
+    ),
+    # What the answer shows.
+    **_all("candidate_count n_cmpl num_completions num_return_sequences", "; use n", 1),
+    "n": Unserved((1,)),
+    "logprobs": Unserved((False,)),
+    "top_logprobs": Unserved((0,)),
+    **_all("n_probs top_logprobs_num", "; use logprobs", 0),
+    **_all("response_logprobs return_log_probs return_logprob", "; use logprobs", False),
+    **_all("logprob_token_ids prompt_logprobs token_ids_logprob"),
+    **_all("return_prompt_token_ids return_tokens", "; use return_token_ids", False),
+    **_all("background decoder_input_details deferred details echo ignore_eos", "", False),
+    **_all("include_stop_str_in_output post_sampling_probs raw return_full_text", "", False),
+    **_all("return_hidden_states return_images return_routed_experts return_token_ids", "", False),
+    **_all("return_tokens_as_token_ids thinking_forced_open", "", False),
+    **_all("detokenize include_reasoning parse_tool_calls separate_reasoning", "", True),
+    **_all("skip_special_tokens stream_reasoning", "", True),
+    "audio": Unserved(),
+    "reasoning": Unserved(({},), _EFFORT),
+    "reasoning_effort": Unserved(use=_EFFORT),
+    "reasoning_format": Unserved(("auto", "deepseek", "parsed")),
+    "response_fields": Unserved(([],)),
 }
-_CHATS_ONLY = Unserved(use=": it is for chats only")
+_NOT_IN_MESSAGES = """bad_words ignore_eos include_stop_str_in_output logprobs min_tokens n repetition_penalty
+    return_token_ids seed stop_token_ids truncate_prompt_tokens"""
+_WORDS: Mapping[str, Mapping[str, str]] = {  # by endpoint: what to use there
+    "CompletionRequest": {
+        **dict.fromkeys(("; use tools", "; use tool_choice", _EFFORT, _SYSTEM, _TEMPLATE), _CHATS_ONLY),
+        _MESSAGES: "; use prompt",
+        "; use response_format and reasoning_effort": _FORMAT,
+    },
+    "ResponsesRequest": {
+        **dict.fromkeys((_EFFORT, _TEMPLATE), "; use reasoning.effort"),
+        **dict.fromkeys(("; use n", "; use return_token_ids"), ""),
+        _FORMAT: "; use text.format",
+        _LIMIT: "; use max_output_tokens",
+        _MESSAGES: "; use input",
+        _SYSTEM: "; use instructions",
+        "; use logprobs": "; use include and top_logprobs",
+        "; use response_format and reasoning_effort": "; use text.format and reasoning.effort",
+    },
+    "MessagesRequest": {
+        **{f"; use {name}": "" for name in _NOT_IN_MESSAGES.split()},
+        **dict.fromkeys((_FORM, _FORMAT), "; use output_config.format"),
+        _EFFORT: "; use output_config.effort",
+        _SYSTEM: "; use system",
+        _TEMPLATE: "; use thinking",
+        "; use stop": "; use stop_sequences",
+        "; use top_p or min_p": "; use top_p",
+    },
+}
 _COMPLETIONS = {
-    **dict.fromkeys(("enable_thinking", "reasoning_effort", "think", "thinking"), _CHATS_ONLY),
-    "chat_template_kwargs": _CHATS_ONLY._replace(neutral=({},)),
-    "function_call": _CHATS_ONLY._replace(neutral=("none", "auto")),
-    "functions": _CHATS_ONLY._replace(neutral=([],)),
-    "input": Unserved(use="; use prompt"),
-    "instructions": _CHATS_ONLY._replace(neutral=("",)),
-    "messages": Unserved(use="; use prompt"),
-    "parallel_tool_calls": _CHATS_ONLY._replace(neutral=(True, False)),
-    "reasoning": _CHATS_ONLY._replace(neutral=({},)),
-    "system": _CHATS_ONLY._replace(neutral=("", [])),
-    "tool_choice": _CHATS_ONLY._replace(neutral=("none", "auto")),
-    "tools": _CHATS_ONLY._replace(neutral=([],)),
+    **_all("enable_thinking think", _CHATS_ONLY, False),
+    "parallel_tool_calls": Unserved((True, False), _CHATS_ONLY),
+    "reasoning_effort": Unserved(("none",), _CHATS_ONLY),
+    "thinking": Unserved(({"type": "disabled"}, False), _CHATS_ONLY),
+    "tool_choice": Unserved(("none", "auto"), _CHATS_ONLY),
+    "tools": Unserved(([],), _CHATS_ONLY),
     "top_logprobs": Unserved((0,), "; use logprobs"),
 }
-_EFFORT = Unserved(use="; use reasoning.effort")
-_TEXT_FORMAT = Unserved(use="; use text.format")
 _RESPONSES = {
-    **dict.fromkeys((*_LIMITS, "max_tokens"), Unserved(use="; use max_output_tokens")),
-    **dict.fromkeys(("enable_thinking", "reasoning_effort", "think", "thinking"), _EFFORT),
-    **dict.fromkeys(("output_format", "response_format", "response_schema"), _TEXT_FORMAT),
-    "chat_template_kwargs": _EFFORT._replace(neutral=({},)),
     "context_management": Unserved(([],)),
     "logprobs": Unserved((False,), "; use include and top_logprobs"),
-    "messages": Unserved(use="; use input"),
-    "n_probs": Unserved((0,), "; use include and top_logprobs"),
-    "num_return_sequences": Unserved((1,)),
-    "output_config": Unserved(({},), "; use text.format and reasoning.effort"),
-    "prompt": Unserved(),
-    "system": Unserved(("", []), "; use instructions"),
+    "max_tokens": Unserved(use="; use max_output_tokens"),
 }
-_THINKING = Unserved(use="; use thinking")
-_OUTPUT_FORMAT = Unserved(use="; use output_config.format")
-_MESSAGES = {
-    **dict.fromkeys(("enable_thinking", "think"), _THINKING),
-    **dict.fromkeys(("response_format", "response_schema"), _OUTPUT_FORMAT),
-    **{name: _OUTPUT_FORMAT for name, each in GENERATING.items() if "structured_outputs" in each.use},
-    **dict.fromkeys(("guided_json", "structured_outputs"), _OUTPUT_FORMAT),
-    "chat_template_kwargs": _THINKING._replace(neutral=({},)),
-    "instructions": Unserved(("",), "; use system"),
-    "min_new_tokens": Unserved((0,)),
-    "n_probs": Unserved((0,)),
-    "num_return_sequences": Unserved((1,)),
-    "parallel_tool_calls": Unserved((True,), "; use tool_choice.disable_parallel_tool_use"),
-    "reasoning": _THINKING._replace(neutral=({},)),
-    "reasoning_effort": Unserved(use="; use output_config.effort"),
-    "repeat_penalty": Unserved((1,)),
-    "text": _OUTPUT_FORMAT._replace(neutral=({},)),
-    "typ_p": Unserved((1,), "; use top_p"),
-    "typical": Unserved((1,), "; use top_p"),
-    "typical_p": Unserved((1,), "; use top_p"),
-}
+_PARALLEL = Unserved((True,), "; use tool_choice.disable_parallel_tool_use")
+# Other names of a tool's schema, of a call's arguments, and of a message's content.
+_SCHEMAS = """args args_schema arguments input_schema inputs json_schema parameters parameters_json_schema
+    params properties schema"""
+_ARGUMENTS, _CONTENTS = "args arguments input parameters params", "output parts response result text"
 _MESSAGE = {
     "audio": Unserved(),
     "function_call": Unserved(({},), "; use tool_calls"),
-    "images": Unserved(([],)),
+    **_all("attachments files images videos", _TEXT_ONLY, []),
+    **_all(_CONTENTS, "; use content", "", []),
     **dict.fromkeys(("partial", "prefix"), Unserved((False,), "; use continue_final_message")),
 }
-_TEXT_ONLY = Unserved(use=": this model reads text only")
-_MEDIA = dict.fromkeys(("audio_url", "file", "image_url", "input_audio", "video_url"), _TEXT_ONLY)
-_MEDIA |= dict.fromkeys(("audio", "file_data", "file_id", "file_url", "image", "source"), _TEXT_ONLY)
+_MEDIA = _all("audio audio_url file file_data file_id file_url image image_url inline_data", _TEXT_ONLY)
+_MEDIA |= _all("input_audio source video video_url", _TEXT_ONLY)
 
 GENERATES = ("ChatRequest", "CompletionRequest", "ResponsesRequest", "MessagesRequest")
 CHANGES: Mapping[str, Mapping[str, Unserved]] = {  # by the name of a type
     "ChatRequest": {},
     "CompletionRequest": _COMPLETIONS,
     "ResponsesRequest": _RESPONSES,
-    "MessagesRequest": _MESSAGES,
+    "MessagesRequest": {"parallel_tool_calls": _PARALLEL},
     "MessageParam": {"tool_calls": Unserved(use="; send a block of type tool_use")},
-    "MessageBlock": {},
-    "MessageTool": {"function": Unserved(use="; its fields stand beside type here")},
+    "MessageBlock": _all(_ARGUMENTS, "; use input") | _all(_CONTENTS, "; use content", "", []),
+    "MessageTool": {
+        **_all(_SCHEMAS, "; use input_schema"),
+        "function": Unserved(use="; its fields stand beside type here"),
+    },
     "TokenizeRequest": {
-        **{name: GENERATING[name] for name in ("chat_template", "documents", "enable_thinking", "think")},
-        **{name: GENERATING[name] for name in ("input", "instructions", "system", "thinking")},
-        "reasoning": Unserved(({},), "; use chat_template_kwargs"),
-        "reasoning_effort": Unserved(use="; use chat_template_kwargs"),
-        "truncate_prompt_tokens": Unserved(),
+        **{
+            name: each
+            for name, each in GENERATING.items()
+            if each.use in (_MESSAGES, _SYSTEM, _TEMPLATE, _TEXT_ONLY, "; use tools")
+        },
+        **{name: GENERATING[name] for name in ("chat_template", "documents", "truncate_prompt_tokens")},
+        **_all("reasoning reasoning_effort", "; use chat_template_kwargs", {}),
     },
     "DetokenizeRequest": {},
     "ChatMessage": _MESSAGE,
     "ContentPart": _MEDIA,
-    "ToolCall": {"custom": Unserved()},
-    "FunctionCall": {},
-    "Tool": dict.fromkeys(
-        ("custom", "description", "name", "parameters", "strict"), Unserved(use="; use function")
-    ),
-    "FunctionDefinition": {"returns": Unserved(use=": describe it in description")},
+    "ToolCall": {"custom": Unserved()} | _all(f"name {_ARGUMENTS}", "; use function"),
+    "FunctionCall": _all(_ARGUMENTS, "; use arguments"),
+    "Tool": _all(f"custom description function_declarations name strict {_SCHEMAS}", "; use function"),
+    "FunctionDefinition": {
+        **_all(_SCHEMAS, "; use parameters"),
+        "returns": Unserved(use=": describe it in description"),
+    },
     "InputItem": _MEDIA
+    | _all("args input parameters params", "; use arguments")
     | {"tool_calls": Unserved(use="; send an item of type function_call")}
     | dict.fromkeys(
         ("arguments", "content", "output", "role", "summary"), Unserved(use=" in an item of this type")
     ),
     "InputPart": _MEDIA,
-    "ResponseTool": {"function": Unserved(use="; its fields stand beside type here")},
+    "ResponseTool": {
+        **_all(_SCHEMAS, "; use parameters"),
+        "function": Unserved(use="; its fields stand beside type here"),
+    },
 }
 _ALL_HARMLESS = (
     *("cache_prompt", "client_metadata", "debug", "keep_alive", "media_io_kwargs", "metadata"),
@@ -261,8 +329,15 @@ HARMLESS: Mapping[str, tuple[str, ...]] = {
         ),
         *("priority", "prompt_cache_key", "speed", "stream_options"),
     ),
+    "ThinkingChoice": ("budget_tokens",),
     "MessageBlock": ("citations", "caller", "is_error", "title", "context"),
-    "MessageTool": ("defer_loading", "eager_input_streaming", "allowed_callers", "input_examples"),
+    "MessageTool": (
+        "cache_control",
+        "defer_loading",
+        "eager_input_streaming",
+        "allowed_callers",
+        "input_examples",
+    ),
     "ChatMessage": ("cache_control", "finish_reason", "is_error", "timestamp", "usage", "metadata"),
     "ContentPart": ("cache_control", "prompt_cache_breakpoint"),
 }
@@ -289,7 +364,20 @@ HOSTED = {
 @cache
 def refusals(kind: str) -> Mapping[str, Unserved]:
     """Return the fields that would change the answer to requests of a type, by the type's name."""
-    return {**(GENERATING if kind in GENERATES else {}), **CHANGES.get(kind, {})}
+    words = _WORDS.get(kind, {})
+    shared = GENERATING.items() if kind in GENERATES else ()
+    own = {name: each._replace(use=words.get(each.use, each.use)) for name, each in shared}
+    return {**own, **CHANGES.get(kind, {})}
+
+
+def _letters(name: str) -> str:
+    """Return the letters that all spellings of a name share, as `stopSequences` and `stop_sequences` do."""
+    return re.sub("[-_]", "", name[:MAX_NAME_CHARS]).lower()
+
+
+@cache
+def _by_letters(kind: str) -> Mapping[str, Unserved]:
+    return {_letters(name): each for name, each in refusals(kind).items()}
 
 
 class FieldPlace(NamedTuple):
@@ -335,10 +423,11 @@ ITEMS = {  # kinds of items in the input of /v1/responses
     "function_call_output": _free("InputItem", f"{_CALL} output", output=PARTS),
 }
 _BLOCK = "type cache_control signature"
+_SOURCE = _free("DocumentSource", "type media_type data content url")
 _TEXT_BLOCK = _free("MessageBlock", f"{_BLOCK} text")
 _TEXT_BLOCKS = {
     "text": _TEXT_BLOCK,
-    "document": _free("MessageBlock", f"{_BLOCK} source title context"),
+    "document": _free("MessageBlock", f"{_BLOCK} source title context", source=_SOURCE),
     "search_result": _free("MessageBlock", f"{_BLOCK} source title content", content=_TEXT_BLOCK),
 }
 _RESULT_BLOCK = FieldPlace(by_type=_TEXT_BLOCKS)
@@ -354,9 +443,6 @@ BLOCKS = FieldPlace(  # of the content of /v1/messages
 _UNTYPED = {  # of a request that takes them as plain objects
     ("MessageParam", "content"): BLOCKS,
     ("MessagesRequest", "system"): _TEXT_BLOCK,
-    ("MessagesRequest", "tools"): _free(
-        "MessageTool", "type name description input_schema strict cache_control"
-    ),
     ("ResponsesRequest", "input"): FieldPlace(by_type={**ITEMS, "": ITEMS["message"]}),
     ("ResponsesRequest", "tools"): _free("ResponseTool", "type name description parameters strict"),
 }
@@ -382,13 +468,23 @@ def has_untyped(kind: type[msgspec.Struct]) -> bool:
     return any(name == kind.__name__ for name, _ in _UNTYPED)
 
 
-def _is_like(name: str, known: Iterable[str]) -> bool:
-    """Whether a name is a known one but for its spelling, as `topK` and `temprature` are."""
-    name = name[:MAX_NAME_CHARS].lower()
-    plain = name.replace("_", "").replace("-", "")
-    return any(
-        plain == each.replace("_", "") or SequenceMatcher(None, name, each).ratio() > LIKE for each in known
-    )
+@lru_cache(maxsize=4096)
+def _is_like(name: str, kind: str, served: frozenset[str]) -> bool:
+    """Whether a name is a known one but for its spelling, as `temprature` is. One that is refused has about
+    as many letters: `message_id` is not `message`."""
+    name = name.lower()
+    near = (each for each in refusals(kind) if abs(len(each) - len(name)) <= 1)
+    found = SequenceMatcher(b=name)
+    for each in (*served, *near):
+        found.set_seq1(each)
+        if found.real_quick_ratio() > LIKE and found.quick_ratio() > LIKE and found.ratio() > LIKE:
+            return True
+    return False
+
+
+@cache
+def _all_letters(served: frozenset[str]) -> frozenset[str]:
+    return frozenset(map(_letters, served))
 
 
 class Fields:
@@ -429,27 +525,30 @@ class Fields:
                 self._judge(name, each, place, path)
 
     def _judge(self, name: str, value: Any, place: FieldPlace, path: str) -> None:
-        if place.name not in CHANGES:
-            near = "" if "." in path else meant(name, place.served)
-            raise RequestError(f"unknown field {path}{near}", param=path, code="unknown_parameter")
         if name in OURS.get(place.name, ()):
             return
-        refused = refusals(place.name)
-        unserved = refused.get(name)
+        is_harmless, letters = name in HARMLESS.get(place.name, ()), _letters(name)
+        is_misspelt = letters in _all_letters(place.served)
+        unserved = None if is_misspelt or is_harmless else _by_letters(place.name).get(letters)
         if unserved is not None:
             if not unserved.is_neutral(value):
                 raise RequestError(
                     f"{path} is not supported{unserved.use}", param=path, code="unsupported_parameter"
                 )
             return
-        if name not in HARMLESS.get(place.name, ()):
-            if self._is_strict or _is_like(name, (*place.served, *refused)):
-                near = meant(name, place.served)
+        if not is_harmless:
+            is_closed = self._is_strict or place.name not in CHANGES
+            if is_closed or is_misspelt or _is_like(name[:MAX_NAME_CHARS], place.name, place.served):
+                near = meant(name, place.served) or f"; known are {', '.join(sorted(place.served))}" * (
+                    len(place.served) <= MAX_KNOWN
+                )
                 raise RequestError(f"unknown field {path}{near}", param=path, code="unknown_parameter")
         elif self._is_strict:
             reason = f"{path} has no effect, and this server is strict"
             raise RequestError(reason, param=path, code="unsupported_parameter")
         self.ignored[re.sub(r"\[\d+\]", "", path)] = None
+        if len(self.ignored) > MAX_IGNORED:
+            raise RequestError(f"the request has more than {MAX_IGNORED} unknown fields", param=path)
 
     def _is_hosted(self, value: Any, place: FieldPlace, where: str) -> bool:
         """Whether an element of a list is a tool that is left out."""

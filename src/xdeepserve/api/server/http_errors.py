@@ -12,7 +12,7 @@ from aiohttp.typedefs import Handler
 from msgspec import UNSET, UnsetType
 
 from xdeepserve.api.answers.generation import GENERATION
-from xdeepserve.api.routes.route import ANTHROPIC, route_of
+from xdeepserve.api.routes.route import ANTHROPIC, ROUTES, route_of
 from xdeepserve.errors import (
     InputError,
     OverloadedError,
@@ -77,7 +77,12 @@ def describe(exc: Exception, request: web.Request) -> tuple[int, ErrorDetail]:
                 f"Invalid URL ({request.method} {request.path}){hint}", code="unknown_url"
             )
         case web.HTTPMethodNotAllowed():
-            allowed = ", ".join(sorted(exc.allowed_methods))
+            begin, _, last = request.path.rpartition("/")
+            routes = [each.canonical for each in request.app[ROUTES] if each.method == request.method]
+            within = [
+                path for path in routes if path.startswith(f"{begin}/{{") and path.endswith(f"}}/{last}")
+            ]
+            allowed = " or ".join(within) or ", ".join(sorted(exc.allowed_methods))
             return 405, ErrorDetail(f"{request.method} is not allowed on {request.path}; try {allowed}")
         case web.HTTPRequestEntityTooLarge():
             most = request.client_max_size

@@ -157,7 +157,9 @@ class Metrics:
             times = TokenHistogram(each, self._labels_of(each.name), OLD_NAMES.get(each.name))
             self.registry.register(times)
             setattr(self, field, times)
-        self.prompt_tokens = self._counter("vllm:prompt_tokens_total", "Prompt tokens accepted.")
+        self.prompt_tokens = self._counter(
+            "vllm:prompt_tokens_total", "Tokens of prompts whose computing has begun."
+        )
         self.generation_tokens = self._counter("vllm:generation_tokens_total", "Tokens generated.")
         name, labels = "vllm:request_success_total", self._labels_of("vllm:")
         ended = Counter(
@@ -178,9 +180,8 @@ class Metrics:
         self.params_n.observe(n)
         if max_tokens is not None:
             self.params_max_tokens.observe(max_tokens)
-        self.prompt_tokens.inc(num_prompt_tokens)
         self.prompt_length.observe(num_prompt_tokens)
-        return RequestTracker(self, n)
+        return RequestTracker(self, num_prompt_tokens, n)
 
     def observe_record(self, record: RequestMetrics) -> None:
         """Count the virtual times of a choice that has ended, finished or aborted, as far as it came."""
@@ -203,21 +204,28 @@ class Metrics:
 class RequestTracker:
     """Times the choices of a request. Choices without a finish reason at `close` end with the given one."""
 
-    def __init__(self, metrics: Metrics, n: int) -> None:
+    def __init__(self, metrics: Metrics, num_prompt_tokens: int, n: int) -> None:
         self._metrics = metrics
+        self._num_uncounted = num_prompt_tokens  # 0 as soon as a choice is in a step
         self._arrival = time.monotonic()
         self._running = {index: _ChoiceTimes() for index in range(n)}
         self._most_tokens = 0
 
     def begin(self, choice: int) -> None:
         """Record a choice's first part in a step."""
+        self._count_prompt()
         now = self._running[choice].scheduled = time.monotonic()
         self._metrics.queue.observe(now - self._arrival)
+
+    def _count_prompt(self) -> None:
+        self._metrics.prompt_tokens.inc(self._num_uncounted)
+        self._num_uncounted = 0
 
     def observe(self, delta: OutputDelta) -> None:
         metrics, now = self._metrics, time.monotonic()
         progress = self._running[delta.index]
         if delta.token_ids:
+            self._count_prompt()
             metrics.generation_tokens.inc(len(delta.token_ids))
             if progress.num_tokens == 0:
                 metrics.ttft.observe(now - self._arrival)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -41,6 +41,9 @@ _HOLDERS = ("defs", "definition")  # as good as any word for schemas that `$ref`
 # Words of older drafts that exclude something, and what says the same today.
 _OLD = {"divisibleBy": "multipleOf", "disallow": "not", "extends": "allOf"}
 _BESIDE_NAMES = ("$comment", "description", "title", "type")  # in propertyNames, beside what it asks for
+MAX_NAME_CHARS = 10_000  # that a schema of names may give
+MAX_REFS = 32  # from one schema of names to the next
+_NAME_FORMS = "an enum or a const of texts, a pattern, minLength and maxLength, by $ref, anyOf or oneOf too"
 
 
 def json_rule(schema: dict[str, Any] | bool) -> str:
@@ -49,7 +52,8 @@ def json_rule(schema: dict[str, Any] | bool) -> str:
     if schema is False:
         raise refused_schema("nothing fulfils the schema false")
     options = {"x-guidance": {"whitespace_pattern": _WHITE_SPACE}}
-    return "%json " + json.dumps({**(_written(schema) if isinstance(schema, dict) else {}), **options})
+    written = _written(schema, schema) if isinstance(schema, dict) else {}
+    return "%json " + json.dumps({**written, **options})
 
 
 @lru_cache(maxsize=64)
@@ -86,21 +90,21 @@ def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
             yield from _schemas(each)
 
 
-def _written(schema: Any) -> Any:
-    """Write a schema in keywords that the library has. What has no such form stays; the library refuses it by
-    name."""
+def _written(schema: Any, root: dict[str, Any]) -> Any:
+    """Write a schema within `root` in keywords that the library has. What has no such form stays; the library
+    refuses it by name."""
     if not isinstance(schema, dict):
         return schema
     _check_words(schema)
     made = {keyword: value for keyword, value in schema.items() if not _excludes_nothing(schema, keyword)}
     for keyword, place, each in list(_inner(made)):
         if place is None:
-            made[keyword] = _written(each)
+            made[keyword] = each if keyword == "propertyNames" else _written(each, root)
         else:
             if made[keyword] is schema[keyword]:
                 made[keyword] = made[keyword].copy()
-            made[keyword][place] = _written(each)
-    return _without_names(made)
+            made[keyword][place] = _written(each, root)
+    return _without_names(made, root)
 
 
 def _check_words(schema: dict[str, Any]) -> None:
@@ -157,33 +161,82 @@ def _excludes_nothing(schema: dict[str, Any], keyword: str) -> bool:
     return False
 
 
-def _without_names(made: dict[str, Any]) -> dict[str, Any]:
-    """Write `propertyNames` as properties or patterns of properties where it is an enum, a pattern, or what
-    every name fulfils."""
-    names = made.get("propertyNames", False)
-    if isinstance(names, dict) and names.get("type", "string") == "string":
-        told = {keyword: value for keyword, value in names.items() if keyword not in _BESIDE_NAMES}
-    elif names is True:
-        told = {}
-    else:
+def _without_names(made: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]:
+    """Write `propertyNames` as properties or a pattern of properties. Raises RequestError where that says
+    another thing."""
+    if "propertyNames" not in made:
         return made
+    allowed = _names(made.pop("propertyNames"), root)
     known, others = made.get("properties", {}), made.get("additionalProperties", True)
-    if not isinstance(known, dict) or (told and "patternProperties" in made):
+    if allowed is None:
         return made
-    match told:
-        case {"pattern": str(pattern)} if len(told) == 1 and _all_match(pattern, known):
-            made |= {"patternProperties": {pattern: others}, "additionalProperties": False}
-        case {"enum": list(allowed)} if len(told) == 1 and {*known} <= {*map(str, allowed)}:
-            new = {str(name): others for name in allowed if others is not False and name not in known}
-            made |= {"properties": {**known, **new}, "additionalProperties": False}
-        case _ if told:
-            return made
-    del made["propertyNames"]
-    return made
+    if not isinstance(known, dict) or "patternProperties" in made:
+        raise refused_schema("propertyNames beside patternProperties: not supported in a JSON schema")
+    known = {name: each for name, each in known.items() if _is_allowed(name, allowed)}
+    if lost := [name for name in made.get("required", ()) if not _is_allowed(str(name), allowed)]:
+        raise refused_schema(f"propertyNames excludes {lost[0]!r}, which is required")
+    if isinstance(allowed, str):
+        patterns = {} if others is False else {"patternProperties": {allowed: others}}
+        shown = {"properties": known} if known else {}
+        made = {keyword: value for keyword, value in made.items() if keyword != "properties"}
+        return {**made, **shown, **patterns, "additionalProperties": False}
+    new = {name: others for name in allowed if others is not False and name not in known}
+    return {**made, "properties": {**known, **new}, "additionalProperties": False}
 
 
-def _all_match(pattern: str, names: Iterable[str]) -> bool:
+def _is_allowed(name: str, allowed: list[str] | str) -> bool:
+    return bool(re.search(allowed, name)) if isinstance(allowed, str) else name in allowed
+
+
+def _names(schema: Any, root: dict[str, Any], depth: int = 0) -> list[str] | str | None:
+    """Return the names that a schema of names allows, or their pattern; None for all. Raises RequestError for
+    other schemas."""
+    refused = refused_schema(f"propertyNames: not supported in a JSON schema; supported are {_NAME_FORMS}")
+    if schema is True:
+        return None
+    if schema is False:
+        return []
+    if not isinstance(schema, dict) or schema.get("type", "string") != "string" or depth > MAX_REFS:
+        raise refused
+    told = {word: value for word, value in schema.items() if word not in ANNOTATIONS and word != "type"}
+    if told.keys() <= {"minLength", "maxLength"}:
+        if not all(isinstance(length, int) and 0 <= length <= MAX_NAME_CHARS for length in told.values()):
+            raise refused
+        return f"^[\\s\\S]{{{told.get('minLength', 0)},{told.get('maxLength', '')}}}$" if told else None
+    match told if len(told) == 1 else {}:
+        case {"$ref": str(ref)}:
+            return _names(_referred(ref, root), root, depth + 1)
+        case {"allOf": [part]}:
+            return _names(part, root, depth + 1)
+        case {"anyOf": list(parts)} | {"oneOf": list(parts)}:
+            found = [_names(part, root, depth + 1) for part in parts]
+            if not all(isinstance(each, list) for each in found):
+                raise refused
+            every = [name for each in found for name in each or ()]
+            return [name for name in dict.fromkeys(every) if "anyOf" in told or every.count(name) == 1]
+        case {"const": value}:
+            return [value] if isinstance(value, str) else []
+        case {"enum": list(values)}:
+            return [value for value in values if isinstance(value, str)]
+        case {"pattern": str(pattern)} if _is_regex(pattern):
+            return pattern
+    raise refused
+
+
+def _is_regex(pattern: str) -> bool:
     try:
-        return all(re.search(pattern, name) for name in names)
+        re.compile(pattern)
     except re.error:
         return False
+    return True
+
+
+def _referred(ref: str, root: dict[str, Any]) -> Any:
+    """Return the schema that a reference within a schema points to. Raises RequestError if there is none."""
+    found: Any = root
+    for step in ref.split("/")[1:] if ref.startswith("#/") else [ref]:
+        step = step.replace("~1", "/").replace("~0", "~")
+        if not isinstance(found, dict) or step not in found:
+            raise refused_schema(f"propertyNames: $ref {ref[:100]} points to nothing in the schema")
+        found = found[step]
+    return found
