@@ -313,6 +313,31 @@ MEANT: dict[str, tuple[str, str, Any]] = {
     "fence in V3.1": ("deepseek_v31", deepseek("save", '\n```json\n{"file": "a"}\n```'), {"file": "a"}),
     "arguments as a text": ("kimi", kimi("functions.save:0", '"{\\"file\\": \\"a\\"}"'), {"file": "a"}),
     "a parameter twice": ("glm", glm(("file", "b"), ("file", "a")), {"file": "a"}),
+    # Arguments under other names, and beside the name.
+    **{
+        f"arguments, {body}": ("hermes", hermes(body), expected)
+        for body, expected in {
+            **{
+                f'{{"name": "save", "{key}": {{"file": "a"}}}}': {"file": "a"}
+                for key in ("args", "argument", "params", "kwargs", "input", "tool_input", "Arguments")
+            },
+            '{"name": "save", "input": "{\\"file\\": \\"a\\"}"}': {"file": "a"},
+            '{"name": "save", "arguments": {}, "parameters": {"file": "a"}}': {"file": "a"},
+            '{"name": "save", "arguments": null, "args": {"file": "a"}}': {"file": "a"},
+            '{"name": "save", "file": "a", "labels": ["b"]}': {"file": "a", "labels": ["b"]},
+            '{"name": "save", "arguments": {"file": "a"}, "count": 5, "id": 7, "why": "so"}': {
+                "file": "a",
+                "count": 5,
+            },
+            '{"name": "save", "input": "a"}': {"input": "a"},
+            '{"name": "save", "other": {"file": "a"}}': {"other": {"file": "a"}},
+            '{"name": "save", "id": "c1", "type": "function"}': {},
+            '{"type": "function", "function": {"name": "save", "args": {"file": "a"}}}': {"file": "a"},
+            '{"tool": "save", "args": {"file": "a"}}': {"file": "a"},
+            '{"tool_name": "save", "file": "a"}': {"file": "a"},
+            '{"name": "\\nsave \\n", "arguments": {"file": "a"}}': {"file": "a"},
+        }.items()
+    },
     # Line breaks around a name, and fences.
     "line break behind an id": ("kimi", kimi("functions.save:0\n", '\n{"file": "a"}\n'), {"file": "a"}),
     "line break before an id": ("kimi", kimi("\n functions.save:0", '{"file": "a"}'), {"file": "a"}),
@@ -353,6 +378,37 @@ def test_a_call_is_meant(kind: str) -> None:
     form, text, arguments = MEANT[kind]
     assert calls_of(form, text) == ("", "", [("save", arguments)])
     assert calls_of(form, f"So.\n{text}\n") == ("So.", "", [("save", arguments)])
+
+
+def test_a_parameter_may_be_called_as_arguments_are() -> None:
+    properties = {"input": {"type": "object"}, "args": {"type": "array"}, "params": TEXT, "type": TEXT}
+    tools = [{"name": "f", "parameters": {"properties": properties}}]
+    for members, expected in {
+        '"input": {"a": 1}, "type": "b"': {"input": {"a": 1}, "type": "b"},
+        '"args": [1]': {"args": [1]},
+        '"params": "{}"': {"params": "{}"},
+        '"params": {"input": {}}': {"input": {}},
+        '"type": "function", "arguments": {"params": "c"}': {"params": "c"},
+    }.items():
+        [call] = parse_answer(hermes(f'{{"name": "f", {members}}}'), format="hermes", tools=tools).tool_calls
+        assert json.loads(call.arguments) == expected
+
+
+@pytest.mark.parametrize(
+    ("members", "arguments"),
+    [
+        ('"arguments": {"file": "a', '{"file": "a'),
+        ('"input": {"file": "a', '{"file": "a'),
+        ('"file": "a", "text": "b', '{"file": "a", "text": "b'),
+        ('"id": "c', ""),
+        ('"fi', ""),
+    ],
+)
+def test_a_cut_call_has_the_arguments_so_far(members: str, arguments: str) -> None:
+    parser = StreamParser(True, "hermes", functions=[Function("save", json.dumps(TOOLS[0]["parameters"]))])
+    found = parser.finish(f'<tool_call>\n{{"name": "\\nsave", {members}', is_cut=True)
+    assert [(call.name, call.arguments) for call in found.tool_calls] == [("save", arguments)]
+    assert found.content == ""
 
 
 @pytest.mark.parametrize(
@@ -444,6 +500,10 @@ NO_CALL = {
     "broken arguments": ("deepseek_v31", deepseek("save", '{"file": }')),
     "arguments that are no object": ("kimi", kimi("functions.save:0", "[1]")),
     "no name": ("hermes", hermes('{"arguments": {}}')),
+    "a name of white space": ("hermes", hermes('{"name": "\\n", "arguments": {}}')),
+    "an unknown tool": ("hermes", hermes('{"tool": "hammer", "arguments": {}}')),
+    "arguments in a list": ("hermes", hermes('{"name": "save", "arguments": ["a"]}')),
+    "a text that is no object": ("hermes", hermes('{"name": "save", "input": "{a"}')),
     "half a string": ("hermes", '<tool_call>\n{"name": "save", "arguments": {"file": "a'),
     "half a value": ("qwen3_coder", qwen(("file", "a")).partition("\n</")[0]),
     "an answer in JSON": ("hermes", '{"name": "Bern", "arguments": {}}\n</tool_call>'),

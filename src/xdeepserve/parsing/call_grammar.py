@@ -142,7 +142,7 @@ class _CallReader(JsonReader):
             if (yield from source.char()) not in ("'", '"'):
                 raise NoCallError
             name = read_loosely((yield from JsonReader(source).value()))
-            if name is None or json.loads(name[0]) not in self._functions.names:
+            if name is None or str(json.loads(name[0])).strip() not in self._functions.names:
                 raise NoCallError
             source.at = begin
 
@@ -221,7 +221,7 @@ class CallGrammar:
             members = yield from reader.members(stops=(*ends, fence))
         except CutOff:
             if is_begun and (found := _CUT_CALL.match(source.text, begin)):
-                self._made(json.loads(found["name"]), found["arguments"] or "")
+                self._made_of_cut(found)
             raise
         call = self._of_members(members)
         place = source.at
@@ -234,15 +234,24 @@ class CallGrammar:
             raise NoCallError
         return call
 
+    def _made_of_cut(self, found: re.Match[str]) -> None:
+        name, key = json.loads(found["name"]).strip(), found["key"]
+        is_around = key and _is_around(key, found["value"], self._functions.schema(name))
+        rest = found["value"] if is_around else "" if key in (None, *_BESIDE) else "{" + found["rest"]
+        if name:
+            self._made(name, rest)
+
     def _of_members(self, members: Mapping[str, str]) -> ParsedCall:
         inner = json.loads(members.get("function", "null"))
-        if isinstance(inner, dict):
+        if isinstance(inner, dict) and "name" not in members:
             members = {key: _dumps(value) for key, value in inner.items()}
-        name = json.loads(members["name"]) if "name" in members else inner
-        if not isinstance(name, str) or not name.strip():
+        key = next((key for key in _NAMES if key in members), "")
+        name = json.loads(members.get(key, "null"))
+        name = name.strip() if isinstance(name, str) else ""
+        if not name or (key != "name" and not self._functions.may_be(name)):
             raise NoCallError
-        arguments = members.get("arguments", members.get("parameters", "{}"))
-        return self._made(name, _arguments(arguments))
+        others = {other: value for other, value in members.items() if other != key}
+        return self._made(name, _of_others(others, self._functions.schema(name)))
 
     # ---- a header before the arguments -------------------------------------------------------------------
 
@@ -517,9 +526,49 @@ class CallGrammar:
 
 # A call in JSON that ends anywhere behind its name.
 _CUT_CALL = re.compile(
-    r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)+")(?:\s*,\s*"(?:arguments|parameters)"\s*:\s*(?P<arguments>.*))?',
+    r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)+")'
+    r'(?:\s*,\s*(?P<rest>"(?P<key>[^"\\]*)"\s*:\s*(?P<value>.*)))?',
     re.DOTALL,
 )
+_OBJECT_AS_TEXT = re.compile(r'"(\s|\\[nrt])*\{')
+_NAMES = ("name", "function", "tool", "tool_name", "function_name")
+_ARGUMENTS = ("arguments", "parameters")
+_SYNONYMS = (
+    *("args", "argument", "kwargs", "params", "parameter", "input", "inputs", "tool_input", "tool_args"),
+    *("function_args", "function_arguments", "tool_arguments", "action_input", "payload"),
+)
+_BESIDE = ("id", "type", "index", "call_id", "tool_call_id")  # members of a call that are no arguments
+
+
+def _is_around(key: str, value: str, schema: FunctionSchema) -> bool:
+    """Whether a member of a call holds its arguments, and is none of them."""
+    if key in _ARGUMENTS:
+        return True
+    is_object, is_text = value.startswith("{"), bool(_OBJECT_AS_TEXT.match(value))
+    is_own = key in schema.names and (is_text or "object" in schema.parameter(key))
+    return key.lower() in (*_ARGUMENTS, *_SYNONYMS) and (is_object or is_text) and not is_own
+
+
+def _of_others(members: Mapping[str, str], schema: FunctionSchema) -> str:
+    """Return the arguments among the members of a call beside its name. Models also write them under other
+    names, or beside the name. Raises NoCallError."""
+    around = [key for key, value in members.items() if _is_around(key, value, schema)]
+    found = "{}"
+    for key in sorted(around, key=lambda key: (*_ARGUMENTS, key).index(key)):
+        found = _arguments(members[key])
+        if found.strip("{} \t\r\n"):
+            break
+    inner = json.loads(found)
+    own = {
+        key: value
+        for key, value in members.items()
+        if key not in (*around, *inner, *_BESIDE) and (not around or key in schema.names)
+    }
+    if not around:
+        own |= {key: members[key] for key in _BESIDE if key in members and key in schema.names}
+    return (
+        "{" + _joined({**{key: _dumps(value) for key, value in inner.items()}, **own}) + "}" if own else found
+    )
 
 
 def _arguments(found: str) -> str:
