@@ -163,6 +163,25 @@ MEANT: dict[str, tuple[str, str, Any]] = {
             "a parameter": write(("file", "b")).split("\n", 2)[2].rpartition("\n</")[0] + "\nDone.",
         }.items()
     },
+    # Ends of a call and its section within a value: an end without a beginning, later, is the value's own.
+    **{
+        f"quotes {what}, {form}": (form, write(("text", value), ("file", "a")), {"text": value, "file": "a"})
+        for form, write, write_ends in (
+            ("qwen3_coder", qwen, qwen),
+            ("minimax", minimax, minimax),
+            ("glm", glm, glm),
+            ("deepseek_v32", lambda *some: dsml(*((*each, "true") for each in some)), None),
+        )
+        for ends in [(write_ends or write)(("x", "1")).rpartition("1")[2].lstrip("\n")]
+        for what, value in {
+            "all ends": f"close: {ends}\nmore",
+            "all ends in a line": f"close: {ends} more",
+            "all ends twice": f"a {ends}\nb {ends}\nc",
+            "all ends and a call": f"a {ends}\nb\n{write(('file', 'b'))}\nc",
+            "a call and all ends": f"a\n{write(('file', 'b'))}\nb {ends}\nc",
+            "all ends, a thought": f"a {ends}\n<think>b",
+        }.items()
+    },
     "quotes a call, glm": (
         "glm",
         glm(("text", f"As:\n{glm(('file', 'b'))}\nDone."), ("file", "a")),
@@ -466,6 +485,23 @@ def test_a_broken_call_does_not_take_the_next_one_with_it() -> None:
     assert calls == [("save", {"file": "a"}), ("save", {"file": "b"})]
     text = f"<tool_call>{{oh}}</tool_call>\n{hermes(SAVED)}"
     assert calls_of("hermes", text) == ("<tool_call>{oh}</tool_call>", "", [("save", {"file": "a"})])
+
+
+@pytest.mark.parametrize(("form", "write"), [("qwen3_coder", qwen), ("minimax", minimax), ("glm", glm)])
+def test_words_behind_a_call_are_no_part_of_it(form: str, write: Any) -> None:
+    one, saved = write(("text", "b")), ("save", {"text": "b"})
+    assert calls_of(form, f"{one}\nSo it is.") == ("So it is.", "", [saved])
+    assert calls_of(form, f"{one}\nThen:\n{one}\nSo.") == ("Then:\nSo.", "", [saved, saved])
+    ends = one.rpartition("b")[2].lstrip("\n")
+    value = f"close: {ends}\nmore"
+    assert calls_of(form, f"{write(('text', value))}\nSo it is.") == (
+        "So it is.",
+        "",
+        [("save", {"text": value})],
+    )
+    assert calls_of(form, f"hm {one}\n</think>So.", True) == ("So.", "hm", [saved])
+    parser = StreamParser(True, form, in_reasoning=True)  # type: ignore[arg-type]
+    assert parser.push(f"hm {one}\n</think>So").tool_calls
 
 
 @pytest.mark.parametrize(("form", "write"), [("qwen3_coder", qwen), ("minimax", minimax)])

@@ -7,7 +7,8 @@ A model leaves out ends, openers and braces, and writes marks within values. The
    parameter, the end of a call or a section, another call, or the end of the text. So `</parameter>` in the
    middle of a sentence is text.
 3. A value may quote calls, or parts of calls. So a mark that could end the value (rules 2 and 4), but stands
-   within a quoted call or before further words, ends it only if the value has no end of its own behind.
+   within a quoted call or, with ends of a call and a section or without, before further words, ends it only
+   if the value has no end of its own behind: an end without a beginning.
 4. A parameter whose end is missing ends before the next one that the function declares, before the end of its
    call, or before another call.
 5. If no call comes out of this, the first end of a value, call or section ends the value.
@@ -28,7 +29,7 @@ import msgspec
 from xdeepserve.parsing.loose_json import JsonReader, NoCallError, json_text, read_loosely
 from xdeepserve.parsing.schema_values import FunctionSchema
 from xdeepserve.parsing.text_source import SPACE, CutOff, Steps, TextSource, marks_of
-from xdeepserve.parsing.tool_formats import ToolNotation
+from xdeepserve.parsing.tool_formats import THINK_END, ToolNotation
 
 _HEADER = re.compile(r"[^<{\[\"`\n]*")  # an id or a name, up to what follows it
 _IN_TAG = re.compile(r"[^<>\n]*")
@@ -422,11 +423,12 @@ class CallGrammar:
 
     def _later_end(self, depth: int) -> Steps[int | None]:
         """Find a later end of the value, which is none of a parameter that begins before it; None if there
-        is none. `depth` parameters have begun within the value."""
+        is none. `depth` parameters have begun within the value. Of ends before further words, the last."""
         source = self._source
+        last: int | None = None
         while self._num_searches < MAX_SEARCHES:
             if not (mark := (yield from source.find(self._around_value))):
-                self._num_searches += 1
+                self._num_searches += last is None
                 break
             place = source.at
             source.at += len(mark)
@@ -434,20 +436,24 @@ class CallGrammar:
                 depth += 1
             elif depth:
                 depth -= 1
-            elif (yield from self._goes_on(self._next_tags)) and (yield from self._ends_call(source.at)):
-                return place
+            elif (yield from self._goes_on(self._next_tags)):
+                if (yield from self._ends_call(source.at)):
+                    return place
+                last = place
             source.at = place + len(mark)
-        return None
+        return last
 
     def _ends_call(self, behind: int) -> Steps[bool]:
-        """Whether no words come behind an end of a value that an end of its call follows."""
+        """Whether no words come behind an end of a value that ends of its call and section follow."""
         source, n = self._source, self._notation
         source.at = behind
         try:
             yield from source.run(SPACE)
-            if not (yield from source.take(n.call_end)):
-                return True
-            return (yield from self._goes_on((*n.ends, n.call, *n.begins)))
+            ends = 0
+            while (yield from source.take(n.call_end, *n.ends)):
+                ends += 1
+                yield from source.run(SPACE)
+            return not ends or (yield from self._goes_on((n.call, *n.begins, THINK_END)))
         except CutOff:
             return True
 

@@ -26,9 +26,8 @@ from xdeepserve.errors import InputError, abridged
 from xdeepserve.parsing.call_grammar import CallGrammar, Function, OfferedFunctions, ParsedCall
 from xdeepserve.parsing.loose_json import NoCallError, TooDeepError
 from xdeepserve.parsing.text_source import SPACE, CutOff, Marks, Steps, TextSource, marks_of
-from xdeepserve.parsing.tool_formats import DSML, NOTATIONS, ToolFormat
+from xdeepserve.parsing.tool_formats import DSML, NOTATIONS, THINK, THINK_END, ToolFormat
 
-THINK, THINK_END = "<think>", "</think>"
 # Calls of an answer that may begin and never end, or nest too deeply. Then the rest is text: time is bounded.
 MAX_VAIN = 8
 

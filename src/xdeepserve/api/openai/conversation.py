@@ -13,7 +13,7 @@ from xdeepserve.api.openai.requests import ChatMessage, ContentPart, ToolCall
 from xdeepserve.engine.serving.request import ServingTokenizer
 from xdeepserve.errors import RequestError, abridged
 from xdeepserve.model.chat_template import JsonText
-from xdeepserve.parsing.stream_parser import THINK, THINK_END
+from xdeepserve.parsing.tool_formats import THINK, THINK_END
 
 # OpenAI's newer models call the system role "developer"; templates know only "system".
 ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"developer": "system"}
