@@ -524,6 +524,56 @@ def test_a_call_that_is_quoted_in_a_cut_value_is_no_call() -> None:
     assert found.content == ""
 
 
+VALUES: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "whole": {"type": "integer"},
+        "number": {"type": "number"},
+        "either": {"type": ["number", "string"]},
+        "flag": {"type": "boolean"},
+        "list": {"type": "array"},
+        "object": {"type": "object"},
+        "p_text": TEXT,
+        "any": {},
+    },
+    "patternProperties": {"^p_": {"type": ["integer", "string"]}, "_n$": {"type": "integer"}, "(a+)+$": TEXT},
+    "additionalProperties": TEXT,
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        # Which keyword declares a parameter.
+        *(("q_n", "1", 1), ("p_n", "1", 1), ("p_text", "1", "1"), ("other", "1", "1"), ("aaa", "1", "1")),
+        # Numbers that are none of JSON's.
+        *(("number", ".5", 0.5), ("number", "1.", 1.0), ("number", "+3", 3), ("number", "-.5e1", -5.0)),
+        *(("whole", "+3", 3), ("whole", "1_000", 1000), ("whole", "0x1F", 31), ("whole", "-2.", -2)),
+        *(("number", "1,5", "1,5"), ("whole", "007", "007"), ("number", "NaN", "NaN")),
+        *(("either", ".5", ".5"), ("any", "+49", "+49"), ("any", "(1, 2)", "(1, 2)"), ("other", ".5", ".5")),
+        ("object", '{"a": .5, "b": [+3, 1.], "c": 0x10}', {"a": 0.5, "b": [3, 1.0], "c": 16}),
+        # Python's literals.
+        *(("list", "(1, 2)", [1, 2]), ("list", "(1,)", [1]), ("list", "()", []), ("whole", "+-3", "+-3")),
+        ("list", "[(1, 2), (3,)]", [[1, 2], [3]]),
+        ("object", "{'a': (1, 'b'), 'c': (2), 'd': ((3,),)}", {"a": [1, "b"], "c": 2, "d": [[3]]}),
+        *(("flag", "TRUE", True), ("flag", "yes", "yes"), ("object", "None", None)),
+        ("object", "(see b)", "(see b)"),
+    ],
+)  # fmt: skip
+def test_kinds_of_values_between_tags(key: str, text: str, value: Any) -> None:
+    tools = [{"name": "f", "parameters": VALUES}]
+    [call] = parse_answer(minimax((key, text), name="f"), format="minimax", tools=tools).tool_calls
+    assert json.loads(call.arguments) == {key: value}
+    assert type(json.loads(call.arguments)[key]) in (type(value), float)
+
+
+def test_a_parameter_of_a_pattern_begins_behind_a_missing_end() -> None:
+    tools = [{"name": "f", "parameters": VALUES}]
+    text = minimax(("any", "a"), ("p_n", "5"), name="f").replace("a</parameter>", "a", 1)
+    [call] = parse_answer(text, format="minimax", tools=tools).tool_calls
+    assert json.loads(call.arguments) == {"any": "a", "p_n": 5}
+
+
 def test_a_parameter_may_be_declared_in_a_branch() -> None:
     assert calls_of("minimax", minimax(("plz", "10999"), ("city", "1"), name="find")) == (
         "", "", [("find", {"plz": "10999", "city": "1"})]
