@@ -447,7 +447,7 @@ class _ConfigReader(Reader):
         """Read YaRN's numbers; the original context may stand outside the RoPE object, where it wins."""
         key = "original_max_position_embeddings"
         given = {name: value for name, value in rope.raw.items() if value is not None}
-        if type(factor := given.get("factor")) in (int, float) and factor < 1:
+        if isinstance(factor := given.get("factor"), int | float) and factor < 1:
             self.problems.append(f"{rope.prefix}factor must be 1 or more, found {abridged(factor)}")
         owner = self if self.raw.get(key) is not None else Reader(given, rope.prefix, self.problems)
         original = owner.integer(key, max_position_embeddings)
