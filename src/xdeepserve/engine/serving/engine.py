@@ -242,9 +242,10 @@ class Engine:
         return self._group.health() if self._je is not None else []
 
     async def check_health(self) -> list[TEHealth]:
-        """Probe all idle dies, then report the health of every TE."""
+        """Probe all idle dies, look at late expert servers again, then report the health of every TE."""
         if self.is_healthy():
             await asyncio.gather(*(te.health.probe_all() for te in self.je.tes))
+            await asyncio.gather(*(te.plan.look_at_late_servers() for te in self.je.tes))
         return self.health()
 
     def observe(self, observer: Observer) -> None:

@@ -127,6 +127,7 @@ class TEGroup:
                 recovering=te.recovery.reason and f"stage 3: {te.recovery.reason}",
                 num_servers=te.members.num_servers,
                 lost_servers=tuple(te.members.lost_servers),
+                suspect_servers=tuple(te.plan.late_servers),
                 links=self._je.links.troubles(te),
             )
             for te in self._running

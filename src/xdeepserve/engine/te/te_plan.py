@@ -26,6 +26,7 @@ from xdeepserve.engine.messages import CopyDone, PoolReady, StepFailed
 from xdeepserve.engine.numbers import GroupRank, Seat
 from xdeepserve.engine.recovery.rollback import Rollback
 from xdeepserve.engine.recovery.rollback_field import plan_rollback_field
+from xdeepserve.engine.run.by_services import ByServices
 from xdeepserve.engine.run.executors import executor
 from xdeepserve.engine.run.wiring import ByteWiring, Wiring
 from xdeepserve.engine.te.host import Host
@@ -171,6 +172,21 @@ class TEPlan:
         for holder in (*(mem for _, mem in self.all_memories), *parting):
             if holder is not None:
                 free_host_of(holder)
+
+    @property
+    def _by_services(self) -> ByServices | None:
+        away = self.wiring.away if isinstance(self.wiring, ByteWiring) else None
+        return away if isinstance(away, ByServices) else None
+
+    @property
+    def late_servers(self) -> list[int]:
+        """Seats of expert servers that clients leave out because an answer is late."""
+        return [] if self._by_services is None else self._by_services.late_servers()
+
+    async def look_at_late_servers(self) -> None:
+        """Look whether late expert servers in processes of their own have answered."""
+        if self._by_services is not None:
+            await self._by_services.look_at_late()
 
     def plan_server(self, number: int, die: int) -> ExpertMemory:
         """Plan and materialise the memory of an expert server that joins at seat `number`.
