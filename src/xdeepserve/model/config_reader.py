@@ -78,8 +78,8 @@ class Reader:
 
     @cached_property
     def rope(self) -> Reader:
-        """Reader of RoPE's numbers: those of `rope_scaling` and of `rope_parameters`, which may not
-        contradict, or nothing if there is neither."""
+        """Reader of all RoPE numbers in `rope_scaling` and `rope_parameters`, which may not contradict; empty if
+        there is neither."""
         spelled, beside = self.rope_object("rope_scaling"), self.rope_object("rope_parameters")
         if not (spelled.raw and beside.raw):
             return spelled if spelled.raw else beside
