@@ -78,8 +78,8 @@ class Reader:
 
     @cached_property
     def rope(self) -> Reader:
-        """Reader of all RoPE numbers in `rope_scaling` and `rope_parameters`, which may not contradict. Without
-        either, it is empty."""
+        """Reader of all RoPE numbers in `rope_scaling` and `rope_parameters`, which may not contradict.
+        Without either, it is empty."""
         spelled, beside = self.rope_object("rope_scaling"), self.rope_object("rope_parameters")
         if not (spelled.raw and beside.raw):
             return spelled if spelled.raw else beside
