@@ -76,7 +76,7 @@ def tell(engine: Engine) -> None:
         now = engine.plan.pod.clock.now
         if isinstance(event, events.TEChanged) and event.life in LIVES:
             print(f"  {now:>9} ns  {event.te} {LIVES[event.life]}")
-        elif isinstance(event, events.TERolledBack):
+        elif isinstance(event, events.Mended):
             print(f"  {now:>9} ns  both dies have come to epoch {event.epoch}; the step is launched again")
             print(f"    {event.te} had heard of an error at {event.begun_ns} ns:")
             print(f"    {event.reason}")

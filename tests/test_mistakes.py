@@ -22,6 +22,7 @@ from xdeepserve.engine.balance.heat_map import HeatMap
 from xdeepserve.engine.deploy.deployment import Deployment
 from xdeepserve.errors import InputError
 from xdeepserve.golden.vectors import Manifest
+from xdeepserve.hw import fault_kinds
 from xdeepserve.hw.faults import Fault
 from xdeepserve.jobs.training_text import TrainingLine
 from xdeepserve.model.presets import ALIASES, ConfigOnly, preset_name, resolve_model
@@ -30,6 +31,7 @@ from xdeepserve.platform.made_traffic import MadeTraffic
 from xdeepserve.reading import Document, read_line
 
 SCREEN = 60  # lines of a help
+FAULTS = ", ".join(sorted(fault_kinds.KINDS))
 
 FILES = {
     "field.toml": 'kind = "pd"\n\n[decode]\ncuont = 2\n',
@@ -338,8 +340,7 @@ MISTAKES = [
     ),
     (
         "generate --prompt x --faults faults.toml",
-        "faults faults.toml, line 4: [[fault]] number 1: kind must be one of bad-page, blocked, down,"
-        " error, flipped, full, glitch, late, left, lost, slow, stalled, torn, found 'lst' (did you "
+        f"faults faults.toml, line 4: [[fault]] number 1: kind must be one of {FAULTS}, found 'lst' (did you "
         "mean lost?)",
     ),
     (
@@ -458,8 +459,7 @@ MISTAKES = [
     ),
     (
         "chaos --replay schedule.json",
-        "schedule schedule.json, line 3: faults[0].kind must be one of bad-page, blocked, down, "
-        "error, flipped, full, glitch, late, left, lost, slow, stalled, torn, found 'lots' (did you "
+        f"schedule schedule.json, line 3: faults[0].kind must be one of {FAULTS}, found 'lots' (did you "
         "mean lost?)",
     ),
     (

@@ -38,7 +38,7 @@ def test_the_histories_show_what_they_are_for() -> None:
     }
     assert told >= {
         *("Assigned", "Given", "StepEnded", "Ended"),
-        *("Booked", "Preempted", "MovedOut", "TEChanged", "FailoverEnded", "TERolledBack"),
+        *("Booked", "Preempted", "MovedOut", "TEChanged", "FailoverEnded", "Mended"),
         *(
             "LastChunkLaunched",
             "LayerEnded",

@@ -11,7 +11,7 @@ import pytest
 
 from tests.engine.tools import tokens_and_errors
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.engine.dp.events import KVLost, Observed, Preempted, TERolledBack
+from xdeepserve.engine.dp.events import KVLost, Mended, Observed, Preempted
 from xdeepserve.engine.loading import own_arrays
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.weight_digests import WeightDigests
@@ -99,7 +99,7 @@ def test_any_page_but_those_of_metadata(
         ]
         told = served(tiny, name, settings, faults)
         assert told.digest == quiet.digest, faults
-        assert told.num(TERolledBack), faults
+        assert told.num(Mended), faults
         assert told.lost == {}
         assert told.end_ns >= quiet.end_ns
 
@@ -131,7 +131,7 @@ def test_sequences_whose_kv_is_lost_are_recomputed(
 
 def test_the_hosts_of_all_dies_of_a_group_hear_which_bytes(tiny: TinyCheckpoint) -> None:
     told = served(tiny, "colocated", ("dies=2",), [bad(400.0, 1, 7)])
-    (rollback,) = (each for each in told.events if isinstance(each, TERolledBack))
+    (rollback,) = (each for each in told.events if isinstance(each, Mended))
     assert rollback.reason == (
         "die 1 reports hbm-page: a page of memory was lost, and a healthy one is in its place, "
         f"bytes {7 * PAGE_NBYTES} to {8 * PAGE_NBYTES}"

@@ -12,7 +12,7 @@ from prometheus_client import generate_latest
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.api.server.engine_metrics import EngineCollector
 from xdeepserve.engine.die.drafts import Drafter
-from xdeepserve.engine.dp.events import Observed, StepEnded, TERolledBack
+from xdeepserve.engine.dp.events import Mended, Observed, StepEnded
 from xdeepserve.engine.messages import CopyBlocks
 from xdeepserve.engine.plans import BlockCopy
 from xdeepserve.engine.serving.engine import Engine
@@ -35,7 +35,7 @@ def glitches(*at: tuple[float, int], code: str = "aicore-exception") -> tuple[Fa
 
 def served(
     tiny: TinyCheckpoint, name: str, settings: Sequence[str], faults: Sequence[Fault] = ()
-) -> tuple[str, list[TERolledBack], dict[str, Any], int]:
+) -> tuple[str, list[Mended], dict[str, Any], int]:
     """The digest; rollbacks; why TEs were lost; virtual time at the end."""
     seen: list[Observed] = []
     with LLM(tiny, name, overrides=[SIZE, *settings], faults=faults) as llm:
@@ -43,7 +43,7 @@ def served(
         outputs = llm.generate(PROMPTS, PARAMS, keep_logits=True)
         llm.engine.check_integrity()
         now = llm.engine.plan.pod.clock.now
-        return digest(outputs), [e for e in seen if isinstance(e, TERolledBack)], dict(llm.engine.lost), now
+        return digest(outputs), [e for e in seen if isinstance(e, Mended)], dict(llm.engine.lost), now
 
 
 WAYS: list[tuple[str, tuple[str, ...], int]] = [  # with the die that glitches

@@ -17,7 +17,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from tests.engine.histories import DEPLOYMENTS, History, abort_on_the_way, history, turns
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.api.server.server import build_app
-from xdeepserve.engine.dp.events import Preempted, TERolledBack
+from xdeepserve.engine.dp.events import Mended, Preempted
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.hw.faults import Fault
 from xdeepserve.llm import build_engine
@@ -174,4 +174,4 @@ def test_metrics_count_what_the_log_tells(tiny: TinyCheckpoint) -> None:
         llm.generate([[i] * 30 for i in range(4)], SamplingParams(max_tokens=40, ignore_eos=True))
         stats = llm.engine.stats()
     assert stats.num_preemptions == sum(isinstance(event, Preempted) for event in seen) > 0
-    assert stats.num_recoveries["3"] == sum(isinstance(event, TERolledBack) for event in seen) == 1
+    assert stats.num_recoveries["3"] == sum(isinstance(event, Mended) for event in seen) == 1

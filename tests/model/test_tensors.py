@@ -29,6 +29,7 @@ VARIANTS = [
     {"model_type": "glm4_moe", "rope_interleave": False, "num_key_value_heads": 2, "head_dim": 24}
     | {"attention_bias": True},
     {"model_type": "minimax_m2", "num_nextn_predict_layers": 0, "rope_interleave": False}
+    | {"intermediate_size": 64}  # of experts, and so is `moe_intermediate_size`
     | {"num_key_value_heads": 2, "head_dim": 24, "n_shared_experts": 0, "first_k_dense_replace": 0},
 ]
 INDEXED = [

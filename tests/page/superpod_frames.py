@@ -45,6 +45,7 @@ def _pod() -> PodPart:
         tes=[te],
         dies=attention + experts,
         no_kill=None,
+        breaks=[],
     )
 
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from tests.page.conftest import Serve
-from xdeepserve.page.breaking import NEEDS_ADMIN
+from xdeepserve.page.breaking import MENU, NEEDS_ADMIN
 from xdeepserve.page.parts import PARTS
 
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "page.md"
@@ -123,11 +123,13 @@ async def test_a_die_that_breaks_changes_no_bit(serve: Serve) -> None:
         aiohttp.ClientSession() as session,
     ):
         expected = await asked(session, address)
-        for kind, number in (("glitch", "3"), ("lost", "2")):
+        status, said = await broken(session, address, die=1, kind="slow")
+        assert (status, f"kind must be one of {', '.join(MENU)}, found 'slow'" in said) == (400, True)
+        for kind in sorted(MENU, key="lost".__eq__):
             assert (await broken(session, address, die=1, kind=kind))[0] == 200
             assert await asked(session, address) == expected
             if kind == "lost":
-                assert engine.stats().num_recoveries[number] == 1
+                assert engine.stats().num_recoveries["2"] == 1
         assert engine.plan.pod.lost >= {1}
         status, said = await broken(session, address, die=1)
         assert (status, "lost already" in said) == (400, True)

@@ -99,6 +99,16 @@ def test_time_is_bounded_where_objects_nest(part: str) -> None:
     assert time.process_time() - begin < 4
 
 
+@pytest.mark.parametrize("form", ["deepseek", "deepseek_v31", "kimi"])
+def test_time_is_linear_where_openers_repeat(form: ToolFormat) -> None:
+    """Each opener becomes text of its own, and was joined to all text before: 16,000 took eight seconds."""
+    n = NOTATIONS[form]
+    text = f"{n.begins[0]}{n.call}f{n.separator}" * 16_000
+    begin = time.process_time()
+    assert parse_answer(text, format=form, tools=TOOLS) == Parsed(content=text)
+    assert time.process_time() - begin < 4
+
+
 SEEDS = 1000
 
 

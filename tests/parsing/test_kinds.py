@@ -163,6 +163,25 @@ MEANT: dict[str, tuple[str, str, Any]] = {
             "a parameter": write(("file", "b")).split("\n", 2)[2].rpartition("\n</")[0] + "\nDone.",
         }.items()
     },
+    # Ends of a call and its section within a value: an end without a beginning, later, is the value's own.
+    **{
+        f"quotes {what}, {form}": (form, write(("text", value), ("file", "a")), {"text": value, "file": "a"})
+        for form, write, write_ends in (
+            ("qwen3_coder", qwen, qwen),
+            ("minimax", minimax, minimax),
+            ("glm", glm, glm),
+            ("deepseek_v32", lambda *some: dsml(*((*each, "true") for each in some)), None),
+        )
+        for ends in [(write_ends or write)(("x", "1")).rpartition("1")[2].lstrip("\n")]
+        for what, value in {
+            "all ends": f"close: {ends}\nmore",
+            "all ends in a line": f"close: {ends} more",
+            "all ends twice": f"a {ends}\nb {ends}\nc",
+            "all ends and a call": f"a {ends}\nb\n{write(('file', 'b'))}\nc",
+            "a call and all ends": f"a\n{write(('file', 'b'))}\nb {ends}\nc",
+            "all ends, a thought": f"a {ends}\n<think>b",
+        }.items()
+    },
     "quotes a call, glm": (
         "glm",
         glm(("text", f"As:\n{glm(('file', 'b'))}\nDone."), ("file", "a")),
@@ -313,6 +332,31 @@ MEANT: dict[str, tuple[str, str, Any]] = {
     "fence in V3.1": ("deepseek_v31", deepseek("save", '\n```json\n{"file": "a"}\n```'), {"file": "a"}),
     "arguments as a text": ("kimi", kimi("functions.save:0", '"{\\"file\\": \\"a\\"}"'), {"file": "a"}),
     "a parameter twice": ("glm", glm(("file", "b"), ("file", "a")), {"file": "a"}),
+    # Arguments under other names, and beside the name.
+    **{
+        f"arguments, {body}": ("hermes", hermes(body), expected)
+        for body, expected in {
+            **{
+                f'{{"name": "save", "{key}": {{"file": "a"}}}}': {"file": "a"}
+                for key in ("args", "argument", "params", "kwargs", "input", "tool_input", "Arguments")
+            },
+            '{"name": "save", "input": "{\\"file\\": \\"a\\"}"}': {"file": "a"},
+            '{"name": "save", "arguments": {}, "parameters": {"file": "a"}}': {"file": "a"},
+            '{"name": "save", "arguments": null, "args": {"file": "a"}}': {"file": "a"},
+            '{"name": "save", "file": "a", "labels": ["b"]}': {"file": "a", "labels": ["b"]},
+            '{"name": "save", "arguments": {"file": "a"}, "count": 5, "id": 7, "why": "so"}': {
+                "file": "a",
+                "count": 5,
+            },
+            '{"name": "save", "input": "a"}': {"input": "a"},
+            '{"name": "save", "other": {"file": "a"}}': {"other": {"file": "a"}},
+            '{"name": "save", "id": "c1", "type": "function"}': {},
+            '{"type": "function", "function": {"name": "save", "args": {"file": "a"}}}': {"file": "a"},
+            '{"tool": "save", "args": {"file": "a"}}': {"file": "a"},
+            '{"tool_name": "save", "file": "a"}': {"file": "a"},
+            '{"name": "\\nsave \\n", "arguments": {"file": "a"}}': {"file": "a"},
+        }.items()
+    },
     # Line breaks around a name, and fences.
     "line break behind an id": ("kimi", kimi("functions.save:0\n", '\n{"file": "a"}\n'), {"file": "a"}),
     "line break before an id": ("kimi", kimi("\n functions.save:0", '{"file": "a"}'), {"file": "a"}),
@@ -353,6 +397,37 @@ def test_a_call_is_meant(kind: str) -> None:
     form, text, arguments = MEANT[kind]
     assert calls_of(form, text) == ("", "", [("save", arguments)])
     assert calls_of(form, f"So.\n{text}\n") == ("So.", "", [("save", arguments)])
+
+
+def test_a_parameter_may_be_called_as_arguments_are() -> None:
+    properties = {"input": {"type": "object"}, "args": {"type": "array"}, "params": TEXT, "type": TEXT}
+    tools = [{"name": "f", "parameters": {"properties": properties}}]
+    for members, expected in {
+        '"input": {"a": 1}, "type": "b"': {"input": {"a": 1}, "type": "b"},
+        '"args": [1]': {"args": [1]},
+        '"params": "{}"': {"params": "{}"},
+        '"params": {"input": {}}': {"input": {}},
+        '"type": "function", "arguments": {"params": "c"}': {"params": "c"},
+    }.items():
+        [call] = parse_answer(hermes(f'{{"name": "f", {members}}}'), format="hermes", tools=tools).tool_calls
+        assert json.loads(call.arguments) == expected
+
+
+@pytest.mark.parametrize(
+    ("members", "arguments"),
+    [
+        ('"arguments": {"file": "a', '{"file": "a'),
+        ('"input": {"file": "a', '{"file": "a'),
+        ('"file": "a", "text": "b', '{"file": "a", "text": "b'),
+        ('"id": "c', ""),
+        ('"fi', ""),
+    ],
+)
+def test_a_cut_call_has_the_arguments_so_far(members: str, arguments: str) -> None:
+    parser = StreamParser(True, "hermes", functions=[Function("save", json.dumps(TOOLS[0]["parameters"]))])
+    found = parser.finish(f'<tool_call>\n{{"name": "\\nsave", {members}', is_cut=True)
+    assert [(call.name, call.arguments) for call in found.tool_calls] == [("save", arguments)]
+    assert found.content == ""
 
 
 @pytest.mark.parametrize(
@@ -412,6 +487,23 @@ def test_a_broken_call_does_not_take_the_next_one_with_it() -> None:
     assert calls_of("hermes", text) == ("<tool_call>{oh}</tool_call>", "", [("save", {"file": "a"})])
 
 
+@pytest.mark.parametrize(("form", "write"), [("qwen3_coder", qwen), ("minimax", minimax), ("glm", glm)])
+def test_words_behind_a_call_are_no_part_of_it(form: str, write: Any) -> None:
+    one, saved = write(("text", "b")), ("save", {"text": "b"})
+    assert calls_of(form, f"{one}\nSo it is.") == ("So it is.", "", [saved])
+    assert calls_of(form, f"{one}\nThen:\n{one}\nSo.") == ("Then:\nSo.", "", [saved, saved])
+    ends = one.rpartition("b")[2].lstrip("\n")
+    value = f"close: {ends}\nmore"
+    assert calls_of(form, f"{write(('text', value))}\nSo it is.") == (
+        "So it is.",
+        "",
+        [("save", {"text": value})],
+    )
+    assert calls_of(form, f"hm {one}\n</think>So.", True) == ("So.", "hm", [saved])
+    parser = StreamParser(True, form, in_reasoning=True)  # type: ignore[arg-type]
+    assert parser.push(f"hm {one}\n</think>So").tool_calls
+
+
 @pytest.mark.parametrize(("form", "write"), [("qwen3_coder", qwen), ("minimax", minimax)])
 def test_a_missing_end_does_not_make_a_call_a_quoted_one(form: str, write: Any) -> None:
     """The value has no later end: each end behind it belongs to a parameter of the call behind it."""
@@ -432,6 +524,56 @@ def test_a_call_that_is_quoted_in_a_cut_value_is_no_call() -> None:
     assert found.content == ""
 
 
+VALUES: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "whole": {"type": "integer"},
+        "number": {"type": "number"},
+        "either": {"type": ["number", "string"]},
+        "flag": {"type": "boolean"},
+        "list": {"type": "array"},
+        "object": {"type": "object"},
+        "p_text": TEXT,
+        "any": {},
+    },
+    "patternProperties": {"^p_": {"type": ["integer", "string"]}, "_n$": {"type": "integer"}, "(a+)+$": TEXT},
+    "additionalProperties": TEXT,
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        # Which keyword declares a parameter.
+        *(("q_n", "1", 1), ("p_n", "1", 1), ("p_text", "1", "1"), ("other", "1", "1"), ("aaa", "1", "1")),
+        # Numbers that are none of JSON's.
+        *(("number", ".5", 0.5), ("number", "1.", 1.0), ("number", "+3", 3), ("number", "-.5e1", -5.0)),
+        *(("whole", "+3", 3), ("whole", "1_000", 1000), ("whole", "0x1F", 31), ("whole", "-2.", -2)),
+        *(("number", "1,5", "1,5"), ("whole", "007", "007"), ("number", "NaN", "NaN")),
+        *(("either", ".5", ".5"), ("any", "+49", "+49"), ("any", "(1, 2)", "(1, 2)"), ("other", ".5", ".5")),
+        ("object", '{"a": .5, "b": [+3, 1.], "c": 0x10}', {"a": 0.5, "b": [3, 1.0], "c": 16}),
+        # Python's literals.
+        *(("list", "(1, 2)", [1, 2]), ("list", "(1,)", [1]), ("list", "()", []), ("whole", "+-3", "+-3")),
+        ("list", "[(1, 2), (3,)]", [[1, 2], [3]]),
+        ("object", "{'a': (1, 'b'), 'c': (2), 'd': ((3,),)}", {"a": [1, "b"], "c": 2, "d": [[3]]}),
+        *(("flag", "TRUE", True), ("flag", "yes", "yes"), ("object", "None", None)),
+        ("object", "(see b)", "(see b)"),
+    ],
+)  # fmt: skip
+def test_kinds_of_values_between_tags(key: str, text: str, value: Any) -> None:
+    tools = [{"name": "f", "parameters": VALUES}]
+    [call] = parse_answer(minimax((key, text), name="f"), format="minimax", tools=tools).tool_calls
+    assert json.loads(call.arguments) == {key: value}
+    assert type(json.loads(call.arguments)[key]) in (type(value), float)
+
+
+def test_a_parameter_of_a_pattern_begins_behind_a_missing_end() -> None:
+    tools = [{"name": "f", "parameters": VALUES}]
+    text = minimax(("any", "a"), ("p_n", "5"), name="f").replace("a</parameter>", "a", 1)
+    [call] = parse_answer(text, format="minimax", tools=tools).tool_calls
+    assert json.loads(call.arguments) == {"any": "a", "p_n": 5}
+
+
 def test_a_parameter_may_be_declared_in_a_branch() -> None:
     assert calls_of("minimax", minimax(("plz", "10999"), ("city", "1"), name="find")) == (
         "", "", [("find", {"plz": "10999", "city": "1"})]
@@ -444,6 +586,10 @@ NO_CALL = {
     "broken arguments": ("deepseek_v31", deepseek("save", '{"file": }')),
     "arguments that are no object": ("kimi", kimi("functions.save:0", "[1]")),
     "no name": ("hermes", hermes('{"arguments": {}}')),
+    "a name of white space": ("hermes", hermes('{"name": "\\n", "arguments": {}}')),
+    "an unknown tool": ("hermes", hermes('{"tool": "hammer", "arguments": {}}')),
+    "arguments in a list": ("hermes", hermes('{"name": "save", "arguments": ["a"]}')),
+    "a text that is no object": ("hermes", hermes('{"name": "save", "input": "{a"}')),
     "half a string": ("hermes", '<tool_call>\n{"name": "save", "arguments": {"file": "a'),
     "half a value": ("qwen3_coder", qwen(("file", "a")).partition("\n</")[0]),
     "an answer in JSON": ("hermes", '{"name": "Bern", "arguments": {}}\n</tool_call>'),

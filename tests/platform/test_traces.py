@@ -341,6 +341,26 @@ def test_spellings_of_tables(file: Written) -> None:
     assert [each.at_ns for each in read_trace(file(epoch)).requests] == [0, 10**9]
 
 
+@pytest.mark.parametrize(
+    ("column", "other"),
+    [
+        ("input_length", "prompt_tokens"),
+        ("input_length", "Input Length"),
+        ("output_length", "completion_tokens"),
+        ("timestamp", "start_time_ms"),
+        ("hash_ids", "block_ids"),
+    ],
+)
+def test_columns_that_could_also_be_meant_are_named(file: Written, column: str, other: str) -> None:
+    note = f"{column} is read, and {other} is not; rename it to change that"
+    plain = read_trace(file(lines(mooncake())))
+    found = read_trace(file(lines([each | {other: 50} for each in mooncake()])))
+    assert found == plain._replace(notes=[note, *plain.notes])
+    table = "timestamp,input_length,output_length,hash_ids,kind,kind\n0,1000,2,[5],a,b\n"
+    assert note not in read_trace(file(table)).notes
+    assert note in read_trace(file(table.replace("kind", other, 1))).notes
+
+
 def test_whole_numbers_with_a_point_and_dates_in_json(file: Written) -> None:
     floats = [
         each | {"input_length": float(each["input_length"]), "output_length": 3.0} for each in mooncake()
@@ -476,6 +496,15 @@ def without(field: str) -> dict[str, Any]:
         (None, lines([ONE | {"hash_ids": [1, None]}]), r"line 1: hash_ids\[1\] must be .*found null"),
         (None, lines([ONE | {"hash_ids": 3}]), "line 1: hash_ids must be a list .*found 3"),
         (None, "{", "line 1, column 2: not valid JSON"),
+        *(
+            (name, text, f"line 1: 2 columns are called {column}: rename those that are not meant")
+            for name, column, text in (
+                (None, "input_length", "timestamp,input_length,output_length,input_length\n0,1,2,3\n"),
+                ("azure", "TIMESTAMP", f"TIMESTAMP, {HEADER}2024-05-10,2024-05-11,1,2\n"),
+                (None, "output_length", lines([ONE]).replace("{", '{"output_length": 5, ')),
+                (None, "hash_ids", lines([ONE]).replace("{", '{"hash_ids": [], ')),
+            )
+        ),
         (None, lines([ONE]) + "7\n", "line 2: must be a JSON object, one a line, found 7"),
         (None, json.dumps(mooncake()), r"line 1: must be a JSON object, one a line, found \["),
         (None, lines([ONE, ONE | {"timestamp": 1.7e12}]), "line 2: timestamp must be within ten years"),

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from xdeepserve.bench.report import Row, pyplot
-from xdeepserve.engine.dp.events import Observed, StepEnded, TEChanged, TERolledBack
+from xdeepserve.engine.dp.events import Mended, Observed, StepEnded, TEChanged
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.hw.faults import Fault
 from xdeepserve.llm import LLM
@@ -102,7 +102,7 @@ def serve(settings: Sequence[str], faults: Sequence[Fault], last: str = "decode 
                 life.tokens.extend(event.end_ns for share in event.shares for _ in share.token_ids)
                 if event.group.te == last:
                     life.steps.append((event.start_ns, event.end_ns))
-            elif isinstance(event, TERolledBack):
+            elif isinstance(event, Mended):
                 life.rollbacks.append(clock.now - event.begun_ns)
 
         llm.engine.observe(observe)

@@ -11,6 +11,7 @@ from xdeepserve.chaos.draw import PODS, draw
 from xdeepserve.chaos.fault_schedule import FaultSchedule
 from xdeepserve.chaos.judge import Finding, Judge, Verdict
 from xdeepserve.chaos.single_faults import every_phase, every_step
+from xdeepserve.engine.recovery.ladder import STAGES
 from xdeepserve.errors import InputError, meant
 
 # The least schedule that still fails the same way.
@@ -69,8 +70,8 @@ COUNTED: dict[Verdict, str] = {  # as which field of ChaosCounts
 class ChaosCounts(msgspec.Struct):
     """Counts of schedules by verdict. `wrong` means other bits, or other events in a second run.
 
-    `stages` counts the recovered schedules with equal bits by their last resort: at stage 3 steps were run
-    again, at 2 TEs were given up, at 1 all TEs were started anew.
+    `stages` counts the recovered schedules with equal bits by their last resort
+    (`engine/recovery/ladder.py`).
     """
 
     schedules: int = 0
@@ -80,7 +81,7 @@ class ChaosCounts(msgspec.Struct):
     lost_requests: int = 0
     leaks: int = 0
     wrong: int = 0
-    stages: dict[str, int] = msgspec.field(default_factory=lambda: {"3": 0, "2": 0, "1": 0})
+    stages: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(STAGES, 0))
 
     @property
     def is_clean(self) -> bool:
@@ -93,7 +94,7 @@ class ChaosCounts(msgspec.Struct):
         setattr(self, field, getattr(self, field) + 1)
         gone_through = [stage for stage in self.stages if finding.stages[stage]]
         if finding.verdict == "equal" and gone_through:
-            self.stages[min(gone_through)] += 1
+            self.stages[gone_through[-1]] += 1
 
 
 class Trial(msgspec.Struct, frozen=True):

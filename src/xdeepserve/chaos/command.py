@@ -120,7 +120,7 @@ def _print(campaign: Campaign, where: Path, seconds: float) -> None:
     t = campaign.tally
     print(
         f"{t.schedules} schedules, {seconds / max(1, t.schedules):.2f} s each: {t.equal} with all bits equal "
-        f"(recovered by stage 3: {t.stages['3']}, 2: {t.stages['2']}, 1: {t.stages['1']}),\n"
+        f"(recovered by stage {', '.join(f'{stage}: {num}' for stage, num in t.stages.items())}),\n"
         f"{t.named_errors} with an error that the faults permit and that names who "
         f"is lost; {t.hangs} hangs, {t.lost_requests} lost requests, {t.leaks} leaks, {t.wrong} wrong"
     )

@@ -94,11 +94,11 @@ def draw(seed: int, deployments: Sequence[str], config: ModelConfig) -> FaultSch
     rng = random.Random(f"chaos failover {seed}")
     if rng.random() < 0.3:
         settings += (*FAILOVER, f"recovery.spare_dies={rng.choice((0, 0, 1, 3))}")
-    rng = random.Random(f"chaos pages {seed}")
-    if rng.random() < 0.3:
-        faults += _page_faults(
-            rng, [te.place for te in fit(resolve(deployment, settings), config)], config, faults
-        )
+    for (_, kind), rule in RULES.items():
+        rng = random.Random(f"chaos {rule.chaos} {seed}")
+        if rule.chaos and rng.random() < 0.3:
+            tes = [te.place for te in fit(resolve(deployment, settings), config)]
+            faults += _page_faults(rng, kind, tes, config, faults)
     faults.sort(key=lambda fault: (fault.at_us or 0, fault.target))
     drawn = FaultSchedule(deployment, settings, seed, num_requests, clock_seed, tuple(faults), pool)
     return _with_servers(random.Random(f"chaos servers {seed}"), drawn, config)
@@ -170,9 +170,10 @@ def _way_faults(rng: random.Random, num_dies: int, others: Collection[int | None
 
 
 def _page_faults(
-    rng: random.Random, tes: Sequence[TEPlace], config: ModelConfig, others: Sequence[Fault]
+    rng: random.Random, kind: Kind, tes: Sequence[TEPlace], config: ModelConfig, others: Sequence[Fault]
 ) -> list[Fault]:
-    """Draw lost pages of memory, on dies without another fault; mostly KV pages where there are some."""
+    """Draw faults of pages, of one kind, on dies without another fault; mostly KV pages where there are
+    some."""
     taken = {fault.die for fault in others}
     dies = [die for te in tes for die in te.every_die if die not in taken]
     with_kv = {die for te in tes for die in te.dies}
@@ -182,7 +183,7 @@ def _page_faults(
         if die in with_kv and rng.random() < 0.8:
             layer = rng.randrange(config.num_hidden_layers)
             page = rng.choice((f"kv/{layer}/latent", f"kv/{layer}/k_pe", *WITH_KV))
-        faults.append(Fault(round(10 ** rng.uniform(0, 4.7), 3), die, "bad-page", page=page))
+        faults.append(Fault(round(10 ** rng.uniform(0, 4.7), 3), die, kind, page=page))
     return faults
 
 

@@ -55,7 +55,7 @@ def permits_errors(schedule: FaultSchedule, plan: PodPlan) -> bool:
 
 
 def _may_fail_sequences(faults: Sequence[Fault], plan: PodPlan) -> bool:
-    return plan.deployment.recovery.kv_loss == "fail" and any(fault.kind == "bad-page" for fault in faults)
+    return plan.deployment.recovery.kv_loss == "fail" and any(fault.page is not None for fault in faults)
 
 
 def _is_beyond_failover(faults: Sequence[Fault], plan: PodPlan) -> bool:
@@ -75,7 +75,7 @@ def _is_broken(te: TEPlan, faults: Sequence[Fault], leaving: Collection[int]) ->
     lost = {fault.die for fault in faults if fault.kind == "lost" or _is_lasting(fault)}
     lost |= {fault.die for fault in faults if fault.page is not None and _holds_metadata(fault, te)}
     hosts = {fault.host for fault in faults if fault.kind == "lost"}
-    if all(fault.kind not in ("glitch", "bad-page") for fault in faults):  # a rollback needs every die
+    if not any(fault.rule is not None and fault.rule.needs_all_dies for fault in faults):
         lost -= _missed_by_nobody(te, lost, leaving) | _missed_clients(te, lost)
     loses = any(die in lost or te.pod.topology.server_of(die) in hosts for die in te.every_die)
     return loses or _is_cut(te, te, faults)

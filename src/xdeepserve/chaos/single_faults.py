@@ -14,17 +14,13 @@ from xdeepserve.hw.fault_kinds import RULES
 from xdeepserve.hw.faults import Fault
 from xdeepserve.model.checkpoint import Checkpoint
 
-KINDS_OF_FAULTS: tuple[dict[str, Any], ...] = (
-    {"kind": "lost"},
-    {"kind": "stalled", "for_us": 50.0},
-    {"kind": "glitch", "code": "task-timeout"},
+TRIED: tuple[dict[str, Any], ...] = tuple(
+    {"kind": kind, **fields}
+    for (place, kind), rule in RULES.items()
+    if place == "die"
+    for fields in rule.tried
 )
-BAD_PAGES: dict[str, tuple[dict[str, Any], ...]] = {  # of KV, and of weights
-    "colocated": (
-        {"kind": "bad-page", "page": "kv/0/latent"},
-        {"kind": "bad-page", "page": "weights/layers.1.experts.w13"},
-    )
-}
+PAGED = ("colocated",)  # where pages are lost, too: of KV, and of weights
 BROKEN_US = 100.0  # some phases of the pool
 NUM_REQUESTS = 4  # that put and get
 POOLED = ("colocated", "pd")  # where DP groups put and get
@@ -45,7 +41,9 @@ def every_step(deployment: str, checkpoint: Checkpoint) -> list[tuple[str, Fault
                 continue  # operations within each other
             seen.add((span.node, at_ns))
             at_us = at_ns / 1000
-            for what in (*KINDS_OF_FAULTS, *BAD_PAGES.get(deployment, ())):
+            for what in TRIED:
+                if "page" in what and deployment not in PAGED:
+                    continue
                 fault = Fault(at_us, span.node, **what)
                 schedules.append((span.name, msgspec.structs.replace(quiet, faults=(fault,))))
     return schedules

@@ -15,8 +15,8 @@ A kind that a row does not need `for_us` for, and may have it, lasts for ever wi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, get_args
 
 Kind = Literal[
     "lost",
@@ -40,36 +40,67 @@ PLACES: tuple[Place, ...] = get_args(Place)
 
 
 class Rule(NamedTuple):
-    """Fields of a fault of a given kind at a given place, beside place and time; `meaning` is for people."""
+    """Row of a kind of fault at a place: its fields beside place and time, and how the project treats it.
+
+    `meaning` is for people, in the documents and on the page. A kind with a `button` is on the page's menu,
+    with the first of `tried`. `xdeepserve chaos --every-step` tries all of these on each die.
+    """
 
     meaning: str
     needs: tuple[str, ...] = ()
     may: tuple[str, ...] = ()
+    is_of_a_moment: bool = False  # over at once; else a fault without for_us lasts for ever
+    needs_all_dies: bool = False  # what mends it waits for every die of a TE
+    tried: tuple[Mapping[str, Any], ...] = ()  # fields of typical faults
+    chaos: str = ""  # name of the random numbers by which chaos draws such faults of pages on any die
+    button: str = ""
 
 
 RULES: dict[tuple[Place, Kind], Rule] = {
-    ("die", "lost"): Rule("ends in the middle, answers nobody, for ever"),
-    ("die", "stalled"): Rule("begins no kernel and no transfer", needs=("for_us",)),
-    ("die", "slow"): Rule("its kernels take `factor` times as long", needs=("for_us", "factor")),
-    ("die", "late"): Rule(
-        "what it reads and writes elsewhere begins `by_us` late", needs=("for_us", "by_us")
+    ("die", "lost"): Rule("ends in the middle, answers nobody, for ever", tried=({},), button="Lose it"),
+    ("die", "stalled"): Rule(
+        "begins no kernel and no transfer", needs=("for_us",), tried=({"for_us": 50.0},)
     ),
-    ("die", "glitch"): Rule("its kernels and transfers end with an error; its memory stays", needs=("code",)),
+    ("die", "slow"): Rule("its kernels take so many times as long", needs=("for_us", "factor")),
+    ("die", "late"): Rule(
+        "what it reads and writes elsewhere begins so much later", needs=("for_us", "by_us")
+    ),
+    ("die", "glitch"): Rule(
+        "what it is at ends with an error code; its memory stays",
+        needs=("code",),
+        is_of_a_moment=True,
+        needs_all_dies=True,
+        tried=({"code": "aicore-exception"},),
+        button="Glitch",
+    ),
     ("die", "bad-page"): Rule(
-        "a page of its HBM loses what it held; a healthy one comes in", needs=("page",)
+        "a page of its HBM loses what it held, and a healthy one comes in",
+        needs=("page",),
+        is_of_a_moment=True,
+        needs_all_dies=True,
+        tried=({"page": "kv/0/latent"}, {"page": "weights/layers.1.experts.w13"}),
+        chaos="pages",
     ),
     ("host", "lost"): Rule("all dies of the server, and its part of the memory pool"),
-    ("host", "stalled"): Rule("its CPU stands still, and with it all loops of the host", needs=("for_us",)),
-    ("link", "down"): Rule("who sends or reads by it gets an error", needs=("plane",), may=("for_us",)),
-    ("link", "blocked"): Rule("nothing goes by it, and nobody is told", needs=("plane", "for_us")),
-    ("link", "slow"): Rule("bytes take `factor` times as long", needs=("plane", "for_us", "factor")),
-    ("link", "flipped"): Rule("one bit of the next payload (see `checksums`)", needs=("plane",)),
+    ("host", "stalled"): Rule(
+        "its CPU stands still, and with it the loops of TE-shells and DP groups there", needs=("for_us",)
+    ),
+    ("link", "down"): Rule(
+        "who sends or reads by it gets an error at once", needs=("plane",), may=("for_us",)
+    ),
+    ("link", "blocked"): Rule("nothing begins to go by it, and nobody is told", needs=("plane", "for_us")),
+    ("link", "slow"): Rule("its bytes take so many times as long", needs=("plane", "for_us", "factor")),
+    ("link", "flipped"): Rule(
+        "one bit of the next payload, and that is all", needs=("plane",), is_of_a_moment=True
+    ),
     ("volume", "error"): Rule("can be neither read nor written", may=("for_us",)),
     ("volume", "full"): Rule("can be read, and takes nothing new", may=("for_us",)),
-    ("volume", "torn"): Rule("the next commit gets there by half"),
+    ("volume", "torn"): Rule(
+        "of the next commit, the second half never gets to the disk", is_of_a_moment=True
+    ),
     ("mp_server", "lost"): Rule("answers nobody; its DRAM is worth nothing afterwards", may=("for_us",)),
-    ("mp_server", "left"): Rule("out of the ring: views of before are stale", may=("for_us",)),
-    ("mp_controller", "lost"): Rule("who has a view goes on with it", may=("for_us",)),
+    ("mp_server", "left"): Rule("out of the pool's ring: views of before are stale", may=("for_us",)),
+    ("mp_controller", "lost"): Rule("whoever has a view goes on with it", may=("for_us",)),
 }
 SAYS = ("for_us", "factor", "by_us", "plane", "code", "page")  # what some kinds say, and others must not
 

@@ -37,7 +37,7 @@ import msgspec
 
 from ..errors import HardwareError, InputError, meant
 from ..reading import read
-from .fault_kinds import GLITCHES, KINDS, PLACES, RULES, SAYS, Kind, Moment, OnPlane, Place, kinds_at
+from .fault_kinds import GLITCHES, KINDS, PLACES, RULES, SAYS, Kind, Moment, OnPlane, Place, Rule, kinds_at
 from .faulty_links import LinkFault
 from .memory import PAGE_NBYTES
 from .pod import Pod
@@ -96,6 +96,14 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
         return [(place, number) for place in PLACES if (number := getattr(self, place)) is not None]
 
     @property
+    def rule(self) -> Rule | None:
+        """Row of the kind at the fault's place; every fault of a checked plan has one."""
+        return next((rule for (place, kind), rule in RULES.items() if self._is_of(place, kind)), None)
+
+    def _is_of(self, place: Place, kind: Kind) -> bool:
+        return kind == self.kind and getattr(self, place) is not None
+
+    @property
     def target(self) -> tuple[str, ...]:
         """Identity of the broken part, the same for both directions of a link."""
         if self.link is not None:
@@ -106,7 +114,7 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     def end_us(self) -> float:
         """End of the fault (us of virtual time); infinite for a lasting fault."""
         if self.for_us is None:
-            return self._at_us if self.kind in ("torn", "flipped", "glitch", "bad-page") else float("inf")
+            return self._at_us if self.rule is not None and self.rule.is_of_a_moment else float("inf")
         return self._at_us + self.for_us
 
     @property

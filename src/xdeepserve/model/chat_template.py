@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -88,7 +88,11 @@ class MessageForms(NamedTuple):
     folds_system   system messages after others would be refused or lost: they join the first message
     joins_users    two users' messages in a row would be refused or lost: they are joined
     wants_user     system messages alone would be refused or lost: they are the user's
-    loses          what no text of the template has, though it takes the message: `CALLS`, `RESULTS`
+    loses          what no text of the template has, though it takes the message: keys of `ADVICE`
+    splits_text    calls beside a text, or the text, would be refused or lost: the text is a turn before them
+    splits_calls   of several calls in a turn some would be refused or lost: each is a turn, with its result
+    untold         roles of a last message behind which system messages would be lost: the last user's
+                   message begins with them
     """
 
     empty: str | None = None
@@ -96,38 +100,60 @@ class MessageForms(NamedTuple):
     joins_users: bool = False
     wants_user: bool = False
     loses: tuple[str, ...] = ()
+    splits_text: bool = False
+    splits_calls: bool = False
+    untold: tuple[str, ...] = ()
 
     def applied(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Bring messages into the forms of the template. Raises RequestError for what it would lose."""
         for message in messages if self.loses else ():
             self._check_shown(message)
-        written = [self._with_empty(message) for message in messages]
+        written = list(messages)
+        if self.splits_text:
+            written = [turn for message in written for turn in _text_apart(message)]
+        if self.splits_calls:
+            written = _calls_apart(written)
+        written = [self._with_empty(message) for message in written]
         if self.wants_user and all(message.get("role") == "system" for message in written):
             written = [{**message, "role": "user"} for message in written]
         if self.folds_system and any(message.get("role") == "system" for message in written[1:]):
             told = [message for message in written if message.get("role") == "system"]
             others = [message for message in written if message.get("role") != "system"]
             written = [{**told[0], "content": _joined_text(told)}, *others]
+        if written and written[-1].get("role") in self.untold:
+            written = _told_by_user(written)
         if self.joins_users:
             groups = itertools.groupby(written, lambda message: message.get("role"))
             written = [each for role, group in groups for each in _joined_users(role, list(group))]
         return written
 
     def _check_shown(self, message: Mapping[str, Any]) -> None:
-        lost = CALLS if message.get("tool_calls") else RESULTS if message.get("role") == "tool" else ""
-        if lost in self.loses:
-            raise RequestError(
-                f"the model's chat template does not show {lost}: these messages have some, and the model "
-                "would not see them; write them into the content of a message, or use another template",
-                param="messages",
-            )
+        calls = message.get("tool_calls") or ()
+        holds = {
+            CALLS: bool(calls),
+            RESULTS: message.get("role") == "tool",
+            TEXTS: bool(calls and _says(message)),
+            SEVERAL: len(calls) > 1,
+        }
+        for lost in self.loses:
+            if holds[lost]:
+                raise RequestError(
+                    f"the model's chat template does not show {lost}: these messages have some, and the "
+                    f"model would not see them; {ADVICE[lost]}, or use another template",
+                    param="messages",
+                )
 
     def _with_empty(self, message: dict[str, Any]) -> dict[str, Any]:
-        if message.get("role") != "assistant" or not message.get("tool_calls") or message.get("content"):
+        if message.get("role") != "assistant" or not message.get("tool_calls") or _says(message):
             return message
         if self.empty == NO_CONTENT:
             return {name: value for name, value in message.items() if name != "content"}
         return {**message, "content": self.empty}
+
+
+def _says(message: Mapping[str, Any]) -> bool:
+    """Whether a message has more of a text than white space."""
+    return bool(str(message.get("content") or "").strip())
 
 
 def _joined_text(messages: Sequence[Mapping[str, Any]]) -> str:
@@ -140,10 +166,56 @@ def _joined_users(role: str | None, messages: list[dict[str, Any]]) -> list[dict
     return [{**messages[0], "content": _joined_text(messages)}]
 
 
+def _told_by_user(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Move the text of system messages to the beginning of the last user's message, if there is one."""
+    told = [message for message in messages if message.get("role") == "system"]
+    others = [message for message in messages if message.get("role") != "system"]
+    last = max((i for i, message in enumerate(others) if message.get("role") == "user"), default=-1)
+    if not told or last < 0:
+        return messages
+    others[last] = {**others[last], "content": _joined_text([*told, others[last]])}
+    return others
+
+
+def _text_apart(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """Split an assistant's turn with a text and calls in two: the text, and the calls."""
+    if not (message.get("tool_calls") and _says(message)):
+        return [message]
+    text = {name: value for name, value in message.items() if name != "tool_calls"}
+    return [text, _calls_alone(message["tool_calls"])]
+
+
+def _calls_apart(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Give each call of a turn a turn of its own, with its result behind; other results follow the last."""
+    written, rest = [], list(messages)
+    while rest:
+        turn = rest.pop(0)
+        first, *others = turn.get("tool_calls") or [None]
+        for call in others:
+            written.append({**turn, "tool_calls": [first]})
+            results = itertools.takewhile(lambda message: message.get("role") == "tool", rest)
+            own = (i for i, result in enumerate(results) if result.get("tool_call_id") == first.get("id"))
+            written += [rest.pop(i) for i in itertools.islice(own, 1)]
+            turn, first = _calls_alone([call]), call
+        written.append(turn)
+    return written
+
+
+def _calls_alone(calls: Sequence[Any]) -> dict[str, Any]:
+    return {"role": "assistant", "content": None, "tool_calls": list(calls)}
+
+
 NO_CONTENT = "absent"
 CALLS, RESULTS = "calls of tools", "results of tools"
-_USER, _RESULT = {"role": "user", "content": "trial-user"}, "trial-result"
+TEXTS, SEVERAL = "texts beside calls of tools", "several calls of tools in a turn"
+ADVICE = {  # by what a template may lose
+    **dict.fromkeys((CALLS, RESULTS), "write them into the content of a message"),
+    TEXTS: "leave the texts out",
+    SEVERAL: "have tools called one at a time (parallel_tool_calls false)",
+}
+_USER = {"role": "user", "content": "trial-user"}
 _ANSWER = {"role": "assistant", "content": "trial-answer"}
+_ALONE = {"role": "system", "content": "trial-alone"}
 _MIDDLE = [
     {"role": "system", "content": "trial-first"},
     {"role": "system", "content": "trial-second"},
@@ -159,8 +231,9 @@ def _forms(source: str) -> MessageForms:
     """Try a template on histories: everything in them has to be in its text, and no `None` or `null`."""
     template, _ = _compiled(source)
     special = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")
+    tool = {"type": "function", "function": {"name": "trial", "description": "", "parameters": {}}}
 
-    def written(messages: Sequence[Mapping[str, Any]], tools: list[Any] | None = None) -> str | None:
+    def written(messages: Sequence[Mapping[str, Any]], tools: list[Any] | None) -> str | None:
         """Return the text of a history; None if the template refuses it."""
         try:
             return "".join(
@@ -169,45 +242,77 @@ def _forms(source: str) -> MessageForms:
         except Exception:  # a template is foreign code: it may fail in any way
             return None
 
-    def found(messages: Sequence[Mapping[str, Any]], *marks: str) -> tuple[int, int]:
-        """Count the marks that the template writes, and the times of `None` and `null`, negative; (-1, 0) if
-        refused."""
-        if (text := written(messages)) is None:
-            return -1, 0
-        return sum(mark in text for mark in marks), -text.count("None") - text.count("null")
+    def found(
+        messages: Sequence[Mapping[str, Any]], *marks: str, choose: Callable[..., Any] = max
+    ) -> tuple[int, int]:
+        """Count the marks that the template writes, and the times of `None` and `null`, negative: without
+        tools or with some, by default where it writes more; (-1, 0) if refused."""
+        texts = [text for tools in (None, [tool]) if (text := written(messages, tools)) is not None]
+        counts = [(sum(m in text for m in marks), -text.count("None") - text.count("null")) for text in texts]
+        return choose(counts, default=(-1, 0))
 
-    arguments = JsonText('{"trial-key": "trial-value"}')
-    call = {"id": "trial0000", "type": "function", "function": {"name": "trial", "arguments": arguments}}
-    reply = {"role": "tool", "tool_call_id": "trial0000", "name": "trial", "content": _RESULT}
+    def call(number: int) -> dict[str, Any]:
+        arguments = JsonText(f'{{"trial-key{number}": "trial-value{number}"}}')
+        function = {"name": f"trial-name{number}", "arguments": arguments}
+        return {"id": f"trial000{number}", "type": "function", "function": function}
 
-    def history(empty: str | None, *behind: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        turn = MessageForms(empty).applied([{"role": "assistant", "content": None, "tool_calls": [call]}])
-        return [_USER, *turn, *behind]
+    def reply(number: int) -> dict[str, Any]:
+        said = {"name": f"trial-name{number}", "content": f"trial-result{number}"}
+        return {"role": "tool", "tool_call_id": f"trial000{number}", **said}
 
-    def called(empty: str | None, behind: Mapping[str, Any]) -> tuple[int, int]:
-        return found(history(empty, behind), "trial-key", "trial-value", _RESULT)
+    def history(
+        forms: MessageForms, *behind: Mapping[str, Any], text: str | None = None, num_calls: int = 1
+    ) -> list[Mapping[str, Any]]:
+        calls = [call(number) for number in range(num_calls)]
+        turn = {"role": "assistant", "content": text, "tool_calls": calls}
+        return [_USER, *forms.applied([turn, *map(dict, behind)])]
 
     def quality(empty: str | None) -> tuple[tuple[int, int], ...]:
-        return called(empty, reply), called(empty, _USER)  # the latter, too: some templates refuse results
+        marks, form = ("trial-key0", "trial-value0", "trial-result0"), MessageForms(empty)
+        # Without a result, too: some templates refuse results.
+        return tuple(found(history(form, behind), *marks) for behind in (reply(0), _USER))
 
-    empty = max((None, "", NO_CONTENT), key=quality)  # the first of those that are equally right
+    forms = MessageForms(max((None, "", NO_CONTENT), key=quality))  # of equals, the first
     if found([_USER], "trial-user")[0] < 1:  # it needs variables that only a request has
-        return MessageForms(empty)
-    tool = {"type": "function", "function": {"name": "trial", "description": "", "parameters": {}}}
+        return forms
 
     def is_lost(mark: str, *histories: list[Mapping[str, Any]]) -> bool:
         """Whether the template takes some of the histories, and writes a mark of none."""
-        texts = [written(each, tools) for each in histories for tools in (None, [tool])]
-        taken = [text for text in texts if text is not None]
-        return bool(taken) and not any(mark in text for text in taken)
+        return max(found(each, mark)[0] for each in histories) == 0
 
-    replied = history(empty, reply), history(empty, reply, _USER)
-    is_call_lost = is_lost("trial-value", *replied, history(empty), history(empty, _USER))
-    loses = (CALLS,) * is_call_lost + (RESULTS,) * is_lost(_RESULT, *replied)
-    systems = found(_MIDDLE, "trial-first", "trial-second", "trial-third")
-    users = found([_USER, {**_USER, "content": "trial-next"}], "trial-user", "trial-next")
-    alone = found([{"role": "system", "content": "trial-alone"}], "trial-alone")
-    return MessageForms(empty, systems[0] < 3, joins_users=users[0] < 2, wants_user=alone[0] < 1, loses=loses)
+    replied = history(forms, reply(0)), history(forms, reply(0), _USER)
+    is_call_lost = is_lost("trial-value0", *replied, history(forms), history(forms, _USER))
+    is_result_lost = is_lost("trial-result0", *replied)
+    forms = forms._replace(loses=(CALLS,) * is_call_lost + (RESULTS,) * is_result_lost)
+
+    def shown(forms: MessageForms, text: str | None, num_calls: int) -> tuple[bool, bool]:
+        """Whether the template takes a turn with a text or several calls, and whether it shows all of it."""
+        replies = [reply(number) for number in range(num_calls)]
+        parts = ("name", "key", "value", "result")
+        marks = [f"trial-{part}{each}" for part in parts for each in range(num_calls)]
+        marks += [text] if text else []
+        counts = [
+            found(history(forms, *replies, *more, text=text, num_calls=num_calls), *marks)[0]
+            for more in ((), (_ANSWER, _USER))
+        ]
+        return max(counts) >= 0, min(counts) == len(marks)
+
+    trials = ((TEXTS, "trial-text", 1), (SEVERAL, None, 2))
+    for lost, text, num_calls in trials if not forms.loses and found(replied[0])[0] == 0 else ():
+        is_taken, is_right = shown(forms, text, num_calls)
+        split = forms._replace(splits_text=True) if text else forms._replace(splits_calls=True)
+        if not is_right and shown(split, text, num_calls)[1]:
+            forms = split
+        elif not is_right and is_taken:
+            forms = forms._replace(loses=(*forms.loses, lost))
+    systems = found(_MIDDLE, "trial-first", "trial-second", "trial-third", choose=min)
+    users = found([_USER, {**_USER, "content": "trial-next"}], "trial-user", "trial-next", choose=min)
+    alone = found([_ALONE], "trial-alone", choose=min)
+    ends = (("user", [_USER]), ("tool", replied[0]), ("assistant", [_USER, _ANSWER]))
+    untold = tuple(role for role, end in ends if is_lost("trial-alone", [_ALONE, *end]))
+    return forms._replace(
+        folds_system=systems[0] < 3, joins_users=users[0] < 2, wants_user=alone[0] < 1, untold=untold
+    )
 
 
 def load_chat_templates(directory: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, ChatTemplate]:

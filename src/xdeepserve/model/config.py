@@ -313,7 +313,8 @@ class _ConfigReader(Reader):
                 )
         if self.family.attention != "dsa" and self.raw.get("index_topk") is not None:
             self.problems.append(f"index_topk {NEEDS_INDEXER}, found {abridged(self.raw['model_type'])}")
-        self.raw = {**self.family.defaults, **self.renamed()}
+        self.given = self.renamed()
+        self.raw = {**self.family.defaults, **self.given}
         self.only("scoring_func", self.family.scoring)
         for key, values in {**ONLY, **self.family.only}.items():
             self.only(key, *values)
@@ -342,8 +343,7 @@ class _ConfigReader(Reader):
         return f"; its text_config is a {name} model, which is supported as a checkpoint of its own"
 
     def renamed(self) -> dict[str, Any]:
-        """Return the values by DeepSeek-V3's names; a family's own name wins. Reports counts of experts that
-        contradict."""
+        """Return the values by DeepSeek-V3's names. Reports two names of one number that contradict."""
         values: dict[str, Any] = {}
         for key in sorted(self.raw, key=lambda key: key not in self.family.names):
             ours, value = self.family.names.get(key, key), self.raw[key]
@@ -351,7 +351,7 @@ class _ConfigReader(Reader):
                 values[ours] = value
                 if ours != key:
                     self.own[ours] = key
-            elif ours == "n_routed_experts" and value not in (None, values[ours]):
+            elif value not in (None, values[ours]):
                 self.problems.append(
                     f"{key} {abridged(value)} contradicts {self.key(ours)} {abridged(values[ours])}"
                 )
@@ -363,11 +363,16 @@ class _ConfigReader(Reader):
         self.check_supported()
         bos = self.token_ids("bos_token_id", 0)
         max_position_embeddings = self.integer("max_position_embeddings", 4096)
-        quantization, problems = parse_quant_config(self.raw.get("quantization_config"))
-        self.problems += problems
+        stored, older = "quantization_config", "compression_config"  # what compressed-tensors called it first
+        if self.raw.get(stored) and self.raw.get(older):
+            self.same(stored, self, older)
+        name = stored if self.raw.get(stored) else older
+        quantization, problems = parse_quant_config(self.raw.get(name))
+        self.problems += [problem.replace(stored, name) for problem in problems]
         num_layers = self.integer("num_hidden_layers", 61)
         heads, hidden = self.integer("num_attention_heads", 128), self.integer("hidden_size", 7168)
         first_moe, other_dense = self.family.dense_layers(self, num_layers)
+        self.same(MTP_KEYS[0], self, MTP_KEYS[1])
         mtp_key = next((key for key in MTP_KEYS if self.raw.get(key) is not None), MTP_KEYS[-1])
         is_ungrouped = self.raw.get("topk_method") == "greedy" or self.is_null("n_group")
         config = ModelConfig(
@@ -411,6 +416,7 @@ class _ConfigReader(Reader):
     def rope_config(self, max_position_embeddings: int) -> RopeConfig:
         """Read RoPE in either spelling."""
         rope = self.rope
+        self.same("rope_theta", rope, "rope_theta")
         theta_owner = rope if rope.raw.get("rope_theta") is not None else self
         theta = theta_owner.number("rope_theta", 10000.0, above=1)
         for owner in (self, rope) if self.family.partial_rotary is None else ():
@@ -441,6 +447,8 @@ class _ConfigReader(Reader):
         """Read YaRN's numbers; the original context may stand outside the RoPE object, where it wins."""
         key = "original_max_position_embeddings"
         given = {name: value for name, value in rope.raw.items() if value is not None}
+        if isinstance(factor := given.get("factor"), int | float) and factor < 1:
+            self.problems.append(f"{rope.prefix}factor must be 1 or more, found {abridged(factor)}")
         owner = self if self.raw.get(key) is not None else Reader(given, rope.prefix, self.problems)
         original = owner.integer(key, max_position_embeddings)
         for name in ("attn_factor", "extrapolation_factor"):
@@ -451,11 +459,15 @@ class _ConfigReader(Reader):
         if "factor" not in rope.raw:
             self.problems.append(f"{rope.prefix}factor is missing")
         optional = Reader(given, rope.prefix, self.problems)
+        fast = optional.number("beta_fast", 32.0, above=0)
+        slow = optional.number("beta_slow", 1.0, above=0)
+        if slow > fast:
+            self.problems.append(f"{rope.prefix}beta_slow ({slow:g}) must not exceed beta_fast ({fast:g})")
         return YarnConfig(
             factor=optional.number("factor", max(max_position_embeddings / original, 1e-9), above=0),
             original_max_position_embeddings=original,
-            beta_fast=optional.number("beta_fast", 32.0, above=0),
-            beta_slow=optional.number("beta_slow", 1.0, above=0),
+            beta_fast=fast,
+            beta_slow=slow,
             mscale=optional.number("mscale", 0.0),
             mscale_all_dim=optional.number("mscale_all_dim", 0.0),
             attention_factor=optional.number("attention_factor", 1.0)

@@ -67,7 +67,7 @@ class Reader:
     """Reads typed values from a JSON object and collects the problems with them."""
 
     def __init__(self, raw: dict[str, Any], prefix: str = "", problems: list[str] | None = None) -> None:
-        self.raw = raw
+        self.raw = self.given = raw  # `given` has no defaults
         self.prefix = prefix
         self.problems: list[str] = [] if problems is None else problems
         self.own: dict[str, str] = {}  # what the family calls keys, by DeepSeek-V3's names
@@ -78,9 +78,17 @@ class Reader:
 
     @cached_property
     def rope(self) -> Reader:
-        """Reader of the object with RoPE's numbers, empty if there is none: `rope_scaling` if it holds
-        anything, else `rope_parameters`, as in transformers."""
-        name = "rope_scaling" if self.raw.get("rope_scaling") else "rope_parameters"
+        """Reader of all RoPE numbers in `rope_scaling` and `rope_parameters`, which may not contradict.
+        Without either, it is empty."""
+        spelled, beside = self.rope_object("rope_scaling"), self.rope_object("rope_parameters")
+        if not (spelled.raw and beside.raw):
+            return spelled if spelled.raw else beside
+        for key in beside.raw:
+            spelled.same(key, beside, key)
+        return Reader({**beside.raw, **spelled.raw}, spelled.prefix, self.problems)
+
+    def rope_object(self, name: str) -> Reader:
+        """Reader of one object with RoPE's numbers, which may be those of the only kind of layer."""
         raw = self.raw.get(name) or {}
         if not isinstance(raw, dict):
             self.problems.append(f"{name} must be an object or null, found {abridged(raw)}")
@@ -153,6 +161,14 @@ class Reader:
         """Refuse a key that would change the arithmetic unless it is null, false, zero or empty."""
         if value := self.raw.get(key):
             self.problems.append(f"{self.key(key)} {abridged(value)} is not supported (only without it)")
+
+    def same(self, key: str, other: Reader, its_key: str) -> None:
+        """Report two names of one number that are both given and differ."""
+        ours, theirs = self.given.get(key), other.given.get(its_key)
+        if None not in (ours, theirs) and str(ours).lower() != str(theirs).lower() and ours != theirs:
+            self.problems.append(
+                f"{other.key(its_key)} {abridged(theirs)} contradicts {self.key(key)} {abridged(ours)}"
+            )
 
     def is_null(self, key: str) -> bool:
         return key in self.raw and self.raw[key] is None

@@ -29,6 +29,7 @@ OFF = (  # keys that must be absent, null, false, zero or empty
     *("attention_multiplier", "query_pre_attn_scalar", "mla_scale_q_lora", "mla_scale_kv_lora"),
     *("shared_expert_intermediate_size", "shared_intermediate_size", "zero_expert_num", "swiglu_limit"),
     *("text_config", "vision_config", "audio_config", "hc_mult", "pruned_heads", "is_encoder_decoder"),
+    *("quantization", "quant_config", "quantize_config", "bitsandbytes_config", "awq_config", "gptq_config"),
     *("add_cross_attention", "no_rope_layer_interval", "nope_layer_interval"),
 )
 ONLY: Mapping[str, tuple[Any, ...]] = {  # keys that may be there, with the values that are computed
@@ -136,6 +137,10 @@ class Family(NamedTuple):
 
 def _mla_sizes(reader: Reader, family: Family, heads: int, hidden: int) -> dict[str, Any]:
     reader.only("num_key_value_heads", heads)
+    nope, turned = reader.raw.get("qk_nope_head_dim", 128), reader.raw.get("qk_rope_head_dim", 64)
+    if isinstance(nope, int | float) and isinstance(turned, int | float):
+        reader.only("qk_head_dim", nope + turned)
+        reader.only("rotary_dim", turned)
     return {
         "q_lora_rank": None if reader.is_null("q_lora_rank") else reader.integer("q_lora_rank", 1536),
         "kv_lora_rank": reader.integer("kv_lora_rank", 512),
@@ -187,16 +192,20 @@ def _gqa_sizes(reader: Reader, family: Family, heads: int, hidden: int) -> dict[
 def _rotated(reader: Reader, family: Family, head_dim: int) -> int:
     """Return how many columns of a head RoPE turns. Reports a problem unless the number is even and fits, and
     then returns an even number, so that checks can go on."""
-    owner, factor, turned = reader, 1.0, head_dim
-    if family.partial_rotary is not None:
-        default = family.partial_rotary
-        if reader.rope.raw.get("partial_rotary_factor") is not None:
-            owner = reader.rope
-        elif reader.raw.get("rotary_dim") is not None:
-            default = reader.integer("rotary_dim", 2) / head_dim
-        is_given = owner.raw.get("partial_rotary_factor") is not None
-        factor = owner.number("partial_rotary_factor", default, above=0) if is_given else default
-        turned = int(head_dim * factor)
+    key, turned = "partial_rotary_factor", head_dim
+    if family.partial_rotary is None:
+        reader.only("rotary_dim", head_dim)
+    else:
+        owners = [owner for owner in (reader.rope, reader) if owner.raw.get(key) is not None]
+        stated = {owner.key(key): int(head_dim * owner.number(key, 1.0, above=0)) for owner in owners}
+        if reader.raw.get("rotary_dim") is not None:
+            stated["rotary_dim"] = reader.integer("rotary_dim", 2)
+        (first, turned), *others = stated.items() or [("", int(head_dim * family.partial_rotary))]
+        reader.problems += [
+            f"{name} has {columns} of {head_dim} columns rotated, which contradicts {first} ({turned})"
+            for name, columns in others
+            if columns != turned
+        ]
     if 0 < turned <= head_dim and turned % 2 == 0:
         return turned
     what = "head_dim" if family.partial_rotary is None else "head_dim x partial_rotary_factor"

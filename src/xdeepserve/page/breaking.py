@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.errors import InputError, RequestError
+from xdeepserve.hw.fault_kinds import RULES, Kind
 from xdeepserve.hw.faults import Fault, check_faults, schedule
 
 NEEDS_ADMIN = "breaking dies is for servers that allow it: xdeepserve serve --admin"
 SOON_US = 1.0
+MENU = {kind: rule for (place, kind), rule in RULES.items() if place == "die" and rule.button}
 
 
 class Breaking(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Request to break a die.
-
-    `lost` takes the die with all its memory; `glitch` ends its current operation with an error code.
-    """
+    """Request to break a die, by a kind of fault that the page's menu has (`fault_kinds.RULES`)."""
 
     die: int
-    kind: Literal["lost", "glitch"] = "lost"
+    kind: Kind = "lost"
 
 
 class Broken(msgspec.Struct, frozen=True):
@@ -45,8 +42,8 @@ class Breaker:
     def break_die(self, asked: Breaking) -> Broken:
         """Schedule the fault to break a die.
 
-        RequestError, with nothing scheduled, if the die does not exist, if it is lost already, or if requests
-        would not survive its loss.
+        RequestError, with nothing scheduled, if the die does not exist, if it is lost already, if requests
+        would not survive its loss, or if the menu has no such kind.
         """
         pod, die = self._pod, asked.die
         if die not in pod.dies:
@@ -56,8 +53,10 @@ class Breaker:
             raise RequestError(f"die {die} is lost already", param="die")
         if asked.kind == "lost" and (why := self._why_not(die)) is not None:
             raise RequestError(why, param="die", code="no_recovery")
-        code = "aicore-exception" if asked.kind == "glitch" else None
-        fault = Fault(at_us=pod.clock.now / 1000 + SOON_US, die=die, kind=asked.kind, code=code)
+        if asked.kind not in MENU:
+            raise RequestError(f"kind must be one of {', '.join(MENU)}, found '{asked.kind}'", param="kind")
+        at_us, fields = pod.clock.now / 1000 + SOON_US, MENU[asked.kind].tried[0]
+        fault = Fault(at_us=at_us, die=die, kind=asked.kind, **fields)
         try:
             check_faults([fault], pod)
         except InputError as error:
@@ -65,7 +64,7 @@ class Breaker:
         schedule([fault], pod)
         if asked.kind == "lost":
             self._to_lose.append(die)
-        return Broken(die, asked.kind, round(1000 * (fault.at_us or 0)))
+        return Broken(die, asked.kind, round(1000 * at_us))
 
     def _why_not(self, die: int) -> str | None:
         """Return why a die must not be lost now, or None."""

@@ -50,27 +50,14 @@ class Happenings:
 
     def see(self, event: Observed) -> None:
         """Note an event of the engine."""
+        if event.kind:
+            self.note(event.kind, event.said, getattr(event, "die", -1))
         match event:
             case events.StepEnded():
                 for share in event.shares:
                     self._see_tokens(event.group, share)
-            case events.TEChanged():
-                self.note("te", f"{event.te} is {event.life}")
-            case events.TERolledBack():
-                self.note(
-                    "rollback", f"{event.te} runs its steps again, in epoch {event.epoch}: {event.reason}"
-                )
-            case events.ServerHeard():
-                now = "lost" if event.is_lost else "heard again"
-                self.note("server", f"expert server {event.server} of {event.te} is {now}", event.die)
-            case events.ClientLost():
-                self.note("client", f"DP group {event.rank} of {event.te} is lost, others go on", event.die)
-            case events.ServerMoved():
-                now = "has come to" if event.is_there else "has left"
-                self.note("server", f"expert server {event.server} {now} {event.te}", event.die)
             case events.Preempted():
                 self._at(event, "preempted")
-                self.note("preemption", f"request {event.seq_id} gives up its blocks in {event.group}")
             case events.Assigned():
                 self._sequence(event.seq_id, self._now_ns())
             case events.Given() | events.Booked():

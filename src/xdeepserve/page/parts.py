@@ -53,7 +53,8 @@ class TERow(msgspec.Struct, frozen=True):
 class PodPart(msgspec.Struct, frozen=True):
     """Data of the pod, changed only when TEs come and go.
 
-    `no_kill` says why the page may not break dies; None if it may.
+    `no_kill` says why the page may not break dies; None if it may. `breaks` are the kinds of faults that it
+    offers, each with a button's text and with its meaning.
     """
 
     model: str
@@ -71,6 +72,7 @@ class PodPart(msgspec.Struct, frozen=True):
     tes: list[TERow]
     dies: list[DieRow]
     no_kill: str | None
+    breaks: list[tuple[str, str, str]]
 
 
 class NowPart(msgspec.Struct, frozen=True):
@@ -109,7 +111,7 @@ class RequestRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EventRow(msgspec.Struct, frozen=True, array_like=True):
-    """An event of the pod: kind is te, fault, rollback, server, client or preemption."""
+    """An event of the pod: kind is `fault`, or that of the event's class (`engine/dp/events.py`)."""
 
     number: int
     ns: int

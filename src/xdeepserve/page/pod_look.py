@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.te.te_plan import TEPlan
+from xdeepserve.page.breaking import MENU
 from xdeepserve.page.parts import DieRow, GroupsPart, NowPart, PodPart, PoolPart, TERow
 
 
@@ -30,6 +31,7 @@ def pod_part(engine: Engine, no_kill: str | None) -> PodPart:
         tes=[_te_row(te) for te in tes],
         dies=[row for at, te in enumerate(tes) for row in _die_rows(at, te)],
         no_kill=no_kill,
+        breaks=[(kind, rule.button, rule.meaning) for kind, rule in MENU.items()],
     )
 
 

@@ -7,7 +7,8 @@ A model leaves out ends, openers and braces, and writes marks within values. The
    parameter, the end of a call or a section, another call, or the end of the text. So `</parameter>` in the
    middle of a sentence is text.
 3. A value may quote calls, or parts of calls. So a mark that could end the value (rules 2 and 4), but stands
-   within a quoted call or before further words, ends it only if the value has no end of its own behind.
+   within a quoted call or, with ends of a call and a section or without, before further words, ends it only
+   if the value has no end of its own behind: an end without a beginning.
 4. A parameter whose end is missing ends before the next one that the function declares, before the end of its
    call, or before another call.
 5. If no call comes out of this, the first end of a value, call or section ends the value.
@@ -28,7 +29,7 @@ import msgspec
 from xdeepserve.parsing.loose_json import JsonReader, NoCallError, json_text, read_loosely
 from xdeepserve.parsing.schema_values import FunctionSchema
 from xdeepserve.parsing.text_source import SPACE, CutOff, Steps, TextSource, marks_of
-from xdeepserve.parsing.tool_formats import ToolNotation
+from xdeepserve.parsing.tool_formats import THINK_END, ToolNotation
 
 _HEADER = re.compile(r"[^<{\[\"`\n]*")  # an id or a name, up to what follows it
 _IN_TAG = re.compile(r"[^<>\n]*")
@@ -142,7 +143,7 @@ class _CallReader(JsonReader):
             if (yield from source.char()) not in ("'", '"'):
                 raise NoCallError
             name = read_loosely((yield from JsonReader(source).value()))
-            if name is None or json.loads(name[0]) not in self._functions.names:
+            if name is None or str(json.loads(name[0])).strip() not in self._functions.names:
                 raise NoCallError
             source.at = begin
 
@@ -221,7 +222,7 @@ class CallGrammar:
             members = yield from reader.members(stops=(*ends, fence))
         except CutOff:
             if is_begun and (found := _CUT_CALL.match(source.text, begin)):
-                self._made(json.loads(found["name"]), found["arguments"] or "")
+                self._made_of_cut(found)
             raise
         call = self._of_members(members)
         place = source.at
@@ -234,15 +235,24 @@ class CallGrammar:
             raise NoCallError
         return call
 
+    def _made_of_cut(self, found: re.Match[str]) -> None:
+        name, key = json.loads(found["name"]).strip(), found["key"]
+        is_around = key and _is_around(key, found["value"], self._functions.schema(name))
+        rest = found["value"] if is_around else "" if key in (None, *_BESIDE) else "{" + found["rest"]
+        if name:
+            self._made(name, rest)
+
     def _of_members(self, members: Mapping[str, str]) -> ParsedCall:
         inner = json.loads(members.get("function", "null"))
-        if isinstance(inner, dict):
+        if isinstance(inner, dict) and "name" not in members:
             members = {key: _dumps(value) for key, value in inner.items()}
-        name = json.loads(members["name"]) if "name" in members else inner
-        if not isinstance(name, str) or not name.strip():
+        key = next((key for key in _NAMES if key in members), "")
+        name = json.loads(members.get(key, "null"))
+        name = name.strip() if isinstance(name, str) else ""
+        if not name or (key != "name" and not self._functions.may_be(name)):
             raise NoCallError
-        arguments = members.get("arguments", members.get("parameters", "{}"))
-        return self._made(name, _arguments(arguments))
+        others = {other: value for other, value in members.items() if other != key}
+        return self._made(name, _of_others(others, self._functions.schema(name)))
 
     # ---- a header before the arguments -------------------------------------------------------------------
 
@@ -413,11 +423,12 @@ class CallGrammar:
 
     def _later_end(self, depth: int) -> Steps[int | None]:
         """Find a later end of the value, which is none of a parameter that begins before it; None if there
-        is none. `depth` parameters have begun within the value."""
+        is none. `depth` parameters have begun within the value. Of ends before further words, the last."""
         source = self._source
+        last: int | None = None
         while self._num_searches < MAX_SEARCHES:
             if not (mark := (yield from source.find(self._around_value))):
-                self._num_searches += 1
+                self._num_searches += last is None
                 break
             place = source.at
             source.at += len(mark)
@@ -425,20 +436,24 @@ class CallGrammar:
                 depth += 1
             elif depth:
                 depth -= 1
-            elif (yield from self._goes_on(self._next_tags)) and (yield from self._ends_call(source.at)):
-                return place
+            elif (yield from self._goes_on(self._next_tags)):
+                if (yield from self._ends_call(source.at)):
+                    return place
+                last = place
             source.at = place + len(mark)
-        return None
+        return last
 
     def _ends_call(self, behind: int) -> Steps[bool]:
-        """Whether no words come behind an end of a value that an end of its call follows."""
+        """Whether no words come behind an end of a value that ends of its call and section follow."""
         source, n = self._source, self._notation
         source.at = behind
         try:
             yield from source.run(SPACE)
-            if not (yield from source.take(n.call_end)):
-                return True
-            return (yield from self._goes_on((*n.ends, n.call, *n.begins)))
+            ends = 0
+            while (yield from source.take(n.call_end, *n.ends)):
+                ends += 1
+                yield from source.run(SPACE)
+            return not ends or (yield from self._goes_on((n.call, *n.begins, THINK_END)))
         except CutOff:
             return True
 
@@ -517,9 +532,49 @@ class CallGrammar:
 
 # A call in JSON that ends anywhere behind its name.
 _CUT_CALL = re.compile(
-    r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)+")(?:\s*,\s*"(?:arguments|parameters)"\s*:\s*(?P<arguments>.*))?',
+    r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)+")'
+    r'(?:\s*,\s*(?P<rest>"(?P<key>[^"\\]*)"\s*:\s*(?P<value>.*)))?',
     re.DOTALL,
 )
+_OBJECT_AS_TEXT = re.compile(r'"(\s|\\[nrt])*\{')
+_NAMES = ("name", "function", "tool", "tool_name", "function_name")
+_ARGUMENTS = ("arguments", "parameters")
+_SYNONYMS = (
+    *("args", "argument", "kwargs", "params", "parameter", "input", "inputs", "tool_input", "tool_args"),
+    *("function_args", "function_arguments", "tool_arguments", "action_input", "payload"),
+)
+_BESIDE = ("id", "type", "index", "call_id", "tool_call_id")  # members of a call that are no arguments
+
+
+def _is_around(key: str, value: str, schema: FunctionSchema) -> bool:
+    """Whether a member of a call holds its arguments, and is none of them."""
+    if key in _ARGUMENTS:
+        return True
+    is_object, is_text = value.startswith("{"), bool(_OBJECT_AS_TEXT.match(value))
+    is_own = key in schema.names and (is_text or "object" in schema.parameter(key))
+    return key.lower() in (*_ARGUMENTS, *_SYNONYMS) and (is_object or is_text) and not is_own
+
+
+def _of_others(members: Mapping[str, str], schema: FunctionSchema) -> str:
+    """Return the arguments among the members of a call beside its name. Models also write them under other
+    names, or beside the name. Raises NoCallError."""
+    around = [key for key, value in members.items() if _is_around(key, value, schema)]
+    found = "{}"
+    for key in sorted(around, key=lambda key: (*_ARGUMENTS, key).index(key)):
+        found = _arguments(members[key])
+        if found.strip("{} \t\r\n"):
+            break
+    inner = json.loads(found)
+    own = {
+        key: value
+        for key, value in members.items()
+        if key not in (*around, *inner, *_BESIDE) and (not around or key in schema.names)
+    }
+    if not around:
+        own |= {key: members[key] for key in _BESIDE if key in members and key in schema.names}
+    return (
+        "{" + _joined({**{key: _dumps(value) for key, value in inner.items()}, **own}) + "}" if own else found
+    )
 
 
 def _arguments(found: str) -> str:

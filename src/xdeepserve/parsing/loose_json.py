@@ -1,8 +1,9 @@
 """Reader of JSON as models write it, from text that arrives in pieces.
 
 What is read comes back as JSON, and JSON itself as it was written. Taken beside JSON: Python's `True`,
-`False` and `None`, single quotes, a comma behind the last member, line breaks within strings, and a backslash
-before a character that needs none. Everything else raises NoCallError.
+`False` and `None`, tuples, and numbers (`.5`, `1.`, `+3`, `1_000`, `0x1F`), words in capitals, single quotes,
+a comma behind the last member, line breaks within strings, and a backslash before a character that needs
+none. Everything else raises NoCallError.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ _WORD = re.compile(r"[A-Za-z0-9_.+-]*")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _HEX = re.compile(r"[0-9a-fA-F]{4}")
 _PLAIN = {'"': re.compile(r'[^"\\\x00-\x1f]*'), "'": re.compile(r"""[^'"\\\x00-\x1f]*""")}
-_WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
+_LOOSE_NUMBER = re.compile(r"([+-]?)(?:(0|[1-9][0-9]*)(\.[0-9]*)?|(\.[0-9]+))([eE][+-]?[0-9]+)?")
+_LOOSE_INTEGER = re.compile(r"[+-]?(?:[1-9][0-9]*(?:_[0-9]+)+|0[xX][0-9a-fA-F]+|0[oO][0-7]+|0[bB][01]+)")
+_WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
+_CLOSERS = {"[": "]", "(": ")"}
 _SIMPLE_ESCAPES = frozenset('"\\/bfnrt')
 
 
@@ -38,6 +42,7 @@ class JsonReader:
     def __init__(self, source: TextSource) -> None:
         self._source = source
         self.is_loose = False  # something was read that is no JSON
+        self._ends_with_comma = False  # the value before
 
     def value(self, depth: int = 0) -> Steps[str]:
         """Read a value of any kind; return it as JSON."""
@@ -45,15 +50,13 @@ class JsonReader:
         char = yield from self._next()
         begin, was_loose = source.at, self.is_loose
         self.is_loose = False
-        if char in ("{", "["):
+        if char in ("{", "[", "("):
             value = yield from self._many(char, depth)
         elif char in _PLAIN:
             value = yield from self.string()
         else:
             word = yield from source.run(_WORD)
-            value = _WORDS.get(word, word)
-            if word not in _WORDS and not (len(word) < MAX_WORD and _NUMBER.fullmatch(word)):
-                raise NoCallError
+            value = _WORDS.get(word.lower()) or _number(word)
             self.is_loose = value != word
         if not self.is_loose:
             value = source.text[begin : source.at]
@@ -150,18 +153,23 @@ class JsonReader:
             value = yield from reader.object(depth)
             self.is_loose |= reader.is_loose
             return value
-        source, values = self._source, []
+        source, values, closer = self._source, [], _CLOSERS[opener]
         source.at += 1
-        char = yield from self._next()
-        while char != "]":
+        char, has_comma = (yield from self._next()), False
+        while char != closer:
             values.append((yield from self.value(depth + 1)))
-            char = yield from self._separator("]")
+            char = yield from self._separator(closer)
+            has_comma |= len(values) > 1 or self._ends_with_comma
         source.at += 1
+        self.is_loose |= opener == "("
+        if opener == "(" and len(values) == 1 and not has_comma:
+            return values[0]
         return "[" + ", ".join(values) + "]"
 
     def _separator(self, closer: str, stops: tuple[str, ...] = ()) -> Steps[str]:
         """Take a comma between values; return what comes next: the closer, a value, or "" before a stop."""
         char = yield from self._next()
+        self._ends_with_comma = char == ","
         if char == ",":
             self._source.at += 1
             char = yield from self._next()
@@ -179,6 +187,19 @@ class JsonReader:
         """Take white space; return the character behind it."""
         yield from self._source.run(_SPACE)
         return (yield from self._source.char())
+
+
+def _number(word: str) -> str:
+    """Return a number as JSON, from JSON or Python. Raises NoCallError."""
+    if len(word) < MAX_WORD:
+        if _NUMBER.fullmatch(word):
+            return word
+        if found := _LOOSE_NUMBER.fullmatch(word):
+            sign, whole, fraction, alone, exponent = found.groups("")
+            return f"{sign.strip('+')}{whole or 0}{(fraction or alone) + '0' * (fraction == '.')}{exponent}"
+        if _LOOSE_INTEGER.fullmatch(word):
+            return str(int(word, 0))
+    raise NoCallError
 
 
 def json_text(text: str) -> str:

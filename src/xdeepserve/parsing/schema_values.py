@@ -1,12 +1,14 @@
 """Meaning of a parameter's text where calls are tags and not JSON: whether `5` is a number or a text.
 
 The schema of the function decides. `Allowed` is what a schema says of a value's kind, after `$ref`, `allOf`,
-`anyOf`, `oneOf`, lists of types, `enum`, `const` and `nullable`; other keywords do not tell kinds apart.
+`anyOf`, `oneOf`, lists of types, `enum`, `const` and `nullable`; other keywords do not tell kinds apart. A
+parameter is declared by `properties`, `patternProperties` or, without these, `additionalProperties`.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 from urllib.parse import unquote
@@ -28,20 +30,27 @@ class FunctionSchema:
         self._root = schema
         self._by_ref: dict[str, Allowed | None] = {}
         self._by_key: dict[str, Allowed | None] = {}
-        self.names = frozenset(
-            name for each in self._parts(schema, set()) for name in _mapping(each, "properties")
-        )
+        parts = list(self._parts(schema, set()))
+        self.names = frozenset(name for each in parts for name in _mapping(each, "properties"))
+        self._patterns = [pattern for each in parts for pattern in _mapping(each, "patternProperties")]
 
     def declares(self, name: str) -> bool:
         """Whether a call may have such a parameter; a schema that names none declares all."""
-        return name in self.names or not self.names
+        is_one = name in self.names or any(_matches(pattern, name) for pattern in self._patterns)
+        return is_one or not self.names
 
     def json_of(self, name: str, text: str, is_text: bool | None = None) -> str:
         """Return the JSON of a parameter's text. `is_text` is what the model says of it, if anything."""
         allowed = self.parameter(name)
         as_text, read = json_text(text), read_loosely(text)
-        if read is not None and is_text is None and allowed == ANY and not read[1] and read[0][0] not in "[{":
-            read = None  # `True` and 'a' of no known kind are words
+        if (
+            read is not None
+            and is_text is None
+            and allowed == ANY
+            and not read[1]
+            and text.strip()[0] not in "[{"
+        ):
+            read = None  # `True`, 'a', +49 and (52.5, 13.4) of no known kind are words
         value = None if read is None else read[0]
         is_unknown = allowed == ANY and name not in self.names
         is_number = value is not None and _kind(json.loads(value)) in NUMBERS
@@ -54,16 +63,13 @@ class FunctionSchema:
         for each in order:
             if each is not None and _admits(allowed, json.loads(each)):
                 return each
-        is_json = read is not None and read[1]
-        return value if is_json and value is not None and not is_text and "string" not in allowed else as_text
+        return value if value is not None and not is_text and "string" not in allowed else as_text
 
     def parameter(self, name: str) -> Allowed:
         """Return the kinds that a parameter may have, in whatever branch the schema declares it."""
         if name not in self._by_key:
             self._by_key[name] = self._declared(self._root, name, set())
         found = self._by_key[name]
-        if found is None and isinstance(self._root, dict):
-            found = self.allowed(self._root.get("additionalProperties"))
         return ANY if found is None else found
 
     def allowed(self, schema: Any, depth: int = 0) -> Allowed | None:
@@ -98,6 +104,10 @@ class FunctionSchema:
         said: list[Allowed | None] = []
         if name in (properties := _mapping(schema, "properties")):
             said.append(self.allowed(properties[name]) or ANY)
+        patterns = _mapping(schema, "patternProperties").items()
+        said += [self.allowed(each) or ANY for pattern, each in patterns if _matches(pattern, name)]
+        if not said and isinstance(others := schema.get("additionalProperties"), dict):
+            said.append(self.allowed(others))
         parts, branches = self._required_parts(schema, seen), _branches(schema)
         said += [self._declared(each, name, seen, depth + 1) for each in parts]
         said.append(_either([self._declared(each, name, seen, depth + 1) for each in branches]))
@@ -130,6 +140,18 @@ class FunctionSchema:
             else:
                 found = found.get(key) if isinstance(found, dict) else None
         return found
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Whether a name matches a pattern of a schema. Patterns whose search could take long match nothing."""
+    try:
+        return not _SLOW.search(pattern) and re.search(pattern, name) is not None
+    except (re.error, RecursionError, OverflowError):
+        return False
+
+
+# Repeated groups, references to groups, and more than two repetitions.
+_SLOW = re.compile(r"\)[*+?{]|\\[1-9]|([*+?{].*){3}", re.DOTALL)
 
 
 def is_plain_text(allowed: Allowed | None) -> bool:

@@ -26,9 +26,8 @@ from xdeepserve.errors import InputError, abridged
 from xdeepserve.parsing.call_grammar import CallGrammar, Function, OfferedFunctions, ParsedCall
 from xdeepserve.parsing.loose_json import NoCallError, TooDeepError
 from xdeepserve.parsing.text_source import SPACE, CutOff, Marks, Steps, TextSource, marks_of
-from xdeepserve.parsing.tool_formats import DSML, NOTATIONS, ToolFormat
+from xdeepserve.parsing.tool_formats import DSML, NOTATIONS, THINK, THINK_END, ToolFormat
 
-THINK, THINK_END = "<think>", "</think>"
 # Calls of an answer that may begin and never end, or nest too deeply. Then the rest is text: time is bounded.
 MAX_VAIN = 8
 
@@ -65,7 +64,9 @@ class StreamParser:
         self._notation = NOTATIONS[tools] if tools is not None else None
         self._functions = OfferedFunctions(functions)
         self._source = TextSource()
-        self._parsed = Parsed()
+        self._content: list[str] = []  # since the last piece, as are the next two
+        self._reasoning: list[str] = []
+        self._calls: list[ParsedCall] = []
         self._num_calls = self._num_vain = 0
         self._is_open = False  # a section of calls has begun and not ended
         self._follows_call = False  # nothing but white space since a call
@@ -97,9 +98,14 @@ class StreamParser:
 
     def push(self, text: str) -> Parsed:
         """Take more text; return the parts that have become certain with it."""
-        self._source.text += text
+        source = self._source
+        held, source.text = source.text, ""
+        held += text  # of a local name alone: an attribute would be copied for each piece
+        source.text = held
+        del held
         next(self._steps, None)
-        parsed, self._parsed = self._parsed, Parsed()
+        parsed = Parsed("".join(self._content), "".join(self._reasoning), self._calls)
+        self._content, self._reasoning, self._calls = [], [], []
         return parsed
 
     def finish(self, text: str = "", is_cut: bool = False) -> Parsed:
@@ -215,7 +221,7 @@ class StreamParser:
             call = partial
         finally:
             source.refuses_end = False
-        self._parsed.tool_calls.append(msgspec.structs.replace(call, index=self._num_calls))
+        self._calls.append(msgspec.structs.replace(call, index=self._num_calls))
         self._num_calls += 1
         return True
 
@@ -243,10 +249,7 @@ class StreamParser:
         elif self._follows_call:
             return
         self._has_said |= bool(text.strip())
-        if self.state == "reasoning":
-            self._parsed.reasoning += text
-        else:
-            self._parsed.content += text
+        (self._reasoning if self.state == "reasoning" else self._content).append(text)
 
 
 def parse_answer(
@@ -278,12 +281,9 @@ def parse_pieces(
     if wrong := [piece for piece in pieces if not isinstance(piece, str)]:
         raise InputError(f"the answer must be a text, found {abridged(wrong[0])}")
     parser = StreamParser(True, _known(format), in_reasoning=in_reasoning, functions=_functions(tools or ()))
-    whole = Parsed()
-    for parsed in (*map(parser.push, pieces), parser.finish()):
-        whole.content += parsed.content
-        whole.reasoning += parsed.reasoning
-        whole.tool_calls += parsed.tool_calls
-    return whole
+    found = [*map(parser.push, pieces), parser.finish()]
+    calls = [call for parsed in found for call in parsed.tool_calls]
+    return Parsed("".join(each.content for each in found), "".join(each.reasoning for each in found), calls)
 
 
 def _known(name: str | None) -> ToolFormat | None:

@@ -23,6 +23,7 @@ ToolFormat = Literal[
 Body = Literal["json", "header", "tags"]
 
 DSML = "｜DSML｜"  # a token of its own, within tags
+THINK, THINK_END = "<think>", "</think>"  # around reasoning, in all formats
 
 
 class Tags(NamedTuple):

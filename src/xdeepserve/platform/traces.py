@@ -13,6 +13,7 @@ import csv
 import gzip
 import importlib
 import itertools
+import json
 import math
 import re
 import zlib
@@ -169,6 +170,7 @@ def read_trace(path: Path, name: str | None = None) -> RequestTrace:
         with opener(path, "rt", newline="", encoding="utf-8-sig") as file:
             table = _table(path, file)
             form, columns = _format(path, table, asked)
+            notes = _others(path, table, columns)
             rows = list(_rows(path, table, columns, form.ids))
     except broken as error:
         raise InputError(f"{path}: cannot be unpacked: {error}") from None
@@ -179,7 +181,8 @@ def read_trace(path: Path, name: str | None = None) -> RequestTrace:
     block = _block_size(path, rows, form.block)
     if asked is None and form.block and block != form.block and not form.marks:
         form = PLAIN[form.form]  # columns of a format with blocks, without its blocks
-    return _trace(path, form, columns["time"], rows, block)
+    trace = _trace(path, form, columns["time"], rows, block)
+    return trace._replace(notes=[*notes, *trace.notes])
 
 
 # ---- files -------------------------------------------------------------------------------------------------
@@ -223,8 +226,9 @@ def _table(path: Path, file: Iterable[str]) -> _Table:
         raise InputError(f"{path}: no requests in it")
     if first.lstrip()[0] in "{[":
         top = _object(path, number, first)
+        names = json.loads(first, parse_int=str, object_pairs_hook=lambda pairs: [name for name, _ in pairs])
         rest = ((number, _object(path, number, line)) for number, line in lines)
-        return _Table("JSON", number, list(top), itertools.chain([(number, top)], rest))
+        return _Table("JSON", number, names, itertools.chain([(number, top)], rest))
     delimiter = max(",;\t|", key=first.count)
     names = [name.strip() for name in next(csv.reader([first], delimiter=delimiter))]
     return _Table("CSV", number, names, _csv_records(path, names, lines, delimiter))
@@ -311,6 +315,22 @@ def _format(path: Path, table: _Table, asked: TraceFormat | None) -> tuple[Trace
         f"{where}: no column with {NEEDED[part]}: must be {', '.join(known)}{others}, found "
         f"{', '.join(map(shown, table.names))}"
     )
+
+
+def _others(path: Path, table: _Table, columns: Mapping[str, str]) -> list[str]:
+    """Name the columns that could also be meant. Raises InputError for a name that two columns have."""
+    notes = []
+    for part, column in columns.items():
+        if table.names.count(column) > 1:
+            raise InputError(
+                f"{path}, line {table.line}: {table.names.count(column)} columns are called {column}: rename "
+                "those that are not meant"
+            )
+        known = {_plain(name) for name in getattr(PLAIN[table.form], part)}
+        others = [name for name in table.names if name != column and known & {_plain(name), _stem(name)[0]}]
+        if others:
+            notes.append(f"{column} is read, and {', '.join(others)} is not; rename it to change that")
+    return notes
 
 
 # ---- rows --------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from xdeepserve.engine.serving.request import ServingTokenizer
 from xdeepserve.errors import RequestError, abridged
 from xdeepserve.model.chat_template import ROLES
 from xdeepserve.model.chat_template import plain_message as of_template
-from xdeepserve.parsing.stream_parser import THINK, THINK_END
+from xdeepserve.parsing.tool_formats import THINK, THINK_END
 
 _TEMPLATE_INPUTS = (
     "self",

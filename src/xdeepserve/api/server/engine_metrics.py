@@ -12,6 +12,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from xdeepserve.engine.recovery.ladder import STAGES
 from xdeepserve.engine.serving.request import EngineStats
 
 ENGINE = "0"
@@ -136,10 +137,10 @@ class EngineCollector(Collector):
     def _recoveries(self, stats: EngineStats) -> Metric:
         family = CounterMetricFamily(
             "xdeepserve:recoveries",
-            "Recoveries by stage: 3, steps were run again; 2, a TE was given up; 1, all were started anew.",
+            f"Recoveries by stage: {'; '.join(f'{stage}, {what}' for stage, what in STAGES.items())}.",
             labels=["model_name", "stage"],
         )
-        for stage in ("1", "2", "3"):
+        for stage in sorted(STAGES):
             family.add_metric([self._model_name, stage], stats.num_recoveries[stage])
         return family
 

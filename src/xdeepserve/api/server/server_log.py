@@ -21,8 +21,7 @@ from xdeepserve.api.answers.generation import GENERATION
 from xdeepserve.api.server.endpoint import REQUEST_ID
 from xdeepserve.api.server.http_errors import REFUSAL
 from xdeepserve.api.server.options import ServerOptions
-from xdeepserve.engine.dp import events
-from xdeepserve.engine.dp.events import Observed
+from xdeepserve.engine.dp.events import Event, Observed, TEChanged
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.request import AsyncEngine
 
@@ -42,42 +41,13 @@ class PodLog:
 
     def see(self, event: Observed) -> None:
         """Log an event of dies or TEs; ignore other events."""
-        text = self._text(event)
-        if text is not None:
-            at_s = self._engine.plan.pod.clock.now / 1e9
-            is_loss = isinstance(event, events.ClientLost) or getattr(event, "life", None) == "lost"
-            log.log(logging.WARNING if is_loss else logging.INFO, "%s (pod at %.6f s)", text, at_s)
-
-    def _text(self, event: Observed) -> str | None:
-        match event:
-            case events.TEChanged(te=te, life="lost"):
-                return self._loss(te)
-            case events.TEChanged(te=te, life="ready"):
-                return f"{te} is ready{self._on_dies(te)}"
-            case events.TEChanged(te=te, life="loading"):
-                return f"{te} loads its weights{self._on_dies(te)}"
-            case events.TEChanged(te=te, life="draining"):
-                return f"{te} takes no new work: it leaves when it has ended what it has"
-            case events.TEChanged(te=te, life="gone"):
-                return f"{te} has left"
-            case events.FailoverEnded(reason=None):
-                return "failover has ended: another TE is in the place of each that was given up"
-            case events.FailoverEnded(reason=reason):
-                return f"failover has failed, and nothing comes in the place of what is lost: {reason}"
-            case events.TERolledBack():
-                return f"{event.te} runs its steps again, in epoch {event.epoch}: {event.reason}"
-            case events.ClientLost():
-                return f"die {event.die} is lost; {event.te} goes on without DP group {event.rank}"
-            case events.ServerHeard(is_lost=True):
-                return (
-                    f"expert server {event.server} of {event.te} is lost, die {event.die}; replicas are asked"
-                )
-            case events.ServerHeard():
-                return f"expert server {event.server} of {event.te} answers again, die {event.die}"
-            case events.ServerMoved():
-                now = "has come to" if event.is_there else "has left"
-                return f"expert server {event.server} {now} {event.te}, die {event.die}"
-        return None
+        if isinstance(event, Event) or not event.said:
+            return
+        text, at_s = event.said, self._engine.plan.pod.clock.now / 1e9
+        if isinstance(event, TEChanged):
+            has_dies = event.life in ("ready", "loading")
+            text = self._loss(event.te) if event.is_loss else f"{text}{self._on_dies(event.te) * has_dies}"
+        log.log(logging.WARNING if event.is_loss else logging.INFO, "%s (pod at %.6f s)", text, at_s)
 
     def _loss(self, te: str) -> str:
         """Describe the loss of a TE: its lost dies, the reason, and the consequence."""

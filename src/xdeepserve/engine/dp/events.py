@@ -11,11 +11,12 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import ClassVar, Final, NamedTuple, TypeAlias
 
 import msgspec
 
 from xdeepserve.engine.numbers import GroupRank, Seat, StepNo
+from xdeepserve.engine.recovery.ladder import RUNGS, RungName
 
 log = logging.getLogger("xdeepserve.engine")
 
@@ -30,7 +31,27 @@ class GroupId(NamedTuple):
         return f"{self.te}/dp{self.rank}"
 
 
-class Event(msgspec.Struct, frozen=True):
+class Observed(msgspec.Struct, frozen=True):
+    """Something has happened in a pod, and all observers are told.
+
+    The page shows events that have a `kind`, a server's log those that are no sequence's (`Event`); both
+    print `said`.
+    """
+
+    kind: ClassVar[str] = ""  # of the event's line on the page; an event without one has no line
+
+    @property
+    def said(self) -> str:
+        """Sentence for people; empty if neither the page nor a log shows such events."""
+        return ""
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether a log warns, since something has been lost."""
+        return False
+
+
+class Event(Observed, frozen=True):
     """Something has happened to a sequence, which is one choice of a request."""
 
     seq_id: int
@@ -60,8 +81,13 @@ class Preempted(AtGroup, frozen=True):
     """No KV block was left: a sequence gave up `num_computed` positions, or moves them to host DRAM
     (`is_swapped`)."""
 
+    kind: ClassVar[str] = "preemption"
     num_computed: int
     is_swapped: bool
+
+    @property
+    def said(self) -> str:
+        return f"request {self.seq_id} gives up its blocks in {self.group}"
 
 
 class KVLost(AtGroup, frozen=True):
@@ -138,7 +164,7 @@ class ShareOfStep(msgspec.Struct, frozen=True):
     proposed: tuple[int, ...]  # by MTP, for the next step
 
 
-class StepEnded(msgspec.Struct, frozen=True):
+class StepEnded(Observed, frozen=True):
     """A DP group has ended a step that had rows; its results take effect next."""
 
     group: GroupId
@@ -149,58 +175,108 @@ class StepEnded(msgspec.Struct, frozen=True):
     shares: tuple[ShareOfStep, ...]
 
 
-class TEChanged(msgspec.Struct, frozen=True):
+LIVES_SAID: Final = {
+    "loading": "loads its weights",
+    "draining": "takes no new work: it leaves when it has ended what it has",
+    "gone": "has left",
+}
+
+
+class TEChanged(Observed, frozen=True):
     """A TE has reached another state of its life (te/life.py)."""
 
+    kind: ClassVar[str] = "te"
     te: str
     life: str
 
+    @property
+    def said(self) -> str:
+        return f"{self.te} {LIVES_SAID.get(self.life, f'is {self.life}')}"
 
-class FailoverEnded(msgspec.Struct, frozen=True):
+    @property
+    def is_loss(self) -> bool:
+        return self.life == "lost"
+
+
+class FailoverEnded(Observed, frozen=True):
     """A lost TE's replacement is no longer awaited; `reason` says why none comes, if so."""
 
     reason: str | None
 
+    @property
+    def said(self) -> str:
+        if self.reason is None:
+            return "failover has ended: another TE is in the place of each that was given up"
+        return f"failover has failed, and nothing comes in the place of what is lost: {self.reason}"
 
-class TERolledBack(msgspec.Struct, frozen=True):
-    """Something in a TE failed; the steps under way will run again in a new epoch."""
 
+class Mended(Observed, frozen=True):
+    """A rung of the ladder has mended a loss of a TE, which goes on (`recovery/ladder.py`)."""
+
+    kind: ClassVar[str] = "recovery"
     te: str
-    epoch: int
+    rung: RungName
+    epoch: int  # of the TE's rollbacks, from now on
     reason: str
-    begun_ns: int  # of virtual time, when the TE heard of the failure
+    begun_ns: int  # of virtual time, when the TE heard of the loss
+
+    @property
+    def said(self) -> str:
+        return f"{self.te} {RUNGS[self.rung].told.format(epoch=self.epoch)}: {self.reason}"
 
 
-class ServerHeard(msgspec.Struct, frozen=True):
+class ServerHeard(Observed, frozen=True):
     """The monitor declares an expert server lost, or found again."""
 
+    kind: ClassVar[str] = "server"
     te: str
     server: Seat
     die: int
     is_lost: bool
 
+    @property
+    def said(self) -> str:
+        now = (
+            f"is lost, die {self.die}; replicas are asked"
+            if self.is_lost
+            else f"answers again, die {self.die}"
+        )
+        return f"expert server {self.server} of {self.te} {now}"
 
-class ClientLost(msgspec.Struct, frozen=True):
+
+class ClientLost(Observed, frozen=True):
     """A DP group using expert servers is lost, and its TE goes on without it."""
 
+    kind: ClassVar[str] = "client"
     te: str
     rank: GroupRank
     die: int
 
+    @property
+    def said(self) -> str:
+        return f"die {self.die} is lost; {self.te} goes on without DP group {self.rank}"
 
-class ServerMoved(msgspec.Struct, frozen=True):
+    @property
+    def is_loss(self) -> bool:
+        return True
+
+
+class ServerMoved(Observed, frozen=True):
     """An expert server has taken a seat in its TE, or has left it."""
 
+    kind: ClassVar[str] = "server"
     te: str
     server: Seat
     die: int
     epoch: int  # of the seat
     is_there: bool
 
+    @property
+    def said(self) -> str:
+        now = "has come to" if self.is_there else "has left"
+        return f"expert server {self.server} {now} {self.te}, die {self.die}"
 
-Observed: TypeAlias = (
-    Event | StepEnded | TEChanged | FailoverEnded | TERolledBack | ServerHeard | ServerMoved | ClientLost
-)
+
 Observer: TypeAlias = Callable[[Observed], None]
 
 
@@ -223,16 +299,20 @@ class EventLog:
     """Log of an engine: every event is told once, by a call.
 
     `observers` read each event first and must change nothing; one that raises an error is removed. Then the
-    job executor acts on it (`act`). `counts` has how often each class of events has been told.
+    job executor acts on it (`act`). `counts` has how often each class of events has been told, `mended` how
+    often each rung of the ladder has mended a loss.
     """
 
     def __init__(self, observers: list[Observer] | None = None) -> None:
         self.observers = [] if observers is None else observers
         self.act: Callable[[Observed], None] = lambda event: None
         self.counts = Counter[type[Observed]]()
+        self.mended = Counter[RungName]()
 
     def __call__(self, event: Observed) -> None:
         self.counts[type(event)] += 1
+        if isinstance(event, Mended):
+            self.mended[event.rung] += 1
         for observe in tuple(self.observers):
             if not notify(observe, event, about=event) and observe in self.observers:
                 self.observers.remove(observe)

@@ -89,15 +89,27 @@ class Remedy(NamedTuple):
 RungName: TypeAlias = Literal["run again", "mask", "go on without", "wait", "replace", "give up", "end"]
 Remedies: TypeAlias = Mapping[RungName, Remedy]
 
+STAGES: Final[Mapping[str, str]] = {  # of recovery (XDS 6.2), up to the last resort
+    "3": "steps were run again",
+    "2": "a TE was given up",
+    "1": "all were started anew",
+}
+
 
 class Rung(NamedTuple):
-    """A row of the ladder. `cannot` says in the documents what the remedy's `why_not` answers."""
+    """A row of the ladder. `cannot` says in the documents what the remedy's `why_not` answers.
+
+    A remedy after which the TE goes on tells `dp.events.Mended`: people read `told` then, and it counts as a
+    recovery of this stage. Other rungs change the lives of TEs, and these are told.
+    """
 
     name: RungName
     runs: Literal["loop", "TE", "group"]  # in the TE's loop; on the parts of one TE; on all TEs
     kinds: Set[LossKind]
     cannot: str
     mends: str
+    told: str = ""
+    stage: str = ""
 
 
 LADDER: Final = (
@@ -107,6 +119,8 @@ LADDER: Final = (
         kinds={"glitch", "page"},
         cannot="the code is `unspecified`, `recovery.stage=2`, or `recovery.max_rollbacks` glitches in a row",
         mends="all dies go back to the step before, lost pages are restored, steps run again (stage 3)",
+        told="runs its steps again, in epoch {epoch}",
+        stage="3",
     ),
     Rung(
         name="mask",
@@ -151,6 +165,7 @@ LADDER: Final = (
         mends="every request ends with the error",
     ),
 )
+RUNGS: Final[Mapping[RungName, Rung]] = {rung.name: rung for rung in LADDER}
 
 
 async def climb(loss: Loss, remedies: Remedies) -> Loss | None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from xdeepserve.engine.deploy.deployment import OutputConfig
 from xdeepserve.engine.serving.request import OutputFormats, Parse
 from xdeepserve.model.tokenizer import Tokenizer
-from xdeepserve.parsing.stream_parser import THINK, THINK_END, StreamParser
-from xdeepserve.parsing.tool_formats import DSML, NOTATIONS, ToolFormat
+from xdeepserve.parsing.stream_parser import StreamParser
+from xdeepserve.parsing.tool_formats import DSML, NOTATIONS, THINK, THINK_END, ToolFormat
 
 TAIL = 16  # tokens, enough to spell the tag that may end a prompt, byte by byte
 

@@ -15,7 +15,7 @@ from xdeepserve.engine.serving.tool_grammar import tool_grammar
 from xdeepserve.errors import RequestError
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.tokenizer import Tokenizer
-from xdeepserve.parsing.stream_parser import THINK_END
+from xdeepserve.parsing.tool_formats import THINK_END
 
 if TYPE_CHECKING:
     from xdeepserve.engine.dp.grammar import GrammarMatcher, Grammars

@@ -11,9 +11,18 @@ from typing import Any, TypeVar
 import msgspec
 
 from xdeepserve.engine.build import PodPlan
-from xdeepserve.engine.dp.events import FailoverEnded, TERolledBack
+from xdeepserve.engine.dp.events import FailoverEnded
 from xdeepserve.engine.job.executor import JobExecutor, can_serve
-from xdeepserve.engine.recovery.ladder import Loss, Remedies, Remedy, RungName, at_once, climb, reasons
+from xdeepserve.engine.recovery.ladder import (
+    LADDER,
+    Loss,
+    Remedies,
+    Remedy,
+    RungName,
+    at_once,
+    climb,
+    reasons,
+)
 from xdeepserve.engine.serving.control_plane import ControlPlane
 from xdeepserve.engine.serving.counters import Counters
 from xdeepserve.engine.serving.failover import Failover, what_helps
@@ -72,8 +81,10 @@ class TEGroup:
     def recoveries(self) -> Counter[str]:
         """Count the recoveries of each stage (XDS 6.2)."""
         restarts = 0 if self._failover is None else self._failover.num_restarts
-        rollbacks = self._je.tell.counts[TERolledBack]
-        return Counter({"3": rollbacks, "2": len(self.lost), "1": restarts})
+        found = Counter({"2": len(self.lost), "1": restarts})
+        for rung in LADDER:
+            found[rung.stage] += self._je.tell.mended[rung.name]
+        return +found
 
     @property
     def is_recovering(self) -> bool:

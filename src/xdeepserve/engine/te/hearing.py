@@ -52,9 +52,14 @@ class Hearing:
         self._tp = len(groups[0].dies)
 
     @property
-    def may_go_on(self) -> bool:
-        """Whether steps may begin: no rollback is running or about to begin."""
+    def may_collect(self) -> bool:
+        """Whether results of steps may be taken: no rollback is running or about to begin."""
         return self._recovery.phase == "serving" and not self._lost_pages.pending
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether steps may begin, and expert servers come and leave: nothing of the TE is being restored."""
+        return self.may_collect
 
     def check_memory(self) -> None:
         """Raise the error of a lost page, unless a rollback is running: then the page is being restored."""

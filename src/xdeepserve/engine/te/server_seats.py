@@ -15,7 +15,7 @@ from xdeepserve.comm.services.layout import Presence
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.numbers import Seat
 from xdeepserve.engine.recovery.ladder import Loss
-from xdeepserve.engine.recovery.rollback import Rollback
+from xdeepserve.engine.te.hearing import Hearing
 from xdeepserve.engine.te.life import Lifetime
 from xdeepserve.engine.te.members import Stay
 from xdeepserve.engine.te.reports import ServerReport
@@ -39,12 +39,12 @@ class ServerSeats:
         self,
         plan: TEPlan,
         life: Lifetime,
-        recovery: Rollback,
+        hearing: Hearing,
         monitor: ServerMonitor,
         turns: StepsApart | StepsTogether,
     ) -> None:
         self._plan, self._pod, self._members, self._life = plan, plan.pod, plan.members, life
-        self._recovery, self._monitor, self._turns = recovery, monitor, turns
+        self._hearing, self._monitor, self._turns = hearing, monitor, turns
 
     def reports(self) -> list[ServerReport]:
         """Report the state of each seat."""
@@ -85,7 +85,7 @@ class ServerSeats:
         try:
             heir.mem = self._plan.plan_server(seat, heir.die)
             await bring(self._plan, heir.die, heir.mem)
-            while self._recovery.phase != "serving" and self._life.now == "ready":
+            while not self._hearing.may_begin and self._life.now == "ready":
                 await self._pod.clock.sleep(PAUSE_NS)
             self._check_whole(heir)
         except BaseException:
@@ -169,7 +169,7 @@ class ServerSeats:
         life, members = self._life, self._members
         members.move(server, "lead away")
         under_way = self._turns.under_way
-        while life.is_running and (under_way & self._turns.under_way or self._recovery.phase != "serving"):
+        while life.is_running and (under_way & self._turns.under_way or not self._hearing.may_begin):
             await self._pod.clock.sleep(PAUSE_NS)
         if not server.is_seated:
             return  # another server has its seat

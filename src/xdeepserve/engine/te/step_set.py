@@ -79,9 +79,9 @@ class StepSet:
     def schedule(self) -> StepNo | None:
         """Plan the next step; return its number, or None if it has no rows or there is no room for it.
 
-        A TE that moves out schedules no more steps.
+        A TE that moves out schedules no more steps, and none may begin during a recovery.
         """
-        if self.is_full or self._parts.life.moves_out:
+        if self.is_full or self._parts.life.moves_out or not self._parts.hearing.may_begin:
             return None
         has_rows = [group.plan(self.next) for group in self.groups]  # each of them: exchanges are barriers
         return self.next if any(has_rows) else None

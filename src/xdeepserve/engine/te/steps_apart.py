@@ -172,7 +172,7 @@ class StepsApart:
 
     def _note(self, steps: StepSet, done: StepDone) -> None:
         """Note a die's report of an ended step; during a rollback such reports are ignored."""
-        if self._parts.hearing.may_go_on:
+        if self._parts.hearing.may_collect:
             steps.note(done.step)
             if steps.has_ended(done.step):
                 steps.collect(done.step)
@@ -189,7 +189,7 @@ class StepsApart:
         while not steps.is_full:
             self._shell.deal()
             self._shell.on_turn()
-            step = steps.schedule() if self._parts.hearing.may_go_on else None
+            step = steps.schedule()
             if step is None:
                 break
             self._launch(group, step)

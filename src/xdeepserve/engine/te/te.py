@@ -10,7 +10,7 @@ import msgspec
 
 from xdeepserve.engine.die.expert_memory import STOP
 from xdeepserve.engine.die.experts import ExpertProgram, ring
-from xdeepserve.engine.dp.events import EventLog, TERolledBack
+from xdeepserve.engine.dp.events import EventLog, Mended
 from xdeepserve.engine.messages import Shutdown
 from xdeepserve.engine.numbers import GroupRank, StepNo
 from xdeepserve.engine.recovery.ladder import Loss, Remedies, Remedy, at_once, climb
@@ -108,7 +108,7 @@ class TE:
         else:
             self._turns = StepsTogether(parts, self.members, plan.sizes.steps.plans_ahead)
         self.health.wake = self._turns.wake_all
-        self.seats = ServerSeats(plan, self.lifetime, self.recovery, self.monitor, self._turns)
+        self.seats = ServerSeats(plan, self.lifetime, self._hearing, self.monitor, self._turns)
 
         # Who hears of the moves of members, and what the TE itself can do about a loss.
         self.members.listen(
@@ -244,7 +244,7 @@ class TE:
         first_step = turns.roll_back()
         await self.lost_pages.mend()
         self.recovery.resume(first_step)
-        self.tell(TERolledBack(self.plan.name, self.recovery.epoch, str(error), begun_ns))
+        self.tell(Mended(self.plan.name, "run again", self.recovery.epoch, str(error), begun_ns))
         await turns.run_again()
 
     def lose_page(self, error: PageLostError) -> None:

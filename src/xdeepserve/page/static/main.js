@@ -95,7 +95,7 @@ function drawDie() {
   const isLost = shown.now.lost.includes(chosen);
   $("die-title").textContent = `Die ${chosen}${isLost ? ", lost" : ""}`;
   const bytes = el("div", { className: "bytes" }), why = el("p", { className: "none", role: "status" }), keys = el("div", { className: "keys" });
-  const buttons = [["Lose it", "lost", "The die fails, with all that it holds"], ["Glitch", "glitch", "What it is at ends with an error code; its memory stays"]].map(([text, kind, title]) => {
+  const buttons = (shown.pod.breaks ?? []).map(([kind, text, title]) => {
     const button = el("button", { className: "danger", textContent: text, title, disabled: !shown.live || isLost || shown.pod.no_kill !== null });
     button.dataset.kind = kind;
     button.addEventListener("click", () => breakDie(chosen, kind, why));
