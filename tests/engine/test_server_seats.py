@@ -118,7 +118,7 @@ WAYS: list[tuple[str, ...]] = [
 ]
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("settings", WAYS, ids=str)
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
 def test_one_comes_back_one_joins_one_leaves(precision: str, settings: tuple[str, ...]) -> None:
@@ -155,7 +155,7 @@ def test_who_takes_the_place_of_a_slow_one_is_asked_alone() -> None:
     assert FIRST_SERVER not in found.holders, "its die is free"
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("seed", range(8))
 def test_lives_at_random(seed: int) -> None:
     """Servers are lost, slow, replaced, come and leave while steps are run again; each expert is on three."""
